@@ -1,0 +1,1 @@
+"""Benchmarks, class order, images and batches."""

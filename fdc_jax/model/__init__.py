@@ -1,0 +1,1 @@
+"""The encoder: weights, images and increments in, head-input features out."""

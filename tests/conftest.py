@@ -1,0 +1,23 @@
+"""Shared by all tests: CPU, and the optional folder of real weights and images."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import pytest
+
+SHARED_ASSETS = Path(__file__).resolve().parents[2] / "shared" / "assets"
+
+
+@pytest.fixture
+def shared_asset():
+    """Returns a function from a name to the path of a real asset; skips where it is absent."""
+
+    def find(name: str) -> Path:
+        path = SHARED_ASSETS / name
+        if not path.exists():
+            pytest.skip(f"needs the real asset {name}, looked for in ../shared/assets")
+        return path
+
+    return find
