@@ -1,0 +1,350 @@
+"""What a prediction got right, where it went wrong, and whether a gain is real.
+
+Everything here is a pure function over integer arrays on the host. Accuracies, shares and gains are
+in percent (gains: percentage points); p-values are probabilities.
+
+A prediction is read as two decisions (paper, Eq. raw): the task, then the class within the task's
+head. `oracle_label` is the class that the same scores give when the true task is known ("Given Task
+ID" in the paper).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+from numpy.typing import ArrayLike
+from scipy import stats
+
+from fdc_jax.errors import InputError
+
+
+class Decomposition(NamedTuple):
+    """One prediction in percent: three accuracies and four shares that sum to 100."""
+
+    num_samples: int
+    accuracy: float
+    routing_accuracy: float
+    oracle_accuracy: float
+    right_task_right_class: float
+    right_task_wrong_class: float
+    wrong_task_oracle_right: float
+    wrong_task_oracle_wrong: float
+
+    @property
+    def errors_fixed_by_task(self) -> float:
+        """Share of the errors that knowing the task would repair; NaN without errors."""
+        errors = 100.0 - self.right_task_right_class
+        return 100.0 * self.wrong_task_oracle_right / errors if errors > 0 else float("nan")
+
+
+class ConfusedPair(NamedTuple):
+    """Samples of `true_task` that went to the head of `predicted_task`."""
+
+    true_task: int
+    predicted_task: int
+    count: int
+    share: float  # percent of the samples of `true_task`
+
+
+class Flips(NamedTuple):
+    """Numbers of samples by what a second prediction did to the first."""
+
+    wrong_to_right: int
+    right_to_wrong: int
+    wrong_to_other_wrong: int
+    unchanged: int
+
+
+class Gain(NamedTuple):
+    """A mean gain in percentage points with its interval."""
+
+    mean: float
+    std: float
+    low: float
+    high: float
+    confidence: float
+
+
+def _columns(**arrays: ArrayLike) -> list[Int[np.ndarray, " n"]]:
+    """Integer vectors of one length, at least one long."""
+    columns = {name: np.asarray(array) for name, array in arrays.items()}
+    sizes = {name: column.shape for name, column in columns.items()}
+    for name, column in columns.items():
+        if column.ndim != 1 or not np.issubdtype(column.dtype, np.integer):
+            raise InputError(
+                f"{name}: expected a vector of integers, found {column.dtype} "
+                f"of shape {column.shape}"
+            )
+    if len(set(sizes.values())) > 1 or not next(iter(sizes.values()))[0]:
+        found = ", ".join(f"{name} {size[0]}" for name, size in sizes.items())
+        raise InputError(f"expected columns of one length, at least 1; found {found}")
+    return list(columns.values())
+
+
+def accuracy(true_label: ArrayLike, predicted_label: ArrayLike) -> float:
+    """Returns the percentage of equal entries of two label vectors [n].
+
+    Raises:
+        InputError: the vectors are empty, of different lengths, or not integers.
+    """
+    true, predicted = _columns(true_label=true_label, predicted_label=predicted_label)
+    return 100.0 * float(np.mean(true == predicted))
+
+
+def decompose(
+    true_task: ArrayLike,
+    true_label: ArrayLike,
+    predicted_task: ArrayLike,
+    predicted_label: ArrayLike,
+    oracle_label: ArrayLike,
+) -> Decomposition:
+    """Splits all samples into four cells by the task decision and the class decision.
+
+    The cells follow from counts, not from differences of rounded accuracies: right task and class;
+    right task, wrong class; wrong task although the class is right given the task; neither.
+
+    Args:
+        true_task: [n] indices of the true tasks.
+        true_label: [n] true classes.
+        predicted_task: [n] indices of the chosen tasks.
+        predicted_label: [n] predicted classes.
+        oracle_label: [n] the same scores' class within the true task.
+
+    Raises:
+        InputError: lengths differ, or a row contradicts itself: the right task was chosen and yet
+            the prediction is not the oracle's, or the label is right in the wrong task.
+    """
+    task, label, chosen, predicted, oracle = _columns(
+        true_task=true_task,
+        true_label=true_label,
+        predicted_task=predicted_task,
+        predicted_label=predicted_label,
+        oracle_label=oracle_label,
+    )
+    routed = task == chosen
+    right = label == predicted
+    oracle_right = label == oracle
+    _refuse(
+        routed & (predicted != oracle), "the true task is chosen but the label is not the oracle's"
+    )
+    _refuse(right & ~routed, "the label is right but the task is not")
+    size = len(label)
+    counts = np.array(
+        [
+            np.sum(routed & right),
+            np.sum(routed & ~right),
+            np.sum(~routed & oracle_right),
+            np.sum(~routed & ~oracle_right),
+        ]
+    )
+    shares = 100.0 * counts / size
+    return Decomposition(
+        num_samples=size,
+        accuracy=100.0 * float(np.sum(right)) / size,
+        routing_accuracy=100.0 * float(np.sum(routed)) / size,
+        oracle_accuracy=100.0 * float(np.sum(oracle_right)) / size,
+        right_task_right_class=float(shares[0]),
+        right_task_wrong_class=float(shares[1]),
+        wrong_task_oracle_right=float(shares[2]),
+        wrong_task_oracle_wrong=float(shares[3]),
+    )
+
+
+def _refuse(bad: Bool[np.ndarray, " n"], what: str) -> None:
+    if bad.any():
+        row = int(np.argmax(bad))
+        raise InputError(f"row {row} of the predictions: {what} ({int(bad.sum())} such rows)")
+
+
+def decompose_published(
+    accuracy: float, routing_accuracy: float, oracle_accuracy: float, num_samples: int = 0
+) -> Decomposition:
+    """The four shares from three published accuracies in percent.
+
+    A class can be right only when its task is, hence the cells are acc, routing - acc,
+    oracle - acc and 100 - routing - oracle + acc.
+
+    Raises:
+        InputError: no prediction can have these three accuracies (a cell is below -0.01).
+    """
+    cells = (
+        accuracy,
+        routing_accuracy - accuracy,
+        oracle_accuracy - accuracy,
+        100.0 - routing_accuracy - oracle_accuracy + accuracy,
+    )
+    if min(cells) < -0.01:
+        raise InputError(
+            f"accuracy {accuracy}, routing {routing_accuracy} and oracle {oracle_accuracy} cannot "
+            "belong to one prediction: expected accuracy <= routing, accuracy <= oracle and "
+            "routing + oracle - accuracy <= 100"
+        )
+    return Decomposition(num_samples, accuracy, routing_accuracy, oracle_accuracy, *cells)
+
+
+def task_confusion(
+    true_task: ArrayLike, predicted_task: ArrayLike, num_tasks: int
+) -> Int[np.ndarray, "t t"]:
+    """Counts samples by true task (row) and chosen task (column).
+
+    Raises:
+        InputError: a task index is outside 0 .. num_tasks - 1.
+    """
+    task, chosen = _columns(true_task=true_task, predicted_task=predicted_task)
+    for name, column in (("true_task", task), ("predicted_task", chosen)):
+        if column.min() < 0 or column.max() >= num_tasks:
+            raise InputError(
+                f"{name}: expected 0 .. {num_tasks - 1}, found {column.min()} .. {column.max()}"
+            )
+    matrix = np.zeros((num_tasks, num_tasks), np.int64)
+    np.add.at(matrix, (task, chosen), 1)
+    return matrix
+
+
+def most_confused(confusion: Int[np.ndarray, "t t"], limit: int = 5) -> list[ConfusedPair]:
+    """The largest off-diagonal counts of a task confusion matrix, ties by task index."""
+    totals = confusion.sum(axis=1)
+    wrong = confusion.copy()
+    np.fill_diagonal(wrong, 0)
+    order = np.argsort(-wrong, axis=None, kind="stable")[:limit]
+    pairs = []
+    for true, chosen in zip(*np.unravel_index(order, wrong.shape), strict=True):
+        count = int(wrong[true, chosen])
+        if count:
+            share = 100.0 * count / float(totals[true])
+            pairs.append(ConfusedPair(int(true), int(chosen), count, share))
+    return pairs
+
+
+def task_accuracies(
+    true_task: ArrayLike, true_label: ArrayLike, predicted_label: ArrayLike, num_tasks: int
+) -> Float[np.ndarray, " t"]:
+    """Accuracy over the samples of each true task; NaN for a task without samples.
+
+    The mean of these numbers weights tasks equally and differs from `accuracy` when task sizes do.
+    """
+    task, label, predicted = _columns(
+        true_task=true_task, true_label=true_label, predicted_label=predicted_label
+    )
+    if task.min() < 0 or task.max() >= num_tasks:
+        raise InputError(
+            f"true_task: expected 0 .. {num_tasks - 1}, found {task.min()} .. {task.max()}"
+        )
+    totals = np.bincount(task, minlength=num_tasks)
+    right = np.bincount(task, weights=label == predicted, minlength=num_tasks)
+    return np.where(totals > 0, 100.0 * right / np.maximum(totals, 1), np.nan)
+
+
+def flips(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> Flips:
+    """Counts what `after` repaired, broke and merely changed, against `before`."""
+    label, first, second = _columns(true_label=true_label, before=before, after=after)
+    was, now = label == first, label == second
+    return Flips(
+        wrong_to_right=int(np.sum(~was & now)),
+        right_to_wrong=int(np.sum(was & ~now)),
+        wrong_to_other_wrong=int(np.sum(~was & ~now & (first != second))),
+        unchanged=int(np.sum(first == second)),
+    )
+
+
+def average_incremental_accuracy(accuracies: Sequence[float]) -> float:
+    """Mean over tasks k of the accuracy on all classes seen after task k (paper, AIA).
+
+    Raises:
+        InputError: no accuracy is given.
+    """
+    if not len(accuracies):
+        raise InputError("average incremental accuracy: expected one accuracy per task, found none")
+    return float(np.mean(np.asarray(accuracies, np.float64)))
+
+
+def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation over seeds; the latter is NaN for one seed."""
+    array = np.asarray(values, np.float64)
+    if not array.size:
+        raise InputError("mean over seeds: expected at least one value, found none")
+    std = float(np.std(array, ddof=1)) if array.size > 1 else float("nan")
+    return float(np.mean(array)), std
+
+
+def paired_gain(before: Sequence[float], after: Sequence[float], confidence: float = 0.95) -> Gain:
+    """Gain within each seed, its mean, sample std and Student t interval.
+
+    Args:
+        before: one accuracy per seed.
+        after: accuracies of the same seeds in the same order.
+        confidence: probability of the interval.
+
+    Raises:
+        InputError: the two sequences differ in length or are empty.
+    """
+    if len(before) != len(after):
+        raise InputError(
+            f"paired gain: expected as many accuracies after as before, found {len(after)} and "
+            f"{len(before)}"
+        )
+    gains = np.asarray(after, np.float64) - np.asarray(before, np.float64)
+    mean, std = mean_and_std(list(gains))
+    if gains.size < 2:
+        return Gain(mean, std, float("nan"), float("nan"), confidence)
+    reach = float(stats.t.ppf(0.5 + confidence / 2, gains.size - 1)) * std / gains.size**0.5
+    return Gain(mean, std, mean - reach, mean + reach, confidence)
+
+
+def bootstrap_gain(
+    true_label: ArrayLike,
+    before: ArrayLike,
+    after: ArrayLike,
+    confidence: float = 0.95,
+    num_resamples: int = 9999,
+    seed: int = 0,
+) -> Gain:
+    """Percentile bootstrap interval of the accuracy gain over test samples, paired by sample.
+
+    A sample contributes -1, 0 or +1, so the counts of the three in a resample of the n samples
+    are exactly multinomial; drawing those replaces drawing n indices per resample.
+
+    Returns:
+        The gain; `std` is the bootstrap's standard error.
+    """
+    change = flips(true_label, before, after)
+    size = len(np.asarray(true_label))
+    fixed, broken = change.wrong_to_right, change.right_to_wrong
+    gain = 100.0 * (fixed - broken) / size
+    probabilities = np.array([fixed, broken, size - fixed - broken]) / size
+    draws = np.random.default_rng(seed).multinomial(size, probabilities, size=num_resamples)
+    gains = 100.0 * (draws[:, 0] - draws[:, 1]) / size
+    low, high = np.quantile(gains, [0.5 - confidence / 2, 0.5 + confidence / 2])
+    return Gain(gain, float(np.std(gains, ddof=1)), float(low), float(high), confidence)
+
+
+def mcnemar(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> float:
+    """Exact two-sided McNemar p-value of two predictions on the same samples.
+
+    Under the null hypothesis a sample on which only one of the two is right is equally likely to
+    favour either. Without such samples the p-value is 1.
+    """
+    change = flips(true_label, before, after)
+    discordant = change.wrong_to_right + change.right_to_wrong
+    if not discordant:
+        return 1.0
+    return float(stats.binomtest(change.wrong_to_right, discordant, 0.5).pvalue)
+
+
+def holm(p_values: Sequence[float]) -> Float[np.ndarray, " m"]:
+    """Holm's step-down adjusted p-values, in the order given.
+
+    Rejecting where the result is at most a level bounds the chance of any false rejection by it.
+
+    Raises:
+        InputError: a value is not a probability.
+    """
+    values = np.asarray(p_values, np.float64)
+    if not ((values >= 0) & (values <= 1)).all():
+        raise InputError(f"Holm's correction: expected probabilities, found {values.tolist()}")
+    order = np.argsort(values, kind="stable")
+    scaled = values[order] * (values.size - np.arange(values.size))
+    adjusted = np.empty_like(values)
+    adjusted[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
+    return adjusted

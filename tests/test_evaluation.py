@@ -1,0 +1,226 @@
+import math
+
+import numpy as np
+import pytest
+import scipy.stats
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fdc_jax import evaluation
+from fdc_jax.errors import InputError
+
+# (accuracy, oracle, routing) of released class-incremental logs, final step, percent.
+PUBLISHED = [
+    (75.34, 87.34, 79.06),
+    (86.33, 98.65, 86.65),
+    (83.70, 97.81, 84.24),
+    (52.13, 72.20, 58.87),
+    (57.88, 76.28, 62.58),
+    (88.07, 98.62, 88.46),
+    (56.33, 74.80, 62.67),
+    (73.03, 86.97, 76.37),
+    (86.44, 98.14, 87.08),
+    (48.33, 80.27, 51.27),
+    (76.77, 92.37, 78.10),
+    (86.87, 98.59, 87.24),
+    (54.67, 74.13, 61.07),
+    (69.35, 83.85, 73.33),
+]
+
+
+@st.composite
+def predictions(draw):
+    """Consistent predictions over `tasks` tasks of three classes each."""
+    tasks = draw(st.integers(1, 5))
+    size = draw(st.integers(1, 60))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    local = rng.integers(0, 3, (size, tasks))
+    true_task = rng.integers(0, tasks, size)
+    true_label = 3 * true_task + rng.integers(0, 3, size)
+    chosen = rng.integers(0, tasks, size)
+    rows = np.arange(size)
+    predicted = 3 * chosen + local[rows, chosen]
+    oracle = 3 * true_task + local[rows, true_task]
+    return true_task, true_label, chosen, predicted, oracle
+
+
+@settings(deadline=None, max_examples=60, derandomize=True)
+@given(predictions())
+def test_decomposition_identities(columns):
+    cells = evaluation.decompose(*columns)
+    shares = cells[4:]
+    assert min(shares) >= 0
+    assert math.isclose(sum(shares), 100.0, abs_tol=1e-9)
+    assert cells.oracle_accuracy >= cells.accuracy
+    assert cells.accuracy <= cells.routing_accuracy
+    again = evaluation.decompose_published(
+        cells.accuracy, cells.routing_accuracy, cells.oracle_accuracy
+    )
+    np.testing.assert_allclose(again[4:], shares, atol=1e-9)
+
+
+def test_decomposition_by_hand():
+    cells = evaluation.decompose(
+        true_task=[0, 0, 1, 1, 1],
+        true_label=[0, 1, 2, 3, 3],
+        predicted_task=[0, 0, 0, 0, 1],
+        predicted_label=[0, 0, 1, 0, 3],
+        oracle_label=[0, 0, 2, 2, 3],
+    )
+    assert cells == evaluation.Decomposition(5, 40.0, 60.0, 60.0, 40.0, 20.0, 20.0, 20.0)
+    assert cells.errors_fixed_by_task == pytest.approx(100 / 3)
+
+
+@pytest.mark.parametrize("triple", PUBLISHED)
+def test_released_logs_are_decompositions(triple):
+    acc, oracle, routing = triple
+    cells = evaluation.decompose_published(acc, routing, oracle)
+    assert sum(cells[4:]) == pytest.approx(100.0, abs=1e-9)
+    assert min(cells[4:]) >= 0
+
+
+def test_errors_fixed_by_task_of_released_logs():
+    fixed = [evaluation.decompose_published(a, r, o).errors_fixed_by_task for a, o, r in PUBLISHED]
+    expected = [49, 90, 87, 42, 44, 88, 42, 52, 86, 62, 67, 89, 43, 47]
+    np.testing.assert_array_equal(np.round(fixed), expected)
+
+
+def test_impossible_published_triple_is_refused():
+    with pytest.raises(InputError, match="cannot belong to one prediction"):
+        evaluation.decompose_published(accuracy=80.0, routing_accuracy=70.0, oracle_accuracy=90.0)
+    with pytest.raises(InputError, match="cannot belong"):
+        evaluation.decompose_published(accuracy=10.0, routing_accuracy=80.0, oracle_accuracy=80.0)
+
+
+def test_no_errors_means_no_share():
+    cells = evaluation.decompose([0], [1], [0], [1], [1])
+    assert math.isnan(cells.errors_fixed_by_task)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (([0, 0], [1, 1], [0, 0], [1, 0], [1, 1]), "row 1 .* not the oracle's"),
+        (([0, 1], [1, 2], [0, 0], [1, 2], [1, 2]), "row 1 .* the task is not"),
+        (([0], [1, 2], [0], [1], [1]), "one length"),
+        (([], [], [], [], []), "vector of integers"),
+        (([0.0], [1], [0], [1], [1]), "true_task: expected a vector of integers, found float64"),
+        (([[0]], [1], [0], [1], [1]), "of shape"),
+    ],
+)
+def test_contradicting_columns_are_refused(columns, message):
+    with pytest.raises(InputError, match=message):
+        evaluation.decompose(*columns)
+
+
+def test_confusion_pairs_and_task_accuracies():
+    true_task = np.array([0, 0, 0, 1, 1, 2, 2, 2])
+    chosen = np.array([0, 1, 1, 1, 2, 0, 0, 2])
+    matrix = evaluation.task_confusion(true_task, chosen, 4)
+    expected = np.zeros((4, 4), int)
+    expected[0, :2] = 1, 2
+    expected[1, 1:3] = 1, 1
+    expected[2, [0, 2]] = 2, 1
+    np.testing.assert_array_equal(matrix, expected)
+    pairs = evaluation.most_confused(matrix, limit=2)
+    assert pairs[0] == (0, 1, 2, pytest.approx(200 / 3))
+    assert pairs[1][:3] == (2, 0, 2)
+    assert len(evaluation.most_confused(matrix, limit=99)) == 3
+    accuracies = evaluation.task_accuracies(true_task, true_task, chosen, 4)
+    np.testing.assert_allclose(accuracies[:3], [100 / 3, 50, 100 / 3])
+    assert np.isnan(accuracies[3])
+    with pytest.raises(InputError, match=r"predicted_task: expected 0 .. 1, found 0 .. 2"):
+        evaluation.task_confusion([0, 1, 1], [0, 1, 2], 2)
+
+
+def test_confusion_agrees_with_sklearn():
+    metrics = pytest.importorskip("sklearn.metrics")
+    rng = np.random.default_rng(0)
+    true, chosen = rng.integers(0, 6, (2, 500))
+    np.testing.assert_array_equal(
+        evaluation.task_confusion(true, chosen, 6),
+        metrics.confusion_matrix(true, chosen, labels=range(6)),
+    )
+    assert evaluation.accuracy(true, chosen) == pytest.approx(
+        100 * metrics.accuracy_score(true, chosen)
+    )
+
+
+def test_flips_by_hand():
+    change = evaluation.flips([1, 1, 1, 1, 1], [1, 1, 2, 2, 2], [1, 2, 1, 3, 2])
+    assert change == (1, 1, 1, 2)
+
+
+def test_means_over_tasks_and_seeds():
+    assert evaluation.average_incremental_accuracy([90.0, 80.0, 70.0]) == pytest.approx(80.0)
+    assert evaluation.mean_and_std([1.0, 2.0, 4.0]) == pytest.approx((7 / 3, math.sqrt(7 / 3)))
+    mean, std = evaluation.mean_and_std([5.0])
+    assert mean == 5.0
+    assert math.isnan(std)
+    with pytest.raises(InputError, match="found none"):
+        evaluation.average_incremental_accuracy([])
+
+
+def test_paired_gain_is_the_paired_t_interval():
+    before, after = [84.1, 84.4, 84.5], [88.6, 88.5, 88.8]
+    gain = evaluation.paired_gain(before, after, confidence=0.9)
+    reference = scipy.stats.ttest_rel(after, before)
+    interval = reference.confidence_interval(0.9)
+    assert gain.mean == pytest.approx(np.mean(after) - np.mean(before))
+    assert (gain.low, gain.high) == pytest.approx((interval.low, interval.high))
+    assert evaluation.paired_gain([1.0, 2.0], [2.0, 3.0])[:4] == (1.0, 0.0, 1.0, 1.0)
+    assert math.isnan(evaluation.paired_gain([1.0], [2.0]).low)
+    with pytest.raises(InputError, match="as many"):
+        evaluation.paired_gain([1.0, 2.0], [2.0])
+
+
+def test_bootstrap_agrees_with_scipy():
+    rng = np.random.default_rng(3)
+    label = rng.integers(0, 5, 400)
+    before = np.where(rng.random(400) < 0.7, label, (label + 1) % 5)
+    after = np.where(rng.random(400) < 0.15, label, before)
+    difference = (after == label).astype(float) - (before == label)
+    reference = scipy.stats.bootstrap(
+        (100 * difference,),
+        np.mean,
+        method="percentile",
+        n_resamples=9999,
+        rng=np.random.default_rng(1),
+        batch=1000,
+    )
+    gain = evaluation.bootstrap_gain(label, before, after)
+    assert gain.mean == pytest.approx(100 * difference.mean())
+    assert gain.std == pytest.approx(reference.standard_error, rel=0.05)
+    interval = reference.confidence_interval
+    assert (gain.low, gain.high) == pytest.approx((interval.low, interval.high), abs=0.26)
+    assert gain == evaluation.bootstrap_gain(label, before, after)
+
+
+def test_bootstrap_of_equal_predictions_is_a_point():
+    assert evaluation.bootstrap_gain([1, 2], [1, 1], [1, 1])[:4] == (0.0, 0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_mcnemar_agrees_with_statsmodels(seed):
+    tables = pytest.importorskip("statsmodels.stats.contingency_tables")
+    rng = np.random.default_rng(seed)
+    label = np.zeros(80, int)
+    before, after = rng.integers(0, 2, (2, 80))
+    table = [[np.sum((before == a) & (after == b)) for b in (0, 1)] for a in (0, 1)]
+    reference = tables.mcnemar(table, exact=True).pvalue
+    assert evaluation.mcnemar(label, before, after) == pytest.approx(reference, rel=1e-9)
+
+
+def test_mcnemar_without_discordant_samples():
+    assert evaluation.mcnemar([0, 0], [0, 1], [0, 1]) == 1.0
+    assert evaluation.mcnemar([0] * 4, [1] * 4, [0] * 4) == pytest.approx(2 * 0.5**4)
+
+
+def test_holm_agrees_with_statsmodels():
+    multitest = pytest.importorskip("statsmodels.stats.multitest")
+    values = [0.04, 0.001, 0.3, 0.02, 0.02, 0.9]
+    np.testing.assert_allclose(
+        evaluation.holm(values), multitest.multipletests(values, method="holm")[1]
+    )
+    with pytest.raises(InputError, match="probabilities"):
+        evaluation.holm([0.1, float("nan")])
