@@ -1,0 +1,84 @@
+"""Low-rank increments of the key and value kernels: W_t = W_0 + sum over k <= t of B_k A_k.
+
+The products are summed, never the factors, so that merging an increment leaves the encoder's
+output unchanged. While a task trains, the increments before it live merged in the kernels; all of
+them are kept, stacked on a leading task axis, so that every E_t can be had again.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from fdc_jax.model.vit import Factors, Increment, KeyValueKernels, Variant
+
+
+def initialise(key: Array, variant: Variant, rank: int) -> Increment:
+    """Returns a fresh increment: A uniform in +-1/sqrt(width), B zero (the LoRA convention).
+
+    Args:
+        key: random key.
+        variant: the encoder that is adapted.
+        rank: columns of A, rows of B.
+    """
+    bound = variant.width**-0.5
+    shape = (variant.depth, variant.width, rank)
+
+    def factors(key):
+        return Factors(
+            A=jax.random.uniform(key, shape, minval=-bound, maxval=bound),
+            B=jnp.zeros((variant.depth, rank, variant.width)),
+        )
+
+    key_of_key, key_of_value = jax.random.split(key)
+    return Increment(key=factors(key_of_key), value=factors(key_of_value))
+
+
+def empty_stack(variant: Variant, rank: int, num_tasks: int) -> Increment:
+    """Returns zero increments with a leading task axis of length `num_tasks`."""
+
+    def factors():
+        return Factors(
+            A=jnp.zeros((num_tasks, variant.depth, variant.width, rank)),
+            B=jnp.zeros((num_tasks, variant.depth, rank, variant.width)),
+        )
+
+    return Increment(key=factors(), value=factors())
+
+
+def store(stack: Increment, task: int | Int[Array, ""], increment: Increment) -> Increment:
+    """Returns the stack with slot `task` replaced."""
+    return jax.tree.map(lambda all_tasks, one: all_tasks.at[task].set(one), stack, increment)
+
+
+def select(stack: Increment, task: int | Int[Array, ""]) -> Increment:
+    """Returns the increment of one task."""
+    return jax.tree.map(lambda all_tasks: all_tasks[task], stack)
+
+
+def _product(factors: Factors) -> Float[Array, "l d d"]:
+    return jnp.einsum(
+        "ldr,lre->lde", factors["A"], factors["B"], precision=jax.lax.Precision.HIGHEST
+    )
+
+
+@jax.jit
+def merge(kernels: KeyValueKernels, increment: Increment) -> KeyValueKernels:
+    """Returns the kernels plus the product of one increment's factors, in float32."""
+    return KeyValueKernels(
+        key=kernels["key"] + _product(increment["key"]),
+        value=kernels["value"] + _product(increment["value"]),
+    )
+
+
+@jax.jit
+def kernels_after(
+    kernels: KeyValueKernels, stack: Increment, num_tasks: int | Int[Array, ""]
+) -> KeyValueKernels:
+    """Returns the kernels of E_t, `t = num_tasks`: those of E_0 plus the first t increments.
+
+    The additions run in task order, so the result equals repeated calls of `merge` bit for bit.
+    `num_tasks` is traced: one compilation serves E_0 ... E_T.
+    """
+    return jax.lax.fori_loop(
+        0, num_tasks, lambda task, merged: merge(merged, select(stack, task)), kernels
+    )

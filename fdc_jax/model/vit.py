@@ -1,0 +1,319 @@
+"""The Vision Transformer of the AugReg checkpoints, from images to the head input.
+
+Module names are the keys of the AugReg files, so that a checkpoint is the parameter tree. The
+encoder sees the same images under different key and value kernels: the pretrained ones (E_0), or
+those with the increments of the first t tasks added (E_t). They are passed as arguments; one
+compiled function serves every view.
+"""
+
+import dataclasses
+from typing import Any, TypedDict
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+from fdc_jax.errors import InputError
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """The sizes that define an encoder."""
+
+    width: int
+    depth: int
+    heads: int
+    patch: int = 16
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden units of the MLP of each block."""
+        return 4 * self.width
+
+
+VARIANTS = {
+    "Ti/16": Variant(width=192, depth=12, heads=3),
+    "S/16": Variant(width=384, depth=12, heads=6),
+    "B/16": Variant(width=768, depth=12, heads=12),
+    "L/16": Variant(width=1024, depth=24, heads=16),
+    "digits": Variant(width=96, depth=4, heads=3, patch=4),
+}
+
+# Offset and divisor applied to pixels in [0, 1]: PILOT feeds them as they are, AugReg in [-1, 1].
+INPUT_RANGES = {"pilot01": (0.0, 1.0), "augreg": (0.5, 0.5)}
+
+# Parity: float32 with exact products. Fast: bfloat16 activations, float32 parameters and norms.
+PRECISIONS = {
+    "parity": (jnp.float32, jax.lax.Precision.HIGHEST),
+    "fast": (jnp.bfloat16, jax.lax.Precision.DEFAULT),
+}
+
+
+class KeyValueKernels(TypedDict):
+    """Key and value kernels of every block, [blocks, width, width] in float32."""
+
+    key: Float[Array, "l d d"]
+    value: Float[Array, "l d d"]
+
+
+class Factors(TypedDict):
+    """Factors of a low-rank kernel update A B, the transpose of the paper's B_k A_k."""
+
+    A: Float[Array, "l d r"]
+    B: Float[Array, "l r d"]
+
+
+class Increment(TypedDict):
+    """What one task adds to the key and value kernels of every block."""
+
+    key: Factors
+    value: Factors
+
+
+def _at_block(tree: Any, block: int) -> Any:
+    return None if tree is None else jax.tree.map(lambda leaf: leaf[block], tree)
+
+
+class _Projection(nn.Module):
+    """One of query, key, value: x W + b, plus (x A) B when an increment is given."""
+
+    heads: int
+    dtype: Any
+    precision: jax.lax.Precision
+
+    @nn.compact
+    def __call__(self, x, kernel=None, increment=None):
+        width = x.shape[-1]
+        shape = (width, self.heads, width // self.heads)
+        own = self.param(
+            "kernel", nn.initializers.xavier_uniform(in_axis=0, out_axis=(1, 2)), shape
+        )
+        bias = self.param("bias", nn.initializers.zeros, shape[1:])
+        merged = own.reshape(width, width) if kernel is None else kernel
+
+        def times(left, right):
+            return jnp.matmul(left, right.astype(self.dtype), precision=self.precision)
+
+        y = times(x, merged)
+        if increment is not None:
+            y = y + times(times(x, increment["A"]), increment["B"])
+        y = y + bias.reshape(width).astype(self.dtype)
+        return y.reshape(*y.shape[:-1], *shape[1:])
+
+
+class _Attention(nn.Module):
+    """Multi-head attention of `queries` over `tokens`."""
+
+    heads: int
+    dtype: Any
+    precision: jax.lax.Precision
+
+    @nn.compact
+    def __call__(self, queries, tokens, kernels, increment):
+        def project(name):
+            return _Projection(self.heads, self.dtype, self.precision, name=name)
+
+        def of(tree, name):
+            return None if tree is None else tree[name]
+
+        q = project("query")(queries)
+        k = project("key")(tokens, of(kernels, "key"), of(increment, "key"))
+        v = project("value")(tokens, of(kernels, "value"), of(increment, "value"))
+        scores = jnp.einsum(
+            "bqhd,bkhd->bhqk",
+            q * jnp.asarray(q.shape[-1] ** -0.5, self.dtype),
+            k,
+            precision=self.precision,
+            preferred_element_type=jnp.float32,
+        )
+        attention = jax.nn.softmax(scores, axis=-1).astype(self.dtype)
+        mixed = jnp.einsum("bhqk,bkhd->bqhd", attention, v, precision=self.precision)
+        return nn.DenseGeneral(
+            queries.shape[-1],
+            axis=(-2, -1),
+            dtype=self.dtype,
+            precision=self.precision,
+            name="out",
+        )(mixed)
+
+
+class _Mlp(nn.Module):
+    """Two dense layers with the exact GELU between them."""
+
+    hidden: int
+    dtype: Any
+    precision: jax.lax.Precision
+
+    @nn.compact
+    def __call__(self, x):
+        width = x.shape[-1]
+        x = nn.Dense(self.hidden, dtype=self.dtype, precision=self.precision)(x)
+        x = nn.gelu(x, approximate=False)
+        return nn.Dense(width, dtype=self.dtype, precision=self.precision)(x)
+
+
+class _Block(nn.Module):
+    """Pre-norm transformer block; with `class_token_only` it returns just the first token."""
+
+    variant: Variant
+    dtype: Any
+    precision: jax.lax.Precision
+    class_token_only: bool
+
+    @nn.compact
+    def __call__(self, x, kernels, increment):
+        norm = dict(epsilon=1e-6, dtype=self.dtype)
+        tokens = nn.LayerNorm(name="LayerNorm_0", **norm)(x)
+        self.sow("intermediates", "attention_input", tokens)
+        queries = tokens
+        if self.class_token_only:
+            queries, x = tokens[:, :1], x[:, :1]
+        x = x + _Attention(
+            self.variant.heads,
+            self.dtype,
+            self.precision,
+            name="MultiHeadDotProductAttention_1",
+        )(queries, tokens, kernels, increment)
+        y = nn.LayerNorm(name="LayerNorm_2", **norm)(x)
+        return x + _Mlp(self.variant.mlp_width, self.dtype, self.precision, name="MlpBlock_3")(y)
+
+
+class _PositionEmbedding(nn.Module):
+    """Adds one learned vector per position."""
+
+    @nn.compact
+    def __call__(self, x):
+        shape = (1, *x.shape[1:])
+        embedding = self.param("pos_embedding", nn.initializers.normal(0.02), shape)
+        return x + embedding.astype(x.dtype)
+
+
+class _Transformer(nn.Module):
+    """Position embedding, blocks, final norm; returns the class token."""
+
+    variant: Variant
+    dtype: Any
+    precision: jax.lax.Precision
+
+    @nn.compact
+    def __call__(self, x, kernels, increment):
+        x = _PositionEmbedding(name="posembed_input")(x)
+        for block in range(self.variant.depth):
+            x = _Block(
+                self.variant,
+                self.dtype,
+                self.precision,
+                # Nothing reads the other tokens of the last block.
+                class_token_only=block == self.variant.depth - 1,
+                name=f"encoderblock_{block}",
+            )(x, _at_block(kernels, block), _at_block(increment, block))
+        return nn.LayerNorm(epsilon=1e-6, dtype=jnp.float32, name="encoder_norm")(x[:, 0])
+
+
+class _PatchEmbedding(nn.Module):
+    """A convolution whose stride is its size, written as a product over flattened patches."""
+
+    variant: Variant
+    dtype: Any
+    precision: jax.lax.Precision
+
+    @nn.compact
+    def __call__(self, images):
+        batch, height, width, channels = images.shape
+        size, out = self.variant.patch, self.variant.width
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (size, size, channels, out))
+        bias = self.param("bias", nn.initializers.zeros, (out,))
+        patches = images.reshape(batch, height // size, size, width // size, size, channels)
+        patches = patches.transpose(0, 1, 3, 2, 4, 5).reshape(batch, -1, size * size * channels)
+        kernel = kernel.reshape(-1, out).astype(self.dtype)
+        return jnp.matmul(patches, kernel, precision=self.precision) + bias.astype(self.dtype)
+
+
+class VisionTransformer(nn.Module):
+    """Images to head-input features.
+
+    Attributes:
+        variant: sizes of the encoder.
+        input_range: `pilot01` for pixels in [0, 1], `augreg` for [-1, 1].
+        precision: `parity` (float32, exact products) or `fast` (bfloat16 activations).
+    """
+
+    variant: Variant
+    input_range: str = "pilot01"
+    precision: str = "parity"
+
+    @nn.compact
+    def __call__(
+        self,
+        images: UInt8[Array, "n s s 3"],
+        kernels: KeyValueKernels | None = None,
+        increment: Increment | None = None,
+    ) -> Float[Array, "n d"]:
+        """Returns the class token after the final norm, in float32.
+
+        Args:
+            images: square RGB images, side a multiple of the patch size.
+            kernels: key and value kernels to use instead of the pretrained ones.
+            increment: factors whose product is added to the key and value kernels.
+        """
+        dtype, precision = PRECISIONS[self.precision]
+        offset, divisor = INPUT_RANGES[self.input_range]
+        pixels = (images.astype(jnp.float32) / 255.0 - offset) / divisor
+        x = _PatchEmbedding(self.variant, dtype, precision, name="embedding")(pixels.astype(dtype))
+        token = self.param("cls", nn.initializers.zeros, (1, 1, self.variant.width))
+        token = jnp.broadcast_to(token.astype(dtype), (x.shape[0], 1, x.shape[-1]))
+        x = jnp.concatenate([token, x], axis=1)
+        return _Transformer(self.variant, dtype, precision, name="Transformer")(
+            x, kernels, increment
+        )
+
+
+def build(
+    variant: str, image_size: int, input_range: str = "pilot01", precision: str = "parity"
+) -> VisionTransformer:
+    """Returns the encoder named by a configuration.
+
+    Raises:
+        InputError: a name is unknown, or the image side is no multiple of the patch size.
+    """
+    for field, value, known in (
+        ("encoder.variant", variant, VARIANTS),
+        ("data.input_range", input_range, INPUT_RANGES),
+        ("precision", precision, PRECISIONS),
+    ):
+        if value not in known:
+            raise InputError(f"{field}: expected one of {', '.join(known)}, found {value!r}")
+    patch = VARIANTS[variant].patch
+    if image_size < patch or image_size % patch:
+        raise InputError(
+            f"encoder.image_size: expected a positive multiple of the patch size {patch}, "
+            f"found {image_size}"
+        )
+    return VisionTransformer(VARIANTS[variant], input_range, precision)
+
+
+def initialise(model: VisionTransformer, image_size: int, key: Array) -> Any:
+    """Returns a random parameter tree, for pre-training and for tests."""
+    images = jnp.zeros((1, image_size, image_size, 3), jnp.uint8)
+    return model.init(key, images)["params"]
+
+
+def parameter_shapes(model: VisionTransformer, image_size: int) -> Any:
+    """Returns the parameter tree as shapes and dtypes, without computing anything."""
+    return jax.eval_shape(lambda: initialise(model, image_size, jax.random.key(0)))
+
+
+def pretrained_kernels(params: Any) -> KeyValueKernels:
+    """Stacks the key and value kernels of a parameter tree over blocks: the kernels of E_0."""
+    blocks = params["Transformer"]
+    depth = sum(name.startswith("encoderblock_") for name in blocks)
+
+    def stack(name):
+        kernels = [
+            blocks[f"encoderblock_{i}"]["MultiHeadDotProductAttention_1"][name]["kernel"]
+            for i in range(depth)
+        ]
+        return jnp.stack([jnp.reshape(kernel, (kernel.shape[0], -1)) for kernel in kernels])
+
+    return KeyValueKernels(key=stack("key"), value=stack("value"))

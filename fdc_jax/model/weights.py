@@ -1,0 +1,288 @@
+"""Pretrained weights: AugReg `.npz` and timm `.safetensors` files to parameter trees, strictly."""
+
+import dataclasses
+import os
+import re
+import urllib.error
+import urllib.request
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+
+from fdc_jax.errors import InputError
+from fdc_jax.files import sha256, write_atomically
+from fdc_jax.model import vit
+
+AUGREG_BUCKET = "https://storage.googleapis.com/vit_models/augreg/"
+# The ImageNet-21k checkpoints that timm calls `*_patch16_224.augreg_in21k`.
+AUGREG_FILES = {
+    "Ti/16": "Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0.npz",
+    "S/16": "S_16-i21k-300ep-lr_0.001-aug_light1-wd_0.03-do_0.0-sd_0.0.npz",
+    "B/16": "B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0.npz",
+    "L/16": "L_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.1-sd_0.1.npz",
+}
+DIGITS_WEIGHTS = Path(__file__).resolve().parents[1] / "assets" / "digits_vit.npz"
+
+_POSITIONS = "Transformer/posembed_input/pos_embedding"
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """A parameter tree and where it came from."""
+
+    params: Any
+    path: Path
+    sha256: str
+    skipped: tuple[str, ...]
+    resized_positions: bool
+
+
+def cache_folder() -> Path:
+    """Returns `$FDC_JAX_CACHE`, or `fdc_jax` in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("FDC_JAX_CACHE") or Path(home) / "fdc_jax")
+
+
+def locate(weights: str, variant: str, show_progress: bool = True) -> Path:
+    """Returns the file of pretrained weights that a configuration asks for.
+
+    Args:
+        weights: a file; or `augreg` for the public ImageNet-21k checkpoint of the variant, which
+            is looked up in the cache folder and downloaded when missing; or `digits` for the small
+            encoder that comes with the package.
+        variant: name of the encoder.
+        show_progress: draw a bar while downloading.
+
+    Raises:
+        InputError: there is no such file, or it could not be downloaded.
+    """
+    if weights == "digits":
+        return DIGITS_WEIGHTS
+    if weights != "augreg":
+        path = Path(weights).expanduser()
+        if not path.is_file():
+            raise InputError(
+                f"encoder.weights: expected 'augreg', 'digits' or a file, found no file {path}"
+            )
+        return path
+    if variant not in AUGREG_FILES:
+        raise InputError(
+            f"encoder.weights: 'augreg' has no file for encoder.variant {variant!r}, "
+            f"only for {', '.join(AUGREG_FILES)}"
+        )
+    name = AUGREG_FILES[variant]
+    path = cache_folder() / name
+    if not path.is_file():
+        download(AUGREG_BUCKET + name, path, show_progress)
+    return path
+
+
+def download(url: str, path: Path, show_progress: bool = True) -> None:
+    """Downloads a file of a storage bucket and checks it against the bucket's own MD5.
+
+    Raises:
+        InputError: no connection, or a checksum that differs; says which file to put where.
+    """
+    import pooch
+
+    by_hand = f"put the file from {url} at {path}, or set encoder.weights to its path"
+    try:
+        request = urllib.request.Request(url, method="HEAD")
+        with urllib.request.urlopen(request, timeout=30) as response:
+            hashes = ",".join(response.headers.get_all("x-goog-hash") or [])
+        found = re.search(r"md5=([A-Za-z0-9+/=]+)", hashes)
+        if found is None:
+            raise InputError(f"cannot download weights: {url} sends no MD5; {by_hand}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # pooch writes to a temporary file and moves it once the checksum agrees.
+        pooch.retrieve(
+            url,
+            known_hash="md5:" + _hexadecimal(found.group(1)),
+            path=path.parent,
+            fname=path.name,
+            downloader=pooch.HTTPDownloader(progressbar=show_progress, timeout=60),
+        )
+    except InputError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise InputError(f"cannot download weights ({reason}): {by_hand}") from error
+
+
+def _hexadecimal(base64_text: str) -> str:
+    import base64
+
+    return base64.b64decode(base64_text).hex()
+
+
+def load(path: str | os.PathLike[str], variant: str, image_size: int) -> Weights:
+    """Reads a checkpoint into the parameter tree of an encoder.
+
+    Every array of the file is used or named in `skipped` (the classification head); position
+    embeddings are resized only when the patch grid differs.
+
+    Args:
+        path: AugReg `.npz` (keys with or without `opt/target/`) or timm `.safetensors`.
+        variant: name of the encoder.
+        image_size: side of the images in pixels.
+
+    Raises:
+        InputError: the file is unreadable, an array is missing, unknown or of another shape.
+    """
+    path = Path(path)
+    shapes = vit.parameter_shapes(vit.build(variant, image_size), image_size)
+    expected = traverse_util.flatten_dict(shapes, sep="/")
+    arrays = _read(path)
+    if path.suffix == ".safetensors":
+        arrays = _from_timm(arrays, path, vit.VARIANTS[variant])
+    skipped = tuple(sorted(name for name in arrays if name.startswith("head/")))
+    arrays = {name: array for name, array in arrays.items() if name not in skipped}
+
+    resized = False
+    if _POSITIONS in arrays and arrays[_POSITIONS].ndim == 3:
+        positions = resize_positions(arrays[_POSITIONS], expected[_POSITIONS].shape[1], path)
+        resized = positions is not arrays[_POSITIONS]
+        arrays[_POSITIONS] = positions
+
+    missing = sorted(set(expected) - set(arrays))
+    unknown = sorted(set(arrays) - set(expected))
+    if missing or unknown:
+        raise InputError(
+            f"{path}: not the weights of encoder.variant {variant}: "
+            f"{len(missing)} arrays missing{_first(missing)}, "
+            f"{len(unknown)} unknown{_first(unknown)}"
+        )
+    for name, spec in expected.items():
+        if arrays[name].shape != spec.shape:
+            raise InputError(
+                f"{path}: not the weights of encoder.variant {variant}: {name} has shape "
+                f"{arrays[name].shape}, expected {spec.shape}"
+            )
+        if not np.all(np.isfinite(arrays[name])):
+            raise InputError(f"{path}: {name} holds values that are not finite numbers")
+    params = traverse_util.unflatten_dict(
+        {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}, sep="/"
+    )
+    return Weights(params, path, sha256(path), skipped, resized)
+
+
+def _first(names: list[str]) -> str:
+    return f" (first: {names[0]})" if names else ""
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    if not path.is_file():
+        raise InputError(f"encoder.weights: no file {path}")
+    try:
+        if path.suffix == ".npz":
+            with np.load(path, allow_pickle=False) as file:
+                return {name.removeprefix("opt/target/"): file[name] for name in file.files}
+        if path.suffix == ".safetensors":
+            from safetensors.numpy import load_file
+
+            return load_file(path)
+    except (OSError, ValueError, zipfile.BadZipFile, EOFError, KeyError) as error:
+        raise InputError(f"{path}: unreadable weights ({error})") from error
+    except Exception as error:
+        # safetensors raises its own type, which is not public.
+        if type(error).__module__.startswith(("safetensors", "builtins")):
+            raise InputError(f"{path}: unreadable weights ({error})") from error
+        raise
+    raise InputError(f"{path}: expected a .npz or .safetensors file, found {path.suffix!r}")
+
+
+def resize_positions(embedding: np.ndarray, length: int, path: Path) -> np.ndarray:
+    """Resizes position embeddings [1, 1 + g*g, d] to `length` positions, as timm does.
+
+    The class token's embedding stays; the grid is resized by antialiased bicubic interpolation.
+    The same array comes back when the length is right already.
+
+    Raises:
+        InputError: the number of patch positions is not a square.
+    """
+    if embedding.shape[1] == length:
+        return embedding
+    old, new = (round((n - 1) ** 0.5) for n in (embedding.shape[1], length))
+    if old**2 != embedding.shape[1] - 1:
+        raise InputError(
+            f"{path}: {_POSITIONS} has {embedding.shape[1]} positions, "
+            f"expected one plus a square number"
+        )
+    grid = embedding[:, 1:].reshape(1, old, old, -1).astype(np.float32)
+    grid = jax.image.resize(grid, (1, new, new, grid.shape[-1]), "cubic", antialias=True)
+    return np.concatenate([embedding[:, :1], np.asarray(grid).reshape(1, new * new, -1)], axis=1)
+
+
+def _from_timm(
+    arrays: dict[str, np.ndarray], path: Path, variant: vit.Variant
+) -> dict[str, np.ndarray]:
+    """Renames and reshapes the arrays of a timm Vision Transformer to AugReg's keys."""
+    split = (variant.heads, variant.width // variant.heads)
+    renamed: dict[str, np.ndarray] = {}
+
+    def dense(prefix: str, array: np.ndarray, kind: str) -> None:
+        renamed[f"{prefix}/{'kernel' if kind == 'weight' else 'bias'}"] = array.T
+
+    def norm(prefix: str, array: np.ndarray, kind: str) -> None:
+        renamed[f"{prefix}/{'scale' if kind == 'weight' else 'bias'}"] = array
+
+    for name, array in arrays.items():
+        block = re.fullmatch(r"blocks\.(\d+)\.(norm1|norm2|attn|mlp)\.(.+)", name)
+        kind = name.rsplit(".", 1)[-1]
+        try:
+            if name == "cls_token":
+                renamed["cls"] = array
+            elif name == "pos_embed":
+                renamed[_POSITIONS] = array
+            elif name == "patch_embed.proj.weight":
+                renamed["embedding/kernel"] = array.transpose(2, 3, 1, 0)
+            elif name == "patch_embed.proj.bias":
+                renamed["embedding/bias"] = array
+            elif name in ("norm.weight", "norm.bias"):
+                norm("Transformer/encoder_norm", array, kind)
+            elif name in ("head.weight", "head.bias"):
+                dense("head", array, kind)
+            elif block is None:
+                renamed[name] = array
+            else:
+                number, part, rest = block.groups()
+                prefix = f"Transformer/encoderblock_{number}"
+                attention = f"{prefix}/MultiHeadDotProductAttention_1"
+                if part in ("norm1", "norm2"):
+                    norm(f"{prefix}/LayerNorm_{0 if part == 'norm1' else 2}", array, kind)
+                elif part == "mlp" and rest.split(".")[0] in ("fc1", "fc2"):
+                    dense(f"{prefix}/MlpBlock_3/Dense_{int(rest[2]) - 1}", array, kind)
+                elif rest == "qkv.weight":
+                    for part_name, rows in zip(
+                        ("query", "key", "value"), np.split(array, 3), strict=True
+                    ):
+                        renamed[f"{attention}/{part_name}/kernel"] = rows.T.reshape(-1, *split)
+                elif rest == "qkv.bias":
+                    for part_name, rows in zip(
+                        ("query", "key", "value"), np.split(array, 3), strict=True
+                    ):
+                        renamed[f"{attention}/{part_name}/bias"] = rows.reshape(split)
+                elif rest == "proj.weight":
+                    renamed[f"{attention}/out/kernel"] = array.T.reshape(*split, -1)
+                elif rest == "proj.bias":
+                    renamed[f"{attention}/out/bias"] = array
+                else:
+                    renamed[name] = array
+        except ValueError as error:
+            raise InputError(f"{path}: {name} has the unexpected shape {array.shape}") from error
+    return renamed
+
+
+def save(params: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a parameter tree as an AugReg `.npz` that `load` reads back bit for bit."""
+    arrays = {
+        name: np.asarray(array)
+        for name, array in traverse_util.flatten_dict(params, sep="/").items()
+    }
+    with write_atomically(path) as file:
+        np.savez(file, **arrays)
