@@ -1,1 +1,61 @@
-"""One file per class-incremental learner."""
+"""Class-incremental learners, one file each, all of one shape.
+
+A learner is a module that answers five questions, in this order:
+
+1. What does it keep between tasks?
+   `initial_state(setup) -> state`
+2. What does it compute before a task, in closed form?
+   `before_task(setup, backbone, state, task, images) -> state`
+3. What does it train, with what loss and what update?
+   `start(setup, backbone, state, task, key) -> (frozen, trained)`,
+   `loss(setup, backbone, frozen, trained, batch) -> scalar`, `update(setup) -> training.Update`
+4. What does it do when the task ends?
+   `after_task(setup, backbone, state, task, frozen, trained, images) -> state`
+5. Which encoder and which heads does it offer for inference?
+   `encoder(setup, backbone, state, num_tasks) -> kernels`,
+   `heads(setup, state, num_tasks) -> list of heads`
+
+`state`, `frozen` and `trained` are pytrees of arrays whose shapes never depend on the task, so
+that one compilation serves all tasks. `state` is what a checkpoint holds; `frozen` must follow from
+`state` and `task`; `backbone` is the pretrained parameter tree and never changes. `images` gives
+the task's training images again: `images.augmented()` and `images.plain()` iterate over batches.
+"""
+
+import importlib
+import types
+
+from fdc_jax.errors import InputError
+
+LEARNERS = {
+    "cumulative_lora": "fdc_jax.learners.cumulative_lora",
+}
+
+_QUESTIONS = (
+    "initial_state",
+    "before_task",
+    "start",
+    "loss",
+    "update",
+    "after_task",
+    "encoder",
+    "heads",
+)
+
+
+def find(name: str) -> types.ModuleType:
+    """Returns a learner by its name, or by the dotted name of a module outside the package.
+
+    Raises:
+        InputError: no such learner, or a module that leaves a question unanswered.
+    """
+    try:
+        learner = importlib.import_module(LEARNERS.get(name, name))
+    except (ImportError, ValueError) as error:
+        raise InputError(
+            f"learner.name: expected one of {', '.join(LEARNERS)} or an importable module, "
+            f"found {name!r} ({error})"
+        ) from error
+    missing = [question for question in _QUESTIONS if not hasattr(learner, question)]
+    if missing:
+        raise InputError(f"learner.name: module {name!r} lacks {', '.join(missing)}")
+    return learner

@@ -1,0 +1,133 @@
+"""Checkpoints of a run. The only file that knows Orbax."""
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from absl import logging as absl_logging
+
+from fdc_jax.errors import InputError
+
+# Orbax reports every step of every save.
+absl_logging.set_verbosity(absl_logging.ERROR)
+_log = logging.getLogger(__name__)
+
+
+def _digest(tree: Any) -> str:
+    """Returns the SHA-256 over names, types, shapes and bytes of all leaves."""
+    total = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        array = np.asarray(leaf)
+        total.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
+        total.update(np.ascontiguousarray(array).tobytes())
+    return total.hexdigest()
+
+
+class Checkpoints:
+    """A folder of numbered checkpoints, each a pytree and a small JSON cursor.
+
+    Args:
+        folder: where they lie; made when missing.
+        keep: how many of the newest stay.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int = 2):
+        self._folder = Path(folder).absolute()
+        self._keep = keep
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot make {self._folder}: {error.strerror}") from error
+        self._manager = self._open()
+
+    def _open(self) -> ocp.CheckpointManager:
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=self._keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
+        )
+        return ocp.CheckpointManager(self._folder, options=options)
+
+    def save(self, number: int, tree: Any, cursor: dict[str, Any]) -> None:
+        """Writes a checkpoint; it exists as a whole when this returns, or not at all.
+
+        Args:
+            number: larger than every number before.
+            tree: arrays.
+            cursor: what says where in the run the tree belongs; JSON values.
+
+        Raises:
+            InputError: the disk refuses the write.
+        """
+        record = {**cursor, "digest": _digest(tree)}
+        items = ocp.args.Composite(
+            tree=ocp.args.StandardSave(tree), cursor=ocp.args.JsonSave(record)
+        )
+        try:
+            self._manager.save(number, args=items, force=True)
+            self._manager.wait_until_finished()
+        except (OSError, ValueError) as error:
+            raise InputError(f"cannot write a checkpoint in {self._folder}: {error}") from error
+
+    def cursors(self) -> list[tuple[int, dict[str, Any]]]:
+        """Returns number and cursor of every readable checkpoint, newest first."""
+        found = []
+        for number in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                items = self._manager.restore(
+                    number, args=ocp.args.Composite(cursor=ocp.args.JsonRestore())
+                )
+                found.append((number, dict(items["cursor"])))
+            except Exception as error:  # whatever a damaged file makes Orbax raise
+                self._set_aside(number, error)
+        return found
+
+    def restore(self, number: int, target: Any, cursor: dict[str, Any]) -> Any | None:
+        """Reads one checkpoint into the structure of `target`.
+
+        Args:
+            number: which checkpoint.
+            target: arrays or `jax.ShapeDtypeStruct`, with the shardings wanted.
+            cursor: its cursor, as `cursors` returned it.
+
+        Returns:
+            The tree; or None, after a warning, when the checkpoint is damaged. It is then moved
+            beside the folder so that its number is free.
+        """
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
+        try:
+            items = self._manager.restore(
+                number, args=ocp.args.Composite(tree=ocp.args.StandardRestore(abstract))
+            )
+            tree = items["tree"]
+            if _digest(tree) != cursor["digest"]:
+                raise ValueError("the arrays differ from the digest in the cursor")
+        except Exception as error:  # whatever a damaged file makes Orbax raise
+            self._set_aside(number, error)
+            return None
+        return tree
+
+    def _set_aside(self, number: int, error: Exception) -> None:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        aside = self._folder.with_name(f"{self._folder.name}_damaged_{number}")
+        attempt = 1
+        while aside.exists():
+            attempt += 1
+            aside = self._folder.with_name(f"{self._folder.name}_damaged_{number}_{attempt}")
+        _log.warning(
+            "checkpoint %s is damaged (%s); moved to %s, going back to the one before it",
+            self._folder / str(number),
+            reason,
+            aside.name,
+        )
+        if jax.process_index() == 0:
+            os.replace(self._folder / str(number), aside)
+        self._manager.close()
+        self._manager = self._open()
+
+    def close(self) -> None:
+        """Waits for everything to be written."""
+        self._manager.close()

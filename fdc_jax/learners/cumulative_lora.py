@@ -1,0 +1,105 @@
+"""Cumulative-LoRA, the paper's reference learner.
+
+Each task trains a new rank-r increment of the key and value kernels and a new linear head with the
+cross-entropy over its own classes (paper, Eq. intro-erm). Increments and heads of earlier tasks
+stay as they are; all increments act together at inference.
+
+Stated in the paper: Adam, no weight decay, learning rates 5e-4 (increment) and 5e-3 (head), rank
+10, 20 epochs, batch 64. Not stated, chosen here: a constant learning rate (`train.schedule`), A
+uniform in +-1/sqrt(width) and B zero, and a head initialised uniformly in +-1/sqrt(width).
+
+E_0 is the pretrained encoder, E_t has the first t increments merged; the head input is the class
+token after the final norm; score scales come from the head as it was trained, which never changes.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fdc_jax import heads as head_types
+from fdc_jax.learners import training
+from fdc_jax.model import increments, vit
+
+
+class State(NamedTuple):
+    """Every task's increment and head, stacked on a leading task axis."""
+
+    increments: vit.Increment
+    heads: head_types.LinearHead
+
+
+# 1. What it keeps between tasks.
+def initial_state(setup: training.Setup) -> State:
+    """Returns empty slots for all tasks."""
+    variant, tasks, rows = setup.variant, setup.num_tasks, setup.head_rows
+    return State(
+        increments=increments.empty_stack(variant, setup.config.train.rank, tasks),
+        heads=head_types.LinearHead(
+            weight=jnp.zeros((tasks, rows, variant.width)), bias=jnp.zeros((tasks, rows))
+        ),
+    )
+
+
+# 2. What it computes before a task.
+def before_task(setup, backbone, state: State, task: int, images) -> State:
+    """Returns the state as it is: nothing is computed in closed form."""
+    return state
+
+
+# 3. What it trains, and how.
+def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Array):
+    """Returns the frozen kernels of E_{t-1}, and a fresh increment and head to train."""
+    key_of_increment, key_of_head = jax.random.split(key)
+    frozen = {
+        "kernels": encoder(setup, backbone, state, task),
+        "class_mask": setup.class_mask(task),
+    }
+    trained = {
+        "increment": increments.initialise(
+            key_of_increment, setup.variant, setup.config.train.rank
+        ),
+        "head": training.new_linear_head(key_of_head, setup.head_rows, setup.variant.width),
+    }
+    return frozen, trained
+
+
+def loss(setup: training.Setup, backbone, frozen, trained, batch: training.Batch):
+    """Returns the cross-entropy over the task's own classes."""
+    features = setup.model.apply(
+        {"params": backbone}, batch.images, frozen["kernels"], trained["increment"]
+    )
+    logits = trained["head"].logits(features)
+    return training.cross_entropy(logits, batch.labels, frozen["class_mask"], batch.weights)
+
+
+def update(setup: training.Setup) -> training.Update:
+    """Returns Adam with the paper's two learning rates."""
+    rates = {
+        "increment": setup.config.train.increment_learning_rate,
+        "head": setup.config.train.head_learning_rate,
+    }
+    return training.adam_update(setup, loss, rates)
+
+
+# 4. What it does when a task ends.
+def after_task(setup, backbone, state: State, task: int, frozen, trained, images) -> State:
+    """Returns the state with the trained increment and head in the task's slot."""
+    stored_heads = jax.tree.map(
+        lambda slots, one: slots.at[task].set(one), state.heads, trained["head"]
+    )
+    return State(increments.store(state.increments, task, trained["increment"]), stored_heads)
+
+
+# 5. What it offers for inference.
+def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernels:
+    """Returns the kernels of E_t after `num_tasks` tasks; those of E_0 for 0."""
+    return increments.kernels_after(vit.pretrained_kernels(backbone), state.increments, num_tasks)
+
+
+def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.LinearHead]:
+    """Returns the heads of the first `num_tasks` tasks, without padding."""
+    return [
+        head_types.LinearHead(state.heads.weight[task, :rows], state.heads.bias[task, :rows])
+        for task, rows in enumerate(setup.classes_per_task[:num_tasks])
+    ]

@@ -1,0 +1,144 @@
+"""What learners share: the set-up, a batch, the loss of one head, and the jitted Adam step."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+from jaxtyping import Array, Bool, Float, Int, UInt8
+
+from fdc_jax.heads import LinearHead
+from fdc_jax.model.vit import VARIANTS, Variant, VisionTransformer
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What stays fixed over a run.
+
+    Attributes:
+        model: the encoder.
+        classes_per_task: number of classes of each task.
+        config: the run's configuration; a learner reads `train` and its own `learner` fields.
+    """
+
+    model: VisionTransformer
+    classes_per_task: tuple[int, ...]
+    config: ml_collections.ConfigDict
+
+    @property
+    def variant(self) -> Variant:
+        """Sizes of the encoder."""
+        return VARIANTS[self.config.encoder.variant]
+
+    @property
+    def num_tasks(self) -> int:
+        """Length of the stream."""
+        return len(self.classes_per_task)
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of every stored head: the classes of the largest task."""
+        return max(self.classes_per_task)
+
+    def class_mask(self, task: int) -> Bool[Array, " c"]:
+        """Marks the rows of the padded head that are classes of the task."""
+        return jnp.arange(self.head_rows) < self.classes_per_task[task]
+
+
+class Batch(NamedTuple):
+    """One training batch; `weights` are 1 for images and 0 for padding."""
+
+    images: UInt8[Array, "n s s 3"]
+    labels: Int[Array, " n"]
+    weights: Float[Array, " n"]
+
+
+class TaskImages(NamedTuple):
+    """The training images of one task, for the passes that a learner makes around its training."""
+
+    augmented: Callable[[], Iterator[Batch]]
+    plain: Callable[[], Iterator[Batch]]
+
+
+class Update(NamedTuple):
+    """How a learner changes its trained leaves.
+
+    Attributes:
+        initialise: `trained -> optimizer_state`.
+        step: `(backbone, frozen, trained, optimizer_state, batch, rate) -> (trained,
+            optimizer_state, loss)`, jitted; `rate` multiplies the learning rates.
+    """
+
+    initialise: Callable[[Any], Any]
+    step: Callable[..., tuple[Any, Any, Float[Array, ""]]]
+
+
+def learning_rate_factor(schedule: str, epoch: int, epochs: int) -> float:
+    """Returns the factor on the learning rates in an epoch, counted from 0.
+
+    `constant` is 1; `cosine` falls from 1 along half a wave and would reach 0 after the last epoch.
+    """
+    if schedule == "constant":
+        return 1.0
+    return 0.5 * (1.0 + math.cos(math.pi * epoch / epochs))
+
+
+def new_linear_head(key: Array, classes: int, width: int) -> LinearHead:
+    """Returns a head with weight and bias uniform in +-1/sqrt(width), as PyTorch initialises."""
+    bound = width**-0.5
+    key_of_weight, key_of_bias = jax.random.split(key)
+    return LinearHead(
+        weight=jax.random.uniform(key_of_weight, (classes, width), minval=-bound, maxval=bound),
+        bias=jax.random.uniform(key_of_bias, (classes,), minval=-bound, maxval=bound),
+    )
+
+
+def cross_entropy(
+    logits: Float[Array, "n c"],
+    labels: Int[Array, " n"],
+    class_mask: Bool[Array, " c"],
+    weights: Float[Array, " n"],
+) -> Float[Array, ""]:
+    """Returns the mean cross-entropy over the images of a batch and the classes of a task.
+
+    Args:
+        logits: scores of the padded head.
+        labels: positions within the task.
+        class_mask: which rows of the head are classes.
+        weights: 0 for the padding of the last batch.
+    """
+    logits = jnp.where(class_mask, logits, -jnp.inf)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.sum(weights * losses) / jnp.sum(weights)
+
+
+def adam_update(setup: Setup, loss: Callable[..., Any], rates: dict[str, float]) -> Update:
+    """Returns plain Adam without weight decay, one learning rate per top-level part of `trained`.
+
+    Args:
+        setup: the run.
+        loss: `loss(setup, backbone, frozen, trained, batch)`.
+        rates: learning rate of each part.
+    """
+    adam = optax.scale_by_adam()
+
+    def step(backbone, frozen, trained, optimizer_state, batch, rate):
+        value, gradients = jax.value_and_grad(
+            lambda leaves: loss(setup, backbone, frozen, leaves, batch)
+        )(trained)
+        directions, optimizer_state = adam.update(gradients, optimizer_state, trained)
+        trained = {
+            part: jax.tree.map(
+                lambda leaf, direction, r=rates[part]: leaf - rate * r * direction,
+                trained[part],
+                directions[part],
+            )
+            for part in trained
+        }
+        return trained, optimizer_state, value
+
+    return Update(adam.init, jax.jit(step, donate_argnums=(2, 3)))
