@@ -1,0 +1,296 @@
+"""The benchmarks as a table, and the check that a data set is the one the table describes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from jaxtyping import Int
+
+from fdc_jax.data import stream
+from fdc_jax.errors import InputError
+
+# The class order under which per-task counts are listed, and PILOT's default.
+REFERENCE_CLASS_ORDER_SEED = 1993
+
+_PILOT_ARCHIVE = (
+    "the archive {folder}.zip behind the Google Drive link in the README of the PILOT toolbox "
+    "(GitHub: LAMDA-CL/LAMDA-PILOT, section on datasets); it holds {folder}/train/CLASS/IMAGE "
+    "and {folder}/test/CLASS/IMAGE"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Benchmark:
+    """One data set with its division into train and test and its task sequence.
+
+    Attributes:
+        name: key in `BENCHMARKS`; results carry it.
+        title: name in the paper's tables.
+        num_classes: number of classes.
+        classes_per_task: size of every task but perhaps the last.
+        num_train: training images; None where any number is accepted.
+        num_test: test images; None where any number is accepted.
+        task_test_counts: test images of each task in class order seed 1993; None if not known.
+        partition: "official", "pilot", "random80", "other" or "embedded".
+        tfds_name: folder of the prepared data below the data folder.
+        tfds_version: folder below that.
+        obtain: where the raw data are to be found, in words.
+        checksums: algorithm to hexadecimal digest of the raw archive, where published.
+        crop_scale: share of an image's area that a training crop may cover.
+        flip: whether training images are mirrored half the time.
+    """
+
+    name: str
+    title: str
+    num_classes: int
+    classes_per_task: int
+    num_train: int | None
+    num_test: int | None
+    task_test_counts: tuple[int, ...] | None
+    partition: str
+    tfds_name: str
+    tfds_version: str
+    obtain: str
+    checksums: dict[str, str] = dataclasses.field(default_factory=dict)
+    crop_scale: tuple[float, float] = (0.05, 1.0)
+    flip: bool = True
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks; the last is shorter when the classes do not divide evenly."""
+        return -(-self.num_classes // self.classes_per_task)
+
+
+_PILOT = [
+    Benchmark(
+        name="imagenet_a",
+        title="ImageNet-A",
+        num_classes=200,
+        classes_per_task=20,
+        num_train=5981,
+        num_test=1519,
+        task_test_counts=(175, 185, 116, 222, 143, 134, 146, 127, 147, 124),
+        partition="pilot",
+        tfds_name="pilot_imagenet_a",
+        tfds_version="1.0.0",
+        obtain=_PILOT_ARCHIVE.format(folder="imagenet-a"),
+    ),
+    Benchmark(
+        name="imagenet_r",
+        title="ImageNet-R",
+        num_classes=200,
+        classes_per_task=20,
+        num_train=24000,
+        num_test=6000,
+        task_test_counts=(689, 632, 606, 571, 487, 660, 569, 729, 478, 579),
+        partition="pilot",
+        tfds_name="pilot_imagenet_r",
+        tfds_version="1.0.0",
+        obtain=_PILOT_ARCHIVE.format(folder="imagenet-r"),
+    ),
+    Benchmark(
+        name="cub200",
+        title="CUB-200",
+        num_classes=200,
+        classes_per_task=10,
+        num_train=9430,
+        num_test=2358,
+        task_test_counts=(
+            *(118, 129, 97, 110, 107, 111, 106, 141, 133, 136),
+            *(115, 113, 107, 118, 126, 124, 134, 103, 132, 98),
+        ),
+        partition="pilot",
+        tfds_name="pilot_cub200",
+        tfds_version="1.0.0",
+        obtain=_PILOT_ARCHIVE.format(folder="cub"),
+    ),
+    Benchmark(
+        name="omnibench",
+        title="OmniBenchmark",
+        num_classes=300,
+        classes_per_task=30,
+        num_train=89697,
+        num_test=5985,
+        task_test_counts=(600, 599, 599, 597, 599, 598, 597, 599, 599, 598),
+        partition="pilot",
+        tfds_name="pilot_omnibench",
+        tfds_version="1.0.0",
+        obtain=_PILOT_ARCHIVE.format(folder="omnibenchmark"),
+    ),
+]
+
+
+def _random80(name: str, total: int, obtain: str) -> Benchmark:
+    """The substitute for those without PILOT's archive: the public images, divided by our rule."""
+    pilot = next(benchmark for benchmark in _PILOT if benchmark.name == name)
+    num_train = int(0.8 * total)
+    return dataclasses.replace(
+        pilot,
+        name=f"{name}_random80",
+        title=f"{pilot.title} (random 80/20)",
+        num_train=num_train,
+        num_test=total - num_train,
+        task_test_counts=None,
+        partition="random80",
+        tfds_name=f"{name}_random80",
+        obtain=obtain,
+    )
+
+
+def _other(pilot: Benchmark) -> Benchmark:
+    """Any division of folders that the user brings and that is not PILOT's."""
+    return dataclasses.replace(
+        pilot,
+        name=f"{pilot.name}_other",
+        title=f"{pilot.title} (other split)",
+        num_train=None,
+        num_test=None,
+        task_test_counts=None,
+        partition="other",
+        tfds_name=f"{pilot.name}_other",
+        obtain="a folder or archive of your own with train/CLASS/IMAGE and test/CLASS/IMAGE",
+    )
+
+
+BENCHMARKS: dict[str, Benchmark] = {
+    benchmark.name: benchmark
+    for benchmark in [
+        Benchmark(
+            name="cifar100",
+            title="CIFAR-100",
+            num_classes=100,
+            classes_per_task=5,
+            num_train=50000,
+            num_test=10000,
+            task_test_counts=(500,) * 20,
+            partition="official",
+            tfds_name="cifar100",
+            tfds_version="3.0.2",
+            obtain="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+            checksums={
+                "md5": "03b5dce01913d631647c71ecec9e9cb8",
+                "sha256": "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
+            },
+        ),
+        *_PILOT,
+        _random80(
+            "imagenet_r",
+            30000,
+            "the official release imagenet-r.tar (GitHub: hendrycks/imagenet-r), which holds "
+            "imagenet-r/WNID/IMAGE",
+        ),
+        _random80(
+            "imagenet_a",
+            7500,
+            "the official release imagenet-a.tar (GitHub: hendrycks/natural-adv-examples), which "
+            "holds imagenet-a/WNID/IMAGE",
+        ),
+        _random80(
+            "cub200",
+            11788,
+            "the official release CUB_200_2011.tgz (Caltech), which holds "
+            "CUB_200_2011/images/CLASS/IMAGE",
+        ),
+        *map(_other, _PILOT),
+        Benchmark(
+            name="digits",
+            title="Digits",
+            num_classes=10,
+            classes_per_task=2,
+            num_train=1201,
+            num_test=596,
+            task_test_counts=(119, 119, 120, 118, 120),
+            partition="embedded",
+            tfds_name="",
+            tfds_version="",
+            obtain="embedded: the 1797 scans of 8 x 8 pixels that come with scikit-learn",
+            crop_scale=(0.6, 1.0),
+            flip=False,
+        ),
+    ]
+}
+
+
+def find(name: str) -> Benchmark:
+    """Returns the benchmark of that name.
+
+    Raises:
+        InputError: there is none; the message lists those there are.
+    """
+    try:
+        return BENCHMARKS[name]
+    except KeyError:
+        raise InputError(
+            f"benchmark must be one of {', '.join(sorted(BENCHMARKS))}; found {name!r}"
+        ) from None
+
+
+def task_counts(
+    labels: Int[np.ndarray, " n"], num_classes: int, classes_per_task: int, class_order_seed: int
+) -> list[int]:
+    """Returns the number of images of each task."""
+    per_class = np.bincount(labels, minlength=num_classes)
+    order = stream.class_order(num_classes, class_order_seed)
+    return [int(per_class[task].sum()) for task in stream.task_classes(order, classes_per_task)]
+
+
+def verify(
+    benchmark: Benchmark,
+    train_labels: Int[np.ndarray, " n"],
+    test_labels: Int[np.ndarray, " m"],
+    class_order_seed: int = REFERENCE_CLASS_ORDER_SEED,
+) -> list[int]:
+    """Checks whole splits against the table and counts the run's tasks.
+
+    To be given every image of both splits, before any selection per class. The per-task counts of
+    the table hold in class order seed 1993 and are compared in that order, whatever the run's.
+
+    Args:
+        benchmark: row of the table.
+        train_labels: class index of every training image.
+        test_labels: class index of every test image.
+        class_order_seed: of the run.
+
+    Returns:
+        Test images of each task in the run's class order.
+
+    Raises:
+        InputError: a number differs; the message says what was expected and what was found.
+    """
+    name = benchmark.name
+    train_classes, test_classes = np.unique(train_labels), np.unique(test_labels)
+    num_classes = int(max(train_labels.max(initial=-1), test_labels.max(initial=-1))) + 1
+    any_split = benchmark.num_train is None
+    if not any_split and num_classes != benchmark.num_classes:
+        raise InputError(f"{name}: expected {benchmark.num_classes} classes, found {num_classes}")
+    missing = np.setdiff1d(np.arange(num_classes), train_classes)
+    if len(missing):
+        raise InputError(
+            f"{name}: expected training images of every class, found none of class index "
+            f"{', '.join(map(str, missing[:10]))}"
+        )
+    if benchmark.partition == "pilot":
+        missing = np.setdiff1d(train_classes, test_classes)
+        if len(missing):
+            raise InputError(
+                f"{name}: expected test images of every class, found none of class index "
+                f"{', '.join(map(str, missing[:10]))}"
+            )
+    for what, expected, found in [
+        ("training", benchmark.num_train, len(train_labels)),
+        ("test", benchmark.num_test, len(test_labels)),
+    ]:
+        if expected is not None and found != expected:
+            raise InputError(f"{name}: expected {expected} {what} images, found {found}")
+    if benchmark.task_test_counts is not None:
+        counts = task_counts(
+            test_labels, num_classes, benchmark.classes_per_task, REFERENCE_CLASS_ORDER_SEED
+        )
+        if tuple(counts) != benchmark.task_test_counts:
+            raise InputError(
+                f"{name}: expected {' '.join(map(str, benchmark.task_test_counts))} test images "
+                f"in the tasks of class order {REFERENCE_CLASS_ORDER_SEED}, found "
+                f"{' '.join(map(str, counts))}; this is another division into train and test"
+            )
+    return task_counts(test_labels, num_classes, benchmark.classes_per_task, class_order_seed)

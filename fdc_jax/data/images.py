@@ -1,0 +1,157 @@
+"""Decoding, and PILOT's two transforms, with Pillow on the host: uint8 RGB arrays out.
+
+Conversion to floating point and the input range belong to the device. Pixels stay as stored: an
+orientation given in EXIF is not applied, 16-bit greyscale is clipped at 255, and transparency is
+dropped, as `PIL.Image.convert("RGB")` does in PILOT.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import zlib
+
+import numpy as np
+from jaxtyping import Float, UInt8
+from PIL import Image
+
+from fdc_jax.errors import InputError
+
+CROP_SCALE = (0.05, 1.0)
+CROP_RATIO = (3 / 4, 4 / 3)
+_TRIES = 10
+# Uniform numbers that one training image consumes: area and ratio per try, position, flip.
+NUM_UNIFORMS = 2 * _TRIES + 3
+
+# All that Pillow's parsers are known to raise on damaged files.
+_DAMAGED = (
+    OSError,
+    SyntaxError,
+    ValueError,
+    EOFError,
+    IndexError,
+    KeyError,
+    TypeError,
+    OverflowError,
+    MemoryError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
+)
+
+
+def decode(encoded: bytes, description: str) -> Image.Image:
+    """Returns the image in mode RGB, all pixels read.
+
+    Args:
+        encoded: an image file's bytes.
+        description: names the image in the error message.
+
+    Raises:
+        InputError: the bytes are empty, truncated or no image that Pillow reads.
+    """
+    if not encoded:
+        raise InputError(f"{description}: expected an image, found 0 bytes")
+    try:
+        with Image.open(io.BytesIO(encoded)) as image:
+            if image.mode == "P":
+                # Only silences Pillow's advice to convert to RGBA; the RGB pixels are the same.
+                image.load()
+                image.info.pop("transparency", None)
+            return image.convert("RGB")
+    except _DAMAGED as error:
+        reason = "not a known image format" if isinstance(error, Image.UnidentifiedImageError) else (
+            str(error) or type(error).__name__
+        )
+        raise InputError(
+            f"{description}: cannot decode these {len(encoded)} bytes: {reason}"
+        ) from error
+
+
+def evaluation_resize(image_size: int) -> int:
+    """Length in pixels of the short side before the centre crop: 256 for 224, in proportion."""
+    return round(image_size * 256 / 224)
+
+
+def evaluation_transform(image: Image.Image, image_size: int) -> UInt8[np.ndarray, "s s 3"]:
+    """PILOT's test transform: bicubic resize of the short side, then the centre square.
+
+    Args:
+        image: RGB.
+        image_size: side of the result in pixels.
+    """
+    width, height = image.size
+    short = evaluation_resize(image_size)
+    if width <= height:
+        size = (short, int(short * height / width))
+    else:
+        size = (int(short * width / height), short)
+    if size != image.size:
+        image = image.resize(size, Image.Resampling.BICUBIC)
+    # Python rounds halves to even here, as torchvision's centre crop does.
+    left = round((size[0] - image_size) / 2)
+    top = round((size[1] - image_size) / 2)
+    return np.asarray(image.crop((left, top, left + image_size, top + image_size)))
+
+
+def random_crop_box(
+    width: int,
+    height: int,
+    uniforms: Float[np.ndarray, " k"],
+    scale: tuple[float, float] = CROP_SCALE,
+    ratio: tuple[float, float] = CROP_RATIO,
+) -> tuple[int, int, int, int]:
+    """Draws torchvision's RandomResizedCrop box (left, top, right, bottom), in pixels.
+
+    A share of the area, uniform in `scale`, and a log-uniform aspect ratio are tried ten times;
+    when no box fits, the largest centred box with a permitted ratio is taken.
+
+    Args:
+        width: of the image.
+        height: of the image.
+        uniforms: `NUM_UNIFORMS` numbers in [0, 1); the last is left to the flip.
+        scale: range of the share of the image's area.
+        ratio: range of width over height.
+    """
+    log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
+    for attempt in range(_TRIES):
+        area = width * height * (scale[0] + (scale[1] - scale[0]) * uniforms[2 * attempt])
+        aspect = math.exp(log_low + (log_high - log_low) * uniforms[2 * attempt + 1])
+        crop_width = round(math.sqrt(area * aspect))
+        crop_height = round(math.sqrt(area / aspect))
+        if 0 < crop_width <= width and 0 < crop_height <= height:
+            left = int(uniforms[2 * _TRIES] * (width - crop_width + 1))
+            top = int(uniforms[2 * _TRIES + 1] * (height - crop_height + 1))
+            return left, top, left + crop_width, top + crop_height
+    crop_width, crop_height = width, height
+    if width / height < ratio[0]:
+        crop_height = round(width / ratio[0])
+    elif width / height > ratio[1]:
+        crop_width = round(height * ratio[1])
+    left, top = (width - crop_width) // 2, (height - crop_height) // 2
+    return left, top, left + crop_width, top + crop_height
+
+
+def train_transform(
+    image: Image.Image,
+    image_size: int,
+    uniforms: Float[np.ndarray, " k"],
+    scale: tuple[float, float] = CROP_SCALE,
+    flip: bool = True,
+) -> UInt8[np.ndarray, "s s 3"]:
+    """PILOT's training transform: random resized crop, bilinear, then a mirror image half the time.
+
+    Args:
+        image: RGB.
+        image_size: side of the result in pixels.
+        uniforms: `NUM_UNIFORMS` numbers in [0, 1) that decide everything random.
+        scale: range of the share of the image's area.
+        flip: whether mirroring is allowed.
+    """
+    box = random_crop_box(*image.size, uniforms, scale)
+    # Cropping first keeps pixels outside the box out of the filter, which resize(box=) would not.
+    image = image.crop(box).resize((image_size, image_size), Image.Resampling.BILINEAR)
+    if flip and uniforms[-1] < 0.5:
+        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return np.asarray(image)
