@@ -1,0 +1,370 @@
+import io
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fdc_jax import feature_files, heads
+from fdc_jax.array_files import write_npz
+from fdc_jax.errors import InputError
+
+
+def example(num_tasks=2, seed=0, two_views=True):
+    rng = np.random.default_rng(seed)
+    arrays = {}
+    for t in range(num_tasks):
+        labels = np.array([10 * t + 1, 10 * t, 10 * t + 1, 10 * t, 10 * t])
+        arrays[f"train_adapted_{t}"] = rng.normal(size=(5, 4)).astype(np.float32)
+        arrays[f"train_labels_{t}"] = labels
+        arrays[f"head_weight_{t}"] = rng.normal(size=(2, 4)).astype(np.float32)
+        arrays[f"head_bias_{t}"] = rng.normal(size=2).astype(np.float32)
+        if two_views:
+            arrays[f"train_pretrained_{t}"] = rng.normal(size=(5, 3)).astype(np.float32)
+    arrays["test_adapted"] = rng.normal(size=(6, 4)).astype(np.float32)
+    if two_views:
+        arrays["test_pretrained"] = rng.normal(size=(6, 3)).astype(np.float32)
+    arrays["test_labels"] = np.array([0, 1, 10, 11, 0, 10])
+    return arrays
+
+
+def save(path, arrays):
+    if path.suffix == ".npz":
+        np.savez(path, **arrays)
+    else:
+        path.mkdir()
+        for name, array in arrays.items():
+            np.save(path / f"{name}.npy", array)
+    return path
+
+
+@pytest.fixture(params=["features.npz", "features"])
+def target(request, tmp_path):
+    return tmp_path / request.param
+
+
+def test_round_trip(target):
+    arrays = example()
+    features = feature_files.load(save(target, arrays))
+    assert len(features.tasks) == 2
+    for t, task in enumerate(features.tasks):
+        np.testing.assert_array_equal(task.adapted, arrays[f"train_adapted_{t}"])
+        np.testing.assert_array_equal(task.pretrained, arrays[f"train_pretrained_{t}"])
+        np.testing.assert_array_equal(task.labels, arrays[f"train_labels_{t}"])
+        np.testing.assert_array_equal(task.head.weight, arrays[f"head_weight_{t}"])
+        np.testing.assert_array_equal(task.head.bias, arrays[f"head_bias_{t}"])
+        np.testing.assert_array_equal(task.classes, [10 * t, 10 * t + 1])
+    np.testing.assert_array_equal(features.test_tasks, [0, 0, 1, 1, 0, 1])
+    mapped = isinstance(features.tasks[0].adapted, np.memmap)
+    assert mapped == (target.suffix != ".npz")
+
+
+def test_optional_arrays_may_be_absent(target):
+    arrays = example(two_views=False)
+    del arrays["head_bias_0"], arrays["head_bias_1"], arrays["test_labels"]
+    features = feature_files.load(save(target, arrays))
+    np.testing.assert_array_equal(features.tasks[0].head.bias, [0, 0])
+    assert features.tasks[0].pretrained is None
+    assert features.test_pretrained is None
+    with pytest.raises(InputError, match="test_labels: absent"):
+        _ = features.test_tasks
+
+
+def test_head_classes_order_the_rows_and_admit_a_class_without_images(target):
+    arrays = example()
+    arrays["head_classes_0"] = np.array([1, 5, 0])
+    arrays["head_weight_0"] = np.zeros((3, 4), np.float32)
+    arrays["head_bias_0"] = np.zeros(3, np.float32)
+    arrays["test_labels"] = np.array([5, 1, 10, 11, 0, 10])
+    features = feature_files.load(save(target, arrays))
+    np.testing.assert_array_equal(features.tasks[0].classes, [1, 5, 0])
+    assert features.test_tasks[0] == 0
+
+
+@pytest.mark.parametrize("kind", ["cosine", "nearest_mean", np.bytes_(b"cosine")])
+def test_head_kinds(target, kind):
+    arrays = {k: v for k, v in example().items() if "bias" not in k}
+    arrays["head_kind"] = np.array(kind)
+    if kind != "nearest_mean":
+        arrays["head_scale_0"] = np.array(3.5)
+    head = feature_files.load(save(target, arrays)).tasks[0].head
+    if kind == "nearest_mean":
+        assert isinstance(head, heads.NearestMeanHead)
+    else:
+        assert isinstance(head, heads.CosineHead)
+        assert head.scale == 3.5
+
+
+def change(**new):
+    def apply(arrays):
+        for name, array in new.items():
+            if array is None:
+                del arrays[name]
+            else:
+                arrays[name] = array
+
+    return apply
+
+
+def poke(name, place, value):
+    def apply(arrays):
+        arrays[name] = arrays[name].copy()
+        arrays[name][place] = value
+
+    return apply
+
+
+FAULTS = {
+    "typo": (change(train_adaptd_0=np.zeros(3)), "train_adaptd_0: unknown array; did you mean "
+             "train_adapted_0"),
+    "typo without number": (change(test_label=np.zeros(3)), "did you mean test_labels"),
+    "unlike anything": (change(xyzzy=np.zeros(3)), "expected names such as"),
+    "leading zero": (change(train_labels_01=np.zeros(3)), "train_labels_01: unknown array"),
+    "gap": (lambda a: [a.update({k.replace("_1", "_2"): a.pop(k)}) for k in list(a) if "_1" in k],
+            "train_adapted_1: missing; there is a task 2"),
+    "no tasks": (lambda a: [a.pop(k) for k in list(a) if k[-1].isdigit()], "numbered from 0"),
+    "no labels": (change(train_labels_1=None), "train_labels_1: missing"),
+    "no test": (change(test_adapted=None), "test_adapted: missing"),
+    "one view lost": (change(train_pretrained_1=None), "train_pretrained_1: missing, but task 0"),
+    "test view lost": (change(test_pretrained=None), "test_pretrained: missing, but"),
+    "test view alone": (change(train_pretrained_0=None, train_pretrained_1=None),
+                        "test_pretrained: found, but no"),
+    "nan": (poke("train_adapted_1", (3, 2), np.nan), "train_adapted_1: row 3, column 2 is nan"),
+    "infinite test": (poke("test_pretrained", (5, 0), -np.inf),
+                      "test_pretrained: row 5, column 0 is -inf"),
+    "overflow": (change(train_adapted_0=np.full((5, 4), 1e300)), "row 0, column 0 is 1e[+]300"),
+    "nan weight": (poke("head_weight_0", (1, 1), np.nan), "head_weight_0: row 1, column 1 is nan"),
+    "nan bias": (poke("head_bias_1", 1, np.nan), "head_bias_1: row 1 is not finite"),
+    "columns": (change(train_adapted_1=np.zeros((5, 3), np.float32)),
+                "train_adapted_1: expected 4 columns as in train_adapted_0, found 3"),
+    "weight columns": (change(head_weight_1=np.zeros((2, 3), np.float32)),
+                       "head_weight_1: expected 4 columns as in train_adapted_1, found 3"),
+    "test columns": (change(test_adapted=np.zeros((6, 5), np.float32)),
+                     "test_adapted: expected 4 columns as in train_adapted_0, found 5"),
+    "rows": (change(train_pretrained_1=np.zeros((4, 3), np.float32)),
+             "train_pretrained_1: expected 5 rows as in train_adapted_1, found 4"),
+    "labels short": (change(train_labels_0=np.array([0, 1])), "train_labels_0: expected 5 rows"),
+    "test labels short": (change(test_labels=np.array([0])), "test_labels: expected 6 rows"),
+    "label outside": (change(head_classes_0=np.array([1, 2])),
+                      "train_labels_0: row 1 is label 0, no class of its head"),
+    "test label outside": (poke("test_labels", 4, 77),
+                           "test_labels: row 4 is label 77, no class of any task"),
+    "class twice": (poke("train_labels_1", slice(None), [0, 1, 0, 1, 1]),
+                    "train_labels_1: class 0 is already a class of task 0"),
+    "repeated head class": (change(head_classes_0=np.array([1, 1])), "distinct classes"),
+    "head rows": (change(head_weight_1=np.zeros((3, 4), np.float32)),
+                  "head_weight_1: expected one row for each class of the distinct labels, 2, "
+                  "found 3"),
+    "bias shape": (change(head_bias_0=np.zeros(3)), r"head_bias_0: .* shape \(2,\)"),
+    "float labels": (change(train_labels_0=np.zeros(5)), "vector of integers, found float64"),
+    "label column": (change(train_labels_0=np.zeros((5, 1), int)), "vector of integers"),
+    "huge label": (change(train_labels_0=np.full(5, 2**64 - 1, np.uint64)), "beyond 64 bits"),
+    "integer features": (change(train_adapted_0=np.zeros((5, 4), int)), "floating-point"),
+    "vector": (change(test_adapted=np.zeros(4)), r"test_adapted: expected a matrix .* \(4,\)"),
+    "empty": (change(test_adapted=np.zeros((0, 4))), "test_adapted: expected at least one row"),
+    "head kind": (change(head_kind=np.array("quadratic")), "head_kind: expected one of linear"),
+    "head kind type": (change(head_kind=np.array([1, 2])), "head_kind: expected one of linear"),
+    "bias of cosine": (change(head_kind=np.array("cosine")), "head_bias_0: expected only for lin"),
+    "scale of linear": (change(head_scale_0=np.array(2.0)), "head_scale_0: expected only for cos"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_one_line_with_file_and_array(target, fault):
+    damage, message = FAULTS[fault]
+    arrays = example()
+    damage(arrays)
+    save(target, arrays)
+    with pytest.raises(InputError, match=message) as caught:
+        feature_files.load(target)
+    assert str(caught.value).startswith(f"{target}: ")
+    assert "\n" not in str(caught.value)
+
+
+class Trap:
+    """Unpickling this would create a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (str(self.path), "w"))
+
+
+def test_objects_are_refused_without_unpickling(target, tmp_path):
+    arrays = example()
+    arrays["train_labels_0"] = np.array([Trap(tmp_path / "sprung")] * 5, dtype=object)
+    save(target, arrays)
+    with pytest.raises(InputError, match=r"train_labels_0.*Python objects \(pickle\)"):
+        feature_files.load(target)
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_absent_and_foreign_files(tmp_path):
+    with pytest.raises(InputError, match=r"absent.npz: no such file"):
+        feature_files.load(tmp_path / "absent.npz")
+    (tmp_path / "text.npz").write_text("hello")
+    with pytest.raises(InputError, match=r"text.npz: not a readable .npz file: File is not a zip"):
+        feature_files.load(tmp_path / "text.npz")
+    (tmp_path / "objects.npz").write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(InputError, match="not a readable"):
+        feature_files.load(tmp_path / "objects.npz")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"empty: expected .npy files, found none"):
+        feature_files.load(tmp_path / "empty")
+    with zipfile.ZipFile(tmp_path / "zip.npz", "w") as archive:
+        archive.writestr("notes.txt", "hello")
+    with pytest.raises(InputError, match=r"notes.txt: not a readable .*each once"):
+        feature_files.load(tmp_path / "zip.npz")
+    with zipfile.ZipFile(tmp_path / "names.npz", "w") as archive:
+        buffer = io.BytesIO()
+        np.save(buffer, np.zeros(2))
+        archive.writestr("a\nb" * 50 + ".npy", buffer.getvalue())
+    with pytest.raises(InputError, match="unknown array") as caught:
+        feature_files.load(tmp_path / "names.npz")
+    assert "\n" not in str(caught.value)
+
+
+def test_truncation_names_the_array(tmp_path):
+    folder = save(tmp_path / "features", example())
+    file = folder / "train_adapted_1.npy"
+    file.write_bytes(file.read_bytes()[:-3])
+    with pytest.raises(InputError, match=r"train_adapted_1.npy: .*shorter or longer"):
+        feature_files.load(folder)
+    whole = save(tmp_path / "features.npz", example()).read_bytes()
+    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(InputError, match=r"cut.npz: not a readable .npz"):
+        feature_files.load(tmp_path / "cut.npz")
+
+
+def test_a_lying_header_is_refused_before_memory_is_taken(tmp_path):
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(
+        buffer, {"descr": "<f4", "fortran_order": False, "shape": (10**12, 768)}
+    )
+    arrays = example()
+    with zipfile.ZipFile(tmp_path / "bomb.npz", "w") as archive:
+        for name, array in arrays.items():
+            member = io.BytesIO()
+            np.save(member, array)
+            data = buffer.getvalue() if name == "test_adapted" else member.getvalue()
+            archive.writestr(f"{name}.npy", data)
+    with pytest.raises(InputError, match=r"test_adapted: not a readable .*shorter or longer"):
+        feature_files.load(tmp_path / "bomb.npz")
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fuzz")
+    stored = save(folder / "stored.npz", example()).read_bytes()
+    np.savez_compressed(folder / "packed.npz", **example())
+    return folder / "damaged.npz", [stored, (folder / "packed.npz").read_bytes()]
+
+
+@settings(deadline=None, max_examples=300, derandomize=True)
+@given(data=st.data())
+def test_any_damage_is_an_input_error_or_a_valid_file(fuzzed, data):
+    path, originals = fuzzed
+    content = bytearray(data.draw(st.sampled_from(originals)))
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(content) - 1))
+        match data.draw(st.sampled_from(["set", "cut", "insert"])):
+            case "set":
+                content[place] = data.draw(st.integers(0, 255))
+            case "cut":
+                del content[place : place + data.draw(st.integers(1, 50))]
+            case "insert":
+                content[place:place] = data.draw(st.binary(min_size=1, max_size=20))
+        if not content:
+            break
+    path.write_bytes(content)
+    try:
+        features = feature_files.load(path)
+    except InputError as error:
+        assert "\n" not in str(error)
+    else:
+        assert len(features.tasks) >= 1
+
+
+@settings(deadline=None, max_examples=150, derandomize=True)
+@given(data=st.data())
+def test_any_damage_to_a_mapped_array_is_an_input_error_or_valid(tmp_path_factory, data):
+    folder = tmp_path_factory.mktemp("fuzz") / "features"
+    arrays = example(num_tasks=1)
+    arrays["test_labels"] = np.array([0, 1, 0, 1, 0, 1])
+    save(folder, arrays)
+    file = folder / f"{data.draw(st.sampled_from(sorted(arrays)))}.npy"
+    content = bytearray(file.read_bytes())
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    file.write_bytes(content)
+    try:
+        feature_files.load(folder)
+    except InputError as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        heads.LinearHead(np.ones((2, 4), np.float32), np.array([1.0, 2.0], np.float32)),
+        heads.CosineHead(np.ones((2, 4), np.float32), 2.0),
+        heads.NearestMeanHead(np.ones((2, 4), np.float32)),
+    ],
+    ids=lambda head: type(head).__name__,
+)
+def test_what_is_written_is_read(tmp_path, head):
+    arrays = example()
+    for t in range(2):
+        feature_files.write_task(
+            tmp_path,
+            t,
+            arrays[f"train_adapted_{t}"],
+            arrays[f"train_labels_{t}"],
+            head,
+            arrays[f"train_pretrained_{t}"],
+            classes=[10 * t + 1, 10 * t],
+        )
+    feature_files.write_test(
+        tmp_path, arrays["test_adapted"], arrays["test_pretrained"], arrays["test_labels"]
+    )
+    features = feature_files.load(tmp_path)
+    for t, task in enumerate(features.tasks):
+        assert type(task.head) is type(head)
+        for stored, given_part in zip(task.head, head, strict=True):
+            np.testing.assert_array_equal(stored, given_part)
+        np.testing.assert_array_equal(task.classes, [10 * t + 1, 10 * t])
+        np.testing.assert_array_equal(task.pretrained, arrays[f"train_pretrained_{t}"])
+    np.testing.assert_array_equal(features.test_labels, arrays["test_labels"])
+
+
+def test_rewriting_a_task_removes_what_is_no_longer_given(tmp_path):
+    arrays = example(num_tasks=1)
+    linear = heads.LinearHead(np.ones((2, 4), np.float32), np.zeros(2, np.float32))
+    given_arrays = arrays["train_adapted_0"], arrays["train_labels_0"]
+    feature_files.write_task(tmp_path, 0, *given_arrays, linear, arrays["train_pretrained_0"])
+    feature_files.write_test(tmp_path, arrays["test_adapted"], arrays["test_pretrained"], [0] * 6)
+    cosine = heads.CosineHead(np.ones((2, 4), np.float32))
+    feature_files.write_task(tmp_path, 0, *given_arrays, cosine)
+    feature_files.write_test(tmp_path, arrays["test_adapted"])
+    features = feature_files.load(tmp_path)
+    assert isinstance(features.tasks[0].head, heads.CosineHead)
+    assert features.test_pretrained is None
+    assert features.test_labels is None
+    with pytest.raises(InputError, match="expected linear as the head of task 1, is cosine"):
+        feature_files.write_task(tmp_path, 1, *given_arrays, linear)
+    function = heads.FunctionHead(lambda parameters, features: features)
+    with pytest.raises(InputError, match=r"head of task 0: .* found FunctionHead"):
+        feature_files.write_task(tmp_path, 0, *given_arrays, function)
+
+
+def test_write_npz_is_whole_or_absent(tmp_path):
+    path = tmp_path / "out" / "x.npz"
+    write_npz(path, {"a": [1, 2]})
+    with pytest.raises(ValueError, match=r"pickle|Object"):
+        write_npz(path, {"a": np.array([object()])})
+    with np.load(path) as stored:
+        np.testing.assert_array_equal(stored["a"], [1, 2])
+    assert [file.name for file in path.parent.iterdir()] == ["x.npz"]
