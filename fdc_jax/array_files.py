@@ -93,9 +93,9 @@ def write_npz(path: str | os.PathLike[str], arrays: Mapping[str, ArrayLike]) -> 
         np.savez(file, allow_pickle=False, **{k: np.asarray(v) for k, v in arrays.items()})
 
 
-def printable(name: str) -> str:
-    """A name from a file as at most 80 characters on one line."""
-    return name.encode("unicode_escape").decode("ascii")[:80]
+def printable(text: str, limit: int = 80) -> str:
+    """A text from a file on one line, without control characters, and not too long."""
+    return text.encode("unicode_escape").decode("ascii")[:limit]
 
 
 def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
@@ -128,4 +128,4 @@ def _data_size(file: IO[bytes]) -> int:
 
 
 def _reason(error: Exception) -> str:
-    return printable(" ".join(str(error).split())) or type(error).__name__
+    return printable(" ".join(str(error).split()), 200) or type(error).__name__

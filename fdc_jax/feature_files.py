@@ -180,7 +180,7 @@ def _suggestion(name: str) -> str:
         return "; expected names such as train_adapted_0 or test_adapted"
     if near[0] in _WHOLE:
         return f"; did you mean {near[0]}?"
-    return f"; did you mean {near[0]}_{number.strip('_') or 't'}?"
+    return f"; did you mean {near[0]}_{number.strip('_')[:6] or 't'}?"
 
 
 def _head_kind(arrays: Mapping[str, np.ndarray]) -> str:

@@ -368,3 +368,61 @@ def test_write_npz_is_whole_or_absent(tmp_path):
     with np.load(path) as stored:
         np.testing.assert_array_equal(stored["a"], [1, 2])
     assert [file.name for file in path.parent.iterdir()] == ["x.npz"]
+
+
+def one_member(path, name, content):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(name, content)
+    return path
+
+
+def npy(header, data=b""):
+    text = header.encode("latin1")
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data
+
+
+def test_one_flipped_bit_in_stored_numbers_is_found(tmp_path):
+    path = save(tmp_path / "features.npz", example())
+    content = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        member = archive.getinfo("test_adapted.npy")
+    content[member.header_offset + 260] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"test_adapted: not a readable .*Bad CRC"):
+        feature_files.load(path)
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (2L,)}\n", "additional header parsing"),
+        ("{'descr': '<f4', 'fortran_order': False, 'shape': (2,)}" + " " * 20000, "is large"),
+        ("{'descr': '<f4'}\n", "correct keys"),
+        ("not a header\n", "not a readable"),
+    ],
+    ids=["python 2", "long", "keys", "text"],
+)
+def test_odd_headers_are_one_line(tmp_path, header, message):
+    path = one_member(tmp_path / "x.npz", "train_adapted_0.npy", npy(header, bytes(8)))
+    with pytest.raises(InputError, match=message) as caught:
+        feature_files.load(path)
+    assert "train_adapted_0: not a readable" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_task_number_of_many_digits_is_an_unknown_array(tmp_path):
+    buffer = io.BytesIO()
+    np.save(buffer, np.zeros(2))
+    path = one_member(tmp_path / "x.npz", f"train_adapted_{'9' * 5000}.npy", buffer.getvalue())
+    with pytest.raises(InputError, match="unknown array; did you mean train_adapted_99"):
+        feature_files.load(path)
+
+
+def test_a_late_row_is_checked_too(tmp_path):
+    arrays = example()
+    for name, width in (("test_adapted", 4), ("test_pretrained", 3)):
+        arrays[name] = np.zeros((9000, width), np.float16)
+    del arrays["test_labels"]
+    arrays["test_adapted"][8765, 1] = np.nan
+    with pytest.raises(InputError, match="test_adapted: row 8765, column 1 is nan"):
+        feature_files.load(save(tmp_path / "features.npz", arrays))
