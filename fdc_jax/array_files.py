@@ -104,10 +104,8 @@ def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarra
         if file.tell() + size != member.file_size:
             raise ValueError("it is shorter or longer than its header says")
     with archive.open(member) as file:
-        array = np.lib.format.read_array(file, allow_pickle=False)
-        # Reading to the end is what makes zipfile compare the checksum.
-        file.read(1)
-    return array
+        # Reading all of a member is what makes zipfile compare its checksum.
+        return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def _data_size(file: IO[bytes]) -> int:
