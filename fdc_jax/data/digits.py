@@ -26,8 +26,8 @@ def _scans() -> tuple[np.ndarray, np.ndarray]:
         from sklearn.datasets import load_digits
     except ImportError as error:
         raise InputError(f"benchmark digits needs scikit-learn: {error}") from error
-    digits = load_digits()
-    return digits.images, digits.target.astype(np.int32)
+    pixels, labels = load_digits(return_X_y=True)
+    return np.asarray(pixels).reshape(-1, 8, 8), np.asarray(labels, np.int32)
 
 
 def _encode(scan: np.ndarray) -> bytes:

@@ -18,6 +18,9 @@ from PIL import Image
 
 from fdc_jax.errors import InputError
 
+# Pillow loads its rarer formats at the first file that needs them, which is not safe in threads.
+Image.init()
+
 CROP_SCALE = (0.05, 1.0)
 CROP_RATIO = (3 / 4, 4 / 3)
 _TRIES = 10
@@ -61,9 +64,9 @@ def decode(encoded: bytes, description: str) -> Image.Image:
                 image.info.pop("transparency", None)
             return image.convert("RGB")
     except _DAMAGED as error:
-        reason = "not a known image format" if isinstance(error, Image.UnidentifiedImageError) else (
-            str(error) or type(error).__name__
-        )
+        reason = str(error) or type(error).__name__
+        if isinstance(error, Image.UnidentifiedImageError):
+            reason = "not a known image format"
         raise InputError(
             f"{description}: cannot decode these {len(encoded)} bytes: {reason}"
         ) from error

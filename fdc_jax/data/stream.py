@@ -119,7 +119,6 @@ class _Batches:
     ):
         self.source = source
         self.indices = np.asarray(indices, np.int64)
-        self.labels = np.asarray(source.labels[self.indices] if labels is None else labels, np.int32)
         self.batch_size = batch_size
         self.image_size = image_size
         self.workers = default_workers() if workers is None else workers
@@ -133,17 +132,18 @@ class _Batches:
         ]:
             if value < 1:
                 raise InputError(f"{name} must be at least 1, found {value}")
-        if self.labels.shape != self.indices.shape or self.indices.ndim != 1:
+        low, high = self.indices.min(initial=0), self.indices.max(initial=-1)
+        if self.indices.ndim != 1 or low < 0 or high >= len(source):
+            raise InputError(
+                f"{source.name}, split {source.split}: expected a vector of image indices between "
+                f"0 and {len(source) - 1}, found shape {self.indices.shape}, {low} to {high}"
+            )
+        chosen = source.labels[self.indices] if labels is None else labels
+        self.labels = np.asarray(chosen, np.int32)
+        if self.labels.shape != self.indices.shape:
             raise InputError(
                 f"expected one label per image index, found {self.labels.shape} labels and "
                 f"{self.indices.shape} indices"
-            )
-        if len(self.indices) and not (
-            self.indices.min() >= 0 and self.indices.max() < len(source)
-        ):
-            raise InputError(
-                f"{source.name}, split {source.split}: image indices must be between 0 and "
-                f"{len(source) - 1}, found {self.indices.min()} to {self.indices.max()}"
             )
 
     def _start(

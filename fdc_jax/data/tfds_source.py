@@ -10,10 +10,14 @@ import io
 import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
+from array_record.python.array_record_module import ArrayRecordWriter
+from tensorflow_datasets.core import dataset_info, splits
 
 from fdc_jax.data import benchmarks, digits
 from fdc_jax.data.source import Source
@@ -22,6 +26,7 @@ from fdc_jax.files import write_atomically
 
 SPLITS = ("train", "test")
 _SCAN_CHUNK = 256
+_SHARD_BYTES = 256 << 20
 
 
 def dataset_folder(benchmark: benchmarks.Benchmark, data_dir: str | os.PathLike[str]) -> Path:
@@ -56,7 +61,7 @@ def open_source(benchmark_name: str, split: str, data_dir: str | os.PathLike[str
             f"where PATH is {benchmark.obtain}"
         )
     try:
-        builder = tfds.builder_from_directory(str(folder))
+        builder: Any = tfds.builder_from_directory(str(folder))
         stored = builder.info.splits[split]
         records = builder.as_data_source(
             split=split, decoders={"image": tfds.decode.SkipDecoding()}
@@ -194,3 +199,113 @@ def _keep(path: Path, content: bytes) -> None:
             file.write(content)
     except InputError:
         pass
+
+
+def folder_features(class_names: list[str]) -> tfds.features.FeaturesDict:
+    """Features of an image folder: encoded image, class, and "CLASS/IMAGE"."""
+    return tfds.features.FeaturesDict(
+        {
+            "image": tfds.features.Image(shape=(None, None, 3)),
+            "label": tfds.features.ClassLabel(names=class_names),
+            "file_name": tfds.features.Text(),
+        }
+    )
+
+
+def cifar100_features(
+    class_names: list[str], superclass_names: list[str]
+) -> tfds.features.FeaturesDict:
+    """Features of `cifar100` as TensorFlow Datasets itself prepares it."""
+    return tfds.features.FeaturesDict(
+        {
+            "id": tfds.features.Text(),
+            "image": tfds.features.Image(shape=(32, 32, 3)),
+            "label": tfds.features.ClassLabel(names=class_names),
+            "coarse_label": tfds.features.ClassLabel(names=superclass_names),
+        }
+    )
+
+
+class DatasetWriter:
+    """Writes a data set as array_record files, in the order given.
+
+    Readers accept the folder only after `finish`.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        benchmark: benchmarks.Benchmark,
+        features: tfds.features.FeaturesDict,
+    ):
+        """Writes into `folder`, an empty folder that will be renamed by the caller."""
+        self._folder = Path(folder)
+        self._features = features
+        self._splits: list[tfds.core.SplitInfo] = []
+        self._info = tfds.core.DatasetInfo(
+            builder=dataset_info.DatasetIdentity(
+                name=benchmark.tfds_name,
+                version=tfds.core.Version(benchmark.tfds_version),
+                data_dir=str(folder),
+                module_name=__name__,
+            ),
+            description=f"{benchmark.title}, {benchmark.partition} split.",
+            features=features,
+            supervised_keys=("image", "label"),
+            disable_shuffling=True,
+        )
+        self._name = benchmark.tfds_name
+
+    def write_split(
+        self, split: str, examples: Iterable[dict[str, Any]], num_examples: int, num_bytes: int
+    ) -> None:
+        """Writes one split.
+
+        Args:
+            split: its name.
+            examples: one dictionary per image with the keys of the features, `image` encoded.
+            num_examples: how many `examples` yields.
+            num_bytes: about how large they are together; decides the number of files.
+        """
+        num_shards = max(1, min(num_examples, -(-num_bytes // _SHARD_BYTES)))
+        bounds = [num_examples * shard // num_shards for shard in range(num_shards + 1)]
+        template = tfds.core.ShardedFileTemplate(
+            data_dir=tfds.core.as_path(self._folder),
+            dataset_name=self._name,
+            split=split,
+            filetype_suffix="array_record",
+        )
+        iterator = iter(examples)
+        lengths, written = [], 0
+        for shard in range(num_shards):
+            path = template.sharded_filepath(shard_index=shard, num_shards=num_shards)
+            writer = ArrayRecordWriter(str(path), "group_size:1")
+            length = 0
+            for _ in range(bounds[shard], bounds[shard + 1]):
+                example = next(iterator, None)
+                if example is None:
+                    break
+                record = self._features.serialize_example(example)
+                writer.write(record)
+                length += 1
+                written += len(record)
+            writer.close()
+            lengths.append(length)
+        # Lets the producer run its code after the last example.
+        next(iterator, None)
+        self._splits.append(
+            tfds.core.SplitInfo(
+                name=split,
+                shard_lengths=lengths,
+                num_bytes=written,
+                filename_template=template,
+            )
+        )
+
+    def finish(self, metadata: dict[str, Any]) -> None:
+        """Writes the description of the data, without which no reader accepts the folder."""
+        self._info.set_file_format(tfds.core.FileFormat.ARRAY_RECORD)
+        self._info.set_splits(splits.SplitDict(self._splits))
+        with write_atomically(self._folder / "metadata.json") as file:
+            file.write(json.dumps(metadata, indent=2).encode())
+        self._info.write_to_directory(self._folder)

@@ -1,0 +1,183 @@
+"""Image folders and archives of them: which images there are, and of which class."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from fdc_jax.errors import InputError
+
+# The file names that torchvision's ImageFolder, and so PILOT, takes for images.
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+RANDOM80_SEED = 1993
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageFile:
+    """An image on disk.
+
+    Attributes:
+        path: where it is.
+        name: "CLASS/IMAGE", its identifier within a split.
+    """
+
+    path: Path
+    name: str
+
+    @property
+    def class_name(self) -> str:
+        """Name of the folder of its class."""
+        return self.name.split("/", 1)[0]
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and not _hidden(path.name))
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(IMAGE_SUFFIXES) and not _hidden(name)
+
+
+def list_images(folder: Path) -> tuple[list[ImageFile], list[str]]:
+    """Lists the images of FOLDER/CLASS/..., sorted by class and name as strings.
+
+    Returns:
+        The images, and the names of the files that are no images by their suffix.
+
+    Raises:
+        InputError: a class folder without an image.
+    """
+    found: list[ImageFile] = []
+    others: list[str] = []
+    for class_folder in _subfolders(folder):
+        before = len(found)
+        for parent, children, names in os.walk(class_folder, followlinks=True):
+            children[:] = [child for child in children if not _hidden(child)]
+            for name in names:
+                path = Path(parent) / name
+                relative = path.relative_to(folder).as_posix()
+                if _is_image(name):
+                    found.append(ImageFile(path, relative))
+                elif not _hidden(name):
+                    others.append(relative)
+        if len(found) == before:
+            raise InputError(f"{class_folder}: expected images in this class folder, found none")
+    return sorted(found, key=lambda image: (image.class_name, image.name)), sorted(others)
+
+
+def _descend(root: Path, depth: int) -> Iterator[Path]:
+    """Yields `root` and the folders below it, nearest first."""
+    level = [root]
+    for _ in range(depth + 1):
+        yield from level
+        level = [child for folder in level for child in _subfolders(folder)]
+
+
+def split_root(root: Path) -> Path:
+    """Finds the folder that holds `train` and `test`, at `root` or up to two levels below it.
+
+    Raises:
+        InputError: there is none.
+    """
+    for folder in _descend(root, 2):
+        if (folder / "train").is_dir() and (folder / "test").is_dir():
+            return folder
+    raise InputError(
+        f"{root}: expected the folders train and test, found "
+        f"{', '.join(path.name for path in _subfolders(root)[:10]) or 'no folder'}"
+    )
+
+
+def class_root(root: Path) -> Path:
+    """Finds the folder of class folders, at `root` or up to two levels below it.
+
+    Raises:
+        InputError: no folder there has two subfolders with images.
+    """
+    for folder in _descend(root, 2):
+        with_images = 0
+        for child in _subfolders(folder):
+            with os.scandir(child) as entries:
+                with_images += any(_is_image(entry.name) and entry.is_file() for entry in entries)
+            if with_images == 2:
+                return folder
+    raise InputError(f"{root}: expected one folder of images per class, found none")
+
+
+def random80(images: list[ImageFile]) -> tuple[list[ImageFile], list[ImageFile]]:
+    """Divides images 80/20 by a fixed rule, as a substitute for a division that is not public.
+
+    The images, sorted by "CLASS/IMAGE" as strings, are permuted by
+    `numpy.random.RandomState(1993)`; the first int(0.8 n) are for training, the rest for testing.
+
+    Returns:
+        Training and test images, each sorted by name.
+    """
+    images = sorted(images, key=lambda image: image.name)
+    order = np.random.RandomState(RANDOM80_SEED).permutation(len(images))
+    cut = int(0.8 * len(images))
+    return [images[i] for i in sorted(order[:cut])], [images[i] for i in sorted(order[cut:])]
+
+
+def extract(archive: Path, destination: Path) -> None:
+    """Unpacks the images of a zip or tar archive.
+
+    Raises:
+        InputError: the file is no such archive, is damaged, or there is no room for it.
+    """
+    try:
+        if zipfile.is_zipfile(archive):
+            with zipfile.ZipFile(archive) as packed:
+                for member in packed.infolist():
+                    if not member.is_dir() and _wanted(member.filename):
+                        packed.extract(member, destination)
+        elif tarfile.is_tarfile(archive):
+            with tarfile.open(archive) as packed:
+                for member in packed:
+                    if not member.isdir() and _wanted(member.name):
+                        packed.extract(member, destination, filter="data")
+        else:
+            raise InputError(f"{archive}: expected a folder, a zip or a tar archive")
+    except InputError:
+        raise
+    except (
+        OSError,
+        EOFError,
+        RuntimeError,
+        NotImplementedError,
+        zlib.error,
+        zipfile.BadZipFile,
+        tarfile.TarError,
+    ) as error:
+        raise InputError(f"{archive}: cannot unpack: {error}") from error
+
+
+def _wanted(name: str) -> bool:
+    parts = name.replace("\\", "/").split("/")
+    return _is_image(parts[-1]) and not any(_hidden(part) for part in parts if part != ".")
+
+
+@contextlib.contextmanager
+def unpacked(source: Path, scratch: Path) -> Iterator[Path]:
+    """Yields `source` if it is a folder, else a folder below `scratch` with its contents."""
+    if source.is_dir():
+        yield source
+    elif source.is_file():
+        destination = scratch / "unpacked"
+        destination.mkdir(parents=True)
+        extract(source, destination)
+        yield destination
+    else:
+        raise InputError(f"{source}: expected a folder or an archive, found nothing")
