@@ -7,3 +7,7 @@ class InputError(ValueError):
 
 class TrainingError(RuntimeError):
     """Training cannot go on, for instance because a loss is not a finite number."""
+
+
+class Interrupted(RuntimeError):
+    """The process was asked to stop; what was done is saved."""

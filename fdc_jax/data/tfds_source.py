@@ -29,6 +29,11 @@ _SCAN_CHUNK = 256
 _SHARD_BYTES = 256 << 20
 
 
+def default_data_dir() -> str:
+    """Returns the folder that TFDS itself uses: `$TFDS_DATA_DIR` or `~/tensorflow_datasets`."""
+    return os.environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
+
+
 def dataset_folder(benchmark: benchmarks.Benchmark, data_dir: str | os.PathLike[str]) -> Path:
     """Returns the folder that holds the prepared benchmark below the data folder."""
     return Path(data_dir) / benchmark.tfds_name / benchmark.tfds_version

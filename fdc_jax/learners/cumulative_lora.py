@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from fdc_jax import heads as head_types
+from fdc_jax.data.stream import Batch
 from fdc_jax.learners import training
 from fdc_jax.model import increments, vit
 
@@ -64,7 +65,7 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
     return frozen, trained
 
 
-def loss(setup: training.Setup, backbone, frozen, trained, batch: training.Batch):
+def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
     """Returns the cross-entropy over the task's own classes."""
     features = setup.model.apply(
         {"params": backbone}, batch.images, frozen["kernels"], trained["increment"]

@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import ml_collections
 import optax
-from jaxtyping import Array, Bool, Float, Int, UInt8
+from jaxtyping import Array, Bool, Float, Int
 
+from fdc_jax.data.stream import Batch
 from fdc_jax.heads import LinearHead
 from fdc_jax.model.vit import VARIANTS, Variant, VisionTransformer
 
@@ -47,14 +48,6 @@ class Setup:
     def class_mask(self, task: int) -> Bool[Array, " c"]:
         """Marks the rows of the padded head that are classes of the task."""
         return jnp.arange(self.head_rows) < self.classes_per_task[task]
-
-
-class Batch(NamedTuple):
-    """One training batch; `weights` are 1 for images and 0 for padding."""
-
-    images: UInt8[Array, "n s s 3"]
-    labels: Int[Array, " n"]
-    weights: Float[Array, " n"]
 
 
 class TaskImages(NamedTuple):

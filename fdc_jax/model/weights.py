@@ -48,7 +48,9 @@ def cache_folder() -> Path:
     return Path(os.environ.get("FDC_JAX_CACHE") or Path(home) / "fdc_jax")
 
 
-def locate(weights: str, variant: str, show_progress: bool = True) -> Path:
+def locate(
+    weights: str, variant: str, folder: str | os.PathLike[str], show_progress: bool = True
+) -> Path:
     """Returns the file of pretrained weights that a configuration asks for.
 
     Args:
@@ -56,6 +58,7 @@ def locate(weights: str, variant: str, show_progress: bool = True) -> Path:
             is looked up in the cache folder and downloaded when missing; or `digits` for the small
             encoder that comes with the package.
         variant: name of the encoder.
+        folder: where downloads are kept.
         show_progress: draw a bar while downloading.
 
     Raises:
@@ -76,7 +79,7 @@ def locate(weights: str, variant: str, show_progress: bool = True) -> Path:
             f"only for {', '.join(AUGREG_FILES)}"
         )
     name = AUGREG_FILES[variant]
-    path = cache_folder() / name
+    path = Path(folder) / name
     if not path.is_file():
         download(AUGREG_BUCKET + name, path, show_progress)
     return path

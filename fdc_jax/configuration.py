@@ -1,0 +1,115 @@
+"""What a configuration must satisfy, and how two of them differ."""
+
+import json
+from typing import Any
+
+import ml_collections
+
+from fdc_jax.errors import InputError
+
+# Where things lie and how fast they are read; no number in a result depends on them.
+WITHOUT_EFFECT = frozenset(
+    {
+        "cache_dir",
+        "data.dir",
+        "data.workers",
+        "data.cache_gib",
+        "checkpoint.every_steps",
+        "checkpoint.keep",
+    }
+)
+
+_AT_LEAST_ONE = (
+    "train.epochs",
+    "train.batch_size",
+    "train.rank",
+    "fdc.neighbours",
+    "evaluation.batch_size",
+    "checkpoint.every_steps",
+    "checkpoint.keep",
+)
+_AT_LEAST_ZERO = (
+    "class_order_seed",
+    "classes_per_task",
+    "data.train_per_class",
+    "data.test_per_class",
+    "data.workers",
+    "data.cache_gib",
+    "fdc.rlc_weight",
+    "fdc.pac_weight",
+    "fdc.adapted_view_weight",
+    "fdc.pretrained_view_weight",
+)
+_POSITIVE = ("train.increment_learning_rate", "train.head_learning_rate")
+
+
+def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """Returns `{"train.epochs": 20, ...}` with tuples as lists, as JSON would give them back."""
+    flat: dict[str, Any] = {}
+
+    def visit(prefix: str, tree: dict[str, Any]) -> None:
+        for name, value in tree.items():
+            if isinstance(value, dict):
+                visit(f"{prefix}{name}.", value)
+            else:
+                flat[f"{prefix}{name}"] = value
+
+    visit("", json.loads(config.to_json()))
+    return dict(sorted(flat.items()))
+
+
+def validate(config: ml_collections.ConfigDict) -> None:
+    """Checks every value that can be checked without data or weights.
+
+    Raises:
+        InputError: names the field, what was expected and what was found.
+    """
+    flat = flatten(config)
+
+    def refuse(field: str, expected: str) -> None:
+        raise InputError(f"config.{field}: expected {expected}, found {flat[field]!r}")
+
+    seeds = flat["seed"]
+    if (
+        not isinstance(seeds, list)
+        or not seeds
+        or not all(type(s) is int and s >= 0 for s in seeds)
+    ):
+        refuse("seed", "one or more whole numbers of at least 0, such as 1,2,3")
+    if len(set(seeds)) != len(seeds):
+        refuse("seed", "different numbers")
+    for field in _AT_LEAST_ONE:
+        if not flat[field] >= 1:
+            refuse(field, "at least 1")
+    for field in _AT_LEAST_ZERO:
+        if not flat[field] >= 0:
+            refuse(field, "at least 0")
+    for field in _POSITIVE:
+        if not 0 < flat[field] < float("inf"):
+            refuse(field, "a positive number")
+    if not 0 < flat["fdc.retained_energy"] <= 1:
+        refuse("fdc.retained_energy", "more than 0 and at most 1")
+    if not 0 <= flat["fdc.attenuation"] <= 1:
+        refuse("fdc.attenuation", "between 0 and 1")
+    if flat["train.schedule"] not in ("constant", "cosine"):
+        refuse("train.schedule", "constant or cosine")
+    scale = flat["data.crop_scale"]
+    if (
+        not isinstance(scale, list)
+        or len(scale) != 2
+        or not all(isinstance(s, int | float) for s in scale)
+        or not 0 < scale[0] <= scale[1] <= 1
+    ):
+        refuse("data.crop_scale", "two ascending shares of at most 1, such as 0.05,1.0")
+
+
+def differences(
+    saved: dict[str, Any], config: ml_collections.ConfigDict
+) -> list[tuple[str, Any, Any]]:
+    """Returns (field, saved value, new value) where a result would be another one."""
+    new = flatten(config)
+    return [
+        (field, saved.get(field), new.get(field))
+        for field in sorted(saved.keys() | new.keys())
+        if field not in WITHOUT_EFFECT and saved.get(field) != new.get(field)
+    ]

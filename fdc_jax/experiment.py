@@ -1,0 +1,456 @@
+"""Algorithm 1 of the paper: learn task after task, fit FDC as they go by, evaluate.
+
+Everything finished is on disk before the next thing starts, and what is on disk is not done again.
+"""
+
+import dataclasses
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_collections
+
+from fdc_jax import calibration, configuration, devices, feature_files, learners, results
+from fdc_jax.checkpoint import Checkpoints
+from fdc_jax.data import benchmarks, stream, task_stream, tfds_source
+from fdc_jax.data.source import ByteCache
+from fdc_jax.errors import TrainingError
+from fdc_jax.features import Extraction, Extractor, FeatureCache
+from fdc_jax.interruption import StopRequest
+from fdc_jax.learners import training
+from fdc_jax.model import vit, weights
+from fdc_jax.progress import Progress
+from fdc_jax.workdir import Workdir, read_json, write_json
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """What the seeds of one configuration share."""
+
+    config: ml_collections.ConfigDict
+    setup: training.Setup
+    learner: Any
+    update: training.Update
+    mesh: Any
+    backbone: Any
+    pretrained: weights.Weights
+    stream: task_stream.TaskStream
+    test_images: ByteCache
+    pretrained_features: FeatureCache
+
+    @property
+    def trained_parameters(self) -> int:
+        """Number of parameters that the largest task trains."""
+        _, trained = jax.eval_shape(
+            lambda backbone: self.learner.start(
+                self.setup,
+                backbone,
+                self.learner.initial_state(self.setup),
+                0,
+                jax.random.key(0),
+            ),
+            self.backbone,
+        )
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained))
+
+    @property
+    def workers(self) -> int | None:
+        """Decoding threads."""
+        return self.config.data.workers or None
+
+    def steps(self, task: int) -> int:
+        """Training steps of one task."""
+        images = len(self.stream.train_indices[task])
+        return self.config.train.epochs * -(-images // self.config.train.batch_size)
+
+    def evaluation_batches(self, source, indices, cache=None) -> stream.EvaluationBatches:
+        """Images in evaluation preprocessing."""
+        return stream.EvaluationBatches(
+            source,
+            indices,
+            None,
+            self.config.evaluation.batch_size,
+            image_size=self.config.encoder.image_size,
+            workers=self.workers,
+            cache=cache,
+        )
+
+
+def prepare(config: ml_collections.ConfigDict, quiet: bool = False) -> Experiment:
+    """Checks the configuration, the data and the weights, and builds what all seeds share.
+
+    Raises:
+        InputError: something is not as expected; no work has been done then.
+    """
+    configuration.validate(config)
+    benchmark = benchmarks.find(config.benchmark)
+    learner = learners.find(config.learner.name)
+    model = vit.build(
+        config.encoder.variant, config.encoder.image_size, config.data.input_range, config.precision
+    )
+    cache_folder = (
+        Path(config.cache_dir).expanduser() if config.cache_dir else weights.cache_folder()
+    )
+    devices.use_compilation_cache(cache_folder / "compiled")
+    data_dir = Path(config.data.dir or tfds_source.default_data_dir()).expanduser()
+    tasks = task_stream.build(
+        benchmark,
+        tfds_source.open_source(config.benchmark, "train", data_dir),
+        tfds_source.open_source(config.benchmark, "test", data_dir),
+        config.class_order_seed,
+        config.classes_per_task,
+        config.data.train_per_class,
+        config.data.test_per_class,
+    )
+    path = weights.locate(config.encoder.weights, config.encoder.variant, cache_folder, not quiet)
+    pretrained = weights.load(path, config.encoder.variant, config.encoder.image_size)
+    setup = training.Setup(model, tasks.classes_per_task, config)
+    mesh = devices.data_mesh()
+    features_depend_on = {
+        "weights": pretrained.sha256,
+        "train": tasks.train.checksum,
+        "test": tasks.test.checksum,
+        "variant": config.encoder.variant,
+        "image_size": config.encoder.image_size,
+        "input_range": config.data.input_range,
+        "precision": config.precision,
+        "batch_size": config.evaluation.batch_size,
+        "devices": devices.describe(),
+        "jax": jax.__version__,
+    }
+    return Experiment(
+        config=config,
+        setup=setup,
+        learner=learner,
+        update=learner.update(setup),
+        mesh=mesh,
+        backbone=devices.replicate(mesh, pretrained.params),
+        pretrained=pretrained,
+        stream=tasks,
+        test_images=ByteCache(int(config.data.cache_gib * 2**30)),
+        pretrained_features=FeatureCache(cache_folder / "features", features_depend_on),
+    )
+
+
+class Run:
+    """One seed of an experiment in one work directory.
+
+    Args:
+        experiment: what it shares with other seeds.
+        seed: training seed.
+        workdir: where it keeps its files.
+        stop: polled in every loop.
+        quiet: show nothing.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        seed: int,
+        workdir: Workdir,
+        stop: StopRequest,
+        quiet: bool = False,
+    ):
+        self.experiment, self.seed, self.workdir, self.stop = experiment, seed, workdir, stop
+        self._quiet = quiet
+        self._extract = Extractor(experiment.setup.model, experiment.mesh, stop.poll)
+        self._checkpoints = Checkpoints(workdir.checkpoints, experiment.config.checkpoint.keep)
+        self._restore()
+
+    def _restore(self) -> None:
+        """Sets learner, calibrator and cursor to the newest usable checkpoint, or to the start."""
+        e = self.experiment
+        initial = devices.replicate(e.mesh, e.learner.initial_state(e.setup))
+        self.state, self.trained, self.optimizer = initial, None, None
+        self.tasks_done, self.steps_done = 0, 0
+        self.training_time, self.statistics_time = {"seconds": 0.0, "input_wait_seconds": 0.0}, {}
+        self.calibrator = self._new_calibrator()
+        for number, cursor in self._checkpoints.cursors():
+            target = {"state": initial}
+            if cursor["step"]:
+                _, trained = self._start(initial, cursor["tasks_done"])
+                target |= {"trained": trained, "optimizer": e.update.initialise(trained)}
+            tree = self._checkpoints.restore(number, devices.replicate(e.mesh, target), cursor)
+            calibrator = self._calibrator_of(cursor)
+            if tree is None or calibrator is None:
+                continue
+            self.state, self.calibrator = tree["state"], calibrator
+            self.trained, self.optimizer = tree.get("trained"), tree.get("optimizer")
+            self.tasks_done, self.steps_done = cursor["tasks_done"], cursor["step"]
+            self.training_time = cursor["training_time"]
+            self.workdir.event("resume", tasks_done=self.tasks_done, step=self.steps_done)
+            break
+        self.workdir.forget_after(self.calibrator.num_tasks)
+
+    def _new_calibrator(self) -> calibration.FDC:
+        return calibration.FDC(**self.experiment.config.fdc.to_dict())
+
+    def _calibrator_of(self, cursor: dict[str, Any]) -> calibration.FDC | None:
+        """Returns the calibrator that belongs to a checkpoint; the last task may lack its fit."""
+        tasks_done = cursor["tasks_done"]
+        fitted = self.workdir.load_calibrator(tasks_done) if tasks_done else self._new_calibrator()
+        if fitted is None and not cursor["step"]:
+            if tasks_done == 1:
+                return self._new_calibrator()
+            return self.workdir.load_calibrator(tasks_done - 1)
+        return fitted
+
+    def _start(self, state: Any, task: int) -> tuple[Any, Any]:
+        key = jax.random.fold_in(jax.random.key(self.seed), task)
+        e = self.experiment
+        return devices.replicate(e.mesh, e.learner.start(e.setup, e.backbone, state, task, key))
+
+    def __call__(self) -> dict[str, Any]:
+        """Runs whatever is not done yet and returns the results (Algorithm 1).
+
+        Raises:
+            TrainingError: a loss is not finite.
+            Interrupted: a stop was requested; the same call in a new process goes on from there.
+        """
+        e = self.experiment
+        total = sum(e.steps(task) for task in range(e.setup.num_tasks))
+        done = sum(e.steps(task) for task in range(self.tasks_done)) + self.steps_done
+        self.progress = Progress(total, done, self._quiet)
+        try:
+            for task in range(e.setup.num_tasks):
+                if task >= self.tasks_done:
+                    self._train(task)
+                if task >= self.calibrator.num_tasks:
+                    self._fit(task)
+                if not self.workdir.task_record(task).exists():
+                    self._evaluate(task)
+        finally:
+            self.progress.close()
+            self._checkpoints.close()
+        return self._finish()
+
+    def _train(self, task: int) -> None:
+        """Trains one task (line 3), from its first step or from where it was saved."""
+        e, config = self.experiment, self.experiment.config
+        train = config.train
+        indices = e.stream.train_indices[task]
+        labels = e.stream.train_labels(task) - e.stream.first_position[task]
+
+        def batches(**options) -> stream.TrainBatches:
+            return stream.TrainBatches(
+                e.stream.train,
+                indices,
+                labels,
+                train.batch_size,
+                self.seed,
+                task,
+                image_size=config.encoder.image_size,
+                crop_scale=tuple(config.data.crop_scale),
+                flip=config.data.flip,
+                workers=e.workers,
+                **options,
+            )
+
+        images = training.TaskImages(
+            augmented=lambda: self._placed(batches()),
+            plain=lambda: self._placed(e.evaluation_batches(e.stream.train, indices)),
+        )
+        if self.trained is None:
+            self.state = e.learner.before_task(e.setup, e.backbone, self.state, task, images)
+        frozen, fresh = self._start(self.state, task)
+        if self.trained is None:
+            self.trained = fresh
+            self.optimizer = devices.replicate(e.mesh, e.update.initialise(fresh))
+            self.training_time = dict.fromkeys(("seconds", "input_wait_seconds"), 0.0)
+        data = batches(epochs=train.epochs, start_step=self.steps_done)
+        clock, waited = time.perf_counter(), 0.0
+        step, first, pending = self.steps_done, self.steps_done, None
+        for batch in data:
+            epoch = step // data.steps_per_epoch
+            rate = training.learning_rate_factor(train.schedule, epoch, train.epochs)
+            self.trained, self.optimizer, loss = e.update.step(
+                e.backbone,
+                frozen,
+                self.trained,
+                self.optimizer,
+                devices.split(e.mesh, batch),
+                rate,
+            )
+            # The loss of the step before is fetched while this one runs.
+            if pending is not None:
+                self._report(task, pending, first, clock)
+            pending = (step, epoch, loss)
+            step += 1
+            last = step == data.num_steps
+            if not last and (self.stop or step % config.checkpoint.every_steps == 0):
+                self._check_loss(task, *pending)
+                self._count_time(clock, data.input_wait_seconds - waited)
+                clock, waited, first = time.perf_counter(), data.input_wait_seconds, step
+                self._save(task, step)
+                self.stop.poll()
+        if pending is not None:
+            self._report(task, pending, first, clock)
+        self.state = e.learner.after_task(
+            e.setup, e.backbone, self.state, task, frozen, self.trained, images
+        )
+        self._count_time(clock, data.input_wait_seconds - waited)
+        self.trained, self.optimizer = None, None
+        self._save(task + 1, 0)
+
+    def _placed(self, batches):
+        for batch in batches:
+            self.stop.poll()
+            yield devices.split(self.experiment.mesh, batch)
+
+    def _check_loss(self, task: int, step: int, epoch: int, loss: Any) -> float:
+        value = float(loss)
+        if not math.isfinite(value):
+            train = self.experiment.config.train
+            raise TrainingError(
+                f"the loss is {value} in task {task + 1}, epoch {epoch + 1}, step {step + 1}; "
+                f"learning rates were {train.increment_learning_rate:g} (increment) and "
+                f"{train.head_learning_rate:g} (head); the last good checkpoint is kept"
+            )
+        return value
+
+    def _report(self, task: int, pending, first: int, clock: float) -> None:
+        step, epoch, loss = pending
+        value = self._check_loss(task, step, epoch, loss)
+        e = self.experiment
+        speed = (step + 1 - first) * e.config.train.batch_size / (time.perf_counter() - clock)
+        self.progress.step(
+            f"task {task + 1}/{e.setup.num_tasks} epoch {epoch + 1}/{e.config.train.epochs}",
+            loss=f"{value:.3f}",
+            images_per_second=f"{speed:.0f}",
+        )
+
+    def _count_time(self, clock: float, waited: float) -> None:
+        self.training_time["seconds"] += time.perf_counter() - clock
+        self.training_time["input_wait_seconds"] += waited
+
+    def _save(self, tasks_done: int, step: int) -> None:
+        e = self.experiment
+        tree = {"state": self.state}
+        if step:
+            tree |= {"trained": self.trained, "optimizer": self.optimizer}
+        number = sum(e.steps(task) for task in range(tasks_done)) + step + tasks_done
+        cursor = {
+            "tasks_done": tasks_done,
+            "step": step,
+            "training_time": self.training_time,
+        }
+        self._checkpoints.save(number, tree, cursor)
+        self.tasks_done, self.steps_done = tasks_done, step
+
+    def _pretrained(self, name: str, source, indices, cache=None) -> Extraction:
+        """Features of E_0, from the cache where they are there (lines 4 and 14)."""
+        e = self.experiment
+        return e.pretrained_features.get(
+            name,
+            indices,
+            lambda: self._extract(
+                e.backbone,
+                vit.pretrained_kernels(e.backbone),
+                e.evaluation_batches(source, indices, cache),
+            ),
+        )
+
+    @property
+    def _uses_pretrained_view(self) -> bool:
+        return self.experiment.config.fdc.pretrained_view_weight > 0
+
+    def _fit(self, task: int) -> None:
+        """Extracts a task's training features in both views and fits FDC (lines 4 to 12)."""
+        e = self.experiment
+        self.progress.stage(f"task {task + 1}/{e.setup.num_tasks} statistics")
+        indices = e.stream.train_indices[task]
+        kernels = e.learner.encoder(e.setup, e.backbone, self.state, task + 1)
+        adapted = self._extract(e.backbone, kernels, e.evaluation_batches(e.stream.train, indices))
+        pretrained = None
+        if self._uses_pretrained_view:
+            pretrained = self._pretrained(f"train_{task:03d}", e.stream.train, indices)
+        clock = time.perf_counter()
+        head = e.learner.heads(e.setup, self.state, task + 1)[task]
+        arguments = dict(
+            adapted=adapted.features,
+            labels=e.stream.train_labels(task),
+            head=head,
+            pretrained=None if pretrained is None else pretrained.features,
+            classes=e.stream.positions[e.stream.tasks[task]],
+        )
+        self.calibrator.fit_task(**arguments)
+        self.calibrator.finalize()
+        fit_seconds = time.perf_counter() - clock
+        if e.config.save_features:
+            feature_files.write_task(self.workdir.features, task, **arguments)
+        self.workdir.save_calibrator(self.calibrator, e.config.checkpoint.keep)
+        self.statistics_time = {
+            "adapted_extraction_seconds": adapted.seconds,
+            "pretrained_extraction_seconds": 0.0 if pretrained is None else pretrained.seconds,
+            "fit_seconds": fit_seconds,
+        }
+        self.workdir.event("statistics", task=task, **self.statistics_time)
+
+    def _evaluate(self, task: int) -> None:
+        """Scores the test images of all tasks so far (lines 14 to 20) and records accuracies."""
+        e = self.experiment
+        num_tasks = task + 1
+        last = num_tasks == e.setup.num_tasks
+        if not last and not e.config.evaluation.every_task:
+            return
+        self.progress.stage(f"task {num_tasks}/{e.setup.num_tasks} evaluation")
+        seen = e.stream.test_tasks < num_tasks
+        indices = e.stream.test_indices[seen]
+        kernels = e.learner.encoder(e.setup, e.backbone, self.state, num_tasks)
+        adapted = self._extract(
+            e.backbone,
+            kernels,
+            e.evaluation_batches(e.stream.test, indices, e.test_images),
+        )
+        pretrained = None
+        if self._uses_pretrained_view:
+            every = self._pretrained("test", e.stream.test, e.stream.test_indices, e.test_images)
+            pretrained = every.features[: len(indices)]
+        heads = e.learner.heads(e.setup, self.state, num_tasks)
+        if self.calibrator.num_tasks == num_tasks:
+            self.calibrator.replace_heads(heads)
+        clock = time.perf_counter()
+        terms = self.calibrator.terms(adapted.features, pretrained)
+        score_seconds = time.perf_counter() - clock
+        accuracies, predictions = results.measure(
+            terms, e.stream.test_labels[seen], e.stream.test_tasks[seen]
+        )
+        if last:
+            self.workdir.save_predictions(**predictions)
+            if e.config.save_features:
+                feature_files.write_test(
+                    self.workdir.features, adapted.features, pretrained, predictions["label"]
+                )
+        record = {
+            "task": task,
+            "test_images": len(indices),
+            **accuracies,
+            "timing": {
+                "training_images": len(e.stream.train_indices[task]) * e.config.train.epochs,
+                "training_seconds": self.training_time["seconds"],
+                "input_wait_seconds": self.training_time["input_wait_seconds"],
+                **self.statistics_time,
+                "test_extraction_images": len(indices),
+                "test_extraction_seconds": adapted.seconds,
+                "score_seconds": score_seconds,
+            },
+        }
+        write_json(self.workdir.task_record(task), record)
+        self.workdir.event("evaluation", **record)
+        self.progress.line(results.describe(record, e.setup.num_tasks))
+
+    def _finish(self) -> dict[str, Any]:
+        """Writes the calibrator without its foreign samples, and the results."""
+        e = self.experiment
+        records = [
+            read_json(self.workdir.task_record(task))
+            for task in range(e.setup.num_tasks)
+            if self.workdir.task_record(task).exists()
+        ]
+        self.calibrator.finalize(release=True)
+        self.calibrator.save(self.workdir.folder / "calibrator.npz")
+        collected = results.collect(e, self.seed, self.calibrator.storage_bytes, records)
+        write_json(self.workdir.results, collected)
+        return collected

@@ -1,0 +1,122 @@
+"""Head-input features of many images, from any encoder E_t."""
+
+import collections
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float
+
+from fdc_jax import devices
+from fdc_jax.data.stream import Batch, EvaluationBatches
+from fdc_jax.errors import InputError
+from fdc_jax.files import write_atomically
+from fdc_jax.model.vit import VisionTransformer
+
+# Batches whose features may be on the device before the oldest is fetched.
+_IN_FLIGHT = 2
+
+
+class Extraction(NamedTuple):
+    """Features and what they cost."""
+
+    features: Float[np.ndarray, "n d"]
+    seconds: float
+    input_wait_seconds: float
+
+
+class Extractor:
+    """Runs one encoder over batches of images; compiled once per batch shape.
+
+    Args:
+        model: the encoder.
+        mesh: devices that share each batch.
+        poll: called before each batch; raises to stop.
+    """
+
+    def __init__(self, model: VisionTransformer, mesh: Mesh, poll: Callable[[], None]):
+        self._mesh = mesh
+        self._poll = poll
+        self._encode = jax.jit(
+            lambda backbone, images, kernels: model.apply({"params": backbone}, images, kernels)
+        )
+
+    def __call__(self, backbone: Any, kernels: Any, batches: EvaluationBatches) -> Extraction:
+        """Returns float32 features, one row per image of `batches`, padding removed.
+
+        Args:
+            backbone: pretrained parameters.
+            kernels: key and value kernels of the encoder wanted, E_0 to E_T.
+            batches: images in evaluation preprocessing.
+        """
+        start, waited = time.perf_counter(), batches.input_wait_seconds
+        rows = list(self._rows(backbone, kernels, batches))
+        width = rows[0].shape[1] if rows else kernels["key"].shape[-1]
+        features = np.concatenate([np.zeros((0, width), np.float32), *rows])
+        return Extraction(
+            features, time.perf_counter() - start, batches.input_wait_seconds - waited
+        )
+
+    def _rows(self, backbone: Any, kernels: Any, batches: Iterable[Batch]):
+        pending: collections.deque = collections.deque()
+        for batch in batches:
+            self._poll()
+            images = devices.split(self._mesh, batch.images)
+            pending.append((self._encode(backbone, images, kernels), int(batch.weights.sum())))
+            if len(pending) > _IN_FLIGHT:
+                yield _fetch(*pending.popleft())
+        while pending:
+            yield _fetch(*pending.popleft())
+
+
+def _fetch(features: jax.Array, count: int) -> Float[np.ndarray, "n d"]:
+    return np.asarray(features)[:count]
+
+
+class FeatureCache:
+    """Features of the pretrained encoder on disk; they depend on images and weights alone.
+
+    Args:
+        folder: where the files lie.
+        key: everything that the features depend on; JSON values.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], key: dict[str, Any]):
+        text = json.dumps(key, sort_keys=True)
+        self._folder = Path(folder) / hashlib.sha256(text.encode()).hexdigest()[:16]
+        if not (self._folder / "key.json").exists():
+            with write_atomically(self._folder / "key.json") as file:
+                file.write(text.encode())
+
+    def get(self, name: str, indices: np.ndarray, compute: Callable[[], Extraction]) -> Extraction:
+        """Returns cached features, or computes and keeps them.
+
+        Args:
+            name: file name, without its ending.
+            indices: which images, in which order; a file made from others is replaced.
+            compute: makes the features when they are not there.
+        """
+        digest = hashlib.sha256(np.ascontiguousarray(indices, np.int64).tobytes()).hexdigest()
+        path = self._folder / f"{name}_{digest[:16]}.npy"
+        start = time.perf_counter()
+        if path.exists():
+            try:
+                features = np.load(path, allow_pickle=False)
+                if features.ndim == 2 and len(features) == len(indices):
+                    return Extraction(features, time.perf_counter() - start, 0.0)
+            except (OSError, ValueError, EOFError):
+                pass  # a damaged file is computed and written again
+        extraction = compute()
+        try:
+            with write_atomically(path) as file:
+                np.save(file, extraction.features)
+        except InputError:
+            pass  # a cache that cannot be written costs time, not results
+        return extraction

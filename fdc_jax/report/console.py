@@ -1,0 +1,100 @@
+"""Tables on the screen at the end of a run."""
+
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+_TITLES = {
+    "raw": "Raw",
+    "tsf": "TSF",
+    "pac": "PAC",
+    "rlc": "RLC",
+    "tsf+pac": "TSF + PAC",
+    "tsf+rlc": "TSF + RLC",
+    "pac+rlc": "PAC + RLC",
+    "full": "FDC",
+    "adapted_view": "FDC, adapted view only",
+    "pretrained_view": "FDC, pretrained view only",
+}
+
+
+def _console() -> Console:
+    return Console(highlight=False, soft_wrap=True)
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, box=box.SIMPLE, title_justify="left", title_style="bold")
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left", no_wrap=True)
+    return table
+
+
+def _gain(value: float) -> str:
+    return f"{value:+.2f}"
+
+
+def show_results(results: dict[str, Any]) -> None:
+    """Prints the results of one seed; accuracies in percent, gains in percentage points."""
+    accuracy, routing = results["accuracy"], results["routing_accuracy"]
+    average = results["average_incremental_accuracy"]
+    title = (
+        f"{results['benchmark']}, {results['learner']}, seed {results['seed']}: "
+        f"{results['num_tasks']} tasks, {results['num_classes']} classes, "
+        f"{results['num_test_images']} test images"
+    )
+    table = _table(title, "accuracy, %", "Raw", "FDC", "gain", "oracle")
+    rows = [
+        ("final", accuracy["raw"], accuracy["fdc"], f"{accuracy['oracle']:.2f}"),
+        ("task routing", routing["raw"], routing["fdc"], "100.00"),
+    ]
+    if average["raw"] is not None:
+        rows.append(("average incremental", average["raw"], average["fdc"], ""))
+    for name, raw, fdc, oracle in rows:
+        table.add_row(name, f"{raw:.2f}", f"{fdc:.2f}", _gain(fdc - raw), oracle)
+    console = _console()
+    console.print(table)
+    components = _table("components", "", "accuracy, %", "gain")
+    for name, value in results["components"].items():
+        gain = "" if name == "raw" else _gain(value - accuracy["raw"])
+        components.add_row(_TITLES[name], f"{value:.2f}", gain)
+    console.print(components)
+
+
+def show_summary(summary: dict[str, Any]) -> None:
+    """Prints mean and sample standard deviation over seeds."""
+
+    def both(value: dict[str, float]) -> str:
+        return f"{value['mean']:.2f} ± {value['std']:.2f}"
+
+    def signed(value: dict[str, float]) -> str:
+        return f"{value['mean']:+.2f} ± {value['std']:.2f}"
+
+    seeds = ", ".join(str(seed) for seed in summary["seeds"])
+    title = f"{summary['benchmark']}, {summary['learner']}, seeds {seeds}: mean ± sample std"
+    table = _table(title, "accuracy, %", "Raw", "FDC", "oracle")
+    rows = [
+        ("final", summary["accuracy"]),
+        ("task routing", summary["routing_accuracy"]),
+        ("average incremental", summary["average_incremental_accuracy"]),
+    ]
+    for name, values in rows:
+        if "raw" in values:
+            cells = [
+                both(values[column]) for column in ("raw", "fdc", "oracle") if column in values
+            ]
+            table.add_row(name, *cells)
+    console = _console()
+    console.print(table)
+    components = _table("components, gains paired within each seed", "", "accuracy, %", "gain")
+    for name, value in summary["components"].items():
+        gain = "" if name == "raw" else signed(summary["component_gains"][name])
+        components.add_row(_TITLES[name], both(value), gain)
+    console.print(components)
+    gain = summary["gain"]
+    console.print(
+        f"FDC gains {gain['mean']:+.2f} points over Raw "
+        f"({100 * gain['confidence']:.0f} % t interval {gain['low']:+.2f} to {gain['high']:+.2f}, "
+        f"{len(summary['seeds'])} seeds)"
+    )

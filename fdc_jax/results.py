@@ -1,0 +1,201 @@
+"""From scores to `results.json`: accuracies of every component combination, curve, provenance."""
+
+import importlib.metadata
+import platform
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Int
+
+import fdc_jax
+from fdc_jax import configuration, devices, evaluation
+
+if TYPE_CHECKING:
+    from fdc_jax.calibration.fdc import Terms
+    from fdc_jax.experiment import Experiment
+
+# Component combinations of the paper's ablation (Table current-ablation).
+COMPONENTS = {
+    "raw": dict(tsf=False, rlc=False, pac=False),
+    "tsf": dict(tsf=True, rlc=False, pac=False),
+    "pac": dict(tsf=False, rlc=False, pac=True),
+    "rlc": dict(tsf=False, rlc=True, pac=False),
+    "tsf+pac": dict(tsf=True, rlc=False, pac=True),
+    "tsf+rlc": dict(tsf=True, rlc=True, pac=False),
+    "pac+rlc": dict(tsf=False, rlc=True, pac=True),
+    "full": dict(tsf=True, rlc=True, pac=True),
+    "adapted_view": dict(tsf=True, rlc=True, pac=True, pretrained_view=False),
+    "pretrained_view": dict(tsf=True, rlc=True, pac=True, adapted_view=False),
+}
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-datasets", "numpy")
+
+
+def measure(
+    terms: "Terms", labels: Int[np.ndarray, " n"], tasks: Int[np.ndarray, " n"]
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns the accuracies in percent of everything that one pass over test images can tell.
+
+    Args:
+        terms: per-sample evidence, as the calibrator returns it.
+        labels: true class-order positions.
+        tasks: true tasks.
+
+    Returns:
+        `accuracy`, `routing_accuracy`, `components` and the four shares of raw and FDC; and the
+        columns of `predictions.npz`.
+    """
+    dual = terms.has_pretrained_view
+    scores = {
+        name: terms.fuse(**switches)
+        for name, switches in COMPONENTS.items()
+        if dual or name not in ("adapted_view", "pretrained_view")
+    }
+    raw, fdc = scores["raw"], scores["full"]
+    oracle = raw.label_in_task(tasks)
+    decompositions = {
+        name: evaluation.decompose(tasks, labels, each.task, each.label, each.label_in_task(tasks))
+        for name, each in (("raw", raw), ("fdc", fdc))
+    }
+    accuracies = {
+        "accuracy": {
+            "raw": decompositions["raw"].accuracy,
+            "fdc": decompositions["fdc"].accuracy,
+            "oracle": evaluation.accuracy(labels, oracle),
+        },
+        "routing_accuracy": {name: d.routing_accuracy for name, d in decompositions.items()},
+        "components": {
+            name: evaluation.accuracy(labels, each.label) for name, each in scores.items()
+        },
+        "decomposition": {name: d._asdict() for name, d in decompositions.items()},
+    }
+    predictions = dict(
+        label=labels,
+        raw_label=raw.label,
+        fdc_label=fdc.label,
+        oracle_label=oracle,
+        task=tasks,
+        raw_task=raw.task,
+        fdc_task=fdc.task,
+    )
+    return accuracies, {name: column.astype(np.int32) for name, column in predictions.items()}
+
+
+def describe(record: dict[str, Any], num_tasks: int) -> str:
+    """Returns one line about the accuracies after a task."""
+    accuracy, routing = record["accuracy"], record["routing_accuracy"]
+    return (
+        f"after task {record['task'] + 1}/{num_tasks}: raw {accuracy['raw']:.2f}  "
+        f"FDC {accuracy['fdc']:.2f}  oracle {accuracy['oracle']:.2f}  "
+        f"routing {routing['raw']:.2f} -> {routing['fdc']:.2f} %"
+    )
+
+
+def collect(
+    experiment: "Experiment", seed: int, storage_bytes: int, records: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns the content of `results.json` from the records of all tasks."""
+    e, config = experiment, experiment.config
+    last = records[-1]
+    curve = [
+        {name: record[name] for name in ("task", "accuracy", "routing_accuracy", "components")}
+        for record in records
+    ]
+    complete = len(records) == e.setup.num_tasks
+    return {
+        "benchmark": config.benchmark,
+        "split": e.stream.test.partition,
+        "learner": config.learner.name,
+        "seed": seed,
+        "class_order_seed": config.class_order_seed,
+        "num_tasks": e.setup.num_tasks,
+        "num_classes": sum(e.setup.classes_per_task),
+        "num_train_images": sum(len(indices) for indices in e.stream.train_indices),
+        "num_test_images": len(e.stream.test_indices),
+        "accuracy": last["accuracy"],
+        "routing_accuracy": last["routing_accuracy"],
+        # Without the accuracy after every task there is no average over them.
+        "average_incremental_accuracy": {
+            name: evaluation.average_incremental_accuracy(
+                [point["accuracy"][name] for point in curve]
+            )
+            if complete
+            else None
+            for name in ("raw", "fdc")
+        },
+        "components": last["components"],
+        "decomposition": last["decomposition"],
+        "curve": curve,
+        "fdc_storage_bytes": storage_bytes,
+        "timing": _timing([record["timing"] for record in records], complete),
+        "encoder": {
+            "variant": config.encoder.variant,
+            "weights": e.pretrained.path.name,
+            "sha256": e.pretrained.sha256,
+            "input_range": config.data.input_range,
+            "skipped": list(e.pretrained.skipped),
+            "resized_positions": e.pretrained.resized_positions,
+        },
+        "data": {"train_sha256": e.stream.train.checksum, "test_sha256": e.stream.test.checksum},
+        "device": devices.describe(),
+        "config": configuration.flatten(config),
+        "versions": versions(),
+    }
+
+
+def _timing(per_task: list[dict[str, float]], complete: bool) -> dict[str, Any] | None:
+    """Returns sums over tasks, and images per second; None where tasks were not recorded."""
+    if not complete:
+        return None
+    names = sorted({name for timing in per_task for name in timing})
+    total = {name: sum(timing.get(name, 0.0) for timing in per_task) for name in names}
+    seconds = total["training_seconds"]
+    total["training_images_per_second"] = total["training_images"] / seconds if seconds else None
+    total["input_wait_fraction"] = total["input_wait_seconds"] / seconds if seconds else None
+    return total
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python, of this package and of what it computes with."""
+    found = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {"python": platform.python_version(), "fdc_jax": fdc_jax.__version__, **found}
+
+
+def summarise(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns mean and sample standard deviation over seeds, and gains paired within each seed."""
+
+    def over_seeds(values: list[float]) -> dict[str, float]:
+        mean, std = evaluation.mean_and_std(values)
+        return {"mean": mean, "std": std}
+
+    def of(section: str) -> dict[str, Any]:
+        names = [name for name in per_seed[0][section] if per_seed[0][section][name] is not None]
+        return {name: over_seeds([run[section][name] for run in per_seed]) for name in names}
+
+    first = per_seed[0]
+    gain = evaluation.paired_gain(
+        [run["accuracy"]["raw"] for run in per_seed], [run["accuracy"]["fdc"] for run in per_seed]
+    )
+    return {
+        **{name: first[name] for name in ("benchmark", "split", "learner", "class_order_seed")},
+        "seeds": [run["seed"] for run in per_seed],
+        **{
+            section: of(section)
+            for section in (
+                "accuracy",
+                "routing_accuracy",
+                "average_incremental_accuracy",
+                "components",
+            )
+        },
+        "gain": gain._asdict(),
+        "component_gains": {
+            name: over_seeds(
+                [run["components"][name] - run["components"]["raw"] for run in per_seed]
+            )
+            for name in first["components"]
+            if name != "raw"
+        },
+        "config": first["config"],
+        "versions": first["versions"],
+    }

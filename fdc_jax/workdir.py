@@ -1,0 +1,126 @@
+"""The files of one run: configuration, events, task records, predictions, results."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+import numpy as np
+
+from fdc_jax import configuration
+from fdc_jax.calibration import FDC
+from fdc_jax.errors import InputError
+from fdc_jax.files import write_atomically
+
+
+class Workdir:
+    """One folder for one seed of one configuration.
+
+    Args:
+        folder: made when missing.
+        config: the run's configuration, `seed` being this run's alone.
+
+    Raises:
+        InputError: the folder belongs to another configuration; the differing fields are named.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], config: ml_collections.ConfigDict):
+        self.folder = Path(folder)
+        path = self.folder / "config.json"
+        if path.exists():
+            differing = configuration.differences(read_json(path), config)
+            if differing:
+                fields = ", ".join(
+                    f"{name} was {old!r}, is {new!r}" for name, old, new in differing
+                )
+                raise InputError(
+                    f"{self.folder} holds a run of another configuration: {fields}; "
+                    f"choose another --workdir or the old values"
+                )
+        else:
+            write_json(path, configuration.flatten(config))
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the learner's checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def features(self) -> Path:
+        """Folder of saved features, in the form that `fdc_jax.posthoc` reads."""
+        return self.folder / "features"
+
+    @property
+    def results(self) -> Path:
+        """The last file that a run writes."""
+        return self.folder / "results.json"
+
+    def finished(self) -> dict[str, Any] | None:
+        """Returns the results of a run that is complete, or None."""
+        return read_json(self.results) if self.results.exists() else None
+
+    def event(self, kind: str, **values: Any) -> None:
+        """Appends one line to `metrics.jsonl`."""
+        line = json.dumps({"event": kind, "time": round(time.time(), 3), **values})
+        path = self.folder / "metrics.jsonl"
+        try:
+            with open(path, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+    def task_record(self, task: int) -> Path:
+        """File of what was measured after a task, counted from 0."""
+        return self.folder / "tasks" / f"task_{task:03d}.json"
+
+    def calibrator(self, num_tasks: int) -> Path:
+        """File of the calibrator fitted on the first `num_tasks` tasks."""
+        return self.folder / "calibrators" / f"calibrator_{num_tasks:03d}.npz"
+
+    def save_calibrator(self, calibrator: FDC, keep: int) -> None:
+        """Writes the calibrator and removes all but the newest `keep` before it."""
+        calibrator.save(self.calibrator(calibrator.num_tasks))
+        for num_tasks in range(1, calibrator.num_tasks - keep):
+            self.calibrator(num_tasks).unlink(missing_ok=True)
+
+    def load_calibrator(self, num_tasks: int) -> FDC | None:
+        """Returns the calibrator fitted on exactly `num_tasks` tasks, or None if unusable."""
+        path = self.calibrator(num_tasks)
+        if not path.exists():
+            return None
+        try:
+            calibrator = FDC.load(path)
+        except InputError:
+            return None
+        return calibrator if calibrator.num_tasks == num_tasks else None
+
+    def forget_after(self, num_tasks: int) -> None:
+        """Removes task records from task `num_tasks` on, which will be measured again."""
+        for path in (self.folder / "tasks").glob("task_*.json"):
+            if int(path.stem.removeprefix("task_")) >= num_tasks:
+                path.unlink()
+
+    def save_predictions(self, **columns: np.ndarray) -> None:
+        """Writes `predictions.npz`, one row per test image in each column."""
+        with write_atomically(self.folder / "predictions.npz") as file:
+            np.savez_compressed(file, **columns)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a JSON file, whole or not at all."""
+    with write_atomically(path) as file:
+        file.write((json.dumps(value, indent=2) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file.
+
+    Raises:
+        InputError: unreadable.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: unreadable JSON ({error})") from error

@@ -1,0 +1,64 @@
+"""Learns a stream of tasks, fits FDC on the way, and reports accuracy with and without it.
+
+python main.py --config=configs/digits.py --workdir=runs/digits [--config.FIELD=VALUE ...]
+"""
+
+import os
+import sys
+
+from absl import app, flags
+from ml_collections import config_flags
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "The configuration file.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The folder that receives everything.")
+_QUIET = flags.DEFINE_boolean("quiet", False, "Print nothing but errors.")
+_TRACEBACK = flags.DEFINE_boolean("traceback", False, "Show where in the code an error arose.")
+flags.mark_flags_as_required(["config", "workdir"])
+
+# Exit codes. 75 is EX_TEMPFAIL: the same command goes on from where this one stopped.
+BAD_INPUT, TRAINING_FAILED, INTERRUPTED = 2, 3, 75
+
+
+def _parse(arguments: list[str]) -> list[str]:
+    try:
+        return flags.FLAGS(arguments)
+    except flags.Error as error:
+        _fail(str(error).splitlines()[0])
+    except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
+        _fail(_explain(error, arguments))
+    raise AssertionError("unreachable")
+
+
+def _explain(error: Exception, arguments: list[str]) -> str:
+    """Says in one line which flag ml_collections could not apply."""
+    for argument in arguments:
+        name, _, _ = argument.lstrip("-").partition("=")
+        if name.startswith("config.") and f"'{name.rsplit('.', 1)[-1]}'" in str(error):
+            return f"--{name}: the configuration has no such field; configs/base.py lists them all"
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _fail(message: str, code: int = BAD_INPUT) -> None:
+    print(f"fdc_jax: error: {message}", file=sys.stderr)
+    sys.exit(code)
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the configured experiment; see `fdc_jax.command`."""
+    if len(arguments) > 1:
+        _fail(f"unexpected argument {arguments[1]!r}; fields are set with --config.FIELD=VALUE")
+    from fdc_jax import command, errors
+
+    try:
+        command.run(_CONFIG.value, _WORKDIR.value, _QUIET.value)
+    except (errors.InputError, errors.TrainingError, errors.Interrupted) as error:
+        if _TRACEBACK.value:
+            raise
+        code = {errors.InputError: BAD_INPUT, errors.TrainingError: TRAINING_FAILED}
+        _fail(str(error), code.get(type(error), INTERRUPTED))
+
+
+if __name__ == "__main__":
+    # XLA's start-up notes are of no use to the reader of a results table.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    app.run(main, flags_parser=_parse)
