@@ -399,7 +399,7 @@ def test_one_flipped_bit_in_stored_numbers_is_found(tmp_path):
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (2L,)}\n", "additional header parsing"),
         ("{'descr': '<f4', 'fortran_order': False, 'shape': (2,)}" + " " * 20000, "is large"),
         ("{'descr': '<f4'}\n", "correct keys"),
-        ("not a header\n", "not a readable"),
+        ("not a header", "not a readable"),
     ],
     ids=["python 2", "long", "keys", "text"],
 )
