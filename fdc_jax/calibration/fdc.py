@@ -1,0 +1,395 @@
+"""Feature Distribution Calibration: post-hoc task routing over the heads of a shared encoder."""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float, Int
+
+from fdc_jax.calibration import function_heads, inputs, scoring
+from fdc_jax.calibration.earlier import EarlierTasks
+from fdc_jax.calibration.foreign import ForeignReference, fit_foreign_reference
+from fdc_jax.calibration.head_rows import common_kind, head_kind, head_rows
+from fdc_jax.calibration.scores import Scores
+from fdc_jax.calibration.second_pass import second_pass
+from fdc_jax.calibration.settings import Settings
+from fdc_jax.calibration.statistics import ViewStatistics, first_pass
+from fdc_jax.calibration.terms import TaskLogits, Terms, ViewEvidence, Weights
+from fdc_jax.errors import InputError
+
+# Rows scored per call; smaller batches are padded to a power of two, so that shapes recur.
+SCORE_ROWS = 256
+SMALLEST_BATCH = 8
+
+
+class Task(NamedTuple):
+    """What is kept of a task: one entry per view, adapted view first."""
+
+    views: list[ViewStatistics]
+    classes: Int[np.ndarray, " c"]
+    raw_scale: float
+    filtered_scale: float
+
+
+class FDC:
+    """Calibrates the competition of task heads from feature statistics (Algorithm 1).
+
+    Call `fit_task` after each task is learned, then `finalize`, then `score`; more tasks may follow
+    with `fit_task` and `finalize` again. Nothing is refitted then but the foreign reference.
+
+    The order of tasks matters: a task's foreign residuals are measured against earlier tasks only.
+    Features are used as they are, never centred or scaled as a whole: TSF and PAC depend on where
+    the origin is.
+
+    Args:
+        retained_energy: eta, share of a task's variance that its subspace keeps, in (0, 1].
+        attenuation: gamma, how much of a feature outside the subspace TSF removes, in [0, 1].
+        rlc_weight: alpha.
+        pac_weight: beta.
+        adapted_view_weight: w_T.
+        pretrained_view_weight: w_0; with 0 the pretrained features may be left out when scoring.
+        neighbours: K, class prototypes whose cosines PAC averages.
+        affinity_reference: "own" standardises affinities by the task's training moments; "nearest"
+            by their moments over the candidate tasks of each input (paper, "PAC Neighborhood
+            Size").
+
+    Raises:
+        InputError: a setting outside its range.
+    """
+
+    def __init__(
+        self,
+        retained_energy: float = 0.75,
+        attenuation: float = 0.5,
+        rlc_weight: float = 1.0,
+        pac_weight: float = 1.0,
+        adapted_view_weight: float = 1.0,
+        pretrained_view_weight: float = 1.0,
+        neighbours: int = 1,
+        affinity_reference: str = "own",
+    ):
+        self.settings = Settings(
+            retained_energy,
+            attenuation,
+            rlc_weight,
+            pac_weight,
+            adapted_view_weight,
+            pretrained_view_weight,
+            neighbours,
+            affinity_reference,
+        ).checked()
+        self.tasks: list[Task] = []
+        self.heads: list[Any] = []
+        self.references: list[ForeignReference | None] = []
+        # Per task, the standardised foreign residuals of each view; None once released.
+        self.foreign: list[list[Float[np.ndarray, "earlier n"]]] | None = []
+        self._earlier: list[EarlierTasks] = []
+        self._finalized = False
+        self._arrays: _DeviceArrays | None = None
+
+    @property
+    def num_tasks(self) -> int:
+        """Returns the number of tasks fitted so far."""
+        return len(self.tasks)
+
+    @property
+    def num_views(self) -> int:
+        """Returns 2 when tasks were fitted with a pretrained view, else 1; 0 before any task."""
+        return len(self.tasks[0].views) if self.tasks else 0
+
+    @property
+    def classes(self) -> list[Int[np.ndarray, " c"]]:
+        """Returns the labels of each task's head rows, in row order."""
+        return [task.classes for task in self.tasks]
+
+    def fit_task(
+        self,
+        adapted: Any,
+        labels: Any,
+        head: Any,
+        pretrained: Any = None,
+        classes: Any = None,
+    ) -> None:
+        """Collects the statistics of the next task (Algorithm 1, lines 5 to 11).
+
+        Args:
+            adapted: features E_t(D_t), [n, d], as an array of NumPy, JAX or any library that offers
+                `__array__` or `__dlpack__`; memory maps are read block by block. Or a source: a
+                function without arguments that returns a fresh iterator over chunks (adapted,
+                pretrained or None, labels). It is called twice, since residuals can be measured
+                only when the subspace is known, and must give the same samples both times.
+            labels: integer labels [n]; None with a source.
+            head: the task's head, of the same type for all tasks.
+            pretrained: features E_0(D_t), [n, e]; given for all tasks or for none; None with a
+                source.
+            classes: label of each head row. By default the distinct labels in ascending order. Only
+                when named may a class have no sample; PAC then ignores it.
+
+        Raises:
+            InputError: input that is malformed or unlike earlier tasks. The calibrator then is as
+                it was before the call.
+        """
+        if self.foreign is None:
+            raise InputError("the foreign residuals were released: no further task can be fitted")
+        task = self.num_tasks
+        name = f"head of task {task}"
+        kind = head_kind(head, name)
+        if self.heads and kind != (expected := head_kind(self.heads[0], "head of task 0")):
+            raise InputError(f"{name}: expected a {expected} head like task 0, found {kind}")
+        source = inputs.task_source(adapted, labels, pretrained, task)
+        stream = inputs.blocks(source, task)
+        start = next(stream, None)
+        if start is None:
+            raise InputError(f"task {task}: expected at least one sample, found none")
+        width = start.adapted.shape[1]
+        self._check_views(start, task)
+        if kind == "function":
+            rows = None
+            probe = np.ones((1, width), np.float32)
+            num_classes = function_heads.count_classes(head, probe, name)
+        else:
+            rows = head_rows(head, name, width)
+            num_classes = len(rows.rows)
+        if classes is not None:
+            classes = inputs.class_labels(classes, f"classes of task {task}")
+            if len(classes) != num_classes:
+                raise InputError(
+                    f"classes of task {task}: expected {num_classes} labels, one per row of the "
+                    f"head, found {len(classes)}"
+                )
+        first = first_pass(
+            itertools.chain([start], stream),
+            task,
+            self.settings.retained_energy,
+            num_classes,
+            classes,
+            self.classes,
+        )
+        present = int((first.class_counts > 0).sum())
+        if present < self.settings.neighbours:
+            raise InputError(
+                f"task {task}: {self.settings.neighbours} neighbours need as many classes with "
+                f"samples, found {present}"
+            )
+        if not self._earlier:
+            self._earlier = [EarlierTasks() for _ in first.shapes]
+        for view, earlier in enumerate(self._earlier):
+            earlier.update([fitted.views[view] for fitted in self.tasks])
+        fit = second_pass(
+            source,
+            task,
+            first,
+            head,
+            rows,
+            self._earlier,
+            self.settings.attenuation,
+            self.settings.neighbours,
+        )
+        self.tasks.append(Task(fit.views, first.classes, fit.raw_scale, fit.filtered_scale))
+        self.heads.append(head)
+        self.foreign.append(fit.foreign)
+        self._finalized = False
+        self._arrays = None
+
+    def finalize(self, release: bool = False) -> None:
+        """Fits the foreign reference of RLC (Algorithm 1, line 13). May be called again.
+
+        Args:
+            release: drop the foreign residual scalars, one float32 per sample, earlier task and
+                view. No further task can be fitted then.
+
+        Raises:
+            InputError: no task was fitted.
+        """
+        if not self.tasks:
+            raise InputError("finalize: no task was fitted")
+        if self.foreign is not None and not self._finalized:
+            self.references = [
+                fit_foreign_reference([task[view] for task in self.foreign])
+                for view in range(self.num_views)
+            ]
+            self._arrays = None
+        self._finalized = True
+        if release:
+            self.foreign = None
+            self._earlier = []
+
+    def replace_heads(self, heads: Sequence[Any]) -> None:
+        """Predicts with other heads from now on, for learners that rewrite old heads.
+
+        Score scales and all other statistics stay those collected when each task was learned.
+
+        Raises:
+            InputError: not one head per task, heads of different types or shapes.
+        """
+        heads = list(heads)
+        if len(heads) != self.num_tasks:
+            raise InputError(f"heads: expected one per task, {self.num_tasks}, found {len(heads)}")
+        kind = common_kind(heads)
+        for index, (head, task) in enumerate(zip(heads, self.tasks, strict=True)):
+            name, width = f"head of task {index}", len(task.views[0].mean)
+            if kind == "function":
+                probe = np.ones((1, width), np.float32)
+                found = function_heads.count_classes(head, probe, name)
+            else:
+                found = len(head_rows(head, name, width).rows)
+            if found != len(task.classes):
+                raise InputError(f"{name}: expected {len(task.classes)} classes, found {found}")
+        self.heads = heads
+        self._arrays = None
+
+    def score(self, adapted: Any, pretrained: Any = None) -> Scores:
+        """Returns calibrated scores of a batch of any size, with all components switched on.
+
+        Args:
+            adapted: final features E_T(x), [n, d].
+            pretrained: features E_0(x), [n, e]; needed when tasks were fitted with a pretrained
+                view whose weight is not 0.
+
+        Raises:
+            InputError: not finalized, or features of another shape than at fit time.
+        """
+        return self.terms(adapted, pretrained).fuse()
+
+    def raw(self, adapted: Any, pretrained: Any = None) -> Scores:
+        """Returns the largest raw logit of each head as its score (Eq. raw)."""
+        return self.terms(adapted, pretrained).raw()
+
+    def terms(self, adapted: Any, pretrained: Any = None) -> Terms:
+        """Returns what scores are made of, for all component combinations from one pass.
+
+        Takes and raises what `score` does.
+        """
+        if not self._finalized:
+            raise InputError("call fit_task for every task, then finalize, before scoring")
+        widths = [len(view.mean) for view in self.tasks[0].views]
+        adapted = inputs.score_features(adapted, "adapted features", widths[0])
+        if pretrained is not None and len(widths) == 1:
+            raise InputError("pretrained features: the tasks were fitted without a pretrained view")
+        if pretrained is not None:
+            pretrained = inputs.score_features(pretrained, "pretrained features", widths[1])
+            if len(pretrained) != len(adapted):
+                raise InputError(
+                    f"pretrained features: expected {len(adapted)} rows like the adapted features, "
+                    f"found {len(pretrained)}"
+                )
+        elif len(widths) == 2 and self.settings.pretrained_view_weight != 0.0:
+            raise InputError(
+                "pretrained features: expected, since the tasks were fitted with them; leave them "
+                "out only with pretrained_view_weight 0"
+            )
+        arrays = self._device_arrays()
+        batches = []
+        for start in range(0, max(len(adapted), 1), SCORE_ROWS):
+            rows = slice(start, start + SCORE_ROWS)
+            size = len(adapted[rows])
+            padded = min(SCORE_ROWS, max(SMALLEST_BATCH, 1 << max(size - 1, 0).bit_length()))
+            batches.append(
+                scoring.score_terms(
+                    arrays.heads,
+                    arrays.views[0],
+                    None if pretrained is None else arrays.views[1],
+                    arrays.calibration,
+                    inputs.padded_rows(adapted[rows], padded),
+                    None if pretrained is None else inputs.padded_rows(pretrained[rows], padded),
+                    normalised=arrays.normalised,
+                    neighbours=self.settings.neighbours,
+                    nearest=self.settings.affinity_reference == "nearest",
+                )
+            )
+        # One transfer of small arrays at the very end: batches overlap until here.
+        joined = jax.tree.map(
+            lambda *parts: np.concatenate(parts)[: len(adapted)], *jax.device_get(batches)
+        )
+        inputs.check_rows("adapted features", joined.adapted_energy)
+        if joined.pretrained_energy is not None:
+            inputs.check_rows("pretrained features", joined.pretrained_energy)
+        return self._terms(joined, adapted, arrays)
+
+    def _terms(self, joined: scoring.BatchTerms, adapted: Any, arrays: "_DeviceArrays") -> Terms:
+        count = self.num_tasks
+        if joined.raw is None or joined.filtered is None:
+            raw, filtered = function_heads.function_logits_of_tasks(
+                self.heads,
+                adapted,
+                arrays.views[0].basis,
+                arrays.calibration.attenuation,
+                [len(task.classes) for task in self.tasks],
+            )
+        else:
+            raw, filtered = joined.raw, joined.filtered
+        frozen = joined.pretrained
+        settings = self.settings
+        return Terms(
+            raw_logits=TaskLogits(*(part[:, :count] for part in raw)),
+            filtered_logits=TaskLogits(*(part[:, :count] for part in filtered)),
+            adapted=ViewEvidence(*(part[:, :count] for part in joined.adapted)),
+            pretrained=frozen and ViewEvidence(*(part[:, :count] for part in frozen)),
+            raw_scale=np.array([task.raw_scale for task in self.tasks], np.float32),
+            filtered_scale=np.array([task.filtered_scale for task in self.tasks], np.float32),
+            weights=Weights(
+                settings.rlc_weight,
+                settings.pac_weight,
+                settings.adapted_view_weight,
+                settings.pretrained_view_weight,
+            ),
+            classes=self.classes,
+        )
+
+    def _device_arrays(self) -> "_DeviceArrays":
+        if self._arrays is None:
+            views = [
+                scoring.stack_view([task.views[view] for task in self.tasks])
+                for view in range(self.num_views)
+            ]
+            coefficients = [scoring.foreign_coefficients(each) for each in self.references]
+            gamma = self.settings.attenuation
+            heads, normalised = None, False
+            if head_kind(self.heads[0], "head of task 0") != "function":
+                width = len(self.tasks[0].views[0].mean)
+                rows = [
+                    head_rows(head, f"head of task {task}", width)
+                    for task, head in enumerate(self.heads)
+                ]
+                heads = scoring.stack_heads(rows, views[0].basis, gamma)
+                normalised = rows[0].normalised
+            self._arrays = _DeviceArrays(
+                views,
+                heads,
+                scoring.Calibration(
+                    jnp.asarray(coefficients[0]), jnp.asarray(coefficients[-1]), jnp.float32(gamma)
+                ),
+                normalised,
+            )
+        return self._arrays
+
+    def _check_views(self, block: inputs.Block, task: int) -> None:
+        if not self.tasks:
+            return
+        known = [len(view.mean) for view in self.tasks[0].views]
+        if (block.pretrained is None) != (len(known) == 1):
+            had, has = ("none", "some") if len(known) == 1 else ("some", "none")
+            raise InputError(
+                f"pretrained features of task {task}: earlier tasks had {had}, this one has {has}; "
+                "give them for all tasks or for none"
+            )
+        for name, features, expected in zip(
+            ("adapted", "pretrained"), block[:2], known, strict=False
+        ):
+            if features.shape[1] != expected:
+                raise InputError(
+                    f"{name} features of task {task}: expected width {expected} like the earlier "
+                    f"tasks, found {features.shape[1]}"
+                )
+
+
+class _DeviceArrays(NamedTuple):
+    """Padded statistics of all tasks, ready for the scoring kernel."""
+
+    views: list[scoring.ViewArrays]
+    heads: scoring.HeadArrays | None
+    calibration: scoring.Calibration
+    normalised: bool

@@ -1,0 +1,221 @@
+"""Routers that read nothing but the heads' logits: the controls FDC has to beat.
+
+All keep each head's local argmax as the class and differ in the score that picks the task. Logits
+are computed in float32 at the highest matmul precision; moments are taken in float64 on the host,
+where they cost nothing.
+"""
+
+import numpy as np
+from jaxtyping import Float
+from scipy.special import logsumexp, softmax
+
+from fdc_jax.calibration.scores import Scores
+from fdc_jax.calibration.seen_tasks import BYTES, SeenTasks
+from fdc_jax.errors import InputError
+from fdc_jax.heads import Head, LinearHead
+
+
+class _LogitComparator:
+    """Shared by the methods below: collect heads, score their logits on adapted features."""
+
+    name = ""
+
+    def __init__(self, needs_linear_head: bool = False):
+        self._seen = SeenTasks(self.name, needs_head=True, needs_linear_head=needs_linear_head)
+
+    def fit_task(
+        self,
+        adapted: object,
+        labels: object,
+        head: Head,
+        pretrained: object = None,
+        classes: object = None,
+    ) -> None:
+        """Takes one more task; see `SeenTasks.add` for what is refused."""
+        samples = self._seen.add(adapted, labels, head, pretrained, classes)
+        self._collect(samples.features)
+
+    def _collect(self, features: Float[np.ndarray, "n d"]) -> None:
+        """Statistics of the newest task; most methods have none."""
+
+    def finalize(self) -> None:
+        """Nothing remains to be done after the last task."""
+
+    def score(self, adapted: object, pretrained: object = None) -> Scores:
+        """Scores a batch [n, d] of adapted features."""
+        features = self._seen.view_features(adapted, pretrained)
+        logits = [self._seen.logits(t, features) for t in range(self.num_tasks)]
+        return Scores(
+            np.stack([self._task_score(t, z) for t, z in enumerate(logits)], axis=1),
+            np.stack([z.argmax(axis=1) for z in logits], axis=1),
+            tuple(self._seen.classes),
+        )
+
+    def _task_score(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, " n"]:
+        raise NotImplementedError
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of fitted tasks."""
+        return len(self._seen.classes)
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes beyond encoder and heads."""
+        return 0
+
+
+class Raw(_LogitComparator):
+    """Largest logit over all heads: s_t = max_c z_{t,c} (paper, Eq. raw). Stores nothing."""
+
+    name = "raw"
+
+    def _task_score(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, " n"]:
+        return logits.max(axis=1)
+
+
+class LogitStandardisation(_LogitComparator):
+    """s_t = (max_c z_{t,c} - mu_t) / max(sigma_t, 1e-12) (paper, Eq. logit-standardization).
+
+    mu_t and sigma_t are the mean and the population standard deviation of the head's largest logit
+    on its own training features at the time of the task. Two scalars per task. A task of one image
+    has sigma 0 and is divided by 1e-12, as the equation says.
+    """
+
+    name = "ls"
+    floor = 1e-12
+
+    def __init__(self):
+        super().__init__()
+        self._moments: list[tuple[float, float]] = []
+
+    def _collect(self, features: Float[np.ndarray, "n d"]) -> None:
+        best = self._seen.logits(self.num_tasks - 1, features).max(axis=1).astype(np.float64)
+        self._moments.append((float(best.mean()), float(best.std())))
+
+    def _task_score(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, " n"]:
+        mean, std = self._moments[task]
+        return (logits.max(axis=1).astype(np.float64) - mean) / max(std, self.floor)
+
+    @property
+    def storage_bytes(self) -> int:
+        """Two scalars per task."""
+        return 2 * BYTES * self.num_tasks
+
+
+class _TemperedComparator(_LogitComparator):
+    def __init__(self, temperature: float = 1.0):
+        if not temperature > 0:
+            raise InputError(f"{self.name}: temperature: expected more than 0, found {temperature}")
+        super().__init__()
+        self.temperature = temperature
+
+
+class Energy(_TemperedComparator):
+    """s_t = tau * log sum_c exp(z_{t,c} / tau), the negative energy of each head.
+
+    Liu et al., "Energy-based Out-of-distribution Detection" (2020), applied to each head by itself.
+    Tends to Raw as tau goes to 0.
+    """
+
+    name = "energy"
+
+    def _task_score(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, " n"]:
+        wide = logits.astype(np.float64) / self.temperature
+        return self.temperature * logsumexp(wide, axis=1)
+
+
+class MaximumSoftmax(_TemperedComparator):
+    """s_t = max_c softmax_c(z_t / tau), the confidence of each head within its own classes.
+
+    Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples"
+    (2017); with tau other than 1, temperature scaling. A head of one class is always certain.
+    """
+
+    name = "msp"
+
+    def _task_score(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, " n"]:
+        return softmax(logits.astype(np.float64) / self.temperature, axis=1).max(axis=1)
+
+
+class NegativeEntropy(_TemperedComparator):
+    """s_t = sum_c p_c log p_c of p = softmax(z_t / tau): the head that hesitates least wins.
+
+    The selection rule of entropy-based routers (the paper names GR-LoRA), here on heads that share
+    one encoder. A head of one class is always certain.
+    """
+
+    name = "entropy"
+
+    def _task_score(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, " n"]:
+        wide = logits.astype(np.float64) / self.temperature
+        log_p = wide - logsumexp(wide, axis=1, keepdims=True)
+        return np.sum(np.exp(log_p) * log_p, axis=1)
+
+
+class WeightAligning(_LogitComparator):
+    """Heads rescaled to one mean row norm (Zhao et al., "Maintaining Discrimination and Fairness in
+    Class Incremental Learning", 2020). Weights alone, nothing stored.
+
+    With n_t the mean Euclidean norm of the rows of W_t, two variants:
+
+    - "sequential", the original: when task t arrives its rows are multiplied by
+      (mean norm of all earlier rows, already aligned) / n_t; biases stay as they are.
+    - "symmetric", for heads that are trained apart: every head's logits, weights and bias together,
+      are divided by n_t, so that no task is the reference.
+
+    By induction all aligned heads have the mean norm n_1; without biases both variants therefore
+    choose alike.
+
+    Raises:
+        InputError: a head is not linear, or all its rows are zero.
+    """
+
+    name = "wa"
+
+    def __init__(self, variant: str = "sequential"):
+        if variant not in ("sequential", "symmetric"):
+            raise InputError(f"wa: variant: expected sequential or symmetric, found {variant!r}")
+        super().__init__(needs_linear_head=True)
+        self.variant = variant
+        self._row_norms: list[Float[np.ndarray, " c"]] = []
+        self._factors: list[float] = []
+
+    def fit_task(
+        self,
+        adapted: object,
+        labels: object,
+        head: Head,
+        pretrained: object = None,
+        classes: object = None,
+    ) -> None:
+        """Takes one more task and its rescaling factor."""
+        if isinstance(head, LinearHead) and not np.asarray(head.weight).any():
+            raise InputError(f"wa: all rows of the head of task {self.num_tasks} are zero")
+        super().fit_task(adapted, labels, head, pretrained, classes)
+
+    def _collect(self, features: Float[np.ndarray, "n d"]) -> None:
+        head = self._seen.heads[-1]
+        assert isinstance(head, LinearHead)
+        norms = np.linalg.norm(np.asarray(head.weight, np.float64), axis=1)
+        factor = 1.0 / float(norms.mean())
+        if self.variant == "sequential":
+            earlier = np.concatenate([*self._row_norms, *([norms] if not self._row_norms else [])])
+            factor *= float(earlier.mean())
+        self._row_norms.append(norms * factor)
+        self._factors.append(factor)
+
+    def _task_score(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, " n"]:
+        return logits.max(axis=1)
+
+    def score(self, adapted: object, pretrained: object = None) -> Scores:
+        """Scores a batch [n, d] of adapted features with the aligned heads."""
+        features = self._seen.view_features(adapted, pretrained)
+        logits = []
+        for t, factor in enumerate(self._factors):
+            aligned = factor * self._seen.logits(t, features).astype(np.float64)
+            if self.variant == "sequential":
+                bias = np.asarray(self._seen.heads[t].bias, np.float64)  # pyright: ignore
+                aligned += (1.0 - factor) * bias
+            logits.append(aligned)
+        return self._seen.scores_by_task(logits)

@@ -1,0 +1,182 @@
+"""Statistics of one task in one view, collected in two passes (Algorithm 1, lines 5 to 11)."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from fdc_jax.calibration import inputs, measures, moments
+from fdc_jax.errors import InputError
+
+
+class ViewStatistics(NamedTuple):
+    """What is kept of a task in one view.
+
+    The affinity of Eq. par is kept as cosine distance, one minus the affinity, whose digits survive
+    in float32 when all features point nearly the same way.
+
+    Attributes:
+        mean: mean feature m_t.
+        basis: principal directions U_t as rows; possibly none.
+        prototypes: unit class prototypes p_{t,c}, zero rows for classes without an image.
+        class_counts: images per class.
+        residual_mean: mean of the task's own residual ratios.
+        residual_std: their population standard deviation, at least 1e-6.
+        distance_mean: one minus the mean of the task's own affinities.
+        distance_std: population standard deviation of its own affinities, at least 1e-6.
+    """
+
+    mean: Float[np.ndarray, " d"]
+    basis: Float[np.ndarray, "r d"]
+    prototypes: Float[np.ndarray, "c d"]
+    class_counts: Int[np.ndarray, " c"]
+    residual_mean: float
+    residual_std: float
+    distance_mean: float
+    distance_std: float
+
+
+class Shape(NamedTuple):
+    """First-pass result: what determines the second pass."""
+
+    mean: Float[np.ndarray, " d"]
+    basis: Float[np.ndarray, "r d"]
+    prototypes: Float[np.ndarray, "c d"]
+
+
+class FirstPass(NamedTuple):
+    """First-pass results of all views of a task, adapted view first."""
+
+    shapes: list[Shape]
+    classes: Int[np.ndarray, " c"]
+    class_counts: Int[np.ndarray, " c"]
+
+
+def population_moments(values: Float[np.ndarray, " n"]) -> tuple[float, float]:
+    """Returns mean and population standard deviation, floored at 1e-6, computed in float64."""
+    wide = np.asarray(values, np.float64)
+    return float(wide.mean()), max(float(wide.std()), measures.SCALE_FLOOR)
+
+
+def first_pass(
+    blocks: Iterable[inputs.Block],
+    task: int,
+    retained_energy: float,
+    num_classes: int,
+    classes: Int[np.ndarray, " c"] | None,
+    earlier: Sequence[Int[np.ndarray, " c"]],
+) -> FirstPass:
+    """Fits task means, PCA bases and prototypes of all views in one walk over the samples.
+
+    Args:
+        blocks: the task's samples, at least one.
+        task: index for messages.
+        retained_energy: eta of Eq. task-pca.
+        num_classes: rows of the head.
+        classes: label of each head row; by default the distinct labels, ascending.
+        earlier: labels of earlier tasks.
+
+    Raises:
+        InputError: labels that do not fit the head or the earlier tasks.
+    """
+    slots = _Slots(task, num_classes, classes, earlier)
+    capacity = 1 << (num_classes - 1).bit_length()
+    running: list[moments.Moments] = []
+    count = 0
+    for block in blocks:
+        index = np.full(inputs.BLOCK_ROWS, -1, np.int32)
+        index[: block.rows] = slots.index(block.labels, count)
+        count += block.rows
+        views = [block.adapted] + ([] if block.pretrained is None else [block.pretrained])
+        if running:
+            running = [
+                moments.add_moments(view, features, index)
+                for view, features in zip(running, views, strict=True)
+            ]
+        else:
+            running = [moments.first_moments(features, index, capacity) for features in views]
+    order, labels = slots.rows()
+    counts = slots.counts[order]
+    shapes = []
+    for view, (mean, values, vectors) in zip(running, _components(running, count), strict=True):
+        values = np.asarray(values)
+        if not np.isfinite(values).all():
+            raise InputError(f"task {task}: features are too large for float32 statistics")
+        rank = moments.retained_rank(values, retained_energy, count)
+        totals = np.asarray(view.class_totals)[order]
+        shapes.append(
+            Shape(
+                np.asarray(mean),
+                np.ascontiguousarray(np.asarray(vectors)[:rank]),
+                moments.prototypes(totals, counts),
+            )
+        )
+    return FirstPass(shapes, labels, counts)
+
+
+def _components(running: Sequence[moments.Moments], count: int) -> list[tuple[Array, Array, Array]]:
+    """Decomposes the views together where their widths agree."""
+    size = jnp.float32(count)
+    if len(running) == 2 and running[0].origin.shape == running[1].origin.shape:
+        both = jax.tree.map(lambda *views: jnp.stack(views), *running)
+        results = _batched_components(both, size)
+        return [tuple(part[view] for part in results) for view in range(2)]
+    return [moments.principal_components(view, size) for view in running]
+
+
+_batched_components = jax.jit(jax.vmap(moments.principal_components, in_axes=(0, None)))
+
+
+class _Slots:
+    """Numbers the labels of a task: head rows when these are named, else by first appearance."""
+
+    def __init__(
+        self,
+        task: int,
+        num_classes: int,
+        classes: Int[np.ndarray, " c"] | None,
+        earlier: Sequence[Int[np.ndarray, " c"]],
+    ):
+        self.task, self.num_classes, self.named, self.earlier = task, num_classes, classes, earlier
+        self.labels: dict[int, int] = {}
+        self.counts = np.zeros(num_classes, np.int64)
+        if classes is not None:
+            inputs.check_disjoint(classes, earlier, task)
+            self.labels = {int(label): row for row, label in enumerate(classes)}
+
+    def index(self, labels: Int[np.ndarray, " n"], start: int) -> Int[np.ndarray, " n"]:
+        values, inverse = np.unique(labels, return_inverse=True)
+        for value in values.tolist():
+            if value in self.labels:
+                continue
+            row = start + int(np.argmax(labels == value))
+            if self.named is not None:
+                raise InputError(
+                    f"labels of task {self.task}: label {value} at row {row} is none of the "
+                    f"head's classes"
+                )
+            inputs.check_disjoint(np.array([value]), self.earlier, self.task)
+            if len(self.labels) == self.num_classes:
+                raise InputError(
+                    f"labels of task {self.task}: label {value} at row {row} is one more than the "
+                    f"{self.num_classes} classes of the head"
+                )
+            self.labels[value] = len(self.labels)
+        index = np.array([self.labels[value] for value in values.tolist()], np.int32)[inverse]
+        self.counts += np.bincount(index, minlength=self.num_classes)
+        return index
+
+    def rows(self) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
+        """Returns the slot and the label of each head row."""
+        if self.named is not None:
+            return np.arange(self.num_classes), self.named
+        if len(self.labels) != self.num_classes:
+            raise InputError(
+                f"labels of task {self.task}: found {len(self.labels)} classes, the head has "
+                f"{self.num_classes} rows; name their labels with classes"
+            )
+        labels = np.array(sorted(self.labels), np.int64)
+        return np.array([self.labels[label] for label in labels.tolist()]), labels
