@@ -64,7 +64,7 @@ def decode(encoded: bytes, description: str) -> Image.Image:
                 image.info.pop("transparency", None)
             return image.convert("RGB")
     except _DAMAGED as error:
-        reason = str(error) or type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, Image.UnidentifiedImageError):
             reason = "not a known image format"
         raise InputError(

@@ -81,7 +81,8 @@ def _generator(*coordinates: int) -> np.random.Generator:
 
 def epoch_permutation(n: int, seed: int, task: int, epoch: int) -> Int[np.ndarray, " n"]:
     """Returns the order in which an epoch visits a task's `n` training images."""
-    return _generator(seed, task, epoch, _PERMUTATION).permutation(n)
+    # NumPy keeps `random` the same between releases, but not `permutation`.
+    return np.argsort(_generator(seed, task, epoch, _PERMUTATION).random(n), kind="stable")
 
 
 def epoch_uniforms(n: int, seed: int, task: int, epoch: int) -> Float[np.ndarray, "n k"]:

@@ -1,0 +1,70 @@
+"""Small images and data sets made on the spot."""
+
+import dataclasses
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fdc_jax.data import benchmarks
+from fdc_jax.data.source import Source
+
+
+def encode(pixels, file_format="PNG", **options):
+    file = io.BytesIO()
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    image.save(file, file_format, **options)
+    return file.getvalue()
+
+
+@pytest.fixture(name="encode")
+def encode_fixture():
+    """Returns a function from pixels (or a PIL image) to an image file's bytes."""
+    return encode
+
+
+@pytest.fixture
+def photo():
+    """Returns a function from (width, height, seed) to a smooth RGB image with some noise."""
+
+    def make(width, height, seed=0):
+        generator = np.random.default_rng(seed)
+        coarse = generator.integers(0, 256, (5, 6, 3), dtype=np.uint8)
+        smooth = np.asarray(Image.fromarray(coarse).resize((width, height)), np.int16)
+        noise = generator.integers(-20, 21, smooth.shape)
+        return Image.fromarray(np.clip(smooth + noise, 0, 255).astype(np.uint8))
+
+    return make
+
+
+@pytest.fixture
+def plain_source():
+    """Returns a function from n to a source whose image i has the one colour (i, 255 - i, 7)."""
+
+    def make(n, read=None, num_classes=5):
+        encoded = [encode(np.full((6, 9, 3), (i, 255 - i, 7), np.uint8)) for i in range(n)]
+        return Source(
+            name="plain",
+            split="train",
+            partition="embedded",
+            labels=np.arange(n, dtype=np.int32) % num_classes,
+            ids=tuple(f"image_{i}" for i in range(n)),
+            class_names=tuple(map(str, range(num_classes))),
+            read_encoded=read or encoded.__getitem__,
+            compute_checksum=lambda: "0" * 64,
+        )
+
+    return make
+
+
+@pytest.fixture
+def tiny_benchmark(monkeypatch):
+    """Returns a function that replaces a row of the benchmark table for one test."""
+
+    def replace(name, **changes):
+        row = dataclasses.replace(benchmarks.BENCHMARKS[name], **changes)
+        monkeypatch.setitem(benchmarks.BENCHMARKS, name, row)
+        return row
+
+    return replace

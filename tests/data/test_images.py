@@ -1,0 +1,250 @@
+import io
+import math
+import warnings
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from PIL import Image
+from scipy import stats
+
+from fdc_jax.data import images
+from fdc_jax.errors import InputError
+
+SIZES = [(500, 400), (400, 500), (333, 500), (32, 32), (256, 256), (17, 90), (600, 257), (255, 300)]
+
+
+def evaluation_reference(image, image_size):
+    """PILOT's test transform from the description: scale, convert to an array, slice."""
+    target = [int(image_size * 256 / 224 + 0.5)] * 2
+    longest = int(np.argmax(image.size))
+    target[longest] = int(target[0] * max(image.size) / min(image.size))
+    pixels = np.array(image.resize(tuple(target), resample=3))
+    down = round((pixels.shape[0] - image_size) / 2.0)
+    right = round((pixels.shape[1] - image_size) / 2.0)
+    return pixels[down : down + image_size, right : right + image_size]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("image_size", [224, 128, 97])
+def test_evaluation_transform_is_pilots(photo, size, image_size):
+    image = photo(*size)
+    found = images.evaluation_transform(image, image_size)
+    assert found.shape == (image_size, image_size, 3)
+    assert found.dtype == np.uint8
+    np.testing.assert_array_equal(found, evaluation_reference(image, image_size))
+
+
+def test_evaluation_sizes():
+    assert [images.evaluation_resize(size) for size in (224, 128, 32)] == [256, 146, 37]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_train_transform_crops_then_resizes_then_mirrors(photo, size):
+    image = photo(*size)
+    generator = np.random.default_rng(5)
+    mirrored = []
+    for _ in range(8):
+        uniforms = generator.random(images.NUM_UNIFORMS)
+        left, top, right, bottom = images.random_crop_box(*size, uniforms)
+        part = np.asarray(image)[top:bottom, left:right]
+        expected = np.asarray(Image.fromarray(part).resize((64, 64), resample=2))
+        if uniforms[-1] < 0.5:
+            expected = expected[:, ::-1]
+        mirrored.append(uniforms[-1] < 0.5)
+        np.testing.assert_array_equal(images.train_transform(image, 64, uniforms), expected)
+    assert 0 < sum(mirrored) < 8
+
+
+def test_train_transform_without_mirroring(photo):
+    image = photo(50, 40)
+    uniforms = np.full(images.NUM_UNIFORMS, 0.3)
+    mirrored = images.train_transform(image, 32, uniforms)
+    straight = images.train_transform(image, 32, uniforms, flip=False)
+    np.testing.assert_array_equal(mirrored, straight[:, ::-1])
+    assert not np.array_equal(mirrored, straight)
+
+
+def crop_reference(width, height, generator, scale, ratio=(3 / 4, 4 / 3)):
+    """RandomResizedCrop with its own draws, as torchvision documents it."""
+    for _ in range(10):
+        area = generator.uniform(*scale) * width * height
+        aspect = np.exp(generator.uniform(np.log(ratio[0]), np.log(ratio[1])))
+        w, h = round((area * aspect) ** 0.5), round((area / aspect) ** 0.5)
+        if 0 < w <= width and 0 < h <= height:
+            x, y = generator.integers(0, width - w + 1), generator.integers(0, height - h + 1)
+            return x, y, x + w, y + h
+    raise AssertionError("the sizes of the test always admit a box")
+
+
+@pytest.mark.parametrize(
+    ("size", "scale"), [((500, 400), (0.05, 1.0)), ((300, 301), (0.6, 1.0)), ((32, 32), (0.05, 1))]
+)
+def test_crop_boxes_are_distributed_as_torchvisions(size, scale):
+    n = 8000
+    uniforms = np.random.default_rng(0).random((n, images.NUM_UNIFORMS))
+    found = np.array([images.random_crop_box(*size, row, scale) for row in uniforms])
+    generator = np.random.default_rng(1)
+    expected = np.array([crop_reference(*size, generator, scale) for _ in range(n)])
+
+    def quantities(boxes):
+        left, top, right, bottom = boxes.T
+        width, height = right - left, bottom - top
+        yield "area", width * height
+        yield "ratio", width / height
+        yield "left", left
+        yield "top", top
+        yield "free space left", left / np.maximum(size[0] - width, 1)
+        yield "right edge", right
+
+    for (name, a), (_, b) in zip(quantities(found), quantities(expected), strict=True):
+        assert stats.ks_2samp(a, b).pvalue > 1e-3, name
+    # Position and area are independent given the size: a shared random number would show here.
+    free = found[:, 0] / np.maximum(size[0] - (found[:, 2] - found[:, 0]), 1)
+    down = found[:, 1] / np.maximum(size[1] - (found[:, 3] - found[:, 1]), 1)
+    roomy = (found[:, 2] - found[:, 0] < 0.8 * size[0]) & (
+        found[:, 3] - found[:, 1] < 0.8 * size[1]
+    )
+    assert abs(stats.spearmanr(free[roomy], down[roomy]).statistic) < 0.06
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ((1000, 100), (433, 0, 566, 100)),
+        ((100, 1000), (0, 433, 100, 566)),
+        ((100, 100), (0, 0, 100, 100)),
+    ],
+)
+def test_crop_that_never_fits_falls_back_to_the_centre(size, expected):
+    # The largest area with the widest ratio does not fit into any of these images.
+    assert images.random_crop_box(*size, np.full(images.NUM_UNIFORMS, 0.999)) == expected
+
+
+def test_later_tries_are_used():
+    uniforms = np.full(images.NUM_UNIFORMS, 0.999)
+    uniforms[18:20] = 0.0, 0.5
+    left, top, right, bottom = images.random_crop_box(100, 100, uniforms)
+    assert (right - left, bottom - top) == (22, 22)
+    assert (left, top) == (78, 78)
+
+
+@hypothesis.settings(deadline=None, max_examples=200, derandomize=True)
+@hypothesis.given(
+    st.integers(1, 400), st.integers(1, 400), st.integers(0, 2**32 - 1), st.sampled_from([0, 1])
+)
+def test_crop_boxes_lie_inside(width, height, seed, extreme):
+    uniforms = np.random.default_rng(seed).random(images.NUM_UNIFORMS)
+    if extreme:
+        uniforms = np.where(uniforms < 0.5, 0.0, math.nextafter(1.0, 0.0))
+    left, top, right, bottom = images.random_crop_box(width, height, uniforms)
+    assert 0 <= left < right <= width
+    assert 0 <= top < bottom <= height
+
+
+def test_decode_keeps_rgb_pixels(photo, encode):
+    image = photo(20, 10)
+    decoded = images.decode(encode(image), "an image")
+    assert decoded.mode == "RGB"
+    np.testing.assert_array_equal(np.asarray(decoded), np.asarray(image))
+
+
+def grey_to_rgb(pixels):
+    return np.repeat(np.asarray(pixels)[..., None], 3, axis=-1)
+
+
+def test_decode_greyscale(photo, encode):
+    grey = photo(20, 10).convert("L")
+    found = np.asarray(images.decode(encode(grey), "x"))
+    np.testing.assert_array_equal(found, grey_to_rgb(grey))
+
+
+def test_decode_drops_transparency(photo, encode):
+    image = photo(20, 10)
+    clear = image.copy()
+    clear.putalpha(0)
+    np.testing.assert_array_equal(np.asarray(images.decode(encode(clear), "x")), np.asarray(image))
+
+
+def test_decode_grey_with_alpha(photo, encode):
+    grey = photo(20, 10).convert("L")
+    image = Image.merge("LA", [grey, Image.new("L", grey.size, 9)])
+    np.testing.assert_array_equal(np.asarray(images.decode(encode(image), "x")), grey_to_rgb(grey))
+
+
+@pytest.mark.parametrize("transparency", [None, 3, bytes([0, 128, 255])])
+def test_decode_palette(encode, transparency):
+    indices = np.arange(12, dtype=np.uint8).reshape(3, 4)
+    palette = np.arange(36, dtype=np.uint8).reshape(12, 3) * 7
+    image = Image.fromarray(indices).convert("P")
+    image.putdata(indices.ravel().tolist())
+    image.putpalette(palette.tobytes())
+    options = {} if transparency is None else {"transparency": transparency}
+    encoded = encode(image, **options)
+    assert Image.open(io.BytesIO(encoded)).mode == "P"
+    np.testing.assert_array_equal(np.asarray(images.decode(encoded, "x")), palette[indices])
+
+
+def test_decode_cmyk_as_pillow_does(photo, encode):
+    encoded = encode(photo(24, 16).convert("CMYK"), "JPEG", quality=95)
+    with Image.open(io.BytesIO(encoded)) as image:
+        assert image.mode == "CMYK"
+        expected = np.asarray(image.convert("RGB"))
+    np.testing.assert_array_equal(np.asarray(images.decode(encoded, "x")), expected)
+
+
+def test_decode_clips_sixteen_bits(encode):
+    values = np.array([[0, 7, 255, 256, 65535]], np.uint16)
+    found = np.asarray(images.decode(encode(values), "x"))
+    np.testing.assert_array_equal(found[0, :, 0], [0, 7, 255, 255, 255])
+
+
+def test_decode_leaves_exif_rotation_alone(photo, encode):
+    image = photo(30, 10)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    assert images.decode(encode(image, exif=exif), "x").size == (30, 10)
+
+
+BROKEN = {
+    "empty": lambda good: b"",
+    "zeros": lambda good: bytes(len(good)),
+    "a web page": lambda good: b"<html>quota exceeded</html>",
+    "cut in half": lambda good: good[: len(good) // 2],
+    "cut short": lambda good: good[:-40],
+    "header only": lambda good: good[:24],
+}
+
+
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("damage", BROKEN)
+def test_broken_images_are_named(photo, encode, file_format, damage):
+    good = encode(photo(120, 90), file_format)
+    bad = BROKEN[damage](good)
+    with pytest.raises(InputError, match=r"birds, image 7 \(a/b\.jpg\)") as caught:
+        images.decode(bad, "birds, image 7 (a/b.jpg)")
+    assert "\n" not in str(caught.value)
+
+
+@hypothesis.settings(
+    deadline=None,
+    max_examples=150,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+@hypothesis.given(
+    st.sampled_from(["PNG", "JPEG", "BMP", "TIFF", "WEBP", "GIF", "PPM"]),
+    st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=8),
+)
+def test_any_damage_is_an_image_or_an_input_error(photo, encode, file_format, damage):
+    content = bytearray(encode(photo(30, 20), file_format))
+    for place, value in damage:
+        # Mostly headers, where parsers break.
+        content[place % min(len(content), 200)] = value
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            assert images.decode(bytes(content), "x").mode == "RGB"
+        except InputError:
+            pass

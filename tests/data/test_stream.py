@@ -1,0 +1,367 @@
+import collections
+import dataclasses
+import hashlib
+import itertools
+import threading
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from fdc_jax.data import images, stream
+from fdc_jax.data.source import ByteCache
+from fdc_jax.errors import InputError
+
+EXAMPLES = hypothesis.settings(
+    deadline=None,
+    max_examples=25,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+LABELS = st.lists(st.integers(0, 6), max_size=60).map(lambda labels: np.array(labels, np.int64))
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "digest", "first", "last"),
+    [
+        (100, "e90204efdce7db6c", [68, 56, 78, 8, 23], [67, 29, 49, 57, 33]),
+        (200, "b113214bc61598d0", [168, 136, 51, 9, 183], [195, 29, 177, 185, 161]),
+        (300, "28f846a95c20caae", [169, 221, 146, 296, 92], [295, 95, 285, 225, 185]),
+    ],
+)
+def test_class_order_is_pilots(num_classes, digest, first, last):
+    order = stream.class_order(num_classes, 1993).tolist()
+    assert hashlib.sha256(str(order).encode()).hexdigest().startswith(digest)
+    assert order[:5] == first
+    assert order[-5:] == last
+
+
+def test_class_positions_invert_the_order():
+    order = stream.class_order(30, 4)
+    positions = stream.class_positions(order)
+    np.testing.assert_array_equal(positions[order], np.arange(30))
+    assert positions[order[7]] == 7
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "per_task", "sizes"),
+    [(6, 2, [2, 2, 2]), (7, 3, [3, 3, 1]), (3, 1, [1, 1, 1]), (3, 5, [3])],
+)
+def test_tasks_are_slices_of_the_order(num_classes, per_task, sizes):
+    order = stream.class_order(num_classes, 0)
+    tasks = stream.task_classes(order, per_task)
+    assert [len(task) for task in tasks] == sizes
+    np.testing.assert_array_equal(np.concatenate(tasks), order)
+
+
+def test_tasks_need_classes():
+    with pytest.raises(InputError, match="classes_per_task must be at least 1, found 0"):
+        stream.task_classes(np.arange(3), 0)
+
+
+def test_task_indices_go_class_after_class():
+    labels = np.array([2, 0, 1, 2, 0, 3])
+    assert stream.task_indices(labels, [2, 0]).tolist() == [0, 3, 1, 4]
+    assert stream.task_indices(labels, [9]).tolist() == []
+    assert stream.task_indices(labels, []).tolist() == []
+
+
+@EXAMPLES
+@hypothesis.given(LABELS, st.integers(0, 5))
+def test_select_per_class_keeps_the_first_of_each(labels, per_class):
+    kept, seen = [], {}
+    for index, label in enumerate(labels.tolist()):
+        seen[label] = seen.get(label, 0) + 1
+        if per_class == 0 or seen[label] <= per_class:
+            kept.append(index)
+    assert stream.select_per_class(labels, per_class).tolist() == kept
+
+
+def test_select_per_class_refuses_negative_numbers():
+    with pytest.raises(InputError, match=r"0 \(all\) or more, found -1"):
+        stream.select_per_class(np.zeros(3, int), -1)
+
+
+def test_the_stream_of_a_seed_does_not_change_between_releases():
+    # A change here changes every training run: resumed runs would not be the same runs.
+    assert stream.epoch_permutation(10, 1, 2, 3).tolist() == [1, 8, 2, 4, 6, 5, 0, 9, 7, 3]
+    np.testing.assert_allclose(
+        stream.epoch_uniforms(4, 1, 2, 3)[3, :3],
+        [0.75525430428998, 0.84826892298274, 0.48690979957128],
+        atol=1e-12,
+    )
+
+
+def test_every_coordinate_changes_the_stream():
+    coordinates = [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 0), (0, 0, 1)]
+    orders = {tuple(stream.epoch_permutation(50, *c)) for c in coordinates}
+    numbers = {tuple(stream.epoch_uniforms(2, *c).ravel()) for c in coordinates}
+    assert len(orders) == len(numbers) == len(coordinates)
+
+
+def collect(batches):
+    return [(b.images.copy(), b.labels.copy(), b.weights.copy()) for b in batches]
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        for x, y in zip(a, b, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+@pytest.fixture
+def photo_source(plain_source, photo, encode):
+    encoded = [encode(photo(20 + i, 30 - i, seed=i)) for i in range(11)]
+    return plain_source(11, read=encoded.__getitem__)
+
+
+@EXAMPLES
+@hypothesis.given(
+    st.integers(1, 11), st.integers(1, 5), st.integers(0, 40), st.integers(1, 4), st.integers(1, 3)
+)
+def test_batches_do_not_depend_on_threads_or_start(
+    photo_source, n, batch_size, start, workers, prefetch
+):
+    indices = np.arange(n)[::-1]
+    arguments = dict(image_size=8, epochs=3)
+    whole = stream.TrainBatches(
+        photo_source, indices, None, batch_size, 1, 2, workers=1, prefetch=1, **arguments
+    )
+    part = stream.TrainBatches(
+        photo_source,
+        indices,
+        None,
+        batch_size,
+        1,
+        2,
+        start_step=start,
+        workers=workers,
+        prefetch=prefetch,
+        **arguments,
+    )
+    expected = collect(whole)
+    assert len(whole) == len(expected) == whole.num_steps == 3 * -(-n // batch_size)
+    found = collect(part)
+    assert len(part) == len(found)
+    assert_same(found, expected[start:])
+
+
+def test_batches_follow_their_definition(photo_source):
+    indices, labels = np.array([4, 9, 0, 2, 7]), np.array([10, 11, 12, 13, 14])
+    batches = stream.TrainBatches(
+        photo_source, indices, labels, 2, 6, 3, image_size=16, epochs=2, crop_scale=(0.3, 0.9)
+    )
+    found = collect(batches)
+    assert batches.steps_per_epoch == 3
+    for epoch in range(2):
+        order = stream.epoch_permutation(5, 6, 3, epoch)
+        uniforms = stream.epoch_uniforms(5, 6, 3, epoch)
+        for place, row in enumerate(order):
+            batch_images, batch_labels, batch_weights = found[3 * epoch + place // 2]
+            image = images.decode(photo_source.read(int(indices[row])), "x")
+            expected = images.train_transform(image, 16, uniforms[row], (0.3, 0.9))
+            np.testing.assert_array_equal(batch_images[place % 2], expected)
+            assert batch_labels[place % 2] == labels[row]
+            assert batch_weights[place % 2] == 1.0
+
+
+def test_flip_can_be_turned_off(photo_source):
+    def run(flip):
+        return collect(
+            stream.TrainBatches(photo_source, [3], None, 1, 0, 0, image_size=8, epochs=6, flip=flip)
+        )
+
+    differ = [not np.array_equal(a[0], b[0]) for a, b in zip(run(True), run(False), strict=True)]
+    assert any(differ)
+    assert not all(differ)
+    mirrored = [
+        np.array_equal(a[0][:, :, ::-1], b[0]) for a, b in zip(run(True), run(False), strict=True)
+    ]
+    assert mirrored == differ
+
+
+def chunks(items, size):
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def test_an_epoch_shows_every_image_once_with_its_label(plain_source):
+    source = plain_source(23)
+    indices = np.arange(3, 23)
+    batches = stream.TrainBatches(source, indices, None, 6, 0, 0, image_size=4, epochs=2, workers=3)
+    epochs = chunks(collect(batches), 4)
+    orders = []
+    for epoch in epochs:
+        shown = []
+        for pixels, labels, weights in epoch:
+            assert pixels.dtype == np.uint8
+            assert (labels.dtype, weights.dtype) == (np.int32, np.float32)
+            for row in np.flatnonzero(weights):
+                index = int(pixels[row, 0, 0, 0])
+                assert (pixels[row] == (index, 255 - index, 7)).all()
+                assert labels[row] == source.labels[index]
+                shown.append(index)
+        assert sorted(shown) == indices.tolist()
+        orders.append(shown)
+    assert orders[0] != orders[1]
+
+
+def test_last_batch_is_padded(plain_source):
+    batches = collect(
+        stream.TrainBatches(plain_source(7), np.arange(7), None, 4, 0, 0, image_size=4)
+    )
+    assert [weights.tolist() for _, _, weights in batches] == [[1, 1, 1, 1], [1, 1, 1, 0]]
+    pixels, labels, _ = batches[1]
+    assert pixels.shape == (4, 4, 4, 3)
+    assert not pixels[3].any()
+    assert labels[3] == 0
+    evaluation = stream.EvaluationBatches(plain_source(7), np.arange(7), None, 4, image_size=4)
+    assert [batch.weights.sum() for batch in evaluation] == [4, 3]
+
+
+def test_one_image_fills_a_batch_of_one_row(plain_source):
+    (batch,) = stream.TrainBatches(plain_source(9), [8], [3], 4, 0, 0, image_size=4)
+    assert batch.weights.tolist() == [1, 0, 0, 0]
+    assert batch.labels.tolist() == [3, 0, 0, 0]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_evaluation_keeps_the_order(photo_source, workers):
+    indices = np.array([5, 1, 1, 9, 0])
+    batches = stream.EvaluationBatches(
+        photo_source, indices, None, 2, image_size=16, workers=workers, prefetch=1
+    )
+    found = collect(batches)
+    assert len(batches) == len(found) == 3
+    pixels = np.concatenate([batch[0] for batch in found])[:5]
+    for row, index in enumerate(indices):
+        image = images.decode(photo_source.read(int(index)), "x")
+        np.testing.assert_array_equal(pixels[row], images.evaluation_transform(image, 16))
+    labels = np.concatenate([batch[1] for batch in found])[:5]
+    np.testing.assert_array_equal(labels, photo_source.labels[indices])
+    whole = stream.evaluation_images(photo_source, indices, 16, workers=workers)
+    np.testing.assert_array_equal(whole, pixels)
+
+
+def test_evaluation_of_more_than_one_internal_batch(plain_source):
+    found = stream.evaluation_images(plain_source(100), np.arange(100)[::-1], 4)
+    np.testing.assert_array_equal(found[:, 0, 0, 0], np.arange(100)[::-1])
+
+
+def test_evaluation_of_nothing(plain_source):
+    assert stream.evaluation_images(plain_source(3), [], 4).shape == (0, 4, 4, 3)
+
+
+def counting(source):
+    """Returns a copy of a source that counts its reads, and the counts."""
+    counts = collections.Counter()
+
+    def read(index):
+        counts[index] += 1
+        return source.read_encoded(index)
+
+    return dataclasses.replace(source, read_encoded=read), counts
+
+
+def test_evaluation_cache_keeps_the_same_pixels(photo_source):
+    source, counts = counting(photo_source)
+    cache = ByteCache(5 * 16 * 16 * 3 + 1)
+    first = stream.evaluation_images(source, np.arange(8), 16, cache=cache, workers=1)
+    again = stream.evaluation_images(source, np.arange(8), 16, cache=cache, workers=1)
+    np.testing.assert_array_equal(first, again)
+    assert (len(cache), cache.bytes) == (5, 5 * 16 * 16 * 3)
+    assert [counts[i] for i in range(8)] == [1] * 5 + [2] * 3
+    other = stream.evaluation_images(source, np.arange(3), 8, cache=cache)
+    assert other.shape == (3, 8, 8, 3)
+
+
+def test_cached_source_reads_each_image_once_up_to_its_limit(photo_source):
+    source, counts = counting(photo_source)
+    sizes = [len(photo_source.read(i)) for i in range(11)]
+    cached = source.cached(sizes[0] + sizes[1])
+    for _ in range(3):
+        for i in range(3):
+            assert cached.read(i) == photo_source.read(i)
+    assert [counts[i] for i in range(3)] == [1, 1, 3]
+    assert len(cached) == 11
+
+
+def test_cache_refuses_a_negative_limit():
+    with pytest.raises(InputError, match="at least 0 bytes, found -1"):
+        ByteCache(-1)
+
+
+def test_a_broken_image_stops_the_stream_with_its_name(plain_source):
+    good = plain_source(9)
+    source = plain_source(9, read=lambda i: b"" if i == 5 else good.read(i))
+    for batches in [
+        stream.TrainBatches(source, np.arange(9), None, 2, 0, 0, image_size=4),
+        stream.EvaluationBatches(source, np.arange(9), None, 2, image_size=4),
+    ]:
+        with pytest.raises(InputError, match=r"plain, split train, image 5 \(image_5\)"):
+            list(batches)
+    assert no_decoding_threads()
+
+
+def no_decoding_threads():
+    return not any(thread.name.startswith("decode") for thread in threading.enumerate())
+
+
+def test_stopping_early_ends_the_threads(plain_source):
+    iterator = iter(
+        stream.TrainBatches(plain_source(9), np.arange(9), None, 2, 0, 0, image_size=4, epochs=50)
+    )
+    next(iterator)
+    assert not no_decoding_threads()
+    iterator.close()
+    assert no_decoding_threads()
+
+
+def test_reading_ahead_is_bounded(plain_source):
+    source, counts = counting(plain_source(40))
+    batches = stream.TrainBatches(
+        source, np.arange(40), None, 2, 0, 0, image_size=4, workers=2, prefetch=3
+    )
+    iterator = iter(batches)
+    next(iterator)
+    iterator.close()
+    assert 2 <= counts.total() <= 8
+
+
+def test_waiting_for_input_is_measured(plain_source, monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(stream.time, "perf_counter", lambda: float(next(clock)))
+    batches = stream.TrainBatches(plain_source(9), np.arange(9), None, 2, 0, 0, image_size=4)
+    assert batches.input_wait_seconds == 0
+    list(batches)
+    # One second passes between any two looks at this clock.
+    assert batches.input_wait_seconds == len(batches) == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(batch_size=0), "batch_size must be at least 1, found 0"),
+        (dict(workers=0), "workers must be at least 1, found 0"),
+        (dict(prefetch=0), "prefetch must be at least 1"),
+        (dict(image_size=0), "image_size must be at least 1"),
+        (dict(seed=-1), "seed must be 0 or more, found -1"),
+        (dict(start_step=-1), "start_step must be 0 or more"),
+        (dict(indices=[]), "plain, task 0: no training image"),
+        (dict(indices=[0, 9]), "between 0 and 8, found shape .2,., 0 to 9"),
+        (dict(indices=[-1]), "between 0 and 8"),
+        (dict(indices=[[0]]), "vector of image indices"),
+        (dict(labels=[0, 1]), "one label per image index"),
+    ],
+)
+def test_bad_arguments(plain_source, change, message):
+    arguments = dict(indices=[0], labels=None, batch_size=2, seed=0, task=0, image_size=4)
+    with pytest.raises(InputError, match=message):
+        stream.TrainBatches(plain_source(9), **(arguments | change))
+
+
+@pytest.mark.parametrize("index", [-1, 9])
+def test_source_refuses_indices_out_of_range(plain_source, index):
+    with pytest.raises(InputError, match=f"between 0 and 8, found {index}"):
+        plain_source(9).read(index)
