@@ -275,7 +275,7 @@ class DatasetWriter:
         num_shards = max(1, min(num_examples, -(-num_bytes // _SHARD_BYTES)))
         bounds = [num_examples * shard // num_shards for shard in range(num_shards + 1)]
         template = tfds.core.ShardedFileTemplate(
-            data_dir=tfds.core.as_path(self._folder),
+            data_dir=tfds.core.Path(self._folder),
             dataset_name=self._name,
             split=split,
             filetype_suffix="array_record",

@@ -1,0 +1,116 @@
+import dataclasses
+
+import numpy as np
+import pytest
+
+from fdc_jax.data import benchmarks, stream
+from fdc_jax.errors import InputError
+
+# Table of dataset partitions in the paper: classes, tasks, classes per task, train, test.
+PAPER = {
+    "cifar100": (100, 20, 5, 50000, 10000),
+    "imagenet_a": (200, 10, 20, 5981, 1519),
+    "imagenet_r": (200, 10, 20, 24000, 6000),
+    "cub200": (200, 20, 10, 9430, 2358),
+    "omnibench": (300, 10, 30, 89697, 5985),
+}
+# Test images per 10 classes of class order 1993, known independently of the paper's tasks.
+PER_TEN = {
+    "imagenet_a": "77 98 99 86 64 52 126 96 81 62 60 74 60 86 76 51 85 62 39 85",
+    "imagenet_r": "317 372 300 332 302 304 298 273 310 177 284 376 271 298 367 362 230 248 308 271",
+    "cub200": "118 129 97 110 107 111 106 141 133 136 115 113 107 118 126 124 134 103 132 98",
+    "omnibench": " ".join(
+        str(
+            {18: 198}.get(i, 199 if i in (5, 8, 9, 10, 11, 14, 15, 16, 20, 22, 25, 27, 29) else 200)
+        )
+        for i in range(30)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_table_is_the_papers(name):
+    row = benchmarks.BENCHMARKS[name]
+    found = (row.num_classes, row.num_tasks, row.classes_per_task, row.num_train, row.num_test)
+    assert found == PAPER[name]
+
+
+@pytest.mark.parametrize("name", benchmarks.BENCHMARKS)
+def test_rows_are_consistent(name):
+    row = benchmarks.BENCHMARKS[name]
+    assert row.name == name
+    if row.task_test_counts is not None:
+        assert len(row.task_test_counts) == row.num_tasks
+        assert sum(row.task_test_counts) == row.num_test
+    assert (row.num_train is None) == (row.partition == "other")
+    if row.partition in ("other", "random80"):
+        assert name.endswith(row.partition)
+        assert name.removesuffix(f"_{row.partition}") in PAPER
+
+
+def test_names_on_disk_are_distinct():
+    names = [row.tfds_name for row in benchmarks.BENCHMARKS.values()]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("name", PER_TEN)
+def test_task_counts_agree_with_finer_ones(name):
+    row = benchmarks.BENCHMARKS[name]
+    fine = np.array(PER_TEN[name].split(), int)
+    np.testing.assert_array_equal(fine.reshape(row.num_tasks, -1).sum(axis=1), row.task_test_counts)
+
+
+def test_uneven_tasks_are_counted():
+    row = dataclasses.replace(benchmarks.BENCHMARKS["digits"], classes_per_task=3)
+    assert row.num_tasks == 4
+
+
+def test_unknown_benchmark_lists_the_known():
+    with pytest.raises(InputError, match=r"one of cifar100, .*found 'imagenet'"):
+        benchmarks.find("imagenet")
+
+
+ROW = dataclasses.replace(
+    benchmarks.BENCHMARKS["cub200"],
+    num_classes=5,
+    classes_per_task=2,
+    num_train=10,
+    num_test=8,
+    task_test_counts=None,
+)
+TRAIN = np.repeat(np.arange(5), 2)
+TEST = np.array([0, 1, 2, 3, 4, 4, 4, 1])
+
+
+def counts_in(seed):
+    order = stream.class_order(5, seed)
+    return [int(np.isin(TEST, order[i : i + 2]).sum()) for i in (0, 2, 4)]
+
+
+def test_verify_returns_the_runs_own_task_counts():
+    row = dataclasses.replace(ROW, task_test_counts=tuple(counts_in(1993)))
+    assert benchmarks.verify(row, TRAIN, TEST) == counts_in(1993)
+    other = next(seed for seed in range(50) if counts_in(seed) != counts_in(1993))
+    assert benchmarks.verify(row, TRAIN, TEST, other) == counts_in(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "train", "test", "message"),
+    [
+        ({}, np.repeat(np.arange(6), 2), TEST, "cub200: expected 5 classes, found 6"),
+        ({}, TRAIN[:-1], TEST, "expected 10 training images, found 9"),
+        ({}, TRAIN, TEST[:-1], "expected 8 test images, found 7"),
+        ({}, np.where(TRAIN == 2, 1, TRAIN), TEST, "training images of every class.*index 2$"),
+        ({}, TRAIN, np.where(TEST == 3, 1, TEST), "test images of every class.*index 3$"),
+        ({"task_test_counts": (8, 0, 0)}, TRAIN, TEST, "expected 8 0 0 test .*another division"),
+        ({"num_train": None}, np.array([0, 2]), TEST[:0], "training images of every .*index 1$"),
+    ],
+)
+def test_verify_names_expected_and_found(changes, train, test, message):
+    with pytest.raises(InputError, match=message):
+        benchmarks.verify(dataclasses.replace(ROW, **changes), train, test)
+
+
+def test_other_splits_may_have_any_counts():
+    row = benchmarks.BENCHMARKS["cub200_other"]
+    assert benchmarks.verify(row, np.array([0, 1]), np.array([1, 1, 1])) == [3]

@@ -1,0 +1,48 @@
+import io
+
+import numpy as np
+from PIL import Image
+
+from fdc_jax.data import benchmarks, digits, tfds_source
+
+
+def test_splits_are_those_of_the_table():
+    train, test = digits.open_digits("train"), digits.open_digits("test")
+    row = benchmarks.BENCHMARKS["digits"]
+    assert benchmarks.verify(row, train.labels, test.labels) == list(row.task_test_counts)
+    assert not set(train.ids) & set(test.ids)
+    assert len(set(train.ids) | set(test.ids)) == 1797
+    assert train.num_classes == 10
+
+
+def test_every_third_scan_of_a_class_is_held_out():
+    _, labels = digits._scans()
+    train, test = digits.open_digits("train"), digits.open_digits("test")
+    for label in range(10):
+        numbers = np.flatnonzero(labels == label)
+        ids = [test.ids[i] for i in np.flatnonzero(test.labels == label)]
+        assert ids == [f"digit_{number:04d}" for number in numbers[2::3]]
+        assert (train.labels == label).sum() == len(numbers) - len(ids)
+
+
+def test_images_are_enlarged_scans():
+    scans, labels = digits._scans()
+    source = digits.open_digits("test")
+    for index in (0, 100, 595):
+        number = int(source.ids[index].removeprefix("digit_"))
+        assert labels[number] == source.labels[index]
+        with Image.open(io.BytesIO(source.read(index))) as image:
+            assert (image.mode, image.size) == ("RGB", (32, 32))
+            grey = np.asarray(image, np.float64)
+        assert (grey == grey[..., :1]).all()
+        small = grey[..., 0].reshape(8, 4, 8, 4).mean(axis=(1, 3))
+        assert np.corrcoef(small.ravel(), scans[number].ravel())[0, 1] > 0.97
+        assert grey.max() > 200
+
+
+def test_digits_open_like_any_benchmark(tmp_path):
+    source = tfds_source.open_source("digits", "train", tmp_path / "nothing here")
+    assert (source.name, source.split, source.partition) == ("digits", "train", "embedded")
+    assert len(source) == 1201
+    assert source.checksum == digits.open_digits("train").checksum
+    assert source.checksum != digits.open_digits("test").checksum
