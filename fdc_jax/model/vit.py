@@ -37,7 +37,7 @@ VARIANTS = {
     "S/16": Variant(width=384, depth=12, heads=6),
     "B/16": Variant(width=768, depth=12, heads=12),
     "L/16": Variant(width=1024, depth=24, heads=16),
-    "digits": Variant(width=96, depth=4, heads=3, patch=4),
+    "digits": Variant(width=96, depth=4, heads=3, patch=8),
 }
 
 # Offset and divisor applied to pixels in [0, 1]: PILOT feeds them as they are, AugReg in [-1, 1].
