@@ -1,0 +1,588 @@
+import hashlib
+import io
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+from PIL import Image
+
+from fdc_jax.data import benchmarks, cifar100, folders, prepare, stream, tfds_source
+from fdc_jax.errors import InputError
+
+# As strings "10" and "100" come before "4"; one class has a single training image.
+TRAIN = {"10": 3, "100": 1, "4": 2, "44": 2}
+TEST = {"10": 1, "100": 2, "4": 1, "44": 1}
+ORDERED = ["10", "100", "4", "44"]
+
+
+def image_of(label, number):
+    return np.full((7, 5, 3), (40 * label, number, 200), np.uint8)
+
+
+@pytest.fixture
+def pilot(tmp_path, encode, tiny_benchmark):
+    """A small folder in PILOT's layout, and omnibench shrunk to it."""
+    root = tmp_path / "raw" / "omnibenchmark"
+    for split, counts in [("train", TRAIN), ("test", TEST)]:
+        for name, count in counts.items():
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for number in range(count):
+                suffix, file_format = [("JPEG", "JPEG"), ("png", "PNG")][number % 2]
+                content = encode(image_of(ORDERED.index(name), number), file_format)
+                (folder / f"{number}.{suffix}").write_bytes(content)
+    order = stream.class_order(4, 1993)
+    counts = tuple(sum(TEST[ORDERED[c]] for c in order[i : i + 2]) for i in (0, 2))
+    tiny_benchmark(
+        "omnibench",
+        num_classes=4,
+        classes_per_task=2,
+        num_train=8,
+        num_test=5,
+        task_test_counts=counts,
+    )
+    tiny_benchmark("omnibench_other", num_classes=4, classes_per_task=2)
+    return root
+
+
+def assert_reads_back(root, data_dir, name="omnibench"):
+    for split, counts in [("train", TRAIN), ("test", TEST)]:
+        source = tfds_source.open_source(name, split, data_dir)
+        expected = sorted(
+            (path.parent.name, path.name) for path in (root / split).rglob("*.*") if path.is_file()
+        )
+        assert list(source.ids) == ["/".join(names) for names in expected]
+        assert source.class_names == tuple(ORDERED)
+        for index, (class_name, file_name) in enumerate(expected):
+            assert source.labels[index] == ORDERED.index(class_name)
+            assert source.read(index) == (root / split / class_name / file_name).read_bytes()
+        assert np.bincount(source.labels).tolist() == [counts[c] for c in ORDERED]
+
+
+def left_over(data_dir):
+    """Everything in the data folder but locks."""
+    return sorted(path.name for path in Path(data_dir).iterdir() if path.suffix != ".lock")
+
+
+def test_folder_end_to_end(tmp_path, pilot):
+    data_dir = tmp_path / "data"
+    folder = prepare.prepare("omnibench", pilot, data_dir, workers=3)
+    assert folder == data_dir / "pilot_omnibench" / "1.0.0"
+    assert left_over(data_dir) == ["pilot_omnibench"]
+    assert_reads_back(pilot, data_dir)
+    source = tfds_source.open_source("omnibench", "train", data_dir)
+    assert source.partition == "pilot"
+    examples = tfds.builder_from_directory(str(folder)).as_data_source(split="test")
+    assert [int(example["label"]) for example in examples] == [0, 1, 1, 2, 3]
+
+
+def pack_zip(root, path):
+    with zipfile.ZipFile(path, "w") as packed:
+        for file in sorted(root.rglob("*")):
+            packed.write(file, f"top/{root.name}/{file.relative_to(root)}")
+        packed.writestr(f"__MACOSX/{root.name}/train/4/._0.JPEG", b"resource fork")
+        packed.writestr(f"top/{root.name}/train/4/._0.JPEG", b"resource fork")
+        packed.writestr(f"top/{root.name}/train/4/.DS_Store", b"finder")
+
+
+def pack_tar(root, path):
+    with tarfile.open(path, "w:gz") as packed:
+        packed.add(root, root.name)
+
+
+@pytest.mark.parametrize(("pack", "name"), [(pack_zip, "o.zip"), (pack_tar, "o.tar.gz")])
+def test_archives_end_to_end(tmp_path, pilot, pack, name):
+    pack(pilot, tmp_path / name)
+    data_dir = tmp_path / "data"
+    prepare.prepare("omnibench", tmp_path / name, data_dir, quiet=True)
+    assert left_over(data_dir) == ["pilot_omnibench"]
+    assert_reads_back(pilot, data_dir)
+
+
+def test_archive_and_folder_give_the_same_files(tmp_path, pilot):
+    pack_tar(pilot, tmp_path / "o.tgz")
+    prepare.prepare("omnibench", tmp_path / "o.tgz", tmp_path / "a", quiet=True, workers=1)
+    prepare.prepare("omnibench", pilot, tmp_path / "b", quiet=True, workers=4)
+    for split in ("train", "test"):
+        a, b = (tfds_source.open_source("omnibench", split, tmp_path / name) for name in "ab")
+        assert a.checksum == b.checksum
+    metadata = [
+        (tmp_path / name / "pilot_omnibench" / "1.0.0" / "metadata.json").read_text()
+        for name in "ab"
+    ]
+    assert metadata[0] == metadata[1]
+    assert re.search('"images_sha256": "[0-9a-f]{64}"', metadata[0])
+
+
+@pytest.mark.parametrize("damage", ["text", "cut zip", "cut tar"])
+def test_damaged_archives(tmp_path, pilot, damage):
+    archive = tmp_path / "o.archive"
+    if damage == "text":
+        archive.write_text("<html>quota exceeded</html>")
+    else:
+        (pack_zip if damage == "cut zip" else pack_tar)(pilot, archive)
+        content = archive.read_bytes()
+        archive.write_bytes(content[: len(content) // 2])
+    with pytest.raises(InputError, match=re.escape(str(archive))):
+        prepare.prepare("omnibench", archive, tmp_path / "data", quiet=True)
+    assert left_over(tmp_path / "data") == []
+
+
+def test_archives_cannot_write_outside(tmp_path, encode):
+    content = encode(np.zeros((2, 2, 3), np.uint8))
+    archive = tmp_path / "o.tar"
+    with tarfile.open(archive, "w") as packed:
+        for name in ("../../escaped.png", f"{tmp_path}/escaped.png"):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            packed.addfile(member, io.BytesIO(content))
+    folders.extract(archive, tmp_path / "a" / "b")
+    assert not (tmp_path / "escaped.png").exists()
+    with tarfile.open(archive, "w") as packed:
+        member = tarfile.TarInfo("link.png")
+        member.type = tarfile.SYMTYPE
+        member.linkname = "/etc/passwd"
+        packed.addfile(member)
+    with pytest.raises(InputError, match=r"o.tar: cannot unpack"):
+        folders.extract(archive, tmp_path / "a" / "b")
+
+
+def test_rerun_changes_nothing(tmp_path, pilot, capsys):
+    prepare.prepare("omnibench", pilot, tmp_path)
+    assert "8 train images, 5 test images, partition pilot" in capsys.readouterr().err
+    folder = tmp_path / "pilot_omnibench" / "1.0.0"
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert prepare.prepare("omnibench", pilot, tmp_path) == folder
+    assert "omnibench is already prepared" in capsys.readouterr().err
+    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
+
+
+def test_progress_lines_and_quiet(tmp_path, pilot, capsys):
+    prepare.prepare("omnibench", pilot, tmp_path / "a")
+    assert "omnibench train: 8 of 8 images" in capsys.readouterr().err
+    prepare.prepare("omnibench", pilot, tmp_path / "b", quiet=True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_every_unreadable_image_is_listed(tmp_path, pilot):
+    (pilot / "train" / "10" / "1.png").write_bytes(b"")
+    (pilot / "test" / "44" / "0.JPEG").write_text("not an image")
+    good = (pilot / "train" / "4" / "0.JPEG").read_bytes()
+    (pilot / "train" / "4" / "0.JPEG").write_bytes(good[:-30])
+    with pytest.raises(InputError, match="3 of 13 images cannot be read") as caught:
+        prepare.prepare("omnibench", pilot, tmp_path / "data", quiet=True, workers=2)
+    for name in ("train/10/1.png", "test/44/0.JPEG", "train/4/0.JPEG"):
+        assert name in str(caught.value)
+    assert left_over(tmp_path / "data") == []
+
+
+def test_files_that_are_no_images_are_left_out_and_named(tmp_path, pilot, capsys):
+    (pilot / "train" / "10" / "list.txt").write_text("1.png")
+    (pilot / "train" / "10" / ".hidden.png").write_text("")
+    (pilot / "train" / "README.md").write_text("about")
+    prepare.prepare("omnibench", pilot, tmp_path)
+    assert "1 files are no images by their suffix and are left out: 10/list.txt" in (
+        capsys.readouterr().err
+    )
+
+
+def move(pilot, old, new):
+    (pilot / new).parent.mkdir(parents=True, exist_ok=True)
+    (pilot / old).rename(pilot / new)
+
+
+@pytest.mark.parametrize(
+    ("moves", "message"),
+    [
+        ([("train/10/0.JPEG", "test/10/9.JPEG")], "expected 8 training images, found 7"),
+        ([("train/44", "train/45")], "expected 4 classes, found 5|found none of 44"),
+        ([("test/44/0.JPEG", "test/10/9.JPEG")], "expected images in this class folder"),
+    ],
+)
+def test_another_split_is_refused(tmp_path, pilot, moves, message):
+    for old, new in moves:
+        move(pilot, old, new)
+    with pytest.raises(InputError, match=message):
+        prepare.prepare("omnibench", pilot, tmp_path / "data", quiet=True)
+    assert left_over(tmp_path / "data") == []
+
+
+def test_another_split_of_the_same_size_is_refused(tmp_path, pilot):
+    order = [ORDERED[label] for label in stream.class_order(4, 1993)]
+    tasks = [set(order[:2]), set(order[2:])]
+    (other,) = (task for task in tasks if "100" not in task)
+    move(pilot, "test/100/1.png", f"test/{min(other)}/9.png")
+    with pytest.raises(InputError, match="test images in the tasks of class order 1993, found"):
+        prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
+
+
+def test_another_split_can_be_prepared_under_its_own_name(tmp_path, pilot, capsys):
+    move(pilot, "train/10/0.JPEG", "test/10/9.JPEG")
+    with pytest.raises(InputError, match=r"--allow_other_split prepares it as .*omnibench_other"):
+        prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
+    folder = prepare.prepare("omnibench", pilot, tmp_path, allow_other_split=True)
+    assert folder == tmp_path / "omnibench_other" / "1.0.0"
+    assert "expected 8 training images, found 7; preparing it as" in capsys.readouterr().err
+    source = tfds_source.open_source("omnibench_other", "test", tmp_path)
+    assert (source.name, source.partition, len(source)) == ("omnibench_other", "other", 6)
+    with pytest.raises(InputError, match="omnibench is not prepared"):
+        tfds_source.open_source("omnibench", "test", tmp_path)
+    assert prepare.prepare("omnibench", pilot, tmp_path, allow_other_split=True) == folder
+    assert "omnibench_other is already prepared" in capsys.readouterr().err
+
+
+def test_the_right_split_keeps_its_name_whatever_is_allowed(tmp_path, pilot):
+    folder = prepare.prepare("omnibench", pilot, tmp_path, allow_other_split=True, quiet=True)
+    assert folder == tmp_path / "pilot_omnibench" / "1.0.0"
+
+
+def test_classes_must_have_training_images(tmp_path, pilot):
+    move(pilot, "train/44", "elsewhere/44")
+    with pytest.raises(InputError, match="training images of every class, found none of 44"):
+        prepare.prepare("omnibench_other", pilot, tmp_path, quiet=True)
+
+
+@pytest.mark.parametrize("make", [None, "train", "folder"])
+def test_folders_that_are_not_there(tmp_path, pilot, make):
+    source = tmp_path / "source"
+    if make:
+        (source / make).mkdir(parents=True)
+    expected = "found nothing" if make is None else "expected the folders train and test"
+    with pytest.raises(InputError, match=f"{re.escape(str(source))}.*{expected}"):
+        prepare.prepare("omnibench", source, tmp_path / "data", quiet=True)
+
+
+def test_a_folder_in_the_way_is_not_touched(tmp_path, pilot):
+    place = tmp_path / "pilot_omnibench" / "1.0.0"
+    place.mkdir(parents=True)
+    (place / "mine").write_text("")
+    with pytest.raises(InputError, match=r"without dataset_info.json; remove it"):
+        prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
+    assert (place / "mine").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("nothing", {}, "benchmark must be one of"),
+        ("imagenet_r", {}, "needs --source=PATH, where PATH is the archive imagenet-r.zip"),
+        ("cifar100", {"allow_other_split": True}, "has one split only"),
+    ],
+)
+def test_bad_requests(tmp_path, name, options, message):
+    with pytest.raises(InputError, match=message):
+        prepare.prepare(name, None, tmp_path, quiet=True, **options)
+
+
+def test_digits_need_no_preparation(tmp_path, capsys):
+    assert prepare.prepare("digits", None, tmp_path / "data") is None
+    assert "digits is embedded" in capsys.readouterr().err
+    assert not (tmp_path / "data").exists()
+
+
+def test_command_line(tmp_path, pilot, capsys):
+    assert prepare.main(["omnibench", f"--source={pilot}", f"--data_dir={tmp_path}"]) == 0
+    capsys.readouterr()
+    assert prepare.main(["omnibench_other", f"--data_dir={tmp_path}", "--quiet"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: omnibench_other needs --source")
+    assert error.count("\n") == 1
+
+
+def test_the_data_folder_may_be_closed(tmp_path, pilot):
+    (tmp_path / "data").write_text("a file, not a folder")
+    with pytest.raises(InputError, match="cannot write"):
+        prepare.prepare("omnibench", pilot, tmp_path / "data", quiet=True)
+
+
+# Substitute splits
+
+
+@pytest.fixture
+def release(tmp_path, encode, tiny_benchmark):
+    """A small folder in the layout of the public CUB release."""
+    for name, count in [("001.B", 9), ("002.A", 6)]:
+        folder = tmp_path / "raw" / "CUB_200_2011" / "images" / name
+        folder.mkdir(parents=True)
+        for number in range(count):
+            (folder / f"{number}.jpg").write_bytes(encode(image_of(1, number), "JPEG"))
+    (tmp_path / "raw" / "CUB_200_2011" / "images.txt").write_text("1 001.B/0.jpg")
+    (tmp_path / "raw" / "CUB_200_2011" / "parts").mkdir()
+    tiny_benchmark("cub200_random80", num_classes=2, classes_per_task=1, num_train=12, num_test=3)
+    return tmp_path / "raw"
+
+
+def test_substitute_split_follows_its_rule(tmp_path, release):
+    prepare.prepare("cub200_random80", release, tmp_path / "data", quiet=True)
+    names = sorted([f"001.B/{i}.jpg" for i in range(9)] + [f"002.A/{i}.jpg" for i in range(6)])
+    order = np.random.RandomState(1993).permutation(15)
+    for split, chosen in [("train", order[:12]), ("test", order[12:])]:
+        source = tfds_source.open_source("cub200_random80", split, tmp_path / "data")
+        assert list(source.ids) == sorted(names[i] for i in chosen)
+        assert (source.name, source.partition) == ("cub200_random80", "random80")
+
+
+def test_substitute_split_checks_the_counts(tmp_path, release):
+    (release / "CUB_200_2011" / "images" / "002.A" / "5.jpg").unlink()
+    with pytest.raises(
+        InputError, match=r"cub200_random80: expected 12 training images, found 11$"
+    ):
+        prepare.prepare("cub200_random80", release, tmp_path / "data", quiet=True)
+
+
+def test_substitute_counts_of_the_public_releases():
+    found = {
+        name: (row.num_train, row.num_test)
+        for name, row in benchmarks.BENCHMARKS.items()
+        if row.partition == "random80"
+    }
+    assert found == {
+        "imagenet_r_random80": (24000, 6000),
+        "imagenet_a_random80": (6000, 1500),
+        "cub200_random80": (9430, 2358),
+    }
+
+
+def test_no_class_folders(tmp_path, release):
+    with pytest.raises(InputError, match="one folder of images per class"):
+        prepare.prepare(
+            "cub200_random80", release / "CUB_200_2011" / "parts", tmp_path / "d", quiet=True
+        )
+
+
+# CIFAR-100
+
+FINE = sorted(f"class_{i:03d}" for i in range(100))
+COARSE = sorted(f"group_{i:02d}" for i in range(20))
+
+
+def archive_bytes(labels, fine=FINE, coarse=COARSE, change=None):
+    """Packs a synthetic archive in the official layout; returns its bytes and its pixels."""
+    generator = np.random.default_rng(0)
+    files = {
+        "fine_label_names.txt": "\n".join(fine).encode() + b"\n",
+        "coarse_label_names.txt": "\n".join(coarse).encode() + b"\n",
+    }
+    pixels = {}
+    for split, split_labels in labels.items():
+        planes = generator.integers(0, 256, (len(split_labels), 3, 32, 32), dtype=np.uint8)
+        pixels[split] = planes
+        files[f"{split}.bin"] = b"".join(
+            bytes([label // 5, label]) + plane.tobytes()
+            for label, plane in zip(split_labels, planes, strict=True)
+        )
+    files |= change or {}
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as packed:
+        for name, content in files.items():
+            if content is not None:
+                member = tarfile.TarInfo(f"cifar-100-binary/{name}")
+                member.size = len(content)
+                packed.addfile(member, io.BytesIO(content))
+    return buffer.getvalue(), pixels
+
+
+LABELS = {"train": [*range(100), 7, 3], "test": [*range(99, -1, -1)]}
+
+
+@pytest.fixture
+def cifar(tmp_path, tiny_benchmark):
+    """A synthetic archive, its pixels, and cifar100's row shrunk to it."""
+    content, pixels = archive_bytes(LABELS)
+    archive = tmp_path / "raw" / cifar100.ARCHIVE_NAME
+    archive.parent.mkdir()
+    archive.write_bytes(content)
+    tiny_benchmark(
+        "cifar100",
+        num_train=102,
+        num_test=100,
+        task_test_counts=(5,) * 20,
+        checksums={"sha256": hashlib.sha256(content).hexdigest()},
+    )
+    return archive, pixels
+
+
+def assert_is_cifar(data_dir, pixels):
+    for split in ("train", "test"):
+        source = tfds_source.open_source("cifar100", split, data_dir)
+        assert list(source.ids) == [f"{split}_{i:05d}" for i in range(len(LABELS[split]))]
+        assert source.labels.tolist() == LABELS[split]
+        assert source.class_names == tuple(FINE)
+        for index, planes in enumerate(pixels[split]):
+            with Image.open(io.BytesIO(source.read(index))) as image:
+                assert image.format == "PNG"
+                np.testing.assert_array_equal(np.asarray(image), planes.transpose(1, 2, 0))
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_cifar_from_the_binary_archive(tmp_path, cifar, folder):
+    archive, pixels = cifar
+    source = archive.parent if folder else archive
+    prepare.prepare("cifar100", source, tmp_path / "data", quiet=True)
+    assert left_over(tmp_path / "data") == ["cifar100"]
+    assert_is_cifar(tmp_path / "data", pixels)
+
+
+def test_cifar_is_what_tfds_itself_expects(tmp_path, cifar):
+    archive, pixels = cifar
+    prepare.prepare("cifar100", archive, tmp_path, quiet=True)
+    examples = tfds.data_source("cifar100", split="test", data_dir=tmp_path)
+    assert len(examples) == 100
+    example = examples[30]
+    assert set(example) == {"id", "image", "label", "coarse_label"}
+    assert example["id"] == b"test_00030"
+    assert (int(example["label"]), int(example["coarse_label"])) == (69, 13)
+    np.testing.assert_array_equal(example["image"], pixels["test"][30].transpose(1, 2, 0))
+    builder = tfds.builder("cifar100", data_dir=tmp_path)
+    assert builder.info.features["label"].names == FINE
+    assert builder.info.splits["train"].num_examples == 102
+
+
+def test_cifar_archive_with_another_checksum(tmp_path, cifar):
+    archive, _ = cifar
+    archive.write_bytes(archive.read_bytes() + b"\0")
+    with pytest.raises(InputError, match=r"expected SHA-256 [0-9a-f]{64}, found [0-9a-f]{64}"):
+        prepare.prepare("cifar100", archive, tmp_path / "data", quiet=True)
+    with pytest.raises(InputError, match=r"expected the archive cifar-100-binary.tar.gz"):
+        prepare.prepare("cifar100", tmp_path / "data", tmp_path / "data", quiet=True)
+
+
+def test_published_checksum_is_the_one_of_tfds():
+    path = Path(tfds.__file__).parent / "url_checksums" / "cifar100.txt"
+    row = benchmarks.BENCHMARKS["cifar100"]
+    assert path.read_text().split() == [
+        row.obtain,
+        "168513733",
+        row.checksums["sha256"],
+        cifar100.ARCHIVE_NAME,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"test.bin": bytes(3073)}, "test.bin: expected a multiple of 3074 bytes, found 3073"),
+        ({"train.bin": b""}, "train.bin: expected a multiple of 3074 bytes, found 0"),
+        ({"train.bin": bytes([0, 100]) + bytes(3072)}, "labels below 20 and 100, found 0 and 100"),
+        ({"train.bin": bytes([20, 0]) + bytes(3072)}, "labels below 20 and 100, found 20 and 0"),
+        ({"fine_label_names.txt": b"a\nb\n"}, "expected 100 names in alphabetical order, found 2"),
+        ({"test.bin": None}, "cannot read cifar-100-binary/test.bin"),
+    ],
+)
+def test_cifar_archive_of_another_form(tmp_path, change, message):
+    archive = tmp_path / "a.tar.gz"
+    archive.write_bytes(archive_bytes(LABELS, change=change)[0])
+    with pytest.raises(InputError, match=f"{re.escape(str(archive))}: .*{message}"):
+        cifar100.read(benchmarks.BENCHMARKS["cifar100"], archive)
+
+
+def test_cifar_archive_cut_short(tmp_path):
+    archive = tmp_path / "a.tar.gz"
+    content = archive_bytes(LABELS)[0]
+    archive.write_bytes(content[: len(content) // 2])
+    with pytest.raises(InputError, match="cannot read"):
+        cifar100.read(benchmarks.BENCHMARKS["cifar100"], archive)
+
+
+@pytest.fixture
+def served(cifar, tmp_path):
+    """Serves the archive's folder on this machine; returns its address."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"],
+        cwd=tmp_path / "raw",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    server.stdout.readline()
+    yield f"http://127.0.0.1:{port}/{cifar100.ARCHIVE_NAME}"
+    server.terminate()
+    server.wait()
+    server.stdout.close()
+
+
+def test_cifar_can_be_downloaded(tmp_path, cifar, served, tiny_benchmark):
+    _, pixels = cifar
+    tiny_benchmark("cifar100", obtain=served)
+    prepare.prepare("cifar100", None, tmp_path / "data", quiet=True)
+    assert_is_cifar(tmp_path / "data", pixels)
+    assert (tmp_path / "data" / "downloads" / cifar100.ARCHIVE_NAME).is_file()
+
+
+def test_download_with_another_checksum(tmp_path, served, tiny_benchmark):
+    tiny_benchmark("cifar100", obtain=served, checksums={"sha256": "0" * 64})
+    with pytest.raises(InputError, match=r"cannot download http.*cifar-100-binary.tar.gz"):
+        prepare.prepare("cifar100", None, tmp_path / "data", quiet=True)
+    assert left_over(tmp_path / "data" / "downloads") == []
+
+
+def test_no_network_names_the_file_to_get(tmp_path, cifar, tiny_benchmark):
+    tiny_benchmark("cifar100", obtain="http://127.0.0.1:9/cifar-100-binary.tar.gz")
+    with pytest.raises(InputError) as caught:
+        prepare.prepare("cifar100", None, tmp_path / "data", quiet=True)
+    message = str(caught.value)
+    assert str(tmp_path / "data" / "downloads" / cifar100.ARCHIVE_NAME) in message
+    assert "--source" in message
+    assert "\n" not in message
+
+
+# Several processes, and processes that die
+
+
+def test_processes_take_turns(tmp_path, pilot):
+    command = [
+        sys.executable,
+        "-c",
+        CHILD,
+        str(pilot),
+        str(tmp_path / "data"),
+        repr(benchmarks.BENCHMARKS["omnibench"]),
+    ]
+    children = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    errors = [child.communicate(timeout=120)[1] for child in children]
+    assert [child.returncode for child in children] == [0, 0, 0], errors
+    assert sum("8 train images" in error for error in errors) == 1
+    assert sum("already prepared" in error for error in errors) == 2
+    assert left_over(tmp_path / "data") == ["pilot_omnibench"]
+    assert_reads_back(pilot, tmp_path / "data")
+
+
+CHILD = """
+import sys
+from fdc_jax.data import benchmarks, prepare, tfds_source
+from fdc_jax.data.benchmarks import Benchmark
+benchmarks.BENCHMARKS["omnibench"] = eval(sys.argv[3])
+if len(sys.argv) > 4:
+    import os, signal
+    def die(*arguments):
+        os.kill(os.getpid(), signal.SIGKILL)
+    setattr({"finish": tfds_source.DatasetWriter, "rename": os}[sys.argv[4]], sys.argv[4], die)
+prepare.prepare("omnibench", sys.argv[1], sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("moment", ["finish", "rename"])
+def test_a_killed_process_leaves_nothing_that_is_accepted(tmp_path, pilot, moment):
+    data_dir = tmp_path / "data"
+    command = [sys.executable, "-c", CHILD, str(pilot), str(data_dir)]
+    command += [repr(benchmarks.BENCHMARKS["omnibench"]), moment]
+    child = subprocess.run(command, stderr=subprocess.PIPE, timeout=120, check=False)
+    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
+    assert any("incomplete" in name for name in left_over(data_dir))
+    with pytest.raises(InputError, match="is not prepared"):
+        tfds_source.open_source("omnibench", "train", data_dir)
+    prepare.prepare("omnibench", pilot, data_dir, quiet=True)
+    assert left_over(data_dir) == ["pilot_omnibench"]
+    assert_reads_back(pilot, data_dir)
