@@ -149,7 +149,8 @@ class _Mlp(nn.Module):
     def __call__(self, x):
         width = x.shape[-1]
         x = nn.Dense(self.hidden, dtype=self.dtype, precision=self.precision)(x)
-        x = nn.gelu(x, approximate=False)
+        # The exact GELU; jax.nn.gelu goes through erfc, which is several times slower on a CPU.
+        x = 0.5 * x * (1.0 + jax.lax.erf(x * jnp.asarray(0.5**0.5, x.dtype)))
         return nn.Dense(width, dtype=self.dtype, precision=self.precision)(x)
 
 
