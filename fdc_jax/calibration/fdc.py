@@ -2,36 +2,22 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
-from fdc_jax.calibration import function_heads, inputs, scoring
+from fdc_jax.calibration import function_heads, inputs
 from fdc_jax.calibration.earlier import EarlierTasks
 from fdc_jax.calibration.foreign import ForeignReference, fit_foreign_reference
 from fdc_jax.calibration.head_rows import common_kind, head_kind, head_rows
+from fdc_jax.calibration.scorer import Scorer
 from fdc_jax.calibration.scores import Scores
 from fdc_jax.calibration.second_pass import second_pass
 from fdc_jax.calibration.settings import Settings
-from fdc_jax.calibration.statistics import ViewStatistics, first_pass
-from fdc_jax.calibration.terms import TaskLogits, Terms, ViewEvidence, Weights
+from fdc_jax.calibration.statistics import Task, first_pass
+from fdc_jax.calibration.terms import Terms
 from fdc_jax.errors import InputError
-
-# Rows scored per call; smaller batches are padded to a power of two, so that shapes recur.
-SCORE_ROWS = 256
-SMALLEST_BATCH = 8
-
-
-class Task(NamedTuple):
-    """What is kept of a task: one entry per view, adapted view first."""
-
-    views: list[ViewStatistics]
-    classes: Int[np.ndarray, " c"]
-    raw_scale: float
-    filtered_scale: float
 
 
 class FDC:
@@ -88,7 +74,7 @@ class FDC:
         self.foreign: list[list[Float[np.ndarray, "earlier n"]]] | None = []
         self._earlier: list[EarlierTasks] = []
         self._finalized = False
-        self._arrays: _DeviceArrays | None = None
+        self._scorer: Scorer | None = None
 
     @property
     def num_tasks(self) -> int:
@@ -178,7 +164,7 @@ class FDC:
             self._earlier = [EarlierTasks() for _ in first.shapes]
         for view, earlier in enumerate(self._earlier):
             earlier.update([fitted.views[view] for fitted in self.tasks])
-        fit = second_pass(
+        fitted, foreign = second_pass(
             source,
             task,
             first,
@@ -188,11 +174,11 @@ class FDC:
             self.settings.attenuation,
             self.settings.neighbours,
         )
-        self.tasks.append(Task(fit.views, first.classes, fit.raw_scale, fit.filtered_scale))
+        self.tasks.append(fitted)
         self.heads.append(head)
-        self.foreign.append(fit.foreign)
+        self.foreign.append(foreign)
         self._finalized = False
-        self._arrays = None
+        self._scorer = None
 
     def finalize(self, release: bool = False) -> None:
         """Fits the foreign reference of RLC (Algorithm 1, line 13). May be called again.
@@ -211,7 +197,7 @@ class FDC:
                 fit_foreign_reference([task[view] for task in self.foreign])
                 for view in range(self.num_views)
             ]
-            self._arrays = None
+            self._scorer = None
         self._finalized = True
         if release:
             self.foreign = None
@@ -239,7 +225,7 @@ class FDC:
             if found != len(task.classes):
                 raise InputError(f"{name}: expected {len(task.classes)} classes, found {found}")
         self.heads = heads
-        self._arrays = None
+        self._scorer = None
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
         """Returns calibrated scores of a batch of any size, with all components switched on.
@@ -281,90 +267,9 @@ class FDC:
                 "pretrained features: expected, since the tasks were fitted with them; leave them "
                 "out only with pretrained_view_weight 0"
             )
-        arrays = self._device_arrays()
-        batches = []
-        for start in range(0, max(len(adapted), 1), SCORE_ROWS):
-            rows = slice(start, start + SCORE_ROWS)
-            size = len(adapted[rows])
-            padded = min(SCORE_ROWS, max(SMALLEST_BATCH, 1 << max(size - 1, 0).bit_length()))
-            batches.append(
-                scoring.score_terms(
-                    arrays.heads,
-                    arrays.views[0],
-                    None if pretrained is None else arrays.views[1],
-                    arrays.calibration,
-                    inputs.padded_rows(adapted[rows], padded),
-                    None if pretrained is None else inputs.padded_rows(pretrained[rows], padded),
-                    normalised=arrays.normalised,
-                    neighbours=self.settings.neighbours,
-                    nearest=self.settings.affinity_reference == "nearest",
-                )
-            )
-        # One transfer of small arrays at the very end: batches overlap until here.
-        joined = jax.tree.map(
-            lambda *parts: np.concatenate(parts)[: len(adapted)], *jax.device_get(batches)
-        )
-        inputs.check_rows("adapted features", joined.adapted_energy)
-        if joined.pretrained_energy is not None:
-            inputs.check_rows("pretrained features", joined.pretrained_energy)
-        return self._terms(joined, adapted, arrays)
-
-    def _terms(self, joined: scoring.BatchTerms, adapted: Any, arrays: "_DeviceArrays") -> Terms:
-        count = self.num_tasks
-        if joined.raw is None or joined.filtered is None:
-            raw, filtered = function_heads.function_logits_of_tasks(
-                self.heads,
-                adapted,
-                arrays.views[0].basis,
-                arrays.calibration.attenuation,
-                [len(task.classes) for task in self.tasks],
-            )
-        else:
-            raw, filtered = joined.raw, joined.filtered
-        frozen = joined.pretrained
-        settings = self.settings
-        return Terms(
-            raw_logits=TaskLogits(*(part[:, :count] for part in raw)),
-            filtered_logits=TaskLogits(*(part[:, :count] for part in filtered)),
-            adapted=ViewEvidence(*(part[:, :count] for part in joined.adapted)),
-            pretrained=frozen and ViewEvidence(*(part[:, :count] for part in frozen)),
-            raw_scale=np.array([task.raw_scale for task in self.tasks], np.float32),
-            filtered_scale=np.array([task.filtered_scale for task in self.tasks], np.float32),
-            weights=Weights(
-                settings.rlc_weight,
-                settings.pac_weight,
-                settings.adapted_view_weight,
-                settings.pretrained_view_weight,
-            ),
-            classes=self.classes,
-        )
-
-    def _device_arrays(self) -> "_DeviceArrays":
-        if self._arrays is None:
-            views = [
-                scoring.stack_view([task.views[view] for task in self.tasks])
-                for view in range(self.num_views)
-            ]
-            coefficients = [scoring.foreign_coefficients(each) for each in self.references]
-            gamma = self.settings.attenuation
-            heads, normalised = None, False
-            if head_kind(self.heads[0], "head of task 0") != "function":
-                width = len(self.tasks[0].views[0].mean)
-                rows = [
-                    head_rows(head, f"head of task {task}", width)
-                    for task, head in enumerate(self.heads)
-                ]
-                heads = scoring.stack_heads(rows, views[0].basis, gamma)
-                normalised = rows[0].normalised
-            self._arrays = _DeviceArrays(
-                views,
-                heads,
-                scoring.Calibration(
-                    jnp.asarray(coefficients[0]), jnp.asarray(coefficients[-1]), jnp.float32(gamma)
-                ),
-                normalised,
-            )
-        return self._arrays
+        if self._scorer is None:
+            self._scorer = Scorer(self.settings, self.tasks, self.heads, self.references)
+        return self._scorer.terms(adapted, pretrained)
 
     def _check_views(self, block: inputs.Block, task: int) -> None:
         if not self.tasks:
@@ -384,12 +289,3 @@ class FDC:
                     f"{name} features of task {task}: expected width {expected} like the earlier "
                     f"tasks, found {features.shape[1]}"
                 )
-
-
-class _DeviceArrays(NamedTuple):
-    """Padded statistics of all tasks, ready for the scoring kernel."""
-
-    views: list[scoring.ViewArrays]
-    heads: scoring.HeadArrays | None
-    calibration: scoring.Calibration
-    normalised: bool

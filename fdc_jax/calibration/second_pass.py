@@ -6,7 +6,7 @@ against the finished prototypes (Algorithm 1, lines 5 to 10).
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +18,8 @@ from fdc_jax.calibration.earlier import EarlierTasks
 from fdc_jax.calibration.function_heads import function_logits
 from fdc_jax.calibration.head_rows import HeadRows
 from fdc_jax.calibration.scoring import Logits
-from fdc_jax.calibration.statistics import FirstPass, ViewStatistics, population_moments
+from fdc_jax.calibration.statistics import FirstPass, Task, ViewStatistics, population_moments
 from fdc_jax.errors import InputError
-
-
-class TaskFit(NamedTuple):
-    """Everything collected from one task, adapted view first.
-
-    Attributes:
-        views: statistics per view.
-        foreign: standardised residuals of the task's samples against every earlier task, per view.
-        raw_scale: population std of the head's largest logit on the task, at least 1e-6.
-        filtered_scale: the same with TSF; sigma_t of Algorithm 1, line 10.
-    """
-
-    views: list[ViewStatistics]
-    foreign: list[Float[np.ndarray, "earlier n"]]
-    raw_scale: float
-    filtered_scale: float
 
 
 def second_pass(
@@ -47,7 +31,7 @@ def second_pass(
     earlier: Sequence[EarlierTasks],
     attenuation: float,
     neighbours: int,
-) -> TaskFit:
+) -> tuple[Task, list[Float[np.ndarray, "earlier n"]]]:
     """Measures every sample of a task against itself and against the earlier tasks.
 
     Args:
@@ -59,6 +43,10 @@ def second_pass(
         earlier: earlier tasks, per view.
         attenuation: gamma of TSF.
         neighbours: K of PAC.
+
+    Returns:
+        What is kept of the task and, per view, the standardised residuals of its samples against
+        every earlier task.
 
     Raises:
         InputError: the source gave other samples than in the first pass.
@@ -121,9 +109,14 @@ def second_pass(
     else:
         raw = _gather([batch.raw.logit for batch in own[0] if batch.raw], sizes)[0]
         filtered = _gather([batch.filtered.logit for batch in own[0] if batch.filtered], sizes)[0]
-    return TaskFit(
-        statistics, residuals, population_moments(raw)[1], population_moments(filtered)[1]
+    fitted = Task(
+        statistics,
+        first.classes,
+        sum(sizes),
+        population_moments(raw)[1],
+        population_moments(filtered)[1],
     )
+    return fitted, residuals
 
 
 _measure = partial(jax.jit, static_argnames=("normalised", "neighbours"))(scoring.measure)

@@ -39,6 +39,24 @@ class ViewStatistics(NamedTuple):
     distance_std: float
 
 
+class Task(NamedTuple):
+    """What is kept of a task.
+
+    Attributes:
+        views: statistics of the adapted view and, when in use, of the pretrained view.
+        classes: label of each head row.
+        samples: number of training samples.
+        raw_scale: population std of the head's largest logit on the task, at least 1e-6.
+        filtered_scale: the same with TSF; sigma_t of Algorithm 1, line 10.
+    """
+
+    views: list[ViewStatistics]
+    classes: Int[np.ndarray, " c"]
+    samples: int
+    raw_scale: float
+    filtered_scale: float
+
+
 class Shape(NamedTuple):
     """First-pass result: what determines the second pass."""
 

@@ -1,0 +1,115 @@
+"""Random task streams for the tests of calibration, and both implementations fitted on them."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from fdc_jax import calibration, heads
+from tests.calibration import reference
+
+
+class StreamTask(NamedTuple):
+    """One task: features of both views, head rows of the samples, head weight and bias."""
+
+    adapted: np.ndarray
+    pretrained: np.ndarray
+    rows: np.ndarray
+    weight: np.ndarray
+    bias: np.ndarray
+
+    @property
+    def labels(self):
+        return self.rows + self.first
+
+    first: int = 0
+
+
+def stream(
+    seed=0, tasks=3, width=16, pretrained_width=12, classes=(3, 4, 2), samples=(60, 45, 80), offset=0.0
+):
+    """Returns tasks with uneven class counts, sample counts and spectra.
+
+    `offset` moves all features by that many spreads, in one direction per view.
+    """
+    rng = np.random.default_rng(seed)
+    shifts = [offset * rng.normal(size=size) for size in (width, pretrained_width)]
+    made, first = [], 0
+    for t in range(tasks):
+        count, size = classes[t % len(classes)], samples[t % len(samples)]
+        rows = np.concatenate([np.arange(count), rng.integers(0, count, size - count)])
+        views = []
+        for dims, shift in zip((width, pretrained_width), shifts, strict=True):
+            means = rng.normal(size=(count, dims))
+            spectrum = np.linspace(1.0, 0.2, dims) ** rng.uniform(0.5, 2.0)
+            mix = np.linalg.qr(rng.normal(size=(dims, dims)))[0] * spectrum
+            noise = rng.normal(size=(size, dims)) @ mix.T
+            views.append((means[rows] + noise + shift + 0.5).astype(np.float32))
+        weight = rng.normal(size=(count, width)).astype(np.float32) / np.sqrt(width)
+        bias = rng.normal(size=count).astype(np.float32)
+        made.append(StreamTask(*views, rows, weight.astype(np.float32), bias, first))
+        first += count
+    return made
+
+
+def probe_inputs(tasks, seed=1, size=40):
+    """Returns inputs between the tasks: samples of all tasks, perturbed."""
+    rng = np.random.default_rng(seed)
+    adapted = np.concatenate([task.adapted for task in tasks])
+    pretrained = np.concatenate([task.pretrained for task in tasks])
+    pick = rng.permutation(len(adapted))[:size]
+    return tuple(
+        (view[pick] + 0.3 * rng.normal(size=view[pick].shape)).astype(np.float32)
+        for view in (adapted, pretrained)
+    )
+
+
+def head_of(task, kind):
+    """Returns the task's head of a kind for the package."""
+    return {
+        "linear": lambda: heads.LinearHead(task.weight, task.bias),
+        "cosine": lambda: heads.CosineHead(task.weight, 7.0),
+        "nearest_mean": lambda: heads.NearestMeanHead(task.weight),
+        "function": lambda: heads.FunctionHead(cubic, (task.weight, task.bias)),
+    }[kind]()
+
+
+def cubic(parameters, features):
+    """A head that is neither linear nor normalised."""
+    weight, bias = parameters
+    return (features @ weight.T) ** 3 / (1.0 + abs(features @ weight.T)) + bias
+
+
+def reference_head(task, kind):
+    """Returns the same head for the reference."""
+    if kind == "function":
+        parameters = (task.weight.astype(np.float64), task.bias.astype(np.float64))
+        return reference.Function(lambda h: cubic(parameters, h))
+    return reference.Head(kind, task.weight, task.bias if kind == "linear" else None, 7.0 if kind == "cosine" else 1.0)
+
+
+def fitted(tasks, kind="linear", dual=True, **settings):
+    """Returns a finalized calibrator of the package."""
+    calibrator = calibration.FDC(**settings)
+    for task in tasks:
+        calibrator.fit_task(
+            task.adapted, task.labels, head_of(task, kind), task.pretrained if dual else None
+        )
+    calibrator.finalize()
+    return calibrator
+
+
+def fitted_reference(tasks, kind="linear", dual=True, **settings):
+    """Returns the reference on the same tasks."""
+    return reference.Reference(
+        [
+            (task.adapted, task.rows, reference_head(task, kind), task.pretrained if dual else None)
+            for task in tasks
+        ],
+        **settings,
+    )
+
+
+def relative_error(found, expected):
+    """Returns the largest difference as a share of the spread of what is expected."""
+    expected = np.asarray(expected)
+    return float(np.abs(found - expected).max() / max(expected.std(), 1e-3))
