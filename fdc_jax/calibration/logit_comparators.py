@@ -7,21 +7,25 @@ where they cost nothing.
 
 import numpy as np
 from jaxtyping import Float
-from scipy.special import logsumexp, softmax
+from scipy.special import log_softmax, logsumexp, softmax
 
 from fdc_jax.calibration.scores import Scores
-from fdc_jax.calibration.seen_tasks import BYTES, SeenTasks
+from fdc_jax.calibration.seen_tasks import BYTES, SeenTasks, head_logits
 from fdc_jax.errors import InputError
 from fdc_jax.heads import Head, LinearHead
 
 
-class _LogitComparator:
-    """Shared by the methods below: collect heads, score their logits on adapted features."""
+class Raw:
+    """Largest logit over all heads: s_t = max_c z_{t,c} (paper, Eq. raw). Stores nothing.
 
-    name = ""
+    The other methods of this file inherit its fitting and scoring and replace one step.
+    """
 
-    def __init__(self, needs_linear_head: bool = False):
-        self._seen = SeenTasks(self.name, needs_head=True, needs_linear_head=needs_linear_head)
+    name = "raw"
+    needs_linear_head = False
+
+    def __init__(self):
+        self._seen = SeenTasks(self.name, needs_head=True, needs_linear_head=self.needs_linear_head)
 
     def fit_task(
         self,
@@ -31,28 +35,48 @@ class _LogitComparator:
         pretrained: object = None,
         classes: object = None,
     ) -> None:
-        """Takes one more task; see `SeenTasks.add` for what is refused."""
-        samples = self._seen.add(adapted, labels, head, pretrained, classes)
-        self._collect(samples.features)
+        """Takes one more task.
 
-    def _collect(self, features: Float[np.ndarray, "n d"]) -> None:
-        """Statistics of the newest task; most methods have none."""
+        Args:
+            adapted: features [n, d] of the task's training images by the encoder of that time.
+            labels: [n] integers.
+            head: the task's head.
+            pretrained: not read.
+            classes: label of each row of the head; ascending distinct labels when None.
+
+        Raises:
+            InputError: see `SeenTasks.check`; nothing has changed then.
+        """
+        samples = self._seen.check(adapted, labels, head, pretrained, classes)
+        logits = head_logits(head, samples.features, len(samples.classes), self.num_tasks)
+        self._collect(head, logits)
+        self._seen.remember(samples, head)
+
+    def _collect(self, head: Head, logits: Float[np.ndarray, "n c"]) -> None:
+        """Keeps what the method needs of a new task, given its logits on its own samples."""
 
     def finalize(self) -> None:
         """Nothing remains to be done after the last task."""
 
     def score(self, adapted: object, pretrained: object = None) -> Scores:
-        """Scores a batch [n, d] of adapted features."""
+        """Scores a batch [n, d] of adapted features; `pretrained` is not read."""
         features = self._seen.view_features(adapted, pretrained)
-        logits = [self._seen.logits(t, features) for t in range(self.num_tasks)]
+        logits = [
+            self._adjust(task, head_logits(head, features, len(self._seen.classes[task]), task))
+            for task, head in enumerate(self._seen.heads)
+        ]
         return Scores(
-            np.stack([self._task_score(t, z) for t, z in enumerate(logits)], axis=1),
+            np.stack([self._task_score(task, z) for task, z in enumerate(logits)], axis=1),
             np.stack([z.argmax(axis=1) for z in logits], axis=1),
             tuple(self._seen.classes),
         )
 
+    def _adjust(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, "n c"]:
+        """Changes the logits of a head before anything is read from them."""
+        return logits
+
     def _task_score(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, " n"]:
-        raise NotImplementedError
+        return logits.max(axis=1)
 
     @property
     def num_tasks(self) -> int:
@@ -65,16 +89,7 @@ class _LogitComparator:
         return 0
 
 
-class Raw(_LogitComparator):
-    """Largest logit over all heads: s_t = max_c z_{t,c} (paper, Eq. raw). Stores nothing."""
-
-    name = "raw"
-
-    def _task_score(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, " n"]:
-        return logits.max(axis=1)
-
-
-class LogitStandardisation(_LogitComparator):
+class LogitStandardisation(Raw):
     """s_t = (max_c z_{t,c} - mu_t) / max(sigma_t, 1e-12) (paper, Eq. logit-standardization).
 
     mu_t and sigma_t are the mean and the population standard deviation of the head's largest logit
@@ -89,8 +104,8 @@ class LogitStandardisation(_LogitComparator):
         super().__init__()
         self._moments: list[tuple[float, float]] = []
 
-    def _collect(self, features: Float[np.ndarray, "n d"]) -> None:
-        best = self._seen.logits(self.num_tasks - 1, features).max(axis=1).astype(np.float64)
+    def _collect(self, head: Head, logits: Float[np.ndarray, "n c"]) -> None:
+        best = logits.max(axis=1).astype(np.float64)
         self._moments.append((float(best.mean()), float(best.std())))
 
     def _task_score(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, " n"]:
@@ -103,7 +118,7 @@ class LogitStandardisation(_LogitComparator):
         return 2 * BYTES * self.num_tasks
 
 
-class _TemperedComparator(_LogitComparator):
+class _Tempered(Raw):
     def __init__(self, temperature: float = 1.0):
         if not temperature > 0:
             raise InputError(f"{self.name}: temperature: expected more than 0, found {temperature}")
@@ -111,7 +126,7 @@ class _TemperedComparator(_LogitComparator):
         self.temperature = temperature
 
 
-class Energy(_TemperedComparator):
+class Energy(_Tempered):
     """s_t = tau * log sum_c exp(z_{t,c} / tau), the negative energy of each head.
 
     Liu et al., "Energy-based Out-of-distribution Detection" (2020), applied to each head by itself.
@@ -122,10 +137,10 @@ class Energy(_TemperedComparator):
 
     def _task_score(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, " n"]:
         wide = logits.astype(np.float64) / self.temperature
-        return self.temperature * logsumexp(wide, axis=1)
+        return self.temperature * np.asarray(logsumexp(wide, axis=1))
 
 
-class MaximumSoftmax(_TemperedComparator):
+class MaximumSoftmax(_Tempered):
     """s_t = max_c softmax_c(z_t / tau), the confidence of each head within its own classes.
 
     Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples"
@@ -138,7 +153,7 @@ class MaximumSoftmax(_TemperedComparator):
         return softmax(logits.astype(np.float64) / self.temperature, axis=1).max(axis=1)
 
 
-class NegativeEntropy(_TemperedComparator):
+class NegativeEntropy(_Tempered):
     """s_t = sum_c p_c log p_c of p = softmax(z_t / tau): the head that hesitates least wins.
 
     The selection rule of entropy-based routers (the paper names GR-LoRA), here on heads that share
@@ -149,11 +164,11 @@ class NegativeEntropy(_TemperedComparator):
 
     def _task_score(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, " n"]:
         wide = logits.astype(np.float64) / self.temperature
-        log_p = wide - logsumexp(wide, axis=1, keepdims=True)
+        log_p = log_softmax(wide, axis=1)
         return np.sum(np.exp(log_p) * log_p, axis=1)
 
 
-class WeightAligning(_LogitComparator):
+class WeightAligning(Raw):
     """Heads rescaled to one mean row norm (Zhao et al., "Maintaining Discrimination and Fairness in
     Class Incremental Learning", 2020). Weights alone, nothing stored.
 
@@ -172,50 +187,31 @@ class WeightAligning(_LogitComparator):
     """
 
     name = "wa"
+    needs_linear_head = True
 
     def __init__(self, variant: str = "sequential"):
         if variant not in ("sequential", "symmetric"):
             raise InputError(f"wa: variant: expected sequential or symmetric, found {variant!r}")
-        super().__init__(needs_linear_head=True)
+        super().__init__()
         self.variant = variant
-        self._row_norms: list[Float[np.ndarray, " c"]] = []
         self._factors: list[float] = []
+        # Row norms of all heads after alignment, and what is left to add to a rescaled bias.
+        self._norms: list[Float[np.ndarray, " c"]] = []
+        self._bias_left: list[Float[np.ndarray, " c"]] = []
 
-    def fit_task(
-        self,
-        adapted: object,
-        labels: object,
-        head: Head,
-        pretrained: object = None,
-        classes: object = None,
-    ) -> None:
-        """Takes one more task and its rescaling factor."""
-        if isinstance(head, LinearHead) and not np.asarray(head.weight).any():
-            raise InputError(f"wa: all rows of the head of task {self.num_tasks} are zero")
-        super().fit_task(adapted, labels, head, pretrained, classes)
-
-    def _collect(self, features: Float[np.ndarray, "n d"]) -> None:
-        head = self._seen.heads[-1]
+    def _collect(self, head: Head, logits: Float[np.ndarray, "n c"]) -> None:
         assert isinstance(head, LinearHead)
         norms = np.linalg.norm(np.asarray(head.weight, np.float64), axis=1)
+        if not norms.any():
+            raise InputError(f"wa: all rows of the head of task {self.num_tasks} are zero")
         factor = 1.0 / float(norms.mean())
+        bias_left = np.zeros(len(norms))
         if self.variant == "sequential":
-            earlier = np.concatenate([*self._row_norms, *([norms] if not self._row_norms else [])])
-            factor *= float(earlier.mean())
-        self._row_norms.append(norms * factor)
+            factor *= float(np.concatenate(self._norms or [norms]).mean())
+            bias_left = np.asarray(head.bias, np.float64) * (1.0 - factor)
         self._factors.append(factor)
+        self._norms.append(norms * factor)
+        self._bias_left.append(bias_left)
 
-    def _task_score(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, " n"]:
-        return logits.max(axis=1)
-
-    def score(self, adapted: object, pretrained: object = None) -> Scores:
-        """Scores a batch [n, d] of adapted features with the aligned heads."""
-        features = self._seen.view_features(adapted, pretrained)
-        logits = []
-        for t, factor in enumerate(self._factors):
-            aligned = factor * self._seen.logits(t, features).astype(np.float64)
-            if self.variant == "sequential":
-                bias = np.asarray(self._seen.heads[t].bias, np.float64)  # pyright: ignore
-                aligned += (1.0 - factor) * bias
-            logits.append(aligned)
-        return self._seen.scores_by_task(logits)
+    def _adjust(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, "n c"]:
+        return self._factors[task] * logits.astype(np.float64) + self._bias_left[task]

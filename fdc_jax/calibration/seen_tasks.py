@@ -1,4 +1,4 @@
-"""What every comparator does with a task before its own formula: check it, and count its classes."""
+"""What every comparator does with a task before its own formula: check it, count its classes."""
 
 from typing import NamedTuple
 
@@ -63,7 +63,7 @@ class SeenTasks:
         """Feature width of the view; 0 before the first task."""
         return self._width or 0
 
-    def add(
+    def check(
         self,
         adapted: object,
         labels: object,
@@ -71,7 +71,7 @@ class SeenTasks:
         pretrained: object,
         classes: object,
     ) -> TaskSamples:
-        """Checks one more task and remembers its classes and head; on an error nothing changes.
+        """Checks one more task without remembering it, so that an error changes nothing.
 
         Raises:
             InputError: the view or a head is missing, shapes differ, a value is not finite, a
@@ -90,11 +90,14 @@ class SeenTasks:
             raise InputError(
                 f"labels of task {task}: row {row} is label {labels[row]}, no class of its head"
             )
-        self.classes.append(names)
+        return TaskSamples(features, rows, names)
+
+    def remember(self, samples: TaskSamples, head: Head | None) -> None:
+        """Counts a checked task as seen, once everything about it has been computed."""
+        self.classes.append(samples.classes)
         if head is not None:
             self.heads.append(head)
-        self._width = features.shape[1]
-        return TaskSamples(features, rows, names)
+        self._width = samples.features.shape[1]
 
     def _gather(
         self, adapted: object, labels: object, pretrained: object, task: int
@@ -136,21 +139,6 @@ class SeenTasks:
                 f"{type(head).__name__}"
             )
 
-    def logits(self, task: int, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n c"]:
-        """Logits of one head.
-
-        Raises:
-            InputError: the head does not give one logit for each of its classes.
-        """
-        logits = np.asarray(self.heads[task].logits(jnp.asarray(features)))
-        expected = (len(features), len(self.classes[task]))
-        if logits.shape != expected:
-            raise InputError(
-                f"head of task {task}: expected logits of shape {list(expected)}, found "
-                f"{list(logits.shape)}"
-            )
-        return logits
-
     def view_features(self, adapted: object, pretrained: object) -> Float[np.ndarray, "n d"]:
         """The test features the method reads, checked, in float32.
 
@@ -184,6 +172,23 @@ class SeenTasks:
             np.stack([scores.argmax(axis=1) for scores in class_scores], axis=1),
             tuple(self.classes),
         )
+
+
+def head_logits(
+    head: Head, features: Float[np.ndarray, "n d"], num_classes: int, task: int
+) -> Float[np.ndarray, "n c"]:
+    """Logits of a task's head.
+
+    Raises:
+        InputError: the head does not give one logit for each of its classes.
+    """
+    logits = np.asarray(head.logits(jnp.asarray(features)))
+    if logits.shape != (len(features), num_classes):
+        raise InputError(
+            f"head of task {task}: expected logits of shape {[len(features), num_classes]}, found "
+            f"{list(logits.shape)}"
+        )
+    return logits
 
 
 def class_means(samples: TaskSamples) -> Float[np.ndarray, "c d"]:
