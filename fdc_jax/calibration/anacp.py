@@ -33,7 +33,9 @@ class AnaCP:
       arrives the old covariance is weighted by a count that already includes the task; the 1e-4 I
       is added to the first task's covariance alone.
 
-    Step 3 samples, so scores depend on the seed.
+    Neither variant adds 1 to the singular value that is zero because the means are centred, as the
+    released code does: that would move all targets along a direction made of rounding errors. Step
+    3 samples, so scores depend on the seed.
 
     Args:
         view: "adapted" or "pretrained"; the method is meant for features that do not move.
@@ -182,7 +184,10 @@ class AnaCP:
         whiten = (vectors / root) @ vectors.T
         centre = means.mean(axis=0)
         left, singular, right = np.linalg.svd((means - centre) @ whiten, full_matrices=False)
-        spread = (left * (singular + 1.0)) @ right
+        # Centred means span one dimension less than their number; the direction that the
+        # decomposition adds to fill up is rounding noise.
+        spanned = singular > len(means) * np.finfo(np.float64).eps * singular[0]
+        spread = (left * (singular + spanned)) @ right
         back = whiten if self.variant == "released" else (vectors * root) @ vectors.T
         targets = spread @ back + centre
         return targets / np.maximum(np.linalg.norm(targets, axis=1, keepdims=True), NORM_FLOOR)

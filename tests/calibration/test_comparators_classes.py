@@ -1,0 +1,486 @@
+"""Comparators that score classes or residuals, against scikit-learn and float64 NumPy."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.spatial.distance
+import scipy.special
+
+from fdc_jax import heads
+from fdc_jax.calibration import comparators
+from fdc_jax.calibration.gaussian_comparators import inverse_factor
+from fdc_jax.errors import InputError
+from tests.calibration.comparator_problem import by_task, fitted, problem
+
+VIEWS = ["adapted", "pretrained"]
+
+
+@pytest.fixture(scope="module")
+def data():
+    return problem()
+
+
+def view(item, name):
+    return getattr(item, name).astype(np.float64)
+
+
+def unit(rows):
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+def stacked(data, name):
+    """All training features, labels, and the label of each class, in order."""
+    features = np.concatenate([view(task, name) for task in data.tasks])
+    labels = np.concatenate([task.labels for task in data.tasks])
+    return features, labels, np.concatenate([task.classes for task in data.tasks])
+
+
+def check(data, comparator, class_scores, rtol=2e-5):
+    scores = fitted(comparator, data.tasks).score(data.adapted, data.pretrained)
+    task_scores, local = by_task(class_scores, data.tasks)
+    np.testing.assert_allclose(scores.task_scores, task_scores, rtol=rtol, atol=rtol)
+    np.testing.assert_array_equal(scores.local_class, local)
+    names = np.concatenate([task.classes for task in data.tasks])
+    np.testing.assert_array_equal(scores.label, names[np.argmax(class_scores, axis=1)])
+    return scores
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_euclidean_nearest_mean_is_sklearns_nearest_centroid(data, name):
+    neighbors = pytest.importorskip("sklearn.neighbors")
+    features, labels, classes = stacked(data, name)
+    reference = neighbors.NearestCentroid().fit(features, labels)
+    np.testing.assert_array_equal(reference.classes_, classes)
+    distances = scipy.spatial.distance.cdist(view(data, name), reference.centroids_, "sqeuclidean")
+    scores = check(data, comparators.NearestClassMean(name, "euclidean"), -distances)
+    np.testing.assert_array_equal(scores.label, reference.predict(view(data, name)))
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_cosine_nearest_mean_uses_means_of_raw_features(data, name):
+    features, labels, classes = stacked(data, name)
+    means = np.stack([features[labels == c].mean(axis=0) for c in classes])
+    cosine = 1.0 - scipy.spatial.distance.cdist(view(data, name), means, "cosine")
+    check(data, comparators.NearestClassMean(name), cosine)
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_nearest_mean_of_exemplars_uses_means_of_normalised_features(data, name):
+    features, labels, classes = stacked(data, name)
+    means = np.stack([unit(features)[labels == c].mean(axis=0) for c in classes])
+    squares = scipy.spatial.distance.cdist(unit(view(data, name)), unit(means), "sqeuclidean")
+    check(data, comparators.NearestMeanOfExemplars(name), -squares)
+
+
+def within(features, labels, classes):
+    """Within-class deviations and class means."""
+    means = np.stack([features[labels == c].mean(axis=0) for c in classes])
+    return features - means[np.searchsorted(classes, labels)], means
+
+
+def squared_mahalanobis(points, means, precision):
+    return scipy.spatial.distance.cdist(points, means, "mahalanobis", VI=precision) ** 2
+
+
+@pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.parametrize("shrinkage", [0.0, 0.1])
+def test_shared_mahalanobis_is_sklearns_covariance(data, name, shrinkage):
+    covariance = pytest.importorskip("sklearn.covariance")
+    deviations, means = within(*stacked(data, name))
+    reference = covariance.ShrunkCovariance(assume_centered=True, shrinkage=shrinkage)
+    precision = reference.fit(deviations).precision_
+    squares = squared_mahalanobis(view(data, name), means, precision)
+    check(data, comparators.Mahalanobis(name, "shared", shrinkage), -squares, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["per_task", "relative"])
+def test_mahalanobis_per_task_and_relative(data, variant):
+    covariance = pytest.importorskip("sklearn.covariance")
+    scores = []
+    for task in data.tasks:
+        features = task.adapted.astype(np.float64)
+        deviations, means = within(features, task.labels, task.classes)
+        own = covariance.ShrunkCovariance(assume_centered=True, shrinkage=0.05).fit(deviations)
+        squares = squared_mahalanobis(data.adapted, means, own.precision_)
+        if variant == "relative":
+            background = covariance.ShrunkCovariance(shrinkage=0.05).fit(features)
+            squares = squares - background.mahalanobis(data.adapted)[:, None]
+        scores.append(-squares)
+    comparator = comparators.Mahalanobis("adapted", variant, 0.05)
+    check(data, comparator, np.concatenate(scores, axis=1), rtol=2e-4)
+
+
+def test_mahalanobis_with_fewer_samples_than_dimensions():
+    data = problem(((2, 1), (2, 2)), width=20)
+    features, labels, classes = stacked(data, "adapted")
+    deviations, means = within(features, labels, classes)
+    scatter = deviations.T @ deviations / len(features)
+    precision = np.linalg.pinv(scatter, rcond=1e-10, hermitian=True)
+    squares = squared_mahalanobis(data.adapted, means, precision)
+    check(data, comparators.Mahalanobis("adapted", "shared", 0.0), -squares, rtol=1e-3)
+    shrunk = (1 - 1e-3) * scatter + 1e-3 * np.trace(scatter) / 20 * np.eye(20)
+    squares = squared_mahalanobis(data.adapted, means, np.linalg.inv(shrunk))
+    check(data, comparators.Mahalanobis("adapted", "shared"), -squares, rtol=1e-3)
+
+
+def fecam_vit(data):
+    scores = []
+    for task in data.tasks:
+        features = unit(task.adapted.astype(np.float64))
+        for c in task.classes:
+            members = features[task.labels == c]
+            covariance = np.cov(members.T)
+            covariance = covariance + np.eye(len(covariance)) * np.diag(covariance).mean()
+            deviation = np.sqrt(np.diag(covariance))
+            correlation = covariance / np.outer(deviation, deviation)
+            difference = unit(data.adapted.astype(np.float64)) - members.mean(axis=0)
+            inverse = np.linalg.pinv(correlation)
+            scores.append(-np.einsum("nd,de,ne->n", difference, inverse, difference))
+    return np.stack(scores, axis=1)
+
+
+def fecam_pilot(data):
+    scores = []
+    for task in data.tasks:
+        features = task.adapted.astype(np.float64)
+        for c in task.classes:
+            members = features[task.labels == c]
+            width = members.shape[1]
+            correlation = np.corrcoef(np.cov(members.T) + 100 * np.eye(width))
+            inverse = np.linalg.pinv(correlation, rcond=width * np.finfo(np.float32).eps)
+            mean = unit(members.mean(axis=0)[None])
+            difference = unit(data.adapted.astype(np.float64)) - mean
+            scores.append(-np.einsum("nd,de,ne->n", difference, inverse, difference))
+    return np.stack(scores, axis=1)
+
+
+def test_fecam_variants(data):
+    check(data, comparators.FeCAM(), fecam_vit(data), rtol=1e-4)
+    check(data, comparators.FeCAM(variant="pilot"), fecam_pilot(data), rtol=1e-4)
+    assert not np.allclose(fecam_vit(data), fecam_pilot(data), rtol=0.01)
+
+
+def test_fecam_of_a_class_of_one_image_is_the_distance_to_it():
+    data = problem(((1, 20), (15, 15)))
+    scores = fitted(comparators.FeCAM(), data.tasks[:1]).score(data.tasks[0].adapted)
+    image = data.tasks[0].adapted[data.tasks[0].labels == 0]
+    own = scores.task_scores[data.tasks[0].labels == 0, 0]
+    assert own == pytest.approx(0.0, abs=1e-6)
+    assert fitted(comparators.FeCAM(), data.tasks).score(image).label == [0]
+
+
+@pytest.mark.parametrize("principal", [None, 3])
+def test_vim(data, principal):
+    covariance = pytest.importorskip("sklearn.covariance")
+    task_scores = []
+    for task in data.tasks:
+        features, weight, bias = (
+            np.asarray(part, np.float64) for part in (task.adapted, *task.head)
+        )
+        origin = -np.linalg.pinv(weight) @ bias
+        moment = covariance.EmpiricalCovariance(assume_centered=True).fit(features - origin)
+        values, vectors = np.linalg.eig(moment.covariance_)
+        kept = vectors[:, np.argsort(-values)[principal or 6 :]]
+        residual = np.linalg.norm((features - origin) @ kept, axis=1)
+        alpha = (features @ weight.T + bias).max(axis=1).mean() / residual.mean()
+        test = data.adapted.astype(np.float64)
+        energy = scipy.special.logsumexp(test @ weight.T + bias, axis=1)
+        task_scores.append(energy - alpha * np.linalg.norm((test - origin) @ kept, axis=1))
+    comparator = comparators.VirtualLogitMatching(principal)
+    scores = fitted(comparator, data.tasks).score(data.adapted)
+    np.testing.assert_allclose(scores.task_scores, np.stack(task_scores, axis=1), rtol=1e-4)
+    size = 12 * (12 - (principal or 6)) + 12 + 1
+    assert comparator.storage_bytes == 4 * 3 * size
+    raw = fitted(comparators.Raw(), data.tasks).score(data.adapted)
+    np.testing.assert_array_equal(scores.local_class, raw.local_class)
+
+
+def test_vim_of_small_tasks_keeps_a_residual():
+    data = problem(((3, 2), (2, 2)), width=12)
+    comparator = fitted(comparators.VirtualLogitMatching(), data.tasks)
+    scores = comparator.score(data.adapted).task_scores
+    raw = fitted(comparators.Raw(), data.tasks).score(data.adapted).task_scores
+    assert np.abs(scores).max() < 100 * np.abs(raw).max()
+    # n = 5 and 4 samples leave (n - 1) // 2 = 2 and 1 principal directions.
+    assert comparator.storage_bytes == 4 * (12 * 10 + 13 + 12 * 11 + 13)
+
+
+@pytest.mark.parametrize("split", [30, 6])
+def test_best_ridge_is_sklearns_best(split):
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    from fdc_jax.calibration import random_features
+
+    rng = np.random.default_rng(split)
+    expanded = np.maximum(rng.normal(size=(60, 20)), 0).astype(np.float32)
+    truth = expanded @ rng.normal(size=(20, 3))
+    onehot = np.eye(3, dtype=np.float32)[(truth + 3 * rng.normal(size=(60, 3))).argmax(axis=1)]
+    losses = []
+    for ridge in random_features.RIDGES:
+        model = linear_model.Ridge(ridge, fit_intercept=False, solver="svd")
+        model.fit(expanded[:split].astype(np.float64), onehot[:split])
+        losses.append(np.mean((model.predict(expanded[split:]) - onehot[split:]) ** 2))
+    best = random_features.best_ridge(expanded, onehot, split)
+    assert best == random_features.RIDGES[int(np.argmin(losses))]
+    assert 1e-8 < best < 1e8
+
+
+@pytest.mark.parametrize("variant", ["original", "pilot"])
+def test_ranpac_is_sklearns_ridge_on_the_same_features(data, variant):
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    comparator = fitted(comparators.RanPAC(variant=variant, projections=50, seed=3), data.tasks)
+    features, labels, classes = stacked(data, "adapted")
+    projection = np.asarray(comparator._projection, np.float64)
+    reference = linear_model.Ridge(comparator.ridge, fit_intercept=False)
+    reference.fit(np.maximum(features @ projection, 0), (labels[:, None] == classes).astype(float))
+    test = np.maximum(data.adapted.astype(np.float64) @ projection, 0)
+    scores = reference.predict(test)
+    if variant == "pilot":
+        rows = reference.coef_
+        scores = (
+            test @ rows.T / np.outer(np.linalg.norm(test, axis=1), np.linalg.norm(rows, axis=1))
+        )
+    task_scores, local = by_task(scores, data.tasks)
+    found = comparator.score(data.adapted)
+    np.testing.assert_allclose(found.task_scores, task_scores, atol=2e-4)
+    agree = np.mean(found.local_class == local)
+    assert agree > 0.98
+    again = fitted(comparators.RanPAC(variant=variant, projections=50, seed=3), data.tasks)
+    np.testing.assert_array_equal(again.score(data.adapted).task_scores, found.task_scores)
+
+
+def test_ridge_solve_survives_a_singular_gram_matrix():
+    from fdc_jax.calibration import random_features
+
+    gram = np.diag([4.0, 1.0, -1e-3])  # What float32 rounding makes of a zero eigenvalue.
+    solution = random_features.solve_ridge(gram, 1e-8, np.ones((3, 1)))
+    np.testing.assert_allclose(solution[:2, 0], [0.25, 1.0], rtol=1e-6)
+    assert np.isfinite(solution).all()
+
+
+def anacp_reference(data, comparator, released):
+    """Float64 rendering that shares the random matrices and pseudo-features."""
+    features, labels, classes = stacked(data, "pretrained")
+    features = unit(features)
+    means = np.stack([features[labels == c].mean(axis=0) for c in classes])
+    width, size = features.shape[1], comparator.projections
+    eye = 1e-4 * np.eye(width)
+    covariance, seen = 0.0, 0
+    for task in data.tasks:
+        rows = np.isin(labels, task.classes)
+        centred = features[rows] - means[np.searchsorted(classes, labels[rows])]
+        new, count = centred.T @ centred, rows.sum()
+        if not released or not seen:
+            covariance = (covariance * seen + new) / (seen + count)
+            covariance = covariance + eye if released else covariance
+        else:
+            weight = seen + count
+            covariance = (covariance * weight + new) / (weight + count)
+        seen += count
+    covariance = covariance if released else covariance + eye
+    root = np.real(scipy.linalg.sqrtm(covariance + 1e-8 * np.eye(width)))
+    whiten = np.linalg.inv(root)
+    centre = means.mean(axis=0)
+    left, singular, right = np.linalg.svd((means - centre) @ whiten, full_matrices=False)
+    targets = (left * (singular + (np.arange(len(singular)) < len(means) - 1))) @ right @ (
+        whiten if released else root
+    ) + centre
+    targets = unit(targets)
+
+    def gelu(x):
+        return 0.5 * x * (1 + scipy.special.erf(x / np.sqrt(2)))
+
+    def ridge(z, y):
+        return np.linalg.solve(z.T @ z + comparator.ridge * np.eye(size), z.T @ y)
+
+    inner = [np.asarray(matrix, np.float64) for matrix in comparator._inner]
+    outer = np.asarray(comparator._outer, np.float64)
+    maps = [ridge(gelu(features @ m), targets[np.searchsorted(classes, labels)]) for m in inner]
+
+    def pulled(x):
+        outputs = [unit(gelu(x @ m) @ theta) for m, theta in zip(inner, maps, strict=True)]
+        return gelu(np.mean(outputs, axis=0) @ outer)
+
+    random = np.random.default_rng([comparator._seed, 1])
+    lower = np.linalg.cholesky(covariance)
+    count = comparator.samples_per_class
+    pseudo = np.concatenate([m + random.standard_normal((count, width)) @ lower.T for m in means])
+    theta = ridge(pulled(pseudo), np.repeat(np.eye(len(classes)), count, axis=0))
+    return pulled(unit(data.pretrained.astype(np.float64))) @ theta
+
+
+@pytest.mark.parametrize("variant", ["corrected", "released"])
+def test_anacp(data, variant):
+    comparator = comparators.AnaCP(
+        "pretrained", variant, projections=30, heads=2, ridge=1.0, samples_per_class=20, seed=5
+    )
+    fitted(comparator, data.tasks)
+    reference = anacp_reference(data, comparator, variant == "released")
+    check(
+        data,
+        comparators.AnaCP("pretrained", variant, 30, 2, 1.0, 20, 5),
+        reference,
+        rtol=5e-4,
+    )
+    other = anacp_reference(data, comparator, variant != "released")
+    assert not np.allclose(reference, other, atol=1e-2)
+
+
+CLASS_METHODS = [
+    comparators.NearestClassMean,
+    comparators.NearestMeanOfExemplars,
+    comparators.Mahalanobis,
+    lambda view: comparators.Mahalanobis(view, "per_task"),
+    lambda view: comparators.Mahalanobis(view, "relative"),
+    comparators.FeCAM,
+    lambda view: comparators.FeCAM(view, "pilot"),
+    lambda view: comparators.RanPAC(view, projections=40),
+    lambda view: comparators.AnaCP(view, projections=40, heads=1, samples_per_class=5),
+]
+IDS = ["ncm", "nme", "shared", "per_task", "relative", "fecam", "pilot", "ranpac", "anacp"]
+
+
+@pytest.mark.parametrize("method", CLASS_METHODS, ids=IDS)
+def test_edge_cases_are_scored(method):
+    """A task of one class, a class of one image, a task of one image, n < d."""
+    data = problem(((8,), (1, 5), (1,)), width=14)
+    scores = fitted(method("adapted"), data.tasks).score(data.adapted, data.pretrained)
+    assert np.isfinite(scores.task_scores).all()
+    assert scores.task_scores.shape == (60, 3)
+    assert set(scores.label) <= {0, 10, 11, 20}
+    assert (scores.local_class[:, 0] == 0).all()
+    empty = fitted(method("adapted"), data.tasks).score(data.adapted[:0])
+    assert empty.task_scores.shape == (0, 3)
+
+
+@pytest.mark.parametrize("method", CLASS_METHODS, ids=IDS)
+def test_the_view_decides_what_is_read(data, method):
+    comparator = method("pretrained")
+    fitted(comparator, data.tasks)
+    scores = comparator.score(None, data.pretrained)
+    np.testing.assert_array_equal(
+        scores.label, comparator.score(data.adapted * 0, data.pretrained).label
+    )
+    assert np.mean(scores.label == data.labels) > 0.5
+    with pytest.raises(InputError, match=r"\(view pretrained\): the input has no pretrained"):
+        comparator.score(data.adapted)
+    task = data.tasks[0]
+    with pytest.raises(InputError, match=r"\(view pretrained\): task 0 has no pretrained"):
+        method("pretrained").fit_task(task.adapted, task.labels, task.head)
+    with pytest.raises(InputError, match="expected at least one fitted task"):
+        method("adapted").score(data.adapted)
+    with pytest.raises(InputError, match="view: expected adapted or pretrained, found 'both'"):
+        method("both")
+
+
+@pytest.mark.parametrize("method", CLASS_METHODS, ids=IDS)
+def test_a_class_without_images_is_never_predicted(data, method):
+    comparator, task = method("adapted"), data.tasks[0]
+    head = heads.LinearHead(
+        np.concatenate([task.head.weight, task.head.weight[:1]]),
+        np.concatenate([task.head.bias, task.head.bias[:1]]),
+    )
+    comparator.fit_task(task.adapted, task.labels, head, classes=[2, 7, 1, 0])
+    comparator.finalize()
+    scores = comparator.score(data.adapted)
+    assert 7 not in scores.label
+    if comparator.name != "anacp":  # Its pseudo-features depend on the order of classes.
+        without = fitted(method("adapted"), data.tasks[:1]).score(data.adapted)
+        np.testing.assert_array_equal(scores.label, without.label)
+
+
+@pytest.mark.parametrize("method", CLASS_METHODS, ids=IDS)
+def test_more_tasks_may_follow_scoring(data, method):
+    comparator = method("adapted")
+    fitted(comparator, data.tasks[:1]).score(data.adapted)
+    fitted(comparator, data.tasks[1:])
+    at_once = fitted(method("adapted"), data.tasks).score(data.adapted)
+    np.testing.assert_allclose(
+        comparator.score(data.adapted).task_scores, at_once.task_scores, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("method", CLASS_METHODS, ids=IDS)
+def test_bad_tasks_are_refused_and_change_nothing(data, method):
+    comparator, task, nxt = method("adapted"), data.tasks[0], data.tasks[1]
+    fitted(comparator, [task])
+    before = comparator.score(data.adapted)
+    nan = nxt.adapted.copy()
+    nan[7, 3] = np.nan
+    bad = [
+        ((nan, nxt.labels, nxt.head), "adapted features of task 1: row 7 is not finite"),
+        ((nxt.adapted[:, :5], nxt.labels, nxt.head), "expected width 12, found 5"),
+        ((nxt.adapted, task.labels[: len(nxt.labels)], None), "already belongs to task 0"),
+        ((nxt.adapted, nxt.labels[:-1], nxt.head), "expected 60 rows"),
+        ((nxt.adapted, nxt.labels * 1.5, nxt.head), "expected integers"),
+        ((nxt.adapted, nxt.labels, task.head), "head of task 1: expected 2 rows"),
+        ((nxt.adapted[:0], nxt.labels[:0], None), "at least one sample"),
+    ]
+    for arguments, message in bad:
+        with pytest.raises(InputError, match=message):
+            comparator.fit_task(*arguments)
+    with pytest.raises(InputError, match=r"row 0 is label 1[01], no class of its head"):
+        comparator.fit_task(nxt.adapted, nxt.labels, None, classes=[88, 99])
+    after = comparator.score(data.adapted)
+    np.testing.assert_array_equal(before.task_scores, after.task_scores)
+
+
+def test_sources_of_chunks_are_accepted(data):
+    comparator = comparators.NearestClassMean()
+    for task in data.tasks:
+
+        def chunks(task=task):
+            for start in range(0, len(task.labels), 7):
+                rows = slice(start, start + 7)
+                yield task.adapted[rows], None, task.labels[rows]
+
+        comparator.fit_task(chunks, None)
+    direct = fitted(comparators.NearestClassMean(), data.tasks).score(data.adapted)
+    np.testing.assert_array_equal(comparator.score(data.adapted).task_scores, direct.task_scores)
+
+
+def test_storage_in_float32(data):
+    d, c, t = 12, 9, 3
+    expected = {
+        "ncm": c * d,
+        "nme": c * d,
+        "shared": d * d + c * d,
+        "per_task": t * d * d + c * d,
+        "relative": 2 * t * d * d + (c + t) * d,
+        "fecam": c * (d * d + d),
+        "pilot": c * (d * d + d),
+        "ranpac": 40 * 40 + 40 * c,
+        "anacp": 40 * 40 + 40 * c + c * d + c + d * d,
+    }
+    for name, method in zip(IDS, CLASS_METHODS, strict=True):
+        assert fitted(method("adapted"), data.tasks).storage_bytes == 4 * expected[name], name
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: comparators.NearestClassMean(metric="city"), "metric: expected cosine"),
+        (lambda: comparators.Mahalanobis(variant="x"), "variant: expected shared, per_task"),
+        (lambda: comparators.Mahalanobis(shrinkage=2.0), "shrinkage: expected 0 to 1"),
+        (lambda: comparators.FeCAM(variant="resnet"), "variant: expected vit or pilot"),
+        (lambda: comparators.VirtualLogitMatching(0), "principal: expected at least 1"),
+        (lambda: comparators.RanPAC(variant="x"), "variant: expected original or pilot"),
+        (lambda: comparators.RanPAC(projections=0), "projections: expected at least 1"),
+        (lambda: comparators.AnaCP(variant="x"), "variant: expected corrected or released"),
+        (lambda: comparators.AnaCP(ridge=0.0), "ridge above 0"),
+    ],
+)
+def test_arguments_out_of_range(make, message):
+    with pytest.raises(InputError, match=message):
+        make()
+
+
+def test_vim_refuses_too_many_directions_and_other_heads(data):
+    with pytest.raises(InputError, match="principal: expected less than width 12, found 12"):
+        fitted(comparators.VirtualLogitMatching(12), data.tasks)
+    cosine = data.tasks[0]._replace(head=heads.CosineHead(data.tasks[0].head.weight))
+    with pytest.raises(InputError, match="vim: needs linear heads"):
+        fitted(comparators.VirtualLogitMatching(), [cosine])
+
+
+def test_inverse_factor_of_no_variance_is_the_identity():
+    np.testing.assert_array_equal(inverse_factor(np.zeros((3, 3)), 0.1), np.eye(3))
