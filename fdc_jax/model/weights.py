@@ -1,11 +1,14 @@
 """Pretrained weights: AugReg `.npz` and timm `.safetensors` files to parameter trees, strictly."""
 
 import dataclasses
+import math
 import os
 import re
+import struct
 import urllib.error
 import urllib.request
 import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
 from fdc_jax.errors import InputError
 from fdc_jax.files import sha256, write_atomically
@@ -27,6 +32,20 @@ AUGREG_FILES = {
     "L/16": "L_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.1-sd_0.1.npz",
 }
 DIGITS_WEIGHTS = Path(__file__).resolve().parents[1] / "assets" / "digits_vit.npz"
+
+# What the two readers raise on files that are cut short, changed or of another type.
+_DAMAGED = (
+    OSError,
+    ValueError,
+    TypeError,
+    EOFError,
+    KeyError,
+    NotImplementedError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+    SafetensorError,
+)
 
 _POSITIONS = "Transformer/posembed_input/pos_embedding"
 
@@ -166,6 +185,10 @@ def load(path: str | os.PathLike[str], variant: str, image_size: int) -> Weights
                 f"{path}: not the weights of encoder.variant {variant}: {name} has shape "
                 f"{arrays[name].shape}, expected {spec.shape}"
             )
+        if not jnp.issubdtype(arrays[name].dtype, jnp.floating):
+            raise InputError(
+                f"{path}: {name} holds {arrays[name].dtype}, expected floating-point numbers"
+            )
         if not np.all(np.isfinite(arrays[name])):
             raise InputError(f"{path}: {name} holds values that are not finite numbers")
     params = traverse_util.unflatten_dict(
@@ -183,19 +206,13 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         raise InputError(f"encoder.weights: no file {path}")
     try:
         if path.suffix == ".npz":
-            with np.load(path, allow_pickle=False) as file:
+            # Opened here, since numpy leaves a damaged archive open.
+            with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
                 return {name.removeprefix("opt/target/"): file[name] for name in file.files}
         if path.suffix == ".safetensors":
-            from safetensors.numpy import load_file
-
             return load_file(path)
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError, KeyError) as error:
+    except _DAMAGED as error:
         raise InputError(f"{path}: unreadable weights ({error})") from error
-    except Exception as error:
-        # safetensors raises its own type, which is not public.
-        if type(error).__module__.startswith(("safetensors", "builtins")):
-            raise InputError(f"{path}: unreadable weights ({error})") from error
-        raise
     raise InputError(f"{path}: expected a .npz or .safetensors file, found {path.suffix!r}")
 
 
@@ -210,8 +227,8 @@ def resize_positions(embedding: np.ndarray, length: int, path: Path) -> np.ndarr
     """
     if embedding.shape[1] == length:
         return embedding
-    old, new = (round((n - 1) ** 0.5) for n in (embedding.shape[1], length))
-    if old**2 != embedding.shape[1] - 1:
+    old, new = (math.isqrt(max(n - 1, 0)) for n in (embedding.shape[1], length))
+    if old < 1 or old**2 != embedding.shape[1] - 1:
         raise InputError(
             f"{path}: {_POSITIONS} has {embedding.shape[1]} positions, "
             f"expected one plus a square number"
