@@ -1,16 +1,18 @@
 """Feature Distribution Calibration: post-hoc task routing over the heads of a shared encoder."""
 
 import itertools
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from fdc_jax.calibration import function_heads, inputs
+from fdc_jax.calibration import function_heads, inputs, storage
 from fdc_jax.calibration.earlier import EarlierTasks
 from fdc_jax.calibration.foreign import ForeignReference, fit_foreign_reference
 from fdc_jax.calibration.head_rows import common_kind, head_kind, head_rows
+from fdc_jax.calibration.numpy_scorer import NumpyScorer
 from fdc_jax.calibration.scorer import Scorer
 from fdc_jax.calibration.scores import Scores
 from fdc_jax.calibration.second_pass import second_pass
@@ -160,8 +162,7 @@ class FDC:
                 f"task {task}: {self.settings.neighbours} neighbours need as many classes with "
                 f"samples, found {present}"
             )
-        if not self._earlier:
-            self._earlier = [EarlierTasks() for _ in first.shapes]
+        self._earlier = self._earlier or [EarlierTasks() for _ in first.shapes]
         for view, earlier in enumerate(self._earlier):
             earlier.update([fitted.views[view] for fitted in self.tasks])
         fitted, foreign = second_pass(
@@ -227,6 +228,70 @@ class FDC:
         self.heads = heads
         self._scorer = None
 
+    @property
+    def storage_bytes(self) -> int:
+        """Returns the bytes of the statistics in use, by the paper's accounting, in float32.
+
+        Counts PCA bases as factors, prototypes, feature means and scalars; classifier weights and
+        the foreign residuals, which `finalize(release=True)` drops, are not counted. A view of
+        weight 0 counts no more than what TSF needs: the adapted bases.
+        """
+        settings, numbers = self.settings, 0
+        weights = (settings.adapted_view_weight, settings.pretrained_view_weight)
+        for index, weight in enumerate(weights[: self.num_views]):
+            views = [task.views[index] for task in self.tasks]
+            if weight or (index == 0 and settings.attenuation):
+                numbers += sum(view.basis.size for view in views)
+            if weight:
+                present = sum(int((view.class_counts > 0).sum()) for view in views)
+                numbers += (len(views) + present) * len(views[0].mean)
+                # Four moments per task; mean, variance and scale of the foreign reference.
+                numbers += 4 * len(views) + (3 if len(views) > 1 else 0)
+        # Score scales with and without TSF.
+        return 4 * (numbers + 2 * self.num_tasks)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the finalized calibrator to one `.npz` file, whole or not at all.
+
+        The foreign residuals are part of it unless released, so that a loaded calibrator can take
+        further tasks. Heads that are functions are left out; `load` then needs them.
+
+        Raises:
+            InputError: not finalized, or the file cannot be written.
+        """
+        storage.save(path, self._state())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], heads: Sequence[Any] | None = None) -> "FDC":
+        """Reads a calibrator that `save` wrote; it scores as the saved one did.
+
+        Args:
+            path: the file.
+            heads: heads to predict with instead of the stored ones; required for functions.
+
+        Raises:
+            InputError: the file is missing, damaged, of another schema, or needs `heads`.
+        """
+        state = storage.load(path, heads)
+        calibrator = cls(**state.settings._asdict())
+        calibrator.tasks = state.tasks
+        calibrator.references = state.references
+        calibrator.foreign = state.foreign
+        calibrator.replace_heads(state.heads)
+        calibrator._finalized = True
+        return calibrator
+
+    def to_numpy(self) -> NumpyScorer:
+        """Returns a scorer of the same statistics that needs NumPy alone.
+
+        Raises:
+            InputError: not finalized, or the heads are functions.
+        """
+        arrays = storage.to_arrays(self._state())
+        if str(arrays["head_kind"]) == "function":
+            raise InputError("heads that are functions cannot be scored with NumPy alone")
+        return NumpyScorer(arrays)
+
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
         """Returns calibrated scores of a batch of any size, with all components switched on.
 
@@ -249,8 +314,7 @@ class FDC:
 
         Takes and raises what `score` does.
         """
-        if not self._finalized:
-            raise InputError("call fit_task for every task, then finalize, before scoring")
+        self._require_finalized()
         widths = [len(view.mean) for view in self.tasks[0].views]
         adapted = inputs.score_features(adapted, "adapted features", widths[0])
         if pretrained is not None and len(widths) == 1:
@@ -271,6 +335,14 @@ class FDC:
             self._scorer = Scorer(self.settings, self.tasks, self.heads, self.references)
         return self._scorer.terms(adapted, pretrained)
 
+    def _state(self) -> storage.State:
+        self._require_finalized()
+        return storage.State(self.settings, self.tasks, self.heads, self.references, self.foreign)
+
+    def _require_finalized(self) -> None:
+        if not self._finalized:
+            raise InputError("call fit_task for every task, then finalize, first")
+
     def _check_views(self, block: inputs.Block, task: int) -> None:
         if not self.tasks:
             return
@@ -281,10 +353,9 @@ class FDC:
                 f"pretrained features of task {task}: earlier tasks had {had}, this one has {has}; "
                 "give them for all tasks or for none"
             )
-        for name, features, expected in zip(
-            ("adapted", "pretrained"), block[:2], known, strict=False
-        ):
-            if features.shape[1] != expected:
+        views = (block.adapted, block.pretrained)
+        for name, features, expected in zip(storage.VIEWS, views, known, strict=False):
+            if features is not None and features.shape[1] != expected:
                 raise InputError(
                     f"{name} features of task {task}: expected width {expected} like the earlier "
                     f"tasks, found {features.shape[1]}"

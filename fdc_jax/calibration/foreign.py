@@ -47,3 +47,16 @@ def fit_foreign_reference(
     variance = max(float(np.mean(variances + (means - mean) ** 2)), SCALE_FLOOR)
     ratios = np.abs(log_likelihood_ratio(np.concatenate(pairs), mean, variance))
     return ForeignReference(mean, variance, max(float(np.median(ratios)), SCALE_FLOOR))
+
+
+def foreign_coefficients(reference: ForeignReference | None) -> Float[np.ndarray, " 3"]:
+    """Returns (a, b, c) such that log(p_F(u) / p_O(u)) / tau = a u^2 + b u + c (Eq. llr).
+
+    Without a foreign reference all are zero, and so is RLC.
+    """
+    if reference is None:
+        return np.zeros(3, np.float32)
+    mean, variance, scale = reference
+    quadratic = 0.5 - 0.5 / variance
+    constant = -0.5 * (np.log(variance) + mean * mean / variance)
+    return (np.array([quadratic, mean / variance, constant]) / scale).astype(np.float32)

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from fdc_jax.calibration import measures
-from fdc_jax.calibration.scoring import Logits
+from fdc_jax.calibration.terms import TaskLogits
 from fdc_jax.errors import InputError
 
 _filter = jax.jit(measures.filter_features)
@@ -22,7 +22,7 @@ def function_logits(
     attenuation: Float[Array, ""],
     num_classes: int,
     name: str,
-) -> tuple[Logits, Logits]:
+) -> tuple[TaskLogits, TaskLogits]:
     """Returns a head's largest logits of the features and of the filtered features, [n] each.
 
     TSF acts at the head input; what the head does with it stays its own business.
@@ -41,7 +41,7 @@ def function_logits_of_tasks(
     bases: Float[Array, "tasks r d"],
     attenuation: Float[Array, ""],
     class_counts: Sequence[int],
-) -> tuple[Logits, Logits]:
+) -> tuple[TaskLogits, TaskLogits]:
     """Returns raw and filtered largest logits of every task's head, [n, tasks] each."""
     results = [
         function_logits(
@@ -72,7 +72,7 @@ def count_classes(head: Any, features: Float[np.ndarray, "n d"], name: str) -> i
     return logits.shape[1]
 
 
-def _largest(head: Any, features: Float[Array, "n d"], num_classes: int, name: str) -> Logits:
+def _largest(head: Any, features: Float[Array, "n d"], num_classes: int, name: str) -> TaskLogits:
     logits = np.asarray(head.logits(features)).astype(np.float32)
     if logits.shape != (len(features), num_classes):
         raise InputError(
@@ -81,8 +81,8 @@ def _largest(head: Any, features: Float[Array, "n d"], num_classes: int, name: s
         )
     if not np.isfinite(logits).all():
         raise InputError(f"{name}: its logits are not finite")
-    return Logits(logits.max(axis=1), logits.argmax(axis=1))
+    return TaskLogits(logits.max(axis=1), logits.argmax(axis=1))
 
 
-def _columns(results: Sequence[Logits]) -> Logits:
-    return Logits(*(np.stack(part, axis=1) for part in zip(*results, strict=True)))
+def _columns(results: Sequence[TaskLogits]) -> TaskLogits:
+    return TaskLogits(*(np.stack(part, axis=1) for part in zip(*results, strict=True)))

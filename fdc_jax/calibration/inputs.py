@@ -1,7 +1,7 @@
 """What calibrators accept: arrays or re-iterable sources, checked and cut into equal blocks."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +147,7 @@ def task_source(adapted: Any, labels: Any, pretrained: Any, task: int) -> Source
                 f"task {task}: a source gives adapted, pretrained and labels together; "
                 "labels and pretrained must be None"
             )
-        return adapted
+        return cast(Source, adapted)
     adapted = feature_array(adapted, f"adapted features of task {task}")
     labels = label_array(labels, f"labels of task {task}")
     _check_length(labels, adapted, "labels", task)
@@ -194,34 +194,39 @@ def blocks(source: Source, task: int) -> Iterator[Block]:
         InputError: a chunk is malformed, not finite, or unlike the chunks before it.
     """
     widths: tuple[int, int | None] | None = None
-    adapted_block = pretrained_block = label_block = None
-    filled = seen = 0
+    block: Block | None = None
+    seen = 0
     for chunk in source():
         adapted, pretrained, labels = _checked_chunk(chunk, task, seen, widths)
-        if widths is None:
-            widths = adapted.shape[1], None if pretrained is None else pretrained.shape[1]
+        widths = adapted.shape[1], None if pretrained is None else pretrained.shape[1]
         seen += len(adapted)
         taken = 0
         while taken < len(adapted):
-            if adapted_block is None:
-                # A fresh buffer each time: on a CPU the device may read it in place, later.
-                adapted_block = np.zeros((BLOCK_ROWS, widths[0]), np.float32)
-                label_block = np.zeros(BLOCK_ROWS, np.int64)
-                if widths[1] is not None:
-                    pretrained_block = np.zeros((BLOCK_ROWS, widths[1]), np.float32)
-            count = min(len(adapted) - taken, BLOCK_ROWS - filled)
-            into, part = slice(filled, filled + count), slice(taken, taken + count)
-            adapted_block[into] = adapted[part]
-            label_block[into] = labels[part]
-            if pretrained_block is not None:
-                pretrained_block[into] = pretrained[part]
-            filled, taken = filled + count, taken + count
-            if filled == BLOCK_ROWS:
-                yield Block(adapted_block, pretrained_block, label_block, filled)
-                adapted_block = pretrained_block = label_block = None
-                filled = 0
-    if adapted_block is not None and label_block is not None:
-        yield Block(adapted_block, pretrained_block, label_block[:filled], filled)
+            if block is None:
+                block = _empty_block(*widths)
+            count = min(len(adapted) - taken, BLOCK_ROWS - block.rows)
+            into = slice(block.rows, block.rows + count)
+            part = slice(taken, taken + count)
+            block.adapted[into] = adapted[part]
+            block.labels[into] = labels[part]
+            if block.pretrained is not None and pretrained is not None:
+                block.pretrained[into] = pretrained[part]
+            block = block._replace(rows=block.rows + count)
+            taken += count
+            if block.rows == BLOCK_ROWS:
+                yield block
+                block = None
+    if block is not None:
+        yield block._replace(labels=block.labels[: block.rows])
+
+
+def _empty_block(width: int, pretrained_width: int | None) -> Block:
+    """Returns fresh buffers: on a CPU the device may read those of earlier blocks in place."""
+    pretrained = None
+    if pretrained_width is not None:
+        pretrained = np.zeros((BLOCK_ROWS, pretrained_width), np.float32)
+    adapted = np.zeros((BLOCK_ROWS, width), np.float32)
+    return Block(adapted, pretrained, np.zeros(BLOCK_ROWS, np.int64), 0)
 
 
 def _checked_chunk(

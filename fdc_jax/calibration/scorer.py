@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fdc_jax.calibration import function_heads, inputs, scoring
-from fdc_jax.calibration.foreign import ForeignReference
+from fdc_jax.calibration import function_heads, inputs, scoring, stacking
+from fdc_jax.calibration.foreign import ForeignReference, foreign_coefficients
 from fdc_jax.calibration.head_rows import head_kind, head_rows
 from fdc_jax.calibration.settings import Settings
 from fdc_jax.calibration.statistics import Task
@@ -39,10 +39,10 @@ class Scorer:
     ):
         self.settings, self.tasks, self.heads = settings, list(tasks), list(heads)
         self.views = [
-            scoring.stack_view([task.views[view] for task in tasks])
+            stacking.stack_view([task.views[view] for task in tasks])
             for view in range(len(tasks[0].views))
         ]
-        foreign = [jnp.asarray(scoring.foreign_coefficients(each)) for each in references]
+        foreign = [jnp.asarray(foreign_coefficients(each)) for each in references]
         self.calibration = scoring.Calibration(
             foreign[0], foreign[-1], jnp.float32(settings.attenuation)
         )
@@ -53,7 +53,7 @@ class Scorer:
                 head_rows(head, f"head of task {task}", width) for task, head in enumerate(heads)
             ]
             self.normalised = rows[0].normalised
-            self.head_arrays = scoring.stack_heads(rows, self.views[0].basis, settings.attenuation)
+            self.head_arrays = stacking.stack_heads(rows, self.views[0].basis, settings.attenuation)
 
     def terms(
         self,
@@ -75,8 +75,9 @@ class Scorer:
         inputs.check_rows("adapted features", joined.adapted_energy)
         if joined.pretrained_energy is not None:
             inputs.check_rows("pretrained features", joined.pretrained_energy)
-        raw, filtered = joined.raw, joined.filtered
-        if self.head_arrays is None:
+        if joined.raw is not None and joined.filtered is not None:
+            raw, filtered = TaskLogits(*joined.raw), TaskLogits(*joined.filtered)
+        else:
             raw, filtered = function_heads.function_logits_of_tasks(
                 self.heads,
                 adapted,
@@ -86,10 +87,10 @@ class Scorer:
             )
         count, settings, frozen = len(self.tasks), self.settings, joined.pretrained
         return Terms(
-            raw_logits=TaskLogits(*(part[:, :count] for part in raw)),
-            filtered_logits=TaskLogits(*(part[:, :count] for part in filtered)),
-            adapted=ViewEvidence(*(part[:, :count] for part in joined.adapted)),
-            pretrained=frozen and ViewEvidence(*(part[:, :count] for part in frozen)),
+            raw_logits=raw.of_tasks(count),
+            filtered_logits=filtered.of_tasks(count),
+            adapted=ViewEvidence(*joined.adapted).of_tasks(count),
+            pretrained=frozen and ViewEvidence(*frozen).of_tasks(count),
             raw_scale=np.array([task.raw_scale for task in self.tasks], np.float32),
             filtered_scale=np.array([task.filtered_scale for task in self.tasks], np.float32),
             weights=Weights(

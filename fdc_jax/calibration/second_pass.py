@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fdc_jax.calibration import inputs, scoring
+from fdc_jax.calibration import inputs, scoring, stacking
 from fdc_jax.calibration.earlier import EarlierTasks
 from fdc_jax.calibration.function_heads import function_logits
 from fdc_jax.calibration.head_rows import HeadRows
-from fdc_jax.calibration.scoring import Logits
 from fdc_jax.calibration.statistics import FirstPass, Task, ViewStatistics, population_moments
+from fdc_jax.calibration.terms import TaskLogits
 from fdc_jax.errors import InputError
 
 
@@ -54,11 +54,11 @@ def second_pass(
     drafts = [
         ViewStatistics(*shape, first.class_counts, 0.0, 1.0, 0.0, 1.0) for shape in first.shapes
     ]
-    views = [scoring.stack_view([draft]) for draft in drafts]
+    views = [stacking.stack_view([draft]) for draft in drafts]
     gamma = jnp.float32(attenuation)
-    heads = None if rows is None else scoring.stack_heads([rows], views[0].basis, attenuation)
+    heads = None if rows is None else stacking.stack_heads([rows], views[0].basis, attenuation)
     own: list[list[scoring.Measures]] = [[] for _ in views]
-    maxima: list[tuple[Logits, Logits]] = []
+    maxima: list[tuple[TaskLogits, TaskLogits]] = []
     foreign: list[list[Array]] = [[] for _ in views]
     sizes: list[int] = []
     counts = np.zeros_like(first.class_counts)

@@ -49,6 +49,5 @@ class Settings(NamedTuple):
                 f"affinity_reference: expected one of {', '.join(AFFINITY_REFERENCES)}, "
                 f"found {self.affinity_reference!r}"
             )
-        return Settings(
-            *(float(value) for value in self[:6]), int(self.neighbours), self.affinity_reference
-        )
+        numbers = {field: float(getattr(self, field)) for field in self._fields[:6]}
+        return self._replace(**numbers, neighbours=int(self.neighbours))

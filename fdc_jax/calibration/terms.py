@@ -16,12 +16,20 @@ class TaskLogits(NamedTuple):
     logit: Float[np.ndarray, "n tasks"]
     row: Int[np.ndarray, "n tasks"]
 
+    def of_tasks(self, count: int) -> "TaskLogits":
+        """Returns the first tasks alone."""
+        return TaskLogits(self.logit[:, :count], self.row[:, :count])
+
 
 class ViewEvidence(NamedTuple):
     """tanh of the RLC and PAC arguments in one view: corrections in units of the score scale."""
 
     rlc: Float[np.ndarray, "n tasks"]
     pac: Float[np.ndarray, "n tasks"]
+
+    def of_tasks(self, count: int) -> "ViewEvidence":
+        """Returns the first tasks alone."""
+        return ViewEvidence(self.rlc[:, :count], self.pac[:, :count])
 
 
 class Weights(NamedTuple):

@@ -1,0 +1,222 @@
+"""FDC scores from a saved calibrator with NumPy alone: this file needs nothing beside it.
+
+It may be copied next to a deployed model. Example:
+
+    scorer = NumpyScorer.load("calibrator.npz")
+    result = scorer.score(adapted_features, pretrained_features)
+    result.label
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+FORMAT = "fdc_jax calibrator"
+SCHEMA = 1
+NORM_FLOOR = 1e-12
+ENERGY_FLOOR = 1e-12
+SCALE_FLOOR = 1e-6
+
+
+class NumpyScores(NamedTuple):
+    """Scores of one batch.
+
+    Attributes:
+        task_scores: calibrated score per sample and task, [n, tasks].
+        local_class: row of each task's head that the task would predict, [n, tasks].
+        task: the chosen task, counted from 0, [n].
+        label: the predicted label, [n].
+    """
+
+    task_scores: np.ndarray
+    local_class: np.ndarray
+    task: np.ndarray
+    label: np.ndarray
+
+
+class NumpyScorer:
+    """Scores features with the statistics of a finalized calibrator.
+
+    Args:
+        arrays: the fields of a saved calibrator, by name.
+
+    Raises:
+        ValueError: the fields are of another format or schema, or the heads are functions, which
+            are not stored.
+    """
+
+    def __init__(self, arrays):
+        if str(arrays.get("format")) != FORMAT:
+            raise ValueError(f"format: expected {FORMAT!r}, found {arrays.get('format')!s:.80}")
+        if int(arrays["schema"]) != SCHEMA:
+            raise ValueError(f"schema: expected version {SCHEMA}, found {int(arrays['schema'])}")
+        if str(arrays["head_kind"]) == "function":
+            raise ValueError("head_kind: the heads are functions, which are not stored")
+        self.arrays = dict(arrays)
+        self.width = arrays["adapted_mean"].shape[1]
+        self.sizes = arrays["class_sizes"].tolist()
+        self.views = ["adapted"] + ["pretrained"] * ("pretrained_mean" in arrays)
+        self._tasks = {view: self._split(view) for view in self.views}
+        self._heads = self._split_heads()
+
+    @classmethod
+    def load(cls, path):
+        """Returns a scorer for the calibrator saved at `path`."""
+        with np.load(path, allow_pickle=False) as file:
+            return cls({name: file[name] for name in file.files})
+
+    def score(
+        self,
+        adapted,
+        pretrained=None,
+        tsf=True,
+        rlc=True,
+        pac=True,
+        adapted_view=True,
+        pretrained_view=True,
+    ):
+        """Returns `NumpyScores` of features E_T(x), [n, d], and E_0(x), [n, e].
+
+        The flags switch components off. The pretrained features may be left out when the calibrator
+        has no such view or does not use it.
+
+        Raises:
+            ValueError: features of another shape than at fit time, or not finite.
+        """
+        arrays = self.arrays
+        adapted = self._checked("adapted", adapted)
+        used = {"adapted": adapted_view, "pretrained": pretrained_view}
+        features = {"adapted": adapted}
+        if pretrained is not None:
+            features["pretrained"] = self._checked("pretrained", pretrained)
+            if len(pretrained) != len(adapted):
+                raise ValueError(
+                    f"pretrained features: expected {len(adapted)} rows, found {len(pretrained)}"
+                )
+        scores = np.zeros((len(adapted), len(self.sizes)), np.float32)
+        local = np.zeros(scores.shape, np.int64)
+        for task in range(len(self.sizes)):
+            logits = self._logits(task, adapted, tsf)
+            scores[:, task] = logits.max(axis=1)
+            local[:, task] = logits.argmax(axis=1)
+        scale = arrays["filtered_scale" if tsf else "raw_scale"].astype(np.float32)
+        for view in self.views:
+            weight = float(arrays[f"{view}_view_weight"])
+            if not used[view] or weight == 0.0 or not (rlc or pac):
+                continue
+            if view not in features:
+                raise ValueError(f"{view} features: expected, since the calibrator uses them")
+            down, up = self._evidence(view, features[view])
+            if pac:
+                scores += np.float32(weight * float(arrays["pac_weight"])) * scale * up
+            if rlc:
+                scores -= np.float32(weight * float(arrays["rlc_weight"])) * scale * down
+        task = scores.argmax(axis=1)
+        first = np.cumsum([0, *self.sizes[:-1]])
+        label = arrays["classes"][first[task] + local[np.arange(len(task)), task]]
+        return NumpyScores(scores, local, task, label)
+
+    def _split(self, view):
+        """Returns (mean, basis, centre, offsets, constants) per task; see `_evidence`."""
+        arrays = self.arrays
+        bases = np.split(arrays[f"{view}_basis"], np.cumsum(arrays[f"{view}_rank"])[:-1])
+        ends = np.cumsum(self.sizes)[:-1]
+        prototypes = np.split(arrays[f"{view}_prototypes"].astype(np.float64), ends)
+        tasks = []
+        for task, counts in enumerate(np.split(arrays["class_counts"], ends)):
+            rows = prototypes[task][counts > 0]
+            centre = rows.mean(axis=0).astype(np.float32)
+            offsets = rows - centre
+            # A prototype of length zero has cosine 0 to everything, that is distance 1.
+            constants = 0.5 * (offsets**2).sum(axis=1) + 0.5 * (1.0 - rows.any(axis=1))
+            tasks.append(
+                (
+                    arrays[f"{view}_mean"][task],
+                    bases[task],
+                    centre,
+                    offsets.astype(np.float32),
+                    constants.astype(np.float32),
+                )
+            )
+        return tasks
+
+    def _split_heads(self):
+        """Returns (rows, filtered rows, bias) per task; rows have unit length where normalised."""
+        arrays, kind = self.arrays, str(self.arrays["head_kind"])
+        gamma = np.float32(arrays["attenuation"])
+        ends = np.cumsum(self.sizes)[:-1]
+        heads = []
+        for task, rows in enumerate(np.split(arrays["head_weight"], ends)):
+            bias = np.zeros(len(rows), np.float32)
+            if kind == "linear":
+                bias = np.split(arrays["head_bias"], ends)[task]
+            else:
+                norms = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
+                rows = (rows / np.maximum(norms, NORM_FLOOR)).astype(np.float32)
+            if kind == "cosine":
+                rows = arrays["head_scale"][task] * rows
+            if kind == "nearest_mean":
+                rows, bias = 2 * rows, bias - 2
+            basis = self._tasks["adapted"][task][1]
+            heads.append((rows, (1 - gamma) * rows + gamma * (rows @ basis.T) @ basis, bias))
+        return heads
+
+    def _logits(self, task, features, tsf):
+        rows, folded, bias = self._heads[task]
+        logits = features @ (folded if tsf else rows).T
+        if str(self.arrays["head_kind"]) != "linear":
+            energy = np.square(features).sum(axis=1)
+            if tsf:
+                inside = np.square(features @ self._tasks["adapted"][task][1].T).sum(axis=1)
+                kept = np.square(1 - np.float32(self.arrays["attenuation"]))
+                energy = kept * energy + (1 - kept) * inside
+            logits = logits / np.maximum(np.sqrt(energy), NORM_FLOOR)[:, None]
+        return logits + bias
+
+    def _evidence(self, view, features):
+        """Returns tanh of the RLC and PAC arguments, [n, tasks] each."""
+        arrays = self.arrays
+        norm = np.sqrt(np.square(features).sum(axis=1))
+        unit = features / np.maximum(norm, NORM_FLOOR)[:, None]
+        shortfall = 0.5 * (1 - np.minimum(norm / NORM_FLOOR, 1) ** 2)
+        neighbours = int(arrays["neighbours"])
+        ratios, distances = [], []
+        for mean, basis, centre, offsets, constants in self._tasks[view]:
+            centred = features - mean
+            energy = np.square(centred).sum(axis=1)
+            inside = np.square(centred @ basis.T).sum(axis=1)
+            ratios.append(np.maximum(energy - inside, 0) / np.maximum(energy, ENERGY_FLOOR))
+            centred = unit - centre
+            half = 0.5 * np.square(centred).sum(axis=1)
+            distance = half[:, None] + constants - centred @ offsets.T
+            nearest = np.sort(distance, axis=1)[:, :neighbours]
+            distances.append(nearest.mean(axis=1) + shortfall)
+        ratio, distance = np.stack(ratios, axis=1), np.stack(distances, axis=1)
+        rlc = np.zeros_like(ratio)
+        if arrays[f"{view}_foreign_fit"].size:
+            mean, variance, tau = arrays[f"{view}_foreign_fit"]
+            residual = (ratio - arrays[f"{view}_residual_mean"]) / arrays[f"{view}_residual_std"]
+            log_ratio = residual**2 - (residual - mean) ** 2 / variance - np.log(variance)
+            rlc = np.tanh(0.5 * log_ratio / tau)
+        if str(arrays["affinity_reference"]) == "nearest":
+            std = np.maximum(distance.std(axis=1, keepdims=True), SCALE_FLOOR)
+            affinity = (distance.mean(axis=1, keepdims=True) - distance) / std
+        else:
+            affinity = arrays[f"{view}_distance_mean"] - distance
+            affinity = affinity / arrays[f"{view}_distance_std"]
+        return rlc.astype(np.float32), np.tanh(affinity).astype(np.float32)
+
+    def _checked(self, view, features):
+        if view not in self.views:
+            raise ValueError(f"{view} features: the calibrator has no such view")
+        features = np.asarray(features)
+        width = self.arrays[f"{view}_mean"].shape[1]
+        if features.ndim != 2 or features.shape[1] != width:
+            raise ValueError(
+                f"{view} features: expected shape [n, {width}], found {[*features.shape]}"
+            )
+        features = features.astype(np.float32)
+        finite = np.isfinite(features).all(axis=1)
+        if not finite.all():
+            raise ValueError(f"{view} features: row {int(np.argmin(finite))} is not finite")
+        return features
