@@ -1,6 +1,8 @@
 import io
 import math
+import struct
 import warnings
+import zlib
 
 import hypothesis
 import hypothesis.strategies as st
@@ -12,7 +14,17 @@ from scipy import stats
 from fdc_jax.data import images
 from fdc_jax.errors import InputError
 
-SIZES = [(500, 400), (400, 500), (333, 500), (32, 32), (256, 256), (17, 90), (600, 257), (255, 300)]
+SIZES = [
+    (500, 400),
+    (400, 500),
+    (333, 500),
+    (32, 32),
+    (256, 256),
+    (17, 90),
+    (600, 257),
+    (255, 300),
+    (400, 405),
+]
 
 
 def evaluation_reference(image, image_size):
@@ -64,6 +76,16 @@ def test_train_transform_without_mirroring(photo):
     straight = images.train_transform(image, 32, uniforms, flip=False)
     np.testing.assert_array_equal(mirrored, straight[:, ::-1])
     assert not np.array_equal(mirrored, straight)
+
+
+def test_half_of_the_images_are_mirrored(photo):
+    image = photo(50, 40)
+    uniforms = np.full(images.NUM_UNIFORMS, 0.3)
+    straight = images.train_transform(image, 32, uniforms, flip=False)
+    for number, mirrored in [(0.0, True), (0.4999, True), (0.5, False), (0.9, False)]:
+        uniforms[-1] = number
+        expected = straight[:, ::-1] if mirrored else straight
+        np.testing.assert_array_equal(images.train_transform(image, 32, uniforms), expected)
 
 
 def crop_reference(width, height, generator, scale, ratio=(3 / 4, 4 / 3)):
@@ -225,6 +247,28 @@ def test_broken_images_are_named(photo, encode, file_format, damage):
     with pytest.raises(InputError, match=r"birds, image 7 \(a/b\.jpg\)") as caught:
         images.decode(bad, "birds, image 7 (a/b.jpg)")
     assert "\n" not in str(caught.value)
+
+
+def test_an_empty_file_is_called_so():
+    with pytest.raises(InputError, match=r"^x: expected an image, found 0 bytes$"):
+        images.decode(b"", "x")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError),
+        *(OverflowError, MemoryError, struct.error, zlib.error, Image.DecompressionBombError),
+    ],
+)
+def test_whatever_pillow_raises_is_bad_input(monkeypatch, encode, error):
+    def broken(self, mode):
+        raise error("two\nlines")
+
+    encoded = encode(np.zeros((2, 2, 3), np.uint8))
+    monkeypatch.setattr(Image.Image, "convert", broken)
+    with pytest.raises(InputError, match=r"^x: cannot decode these [0-9]+ bytes: .*two.*lines.?$"):
+        images.decode(encoded, "x")
 
 
 @hypothesis.settings(

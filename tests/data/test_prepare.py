@@ -1,3 +1,4 @@
+import fcntl
 import hashlib
 import io
 import os
@@ -81,7 +82,9 @@ def test_folder_end_to_end(tmp_path, pilot):
     assert_reads_back(pilot, data_dir)
     source = tfds_source.open_source("omnibench", "train", data_dir)
     assert source.partition == "pilot"
-    examples = tfds.builder_from_directory(str(folder)).as_data_source(split="test")
+    builder = tfds.builder_from_directory(str(folder))
+    assert builder.info.supervised_keys == ("image", "label")
+    examples = builder.as_data_source(split="test")
     assert [int(example["label"]) for example in examples] == [0, 1, 1, 2, 3]
 
 
@@ -188,6 +191,8 @@ def test_every_unreadable_image_is_listed(tmp_path, pilot):
 def test_files_that_are_no_images_are_left_out_and_named(tmp_path, pilot, capsys):
     (pilot / "train" / "10" / "list.txt").write_text("1.png")
     (pilot / "train" / "10" / ".hidden.png").write_text("")
+    (pilot / "train" / "10" / ".thumbnails").mkdir()
+    (pilot / "train" / "10" / ".thumbnails" / "1.png").write_text("")
     (pilot / "train" / "README.md").write_text("about")
     prepare.prepare("omnibench", pilot, tmp_path)
     assert "1 files are no images by their suffix and are left out: 10/list.txt" in (
@@ -317,6 +322,7 @@ def release(tmp_path, encode, tiny_benchmark):
             (folder / f"{number}.jpg").write_bytes(encode(image_of(1, number), "JPEG"))
     (tmp_path / "raw" / "CUB_200_2011" / "images.txt").write_text("1 001.B/0.jpg")
     (tmp_path / "raw" / "CUB_200_2011" / "parts").mkdir()
+    (tmp_path / "raw" / "CUB_200_2011" / "parts" / "overview.png").write_text("")
     tiny_benchmark("cub200_random80", num_classes=2, classes_per_task=1, num_train=12, num_test=3)
     return tmp_path / "raw"
 
@@ -475,6 +481,10 @@ def test_published_checksum_is_the_one_of_tfds():
         ({"train.bin": bytes([0, 100]) + bytes(3072)}, "labels below 20 and 100, found 0 and 100"),
         ({"train.bin": bytes([20, 0]) + bytes(3072)}, "labels below 20 and 100, found 20 and 0"),
         ({"fine_label_names.txt": b"a\nb\n"}, "expected 100 names in alphabetical order, found 2"),
+        (
+            {"coarse_label_names.txt": "\n".join(COARSE[::-1]).encode()},
+            "expected 20 names in alphabetical order, found 20",
+        ),
         ({"test.bin": None}, "cannot read cifar-100-binary/test.bin"),
     ],
 )
@@ -539,6 +549,20 @@ def test_no_network_names_the_file_to_get(tmp_path, cifar, tiny_benchmark):
 
 
 # Several processes, and processes that die
+
+
+def test_a_second_process_waits_for_the_first(tmp_path, pilot):
+    data_dir = tmp_path / "data"
+    data_dir.mkdir()
+    command = [sys.executable, "-c", CHILD, str(pilot), str(data_dir)]
+    command.append(repr(benchmarks.BENCHMARKS["omnibench"]))
+    with open(data_dir / ".pilot_omnibench.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert "waiting for another process" in child.stderr.readline()
+        assert left_over(data_dir) == []
+    assert "8 train images" in child.communicate(timeout=120)[1]
+    assert child.returncode == 0
 
 
 def test_processes_take_turns(tmp_path, pilot):

@@ -12,11 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
+from array_record.python.array_record_module import ArrayRecordReader
 from PIL import Image
 
 from fdc_jax.data import benchmarks, images, tfds_source
 from fdc_jax.errors import InputError
 
+# As a string "a-b/1.png" comes before "a/9.png", but class "a" before class "a-b".
+CLASSES = ["a", "a-b", "c"]
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
@@ -30,11 +33,11 @@ def written(tmp_path, encode):
         {
             "image": encode(np.full((5, 4, 3), 10 * number, np.uint8)),
             "label": label,
-            "file_name": f"{'abc'[label]}/{number}.png",
+            "file_name": f"{CLASSES[label]}/{number}.png",
         }
         for number, label in [(3, 1), (10, 0), (9, 0), (1, 1), (7, 2)]
     ]
-    writer = tfds_source.DatasetWriter(folder, row, tfds_source.folder_features(["a", "b", "c"]))
+    writer = tfds_source.DatasetWriter(folder, row, tfds_source.folder_features(CLASSES))
     writer.write_split("train", examples, 5, 500)
     writer.write_split("test", examples[:2], 2, 200)
     writer.finish({"partition": "pilot"})
@@ -44,12 +47,16 @@ def written(tmp_path, encode):
 def test_source_is_sorted_by_class_and_name(tmp_path, written):
     _, examples = written
     source = tfds_source.open_source("imagenet_a", "train", tmp_path)
-    assert source.ids == ("a/10.png", "a/9.png", "b/1.png", "b/3.png", "c/7.png")
+    assert source.ids == ("a/10.png", "a/9.png", "a-b/1.png", "a-b/3.png", "c/7.png")
     assert source.labels.tolist() == [0, 0, 1, 1, 2]
     by_name = {example["file_name"]: example["image"] for example in examples}
     assert [source.read(i) for i in range(5)] == [by_name[name] for name in source.ids]
-    assert (source.partition, source.class_names, source.num_classes) == ("pilot", (*"abc",), 3)
-    assert source.describe(3) == "imagenet_a, split train, image 3 (b/3.png)"
+    assert (source.partition, source.class_names, source.num_classes) == (
+        "pilot",
+        tuple(CLASSES),
+        3,
+    )
+    assert source.describe(3) == "imagenet_a, split train, image 3 (a-b/3.png)"
 
 
 def test_index_is_kept_and_made_anew_when_the_data_change(tmp_path, written):
@@ -155,7 +162,7 @@ def test_shard_that_breaks_while_open(tmp_path, written):
     tfds_source.open_source("imagenet_a", "train", tmp_path)
     source = tfds_source.open_source("imagenet_a", "train", tmp_path)
     next(folder.glob("*-train.array_record*")).unlink()
-    with pytest.raises(InputError, match=r"imagenet_a, split train, image 2 \(b/1\.png\)"):
+    with pytest.raises(InputError, match=r"imagenet_a, split train, image 2 \(a-b/1\.png\)"):
         source.read(2)
 
 
@@ -179,6 +186,15 @@ def test_large_splits_have_several_shards(tmp_path, monkeypatch):
     assert len(list(folder.glob("*-train.array_record-*-of-00004"))) == 4
     source = tfds_source.open_source("imagenet_a", "train", tmp_path)
     assert [source.read(i) for i in range(11)] == [bytes([i]) for i in range(11)]
+
+
+def test_records_are_stored_one_by_one(written):
+    # Groups of records would have to be decompressed whole to read one image.
+    folder, _ = written
+    for shard in folder.glob("*.array_record*"):
+        reader = ArrayRecordReader(str(shard))
+        assert "group_size:1," in reader.writer_options_string()
+        reader.close()
 
 
 def test_unfinished_data_are_not_accepted(tmp_path):
