@@ -259,6 +259,7 @@ class Run:
             self.trained = fresh
             self.optimizer = devices.replicate(e.mesh, e.update.initialise(fresh))
             self.training_time = dict.fromkeys(("seconds", "input_wait_seconds"), 0.0)
+        self.workdir.event("training", task=task, step=self.steps_done)
         data = batches(epochs=train.epochs, start_step=self.steps_done)
         clock, waited = time.perf_counter(), 0.0
         step, first, pending = self.steps_done, self.steps_done, None
@@ -315,6 +316,10 @@ class Run:
         value = self._check_loss(task, step, epoch, loss)
         e = self.experiment
         speed = (step + 1 - first) * e.config.train.batch_size / (time.perf_counter() - clock)
+        if (step + 1) * e.config.train.epochs % e.steps(task) == 0:
+            self.workdir.event(
+                "epoch", task=task, epoch=epoch, loss=value, images_per_second=round(speed, 1)
+            )
         self.progress.step(
             f"task {task + 1}/{e.setup.num_tasks} epoch {epoch + 1}/{e.config.train.epochs}",
             loss=f"{value:.3f}",

@@ -45,7 +45,7 @@ def measure(
         `accuracy`, `routing_accuracy`, `components` and the four shares of raw and FDC; and the
         columns of `predictions.npz`.
     """
-    dual = terms.has_pretrained_view
+    dual = terms.pretrained is not None
     scores = {
         name: terms.fuse(**switches)
         for name, switches in COMPONENTS.items()
@@ -138,7 +138,7 @@ def collect(
         },
         "data": {"train_sha256": e.stream.train.checksum, "test_sha256": e.stream.test.checksum},
         "device": devices.describe(),
-        "config": configuration.flatten(config),
+        "config": configuration.flatten(config) | {"seed": [seed]},
         "versions": versions(),
     }
 

@@ -1,0 +1,115 @@
+"""Checkpoints: types survive, damage is noticed, the one before it is used."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fdc_jax.checkpoint import Checkpoints
+from fdc_jax.heads import LinearHead
+
+
+def make_tree(offset=0.0):
+    trained = {"head": LinearHead(jnp.full((2, 3), float(offset)), jnp.zeros(2))}
+    return {
+        "state": {"A": jnp.arange(4.0) + offset},
+        "trained": trained,
+        "optimizer": optax.scale_by_adam().init(trained),
+    }
+
+
+def assert_equal_trees(one, other):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.fixture
+def filled(tmp_path):
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    for number in range(1, 4):
+        checkpoints.save(number, make_tree(number), {"tasks_done": number})
+    yield checkpoints
+    checkpoints.close()
+
+
+def test_round_trip_keeps_types_values_and_cursor(filled):
+    (number, cursor), *_ = filled.cursors()
+    assert (number, cursor["tasks_done"]) == (3, 3)
+    restored = filled.restore(number, make_tree(), cursor)
+    assert_equal_trees(restored, make_tree(3))
+    assert isinstance(restored["trained"]["head"], LinearHead)
+    assert isinstance(restored["optimizer"], optax.ScaleByAdamState)
+
+
+def test_only_the_newest_stay(filled):
+    assert [number for number, _ in filled.cursors()] == [3, 2]
+
+
+def test_a_new_process_finds_them(filled, tmp_path):
+    again = Checkpoints(tmp_path / "checkpoints", keep=2)
+    number, cursor = again.cursors()[1]
+    assert_equal_trees(again.restore(number, make_tree(), cursor), make_tree(2))
+    again.close()
+
+
+def data_files(folder: Path):
+    return [path for path in folder.rglob("*") if path.is_file() and path.parent.name == "d"]
+
+
+def flip_bytes(path: Path):
+    content = bytearray(path.read_bytes())
+    for i in range(len(content) // 2, min(len(content), len(content) // 2 + 16)):
+        content[i] ^= 0xFF
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "deleted", "cursor"])
+def test_a_damaged_checkpoint_is_set_aside(filled, tmp_path, caplog, damage):
+    newest = tmp_path / "checkpoints" / "3"
+    if damage == "cursor":
+        for path in (newest / "cursor").rglob("*"):
+            if path.is_file():
+                path.write_bytes(b"{")
+    elif damage == "deleted":
+        shutil.rmtree(newest / "tree")
+    else:
+        assert data_files(newest)
+        for path in data_files(newest):
+            path.write_bytes(path.read_bytes()[:40]) if damage == "truncated" else flip_bytes(path)
+    with caplog.at_level(logging.WARNING):
+        used = None
+        for number, cursor in filled.cursors():
+            used = filled.restore(number, make_tree(), cursor)
+            if used is not None:
+                break
+    assert number == 2
+    assert_equal_trees(used, make_tree(2))
+    assert "is damaged" in caplog.text
+    assert (tmp_path / "checkpoints_damaged_3").is_dir()
+    # Its number is free again.
+    filled.save(3, make_tree(7), {"tasks_done": 3})
+    number, cursor = filled.cursors()[0]
+    assert number == 3
+    assert_equal_trees(filled.restore(number, make_tree(), cursor), make_tree(7))
+
+
+def test_the_digest_notices_arrays_that_differ_from_the_cursor(filled, caplog):
+    number, cursor = filled.cursors()[0]
+    with caplog.at_level(logging.WARNING):
+        assert filled.restore(number, make_tree(), cursor | {"digest": "0" * 64}) is None
+    assert "digest" in caplog.text
+
+
+def test_an_interrupted_save_leaves_nothing(filled, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(filled._manager, "save", fail)
+    with pytest.raises(ValueError, match=r"cannot write a checkpoint in .*No space left"):
+        filled.save(4, make_tree(), {"tasks_done": 4})
+    assert [number for number, _ in filled.cursors()] == [3, 2]

@@ -1,0 +1,94 @@
+"""Configurations: every field is checked before work begins."""
+
+import importlib
+
+import pytest
+
+from configs import base
+from fdc_jax import configuration
+from fdc_jax.errors import InputError
+
+BENCHMARKS = ("cifar100", "imagenet_a", "imagenet_r", "cub200", "omnibench", "digits")
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_shipped_configurations_are_valid(name):
+    config = importlib.import_module(f"configs.{name}").get_config()
+    configuration.validate(config)
+    assert config.benchmark == name
+
+
+def test_the_papers_settings():
+    """Table "Common training and FDC hyperparameters"."""
+    flat = configuration.flatten(base.get_config())
+    expected = {
+        "train.epochs": 20,
+        "train.batch_size": 64,
+        "train.increment_learning_rate": 5e-4,
+        "train.head_learning_rate": 5e-3,
+        "train.rank": 10,
+        "class_order_seed": 1993,
+        "fdc.retained_energy": 0.75,
+        "fdc.attenuation": 0.5,
+        "fdc.rlc_weight": 1.0,
+        "fdc.pac_weight": 1.0,
+        "fdc.adapted_view_weight": 1.0,
+        "fdc.pretrained_view_weight": 1.0,
+        "fdc.neighbours": 1,
+        "encoder.variant": "B/16",
+        "encoder.image_size": 224,
+    }
+    assert {name: flat[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("train.rank", 0),
+        ("train.epochs", 0),
+        ("train.batch_size", -1),
+        ("train.increment_learning_rate", 0.0),
+        ("train.head_learning_rate", float("nan")),
+        ("train.schedule", "linear"),
+        ("fdc.retained_energy", 1.2),
+        ("fdc.retained_energy", 0.0),
+        ("fdc.attenuation", -0.1),
+        ("fdc.pac_weight", -1.0),
+        ("fdc.neighbours", 0),
+        ("data.train_per_class", -1),
+        ("data.crop_scale", (1.0, 0.5)),
+        ("data.crop_scale", (0.5,)),
+        ("data.crop_scale", ("a", "b")),
+        ("checkpoint.keep", 0),
+        ("seed", ()),
+        ("seed", (1, 1)),
+        ("seed", ("one",)),
+        ("seed", (-1,)),
+    ],
+)
+def test_impossible_values_are_named(field, value):
+    config = base.get_config()
+    config.update_from_flattened_dict({field: value})
+    with pytest.raises(InputError, match=rf"^config\.{field}: expected .*, found "):
+        configuration.validate(config)
+
+
+def test_differences_name_fields_that_change_results_only():
+    saved = configuration.flatten(base.get_config())
+    config = base.get_config()
+    assert configuration.differences(saved, config) == []
+    config.data.dir = "/elsewhere"
+    config.data.workers = 3
+    assert configuration.differences(saved, config) == []
+    config.train.epochs = 5
+    config.seed = (2,)
+    assert configuration.differences(saved, config) == [
+        ("seed", [1], [2]),
+        ("train.epochs", 20, 5),
+    ]
+    del saved["train.rank"]
+    assert ("train.rank", None, 10) in configuration.differences(saved, config)
+
+
+def test_every_field_without_effect_exists():
+    assert configuration.WITHOUT_EFFECT <= configuration.flatten(base.get_config()).keys()

@@ -1,0 +1,68 @@
+"""Files are whole or absent."""
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fdc_jax.errors import InputError
+from fdc_jax.files import sha256, write_atomically
+
+
+def test_the_file_appears_when_the_block_ends(tmp_path):
+    path = tmp_path / "folder" / "file"
+    with write_atomically(path) as file:
+        file.write(b"new")
+        assert not path.exists()
+    assert path.read_bytes() == b"new"
+    assert [each.name for each in path.parent.iterdir()] == ["file"]
+    assert path.stat().st_mode & 0o444 == 0o444
+
+
+def test_an_error_keeps_the_old_file(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(RuntimeError), write_atomically(path) as file:
+        file.write(b"half")
+        raise RuntimeError
+    assert path.read_bytes() == b"old"
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_path_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    path = tmp_path / "file" / "below"
+    with pytest.raises(InputError, match=f"cannot write {path}: "), write_atomically(path):
+        pass
+
+
+def test_a_disk_that_refuses(tmp_path):
+    """A limit on file sizes stands for the full disk: the write itself fails."""
+    program = f"""
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+from fdc_jax.errors import InputError
+from fdc_jax.files import write_atomically
+try:
+    with write_atomically({str(tmp_path / "file")!r}) as file:
+        file.write(bytes(100_000))
+except InputError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).resolve().parents[1],
+        check=True,
+    )
+    assert done.stdout == f"cannot write {tmp_path / 'file'}: File too large\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sha256(tmp_path):
+    (tmp_path / "file").write_bytes(b"abc" * 1000)
+    assert sha256(tmp_path / "file") == hashlib.sha256(b"abc" * 1000).hexdigest()

@@ -1,0 +1,245 @@
+"""The command as a user meets it: exit codes, one line per mistake, exact resuming."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import interruptions
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache):
+    """One small run from start to end, and what it printed."""
+    workdir = tmp_path_factory.mktemp("runs") / "whole"
+    output, errors = interruptions.finish(interruptions.start(workdir, cache=cache))
+    return workdir, output, errors
+
+
+def results(workdir):
+    return json.loads((workdir / "results.json").read_text())
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "main.py", *arguments],
+        cwd=REPOSITORY,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"} | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_results_follow_the_contract(whole):
+    workdir, _, _ = whole
+    found = results(workdir)
+    assert found.keys() >= {
+        *("benchmark", "learner", "seed", "class_order_seed", "num_tasks", "num_classes"),
+        *("num_test_images", "accuracy", "routing_accuracy", "average_incremental_accuracy"),
+        *("components", "curve", "fdc_storage_bytes", "timing", "encoder", "config", "versions"),
+    }
+    assert (found["num_tasks"], found["num_classes"], found["num_test_images"]) == (5, 10, 200)
+    assert found["accuracy"].keys() == {"raw", "fdc", "oracle"}
+    assert found["components"].keys() == {
+        *("raw", "tsf", "pac", "rlc", "tsf+pac", "tsf+rlc", "pac+rlc", "full"),
+        *("adapted_view", "pretrained_view"),
+    }
+    assert found["components"]["raw"] == found["accuracy"]["raw"]
+    assert found["components"]["full"] == found["accuracy"]["fdc"]
+    assert len(found["curve"]) == 5
+    assert found["curve"][-1]["accuracy"] == found["accuracy"]
+    for name in ("raw", "fdc"):
+        assert found["average_incremental_accuracy"][name] == pytest.approx(
+            np.mean([point["accuracy"][name] for point in found["curve"]])
+        )
+    assert found["encoder"].keys() >= {"variant", "weights", "sha256", "input_range"}
+    assert found["fdc_storage_bytes"] > 0
+    assert found["versions"].keys() >= {"python", "jax", "flax", "numpy", "fdc_jax"}
+
+
+def test_predictions_give_the_accuracies_of_the_results(whole):
+    workdir, _, _ = whole
+    found = results(workdir)
+    with np.load(workdir / "predictions.npz") as file:
+        columns = {name: file[name] for name in file.files}
+    assert columns.keys() == {
+        *("label", "raw_label", "fdc_label", "oracle_label", "task", "raw_task", "fdc_task")
+    }
+    for name in ("raw", "fdc", "oracle"):
+        share = 100 * np.mean(columns[f"{name}_label"] == columns["label"])
+        assert share == pytest.approx(found["accuracy"][name])
+    for name in ("raw", "fdc"):
+        share = 100 * np.mean(columns[f"{name}_task"] == columns["task"])
+        assert share == pytest.approx(found["routing_accuracy"][name])
+    # Two classes a task, in class order.
+    np.testing.assert_array_equal(columns["label"] // 2, columns["task"])
+    np.testing.assert_array_equal(columns["oracle_label"] // 2, columns["task"])
+    np.testing.assert_array_equal(columns["fdc_label"] // 2, columns["fdc_task"])
+
+
+def test_saved_features_and_calibrator_repeat_the_results(whole, tmp_path):
+    workdir, _, _ = whole
+    output = tmp_path / "calibrated.npz"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "fdc_jax.posthoc", str(workdir / "features")),
+            *(f"--output={output}", "--quiet"),
+        ],
+        cwd=REPOSITORY,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    with (
+        np.load(output) as again,
+        np.load(workdir / "predictions.npz") as first,
+    ):
+        np.testing.assert_array_equal(again["raw_label"], first["raw_label"])
+        np.testing.assert_array_equal(again["label"], first["fdc_label"])
+
+
+def test_screen(whole):
+    workdir, output, errors = whole
+    for text in ("device", "precision parity", "trained parameters a task", "sha256", "digits"):
+        assert text in errors
+    assert "after task 5/5: raw " in errors
+    assert "\x1b" not in output + errors
+    found = results(workdir)
+    for name in ("raw", "fdc", "oracle"):
+        assert f"{found['accuracy'][name]:.2f}" in output
+    assert "pretrained view only" in output
+    assert "Warning" not in errors
+
+
+def test_a_finished_run_is_shown_again_not_run_again(whole, cache):
+    workdir, output, _ = whole
+    before = (workdir / "metrics.jsonl").read_text()
+    again, errors = interruptions.finish(interruptions.start(workdir, cache=cache))
+    assert again == output
+    assert "after task" not in errors
+    assert (workdir / "metrics.jsonl").read_text() == before
+
+
+def test_quiet(whole, cache):
+    workdir, _, _ = whole
+    assert interruptions.finish(interruptions.start(workdir, "--quiet", cache=cache)) == ("", "")
+
+
+def test_killed_runs_end_with_the_same_numbers(whole, tmp_path, cache):
+    assert interruptions.run_with_kills(tmp_path, kills=4, seed=0, cache=cache) == 4
+    interruptions.same_outcome(whole[0], tmp_path / "whole")
+
+
+def wait_for(workdir, event, process):
+    while process.poll() is None:
+        path = workdir / "metrics.jsonl"
+        if path.exists() and any(
+            json.loads(line)["event"] == event for line in path.read_text().splitlines()
+        ):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"ended before {event}: {process.communicate()[1]}")
+
+
+def test_sigterm_saves_and_exits_with_its_own_code(whole, tmp_path, cache):
+    workdir = tmp_path / "run"
+    never = "--config.checkpoint.every_steps=1000000"
+    process = interruptions.start(workdir, never, cache=cache)
+    wait_for(workdir, "epoch", process)
+    process.send_signal(signal.SIGTERM)
+    _, errors = interruptions.finish(process, expected=75)
+    assert errors.splitlines()[-1] == "fdc_jax: error: stopped by SIGTERM"
+    assert list((workdir / "checkpoints").iterdir())
+    interruptions.finish(interruptions.start(workdir, never, "--quiet", cache=cache))
+    interruptions.same_outcome(whole[0], workdir)
+    interruptions.nothing_done_twice(workdir)
+
+
+def test_another_configuration_is_refused(whole, cache):
+    workdir, _, _ = whole
+    process = interruptions.start(workdir, "--config.train.rank=3", cache=cache)
+    _, errors = interruptions.finish(process, expected=2)
+    assert errors.splitlines()[-1].startswith("fdc_jax: error: ")
+    assert "train.rank was 10, is 3" in errors
+    assert "Traceback" not in errors
+
+
+def test_nan_stops_with_task_and_learning_rate(tmp_path, cache):
+    workdir = tmp_path / "run"
+    process = interruptions.start(
+        workdir, "--config.train.head_learning_rate=1e38", "--quiet", cache=cache
+    )
+    _, errors = interruptions.finish(process, expected=3)
+    assert "the loss is nan in task 1, epoch 1, step " in errors
+    assert "1e+38 (head)" in errors
+    assert not (workdir / "results.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--config.train.speed=3", "--config.train.speed: the configuration has no such field"),
+        ("--config.train.epochs=abc", "flag --config.train.epochs=abc: invalid literal for int()"),
+        ("--config.train.rank=0", "config.train.rank: expected at least 1, found 0"),
+        ("--config.fdc.retained_energy=1.2", "config.fdc.retained_energy: expected more than 0"),
+        ("--config.classes_per_task=11", "config.classes_per_task: expected at most the 10"),
+        ("--config.encoder.weights=/nowhere.npz", "found no file /nowhere.npz"),
+        ("--config.encoder.variant=Ti/16", "encoder.image_size: expected"),
+        ("--config.benchmark=mnist", "benchmark must be one of "),
+        ("--config.benchmark=cifar100", "cifar100 is not prepared: expected it in "),
+        ("--config.precision=double", "precision: expected one of parity, fast, found 'double'"),
+        ("--config.learner.name=none", "learner.name: expected one of cumulative_lora"),
+        ("surplus", "unexpected argument 'surplus'"),
+    ],
+)
+def test_mistakes_get_one_line(argument, message, tmp_path):
+    done = run(
+        "--config=configs/digits.py",
+        f"--workdir={tmp_path / 'run'}",
+        f"--config.data.dir={tmp_path}",
+        argument,
+        FDC_JAX_CACHE=str(tmp_path / "cache"),
+    )
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("fdc_jax: error: ")
+    assert message in line
+    assert not (tmp_path / "run").exists()
+
+
+def test_missing_configuration_file(tmp_path):
+    done = run("--config=configs/nowhere.py", f"--workdir={tmp_path / 'run'}")
+    assert done.returncode == 2
+    assert "configs/nowhere.py" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_several_seeds(tmp_path, whole, cache):
+    workdir = tmp_path / "run"
+    output, _ = interruptions.finish(
+        interruptions.start(workdir, "--config.seed=1,2,3", cache=cache)
+    )
+    summary = json.loads((workdir / "summary.json").read_text())
+    per_seed = [results(workdir / f"seed_{seed}") for seed in (1, 2, 3)]
+    interruptions.same_outcome(whole[0], workdir / "seed_1")
+    values = [each["accuracy"]["fdc"] for each in per_seed]
+    assert len(set(values)) > 1
+    assert summary["accuracy"]["fdc"]["mean"] == pytest.approx(np.mean(values))
+    assert summary["accuracy"]["fdc"]["std"] == pytest.approx(np.std(values, ddof=1))
+    gains = [each["accuracy"]["fdc"] - each["accuracy"]["raw"] for each in per_seed]
+    assert summary["gain"]["mean"] == pytest.approx(np.mean(gains))
+    assert f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}" in output
