@@ -89,7 +89,7 @@ def accuracy(true_label: ArrayLike, predicted_label: ArrayLike) -> float:
         InputError: the vectors are empty, of different lengths, or not integers.
     """
     true, predicted = _columns(true_label=true_label, predicted_label=predicted_label)
-    return 100.0 * float(np.mean(true == predicted))
+    return 100.0 * float(np.sum(true == predicted)) / len(true)
 
 
 def decompose(

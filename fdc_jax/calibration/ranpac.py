@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from fdc_jax.calibration import random_features
 from fdc_jax.calibration.scores import Scores
@@ -22,7 +22,7 @@ class RanPAC:
     the one of 10^-8 .. 10^8 with the least squared error on the last 20 % of the task's samples
     after a fit to the first 80 %; samples are shuffled first, since sorted ones would leave whole
     classes out of the fit. The last task's lambda holds. A task of one sample keeps the previous
-    one, at the start 1.
+    one, at the start 1. A class without samples is never predicted.
 
     Variants of the class score:
 
@@ -61,6 +61,7 @@ class RanPAC:
         self._projection: Float[Array, "d m"] | None = None
         self._gram = np.zeros((projections, projections))
         self._targets: list[Float[np.ndarray, "m c"]] = []
+        self._present: list[Bool[np.ndarray, " c"]] = []
         self._weight: Float[Array, "m classes"] | None = None
 
     def fit_task(
@@ -96,6 +97,7 @@ class RanPAC:
         if split > 0:
             self.ridge = random_features.best_ridge(np.concatenate(expanded), onehot, split)
         self._targets.append(target)
+        self._present.append(onehot.any(axis=0))
         self._weight = None
         self._seen.remember(samples, head)
 
@@ -123,7 +125,9 @@ class RanPAC:
             )
             for start in range(0, max(len(features), 1), random_features.ROWS)
         ]
-        return self._seen.scores(np.concatenate(parts))
+        scores = np.concatenate(parts)
+        scores[:, ~np.concatenate(self._present)] = -np.inf
+        return self._seen.scores(scores)
 
     @property
     def storage_bytes(self) -> int:

@@ -7,7 +7,7 @@ import scipy.spatial.distance
 import scipy.special
 
 from fdc_jax import heads
-from fdc_jax.calibration import comparators
+from fdc_jax.calibration import comparators, random_features
 from fdc_jax.calibration.gaussian_comparators import inverse_factor
 from fdc_jax.errors import InputError
 from tests.calibration.comparator_problem import by_task, fitted, problem
@@ -160,6 +160,13 @@ def test_fecam_variants(data):
     assert not np.allclose(fecam_vit(data), fecam_pilot(data), rtol=0.01)
 
 
+def test_fecam_pilot_drops_the_eigenvalues_that_float32_would():
+    small = problem(((5, 5), (5, 5)))
+    tasks = [task._replace(adapted=1e5 * task.adapted) for task in small.tasks]
+    large = small._replace(tasks=tasks, adapted=1e5 * small.adapted)
+    check(large, comparators.FeCAM(variant="pilot"), fecam_pilot(large), rtol=1e-3)
+
+
 def test_fecam_of_a_class_of_one_image_is_the_distance_to_it():
     data = problem(((1, 20), (15, 15)))
     scores = fitted(comparators.FeCAM(), data.tasks[:1]).score(data.tasks[0].adapted)
@@ -208,8 +215,6 @@ def test_vim_of_small_tasks_keeps_a_residual():
 @pytest.mark.parametrize("split", [30, 6])
 def test_best_ridge_is_sklearns_best(split):
     linear_model = pytest.importorskip("sklearn.linear_model")
-    from fdc_jax.calibration import random_features
-
     rng = np.random.default_rng(split)
     expanded = np.maximum(rng.normal(size=(60, 20)), 0).astype(np.float32)
     truth = expanded @ rng.normal(size=(20, 3))
@@ -249,12 +254,17 @@ def test_ranpac_is_sklearns_ridge_on_the_same_features(data, variant):
 
 
 def test_ridge_solve_survives_a_singular_gram_matrix():
-    from fdc_jax.calibration import random_features
-
     gram = np.diag([4.0, 1.0, -1e-3])  # What float32 rounding makes of a zero eigenvalue.
     solution = random_features.solve_ridge(gram, 1e-8, np.ones((3, 1)))
     np.testing.assert_allclose(solution[:2, 0], [0.25, 1.0], rtol=1e-6)
-    assert np.isfinite(solution).all()
+    assert 0 < solution[2, 0] < np.inf
+
+
+def test_random_features_use_the_exact_gelu():
+    x = np.linspace(-4, 4, 50, dtype=np.float32)[:, None]
+    found = random_features.expand(x, np.ones((1, 1), np.float32), "gelu")
+    exact = 0.5 * x * (1 + scipy.special.erf(x / np.sqrt(2)))
+    np.testing.assert_allclose(found, exact, atol=1e-6)
 
 
 def anacp_reference(data, comparator, released):
@@ -383,6 +393,7 @@ def test_a_class_without_images_is_never_predicted(data, method):
     comparator.finalize()
     scores = comparator.score(data.adapted)
     assert 7 not in scores.label
+    assert 7 not in comparator.score(-data.adapted).label
     if comparator.name != "anacp":  # Its pseudo-features depend on the order of classes.
         without = fitted(method("adapted"), data.tasks[:1]).score(data.adapted)
         np.testing.assert_array_equal(scores.label, without.label)

@@ -1,0 +1,117 @@
+"""An example feature file, and how to dump one's own from PyTorch."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from fdc_jax.array_files import write_npy, write_npz
+from fdc_jax.errors import InputError
+
+HOW_TO = """\
+wrote {path}: {num_tasks} tasks with {num_classes} classes of made-up features. Try it:
+
+    python -m fdc_jax.posthoc {path} --output=calibrated.npz
+
+Dump the same arrays from PyTorch (encoder: images -> head-input features; in eval mode):
+
+    arrays, cat = {{}}, lambda features: torch.cat(features).float().cpu().numpy()
+    with torch.no_grad():                       # after training task t = 0, 1, ...; no augmentation
+        arrays[f"train_adapted_{{t}}"] = cat([encoder(x) for x, y in task_loader])
+        arrays[f"train_pretrained_{{t}}"] = cat([pretrained(x) for x, y in task_loader])  # optional
+        arrays[f"train_labels_{{t}}"] = cat([y for x, y in task_loader]).astype("int64")
+        arrays[f"head_weight_{{t}}"] = head.weight.cpu().numpy()    # rows in ascending label order
+        arrays[f"head_bias_{{t}}"] = head.bias.cpu().numpy()
+    # after the last task: test_adapted, test_pretrained and test_labels likewise, then
+    numpy.savez("features.npz", **arrays)
+
+task_loader must not shuffle. All arrays are described in fdc_jax/feature_files.py."""
+
+
+def write_template(path: str | os.PathLike[str]) -> str:
+    """Writes the example as an `.npz`, or as a folder when `path` has no such suffix.
+
+    Returns:
+        What to tell the user.
+
+    Raises:
+        InputError: the path exists already, or cannot be written.
+    """
+    path = Path(path)
+    if path.exists():
+        raise InputError(f"--template: {path} exists already")
+    arrays = example()
+    if path.suffix == ".npz":
+        write_npz(path, arrays)
+    elif path.suffix:
+        raise InputError(
+            f"--template: expected a name that ends in .npz, or a folder, found {path}"
+        )
+    else:
+        for name, array in arrays.items():
+            write_npy(path / f"{name}.npy", array)
+    tasks = sum(name.startswith("head_weight") for name in arrays)
+    classes = sum(len(np.unique(arrays[f"train_labels_{t}"])) for t in range(tasks))
+    return HOW_TO.format(path=path, num_tasks=tasks, num_classes=classes)
+
+
+def example(
+    num_tasks: int = 5,
+    classes_per_task: int = 4,
+    width: int = 48,
+    per_class: int = 60,
+    test_per_class: int = 25,
+    seed: int = 0,
+) -> dict[str, np.ndarray]:
+    """Features with the structure that matters here: tasks in different, overlapping subspaces.
+
+    A class is a centre plus noise that is strong within the task's subspace and weaker elsewhere.
+    The adapted view drifts with every task, and each head is a ridge classifier of its own task
+    alone, so that heads compete without ever having seen each other's inputs.
+
+    Returns:
+        The arrays of a feature file with two views, reproducible from the seed.
+    """
+    rng = np.random.default_rng(seed)
+    arrays: dict[str, np.ndarray] = {}
+    shared = 0.1 * rng.normal(size=width)
+    drifts = 0.2 * rng.normal(size=(num_tasks, width, width)) / np.sqrt(width)
+    tests: list[np.ndarray] = []
+    for t in range(num_tasks):
+        basis = np.linalg.qr(rng.normal(size=(width, 8)))[0].T
+        centre = shared + rng.normal(size=width) / np.sqrt(width)
+        centres = centre + 3.5 * rng.normal(size=(classes_per_task, width)) / np.sqrt(width)
+
+        def draw(count: int, centres=centres, basis=basis) -> tuple[np.ndarray, np.ndarray]:
+            rows = np.repeat(np.arange(len(centres)), count)
+            inside = 1.6 * rng.normal(size=(len(rows), len(basis))) @ basis
+            return centres[rows] + inside + 0.8 * rng.normal(size=(len(rows), width)), rows
+
+        pretrained, rows = draw(per_class)
+        adapted = pretrained @ (np.eye(width) + drifts[: t + 1].sum(axis=0))
+        weight, bias = _ridge_head(adapted, rows, classes_per_task)
+        arrays[f"train_adapted_{t}"] = adapted.astype(np.float32)
+        arrays[f"train_pretrained_{t}"] = pretrained.astype(np.float32)
+        arrays[f"train_labels_{t}"] = t * classes_per_task + rows
+        arrays[f"head_weight_{t}"] = weight.astype(np.float32)
+        arrays[f"head_bias_{t}"] = bias.astype(np.float32)
+        tests.append(draw(test_per_class)[0])
+    pretrained = np.concatenate(tests)
+    adapted = pretrained @ (np.eye(width) + drifts.sum(axis=0))
+    arrays["test_adapted"] = adapted.astype(np.float32)
+    arrays["test_pretrained"] = pretrained.astype(np.float32)
+    arrays["test_labels"] = np.repeat(np.arange(num_tasks * classes_per_task), test_per_class)
+    return arrays
+
+
+def _ridge_head(
+    features: np.ndarray, rows: ArrayLike, num_classes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Weights and biases of a ridge regression to centred one-hot labels."""
+    targets = 10.0 * (np.eye(num_classes)[np.asarray(rows)] - 1.0 / num_classes)
+    mean = features.mean(axis=0)
+    centred = features - mean
+    gram = centred.T @ centred + 10.0 * np.eye(features.shape[1])
+    weight = np.linalg.solve(gram, centred.T @ targets).T
+    return weight, -weight @ mean

@@ -1,0 +1,364 @@
+import contextlib
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fdc_jax import calibration, feature_files
+from fdc_jax.calibration import comparators
+from fdc_jax.posthoc import main, tables
+from fdc_jax.posthoc.methods import METHODS
+from fdc_jax.posthoc.template import example
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = {"num_tasks": 3, "classes_per_task": 2, "width": 10, "per_class": 12, "test_per_class": 8}
+
+
+@pytest.fixture(scope="module")
+def arrays():
+    return example(**SMALL)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory, arrays):
+    path = tmp_path_factory.mktemp("features") / "features.npz"
+    np.savez(path, **arrays)
+    return path
+
+
+def run(*arguments):
+    """Exit code, standard output and standard error of one command."""
+    out, error = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error):
+        code = main([str(argument) for argument in arguments])
+    return code, out.getvalue(), error.getvalue()
+
+
+def fails(*arguments):
+    """The single line of a refused command."""
+    code, out, error = run(*arguments)
+    assert code == 2
+    assert not out
+    assert error.startswith("fdc_jax.posthoc: ")
+    assert error.count("\n") == 1
+    return error
+
+
+@pytest.fixture(scope="module")
+def fdc(tmp_path_factory, source):
+    """Files and screen of one run with everything."""
+    output = tmp_path_factory.mktemp("results") / "deep" / "calibrated.npz"
+    code, out, error = run(source, f"--output={output}", "--terms")
+    assert (code, error) == (0, "")
+    with np.load(output) as stored:
+        result = dict(stored)
+    with np.load(output.with_suffix(".terms.npz")) as stored:
+        terms = dict(stored)
+    report = json.loads(output.with_suffix(".json").read_text())
+    assert sorted(file.name for file in output.parent.iterdir()) == [
+        "calibrated.json",
+        "calibrated.npz",
+        "calibrated.terms.npz",
+    ]
+    return result, terms, report, out
+
+
+def test_predictions_are_the_librarys(fdc, source):
+    result = fdc[0]
+    features = feature_files.load(source)
+    calibrator = calibration.FDC()
+    for task in features.tasks:
+        calibrator.fit_task(task.adapted, task.labels, task.head, task.pretrained, task.classes)
+    calibrator.finalize()
+    scores = calibrator.score(features.test_adapted, features.test_pretrained)
+    raw = calibrator.raw(features.test_adapted, features.test_pretrained)
+    assert set(result) == {"scores", "task", "label", "raw_label"}
+    np.testing.assert_array_equal(result["scores"], scores.task_scores)
+    np.testing.assert_array_equal(result["task"], scores.task)
+    np.testing.assert_array_equal(result["label"], scores.label)
+    np.testing.assert_array_equal(result["raw_label"], raw.label)
+    np.testing.assert_array_equal(result["scores"].argmax(axis=1), result["task"])
+
+
+def test_report_counts_what_the_predictions_say(fdc, arrays):
+    result, _, report, _ = fdc
+    truth = arrays["test_labels"]
+    assert report["accuracy"]["calibrated"] == pytest.approx(
+        100 * np.mean(result["label"] == truth)
+    )
+    assert report["accuracy"]["raw"] == pytest.approx(100 * np.mean(result["raw_label"] == truth))
+    routed = result["task"] == truth // 2
+    assert report["routing_accuracy"]["calibrated"] == pytest.approx(100 * np.mean(routed))
+    cells = report["decomposition"]["calibrated"]
+    assert cells["right_task_right_class"] == report["accuracy"]["calibrated"]
+    assert sum(value for key, value in cells.items() if key != "errors_fixed_by_task") == (
+        pytest.approx(100)
+    )
+    oracle = cells["right_task_right_class"] + cells["wrong_task_oracle_right"]
+    assert report["oracle_accuracy"]["calibrated"] == pytest.approx(oracle)
+    gain = report["accuracy"]["calibrated"] - report["accuracy"]["raw"]
+    assert report["gain"]["mean"] == pytest.approx(gain)
+    assert report["gain"]["low"] <= gain <= report["gain"]["high"]
+    matrix = np.array(report["task_confusion"]["calibrated"])
+    expected = np.zeros((3, 3), int)
+    np.add.at(expected, (truth // 2, result["task"]), 1)
+    np.testing.assert_array_equal(matrix, expected)
+    assert report["num_changed_labels"] == np.sum(result["label"] != result["raw_label"])
+    assert report["component_accuracy"]["full"] == report["accuracy"]["calibrated"]
+    assert report["component_accuracy"]["raw"] == report["accuracy"]["raw"]
+    assert len(report["component_accuracy"]) == 10
+    assert report["storage_bytes"] > 0
+    assert report["settings"]["retained_energy"] == 0.75
+    assert {"fdc_jax", "jax", "numpy"} <= set(report["versions"])
+    assert report["num_tasks"] == 3
+    assert report["num_classes"] == 6
+
+
+def test_terms_rebuild_the_scores(fdc):
+    result, terms, report, _ = fdc
+    evidence = (
+        terms["pac_adapted"]
+        - terms["rlc_adapted"]
+        + terms["pac_pretrained"]
+        - terms["rlc_pretrained"]
+    )
+    rebuilt = terms["base_score"] + terms["score_scale"] * evidence
+    np.testing.assert_allclose(rebuilt, result["scores"], rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(terms["label_flipped"], result["label"] != result["raw_label"])
+    np.testing.assert_array_equal(terms["task_flipped"], terms["raw_task"] != result["task"])
+    flips = report["flips"]
+    assert np.sum(terms["right"] & ~terms["raw_right"]) == flips["wrong_to_right"]
+    assert np.sum(~terms["right"] & terms["raw_right"]) == flips["right_to_wrong"]
+
+
+def test_screen_shows_the_numbers(fdc):
+    report, out = fdc[2], fdc[3]
+    lines = out.splitlines()
+    assert lines[0] == "Percent of 48 test samples; 3 tasks, 6 classes"
+    assert lines[1].split()[:3] == ["method", "accuracy", "routing"]
+    assert lines[2].split()[1] == f"{report['accuracy']['raw']:.2f}"
+    assert lines[3].split()[:2] == ["fdc", f"{report['accuracy']['calibrated']:.2f}"]
+    assert f"gain {report['gain']['mean']:+.2f} points" in out
+    assert "wrote" in lines[-1]
+    assert "\x1b" not in out
+
+
+def test_settings_reach_the_calibrator(source, tmp_path):
+    output = tmp_path / "x.npz"
+    code, out, _ = run(
+        source, f"--output={output}", "--attenuation=0", "--rlc_weight=0", "--pac_weight=0",
+        "--quiet",
+    )  # fmt: skip
+    assert (code, out) == (0, "")
+    with np.load(output) as result:
+        np.testing.assert_array_equal(result["label"], result["raw_label"])
+    report = json.loads(output.with_suffix(".json").read_text())
+    assert report["settings"]["attenuation"] == 0
+    assert report["settings"]["neighbours"] == 1
+    assert report["flips"]["unchanged"] == 48
+    run(source, f"--output={output}", "--neighbours=2", "--quiet")
+    assert json.loads(output.with_suffix(".json").read_text())["settings"]["neighbours"] == 2
+
+
+def test_another_method(source, tmp_path):
+    output = tmp_path / "x.npz"
+    assert run(source, f"--output={output}", "--method=nme-pretrained")[0] == 0
+    features = feature_files.load(source)
+    method = comparators.NearestMeanOfExemplars("pretrained")
+    for task in features.tasks:
+        method.fit_task(task.adapted, task.labels, task.head, task.pretrained)
+    with np.load(output) as result:
+        expected = method.score(None, features.test_pretrained)
+        np.testing.assert_array_equal(result["label"], expected.label)
+    report = json.loads(output.with_suffix(".json").read_text())
+    assert report["method"] == "nme-pretrained"
+    assert "component_accuracy" not in report
+
+
+def test_all_methods_in_one_table(source, tmp_path):
+    output = tmp_path / "all.npz"
+    code, out, error = run(source, "--method=all", "--projections=50", f"--output={output}")
+    assert (code, error) == (0, "")
+    rows = {line.split()[0] for line in out.splitlines()[2:]}
+    assert set(METHODS) <= rows
+    reports = json.loads(output.with_suffix(".json").read_text())["methods"]
+    assert [report["method"] for report in reports] == list(METHODS)
+    by_name = {report["method"]: report for report in reports}
+    assert by_name["raw"]["gain"]["mean"] == 0
+    assert by_name["ranpac"]["settings"] == {"projections": 50, "seed": 0}
+    assert by_name["fdc"]["accuracy"]["calibrated"] > by_name["raw"]["accuracy"]["raw"]
+    with np.load(output) as result:
+        accuracy = 100 * np.mean(result["label"] == feature_files.load(source).test_labels)
+    assert accuracy == pytest.approx(by_name["fdc"]["accuracy"]["calibrated"])
+
+
+def test_methods_that_do_not_apply_say_why(tmp_path, arrays):
+    one_view = {k: v for k, v in arrays.items() if "pretrained" not in k and "bias" not in k}
+    path = tmp_path / "cosine.npz"
+    np.savez(path, **one_view, head_kind="cosine")
+    code, out, _ = run(path, "--method=all", "--projections=20")
+    assert code == 0
+    assert "wa: not applicable: wa: needs linear heads, the head of task 0 is a CosineHead" in out
+    assert "ncm-pretrained: not applicable: ncm (view pretrained): task 0 has no" in out
+    assert "\nfdc " in out
+    assert "needs linear heads" in fails(path, "--method=vim")
+
+
+def test_without_test_labels(tmp_path, arrays):
+    path, output = tmp_path / "features", tmp_path / "x.npz"
+    path.mkdir()
+    for name, array in arrays.items():
+        if name != "test_labels":
+            np.save(path / f"{name}.npy", array)
+    code, out, _ = run(path, f"--output={output}", "--terms")
+    assert code == 0
+    assert "no test_labels, so no accuracy" in out
+    report = json.loads(output.with_suffix(".json").read_text())
+    assert "accuracy" not in report
+    assert report["num_changed_labels"] > 0
+    with np.load(output.with_suffix(".terms.npz")) as terms:
+        assert "right" not in terms
+    assert "expected --output" in fails(path)
+    assert "no test_labels" in fails(path, "--method=all")
+
+
+def test_refusals_are_one_line(source, tmp_path, arrays):
+    assert "expected a feature file" in fails()
+    assert "no such file" in fails(tmp_path / "absent.npz")
+    assert "found fcd" in fails(source, "--method=fcd")
+    assert "unrecognized arguments: --retained" in fails(source, "--retained-energy=1")
+    assert "invalid float value" in fails(source, "--attenuation=much")
+    assert "retained_energy: expected" in fails(source, "--retained_energy=2")
+    assert "is a setting of FDC, not of ncm" in fails(source, "--method=ncm", "--attenuation=1")
+    assert "ends in .npz" in fails(source, "--output=x.json")
+    assert "the feature file itself" in fails(source, f"--output={source}")
+    assert "--terms: expected together" in fails(source, "--terms")
+    (tmp_path / "taken").write_text("")
+    assert "cannot write" in fails(source, f"--output={tmp_path}/taken/x.npz")
+    bad = tmp_path / "bad.npz"
+    np.savez(bad, **arrays | {"test_adapted": np.full((48, 10), np.nan)})
+    error = fails(bad, f"--output={tmp_path / 'x.npz'}")
+    assert f"{bad}: test_adapted: row 0, column 0 is nan" in error
+    assert not (tmp_path / "x.npz").exists()
+    code, _, error = run(bad, "--traceback")
+    assert code == 2
+    assert "Traceback" in error
+
+
+def test_help_names_every_flag(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for flag in ("--output", "--method", "--retained_energy", "--template", "--terms"):
+        assert flag in text
+
+
+@pytest.mark.parametrize("name", ["example.npz", "example"])
+def test_template_is_reproducible_and_fdc_helps_on_it(tmp_path, name):
+    path = tmp_path / name
+    code, out, _ = run(f"--template={path}")
+    assert code == 0
+    assert "torch.no_grad" in out
+    features = feature_files.load(path)
+    np.testing.assert_array_equal(features.test_adapted, example()["test_adapted"])
+    code, out, _ = run(path, f"--output={tmp_path / 'x.npz'}")
+    report = json.loads((tmp_path / "x.json").read_text())
+    assert 20 < report["gain"]["mean"] < 60
+    assert report["accuracy"]["calibrated"] < report["oracle_accuracy"]["calibrated"]
+    assert "exists already" in fails(f"--template={path}")
+    assert "ends in .npz, or a folder" in fails(f"--template={tmp_path / 'x.npy'}")
+
+
+def test_the_dumping_recipe_runs_and_is_ten_lines(tmp_path, arrays):
+    """The printed code, with stand-ins for PyTorch."""
+    _, out, _ = run(f"--template={tmp_path / 'example.npz'}")
+    lines = out.splitlines()
+    start = next(i for i, line in enumerate(lines) if "arrays, cat" in line)
+    end = next(i for i, line in enumerate(lines) if "numpy.savez" in line)
+    assert end - start + 1 <= 10
+
+    class Tensor(np.ndarray):
+        def float(self):
+            return self.astype(np.float32).view(Tensor)
+
+        def cpu(self):
+            return self
+
+        def numpy(self):
+            return np.asarray(self)
+
+    def tensor(array):
+        return np.asarray(array).view(Tensor)
+
+    class Torch:
+        no_grad = contextlib.nullcontext
+
+        @staticmethod
+        def cat(parts):
+            return tensor(np.concatenate(parts))
+
+    class Head:
+        weight, bias = tensor(arrays["head_weight_0"]), tensor(arrays["head_bias_0"])
+
+    rows = np.arange(24)
+    loader = [(rows[:10], tensor(rows[:10] % 2)), (rows[10:], tensor(rows[10:] % 2))]
+    scope = {
+        "torch": Torch, "encoder": lambda x: tensor(arrays["train_adapted_0"][x]),
+        "pretrained": lambda x: tensor(arrays["train_pretrained_0"][x]),
+        "task_loader": loader, "head": Head, "t": 0, "numpy": np,
+    }  # fmt: skip
+    code = "\n".join(line[4:] for line in lines[start:end])
+    exec(code, scope)
+    stored = scope["arrays"]
+    np.testing.assert_array_equal(stored["train_adapted_0"], arrays["train_adapted_0"])
+    np.testing.assert_array_equal(stored["train_labels_0"], rows % 2)
+    stored |= {k: arrays[k] for k in ("test_adapted", "test_pretrained")}
+    np.savez(tmp_path / "mine.npz", **stored)
+    assert len(feature_files.load(tmp_path / "mine.npz").tasks) == 1
+
+
+def test_the_command_as_a_process_imports_no_encoder_and_no_data(source, tmp_path):
+    script = (
+        "import sys\n"
+        "from fdc_jax.posthoc import main\n"
+        "code = main(sys.argv[1:])\n"
+        "heavy = ('flax', 'orbax', 'tensorflow', 'tensorflow_datasets', 'grain', 'optax',\n"
+        "         'PIL', 'fdc_jax.model', 'fdc_jax.data', 'fdc_jax.learners',\n"
+        "         'sklearn', 'torch', 'rich')\n"
+        "print(sorted(set(heavy) & set(sys.modules)))\n"
+        "sys.exit(code)\n"
+    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    arguments = [str(source), f"--output={tmp_path / 'x.npz'}", "--quiet"]
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script, *arguments],
+        capture_output=True, text=True, env=environment, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
+    done = subprocess.run(
+        [sys.executable, "-m", "fdc_jax.posthoc", "absent.npz"],
+        capture_output=True, text=True, env=environment, cwd=tmp_path, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "fdc_jax.posthoc: absent.npz: no such file or folder\n"
+
+
+def test_a_terminal_gets_a_drawn_table(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    tables.show("Title", ("name", "value"), [("first", "1.00")])
+    text = screen.getvalue()
+    assert "first" in text
+    assert "1.00" in text
+    assert "┃" in text or "│" in text
