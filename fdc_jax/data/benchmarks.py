@@ -14,9 +14,9 @@ from fdc_jax.errors import InputError
 REFERENCE_CLASS_ORDER_SEED = 1993
 
 _PILOT_ARCHIVE = (
-    "the archive {folder}.zip behind the Google Drive link in the README of the PILOT toolbox "
-    "(GitHub: LAMDA-CL/LAMDA-PILOT, section on datasets); it holds {folder}/train/CLASS/IMAGE "
-    "and {folder}/test/CLASS/IMAGE"
+    "the {title} archive behind the Google Drive link in the README of the PILOT toolbox (GitHub: "
+    "LAMDA-CL/LAMDA-PILOT, section Datasets), or its contents: train/CLASS/IMAGE and "
+    "test/CLASS/IMAGE"
 )
 
 
@@ -74,7 +74,7 @@ _PILOT = [
         partition="pilot",
         tfds_name="pilot_imagenet_a",
         tfds_version="1.0.0",
-        obtain=_PILOT_ARCHIVE.format(folder="imagenet-a"),
+        obtain=_PILOT_ARCHIVE.format(title="ImageNet-A"),
     ),
     Benchmark(
         name="imagenet_r",
@@ -87,7 +87,7 @@ _PILOT = [
         partition="pilot",
         tfds_name="pilot_imagenet_r",
         tfds_version="1.0.0",
-        obtain=_PILOT_ARCHIVE.format(folder="imagenet-r"),
+        obtain=_PILOT_ARCHIVE.format(title="ImageNet-R"),
     ),
     Benchmark(
         name="cub200",
@@ -103,7 +103,7 @@ _PILOT = [
         partition="pilot",
         tfds_name="pilot_cub200",
         tfds_version="1.0.0",
-        obtain=_PILOT_ARCHIVE.format(folder="cub"),
+        obtain=_PILOT_ARCHIVE.format(title="CUB-200"),
     ),
     Benchmark(
         name="omnibench",
@@ -116,7 +116,7 @@ _PILOT = [
         partition="pilot",
         tfds_name="pilot_omnibench",
         tfds_version="1.0.0",
-        obtain=_PILOT_ARCHIVE.format(folder="omnibenchmark"),
+        obtain=_PILOT_ARCHIVE.format(title="OmniBenchmark"),
     ),
 ]
 

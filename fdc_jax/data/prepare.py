@@ -67,8 +67,14 @@ def prepare(
         raise InputError(f"{benchmark.name} has one split only: --allow_other_split does not apply")
     if source is None and benchmark.name != "cifar100":
         raise InputError(f"{benchmark.name} needs --source=PATH, where PATH is {benchmark.obtain}")
-    job = _Job(benchmark, Path(data_dir), workers or stream.default_workers(), quiet, say)
+    workers = stream.default_workers() if workers is None else workers
+    if workers < 1:
+        raise InputError(f"workers must be at least 1, found {workers}")
+    job = _Job(benchmark, Path(data_dir), workers, quiet, say)
+    if job.done(benchmark):
+        return tfds_source.dataset_folder(benchmark, data_dir)
     with _locked(job.data_dir / f".{benchmark.tfds_name}.lock", say):
+        # Another process may have done it while this one waited.
         if job.done(benchmark):
             return tfds_source.dataset_folder(benchmark, data_dir)
         try:

@@ -5,12 +5,13 @@ TensorFlow is neither needed nor imported: data are stored as array_record files
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,15 @@ def cifar100_features(
     )
 
 
+@contextlib.contextmanager
+def _writing(path: os.PathLike[str]) -> Iterator[None]:
+    """Turns what array_record raises on a full disk into bad input."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise InputError(f"cannot write {path}: {_one_line(error)}") from error
+
+
 class DatasetWriter:
     """Writes a data set as array_record files, in the order given.
 
@@ -271,6 +281,9 @@ class DatasetWriter:
             examples: one dictionary per image with the keys of the features, `image` encoded.
             num_examples: how many `examples` yields.
             num_bytes: about how large they are together; decides the number of files.
+
+        Raises:
+            InputError: the disk is full or closed.
         """
         num_shards = max(1, min(num_examples, -(-num_bytes // _SHARD_BYTES)))
         bounds = [num_examples * shard // num_shards for shard in range(num_shards + 1)]
@@ -284,17 +297,20 @@ class DatasetWriter:
         lengths, written = [], 0
         for shard in range(num_shards):
             path = template.sharded_filepath(shard_index=shard, num_shards=num_shards)
-            writer = ArrayRecordWriter(str(path), "group_size:1")
+            with _writing(path):
+                writer = ArrayRecordWriter(str(path), "group_size:1")
             length = 0
             for _ in range(bounds[shard], bounds[shard + 1]):
                 example = next(iterator, None)
                 if example is None:
                     break
                 record = self._features.serialize_example(example)
-                writer.write(record)
+                with _writing(path):
+                    writer.write(record)
                 length += 1
                 written += len(record)
-            writer.close()
+            with _writing(path):
+                writer.close()
             lengths.append(length)
         # Lets the producer run its code after the last example.
         next(iterator, None)

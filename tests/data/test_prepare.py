@@ -159,6 +159,39 @@ def test_archives_cannot_write_outside(tmp_path, encode):
         folders.extract(archive, tmp_path / "a" / "b")
 
 
+def test_a_disk_that_is_full(tmp_path, pilot):
+    noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
+    for number in range(3):
+        Image.fromarray(noise).save(
+            pilot / "train" / "10" / f"{number}.{['JPEG', 'png'][number % 2]}"
+        )
+    command = [sys.executable, "-c", LIMITED + CHILD, str(pilot), str(tmp_path / "data")]
+    command.append(repr(benchmarks.BENCHMARKS["omnibench"]))
+    child = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert child.returncode == 1
+    last = child.stderr.strip().splitlines()[-1]
+    assert last.startswith("fdc_jax.errors.InputError: ")
+    assert str(tmp_path / "data") in last
+    assert left_over(tmp_path / "data") == []
+
+
+# Files of more than 100 kB cannot be written, as on a full disk.
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+"""
+
+
+def test_a_prepared_data_folder_may_be_closed(tmp_path, pilot, monkeypatch):
+    folder = prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
+
+    def closed(*arguments):
+        raise AssertionError("locking means writing")
+
+    monkeypatch.setattr(prepare, "_locked", closed)
+    assert prepare.prepare("omnibench", pilot, tmp_path, quiet=True) == folder
+
+
 def test_rerun_changes_nothing(tmp_path, pilot, capsys):
     prepare.prepare("omnibench", pilot, tmp_path)
     assert "8 train images, 5 test images, partition pilot" in capsys.readouterr().err
@@ -174,6 +207,15 @@ def test_progress_lines_and_quiet(tmp_path, pilot, capsys):
     assert "omnibench train: 8 of 8 images" in capsys.readouterr().err
     prepare.prepare("omnibench", pilot, tmp_path / "b", quiet=True)
     assert capsys.readouterr() == ("", "")
+
+
+def test_progress_bar_on_a_terminal(tmp_path, pilot, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    prepare.prepare("omnibench", pilot, tmp_path / "data")
+    error = capsys.readouterr().err
+    assert "omnibench train: 100%" in error
+    assert "5/5" in error
+    assert_reads_back(pilot, tmp_path / "data")
 
 
 def test_every_unreadable_image_is_listed(tmp_path, pilot):
@@ -279,8 +321,9 @@ def test_a_folder_in_the_way_is_not_touched(tmp_path, pilot):
     ("name", "options", "message"),
     [
         ("nothing", {}, "benchmark must be one of"),
-        ("imagenet_r", {}, "needs --source=PATH, where PATH is the archive imagenet-r.zip"),
+        ("imagenet_r", {}, "needs --source=PATH, where PATH is the ImageNet-R archive behind"),
         ("cifar100", {"allow_other_split": True}, "has one split only"),
+        ("cifar100", {"workers": 0}, "workers must be at least 1, found 0"),
     ],
 )
 def test_bad_requests(tmp_path, name, options, message):
