@@ -13,6 +13,12 @@ from fdc_jax.calibration.head_rows import HeadRows
 from fdc_jax.calibration.statistics import ViewStatistics
 
 
+# Smaller sizes are padded to these, where padding costs less than another compilation.
+LEAST_TASKS = 4
+LEAST_RANK = 8
+LEAST_CLASSES = 4
+
+
 class ViewArrays(NamedTuple):
     """Statistics of all tasks in one view, padded to one rank and one class count."""
 
@@ -36,21 +42,22 @@ class HeadArrays(NamedTuple):
     bias: Float[Array, "tasks c"]
 
 
-def padded_size(size: int) -> int:
-    """Returns a size not below `size`, one of four per doubling, so that shapes recur.
+def padded_size(size: int, least: int = 1) -> int:
+    """Returns a size not below `size` and `least`, one of four per doubling, so that shapes recur.
 
-    At most a quarter is padding, and the number of different shapes, each of which compiles
-    anew, grows with the logarithm of the largest size.
+    At most a quarter above `least` is padding, and the number of different shapes, each of which
+    compiles anew, grows with the logarithm of the largest size.
     """
-    step = max(1, 2 ** (max(size, 1).bit_length() - 3))
-    return -(-max(size, 1) // step) * step
+    size = max(size, least)
+    step = max(1, 2 ** (size.bit_length() - 3))
+    return -(-size // step) * step
 
 
 def stack_view(tasks: Sequence[ViewStatistics]) -> ViewArrays:
-    """Pads and stacks the statistics of tasks in one view."""
-    capacity = padded_size(len(tasks))
-    rank = padded_size(max(len(task.basis) for task in tasks))
-    classes = padded_size(max(len(task.prototypes) for task in tasks))
+    """Pads and stacks the statistics of tasks in one view; a task alone stays alone."""
+    capacity = padded_size(len(tasks), LEAST_TASKS) if len(tasks) > 1 else 1
+    rank = padded_size(max(len(task.basis) for task in tasks), LEAST_RANK)
+    classes = padded_size(max(len(task.prototypes) for task in tasks), LEAST_CLASSES)
     width = len(tasks[0].mean)
     arrays = dict(
         mean=np.zeros((capacity, width), np.float32),
@@ -84,7 +91,7 @@ def stack_heads(
 ) -> HeadArrays:
     """Pads and stacks heads and folds TSF into them (Algorithm 1, line 9)."""
     capacity, _, width = bases.shape
-    classes = padded_size(max(len(head.rows) for head in heads))
+    classes = padded_size(max(len(head.rows) for head in heads), LEAST_CLASSES)
     rows = np.zeros((capacity, classes, width), np.float32)
     bias = np.full((capacity, classes), -np.inf, np.float32)
     for index, head in enumerate(heads):

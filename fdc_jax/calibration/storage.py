@@ -79,7 +79,8 @@ def save(path: str | os.PathLike[str], state: State) -> None:
         InputError: the file system refuses.
     """
     with write_atomically(path) as file:
-        np.savez(file, allow_pickle=False, **to_arrays(state))
+        fields: dict[str, Any] = to_arrays(state)
+        np.savez(file, **fields)
 
 
 def load(path: str | os.PathLike[str], heads: Sequence[Any] | None = None) -> State:

@@ -58,7 +58,11 @@ class ViewOfTask:
         self.basis = pca_basis(features, share)
         unit = normalise(features)
         self.prototypes = np.stack(
-            [normalise(unit[rows == c].mean(axis=0)) for c in range(num_classes) if (rows == c).any()]
+            [
+                normalise(unit[rows == c].mean(axis=0))
+                for c in range(num_classes)
+                if (rows == c).any()
+            ]
         )
         rho, affinity = self.residual(features), self.affinity(features)
         self.rho_mean, self.rho_std = rho.mean(), max(rho.std(), SCALE_FLOOR)
@@ -109,9 +113,7 @@ class Reference:
             for task in tasks:
                 features = np.asarray(task[place], np.float64)
                 classes = len(task[4]) if len(task) > 4 else int(task[1].max()) + 1
-                fitted.append(
-                    (features, ViewOfTask(features, task[1], classes, eta, neighbours))
-                )
+                fitted.append((features, ViewOfTask(features, task[1], classes, eta, neighbours)))
             self.views.append(([view for _, view in fitted], fit_foreign(fitted)))
         self.sigma = {True: [], False: []}
         for t, task in enumerate(tasks):
@@ -148,8 +150,16 @@ class Reference:
         return rlc, np.tanh(q)
 
     def score(
-        self, adapted, pretrained=None, tsf=True, rlc=True, pac=True, views=(True, True),
-        alpha=1.0, beta=1.0, weights=(1.0, 1.0),
+        self,
+        adapted,
+        pretrained=None,
+        tsf=True,
+        rlc=True,
+        pac=True,
+        views=(True, True),
+        alpha=1.0,
+        beta=1.0,
+        weights=(1.0, 1.0),
     ):
         """Returns scores [n, T] and local argmaxes [n, T]."""
         adapted = np.asarray(adapted, np.float64)

@@ -25,7 +25,13 @@ class StreamTask(NamedTuple):
 
 
 def stream(
-    seed=0, tasks=3, width=16, pretrained_width=12, classes=(3, 4, 2), samples=(60, 45, 80), offset=0.0
+    seed=0,
+    tasks=3,
+    width=16,
+    pretrained_width=12,
+    classes=(3, 4, 2),
+    samples=(60, 45, 80),
+    offset=0.0,
 ):
     """Returns tasks with uneven class counts, sample counts and spectra.
 
@@ -84,7 +90,9 @@ def reference_head(task, kind):
     if kind == "function":
         parameters = (task.weight.astype(np.float64), task.bias.astype(np.float64))
         return reference.Function(lambda h: cubic(parameters, h))
-    return reference.Head(kind, task.weight, task.bias if kind == "linear" else None, 7.0 if kind == "cosine" else 1.0)
+    return reference.Head(
+        kind, task.weight, task.bias if kind == "linear" else None, 7.0 if kind == "cosine" else 1.0
+    )
 
 
 def fitted(tasks, kind="linear", dual=True, **settings):

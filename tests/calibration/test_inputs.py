@@ -1,0 +1,246 @@
+"""Every bad input gives one line that names the array, the task and the place."""
+
+import numpy as np
+import pytest
+
+from fdc_jax import calibration, heads
+from fdc_jax.errors import InputError
+from tests.calibration import streams
+
+FIRST, SECOND = streams.stream(0, 2)
+
+
+def linear(task):
+    return heads.LinearHead(task.weight, task.bias)
+
+
+SECOND_HEAD = linear(SECOND)
+
+
+def spoiled(array, row, value):
+    copy = np.array(array)
+    copy[row, 0] = value
+    return copy
+
+
+def fit(
+    adapted=SECOND.adapted,
+    labels=SECOND.labels,
+    head=SECOND_HEAD,
+    pretrained=SECOND.pretrained,
+    classes=None,
+    **settings,
+):
+    """Fits the first task as it is and the second with what the test changes."""
+    calibrator = calibration.FDC(**settings)
+    calibrator.fit_task(FIRST.adapted, FIRST.labels, linear(FIRST), FIRST.pretrained)
+    before = calibrator.num_tasks, list(calibrator.tasks), len(calibrator.heads)
+    try:
+        calibrator.fit_task(adapted, labels, head, pretrained, classes)
+    except InputError:
+        # A refused task leaves no trace.
+        assert (calibrator.num_tasks, list(calibrator.tasks), len(calibrator.heads)) == before
+        raise
+    calibrator.finalize()
+    return calibrator
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"adapted": spoiled(SECOND.adapted, 7, np.nan)},
+            "adapted features of task 1: row 7 is not",
+        ),
+        (
+            {"adapted": spoiled(SECOND.adapted, 44, 1e30)},
+            "adapted features of task 1: row 44 is not",
+        ),
+        (
+            {"pretrained": spoiled(SECOND.pretrained, 3, np.inf)},
+            "pretrained features of task 1: row 3",
+        ),
+        ({"adapted": SECOND.adapted[:, :-1]}, "adapted features of task 1: expected width 16"),
+        ({"pretrained": SECOND.adapted}, "pretrained features of task 1: expected width 12"),
+        (
+            {"adapted": SECOND.adapted[0]},
+            r"adapted features of task 1: expected shape .* found \[16\]",
+        ),
+        ({"adapted": SECOND.adapted.astype(complex)}, "expected real numbers, found complex"),
+        ({"adapted": "features"}, "adapted features of task 1: cannot be read as an array"),
+        ({"labels": SECOND.labels[:-1]}, "labels of task 1: expected 45 rows .* found 44"),
+        ({"pretrained": SECOND.pretrained[1:]}, "pretrained features of task 1: expected 45 rows"),
+        (
+            {"labels": SECOND.labels.astype(float)},
+            "labels of task 1: expected integers, found float64",
+        ),
+        ({"labels": SECOND.labels[:, None]}, "labels of task 1: expected shape"),
+        ({"labels": SECOND.labels - 1}, "label 2 already belongs to task 0"),
+        (
+            {"labels": np.where(SECOND.labels == 3, 99, SECOND.labels)[:1].repeat(45)},
+            "found 1 classes",
+        ),
+        ({"labels": np.arange(45) + 3}, "label 7 at row 4 is one more than the 4 classes"),
+        ({"classes": [3, 4, 5, 9]}, "label 6 at row 3 is none of the head's classes"),
+        ({"classes": [3, 4, 5]}, "classes of task 1: expected 4 labels"),
+        ({"classes": [3, 4, 5, 5]}, "classes of task 1: label 5 is named twice"),
+        ({"classes": [3, 4, 5, 0]}, "label 0 already belongs to task 0"),
+        ({"classes": [3.0, 4, 5, 6]}, "classes of task 1: expected integers"),
+        (
+            {
+                "adapted": SECOND.adapted[:0],
+                "labels": SECOND.labels[:0],
+                "pretrained": SECOND.pretrained[:0],
+            },
+            "task 1: expected at least one sample",
+        ),
+        (
+            {"pretrained": None},
+            "pretrained features of task 1: earlier tasks had some, this one has none",
+        ),
+        (
+            {"head": heads.LinearHead(SECOND.weight[:, 1:], SECOND.bias)},
+            "head of task 1: weight: expected shape",
+        ),
+        (
+            {"head": heads.LinearHead(SECOND.weight, SECOND.bias[1:])},
+            "head of task 1: bias: expected shape",
+        ),
+        (
+            {"head": heads.LinearHead(spoiled(SECOND.weight, 2, np.nan), SECOND.bias)},
+            "head of task 1: weights: row 2",
+        ),
+        (
+            {"head": heads.LinearHead(SECOND.weight, np.full(4, np.nan))},
+            "head of task 1: bias: row 0",
+        ),
+        (
+            {"head": heads.LinearHead(SECOND.weight[:3], SECOND.bias[:3])},
+            "label 6 at row 3 is one more",
+        ),
+        (
+            {"head": heads.CosineHead(SECOND.weight)},
+            "head of task 1: expected a linear head like task 0, found cosine",
+        ),
+        ({"head": SECOND.weight}, "head of task 1: expected a head with a method logits"),
+    ],
+)
+def test_messages_of_fit_task(change, message):
+    with pytest.raises(InputError, match=message) as caught:
+        fit(**change)
+    assert "\n" not in str(caught.value)
+
+
+def test_pretrained_features_for_later_tasks_only():
+    calibrator = calibration.FDC()
+    calibrator.fit_task(FIRST.adapted, FIRST.labels, linear(FIRST))
+    with pytest.raises(InputError, match="earlier tasks had none, this one has some"):
+        calibrator.fit_task(SECOND.adapted, SECOND.labels, linear(SECOND), SECOND.pretrained)
+
+
+def test_neighbours_beyond_the_classes_of_a_task():
+    with pytest.raises(InputError, match=r"task 0: 4 neighbours need .* found 3"):
+        fit(neighbours=4)
+    names = [3, 4, 5, 6, 7]
+    head = heads.LinearHead(np.zeros((5, 16)), np.zeros(5))
+    keep = SECOND.rows < 2
+    with pytest.raises(InputError, match=r"task 1: 3 neighbours need .* found 2"):
+        fit(
+            SECOND.adapted[keep],
+            SECOND.labels[keep],
+            head,
+            SECOND.pretrained[keep],
+            names,
+            neighbours=3,
+        )
+
+
+def test_scoring_needs_finalized_tasks():
+    calibrator = calibration.FDC()
+    with pytest.raises(InputError, match="no task was fitted"):
+        calibrator.finalize()
+    with pytest.raises(InputError, match="finalize, first"):
+        calibrator.score(FIRST.adapted)
+    calibrator.fit_task(FIRST.adapted, FIRST.labels, linear(FIRST))
+    with pytest.raises(InputError, match="finalize, first"):
+        calibrator.score(FIRST.adapted)
+    calibrator.finalize()
+    calibrator.score(FIRST.adapted)
+    calibrator.fit_task(SECOND.adapted, SECOND.labels, linear(SECOND))
+    with pytest.raises(InputError, match="finalize, first"):
+        calibrator.score(FIRST.adapted)
+
+
+@pytest.mark.parametrize(
+    ("adapted", "pretrained", "message"),
+    [
+        (FIRST.adapted[:, :5], FIRST.pretrained, "adapted features: expected width 16, found 5"),
+        (FIRST.adapted, FIRST.pretrained[:, :5], "pretrained features: expected width 12, found 5"),
+        (FIRST.adapted, FIRST.pretrained[:9], "pretrained features: expected 60 rows"),
+        (FIRST.adapted, None, "pretrained features: expected, since"),
+        (FIRST.adapted[0], FIRST.pretrained, "adapted features: expected shape"),
+        (spoiled(FIRST.adapted, 50, np.inf), FIRST.pretrained, "adapted features: row 50 is not"),
+        (FIRST.adapted, spoiled(FIRST.pretrained, 5, np.nan), "pretrained features: row 5 is not"),
+    ],
+)
+def test_messages_of_score(adapted, pretrained, message):
+    with pytest.raises(InputError, match=message):
+        fit().score(adapted, pretrained)
+
+
+def test_pretrained_features_without_a_pretrained_view():
+    calibrator = calibration.FDC()
+    calibrator.fit_task(FIRST.adapted, FIRST.labels, linear(FIRST))
+    calibrator.finalize()
+    with pytest.raises(InputError, match="fitted without a pretrained view"):
+        calibrator.score(FIRST.adapted, FIRST.pretrained)
+
+
+@pytest.mark.parametrize(
+    ("new_heads", "message"),
+    [
+        ([linear(FIRST)], "heads: expected one per task, 2, found 1"),
+        ([linear(FIRST), linear(FIRST)], "head of task 1: expected 4 classes, found 3"),
+        (
+            [linear(FIRST), heads.CosineHead(SECOND.weight)],
+            "head of task 1: expected a linear head",
+        ),
+    ],
+)
+def test_messages_of_replace_heads(new_heads, message):
+    with pytest.raises(InputError, match=message):
+        fit().replace_heads(new_heads)
+
+
+@pytest.mark.parametrize(
+    ("logits", "message"),
+    [
+        (lambda _, h: h[:, 0], r"head of task 0: expected logits of shape \[1, classes\]"),
+        (lambda _, h: h[:, :3] * np.nan, "head of task 0: its logits are not finite"),
+        (lambda _, h: h[:, : 3 if len(h) == 1 else 2], r"head of task 0: expected logits of shape"),
+    ],
+)
+def test_messages_of_function_heads(logits, message):
+    with pytest.raises(InputError, match=message):
+        calibration.FDC().fit_task(FIRST.adapted, FIRST.labels, heads.FunctionHead(logits))
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("retained_energy", 0.0),
+        ("retained_energy", 1.1),
+        ("attenuation", -0.1),
+        ("attenuation", 1.5),
+        ("rlc_weight", -1.0),
+        ("pac_weight", float("nan")),
+        ("adapted_view_weight", "one"),
+        ("pretrained_view_weight", float("inf")),
+        ("neighbours", 0),
+        ("neighbours", 1.5),
+        ("affinity_reference", "foreign"),
+    ],
+)
+def test_settings_outside_their_range(setting, value):
+    with pytest.raises(InputError, match=f"^{setting}: expected"):
+        calibration.FDC(**{setting: value})
