@@ -47,10 +47,15 @@ def main(arguments: list[str]) -> None:
     """Runs the configured experiment; see `fdc_jax.command`."""
     if len(arguments) > 1:
         _fail(f"unexpected argument {arguments[1]!r}; fields are set with --config.FIELD=VALUE")
+    try:
+        config = _CONFIG.value
+        config.keys()  # ml_collections reports a file that it could not load at first use
+    except OSError as error:
+        _fail(f"--config: {str(error).strip().splitlines()[-1].strip()}")
     from fdc_jax import command, errors
 
     try:
-        command.run(_CONFIG.value, _WORKDIR.value, _QUIET.value)
+        command.run(config, _WORKDIR.value, _QUIET.value)
     except (errors.InputError, errors.TrainingError, errors.Interrupted) as error:
         if _TRACEBACK.value:
             raise
