@@ -248,3 +248,28 @@ def test_several_seeds(tmp_path, whole, cache):
     gains = [each["accuracy"]["fdc"] - each["accuracy"]["raw"] for each in per_seed]
     assert summary["gain"]["mean"] == pytest.approx(np.mean(gains))
     assert f"{np.mean(values):.2f} ± {np.std(values, ddof=1):.2f}" in output
+
+
+def test_four_devices_give_what_one_gives(whole, tmp_path, cache):
+    """Each batch is split between devices; features agree to float tolerance."""
+    done = run(
+        *interruptions.SMALL,
+        f"--workdir={tmp_path / 'run'}",
+        "--config.train.batch_size=18",  # no multiple of four
+        XLA_FLAGS="--xla_force_host_platform_device_count=4",
+        FDC_JAX_CACHE=str(cache),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "device     4 x cpu" in done.stderr
+    single = tmp_path / "single"
+    interruptions.finish(
+        interruptions.start(single, "--config.train.batch_size=18", "--quiet", cache=cache)
+    )
+    ours, expected = (
+        np.load(folder / "features" / "test_adapted.npy") for folder in (tmp_path / "run", single)
+    )
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(ours, expected, atol=2e-3 * scale)
+    assert results(tmp_path / "run")["accuracy"]["fdc"] == pytest.approx(
+        results(single)["accuracy"]["fdc"], abs=1.0
+    )

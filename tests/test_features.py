@@ -1,0 +1,126 @@
+"""Features of many images: right rows, right encoder, one compilation, computed once."""
+
+import jax
+import numpy as np
+import pytest
+
+from fdc_jax import devices
+from fdc_jax.data import digits
+from fdc_jax.data.stream import EvaluationBatches
+from fdc_jax.errors import Interrupted
+from fdc_jax.features import Extraction, Extractor, FeatureCache
+from fdc_jax.interruption import StopRequest
+from fdc_jax.model import vit
+
+
+@pytest.fixture(scope="module")
+def model():
+    return vit.build("digits", 32)
+
+
+@pytest.fixture(scope="module")
+def backbone(model):
+    return vit.initialise(model, 32, jax.random.key(0))
+
+
+def batches(count, size=8):
+    return EvaluationBatches(
+        digits.open_digits("test"), np.arange(count), None, size, image_size=32
+    )
+
+
+def extractor(model, poll=lambda: None):
+    return Extractor(model, devices.data_mesh(), poll)
+
+
+@pytest.mark.parametrize("count", [0, 1, 8, 37])
+def test_one_row_per_image_in_order(model, backbone, count):
+    kernels = vit.pretrained_kernels(backbone)
+    found = extractor(model)(backbone, kernels, batches(count)).features
+    assert found.shape == (count, model.variant.width)
+    assert found.dtype == np.float32
+    for i, batch in enumerate(batches(count, size=1)):
+        expected = model.apply({"params": backbone}, batch.images)
+        np.testing.assert_allclose(found[i : i + 1], expected, atol=2e-5)
+
+
+def test_the_kernels_choose_the_encoder_without_another_compilation(model, backbone):
+    extract = extractor(model)
+    kernels = vit.pretrained_kernels(backbone)
+    other = jax.tree.map(lambda kernel: kernel * 1.5, kernels)
+    first = extract(backbone, kernels, batches(9)).features
+    second = extract(backbone, other, batches(12)).features
+    assert np.abs(first - second[:9]).max() > 1e-3
+    assert extract._encode._cache_size() == 1
+    again = model.apply({"params": backbone}, next(iter(batches(8))).images, other)
+    np.testing.assert_allclose(second[:8], again, atol=2e-5)
+
+
+def test_a_stop_request_ends_the_loop(model, backbone):
+    stop = StopRequest()
+    kernels = vit.pretrained_kernels(backbone)
+    extract = extractor(model, stop.poll)
+    extract(backbone, kernels, batches(8))
+    stop.signal = 15
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        extract(backbone, kernels, batches(8))
+
+
+def counted(value, calls):
+    def compute():
+        calls.append(value)
+        return Extraction(np.full((3, 2), value, np.float32), 1.0, 0.5)
+
+    return compute
+
+
+def test_the_cache_computes_once(tmp_path):
+    calls = []
+    indices = np.array([4, 5, 6])
+    cache = FeatureCache(tmp_path, {"weights": "a"})
+    first = cache.get("train", indices, counted(1.0, calls))
+    again = FeatureCache(tmp_path, {"weights": "a"}).get("train", indices, counted(2.0, calls))
+    np.testing.assert_array_equal(first.features, again.features)
+    assert calls == [1.0]
+    assert again.input_wait_seconds == 0.0
+
+
+@pytest.mark.parametrize("change", ["key", "name", "indices"])
+def test_the_cache_tells_things_apart(tmp_path, change):
+    calls = []
+    indices = np.array([4, 5, 6])
+    FeatureCache(tmp_path, {"weights": "a"}).get("train", indices, counted(1.0, calls))
+    cache = FeatureCache(tmp_path, {"weights": "b" if change == "key" else "a"})
+    name = "test" if change == "name" else "train"
+    found = cache.get(name, indices[::-1] if change == "indices" else indices, counted(2.0, calls))
+    assert calls == [1.0, 2.0]
+    np.testing.assert_array_equal(found.features, 2.0)
+
+
+def test_a_damaged_cache_file_is_computed_again(tmp_path):
+    calls = []
+    indices = np.array([4, 5, 6])
+    cache = FeatureCache(tmp_path, {"weights": "a"})
+    cache.get("train", indices, counted(1.0, calls))
+    (path,) = tmp_path.rglob("train_*.npy")
+    path.write_bytes(path.read_bytes()[:90])
+    found = cache.get("train", indices, counted(2.0, calls))
+    np.testing.assert_array_equal(found.features, 2.0)
+    cache.get("train", indices, counted(3.0, calls))
+    assert calls == [1.0, 2.0]
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
+    from fdc_jax import features
+    from fdc_jax.errors import InputError
+
+    cache = FeatureCache(tmp_path, {"weights": "a"})
+
+    def refuse(path):
+        raise InputError("cannot write")
+
+    monkeypatch.setattr(features, "write_atomically", refuse)
+    calls = []
+    for value in (1.0, 2.0):
+        cache.get("train", np.arange(3), counted(value, calls))
+    assert calls == [1.0, 2.0]
