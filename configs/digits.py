@@ -14,6 +14,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.encoder.variant = "digits"
     config.encoder.weights = "digits"
     config.encoder.image_size = 32
-    config.data.crop_scale = (0.5, 1.0)
+    config.data.crop_scale = (0.6, 1.0)
     config.data.flip = False
     return config

@@ -37,8 +37,6 @@ class Benchmark:
         tfds_version: folder below that.
         obtain: where the raw data are to be found, in words.
         checksums: algorithm to hexadecimal digest of the raw archive, where published.
-        crop_scale: share of an image's area that a training crop may cover.
-        flip: whether training images are mirrored half the time.
     """
 
     name: str
@@ -53,8 +51,6 @@ class Benchmark:
     tfds_version: str
     obtain: str
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
-    crop_scale: tuple[float, float] = (0.05, 1.0)
-    flip: bool = True
 
     @property
     def num_tasks(self) -> int:
@@ -205,8 +201,6 @@ BENCHMARKS: dict[str, Benchmark] = {
             tfds_name="",
             tfds_version="",
             obtain="embedded: the 1797 scans of 8 x 8 pixels that come with scikit-learn",
-            crop_scale=(0.6, 1.0),
-            flip=False,
         ),
     ]
 }
