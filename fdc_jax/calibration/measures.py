@@ -6,7 +6,7 @@ padded: a zero basis row and a prototype at infinite distance change nothing.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from fdc_jax.heads import NORM_FLOOR
 
@@ -41,7 +41,7 @@ def residual_ratio(
 
 def prototype_distance(
     unit_features: Float[Array, "n d"],
-    shortfall: Float[Array, " n"],
+    directed: Bool[Array, " n"],
     centre: Float[Array, " d"],
     offsets: Float[Array, "c d"],
     constants: Float[Array, " c"],
@@ -55,7 +55,7 @@ def prototype_distance(
 
     Args:
         unit_features: features divided by their norm.
-        shortfall: zero for features of unit length, one half for zero features.
+        directed: false for zero features, whose cosine to everything is 0.
         centre: a point amid the task's prototypes.
         offsets: prototypes minus `centre`.
         constants: half the squared length of `offsets`; infinite where there is no prototype.
@@ -67,16 +67,13 @@ def prototype_distance(
         nearest = jnp.min(distances, axis=-1)
     else:
         nearest = -jnp.mean(jax.lax.top_k(-distances, neighbours)[0], axis=-1)
-    return nearest + shortfall
+    return jnp.where(directed, nearest, 1.0)
 
 
-def unit_and_shortfall(
-    features: Float[Array, "n d"],
-) -> tuple[Float[Array, "n d"], Float[Array, " n"]]:
-    """Returns features over their norm (floored at 1e-12), and half of what is missing to 1."""
+def directions(features: Float[Array, "n d"]) -> tuple[Float[Array, "n d"], Bool[Array, " n"]]:
+    """Returns features over their norm (floored at 1e-12), and which of them reach that floor."""
     norm = jnp.sqrt(energy(features))
-    unit = features / jnp.maximum(norm, NORM_FLOOR)[:, None]
-    return unit, 0.5 * (1.0 - jnp.square(jnp.minimum(norm / NORM_FLOOR, 1.0)))
+    return features / jnp.maximum(norm, NORM_FLOOR)[:, None], norm >= NORM_FLOOR
 
 
 def filter_features(

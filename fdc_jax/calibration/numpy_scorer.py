@@ -62,8 +62,8 @@ class NumpyScorer:
     @classmethod
     def load(cls, path):
         """Returns a scorer for the calibrator saved at `path`."""
-        with np.load(path, allow_pickle=False) as file:
-            return cls({name: file[name] for name in file.files})
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+            return cls({name: archive[name] for name in archive.files})
 
     def score(
         self,
@@ -178,7 +178,6 @@ class NumpyScorer:
         arrays = self.arrays
         norm = np.sqrt(np.square(features).sum(axis=1))
         unit = features / np.maximum(norm, NORM_FLOOR)[:, None]
-        shortfall = 0.5 * (1 - np.minimum(norm / NORM_FLOOR, 1) ** 2)
         neighbours = int(arrays["neighbours"])
         ratios, distances = [], []
         for mean, basis, centre, offsets, constants in self._tasks[view]:
@@ -190,7 +189,8 @@ class NumpyScorer:
             half = 0.5 * np.square(centred).sum(axis=1)
             distance = half[:, None] + constants - centred @ offsets.T
             nearest = np.sort(distance, axis=1)[:, :neighbours]
-            distances.append(nearest.mean(axis=1) + shortfall)
+            # The cosine of a zero feature to everything is 0.
+            distances.append(np.where(norm >= NORM_FLOOR, nearest.mean(axis=1), np.float32(1)))
         ratio, distance = np.stack(ratios, axis=1), np.stack(distances, axis=1)
         rlc = np.zeros_like(ratio)
         if arrays[f"{view}_foreign_fit"].size:

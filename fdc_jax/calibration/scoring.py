@@ -76,13 +76,13 @@ def measure(
         neighbours: K of PAC.
     """
     energies = measures.energy(features)
-    unit, shortfall = measures.unit_and_shortfall(features)
+    unit, directed = measures.directions(features)
 
     def one_task(arrays: tuple[ViewArrays, HeadArrays | None]) -> Measures:
         task, head = arrays
         ratio, coordinates = measures.residual_ratio(features, task.mean, task.basis)
         distance = measures.prototype_distance(
-            unit, shortfall, task.centre, task.offsets, task.constants, neighbours
+            unit, directed, task.centre, task.offsets, task.constants, neighbours
         )
         if head is None:
             return Measures(ratio, distance, None, None)

@@ -12,7 +12,6 @@ from fdc_jax.calibration import measures
 from fdc_jax.calibration.head_rows import HeadRows
 from fdc_jax.calibration.statistics import ViewStatistics
 
-
 # Smaller sizes are padded to these, where padding costs less than another compilation.
 LEAST_TASKS = 4
 LEAST_RANK = 8

@@ -159,18 +159,18 @@ def _float32(values: Any) -> np.ndarray:
 def _read(path: str | os.PathLike[str]) -> Mapping[str, np.ndarray]:
     name = "archive"
     try:
-        with np.load(path, allow_pickle=False) as file:
-            if not isinstance(file, np.lib.npyio.NpzFile):
-                raise InputError(f"{path}: expected a saved calibrator, found a single array")
+        # NumPy leaves a damaged archive open unless it is opened here.
+        with open(path, "rb") as file:
+            archive = np.load(file, allow_pickle=False)
+            if isinstance(archive, np.ndarray):
+                raise ValueError("a single array")
             arrays = {}
-            for name in file.files:
-                arrays[name] = file[name]
+            for name in archive.files:
+                arrays[name] = archive[name]
             return arrays
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        if isinstance(error, InputError):
-            raise
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{path}: {name}: damaged or no saved calibrator ({reason})") from error
 

@@ -1,0 +1,224 @@
+"""Relations between scores that must hold for any features, heads and labels."""
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fdc_jax import calibration, heads
+from tests.calibration import streams
+
+# Shapes are fixed and content varies, so that few examples compile anew.
+few = settings(
+    max_examples=6,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+seeds = st.integers(0, 2**32 - 1)
+scales = st.floats(0.05, 20.0)
+
+
+def same(found, expected, tolerance=1e-4):
+    assert streams.relative_error(found.task_scores, expected.task_scores) < tolerance
+    np.testing.assert_array_equal(found.local_class, expected.local_class)
+
+
+def mapped(stream, adapted=lambda h: h, pretrained=lambda h: h, weight=lambda w: w):
+    """Returns the stream with all features and weights transformed, in float32."""
+    return [
+        task._replace(
+            adapted=adapted(task.adapted).astype(np.float32),
+            pretrained=pretrained(task.pretrained).astype(np.float32),
+            weight=weight(task.weight).astype(np.float32),
+        )
+        for task in stream
+    ]
+
+
+@few
+@given(seeds)
+def test_rotating_features_and_weights_changes_nothing(seed):
+    rng = np.random.default_rng(seed)
+    stream = streams.stream(seed)
+    first, second = (np.linalg.qr(rng.normal(size=(size, size)))[0] for size in (16, 12))
+    rotated = mapped(stream, lambda h: h @ first.T, lambda h: h @ second.T, lambda w: w @ first.T)
+    adapted, pretrained = streams.probe_inputs(stream)
+    same(
+        streams.fitted(rotated).score(adapted @ first.T, pretrained @ second.T),
+        streams.fitted(stream).score(adapted, pretrained),
+    )
+
+
+@few
+@given(seeds, scales)
+def test_scores_scale_with_the_heads(seed, scale):
+    stream = streams.stream(seed)
+    scaled = [
+        task._replace(weight=np.float32(scale) * task.weight, bias=np.float32(scale) * task.bias)
+        for task in stream
+    ]
+    inputs = streams.probe_inputs(stream)
+    found, expected = streams.fitted(scaled).score(*inputs), streams.fitted(stream).score(*inputs)
+    np.testing.assert_allclose(
+        found.task_scores, np.float32(scale) * expected.task_scores, rtol=1e-4, atol=1e-4 * scale
+    )
+    np.testing.assert_array_equal(found.label, expected.label)
+
+
+@few
+@given(seeds, scales)
+def test_the_unit_of_features_does_not_matter(seed, scale):
+    stream = streams.stream(seed)
+    scaled = mapped(stream, lambda h: scale * h, lambda h: scale * h, lambda w: w / scale)
+    adapted, pretrained = streams.probe_inputs(stream)
+    same(
+        streams.fitted(scaled).score(scale * adapted, scale * pretrained),
+        streams.fitted(stream).score(adapted, pretrained),
+    )
+
+
+@few
+@given(seeds)
+def test_class_order_within_a_task_does_not_matter(seed):
+    rng = np.random.default_rng(seed)
+    stream = streams.stream(seed)
+    orders = [rng.permutation(len(task.bias)) for task in stream]
+    # Row order[i] of the old head becomes row i; the old row of a sample moves accordingly.
+    permuted = [
+        task._replace(
+            rows=np.argsort(order)[task.rows], weight=task.weight[order], bias=task.bias[order]
+        )
+        for task, order in zip(stream, orders, strict=True)
+    ]
+    inputs = streams.probe_inputs(stream)
+    found, expected = streams.fitted(permuted).score(*inputs), streams.fitted(stream).score(*inputs)
+    assert streams.relative_error(found.task_scores, expected.task_scores) < 1e-4
+    for task, order in enumerate(orders):
+        old_rows = order[found.local_class[:, task]]
+        np.testing.assert_array_equal(old_rows, expected.local_class[:, task])
+
+
+def test_task_order_matters_because_foreign_residuals_are_causal():
+    stream = streams.stream(3, 4)
+    inputs = streams.probe_inputs(stream)
+    forward, backward = streams.fitted(stream), streams.fitted(stream[::-1])
+    turned = backward.score(*inputs).task_scores[:, ::-1]
+    assert streams.relative_error(turned, forward.score(*inputs).task_scores) > 1e-3
+    # Nothing but the foreign reference depends on the order.
+    without = forward.terms(*inputs).fuse(rlc=False).task_scores
+    turned = backward.terms(*inputs).fuse(rlc=False).task_scores[:, ::-1]
+    np.testing.assert_allclose(turned, without, rtol=1e-5, atol=1e-5)
+
+
+@few
+@given(seeds, st.sampled_from(["linear", "cosine", "nearest_mean"]))
+def test_without_strength_scores_are_raw(seed, kind):
+    stream = streams.stream(seed)
+    found = streams.fitted(stream, kind, attenuation=0.0, rlc_weight=0.0, pac_weight=0.0)
+    terms = found.terms(*streams.probe_inputs(stream))
+    np.testing.assert_allclose(
+        terms.fuse().task_scores, terms.raw().task_scores, rtol=1e-6, atol=1e-6
+    )
+    np.testing.assert_allclose(terms.raw_scale, terms.filtered_scale, rtol=1e-6)
+
+
+@few
+@given(seeds, st.sampled_from(["linear", "cosine", "nearest_mean"]))
+def test_a_subspace_of_all_variance_filters_nothing(seed, kind):
+    stream = streams.stream(seed)
+    found = streams.fitted(stream, kind, attenuation=1.0, retained_energy=1.0)
+    assert all(len(task.views[0].basis) == 16 for task in found.tasks)
+    terms = found.terms(*streams.probe_inputs(stream))
+    filtered = terms.fuse(rlc=False, pac=False)
+    np.testing.assert_allclose(filtered.task_scores, terms.raw().task_scores, rtol=1e-4, atol=1e-4)
+
+
+@few
+@given(seeds)
+def test_one_task_has_no_residual_correction(seed):
+    stream = streams.stream(seed, 1)
+    terms = streams.fitted(stream).terms(*streams.probe_inputs(stream))
+    assert not terms.adapted.rlc.any()
+    assert terms.pretrained is not None and not terms.pretrained.rlc.any()
+    np.testing.assert_array_equal(terms.fuse().task_scores, terms.fuse(rlc=False).task_scores)
+
+
+@few
+@given(seeds, st.floats(0.0, 3.0), st.floats(0.0, 3.0), st.booleans(), st.booleans())
+def test_corrections_are_bounded_by_the_score_scale(seed, alpha, beta, tsf, both):
+    stream = streams.stream(seed)
+    found = streams.fitted(stream, rlc_weight=alpha, pac_weight=beta)
+    terms = found.terms(*streams.probe_inputs(stream))
+    base = terms.fuse(tsf=tsf, rlc=False, pac=False).task_scores
+    moved = np.abs(terms.fuse(tsf=tsf, pretrained_view=both).task_scores - base)
+    scale = terms.filtered_scale if tsf else terms.raw_scale
+    assert (moved <= (1 + both) * (alpha + beta) * scale * (1 + 1e-5) + 1e-5).all()
+
+
+@few
+@given(seeds)
+def test_more_foreign_or_less_akin_lowers_the_score(seed):
+    # The signs of both corrections: inputs within a task's subspace are more typical of it than
+    # inputs far away, and inputs along a prototype are the most akin to it.
+    stream = streams.stream(seed)
+    found = streams.fitted(stream)
+    view = found.tasks[0].views[0]
+    far = view.mean + 100.0 * np.random.default_rng(seed).normal(size=view.mean.shape)
+    along = view.mean + view.basis.sum(axis=0)
+    adapted = np.stack([along, far]).astype(np.float32)
+    pretrained = np.stack([found.tasks[0].views[1].mean] * 2)
+    evidence = found.terms(adapted, pretrained).adapted
+    assert evidence.rlc[0, 0] < 0 < evidence.rlc[1, 0]
+    akin = np.stack([view.prototypes[0], -view.prototypes[0]])
+    evidence = found.terms(akin, pretrained).adapted
+    assert evidence.pac[1, 0] < 0 < evidence.pac[0, 0]
+
+
+@few
+@given(seeds)
+def test_duplicated_samples_change_nothing(seed):
+    stream = streams.stream(seed, samples=(30, 25, 40))
+    twice = [
+        task._replace(
+            adapted=np.repeat(task.adapted, 2, axis=0),
+            pretrained=np.repeat(task.pretrained, 2, axis=0),
+            rows=np.repeat(task.rows, 2),
+        )
+        for task in stream
+    ]
+    inputs = streams.probe_inputs(stream)
+    same(streams.fitted(twice).score(*inputs), streams.fitted(stream).score(*inputs))
+
+
+@pytest.mark.parametrize("component", ["tsf", "pac"])
+def test_moving_the_origin_changes_scores(component):
+    stream = streams.stream(5)
+    shift = np.random.default_rng(5).normal(size=16).astype(np.float32)
+    moved = [
+        task._replace(adapted=task.adapted + shift, bias=task.bias - task.weight @ shift)
+        for task in stream
+    ]
+    adapted, pretrained = streams.probe_inputs(stream)
+    alone = {"tsf": False, "rlc": False, "pac": False, component: True}
+    found = streams.fitted(moved).terms(adapted + shift, pretrained)
+    expected = streams.fitted(stream).terms(adapted, pretrained)
+    np.testing.assert_allclose(
+        found.raw().task_scores, expected.raw().task_scores, rtol=1e-4, atol=1e-4
+    )
+    changed = streams.relative_error(
+        found.fuse(**alone).task_scores, expected.fuse(**alone).task_scores
+    )
+    assert changed > 1e-2
+
+
+def test_cosine_heads_ignore_the_length_of_inputs_even_when_filtered():
+    task = streams.stream(6, 1)[0]
+    calibrator = calibration.FDC(pac_weight=0.0)
+    calibrator.fit_task(task.adapted, task.labels, heads.CosineHead(task.weight, 5.0))
+    calibrator.finalize()
+    terms, longer = (calibrator.terms(scale * task.adapted) for scale in (1.0, 50.0))
+    np.testing.assert_allclose(
+        terms.filtered_logits.logit, longer.filtered_logits.logit, rtol=1e-5, atol=1e-5
+    )
+    assert np.abs(terms.filtered_logits.logit - terms.raw_logits.logit).max() > 1e-2

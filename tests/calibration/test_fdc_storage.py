@@ -1,0 +1,289 @@
+"""Saved calibrators: round trips, refusals, and scoring with NumPy alone."""
+
+import itertools
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import numpy as np
+import pytest
+
+from fdc_jax import calibration
+from fdc_jax.calibration import numpy_scorer, storage
+from fdc_jax.errors import InputError
+from tests.calibration import streams
+
+KINDS = ("linear", "cosine", "nearest_mean")
+
+
+def refit(calibrator, task, kind="linear"):
+    calibrator.fit_task(task.adapted, task.labels, streams.head_of(task, kind), task.pretrained)
+    calibrator.finalize()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dual", [True, False])
+@pytest.mark.parametrize("tasks", [1, 4])
+def test_a_loaded_calibrator_is_the_saved_one(tmp_path, kind, dual, tasks):
+    stream = streams.stream(0, tasks)
+    saved = streams.fitted(stream, kind, dual, attenuation=0.3, rlc_weight=0.9, neighbours=2)
+    saved.save(tmp_path / "calibrator.npz")
+    loaded = calibration.FDC.load(tmp_path / "calibrator.npz")
+    assert loaded.settings == saved.settings
+    assert loaded.storage_bytes == saved.storage_bytes
+    adapted, pretrained = streams.probe_inputs(stream)
+    given = (adapted, pretrained) if dual else (adapted,)
+    first, second = saved.score(*given), loaded.score(*given)
+    np.testing.assert_array_equal(first.task_scores, second.task_scores)
+    np.testing.assert_array_equal(first.label, second.label)
+
+
+def test_a_loaded_calibrator_takes_further_tasks(tmp_path):
+    stream = streams.stream(1, 5)
+    begun = streams.fitted(stream[:3])
+    begun.save(tmp_path / "three.npz")
+    loaded = calibration.FDC.load(tmp_path / "three.npz")
+    for task in stream[3:]:
+        refit(loaded, task)
+    inputs = streams.probe_inputs(stream)
+    np.testing.assert_array_equal(
+        loaded.score(*inputs).task_scores, streams.fitted(stream).score(*inputs).task_scores
+    )
+
+
+def test_released_residuals_are_not_stored(tmp_path):
+    stream = streams.stream(2, 3)
+    found = streams.fitted(stream)
+    found.save(tmp_path / "whole.npz")
+    found.finalize(release=True)
+    found.save(tmp_path / "released.npz")
+    names = set(np.load(tmp_path / "whole.npz").files) - set(
+        np.load(tmp_path / "released.npz").files
+    )
+    assert names == {"adapted_foreign", "pretrained_foreign"}
+    loaded = calibration.FDC.load(tmp_path / "released.npz")
+    inputs = streams.probe_inputs(stream)
+    np.testing.assert_array_equal(
+        loaded.score(*inputs).task_scores, found.score(*inputs).task_scores
+    )
+    with pytest.raises(InputError, match="released"):
+        refit(loaded, stream[0])
+
+
+def test_only_retained_columns_are_stored(tmp_path):
+    found = streams.fitted(streams.stream(3, 3))
+    found.save(tmp_path / "calibrator.npz")
+    ranks = [len(task.views[0].basis) for task in found.tasks]
+    assert len(set(ranks)) > 1
+    assert np.load(tmp_path / "calibrator.npz")["adapted_basis"].shape == (sum(ranks), 16)
+
+
+def test_a_calibrator_must_be_finalized_to_be_saved(tmp_path):
+    with pytest.raises(InputError, match="finalize, first"):
+        calibration.FDC().save(tmp_path / "calibrator.npz")
+    assert not list(tmp_path.iterdir())
+
+
+def test_function_heads_are_given_again(tmp_path):
+    stream = streams.stream(4, 3)
+    found = streams.fitted(stream, "function")
+    path = tmp_path / "calibrator.npz"
+    found.save(path)
+    with pytest.raises(InputError, match=r"calibrator\.npz: head_kind: its heads are functions"):
+        calibration.FDC.load(path)
+    given = [streams.head_of(task, "function") for task in stream]
+    with pytest.raises(InputError, match="expected one per task, 3, found 2"):
+        calibration.FDC.load(path, heads=given[:2])
+    inputs = streams.probe_inputs(stream)
+    np.testing.assert_array_equal(
+        calibration.FDC.load(path, heads=given).score(*inputs).task_scores,
+        found.score(*inputs).task_scores,
+    )
+    with pytest.raises(InputError, match="NumPy alone"):
+        found.to_numpy()
+    with pytest.raises(ValueError, match="functions"):
+        numpy_scorer.NumpyScorer.load(path)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "calibrator.npz"
+    streams.fitted(streams.stream(5, 3)).save(path)
+    return path
+
+
+def changed(saved, path, **fields):
+    arrays = {**np.load(saved), **fields}
+    np.savez(path, **{name: value for name, value in arrays.items() if value is not None})
+    return path
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"schema": np.int64(0)}, "schema: expected version 1, found 0"),
+        ({"schema": np.int64(2)}, "schema: expected version 1, found 2"),
+        ({"format": "other"}, "format: expected 'fdc_jax calibrator', found 'other'"),
+        ({"format": None}, "format: expected a word"),
+        ({"attenuation": np.float64(7)}, "attenuation: expected 0 <= x <= 1"),
+        ({"neighbours": None}, "neighbours: missing"),
+        ({"adapted_basis": None}, "adapted_basis: missing"),
+        (
+            {"adapted_basis": np.zeros((3, 16), np.float32)},
+            "adapted_basis: expected float32 of shape",
+        ),
+        (
+            {"pretrained_mean": np.zeros((3, 12))},
+            "pretrained_mean: expected float32 .* found float64",
+        ),
+        ({"raw_scale": np.full(3, np.nan)}, "raw_scale: holds values that are not finite"),
+        ({"samples": np.array([60, 0, 80])}, "samples: expected counts from 1"),
+        ({"classes": np.arange(5)}, "classes: expected int64 of shape"),
+        ({"class_sizes": np.zeros(0, np.int64)}, "class_sizes: expected at least one task"),
+        ({"head_kind": "quadratic"}, "head_kind: unknown kind 'quadratic'"),
+        ({"head_bias": None}, "head_bias: missing"),
+        ({"adapted_foreign_fit": np.zeros(0)}, "adapted_foreign_fit: expected float64 of shape"),
+        ({"pretrained_foreign": np.zeros(3, np.float32)}, "pretrained_foreign: expected float32"),
+    ],
+)
+def test_refusals_name_the_file_and_the_field(saved, tmp_path, fields, message):
+    path = changed(saved, tmp_path / "bad.npz", **fields)
+    with pytest.raises(InputError, match=rf"bad\.npz: {message}") as caught:
+        calibration.FDC.load(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_are_no_calibrators(saved, tmp_path):
+    with pytest.raises(InputError, match=r"absent\.npz: no such file"):
+        calibration.FDC.load(tmp_path / "absent.npz")
+    (tmp_path / "text.npz").write_text("no archive")
+    np.save(tmp_path / "single.npy", np.zeros(3))
+    np.savez(tmp_path / "objects.npz", format=np.array([None], object))
+    for name in ("text.npz", "single.npy", "objects.npz"):
+        with pytest.raises(InputError, match=name):
+            calibration.FDC.load(tmp_path / name)
+    with pytest.raises(InputError, match=str(tmp_path)):
+        calibration.FDC.load(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+def test_truncated_files(saved, tmp_path, share):
+    content = saved.read_bytes()
+    path = tmp_path / "cut.npz"
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(InputError, match=r"cut\.npz: "):
+        calibration.FDC.load(path)
+
+
+def test_flipped_bits_are_noticed(saved, tmp_path):
+    content = bytearray(saved.read_bytes())
+    with zipfile.ZipFile(saved) as archive:
+        place = archive.getinfo("adapted_basis.npy").header_offset + 400
+    content[place] ^= 0x10
+    (tmp_path / "flipped.npz").write_bytes(content)
+    with pytest.raises(InputError, match=r"flipped\.npz: adapted_basis: damaged"):
+        calibration.FDC.load(tmp_path / "flipped.npz")
+
+
+def test_a_failed_save_keeps_the_old_file(saved, tmp_path, monkeypatch):
+    path = tmp_path / "calibrator.npz"
+    shutil.copy(saved, path)
+    found = calibration.FDC.load(path)
+
+    def full_disk(file, **arrays):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(storage.np, "savez", full_disk)
+    with pytest.raises(InputError, match=r"calibrator\.npz: No space left"):
+        found.save(path)
+    assert path.read_bytes() == saved.read_bytes()
+    assert os.listdir(tmp_path) == ["calibrator.npz"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("affinity_reference", ["own", "nearest"])
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_numpy_scores_equal(kind, affinity_reference, offset):
+    stream = streams.stream(6, 4, offset=offset)
+    found = streams.fitted(
+        stream,
+        kind,
+        neighbours=2,
+        affinity_reference=affinity_reference,
+        rlc_weight=0.6,
+        pretrained_view_weight=1.7,
+    )
+    adapted, pretrained = streams.probe_inputs(stream)
+    adapted[0] = pretrained[0] = 0.0
+    plain, terms = found.to_numpy(), found.terms(adapted, pretrained)
+    for flags in itertools.product((True, False), repeat=5):
+        scores, expected = plain.score(adapted, pretrained, *flags), terms.fuse(*flags)
+        assert streams.relative_error(scores.task_scores, expected.task_scores) < 1e-5
+        np.testing.assert_array_equal(scores.local_class, expected.local_class)
+        np.testing.assert_array_equal(scores.label, expected.label)
+
+
+@pytest.mark.parametrize("tasks", [1, 3])
+def test_numpy_scores_of_one_view_and_of_classes_without_samples(tasks):
+    stream = streams.stream(7, tasks)
+    found = calibration.FDC()
+    for task in stream:
+        keep = task.rows != 1
+        found.fit_task(
+            task.adapted[keep],
+            task.labels[keep],
+            streams.head_of(task, "linear"),
+            classes=task.first + np.arange(len(task.bias)),
+        )
+    found.finalize()
+    adapted, pretrained = streams.probe_inputs(stream)
+    scores = found.to_numpy().score(adapted)
+    expected = found.score(adapted).task_scores
+    assert streams.relative_error(scores.task_scores, expected) < 1e-5
+    with pytest.raises(ValueError, match="no such view"):
+        found.to_numpy().score(adapted, pretrained)
+
+
+def test_messages_of_the_numpy_scorer(saved, tmp_path):
+    scorer = numpy_scorer.NumpyScorer.load(saved)
+    good = np.ones((2, 16)), np.ones((2, 12))
+    for adapted, pretrained, message in [
+        (good[1], good[1], r"adapted features: expected shape \[n, 16\]"),
+        (good[0] * np.nan, good[1], "adapted features: row 0 is not finite"),
+        (good[0], None, "pretrained features: expected"),
+        (good[0], good[1][:1], "pretrained features: expected 2 rows"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            scorer.score(adapted, pretrained)
+    assert scorer.score(good[0][:0], good[1][:0]).label.shape == (0,)
+    assert scorer.score(good[0], pretrained_view=False).label.shape == (2,)
+    for field, value in (("schema", np.int64(9)), ("format", "other")):
+        with pytest.raises(ValueError, match=field):
+            numpy_scorer.NumpyScorer.load(changed(saved, tmp_path / "bad.npz", **{field: value}))
+
+
+ALONE = """
+import sys
+for name in ("jax", "jaxlib", "jaxtyping", "scipy", "fdc_jax"):
+    sys.modules[name] = None
+import numpy as np
+from numpy_scorer import NumpyScorer
+file = np.load("inputs.npz")
+np.save("scores.npy", NumpyScorer.load("calibrator.npz").score(file["a"], file["b"]).task_scores)
+"""
+
+
+def test_the_numpy_scorer_file_runs_alone(saved, tmp_path):
+    shutil.copy(numpy_scorer.__file__, tmp_path)
+    shutil.copy(saved, tmp_path)
+    adapted, pretrained = streams.probe_inputs(streams.stream(5, 3))
+    np.savez(tmp_path / "inputs.npz", a=adapted, b=pretrained)
+    run = subprocess.run(
+        [sys.executable, "-c", ALONE], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    expected = calibration.FDC.load(saved).score(adapted, pretrained).task_scores
+    assert streams.relative_error(np.load(tmp_path / "scores.npy"), expected) < 1e-5

@@ -1,0 +1,282 @@
+"""Features from sources, memory maps, other libraries, number types and devices."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdc_jax import calibration, heads
+from fdc_jax.calibration import inputs
+from fdc_jax.errors import InputError
+from tests.calibration import streams
+
+LONG = (1300, 40, 700)
+
+
+def chunked(task, size, pretrained=True, calls=None):
+    """Returns a source that gives the task in chunks of `size` rows."""
+
+    def source():
+        if calls is not None:
+            calls.append(size)
+        for start in range(0, len(task.rows), size):
+            rows = slice(start, start + size)
+            yield (
+                task.adapted[rows],
+                task.pretrained[rows] if pretrained else None,
+                task.labels[rows],
+            )
+
+    return source
+
+
+def fitted_from(tasks, source_of, kind="linear"):
+    calibrator = calibration.FDC()
+    for task in tasks:
+        calibrator.fit_task(source_of(task), None, streams.head_of(task, kind))
+    calibrator.finalize()
+    return calibrator
+
+
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+@pytest.mark.parametrize("size", [64, inputs.BLOCK_ROWS, 5000])
+def test_a_source_equals_arrays(size, offset):
+    stream = streams.stream(0, 3, samples=LONG, offset=offset)
+    calls: list[int] = []
+    found = fitted_from(stream, lambda task: chunked(task, size, calls=calls))
+    assert len(calls) == 2 * len(stream)
+    whole = streams.fitted(stream)
+    assert [len(task.views[0].basis) for task in found.tasks] == [
+        len(task.views[0].basis) for task in whole.tasks
+    ]
+    probe = streams.probe_inputs(stream)
+    # Blocks are the same whatever the chunks, hence so are the scores.
+    np.testing.assert_array_equal(found.score(*probe).task_scores, whole.score(*probe).task_scores)
+
+
+def test_long_tasks_equal_the_reference():
+    stream = streams.stream(1, 3, samples=LONG, offset=30.0)
+    probe = streams.probe_inputs(stream)
+    for kind in ("linear", "function"):
+        expected = streams.fitted_reference(stream, kind).score(*probe)[0]
+        found = streams.fitted(stream, kind).score(*probe).task_scores
+        assert streams.relative_error(found, expected) < 1e-4
+
+
+def test_the_order_of_samples_does_not_matter():
+    stream = streams.stream(2, 3, samples=LONG)
+    rng = np.random.default_rng(0)
+    shuffled = []
+    for task in stream:
+        order = rng.permutation(len(task.rows))
+        shuffled.append(
+            task._replace(
+                adapted=task.adapted[order],
+                pretrained=task.pretrained[order],
+                rows=task.rows[order],
+            )
+        )
+    probe = streams.probe_inputs(stream)
+    found, expected = streams.fitted(shuffled).score(*probe), streams.fitted(stream).score(*probe)
+    assert streams.relative_error(found.task_scores, expected.task_scores) < 1e-4
+
+
+def test_a_source_of_one_view():
+    stream = streams.stream(3, 2)
+    found = fitted_from(stream, lambda task: chunked(task, 20, pretrained=False))
+    adapted = streams.probe_inputs(stream)[0]
+    expected = streams.fitted(stream, dual=False).score(adapted)
+    np.testing.assert_array_equal(found.score(adapted).task_scores, expected.task_scores)
+
+
+def test_messages_of_sources():
+    task = streams.stream(4, 1)[0]
+    head = streams.head_of(task, "linear")
+    once = iter(list(chunked(task, 20)()))
+
+    def broken(part):
+        chunks = list(chunked(task, 20)())
+        chunks[2] = part(*chunks[2])
+        return lambda: chunks
+
+    cases = [
+        (lambda: once, "task 0: the second pass gave other samples than the first"),
+        (lambda: [], "task 0: expected at least one sample"),
+        (broken(lambda a, p, y: (a, p)), "source of task 0: expected .adapted, pretrained or None"),
+        (broken(lambda a, p, y: (a, None, y)), "some chunks have pretrained features, some none"),
+        (broken(lambda a, p, y: (a[:, 1:], p, y)), "adapted features of task 0: expected width 16"),
+        (broken(lambda a, p, y: (a, p * np.nan, y)), "pretrained features of task 0: row 40 is"),
+        (broken(lambda a, p, y: (a, p, y[1:])), "labels of task 0: expected 20 rows"),
+    ]
+    for source, message in cases:
+        with pytest.raises(InputError, match=message):
+            calibration.FDC().fit_task(source, None, head)
+    with pytest.raises(InputError, match="labels and pretrained must be None"):
+        calibration.FDC().fit_task(chunked(task, 20), task.labels, head)
+
+
+def test_a_source_may_reuse_its_buffers():
+    stream = streams.stream(5, 2, samples=LONG)
+
+    def reusing(task):
+        def source():
+            buffers = [np.empty((64, 16), np.float32), np.empty((64, 12), np.float32)]
+            for adapted, pretrained, labels in chunked(task, 64)():
+                for buffer, values in zip(buffers, (adapted, pretrained), strict=True):
+                    buffer[: len(values)] = values
+                yield buffers[0][: len(labels)], buffers[1][: len(labels)], labels
+
+        return source
+
+    probe = streams.probe_inputs(stream)
+    found = fitted_from(stream, reusing).score(*probe)
+    np.testing.assert_array_equal(
+        found.task_scores, streams.fitted(stream).score(*probe).task_scores
+    )
+
+
+def test_memory_maps_are_read_block_by_block(tmp_path, monkeypatch):
+    task = streams.stream(6, 1, samples=LONG)[0]
+    np.save(tmp_path / "features.npy", task.adapted)
+    features = np.load(tmp_path / "features.npy", mmap_mode="r")
+    largest = []
+    convert = inputs.float32
+    monkeypatch.setattr(
+        inputs, "float32", lambda array: largest.append(len(array)) or convert(array)
+    )
+    found = calibration.FDC()
+    found.fit_task(features, task.labels, streams.head_of(task, "linear"))
+    assert max(largest) == inputs.BLOCK_ROWS and sum(largest) == 2 * len(features)
+    found.finalize()
+    np.testing.assert_array_equal(
+        found.score(features[:9]).task_scores,
+        streams.fitted([task], dual=False).score(task.adapted[:9]).task_scores,
+    )
+
+
+class Tensor:
+    """An array of another library: offers one protocol and nothing else."""
+
+    def __init__(self, array, protocol):
+        self.array = array
+        if protocol == "__array__":
+            self.__class__ = ArrayTensor
+        else:
+            self.__class__ = DlpackTensor
+
+
+class ArrayTensor(Tensor):
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.array, dtype)
+
+
+class DlpackTensor(Tensor):
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+@pytest.mark.parametrize("protocol", ["__array__", "__dlpack__", "jax"])
+def test_arrays_of_other_libraries(protocol):
+    stream = streams.stream(7, 2)
+    convert = jnp.asarray if protocol == "jax" else lambda array: Tensor(array, protocol)
+    found = calibration.FDC()
+    for task in stream:
+        found.fit_task(
+            convert(task.adapted),
+            convert(task.labels),
+            heads.LinearHead(jnp.asarray(task.weight), jnp.asarray(task.bias)),
+            convert(task.pretrained),
+        )
+    found.finalize()
+    adapted, pretrained = streams.probe_inputs(stream, size=300)
+    expected = streams.fitted(stream).score(adapted, pretrained)
+    scores = found.score(convert(adapted), convert(pretrained))
+    np.testing.assert_array_equal(scores.task_scores, expected.task_scores)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16, np.float64])
+@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
+def test_number_types_are_widened_before_any_statistic(dtype, convert):
+    if dtype is np.float64 and convert is jnp.asarray:
+        pytest.skip("JAX has no float64 by default")
+    stream = [
+        task._replace(adapted=task.adapted.astype(dtype), pretrained=task.pretrained.astype(dtype))
+        for task in streams.stream(8, 2, samples=LONG)
+    ]
+    widened = [
+        task._replace(
+            adapted=task.adapted.astype(np.float32), pretrained=task.pretrained.astype(np.float32)
+        )
+        for task in stream
+    ]
+    given = [
+        task._replace(adapted=convert(task.adapted), pretrained=convert(task.pretrained))
+        for task in stream
+    ]
+    probe = [view.astype(dtype) for view in streams.probe_inputs(widened)]
+    expected = streams.fitted(widened).score(*(view.astype(np.float32) for view in probe))
+    scores = streams.fitted(given).score(*(convert(view) for view in probe))
+    assert scores.task_scores.dtype == np.float32
+    np.testing.assert_array_equal(scores.task_scores, expected.task_scores)
+
+
+SHARDED = """
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from tests.calibration import streams
+
+assert len(jax.devices()) == 4
+mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+split = NamedSharding(mesh, PartitionSpec("data"))
+stream = streams.stream(9, 2, samples=(600, 48))
+probe = streams.probe_inputs(stream)
+expected = streams.fitted(stream).score(*probe).task_scores
+place = {
+    "sharded": lambda array: jax.device_put(array, split),
+    "elsewhere": lambda array: jax.device_put(array, jax.devices()[2]),
+}
+for name, put in place.items():
+    spread = [
+        task._replace(adapted=put(task.adapted), pretrained=put(task.pretrained)) for task in stream
+    ]
+    scores = streams.fitted(spread).score(*map(put, probe)).task_scores
+    np.testing.assert_array_equal(scores, expected, name)
+print("equal")
+"""
+
+
+def test_arrays_on_several_devices():
+    root = Path(__file__).resolve().parents[2]
+    environment = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "PYTHONPATH": str(root),
+    }
+    run = subprocess.run(
+        [sys.executable, "-c", SHARDED], env=environment, cwd=root, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "equal"
+
+
+def test_scoring_compiles_once_per_batch_shape():
+    stream = streams.stream(10, 3)
+    found = streams.fitted(stream)
+    adapted, pretrained = streams.probe_inputs(stream, size=64)
+    found.score(adapted, pretrained)
+    with jax.log_compiles(False), jax.check_tracer_leaks(False):
+        from fdc_jax.calibration import scoring
+
+        before = scoring.score_terms._cache_size()
+        for size in (33, 40, 64):
+            found.score(adapted[:size], pretrained[:size])
+        assert scoring.score_terms._cache_size() == before
