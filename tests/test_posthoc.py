@@ -148,6 +148,37 @@ def test_screen_shows_the_numbers(fdc):
     assert "\x1b" not in out
 
 
+def test_components_are_fused_as_named(fdc, source):
+    features, accuracies = feature_files.load(source), fdc[2]["component_accuracy"]
+    calibrator = calibration.FDC()
+    for task in features.tasks:
+        calibrator.fit_task(task.adapted, task.labels, task.head, task.pretrained)
+    calibrator.finalize()
+    terms = calibrator.terms(features.test_adapted, features.test_pretrained)
+    for name, found in accuracies.items():
+        on = {"tsf", "pac", "rlc"} if name == "full" or "view" in name else set(name.split("+"))
+        switches = {component: component in on for component in ("tsf", "pac", "rlc")}
+        switches["adapted_view"] = name != "pretrained_view"
+        switches["pretrained_view"] = name != "adapted_view"
+        right = terms.fuse(**switches).label == features.test_labels
+        assert found == pytest.approx(100 * np.mean(right)), name
+    assert len(set(accuracies.values())) > 4
+
+
+def test_the_saved_calibrator_scores_alike(source, tmp_path, fdc):
+    path = tmp_path / "calibrator.npz"
+    code, out, _ = run(source, f"--calibrator={path}")
+    assert code == 0
+    assert "Percent" in out
+    features = feature_files.load(source)
+    loaded = calibration.FDC.load(path)
+    scores = loaded.score(features.test_adapted, features.test_pretrained)
+    np.testing.assert_allclose(scores.task_scores, fdc[0]["scores"], rtol=1e-5, atol=1e-5)
+    assert "--calibrator: expected together" in fails(
+        source, "--method=ncm", f"--calibrator={path}"
+    )
+
+
 def test_settings_reach_the_calibrator(source, tmp_path):
     output = tmp_path / "x.npz"
     code, out, _ = run(

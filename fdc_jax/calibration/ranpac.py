@@ -97,7 +97,7 @@ class RanPAC:
         if split > 0:
             self.ridge = random_features.best_ridge(np.concatenate(expanded), onehot, split)
         self._targets.append(target)
-        self._present.append(onehot.any(axis=0))
+        self._present.append(np.bincount(rows, minlength=len(samples.classes)) > 0)
         self._weight = None
         self._seen.remember(samples, head)
 

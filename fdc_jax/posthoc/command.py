@@ -63,6 +63,11 @@ def _parser() -> argparse.ArgumentParser:
         help="FDC: also write what each score is made of, suffix .terms.npz",
     )
     parser.add_argument(
+        "--calibrator",
+        metavar="PATH",
+        help="FDC: also save the fitted calibrator (.npz), for calibration.FDC.load or NumPy alone",
+    )
+    parser.add_argument(
         "--template",
         metavar="PATH",
         help="write a small example of a feature file (.npz, or a folder) and say how to dump one",
@@ -102,13 +107,19 @@ def _run(options: argparse.Namespace) -> None:
     if options.features is None:
         raise InputError("expected a feature file, or --template=PATH for an example of one")
     settings = _settings(options)
-    output = None if options.output is None else _output(options.output, options.features)
+    output = (
+        None if options.output is None else _output("--output", options.output, options.features)
+    )
     if options.method != "all" and options.method not in METHODS:
         raise InputError(
             f"--method: expected all or one of {', '.join(METHODS)}; found {options.method}"
         )
     if options.terms and (options.method != "fdc" or output is None):
         raise InputError("--terms: expected together with --method=fdc and --output")
+    if options.calibrator is not None:
+        if options.method != "fdc":
+            raise InputError("--calibrator: expected together with --method=fdc")
+        _output("--calibrator", options.calibrator, options.features)
     features = feature_files.load(options.features)
     labelled = features.test_labels is not None
     if options.method == "all":
@@ -118,7 +129,7 @@ def _run(options: argparse.Namespace) -> None:
             )
         _all(features, settings, output, options)
         return
-    if output is None and not labelled:
+    if output is None and options.calibrator is None and not labelled:
         raise InputError(f"{options.features}: has no test_labels, so expected --output=PATH.npz")
     outcome = run(options.method, features, settings)
     raw = outcome.terms.raw() if outcome.terms else run("raw", features, settings).scores
@@ -127,6 +138,8 @@ def _run(options: argparse.Namespace) -> None:
         _write(output, raw, outcome.scores, report)
         if options.terms and outcome.terms is not None:
             _write_terms(output.with_suffix(".terms.npz"), features, outcome.terms)
+    if options.calibrator is not None and outcome.calibrator is not None:
+        outcome.calibrator.save(options.calibrator)
     if not options.quiet:
         _print_report(options.method, report)
         if output is not None:
@@ -142,16 +155,16 @@ def _settings(options: argparse.Namespace) -> Settings:
     return Settings(fdc, options.projections, options.seed)
 
 
-def _output(output: str, features: str) -> Path:
+def _output(flag: str, output: str, features: str) -> Path:
     """Refuses an output that cannot be written before anything is computed."""
     path = Path(output)
     if path.suffix != ".npz":
-        raise InputError(f"--output: expected a name that ends in .npz, found {output}")
+        raise InputError(f"{flag}: expected a name that ends in .npz, found {output}")
     if path.exists() and Path(features).exists() and path.samefile(features):
-        raise InputError(f"--output: {output} is the feature file itself")
+        raise InputError(f"{flag}: {output} is the feature file itself")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise InputError(f"--output: cannot write {output}")
+        raise InputError(f"{flag}: cannot write {output}")
     return path
 
 

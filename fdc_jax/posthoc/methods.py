@@ -21,9 +21,10 @@ class Settings(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """One method on one feature file; `terms` for FDC alone."""
+    """One method on one feature file; `calibrator` and `terms` for FDC alone."""
 
     scores: Scores
+    calibrator: calibration.FDC | None
     terms: Terms | None
     storage_bytes: int
     fit_seconds: float
@@ -87,8 +88,9 @@ def run(name: str, features: FeatureSet, settings: Settings) -> Outcome:
         method.fit_task(task.adapted, task.labels, task.head, task.pretrained, task.classes)
     method.finalize()
     fitted = time.perf_counter()
-    terms = None
+    calibrator = terms = None
     if isinstance(method, calibration.FDC):
+        calibrator = method
         terms = method.terms(features.test_adapted, features.test_pretrained)
         scores = terms.fuse()
     else:
@@ -97,4 +99,4 @@ def run(name: str, features: FeatureSet, settings: Settings) -> Outcome:
     unfit = ~np.isfinite(scores.task_scores).any(axis=1)
     if unfit.any():
         raise InputError(f"{name}: no finite score for test row {int(np.argmax(unfit))}")
-    return Outcome(scores, terms, method.storage_bytes, fitted - start, scored - fitted)
+    return Outcome(scores, calibrator, terms, method.storage_bytes, fitted - start, scored - fitted)
