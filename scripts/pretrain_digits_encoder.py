@@ -1,0 +1,376 @@
+"""Pre-trains the small encoder that comes with the package, on letters and from scratch.
+
+    python scripts/pretrain_digits_encoder.py --output=fdc_jax/assets/digits_vit.npz
+
+Images are made on the fly: letters of the fonts that matplotlib ships, without a single digit,
+are warped, thickened or thinned, reduced to 8x8 and enlarged again, as the scanned digits of
+configs/digits.py are. Letters that look alike in print share a class. No real image is used.
+"""
+
+import argparse
+import sys
+import unicodedata
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+import optax
+from jax.scipy.ndimage import map_coordinates
+from jaxtyping import Array, Float, Int, Key
+from PIL import Image, ImageDraw, ImageFont
+from scipy.ndimage import distance_transform_edt
+from tqdm import tqdm
+
+from fdc_jax.model import vit, weights
+
+VARIANT = "digits"
+IMAGE_SIZE = 32
+SCAN_SIZE = 8
+# Side of a stored glyph, and of the square inside it that the letter fills.
+GLYPH_SIZE = 48
+LETTER_SIZE = 32
+
+_FONT_FOLDER = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+_DEJAVU = tuple(
+    f"DejaVu{face}"
+    for face in (
+        "Sans",
+        "Sans-Bold",
+        "Sans-Oblique",
+        "Sans-BoldOblique",
+        "SansMono",
+        "SansMono-Bold",
+        "SansMono-Oblique",
+        "SansMono-BoldOblique",
+        "Serif",
+        "Serif-Bold",
+        "Serif-Italic",
+        "Serif-BoldItalic",
+    )
+)
+_STIX = ("STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta")
+_COMPUTER_MODERN = ("cmr10", "cmb10", "cmss10", "cmtt10", "cmti10", "cmmi10")
+# Glyphs of these faces are drawn for the accuracy on held-out fonts alone.
+HELD_OUT_FONTS = ("DejaVuSerif-Italic", "STIXGeneral", "cmss10")
+
+# First and last code point of each alphabet's capitals and small letters.
+_ALPHABETS = {
+    "Latin": ((0x41, 0x5A), (0x61, 0x7A)),
+    "Greek": ((0x391, 0x3A9), (0x3B1, 0x3C9)),
+    "Cyrillic": ((0x402, 0x40B), (0x40F, 0x418), (0x41A, 0x438), (0x43A, 0x44F), (0x452, 0x45B)),
+    "Armenian": ((0x531, 0x556), (0x561, 0x586)),
+    "Georgian": ((0x10D0, 0x10F0),),
+}
+
+
+def letters() -> list[str]:
+    """Returns the letters of all alphabets; none is a digit or a number of any kind."""
+    points = [p for spans in _ALPHABETS.values() for a, b in spans for p in range(a, b + 1)]
+    return [c for c in map(chr, points) if unicodedata.category(c) in ("Lu", "Ll", "Lo")]
+
+
+def fonts_of(letter: str) -> tuple[str, ...]:
+    """Returns the faces that draw a letter properly."""
+    name = unicodedata.name(letter).split()[0]
+    if name == "LATIN":
+        return _DEJAVU + _STIX + _COMPUTER_MODERN
+    if name in ("GREEK", "CYRILLIC"):
+        return _DEJAVU + _STIX
+    if name == "ARMENIAN":
+        return _DEJAVU
+    return tuple(face for face in _DEJAVU if "Mono" not in face or "Oblique" in face)
+
+
+def draw(letter: str, font: ImageFont.FreeTypeFont) -> np.ndarray:
+    """Draws a letter, scales its longer side to LETTER_SIZE and centres it.
+
+    Returns:
+        bool [GLYPH_SIZE, GLYPH_SIZE], true on ink.
+    """
+    left, top, right, bottom = font.getbbox(letter)
+    canvas = Image.new("L", (int(right - left), int(bottom - top)))
+    ImageDraw.Draw(canvas).text((-left, -top), letter, fill=255, font=font)
+    canvas = canvas.crop(canvas.getbbox())
+    ratio = LETTER_SIZE / max(canvas.size)
+    width, height = (max(1, round(side * ratio)) for side in canvas.size)
+    glyph = Image.new("L", (GLYPH_SIZE, GLYPH_SIZE))
+    canvas = canvas.resize((width, height), Image.Resampling.BOX)
+    glyph.paste(canvas, ((GLYPH_SIZE - width) // 2, (GLYPH_SIZE - height) // 2))
+    return np.asarray(glyph) > 127
+
+
+class Pool(NamedTuple):
+    """Glyphs as signed distances: positive on ink, in pixels of the glyph."""
+
+    distances: Float[np.ndarray, "n s s"]
+    half_strokes: Float[np.ndarray, " n"]
+    classes: Int[np.ndarray, " n"]
+    held_out: np.ndarray
+
+
+def signed_distances(ink: np.ndarray) -> np.ndarray:
+    """Returns the distance of each pixel to the outline, positive on ink."""
+    inside, outside = distance_transform_edt(ink), distance_transform_edt(~ink)
+    return (np.maximum(inside - 0.5, 0) - np.maximum(outside - 0.5, 0)).astype(np.float32)
+
+
+def merge_look_alikes(glyphs: np.ndarray, threshold: float = 0.85) -> np.ndarray:
+    """Returns a class per glyph; glyphs that share most of their ink fall into one class.
+
+    Args:
+        glyphs: bool [n, s, s].
+        threshold: shared ink over joint ink from which two glyphs are one class.
+    """
+    flat = glyphs.reshape(len(glyphs), -1).astype(np.float32)
+    shared = flat @ flat.T
+    joint = flat.sum(1)[:, None] + flat.sum(1)[None] - shared
+    alike = shared / joint >= threshold
+    # Look-alikes of look-alikes join too: the smallest index spreads until nothing changes.
+    first = np.arange(len(flat))
+    while True:
+        spread = np.where(alike, first[None], len(flat)).min(1)
+        if np.array_equal(spread, first):
+            return np.unique(first, return_inverse=True)[1]
+        first = spread
+
+
+def render() -> Pool:
+    """Draws every letter in every face and finds the classes."""
+    faces = {
+        face: ImageFont.truetype(str(_FONT_FOLDER / f"{face}.ttf"), 96)
+        for face in _DEJAVU + _STIX + _COMPUTER_MODERN
+    }
+    alphabet = letters()
+    class_of = merge_look_alikes(np.stack([draw(c, faces["DejaVuSans"]) for c in alphabet]))
+    rows = [
+        (signed_distances(draw(letter, faces[face])), number, face in HELD_OUT_FONTS)
+        for letter, number in zip(alphabet, class_of, strict=True)
+        for face in fonts_of(letter)
+    ]
+    distances, classes, held_out = (np.stack(column) for column in zip(*rows, strict=True))
+    # Half the stroke's width: a high quantile of the distances on ink, where serifs do not count.
+    half_strokes = np.array([np.quantile(d[d > 0], 0.9) for d in distances], np.float32)
+    return Pool(distances, half_strokes, classes, held_out)
+
+
+def _bicubic(image: Array, size: int, translation: Array, scale: Array) -> Array:
+    shape = (size, size)
+    return jax.image.scale_and_translate(
+        image, shape, (0, 1), scale, translation, "cubic", antialias=False
+    )
+
+
+def scan(key: Key[Array, ""], distances: Float[Array, "s s"], half_stroke: Array) -> Array:
+    """Writes a glyph by a shaky hand and scans it: [SCAN_SIZE, SCAN_SIZE] in [0, 1]."""
+    keys = jax.random.split(key, 8)
+    fine = 4 * SCAN_SIZE
+    grid = (jnp.arange(fine) + 0.5) * 2 / fine - 1
+    y, x = jnp.meshgrid(grid, grid, indexing="ij")
+
+    angle = jax.random.truncated_normal(keys[0], -2, 2) * 0.15
+    shear = jax.random.truncated_normal(keys[1], -2, 2) * 0.2
+    stretch = jnp.exp(jax.random.uniform(keys[2], (2,), minval=-0.15, maxval=0.35))
+    shift = jax.random.uniform(keys[3], (2,), minval=-0.12, maxval=0.12)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    y, x = y - shift[0], x - shift[1]
+    y, x = cos * y - sin * x, sin * y + cos * x
+    y, x = y * stretch[0], x * stretch[1] + shear * y
+    bend = jax.random.normal(keys[4], (2, 5, 5)) * 0.1
+    bend = jax.image.resize(bend, (2, fine, fine), "cubic")
+    at = [
+        (coordinate + offset) * LETTER_SIZE / 2 + (GLYPH_SIZE - 1) / 2
+        for coordinate, offset in zip((y, x), bend, strict=True)
+    ]
+    warped = map_coordinates(distances, at, order=1, mode="nearest")
+
+    # Strokes of printed faces differ more than those of pens.
+    wanted = jax.random.uniform(keys[5], minval=1.5, maxval=4.5)
+    growth = jnp.clip(wanted - half_stroke, -0.5 * half_stroke, None)
+    ink = jax.nn.sigmoid((warped + growth) / 0.4)
+    levels = ink.reshape(SCAN_SIZE, 4, SCAN_SIZE, 4).mean((1, 3))
+    strength = jax.random.uniform(keys[6], minval=0.8, maxval=1.3)
+    return jnp.round(jnp.clip(levels * strength, 0, 1) * 16) / 16
+
+
+def enlarge(key: Key[Array, ""], levels: Float[Array, "s s"]) -> Float[Array, "i i 3"]:
+    """Enlarges a scan, cuts a random part out of it: grey RGB in 0 ... 255, whole numbers."""
+    key_area, key_ratio, key_place = jax.random.split(key, 3)
+    one = jnp.ones(2)
+    large = _bicubic(levels, IMAGE_SIZE, 0 * one, one * IMAGE_SIZE / SCAN_SIZE)
+    area = jax.random.uniform(key_area, minval=0.5, maxval=1.0)
+    ratio = jnp.exp(jax.random.uniform(key_ratio, minval=-1, maxval=1) * jnp.log(4 / 3))
+    sides = jnp.minimum(jnp.sqrt(area * jnp.stack([ratio, 1 / ratio])), 1.0)
+    scale = 1 / sides
+    corner = jax.random.uniform(key_place, (2,)) * (1 - sides) * IMAGE_SIZE
+    part = _bicubic(jnp.clip(large, 0, 1), IMAGE_SIZE, -corner * scale, scale)
+    grey = jnp.round(jnp.clip(part, 0, 1) * 255)
+    return jnp.repeat(grey[..., None], 3, axis=-1)
+
+
+def images_of(key: Key[Array, ""], pool: Pool, chosen: Int[Array, " n"]) -> Array:
+    """Writes, scans and enlarges the chosen glyphs: [n, IMAGE_SIZE, IMAGE_SIZE, 3]."""
+
+    def one(key, glyph):
+        key_scan, key_enlarge = jax.random.split(key)
+        levels = scan(key_scan, pool.distances[glyph], pool.half_strokes[glyph])
+        return enlarge(key_enlarge, levels)
+
+    return jax.vmap(one)(jax.random.split(key, len(chosen)), chosen)
+
+
+class Settings(NamedTuple):
+    """What the compiled functions are specialised to."""
+
+    model: vit.VisionTransformer
+    num_classes: int
+    steps: int
+    batch_size: int
+    learning_rate: float
+
+
+class State(NamedTuple):
+    """What training changes."""
+
+    params: Any
+    head: Any
+    optimizer: Any
+
+
+def chances(pool: Pool, held_out: bool) -> Float[np.ndarray, " n"]:
+    """Returns the cumulative chance of each glyph: all classes equally often.
+
+    Args:
+        pool: the glyphs.
+        held_out: draw the held-out faces alone instead of the training faces alone.
+    """
+    allowed = pool.held_out == held_out
+    per_class = np.bincount(pool.classes[allowed], minlength=pool.classes.max() + 1)
+    share = np.where(allowed, 1 / np.maximum(per_class, 1)[pool.classes], 0)
+    return (np.cumsum(share) / share.sum()).astype(np.float32)
+
+
+def draw_batch(key: Key[Array, ""], pool: Pool, cumulative: Array, size: int) -> tuple:
+    """Returns images [size, IMAGE_SIZE, IMAGE_SIZE, 3] and classes [size], by the key alone."""
+    key_glyphs, key_images = jax.random.split(key)
+    chosen = jnp.searchsorted(cumulative, jax.random.uniform(key_glyphs, (size,)), side="right")
+    return images_of(key_images, pool, chosen), pool.classes[chosen]
+
+
+def make_optimizer(settings: Settings) -> optax.GradientTransformation:
+    """Returns AdamW with a linear start and a cosine decay to zero."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, settings.learning_rate, max(1, min(500, settings.steps // 10)), settings.steps
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(
+            schedule,
+            b2=0.98,
+            weight_decay=0.05,
+            mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree),
+        ),
+    )
+
+
+def _logits(settings, params, head, images):
+    return settings.model.apply({"params": params}, images) @ head["kernel"] + head["bias"]
+
+
+@partial(jax.jit, static_argnames="settings")
+def initialise(key: Key[Array, ""], settings: Settings) -> State:
+    """Returns random parameters, a zero head and the optimiser's state."""
+    params = vit.initialise(settings.model, IMAGE_SIZE, key)
+    width = settings.model.variant.width
+    head = {
+        "kernel": jnp.zeros((width, settings.num_classes)),
+        "bias": jnp.zeros(settings.num_classes),
+    }
+    return State(params, head, make_optimizer(settings).init((params, head)))
+
+
+@partial(jax.jit, static_argnames="settings", donate_argnums=0)
+def step(
+    state: State, key: Key[Array, ""], pool: Pool, cumulative: Array, settings: Settings
+) -> tuple[State, Array]:
+    """Trains on one batch; the task is to name the letter. Returns the new state and the loss."""
+    images, classes = draw_batch(key, pool, cumulative, settings.batch_size)
+
+    def mean_loss(trained):
+        logits = _logits(settings, *trained, images)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, classes).mean()
+
+    trained = (state.params, state.head)
+    loss, gradient = jax.value_and_grad(mean_loss)(trained)
+    updates, optimizer_state = make_optimizer(settings).update(gradient, state.optimizer, trained)
+    return State(*optax.apply_updates(trained, updates), optimizer_state), loss
+
+
+@partial(jax.jit, static_argnames="settings")
+def accuracy(
+    state: State, key: Key[Array, ""], pool: Pool, cumulative: Array, settings: Settings
+) -> Array:
+    """Returns the share of one batch of letters that is named correctly."""
+    images, classes = draw_batch(key, pool, cumulative, settings.batch_size)
+    return jnp.mean(_logits(settings, state.params, state.head, images).argmax(-1) == classes)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", type=Path, default=weights.DIGITS_WEIGHTS, help="file to write")
+    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--batch_size", type=int, default=128)
+    parser.add_argument("--learning_rate", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    flags = parser.parse_args(arguments)
+    for name in ("steps", "batch_size"):
+        if getattr(flags, name) < 1:
+            parser.error(f"--{name}: expected a positive number, found {getattr(flags, name)}")
+    return flags
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Trains, prints the accuracy on letters and writes the encoder."""
+    flags = parse(arguments)
+    glyphs = render()
+    settings = Settings(
+        vit.build(VARIANT, IMAGE_SIZE),
+        int(glyphs.classes.max()) + 1,
+        flags.steps,
+        flags.batch_size,
+        flags.learning_rate,
+    )
+    pool = Pool(*map(jnp.asarray, glyphs))
+    cumulative = {held_out: jnp.asarray(chances(glyphs, held_out)) for held_out in (False, True)}
+    key_start, key_train, key_test = jax.random.split(jax.random.key(flags.seed), 3)
+    state = initialise(key_start, settings)
+    # Off a terminal, a line a minute is enough.
+    quiet = not sys.stderr.isatty()
+    losses: list[float] = []
+    with tqdm(total=flags.steps, unit="step", ascii=quiet, mininterval=60 if quiet else 0.5) as bar:
+        for number in range(flags.steps):
+            state, loss = step(
+                state, jax.random.fold_in(key_train, number), pool, cumulative[False], settings
+            )
+            if number % 50 == 0 or number == flags.steps - 1:
+                losses.append(float(loss))
+                bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
+                if not np.isfinite(losses[-1]):
+                    raise SystemExit(f"the loss became {losses[-1]} at step {number}")
+            bar.update()
+    print(f"{settings.num_classes} classes of letters, named correctly:")
+    keys = jax.random.split(key_test, 32)
+    for name, held_out in (("training", False), ("held-out", True)):
+        shares = [accuracy(state, key, pool, cumulative[held_out], settings) for key in keys]
+        print(f"  in {name} faces {100 * np.mean(shares):.1f} %")
+    weights.save(state.params, flags.output)
+    print(f"wrote {flags.output}")
+
+
+if __name__ == "__main__":
+    main()
