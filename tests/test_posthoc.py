@@ -265,6 +265,8 @@ def test_refusals_are_one_line(source, tmp_path, arrays):
     assert "unrecognized arguments: --retained" in fails(source, "--retained-energy=1")
     assert "invalid float value" in fails(source, "--attenuation=much")
     assert "retained_energy: expected" in fails(source, "--retained_energy=2")
+    assert "attenuation: expected" in fails(source, "--method=all", "--attenuation=-1")
+    assert "unrecognized arguments: --meth" in fails(source, "--meth=ncm")
     assert "is a setting of FDC, not of ncm" in fails(source, "--method=ncm", "--attenuation=1")
     assert "ends in .npz" in fails(source, "--output=x.json")
     assert "the feature file itself" in fails(source, f"--output={source}")

@@ -40,7 +40,7 @@ class AnaCP:
     Args:
         view: "adapted" or "pretrained"; the method is meant for features that do not move.
         variant: one of the two above.
-        projections: D.
+        projections: D. The default takes 0.6 GB of host memory while fitting.
         heads: number of maps in step 2.
         ridge: regularisation of both steps.
         samples_per_class: pseudo-features in step 3.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fdc_jax import feature_files
+from fdc_jax import calibration, feature_files
 from fdc_jax.array_files import write_npz
 from fdc_jax.calibration import Scores, Terms
 from fdc_jax.errors import InputError
@@ -39,6 +39,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m fdc_jax.posthoc",
+        allow_abbrev=False,
         description="Calibrate the task heads of a trained class-incremental learner from its "
         "features, without training. The format of feature files: fdc_jax/feature_files.py; an "
         "example: --template.",
@@ -152,6 +153,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     if given and options.method not in ("fdc", "all"):
         raise InputError(f"--{next(iter(given))}: is a setting of FDC, not of {options.method}")
     fdc = {name: given.get(name, default) for name, (_, default, _) in FDC_SETTINGS.items()}
+    calibration.FDC(**fdc)  # Refuses values out of range before any file is read.
     return Settings(fdc, options.projections, options.seed)
 
 

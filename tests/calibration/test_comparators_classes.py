@@ -160,6 +160,17 @@ def test_fecam_variants(data):
     assert not np.allclose(fecam_vit(data), fecam_pilot(data), rtol=0.01)
 
 
+def test_hardly_any_shrinkage_is_like_none():
+    data = problem(((2, 1), (2, 2)), width=20)
+    tiny, none = (
+        fitted(comparators.Mahalanobis("adapted", "shared", shrinkage), data.tasks)
+        for shrinkage in (1e-300, 0.0)
+    )
+    np.testing.assert_allclose(
+        tiny.score(data.adapted).task_scores, none.score(data.adapted).task_scores, rtol=1e-4
+    )
+
+
 def test_fecam_pilot_drops_the_eigenvalues_that_float32_would():
     small = problem(((5, 5), (5, 5)))
     tasks = [task._replace(adapted=1e5 * task.adapted) for task in small.tasks]
