@@ -179,7 +179,6 @@ class FDC:
         self.heads.append(head)
         self.foreign.append(foreign)
         self._finalized = False
-        self._scorer = None
 
     def finalize(self, release: bool = False) -> None:
         """Fits the foreign reference of RLC (Algorithm 1, line 13). May be called again.

@@ -161,15 +161,18 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, np.ndarray]:
     try:
         # NumPy leaves a damaged archive open unless it is opened here.
         with open(path, "rb") as file:
+            if not zipfile.is_zipfile(file):
+                raise InputError(f"{path}: archive: damaged, or no .npz file at all")
+            file.seek(0)
             archive = np.load(file, allow_pickle=False)
-            if isinstance(archive, np.ndarray):
-                raise ValueError("a single array")
             arrays = {}
             for name in archive.files:
                 arrays[name] = archive[name]
             return arrays
     except FileNotFoundError as error:
         raise InputError(f"{path}: no such file") from error
+    except InputError:
+        raise
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"{path}: {name}: damaged or no saved calibrator ({reason})") from error

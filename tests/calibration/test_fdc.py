@@ -86,7 +86,7 @@ def test_settings_equal_the_reference(kind, eta, gamma):
 @pytest.mark.parametrize("neighbours", [1, 2, 3])
 @pytest.mark.parametrize("affinity_reference", ["own", "nearest"])
 def test_neighbours_and_affinity_references(neighbours, affinity_reference):
-    stream = streams.stream(9, 5, classes=(3, 5, 4))
+    stream = streams.stream(9, 3, classes=(3, 5, 4))
     found = streams.fitted(stream, neighbours=neighbours, affinity_reference=affinity_reference)
     expected = streams.fitted_reference(
         stream, neighbours=neighbours, nearest=affinity_reference == "nearest"
@@ -223,7 +223,9 @@ def test_a_class_without_samples_is_predicted_but_has_no_prototype():
             (other.adapted, other.rows, streams.reference_head(other, "linear"), None),
         ]
     )
-    assert_equal_scores(found.score(task.adapted), expected.score(task.adapted))
+    # Opposite features have negative cosines, which a prototype of zeros would beat.
+    for features in (task.adapted, -task.adapted):
+        assert_equal_scores(found.score(features), expected.score(features))
     assert 1 in found.score(task.adapted).local_class[:, 0]
 
 
@@ -270,6 +272,21 @@ def test_edge_cases_equal_the_reference(case, kind):
     scores = found.score(adapted, pretrained)
     assert np.isfinite(scores.task_scores).all()
     assert_equal_scores(scores, expected.score(adapted, pretrained))
+
+
+@pytest.mark.parametrize("scale", [1e-5, 2e-7])
+def test_tiny_features_meet_the_energy_floor_as_in_the_reference(scale):
+    stream = [
+        task._replace(
+            adapted=np.float32(scale) * task.adapted,
+            pretrained=np.float32(scale) * task.pretrained,
+            weight=task.weight / np.float32(scale),
+        )
+        for task in streams.stream(23, 3)
+    ]
+    inputs = [view * np.float32(scale) for view in streams.probe_inputs(streams.stream(23, 3))]
+    found, expected = streams.fitted(stream), streams.fitted_reference(stream)
+    assert_equal_scores(found.score(*inputs), expected.score(*inputs))
 
 
 def test_scales_keep_their_floors():

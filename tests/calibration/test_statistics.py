@@ -62,6 +62,11 @@ def test_rank_is_the_fewest_components(values, share, rank):
     assert moments.retained_rank(np.array(values, float), share, 100) == rank
 
 
+def test_rank_never_exceeds_what_the_samples_span():
+    assert moments.retained_rank(np.ones(4), 1.0, 3) == 2
+    assert moments.retained_rank(np.ones(4), 1.0, 5) == 4
+
+
 def test_negative_rounding_noise_counts_as_zero():
     assert moments.retained_rank(np.array([1.0, -0.5, -0.5]), 0.9, 100) == 1
 
