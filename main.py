@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> None:
     from fdc_jax import command, errors
 
     try:
-        command.run(config, _WORKDIR.value, _QUIET.value)
+        command.run(config, str(_WORKDIR.value), _QUIET.value)
     except (errors.InputError, errors.TrainingError, errors.Interrupted) as error:
         if _TRACEBACK.value:
             raise

@@ -7,13 +7,14 @@ from typing import Any
 import ml_collections
 
 from fdc_jax import devices, experiment, results
+from fdc_jax.configuration import Config
 from fdc_jax.errors import InputError
 from fdc_jax.interruption import StopRequest, stop_on_signals
 from fdc_jax.report import console
 from fdc_jax.workdir import Workdir, write_json
 
 
-def run(config: ml_collections.ConfigDict, workdir: str, quiet: bool = False) -> dict[str, Any]:
+def run(config: Config, workdir: str, quiet: bool = False) -> dict[str, Any]:
     """Runs every seed of a configuration, or what is left of it.
 
     One seed keeps its files in `workdir`; of several, each has a folder `seed_N` there, beside a
@@ -57,7 +58,7 @@ def run(config: ml_collections.ConfigDict, workdir: str, quiet: bool = False) ->
 
 def _run_seed(
     prepared: experiment.Experiment,
-    config: ml_collections.ConfigDict,
+    config: Config,
     seed: int,
     folder: Path,
     stop: StopRequest,
@@ -82,9 +83,9 @@ def describe(prepared: experiment.Experiment) -> list[str]:
         f"encoder    {config.encoder.variant} at {config.encoder.image_size} px, input range "
         f"{config.data.input_range}{positions}",
         f"weights    {e.pretrained.path.name}, sha256 {e.pretrained.sha256[:16]}",
-        f"data       {config.benchmark} ({e.stream.test.partition} split), "
+        f"data       {config.benchmark} ({e.tasks.test.partition} split), "
         f"{e.setup.num_tasks} tasks, "
-        f"{sum(len(indices) for indices in e.stream.train_indices):,} training and "
-        f"{len(e.stream.test_indices):,} test images, "
-        f"sha256 {e.stream.train.checksum[:16]}, {e.stream.test.checksum[:16]}",
+        f"{sum(len(indices) for indices in e.tasks.train_indices):,} training and "
+        f"{len(e.tasks.test_indices):,} test images, "
+        f"sha256 {e.tasks.train.checksum[:16]}, {e.tasks.test.checksum[:16]}",
     ]

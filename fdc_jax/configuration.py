@@ -1,11 +1,12 @@
 """What a configuration must satisfy, and how two of them differ."""
 
 import json
-from typing import Any
-
-import ml_collections
+from typing import Any, TypeAlias
 
 from fdc_jax.errors import InputError
+
+# An ml_collections.ConfigDict; no type checker knows its fields.
+Config: TypeAlias = Any
 
 # Where things lie and how fast they are read; no number in a result depends on them.
 WITHOUT_EFFECT = frozenset(
@@ -43,7 +44,7 @@ _AT_LEAST_ZERO = (
 _POSITIVE = ("train.increment_learning_rate", "train.head_learning_rate")
 
 
-def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
+def flatten(config: Config) -> dict[str, Any]:
     """Returns `{"train.epochs": 20, ...}` with tuples as lists, as JSON would give them back."""
     flat: dict[str, Any] = {}
 
@@ -58,7 +59,7 @@ def flatten(config: ml_collections.ConfigDict) -> dict[str, Any]:
     return dict(sorted(flat.items()))
 
 
-def validate(config: ml_collections.ConfigDict) -> None:
+def validate(config: Config) -> None:
     """Checks every value that can be checked without data or weights.
 
     Raises:
@@ -103,9 +104,7 @@ def validate(config: ml_collections.ConfigDict) -> None:
         refuse("data.crop_scale", "two ascending shares of at most 1, such as 0.05,1.0")
 
 
-def differences(
-    saved: dict[str, Any], config: ml_collections.ConfigDict
-) -> list[tuple[str, Any, Any]]:
+def differences(saved: dict[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
     """Returns (field, saved value, new value) where a result would be another one."""
     new = flatten(config)
     return [

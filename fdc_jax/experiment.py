@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_collections
 
 from fdc_jax import calibration, configuration, devices, feature_files, learners, results
 from fdc_jax.checkpoint import Checkpoints
+from fdc_jax.configuration import Config
 from fdc_jax.data import benchmarks, stream, task_stream, tfds_source
 from fdc_jax.data.source import ByteCache
 from fdc_jax.errors import TrainingError
@@ -29,14 +29,14 @@ from fdc_jax.workdir import Workdir, read_json, write_json
 class Experiment:
     """What the seeds of one configuration share."""
 
-    config: ml_collections.ConfigDict
+    config: Config
     setup: training.Setup
     learner: Any
     update: training.Update
     mesh: Any
     backbone: Any
     pretrained: weights.Weights
-    stream: task_stream.TaskStream
+    tasks: task_stream.TaskStream
     test_images: ByteCache
     pretrained_features: FeatureCache
 
@@ -62,7 +62,7 @@ class Experiment:
 
     def steps(self, task: int) -> int:
         """Training steps of one task."""
-        images = len(self.stream.train_indices[task])
+        images = len(self.tasks.train_indices[task])
         return self.config.train.epochs * -(-images // self.config.train.batch_size)
 
     def evaluation_batches(self, source, indices, cache=None) -> stream.EvaluationBatches:
@@ -78,7 +78,7 @@ class Experiment:
         )
 
 
-def prepare(config: ml_collections.ConfigDict, quiet: bool = False) -> Experiment:
+def prepare(config: Config, quiet: bool = False) -> Experiment:
     """Checks the configuration, the data and the weights, and builds what all seeds share.
 
     Raises:
@@ -128,7 +128,7 @@ def prepare(config: ml_collections.ConfigDict, quiet: bool = False) -> Experimen
         mesh=mesh,
         backbone=devices.replicate(mesh, pretrained.params),
         pretrained=pretrained,
-        stream=tasks,
+        tasks=tasks,
         test_images=ByteCache(int(config.data.cache_gib * 2**30)),
         pretrained_features=FeatureCache(cache_folder / "features", features_depend_on),
     )
@@ -230,12 +230,12 @@ class Run:
         """Trains one task (line 3), from its first step or from where it was saved."""
         e, config = self.experiment, self.experiment.config
         train = config.train
-        indices = e.stream.train_indices[task]
-        labels = e.stream.train_labels(task) - e.stream.first_position[task]
+        indices = e.tasks.train_indices[task]
+        labels = e.tasks.train_labels(task) - e.tasks.first_position[task]
 
         def batches(**options) -> stream.TrainBatches:
             return stream.TrainBatches(
-                e.stream.train,
+                e.tasks.train,
                 indices,
                 labels,
                 train.batch_size,
@@ -250,7 +250,7 @@ class Run:
 
         images = training.TaskImages(
             augmented=lambda: self._placed(batches()),
-            plain=lambda: self._placed(e.evaluation_batches(e.stream.train, indices)),
+            plain=lambda: self._placed(e.evaluation_batches(e.tasks.train, indices)),
         )
         if self.trained is None:
             self.state = e.learner.before_task(e.setup, e.backbone, self.state, task, images)
@@ -365,20 +365,20 @@ class Run:
         """Extracts a task's training features in both views and fits FDC (lines 4 to 12)."""
         e = self.experiment
         self.progress.stage(f"task {task + 1}/{e.setup.num_tasks} statistics")
-        indices = e.stream.train_indices[task]
+        indices = e.tasks.train_indices[task]
         kernels = e.learner.encoder(e.setup, e.backbone, self.state, task + 1)
-        adapted = self._extract(e.backbone, kernels, e.evaluation_batches(e.stream.train, indices))
+        adapted = self._extract(e.backbone, kernels, e.evaluation_batches(e.tasks.train, indices))
         pretrained = None
         if self._uses_pretrained_view:
-            pretrained = self._pretrained(f"train_{task:03d}", e.stream.train, indices)
+            pretrained = self._pretrained(f"train_{task:03d}", e.tasks.train, indices)
         clock = time.perf_counter()
         head = e.learner.heads(e.setup, self.state, task + 1)[task]
-        arguments = dict(
+        arguments: dict[str, Any] = dict(
             adapted=adapted.features,
-            labels=e.stream.train_labels(task),
+            labels=e.tasks.train_labels(task),
             head=head,
             pretrained=None if pretrained is None else pretrained.features,
-            classes=e.stream.positions[e.stream.tasks[task]],
+            classes=e.tasks.positions[e.tasks.tasks[task]],
         )
         self.calibrator.fit_task(**arguments)
         self.calibrator.finalize()
@@ -401,17 +401,17 @@ class Run:
         if not last and not e.config.evaluation.every_task:
             return
         self.progress.stage(f"task {num_tasks}/{e.setup.num_tasks} evaluation")
-        seen = e.stream.test_tasks < num_tasks
-        indices = e.stream.test_indices[seen]
+        seen = e.tasks.test_tasks < num_tasks
+        indices = e.tasks.test_indices[seen]
         kernels = e.learner.encoder(e.setup, e.backbone, self.state, num_tasks)
         adapted = self._extract(
             e.backbone,
             kernels,
-            e.evaluation_batches(e.stream.test, indices, e.test_images),
+            e.evaluation_batches(e.tasks.test, indices, e.test_images),
         )
         pretrained = None
         if self._uses_pretrained_view:
-            every = self._pretrained("test", e.stream.test, e.stream.test_indices, e.test_images)
+            every = self._pretrained("test", e.tasks.test, e.tasks.test_indices, e.test_images)
             pretrained = every.features[: len(indices)]
         heads = e.learner.heads(e.setup, self.state, num_tasks)
         if self.calibrator.num_tasks == num_tasks:
@@ -420,10 +420,10 @@ class Run:
         terms = self.calibrator.terms(adapted.features, pretrained)
         score_seconds = time.perf_counter() - clock
         accuracies, predictions = results.measure(
-            terms, e.stream.test_labels[seen], e.stream.test_tasks[seen]
+            terms, e.tasks.test_labels[seen], e.tasks.test_tasks[seen]
         )
         if last:
-            self.workdir.save_predictions(**predictions)
+            self.workdir.save_predictions(predictions)
             if e.config.save_features:
                 feature_files.write_test(
                     self.workdir.features, adapted.features, pretrained, predictions["label"]
@@ -433,7 +433,7 @@ class Run:
             "test_images": len(indices),
             **accuracies,
             "timing": {
-                "training_images": len(e.stream.train_indices[task]) * e.config.train.epochs,
+                "training_images": len(e.tasks.train_indices[task]) * e.config.train.epochs,
                 "training_seconds": self.training_time["seconds"],
                 "input_wait_seconds": self.training_time["input_wait_seconds"],
                 **self.statistics_time,

@@ -104,14 +104,14 @@ def collect(
     complete = len(records) == e.setup.num_tasks
     return {
         "benchmark": config.benchmark,
-        "split": e.stream.test.partition,
+        "split": e.tasks.test.partition,
         "learner": config.learner.name,
         "seed": seed,
         "class_order_seed": config.class_order_seed,
         "num_tasks": e.setup.num_tasks,
         "num_classes": sum(e.setup.classes_per_task),
-        "num_train_images": sum(len(indices) for indices in e.stream.train_indices),
-        "num_test_images": len(e.stream.test_indices),
+        "num_train_images": sum(len(indices) for indices in e.tasks.train_indices),
+        "num_test_images": len(e.tasks.test_indices),
         "accuracy": last["accuracy"],
         "routing_accuracy": last["routing_accuracy"],
         # Without the accuracy after every task there is no average over them.
@@ -136,7 +136,7 @@ def collect(
             "skipped": list(e.pretrained.skipped),
             "resized_positions": e.pretrained.resized_positions,
         },
-        "data": {"train_sha256": e.stream.train.checksum, "test_sha256": e.stream.test.checksum},
+        "data": {"train_sha256": e.tasks.train.checksum, "test_sha256": e.tasks.test.checksum},
         "device": devices.describe(),
         "config": configuration.flatten(config) | {"seed": [seed]},
         "versions": versions(),
@@ -148,7 +148,9 @@ def _timing(per_task: list[dict[str, float]], complete: bool) -> dict[str, Any] 
     if not complete:
         return None
     names = sorted({name for timing in per_task for name in timing})
-    total = {name: sum(timing.get(name, 0.0) for timing in per_task) for name in names}
+    total: dict[str, Any] = {
+        name: sum(timing.get(name, 0.0) for timing in per_task) for name in names
+    }
     seconds = total["training_seconds"]
     total["training_images_per_second"] = total["training_images"] / seconds if seconds else None
     total["input_wait_fraction"] = total["input_wait_seconds"] / seconds if seconds else None

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ml_collections
 import numpy as np
 
 from fdc_jax import configuration
 from fdc_jax.calibration import FDC
+from fdc_jax.configuration import Config
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
 
@@ -26,7 +26,7 @@ class Workdir:
         InputError: the folder belongs to another configuration; the differing fields are named.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], config: ml_collections.ConfigDict):
+    def __init__(self, folder: str | os.PathLike[str], config: Config):
         self.folder = Path(folder)
         path = self.folder / "config.json"
         if path.exists():
@@ -102,7 +102,7 @@ class Workdir:
             if int(path.stem.removeprefix("task_")) >= num_tasks:
                 path.unlink()
 
-    def save_predictions(self, **columns: np.ndarray) -> None:
+    def save_predictions(self, columns: dict[str, Any]) -> None:
         """Writes `predictions.npz`, one row per test image in each column."""
         with write_atomically(self.folder / "predictions.npz") as file:
             np.savez_compressed(file, **columns)

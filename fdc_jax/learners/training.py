@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_collections
+import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from fdc_jax.configuration import Config
 from fdc_jax.data.stream import Batch
 from fdc_jax.heads import LinearHead
 from fdc_jax.model.vit import VARIANTS, Variant, VisionTransformer
@@ -28,7 +29,7 @@ class Setup:
 
     model: VisionTransformer
     classes_per_task: tuple[int, ...]
-    config: ml_collections.ConfigDict
+    config: Config
 
     @property
     def variant(self) -> Variant:
@@ -92,9 +93,9 @@ def new_linear_head(key: Array, classes: int, width: int) -> LinearHead:
 
 def cross_entropy(
     logits: Float[Array, "n c"],
-    labels: Int[Array, " n"],
+    labels: Int[Array, " n"] | Int[np.ndarray, " n"],
     class_mask: Bool[Array, " c"],
-    weights: Float[Array, " n"],
+    weights: Float[Array, " n"] | Float[np.ndarray, " n"],
 ) -> Float[Array, ""]:
     """Returns the mean cross-entropy over the images of a batch and the classes of a task.
 
@@ -123,6 +124,7 @@ def adam_update(setup: Setup, loss: Callable[..., Any], rates: dict[str, float])
         value, gradients = jax.value_and_grad(
             lambda leaves: loss(setup, backbone, frozen, leaves, batch)
         )(trained)
+        directions: Any
         directions, optimizer_state = adam.update(gradients, optimizer_state, trained)
         trained = {
             part: jax.tree.map(

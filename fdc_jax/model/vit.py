@@ -164,7 +164,7 @@ class _Block(nn.Module):
 
     @nn.compact
     def __call__(self, x, kernels, increment):
-        norm = dict(epsilon=1e-6, dtype=self.dtype)
+        norm: dict[str, Any] = {"epsilon": 1e-6, "dtype": self.dtype}
         tokens = nn.LayerNorm(name="LayerNorm_0", **norm)(x)
         self.sow("intermediates", "attention_input", tokens)
         queries = tokens

@@ -127,7 +127,7 @@ def download(url: str, path: Path, show_progress: bool = True) -> None:
             known_hash="md5:" + _hexadecimal(found.group(1)),
             path=path.parent,
             fname=path.name,
-            downloader=pooch.HTTPDownloader(progressbar=show_progress, timeout=60),
+            progressbar=show_progress,
         )
     except InputError:
         raise
@@ -158,7 +158,7 @@ def load(path: str | os.PathLike[str], variant: str, image_size: int) -> Weights
     """
     path = Path(path)
     shapes = vit.parameter_shapes(vit.build(variant, image_size), image_size)
-    expected = traverse_util.flatten_dict(shapes, sep="/")
+    expected: dict[str, Any] = dict(traverse_util.flatten_dict(shapes, sep="/"))
     arrays = _read(path)
     if path.suffix == ".safetensors":
         arrays = _from_timm(arrays, path, vit.VARIANTS[variant])
@@ -300,7 +300,7 @@ def _from_timm(
 
 def save(params: Any, path: str | os.PathLike[str]) -> None:
     """Writes a parameter tree as an AugReg `.npz` that `load` reads back bit for bit."""
-    arrays = {
+    arrays: dict[str, Any] = {
         name: np.asarray(array)
         for name, array in traverse_util.flatten_dict(params, sep="/").items()
     }
