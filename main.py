@@ -3,6 +3,7 @@
 python main.py --config=configs/digits.py --workdir=runs/digits [--config.FIELD=VALUE ...]
 """
 
+import logging
 import os
 import sys
 
@@ -43,6 +44,14 @@ def _fail(message: str, code: int = BAD_INPUT) -> None:
     sys.exit(code)
 
 
+def _plain_warnings() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("fdc_jax: %(levelname)s: %(message)s"))
+    logger = logging.getLogger("fdc_jax")
+    logger.addHandler(handler)
+    logger.propagate = False
+
+
 def main(arguments: list[str]) -> None:
     """Runs the configured experiment; see `fdc_jax.command`."""
     if len(arguments) > 1:
@@ -54,6 +63,7 @@ def main(arguments: list[str]) -> None:
         _fail(f"--config: {str(error).strip().splitlines()[-1].strip()}")
     from fdc_jax import command, errors
 
+    _plain_warnings()
     try:
         command.run(config, str(_WORKDIR.value), _QUIET.value)
     except (errors.InputError, errors.TrainingError, errors.Interrupted) as error:

@@ -3,19 +3,23 @@
 import hashlib
 import logging
 import os
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from absl import logging as absl_logging
 
 from fdc_jax.errors import InputError
 
-# Orbax reports every step of every save.
-absl_logging.set_verbosity(absl_logging.ERROR)
 _log = logging.getLogger(__name__)
+
+# Orbax reports every step of every save, and asyncio every file of a save that failed; errors
+# that matter are raised.
+logging.getLogger("absl").addFilter(lambda record: record.levelno >= logging.CRITICAL)
+logging.getLogger("asyncio").addFilter(lambda record: record.levelno >= logging.CRITICAL)
 
 
 def _digest(tree: Any) -> str:
@@ -26,6 +30,22 @@ def _digest(tree: Any) -> str:
         total.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
         total.update(np.ascontiguousarray(array).tobytes())
     return total.hexdigest()
+
+
+def _require_space(folder: Path, size: int) -> None:
+    """Raises OSError when the disk has no room; half-written checkpoints fail less legibly."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file.fileno(), 0, max(size, 1))
+        else:
+            file.truncate(size)
+
+
+def _reason(error: Exception) -> str:
+    """Returns what the operating system said, or the start of a long message."""
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    said = re.search(r"\[OS error [^:\]]*: ?([^\]]*)\]", text)
+    return said.group(1) if said else text[:200]
 
 
 class Checkpoints:
@@ -67,10 +87,13 @@ class Checkpoints:
             tree=ocp.args.StandardSave(tree), cursor=ocp.args.JsonSave(record)
         )
         try:
+            _require_space(self._folder, sum(leaf.nbytes for leaf in jax.tree.leaves(tree)))
             self._manager.save(number, args=items, force=True)
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
-            raise InputError(f"cannot write a checkpoint in {self._folder}: {error}") from error
+            raise InputError(
+                f"cannot write a checkpoint in {self._folder}: {_reason(error)}"
+            ) from error
 
     def cursors(self) -> list[tuple[int, dict[str, Any]]]:
         """Returns number and cursor of every readable checkpoint, newest first."""
@@ -111,7 +134,6 @@ class Checkpoints:
         return tree
 
     def _set_aside(self, number: int, error: Exception) -> None:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         aside = self._folder.with_name(f"{self._folder.name}_damaged_{number}")
         attempt = 1
         while aside.exists():
@@ -120,7 +142,7 @@ class Checkpoints:
         _log.warning(
             "checkpoint %s is damaged (%s); moved to %s, going back to the one before it",
             self._folder / str(number),
-            reason,
+            _reason(error),
             aside.name,
         )
         if jax.process_index() == 0:

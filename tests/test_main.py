@@ -144,12 +144,10 @@ def test_killed_runs_end_with_the_same_numbers(whole, tmp_path, cache):
     interruptions.same_outcome(whole[0], tmp_path / "whole")
 
 
-def wait_for(workdir, event, process):
+def wait_for(workdir, event, process, count=1):
     while process.poll() is None:
         path = workdir / "metrics.jsonl"
-        if path.exists() and any(
-            json.loads(line)["event"] == event for line in path.read_text().splitlines()
-        ):
+        if path.exists() and path.read_text().count(f'"event": "{event}"') >= count:
             return
         time.sleep(0.05)
     raise AssertionError(f"ended before {event}: {process.communicate()[1]}")
@@ -167,6 +165,48 @@ def test_sigterm_saves_and_exits_with_its_own_code(whole, tmp_path, cache):
     interruptions.finish(interruptions.start(workdir, never, "--quiet", cache=cache))
     interruptions.same_outcome(whole[0], workdir)
     interruptions.nothing_done_twice(workdir)
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, tmp_path, cache):
+    workdir = tmp_path / "run"
+    process = interruptions.start(workdir, cache=cache)
+    wait_for(workdir, "evaluation", process, count=3)
+    process.kill()
+    process.communicate()
+    numbers = [
+        int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()
+    ]
+    assert len(numbers) == 2
+    newest = workdir / "checkpoints" / str(max(numbers))
+    for path in newest.rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            path.write_bytes(path.read_bytes()[:20])
+    _, errors = interruptions.finish(interruptions.start(workdir, cache=cache))
+    assert f"checkpoint {newest} is damaged" in errors
+    assert (workdir / f"checkpoints_damaged_{max(numbers)}").is_dir()
+    interruptions.same_outcome(whole[0], workdir)
+
+
+def test_a_full_disk_is_one_line(tmp_path, cache):
+    """A limit on file sizes stands for the full disk."""
+    program = "import resource, runpy, signal, sys; sys.argv = sys.argv[1:]; "
+    program += "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
+    program += "resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
+    program += "runpy.run_path('main.py', run_name='__main__')"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", program, "main.py", *interruptions.SMALL, "--quiet"),
+            f"--workdir={tmp_path / 'run'}",
+        ],
+        cwd=REPOSITORY,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "FDC_JAX_CACHE": str(cache)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr
+    line = done.stderr.splitlines()[-1]
+    assert line.startswith("fdc_jax: error: cannot write ")
+    assert "Traceback" not in done.stderr
 
 
 def test_another_configuration_is_refused(whole, cache):
