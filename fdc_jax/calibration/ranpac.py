@@ -24,6 +24,10 @@ class RanPAC:
     classes out of the fit. The last task's lambda holds. A task of one sample keeps the previous
     one, at the start 1. A class without samples is never predicted.
 
+    Lambda is raised to the float32 machine epsilon times the trace of G where it is below: with
+    fewer samples than M, rounding makes eigenvalues of that size out of zeros. The float32 codes
+    meet the same errors in their validation and so avoid such a lambda; ours validates in float64.
+
     Variants of the class score:
 
     - "original": h W.
@@ -96,6 +100,8 @@ class RanPAC:
         split = int(0.8 * len(rows))
         if split > 0:
             self.ridge = random_features.best_ridge(np.concatenate(expanded), onehot, split)
+        floor = float(np.finfo(np.float32).eps * np.trace(self._gram))
+        self.ridge = max(self.ridge, floor)
         self._targets.append(target)
         self._present.append(np.bincount(rows, minlength=len(samples.classes)) > 0)
         self._weight = None

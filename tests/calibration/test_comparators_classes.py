@@ -264,6 +264,18 @@ def test_ranpac_is_sklearns_ridge_on_the_same_features(data, variant):
     np.testing.assert_array_equal(again.score(data.adapted).task_scores, found.task_scores)
 
 
+def test_ranpac_with_fewer_samples_than_projections():
+    """The validated lambda is then tiny, and rounding of G must not decide."""
+    data = problem(((6, 6), (6, 6), (6, 6)), width=64, seed=1)
+    comparator = fitted(comparators.RanPAC(projections=600), data.tasks)
+    assert comparator.ridge < 100
+    nearest = fitted(comparators.NearestClassMean(), data.tasks).score(data.adapted)
+    found = comparator.score(data.adapted)
+    accuracy = np.mean(found.label == data.labels)
+    assert accuracy >= np.mean(nearest.label == data.labels) - 0.1
+    assert np.abs(found.task_scores).max() < 3
+
+
 def test_ridge_solve_survives_a_singular_gram_matrix():
     gram = np.diag([4.0, 1.0, -1e-3])  # What float32 rounding makes of a zero eigenvalue.
     solution = random_features.solve_ridge(gram, 1e-8, np.ones((3, 1)))
