@@ -59,7 +59,7 @@ def make_tasks(
     rng = np.random.default_rng(seed)
     per_task = num_classes // num_tasks
     for t in range(num_tasks):
-        centres = 0.5 * rng.standard_normal((per_task, width), np.float32)
+        centres = 0.2 * rng.standard_normal((per_task, width), np.float32)
         axes = rng.permutation(width)
         rows = np.repeat(np.arange(per_task), per_class)
         test_rows = np.arange(max(per_task, 2048 // num_tasks)) % per_task
