@@ -1,0 +1,57 @@
+"""Second moments of attention inputs, which several learners build their subspaces from."""
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from fdc_jax.data.stream import Batch
+from fdc_jax.model.vit import KeyValueKernels, VisionTransformer
+
+
+def attention_input_moments(
+    model: VisionTransformer,
+    backbone: Any,
+    kernels: KeyValueKernels,
+    batches: Iterable[Batch],
+) -> tuple[Float[Array, "l d d"], float]:
+    """Returns, for every block, the mean of x x^T over all tokens of all images, not centred.
+
+    x is the output of the block's first norm, which enters the key and value projections; the class
+    token counts like any other. Products are summed on the device in float32 at highest precision.
+
+    Args:
+        model: the encoder.
+        backbone: pretrained parameters.
+        kernels: key and value kernels of the encoder to look into.
+        batches: images; rows of weight 0 do not count.
+
+    Returns:
+        The moments, and the number of tokens that they are means over.
+    """
+    depth, width = kernels["key"].shape[0], kernels["key"].shape[-1]
+    total = jnp.zeros((depth, width, width))
+    images = jnp.zeros(())
+    tokens = 0
+    for batch in batches:
+        total, images, tokens = _accumulate(model, backbone, kernels, batch, total, images)
+    count = jnp.maximum(images * tokens, 1.0)
+    return total / count, float(images) * int(tokens)
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=4)
+def _accumulate(model, backbone, kernels, batch, total, images):
+    _, captured = model.apply(
+        {"params": backbone}, batch.images, kernels, mutable=["intermediates"]
+    )
+    blocks = captured["intermediates"]["Transformer"]
+    inputs = jnp.stack(
+        [blocks[f"encoderblock_{block}"]["attention_input"][0] for block in range(len(total))]
+    ).astype(jnp.float32)
+    products = jnp.einsum(
+        "lntd,lnte,n->lde", inputs, inputs, batch.weights, precision=jax.lax.Precision.HIGHEST
+    )
+    return total + products, images + batch.weights.sum(), inputs.shape[2]
