@@ -142,6 +142,10 @@ class FeCAM:
       g/|g| - m_c/|m_c|. Centring the rows makes R_c singular; its pseudo-inverse drops eigenvalues
       below d times the float32 machine epsilon times the largest, as the port's float32 pinv does.
 
+    With far fewer images per class than dimensions "vit" can rank a sample's own class last: R_c
+    then has its small eigenvalues along the class's own directions. That is the method's formula,
+    not rounding.
+
     A class of one image has no covariance and gets S_c = 0; where nothing varies, R_c is the
     identity.
 
