@@ -205,10 +205,11 @@ def test_labels_may_be_any_integers_in_any_head_order():
     np.testing.assert_array_equal(second, renamed[1][plain.local_class[:, 1]])
 
 
-def test_a_class_without_samples_is_predicted_but_has_no_prototype():
+@pytest.mark.parametrize("neighbours", [1, 2])
+def test_a_class_without_samples_is_predicted_but_has_no_prototype(neighbours):
     task, other = streams.stream(18, 2)
     keep = task.rows != 1
-    found = calibration.FDC()
+    found = calibration.FDC(neighbours=neighbours)
     found.fit_task(
         task.adapted[keep],
         task.labels[keep],
@@ -221,7 +222,8 @@ def test_a_class_without_samples_is_predicted_but_has_no_prototype():
         [
             (task.adapted[keep], task.rows[keep], streams.reference_head(task, "linear"), None),
             (other.adapted, other.rows, streams.reference_head(other, "linear"), None),
-        ]
+        ],
+        neighbours=neighbours,
     )
     # Opposite features have negative cosines, which a prototype of zeros would beat.
     for features in (task.adapted, -task.adapted):

@@ -45,6 +45,10 @@ def test_a_loaded_calibrator_takes_further_tasks(tmp_path):
     begun = streams.fitted(stream[:3])
     begun.save(tmp_path / "three.npz")
     loaded = calibration.FDC.load(tmp_path / "three.npz")
+    assert loaded.foreign is not None and begun.foreign is not None
+    for first, second in zip(loaded.foreign, begun.foreign, strict=True):
+        for view in range(2):
+            np.testing.assert_array_equal(first[view], second[view])
     for task in stream[3:]:
         refit(loaded, task)
     inputs = streams.probe_inputs(stream)
