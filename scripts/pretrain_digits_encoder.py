@@ -5,6 +5,11 @@
 Images are made on the fly: letters of the fonts that matplotlib ships, without a single digit,
 are warped, thickened or thinned, reduced to 8x8 and enlarged again, as the scanned digits of
 configs/digits.py are. Letters that look alike in print share a class. No real image is used.
+
+4000 steps of 128 images took 10 minutes of processor time, 24 minutes by the clock on two busy
+cores; 54 % of the letters are then named correctly in 236 classes, in faces never trained on as in
+the others (a random half to whole of an 8x8 scan is seen). Equal flags give equal files on one
+machine with one JAX version.
 """
 
 import argparse
@@ -21,7 +26,7 @@ import matplotlib
 import numpy as np
 import optax
 from jax.scipy.ndimage import map_coordinates
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 from PIL import Image, ImageDraw, ImageFont
 from scipy.ndimage import distance_transform_edt
 from tqdm import tqdm
@@ -107,15 +112,15 @@ def draw(letter: str, font: ImageFont.FreeTypeFont) -> np.ndarray:
 class Pool(NamedTuple):
     """Glyphs as signed distances: positive on ink, in pixels of the glyph."""
 
-    distances: Float[np.ndarray, "n s s"]
-    half_strokes: Float[np.ndarray, " n"]
-    classes: Int[np.ndarray, " n"]
-    held_out: np.ndarray
+    distances: Float[Any, "n s s"]
+    half_strokes: Float[Any, " n"]
+    classes: Int[Any, " n"]
+    held_out: Bool[Any, " n"]
 
 
 def signed_distances(ink: np.ndarray) -> np.ndarray:
     """Returns the distance of each pixel to the outline, positive on ink."""
-    inside, outside = distance_transform_edt(ink), distance_transform_edt(~ink)
+    inside, outside = (np.asarray(distance_transform_edt(side)) for side in (ink, ~ink))
     return (np.maximum(inside - 0.5, 0) - np.maximum(outside - 0.5, 0)).astype(np.float32)
 
 
@@ -300,14 +305,16 @@ def step(
     """Trains on one batch; the task is to name the letter. Returns the new state and the loss."""
     images, classes = draw_batch(key, pool, cumulative, settings.batch_size)
 
-    def mean_loss(trained):
-        logits = _logits(settings, *trained, images)
+    def mean_loss(trained: Any) -> Array:
+        params, head = trained
+        logits = _logits(settings, params, head, images)
         return optax.softmax_cross_entropy_with_integer_labels(logits, classes).mean()
 
-    trained = (state.params, state.head)
+    trained: Any = (state.params, state.head)
     loss, gradient = jax.value_and_grad(mean_loss)(trained)
     updates, optimizer_state = make_optimizer(settings).update(gradient, state.optimizer, trained)
-    return State(*optax.apply_updates(trained, updates), optimizer_state), loss
+    changed: Any = optax.apply_updates(trained, updates)
+    return State(changed[0], changed[1], optimizer_state), loss
 
 
 @partial(jax.jit, static_argnames="settings")
