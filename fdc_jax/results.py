@@ -2,6 +2,8 @@
 
 import importlib.metadata
 import platform
+import subprocess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -157,10 +159,28 @@ def _timing(per_task: list[dict[str, float]], complete: bool) -> dict[str, Any] 
     return total
 
 
-def versions() -> dict[str, str]:
+def versions() -> dict[str, str | None]:
     """Returns the versions of Python, of this package and of what it computes with."""
     found = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    return {"python": platform.python_version(), "fdc_jax": fdc_jax.__version__, **found}
+    return {
+        "python": platform.python_version(),
+        "fdc_jax": fdc_jax.__version__,
+        "commit": _commit(),
+        **found,
+    }
+
+
+def _commit() -> str | None:
+    """Returns the commit that the package is checked out at, or None outside a checkout."""
+    folder = Path(fdc_jax.__file__).parents[1]
+    if not (folder / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
 
 
 def summarise(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
@@ -198,6 +218,7 @@ def summarise(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
             for name in first["components"]
             if name != "raw"
         },
-        "config": first["config"],
+        "device": first["device"],
+        "config": first["config"] | {"seed": [run["seed"] for run in per_seed]},
         "versions": first["versions"],
     }

@@ -71,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--template",
         metavar="PATH",
+        nargs="?",
+        const="features.npz",
         help="write a small example of a feature file (.npz, or a folder) and say how to dump one",
     )
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
@@ -106,7 +108,7 @@ def _run(options: argparse.Namespace) -> None:
             print(text)
         return
     if options.features is None:
-        raise InputError("expected a feature file, or --template=PATH for an example of one")
+        raise InputError("expected a feature file, or --template for an example of one")
     settings = _settings(options)
     output = (
         None if options.output is None else _output("--output", options.output, options.features)
