@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Threads of small decompositions wait for each other on busy machines, a hundred times too long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import pytest
 
