@@ -7,6 +7,11 @@ import logging
 import os
 import sys
 
+# Before NumPy loads: threads of OpenBLAS that wait for a busy core spin, and decompositions of a
+# few hundred rows gain nothing from them. And XLA's start-up notes are of no use to a reader.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
 from absl import app, flags
 from ml_collections import config_flags
 
@@ -74,6 +79,4 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # XLA's start-up notes are of no use to the reader of a results table.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     app.run(main, flags_parser=_parse)

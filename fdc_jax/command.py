@@ -6,7 +6,7 @@ from typing import Any
 
 import ml_collections
 
-from fdc_jax import devices, experiment, results
+from fdc_jax import devices, experiment, preparation, results
 from fdc_jax.configuration import Config
 from fdc_jax.errors import InputError
 from fdc_jax.interruption import StopRequest, stop_on_signals
@@ -28,7 +28,7 @@ def run(config: Config, workdir: str, quiet: bool = False) -> dict[str, Any]:
         TrainingError: a loss is not finite.
         Interrupted: SIGTERM or Ctrl-C; everything is saved.
     """
-    prepared = experiment.prepare(config, quiet)
+    prepared = preparation.prepare(config, quiet)
     if not quiet:
         for line in describe(prepared):
             print(line, file=sys.stderr, flush=True)
@@ -57,7 +57,7 @@ def run(config: Config, workdir: str, quiet: bool = False) -> dict[str, Any]:
 
 
 def _run_seed(
-    prepared: experiment.Experiment,
+    prepared: preparation.Experiment,
     config: Config,
     seed: int,
     folder: Path,
@@ -73,7 +73,7 @@ def _run_seed(
     return experiment.Run(prepared, seed, workdir, stop, quiet)()
 
 
-def describe(prepared: experiment.Experiment) -> list[str]:
+def describe(prepared: preparation.Experiment) -> list[str]:
     """Returns the lines that a run starts with: device, precision, parameters, weights, data."""
     e, config = prepared, prepared.config
     positions = ", position embeddings resized" if e.pretrained.resized_positions else ""

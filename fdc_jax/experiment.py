@@ -3,135 +3,23 @@
 Everything finished is on disk before the next thing starts, and what is on disk is not done again.
 """
 
-import dataclasses
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
 
-from fdc_jax import calibration, configuration, devices, feature_files, learners, results
+from fdc_jax import calibration, devices, feature_files, results
 from fdc_jax.checkpoint import Checkpoints
-from fdc_jax.configuration import Config
-from fdc_jax.data import benchmarks, stream, task_stream, tfds_source
-from fdc_jax.data.source import ByteCache
+from fdc_jax.data import stream
 from fdc_jax.errors import TrainingError
-from fdc_jax.features import Extraction, Extractor, FeatureCache
+from fdc_jax.features import Extraction
 from fdc_jax.interruption import StopRequest
 from fdc_jax.learners import training
-from fdc_jax.model import vit, weights
+from fdc_jax.model import vit
+from fdc_jax.preparation import Experiment
 from fdc_jax.progress import Progress
 from fdc_jax.workdir import Workdir, read_json, write_json
-
-
-@dataclasses.dataclass(frozen=True)
-class Experiment:
-    """What the seeds of one configuration share."""
-
-    config: Config
-    setup: training.Setup
-    learner: Any
-    update: training.Update
-    mesh: Any
-    backbone: Any
-    pretrained: weights.Weights
-    tasks: task_stream.TaskStream
-    test_images: ByteCache
-    pretrained_features: FeatureCache
-
-    @property
-    def trained_parameters(self) -> int:
-        """Number of parameters that the largest task trains."""
-        _, trained = jax.eval_shape(
-            lambda backbone: self.learner.start(
-                self.setup,
-                backbone,
-                self.learner.initial_state(self.setup),
-                0,
-                jax.random.key(0),
-            ),
-            self.backbone,
-        )
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained))
-
-    @property
-    def workers(self) -> int | None:
-        """Decoding threads."""
-        return self.config.data.workers or None
-
-    def steps(self, task: int) -> int:
-        """Training steps of one task."""
-        images = len(self.tasks.train_indices[task])
-        return self.config.train.epochs * -(-images // self.config.train.batch_size)
-
-    def evaluation_batches(self, source, indices, cache=None) -> stream.EvaluationBatches:
-        """Images in evaluation preprocessing."""
-        return stream.EvaluationBatches(
-            source,
-            indices,
-            None,
-            self.config.evaluation.batch_size,
-            image_size=self.config.encoder.image_size,
-            workers=self.workers,
-            cache=cache,
-        )
-
-
-def prepare(config: Config, quiet: bool = False) -> Experiment:
-    """Checks the configuration, the data and the weights, and builds what all seeds share.
-
-    Raises:
-        InputError: something is not as expected; no work has been done then.
-    """
-    configuration.validate(config)
-    benchmark = benchmarks.find(config.benchmark)
-    learner = learners.find(config.learner.name)
-    model = vit.build(
-        config.encoder.variant, config.encoder.image_size, config.data.input_range, config.precision
-    )
-    cache_folder = (
-        Path(config.cache_dir).expanduser() if config.cache_dir else weights.cache_folder()
-    )
-    devices.use_compilation_cache(cache_folder / "compiled")
-    data_dir = Path(config.data.dir or tfds_source.default_data_dir()).expanduser()
-    tasks = task_stream.build(
-        benchmark,
-        tfds_source.open_source(config.benchmark, "train", data_dir),
-        tfds_source.open_source(config.benchmark, "test", data_dir),
-        config.class_order_seed,
-        config.classes_per_task,
-        config.data.train_per_class,
-        config.data.test_per_class,
-    )
-    path = weights.locate(config.encoder.weights, config.encoder.variant, cache_folder, not quiet)
-    pretrained = weights.load(path, config.encoder.variant, config.encoder.image_size)
-    setup = training.Setup(model, tasks.classes_per_task, config)
-    mesh = devices.data_mesh()
-    features_depend_on = {
-        "weights": pretrained.sha256,
-        "train": tasks.train.checksum,
-        "test": tasks.test.checksum,
-        "variant": config.encoder.variant,
-        "image_size": config.encoder.image_size,
-        "input_range": config.data.input_range,
-        "precision": config.precision,
-        "batch_size": config.evaluation.batch_size,
-        "devices": devices.describe(),
-        "jax": jax.__version__,
-    }
-    return Experiment(
-        config=config,
-        setup=setup,
-        learner=learner,
-        update=learner.update(setup),
-        mesh=mesh,
-        backbone=devices.replicate(mesh, pretrained.params),
-        pretrained=pretrained,
-        tasks=tasks,
-        test_images=ByteCache(int(config.data.cache_gib * 2**30)),
-        pretrained_features=FeatureCache(cache_folder / "features", features_depend_on),
-    )
 
 
 class Run:
@@ -155,7 +43,6 @@ class Run:
     ):
         self.experiment, self.seed, self.workdir, self.stop = experiment, seed, workdir, stop
         self._quiet = quiet
-        self._extract = Extractor(experiment.setup.model, experiment.mesh, stop.poll)
         self._checkpoints = Checkpoints(workdir.checkpoints, experiment.config.checkpoint.keep)
         self._restore()
 
@@ -344,17 +231,19 @@ class Run:
         self._checkpoints.save(number, tree, cursor)
         self.tasks_done, self.steps_done = tasks_done, step
 
+    def _features(self, kernels, source, indices, cache=None) -> Extraction:
+        """Features of images in evaluation preprocessing."""
+        e = self.experiment
+        batches = e.evaluation_batches(source, indices, cache)
+        return e.extract(e.backbone, kernels, batches, self.stop.poll)
+
     def _pretrained(self, name: str, source, indices, cache=None) -> Extraction:
         """Features of E_0, from the cache where they are there (lines 4 and 14)."""
         e = self.experiment
         return e.pretrained_features.get(
             name,
             indices,
-            lambda: self._extract(
-                e.backbone,
-                vit.pretrained_kernels(e.backbone),
-                e.evaluation_batches(source, indices, cache),
-            ),
+            lambda: self._features(vit.pretrained_kernels(e.backbone), source, indices, cache),
         )
 
     @property
@@ -367,7 +256,7 @@ class Run:
         self.progress.stage(f"task {task + 1}/{e.setup.num_tasks} statistics")
         indices = e.tasks.train_indices[task]
         kernels = e.learner.encoder(e.setup, e.backbone, self.state, task + 1)
-        adapted = self._extract(e.backbone, kernels, e.evaluation_batches(e.tasks.train, indices))
+        adapted = self._features(kernels, e.tasks.train, indices)
         pretrained = None
         if self._uses_pretrained_view:
             pretrained = self._pretrained(f"train_{task:03d}", e.tasks.train, indices)
@@ -404,11 +293,7 @@ class Run:
         seen = e.tasks.test_tasks < num_tasks
         indices = e.tasks.test_indices[seen]
         kernels = e.learner.encoder(e.setup, e.backbone, self.state, num_tasks)
-        adapted = self._extract(
-            e.backbone,
-            kernels,
-            e.evaluation_batches(e.tasks.test, indices, e.test_images),
-        )
+        adapted = self._features(kernels, e.tasks.test, indices, e.test_images)
         pretrained = None
         if self._uses_pretrained_view:
             every = self._pretrained("test", e.tasks.test, e.tasks.test_indices, e.test_images)

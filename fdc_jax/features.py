@@ -38,36 +38,43 @@ class Extractor:
     Args:
         model: the encoder.
         mesh: devices that share each batch.
-        poll: called before each batch; raises to stop.
     """
 
-    def __init__(self, model: VisionTransformer, mesh: Mesh, poll: Callable[[], None]):
+    def __init__(self, model: VisionTransformer, mesh: Mesh):
         self._mesh = mesh
-        self._poll = poll
         self._encode = jax.jit(
             lambda backbone, images, kernels: model.apply({"params": backbone}, images, kernels)
         )
 
-    def __call__(self, backbone: Any, kernels: Any, batches: EvaluationBatches) -> Extraction:
+    def __call__(
+        self,
+        backbone: Any,
+        kernels: Any,
+        batches: EvaluationBatches,
+        poll: Callable[[], None] = lambda: None,
+    ) -> Extraction:
         """Returns float32 features, one row per image of `batches`, padding removed.
 
         Args:
             backbone: pretrained parameters.
             kernels: key and value kernels of the encoder wanted, E_0 to E_T.
             batches: images in evaluation preprocessing.
+            poll: called before each batch; raises to stop.
         """
         start, waited = time.perf_counter(), batches.input_wait_seconds
-        rows = list(self._rows(backbone, kernels, batches))
+        rows = list(self._rows(backbone, kernels, batches, poll))
         width = rows[0].shape[1] if rows else kernels["key"].shape[-1]
         features = np.concatenate([np.zeros((0, width), np.float32), *rows])
         return Extraction(
             features, time.perf_counter() - start, batches.input_wait_seconds - waited
         )
 
-    def _rows(self, backbone: Any, kernels: Any, batches: Iterable[Batch]):
+    def _rows(
+        self, backbone: Any, kernels: Any, batches: Iterable[Batch], poll: Callable[[], None]
+    ):
         pending: collections.deque = collections.deque()
         for batch in batches:
-            self._poll()
+            poll()
             images = devices.split(self._mesh, batch.images)
             pending.append((self._encode(backbone, images, kernels), int(batch.weights.sum())))
             if len(pending) > _IN_FLIGHT:

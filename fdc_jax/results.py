@@ -14,7 +14,7 @@ from fdc_jax import configuration, devices, evaluation
 
 if TYPE_CHECKING:
     from fdc_jax.calibration.fdc import Terms
-    from fdc_jax.experiment import Experiment
+    from fdc_jax.preparation import Experiment
 
 # Component combinations of the paper's ablation (Table current-ablation).
 COMPONENTS = {

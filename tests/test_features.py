@@ -29,8 +29,8 @@ def batches(count, size=8):
     )
 
 
-def extractor(model, poll=lambda: None):
-    return Extractor(model, devices.data_mesh(), poll)
+def extractor(model):
+    return Extractor(model, devices.data_mesh())
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 37])
@@ -59,11 +59,11 @@ def test_the_kernels_choose_the_encoder_without_another_compilation(model, backb
 def test_a_stop_request_ends_the_loop(model, backbone):
     stop = StopRequest()
     kernels = vit.pretrained_kernels(backbone)
-    extract = extractor(model, stop.poll)
-    extract(backbone, kernels, batches(8))
+    extract = extractor(model)
+    extract(backbone, kernels, batches(8), stop.poll)
     stop.signal = 15
     with pytest.raises(Interrupted, match="SIGTERM"):
-        extract(backbone, kernels, batches(8))
+        extract(backbone, kernels, batches(8), stop.poll)
 
 
 def counted(value, calls):
