@@ -31,13 +31,51 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.learner = ml_collections.ConfigDict()
     config.learner.name = "cumulative_lora"
+    config.learner.preset = "protocol"  # protocol: as in config.train; native: the method's own
+
+    config.learner.inflora = ml_collections.ConfigDict()  # read by inflora and inflora_ca
+    config.learner.inflora.lamb = 0.98  # energy of the inputs to protect, at the first task
+    config.learner.inflora.lame = 1.0  # likewise, where it would arrive after the last task
+
+    config.learner.inflora_ca = ml_collections.ConfigDict()
+    config.learner.inflora_ca.epochs = 5  # of classifier alignment, from the second task on
+    config.learner.inflora_ca.learning_rate = 5e-3  # of Adam; native: SGD with 1e-2
+    config.learner.inflora_ca.schedule = "cosine"  # half a wave over the epochs; or constant
+    config.learner.inflora_ca.samples_per_class = 256  # pseudo-features of a class in an epoch
+    config.learner.inflora_ca.batch_size = 256
+    config.learner.inflora_ca.mean_scale = 0.9  # of the oldest means, as the stream grows; 1: none
+    config.learner.inflora_ca.ridge = 1e-4  # added to the variances of a class
+    config.learner.inflora_ca.logit_temperature = 0.1  # of normalised logits; 0: logits as they are
+
+    config.learner.splitlora = ml_collections.ConfigDict()
+    config.learner.splitlora.alpha = 20.0  # plasticity against stability
+    config.learner.splitlora.loss_temperature = 0.0  # of training logits; 0: 1, or 30 if native
+
+    ewc_lora = config.learner.ewc_lora = ml_collections.ConfigDict()
+    ewc_lora.strength = 1e7  # lambda, of the penalty
+    ewc_lora.accumulation = 1.0  # gamma, on the importance of earlier tasks
+    ewc_lora.fisher = "per_sample"  # per_sample; batch_mean squares the mean gradient of a batch
+    ewc_lora.folding = "products"  # products; factors adds up A and B instead, as the authors' code
+    ewc_lora.images_at_once = 8  # gradients held at a time; 57 MB each for ViT-B/16
+
+    sd_lora = config.learner.sd_lora = ml_collections.ConfigDict()
+    sd_lora.magnitude = 0.8  # every magnitude at its start
+    sd_lora.reset_magnitudes = True  # at each task; False carries trained magnitudes over
+    sd_lora.magnitude_rate_factor = 1.0  # learning rate of magnitudes over that of increments
+
+    subtraction = config.learner.lora_subtraction = ml_collections.ConfigDict()
+    subtraction.triplet_weight = 0.05  # lambda, of the triplet loss; the authors' for CIFAR-100
+    subtraction.margin = 1.0  # of the triplet loss, a distance between unit features
+    subtraction.energy = 0.99  # share of the eigenvalue sum that the drift-resistant space keeps
+    subtraction.normalise_projector = True  # divide the projector by its Frobenius norm
+    subtraction.sparse_start = True  # B starts with one small entry per rank; False: zero
 
     config.train = ml_collections.ConfigDict()
     config.train.epochs = 20
     config.train.batch_size = 64
     config.train.increment_learning_rate = 5e-4
     config.train.head_learning_rate = 5e-3
-    config.train.schedule = "constant"  # constant or cosine; the paper does not say
+    config.train.schedule = "constant"  # constant or cosine, unstated; inflora has its own
     config.train.rank = 10  # of the key and value increments
 
     config.fdc = ml_collections.ConfigDict()

@@ -24,6 +24,9 @@ _AT_LEAST_ONE = (
     "train.epochs",
     "train.batch_size",
     "train.rank",
+    "learner.inflora_ca.epochs",
+    "learner.inflora_ca.samples_per_class",
+    "learner.inflora_ca.batch_size",
     "fdc.neighbours",
     "evaluation.batch_size",
     "checkpoint.every_steps",
@@ -36,12 +39,25 @@ _AT_LEAST_ZERO = (
     "data.test_per_class",
     "data.workers",
     "data.cache_gib",
+    "learner.inflora_ca.logit_temperature",
+    "learner.splitlora.loss_temperature",
     "fdc.rlc_weight",
     "fdc.pac_weight",
     "fdc.adapted_view_weight",
     "fdc.pretrained_view_weight",
 )
-_POSITIVE = ("train.increment_learning_rate", "train.head_learning_rate")
+_POSITIVE = (
+    "train.increment_learning_rate",
+    "train.head_learning_rate",
+    "learner.inflora_ca.learning_rate",
+    "learner.inflora_ca.ridge",
+    "learner.splitlora.alpha",
+)
+_ONE_OF = {
+    "train.schedule": ("constant", "cosine"),
+    "learner.preset": ("protocol", "native"),
+    "learner.inflora_ca.schedule": ("constant", "cosine"),
+}
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -92,8 +108,16 @@ def validate(config: Config) -> None:
         refuse("fdc.retained_energy", "more than 0 and at most 1")
     if not 0 <= flat["fdc.attenuation"] <= 1:
         refuse("fdc.attenuation", "between 0 and 1")
-    if flat["train.schedule"] not in ("constant", "cosine"):
-        refuse("train.schedule", "constant or cosine")
+    for field, known in _ONE_OF.items():
+        if flat[field] not in known:
+            refuse(field, " or ".join(known))
+    lamb, lame = "learner.inflora.lamb", "learner.inflora.lame"
+    if not 0 < flat[lamb] <= 1:
+        refuse(lamb, "more than 0 and at most 1")
+    if not flat[lamb] <= flat[lame] <= 1:
+        refuse(lame, f"at least {lamb} and at most 1")
+    if not 0 <= flat["learner.inflora_ca.mean_scale"] <= 1:
+        refuse("learner.inflora_ca.mean_scale", "between 0 and 1")
     scale = flat["data.crop_scale"]
     if (
         not isinstance(scale, list)

@@ -5,6 +5,7 @@ Everything finished is on disk before the next thing starts, and what is on disk
 
 import math
 import time
+from functools import partial
 from typing import Any
 
 import jax
@@ -137,7 +138,7 @@ class Run:
 
         images = training.TaskImages(
             augmented=lambda: self._placed(batches()),
-            plain=lambda: self._placed(e.evaluation_batches(e.tasks.train, indices)),
+            plain=lambda: self._placed(e.evaluation_batches(e.tasks.train, indices, labels=labels)),
         )
         if self.trained is None:
             self.state = e.learner.before_task(e.setup, e.backbone, self.state, task, images)
@@ -147,12 +148,13 @@ class Run:
             self.optimizer = devices.replicate(e.mesh, e.update.initialise(fresh))
             self.training_time = dict.fromkeys(("seconds", "input_wait_seconds"), 0.0)
         self.workdir.event("training", task=task, step=self.steps_done)
+        schedule = e.update.schedule or partial(training.learning_rate_factor, train.schedule)
         data = batches(epochs=train.epochs, start_step=self.steps_done)
         clock, waited = time.perf_counter(), 0.0
         step, first, pending = self.steps_done, self.steps_done, None
         for batch in data:
             epoch = step // data.steps_per_epoch
-            rate = training.learning_rate_factor(train.schedule, epoch, train.epochs)
+            rate = schedule(epoch, train.epochs)
             self.trained, self.optimizer, loss = e.update.step(
                 e.backbone,
                 frozen,

@@ -57,12 +57,14 @@ class Experiment:
         images = len(self.tasks.train_indices[task])
         return self.config.train.epochs * -(-images // self.config.train.batch_size)
 
-    def evaluation_batches(self, source, indices, cache=None) -> stream.EvaluationBatches:
-        """Images in evaluation preprocessing."""
+    def evaluation_batches(
+        self, source, indices, cache=None, labels=None
+    ) -> stream.EvaluationBatches:
+        """Images in evaluation preprocessing, with the labels of the source unless others come."""
         return stream.EvaluationBatches(
             source,
             indices,
-            None,
+            labels,
             self.config.evaluation.batch_size,
             image_size=self.config.encoder.image_size,
             workers=self.workers,

@@ -17,8 +17,9 @@ A learner is a module that answers five questions, in this order:
 
 `state`, `frozen` and `trained` are pytrees of arrays whose shapes never depend on the task, so
 that one compilation serves all tasks. `state` is what a checkpoint holds; `frozen` must follow from
-`state` and `task`; `backbone` is the pretrained parameter tree and never changes. `images` gives
-the task's training images again: `images.augmented()` and `images.plain()` iterate over batches.
+`state`, `task` and `key`, which itself follows from seed and task; `backbone` is the pretrained
+parameter tree and never changes. `images` gives the task's training images again:
+`images.augmented()` and `images.plain()` iterate over batches, labels counted within the task.
 """
 
 import importlib

@@ -65,10 +65,13 @@ class Update(NamedTuple):
         initialise: `trained -> optimizer_state`.
         step: `(backbone, frozen, trained, optimizer_state, batch, rate) -> (trained,
             optimizer_state, loss)`, jitted; `rate` multiplies the learning rates.
+        schedule: `(epoch, epochs) -> rate` of a learner with a schedule of its own, epochs counted
+            from 0; None follows `train.schedule`.
     """
 
     initialise: Callable[[Any], Any]
     step: Callable[..., tuple[Any, Any, Float[Array, ""]]]
+    schedule: Callable[[int, int], float] | None = None
 
 
 def learning_rate_factor(schedule: str, epoch: int, epochs: int) -> float:
@@ -110,22 +113,46 @@ def cross_entropy(
     return jnp.sum(weights * losses) / jnp.sum(weights)
 
 
-def adam_update(setup: Setup, loss: Callable[..., Any], rates: dict[str, float]) -> Update:
+def adam_update(
+    setup: Setup,
+    loss: Callable[..., Any],
+    rates: dict[str, float],
+    schedule: Callable[[int, int], float] | None = None,
+) -> Update:
     """Returns plain Adam without weight decay, one learning rate per top-level part of `trained`.
 
     Args:
         setup: the run.
         loss: `loss(setup, backbone, frozen, trained, batch)`.
         rates: learning rate of each part.
+        schedule: of `Update`.
     """
-    adam = optax.scale_by_adam()
+    return gradient_update(setup, loss, rates, optax.scale_by_adam(), schedule)
+
+
+def gradient_update(
+    setup: Setup,
+    loss: Callable[..., Any],
+    rates: dict[str, float],
+    transformation: optax.GradientTransformation,
+    schedule: Callable[[int, int], float] | None = None,
+) -> Update:
+    """Returns descent along what Optax makes of the gradient, at one learning rate per part.
+
+    Args:
+        setup: the run.
+        loss: `loss(setup, backbone, frozen, trained, batch)`.
+        rates: learning rate of each top-level part of `trained`.
+        transformation: turns gradients into directions, before any learning rate.
+        schedule: of `Update`.
+    """
 
     def step(backbone, frozen, trained, optimizer_state, batch, rate):
         value, gradients = jax.value_and_grad(
             lambda leaves: loss(setup, backbone, frozen, leaves, batch)
         )(trained)
         directions: Any
-        directions, optimizer_state = adam.update(gradients, optimizer_state, trained)
+        directions, optimizer_state = transformation.update(gradients, optimizer_state, trained)
         trained = {
             part: jax.tree.map(
                 lambda leaf, direction, r=rates[part]: leaf - rate * r * direction,
@@ -136,4 +163,4 @@ def adam_update(setup: Setup, loss: Callable[..., Any], rates: dict[str, float])
         }
         return trained, optimizer_state, value
 
-    return Update(adam.init, jax.jit(step, donate_argnums=(2, 3)))
+    return Update(transformation.init, jax.jit(step, donate_argnums=(2, 3)), schedule)
