@@ -51,24 +51,24 @@ def get_config() -> ml_collections.ConfigDict:
     config.learner.splitlora.alpha = 20.0  # plasticity against stability
     config.learner.splitlora.loss_temperature = 0.0  # of training logits; 0: 1, or 30 if native
 
-    ewc_lora = config.learner.ewc_lora = ml_collections.ConfigDict()
-    ewc_lora.strength = 1e7  # lambda, of the penalty
-    ewc_lora.accumulation = 1.0  # gamma, on the importance of earlier tasks
-    ewc_lora.fisher = "per_sample"  # per_sample; batch_mean squares the mean gradient of a batch
-    ewc_lora.folding = "products"  # products; factors adds up A and B instead, as the authors' code
-    ewc_lora.images_at_once = 8  # gradients held at a time; 57 MB each for ViT-B/16
+    config.learner.ewc_lora = ml_collections.ConfigDict()
+    config.learner.ewc_lora.strength = 1e7  # lambda, of the penalty
+    config.learner.ewc_lora.accumulation = 1.0  # gamma, on the importance of earlier tasks
+    config.learner.ewc_lora.fisher = "per_sample"  # or batch_mean: squared gradients of batches
+    config.learner.ewc_lora.folding = "products"  # or factors: A and B added up
+    config.learner.ewc_lora.images_at_once = 8  # gradients held; 57 MB each for ViT-B/16
 
-    sd_lora = config.learner.sd_lora = ml_collections.ConfigDict()
-    sd_lora.magnitude = 0.8  # every magnitude at its start
-    sd_lora.reset_magnitudes = True  # at each task; False carries trained magnitudes over
-    sd_lora.magnitude_rate_factor = 1.0  # learning rate of magnitudes over that of increments
+    config.learner.sd_lora = ml_collections.ConfigDict()
+    config.learner.sd_lora.magnitude = 0.8  # every magnitude at its start
+    config.learner.sd_lora.reset_magnitudes = True  # at each task; False carries trained ones over
+    config.learner.sd_lora.magnitude_rate_factor = 1.0  # of their learning rate over increments'
 
-    subtraction = config.learner.lora_subtraction = ml_collections.ConfigDict()
-    subtraction.triplet_weight = 0.05  # lambda, of the triplet loss; the authors' for CIFAR-100
-    subtraction.margin = 1.0  # of the triplet loss, a distance between unit features
-    subtraction.energy = 0.99  # share of the eigenvalue sum that the drift-resistant space keeps
-    subtraction.normalise_projector = True  # divide the projector by its Frobenius norm
-    subtraction.sparse_start = True  # B starts with one small entry per rank; False: zero
+    config.learner.lora_subtraction = ml_collections.ConfigDict()
+    config.learner.lora_subtraction.triplet_weight = 0.05  # lambda; the authors' for CIFAR-100
+    config.learner.lora_subtraction.margin = 1.0  # of the triplet loss, between unit features
+    config.learner.lora_subtraction.energy = 0.99  # share of the eigenvalue sum to keep
+    config.learner.lora_subtraction.normalise_projector = True  # divide it by its Frobenius norm
+    config.learner.lora_subtraction.sparse_start = True  # B starts with an entry per rank
 
     config.train = ml_collections.ConfigDict()
     config.train.epochs = 20

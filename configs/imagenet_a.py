@@ -14,4 +14,6 @@ from configs import base
 def get_config() -> ml_collections.ConfigDict:
     config = base.get_config()
     config.benchmark = "imagenet_a"
+    config.learner.lora_subtraction.triplet_weight = 0.2  # not published; ImageNet-R's
+    config.learner.lora_subtraction.margin = 2.0  # likewise
     return config

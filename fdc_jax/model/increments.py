@@ -61,13 +61,15 @@ def _product(factors: Factors) -> Float[Array, "l d d"]:
     )
 
 
+def products(increment: Increment) -> KeyValueKernels:
+    """Returns what an increment adds to the kernels: the products of its factors, in float32."""
+    return KeyValueKernels(key=_product(increment["key"]), value=_product(increment["value"]))
+
+
 @jax.jit
 def merge(kernels: KeyValueKernels, increment: Increment) -> KeyValueKernels:
-    """Returns the kernels plus the product of one increment's factors, in float32."""
-    return KeyValueKernels(
-        key=kernels["key"] + _product(increment["key"]),
-        value=kernels["value"] + _product(increment["value"]),
-    )
+    """Returns the kernels plus the products of one increment's factors, in float32."""
+    return jax.tree.map(jnp.add, kernels, products(increment))
 
 
 @jax.jit
