@@ -27,6 +27,7 @@ _AT_LEAST_ONE = (
     "learner.inflora_ca.epochs",
     "learner.inflora_ca.samples_per_class",
     "learner.inflora_ca.batch_size",
+    "learner.ewc_lora.images_at_once",
     "fdc.neighbours",
     "evaluation.batch_size",
     "checkpoint.every_steps",
@@ -41,6 +42,12 @@ _AT_LEAST_ZERO = (
     "data.cache_gib",
     "learner.inflora_ca.logit_temperature",
     "learner.splitlora.loss_temperature",
+    "learner.ewc_lora.strength",
+    "learner.ewc_lora.accumulation",
+    "learner.sd_lora.magnitude",
+    "learner.sd_lora.magnitude_rate_factor",
+    "learner.lora_subtraction.triplet_weight",
+    "learner.lora_subtraction.margin",
     "fdc.rlc_weight",
     "fdc.pac_weight",
     "fdc.adapted_view_weight",
@@ -57,6 +64,8 @@ _ONE_OF = {
     "train.schedule": ("constant", "cosine"),
     "learner.preset": ("protocol", "native"),
     "learner.inflora_ca.schedule": ("constant", "cosine"),
+    "learner.ewc_lora.fisher": ("per_sample", "batch_mean"),
+    "learner.ewc_lora.folding": ("products", "factors"),
 }
 
 
@@ -118,6 +127,9 @@ def validate(config: Config) -> None:
         refuse(lame, f"at least {lamb} and at most 1")
     if not 0 <= flat["learner.inflora_ca.mean_scale"] <= 1:
         refuse("learner.inflora_ca.mean_scale", "between 0 and 1")
+    energy = "learner.lora_subtraction.energy"
+    if not 0 < flat[energy] <= 1:
+        refuse(energy, "more than 0 and at most 1")
     scale = flat["data.crop_scale"]
     if (
         not isinstance(scale, list)

@@ -29,6 +29,11 @@ from fdc_jax.errors import InputError
 
 LEARNERS = {
     "cumulative_lora": "fdc_jax.learners.cumulative_lora",
+    "inflora": "fdc_jax.learners.inflora",
+    "inflora_ca": "fdc_jax.learners.inflora_ca",
+    "splitlora": "fdc_jax.learners.splitlora",
+    "ewc_lora": "fdc_jax.learners.ewc_lora",
+    "sd_lora": "fdc_jax.learners.sd_lora",
 }
 
 _QUESTIONS = (
