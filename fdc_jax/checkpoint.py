@@ -1,6 +1,7 @@
 """Checkpoints of a run. The only file that knows Orbax."""
 
 import hashlib
+import json
 import logging
 import os
 import re
@@ -13,6 +14,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from fdc_jax.errors import InputError
+from fdc_jax.files import sha256, write_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -30,6 +32,11 @@ def _digest(tree: Any) -> str:
         total.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
         total.update(np.ascontiguousarray(array).tobytes())
     return total.hexdigest()
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
 
 
 def _require_space(folder: Path, size: int) -> None:
@@ -90,22 +97,50 @@ class Checkpoints:
             _require_space(self._folder, sum(leaf.nbytes for leaf in jax.tree.leaves(tree)))
             self._manager.save(number, args=items, force=True)
             self._manager.wait_until_finished()
+            self._write_manifest(number)
         except (OSError, ValueError) as error:
             raise InputError(
                 f"cannot write a checkpoint in {self._folder}: {_reason(error)}"
             ) from error
 
+    def _manifest(self, number: int) -> Path:
+        return self._folder.with_name(f"{self._folder.name}_manifests") / f"{number}.json"
+
+    def _write_manifest(self, number: int) -> None:
+        """Keeps the checksum of every file of a checkpoint, and forgets checkpoints that are gone.
+
+        Orbax fails in many ways on damaged files; with their checksums it need not read them.
+        """
+        if jax.process_index() != 0:
+            return
+        with write_atomically(self._manifest(number)) as file:
+            file.write(json.dumps(_checksums(self._folder / str(number))).encode())
+        for path in self._manifest(number).parent.glob("*.json"):
+            if not (self._folder / path.stem).exists():
+                path.unlink(missing_ok=True)
+
+    def _is_whole(self, number: int) -> bool:
+        """Compares the files with their checksums; a process may have died before writing those."""
+        try:
+            expected = json.loads(self._manifest(number).read_text())
+        except (OSError, ValueError):
+            return True
+        return expected == _checksums(self._folder / str(number))
+
     def cursors(self) -> list[tuple[int, dict[str, Any]]]:
         """Returns number and cursor of every readable checkpoint, newest first."""
         found = []
         for number in sorted(self._manager.all_steps(), reverse=True):
+            if not self._is_whole(number):
+                self.set_aside(number, "its files are damaged")
+                continue
             try:
                 items = self._manager.restore(
                     number, args=ocp.args.Composite(cursor=ocp.args.JsonRestore())
                 )
                 found.append((number, dict(items["cursor"])))
             except Exception as error:  # whatever a damaged file makes Orbax raise
-                self._set_aside(number, error)
+                self.set_aside(number, _reason(error))
         return found
 
     def restore(self, number: int, target: Any, cursor: dict[str, Any]) -> Any | None:
@@ -129,20 +164,21 @@ class Checkpoints:
             if _digest(tree) != cursor["digest"]:
                 raise ValueError("the arrays differ from the digest in the cursor")
         except Exception as error:  # whatever a damaged file makes Orbax raise
-            self._set_aside(number, error)
+            self.set_aside(number, _reason(error))
             return None
         return tree
 
-    def _set_aside(self, number: int, error: Exception) -> None:
-        aside = self._folder.with_name(f"{self._folder.name}_damaged_{number}")
+    def set_aside(self, number: int, reason: str) -> None:
+        """Moves an unusable checkpoint beside the folder, with a warning; its number is free."""
+        aside = self._folder.with_name(f"{self._folder.name}_unusable_{number}")
         attempt = 1
         while aside.exists():
             attempt += 1
-            aside = self._folder.with_name(f"{self._folder.name}_damaged_{number}_{attempt}")
+            aside = self._folder.with_name(f"{self._folder.name}_unusable_{number}_{attempt}")
         _log.warning(
-            "checkpoint %s is damaged (%s); moved to %s, going back to the one before it",
+            "checkpoint %s is unusable (%s); moved to %s, going back to the one before it",
             self._folder / str(number),
-            _reason(error),
+            reason,
             aside.name,
         )
         if jax.process_index() == 0:

@@ -61,8 +61,11 @@ class Run:
                 _, trained = self._start(initial, cursor["tasks_done"])
                 target |= {"trained": trained, "optimizer": e.update.initialise(trained)}
             tree = self._checkpoints.restore(number, devices.replicate(e.mesh, target), cursor)
+            if tree is None:
+                continue
             calibrator = self._calibrator_of(cursor)
-            if tree is None or calibrator is None:
+            if calibrator is None:
+                self._checkpoints.set_aside(number, "its calibrator is missing or damaged")
                 continue
             self.state, self.calibrator = tree["state"], calibrator
             self.trained, self.optimizer = tree.get("trained"), tree.get("optimizer")
@@ -170,9 +173,10 @@ class Run:
             step += 1
             last = step == data.num_steps
             if not last and (self.stop or step % config.checkpoint.every_steps == 0):
-                self._check_loss(task, *pending)
+                self._report(task, pending, first, clock)
                 self._count_time(clock, data.input_wait_seconds - waited)
                 clock, waited, first = time.perf_counter(), data.input_wait_seconds, step
+                pending = None
                 self._save(task, step)
                 self.stop.poll()
         if pending is not None:

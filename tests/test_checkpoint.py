@@ -89,8 +89,8 @@ def test_a_damaged_checkpoint_is_set_aside(filled, tmp_path, caplog, damage):
                 break
     assert number == 2
     assert_equal_trees(used, make_tree(2))
-    assert "is damaged" in caplog.text
-    assert (tmp_path / "checkpoints_damaged_3").is_dir()
+    assert "is unusable (its files are damaged)" in caplog.text
+    assert (tmp_path / "checkpoints_unusable_3").is_dir()
     # Its number is free again.
     filled.save(3, make_tree(7), {"tasks_done": 3})
     number, cursor = filled.cursors()[0]
@@ -113,3 +113,16 @@ def test_an_interrupted_save_leaves_nothing(filled, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"cannot write a checkpoint in .*No space left"):
         filled.save(4, make_tree(), {"tasks_done": 4})
     assert [number for number, _ in filled.cursors()] == [3, 2]
+
+
+def test_without_checksums_orbax_decides(filled, tmp_path):
+    """A process may die between a checkpoint and its checksums."""
+    shutil.rmtree(tmp_path / "checkpoints_manifests")
+    (number, cursor), *_ = filled.cursors()
+    assert number == 3
+    assert_equal_trees(filled.restore(number, make_tree(), cursor), make_tree(3))
+
+
+def test_checksums_of_removed_checkpoints_are_removed(filled, tmp_path):
+    names = {path.name for path in (tmp_path / "checkpoints_manifests").iterdir()}
+    assert names == {"2.json", "3.json"}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -182,8 +183,20 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, tmp_pat
         if path.is_file() and path.parent.name == "d":
             path.write_bytes(path.read_bytes()[:20])
     _, errors = interruptions.finish(interruptions.start(workdir, cache=cache))
-    assert f"checkpoint {newest} is damaged" in errors
-    assert (workdir / f"checkpoints_damaged_{max(numbers)}").is_dir()
+    assert f"checkpoint {newest} is unusable" in errors
+    assert (workdir / f"checkpoints_unusable_{max(numbers)}").is_dir()
+    interruptions.same_outcome(whole[0], workdir)
+
+
+def test_without_its_calibrators_a_run_starts_again(whole, tmp_path, cache):
+    workdir = tmp_path / "run"
+    process = interruptions.start(workdir, cache=cache)
+    wait_for(workdir, "evaluation", process, count=2)
+    process.kill()
+    process.communicate()
+    shutil.rmtree(workdir / "calibrators")
+    _, errors = interruptions.finish(interruptions.start(workdir, cache=cache))
+    assert "its calibrator is missing" in errors
     interruptions.same_outcome(whole[0], workdir)
 
 
