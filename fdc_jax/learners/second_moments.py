@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from fdc_jax.data.stream import Batch
+from fdc_jax.errors import TrainingError
 from fdc_jax.model.vit import KeyValueKernels, VisionTransformer
 
 
@@ -21,7 +23,8 @@ def attention_input_moments(
     """Returns, for every block, the mean of x x^T over all tokens of all images, not centred.
 
     x is the output of the block's first norm, which enters the key and value projections; the class
-    token counts like any other. Products are summed on the device in float32 at highest precision.
+    token counts like any other. Encoder and products run in float32 at highest precision, also
+    where training does not; sums stay on the device.
 
     Args:
         model: the encoder.
@@ -31,7 +34,11 @@ def attention_input_moments(
 
     Returns:
         The moments, and the number of tokens that they are means over.
+
+    Raises:
+        TrainingError: the inputs of a block are not finite.
     """
+    model = model.clone(precision="parity")
     depth, width = kernels["key"].shape[0], kernels["key"].shape[-1]
     total = jnp.zeros((depth, width, width))
     images = jnp.zeros(())
@@ -39,6 +46,12 @@ def attention_input_moments(
     for batch in batches:
         total, images, tokens = _accumulate(model, backbone, kernels, batch, total, images)
     count = jnp.maximum(images * tokens, 1.0)
+    finite = np.isfinite(np.asarray(total.sum(axis=(1, 2))))
+    if not finite.all():
+        raise TrainingError(
+            f"the attention inputs of block {int(np.argmin(finite))} are not finite; the encoder "
+            f"diverged in training, smaller learning rates may help"
+        )
     return total / count, float(images) * int(tokens)
 
 

@@ -1,0 +1,255 @@
+"""Classifier alignment: heads re-trained on features drawn from one Gaussian per class.
+
+A Gaussian is fitted to the head-input features of each class when its task ends. Later, whenever
+heads are to be made comparable, features of every class seen are drawn anew and all heads are
+trained on them together, without any image.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Array, Bool, Float, Float64, Int
+
+from fdc_jax.data.stream import Batch
+from fdc_jax.errors import TrainingError
+from fdc_jax.model.vit import KeyValueKernels, VisionTransformer
+
+
+class ClassGaussians(NamedTuple):
+    """One Gaussian per class, in slots [task, class of the task], zero where none is fitted yet.
+
+    Attributes:
+        means: of the features.
+        factors: lower triangular, factor @ factor.T = covariance + ridge * I. 708 MB for 300
+            classes of 768 features.
+    """
+
+    means: Float[Array, "t c d"]
+    factors: Float[Array, "t c d d"]
+
+
+def empty(num_tasks: int, classes: int, width: int) -> ClassGaussians:
+    """Returns slots for `classes` classes in each task."""
+    return ClassGaussians(
+        means=jnp.zeros((num_tasks, classes, width)),
+        factors=jnp.zeros((num_tasks, classes, width, width)),
+    )
+
+
+def class_features(
+    model: VisionTransformer, backbone: Any, kernels: KeyValueKernels, batches: Iterable[Batch]
+) -> tuple[Float[np.ndarray, "n d"], Int[np.ndarray, " n"]]:
+    """Returns features and labels of all images, those of weight 0 left out."""
+    features, labels = [], []
+    for batch in batches:
+        counted = np.asarray(batch.weights) > 0
+        encoded = _encode(model, backbone, batch.images, kernels)
+        features.append(np.asarray(encoded)[counted])
+        labels.append(np.asarray(batch.labels)[counted])
+    return np.concatenate(features), np.concatenate(labels)
+
+
+@partial(jax.jit, static_argnums=0)
+def _encode(model, backbone, images, kernels):
+    return model.apply({"params": backbone}, images, kernels)
+
+
+def fit(
+    features: Float[np.ndarray, "n d"], ridge: float
+) -> tuple[Float64[np.ndarray, " d"], Float64[np.ndarray, "d d"]]:
+    """Returns mean and factor of the Gaussian of one class, in float64.
+
+    The covariance is the unbiased one, zero for a single feature, plus `ridge` on its diagonal. Its
+    factor comes from a QR decomposition of the centred features, so that the covariance is never
+    formed and no class is too small.
+    """
+    features = np.asarray(features, np.float64)
+    n, width = features.shape
+    mean = features.mean(axis=0)
+    centred = (features - mean) / np.sqrt(max(n - 1, 1))
+    rows = np.concatenate([centred, np.sqrt(ridge) * np.eye(width)])
+    return mean, np.linalg.qr(rows, mode="r").T
+
+
+def fit_task(
+    gaussians: ClassGaussians,
+    task: int,
+    features: Float[np.ndarray, "n d"],
+    labels: Int[np.ndarray, " n"],
+    num_classes: int,
+    ridge: float,
+) -> ClassGaussians:
+    """Returns the Gaussians with those of one task fitted.
+
+    Args:
+        gaussians: slots.
+        task: index from 0.
+        features: of the task's training images.
+        labels: positions within the task.
+        num_classes: classes of the task.
+        ridge: added to every variance.
+
+    Raises:
+        TrainingError: a class has no image, or a feature that is not finite.
+    """
+    width = features.shape[1]
+    slots = gaussians.means.shape[1]
+    means = np.zeros((slots, width), np.float32)
+    factors = np.zeros((slots, width, width), np.float32)
+    for label in range(num_classes):
+        own = features[labels == label]
+        where = f"class {label} of task {task + 1}"
+        if not len(own):
+            raise TrainingError(f"{where} has no training image to fit its Gaussian to")
+        if not np.isfinite(own).all():
+            raise TrainingError(f"{where} has features that are not finite: the encoder diverged")
+        means[label], factors[label] = fit(own, ridge)
+    return ClassGaussians(
+        gaussians.means.at[task].set(means), gaussians.factors.at[task].set(factors)
+    )
+
+
+def mean_scales(oldest: float, tasks: int, tasks_done: int) -> Float[np.ndarray, " t"]:
+    """Returns the factor on the means of each task's classes, 1 for the newest.
+
+    Args:
+        oldest: what the factor of the oldest task tends to as the stream grows.
+        tasks: length of the result.
+        tasks_done: including the newest.
+    """
+    age = (np.arange(tasks) + 1) / tasks_done
+    return (oldest + (1.0 - oldest) * age).astype(np.float32)
+
+
+def draw(
+    key: Array,
+    gaussians: ClassGaussians,
+    scales: Float[Array, " t"] | Float[np.ndarray, " t"],
+    samples: int,
+    tasks_done: int | Int[Array, ""],
+) -> Float[Array, "t c s d"]:
+    """Returns `samples` features of each class, zero for tasks to come.
+
+    Args:
+        key: random key.
+        gaussians: slots of all tasks.
+        scales: factor on the means of each task.
+        samples: per class.
+        tasks_done: tasks to draw for.
+    """
+    tasks, classes, width = gaussians.means.shape
+
+    def draw_task(task, features):
+        normal = jax.random.normal(jax.random.fold_in(key, task), (classes, samples, width))
+        spread = jnp.einsum(
+            "csd,ced->cse", normal, gaussians.factors[task], precision=jax.lax.Precision.HIGHEST
+        )
+        return features.at[task].set(spread + scales[task] * gaussians.means[task][:, None])
+
+    nothing = jnp.zeros((tasks, classes, samples, width))
+    return jax.lax.fori_loop(0, tasks_done, draw_task, nothing)
+
+
+def retraining(
+    loss: Callable[..., Float[Array, ""]],
+    transformation: optax.GradientTransformation,
+    samples: int,
+    batch_size: int,
+) -> Callable[..., Any]:
+    """Returns a jitted function that trains the heads of all tasks on drawn features.
+
+    In every epoch it draws `samples` features of each class seen, shuffles them and goes over them
+    in batches; the last batch may be smaller.
+
+    Args:
+        loss: `loss(heads, features, labels, weights, seen) -> scalar`; `labels` are positions in
+            the flattened slots [t * c], rows of weight 0 are padding.
+        transformation: turns gradients into directions, before any learning rate.
+        samples: per class and epoch.
+        batch_size: features per step.
+
+    Returns:
+        `retrain(heads, gaussians, seen, scales, rates, key) -> heads`, where `heads` is a pytree
+        whose leaves lead with [t], `seen` [t, c] marks the classes to draw, `scales` [t] are
+        factors on their means, and `rates` [epochs] are learning rates.
+    """
+
+    @jax.jit
+    def retrain(
+        heads: Any,
+        gaussians: ClassGaussians,
+        seen: Bool[Array, "t c"],
+        scales: Float[Array, " t"],
+        rates: Float[Array, " e"],
+        key: Array,
+    ) -> Any:
+        slots = seen.size
+        total = slots * samples
+        tasks_done = jnp.max(jnp.where(seen.any(axis=1), jnp.arange(len(seen)) + 1, 0))
+        drawn_rows = jnp.sum(seen) * samples
+        labels = jnp.repeat(jnp.arange(slots), samples)
+        counted = jnp.repeat(seen.reshape(-1), samples)
+        padding = jnp.zeros(-total % batch_size, jnp.int32)
+
+        def epoch(carry, rate_and_key):
+            rate, key = rate_and_key
+            key_of_features, key_of_order = jax.random.split(key)
+            features = draw(key_of_features, gaussians, scales, samples, tasks_done)
+            features = features.reshape(total, -1)
+            # Whatever was not drawn goes behind everything that was.
+            order = jnp.argsort(jnp.where(counted, jax.random.uniform(key_of_order, total), 2.0))
+            order = jnp.concatenate([order.astype(jnp.int32), padding])
+
+            def step(number, carry):
+                heads, optimizer_state = carry
+                first = number * batch_size
+                rows = jax.lax.dynamic_slice_in_dim(order, first, batch_size)
+                weights = (first + jnp.arange(batch_size) < drawn_rows).astype(jnp.float32)
+                gradients = jax.grad(loss)(heads, features[rows], labels[rows], weights, seen)
+                directions, optimizer_state = transformation.update(
+                    gradients, optimizer_state, heads
+                )
+                heads = jax.tree.map(lambda leaf, d: leaf - rate * d, heads, directions)
+                return heads, optimizer_state
+
+            return jax.lax.fori_loop(0, -(-drawn_rows // batch_size), step, carry), None
+
+        start = heads, transformation.init(heads)
+        (heads, _), _ = jax.lax.scan(epoch, start, (rates, jax.random.split(key, len(rates))))
+        return heads
+
+    return retrain
+
+
+def cross_entropy_over_all(
+    logits: Float[Array, "n t c"],
+    labels: Int[Array, " n"],
+    weights: Float[Array, " n"],
+    seen: Bool[Array, "t c"],
+    temperature: float = 0.0,
+) -> Float[Array, ""]:
+    """Returns the mean cross-entropy over the classes of all tasks seen.
+
+    Args:
+        logits: of the heads of all tasks.
+        labels: positions in the flattened slots.
+        weights: 0 for padding.
+        seen: slots that are classes seen.
+        temperature: positive: logits are divided by it and by the mean norm of one task's logits;
+            0: logits as they are.
+    """
+    if temperature > 0:
+        seen_tasks = seen.any(axis=1)
+        squares = jnp.sum(jnp.where(seen, logits, 0.0) ** 2, axis=2)
+        # The square root has no derivative at 0, where unseen tasks are.
+        norms = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
+        mean_norm = jnp.sum((norms + 1e-7) * seen_tasks, axis=1) / jnp.sum(seen_tasks)
+        logits = logits / (temperature * mean_norm[:, None, None])
+    flat = jnp.where(seen, logits, -jnp.inf).reshape(len(logits), -1)
+    losses = optax.softmax_cross_entropy_with_integer_labels(flat, labels)
+    return jnp.sum(weights * losses) / jnp.sum(weights)
