@@ -73,7 +73,8 @@ def fit(
     mean = features.mean(axis=0)
     centred = (features - mean) / np.sqrt(max(n - 1, 1))
     rows = np.concatenate([centred, np.sqrt(ridge) * np.eye(width)])
-    return mean, np.linalg.qr(rows, mode="r").T
+    upper: Any = np.linalg.qr(rows, mode="r")
+    return mean, upper.T
 
 
 def fit_task(
@@ -202,7 +203,7 @@ def retraining(
             features = draw(key_of_features, gaussians, scales, samples, tasks_done)
             features = features.reshape(total, -1)
             # Whatever was not drawn goes behind everything that was.
-            order = jnp.argsort(jnp.where(counted, jax.random.uniform(key_of_order, total), 2.0))
+            order = jnp.argsort(jnp.where(counted, jax.random.uniform(key_of_order, (total,)), 2.0))
             order = jnp.concatenate([order.astype(jnp.int32), padding])
 
             def step(number, carry):

@@ -76,14 +76,15 @@ def before_task(setup: training.Setup, backbone, state: State, task: int, images
     """Returns the state with the task's A designed from its images, seen through E_{t-1}."""
     kernels = encoder(setup, backbone, state, task)
     moments, _ = attention_input_moments(setup.model, backbone, kernels, images.augmented())
-    rank = setup.config.train.rank
     designed = [
-        design(moment, basis, rank)
+        design(moment, basis, setup.config.train.rank)
         for moment, basis in zip(np.asarray(moments, np.float64), _bases(state), strict=True)
     ]
-    new = increments.select(state.increments, task)
-    for factors in new.values():
-        factors["A"] = jnp.asarray(np.stack(designed), jnp.float32)
+    A = jnp.asarray(np.stack(designed), jnp.float32)
+    slot = increments.select(state.increments, task)
+    new = vit.Increment(
+        key=vit.Factors(A=A, B=slot["key"]["B"]), value=vit.Factors(A=A, B=slot["value"]["B"])
+    )
     return state._replace(increments=increments.store(state.increments, task, new))
 
 
@@ -105,14 +106,17 @@ def design(
 # 3. What it trains, and how.
 def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Array):
     """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head to train."""
-    designed = increments.select(state.increments, task)
+    slot = increments.select(state.increments, task)
     frozen = {
         "kernels": encoder(setup, backbone, state, task),
-        "A": designed["key"]["A"],
+        "A": slot["key"]["A"],
         "class_mask": setup.class_mask(task),
     }
     trained = {
-        "increment": {name: jnp.zeros_like(factors["B"]) for name, factors in designed.items()},
+        "increment": {
+            "key": jnp.zeros_like(slot["key"]["B"]),
+            "value": jnp.zeros_like(slot["value"]["B"]),
+        },
         "head": training.new_linear_head(key, setup.head_rows, setup.variant.width),
     }
     return frozen, trained

@@ -104,7 +104,7 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
     """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head to train."""
     key_of_increment, key_of_directions, key_of_head = jax.random.split(key, 3)
     new = increments.initialise(key_of_increment, setup.variant, setup.config.train.rank)
-    A = {name: factors["A"] for name, factors in new.items()}
+    A = {"key": new["key"]["A"], "value": new["value"]["A"]}
     if task > 0:
         keys = dict(zip(A, jax.random.split(key_of_directions), strict=True))
         A = {name: within_minor(keys[name], state, A[name], task) for name in A}
@@ -114,7 +114,7 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
         "class_mask": setup.class_mask(task),
     }
     trained = {
-        "increment": {name: factors["B"] for name, factors in new.items()},
+        "increment": {"key": new["key"]["B"], "value": new["value"]["B"]},
         "head": training.new_linear_head(key_of_head, setup.head_rows, setup.variant.width),
     }
     return frozen, trained
