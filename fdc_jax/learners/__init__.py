@@ -34,6 +34,7 @@ LEARNERS = {
     "splitlora": "fdc_jax.learners.splitlora",
     "ewc_lora": "fdc_jax.learners.ewc_lora",
     "sd_lora": "fdc_jax.learners.sd_lora",
+    "lora_subtraction": "fdc_jax.learners.lora_subtraction",
 }
 
 _QUESTIONS = (
