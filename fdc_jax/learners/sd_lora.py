@@ -84,11 +84,11 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
     frozen = {
         "kernels": vit.pretrained_kernels(backbone),
         "directions": _normalised_directions(state.increments, task),
-        "task": jnp.asarray(task),
+        "task": jnp.asarray(task, jnp.int32),
         "class_mask": setup.class_mask(task),
     }
     ours = setup.config.learner.sd_lora
-    magnitudes = jnp.full(setup.num_tasks, ours.magnitude)
+    magnitudes = jnp.full(setup.num_tasks, ours.magnitude, jnp.float32)
     if task > 0 and not ours.reset_magnitudes:
         earlier = state.magnitudes[task - 1]
         magnitudes = magnitudes.at[: task - 1].set(earlier[: task - 1])
