@@ -269,7 +269,8 @@ def test_refusals_are_one_line(source, tmp_path, arrays):
     assert "unrecognized arguments: --meth" in fails(source, "--meth=ncm")
     assert "is a setting of FDC, not of ncm" in fails(source, "--method=ncm", "--attenuation=1")
     assert "ends in .npz" in fails(source, "--output=x.json")
-    assert "the feature file itself" in fails(source, f"--output={source}")
+    assert "--output: " in (error := fails(source, f"--output={source}"))
+    assert "is the feature file itself" in error
     assert "--terms: expected together" in fails(source, "--terms")
     (tmp_path / "taken").write_text("")
     assert "cannot write" in fails(source, f"--output={tmp_path}/taken/x.npz")
@@ -281,6 +282,38 @@ def test_refusals_are_one_line(source, tmp_path, arrays):
     code, _, error = run(bad, "--traceback")
     assert code == 2
     assert "Traceback" in error
+
+
+def test_no_file_overwrites_another(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("c.npz").write_text("kept")
+    Path("link.npz").symlink_to("c.npz")
+    Path("f.terms.npz").write_bytes(source.read_bytes())
+    for features, arguments, message in [
+        (
+            source,
+            ("--output=c.npz", "--calibrator=c.npz"),
+            "--calibrator: c.npz is --output itself",
+        ),
+        (source, ("--output=c.npz", "--calibrator=./x/../c.npz"), "is --output itself"),
+        (source, ("--output=c.npz", "--calibrator=link.npz"), "is --output itself"),
+        (
+            source,
+            ("--output=t.npz", "--terms", "--calibrator=t.terms.npz"),
+            "--calibrator: t.terms.npz is --terms itself",
+        ),
+        (source, (f"--calibrator={source}",), "is the feature file itself"),
+        ("f.terms.npz", ("--output=f.npz", "--terms"), "--terms: f.terms.npz is the feature file"),
+    ]:
+        assert message in fails(features, *arguments)
+    assert Path("c.npz").read_text() == "kept"
+    Path("d.json").mkdir()
+    assert "the report of --output: cannot write d.json" in fails(source, "--output=d.npz")
+    assert not Path("t.npz").exists()
+    assert not Path("d.npz").exists()
+    # Names that differ are fine.
+    assert run(source, "--output=t.npz", "--terms", "--calibrator=k.npz", "--quiet")[0] == 0
+    assert Path("k.npz").exists()
 
 
 def test_help_names_every_flag(capsys):

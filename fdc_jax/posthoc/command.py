@@ -110,9 +110,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.features is None:
         raise InputError("expected a feature file, or --template for an example of one")
     settings = _settings(options)
-    output = (
-        None if options.output is None else _output("--output", options.output, options.features)
-    )
+    output = None if options.output is None else _output("--output", options.output)
     if options.method != "all" and options.method not in METHODS:
         raise InputError(
             f"--method: expected all or one of {', '.join(METHODS)}; found {options.method}"
@@ -122,7 +120,8 @@ def _run(options: argparse.Namespace) -> None:
     if options.calibrator is not None:
         if options.method != "fdc":
             raise InputError("--calibrator: expected together with --method=fdc")
-        _output("--calibrator", options.calibrator, options.features)
+        _output("--calibrator", options.calibrator)
+    _check_apart(options, output)
     features = feature_files.load(options.features)
     labelled = features.test_labels is not None
     if options.method == "all":
@@ -159,17 +158,41 @@ def _settings(options: argparse.Namespace) -> Settings:
     return Settings(fdc, options.projections, options.seed)
 
 
-def _output(flag: str, output: str, features: str) -> Path:
+def _output(flag: str, output: str) -> Path:
     """Refuses an output that cannot be written before anything is computed."""
     path = Path(output)
     if path.suffix != ".npz":
         raise InputError(f"{flag}: expected a name that ends in .npz, found {output}")
-    if path.exists() and Path(features).exists() and path.samefile(features):
-        raise InputError(f"{flag}: {output} is the feature file itself")
     folder = next(parent for parent in path.absolute().parents if parent.exists())
     if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
         raise InputError(f"{flag}: cannot write {output}")
     return path
+
+
+def _check_apart(options: argparse.Namespace, output: Path | None) -> None:
+    """Refuses files that would overwrite each other or the features, before anything is read."""
+    files = {"the feature file": Path(options.features)}
+    if output is not None:
+        files["--output"] = output
+        files["the report of --output"] = output.with_suffix(".json")
+        if options.terms:
+            files["--terms"] = output.with_suffix(".terms.npz")
+    if options.calibrator is not None:
+        files["--calibrator"] = Path(options.calibrator)
+    earlier: dict[str, Path] = {}
+    for name, path in files.items():
+        for other, taken in earlier.items():
+            if _same_file(path, taken):
+                raise InputError(f"{name}: {path} is {other} itself")
+        if name not in ("the feature file", "--output", "--calibrator") and path.is_dir():
+            raise InputError(f"{name}: cannot write {path}")
+        earlier[name] = path
+
+
+def _same_file(path: Path, other: Path) -> bool:
+    if os.path.realpath(path) == os.path.realpath(other):
+        return True
+    return path.exists() and other.exists() and path.samefile(other)
 
 
 def _report(
