@@ -272,6 +272,13 @@ def test_refusals_are_one_line(source, tmp_path, arrays):
     assert "--output: " in (error := fails(source, f"--output={source}"))
     assert "is the feature file itself" in error
     assert "--terms: expected together" in fails(source, "--terms")
+    for method in ("ranpac", "anacp", "fdc", "all"):
+        assert "--seed: expected a whole number from 0, found -1" in fails(
+            source, f"--method={method}", "--seed=-1"
+        )
+    assert "--projections: expected at least 1, found 0" in fails(
+        source, "--method=all", "--projections=0"
+    )
     (tmp_path / "taken").write_text("")
     assert "cannot write" in fails(source, f"--output={tmp_path}/taken/x.npz")
     bad = tmp_path / "bad.npz"
@@ -341,19 +348,22 @@ def test_template_is_reproducible_and_fdc_helps_on_it(tmp_path, name):
     assert "ends in .npz, or a folder" in fails(f"--template={tmp_path / 'x.npy'}")
 
 
-def test_the_dumping_recipe_runs_and_is_ten_lines(tmp_path, arrays):
+def test_the_dumping_recipe_runs_and_is_short(tmp_path, arrays):
     """The printed code, with stand-ins for PyTorch."""
     _, out, _ = run(f"--template={tmp_path / 'example.npz'}")
     lines = out.splitlines()
     start = next(i for i, line in enumerate(lines) if "arrays, cat" in line)
     end = next(i for i, line in enumerate(lines) if "numpy.savez" in line)
-    assert end - start + 1 <= 10
+    assert end - start + 1 <= 11
 
     class Tensor(np.ndarray):
         def float(self):
             return self.astype(np.float32).view(Tensor)
 
         def cpu(self):
+            return self
+
+        def detach(self):
             return self
 
         def numpy(self):
@@ -370,7 +380,7 @@ def test_the_dumping_recipe_runs_and_is_ten_lines(tmp_path, arrays):
             return tensor(np.concatenate(parts))
 
     class Head:
-        weight, bias = tensor(arrays["head_weight_0"]), tensor(arrays["head_bias_0"])
+        weight, bias = tensor(arrays["head_weight_0"].copy()), tensor(arrays["head_bias_0"].copy())
 
     rows = np.arange(24)
     loader = [(rows[:10], tensor(rows[:10] % 2)), (rows[10:], tensor(rows[10:] % 2))]
@@ -381,6 +391,11 @@ def test_the_dumping_recipe_runs_and_is_ten_lines(tmp_path, arrays):
     }  # fmt: skip
     code = "\n".join(line[4:] for line in lines[start:end])
     exec(code, scope)
+    # Training the head further leaves what was dumped alone.
+    Head.weight += 1
+    Head.bias += 1
+    np.testing.assert_array_equal(scope["arrays"]["head_weight_0"], arrays["head_weight_0"])
+    np.testing.assert_array_equal(scope["arrays"]["head_bias_0"], arrays["head_bias_0"])
     stored = scope["arrays"]
     np.testing.assert_array_equal(stored["train_adapted_0"], arrays["train_adapted_0"])
     np.testing.assert_array_equal(stored["train_labels_0"], rows % 2)

@@ -70,6 +70,8 @@ class AnaCP:
                 "anacp: expected projections, heads and samples_per_class of at least 1 and ridge "
                 f"above 0; found {projections}, {heads}, {samples_per_class}, {ridge}"
             )
+        if seed < 0:
+            raise InputError(f"anacp: seed: expected a whole number from 0, found {seed}")
         self.variant = variant
         self.projections = projections
         self.ridge = ridge

@@ -57,6 +57,8 @@ class RanPAC:
             raise InputError(f"ranpac: variant: expected original or pilot, found {variant!r}")
         if projections < 1:
             raise InputError(f"ranpac: projections: expected at least 1, found {projections}")
+        if seed < 0:
+            raise InputError(f"ranpac: seed: expected a whole number from 0, found {seed}")
         self.variant = variant
         self.projections = projections
         self.ridge = 1.0

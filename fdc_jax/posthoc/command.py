@@ -154,6 +154,10 @@ def _settings(options: argparse.Namespace) -> Settings:
     if given and options.method not in ("fdc", "all"):
         raise InputError(f"--{next(iter(given))}: is a setting of FDC, not of {options.method}")
     fdc = {name: given.get(name, default) for name, (_, default, _) in FDC_SETTINGS.items()}
+    if options.seed < 0:
+        raise InputError(f"--seed: expected a whole number from 0, found {options.seed}")
+    if options.projections < 1:
+        raise InputError(f"--projections: expected at least 1, found {options.projections}")
     calibration.FDC(**fdc)  # Refuses values out of range before any file is read.
     return Settings(fdc, options.projections, options.seed)
 

@@ -499,6 +499,8 @@ def test_storage_in_float32(data):
         (lambda: comparators.VirtualLogitMatching(0), "principal: expected at least 1"),
         (lambda: comparators.RanPAC(variant="x"), "variant: expected original or pilot"),
         (lambda: comparators.RanPAC(projections=0), "projections: expected at least 1"),
+        (lambda: comparators.RanPAC(seed=-1), "ranpac: seed: expected a whole number from 0"),
+        (lambda: comparators.AnaCP(seed=-1), "anacp: seed: expected a whole number from 0"),
         (lambda: comparators.AnaCP(variant="x"), "variant: expected corrected or released"),
         (lambda: comparators.AnaCP(ridge=0.0), "ridge above 0"),
     ],
