@@ -276,7 +276,13 @@ class FDC:
         calibrator.tasks = state.tasks
         calibrator.references = state.references
         calibrator.foreign = state.foreign
-        calibrator.replace_heads(state.heads)
+        try:
+            calibrator.replace_heads(state.heads)
+        except InputError as error:
+            # Heads that were given are the caller's, not the file's.
+            if heads is not None:
+                raise
+            raise InputError(f"{path}: {error}") from error
         calibrator._finalized = True
         return calibrator
 

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from fdc_jax.calibration.foreign import ForeignReference
 from fdc_jax.calibration.head_rows import common_kind
 from fdc_jax.calibration.inputs import host_array
+from fdc_jax.calibration.measures import SCALE_FLOOR
 from fdc_jax.calibration.settings import Settings
 from fdc_jax.calibration.statistics import Task, ViewStatistics
 from fdc_jax.errors import InputError
@@ -26,6 +27,8 @@ FORMAT = "fdc_jax calibrator"
 SCHEMA = 1
 VIEWS = ("adapted", "pretrained")
 MOMENTS = ("residual_mean", "residual_std", "distance_mean", "distance_std")
+# How far lengths and inner products of unit vectors may be off in a file.
+UNIT_TOLERANCE = 1e-3
 
 
 class State(NamedTuple):
@@ -113,12 +116,14 @@ def load(path: str | os.PathLike[str], heads: Sequence[Any] | None = None) -> St
     if not tasks:
         raise InputError(f"{path}: class_sizes: expected at least one task, found none")
     ends = np.cumsum(sizes)[:-1]
-    classes = np.split(fields.array("classes", np.int64, (rows,)), ends)
-    counts = np.split(fields.counts("class_counts", rows, 0), ends)
+    classes = np.split(fields.distinct("classes", rows), ends)
     samples = fields.counts("samples", tasks, 1)
-    raw_scale = fields.array("raw_scale", np.float64, (tasks,))
-    filtered_scale = fields.array("filtered_scale", np.float64, (tasks,))
-    names = VIEWS[: 2 if "pretrained_mean" in fields.arrays else 1]
+    counts = np.split(fields.counts("class_counts", rows, 0), ends)
+    _check_counts(fields, counts, samples, settings.neighbours)
+    raw_scale = fields.scales("raw_scale", tasks)
+    filtered_scale = fields.scales("filtered_scale", tasks)
+    known = (f"pretrained_{part}" for part in ("mean", "rank", "basis", "prototypes", *MOMENTS))
+    names = VIEWS[: 2 if any(name in fields.arrays for name in known) else 1]
     views = [_read_view(fields, name, counts, ends) for name in names]
     result = [
         Task(
@@ -178,6 +183,22 @@ def _read(path: str | os.PathLike[str]) -> Mapping[str, np.ndarray]:
         raise InputError(f"{path}: {name}: damaged or no saved calibrator ({reason})") from error
 
 
+def _check_counts(
+    fields: "_Fields", counts: Sequence[np.ndarray], samples: np.ndarray, neighbours: int
+) -> None:
+    for task, (found, expected) in enumerate(zip(counts, samples.tolist(), strict=True)):
+        if found.sum() != expected:
+            raise InputError(
+                f"{fields.path}: class_counts: expected {expected} samples in task {task}, as in "
+                f"samples, found {found.sum()}"
+            )
+        if (present := int((found > 0).sum())) < neighbours:
+            raise InputError(
+                f"{fields.path}: neighbours: expected at most {present}, the classes with samples "
+                f"of task {task}, found {neighbours}"
+            )
+
+
 def _read_view(
     fields: "_Fields", name: str, counts: Sequence[np.ndarray], ends: np.ndarray
 ) -> list[ViewStatistics]:
@@ -187,12 +208,33 @@ def _read_view(
     width = mean.shape[1]
     basis = fields.array(f"{name}_basis", np.float32, (int(ranks.sum()), width))
     prototypes = fields.array(f"{name}_prototypes", np.float32, (rows, width))
-    moments = [fields.array(f"{name}_{moment}", np.float64, (tasks,)) for moment in MOMENTS]
+    lengths = np.linalg.norm(prototypes, axis=1)
+    wrong = np.minimum(lengths, np.abs(lengths - 1.0)) > UNIT_TOLERANCE
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        raise InputError(
+            f"{fields.path}: {name}_prototypes: expected rows of length 1 or 0, found "
+            f"{lengths[row]:.6g} at row {row}"
+        )
+    bases = np.split(basis, np.cumsum(ranks)[:-1])
+    for task, each in enumerate(bases):
+        if len(each) > width or np.any(
+            np.abs(each @ each.T - np.eye(len(each), dtype=np.float32)) > UNIT_TOLERANCE
+        ):
+            raise InputError(
+                f"{fields.path}: {name}_basis: expected orthonormal rows, task {task} has others"
+            )
+    moments = [
+        fields.scales(f"{name}_{moment}", tasks)
+        if moment.endswith("std")
+        else fields.array(f"{name}_{moment}", np.float64, (tasks,))
+        for moment in MOMENTS
+    ]
     return [
         ViewStatistics(*parts[:4], *(float(value) for value in parts[4:]))
         for parts in zip(
             mean,
-            np.split(basis, np.cumsum(ranks)[:-1]),
+            bases,
             np.split(prototypes, ends),
             counts,
             *moments,
@@ -226,9 +268,16 @@ def _split(array: np.ndarray, ends: np.ndarray) -> list[Any]:
 
 
 def _read_reference(fields: "_Fields", name: str, tasks: int) -> ForeignReference | None:
+    found = fields.array(name, np.float64, (0 if tasks == 1 else 3,))
     if tasks == 1:
         return None
-    return ForeignReference(*fields.array(name, np.float64, (3,)).tolist())
+    reference = ForeignReference(*found.tolist())
+    for part in ("variance", "scale"):
+        if not (value := getattr(reference, part)) >= SCALE_FLOOR:
+            raise InputError(
+                f"{fields.path}: {name}: {part}: expected at least {SCALE_FLOOR}, found {value:g}"
+            )
+    return reference
 
 
 def _read_foreign(
@@ -267,8 +316,10 @@ class _Fields:
                 f"{self.path}: {name}: expected {np.dtype(dtype).name} of shape {expected}, "
                 f"found {found.dtype.name} of shape {[*found.shape]}"
             )
-        if found.dtype.kind == "f" and not np.isfinite(found).all():
-            raise InputError(f"{self.path}: {name}: holds values that are not finite")
+        # What float32 cannot hold is infinite when it scores. NaN compares false.
+        limit = np.finfo(np.float32).max
+        if found.dtype.kind == "f" and not (np.abs(found) <= limit).all():
+            raise InputError(f"{self.path}: {name}: holds values that are not finite in float32")
         return found
 
     def text(self, name: str) -> str:
@@ -287,4 +338,25 @@ class _Fields:
         found = self.array(name, np.int64, (length,))
         if found.size and found.min() < least:
             raise InputError(f"{self.path}: {name}: expected counts from {least}")
+        return found
+
+    def scales(self, name: str, length: int) -> np.ndarray:
+        """Returns standard deviations, whose floor fitting keeps."""
+        found = self.array(name, np.float64, (length,))
+        if found.min() < SCALE_FLOOR:
+            task = int(np.argmin(found))
+            raise InputError(
+                f"{self.path}: {name}: expected at least {SCALE_FLOOR}, found {found[task]:g} "
+                f"in task {task}"
+            )
+        return found
+
+    def distinct(self, name: str, length: int) -> np.ndarray:
+        found = self.array(name, np.int64, (length,))
+        values, counts = np.unique(found, return_counts=True)
+        if (counts > 1).any():
+            raise InputError(
+                f"{self.path}: {name}: expected every label once, found "
+                f"{values[counts > 1][0]} again"
+            )
         return found

@@ -159,6 +159,66 @@ def test_refusals_name_the_file_and_the_field(saved, tmp_path, fields, message):
     assert "\n" not in str(caught.value)
 
 
+def test_values_that_no_fit_gives_are_refused(saved, tmp_path):
+    arrays = dict(np.load(saved))
+
+    def with_value(name, value, index=1):
+        copy = arrays[name].copy()
+        copy[index] = value
+        return {name: copy}
+
+    cases = [
+        (with_value("raw_scale", 0.0), "raw_scale: expected at least 1e-06, found 0 in task 1"),
+        (with_value("filtered_scale", -2.0), "filtered_scale: expected at least 1e-06, found -2"),
+        (with_value("raw_scale", 1e300), "raw_scale: holds values that are not finite in float32"),
+        (with_value("adapted_residual_std", 0.0), "adapted_residual_std: expected at least"),
+        (with_value("adapted_residual_mean", np.nan), "adapted_residual_mean: holds values"),
+        (with_value("pretrained_distance_std", -1.0), "pretrained_distance_std: expected at"),
+        (with_value("adapted_foreign_fit", -1.0), "adapted_foreign_fit: variance: expected at"),
+        (with_value("adapted_foreign_fit", np.nan), "adapted_foreign_fit: holds values"),
+        (with_value("pretrained_foreign_fit", 0.0, 2), "pretrained_foreign_fit: scale: expected"),
+        (with_value("classes", 0, 3), "classes: expected every label once, found 0 again"),
+        (
+            {"class_counts": np.zeros_like(arrays["class_counts"])},
+            "class_counts: expected 60 samples in task 0, as in samples, found 0",
+        ),
+        ({"neighbours": np.int64(3)}, "neighbours: expected at most 2, .* of task 2, found 3"),
+        (
+            {"adapted_prototypes": arrays["adapted_prototypes"] * np.float32(1.01)},
+            "adapted_prototypes: expected rows of length 1 or 0, found 1.01 at row 0",
+        ),
+        (
+            {"pretrained_prototypes": arrays["pretrained_prototypes"] * np.float32(0.01)},
+            "pretrained_prototypes: expected rows of length 1 or 0, found 0.01 at row 0",
+        ),
+        (with_value("adapted_prototypes", np.nan), "adapted_prototypes: holds values"),
+        (with_value("adapted_basis", arrays["adapted_basis"][0]), "adapted_basis: .* task 0 has"),
+        (
+            {"pretrained_basis": arrays["pretrained_basis"] * np.float32(1.1)},
+            "pretrained_basis: expected orthonormal rows",
+        ),
+        (with_value("head_weight", np.inf), "head_weight: holds values"),
+        ({"pretrained_mean": None}, "pretrained_mean: missing"),
+    ]
+    for fields, message in cases:
+        path = changed(saved, tmp_path / "bad.npz", **fields)
+        with pytest.raises(InputError, match=rf"bad\.npz: {message}") as caught:
+            calibration.FDC.load(path)
+        assert "\n" not in str(caught.value)
+
+
+def test_zero_prototypes_of_classes_without_samples_load(tmp_path):
+    task = streams.stream(5, 1)[0]
+    calibrator, keep = calibration.FDC(), task.rows != 1
+    calibrator.fit_task(
+        task.adapted[keep], task.labels[keep], streams.head_of(task, "linear"), classes=[0, 1, 2]
+    )
+    calibrator.finalize()
+    calibrator.save(tmp_path / "c.npz")
+    loaded = calibration.FDC.load(tmp_path / "c.npz")
+    assert not loaded.tasks[0].views[0].prototypes[1].any()
+
+
 def test_files_that_are_no_calibrators(saved, tmp_path):
     with pytest.raises(InputError, match=r"absent\.npz: no such file"):
         calibration.FDC.load(tmp_path / "absent.npz")
