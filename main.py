@@ -5,6 +5,7 @@ python main.py --config=configs/digits.py --workdir=runs/digits [--config.FIELD=
 
 import logging
 import os
+import re
 import sys
 
 # Before NumPy loads: threads of OpenBLAS that wait for a busy core spin, and decompositions of a
@@ -14,6 +15,8 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from absl import app, flags
 from ml_collections import config_flags
+
+from fdc_jax import errors, interruption
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The configuration file.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder that receives everything.")
@@ -39,7 +42,8 @@ def _explain(error: Exception, arguments: list[str]) -> str:
     """Says in one line which flag ml_collections could not apply."""
     for argument in arguments:
         name, _, _ = argument.lstrip("-").partition("=")
-        if name.startswith("config.") and f"'{name.rsplit('.', 1)[-1]}'" in str(error):
+        fields = name.split(".")[1:] if isinstance(error, AttributeError | KeyError) else []
+        if any(re.search(rf"\b{re.escape(field)}\b", str(error)) for field in fields):
             return f"--{name}: the configuration has no such field; configs/base.py lists them all"
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
@@ -55,9 +59,11 @@ def _plain_warnings() -> None:
     logger = logging.getLogger("fdc_jax")
     logger.addHandler(handler)
     logger.propagate = False
+    # JAX tells of every kind of device that it looked for in vain.
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: list[str], stop: interruption.StopRequest) -> None:
     """Runs the configured experiment; see `fdc_jax.command`."""
     if len(arguments) > 1:
         _fail(f"unexpected argument {arguments[1]!r}; fields are set with --config.FIELD=VALUE")
@@ -66,11 +72,11 @@ def main(arguments: list[str]) -> None:
         config.keys()  # ml_collections reports a file that it could not load at first use
     except OSError as error:
         _fail(f"--config: {str(error).strip().splitlines()[-1].strip()}")
-    from fdc_jax import command, errors
-
     _plain_warnings()
     try:
-        command.run(config, str(_WORKDIR.value), _QUIET.value)
+        from fdc_jax import command  # takes seconds
+
+        command.run(config, str(_WORKDIR.value), _QUIET.value, stop)
     except (errors.InputError, errors.TrainingError, errors.Interrupted) as error:
         if _TRACEBACK.value:
             raise
@@ -79,4 +85,5 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=_parse)
+    with interruption.stop_on_signals() as requested:
+        app.run(lambda arguments: main(arguments, requested), flags_parser=_parse)

@@ -1,12 +1,13 @@
 """What `main.py` does: one run per seed, tables, and a summary over seeds."""
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import ml_collections
 
-from fdc_jax import devices, experiment, preparation, results
+from fdc_jax import configuration, devices, experiment, preparation, results
 from fdc_jax.configuration import Config
 from fdc_jax.errors import InputError
 from fdc_jax.interruption import StopRequest, stop_on_signals
@@ -14,7 +15,9 @@ from fdc_jax.report import console
 from fdc_jax.workdir import Workdir, write_json
 
 
-def run(config: Config, workdir: str, quiet: bool = False) -> dict[str, Any]:
+def run(
+    config: Config, workdir: str, quiet: bool = False, stop: StopRequest | None = None
+) -> dict[str, Any]:
     """Runs every seed of a configuration, or what is left of it.
 
     One seed keeps its files in `workdir`; of several, each has a folder `seed_N` there, beside a
@@ -28,21 +31,23 @@ def run(config: Config, workdir: str, quiet: bool = False) -> dict[str, Any]:
         TrainingError: a loss is not finite.
         Interrupted: SIGTERM or Ctrl-C; everything is saved.
     """
+    if stop is None:
+        with stop_on_signals() as stop:
+            return run(config, workdir, quiet, stop)
+    configuration.validate(config)
+    seeds = tuple(config.seed)
+    folder = Path(workdir)
+    _check_workdir(folder, len(seeds))
+    stop.poll()
     prepared = preparation.prepare(config, quiet)
     if not quiet:
         for line in describe(prepared):
             print(line, file=sys.stderr, flush=True)
-    seeds = tuple(config.seed)
-    folder = Path(workdir)
-    if len(seeds) > 1 and (folder / "config.json").exists():
-        raise InputError(
-            f"{folder} holds a run of a single seed; several seeds need another --workdir"
-        )
     per_seed = []
-    with stop_on_signals() as stop:
-        for seed in seeds:
-            place = folder if len(seeds) == 1 else folder / f"seed_{seed}"
-            per_seed.append(_run_seed(prepared, config, seed, place, stop, quiet))
+    for seed in seeds:
+        stop.poll()
+        place = folder if len(seeds) == 1 else folder / f"seed_{seed}"
+        per_seed.append(_run_seed(prepared, config, seed, place, stop, quiet))
     if len(seeds) == 1:
         if not quiet:
             console.show_results(per_seed[0])
@@ -56,6 +61,23 @@ def run(config: Config, workdir: str, quiet: bool = False) -> dict[str, Any]:
     return summary
 
 
+def _check_workdir(folder: Path, num_seeds: int) -> None:
+    """Refuses, before any work, a folder that cannot be written or holds another kind of run."""
+    existing = next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
+    )
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise InputError(f"--workdir={folder}: expected a folder to write in, found {existing}")
+    if num_seeds > 1 and (folder / "config.json").exists():
+        raise InputError(
+            f"{folder} holds a run of a single seed; several seeds need another --workdir"
+        )
+    if num_seeds == 1 and (any(folder.glob("seed_*")) or (folder / "summary.json").exists()):
+        raise InputError(
+            f"{folder} holds runs of several seeds; a single seed needs another --workdir"
+        )
+
+
 def _run_seed(
     prepared: preparation.Experiment,
     config: Config,
@@ -66,16 +88,32 @@ def _run_seed(
 ) -> dict[str, Any]:
     of_seed = ml_collections.ConfigDict(config)
     of_seed.seed = (seed,)
-    workdir = Workdir(folder, of_seed)
+    checksums = {
+        "weights sha256": prepared.pretrained.sha256,
+        "training images sha256": prepared.tasks.train.checksum,
+        "test images sha256": prepared.tasks.test.checksum,
+    }
+    workdir = Workdir(folder, of_seed, checksums)
     finished = workdir.finished()
     if finished is not None:
         return finished
-    return experiment.Run(prepared, seed, workdir, stop, quiet)()
+    label = f"seed {seed}, " if len(config.seed) > 1 else ""
+    return experiment.Run(prepared, seed, workdir, stop, quiet, label)()
 
 
 def describe(prepared: preparation.Experiment) -> list[str]:
     """Returns the lines that a run starts with: device, precision, parameters, weights, data."""
     e, config = prepared, prepared.config
+    per_class = [
+        f"{count or 'all'} {name}"
+        for name, count in (
+            ("training", config.data.train_per_class),
+            ("test", config.data.test_per_class),
+        )
+    ]
+    part = ""
+    if config.data.train_per_class or config.data.test_per_class:
+        part = f", {' and '.join(per_class)} images of each class"
     positions = ", position embeddings resized" if e.pretrained.resized_positions else ""
     return [
         f"device     {devices.describe()}, precision {config.precision}",
@@ -83,9 +121,9 @@ def describe(prepared: preparation.Experiment) -> list[str]:
         f"encoder    {config.encoder.variant} at {config.encoder.image_size} px, input range "
         f"{config.data.input_range}{positions}",
         f"weights    {e.pretrained.path.name}, sha256 {e.pretrained.sha256[:16]}",
-        f"data       {config.benchmark} ({e.tasks.test.partition} split), "
+        f"data       {config.benchmark} ({e.tasks.test.partition} split{part}), "
         f"{e.setup.num_tasks} tasks, "
         f"{sum(len(indices) for indices in e.tasks.train_indices):,} training and "
         f"{len(e.tasks.test_indices):,} test images, "
-        f"sha256 {e.tasks.train.checksum[:16]}, {e.tasks.test.checksum[:16]}",
+        f"sha256 {e.tasks.train.checksum[:8]}, {e.tasks.test.checksum[:8]}",
     ]

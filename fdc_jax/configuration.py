@@ -8,11 +8,13 @@ from fdc_jax.errors import InputError
 # An ml_collections.ConfigDict; no type checker knows its fields.
 Config: TypeAlias = Any
 
-# Where things lie and how fast they are read; no number in a result depends on them.
+# Where things lie and how fast they are read; no number in a result depends on them. Weights are
+# compared by their checksum.
 WITHOUT_EFFECT = frozenset(
     {
         "cache_dir",
         "data.dir",
+        "encoder.weights",
         "data.workers",
         "data.cache_gib",
         "checkpoint.every_steps",
@@ -140,9 +142,17 @@ def validate(config: Config) -> None:
         refuse("data.crop_scale", "two ascending shares of at most 1, such as 0.05,1.0")
 
 
-def differences(saved: dict[str, Any], config: Config) -> list[tuple[str, Any, Any]]:
-    """Returns (field, saved value, new value) where a result would be another one."""
-    new = flatten(config)
+def differences(
+    saved: dict[str, Any], config: Config, checksums: dict[str, str]
+) -> list[tuple[str, Any, Any]]:
+    """Returns (field, saved value, new value) where a result would be another one.
+
+    Args:
+        saved: fields and checksums of an earlier run.
+        config: of this run.
+        checksums: of this run's weights and images, by name.
+    """
+    new = flatten(config) | checksums
     return [
         (field, saved.get(field), new.get(field))
         for field in sorted(saved.keys() | new.keys())

@@ -22,6 +22,9 @@ from fdc_jax.preparation import Experiment
 from fdc_jax.progress import Progress
 from fdc_jax.workdir import Workdir, read_json, write_json
 
+# What is measured while a task trains; the first step of a process, which compiles, stands apart.
+_TRAINING_TIME = ("images", "seconds", "compile_seconds", "input_wait_seconds")
+
 
 class Run:
     """One seed of an experiment in one work directory.
@@ -32,6 +35,7 @@ class Run:
         workdir: where it keeps its files.
         stop: polled in every loop.
         quiet: show nothing.
+        label: starts every line on the screen.
     """
 
     def __init__(
@@ -41,9 +45,10 @@ class Run:
         workdir: Workdir,
         stop: StopRequest,
         quiet: bool = False,
+        label: str = "",
     ):
         self.experiment, self.seed, self.workdir, self.stop = experiment, seed, workdir, stop
-        self._quiet = quiet
+        self._quiet, self._label = quiet, label
         self._checkpoints = Checkpoints(workdir.checkpoints, experiment.config.checkpoint.keep)
         self._restore()
 
@@ -53,7 +58,8 @@ class Run:
         initial = devices.replicate(e.mesh, e.learner.initial_state(e.setup))
         self.state, self.trained, self.optimizer = initial, None, None
         self.tasks_done, self.steps_done = 0, 0
-        self.training_time, self.statistics_time = {"seconds": 0.0, "input_wait_seconds": 0.0}, {}
+        self.training_time, self.statistics_time = dict.fromkeys(_TRAINING_TIME, 0.0), {}
+        self._compiled = False
         self.calibrator = self._new_calibrator()
         for number, cursor in self._checkpoints.cursors():
             target = {"state": initial}
@@ -103,7 +109,7 @@ class Run:
         e = self.experiment
         total = sum(e.steps(task) for task in range(e.setup.num_tasks))
         done = sum(e.steps(task) for task in range(self.tasks_done)) + self.steps_done
-        self.progress = Progress(total, done, self._quiet)
+        self.progress = Progress(total, done, self._quiet, self._label)
         try:
             for task in range(e.setup.num_tasks):
                 if task >= self.tasks_done:
@@ -149,7 +155,7 @@ class Run:
         if self.trained is None:
             self.trained = fresh
             self.optimizer = devices.replicate(e.mesh, e.update.initialise(fresh))
-            self.training_time = dict.fromkeys(("seconds", "input_wait_seconds"), 0.0)
+            self.training_time = dict.fromkeys(_TRAINING_TIME, 0.0)
         self.workdir.event("training", task=task, step=self.steps_done)
         schedule = e.update.schedule or partial(training.learning_rate_factor, train.schedule)
         data = batches(epochs=train.epochs, start_step=self.steps_done)
@@ -166,6 +172,13 @@ class Run:
                 devices.split(e.mesh, batch),
                 rate,
             )
+            if not self._compiled:
+                loss.block_until_ready()
+                self.training_time["compile_seconds"] += time.perf_counter() - clock
+                clock, waited = time.perf_counter(), data.input_wait_seconds
+                first, self._compiled = step + 1, True
+            else:
+                self.training_time["images"] += int(batch.weights.sum())
             # The loss of the step before is fetched while this one runs.
             if pending is not None:
                 self._report(task, pending, first, clock)
@@ -284,6 +297,7 @@ class Run:
         self.statistics_time = {
             "adapted_extraction_seconds": adapted.seconds,
             "pretrained_extraction_seconds": 0.0 if pretrained is None else pretrained.seconds,
+            "pretrained_from_cache": float(pretrained is not None and pretrained.from_cache),
             "fit_seconds": fit_seconds,
         }
         self.workdir.event("statistics", task=task, **self.statistics_time)
@@ -324,8 +338,9 @@ class Run:
             "test_images": len(indices),
             **accuracies,
             "timing": {
-                "training_images": len(e.tasks.train_indices[task]) * e.config.train.epochs,
+                "training_images": self.training_time["images"],
                 "training_seconds": self.training_time["seconds"],
+                "compile_seconds": self.training_time["compile_seconds"],
                 "input_wait_seconds": self.training_time["input_wait_seconds"],
                 **self.statistics_time,
                 "test_extraction_images": len(indices),

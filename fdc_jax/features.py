@@ -1,6 +1,7 @@
 """Head-input features of many images, from any encoder E_t."""
 
 import collections
+import contextlib
 import hashlib
 import json
 import os
@@ -14,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from fdc_jax import devices
+from fdc_jax import array_files, devices
 from fdc_jax.data.stream import Batch, EvaluationBatches
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
@@ -30,6 +31,7 @@ class Extraction(NamedTuple):
     features: Float[np.ndarray, "n d"]
     seconds: float
     input_wait_seconds: float
+    from_cache: bool = False
 
 
 class Extractor:
@@ -99,8 +101,9 @@ class FeatureCache:
         text = json.dumps(key, sort_keys=True)
         self._folder = Path(folder) / hashlib.sha256(text.encode()).hexdigest()[:16]
         if not (self._folder / "key.json").exists():
-            with write_atomically(self._folder / "key.json") as file:
-                file.write(text.encode())
+            # A cache that cannot be written costs time, not results.
+            with contextlib.suppress(InputError), write_atomically(self._folder / "key.json") as f:
+                f.write(text.encode())
 
     def get(self, name: str, indices: np.ndarray, compute: Callable[[], Extraction]) -> Extraction:
         """Returns cached features, or computes and keeps them.
@@ -111,19 +114,20 @@ class FeatureCache:
             compute: makes the features when they are not there.
         """
         digest = hashlib.sha256(np.ascontiguousarray(indices, np.int64).tobytes()).hexdigest()
-        path = self._folder / f"{name}_{digest[:16]}.npy"
+        path = self._folder / f"{name}_{digest[:16]}.npz"
         start = time.perf_counter()
-        if path.exists():
-            try:
-                features = np.load(path, allow_pickle=False)
-                if features.ndim == 2 and len(features) == len(indices):
-                    return Extraction(features, time.perf_counter() - start, 0.0)
-            except (OSError, ValueError, EOFError):
-                pass  # a damaged file is computed and written again
+        # A damaged file is computed and written again.
+        with contextlib.suppress(InputError, KeyError):
+            arrays = array_files.read_npz(path)
+            features, expected = arrays["features"], str(arrays["sha256"])
+            if _digest(features) == expected and len(features) == len(indices):
+                return Extraction(features, time.perf_counter() - start, 0.0, from_cache=True)
         extraction = compute()
-        try:
-            with write_atomically(path) as file:
-                np.save(file, extraction.features)
-        except InputError:
-            pass  # a cache that cannot be written costs time, not results
+        features = extraction.features
+        with contextlib.suppress(InputError):
+            array_files.write_npz(path, {"features": features, "sha256": _digest(features)})
         return extraction
+
+
+def _digest(features: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(features).tobytes()).hexdigest()

@@ -17,11 +17,12 @@ class Progress:
         total: training steps of the run.
         done: those taken by an earlier process.
         quiet: show nothing.
+        label: starts every line.
     """
 
-    def __init__(self, total: int, done: int = 0, quiet: bool = False):
+    def __init__(self, total: int, done: int = 0, quiet: bool = False, label: str = ""):
         self._total, self._done, self._start_done = total, done, done
-        self._quiet = quiet
+        self._quiet, self._label = quiet, label
         self._start = self._last_line = time.perf_counter()
         self._bar = None
         if not quiet and sys.stderr.isatty():
@@ -33,7 +34,7 @@ class Progress:
         """Counts one training step and shows what it measured."""
         self._done += 1
         if self._bar is not None:
-            self._bar.set_description_str(stage, refresh=False)
+            self._bar.set_description_str(self._label + stage, refresh=False)
             self._bar.set_postfix(values, refresh=False)
             self._bar.update()
         elif not self._quiet and time.perf_counter() - self._last_line >= _LINE_EVERY:
@@ -49,16 +50,16 @@ class Progress:
     def stage(self, text: str) -> None:
         """Shows what is going on between training steps; in a terminal only."""
         if self._bar is not None:
-            self._bar.set_description_str(text)
+            self._bar.set_description_str(self._label + text)
 
     def line(self, text: str) -> None:
         """Prints one line above the bar."""
         if self._quiet:
             return
         if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
+            self._bar.write(self._label + text, file=sys.stderr)
         else:
-            print(text, file=sys.stderr, flush=True)
+            print(self._label + text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Ends the bar."""

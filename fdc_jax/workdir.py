@@ -21,16 +21,17 @@ class Workdir:
     Args:
         folder: made when missing.
         config: the run's configuration, `seed` being this run's alone.
+        checksums: of the weights and images, by name.
 
     Raises:
         InputError: the folder belongs to another configuration; the differing fields are named.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], config: Config):
+    def __init__(self, folder: str | os.PathLike[str], config: Config, checksums: dict[str, str]):
         self.folder = Path(folder)
         path = self.folder / "config.json"
         if path.exists():
-            differing = configuration.differences(read_json(path), config)
+            differing = configuration.differences(read_json(path), config, checksums)
             if differing:
                 fields = ", ".join(
                     f"{name} was {old!r}, is {new!r}" for name, old, new in differing
@@ -40,7 +41,7 @@ class Workdir:
                     f"choose another --workdir or the old values"
                 )
         else:
-            write_json(path, configuration.flatten(config))
+            write_json(path, configuration.flatten(config) | checksums)
 
     @property
     def checkpoints(self) -> Path:

@@ -85,20 +85,21 @@ def test_impossible_values_are_named(field, value):
 
 
 def test_differences_name_fields_that_change_results_only():
-    saved = configuration.flatten(base.get_config())
+    saved = configuration.flatten(base.get_config()) | {"weights": "a"}
     config = base.get_config()
-    assert configuration.differences(saved, config) == []
+    assert configuration.differences(saved, config, {"weights": "a"}) == []
     config.data.dir = "/elsewhere"
     config.data.workers = 3
-    assert configuration.differences(saved, config) == []
+    assert configuration.differences(saved, config, {"weights": "a"}) == []
     config.train.epochs = 5
     config.seed = (2,)
-    assert configuration.differences(saved, config) == [
+    assert configuration.differences(saved, config, {"weights": "a"}) == [
         ("seed", [1], [2]),
         ("train.epochs", 20, 5),
     ]
     del saved["train.rank"]
-    assert ("train.rank", None, 10) in configuration.differences(saved, config)
+    assert configuration.differences(saved, config, {"weights": "b"})[-1] == ("weights", "a", "b")
+    assert ("train.rank", None, 10) in configuration.differences(saved, config, {"weights": "a"})
 
 
 def test_every_field_without_effect_exists():

@@ -97,13 +97,18 @@ def test_the_cache_tells_things_apart(tmp_path, change):
     np.testing.assert_array_equal(found.features, 2.0)
 
 
-def test_a_damaged_cache_file_is_computed_again(tmp_path):
+@pytest.mark.parametrize("damage", ["truncated", "flipped"])
+def test_a_damaged_cache_file_is_computed_again(tmp_path, damage):
     calls = []
     indices = np.array([4, 5, 6])
     cache = FeatureCache(tmp_path, {"weights": "a"})
     cache.get("train", indices, counted(1.0, calls))
-    (path,) = tmp_path.rglob("train_*.npy")
-    path.write_bytes(path.read_bytes()[:90])
+    (path,) = tmp_path.rglob("train_*.npz")
+    content = bytearray(path.read_bytes())
+    position = content.index(np.full(3, 1.0, np.float32).tobytes())
+    if damage == "flipped":
+        content[position] ^= 1
+    path.write_bytes(content if damage == "flipped" else content[: position + 4])
     found = cache.get("train", indices, counted(2.0, calls))
     np.testing.assert_array_equal(found.features, 2.0)
     cache.get("train", indices, counted(3.0, calls))
@@ -116,11 +121,20 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
 
     cache = FeatureCache(tmp_path, {"weights": "a"})
 
-    def refuse(path):
+    def refuse(path, arrays):
         raise InputError("cannot write")
 
-    monkeypatch.setattr(features, "write_atomically", refuse)
+    monkeypatch.setattr(features.array_files, "write_npz", refuse)
     calls = []
     for value in (1.0, 2.0):
         cache.get("train", np.arange(3), counted(value, calls))
     assert calls == [1.0, 2.0]
+
+
+def test_a_cache_folder_that_cannot_be_made_costs_time_only(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    cache = FeatureCache(tmp_path / "file" / "below", {"weights": "a"})
+    calls = []
+    found = cache.get("train", np.arange(3), counted(1.0, calls))
+    assert not found.from_cache
+    assert calls == [1.0]

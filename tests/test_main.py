@@ -231,6 +231,48 @@ def test_another_configuration_is_refused(whole, cache):
     assert "Traceback" not in errors
 
 
+def test_other_weights_at_the_same_path_are_refused(tmp_path, cache):
+    weights = tmp_path / "weights.npz"
+    original = (REPOSITORY / "fdc_jax" / "assets" / "digits_vit.npz").read_bytes()
+    weights.write_bytes(original)
+    options = (f"--config.encoder.weights={weights}", "--quiet")
+    process = interruptions.start(tmp_path / "run", *options, cache=cache)
+    wait_for(tmp_path / "run", "evaluation", process)
+    process.kill()
+    process.communicate()
+    with np.load(weights) as file:
+        arrays = {name: file[name] * 1.01 for name in file.files}
+    np.savez(weights, **arrays)
+    process = interruptions.start(tmp_path / "run", *options, cache=cache)
+    _, errors = interruptions.finish(process, expected=2)
+    assert "weights sha256 was " in errors
+
+
+def test_folders_of_one_seed_and_of_several_do_not_mix(whole, tmp_path, cache):
+    workdir, _, _ = whole
+    process = interruptions.start(workdir, "--config.seed=1,2", cache=cache)
+    _, errors = interruptions.finish(process, expected=2)
+    assert "holds a run of a single seed" in errors
+    (tmp_path / "several" / "seed_1").mkdir(parents=True)
+    process = interruptions.start(tmp_path / "several", cache=cache)
+    _, errors = interruptions.finish(process, expected=2)
+    assert "holds runs of several seeds" in errors
+    (tmp_path / "file").write_bytes(b"")
+    process = interruptions.start(tmp_path / "file", cache=cache)
+    _, errors = interruptions.finish(process, expected=2)
+    assert "expected a folder to write in" in errors
+
+
+@pytest.mark.parametrize("delay", [0.3, 1.0, 2.0])
+def test_signals_count_from_the_start(tmp_path, cache, delay):
+    process = interruptions.start(tmp_path / "run", cache=cache)
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    _, errors = interruptions.finish(process, expected=75)
+    assert errors.splitlines()[-1] == "fdc_jax: error: stopped by SIGINT"
+    assert "Traceback" not in errors
+
+
 def test_nan_stops_with_task_and_learning_rate(tmp_path, cache):
     workdir = tmp_path / "run"
     process = interruptions.start(
@@ -246,6 +288,7 @@ def test_nan_stops_with_task_and_learning_rate(tmp_path, cache):
     ("argument", "message"),
     [
         ("--config.train.speed=3", "--config.train.speed: the configuration has no such field"),
+        ("--config.trian.epochs=3", "--config.trian.epochs: the configuration has no such field"),
         ("--config.train.epochs=abc", "flag --config.train.epochs=abc: invalid literal for int()"),
         ("--config.train.rank=0", "config.train.rank: expected at least 1, found 0"),
         ("--config.fdc.retained_energy=1.2", "config.fdc.retained_energy: expected more than 0"),
