@@ -7,6 +7,8 @@ It may be copied next to a deployed model. Example:
     result.label
 """
 
+import zipfile
+import zlib
 from typing import NamedTuple
 
 import numpy as np
@@ -41,17 +43,17 @@ class NumpyScorer:
         arrays: the fields of a saved calibrator, by name.
 
     Raises:
-        ValueError: the fields are of another format or schema, or the heads are functions, which
-            are not stored.
+        ValueError: the fields are of another format or schema, one is missing, of another shape or
+            not finite, or the heads are functions, which are not stored.
     """
 
     def __init__(self, arrays):
         if str(arrays.get("format")) != FORMAT:
             raise ValueError(f"format: expected {FORMAT!r}, found {arrays.get('format')!s:.80}")
-        if int(arrays["schema"]) != SCHEMA:
-            raise ValueError(f"schema: expected version {SCHEMA}, found {int(arrays['schema'])}")
-        if str(arrays["head_kind"]) == "function":
-            raise ValueError("head_kind: the heads are functions, which are not stored")
+        schema = int(_field(arrays, "schema", ()))
+        if schema != SCHEMA:
+            raise ValueError(f"schema: expected version {SCHEMA}, found {schema}")
+        _check_fields(arrays)
         self.arrays = dict(arrays)
         self.width = arrays["adapted_mean"].shape[1]
         self.sizes = arrays["class_sizes"].tolist()
@@ -61,9 +63,28 @@ class NumpyScorer:
 
     @classmethod
     def load(cls, path):
-        """Returns a scorer for the calibrator saved at `path`."""
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
-            return cls({name: archive[name] for name in archive.files})
+        """Returns a scorer for the calibrator saved at `path`.
+
+        Raises:
+            ValueError: the file is damaged or no saved calibrator; the message names the field.
+            OSError: the file cannot be read.
+        """
+        name = "archive"
+        arrays = {}
+        with open(path, "rb") as file:
+            if not zipfile.is_zipfile(file):
+                raise ValueError(f"{path}: archive: damaged, or no .npz file at all")
+            file.seek(0)
+            try:
+                with np.load(file, allow_pickle=False) as archive:
+                    for name in archive.files:
+                        arrays[name] = archive[name]
+            except (ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+                raise ValueError(f"{path}: {name}: damaged: {error}") from error
+        try:
+            return cls(arrays)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def score(
         self,
@@ -81,7 +102,8 @@ class NumpyScorer:
         has no such view or does not use it.
 
         Raises:
-            ValueError: features of another shape than at fit time, or not finite.
+            ValueError: features of another shape than at fit time, not finite, or so large that
+                their squared length is not finite in float32.
         """
         arrays = self.arrays
         adapted = self._checked("adapted", adapted)
@@ -215,8 +237,78 @@ class NumpyScorer:
             raise ValueError(
                 f"{view} features: expected shape [n, {width}], found {[*features.shape]}"
             )
-        features = features.astype(np.float32)
-        finite = np.isfinite(features).all(axis=1)
+        if features.dtype.kind in "bcOSUMm":
+            raise ValueError(f"{view} features: expected real numbers, found {features.dtype}")
+        with np.errstate(over="ignore", invalid="ignore"):
+            features = features.astype(np.float32)
+            finite = np.isfinite(np.einsum("nd,nd->n", features, features))
         if not finite.all():
-            raise ValueError(f"{view} features: row {int(np.argmin(finite))} is not finite")
+            row = int(np.argmin(finite))
+            raise ValueError(f"{view} features: row {row} is not finite, or too large for float32")
         return features
+
+
+def _field(arrays, name, shape, kind="iu"):
+    """Returns a field after a check of its shape (None: any size) and of its finiteness."""
+    if name not in arrays:
+        raise ValueError(f"{name}: missing")
+    found = np.asarray(arrays[name])
+    fits = found.ndim == len(shape) and all(
+        expected in (None, size) for expected, size in zip(shape, found.shape, strict=True)
+    )
+    if not fits or found.dtype.kind not in kind:
+        expected = ["any" if size is None else size for size in shape]
+        raise ValueError(
+            f"{name}: expected shape {expected}, found {found.dtype} of shape {[*found.shape]}"
+        )
+    if found.dtype.kind == "f" and not np.isfinite(found).all():
+        raise ValueError(f"{name}: holds values that are not finite")
+    return found
+
+
+def _check_fields(arrays):
+    """Raises ValueError unless all fields that scoring reads are there and fit each other."""
+    for name in ("attenuation", "rlc_weight", "pac_weight"):
+        _field(arrays, name, (), "f")
+    neighbours = int(_field(arrays, "neighbours", ()))
+    _field(arrays, "affinity_reference", (), "U")
+    sizes = _field(arrays, "class_sizes", (None,))
+    tasks, rows = len(sizes), int(sizes.sum())
+    if tasks == 0 or sizes.min() < 1:
+        raise ValueError("class_sizes: expected a task, and a class in each")
+    _field(arrays, "classes", (rows,))
+    counts = np.split(_field(arrays, "class_counts", (rows,)), np.cumsum(sizes)[:-1])
+    fewest = min(int((each > 0).sum()) for each in counts)
+    if fewest < 1:
+        raise ValueError("class_counts: expected a class with samples in every task")
+    if not 1 <= neighbours <= fewest:
+        raise ValueError(f"neighbours: expected 1 to {fewest}, found {neighbours}")
+    names = ["raw_scale", "filtered_scale"]
+    moments = ("residual_mean", "residual_std", "distance_mean", "distance_std")
+    views = ["adapted"] + ["pretrained"] * ("pretrained_mean" in arrays)
+    for view in views:
+        names += [f"{view}_{moment}" for moment in moments]
+        _field(arrays, f"{view}_view_weight", (), "f")
+        width = _field(arrays, f"{view}_mean", (tasks, None), "f").shape[1]
+        ranks = _field(arrays, f"{view}_rank", (tasks,))
+        if ranks.min() < 0:
+            raise ValueError(f"{view}_rank: expected counts from 0")
+        _field(arrays, f"{view}_basis", (int(ranks.sum()), width), "f")
+        _field(arrays, f"{view}_prototypes", (rows, width), "f")
+        fit = _field(arrays, f"{view}_foreign_fit", (0 if tasks == 1 else 3,), "f")
+        if fit.size and fit[1:].min() <= 0:
+            raise ValueError(f"{view}_foreign_fit: expected a variance and a scale above 0")
+    for name in names:
+        values = _field(arrays, name, (tasks,), "f")
+        if not name.endswith("mean") and values.min() <= 0:
+            raise ValueError(f"{name}: expected numbers above 0")
+    kind = str(_field(arrays, "head_kind", (), "U"))
+    if kind == "function":
+        raise ValueError("head_kind: the heads are functions, which are not stored")
+    if kind not in ("linear", "cosine", "nearest_mean"):
+        raise ValueError(f"head_kind: unknown kind {kind!r}")
+    _field(arrays, "head_weight", (rows, arrays["adapted_mean"].shape[1]), "f")
+    if kind == "linear":
+        _field(arrays, "head_bias", (rows,), "f")
+    if kind == "cosine":
+        _field(arrays, "head_scale", (tasks,), "f")

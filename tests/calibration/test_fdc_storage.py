@@ -317,6 +317,9 @@ def test_messages_of_the_numpy_scorer(saved, tmp_path):
     for adapted, pretrained, message in [
         (good[1], good[1], r"adapted features: expected shape \[n, 16\]"),
         (good[0] * np.nan, good[1], "adapted features: row 0 is not finite"),
+        (good[0] * [[1], [1e25]], good[1], "adapted features: row 1 is not .* too large for"),
+        (good[0], good[1] * [[1], [1e300]], "pretrained features: row 1 is not .* too large for"),
+        (good[0] * 1j, good[1], "adapted features: expected real numbers, found complex128"),
         (good[0], None, "pretrained features: expected"),
         (good[0], good[1][:1], "pretrained features: expected 2 rows"),
     ]:
@@ -327,6 +330,42 @@ def test_messages_of_the_numpy_scorer(saved, tmp_path):
     for field, value in (("schema", np.int64(9)), ("format", "other")):
         with pytest.raises(ValueError, match=field):
             numpy_scorer.NumpyScorer.load(changed(saved, tmp_path / "bad.npz", **{field: value}))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"schema": None}, "schema: missing"),
+        ({"attenuation": None}, "attenuation: missing"),
+        ({"adapted_foreign_fit": None}, "adapted_foreign_fit: missing"),
+        ({"pretrained_distance_std": np.zeros(3)}, "pretrained_distance_std: expected numbers"),
+        (
+            {"adapted_basis": np.zeros((3, 16), np.float32)},
+            "adapted_basis: expected shape .* found float32",
+        ),
+        ({"head_weight": np.full((9, 16), np.nan, np.float32)}, "head_weight: holds values that"),
+        ({"head_bias": np.zeros(4, np.float32)}, r"head_bias: expected shape \[9\]"),
+        ({"class_counts": np.zeros(9, np.int64)}, "class_counts: expected a class with samples"),
+        ({"neighbours": np.int64(3)}, "neighbours: expected 1 to 2, found 3"),
+        ({"head_kind": "quadratic"}, "head_kind: unknown kind"),
+    ],
+)
+def test_the_numpy_scorer_names_the_damaged_field(saved, tmp_path, fields, message):
+    path = changed(saved, tmp_path / "bad.npz", **fields)
+    with pytest.raises(ValueError, match=rf"bad\.npz: {message}"):
+        numpy_scorer.NumpyScorer.load(path)
+
+
+def test_the_numpy_scorer_names_the_damaged_file(saved, tmp_path):
+    np.save(tmp_path / "bad.npy", np.zeros(3))
+    (tmp_path / "cut.npz").write_bytes(saved.read_bytes()[:900])
+    content = bytearray(saved.read_bytes())
+    with zipfile.ZipFile(saved) as archive:
+        content[archive.getinfo("adapted_basis.npy").header_offset + 400] ^= 0x10
+    (tmp_path / "flipped.npz").write_bytes(content)
+    for name, part in [("bad.npy", "archive"), ("cut.npz", "archive"), ("flipped.npz", "adapted_")]:
+        with pytest.raises(ValueError, match=f"{name}: {part}"):
+            numpy_scorer.NumpyScorer.load(tmp_path / name)
 
 
 ALONE = """
