@@ -144,6 +144,7 @@ def draw(
         tasks_done: tasks to draw for.
     """
     tasks, classes, width = gaussians.means.shape
+    scales = jnp.asarray(scales)
 
     def draw_task(task, features):
         normal = jax.random.normal(jax.random.fold_in(key, task), (classes, samples, width))

@@ -209,8 +209,11 @@ def grown_memory(
     if held >= wanted:
         return memory
     short = held + np.cumsum(values**2) / total < wanted
-    free = len(moment) - memory.shape[1]
-    return np.concatenate([memory, left[:, : min(int(short.sum()) + 1, free)]], axis=1)
+    size = memory.shape[1]
+    new = left[:, : min(int(short.sum()) + 1, len(moment) - size)]
+    # The memory was rounded to float32, to which faint directions are no longer quite orthogonal.
+    orthonormal = np.linalg.qr(np.concatenate([memory, new], axis=1))[0]
+    return np.concatenate([memory, orthonormal[:, size:]], axis=1)
 
 
 # 5. What it offers for inference.

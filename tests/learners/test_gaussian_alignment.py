@@ -1,0 +1,253 @@
+"""Gaussians of classes, features drawn from them, and heads trained on these features."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fdc_jax.data.stream import Batch
+from fdc_jax.errors import TrainingError
+from fdc_jax.learners import gaussian_alignment
+from fdc_jax.learners.gaussian_alignment import ClassGaussians
+from fdc_jax.model import vit
+from tests.learners import small_stream
+from tests.learners.small_stream import make_batch, make_setup
+
+
+def random_gaussians(seed=0, tasks=3, classes=2, width=4):
+    rng = np.random.default_rng(seed)
+    factors = np.tril(rng.normal(size=(tasks, classes, width, width)))
+    means = rng.normal(size=(tasks, classes, width))
+    return ClassGaussians(jnp.asarray(means, jnp.float32), jnp.asarray(factors, jnp.float32))
+
+
+# Fitting -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n", [2, 3, 12, 200])
+def test_fit_is_the_unbiased_covariance_and_a_ridge(n):
+    rng = np.random.default_rng(n)
+    features = rng.normal(size=(n, 12)) * 10.0 ** -np.arange(12) + 7.0
+    mean, factor = gaussian_alignment.fit(features, 1e-4)
+    np.testing.assert_allclose(mean, features.mean(0), rtol=1e-12)
+    np.testing.assert_array_equal(factor, np.tril(factor))
+    expected = np.cov(features, rowvar=False) + 1e-4 * np.eye(12)
+    np.testing.assert_allclose(factor @ factor.T, expected, atol=1e-12)
+
+
+def test_fit_of_one_feature_and_of_equal_features():
+    feature = np.arange(5.0)
+    for features in (feature[None], np.tile(feature, (9, 1))):
+        mean, factor = gaussian_alignment.fit(features, 1e-4)
+        np.testing.assert_array_equal(mean, feature)
+        np.testing.assert_allclose(factor @ factor.T, 1e-4 * np.eye(5), atol=1e-15)
+
+
+def test_fit_of_huge_features_is_finite():
+    """The ridge is far below the rounding of this covariance, where Cholesky would fail."""
+    features = 1e9 * np.random.default_rng(0).normal(size=(3, 20))
+    with pytest.raises(np.linalg.LinAlgError):
+        np.linalg.cholesky(np.cov(features, rowvar=False) + 1e-4 * np.eye(20))
+    _, factor = gaussian_alignment.fit(features, 1e-4)
+    np.testing.assert_allclose(factor @ factor.T, np.cov(features, rowvar=False), rtol=1e-6)
+
+
+def test_fit_task_fills_one_slot():
+    rng = np.random.default_rng(0)
+    features, labels = rng.normal(size=(30, 4)).astype(np.float32), np.arange(30) % 2
+    before = random_gaussians(classes=3)
+    after = gaussian_alignment.fit_task(before, 1, features, labels, 2, 1e-3)
+    for label in range(2):
+        own = features[labels == label]
+        np.testing.assert_allclose(after.means[1, label], own.mean(0), atol=1e-6)
+        factor = np.asarray(after.factors[1, label])
+        expected = np.cov(own, rowvar=False) + 1e-3 * np.eye(4)
+        np.testing.assert_allclose(factor @ factor.T, expected, atol=1e-5)
+    for old, new in zip(before, after, strict=True):
+        np.testing.assert_array_equal(new[1, 2], 0)
+        np.testing.assert_array_equal(new[0], old[0])
+        np.testing.assert_array_equal(new[2], old[2])
+
+
+def test_classes_that_cannot_be_fitted_are_named():
+    features, labels = np.ones((4, 4), np.float32), np.array([0, 0, 2, 2])
+    gaussians = gaussian_alignment.empty(3, 3, 4)
+    with pytest.raises(TrainingError, match="class 1 of task 3 has no training image"):
+        gaussian_alignment.fit_task(gaussians, 2, features, labels, 3, 1e-4)
+    features[2, 1] = np.nan
+    with pytest.raises(TrainingError, match="class 2 of task 1 has features that are not finite"):
+        gaussian_alignment.fit_task(gaussians, 0, features, np.array([0, 1, 2, 2]), 3, 1e-4)
+
+
+def test_class_features_leave_padding_out():
+    setup, backbone = make_setup(), small_stream.make_backbone()
+    kernels = small_stream.random_like(vit.pretrained_kernels(backbone), 2)
+    batches = [make_batch(0, size=4), make_batch(1, size=4, padding=3)]
+    features, labels = gaussian_alignment.class_features(
+        setup.model, backbone, kernels, [Batch(*map(jnp.asarray, batch)) for batch in batches]
+    )
+    images = np.concatenate([batches[0].images, batches[1].images[:1]])
+    expected = small_stream.encode(setup, backbone, images, kernels)
+    np.testing.assert_allclose(features, expected, atol=1e-5)
+    np.testing.assert_array_equal(labels, [0, 1, 0, 1, 0])
+
+
+# Drawing -----------------------------------------------------------------------------------------
+
+
+def test_draws_have_the_moments_of_their_gaussian():
+    gaussians = random_gaussians()
+    scales = np.array([0.9, 1.0, 0.5], np.float32)
+    drawn = gaussian_alignment.draw(jax.random.key(0), gaussians, scales, 100_000, 2)
+    assert drawn.shape == (3, 2, 100_000, 4)
+    np.testing.assert_array_equal(drawn[2], 0)
+    for task in range(2):
+        for label in range(2):
+            features = np.asarray(drawn[task, label], np.float64)
+            factor = np.asarray(gaussians.factors[task, label], np.float64)
+            mean = scales[task] * np.asarray(gaussians.means[task, label])
+            np.testing.assert_allclose(features.mean(0), mean, atol=0.04)
+            covariance = factor @ factor.T
+            found = np.cov(features, rowvar=False)
+            np.testing.assert_allclose(found, covariance, atol=0.03 * np.abs(covariance).max())
+
+
+def test_draws_are_independent_and_follow_from_the_key():
+    gaussians = ClassGaussians(jnp.zeros((2, 2, 3)), jnp.tile(jnp.eye(3), (2, 2, 1, 1)))
+    first, again, other = (
+        np.asarray(gaussian_alignment.draw(jax.random.key(seed), gaussians, np.ones(2), 500, 2))
+        for seed in (0, 0, 1)
+    )
+    np.testing.assert_array_equal(first, again)
+    streams = np.concatenate([first.reshape(4, -1), other.reshape(4, -1)])
+    np.testing.assert_allclose(np.corrcoef(streams), np.eye(8), atol=0.12)
+
+
+def test_newest_means_stay_and_the_oldest_shrink():
+    np.testing.assert_allclose(gaussian_alignment.mean_scales(0.9, 4, 2)[:2], [0.95, 1.0])
+    np.testing.assert_allclose(
+        gaussian_alignment.mean_scales(0.9, 20, 20)[[0, 9, 19]], [0.905, 0.95, 1.0]
+    )
+    np.testing.assert_array_equal(gaussian_alignment.mean_scales(1.0, 5, 3), 1.0)
+
+
+# The loss ----------------------------------------------------------------------------------------
+
+
+def reference_loss(logits, labels, seen, temperature):
+    """The mean over samples of the cross-entropy over all classes seen, one after the other."""
+    losses = []
+    for sample, label in zip(np.asarray(logits, np.float64), labels, strict=True):
+        if temperature:
+            tasks = [task for task in range(len(seen)) if seen[task].any()]
+            norms = [np.linalg.norm(sample[task][seen[task]]) + 1e-7 for task in tasks]
+            sample = sample / np.mean(norms) / temperature
+        z = sample[seen]
+        peak = z.max()
+        log_sum = peak + np.log(np.exp(z - peak).sum())
+        losses.append(log_sum - sample.reshape(-1)[label])
+    return np.mean(losses)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.1, 2.0])
+def test_cross_entropy_over_all(temperature):
+    rng = np.random.default_rng(0)
+    seen = np.array([[True, True, False], [True, True, True], [False] * 3])
+    logits = rng.normal(size=(6, 3, 3))
+    labels = np.array([0, 1, 3, 4, 5, 0])
+    weights = np.array([1.0, 1, 1, 1, 1, 0])
+    expected = reference_loss(logits[:5], labels[:5], seen, temperature)
+
+    def loss(logits):
+        return gaussian_alignment.cross_entropy_over_all(logits, labels, weights, seen, temperature)
+
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(logits, jnp.float32))
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    assert np.isfinite(gradient).all()
+    np.testing.assert_array_equal(gradient[:, 2], 0)
+    np.testing.assert_array_equal(gradient[:, 0, 2], 0)
+    np.testing.assert_array_equal(gradient[5], 0)
+    # The gradient flows through the norm.
+    step, direction = 1e-6, rng.normal(size=logits.shape)
+    ahead = reference_loss((logits + step * direction)[:5], labels[:5], seen, temperature)
+    behind = reference_loss((logits - step * direction)[:5], labels[:5], seen, temperature)
+    slope = np.sum(np.asarray(gradient, np.float64) * direction)
+    np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=1e-4)
+
+
+# Training ----------------------------------------------------------------------------------------
+
+SEEN = np.array([[True, True], [True, False], [False, False]])
+
+
+def counting(samples, batch_size, transformation=None):
+    """A training whose "heads" count steps and samples, and add up features, per class."""
+
+    def loss(heads, features, labels, weights, seen):
+        chosen = heads["count"].reshape(-1)[labels] + jnp.sum(
+            heads["sum"].reshape(6, -1)[labels] * features, axis=1
+        )
+        return -jnp.sum(weights * chosen) - heads["steps"][0]
+
+    return gaussian_alignment.retraining(
+        loss, transformation or optax.identity(), samples, batch_size
+    )
+
+
+def zero_heads():
+    return {"count": jnp.zeros((3, 2)), "sum": jnp.zeros((3, 2, 4)), "steps": jnp.zeros(3)}
+
+
+@pytest.mark.parametrize(("batch_size", "steps"), [(5, 3), (4, 4), (64, 1)])
+def test_an_epoch_meets_every_drawn_feature_once(batch_size, steps):
+    gaussians = random_gaussians()
+    gaussians = gaussians._replace(factors=1e-6 * gaussians.factors)
+    scales = np.array([0.5, 1.0, 1.0], np.float32)
+    retrain = counting(5, batch_size)
+    found = retrain(zero_heads(), gaussians, SEEN, scales, np.ones(2), jax.random.key(0))
+    assert found["steps"][0] == 2 * steps
+    np.testing.assert_array_equal(found["count"], 2 * 5 * SEEN)
+    expected = 10 * SEEN[:, :, None] * scales[:, None, None] * np.asarray(gaussians.means)
+    np.testing.assert_allclose(found["sum"], expected, atol=1e-4)
+
+
+def test_every_epoch_draws_anew_at_its_own_rate():
+    gaussians, key = random_gaussians(), jax.random.key(3)
+    retrain = counting(5, 5)
+    sums = [
+        np.asarray(retrain(zero_heads(), gaussians, SEEN, np.ones(3), np.array(rates), key)["sum"])
+        for rates in ([1.0, 0.0], [0.0, 1.0], [2.0, 3.0])
+    ]
+    assert np.abs(sums[0] - sums[1])[SEEN].min() > 1e-3
+    np.testing.assert_allclose(sums[2], 2 * sums[0] + 3 * sums[1], atol=1e-4)
+    other = retrain(
+        zero_heads(), gaussians, SEEN, np.ones(3), np.array([1.0, 0.0]), jax.random.key(4)
+    )
+    assert np.abs(sums[0] - other["sum"])[SEEN].min() > 1e-3
+
+
+def test_batches_are_shuffled():
+    """A transformation that lets only the first step through shows what is in its batch."""
+
+    def first_only(updates, count, params=None):
+        return jax.tree.map(lambda leaf: jnp.where(count == 0, leaf, 0.0), updates), count + 1
+
+    once = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), first_only)
+    retrain = counting(40, 40, once)
+    found = retrain(
+        zero_heads(), random_gaussians(), SEEN, np.ones(3), np.ones(1), jax.random.key(0)
+    )
+    assert np.asarray(found["count"])[SEEN].min() >= 5
+    assert np.asarray(found["count"]).sum() == 40
+
+
+def test_one_compilation_serves_all_tasks():
+    retrain = counting(5, 5)
+    for tasks in (1, 2, 3):
+        seen = np.arange(3)[:, None] < [tasks, tasks]
+        found = retrain(
+            zero_heads(), random_gaussians(), seen, np.ones(3), np.ones(2), jax.random.key(0)
+        )
+        np.testing.assert_array_equal(found["count"], 10 * seen)
+    assert retrain._cache_size() == 1
