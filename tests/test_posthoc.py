@@ -291,6 +291,19 @@ def test_refusals_are_one_line(source, tmp_path, arrays):
     assert "Traceback" in error
 
 
+def test_warnings_are_plain_lines(tmp_path, arrays):
+    path = tmp_path / "tiny.npz"
+    names = ("train_adapted_2", "train_pretrained_2", "train_labels_2")
+    tiny = {name: arrays[name][[0, -1]] for name in names}
+    np.savez(path, **arrays | tiny)
+    code, _, error = run(path)
+    assert code == 0
+    lines = error.splitlines()
+    start = "fdc_jax.posthoc: WARNING: task 2: the residual ratios of its training samples (2) "
+    assert [line.startswith(start) for line in lines] == [True, True]
+    assert run(path, "--quiet") == (0, "", "")
+
+
 def test_no_file_overwrites_another(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("c.npz").write_text("kept")

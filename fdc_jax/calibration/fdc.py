@@ -1,6 +1,7 @@
 """Feature Distribution Calibration: post-hoc task routing over the heads of a shared encoder."""
 
 import itertools
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from fdc_jax.calibration import function_heads, inputs, storage
 from fdc_jax.calibration.earlier import EarlierTasks
 from fdc_jax.calibration.foreign import ForeignReference, fit_foreign_reference
 from fdc_jax.calibration.head_rows import common_kind, head_kind, head_rows
+from fdc_jax.calibration.measures import SCALE_FLOOR
 from fdc_jax.calibration.numpy_scorer import NumpyScorer
 from fdc_jax.calibration.scorer import Scorer
 from fdc_jax.calibration.scores import Scores
@@ -20,6 +22,8 @@ from fdc_jax.calibration.settings import Settings
 from fdc_jax.calibration.statistics import Task, first_pass
 from fdc_jax.calibration.terms import Terms
 from fdc_jax.errors import InputError
+
+_LOGGER = logging.getLogger("fdc_jax.calibration")
 
 
 class FDC:
@@ -119,6 +123,8 @@ class FDC:
         Raises:
             InputError: input that is malformed or unlike earlier tasks. The calibrator then is as
                 it was before the call.
+
+        Logs a warning when the task's residual ratios do not vary, as with one or two samples.
         """
         if self.foreign is None:
             raise InputError("the foreign residuals were released: no further task can be fitted")
@@ -179,6 +185,7 @@ class FDC:
         self.heads.append(head)
         self.foreign.append(foreign)
         self._finalized = False
+        _warn_of_constant_residuals(fitted, task)
 
     def finalize(self, release: bool = False) -> None:
         """Fits the foreign reference of RLC (Algorithm 1, line 13). May be called again.
@@ -365,3 +372,17 @@ class FDC:
                     f"{name} features of task {task}: expected width {expected} like the earlier "
                     f"tasks, found {features.shape[1]}"
                 )
+
+
+def _warn_of_constant_residuals(fitted: Task, task: int) -> None:
+    for name, view in zip(storage.VIEWS, fitted.views, strict=False):
+        # A subspace that is the whole space leaves no residual to anybody.
+        if view.residual_std > SCALE_FLOOR or len(view.basis) == len(view.mean):
+            continue
+        _LOGGER.warning(
+            "task %d: the residual ratios of its training samples (%d) do not vary in the %s "
+            "view; RLC's foreign reference, which all tasks share, will be dominated by this task",
+            task,
+            fitted.samples,
+            name,
+        )

@@ -1,11 +1,13 @@
 """The command: read features, calibrate, write predictions and a report."""
 
 import argparse
+import contextlib
 import json
+import logging
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -91,7 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        _run(_parser().parse_args(arguments))
+        options = _parser().parse_args(arguments)
+        with _plain_warnings(options.quiet):
+            _run(options)
     except (InputError, MemoryError) as error:
         if "--traceback" in arguments:
             traceback.print_exc()
@@ -99,6 +103,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fdc_jax.posthoc: {text}", file=sys.stderr)
         return 2
     return 0
+
+
+@contextlib.contextmanager
+def _plain_warnings(quiet: bool) -> Iterator[None]:
+    """Prints what the library warns of as lines on standard error, while the command runs."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("fdc_jax.posthoc: %(levelname)s: %(message)s"))
+    handler.setLevel(logging.ERROR if quiet else logging.WARNING)
+    logger = logging.getLogger("fdc_jax")
+    before = logger.propagate
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -1,5 +1,7 @@
 """Every bad input gives one line that names the array, the task and the place."""
 
+import logging
+
 import numpy as np
 import pytest
 
@@ -129,6 +131,28 @@ def test_messages_of_fit_task(change, message):
     with pytest.raises(InputError, match=message) as caught:
         fit(**change)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["two samples", "constant"])
+def test_a_task_whose_residuals_do_not_vary_is_warned_of(caplog, kind):
+    rows = np.array([0, 1]) if kind == "two samples" else np.arange(45)
+    adapted = SECOND.adapted[rows] if kind == "two samples" else SECOND.adapted[rows * 0]
+    with caplog.at_level(logging.WARNING, "fdc_jax"):
+        fit(adapted, SECOND.labels[rows], SECOND_HEAD, SECOND.pretrained[rows], [3, 4, 5, 6])
+    lines = [record.getMessage() for record in caplog.records]
+    assert {record.name for record in caplog.records} == {"fdc_jax.calibration"}
+    assert len(lines) == (2 if kind == "two samples" else 1)
+    for line, view in zip(lines, ("adapted", "pretrained"), strict=False):
+        assert line.startswith(f"task 1: the residual ratios of its training samples ({len(rows)})")
+        assert f"do not vary in the {view} view; RLC's foreign reference" in line
+        assert "will be dominated by this task" in line
+
+
+def test_ordinary_tasks_are_not_warned_of(caplog):
+    with caplog.at_level(logging.WARNING, "fdc_jax"):
+        fit()
+        fit(retained_energy=1.0)
+    assert not caplog.records
 
 
 def test_pretrained_features_for_later_tasks_only():
