@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fdc_jax.calibration import measures
+from fdc_jax.calibration import inputs, measures
 from fdc_jax.calibration.terms import TaskLogits
 from fdc_jax.errors import InputError
 
@@ -64,7 +64,7 @@ def count_classes(head: Any, features: Float[np.ndarray, "n d"], name: str) -> i
     Raises:
         InputError: it returns something else than one row of logits per feature.
     """
-    logits = np.asarray(head.logits(jnp.asarray(features)))
+    logits = _logits(head, jnp.asarray(features), name)
     if logits.ndim != 2 or len(logits) != len(features) or logits.shape[1] == 0:
         raise InputError(
             f"{name}: expected logits of shape [{len(features)}, classes], found {[*logits.shape]}"
@@ -72,8 +72,14 @@ def count_classes(head: Any, features: Float[np.ndarray, "n d"], name: str) -> i
     return logits.shape[1]
 
 
+def _logits(head: Any, features: Float[Array, "n d"], name: str) -> Float[np.ndarray, "..."]:
+    logits = inputs.host_array(head.logits(features), f"{name}: logits")
+    inputs.check_real(logits.dtype, f"{name}: logits")
+    return inputs.float32(logits)
+
+
 def _largest(head: Any, features: Float[Array, "n d"], num_classes: int, name: str) -> TaskLogits:
-    logits = np.asarray(head.logits(features)).astype(np.float32)
+    logits = _logits(head, features, name)
     if logits.shape != (len(features), num_classes):
         raise InputError(
             f"{name}: expected logits of shape {[len(features), num_classes]}, "

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from fdc_jax.calibration.inputs import host_array
+from fdc_jax.calibration.inputs import check_real, float32, host_array
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, CosineHead, LinearHead, NearestMeanHead
 
@@ -42,17 +42,19 @@ def head_rows(head: Any, name: str, width: int) -> HeadRows:
         width: head-input dimension.
 
     Raises:
-        InputError: an array of another shape than [c, width] and [c], or not finite.
+        InputError: an array of another shape than [c, width] and [c], not of real numbers, or not
+            finite.
     """
     if isinstance(head, LinearHead):
         rows = _matrix(head.weight, f"{name}: weight", width)
-        bias = host_array(head.bias, f"{name}: bias").astype(np.float32)
+        bias = _numbers(head.bias, f"{name}: bias")
         if bias.shape != (len(rows),):
             raise InputError(f"{name}: bias: expected shape [{len(rows)}], found {[*bias.shape]}")
         result = HeadRows(rows, bias, False)
     elif isinstance(head, CosineHead):
         rows = _unit(_matrix(head.weight, f"{name}: weight", width))
-        scale = np.float32(head.scale)
+        plain = isinstance(head.scale, int | float)
+        scale = _numbers(np.asarray(head.scale) if plain else head.scale, f"{name}: scale")
         if scale.shape != ():
             raise InputError(f"{name}: scale: expected a number, found {[*scale.shape]}")
         result = HeadRows(scale * rows, np.zeros(len(rows), np.float32), True)
@@ -82,10 +84,16 @@ def common_kind(heads: Sequence[Any]) -> str | None:
 
 
 def _matrix(values: Any, name: str, width: int) -> Float[np.ndarray, "c d"]:
-    array = host_array(values, name)
+    array = _numbers(values, name)
     if array.ndim != 2 or array.shape[0] == 0 or array.shape[1] != width:
         raise InputError(f"{name}: expected shape [classes, {width}], found {[*array.shape]}")
-    return array.astype(np.float32)
+    return array
+
+
+def _numbers(values: Any, name: str) -> Float[np.ndarray, "..."]:
+    array = host_array(values, name)
+    check_real(array.dtype, name)
+    return float32(array)
 
 
 def _unit(rows: Float[np.ndarray, "c d"]) -> Float[np.ndarray, "c d"]:

@@ -68,10 +68,15 @@ def check_feature_shape(shape: tuple[int, ...], dtype: Any, name: str, width: in
     """Raises InputError unless shape and number type are those of features [n, width]."""
     if len(shape) != 2 or shape[1] == 0:
         raise InputError(f"{name}: expected shape [samples, width], found {list(shape)}")
-    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
-        raise InputError(f"{name}: expected real numbers, found {dtype}")
+    check_real(dtype, name)
     if width is not None and shape[1] != width:
         raise InputError(f"{name}: expected width {width}, found {shape[1]}")
+
+
+def check_real(dtype: Any, name: str) -> None:
+    """Raises InputError for objects, text, truth values and complex numbers."""
+    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+        raise InputError(f"{name}: expected real numbers, found {dtype}")
 
 
 def float32(array: np.ndarray) -> Float[np.ndarray, "..."]:

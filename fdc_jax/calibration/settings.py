@@ -3,6 +3,8 @@
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from fdc_jax.errors import InputError
 
 AFFINITY_REFERENCES = ("own", "nearest")
@@ -29,7 +31,7 @@ class Settings(NamedTuple):
         for field in self._fields[:6]:
             value = getattr(self, field)
             try:
-                valid = math.isfinite(value) and value >= 0.0
+                valid = not _is_truth(value) and math.isfinite(value) and value >= 0.0
             except TypeError:
                 valid = False
             if not valid:
@@ -39,7 +41,7 @@ class Settings(NamedTuple):
         if self.attenuation > 1.0:
             raise InputError(f"attenuation: expected 0 <= x <= 1, found {self.attenuation}")
         try:
-            whole = int(self.neighbours) == self.neighbours and self.neighbours >= 1
+            whole = int(self.neighbours) == self.neighbours >= 1 and not _is_truth(self.neighbours)
         except (TypeError, ValueError):
             whole = False
         if not whole:
@@ -51,3 +53,7 @@ class Settings(NamedTuple):
             )
         numbers = {field: float(getattr(self, field)) for field in self._fields[:6]}
         return self._replace(**numbers, neighbours=int(self.neighbours))
+
+
+def _is_truth(value: object) -> bool:
+    return isinstance(value, bool | np.bool_)

@@ -236,10 +236,53 @@ def test_messages_of_replace_heads(new_heads, message):
         fit().replace_heads(new_heads)
 
 
+def test_a_function_head_may_fail_later():
+    def fickle(_, features):
+        return features[:, : 3 if working else 2]
+
+    working = True
+    calibrator = calibration.FDC()
+    calibrator.fit_task(FIRST.adapted, FIRST.labels, heads.FunctionHead(fickle))
+    calibrator.finalize()
+    working = False
+    with pytest.raises(InputError, match="head of task 0: expected logits of shape"):
+        calibrator.score(FIRST.adapted)
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (heads.LinearHead(SECOND.weight.astype(complex), SECOND.bias), "weight: .* complex128"),
+        (heads.LinearHead(SECOND.weight.astype(object), SECOND.bias), "weight: .* object"),
+        (heads.LinearHead(SECOND.weight, SECOND.bias.astype(str)), "bias: .* <U"),
+        (heads.LinearHead(SECOND.weight, SECOND.bias.astype(complex)), "bias: .* complex128"),
+        (heads.CosineHead(SECOND.weight.astype(str)), "weight: .* <U"),
+        (heads.CosineHead(SECOND.weight, np.complex64(1)), "scale: .* complex64"),
+        (heads.CosineHead(SECOND.weight, True), "scale: .* bool"),
+        (heads.CosineHead(SECOND.weight, "one"), "scale: cannot be read as an array"),
+        (heads.NearestMeanHead(SECOND.weight > 0), "means: .* bool"),
+    ],
+)
+def test_heads_of_other_than_real_numbers(head, message):
+    with pytest.raises(InputError, match=f"^head of task 0: {message}"):
+        calibration.FDC().fit_task(SECOND.adapted, SECOND.labels, head)
+
+
+@pytest.mark.parametrize("scale", [3, 3.0, np.float64(3), np.array(3), np.float16(3)])
+def test_scales_of_any_real_type(scale):
+    calibration.FDC().fit_task(
+        SECOND.adapted, SECOND.labels, heads.CosineHead(SECOND.weight, scale)
+    )
+
+
 @pytest.mark.parametrize(
     ("logits", "message"),
     [
         (lambda _, h: h[:, 0], r"head of task 0: expected logits of shape \[1, classes\]"),
+        (lambda _, h: None, "head of task 0: logits: cannot be read as an array"),
+        (lambda _, h: [[1.0], [2.0, 3.0]], "head of task 0: logits: cannot be read as an array"),
+        (lambda _, h: h[:, :3] * 1j, "head of task 0: logits: expected real numbers, found comp"),
+        (lambda _, h: h[:, :0], r"head of task 0: expected logits of shape .* found \[1, 0\]"),
         (lambda _, h: h[:, :3] * np.nan, "head of task 0: its logits are not finite"),
         (lambda _, h: h[:, : 3 if len(h) == 1 else 2], r"head of task 0: expected logits of shape"),
     ],
@@ -262,6 +305,9 @@ def test_messages_of_function_heads(logits, message):
         ("pretrained_view_weight", float("inf")),
         ("neighbours", 0),
         ("neighbours", 1.5),
+        ("neighbours", True),
+        ("attenuation", True),
+        ("rlc_weight", np.bool_(False)),
         ("affinity_reference", "foreign"),
     ],
 )
