@@ -21,13 +21,13 @@ Dump the same arrays from PyTorch (encoder: images -> head-input features; in ev
         arrays[f"train_adapted_{{t}}"] = cat([encoder(x) for x, y in task_loader])
         arrays[f"train_pretrained_{{t}}"] = cat([pretrained(x) for x, y in task_loader])  # optional
         arrays[f"train_labels_{{t}}"] = cat([y for x, y in task_loader]).astype("int64")
-        # copies, since the head may be trained on; rows in ascending label order
         arrays[f"head_weight_{{t}}"] = head.weight.detach().cpu().numpy().copy()
         arrays[f"head_bias_{{t}}"] = head.bias.detach().cpu().numpy().copy()
     # after the last task: test_adapted, test_pretrained and test_labels likewise, then
     numpy.savez("features.npz", **arrays)
 
-task_loader must not shuffle. All arrays are described in fdc_jax/feature_files.py."""
+task_loader must not shuffle. Rows of a head stand in ascending order of their labels; they are
+copied, since the head may be trained on. All arrays are described in fdc_jax/feature_files.py."""
 
 
 def write_template(path: str | os.PathLike[str]) -> str:
