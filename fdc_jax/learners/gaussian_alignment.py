@@ -248,7 +248,7 @@ def cross_entropy_over_all(
     if temperature > 0:
         seen_tasks = seen.any(axis=1)
         squares = jnp.sum(jnp.where(seen, logits, 0.0) ** 2, axis=2)
-        # The square root has no derivative at 0, where unseen tasks are.
+        # The square root has no derivative at 0, where a head of zeros is.
         norms = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
         mean_norm = jnp.sum((norms + 1e-7) * seen_tasks, axis=1) / jnp.sum(seen_tasks)
         logits = logits / (temperature * mean_norm[:, None, None])

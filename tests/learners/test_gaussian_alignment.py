@@ -176,6 +176,17 @@ def test_cross_entropy_over_all(temperature):
     np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=1e-4)
 
 
+def test_cross_entropy_of_logits_that_are_zero():
+    """The norm has no derivative there; the loss of a head of zeros still has a finite one."""
+    seen = np.array([[True, True], [True, True]])
+    logits = jnp.zeros((3, 2, 2)).at[1:, 1].set(jnp.array([0.5, -1.0]))
+    gradient = jax.grad(gaussian_alignment.cross_entropy_over_all)(
+        logits, np.array([0, 1, 2]), np.ones(3), seen, 0.1
+    )
+    assert np.isfinite(gradient).all()
+    assert np.abs(gradient).max() > 0
+
+
 # Training ----------------------------------------------------------------------------------------
 
 SEEN = np.array([[True, True], [True, False], [False, False]])
