@@ -41,6 +41,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from fdc_jax import heads as head_types
@@ -179,7 +180,7 @@ def _add_squared_gradients(
         return training.cross_entropy(head.logits(features), part.labels, class_mask, part.weights)
 
     def image_loss(kernels, image, label):
-        return mean_loss(kernels, Batch(image[None], label[None], jnp.ones(1)))
+        return mean_loss(kernels, Batch(image[None], label[None], np.ones(1, np.float32)))
 
     def add_images(total, part):
         gradients = jax.vmap(jax.grad(image_loss), in_axes=(None, 0, 0))(

@@ -185,7 +185,7 @@ def _one_entry_per_rank(key, shape) -> Float[Array, "l r d"]:
 def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
     """Returns the cross-entropy over the task's own classes plus the triplet loss."""
     ours = setup.config.learner.lora_subtraction
-    features = setup.model.apply(
+    features: Any = setup.model.apply(
         {"params": backbone}, batch.images, frozen["kernels"], trained["increment"]
     )
     return training.cross_entropy(
