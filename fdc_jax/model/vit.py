@@ -2,12 +2,13 @@
 
 Module names are the keys of the AugReg files, so that a checkpoint is the parameter tree. The
 encoder sees the same images under different key and value kernels: the pretrained ones (E_0), or
-those with the increments of the first t tasks added (E_t). They are passed as arguments; one
-compiled function serves every view.
+those with the increments of the first t tasks added (E_t). A learner that leaves the kernels alone
+passes an adapter beside them instead. They are passed as arguments; one compiled function serves
+every view.
 """
 
 import dataclasses
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import flax.linen as nn
 import jax
@@ -50,11 +51,28 @@ PRECISIONS = {
 }
 
 
+# On the output of an adapter before it joins the block's (AdaptFormer; RSIAT keeps it).
+ADAPTER_SCALE = 0.1
+
+
+class Adapter(TypedDict):
+    """Two dense layers with a ReLU between them beside the MLP of every block, in float32."""
+
+    down: Float[Array, "l d h"]
+    down_bias: Float[Array, "l h"]
+    up: Float[Array, "l h d"]
+    up_bias: Float[Array, "l d"]
+
+
 class KeyValueKernels(TypedDict):
-    """Key and value kernels of every block, [blocks, width, width] in float32."""
+    """Key and value kernels of every block, [blocks, width, width] in float32.
+
+    The optional adapter is what an encoder has beside its pretrained parts.
+    """
 
     key: Float[Array, "l d d"]
     value: Float[Array, "l d d"]
+    adapter: NotRequired[Adapter]
 
 
 class Factors(TypedDict):
@@ -154,6 +172,26 @@ class _Mlp(nn.Module):
         return nn.Dense(width, dtype=self.dtype, precision=self.precision)(x)
 
 
+def _adapted(x, adapter, dropout_key, dropout_rate: float, precision):
+    """Returns what an adapter adds to the output of a block.
+
+    Args:
+        x: tokens after the attention, before any norm.
+        adapter: of this block, in any precision.
+        dropout_key: drops hidden units; None: keeps them all.
+        dropout_rate: share of hidden units to drop.
+        precision: of the products.
+    """
+    adapter = jax.tree.map(lambda leaf: leaf.astype(x.dtype), adapter)
+    hidden = jnp.matmul(x, adapter["down"], precision=precision) + adapter["down_bias"]
+    hidden = jax.nn.relu(hidden)
+    if dropout_key is not None:
+        kept = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, hidden.shape)
+        hidden = jnp.where(kept, hidden / (1.0 - dropout_rate), 0.0).astype(x.dtype)
+    out = jnp.matmul(hidden, adapter["up"], precision=precision) + adapter["up_bias"]
+    return jnp.asarray(ADAPTER_SCALE, x.dtype) * out
+
+
 class _Block(nn.Module):
     """Pre-norm transformer block; with `class_token_only` it returns just the first token."""
 
@@ -163,7 +201,7 @@ class _Block(nn.Module):
     class_token_only: bool
 
     @nn.compact
-    def __call__(self, x, kernels, increment):
+    def __call__(self, x, kernels, increment, dropout_key, dropout_rate):
         norm: dict[str, Any] = {"epsilon": 1e-6, "dtype": self.dtype}
         tokens = nn.LayerNorm(name="LayerNorm_0", **norm)(x)
         self.sow("intermediates", "attention_input", tokens)
@@ -177,7 +215,11 @@ class _Block(nn.Module):
             name="MultiHeadDotProductAttention_1",
         )(queries, tokens, kernels, increment)
         y = nn.LayerNorm(name="LayerNorm_2", **norm)(x)
-        return x + _Mlp(self.variant.mlp_width, self.dtype, self.precision, name="MlpBlock_3")(y)
+        out = x + _Mlp(self.variant.mlp_width, self.dtype, self.precision, name="MlpBlock_3")(y)
+        if kernels is None or "adapter" not in kernels:
+            return out
+        adapter = kernels["adapter"]
+        return out + _adapted(x, adapter, dropout_key, dropout_rate, self.precision)
 
 
 class _PositionEmbedding(nn.Module):
@@ -198,7 +240,8 @@ class _Transformer(nn.Module):
     precision: jax.lax.Precision
 
     @nn.compact
-    def __call__(self, x, kernels, increment):
+    def __call__(self, x, kernels, increment, dropout_key, dropout_rate):
+        keys = None if dropout_key is None else jax.random.split(dropout_key, self.variant.depth)
         x = _PositionEmbedding(name="posembed_input")(x)
         for block in range(self.variant.depth):
             x = _Block(
@@ -208,7 +251,13 @@ class _Transformer(nn.Module):
                 # Nothing reads the other tokens of the last block.
                 class_token_only=block == self.variant.depth - 1,
                 name=f"encoderblock_{block}",
-            )(x, _at_block(kernels, block), _at_block(increment, block))
+            )(
+                x,
+                _at_block(kernels, block),
+                _at_block(increment, block),
+                _at_block(keys, block),
+                dropout_rate,
+            )
         return nn.LayerNorm(epsilon=1e-6, dtype=jnp.float32, name="encoder_norm")(x[:, 0])
 
 
@@ -250,13 +299,18 @@ class VisionTransformer(nn.Module):
         images: UInt8[Array, "n s s 3"],
         kernels: KeyValueKernels | None = None,
         increment: Increment | None = None,
+        dropout_key: Array | None = None,
+        dropout_rate: float = 0.0,
     ) -> Float[Array, "n d"]:
         """Returns the class token after the final norm, in float32.
 
         Args:
             images: square RGB images, side a multiple of the patch size.
-            kernels: key and value kernels to use instead of the pretrained ones.
+            kernels: key and value kernels to use instead of the pretrained ones, and an adapter
+                where there is one.
             increment: factors whose product is added to the key and value kernels.
+            dropout_key: drops hidden units of the adapter, in training; None: keeps them all.
+            dropout_rate: share of hidden units to drop, less than 1.
         """
         dtype, precision = PRECISIONS[self.precision]
         offset, divisor = INPUT_RANGES[self.input_range]
@@ -266,7 +320,7 @@ class VisionTransformer(nn.Module):
         token = jnp.broadcast_to(token.astype(dtype), (x.shape[0], 1, x.shape[-1]))
         x = jnp.concatenate([token, x], axis=1)
         return _Transformer(self.variant, dtype, precision, name="Transformer")(
-            x, kernels, increment
+            x, kernels, increment, dropout_key, dropout_rate
         )
 
 

@@ -52,11 +52,11 @@ def layer_norm(x, p):
     return centred / np.sqrt(variance + 1e-6) * p["scale"] + p["bias"]
 
 
-def reference(params, images, variant, offset=0.0, divisor=1.0, kernel_updates=None):
+def reference(params, images, variant, offset=0.0, divisor=1.0, kernel_updates=None, adapter=None):
     """Dosovitskiy et al. (2021), Eqs. 1-4, token by token where that is the plainest reading.
 
     Every token passes through every block. `kernel_updates[part][block]` [d, d] is added to the
-    key or value kernel.
+    key or value kernel. `adapter[leaf][block]` acts on what the attention leaves, beside the MLP.
     """
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     width, heads, size = variant.width, variant.heads, variant.patch
@@ -92,7 +92,11 @@ def reference(params, images, variant, offset=0.0, divisor=1.0, kernel_updates=N
             hidden = layer_norm(z, block["LayerNorm_2"]) @ mlp["Dense_0"]["kernel"]
             hidden = hidden + mlp["Dense_0"]["bias"]
             hidden = hidden * (1 + _erf(hidden / math.sqrt(2))) / 2
-            z = z + hidden @ mlp["Dense_1"]["kernel"] + mlp["Dense_1"]["bias"]
+            beside = 0.0
+            if adapter is not None:
+                a = {name: np.asarray(leaf[number], np.float64) for name, leaf in adapter.items()}
+                beside = np.maximum(z @ a["down"] + a["down_bias"], 0.0) @ a["up"] + a["up_bias"]
+            z = z + hidden @ mlp["Dense_1"]["kernel"] + mlp["Dense_1"]["bias"] + 0.1 * beside
         features.append(layer_norm(z, trunk["encoder_norm"])[0])
     return np.stack(features)
 
@@ -157,6 +161,92 @@ def test_pretrained_kernels_given_explicitly_change_nothing():
     plain = encode(params, images)
     explicit = encode(params, images, vit.pretrained_kernels(params))
     np.testing.assert_array_equal(plain, explicit)
+
+
+def random_adapter(seed, variant=TINY, hidden=5, scale=0.5):
+    """An adapter in which no leaf is zero."""
+    depth, width = variant.depth, variant.width
+    rng = np.random.default_rng(seed)
+
+    def noise(*shape):
+        return jnp.asarray(rng.normal(0, scale, shape), jnp.float32)
+
+    return vit.Adapter(
+        down=noise(depth, width, hidden),
+        down_bias=noise(depth, hidden),
+        up=noise(depth, hidden, width),
+        up_bias=noise(depth, width),
+    )
+
+
+def with_adapter(params, adapter):
+    kernels = vit.pretrained_kernels(params)
+    return vit.KeyValueKernels(key=kernels["key"], value=kernels["value"], adapter=adapter)
+
+
+def test_the_adapter_acts_beside_the_mlp_of_every_block():
+    params, images, adapter = random_params(0), random_images(1), random_adapter(4)
+    features = encode(params, images, with_adapter(params, adapter))
+    expected = reference(params, images, TINY, adapter=adapter)
+    np.testing.assert_allclose(features, expected, atol=3e-5)
+    for leaf in adapter:
+        for block in range(TINY.depth):
+            less = dict(adapter)
+            less[leaf] = adapter[leaf].at[block].set(0.0)
+            moved = np.abs(reference(params, images, TINY, adapter=less) - expected).max()
+            assert moved > 1e-3, (leaf, block)
+
+
+def test_an_adapter_whose_second_layer_is_zero_changes_nothing():
+    params, images, adapter = random_params(0), random_images(1), random_adapter(4)
+    for leaf in ("up", "up_bias"):
+        adapter[leaf] = jnp.zeros_like(adapter[leaf])
+    # Not compiled as a whole, for which sums may be rounded in another order.
+    model = vit.VisionTransformer(TINY)
+    adapted = model.apply({"params": params}, images, with_adapter(params, adapter))
+    np.testing.assert_array_equal(adapted, model.apply({"params": params}, images))
+
+
+def test_dropout_scales_the_hidden_units_that_stay(monkeypatch):
+    """Units dropped alike for all tokens are rows of the second layer that are missing."""
+    params, images, adapter = random_params(0), random_images(1), random_adapter(4)
+    kept = np.array([True, False, True, True, False])
+    drawn = []
+
+    def bernoulli(key, share, shape):
+        drawn.append((np.asarray(jax.random.key_data(key)).tolist(), share, shape))
+        return jnp.broadcast_to(kept, shape)
+
+    monkeypatch.setattr(jax.random, "bernoulli", bernoulli)
+    model = vit.VisionTransformer(TINY)
+    features = model.apply(
+        {"params": params},
+        images,
+        with_adapter(params, adapter),
+        dropout_key=jax.random.key(0),
+        dropout_rate=0.2,
+    )
+    less = dict(adapter, up=adapter["up"] * kept[:, None] / 0.8)
+    np.testing.assert_allclose(features, reference(params, images, TINY, adapter=less), atol=3e-5)
+    keys, shares, shapes = zip(*drawn, strict=True)
+    assert len(set(map(tuple, keys))) == TINY.depth
+    assert shares == (0.8,) * 3
+    # Every token of every image draws for itself; only the class token leaves the last block.
+    assert shapes == ((3, 10, 5), (3, 10, 5), (3, 1, 5))
+
+
+def test_dropout_follows_from_its_key():
+    params, images, adapter = random_params(0), random_images(1), random_adapter(4)
+    model = vit.VisionTransformer(TINY)
+
+    @jax.jit
+    def dropped(key):
+        kernels = with_adapter(params, adapter)
+        return model.apply({"params": params}, images, kernels, None, key, 0.5)
+
+    first = dropped(jax.random.key(0))
+    np.testing.assert_array_equal(first, dropped(jax.random.key(0)))
+    assert np.abs(first - dropped(jax.random.key(1))).max() > 1e-2
 
 
 def test_fast_precision_stays_near_parity_and_returns_float32():
