@@ -70,6 +70,16 @@ def get_config() -> ml_collections.ConfigDict:
     config.learner.lora_subtraction.normalise_projector = True  # divide it by its Frobenius norm
     config.learner.lora_subtraction.sparse_start = True  # B starts with an entry per rank
 
+    config.learner.loda = ml_collections.ConfigDict()
+    config.learner.loda.general_scale = 0.25  # of the general product
+    config.learner.loda.isolated_scale = 0.5  # of the isolated product
+    config.learner.loda.merge_gamma = 3.0  # weight of the new task where products are shrunk
+    config.learner.loda.scale = 20.0  # of cosines in the loss
+    config.learner.loda.margin = 0.0  # authors: CIFAR-100 0, ImageNet-A 0.15, ImageNet-R, CUB 0.1
+    config.learner.loda.alignment = True  # half-steps over groups of classes; False: plain steps
+    config.learner.loda.look_ahead = 0.3  # rho, the longest; authors: 0.3, ImageNet-R 0.7
+    config.learner.loda.native_learning_rate = 0.0  # of the native preset; 0: the authors'
+
     config.train = ml_collections.ConfigDict()
     config.train.epochs = 20
     config.train.batch_size = 64

@@ -50,6 +50,11 @@ _AT_LEAST_ZERO = (
     "learner.sd_lora.magnitude_rate_factor",
     "learner.lora_subtraction.triplet_weight",
     "learner.lora_subtraction.margin",
+    "learner.loda.general_scale",
+    "learner.loda.isolated_scale",
+    "learner.loda.margin",
+    "learner.loda.look_ahead",
+    "learner.loda.native_learning_rate",
     "fdc.rlc_weight",
     "fdc.pac_weight",
     "fdc.adapted_view_weight",
@@ -61,6 +66,8 @@ _POSITIVE = (
     "learner.inflora_ca.learning_rate",
     "learner.inflora_ca.ridge",
     "learner.splitlora.alpha",
+    "learner.loda.merge_gamma",
+    "learner.loda.scale",
 )
 _ONE_OF = {
     "train.schedule": ("constant", "cosine"),
