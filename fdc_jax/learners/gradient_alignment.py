@@ -7,12 +7,14 @@ taken there, and the optimiser applies it to the tensor where it was. Two half-s
 share the optimiser's state and one random length of look-ahead. The head is never moved ahead. A
 batch of one class makes one plain step.
 
-Second derivatives do not occur. A batch costs four passes forward and backward where a plain step
-costs one: groups are weights on the whole batch, so that shapes are the same for every split and
-the work stays divided between devices. It makes two steps of the optimiser.
+Second derivatives do not occur. A batch costs four passes forward and backward, two over each
+group, and makes two steps of the optimiser. On one device a pass runs over the rows of its group,
+filled up to one of a few sizes, which makes about 2.3 times a plain step for groups of equal size;
+on several devices it runs over the whole batch, four times a plain step.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -20,10 +22,13 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
+from fdc_jax.data.stream import Batch
 from fdc_jax.learners import training
 
 # Added to the norm of a gradient before dividing by it.
 NORM_FLOOR = 1e-12
+# Sizes that a part of a batch can have, in eighths of the batch.
+PART_SIZES = (4, 5, 6, 8)
 
 
 class Progress(NamedTuple):
@@ -65,51 +70,59 @@ def aligned_update(
         return Progress(jnp.zeros((), jnp.int32), transformation.init(trained))
 
     def step(backbone, frozen, trained, progress, batch, rate):
-        def slopes(leaves, weights):
+        def slopes(leaves, part):
+            """Returns the loss on a part of the batch, and its gradient."""
             value, gradients = jax.value_and_grad(
-                lambda leaves: loss(
-                    setup, backbone, frozen, leaves, batch._replace(weights=weights)
-                )
+                lambda leaves: loss(setup, backbone, frozen, leaves, part)
             )(leaves)
             return value, jax.tree.map(jnp.multiply, frozen["trains"], gradients)
 
-        def descend(trained, optimizer, ahead, weights):
-            value, gradients = slopes(ahead, weights)
+        def descended(trained, optimizer, ahead, gradients):
             directions: Any
             directions, optimizer = transformation.update(gradients, optimizer, ahead)
             trained = {
                 part: jax.tree.map(
-                    lambda leaf, direction, trains, r=rates[part]: (
+                    lambda leaf, trains, direction, r=rates[part]: (
                         leaf - rate * r * trains * direction
                     ),
                     trained[part],
-                    directions[part],
                     frozen["trains"][part],
+                    directions[part],
                 )
                 for part in trained
             }
-            return trained, optimizer, value
+            return trained, optimizer
 
         def plain(trained, optimizer):
-            return descend(trained, optimizer, trained, batch.weights)
+            value, gradients = slopes(trained, batch)
+            return *descended(trained, optimizer, trained, gradients), value
 
-        def aligned(trained, optimizer):
-            def half_step(carried, groups):
-                trained, optimizer = carried
-                source, target = groups
-                _, gradients = slopes(trained, source)
-                ahead = trained | {
+        def one_pass(carried, kind):
+            trained, optimizer, ahead = carried
+            weights, descends = kind
+            value, gradients = of_group(slopes, ahead, batch._replace(weights=weights))
+            looked = (
+                trained,
+                optimizer,
+                trained
+                | {
                     "increment": jax.tree.map(
                         lambda leaf, gradient: leaf + against(gradient, length),
                         trained["increment"],
                         gradients["increment"],
                     )
-                }
-                trained, optimizer, value = descend(trained, optimizer, ahead, target)
-                return (trained, optimizer), value * target.sum()
+                },
+            )
+            stepped = descended(trained, optimizer, ahead, gradients)
+            carried = jax.tree.map(partial(jnp.where, descends), (*stepped, stepped[0]), looked)
+            return carried, descends * value * weights.sum()
 
-            (trained, optimizer), totals = jax.lax.scan(
-                half_step, (trained, optimizer), (groups, groups[::-1])
+        def aligned(trained, optimizer):
+            # One after the other in a loop, so that the encoder is compiled once for all of them.
+            (trained, optimizer, _), totals = jax.lax.scan(
+                one_pass,
+                (trained, optimizer, trained),
+                (jnp.stack([*groups, *groups[::-1]]), jnp.array([False, True, False, True])),
             )
             return trained, optimizer, totals.sum() / batch.weights.sum()
 
@@ -123,13 +136,33 @@ def aligned_update(
             length = look_ahead * jax.random.uniform(key_of_length)
             present = present_classes(batch.labels, batch.weights, len(frozen["class_mask"]))
             in_first = first_group(key_of_groups, present)[batch.labels]
-            groups = batch.weights * jnp.stack([in_first, ~in_first])
+            groups = batch.weights * in_first, batch.weights * ~in_first
             trained, optimizer, value = jax.lax.cond(
                 present.sum() > 1, aligned, plain, trained, progress.optimizer
             )
         return trained, Progress(progress.batches + 1, optimizer), value
 
     return training.Update(initialise, jax.jit(step, donate_argnums=(2, 3)), schedule)
+
+
+def of_group(function: Callable[..., Any], leaves, batch: Batch) -> Any:
+    """Returns `function(leaves, part)`, the part being the rows of the batch with a weight.
+
+    Shapes have to be known beforehand: the part has the smallest of a few sizes that holds the
+    rows, others of weight 0 fill it up. With several devices it is the whole batch, which stays
+    divided between them.
+    """
+    rows = len(batch.labels)
+    if jax.device_count() > 1:
+        return function(leaves, batch)
+    sizes = sorted({-(-rows * eighths // 8) for eighths in PART_SIZES})
+    order = jnp.argsort(batch.weights == 0, stable=True)
+
+    def of_size(size, leaves):
+        return function(leaves, jax.tree.map(lambda leaf: leaf[order[:size]], batch))
+
+    needed = jnp.searchsorted(jnp.asarray(sizes), (batch.weights != 0).sum())
+    return jax.lax.switch(needed, [partial(of_size, size) for size in sizes], leaves)
 
 
 def against(gradient: Float[Array, "*l a b"], length) -> Float[Array, "*l a b"]:

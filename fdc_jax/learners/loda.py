@@ -43,7 +43,7 @@ over the task's images without gradients: one before, two after.
 import logging
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -154,7 +154,7 @@ def isolated_directions(
     half = scipy.linalg.solve_triangular(root, new, lower=True)
     ratios = _symmetric(scipy.linalg.solve_triangular(root, half.T, lower=True))
     leading = np.linalg.eigh(ratios)[1][:, ::-1][:, :rank]
-    directions = scipy.linalg.solve_triangular(root, leading, lower=True, trans="T")
+    directions = scipy.linalg.solve_triangular(root.T, leading)
     return np.linalg.qr(directions)[0], jitter
 
 
@@ -227,7 +227,7 @@ def _increment(setup: training.Setup, frozen, trained, shrinking=None) -> vit.In
 def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
     """Returns the cross-entropy of scaled cosines, the label's one less a margin (CosFace)."""
     ours = setup.config.learner.loda
-    features = setup.model.apply(
+    features: Any = setup.model.apply(
         {"params": backbone}, batch.images, frozen["kernels"], _increment(setup, frozen, trained)
     )
     cosines = head_types.CosineHead(trained["head"]).logits(features)
