@@ -80,6 +80,28 @@ def get_config() -> ml_collections.ConfigDict:
     config.learner.loda.look_ahead = 0.3  # rho, the longest; authors: 0.3, ImageNet-R 0.7
     config.learner.loda.native_learning_rate = 0.0  # of the native preset; 0: the authors'
 
+    config.learner.rsiat = ml_collections.ConfigDict()  # the authors' constants for ImageNet-A
+    config.learner.rsiat.bottleneck = 64  # hidden units of the adapter of a block
+    config.learner.rsiat.dropout = 0.1  # share of them that a training step drops
+    config.learner.rsiat.scale = 30.0  # s, on cosines in training
+    config.learner.rsiat.margin = 0.3  # m, off the cosine of the own class
+    config.learner.rsiat.steering_weight = 1.0  # lambda_RS, in the first task
+    config.learner.rsiat.warm_up_epochs = 3  # in which that weight rises from 0
+    config.learner.rsiat.separation_weight = 1.0  # a, of different classes in the steering loss
+    config.learner.rsiat.separation_threshold = 1.5  # m_RS, a cosine up to it costs nothing
+    config.learner.rsiat.alignment_weight = 3.0  # beta, in later tasks
+    config.learner.rsiat.repulsion_weight = 6.0  # gamma, in later tasks
+    config.learner.rsiat.projector_width = 128  # of the projector's code
+    config.learner.rsiat.projector_learning_rate = 3.121e-4  # native: the authors' per data set
+    config.learner.rsiat.identity_init = False  # a new projector per task, at first the identity
+    config.learner.rsiat.drift_width = 4.0  # sigma, reach of an image's drift
+    config.learner.rsiat.ridge = 1e-3  # added to the variances of a class
+    config.learner.rsiat.calibration_epochs = 10  # from the second task on
+    config.learner.rsiat.calibration_learning_rate = 6.69e-3  # of SGD; native: per data set
+    config.learner.rsiat.samples_per_class = 256  # pseudo-features of a class in an epoch
+    config.learner.rsiat.calibration_batch_size = 256
+    config.learner.rsiat.mean_scale = 0.9  # of the oldest means, as the stream grows; 1: none
+
     config.train = ml_collections.ConfigDict()
     config.train.epochs = 20
     config.train.batch_size = 64

@@ -30,6 +30,11 @@ _AT_LEAST_ONE = (
     "learner.inflora_ca.samples_per_class",
     "learner.inflora_ca.batch_size",
     "learner.ewc_lora.images_at_once",
+    "learner.rsiat.bottleneck",
+    "learner.rsiat.projector_width",
+    "learner.rsiat.calibration_epochs",
+    "learner.rsiat.samples_per_class",
+    "learner.rsiat.calibration_batch_size",
     "fdc.neighbours",
     "evaluation.batch_size",
     "checkpoint.every_steps",
@@ -55,6 +60,12 @@ _AT_LEAST_ZERO = (
     "learner.loda.margin",
     "learner.loda.look_ahead",
     "learner.loda.native_learning_rate",
+    "learner.rsiat.margin",
+    "learner.rsiat.steering_weight",
+    "learner.rsiat.warm_up_epochs",
+    "learner.rsiat.separation_weight",
+    "learner.rsiat.alignment_weight",
+    "learner.rsiat.repulsion_weight",
     "fdc.rlc_weight",
     "fdc.pac_weight",
     "fdc.adapted_view_weight",
@@ -65,6 +76,11 @@ _POSITIVE = (
     "train.head_learning_rate",
     "learner.inflora_ca.learning_rate",
     "learner.inflora_ca.ridge",
+    "learner.rsiat.scale",
+    "learner.rsiat.projector_learning_rate",
+    "learner.rsiat.drift_width",
+    "learner.rsiat.ridge",
+    "learner.rsiat.calibration_learning_rate",
     "learner.splitlora.alpha",
     "learner.loda.merge_gamma",
     "learner.loda.scale",
@@ -134,8 +150,13 @@ def validate(config: Config) -> None:
         refuse(lamb, "more than 0 and at most 1")
     if not flat[lamb] <= flat[lame] <= 1:
         refuse(lame, f"at least {lamb} and at most 1")
-    if not 0 <= flat["learner.inflora_ca.mean_scale"] <= 1:
-        refuse("learner.inflora_ca.mean_scale", "between 0 and 1")
+    for field in ("learner.inflora_ca.mean_scale", "learner.rsiat.mean_scale"):
+        if not 0 <= flat[field] <= 1:
+            refuse(field, "between 0 and 1")
+    if not 0 <= flat["learner.rsiat.dropout"] < 1:
+        refuse("learner.rsiat.dropout", "at least 0 and less than 1")
+    if not abs(flat["learner.rsiat.separation_threshold"]) < float("inf"):
+        refuse("learner.rsiat.separation_threshold", "a finite number")
     energy = "learner.lora_subtraction.energy"
     if not 0 < flat[energy] <= 1:
         refuse(energy, "more than 0 and at most 1")

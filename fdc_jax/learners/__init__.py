@@ -35,6 +35,7 @@ LEARNERS = {
     "ewc_lora": "fdc_jax.learners.ewc_lora",
     "sd_lora": "fdc_jax.learners.sd_lora",
     "lora_subtraction": "fdc_jax.learners.lora_subtraction",
+    "rsiat": "fdc_jax.learners.rsiat",
     "loda": "fdc_jax.learners.loda",
 }
 

@@ -64,14 +64,15 @@ class Update(NamedTuple):
     Attributes:
         initialise: `trained -> optimizer_state`.
         step: `(backbone, frozen, trained, optimizer_state, batch, rate) -> (trained,
-            optimizer_state, loss)`, jitted; `rate` multiplies the learning rates.
+            optimizer_state, loss)`, jitted; `rate` multiplies the learning rates, or is whatever
+            numbers the learner's own schedule returns.
         schedule: `(epoch, epochs) -> rate` of a learner with a schedule of its own, epochs counted
             from 0; None follows `train.schedule`.
     """
 
     initialise: Callable[[Any], Any]
     step: Callable[..., tuple[Any, Any, Float[Array, ""]]]
-    schedule: Callable[[int, int], float] | None = None
+    schedule: Callable[[int, int], Any] | None = None
 
 
 def learning_rate_factor(schedule: str, epoch: int, epochs: int) -> float:
