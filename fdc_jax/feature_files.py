@@ -10,6 +10,9 @@ each task t = 0 .. T-1:
     head_classes_t      [c_t]      optional, the label of each row of the head
     head_scale_t        scalar     optional, cosine heads only, 1 when absent
     train_pretrained_t  [n_t, d']  optional, by the pretrained encoder; in all tasks or none
+    final_head_weight_t [c_t, d]   optional, where the learner changed the head after task t: what
+                                   test images meet; with final_head_bias_t or final_head_scale_t
+                                   as above, rows in the same order
 
 and for the whole file:
 
@@ -18,49 +21,52 @@ and for the whole file:
     test_labels         [n]        optional
     head_kind           string     optional: linear (default), cosine, or nearest_mean (the rows of
                                    head_weight_t are class means)
+
+Statistics come from the head of a task's own time, `head_weight_t`; predictions are made with the
+final heads, which are the same where there is no `final_head_weight_t`.
 """
 
 import difflib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from fdc_jax import heads
+from fdc_jax import head_arrays, heads
+from fdc_jax.array_checks import check_labels_within, check_same_rows, label_vector, matrix
 from fdc_jax.array_files import printable, read_folder, read_npy, read_npz, write_npy
 from fdc_jax.errors import InputError
-
-HEAD_KINDS = ("linear", "cosine", "nearest_mean")
 
 _PER_TASK = (
     "train_adapted",
     "train_pretrained",
     "train_labels",
-    "head_weight",
-    "head_bias",
     "head_classes",
-    "head_scale",
+    *head_arrays.NAMES,
+    *(f"final_{name}" for name in head_arrays.NAMES),
 )
 _REQUIRED = ("train_adapted", "train_labels", "head_weight")
 _WHOLE = ("test_adapted", "test_pretrained", "test_labels", "head_kind")
 _TASK_NAME = re.compile(rf"({'|'.join(_PER_TASK)})_(0|[1-9][0-9]{{0,5}})")
-_CHECKED_ROWS = 4096
 
 
 class TaskFeatures(NamedTuple):
-    """One task: training features, labels, head, and the label of each row of the head."""
+    """One task: training features, labels, head, and the label of each row of the head.
+
+    `final_head` is None where the head stayed what it was.
+    """
 
     adapted: Float[np.ndarray, "n d"]
     pretrained: Float[np.ndarray, "n d2"] | None
     labels: Int[np.ndarray, " n"]
     head: heads.Head
     classes: Int[np.ndarray, " c"]
+    final_head: heads.Head | None = None
 
 
 class FeatureSet(NamedTuple):
@@ -70,6 +76,13 @@ class FeatureSet(NamedTuple):
     test_adapted: Float[np.ndarray, "n d"]
     test_pretrained: Float[np.ndarray, "n d2"] | None
     test_labels: Int[np.ndarray, " n"] | None
+
+    @property
+    def final_heads(self) -> list[heads.Head] | None:
+        """Heads to predict with, one per task; None when all are those of their own time."""
+        if all(task.final_head is None for task in self.tasks):
+            return None
+        return [task.final_head or task.head for task in self.tasks]
 
     @property
     def test_tasks(self) -> Int[np.ndarray, " n"]:
@@ -110,7 +123,7 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
 def _check(arrays: Mapping[str, np.ndarray]) -> FeatureSet:
     num_tasks = _check_names(arrays)
     two_views = "test_pretrained" in arrays
-    kind = _head_kind(arrays)
+    kind = head_arrays.read_kind(arrays)
     tasks: list[TaskFeatures] = []
     owner: dict[int, int] = {}
     for t in range(num_tasks):
@@ -122,17 +135,17 @@ def _check(arrays: Mapping[str, np.ndarray]) -> FeatureSet:
                     "expected tasks without common classes"
                 )
             owner[label] = t
-    test = _features(arrays, "test_adapted", tasks[0].adapted.shape[1], "train_adapted_0")
+    test = matrix(arrays, "test_adapted", tasks[0].adapted.shape[1], "train_adapted_0")
     pretrained = labels = None
     if two_views:
         first = tasks[0].pretrained
         assert first is not None
-        pretrained = _features(arrays, "test_pretrained", first.shape[1], "train_pretrained_0")
-        _same_rows("test_pretrained", pretrained, "test_adapted", test)
+        pretrained = matrix(arrays, "test_pretrained", first.shape[1], "train_pretrained_0")
+        check_same_rows("test_pretrained", pretrained, "test_adapted", test)
     if "test_labels" in arrays:
-        labels = _labels(arrays, "test_labels")
-        _same_rows("test_labels", labels, "test_adapted", test)
-        _labels_within(labels, list(owner), "test_labels", "any task")
+        labels = label_vector(arrays, "test_labels")
+        check_same_rows("test_labels", labels, "test_adapted", test)
+        check_labels_within(labels, list(owner), "test_labels", "any task")
     return FeatureSet(tuple(tasks), test, pretrained, labels)
 
 
@@ -183,35 +196,22 @@ def _suggestion(name: str) -> str:
     return f"; did you mean {near[0]}_{number.strip('_')[:6] or 't'}?"
 
 
-def _head_kind(arrays: Mapping[str, np.ndarray]) -> str:
-    if "head_kind" not in arrays:
-        return "linear"
-    array = arrays["head_kind"]
-    kind = str(array) if array.ndim == 0 and array.dtype.kind in "US" else None
-    if array.dtype.kind == "S" and array.ndim == 0:
-        kind = array.item().decode("ascii", "replace")
-    if kind not in HEAD_KINDS:
-        found = kind or f"{array.dtype} of shape {array.shape}"
-        raise InputError(f"head_kind: expected one of {', '.join(HEAD_KINDS)}; found {found[:40]}")
-    return kind
-
-
 def _check_task(
     arrays: Mapping[str, np.ndarray], t: int, kind: str, two_views: bool
 ) -> TaskFeatures:
     dimension = None if t == 0 else arrays["train_adapted_0"].shape[1]
-    adapted = _features(arrays, f"train_adapted_{t}", dimension, "train_adapted_0")
-    labels = _labels(arrays, f"train_labels_{t}")
-    _same_rows(f"train_labels_{t}", labels, f"train_adapted_{t}", adapted)
+    adapted = matrix(arrays, f"train_adapted_{t}", dimension, "train_adapted_0")
+    labels = label_vector(arrays, f"train_labels_{t}")
+    check_same_rows(f"train_labels_{t}", labels, f"train_adapted_{t}", adapted)
     pretrained = None
     if two_views:
         dimension = None if t == 0 else arrays["train_pretrained_0"].shape[1]
-        pretrained = _features(arrays, f"train_pretrained_{t}", dimension, "train_pretrained_0")
-        _same_rows(f"train_pretrained_{t}", pretrained, f"train_adapted_{t}", adapted)
+        pretrained = matrix(arrays, f"train_pretrained_{t}", dimension, "train_pretrained_0")
+        check_same_rows(f"train_pretrained_{t}", pretrained, f"train_adapted_{t}", adapted)
     name = f"head_weight_{t}"
-    weight = _features(arrays, name, adapted.shape[1], f"train_adapted_{t}")
+    weight = matrix(arrays, name, adapted.shape[1], f"train_adapted_{t}")
     if f"head_classes_{t}" in arrays:
-        classes = _labels(arrays, f"head_classes_{t}")
+        classes = label_vector(arrays, f"head_classes_{t}")
         if len(np.unique(classes)) != len(classes):
             raise InputError(f"head_classes_{t}: expected distinct classes")
     else:
@@ -222,98 +222,25 @@ def _check_task(
             f"{name}: expected one row for each class of {source}, {len(classes)}, "
             f"found {len(weight)}"
         )
-    _labels_within(labels, classes.tolist(), f"train_labels_{t}", "its head")
-    return TaskFeatures(adapted, pretrained, labels, _head(arrays, t, kind, weight), classes)
+    check_labels_within(labels, classes.tolist(), f"train_labels_{t}", "its head")
+    head = head_arrays.read(arrays, t, kind, weight)
+    return TaskFeatures(
+        adapted, pretrained, labels, head, classes, _final_head(arrays, t, kind, weight)
+    )
 
 
-def _head(arrays: Mapping[str, np.ndarray], t: int, kind: str, weight: np.ndarray) -> heads.Head:
-    rows = jnp.asarray(np.asarray(weight, np.float32))
-    for name, owner in (("head_bias", "linear"), ("head_scale", "cosine")):
-        if f"{name}_{t}" in arrays and kind != owner:
-            raise InputError(f"{name}_{t}: expected only for {owner} heads, head_kind is {kind}")
-    if kind == "nearest_mean":
-        return heads.NearestMeanHead(rows)
-    if kind == "cosine":
-        return heads.CosineHead(rows, float(_small(arrays, f"head_scale_{t}", (), 1.0)))
-    return heads.LinearHead(rows, jnp.asarray(_small(arrays, f"head_bias_{t}", (len(rows),), 0.0)))
-
-
-def _small(
-    arrays: Mapping[str, np.ndarray], name: str, shape: tuple[int, ...], default: float
-) -> np.ndarray:
+def _final_head(
+    arrays: Mapping[str, np.ndarray], t: int, kind: str, weight: np.ndarray
+) -> heads.Head | None:
+    name = f"final_head_weight_{t}"
     if name not in arrays:
-        return np.full(shape, default, np.float32)
-    array = arrays[name]
-    if array.shape != shape or array.dtype.kind != "f":
-        raise InputError(
-            f"{name}: expected floating-point numbers of shape {shape}, found {array.dtype} of "
-            f"shape {array.shape}"
-        )
-    with np.errstate(over="ignore"):
-        array = np.asarray(array, np.float32)
-    if not np.isfinite(array).all():
-        place = np.unravel_index(int(np.argmin(np.isfinite(array))), shape)
-        row = f"row {place[0]} " if shape else ""
-        raise InputError(f"{name}: {row}is not finite in float32")
-    return array
-
-
-def _features(
-    arrays: Mapping[str, np.ndarray], name: str, dimension: int | None, reference: str
-) -> Float[np.ndarray, "n d"]:
-    array = arrays[name]
-    if array.ndim != 2 or array.dtype.kind != "f" or array.dtype.itemsize > 8:
-        raise InputError(
-            f"{name}: expected a matrix of floating-point numbers, found {array.dtype} of shape "
-            f"{array.shape}"
-        )
-    if not array.size:
-        raise InputError(f"{name}: expected at least one row and column, found {array.shape}")
-    if dimension is not None and array.shape[1] != dimension:
-        raise InputError(
-            f"{name}: expected {dimension} columns as in {reference}, found {array.shape[1]}"
-        )
-    for start in range(0, len(array), _CHECKED_ROWS):
-        with np.errstate(over="ignore"):
-            rows = np.asarray(array[start : start + _CHECKED_ROWS], np.float32)
-        finite = np.isfinite(rows)
-        if not finite.all():
-            row, column = np.unravel_index(int(np.argmin(finite)), rows.shape)
-            value = array[start + row, column]
-            raise InputError(
-                f"{name}: row {start + int(row)}, column {int(column)} is {value}; expected "
-                "numbers that are finite in float32"
-            )
-    return array
-
-
-def _labels(arrays: Mapping[str, np.ndarray], name: str) -> Int[np.ndarray, " n"]:
-    array = arrays[name]
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InputError(
-            f"{name}: expected a vector of integers, found {array.dtype} of shape {array.shape}"
-        )
-    if not array.size:
-        raise InputError(f"{name}: expected at least one label, found none")
-    if array.max() > np.iinfo(np.int64).max:
-        raise InputError(f"{name}: row {int(np.argmax(array))} is {array.max()}, beyond 64 bits")
-    return np.asarray(array, np.int64)
-
-
-def _same_rows(name: str, array: np.ndarray, reference: str, other: np.ndarray) -> None:
-    if len(array) != len(other):
-        raise InputError(
-            f"{name}: expected {len(other)} rows as in {reference}, found {len(array)}"
-        )
-
-
-def _labels_within(
-    labels: Int[np.ndarray, " n"], classes: list[int], name: str, where: str
-) -> None:
-    outside = ~np.isin(labels, classes)
-    if outside.any():
-        row = int(np.argmax(outside))
-        raise InputError(f"{name}: row {row} is label {labels[row]}, no class of {where}")
+        for other in head_arrays.NAMES:
+            if f"final_{other}_{t}" in arrays:
+                raise InputError(f"{name}: missing, but there is a final_{other}_{t}")
+        return None
+    final = matrix(arrays, name, weight.shape[1], f"head_weight_{t}")
+    check_same_rows(name, final, f"head_weight_{t}", weight)
+    return head_arrays.read(arrays, t, kind, final, "final_")
 
 
 # Writing -----------------------------------------------------------------------------------------
@@ -337,7 +264,7 @@ def write_task(
         task: index from 0.
         adapted: [n, d] training features of the encoder after this task.
         labels: [n] integers.
-        head: a linear, cosine or nearest-mean head; all tasks of a folder need the same kind.
+        head: of a kind that can be stored; all tasks of a folder need the same kind.
         pretrained: [n, d'] features of the pretrained encoder, in all tasks or none.
         classes: [c] label of each row of the head; ascending distinct labels when None.
 
@@ -345,27 +272,12 @@ def write_task(
         InputError: the head is of another kind, or the disk refuses.
     """
     folder = Path(folder)
-    if isinstance(head, heads.LinearHead):
-        kind, parts = "linear", {"head_weight": head.weight, "head_bias": head.bias}
-    elif isinstance(head, heads.CosineHead):
-        kind, parts = "cosine", {"head_weight": head.weight, "head_scale": head.scale}
-    elif isinstance(head, heads.NearestMeanHead):
-        kind, parts = "nearest_mean", {"head_weight": head.means}
-    else:
-        raise InputError(
-            f"head of task {task}: expected a linear, cosine or nearest-mean head, which can be "
-            f"stored as arrays; found {type(head).__name__}"
-        )
-    kind_file = folder / "head_kind.npy"
-    if task > 0 and kind_file.exists():
-        stored = str(read_npy(kind_file))
-        if stored != kind:
-            raise InputError(
-                f"{kind_file}: expected {kind} as the head of task {task}, is {stored}"
-            )
-    write_npy(kind_file, np.array(kind))
+    kind, parts = head_arrays.to_arrays(head, task)
+    if task > 0:
+        _check_stored_kind(folder, kind, f"the head of task {task}")
+    write_npy(folder / "head_kind.npy", np.array(kind))
     given: dict[str, ArrayLike | None] = {
-        **{name: np.asarray(part, np.float32) for name, part in parts.items()},
+        **parts,
         "head_classes": classes,
         "train_adapted": adapted,
         "train_pretrained": pretrained,
@@ -373,6 +285,30 @@ def write_task(
     }
     for name in _PER_TASK:
         _write_or_remove(folder / f"{name}_{task}.npy", given.get(name))
+
+
+def write_final_heads(folder: str | os.PathLike[str], final: Sequence[heads.Head]) -> None:
+    """Writes those heads into a folder that differ from the heads its tasks were written with.
+
+    Args:
+        folder: holds the tasks.
+        final: what test images meet, one head per task.
+
+    Raises:
+        InputError: a head is of another kind than in the folder, or the disk refuses.
+    """
+    folder = Path(folder)
+    for task, head in enumerate(final):
+        kind, parts = head_arrays.to_arrays(head, task)
+        _check_stored_kind(folder, kind, f"the final head of task {task}")
+        first = {name: folder / f"{name}_{task}.npy" for name in parts}
+        same = all(
+            path.exists() and np.array_equal(read_npy(path), parts[name])
+            for name, path in first.items()
+        )
+        for name in head_arrays.NAMES:
+            final_part = None if same else parts.get(name)
+            _write_or_remove(folder / f"final_{name}_{task}.npy", final_part)
 
 
 def write_test(
@@ -393,6 +329,13 @@ def write_test(
     write_npy(folder / "test_adapted.npy", adapted)
     _write_or_remove(folder / "test_pretrained.npy", pretrained)
     _write_or_remove(folder / "test_labels.npy", labels)
+
+
+def _check_stored_kind(folder: Path, kind: str, which: str) -> None:
+    path = folder / "head_kind.npy"
+    stored = str(read_npy(path)) if path.exists() else kind
+    if stored != kind:
+        raise InputError(f"{path}: expected {kind} as {which}, is {stored}")
 
 
 def _write_or_remove(path: Path, array: ArrayLike | None) -> None:

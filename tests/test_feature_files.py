@@ -98,6 +98,38 @@ def test_head_kinds(target, kind):
         assert head.scale == 3.5
 
 
+def with_final_head(task=1):
+    arrays = example()
+    arrays[f"final_head_weight_{task}"] = 2.0 * arrays[f"head_weight_{task}"]
+    arrays[f"final_head_bias_{task}"] = np.array([3.0, 4.0], np.float32)
+    return arrays
+
+
+def test_final_heads(target):
+    """Where a task has none, its final head is the one of its own time."""
+    arrays = with_final_head()
+    features = feature_files.load(save(target, arrays))
+    assert [task.final_head is None for task in features.tasks] == [True, False]
+    np.testing.assert_array_equal(features.tasks[1].head.weight, arrays["head_weight_1"])
+    first, second = features.final_heads
+    np.testing.assert_array_equal(first.weight, arrays["head_weight_0"])
+    np.testing.assert_array_equal(first.bias, arrays["head_bias_0"])
+    np.testing.assert_array_equal(second.weight, 2.0 * arrays["head_weight_1"])
+    np.testing.assert_array_equal(second.bias, [3.0, 4.0])
+
+
+def test_files_without_final_heads_have_none(target):
+    assert feature_files.load(save(target, example())).final_heads is None
+
+
+def test_final_heads_are_of_the_kind_of_the_file(target):
+    arrays = {k: v for k, v in with_final_head().items() if "bias" not in k}
+    arrays |= {"head_kind": np.array("cosine"), "final_head_scale_1": np.array(2.5)}
+    first, second = feature_files.load(save(target, arrays)).final_heads
+    assert isinstance(second, heads.CosineHead)
+    assert (first.scale, second.scale) == (1.0, 2.5)
+
+
 def change(**new):
     def apply(arrays):
         for name, array in new.items():
@@ -168,6 +200,19 @@ FAULTS = {
     "head kind": (change(head_kind=np.array("quadratic")), "head_kind: expected one of linear"),
     "head kind type": (change(head_kind=np.array([1, 2])), "head_kind: expected one of linear"),
     "bias of cosine": (change(head_kind=np.array("cosine")), "head_bias_0: expected only for lin"),
+    "final rows": (change(final_head_weight_1=np.zeros((3, 4), np.float32)),
+                   "final_head_weight_1: expected 2 rows as in head_weight_1, found 3"),
+    "final columns": (change(final_head_weight_1=np.zeros((2, 3), np.float32)),
+                      "final_head_weight_1: expected 4 columns as in head_weight_1, found 3"),
+    "final nan": (change(final_head_weight_0=np.full((2, 4), np.nan)),
+                  "final_head_weight_0: row 0, column 0 is nan"),
+    "final bias alone": (change(final_head_bias_1=np.zeros(2)),
+                         "final_head_weight_1: missing, but there is a final_head_bias_1"),
+    "final scale of linear": (change(final_head_weight_0=np.zeros((2, 4)),
+                                     final_head_scale_0=np.array(1.0)),
+                              "final_head_scale_0: expected only for cosine heads"),
+    "final typo": (change(final_head_wieght_0=np.zeros((2, 4))),
+                   "did you mean final_head_weight_0"),
     "scale of linear": (change(head_scale_0=np.array(2.0)), "head_scale_0: expected only for cos"),
 }  # fmt: skip
 
@@ -339,6 +384,39 @@ def test_what_is_written_is_read(tmp_path, head):
         np.testing.assert_array_equal(task.classes, [10 * t + 1, 10 * t])
         np.testing.assert_array_equal(task.pretrained, arrays[f"train_pretrained_{t}"])
     np.testing.assert_array_equal(features.test_labels, arrays["test_labels"])
+
+
+def test_only_final_heads_that_differ_are_written(tmp_path):
+    """Written again, as after an interruption, they are what the last call says."""
+    arrays = example(two_views=False)
+    own = [heads.LinearHead(arrays[f"head_weight_{t}"], arrays[f"head_bias_{t}"]) for t in range(2)]
+    for t, head in enumerate(own):
+        feature_files.write_task(
+            tmp_path, t, arrays[f"train_adapted_{t}"], arrays[f"train_labels_{t}"], head
+        )
+    feature_files.write_test(tmp_path, arrays["test_adapted"])
+    feature_files.write_final_heads(tmp_path, own)
+    assert not list(tmp_path.glob("final_*"))
+    biased = own[0]._replace(bias=own[0].bias + 1.0)
+    feature_files.write_final_heads(tmp_path, [biased, own[1]])
+    assert {file.name for file in tmp_path.glob("final_*")} == {
+        "final_head_weight_0.npy",
+        "final_head_bias_0.npy",
+    }
+    found = feature_files.load(tmp_path).final_heads
+    for expected, head in zip([biased, own[1]], found, strict=True):
+        np.testing.assert_array_equal(head.weight, expected.weight)
+        np.testing.assert_array_equal(head.bias, expected.bias)
+    with pytest.raises(InputError, match="expected cosine as the final head of task 0, is linear"):
+        feature_files.write_final_heads(tmp_path, [heads.CosineHead(own[0].weight), own[1]])
+    # A task that is written anew has no final head yet.
+    feature_files.write_task(
+        tmp_path, 0, arrays["train_adapted_0"], arrays["train_labels_0"], own[0]
+    )
+    assert feature_files.load(tmp_path).final_heads is None
+    feature_files.write_final_heads(tmp_path, [biased, own[1]])
+    feature_files.write_final_heads(tmp_path, own)
+    assert not list(tmp_path.glob("final_*"))
 
 
 def test_rewriting_a_task_removes_what_is_no_longer_given(tmp_path):
