@@ -2,6 +2,7 @@
 
     comparator.fit_task(adapted, labels, head, pretrained=None, classes=None)   # in task order
     comparator.finalize()
+    comparator.replace_heads(heads)   # optional; only methods that read heads have it
     scores = comparator.score(adapted, pretrained=None)                         # Scores
     comparator.storage_bytes
 

@@ -5,6 +5,8 @@ are computed in float32 at the highest matmul precision; moments are taken in fl
 where they cost nothing.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Float
 from scipy.special import log_softmax, logsumexp, softmax
@@ -54,6 +56,14 @@ class Raw:
 
     def _collect(self, head: Head, logits: Float[np.ndarray, "n c"]) -> None:
         """Keeps what the method needs of a new task, given its logits on its own samples."""
+
+    def replace_heads(self, heads: Sequence[Head]) -> None:
+        """Predicts with other heads from now on; moments of logits stay those of fit time.
+
+        Raises:
+            InputError: not one head per task, or heads of another shape or type.
+        """
+        self._seen.heads = self._seen.check_heads(heads)
 
     def finalize(self) -> None:
         """Nothing remains to be done after the last task."""
@@ -199,11 +209,27 @@ class WeightAligning(Raw):
         self._norms: list[Float[np.ndarray, " c"]] = []
         self._bias_left: list[Float[np.ndarray, " c"]] = []
 
+    def replace_heads(self, heads: Sequence[Head]) -> None:
+        """Aligns other heads instead, from the first on, and predicts with them.
+
+        Raises:
+            InputError: not one linear head per task, or all rows of one are zero.
+        """
+        heads = self._seen.check_heads(heads)
+        aligned = WeightAligning(self.variant)
+        for head in heads:
+            aligned._align(head)
+        self._factors, self._norms = aligned._factors, aligned._norms
+        self._bias_left, self._seen.heads = aligned._bias_left, heads
+
     def _collect(self, head: Head, logits: Float[np.ndarray, "n c"]) -> None:
+        self._align(head)
+
+    def _align(self, head: Head) -> None:
         assert isinstance(head, LinearHead)
         norms = np.linalg.norm(np.asarray(head.weight, np.float64), axis=1)
         if not norms.any():
-            raise InputError(f"wa: all rows of the head of task {self.num_tasks} are zero")
+            raise InputError(f"wa: all rows of the head of task {len(self._factors)} are zero")
         factor = 1.0 / float(norms.mean())
         bias_left = np.zeros(len(norms))
         if self.variant == "sequential":

@@ -4,6 +4,8 @@ Eigenvectors come from a float64 decomposition on the host; residuals are float3
 highest matmul precision under `jax.jit`.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Float
 from scipy.special import logsumexp
@@ -82,6 +84,14 @@ class VirtualLogitMatching:
         self._residuals.append(residual.astype(np.float32))
         self._alphas.append(float(logits.max(axis=1).mean()) / max(mean_norm, NORM_FLOOR))
         self._seen.remember(samples, head)
+
+    def replace_heads(self, heads: Sequence[Head]) -> None:
+        """Takes logits from other heads from now on; u_t, R_t and alpha_t stay those of fit time.
+
+        Raises:
+            InputError: not one linear head per task, or heads of another shape.
+        """
+        self._seen.heads = self._seen.check_heads(heads)
 
     def finalize(self) -> None:
         """Nothing remains to be done after the last task."""

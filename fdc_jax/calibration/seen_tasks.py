@@ -1,5 +1,6 @@
 """What every comparator does with a task before its own formula: check it, count its classes."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -98,6 +99,22 @@ class SeenTasks:
         if head is not None:
             self.heads.append(head)
         self._width = samples.features.shape[1]
+
+    def check_heads(self, heads: Sequence[Head]) -> list[Head]:
+        """Returns heads that are to replace those of all tasks.
+
+        Raises:
+            InputError: not one head per task, or a head that `check` refuses.
+        """
+        heads = list(heads)
+        if len(heads) != len(self.classes):
+            raise InputError(
+                f"{self.method}: heads: expected one per task, {len(self.classes)}, found "
+                f"{len(heads)}"
+            )
+        for task, (head, rows) in enumerate(zip(heads, self.classes, strict=True)):
+            self._check_head(head, len(rows), task)
+        return heads
 
     def _gather(
         self, adapted: object, labels: object, pretrained: object, task: int

@@ -187,3 +187,74 @@ def test_arguments_and_storage(data):
         fitted(comparators.WeightAligning(), [data.tasks[0]._replace(head=zero)])
     assert fitted(comparators.Raw(), data.tasks).storage_bytes == 0
     assert fitted(comparators.LogitStandardisation(), data.tasks).storage_bytes == 3 * 2 * 4
+
+
+# Heads that changed later ------------------------------------------------------------------------
+
+
+def replaced(data, comparator):
+    """The comparator fitted with other heads, which were then replaced by those of the problem."""
+    rng = np.random.default_rng(1)
+    others = [
+        heads.LinearHead(
+            (2.0 * task.head.weight + rng.normal(size=task.head.weight.shape)).astype(np.float32),
+            np.flip(task.head.bias),
+        )
+        for task in data.tasks
+    ]
+    early = [task._replace(head=head) for task, head in zip(data.tasks, others, strict=True)]
+    comparator = fitted(comparator, early)
+    comparator.replace_heads([task.head for task in data.tasks])
+    return early, comparator.score(data.adapted, data.pretrained)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        comparators.Raw,
+        comparators.Energy,
+        comparators.MaximumSoftmax,
+        comparators.NegativeEntropy,
+        comparators.WeightAligning,
+        lambda: comparators.WeightAligning("symmetric"),
+    ],
+)
+def test_methods_of_heads_alone_forget_replaced_heads(data, make):
+    _, found = replaced(data, make())
+    expected = fitted(make(), data.tasks).score(data.adapted)
+    np.testing.assert_array_equal(found.task_scores, expected.task_scores)
+    np.testing.assert_array_equal(found.label, expected.label)
+
+
+def test_logit_standardisation_keeps_the_moments_of_replaced_heads(data):
+    early, found = replaced(data, comparators.LogitStandardisation())
+    for t, task in enumerate(early):
+        best = logits(task, task.adapted).max(axis=1)
+        z = logits(data.tasks[t], data.adapted).max(axis=1)
+        expected = (z - best.mean()) / best.std()
+        np.testing.assert_allclose(found.task_scores[:, t], expected, atol=1e-4)
+
+
+def test_vim_keeps_the_residuals_of_replaced_heads(data):
+    early, found = replaced(data, comparators.VirtualLogitMatching())
+    before = fitted(comparators.VirtualLogitMatching(), early).score(data.adapted)
+    for t, task in enumerate(early):
+        change = scipy.special.logsumexp(logits(data.tasks[t], data.adapted), axis=1)
+        change -= scipy.special.logsumexp(logits(task, data.adapted), axis=1)
+        np.testing.assert_allclose(
+            found.task_scores[:, t], before.task_scores[:, t] + change, rtol=1e-3, atol=1e-3
+        )
+
+
+def test_replacing_heads_is_checked(data):
+    comparator = fitted(comparators.WeightAligning(), data.tasks)
+    own = [task.head for task in data.tasks]
+    with pytest.raises(InputError, match="wa: heads: expected one per task, 3, found 2"):
+        comparator.replace_heads(own[:2])
+    with pytest.raises(InputError, match=r"head of task 0: expected 3 rows, .* found 2"):
+        comparator.replace_heads([own[1], own[0], own[2]])
+    zero = own[1]._replace(weight=np.zeros_like(own[1].weight))
+    with pytest.raises(InputError, match="wa: all rows of the head of task 1 are zero"):
+        comparator.replace_heads([own[0], zero, own[2]])
+    expected = fitted(comparators.WeightAligning(), data.tasks).score(data.adapted)
+    np.testing.assert_array_equal(comparator.score(data.adapted).task_scores, expected.task_scores)
