@@ -330,6 +330,7 @@ class Run:
         if last:
             self.workdir.save_predictions(predictions)
             if e.config.save_features:
+                feature_files.write_final_heads(self.workdir.features, heads)
                 feature_files.write_test(
                     self.workdir.features, adapted.features, pretrained, predictions["label"]
                 )

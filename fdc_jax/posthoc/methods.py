@@ -75,7 +75,7 @@ METHODS: dict[str, Callable[[Settings], Any]] = {
 
 
 def run(name: str, features: FeatureSet, settings: Settings) -> Outcome:
-    """Fits a method task by task and scores all test features.
+    """Fits a method task by task and scores all test features, with the final heads if there are.
 
     Raises:
         InputError: the method is unknown, or does not apply to these features.
@@ -87,6 +87,9 @@ def run(name: str, features: FeatureSet, settings: Settings) -> Outcome:
     for task in features.tasks:
         method.fit_task(task.adapted, task.labels, task.head, task.pretrained, task.classes)
     method.finalize()
+    # Methods that read no head cannot take others.
+    if features.final_heads is not None and hasattr(method, "replace_heads"):
+        method.replace_heads(features.final_heads)
     fitted = time.perf_counter()
     calibrator = terms = None
     if isinstance(method, calibration.FDC):

@@ -27,7 +27,9 @@ Dump the same arrays from PyTorch (encoder: images -> head-input features; in ev
     numpy.savez("features.npz", **arrays)
 
 task_loader must not shuffle. Rows of a head stand in ascending order of their labels; they are
-copied, since the head may be trained on. All arrays are described in fdc_jax/feature_files.py."""
+copied, since the head may be trained on. If it was, in later tasks or by an alignment of all heads,
+add what it ended as, after the last task: final_head_weight_{{t}} and final_head_bias_{{t}}. All
+arrays are described in fdc_jax/feature_files.py."""
 
 
 def write_template(path: str | os.PathLike[str]) -> str:
