@@ -3,6 +3,7 @@
 P(f) = f + decoder(encoder(f)), two small perceptrons. It serves training only.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -29,6 +30,7 @@ class Projector(NamedTuple):
     out: Dense
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def initialise(key: Array, width: int, code: int, identity: bool = False) -> Projector:
     """Returns layers uniform in +-1/sqrt(inputs), as PyTorch initialises.
 
