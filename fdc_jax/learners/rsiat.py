@@ -213,11 +213,11 @@ def loss(
     steering_cost = steering.steering_loss(
         features, batch.labels, batch.weights, ours.separation_weight, ours.separation_threshold
     )
-    # Nothing reads these features in the first task.
+    # Nothing reads these features in the first task; a norm has no derivative at zero.
     earlier: Any = jax.lax.cond(
         frozen["later"],
         lambda: setup.model.apply(parameters, batch.images, frozen["kernels"]),
-        lambda: jnp.zeros(features.shape),
+        lambda: jnp.ones(features.shape),
     )
     alignment, repulsion = steering.projection_losses(
         lambda rows: projector.project(trained["projector"], rows, not ours.identity_init),
