@@ -1,0 +1,65 @@
+"""RSIAT's formulas in float64 NumPy, pair by pair and image by image, for its tests."""
+
+import math
+
+import numpy as np
+
+_erf = np.vectorize(math.erf)
+
+
+def cosine(a, b):
+    """Returns the cosine of two vectors."""
+    return a @ b / (np.linalg.norm(a) * np.linalg.norm(b))
+
+
+def cosface(features, rows, labels, scale, margin):
+    """Returns the mean CosFace loss over the images."""
+    losses = []
+    for feature, label in zip(features, labels, strict=True):
+        logits = [scale * (cosine(feature, r) - margin * (k == label)) for k, r in enumerate(rows)]
+        losses.append(np.log(np.sum(np.exp(logits))) - logits[label])
+    return np.mean(losses)
+
+
+def steering(features, labels, separation_weight, threshold):
+    """Returns the steering loss over all ordered pairs of different images."""
+    same, others = [], []
+    for i, a in enumerate(features):
+        for j, b in enumerate(features):
+            if i != j and labels[i] == labels[j]:
+                same.append(max(1.0 - cosine(a, b), 0.0))
+            elif i != j:
+                others.append(max(cosine(a, b) - threshold, 0.0))
+    return np.sum(same) / (len(same) + 1e-6) + separation_weight * np.sum(others) / (
+        len(others) + 1e-6
+    )
+
+
+def project(projector, x, bounded=True):
+    """Returns P(x): four layers, the exact GELU after three of them, a sigmoid after the last."""
+    hidden = x
+    for layer in projector[:-1]:
+        hidden = hidden @ layer.weight + layer.bias
+        hidden = hidden * (1.0 + _erf(hidden / math.sqrt(2.0))) / 2.0
+    correction = hidden @ projector.out.weight + projector.out.bias
+    return x + (1.0 / (1.0 + np.exp(-correction)) if bounded else correction)
+
+
+def alignment(features, projected):
+    """Returns the mean squared difference over images and coordinates."""
+    return np.mean((features - projected) ** 2)
+
+
+def repulsion(projected_means, projected):
+    """Returns the mean cosine of every projected mean with every projected feature."""
+    return np.mean([[cosine(mean, feature) for feature in projected] for mean in projected_means])
+
+
+def moved_means(means, before, after, width):
+    """Returns means moved by the weighted drift of the images, one by one."""
+    moved = []
+    for mean in means:
+        weights = [math.exp(-np.sum((each - mean) ** 2) / (2 * width**2)) + 1e-5 for each in before]
+        shift = sum(w * (b - a) for w, a, b in zip(weights, before, after, strict=True))
+        moved.append(mean + shift / sum(weights))
+    return np.array(moved)
