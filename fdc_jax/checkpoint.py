@@ -148,7 +148,8 @@ class Checkpoints:
 
         Args:
             number: which checkpoint.
-            target: arrays or `jax.ShapeDtypeStruct`, with the shardings wanted.
+            target: arrays or `jax.ShapeDtypeStruct`, with the shardings wanted; where it has a
+                NumPy array, one is returned.
             cursor: its cursor, as `cursors` returned it.
 
         Returns:

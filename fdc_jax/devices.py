@@ -14,8 +14,12 @@ def data_mesh() -> Mesh:
 
 
 def replicate(mesh: Mesh, tree: Any) -> Any:
-    """Copies a pytree to every device."""
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+    """Copies a pytree to every device, but for its NumPy arrays, which stay on the host."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(
+        lambda leaf: leaf if isinstance(leaf, np.ndarray) else jax.device_put(leaf, everywhere),
+        tree,
+    )
 
 
 def split(mesh: Mesh, tree: Any) -> Any:

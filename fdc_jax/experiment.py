@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from fdc_jax import calibration, devices, feature_files, results
 from fdc_jax.checkpoint import Checkpoints
@@ -97,7 +98,9 @@ class Run:
     def _start(self, state: Any, task: int) -> tuple[Any, Any]:
         key = jax.random.fold_in(jax.random.key(self.seed), task)
         e = self.experiment
-        return devices.replicate(e.mesh, e.learner.start(e.setup, e.backbone, state, task, key))
+        started = e.learner.start(e.setup, e.backbone, state, task, key)
+        # Every step reads these, so that none of them may stay on the host.
+        return devices.replicate(e.mesh, jax.tree.map(jnp.asarray, started))
 
     def __call__(self) -> dict[str, Any]:
         """Runs whatever is not done yet and returns the results (Algorithm 1).

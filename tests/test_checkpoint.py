@@ -46,6 +46,25 @@ def test_round_trip_keeps_types_values_and_cursor(filled):
     assert isinstance(restored["optimizer"], optax.ScaleByAdamState)
 
 
+def test_numpy_arrays_come_back_as_numpy_arrays(tmp_path):
+    """And nothing of their size is put on a device on the way."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    large = np.random.default_rng(0).normal(size=(50, 40, 10)).astype(np.float32)
+    tree = {"host": large, "device": jnp.arange(3.0), "both": LinearHead(large[0], jnp.ones(40))}
+    checkpoints.save(1, tree, {"tasks_done": 1})
+    ((number, cursor),) = checkpoints.cursors()
+    target = tree | {"host": np.zeros_like(large)}
+    before = {id(array) for array in jax.live_arrays()}
+    restored = checkpoints.restore(number, target, cursor)
+    assert_equal_trees(restored, tree)
+    assert type(restored["host"]) is type(restored["both"].weight) is np.ndarray
+    assert isinstance(restored["device"], jax.Array)
+    assert isinstance(restored["both"].bias, jax.Array)
+    new = [array.size for array in jax.live_arrays() if id(array) not in before]
+    assert max(new) == 40
+    checkpoints.close()
+
+
 def test_only_the_newest_stay(filled):
     assert [number for number, _ in filled.cursors()] == [3, 2]
 

@@ -18,8 +18,10 @@ A learner is a module that answers five questions, in this order:
 `state`, `frozen` and `trained` are pytrees of arrays whose shapes never depend on the task, so
 that one compilation serves all tasks. `state` is what a checkpoint holds; `frozen` must follow from
 `state`, `task` and `key`, which itself follows from seed and task; `backbone` is the pretrained
-parameter tree and never changes. `images` gives the task's training images again:
-`images.augmented()` and `images.plain()` iterate over batches, labels counted within the task.
+parameter tree and never changes. A leaf of `state` that is a NumPy array stays on the host, where
+large things belong that no training step reads; everything else is put on the devices. `images`
+gives the task's training images again: `images.augmented()` and `images.plain()` iterate over
+batches, labels counted within the task.
 """
 
 import importlib
