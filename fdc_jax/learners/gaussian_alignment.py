@@ -3,6 +3,9 @@
 A Gaussian is fitted to the head-input features of each class when its task ends. Later, whenever
 heads are to be made comparable, features of every class seen are drawn anew and all heads are
 trained on them together, without any image.
+
+Covariances are by far the largest thing that is kept of a class. They stay in the memory of the
+host, and drawing moves those of one task at a time to the device.
 """
 
 from collections.abc import Callable, Iterable
@@ -25,19 +28,19 @@ class ClassGaussians(NamedTuple):
 
     Attributes:
         means: of the features.
-        factors: lower triangular, factor @ factor.T = covariance + ridge * I. 708 MB for 300
-            classes of 768 features.
+        factors: lower triangular, factor @ factor.T = covariance + ridge * I; on the host. 708 MB
+            for 300 classes of 768 features.
     """
 
     means: Float[Array, "t c d"]
-    factors: Float[Array, "t c d d"]
+    factors: Float[np.ndarray, "t c d d"]
 
 
 def empty(num_tasks: int, classes: int, width: int) -> ClassGaussians:
     """Returns slots for `classes` classes in each task."""
     return ClassGaussians(
         means=jnp.zeros((num_tasks, classes, width)),
-        factors=jnp.zeros((num_tasks, classes, width, width)),
+        factors=np.zeros((num_tasks, classes, width, width), np.float32),
     )
 
 
@@ -85,7 +88,10 @@ def fit_task(
     num_classes: int,
     ridge: float,
 ) -> ClassGaussians:
-    """Returns the Gaussians with those of one task fitted.
+    """Returns the Gaussians with those of one task fitted; the ones given stay as they are.
+
+    The factors of the other tasks are copied within the memory of the host, which for a moment
+    holds them twice. That takes a fraction of the second in which a checkpoint writes them.
 
     Args:
         gaussians: slots.
@@ -98,10 +104,9 @@ def fit_task(
     Raises:
         TrainingError: a class has no image, or a feature that is not finite.
     """
-    width = features.shape[1]
-    slots = gaussians.means.shape[1]
-    means = np.zeros((slots, width), np.float32)
-    factors = np.zeros((slots, width, width), np.float32)
+    means = np.zeros(gaussians.means.shape[1:], np.float32)
+    factors = np.array(gaussians.factors)
+    factors[task] = 0.0
     for label in range(num_classes):
         own = features[labels == label]
         where = f"class {label} of task {task + 1}"
@@ -109,10 +114,8 @@ def fit_task(
             raise TrainingError(f"{where} has no training image to fit its Gaussian to")
         if not np.isfinite(own).all():
             raise TrainingError(f"{where} has features that are not finite: the encoder diverged")
-        means[label], factors[label] = fit(own, ridge)
-    return ClassGaussians(
-        gaussians.means.at[task].set(means), gaussians.factors.at[task].set(factors)
-    )
+        means[label], factors[task, label] = fit(own, ridge)
+    return ClassGaussians(gaussians.means.at[task].set(means), factors)
 
 
 def mean_scales(oldest: float, tasks: int, tasks_done: int) -> Float[np.ndarray, " t"]:
@@ -132,9 +135,11 @@ def draw(
     gaussians: ClassGaussians,
     scales: Float[Array, " t"] | Float[np.ndarray, " t"],
     samples: int,
-    tasks_done: int | Int[Array, ""],
+    tasks_done: int,
 ) -> Float[Array, "t c s d"]:
     """Returns `samples` features of each class, zero for tasks to come.
+
+    The device holds these features and the factors of a single task, never those of all.
 
     Args:
         key: random key.
@@ -144,17 +149,29 @@ def draw(
         tasks_done: tasks to draw for.
     """
     tasks, classes, width = gaussians.means.shape
-    scales = jnp.asarray(scales)
+    scales = np.asarray(scales, np.float32)
+    features = jnp.zeros((tasks, classes, samples, width))
+    for task in range(tasks_done):
+        factors = np.asarray(gaussians.factors[task])
+        features = _draw_task(key, features, np.int32(task), gaussians.means, scales, factors)
+        # Factors would pile up on the device if their transfers ran ahead of the draws.
+        features.block_until_ready()
+    return features
 
-    def draw_task(task, features):
-        normal = jax.random.normal(jax.random.fold_in(key, task), (classes, samples, width))
-        spread = jnp.einsum(
-            "csd,ced->cse", normal, gaussians.factors[task], precision=jax.lax.Precision.HIGHEST
-        )
-        return features.at[task].set(spread + scales[task] * gaussians.means[task][:, None])
 
-    nothing = jnp.zeros((tasks, classes, samples, width))
-    return jax.lax.fori_loop(0, tasks_done, draw_task, nothing)
+@partial(jax.jit, donate_argnums=1)
+def _draw_task(
+    key: Array,
+    features: Float[Array, "t c s d"],
+    task: Int[Array, ""],
+    means: Float[Array, "t c d"],
+    scales: Float[Array, " t"],
+    factors: Float[Array, "c d d"],
+) -> Float[Array, "t c s d"]:
+    """Returns the features with the slot of one task drawn."""
+    normal = jax.random.normal(jax.random.fold_in(key, task), features.shape[1:])
+    spread = jnp.einsum("csd,ced->cse", normal, factors, precision=jax.lax.Precision.HIGHEST)
+    return features.at[task].set(spread + scales[task] * means[task][:, None])
 
 
 def retraining(
@@ -163,10 +180,10 @@ def retraining(
     samples: int,
     batch_size: int,
 ) -> Callable[..., Any]:
-    """Returns a jitted function that trains the heads of all tasks on drawn features.
+    """Returns a function that trains the heads of all tasks on drawn features.
 
     In every epoch it draws `samples` features of each class seen, shuffles them and goes over them
-    in batches; the last batch may be smaller.
+    in batches; the last batch may be smaller. It is compiled once for all tasks.
 
     Args:
         loss: `loss(heads, features, labels, weights, seen) -> scalar`; `labels` are positions in
@@ -182,49 +199,58 @@ def retraining(
     """
 
     @jax.jit
-    def retrain(
-        heads: Any,
-        gaussians: ClassGaussians,
-        seen: Bool[Array, "t c"],
-        scales: Float[Array, " t"],
-        rates: Float[Array, " e"],
-        key: Array,
-    ) -> Any:
+    def train_epoch(heads, optimizer_state, drawn, seen, rate, key_of_order):
         slots = seen.size
         total = slots * samples
-        tasks_done = jnp.max(jnp.where(seen.any(axis=1), jnp.arange(len(seen)) + 1, 0))
+        features = drawn.reshape(total, -1)
         drawn_rows = jnp.sum(seen) * samples
         labels = jnp.repeat(jnp.arange(slots), samples)
         counted = jnp.repeat(seen.reshape(-1), samples)
         padding = jnp.zeros(-total % batch_size, jnp.int32)
+        # Whatever was not drawn goes behind everything that was.
+        order = jnp.argsort(jnp.where(counted, jax.random.uniform(key_of_order, (total,)), 2.0))
+        order = jnp.concatenate([order.astype(jnp.int32), padding])
 
-        def epoch(carry, rate_and_key):
-            rate, key = rate_and_key
-            key_of_features, key_of_order = jax.random.split(key)
-            features = draw(key_of_features, gaussians, scales, samples, tasks_done)
-            features = features.reshape(total, -1)
-            # Whatever was not drawn goes behind everything that was.
-            order = jnp.argsort(jnp.where(counted, jax.random.uniform(key_of_order, (total,)), 2.0))
-            order = jnp.concatenate([order.astype(jnp.int32), padding])
+        def step(number, carry):
+            heads, optimizer_state = carry
+            first = number * batch_size
+            rows = jax.lax.dynamic_slice_in_dim(order, first, batch_size)
+            weights = (first + jnp.arange(batch_size) < drawn_rows).astype(jnp.float32)
+            gradients = jax.grad(loss)(heads, features[rows], labels[rows], weights, seen)
+            directions, optimizer_state = transformation.update(gradients, optimizer_state, heads)
+            heads = jax.tree.map(lambda leaf, d: leaf - rate * d, heads, directions)
+            return heads, optimizer_state
 
-            def step(number, carry):
-                heads, optimizer_state = carry
-                first = number * batch_size
-                rows = jax.lax.dynamic_slice_in_dim(order, first, batch_size)
-                weights = (first + jnp.arange(batch_size) < drawn_rows).astype(jnp.float32)
-                gradients = jax.grad(loss)(heads, features[rows], labels[rows], weights, seen)
-                directions, optimizer_state = transformation.update(
-                    gradients, optimizer_state, heads
-                )
-                heads = jax.tree.map(lambda leaf, d: leaf - rate * d, heads, directions)
-                return heads, optimizer_state
+        steps = -(-drawn_rows // batch_size)
+        return jax.lax.fori_loop(0, steps, step, (heads, optimizer_state))
 
-            return jax.lax.fori_loop(0, -(-drawn_rows // batch_size), step, carry), None
-
-        start = heads, transformation.init(heads)
-        (heads, _), _ = jax.lax.scan(epoch, start, (rates, jax.random.split(key, len(rates))))
+    def retrain(
+        heads: Any,
+        gaussians: ClassGaussians,
+        seen: Bool[Array, "t c"] | Bool[np.ndarray, "t c"],
+        scales: Float[Array, " t"] | Float[np.ndarray, " t"],
+        rates: Float[Array, " e"] | Float[np.ndarray, " e"],
+        key: Array,
+    ) -> Any:
+        seen, rates = np.asarray(seen), np.asarray(rates, np.float32)
+        tasks_done = int(np.max(np.where(seen.any(axis=1), np.arange(len(seen)) + 1, 0)))
+        # Where heads are, what is new must be too, or the second epoch would compile again.
+        heads = jax.tree.map(jnp.asarray, heads)
+        place = jax.tree.leaves(heads)[0].sharding
+        heads, optimizer_state = jax.device_put((heads, transformation.init(heads)), place)
+        for rate, key_of_epoch in zip(rates, jax.random.split(key, len(rates)), strict=True):
+            key_of_features, key_of_order = jax.random.split(key_of_epoch)
+            heads, optimizer_state = train_epoch(
+                heads,
+                optimizer_state,
+                draw(key_of_features, gaussians, scales, samples, tasks_done),
+                seen,
+                rate,
+                key_of_order,
+            )
         return heads
 
+    retrain._cache_size = train_epoch._cache_size  # pyright: ignore
     return retrain
 
 

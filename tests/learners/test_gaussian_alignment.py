@@ -19,7 +19,7 @@ def random_gaussians(seed=0, tasks=3, classes=2, width=4):
     rng = np.random.default_rng(seed)
     factors = np.tril(rng.normal(size=(tasks, classes, width, width)))
     means = rng.normal(size=(tasks, classes, width))
-    return ClassGaussians(jnp.asarray(means, jnp.float32), jnp.asarray(factors, jnp.float32))
+    return ClassGaussians(jnp.asarray(means, jnp.float32), factors.astype(np.float32))
 
 
 # Fitting -----------------------------------------------------------------------------------------
@@ -68,6 +68,8 @@ def test_fit_task_fills_one_slot():
         np.testing.assert_array_equal(new[1, 2], 0)
         np.testing.assert_array_equal(new[0], old[0])
         np.testing.assert_array_equal(new[2], old[2])
+    for old, kept in zip(before, random_gaussians(classes=3), strict=True):
+        np.testing.assert_array_equal(old, kept)
 
 
 def test_classes_that_cannot_be_fitted_are_named():
@@ -114,7 +116,8 @@ def test_draws_have_the_moments_of_their_gaussian():
 
 
 def test_draws_are_independent_and_follow_from_the_key():
-    gaussians = ClassGaussians(jnp.zeros((2, 2, 3)), jnp.tile(jnp.eye(3), (2, 2, 1, 1)))
+    factors = np.tile(np.eye(3, dtype=np.float32), (2, 2, 1, 1))
+    gaussians = ClassGaussians(jnp.zeros((2, 2, 3)), factors)
     first, again, other = (
         np.asarray(gaussian_alignment.draw(jax.random.key(seed), gaussians, np.ones(2), 500, 2))
         for seed in (0, 0, 1)
@@ -122,6 +125,41 @@ def test_draws_are_independent_and_follow_from_the_key():
     np.testing.assert_array_equal(first, again)
     streams = np.concatenate([first.reshape(4, -1), other.reshape(4, -1)])
     np.testing.assert_allclose(np.corrcoef(streams), np.eye(8), atol=0.12)
+
+
+def test_factors_stay_on_the_host(monkeypatch):
+    """Of 6 tasks with 3 classes of 16 features, what is drawn is far smaller than the factors."""
+    gaussians = gaussian_alignment.empty(6, 3, 16)
+    assert type(gaussians.factors) is np.ndarray
+    size, factors_size = 6 * 3 * 2 * 16, gaussians.factors.size
+    assert 5 * size < factors_size
+    rng = np.random.default_rng(0)
+    for task in range(6):
+        features = rng.normal(size=(12, 16)).astype(np.float32)
+        gaussians = gaussian_alignment.fit_task(
+            gaussians, task, features, np.arange(12) % 3, 3, 1e-4
+        )
+    assert type(gaussians.factors) is np.ndarray
+    before = {id(array) for array in jax.live_arrays()}
+    largest, tasks = [], []
+    draw_task = gaussian_alignment._draw_task
+
+    def watched(key, features, task, means, scales, factors):
+        drawn = draw_task(key, features, task, means, scales, factors)
+        alive = [array for array in jax.live_arrays() if id(array) not in before]
+        largest.append(max(array.size for array in alive))
+        tasks.append((int(task), factors.shape))
+        return drawn
+
+    monkeypatch.setattr(gaussian_alignment, "_draw_task", watched)
+    retrain = counting(2, 4, tasks=6, classes=3, width=16)
+    heads = zero_heads(6, 3, 16)
+    retrain(heads, gaussians, np.ones((6, 3), bool), np.ones(6), np.ones(1), jax.random.key(0))
+    assert tasks == [(task, (3, 16, 16)) for task in range(6)]
+    assert max(largest) == size
+    del heads
+    kept = [array.size for array in jax.live_arrays() if id(array) not in before]
+    assert max(kept, default=0) <= size
 
 
 def test_newest_means_stay_and_the_oldest_shrink():
@@ -192,12 +230,12 @@ def test_cross_entropy_of_logits_that_are_zero():
 SEEN = np.array([[True, True], [True, False], [False, False]])
 
 
-def counting(samples, batch_size, transformation=None):
+def counting(samples, batch_size, transformation=None, tasks=3, classes=2, width=4):
     """A training whose "heads" count steps and samples, and add up features, per class."""
 
     def loss(heads, features, labels, weights, seen):
         chosen = heads["count"].reshape(-1)[labels] + jnp.sum(
-            heads["sum"].reshape(6, -1)[labels] * features, axis=1
+            heads["sum"].reshape(tasks * classes, width)[labels] * features, axis=1
         )
         return -jnp.sum(weights * chosen) - heads["steps"][0]
 
@@ -206,8 +244,12 @@ def counting(samples, batch_size, transformation=None):
     )
 
 
-def zero_heads():
-    return {"count": jnp.zeros((3, 2)), "sum": jnp.zeros((3, 2, 4)), "steps": jnp.zeros(3)}
+def zero_heads(tasks=3, classes=2, width=4):
+    return {
+        "count": jnp.zeros((tasks, classes)),
+        "sum": jnp.zeros((tasks, classes, width)),
+        "steps": jnp.zeros(tasks),
+    }
 
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(5, 3), (4, 4), (64, 1)])

@@ -117,6 +117,15 @@ def test_gaussians_come_from_plain_images_and_stay(backbone, trajectories):
             np.testing.assert_array_equal(new[task + 1 :], 0)
 
 
+def test_factors_stay_on_the_host(trajectories):
+    _, found = trajectories
+    for before, frozen, trained, _, after in found[inflora_ca]:
+        for state in (before, after):
+            assert type(state.gaussians.factors) is np.ndarray
+            assert isinstance(state.gaussians.means, jax.Array)
+        assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves((frozen, trained)))
+
+
 def test_the_end_of_a_task_can_be_repeated(backbone, trajectories):
     """A run that was killed while it ended a task comes to the same heads."""
     setup, found = trajectories
@@ -224,7 +233,7 @@ def test_alignment_against_its_formula(preset, rates, temperature):
     )
     gaussians = gaussian_alignment.ClassGaussians(
         jnp.asarray(rng.normal(size=(3, 3, TINY.width)), jnp.float32),
-        jnp.zeros((3, 3, TINY.width, TINY.width)),
+        np.zeros((3, 3, TINY.width, TINY.width), np.float32),
     )
     aligned = inflora_ca.align(setup, heads, gaussians, 1, jax.random.key(0))
     sizes = setup.classes_per_task[:2]
@@ -256,7 +265,7 @@ def test_alignment_makes_heads_comparable():
     )
     factors = np.tile(0.5 * np.eye(TINY.width), (2, 2, 1, 1))
     gaussians = gaussian_alignment.ClassGaussians(
-        jnp.asarray(means, jnp.float32), jnp.asarray(factors, jnp.float32)
+        jnp.asarray(means, jnp.float32), factors.astype(np.float32)
     )
     setup.config.learner.inflora_ca.learning_rate = 0.5
     aligned = inflora_ca.align(setup, heads, gaussians, 1, jax.random.key(0))
