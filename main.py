@@ -16,7 +16,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 from absl import app, flags
 from ml_collections import config_flags
 
-from fdc_jax import errors, interruption
+from fdc_jax import errors, host_memory, interruption
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The configuration file.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder that receives everything.")
@@ -85,5 +85,6 @@ def main(arguments: list[str], stop: interruption.StopRequest) -> None:
 
 
 if __name__ == "__main__":
+    host_memory.keep_freed_memory()
     with interruption.stop_on_signals() as requested:
         app.run(lambda arguments: main(arguments, requested), flags_parser=_parse)
