@@ -1,0 +1,372 @@
+"""Gradient alignment against its rules written out in float64, on a model with known slopes."""
+
+from functools import partial
+from itertools import combinations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from fdc_jax.data.stream import Batch
+from fdc_jax.learners import gradient_alignment, training
+from tests.learners.small_stream import copy, float64
+
+WIDTH, RANK, BLOCKS, CLASSES = 5, 2, 2, 6
+RATES = {"increment": 0.02, "head": 0.1}
+LENGTH = 0.8
+
+
+def loss(setup, backbone, frozen, trained, batch):
+    """Cross-entropy of a linear head on two linear blocks, each with a low-rank increment."""
+    x = batch.images
+    for block in range(BLOCKS):
+        A, B = (trained["increment"][name][block] for name in ("A", "B"))
+        x = x @ (backbone[block] + A @ B)
+    return training.cross_entropy(
+        x @ trained["head"].T, batch.labels, frozen["class_mask"], batch.weights
+    )
+
+
+def reference_loss(backbone, trained, batch, weights):
+    """The same in NumPy, row by row."""
+    total = 0.0
+    for x, label, weight in zip(batch.images, batch.labels, weights, strict=True):
+        for block in range(BLOCKS):
+            increment = trained["increment"]
+            x = x @ backbone[block] + x @ increment["A"][block] @ increment["B"][block]
+        logits = trained["head"][:-1] @ x
+        total += weight * (np.log(np.exp(logits).sum()) - logits[label])
+    return total / weights.sum()
+
+
+def reference_slopes(backbone, trained, batch, weights):
+    """Loss and gradient by central differences, entry by entry."""
+    leaves, structure = jax.tree.flatten(trained)
+    slopes = [np.zeros_like(leaf) for leaf in leaves]
+    for leaf, slope in zip(leaves, slopes, strict=True):
+        for place in np.ndindex(leaf.shape):
+            values, kept = [], leaf[place]
+            for move in (1e-5, -1e-5):
+                leaf[place] = kept + move
+                values.append(reference_loss(backbone, trained, batch, weights))
+            leaf[place] = kept
+            slope[place] = (values[0] - values[1]) / 2e-5
+    value = reference_loss(backbone, trained, batch, weights)
+    return value, jax.tree.unflatten(structure, slopes)
+
+
+class Adam:
+    """Directions of Adam, one tree after another."""
+
+    def __init__(self):
+        self.steps, self.first, self.second = 0, None, None
+
+    def __call__(self, gradients, parameters):
+        if self.first is None:
+            self.first = self.second = jax.tree.map(np.zeros_like, gradients)
+        self.steps += 1
+        self.first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, self.first, gradients)
+        self.second = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, self.second, gradients)
+        return jax.tree.map(
+            lambda m, v: m / (1 - 0.9**self.steps) / (np.sqrt(v / (1 - 0.999**self.steps)) + 1e-8),
+            self.first,
+            self.second,
+        )
+
+
+class Momentum:
+    """Directions of PyTorch's SGD with momentum 0.9 and weight decay."""
+
+    def __init__(self, decay):
+        self.decay, self.buffer = decay, None
+
+    def __call__(self, gradients, parameters):
+        slopes = jax.tree.map(lambda g, p: g + self.decay * p, gradients, parameters)
+        if self.buffer is None:
+            self.buffer = jax.tree.map(np.zeros_like, slopes)
+        self.buffer = jax.tree.map(lambda b, g: 0.9 * b + g, self.buffer, slopes)
+        return self.buffer
+
+
+def reference_batch(slopes, optimizer, trained, groups, length, rates, trains):
+    """Both half-steps of one batch.
+
+    Args:
+        slopes: `(trained, weights) -> (loss, gradient)` in float64.
+        optimizer: `(gradient, parameters) -> directions`, with a memory.
+        trained: float64 leaves; matrices of the increment on the last two axes.
+        groups: weights of the first and of the second group.
+        length: of the look-ahead.
+        rates: of each part.
+        trains: 0 for leaves that stay.
+    """
+    losses = []
+    for source, target in (groups, groups[::-1]):
+        _, gradient = slopes(trained, source)
+        gradient = jax.tree.map(np.multiply, gradient, trains)
+        ahead = dict(trained)
+        ahead["increment"] = jax.tree.map(
+            lambda p, g: p - length * g / (np.sqrt((g**2).sum((-2, -1)))[..., None, None] + 1e-12),
+            trained["increment"],
+            gradient["increment"],
+        )
+        value, gradient = slopes(ahead, target)
+        gradient = jax.tree.map(np.multiply, gradient, trains)
+        directions = optimizer(gradient, ahead)
+        trained = {
+            part: jax.tree.map(
+                lambda p, d, t, r=rates[part]: p - r * t * d,
+                trained[part],
+                directions[part],
+                trains[part],
+            )
+            for part in trained
+        }
+        losses.append(target.sum() * value)
+    return trained, sum(losses) / (groups[0].sum() + groups[1].sum())
+
+
+def random_numbers(frozen, batches_done, batch, longest):
+    """The length of the look-ahead and the groups that follow from key and count."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(frozen["alignment"]), batches_done)
+    key_of_length, key_of_groups = jax.random.split(key)
+    present = np.zeros(len(frozen["class_mask"]), bool)
+    present[batch.labels[batch.weights > 0]] = True
+    first = np.asarray(gradient_alignment.first_group(key_of_groups, jnp.asarray(present)))
+    in_first = first[batch.labels]
+    length = longest * float(jax.random.uniform(key_of_length))
+    return length, (batch.weights * in_first, batch.weights * ~in_first)
+
+
+def make_batch(seed, labels, padding=0):
+    rng = np.random.default_rng(seed)
+    labels = np.asarray(labels, np.int32)
+    weights = (np.arange(len(labels)) < len(labels) - padding).astype(np.float32)
+    return Batch(rng.normal(size=(len(labels), WIDTH)).astype(np.float32), labels, weights)
+
+
+def make_task(seed=0, A_trains=1.0):
+    """Returns backbone, frozen and trained leaves; the last row of the head is no class."""
+    rng = np.random.default_rng(seed)
+
+    def noise(*shape, scale=0.5):
+        return jnp.asarray(rng.normal(0, scale, shape), jnp.float32)
+
+    backbone = noise(BLOCKS, WIDTH, WIDTH)
+    trained = {
+        # Blocks whose slopes differ in length.
+        "increment": {
+            "A": noise(BLOCKS, WIDTH, RANK) * jnp.array([1.0, 3.0])[:, None, None],
+            "B": noise(BLOCKS, RANK, WIDTH),
+        },
+        "head": noise(CLASSES + 1, WIDTH),
+    }
+    frozen = {
+        "class_mask": jnp.arange(CLASSES + 1) < CLASSES,
+        "alignment": jax.random.key_data(jax.random.key(seed)),
+        "trains": {
+            "increment": {"A": jnp.asarray(A_trains), "B": jnp.ones(())},
+            "head": jnp.ones(()),
+        },
+    }
+    return backbone, frozen, trained
+
+
+def make_update(look_ahead=LENGTH, transformation=None):
+    return gradient_alignment.aligned_update(
+        None, loss, RATES, transformation or optax.scale_by_adam(), look_ahead
+    )
+
+
+@pytest.fixture(scope="module")
+def update():
+    return make_update()
+
+
+def assert_close(found, expected, **tolerance):
+    jax.tree.map(partial(np.testing.assert_allclose, **tolerance), found, expected)
+
+
+BATCHES = (
+    make_batch(1, [0, 1, 2, 3, 4, 5, 0, 1, 2, 3], padding=1),
+    make_batch(2, [5, 5, 3, 3, 1, 1, 1, 1, 1, 1]),
+    make_batch(3, [0, 4, 4, 4, 4, 4, 4, 4, 1, 2], padding=2),
+)
+
+
+@pytest.mark.parametrize("A_trains", [1.0, 0.0])
+@pytest.mark.parametrize("optimizer", ["adam", "momentum"])
+def test_three_batches_in_float64(update, optimizer, A_trains):
+    """Also that decay sees the weights ahead, and that leaves which stay are not moved by it."""
+    theirs = Adam()
+    if optimizer == "momentum":
+        decay = 0.3
+        sgd = optax.chain(optax.add_decayed_weights(decay), optax.trace(0.9))
+        update, theirs = make_update(transformation=sgd), Momentum(decay)
+    backbone, frozen, trained = make_task(A_trains=A_trains)
+    kernels, expected = float64(backbone), float64(trained)
+    before = float64(trained)
+    trains = float64(frozen["trains"])
+    progress = update.initialise(trained)
+    for done, batch in enumerate(BATCHES):
+        length, groups = random_numbers(frozen, done, batch, LENGTH)
+        assert min(groups[0].sum(), groups[1].sum()) > 0
+        expected, value = reference_batch(
+            lambda leaves, weights, batch=batch: reference_slopes(
+                kernels, jax.tree.map(np.copy, leaves), batch, weights
+            ),
+            theirs,
+            expected,
+            groups,
+            length,
+            {part: 0.5 * rate for part, rate in RATES.items()},
+            trains,
+        )
+        trained, progress, found = update.step(backbone, frozen, trained, progress, batch, 0.5)
+        np.testing.assert_allclose(found, value, rtol=1e-4)
+        assert_close(trained, expected, atol=2e-5)
+    assert progress.batches == 3
+    moved = np.abs(np.asarray(trained["increment"]["A"]) - before["increment"]["A"]).max()
+    assert (moved > 1e-2) if A_trains else (moved == 0)
+
+
+def test_without_look_ahead_two_plain_steps(update):
+    """The groups one after the other: the second descends first."""
+    backbone, frozen, trained = make_task()
+    batch = BATCHES[0]
+    _, groups = random_numbers(frozen, 0, batch, 0.0)
+    plain = training.adam_update(None, loss, RATES)
+    expected, optimizer = copy(trained), plain.initialise(trained)
+    for weights in groups[::-1]:
+        expected, optimizer, _ = plain.step(
+            backbone, frozen, expected, optimizer, batch._replace(weights=weights), 1.0
+        )
+    none = make_update(0.0)
+    ahead, progress, _ = update.step(
+        backbone, frozen, copy(trained), update.initialise(trained), batch, 1.0
+    )
+    found, progress, _ = none.step(backbone, frozen, trained, none.initialise(trained), batch, 1.0)
+    assert_close(found, expected, atol=1e-6)
+    assert_close(progress.optimizer, optimizer, atol=1e-6)
+    assert progress.optimizer.count == 2
+    assert np.abs(ahead["increment"]["B"] - found["increment"]["B"]).max() > 1e-3
+
+
+@pytest.mark.parametrize("look_ahead", [LENGTH, None])
+def test_plain_steps(update, look_ahead):
+    """Of a batch of one class, and of any where alignment is off."""
+    backbone, frozen, trained = make_task()
+    batch = make_batch(4, [2] * 7 + [3, 0, 5], padding=3) if look_ahead else BATCHES[0]
+    plain = training.adam_update(None, loss, RATES)
+    expected, optimizer, value = plain.step(
+        backbone, frozen, copy(trained), plain.initialise(trained), batch, 1.0
+    )
+    ours = update if look_ahead else make_update(None)
+    found, progress, found_value = ours.step(
+        backbone, frozen, trained, ours.initialise(trained), batch, 1.0
+    )
+    assert_close(found, expected, atol=1e-6)
+    assert_close(progress.optimizer, optimizer, atol=1e-6)
+    np.testing.assert_allclose(found_value, value, rtol=1e-6)
+    assert progress.batches == 1
+
+
+def test_the_look_ahead_is_taken_back(update):
+    """At a rate of zero not a bit changes."""
+    backbone, frozen, trained = make_task()
+    before = copy(trained)
+    found, progress, _ = update.step(
+        backbone, frozen, trained, update.initialise(trained), BATCHES[0], 0.0
+    )
+    jax.tree.map(np.testing.assert_array_equal, found, before)
+    assert progress.optimizer.count == 2
+
+
+def test_padding_is_in_no_group(update):
+    """Images and labels of rows without weight may be anything, other classes included."""
+    backbone, frozen, trained = make_task()
+    batch = make_batch(5, [0, 1, 2, 0, 1, 2, 0, 0, 0, 0], padding=4)
+    other = batch._replace(images=batch.images.copy(), labels=batch.labels.copy())
+    other.images[6:] = 7.0
+    other.labels[6:] = [3, 4, 5, 5]
+    results = [
+        update.step(backbone, frozen, copy(trained), update.initialise(trained), each, 1.0)
+        for each in (batch, other)
+    ]
+    assert_close(*results, atol=1e-6)
+
+
+def test_goes_on_from_saved_progress(update):
+    """Random numbers follow from key and count of batches alone, and differ between batches."""
+    backbone, frozen, trained = make_task()
+    progress = update.initialise(trained)
+    for batch in BATCHES[:2]:
+        trained, progress, _ = update.step(backbone, frozen, trained, progress, batch, 1.0)
+    saved = jax.tree.map(np.asarray, copy((trained, progress)))
+    on = update.step(backbone, frozen, trained, progress, BATCHES[2], 1.0)
+    again = update.step(backbone, frozen, *jax.tree.map(jnp.asarray, saved), BATCHES[2], 1.0)
+    jax.tree.map(np.testing.assert_array_equal, on, again)
+    _, late = jax.tree.map(jnp.asarray, saved)
+    first = late._replace(batches=jnp.zeros((), jnp.int32))
+    other = update.step(backbone, frozen, jax.tree.map(jnp.asarray, saved[0]), first, BATCHES[2], 1)
+    assert np.abs(other[0]["increment"]["B"] - on[0]["increment"]["B"]).max() > 1e-4
+
+
+@pytest.mark.parametrize("present", [(2,), (0, 3), (1, 2, 5), (0, 1, 2, 4)])
+def test_first_group_is_a_random_half(present):
+    marked = jnp.zeros(CLASSES, bool).at[jnp.asarray(present)].set(True)
+    size = max(1, len(present) // 2)
+    draws = jax.vmap(gradient_alignment.first_group, (0, None))(
+        jax.random.split(jax.random.key(0), 600), marked
+    )
+    found = [tuple(np.flatnonzero(draw)) for draw in np.asarray(draws)]
+    halves = list(combinations(present, size))
+    assert set(found) == set(halves)
+    shares = np.array([found.count(half) for half in halves]) / len(found)
+    np.testing.assert_allclose(shares, 1 / len(halves), atol=0.06)
+
+
+def test_present_classes():
+    batch = make_batch(0, [1, 1, 4, 0, 5], padding=2)
+    found = gradient_alignment.present_classes(batch.labels, batch.weights, CLASSES)
+    np.testing.assert_array_equal(found, [False, True, False, False, True, False])
+
+
+def test_against_has_one_length_for_every_matrix():
+    gradient = np.random.default_rng(0).normal(size=(3, 4, 2)) * np.array([1e-9, 1, 1e3]).reshape(
+        3, 1, 1
+    )
+    gradient[1] = 0.0
+    step = np.asarray(gradient_alignment.against(jnp.asarray(gradient, jnp.float32), 0.7))
+    np.testing.assert_array_equal(step[1], 0)
+    np.testing.assert_allclose(np.linalg.norm(step, axis=(1, 2))[[0, 2]], 0.7, rtol=1e-3)
+    np.testing.assert_allclose(step[2] / -0.7, gradient[2] / np.linalg.norm(gradient[2]), rtol=1e-5)
+
+
+def test_of_group_sees_every_row_with_weight():
+    """Whatever the size of the group, and few rows beside it."""
+    batch = make_batch(0, np.arange(16) % CLASSES)
+
+    def function(factor, part):
+        rows = jnp.zeros(()) + len(part.labels)
+        return factor * jnp.sum(part.weights * part.labels), part.weights.sum(), rows
+
+    compiled = jax.jit(partial(gradient_alignment.of_group, function))
+    rng = np.random.default_rng(0)
+    for size in range(1, 17):
+        chosen = rng.permutation(16)[:size]
+        weights = np.zeros(16, np.float32)
+        weights[chosen] = 1.0
+        value, count, rows = compiled(2.0, batch._replace(weights=weights))
+        assert value == 2.0 * batch.labels[chosen].sum()
+        assert count == size
+        assert rows == next(each for each in (8, 10, 12, 16) if each >= size)
+
+
+def test_several_devices_keep_the_whole_batch(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 2)
+    batch = make_batch(0, [0, 1, 2, 3], padding=3)
+    rows = gradient_alignment.of_group(lambda leaves, part: len(part.labels), None, batch)
+    assert rows == 4
