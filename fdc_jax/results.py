@@ -11,24 +11,11 @@ from jaxtyping import Int
 
 import fdc_jax
 from fdc_jax import configuration, devices, evaluation
+from fdc_jax.calibration.components import fuse_all, selected_for
 
 if TYPE_CHECKING:
     from fdc_jax.calibration.fdc import Terms
     from fdc_jax.preparation import Experiment
-
-# Component combinations of the paper's ablation (Table current-ablation).
-COMPONENTS = {
-    "raw": dict(tsf=False, rlc=False, pac=False),
-    "tsf": dict(tsf=True, rlc=False, pac=False),
-    "pac": dict(tsf=False, rlc=False, pac=True),
-    "rlc": dict(tsf=False, rlc=True, pac=False),
-    "tsf+pac": dict(tsf=True, rlc=False, pac=True),
-    "tsf+rlc": dict(tsf=True, rlc=True, pac=False),
-    "pac+rlc": dict(tsf=False, rlc=True, pac=True),
-    "full": dict(tsf=True, rlc=True, pac=True),
-    "adapted_view": dict(tsf=True, rlc=True, pac=True, pretrained_view=False),
-    "pretrained_view": dict(tsf=True, rlc=True, pac=True, adapted_view=False),
-}
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-datasets", "numpy")
 
@@ -47,12 +34,7 @@ def measure(
         `accuracy`, `routing_accuracy`, `components` and the four shares of raw and FDC; and the
         columns of `predictions.npz`.
     """
-    dual = terms.pretrained is not None
-    scores = {
-        name: terms.fuse(**switches)
-        for name, switches in COMPONENTS.items()
-        if dual or name not in ("adapted_view", "pretrained_view")
-    }
+    scores = fuse_all(terms)
     raw, fdc = scores["raw"], scores["full"]
     oracle = raw.label_in_task(tasks)
     decompositions = {
@@ -126,6 +108,7 @@ def collect(
             for name in ("raw", "fdc")
         },
         "components": last["components"],
+        "selected": _selected(config.learner.name, last["components"]),
         "decomposition": last["decomposition"],
         "curve": curve,
         "fdc_storage_bytes": storage_bytes,
@@ -143,6 +126,14 @@ def collect(
         "config": configuration.flatten(config) | {"seed": [seed]},
         "versions": versions(),
     }
+
+
+def _selected(learner: str, components: dict[str, float]) -> dict[str, Any]:
+    """Returns what the paper enables for the learner, and its accuracy."""
+    name = selected_for(learner)
+    # Without the pretrained view, the adapted one is all there is.
+    name = name if name in components else name.removesuffix("_adapted_view")
+    return {"components": name, "accuracy": components.get(name)}
 
 
 def _timing(per_task: list[dict[str, float]], complete: bool) -> dict[str, Any] | None:
@@ -210,6 +201,7 @@ def summarise(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
                 "components",
             )
         },
+        "selected": {"components": first["selected"]["components"]},
         "gain": gain._asdict(),
         "component_gains": {
             name: over_seeds(

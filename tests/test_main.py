@@ -56,8 +56,9 @@ def test_results_follow_the_contract(whole):
     assert found["accuracy"].keys() == {"raw", "fdc", "oracle"}
     assert found["components"].keys() == {
         *("raw", "tsf", "pac", "rlc", "tsf+pac", "tsf+rlc", "pac+rlc", "full"),
-        *("adapted_view", "pretrained_view"),
+        *("adapted_view", "pretrained_view", "pac+rlc_adapted_view", "pac+rlc_pretrained_view"),
     }
+    assert found["selected"] == {"components": "full", "accuracy": found["accuracy"]["fdc"]}
     assert found["components"]["raw"] == found["accuracy"]["raw"]
     assert found["components"]["full"] == found["accuracy"]["fdc"]
     assert len(found["curve"]) == 5

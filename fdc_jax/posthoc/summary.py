@@ -10,21 +10,8 @@ import numpy as np
 import fdc_jax
 from fdc_jax import evaluation
 from fdc_jax.calibration import Scores, Terms
+from fdc_jax.calibration.components import fuse_all
 from fdc_jax.feature_files import FeatureSet
-
-# Component combinations of the paper's ablation, as arguments of Terms.fuse.
-COMPONENTS = {
-    "raw": {"tsf": False, "rlc": False, "pac": False},
-    "tsf": {"rlc": False, "pac": False},
-    "pac": {"tsf": False, "rlc": False},
-    "rlc": {"tsf": False, "pac": False},
-    "tsf+pac": {"rlc": False},
-    "tsf+rlc": {"pac": False},
-    "pac+rlc": {"tsf": False},
-    "full": {},
-    "adapted_view": {"pretrained_view": False},
-    "pretrained_view": {"adapted_view": False},
-}
 
 
 def summarise(features: FeatureSet, raw: Scores, calibrated: Scores) -> dict[str, Any]:
@@ -92,9 +79,8 @@ def component_accuracies(features: FeatureSet, terms: Terms) -> dict[str, float]
     """Accuracy of every component combination of FDC; the view rows need two views."""
     assert features.test_labels is not None
     return {
-        name: evaluation.accuracy(features.test_labels, terms.fuse(**switches).label)
-        for name, switches in COMPONENTS.items()
-        if terms.pretrained is not None or not name.endswith("_view")
+        name: evaluation.accuracy(features.test_labels, scores.label)
+        for name, scores in fuse_all(terms).items()
     }
 
 

@@ -17,6 +17,8 @@ _TITLES = {
     "full": "FDC",
     "adapted_view": "FDC, adapted view only",
     "pretrained_view": "FDC, pretrained view only",
+    "pac+rlc_adapted_view": "PAC + RLC, adapted view only",
+    "pac+rlc_pretrained_view": "PAC + RLC, pretrained view only",
 }
 
 
@@ -29,6 +31,11 @@ def _table(title: str, *columns: str) -> Table:
     for i, column in enumerate(columns):
         table.add_column(column, justify="right" if i else "left", no_wrap=True)
     return table
+
+
+def _title(name: str, results: dict[str, Any]) -> str:
+    chosen = name == results["selected"]["components"] and name != "full"
+    return f"{_TITLES[name]} (the paper's choice)" if chosen else _TITLES[name]
 
 
 def _gain(value: float) -> str:
@@ -58,7 +65,7 @@ def show_results(results: dict[str, Any]) -> None:
     components = _table("components", "", "accuracy, %", "gain")
     for name, value in results["components"].items():
         gain = "" if name == "raw" else _gain(value - accuracy["raw"])
-        components.add_row(_TITLES[name], f"{value:.2f}", gain)
+        components.add_row(_title(name, results), f"{value:.2f}", gain)
     console.print(components)
 
 
@@ -90,7 +97,7 @@ def show_summary(summary: dict[str, Any]) -> None:
     components = _table("components, gains paired within each seed", "", "accuracy, %", "gain")
     for name, value in summary["components"].items():
         gain = "" if name == "raw" else signed(summary["component_gains"][name])
-        components.add_row(_TITLES[name], both(value), gain)
+        components.add_row(_title(name, summary), both(value), gain)
     console.print(components)
     gain = summary["gain"]
     console.print(

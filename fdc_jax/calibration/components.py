@@ -1,0 +1,43 @@
+"""The component and view combinations that the paper compares, as arguments of `Terms.fuse`."""
+
+from fdc_jax.calibration.scores import Scores
+from fdc_jax.calibration.terms import Terms
+
+# Table current-ablation, and the two views of Table plugin without TSF.
+COMPONENTS = {
+    "raw": {"tsf": False, "rlc": False, "pac": False},
+    "tsf": {"rlc": False, "pac": False},
+    "pac": {"tsf": False, "rlc": False},
+    "rlc": {"tsf": False, "pac": False},
+    "tsf+pac": {"rlc": False},
+    "tsf+rlc": {"pac": False},
+    "pac+rlc": {"tsf": False},
+    "full": {},
+    "adapted_view": {"pretrained_view": False},
+    "pretrained_view": {"adapted_view": False},
+    "pac+rlc_adapted_view": {"tsf": False, "pretrained_view": False},
+    "pac+rlc_pretrained_view": {"tsf": False, "adapted_view": False},
+}
+
+# What the paper enables for a learner (Table plugin); everything for all others.
+_SELECTED = {
+    "splitlora": "pac+rlc_adapted_view",
+    "lora_subtraction": "pac+rlc_adapted_view",
+    "loda": "pac+rlc_adapted_view",
+    "rsiat": "pac+rlc_pretrained_view",
+}
+
+
+def selected_for(learner: str) -> str:
+    """Returns the combination that the paper selects for a learner: a key of `COMPONENTS`."""
+    return _SELECTED.get(learner, "full")
+
+
+def fuse_all(terms: Terms) -> dict[str, Scores]:
+    """Returns the scores of every combination; those of one view only where there are two."""
+    dual = terms.pretrained is not None
+    return {
+        name: terms.fuse(**switches)
+        for name, switches in COMPONENTS.items()
+        if dual or not name.endswith("_view")
+    }
