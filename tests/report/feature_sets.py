@@ -1,0 +1,69 @@
+"""Small random feature sets, and the reference in float64 fitted on them."""
+
+import numpy as np
+
+from fdc_jax.feature_files import FeatureSet, TaskFeatures
+from tests.calibration import reference, streams
+
+
+def feature_set(kind="linear", dual=True, final=False, test_size=90, **options):
+    """Returns a stream of the tests of calibration as a feature set.
+
+    Args:
+        kind: of head.
+        dual: with a pretrained view.
+        final: whether the heads changed after their task.
+        test_size: number of test images.
+        **options: of `streams.stream`.
+    """
+    tasks = streams.stream(**options)
+    adapted, pretrained, labels = probes(tasks, test_size)
+    made = []
+    for task in tasks:
+        # Rows in descending order of labels, so that rows and classes are not the same thing.
+        last = task.first + len(task.weight) - 1
+        changed = task._replace(weight=task.weight + 0.1, bias=task.bias - 0.2)
+        made.append(
+            TaskFeatures(
+                task.adapted,
+                task.pretrained if dual else None,
+                last - task.rows,
+                streams.head_of(task, kind),
+                np.arange(last, task.first - 1, -1),
+                streams.head_of(changed, kind) if final else None,
+            )
+        )
+    return FeatureSet(tuple(made), adapted, pretrained if dual else None, labels)
+
+
+def probes(tasks, size):
+    """Returns perturbed training samples of both views and their labels, all tasks mixed."""
+    rng = np.random.default_rng(7)
+    labels = np.concatenate([task.first + len(task.weight) - 1 - task.rows for task in tasks])
+    pick = rng.permutation(len(labels))[:size]
+    views = [
+        np.concatenate([getattr(task, name) for task in tasks])[pick]
+        for name in ("adapted", "pretrained")
+    ]
+    noisy = [view + 0.3 * rng.normal(size=view.shape) for view in views]
+    return *(view.astype(np.float32) for view in noisy), labels[pick]
+
+
+def rows_of(task):
+    """Returns the head row of every training image."""
+    return np.array([list(task.classes).index(label) for label in task.labels])
+
+
+def reference_of(features, kind="linear", **settings):
+    """Returns the reference on the heads of the tasks' own time."""
+    tasks = []
+    for task in features.tasks:
+        name = "means" if kind == "nearest_mean" else "weight"
+        head = reference.Head(
+            kind,
+            getattr(task.head, name),
+            getattr(task.head, "bias", None),
+            getattr(task.head, "scale", 1.0),
+        )
+        tasks.append((task.adapted, rows_of(task), head, task.pretrained))
+    return reference.Reference(tasks, **settings)
