@@ -6,7 +6,7 @@ each task t = 0 .. T-1:
     train_adapted_t     [n_t, d]   features of the training images by the encoder after task t
     train_labels_t      [n_t]      integers; no class may occur in two tasks
     head_weight_t       [c_t, d]   rows in ascending order of labels unless head_classes_t is there
-    head_bias_t         [c_t]      optional, zeros when absent; linear heads only
+    head_bias_t         [c_t]      optional, zeros when absent; linear and normalised_linear heads
     head_classes_t      [c_t]      optional, the label of each row of the head
     head_scale_t        scalar     optional, cosine heads only, 1 when absent
     train_pretrained_t  [n_t, d']  optional, by the pretrained encoder; in all tasks or none
@@ -19,8 +19,8 @@ and for the whole file:
     test_adapted        [n, d]     features of the test images by the final encoder
     test_pretrained     [n, d']    present exactly when train_pretrained_t is
     test_labels         [n]        optional
-    head_kind           string     optional: linear (default), cosine, or nearest_mean (the rows of
-                                   head_weight_t are class means)
+    head_kind           string     optional: linear (default), normalised_linear (linear on h/|h|),
+                                   cosine, or nearest_mean (rows of head_weight_t are class means)
 
 Statistics come from the head of a task's own time, `head_weight_t`; predictions are made with the
 final heads, which are the same where there is no `final_head_weight_t`.

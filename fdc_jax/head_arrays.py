@@ -13,6 +13,7 @@ from fdc_jax.errors import InputError
 # Each kind's type, and the array that stands beside its rows.
 KINDS: dict[str, tuple[Any, str | None]] = {
     "linear": (heads.LinearHead, "head_bias"),
+    "normalised_linear": (heads.NormalisedLinearHead, "head_bias"),
     "cosine": (heads.CosineHead, "head_scale"),
     "nearest_mean": (heads.NearestMeanHead, None),
 }
@@ -52,10 +53,11 @@ def read(
     Raises:
         InputError: an array is malformed, or belongs to another kind.
     """
-    for owner, (_, name) in KINDS.items():
+    for name in NAMES[1:]:
         if f"{prefix}{name}_{task}" in arrays and name != KINDS[kind][1]:
+            owners = " or ".join(owner for owner, (_, own) in KINDS.items() if own == name)
             raise InputError(
-                f"{prefix}{name}_{task}: expected only for {owner} heads, head_kind is {kind}"
+                f"{prefix}{name}_{task}: expected only for {owners} heads, head_kind is {kind}"
             )
     make, name = KINDS[kind]
     rows = jnp.asarray(np.asarray(weight, np.float32))

@@ -44,6 +44,17 @@ class LinearHead(NamedTuple):
         return _products(features, self.weight) + self.bias
 
 
+class NormalisedLinearHead(NamedTuple):
+    """Logits W h/|h| + b: linear on the feature's direction, rows of any length."""
+
+    weight: Float[Array, "c d"]
+    bias: Float[Array, " c"]
+
+    def logits(self, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
+        """Returns W h/|h| + b for each row h."""
+        return _products(unit(features), self.weight) + self.bias
+
+
 class CosineHead(NamedTuple):
     """Logits scale * cos(h, row of W)."""
 

@@ -84,6 +84,15 @@ def test_head_classes_order_the_rows_and_admit_a_class_without_images(target):
     assert features.test_tasks[0] == 0
 
 
+def test_normalised_linear_heads(target):
+    arrays = with_final_head() | {"head_kind": np.array("normalised_linear")}
+    features = feature_files.load(save(target, arrays))
+    for head in [features.tasks[1].head, *features.final_heads]:
+        assert isinstance(head, heads.NormalisedLinearHead)
+    np.testing.assert_array_equal(features.tasks[1].head.bias, arrays["head_bias_1"])
+    np.testing.assert_array_equal(features.final_heads[1].bias, [3.0, 4.0])
+
+
 @pytest.mark.parametrize("kind", ["cosine", "nearest_mean", np.bytes_(b"cosine")])
 def test_head_kinds(target, kind):
     arrays = {k: v for k, v in example().items() if "bias" not in k}
@@ -356,6 +365,7 @@ def test_any_damage_to_a_mapped_array_is_an_input_error_or_valid(tmp_path_factor
     "head",
     [
         heads.LinearHead(np.ones((2, 4), np.float32), np.array([1.0, 2.0], np.float32)),
+        heads.NormalisedLinearHead(np.ones((2, 4), np.float32), np.array([1.0, 2.0], np.float32)),
         heads.CosineHead(np.ones((2, 4), np.float32), 2.0),
         heads.NearestMeanHead(np.ones((2, 4), np.float32)),
     ],

@@ -8,9 +8,20 @@ from jaxtyping import Float
 
 from fdc_jax.calibration.inputs import check_real, float32, host_array
 from fdc_jax.errors import InputError
-from fdc_jax.heads import NORM_FLOOR, CosineHead, LinearHead, NearestMeanHead
+from fdc_jax.heads import (
+    NORM_FLOOR,
+    CosineHead,
+    LinearHead,
+    NearestMeanHead,
+    NormalisedLinearHead,
+)
 
-KINDS = {LinearHead: "linear", CosineHead: "cosine", NearestMeanHead: "nearest_mean"}
+KINDS = {
+    LinearHead: "linear",
+    NormalisedLinearHead: "normalised_linear",
+    CosineHead: "cosine",
+    NearestMeanHead: "nearest_mean",
+}
 
 
 class HeadRows(NamedTuple):
@@ -22,7 +33,7 @@ class HeadRows(NamedTuple):
 
 
 def head_kind(head: Any, name: str) -> str:
-    """Returns "linear", "cosine", "nearest_mean", or "function" for any other head with logits.
+    """Returns a name of `KINDS`, or "function" for any other head with logits.
 
     Raises:
         InputError: `head` has no method `logits`.
@@ -37,7 +48,7 @@ def head_rows(head: Any, name: str, width: int) -> HeadRows:
     """Returns a built-in head as rows and bias.
 
     Args:
-        head: linear, cosine or nearest-mean head.
+        head: of a type in `KINDS`.
         name: what to call it in messages.
         width: head-input dimension.
 
@@ -45,12 +56,12 @@ def head_rows(head: Any, name: str, width: int) -> HeadRows:
         InputError: an array of another shape than [c, width] and [c], not of real numbers, or not
             finite.
     """
-    if isinstance(head, LinearHead):
+    if isinstance(head, LinearHead | NormalisedLinearHead):
         rows = _matrix(head.weight, f"{name}: weight", width)
         bias = _numbers(head.bias, f"{name}: bias")
         if bias.shape != (len(rows),):
             raise InputError(f"{name}: bias: expected shape [{len(rows)}], found {[*bias.shape]}")
-        result = HeadRows(rows, bias, False)
+        result = HeadRows(rows, bias, isinstance(head, NormalisedLinearHead))
     elif isinstance(head, CosineHead):
         rows = _unit(_matrix(head.weight, f"{name}: weight", width))
         plain = isinstance(head.scale, int | float)

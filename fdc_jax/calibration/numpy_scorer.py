@@ -18,6 +18,8 @@ SCHEMA = 1
 NORM_FLOOR = 1e-12
 ENERGY_FLOOR = 1e-12
 SCALE_FLOOR = 1e-6
+# Kinds of heads whose rows are used as they are, with a bias. All but linear ones see h/|h|.
+WITH_BIAS = ("linear", "normalised_linear")
 
 
 class NumpyScores(NamedTuple):
@@ -163,14 +165,14 @@ class NumpyScorer:
         return tasks
 
     def _split_heads(self):
-        """Returns (rows, filtered rows, bias) per task; rows have unit length where normalised."""
+        """Returns (rows, filtered rows, bias) per task, scaled so that they give the logits."""
         arrays, kind = self.arrays, str(self.arrays["head_kind"])
         gamma = np.float32(arrays["attenuation"])
         ends = np.cumsum(self.sizes)[:-1]
         heads = []
         for task, rows in enumerate(np.split(arrays["head_weight"], ends)):
             bias = np.zeros(len(rows), np.float32)
-            if kind == "linear":
+            if kind in WITH_BIAS:
                 bias = np.split(arrays["head_bias"], ends)[task]
             else:
                 norms = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
@@ -305,10 +307,10 @@ def _check_fields(arrays):
     kind = str(_field(arrays, "head_kind", (), "U"))
     if kind == "function":
         raise ValueError("head_kind: the heads are functions, which are not stored")
-    if kind not in ("linear", "cosine", "nearest_mean"):
+    if kind not in (*WITH_BIAS, "cosine", "nearest_mean"):
         raise ValueError(f"head_kind: unknown kind {kind!r}")
     _field(arrays, "head_weight", (rows, arrays["adapted_mean"].shape[1]), "f")
-    if kind == "linear":
+    if kind in WITH_BIAS:
         _field(arrays, "head_bias", (rows,), "f")
     if kind == "cosine":
         _field(arrays, "head_scale", (tasks,), "f")

@@ -21,7 +21,7 @@ from fdc_jax.calibration.settings import Settings
 from fdc_jax.calibration.statistics import Task, ViewStatistics
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
-from fdc_jax.heads import CosineHead, LinearHead, NearestMeanHead
+from fdc_jax.heads import CosineHead, LinearHead, NearestMeanHead, NormalisedLinearHead
 
 FORMAT = "fdc_jax calibrator"
 SCHEMA = 1
@@ -147,7 +147,7 @@ def load(path: str | os.PathLike[str], heads: Sequence[Any] | None = None) -> St
 def _head_arrays(heads: Sequence[Any]) -> dict[str, Any]:
     kind = common_kind(heads)
     arrays: dict[str, Any] = {"head_kind": kind}
-    if kind == "linear":
+    if kind in ("linear", "normalised_linear"):
         arrays["head_bias"] = np.concatenate([_float32(head.bias) for head in heads])
     if kind == "cosine":
         arrays["head_scale"] = np.array([float(head.scale) for head in heads], np.float32)
@@ -252,9 +252,10 @@ def _read_heads(fields: "_Fields", ends: np.ndarray, views: Sequence[ViewStatist
         )
     rows = sum(len(view.class_counts) for view in views)
     weights = _split(fields.array("head_weight", np.float32, (rows, len(views[0].mean))), ends)
-    if kind == "linear":
+    if kind in ("linear", "normalised_linear"):
+        make = LinearHead if kind == "linear" else NormalisedLinearHead
         biases = _split(fields.array("head_bias", np.float32, (rows,)), ends)
-        return [LinearHead(*parts) for parts in zip(weights, biases, strict=True)]
+        return [make(*parts) for parts in zip(weights, biases, strict=True)]
     if kind == "cosine":
         scales = fields.array("head_scale", np.float32, (len(views),))
         return [CosineHead(*parts) for parts in zip(weights, scales, strict=True)]

@@ -36,6 +36,8 @@ class Head:
     def logits(self, h):
         if self.kind == "linear":
             return h @ self.weight.T + self.bias
+        if self.kind == "normalised_linear":
+            return normalise(h) @ self.weight.T + self.bias
         if self.kind == "cosine":
             return self.scale * normalise(h) @ normalise(self.weight).T
         if self.kind == "nearest_mean":

@@ -73,6 +73,7 @@ def head_of(task, kind):
     """Returns the task's head of a kind for the package."""
     return {
         "linear": lambda: heads.LinearHead(task.weight, task.bias),
+        "normalised_linear": lambda: heads.NormalisedLinearHead(3.0 * task.weight, task.bias),
         "cosine": lambda: heads.CosineHead(task.weight, 7.0),
         "nearest_mean": lambda: heads.NearestMeanHead(task.weight),
         "function": lambda: heads.FunctionHead(cubic, (task.weight, task.bias)),
@@ -90,6 +91,8 @@ def reference_head(task, kind):
     if kind == "function":
         parameters = (task.weight.astype(np.float64), task.bias.astype(np.float64))
         return reference.Function(lambda h: cubic(parameters, h))
+    if kind == "normalised_linear":
+        return reference.Head(kind, 3.0 * task.weight, task.bias)
     return reference.Head(
         kind, task.weight, task.bias if kind == "linear" else None, 7.0 if kind == "cosine" else 1.0
     )

@@ -10,7 +10,7 @@ from fdc_jax.errors import InputError
 from tests.calibration import reference, streams
 
 TOLERANCE = 1e-4
-KINDS = ("linear", "cosine", "nearest_mean", "function")
+KINDS = ("linear", "normalised_linear", "cosine", "nearest_mean", "function")
 
 
 def assert_equal_scores(found, expected, tolerance=TOLERANCE):

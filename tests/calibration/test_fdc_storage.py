@@ -15,7 +15,7 @@ from fdc_jax.calibration import numpy_scorer, storage
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
-KINDS = ("linear", "cosine", "nearest_mean")
+KINDS = ("linear", "normalised_linear", "cosine", "nearest_mean")
 
 
 def refit(calibrator, task, kind="linear"):
