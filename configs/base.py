@@ -55,6 +55,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.learner.ewc_lora.strength = 1e7  # lambda, of the penalty
     config.learner.ewc_lora.accumulation = 1.0  # gamma, on the importance of earlier tasks
     config.learner.ewc_lora.fisher = "per_sample"  # or batch_mean: squared gradients of batches
+    config.learner.ewc_lora.fisher_labels = "data"  # or model: drawn from its softmax
+    config.learner.ewc_lora.head_input = "class_token"  # or l2: the token divided by its norm
     config.learner.ewc_lora.folding = "products"  # or factors: A and B added up
     config.learner.ewc_lora.images_at_once = 8  # gradients held; 57 MB each for ViT-B/16
 

@@ -90,6 +90,8 @@ _ONE_OF = {
     "learner.preset": ("protocol", "native"),
     "learner.inflora_ca.schedule": ("constant", "cosine"),
     "learner.ewc_lora.fisher": ("per_sample", "batch_mean"),
+    "learner.ewc_lora.fisher_labels": ("data", "model"),
+    "learner.ewc_lora.head_input": ("class_token", "l2"),
     "learner.ewc_lora.folding": ("products", "factors"),
 }
 

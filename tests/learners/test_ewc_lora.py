@@ -9,6 +9,7 @@ import pytest
 
 from configs import base
 from fdc_jax import configuration, learners
+from fdc_jax import heads as head_types
 from fdc_jax.data.stream import Batch
 from fdc_jax.errors import InputError
 from fdc_jax.learners import cumulative_lora, ewc_lora, training
@@ -227,6 +228,130 @@ def test_images_held_at_once_and_padding_change_nothing(backbone):
         np.testing.assert_allclose(again[part], whole[part], rtol=1e-3, atol=1e-5 * top)
 
 
+# The head on the unit feature, and labels drawn from the model ------------------------------------
+
+
+def unit(features):
+    return features / np.linalg.norm(features, axis=1, keepdims=True)
+
+
+def test_the_head_on_the_unit_feature(backbone):
+    """In training, in the Fisher pass and in what is offered for inference."""
+    setup = make_setup(learner__ewc_lora__head_input="l2", learner__ewc_lora__strength=0.0)
+    frozen, trained = trained_leaves(setup, backbone)
+    # Unit features are short, so that rows must be long to matter.
+    trained["head"] = jax.tree.map(lambda leaf: 10.0 * leaf, trained["head"])
+    batch, head = make_batch(classes=3), trained["head"]
+    merged = float64(increments.merge(frozen["kernels"], trained["increment"]))
+    features = small_stream.reference_features(backbone, batch.images, merged)
+    expected = small_stream.reference_cross_entropy(unit(features), head, batch.labels, 3)
+    found = jax.jit(partial(ewc_lora.loss, setup))(backbone, frozen, trained, batch)
+    np.testing.assert_allclose(found, expected.mean(), rtol=1e-4)
+
+    images = small_stream.task_images(batch)
+    state = random_state(setup)._replace(importance=ewc_lora.initial_state(setup).importance)
+    after = ewc_lora.after_task(setup, backbone, state, 1, frozen, trained, images)
+    (_, offered) = ewc_lora.heads(setup, after, 2)
+    assert isinstance(offered, head_types.NormalisedLinearHead)
+    kernels = float64(ewc_lora.encoder(setup, backbone, after, 2))
+    features = small_stream.reference_features(backbone, batch.images, kernels)
+    weight, bias = float64(head.weight)[:3], float64(head.bias)[:3]
+    np.testing.assert_allclose(
+        offered.logits(jnp.asarray(features, jnp.float32)),
+        unit(features) @ weight.T + bias,
+        atol=1e-4,
+    )
+    importance = float64(after.importance["value"])
+    block, row, column = np.unravel_index(importance.argmax(), importance.shape)
+    losses = []
+    for sign in (1, -1):
+        moved = {name: kernel.copy() for name, kernel in kernels.items()}
+        moved["value"][block, row, column] += sign * 1e-5
+        features = small_stream.reference_features(backbone, batch.images, moved)
+        losses.append(small_stream.reference_cross_entropy(unit(features), head, batch.labels, 3))
+    gradients = (losses[0] - losses[1]) / 2e-5
+    np.testing.assert_allclose(importance.max(), np.mean(gradients**2), rtol=2e-3)
+
+
+def test_labels_of_the_model_follow_its_softmax(backbone):
+    """Copies of two images that a head tells apart; its third row is no class of the task."""
+    setup, count = make_setup(), 1500
+    kernels = random_state(setup).importance
+    images = make_batch(0, size=2).images
+    mask = np.array([True, True, False])
+    features = small_stream.reference_features(backbone, images, float64(kernels))
+    apart = features[0] - features[1]
+    weight = np.stack([2.0 * apart / np.sum(apart**2), 0.0 * apart, apart])
+    bias = np.array([-weight[0] @ features.mean(axis=0), 0.5, 9.0])
+    head = head_types.LinearHead(*(jnp.asarray(part, jnp.float32) for part in (weight, bias)))
+    shares = np.exp((features @ weight.T + bias)[:, :2])
+    shares /= shares.sum(axis=1, keepdims=True)
+    assert np.abs(shares[0] - shares[1]).max() > 0.3
+    copies = np.repeat(images, count, axis=0)
+    drawn = ewc_lora.labels_of_model(
+        setup.model, backbone, kernels, head, mask, copies, jax.random.key(0)
+    )
+    drawn = np.asarray(drawn).reshape(2, count)
+    for image in range(2):
+        found = np.bincount(drawn[image], minlength=3) / count
+        assert found[2] == 0
+        np.testing.assert_allclose(found[:2], shares[image], atol=0.04)
+
+
+def test_fisher_information_with_labels_of_the_model(backbone):
+    """It is that of the labels drawn; they follow from the task's key and differ by batch."""
+    model = make_setup(learner__ewc_lora__fisher_labels="model")
+    data = make_setup()
+    same = make_batch(6, size=8, classes=3)
+    batches = [same, same]
+    state = random_state(model)._replace(importance=ewc_lora.initial_state(model).importance)
+    _, trained = trained_leaves(model, backbone)
+
+    def importance(setup, batches, seed=0):
+        frozen, _ = ewc_lora.start(setup, backbone, state, 1, jax.random.key(seed))
+        images = small_stream.task_images(*batches)
+        return ewc_lora.after_task(setup, backbone, state, 1, frozen, trained, images), frozen
+
+    after, frozen = importance(model, batches)
+    again, _ = importance(model, batches)
+    jax.tree.map(np.testing.assert_array_equal, after, again)
+    key = jax.random.wrap_key_data(frozen["labels"])
+    kernels = ewc_lora.encoder(model, backbone, after, 2)
+    drawn = [
+        np.asarray(
+            ewc_lora.labels_of_model(
+                model.model,
+                backbone,
+                kernels,
+                trained["head"],
+                frozen["class_mask"],
+                batch.images,
+                jax.random.fold_in(key, number),
+            )
+        )
+        for number, batch in enumerate(batches)
+    ]
+    assert np.any(drawn[0] != drawn[1])
+    relabelled = [
+        batch._replace(labels=labels) for batch, labels in zip(batches, drawn, strict=True)
+    ]
+    expected, _ = importance(data, relabelled)
+    with_data, _ = importance(data, batches)
+    other, _ = importance(model, batches, seed=7)
+    for part in PARTS:
+        found = after.importance[part]
+        np.testing.assert_array_equal(found, expected.importance[part])
+        for different in (with_data, other):
+            assert np.abs(found - different.importance[part]).max() > 1e-3 * found.max()
+
+
+def test_the_labels_have_a_key_of_their_own(backbone):
+    setup, key = make_setup(), jax.random.key(3)
+    frozen, _ = ewc_lora.start(setup, backbone, random_state(setup), 0, key)
+    for other in [key, *jax.random.split(key)]:
+        assert np.any(frozen["labels"] != jax.random.key_data(other))
+
+
 def test_importance_accumulates(backbone):
     images = small_stream.task_images(make_batch(4, classes=3))
     fisher = fisher_of(make_setup(), backbone, *images.augmented())
@@ -400,6 +525,8 @@ def test_protocol_is_the_update_of_cumulative_lora(backbone, update):
         ("strength", -1.0),
         ("accumulation", float("nan")),
         ("fisher", "sampled"),
+        ("fisher_labels", "teacher"),
+        ("head_input", "l1"),
         ("folding", "none"),
         ("images_at_once", 0),
     ],
