@@ -15,8 +15,14 @@ Known from the FDC paper: Adam without decay, 5e-4 (B) and 5e-3 (head), and that
 schedule stays. Inferred: the schedule acts on both rates; A is taken out of the memory once more,
 so that rows beyond the rank of the inputs vanish instead of pointing into it. Unknown: lamb and
 lame under the paper's protocol; 0.95 (CIFAR-100) and 0.98 (ImageNet-R, ImageNet-A) are published
-settings, 0.98 elsewhere is a guess. The native preset has one rate of 5e-4; its epochs and batch
-size (20, CIFAR-100, or 50, ImageNet-R; 128) are those of `train`.
+settings, 0.98 elsewhere is a guess. The native preset has one rate of 5e-4.
+
+No preset touches epochs and batch size. The authors', and for ImageNet-A those of a port by others
+(CUB-200 and OmniBenchmark: none published):
+
+    cifar100    --config.train.epochs=20 --config.train.batch_size=128
+    imagenet_r  --config.train.epochs=50 --config.train.batch_size=128
+    imagenet_a  --config.train.epochs=20 --config.train.batch_size=128
 
 Decompositions run in float64 on the host: directions close to each other in energy would depend on
 float32 rounding, and there are only a few per task.

@@ -16,6 +16,13 @@ means and the normalisation; all are fields of `learner.inflora_ca`. Left out: t
 the final norm on CIFAR-100 for a new one and takes rank 5. The native preset aligns by SGD at 1e-2,
 momentum 0.9 and decay 5e-4, and trains as InfLoRA's native preset.
 
+No preset touches epochs and batch size. The authors' file with alignment for ImageNet-R says
+
+    imagenet_r  --config.train.epochs=50
+
+and leaves the rest to InfLoRA's (see there); how long they train on CIFAR-100 is not known here.
+Both of these files train increments and heads by SGD, which neither preset does.
+
 The pseudo-features of a task follow from its training key alone, so that a run that was
 interrupted draws the same again.
 

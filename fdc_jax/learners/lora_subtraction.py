@@ -21,10 +21,16 @@ are guesses. As B starts away from zero, the encoder moves a little when a task 
 
 Preset `protocol` takes rates and schedule from `train`; `native` runs along InfLoRA's quarter
 cosine, with the authors' head rates of 2e-3 on CIFAR-100, 5e-4 on ImageNet-R and 1e-3 on CUB-200
-(1e-3 elsewhere is a guess); their batches of 128, and 40 epochs on the first and 50 on later tasks
-of ImageNet-R, are not part of it. The FDC paper states neither its schedule nor its triplet
+(1e-3 elsewhere is a guess). The FDC paper states neither its schedule nor its triplet
 settings. Its raw accuracy of 34.6 percent on CIFAR-100 is far below the 88 percent that the authors
 and a port report; no cause is known.
+
+No preset touches epochs and batch size. The authors' (ImageNet-A and OmniBenchmark: none
+published), who give the first task of ImageNet-R 40 epochs, which `train` cannot say:
+
+    cifar100    --config.train.epochs=20 --config.train.batch_size=128
+    imagenet_r  --config.train.epochs=50 --config.train.batch_size=128
+    cub200      --config.train.epochs=20 --config.train.batch_size=128
 
 E_0 is the pretrained encoder, E_t has the first t increments merged. The head input is the class
 token after the final norm, which the nearest-mean head normalises: its logits are minus the squared

@@ -21,8 +21,13 @@ Inferred for the FDC paper, which speaks of "standard forward inference and nati
 state": the authors' restart of magnitudes, a constant learning rate, and magnitudes at the
 increments' rate (`magnitude_rate_factor`). Preset `protocol` is Adam as `train` says; `native`
 is the authors' routine, SGD with momentum 0.9 at one constant rate for all leaves, 8e-3 on
-CIFAR-100 and 1e-2 elsewhere, which they run with batches of 128 for 20 epochs. Unknown: the FDC
-paper's schedule, and their settings for CUB-200 and OmniBenchmark.
+CIFAR-100 and 1e-2 elsewhere. Unknown: the FDC paper's schedule.
+
+No preset touches epochs and batch size. The authors' (CUB-200 and OmniBenchmark: none published):
+
+    cifar100    --config.train.epochs=20 --config.train.batch_size=128
+    imagenet_r  --config.train.epochs=20 --config.train.batch_size=128
+    imagenet_a  --config.train.epochs=20 --config.train.batch_size=128
 
 E_0 is the pretrained encoder, E_t has the first t directions with the magnitudes at the end of task
 t; every E_t can be had again. The head input is the class token after the final norm; sigma_t comes
