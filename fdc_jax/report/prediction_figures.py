@@ -1,0 +1,209 @@
+"""Figures of curves and of single predictions: what was learned when, and where images were sent.
+
+Every function draws the groups it is given and returns None where they have nothing to draw.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from fdc_jax.report import drawing
+from fdc_jax.report.runs import Group, RunFolder
+
+Analyses = Mapping[str, Mapping[str, Any]]
+
+_KINDS = ("raw", "fdc", "oracle")
+_CHOSEN = {"raw": "raw scores", "fdc": "FDC"}
+_FEW_TASKS = 8  # that fit a column of text
+_SHARE = (0, 1, 5, 20, 50, 100)  # percent, marks of the colour scale
+
+
+# Curves -------------------------------------------------------------------------------------------
+
+
+def accuracy_curves(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+    """Accuracy in percent over all classes seen so far, after each task.
+
+    Means over seeds with the sample standard deviation as a band.
+    """
+    curves = [(group, _curves(group.runs)) for group in groups]
+    curves = [(group, found) for group, found in curves if found["raw"].shape[1] > 1]
+    if not curves:
+        return None
+    columns = min(len(curves), 3)
+    with drawing.style():
+        width = drawing.width_of(columns)
+        height = 2.4 if columns == 1 else 2.15
+        figure, panels = drawing.panels(len(curves), width, height, columns)
+        for axes, (group, found) in zip(panels, curves, strict=True):
+            drawing.group_title(axes, group, width / columns - 0.5)
+            for name in _KINDS:
+                places = np.arange(1.0, found[name].shape[1] + 1)
+                look = {"marker": drawing.MARKERS[name], "markersize": 3, "gid": name}
+                drawing.band(axes, places, found[name], drawing.COLOURS[name], **look)
+            axes.set_xlabel("Tasks learned")
+            axes.set_ylabel("Accuracy (%)")
+            axes.set_ylim(top=min(axes.get_ylim()[1], 101))
+            axes.xaxis.get_major_locator().set_params(integer=True)
+        drawing.legend(figure, [drawing.key(name, line=True) for name in _KINDS])
+    return figure
+
+
+def _curves(runs: Sequence[RunFolder]) -> dict[str, Float[np.ndarray, "seeds tasks"]]:
+    """Returns one row per seed that was evaluated after every task."""
+    complete = [
+        run.results["curve"]
+        for run in runs
+        if len(run.results.get("curve") or []) == run.results.get("num_tasks")
+    ]
+    return {
+        name: np.array([[point["accuracy"][name] for point in curve] for curve in complete])
+        if complete
+        else np.zeros((0, 0))
+        for name in _KINDS
+    }
+
+
+# Where predictions go -----------------------------------------------------------------------------
+
+
+def task_shares(
+    columns: Mapping[str, np.ndarray], kind: str
+) -> Float[np.ndarray, "tasks_and_all 4"]:
+    """Returns the four shares in percent of the images of each task, and of all in the last row.
+
+    Args:
+        columns: of `predictions.npz`.
+        kind: "raw" or "fdc".
+    """
+    task, label = columns["task"], columns["label"]
+    routed, right = columns[f"{kind}_task"] == task, columns[f"{kind}_label"] == label
+    # FDC's own label within the true task is not saved; TSF seldom moves it off the raw one's.
+    oracle = columns["oracle_label"] == label
+    cells = np.stack(
+        [routed & right, routed & ~right, ~routed & oracle, ~routed & ~oracle], axis=1
+    ).astype(float)
+    tasks = [cells[task == t].mean(axis=0) for t in np.unique(task)]
+    return 100.0 * np.stack([*tasks, cells.mean(axis=0)])
+
+
+def _predictions(group: Group) -> list[dict[str, np.ndarray]]:
+    return [columns for columns in (run.predictions() for run in group.runs) if columns]
+
+
+def decomposition(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+    """Four shares of the test images of every task and of all: raw left, FDC right; over seeds.
+
+    Shares in percent that sum to 100: right task and class; right task, wrong class; wrong task
+    though the class is right given the task; wrong both ways.
+    """
+    found = [(group, _predictions(group)) for group in groups]
+    found = [(group, predictions) for group, predictions in found if predictions]
+    if not found:
+        return None
+    most = max(len(np.unique(each["task"])) for _, predictions in found for each in predictions)
+    with drawing.style():
+        width = drawing.COLUMN if most <= _FEW_TASKS else drawing.PAGE
+        figure, panels = drawing.panels(len(found), width, 2.5, 1)
+        for axes, (group, predictions) in zip(panels, found, strict=True):
+            drawing.group_title(axes, group, width - 0.5)
+            _stacked(axes, {kind: _shares(group, predictions, kind) for kind in ("raw", "fdc")})
+        handles = [
+            Patch(facecolor=colour, hatch=hatch, label=label, edgecolor=drawing.INK, linewidth=0.4)
+            for colour, hatch, label in drawing.SHARES.values()
+        ]
+        drawing.legend(figure, handles, columns=1 if width == drawing.COLUMN else 2)
+    return figure
+
+
+def _shares(
+    group: Group, predictions: Sequence[Mapping[str, np.ndarray]], kind: str
+) -> Float[np.ndarray, "tasks_and_all 4"]:
+    """Returns means over seeds; the last row as measured with each score's own oracle."""
+    shares = np.mean([task_shares(each, kind) for each in predictions], axis=0)
+    measured = [group.values("decomposition", kind, name) for name in drawing.SHARES]
+    if all(len(values) == len(predictions) for values in measured):
+        shares[-1] = np.mean(measured, axis=1)
+    return shares
+
+
+def _stacked(axes: Axes, shares: Mapping[str, Float[np.ndarray, "tasks_and_all 4"]]) -> None:
+    count = len(shares["raw"])
+    # All images stand apart from the tasks.
+    places = np.arange(1, count + 1, dtype=float)
+    places[-1] += 0.6
+    for offset, values in ((-0.21, shares["raw"]), (0.21, shares["fdc"])):
+        bottom = np.zeros(count)
+        for column, (colour, hatch, _) in enumerate(drawing.SHARES.values()):
+            axes.bar(
+                places + offset,
+                values[:, column],
+                0.38,
+                bottom,
+                color=colour,
+                hatch=hatch,
+                edgecolor=drawing.INK,
+                linewidth=0.25,
+            )
+            bottom += values[:, column]
+    axes.set_xticks(places, [*map(str, range(1, count)), "all"])
+    axes.set_xlim(0.4, places[-1] + 0.6)
+    axes.set_ylim(0, 100)
+    axes.grid(axis="x", visible=False)
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlabel("Task (left bar raw, right bar FDC)")
+    axes.set_ylabel("Share of images (%)")
+
+
+def confusion(
+    columns: Mapping[str, np.ndarray], kind: str, num_tasks: int
+) -> Float[np.ndarray, "tasks tasks"]:
+    """Returns percent of the images of the true task (row) that went to each head (column)."""
+    matrix = np.zeros((num_tasks, num_tasks))
+    np.add.at(matrix, (columns["task"], columns[f"{kind}_task"]), 1.0)
+    return 100.0 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1.0)
+
+
+def task_confusion(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+    """Where images of each task are sent, raw and with FDC; percent of the task's images.
+
+    Means over seeds. The colour scale is a square root, to show what lies off the diagonal.
+    """
+    found = [(group, _predictions(group)) for group in groups]
+    found = [(group, predictions) for group, predictions in found if predictions]
+    if not found:
+        return None
+    with drawing.style():
+        figure, panels = drawing.panels(2 * len(found), drawing.PAGE, 3.2, 2)
+        image = None
+        for pair, (group, predictions) in zip(
+            zip(panels[::2], panels[1::2], strict=True), found, strict=True
+        ):
+            num_tasks = 1 + max(int(each["task"].max()) for each in predictions)
+            for axes, kind in zip(pair, ("raw", "fdc"), strict=True):
+                shares = np.mean([confusion(c, kind, num_tasks) for c in predictions], axis=0)
+                image = _matrix(axes, shares)
+                axes.set_xlabel(f"Task chosen by {_CHOSEN[kind]}")
+            drawing.group_title(pair[0], group, 2.6)
+            pair[0].set_ylabel("True task")
+        bar = figure.colorbar(image, ax=panels, shrink=0.8, ticks=_SHARE, pad=0.02)
+        bar.set_label("Images of the true task (%)")
+        bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+    return figure
+
+
+def _matrix(axes: Axes, shares: Float[np.ndarray, "tasks tasks"]):
+    count = len(shares)
+    extent = (0.5, count + 0.5, count + 0.5, 0.5)
+    image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 100), extent=extent)
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(True)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
+    return image
