@@ -63,13 +63,13 @@ def gap() -> Cell:
 
 
 def ours(values: Sequence[float], digits: int = 2, signed: bool = False) -> Cell:
-    """Mean and sample standard deviation of one value per seed, with the number of seeds."""
+    """Mean and sample standard deviation of one value per seed; in brackets, the number."""
     if not values:
         return gap()
     mean, std = evaluation.mean_and_std(values)
     spread = None if math.isnan(std) else std
-    seeds = f"({len(values)} seed{'s' if len(values) > 1 else ''})"
-    return Cell(f"{_text(mean, spread, digits, signed)} {seeds}", mean, spread, len(values))
+    text = f"{_text(mean, spread, digits, signed)} ({len(values)})"
+    return Cell(text, mean, spread, len(values))
 
 
 def published(value: Published | None, digits: int = 2, signed: bool = False) -> Cell:
@@ -105,6 +105,11 @@ def difference(values: Sequence[float], reference: Published | None) -> float | 
     error = math.sqrt(std**2 / len(values) + reference.std**2 / reference.count)
     return (mean - reference.mean) / error if error > 0 else None
 
+
+OURS_NOTE = (
+    "Ours: mean ± sample standard deviation over training seeds, in brackets how many; the paper's "
+    "are three."
+)
 
 DIFFERENCE_NOTE = (
     "Differences are ours minus the paper's mean, in standard deviations of that difference, "

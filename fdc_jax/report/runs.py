@@ -85,6 +85,19 @@ class RunFolder(NamedTuple):
             value = self.value("components", name)
         return value
 
+    def incremental(self, name: str) -> float | None:
+        """Returns the average incremental accuracy of a component combination.
+
+        None where not every task was evaluated, or without that combination.
+        """
+        if self.value("average_incremental_accuracy", "raw") is None:
+            return None
+        curve = [self._replace(results=point) for point in self.results.get("curve", ())]
+        values = [point.component(name) for point in curve]
+        if not values or None in values:
+            return None
+        return sum(values) / len(values)
+
     @property
     def dual(self) -> bool:
         """Whether FDC had the pretrained view beside the adapted one."""
