@@ -196,3 +196,32 @@ def _block(
     ]
     shown = [label if first or place else "" for place, label in enumerate(labels.values())]
     return Block([Row([*shown, blocks.own_label(title, dict(letter))], row, title)], records)
+
+
+# Logit standardisation ----------------------------------------------------------------------------
+
+
+def logit_standardisation(groups: Sequence[Group], analyses: Analyses) -> Table:
+    """What standardising each head's logits alone changes (Table logit_standardization)."""
+    names, letter, found = blocks.columns(groups), blocks.letters(groups), []
+
+    def values(each: Group) -> list[float]:
+        of_runs = (
+            analyses.get(str(run.path), {}).get("logit_standardisation") for run in each.runs
+        )
+        return [entry["change"] for entry in of_runs if entry]
+
+    for learner in learners(groups):
+        of = [each for each in groups if each.learner == learner]
+        in_paper = learner == "cumulative_lora"
+        if of or in_paper:
+            published = paper.logit_standardisation() if in_paper else None
+            labels = {"learner": paper.learner_title(learner)}
+            found.append(blocks.block(labels, of, letter, values, published, names, signed=True))
+    note = (
+        "Change of final accuracy in points when the largest logit of each head is centred and "
+        "scaled by its moments on the head's own training images. From the saved features of a "
+        "run; a gap where there are none."
+    )
+    title = "Logit standardisation alone"
+    return blocks.table("logit_standardisation", title, note, ["learner"], groups, found)
