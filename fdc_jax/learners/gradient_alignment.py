@@ -5,7 +5,7 @@ rounded down. A half-step looks ahead from one group and descends on the other: 
 increment is moved against its gradient on the first group, the gradient on the second group is
 taken there, and the optimiser applies it to the tensor where it was. Two half-steps, one each way,
 share the optimiser's state and one random length of look-ahead. The head is never moved ahead. A
-batch of one class makes one plain step.
+batch of one class makes one plain step, at the same cost.
 
 Second derivatives do not occur. A batch costs four passes forward and backward, two over each
 group, and makes two steps of the optimiser. On one device a pass runs over the rows of its group,
@@ -93,53 +93,39 @@ def aligned_update(
             }
             return trained, optimizer
 
-        def plain(trained, optimizer):
-            value, gradients = slopes(trained, batch)
-            return *descended(trained, optimizer, trained, gradients), value
-
         def one_pass(carried, kind):
             trained, optimizer, ahead = carried
             weights, descends = kind
             value, gradients = of_group(slopes, ahead, batch._replace(weights=weights))
-            looked = (
-                trained,
-                optimizer,
-                trained
-                | {
-                    "increment": jax.tree.map(
-                        lambda leaf, gradient: leaf + against(gradient, length),
-                        trained["increment"],
-                        gradients["increment"],
-                    )
-                },
+            moved = jax.tree.map(
+                lambda leaf, gradient: leaf + against(gradient, length),
+                trained["increment"],
+                gradients["increment"],
             )
+            looked = (trained, optimizer, trained | {"increment": moved})
             stepped = descended(trained, optimizer, ahead, gradients)
             carried = jax.tree.map(partial(jnp.where, descends), (*stepped, stepped[0]), looked)
             return carried, descends * value * weights.sum()
 
-        def aligned(trained, optimizer):
-            # One after the other in a loop, so that the encoder is compiled once for all of them.
-            (trained, optimizer, _), totals = jax.lax.scan(
-                one_pass,
-                (trained, optimizer, trained),
-                (jnp.stack([*groups, *groups[::-1]]), jnp.array([False, True, False, True])),
-            )
-            return trained, optimizer, totals.sum() / batch.weights.sum()
-
         if look_ahead is None:
-            trained, optimizer, value = plain(trained, progress.optimizer)
-        else:
-            key = jax.random.wrap_key_data(frozen["alignment"])
-            key_of_length, key_of_groups = jax.random.split(
-                jax.random.fold_in(key, progress.batches)
-            )
-            length = look_ahead * jax.random.uniform(key_of_length)
-            present = present_classes(batch.labels, batch.weights, len(frozen["class_mask"]))
-            in_first = first_group(key_of_groups, present)[batch.labels]
-            groups = batch.weights * in_first, batch.weights * ~in_first
-            trained, optimizer, value = jax.lax.cond(
-                present.sum() > 1, aligned, plain, trained, progress.optimizer
-            )
+            value, gradients = slopes(trained, batch)
+            trained, optimizer = descended(trained, progress.optimizer, trained, gradients)
+            return trained, Progress(progress.batches + 1, optimizer), value
+        key = jax.random.wrap_key_data(frozen["alignment"])
+        key_of_length, key_of_groups = jax.random.split(jax.random.fold_in(key, progress.batches))
+        present = present_classes(batch.labels, batch.weights, len(frozen["class_mask"]))
+        several = present.sum() > 1
+        length = several * look_ahead * jax.random.uniform(key_of_length)
+        first = first_group(key_of_groups, present)[batch.labels]
+        # A single class is both groups, and only the first half-step counts.
+        groups = [batch.weights * first, batch.weights * jnp.where(several, ~first, first)]
+        # One after the other in a loop, so that the encoder is compiled once for all of them.
+        (trained, optimizer, _), totals = jax.lax.scan(
+            one_pass,
+            (trained, progress.optimizer, trained),
+            (jnp.stack([*groups, *groups[::-1]]), jnp.stack([False, True, False, several])),
+        )
+        value = totals.sum() / batch.weights.sum()
         return trained, Progress(progress.batches + 1, optimizer), value
 
     return training.Update(initialise, jax.jit(step, donate_argnums=(2, 3)), schedule)
