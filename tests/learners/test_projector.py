@@ -31,6 +31,7 @@ def test_sizes_and_spread_of_a_new_one(new):
     for layer in new:
         inputs, outputs = layer.weight.shape
         assert layer.bias.shape == (outputs,)
+        assert np.abs(layer.weight[0] - layer.bias).min() > 0
         for leaf in layer:
             largest = float(jnp.abs(leaf).max())
             assert 0.85 * inputs**-0.5 < largest <= inputs**-0.5
