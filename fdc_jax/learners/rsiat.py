@@ -28,8 +28,17 @@ batches of 256, three epochs of warm-up, 20 epochs of batch 64. Inferred: the co
 ImageNet-A, the only ones with that warm-up; Adam without decay at `train`'s two rates, adapter and
 head, and the authors' rate for the projector; SGD for the calibration. Unknown: whether the paper's
 runs used any of these. The native preset is SGD with momentum 0.9 along a cosine, at 1e-2 in the
-first task, then with the authors' rates and decays for the data set; their epochs, batch sizes and
-loss constants for other data sets than ImageNet-A are fields.
+first task, then with the authors' rates and decays for the data set.
+
+No preset touches the authors' other settings for a data set. In the order of the fields scale,
+margin, warm_up_epochs; separation_weight, separation_threshold, steering_weight; alignment_weight,
+repulsion_weight; projector_width; then the batch size, and epochs of the first and of later tasks:
+
+    cifar100    40 0.1  7;  0.5 0.3 0.2;  1.0 0.4;   256;   64, 10, 30
+    cub200      20 0.1  9;  1.0 0.5 0.2;  1.5 0.75;  768;  128, 20, 30
+    imagenet_a  30 0.3  3;  1.0 1.5 1.0;  3.0 6.0;   128;   48, 20, 15
+    imagenet_r  50 0.2  4;  1.5 0.4 0.5;  3.0 1.5;   384;   48, 30, 30
+    omnibench   50 0.1 10;  2.0 2.0 0.2;  3.0 6.0;   768;   96, 30, 10
 
 E_0 is the pretrained encoder without an adapter; E_t has the adapter as it is after task t, and the
 E_t before it cannot be had again. The head input is the class token after the final norm; a head is
@@ -37,9 +46,9 @@ the cosine with its rows, without a scale. sigma_t comes from head t after the c
 end of task t; prediction takes the heads after the last calibration.
 
 Shapes are those of the whole stream from the beginning, so that memory and the time of a step do
-not grow: 1.2 million parameters of the adapter for ViT-B/16, and the Gaussians. A step of a later
-task passes its images through the encoder before the task, too, about a third more work. Only the
-calibration grows, in proportion to the classes seen.
+not grow: 1.2 million parameters of the adapter for ViT-B/16, and the Gaussians, 708 MB for 300
+classes. A step of a later task passes its images through the encoder before the task, too, about a
+third more work. Only the calibration grows, in proportion to the classes seen.
 """
 
 import functools
