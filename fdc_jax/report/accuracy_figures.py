@@ -4,8 +4,7 @@ Every function draws the groups it is given and returns None where they have not
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -14,9 +13,8 @@ from matplotlib.lines import Line2D
 
 from fdc_jax import evaluation
 from fdc_jax.report import drawing, paper
+from fdc_jax.report.over_seeds import Analyses
 from fdc_jax.report.runs import Group
-
-Analyses = Mapping[str, Mapping[str, Any]]
 
 # Inches: a learner in a list; title, axis and legend around it; names at its left.
 _ROW, _FRAME, _NAMES = 0.19, 1.2, 1.15

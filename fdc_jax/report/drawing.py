@@ -108,10 +108,20 @@ def title(axes: Axes, name: str, deviation: str, inches: float) -> None:
     )
 
 
-def group_title(axes: Axes, group: Group, inches: float) -> None:
-    """Names a panel after a group; see `title`."""
-    name = f"{paper.benchmark_title(group.benchmark)}, {paper.learner_title(group.learner)}"
+def group_title(axes: Axes, group: Group, inches: float, alone: bool = True) -> None:
+    """Names a panel after a group; see `title`.
+
+    Beside panels of the same learner (`alone` false), the benchmark tells them apart.
+    """
+    name = paper.benchmark_title(group.benchmark)
+    if alone:
+        name += f", {paper.learner_title(group.learner)}"
     title(axes, name, group.title, inches)
+
+
+def several_learners(groups: Sequence[Group]) -> bool:
+    """Returns whether panels have to say of which learner they are."""
+    return len(groups) == 1 or len({group.learner for group in groups}) > 1
 
 
 def band(
@@ -171,11 +181,18 @@ def svg(figure: Figure) -> str:
     return buffer.getvalue().decode("utf-8")
 
 
-def write(figure: Figure, folder: Path, name: str) -> list[Path]:
-    """Writes `name`.svg and `name`.png (200 dots an inch, white face), and returns their paths."""
+def write(figure: Figure, folder: Path, name: str, text: str | None = None) -> list[Path]:
+    """Writes `name`.svg and `name`.png (200 dots an inch, white face), and returns their paths.
+
+    Args:
+        figure: what to write.
+        folder: made when missing.
+        name: stem of the files.
+        text: `svg(figure)`, where the caller has it.
+    """
     paths = [folder / f"{name}.svg", folder / f"{name}.png"]
     with write_atomically(paths[0]) as file:
-        file.write(svg(figure).encode("utf-8"))
+        file.write((svg(figure) if text is None else text).encode("utf-8"))
     with style(), write_atomically(paths[1]) as file:
         figure.savefig(file, format="png", facecolor="white", metadata={"Software": None})
     return paths

@@ -11,12 +11,12 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
 from matplotlib.patches import Patch
 
 from fdc_jax.report import drawing
+from fdc_jax.report.over_seeds import Analyses, having, mean_over_seeds
 from fdc_jax.report.runs import Group, RunFolder
-
-Analyses = Mapping[str, Mapping[str, Any]]
 
 _KINDS = ("raw", "fdc", "oracle")
 _CHOSEN = {"raw": "raw scores", "fdc": "FDC"}
@@ -38,11 +38,12 @@ def accuracy_curves(groups: Sequence[Group], analyses: Analyses) -> Figure | Non
         return None
     columns = min(len(curves), 3)
     with drawing.style():
+        named = drawing.several_learners([group for group, _ in curves])
         width = drawing.width_of(columns)
         height = 2.4 if columns == 1 else 2.15
         figure, panels = drawing.panels(len(curves), width, height, columns)
         for axes, (group, found) in zip(panels, curves, strict=True):
-            drawing.group_title(axes, group, width / columns - 0.5)
+            drawing.group_title(axes, group, width / columns - 0.5, named)
             for name in _KINDS:
                 places = np.arange(1.0, found[name].shape[1] + 1)
                 look = {"marker": drawing.MARKERS[name], "markersize": 3, "gid": name}
@@ -70,31 +71,7 @@ def _curves(runs: Sequence[RunFolder]) -> dict[str, Float[np.ndarray, "seeds tas
     }
 
 
-# Where predictions go -----------------------------------------------------------------------------
-
-
-def task_shares(
-    columns: Mapping[str, np.ndarray], kind: str
-) -> Float[np.ndarray, "tasks_and_all 4"]:
-    """Returns the four shares in percent of the images of each task, and of all in the last row.
-
-    Args:
-        columns: of `predictions.npz`.
-        kind: "raw" or "fdc".
-    """
-    task, label = columns["task"], columns["label"]
-    routed, right = columns[f"{kind}_task"] == task, columns[f"{kind}_label"] == label
-    # FDC's own label within the true task is not saved; TSF seldom moves it off the raw one's.
-    oracle = columns["oracle_label"] == label
-    cells = np.stack(
-        [routed & right, routed & ~right, ~routed & oracle, ~routed & ~oracle], axis=1
-    ).astype(float)
-    tasks = [cells[task == t].mean(axis=0) for t in np.unique(task)]
-    return 100.0 * np.stack([*tasks, cells.mean(axis=0)])
-
-
-def _predictions(group: Group) -> list[dict[str, np.ndarray]]:
-    return [columns for columns in (run.predictions() for run in group.runs) if columns]
+# Where images were sent --------------------------------------------------------------------------
 
 
 def decomposition(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
@@ -103,17 +80,16 @@ def decomposition(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     Shares in percent that sum to 100: right task and class; right task, wrong class; wrong task
     though the class is right given the task; wrong both ways.
     """
-    found = [(group, _predictions(group)) for group in groups]
-    found = [(group, predictions) for group, predictions in found if predictions]
+    found = having(groups, analyses, "task_confusion")
     if not found:
         return None
-    most = max(len(np.unique(each["task"])) for _, predictions in found for each in predictions)
+    most = max(len(results[0]["num_images"]) for _, results in found)
     with drawing.style():
         width = drawing.COLUMN if most <= _FEW_TASKS else drawing.PAGE
         figure, panels = drawing.panels(len(found), width, 2.5, 1)
-        for axes, (group, predictions) in zip(panels, found, strict=True):
+        for axes, (group, results) in zip(panels, found, strict=True):
             drawing.group_title(axes, group, width - 0.5)
-            _stacked(axes, {kind: _shares(group, predictions, kind) for kind in ("raw", "fdc")})
+            _stacked(axes, {kind: _shares(group, results, kind) for kind in ("raw", "fdc")})
         handles = [
             Patch(facecolor=colour, hatch=hatch, label=label, edgecolor=drawing.INK, linewidth=0.4)
             for colour, hatch, label in drawing.SHARES.values()
@@ -123,14 +99,13 @@ def decomposition(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
 
 
 def _shares(
-    group: Group, predictions: Sequence[Mapping[str, np.ndarray]], kind: str
+    group: Group, results: Sequence[Mapping[str, Any]], kind: str
 ) -> Float[np.ndarray, "tasks_and_all 4"]:
-    """Returns means over seeds; the last row as measured with each score's own oracle."""
-    shares = np.mean([task_shares(each, kind) for each in predictions], axis=0)
-    measured = [group.values("decomposition", kind, name) for name in drawing.SHARES]
-    if all(len(values) == len(predictions) for values in measured):
-        shares[-1] = np.mean(measured, axis=1)
-    return shares
+    """Returns means over seeds in percent, one row per task, and one of all images."""
+    tasks = [mean_over_seeds([each[kind][name] for each in results]) for name in drawing.SHARES]
+    whole = [group.values("decomposition", kind, name) for name in drawing.SHARES]
+    last = [np.mean(values) if values else np.nan for values in whole]
+    return np.vstack([np.stack(tasks, axis=1), last])
 
 
 def _stacked(axes: Axes, shares: Mapping[str, Float[np.ndarray, "tasks_and_all 4"]]) -> None:
@@ -138,10 +113,11 @@ def _stacked(axes: Axes, shares: Mapping[str, Float[np.ndarray, "tasks_and_all 4
     # All images stand apart from the tasks.
     places = np.arange(1, count + 1, dtype=float)
     places[-1] += 0.6
-    for offset, values in ((-0.21, shares["raw"]), (0.21, shares["fdc"])):
+    for offset, kind in ((-0.21, "raw"), (0.21, "fdc")):
+        values = np.nan_to_num(shares[kind])
         bottom = np.zeros(count)
-        for column, (colour, hatch, _) in enumerate(drawing.SHARES.values()):
-            axes.bar(
+        for column, (name, (colour, hatch, _)) in enumerate(drawing.SHARES.items()):
+            bars = axes.bar(
                 places + offset,
                 values[:, column],
                 0.38,
@@ -151,6 +127,7 @@ def _stacked(axes: Axes, shares: Mapping[str, Float[np.ndarray, "tasks_and_all 4
                 edgecolor=drawing.INK,
                 linewidth=0.25,
             )
+            bars.set_label(f"_{kind} {name}")
             bottom += values[:, column]
     axes.set_xticks(places, [*map(str, range(1, count)), "all"])
     axes.set_xlim(0.4, places[-1] + 0.6)
@@ -161,34 +138,21 @@ def _stacked(axes: Axes, shares: Mapping[str, Float[np.ndarray, "tasks_and_all 4
     axes.set_ylabel("Share of images (%)")
 
 
-def confusion(
-    columns: Mapping[str, np.ndarray], kind: str, num_tasks: int
-) -> Float[np.ndarray, "tasks tasks"]:
-    """Returns percent of the images of the true task (row) that went to each head (column)."""
-    matrix = np.zeros((num_tasks, num_tasks))
-    np.add.at(matrix, (columns["task"], columns[f"{kind}_task"]), 1.0)
-    return 100.0 * matrix / np.maximum(matrix.sum(axis=1, keepdims=True), 1.0)
-
-
 def task_confusion(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     """Where images of each task are sent, raw and with FDC; percent of the task's images.
 
     Means over seeds. The colour scale is a square root, to show what lies off the diagonal.
     """
-    found = [(group, _predictions(group)) for group in groups]
-    found = [(group, predictions) for group, predictions in found if predictions]
+    found = having(groups, analyses, "task_confusion")
     if not found:
         return None
     with drawing.style():
         figure, panels = drawing.panels(2 * len(found), drawing.PAGE, 3.2, 2)
         image = None
-        for pair, (group, predictions) in zip(
-            zip(panels[::2], panels[1::2], strict=True), found, strict=True
-        ):
-            num_tasks = 1 + max(int(each["task"].max()) for each in predictions)
+        for row, (group, results) in enumerate(found):
+            pair = panels[2 * row : 2 * row + 2]
             for axes, kind in zip(pair, ("raw", "fdc"), strict=True):
-                shares = np.mean([confusion(c, kind, num_tasks) for c in predictions], axis=0)
-                image = _matrix(axes, shares)
+                image = _matrix(axes, np.mean([_percent(each, kind) for each in results], axis=0))
                 axes.set_xlabel(f"Task chosen by {_CHOSEN[kind]}")
             drawing.group_title(pair[0], group, 2.6)
             pair[0].set_ylabel("True task")
@@ -198,7 +162,12 @@ def task_confusion(groups: Sequence[Group], analyses: Analyses) -> Figure | None
     return figure
 
 
-def _matrix(axes: Axes, shares: Float[np.ndarray, "tasks tasks"]):
+def _percent(result: Mapping[str, Any], kind: str) -> Float[np.ndarray, "tasks tasks"]:
+    counts = np.array(result[kind]["confusion"], dtype=np.float64)
+    return 100.0 * counts / np.maximum(counts.sum(axis=1, keepdims=True), 1.0)
+
+
+def _matrix(axes: Axes, shares: Float[np.ndarray, "tasks tasks"]) -> AxesImage:
     count = len(shares)
     extent = (0.5, count + 0.5, count + 0.5, 0.5)
     image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 100), extent=extent)

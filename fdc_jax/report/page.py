@@ -1,0 +1,212 @@
+"""The report as one HTML page: no script, nothing from the network, light, dark and on paper."""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from markupsafe import Markup
+
+from fdc_jax import evaluation
+from fdc_jax.report import drawing, paper, runs
+from fdc_jax.report.accuracy_figures import gain_interval
+from fdc_jax.report.cells import Table
+from fdc_jax.report.figures import Drawing
+from fdc_jax.report.runs import Group, Loaded
+
+HEADING = "Feature Distribution Calibration: report"
+
+_FOLDER = Path(__file__).parent
+
+
+class Summary(NamedTuple):
+    """What was run and what came out, in sentences and a table."""
+
+    scope: str
+    sentences: list[str]
+    columns: list[str]
+    rows: list[list[str]]
+    note: str
+
+
+def render(
+    loaded: Loaded,
+    tables: Sequence[Table],
+    figures: Sequence[Drawing],
+    provenance: Sequence[Mapping[str, Any]],
+) -> str:
+    """Returns the page; it links to `tables/` and `figures/` beside it.
+
+    Everything that comes from files is escaped.
+
+    Args:
+        loaded: what was read and what was skipped.
+        tables: in the order to show them.
+        figures: likewise.
+        provenance: what `provenance.describe` returned.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["words"] = _words
+    return environment.get_template("page.html.jinja").render(
+        heading=HEADING,
+        stylesheet=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
+        summary=summarise(runs.group(loaded.runs), len(loaded.skipped)),
+        tables=tables,
+        figures=[_shown(figure) for figure in figures],
+        figure_contents=_contents(figures),
+        skipped=loaded.skipped,
+        provenance=provenance,
+    )
+
+
+def _contents(figures: Sequence[Drawing]) -> list[tuple[str, list[tuple[int, str]]]]:
+    """Returns, for each kind of figure, its title and the numbers and names of its figures."""
+    numbered = enumerate(figures, 1)
+    kinds = [list(alike) for _, alike in groupby(numbered, key=lambda pair: pair[1].kind)]
+    return [
+        (alike[0][1].title.split(": ")[0], [(number, each.name) for number, each in alike])
+        for alike in kinds
+    ]
+
+
+def _shown(figure: Drawing) -> dict[str, Any]:
+    label = f"figure-{figure.name}-title"
+    return {
+        "name": figure.name,
+        "title": figure.title,
+        "caption": figure.caption,
+        "wide": figure.figure.get_figwidth() > drawing.COLUMN,
+        "drawing": Markup(drawing.inline_svg(figure.svg, f"drawing-{figure.name}", label)),
+    }
+
+
+def _words(value: Any) -> str:
+    """Says a value of a configuration or of a record."""
+    if value is None:
+        return "not recorded"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value or "(empty)"
+    if isinstance(value, Mapping):
+        return "; ".join(f"{key}: {_words(each)}" for key, each in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(_words(each) for each in value) or "(none)"
+    return json.dumps(value)
+
+
+# Summary ------------------------------------------------------------------------------------------
+
+
+def summarise(groups: Sequence[Group], num_skipped: int = 0) -> Summary:
+    """Returns what was run and the headline numbers, in percent and percentage points."""
+    columns = [
+        "Benchmark",
+        "Learner",
+        "Settings",
+        "Seeds",
+        "Raw",
+        "FDC",
+        "Task given",
+        "Gain",
+        "95 %",
+    ]
+    if not groups:
+        scope = "No run could be read" + (
+            f"; {num_skipped} folders were skipped." if num_skipped else "."
+        )
+        return Summary(scope, [], columns, [], "")
+    num_runs = sum(len(group.runs) for group in groups)
+    scope = ", ".join(
+        (
+            _count(num_runs, "run"),
+            _count(len({group.learner for group in groups}), "learner"),
+            _count(len({group.benchmark for group in groups}), "benchmark"),
+        )
+    )
+    protocol = sum(group.follows_protocol for group in groups)
+    scope += (
+        f". {protocol} of {_count(len(groups), 'configuration')} "
+        f"follow{'s' if protocol == 1 else ''} the paper's protocol."
+    )
+    if num_skipped:
+        scope += f" {_count(num_skipped, 'folder')} skipped, with reasons below."
+    note = (
+        "Final accuracy in percent, mean ± sample standard deviation over seeds; Task given is raw "
+        "restricted to the true task's classes. The gain of full FDC is in percentage points, with "
+        "Student's t interval over seeds, or a bootstrap over test images for one seed."
+    )
+    return Summary(scope, _sentences(groups), columns, [_row(group) for group in groups], note)
+
+
+def _sentences(groups: Sequence[Group]) -> list[str]:
+    gains = [
+        (sum(values) / len(values), group) for group in groups if (values := group.gains("full"))
+    ]
+    if not gains:
+        return []
+    means = [gain for gain, _ in gains]
+    if len(gains) == 1:
+        verb = "raises" if means[0] >= 0 else "lowers"
+        first = f"FDC {verb} final accuracy by {abs(means[0]):.2f} percentage points."
+    else:
+        better = sum(gain > 0 for gain in means)
+        first = (
+            f"FDC raises final accuracy in {better} of {len(gains)} configurations: by "
+            f"{sum(means) / len(means):+.2f} percentage points on average, from {min(means):+.2f} "
+            f"to {max(means):+.2f}."
+        )
+    shares = [share for group in groups if (share := _repaired(group)) is not None]
+    if not shares:
+        return [first]
+    span = f"{min(shares):.0f}"
+    if len(shares) > 1 and f"{max(shares):.0f}" != span:
+        span += f" to {max(shares):.0f}"
+    return [first, f"Knowing the task would repair {span} % of the errors of raw predictions."]
+
+
+def _repaired(group: Group) -> float | None:
+    """Share in percent of the raw errors that the true task repairs, mean over seeds."""
+    lost = [
+        (100.0 - raw, oracle - raw)
+        for run in group.runs
+        if (raw := run.value("accuracy", "raw")) is not None
+        and (oracle := run.value("accuracy", "oracle")) is not None
+        and raw < 100
+    ]
+    return sum(100.0 * fixed / errors for errors, fixed in lost) / len(lost) if lost else None
+
+
+def _row(group: Group) -> list[str]:
+    gains = group.gains("full")
+    low, high, kind = gain_interval(group)
+    return [
+        paper.benchmark_title(group.benchmark),
+        paper.learner_title(group.learner),
+        group.title or "the paper's",
+        ", ".join(str(seed) for seed in group.seeds),
+        *(_spread(group.values("accuracy", name)) for name in ("raw", "fdc", "oracle")),
+        _spread(gains, signed=True),
+        f"{low:+.2f} to {high:+.2f}" if kind else "–",
+    ]
+
+
+def _spread(values: Sequence[float], signed: bool = False) -> str:
+    if not values:
+        return "–"
+    mean, std = evaluation.mean_and_std(values)
+    text = f"{mean:+.2f}" if signed else f"{mean:.2f}"
+    return f"{text} ± {std:.2f}" if len(values) > 1 else text
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
