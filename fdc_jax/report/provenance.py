@@ -1,79 +1,73 @@
-"""Where the numbers of a group come from: seeds, data, encoder, code, machine, configuration."""
+"""Where the numbers of a group come from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fdc_jax.report.runs import Group, RunFolder
 
-# What is said beside the whole configuration: part, field, and where it stands in `results.json`.
-_FIELDS = (
-    ("runs", "class order seed", ("class_order_seed",)),
-    ("runs", "learner preset", ("config", "learner.preset")),
-    ("runs", "split", ("split",)),
-    ("runs", "tasks", ("num_tasks",)),
-    ("runs", "classes", ("num_classes",)),
-    ("runs", "training images", ("num_train_images",)),
-    ("runs", "test images", ("num_test_images",)),
-    ("runs", "training data SHA-256", ("data", "train_sha256")),
-    ("runs", "test data SHA-256", ("data", "test_sha256")),
-    ("encoder", "variant", ("encoder", "variant")),
-    ("encoder", "weights", ("encoder", "weights")),
-    ("encoder", "weights SHA-256", ("encoder", "sha256")),
-    ("encoder", "input range", ("encoder", "input_range")),
-    ("encoder", "image size", ("config", "encoder.image_size")),
-    ("encoder", "position embeddings resized", ("encoder", "resized_positions")),
-    ("code and machine", "commit", ("versions", "commit")),
-    ("code and machine", "device", ("device",)),
-    ("code and machine", "precision", ("config", "precision")),
-)
 
+def describe(
+    groups: Sequence[Group], missing: Mapping[str, Sequence[str]] | None = None
+) -> list[dict[str, Any]]:
+    """Returns one dict per group, ready for JSON and for a page.
 
-def describe(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    """Returns the origin of every group, fit for JSON.
+    Args:
+        groups: of the report.
+        missing: by path of a run, what could not be computed from it, and why.
 
     Returns:
-        One dictionary per group: `group`, its name, and `parts`, from the title of a part to its
-        fields. A value in which runs differ is a dictionary from "seed s" to the value of that
-        run; what a run does not record is None.
+        For each group `group`, its name, and `parts`: by title a dict of fields. Where the runs of
+        a group differ, as in device or commit, a field is a dict by seed.
     """
-    return [{"group": group.name, "parts": _parts(group.runs)} for group in groups]
+    return [{"group": each.name, "parts": _parts(each, missing or {})} for each in groups]
 
 
-def _parts(members: Sequence[RunFolder]) -> dict[str, dict[str, Any]]:
-    parts: dict[str, dict[str, Any]] = {
-        "runs": {
-            "folders": [str(run.path) for run in members],
-            "training seeds": [run.seed for run in members],
+def _parts(group: Group, missing: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+    def of(read: Callable[[dict[str, Any]], Any]) -> Any:
+        return _common({run.seed: read(run.results) for run in group.runs})
+
+    def section(name: str, leave_out: Sequence[str] = ()) -> dict[str, Any]:
+        keys = sorted({key for run in group.runs for key in _section(run, name)})
+        return {
+            key: _common({run.seed: _section(run, name).get(key) for run in group.runs})
+            for key in keys
+            if key not in leave_out
         }
+
+    parts = {
+        "runs": {
+            "benchmark": group.benchmark,
+            "learner": group.learner,
+            "settings": group.title or "the paper's protocol",
+            "follows_protocol": group.follows_protocol,
+            "preset": group.settings.get("learner.preset"),
+            "input_range": group.settings.get("data.input_range"),
+            "seeds": group.seeds,
+            "class_order_seed": of(lambda results: results.get("class_order_seed")),
+            "folders": [str(run.path) for run in group.runs],
+            "commit": of(lambda results: (results.get("versions") or {}).get("commit")),
+            "device": of(lambda results: results.get("device")),
+        },
+        "weights": section("encoder", ("input_range",)),
+        "data": {"split": of(lambda results: results.get("split")), **section("data")},
+        "versions": section("versions", ("commit",)),
+        "configuration": section("config", ("seed",)),
     }
-    for part, field, keys in _FIELDS:
-        parts.setdefault(part, {})[field] = _by_seed(members, _reader(*keys))
-    packages = (name for run in members for name in run.results.get("versions") or {})
-    for name in dict.fromkeys(packages):
-        if name != "commit":
-            parts["code and machine"][name] = _by_seed(members, _reader("versions", name))
-    fields = {field for run in members for field in run.results["config"]} - {"seed"}
-    parts["configuration"] = {
-        field: _by_seed(members, _reader("config", field)) for field in sorted(fields)
+    absent = {
+        f"seed {run.seed}": list(missing[str(run.path)])
+        for run in group.runs
+        if missing.get(str(run.path))
     }
-    return parts
+    return parts | ({"not computed": absent} if absent else {})
 
 
-def _reader(*keys: str) -> Callable[[RunFolder], Any]:
-    def read(run: RunFolder) -> Any:
-        found: Any = run.results
-        for key in keys:
-            if not isinstance(found, dict) or key not in found:
-                return None
-            found = found[key]
-        return found
-
-    return read
+def _section(run: RunFolder, name: str) -> dict[str, Any]:
+    found = run.results.get(name)
+    return found if isinstance(found, dict) else {}
 
 
-def _by_seed(members: Sequence[RunFolder], value: Callable[[RunFolder], Any]) -> Any:
-    """Returns the value that all runs share, or each seed's."""
-    found = [value(run) for run in members]
-    if all(each == found[0] for each in found):
-        return found[0]
-    return {f"seed {run.seed}": each for run, each in zip(members, found, strict=True)}
+def _common(by_seed: dict[int, Any]) -> Any:
+    values = list(by_seed.values())
+    if all(value == values[0] for value in values):
+        return values[0]
+    return {f"seed {seed}": value for seed, value in by_seed.items()}
