@@ -36,8 +36,9 @@ changes.
 
 Between tasks it keeps one moment a block (28 MB for ViT-B/16), every head, and every increment with
 the rank of both branches (59 MB for 20 tasks of rank 10). All slots exist from the beginning:
-neither memory nor the time of a step grows with tasks. Beside the training there are three passes
-over the task's images without gradients: one before, two after.
+neither memory nor the time of a step grows with tasks. A step costs about 2.3 plain ones (see
+`gradient_alignment`). Beside the training there are three passes over the task's images without
+gradients: one before, two after.
 """
 
 import logging
