@@ -86,5 +86,6 @@ def main(arguments: list[str], stop: interruption.StopRequest) -> None:
 
 if __name__ == "__main__":
     host_memory.keep_freed_memory()
+    sys.path.append(os.getcwd())  # where a learner of the user's own may lie
     with interruption.stop_on_signals() as requested:
         app.run(lambda arguments: main(arguments, requested), flags_parser=_parse)

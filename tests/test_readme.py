@@ -1,6 +1,8 @@
 """Every command of the README: it parses, its files exist, and the short ones are run."""
 
 import importlib.util
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -112,3 +114,32 @@ def test_files_that_the_readme_links_to_exist():
     for target in re.findall(r"\]\(([^)]+)\)", README):
         if not target.startswith("http"):
             assert (REPOSITORY / target).exists(), target
+
+
+def test_the_learner_that_the_readme_shows_runs(tmp_path):
+    (code,) = [
+        block
+        for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+        if "def initial_state" in block
+    ]
+    (arguments,) = [words for words in arguments_of("main.py") if "linear_probe" in words[-1]]
+    (tmp_path / "linear_probe.py").write_text(code)
+    arguments = [
+        *arguments,
+        "--quiet",
+        "--config.train.epochs=2",
+        "--config.data.train_per_class=20",
+    ]
+    arguments[0] = f"--config={REPOSITORY}/configs/digits.py"
+    done = subprocess.run(
+        [sys.executable, str(REPOSITORY / "main.py"), *arguments],
+        cwd=tmp_path,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "runs" / "probe" / "results.json").read_text())
+    assert found["learner"] == "linear_probe"
+    assert found["accuracy"]["oracle"] > 80
+    assert found["accuracy"]["fdc"] > found["accuracy"]["raw"]
