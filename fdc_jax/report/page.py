@@ -1,6 +1,7 @@
 """The report as one HTML page: no script, nothing from the network, light, dark and on paper."""
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -55,7 +56,7 @@ def render(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["words"] = _words
+    environment.filters |= {"words": _words, "minus": _minus}
     return environment.get_template("page.html.jinja").render(
         heading=HEADING,
         stylesheet=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
@@ -89,6 +90,11 @@ def _shown(figure: Drawing) -> dict[str, Any]:
     }
 
 
+def _minus(text: str) -> str:
+    """Gives negative numbers a minus sign in place of a hyphen."""
+    return re.sub(r"(?<![\w.)])-(?=\d)", "\N{MINUS SIGN}", text)
+
+
 def _words(value: Any) -> str:
     """Says a value of a configuration or of a record."""
     if value is None:
@@ -109,17 +115,8 @@ def _words(value: Any) -> str:
 
 def summarise(groups: Sequence[Group], num_skipped: int = 0) -> Summary:
     """Returns what was run and the headline numbers, in percent and percentage points."""
-    columns = [
-        "Benchmark",
-        "Learner",
-        "Settings",
-        "Seeds",
-        "Raw",
-        "FDC",
-        "Task given",
-        "Gain",
-        "95 %",
-    ]
+    columns = ["Benchmark", "Learner", "Seeds", "Raw", "FDC", "Gain", "95 %", "Task given"]
+    columns.append("Settings")
     if not groups:
         scope = "No run could be read" + (
             f"; {num_skipped} folders were skipped." if num_skipped else "."
@@ -187,16 +184,17 @@ def _repaired(group: Group) -> float | None:
 
 
 def _row(group: Group) -> list[str]:
-    gains = group.gains("full")
     low, high, kind = gain_interval(group)
     return [
         paper.benchmark_title(group.benchmark),
         paper.learner_title(group.learner),
-        group.title or "the paper's",
         ", ".join(str(seed) for seed in group.seeds),
-        *(_spread(group.values("accuracy", name)) for name in ("raw", "fdc", "oracle")),
-        _spread(gains, signed=True),
+        _spread(group.values("accuracy", "raw")),
+        _spread(group.values("accuracy", "fdc")),
+        _spread(group.gains("full"), signed=True),
         f"{low:+.2f} to {high:+.2f}" if kind else "–",
+        _spread(group.values("accuracy", "oracle")),
+        group.title or "the paper's",
     ]
 
 

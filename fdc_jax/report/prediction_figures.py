@@ -58,17 +58,21 @@ def accuracy_curves(groups: Sequence[Group], analyses: Analyses) -> Figure | Non
 
 def _curves(runs: Sequence[RunFolder]) -> dict[str, Float[np.ndarray, "seeds tasks"]]:
     """Returns one row per seed that was evaluated after every task."""
-    complete = [
-        run.results["curve"]
-        for run in runs
-        if len(run.results.get("curve") or []) == run.results.get("num_tasks")
-    ]
-    return {
-        name: np.array([[point["accuracy"][name] for point in curve] for curve in complete])
-        if complete
-        else np.zeros((0, 0))
-        for name in _KINDS
-    }
+    complete = []
+    for run in runs:
+        points = [_accuracies(point) for point in run.results.get("curve") or []]
+        if len(points) == run.results.get("num_tasks") and None not in points:
+            complete.append(points)
+    alike = [points for points in complete if len(points) == len(complete[0])]
+    values = np.array(alike, dtype=np.float64) if alike else np.zeros((0, 0, len(_KINDS)))
+    return {name: values[:, :, place] for place, name in enumerate(_KINDS)}
+
+
+def _accuracies(point: Mapping[str, Any]) -> tuple[float, ...] | None:
+    """Returns raw, FDC and oracle, or None where one is missing."""
+    found = point.get("accuracy") or {}
+    values = tuple(found.get(name) for name in _KINDS)
+    return values if all(isinstance(value, int | float) for value in values) else None
 
 
 # Where images were sent --------------------------------------------------------------------------

@@ -48,12 +48,13 @@ def run(
     train, test = _DATA.get(benchmark, (100, 120))
     shares = ("right_task_right_class", "right_task_wrong_class")
     shares += ("wrong_task_oracle_right", "wrong_task_oracle_wrong")
-    curve = [
-        {"task": t, "accuracy": {"raw": raw - t, "fdc": raw + gain - t, "oracle": oracle - t}}
-        for t in range(num_tasks)
-    ]
     components = {"raw": raw, "tsf": raw + 1, "full": raw + gain, "pretrained_view": raw + 2}
     components |= {"pac+rlc_adapted_view": raw + 4, "pac+rlc_pretrained_view": raw + 3}
+    curve = []
+    for t in range(num_tasks):
+        accuracy = {"raw": raw - t, "fdc": raw + gain - t, "oracle": oracle - t}
+        lower = {name: value - t for name, value in components.items()}
+        curve.append({"task": t, "accuracy": accuracy, "components": lower})
     results = {
         "benchmark": benchmark,
         "split": "official",
