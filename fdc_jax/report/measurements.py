@@ -21,69 +21,9 @@ from fdc_jax.calibration.head_rows import head_rows
 from fdc_jax.calibration.scoring import Logits
 from fdc_jax.calibration.settings import Settings
 from fdc_jax.calibration.statistics import population_moments
-from fdc_jax.feature_files import FeatureSet, TaskFeatures
+from fdc_jax.feature_files import FeatureSet
 from fdc_jax.heads import NORM_FLOOR
-
-
-class ViewSpectrum(NamedTuple):
-    """First-pass statistics of a task in one view, before any subspace is chosen.
-
-    Attributes:
-        mean: mean feature.
-        energies: eigenvalues of the centred covariance, descending.
-        directions: its eigenvectors as rows.
-        prototypes: unit class prototypes (Eq. proto), zero for classes without an image.
-    """
-
-    mean: Float[np.ndarray, " d"]
-    energies: Float[np.ndarray, " d"]
-    directions: Float[np.ndarray, "d d"]
-    prototypes: Float[np.ndarray, "c d"]
-
-
-class TaskSpectrum(NamedTuple):
-    """First-pass statistics of a task: adapted view first, then the pretrained one if there is."""
-
-    views: tuple[ViewSpectrum, ...]
-    class_counts: Int[np.ndarray, " c"]
-
-
-def spectra(features: FeatureSet) -> list[TaskSpectrum]:
-    """Returns what every task is made of, whatever the settings (Algorithm 1, line 6)."""
-    most = max(len(task.classes) for task in features.tasks)
-    return [_spectrum(task, number, most) for number, task in enumerate(features.tasks)]
-
-
-def _spectrum(task: TaskFeatures, number: int, most_classes: int) -> TaskSpectrum:
-    order = np.argsort(task.classes)
-    counts = np.zeros(len(task.classes), np.int64)
-    running: list[moments.Moments] = []
-    for block in _task_blocks(task, number):
-        rows = order[np.searchsorted(task.classes, block.labels, sorter=order)]
-        counts += np.bincount(rows, minlength=len(counts))
-        index = np.full(inputs.BLOCK_ROWS, -1, np.int32)
-        index[: block.rows] = rows
-        views = [block.adapted] + ([] if block.pretrained is None else [block.pretrained])
-        if not running:
-            running = [moments.first_moments(view, index, most_classes) for view in views]
-        else:
-            running = [
-                moments.add_moments(before, view, index)
-                for before, view in zip(running, views, strict=True)
-            ]
-    size = jnp.float32(counts.sum())
-    fitted = []
-    for view in running:
-        mean, energies, directions = jax.device_get(moments.principal_components(view, size))
-        totals = np.asarray(view.class_totals)[: len(counts)]
-        fitted.append(ViewSpectrum(mean, energies, directions, moments.prototypes(totals, counts)))
-    return TaskSpectrum(tuple(fitted), counts)
-
-
-def _task_blocks(task: TaskFeatures, number: int):
-    source = inputs.task_source(task.adapted, task.labels, task.pretrained, number)
-    return inputs.blocks(source, number)
-
+from fdc_jax.report.spectra import TaskSpectrum, ViewSpectrum, spectra
 
 # The kernel ---------------------------------------------------------------------------------------
 
@@ -202,9 +142,20 @@ class ViewFit(NamedTuple):
     distance_std: Float[np.ndarray, "tasks neighbours"]
     references: list[ForeignReference | None]
 
-    def residuals(self, ratio: Float[np.ndarray, "n shares"], task: int) -> np.ndarray:
-        """Returns u_t of Eq. residual for residual ratios against one task."""
-        return (ratio.astype(np.float64) - self.residual_mean[task]) / self.residual_std[task]
+    def residuals(
+        self, ratio: Float[np.ndarray, "tasks n shares"], share: int
+    ) -> Float[np.ndarray, "tasks n"]:
+        """Returns u of Eq. residual for residual ratios against all tasks, by their own moments."""
+        wide = ratio[:, :, share].astype(np.float64)
+        return (wide - self.residual_mean[:, share, None]) / self.residual_std[:, share, None]
+
+    def affinities(
+        self, distance: Float[np.ndarray, "tasks n neighbours"], neighbours: int
+    ) -> Float[np.ndarray, "tasks n"]:
+        """Returns q of Eq. par for distances against all tasks, by their own moments."""
+        place = neighbours - 1
+        gain = self.distance_mean[:, place, None] - distance[:, :, place].astype(np.float64)
+        return gain / self.distance_std[:, place, None]
 
 
 class Plan(NamedTuple):
@@ -246,11 +197,6 @@ class Fit(NamedTuple):
         """Measures images against all tasks in one view."""
         heads = self.heads if with_heads else None
         return _measure_all(self.views[view].tasks, heads, features, self.plan)
-
-
-def feasible_neighbours(tasks: Sequence[TaskSpectrum]) -> int:
-    """Returns the largest K for which every task has that many classes with images."""
-    return min(int((task.class_counts > 0).sum()) for task in tasks)
 
 
 def fit(
@@ -298,19 +244,21 @@ def _fit_view(
     for t, values in enumerate(features):
         own = _measure_all(tasks[t : t + 1], heads and heads[t : t + 1], values, plan)
         assert own.distance is not None
-        residual.append(_moments(own.ratio[0]))
-        distance.append(_moments(own.distance[0]))
+        residual.append(_moments(np.asarray(own.ratio[0])))
+        distance.append(_moments(np.asarray(own.distance[0])))
         if own.raw is not None and own.filtered is not None:
             logits = np.concatenate([own.raw.logit[0][:, None], own.filtered.logit[0]], axis=1)
             scales.append(_moments(logits)[1])
         if t:
             earlier.append(_measure_all(tasks[:t], None, values, plan._replace(neighbours=0)).ratio)
     means, stds = (np.stack(part) for part in zip(*residual, strict=True))
+    distance_moments = np.stack(distance, axis=1)
     fitted = ViewFit(
         tasks,
         means,
         stds,
-        *(np.stack(part) for part in zip(*distance, strict=True)),
+        distance_moments[0],
+        distance_moments[1],
         [
             _foreign_reference(earlier, means[:, share], stds[:, share], share)
             for share in range(means.shape[1])
@@ -389,7 +337,7 @@ def _measure_all(
 
 
 def _moments(values: Float[np.ndarray, "n k"]) -> tuple[np.ndarray, np.ndarray]:
-    mean, std = zip(*(population_moments(column) for column in np.asarray(values).T), strict=True)
+    mean, std = zip(*(population_moments(column) for column in values.T), strict=True)
     return np.array(mean), np.array(std)
 
 

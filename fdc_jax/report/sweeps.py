@@ -15,7 +15,8 @@ from fdc_jax.calibration.terms import TaskLogits, Terms, ViewEvidence, Weights
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.report import measurements
-from fdc_jax.report.measurements import Fit, Measures, TaskSpectrum
+from fdc_jax.report.measurements import Fit, Measures
+from fdc_jax.report.spectra import TaskSpectrum, feasible_neighbours, spectra
 
 # What the paper varies, each with everything else at its default.
 VALUES = {
@@ -32,14 +33,14 @@ def scores(
     Args:
         features: of a whole stream.
         settings: at least one.
-        tasks: `measurements.spectra(features)`, where the caller has them.
+        tasks: `spectra.spectra(features)`, where the caller has them.
 
     Raises:
         InputError: a setting is outside its range, or has more neighbours than a task has classes.
     """
     settings = [each.checked() for each in settings]
-    tasks = measurements.spectra(features) if tasks is None else tasks
-    feasible = measurements.feasible_neighbours(tasks)
+    tasks = spectra(features) if tasks is None else tasks
+    feasible = feasible_neighbours(tasks)
     wanted = max(each.neighbours for each in settings)
     if wanted > feasible:
         raise InputError(
@@ -62,7 +63,9 @@ def _terms(fit: Fit, views: Sequence[Measures], settings: Settings, classes: Seq
     evidence = [_evidence(fit, view, each, share, settings) for view, each in enumerate(views)]
     return Terms(
         TaskLogits(np.asarray(raw.logit).T, np.asarray(raw.row).T),
-        TaskLogits(filtered.logit[:, :, place].T, filtered.row[:, :, place].T),
+        TaskLogits(
+            np.asarray(filtered.logit)[:, :, place].T, np.asarray(filtered.row)[:, :, place].T
+        ),
         evidence[0],
         evidence[1] if len(evidence) == 2 else None,
         fit.raw_scale,
@@ -81,24 +84,23 @@ def _evidence(
     fit: Fit, view: int, measures: Measures, share: int, settings: Settings
 ) -> ViewEvidence:
     fitted = fit.views[view]
-    ratio = measures.ratio[:, :, share].T.astype(np.float64)
-    residual = (ratio - fitted.residual_mean[:, share]) / fitted.residual_std[:, share]
+    residual = fitted.residuals(np.asarray(measures.ratio), share).T
     reference, rlc = fitted.references[share], np.zeros_like(residual)
     if reference is not None:
         mean, variance, scale = reference
         rlc = np.tanh(log_likelihood_ratio(residual, mean, variance) / scale)
     assert measures.distance is not None
-    place = settings.neighbours - 1
-    distance = measures.distance[:, :, place].T.astype(np.float64)
+    distance = np.asarray(measures.distance)
     if settings.affinity_reference == "nearest":
-        affinity = standardised_over_tasks(-distance)
+        affinity = standardised_over_tasks(-distance[:, :, settings.neighbours - 1].T)
     else:
-        affinity = (fitted.distance_mean[:, place] - distance) / fitted.distance_std[:, place]
+        affinity = fitted.affinities(distance, settings.neighbours).T
     return ViewEvidence(rlc, np.tanh(affinity))
 
 
 def standardised_over_tasks(affinity: Float[np.ndarray, "n tasks"]) -> Float[np.ndarray, "n tasks"]:
     """Returns q of the reference "Nearest": moments over the candidate tasks of each input."""
+    affinity = affinity.astype(np.float64)
     std = affinity.std(axis=1, keepdims=True)
     return (affinity - affinity.mean(axis=1, keepdims=True)) / np.maximum(std, SCALE_FLOOR)
 
@@ -117,7 +119,7 @@ def sweep(
         settings: of everything that is not varied.
         parameter: `attenuation`, `retained_energy` or `neighbours`.
         values: those of the paper when None; for `neighbours`, all that are feasible.
-        tasks: `measurements.spectra(features)`, where the caller has them.
+        tasks: `spectra.spectra(features)`, where the caller has them.
 
     Returns:
         `parameter`, `values` and `default`, the setting that the run has; then, one number in
@@ -133,9 +135,9 @@ def sweep(
             f"parameter: expected one of {', '.join(VALUES)}, neighbours; found {parameter!r}"
         )
     true_tasks = features.test_tasks
-    tasks = measurements.spectra(features) if tasks is None else tasks
+    tasks = spectra(features) if tasks is None else tasks
     if values is None:
-        values = VALUES.get(parameter) or range(1, measurements.feasible_neighbours(tasks) + 1)
+        values = VALUES.get(parameter) or range(1, feasible_neighbours(tasks) + 1)
     varied = [settings._replace(**{parameter: value}) for value in values]
     result: dict[str, Any] = {
         "parameter": parameter,

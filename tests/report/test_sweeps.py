@@ -7,7 +7,7 @@ from hypothesis import given, settings
 
 from fdc_jax import calibration, evaluation
 from fdc_jax.errors import InputError
-from fdc_jax.report import measurements, sweeps
+from fdc_jax.report import spectra, sweeps
 from tests.calibration import streams
 from tests.report.feature_sets import feature_set, reference_of
 
@@ -124,7 +124,7 @@ def test_the_papers_values_are_swept_and_the_default_is_among_them(parameter):
 
 def test_spectra_may_be_shared():
     features = feature_set()
-    tasks = measurements.spectra(features)
+    tasks = spectra.spectra(features)
     alone = sweeps.sweep(features, DEFAULTS, "attenuation", (0.25,))
     assert sweeps.sweep(features, DEFAULTS, "attenuation", (0.25,), tasks) == alone
 
