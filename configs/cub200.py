@@ -16,4 +16,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.benchmark = "cub200"
     config.learner.lora_subtraction.triplet_weight = 0.2  # the authors'
     config.learner.lora_subtraction.margin = 1.0  # likewise
+    config.learner.loda.margin = 0.1  # the authors'
     return config

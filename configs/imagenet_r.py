@@ -16,4 +16,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.benchmark = "imagenet_r"
     config.learner.lora_subtraction.triplet_weight = 0.2  # the authors'
     config.learner.lora_subtraction.margin = 2.0  # likewise
+    config.learner.loda.margin = 0.1  # the authors'
+    config.learner.loda.look_ahead = 0.7  # likewise
     return config

@@ -16,4 +16,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.benchmark = "omnibench"
     config.learner.lora_subtraction.triplet_weight = 0.1  # not published; DomainNet's
     config.learner.lora_subtraction.margin = 2.0  # likewise
+    config.learner.loda.margin = 0.1  # not published; ImageNet-R's
     return config
