@@ -1,5 +1,6 @@
 """RSIAT: its losses and their gradients, its steps, and what it makes of the end of a task."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,13 +16,26 @@ from fdc_jax.errors import InputError, TrainingError
 from fdc_jax.learners import rsiat, training
 from fdc_jax.model import vit
 from tests.learners import rsiat_reference, small_stream
-from tests.learners.small_stream import TINY, float64, make_batch, make_setup
-from tests.model.test_vit import reference
+from tests.learners.small_stream import float64, make_batch, make_setup
+from tests.model.test_vit import random_params, reference
+
+# One block, which compiles fast; that every block has its adapter is a test of the encoder.
+SHALLOW = vit.Variant(width=24, depth=1, heads=3, patch=4)
 
 SCALE, MARGIN, STEERING, SEPARATION, THRESHOLD, ALIGNMENT, REPULSION, REACH = (
     *(4.0, 0.3, 0.7, 1.5, 0.2, 0.9, 2.0, 2.0),
 )
 PARTS = ("adapter", "projector", "head")
+
+
+@dataclasses.dataclass(frozen=True)
+class ShallowSetup(training.Setup):
+    """A set-up around an encoder of one block."""
+
+    @property
+    def variant(self) -> vit.Variant:
+        """Sizes of the encoder."""
+        return SHALLOW
 
 
 def make_rsiat(**fields):
@@ -43,12 +57,13 @@ def make_rsiat(**fields):
         calibration_epochs=3,
         calibration_learning_rate=0.5,
     )
-    return make_setup(**{f"learner__rsiat__{name}": value for name, value in ours.items()} | fields)
+    made = make_setup(**{f"learner__rsiat__{name}": value for name, value in ours.items()} | fields)
+    return ShallowSetup(vit.VisionTransformer(SHALLOW), made.classes_per_task, made.config)
 
 
 @pytest.fixture(scope="module")
 def backbone():
-    return small_stream.make_backbone()
+    return random_params(11, SHALLOW)
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +108,7 @@ def random_start(setup, backbone, task):
 
 
 def features_by(backbone, images, adapter):
-    return reference(backbone, images, TINY, adapter=adapter)
+    return reference(backbone, images, SHALLOW, adapter=adapter)
 
 
 # The loss ----------------------------------------------------------------------------------------
@@ -190,8 +205,8 @@ def test_what_a_task_starts_from(setup, backbone):
     initial = rsiat.initial_state(setup)
     _, trained = rsiat.start(setup, backbone, initial, 0, jax.random.key(0))
     adapter = trained["adapter"]
-    assert adapter["down"].shape == (TINY.depth, TINY.width, 5)
-    assert 0.9 * TINY.width**-0.5 < np.abs(adapter["down"]).max() <= TINY.width**-0.5
+    assert adapter["down"].shape == (SHALLOW.depth, SHALLOW.width, 5)
+    assert 0.9 * SHALLOW.width**-0.5 < np.abs(adapter["down"]).max() <= SHALLOW.width**-0.5
     for leaf in ("down_bias", "up", "up_bias"):
         np.testing.assert_array_equal(adapter[leaf], 0)
     images = make_batch().images
@@ -211,7 +226,7 @@ def test_what_a_task_starts_from(setup, backbone):
     jax.tree.map(np.testing.assert_array_equal, third["projector"], state.projector)
     jax.tree.map(np.testing.assert_array_equal, frozen["kernels"]["adapter"], state.adapter)
     heads = np.stack([trained["head"], second["head"]])
-    assert heads.shape == (2, 3, TINY.width)
+    assert heads.shape == (2, 3, SHALLOW.width)
     assert 0.015 < heads.std() < 0.025
     assert np.abs(heads[0] - heads[1]).max() > 0.01
 
@@ -375,14 +390,14 @@ def test_gaussians_are_of_plain_images_and_earlier_means_drift(setup, backbone, 
             own = new[labels == label]
             np.testing.assert_allclose(after.gaussians.means[task, label], own.mean(0), atol=1e-4)
             factor = float64(after.gaussians.factors)[task, label]
-            expected = np.cov(own, rowvar=False) + 1e-3 * np.eye(TINY.width)
+            expected = np.cov(own, rowvar=False) + 1e-3 * np.eye(SHALLOW.width)
             np.testing.assert_allclose(factor @ factor.T, expected, atol=1e-4)
         old = features_by(backbone, pixels, before.adapter)
         for past, classes in enumerate(setup.classes_per_task[:task]):
             means = float64(before.gaussians.means)[past, :classes]
             moved = rsiat_reference.moved_means(means, old, new, REACH)
-            assert np.abs(moved - means).max() > 0.01
-            np.testing.assert_allclose(after.gaussians.means[past, :classes], moved, atol=1e-4)
+            assert np.abs(moved - means).max() > 1e-3
+            np.testing.assert_allclose(after.gaussians.means[past, :classes], moved, atol=1e-5)
             np.testing.assert_array_equal(after.gaussians.means[past, classes:], 0)
         np.testing.assert_array_equal(
             before.gaussians.factors[:task], after.gaussians.factors[:task]
