@@ -118,10 +118,11 @@ def summarise(groups: Sequence[Group], num_skipped: int = 0) -> Summary:
     columns = ["Benchmark", "Learner", "Seeds", "Raw", "FDC", "Gain", "95 %", "Task given"]
     columns.append("Settings")
     if not groups:
-        scope = "No run could be read" + (
-            f"; {num_skipped} folders were skipped." if num_skipped else "."
-        )
-        return Summary(scope, [], columns, [], "")
+        scope = "No run could be read"
+        if num_skipped:
+            verb = "was" if num_skipped == 1 else "were"
+            scope += f"; {_count(num_skipped, 'folder')} {verb} skipped"
+        return Summary(f"{scope}.", [], columns, [], "")
     num_runs = sum(len(group.runs) for group in groups)
     scope = ", ".join(
         (

@@ -1,5 +1,6 @@
 """Figures against the numbers that they are made from."""
 
+import itertools
 import re
 import subprocess
 import sys
@@ -423,4 +424,4 @@ def test_colours_stand_out_on_white_and_differ_in_grey():
         assert min(contrast(one, "#ffffff"), contrast(other, "#ffffff")) >= 2.9
     shares = [colour for colour, _, _ in drawing.SHARES.values()]
     # Neighbours in a bar; the hatched one is told by its hatch as well.
-    assert all(abs(lightness(a) - lightness(b)) >= 8 for a, b in zip(shares, shares[1:]))
+    assert all(abs(lightness(a) - lightness(b)) >= 8 for a, b in itertools.pairwise(shares))
