@@ -56,6 +56,7 @@ from jaxtyping import Array, Float, Float64
 from fdc_jax import heads as head_types
 from fdc_jax.data.stream import Batch
 from fdc_jax.learners import gradient_alignment, training
+from fdc_jax.learners.cosine_loss import cosface
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
@@ -232,9 +233,9 @@ def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
         {"params": backbone}, batch.images, frozen["kernels"], _increment(setup, frozen, trained)
     )
     cosines = head_types.CosineHead(trained["head"]).logits(features)
-    labelled = jax.nn.one_hot(batch.labels, cosines.shape[1])
-    logits = ours.scale * (cosines - ours.margin * labelled)
-    return training.cross_entropy(logits, batch.labels, frozen["class_mask"], batch.weights)
+    return cosface(
+        cosines, batch.labels, frozen["class_mask"], batch.weights, ours.scale, ours.margin
+    )
 
 
 def update(setup: training.Setup) -> training.Update:
