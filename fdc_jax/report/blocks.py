@@ -109,8 +109,8 @@ def block(
                         "difference": distance,
                     }
                 )
-        # A learner that the paper does not list has no row to be missing from.
-        if title or published is not None or any(not cell.gap for cell in row):
+        # Where neither the paper nor we have such a row, nothing is missing from it.
+        if published is not None or any(each.title == title for each in groups):
             rows.append(Row([own_label(title, letter)], row, title))
     if published is not None:
         row = [cells.published(published.get(name), digits, signed) for name in benchmarks]

@@ -154,7 +154,7 @@ def write(
         say(f"skipped {each.path}: {each.reason}")
     if not loaded.runs:
         raise InputError(
-            f"no usable run among {len(loaded.skipped)} folders: "
+            f"no usable run among {_counted(len(loaded.skipped), 'folder')}: "
             f"{loaded.skipped[0].path}: {loaded.skipped[0].reason}"
             if loaded.skipped
             else "no usable run: no folder was given"

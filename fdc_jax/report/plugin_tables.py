@@ -3,12 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from fdc_jax.report import blocks, cells, paper, selection
 from fdc_jax.report.accuracy_tables import learners
 from fdc_jax.report.blocks import Block, Row
 from fdc_jax.report.cells import Cell, Table
 from fdc_jax.report.runs import Group
-from fdc_jax.report.selection import COMBINATIONS, STANDALONE, Selection
+from fdc_jax.report.selection import COMBINATIONS, HALVES, STANDALONE, Selection
 
 Analyses = Mapping[str, Mapping[str, Any]]
 
@@ -116,19 +118,25 @@ def selected_by_rule(groups: Sequence[Group], analyses: Analyses) -> Table:
 def _choices(learner: str, alike: Sequence[Group], analyses: Analyses) -> list[_Choice]:
     dual = all(run.dual for each in alike for run in each.runs)
     choices = []
+
+    def all_images(each: Group, name: str) -> list[float]:
+        return _all_images(each, analyses, name)
+
     for component, name in STANDALONE.items():
         if dual or component != "E_0":
             text = f"{component} alone"
-            gains = {each.benchmark: each.gains(name) for each in alike}
+            gains = {each.benchmark: all_images(each, name) for each in alike}
             choices.append(_Choice(text, _SWITCHES[name], gains))
     in_paper = paper.plugin(learner, "selected")
     if in_paper is not None:
         chosen = Selection(in_paper.switches, COMBINATIONS[in_paper.switches])
-        choices.append(_chosen("the paper's selection", chosen, alike, _all_images))
-    by_benchmark = [{name: each.gains(name) for name in STANDALONE.values()} for each in alike]
+        choices.append(_chosen("the paper's selection", chosen, alike, all_images))
+    by_benchmark = [
+        {name: all_images(each, name) for name in STANDALONE.values()} for each in alike
+    ]
     chosen = selection.select(by_benchmark, dual)
-    choices.append(_chosen("by the rule, on all test images", chosen, alike, _all_images))
-    for chosen_on, reported_on in (selection.HALVES, selection.HALVES[::-1]):
+    choices.append(_chosen("by the rule, on all test images", chosen, alike, all_images))
+    for chosen_on, reported_on in (HALVES, HALVES[::-1]):
         halves = [
             {name: _half(each, analyses, chosen_on, name) for name in STANDALONE.values()}
             for each in alike
@@ -145,17 +153,27 @@ def _choices(learner: str, alike: Sequence[Group], analyses: Analyses) -> list[_
     return choices
 
 
-def _all_images(each: Group, name: str) -> list[float]:
-    return each.gains(name)
+def _all_images(each: Group, analyses: Analyses, name: str) -> list[float]:
+    """Gains of a combination; of runs whose results lack it, from both halves together."""
+    found = []
+    for run in each.runs:
+        raw, value = run.value("accuracy", "raw"), run.component(name)
+        halves = analyses.get(str(run.path), {}).get("selection")
+        if raw is not None and value is not None:
+            found.append(value - raw)
+        elif halves and all(name in halves[half] for half in HALVES):
+            gains = [halves[half][name] - halves[half]["raw"] for half in HALVES]
+            found.append(float(np.average(gains, weights=halves["num_images"])))
+    return found if len(found) == len(each.runs) else []
 
 
 def _half(each: Group, analyses: Analyses, half: str, name: str) -> list[float]:
     """Gains of a combination on one half of the test images, of the runs with saved features."""
     found = []
     for run in each.runs:
-        accuracies = analyses.get(str(run.path), {}).get("selection", {}).get(half, {})
-        if name in accuracies and "raw" in accuracies:
-            found.append(accuracies[name] - accuracies["raw"])
+        halves = analyses.get(str(run.path), {}).get("selection")
+        if halves and name in halves[half]:
+            found.append(halves[half][name] - halves[half]["raw"])
     return found if len(found) == len(each.runs) else []
 
 

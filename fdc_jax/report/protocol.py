@@ -43,9 +43,9 @@ def settings(results: dict[str, Any]) -> dict[str, Any]:
     Args:
         results: content of a `results.json`.
     """
-    learner, known = results["learner"], paper.numbers()["protocol"]
+    learner = results["learner"]
     options = tuple(f"learner.{name}." for name in _READS.get(learner, (learner,)))
-    found = {**known["fields"], **known["unstated"]}
+    found = _expected(learner)
     for field, value in results["config"].items():
         of_a_learner = field.startswith("learner.") and field.count(".") > 1
         if field not in _IGNORED and (not of_a_learner or field.startswith(options)):
@@ -71,22 +71,26 @@ def deviations(benchmark: str, learner: str, found: dict[str, Any]) -> list[str]
         learner: name of the learner.
         found: settings of a run, as `settings` returns them.
     """
-    known = paper.numbers()["protocol"]
-    expected = {**known["fields"], **known["unstated"]}
-    for name, value in known["learners"].get(learner, {}).items():
-        expected[f"learner.{learner}.{name}"] = value
-    phrases = []
+    expected, phrases = _expected(learner), []
     for field, value in expected.items():
         if field == "data.train_per_class":
             phrases += _images(benchmark, found)
         elif field != "data.test_per_class" and found.get(field, value) != value:
             phrase = _PHRASES.get(field, field.split(".")[-1].replace("_", " ") + " {}")
             phrases.append(phrase.format(_words(found[field])))
-    weights = found["encoder.weights"]
+    weights, known = found["encoder.weights"], paper.numbers()["protocol"]["weights"]
     same_size = found["encoder.variant"] == expected["encoder.variant"]
-    if weights and same_size and not any(fnmatch.fnmatch(weights, p) for p in known["weights"]):
+    if weights and same_size and not any(fnmatch.fnmatch(weights, p) for p in known):
         phrases.append(f"weights {weights}")
     return phrases
+
+
+def _expected(learner: str) -> dict[str, Any]:
+    """The paper's settings by field, those of one learner included."""
+    known = paper.numbers()["protocol"]
+    stated = known["learners"].get(learner, {})
+    own = {f"learner.{learner}.{name}": value for name, value in stated.items()}
+    return {**known["fields"], **known["unstated"], **own}
 
 
 def _words(value: Any) -> str:

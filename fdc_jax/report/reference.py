@@ -18,6 +18,7 @@ Values with seeds are paired with our runs of the same seeds.
 """
 
 import csv
+import io
 import math
 import os
 from collections.abc import Sequence
@@ -129,11 +130,11 @@ def read(path: str | os.PathLike[str]) -> Reference:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: unreadable ({error})") from error
-    reader = csv.DictReader(text.splitlines(), skipinitialspace=True, strict=True)
+    reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
     try:
         rows = [(reader.line_num, row) for row in reader]
     except csv.Error as error:
-        raise InputError(f"{path}: line {reader.line_num}: {error}") from error
+        raise InputError(f"{path}: line {reader.reader.line_num}: {error}") from error
     names = reader.fieldnames or []
     for name in _REQUIRED:
         if name not in names:
@@ -144,6 +145,8 @@ def read(path: str | os.PathLike[str]) -> Reference:
         if name not in (*_REQUIRED, *_OPTIONAL):
             expected = ", ".join((*_REQUIRED, *_OPTIONAL))
             raise InputError(f"{path}: line 1: column {name}: expected one of {expected}")
+        if names.count(name) > 1:
+            raise InputError(f"{path}: line 1: column {name}: named twice")
     if not rows:
         raise InputError(f"{path}: expected at least one line below the header, found none")
     entries: list[Entry] = []

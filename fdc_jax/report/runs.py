@@ -24,6 +24,21 @@ _PREDICTIONS = (
 )
 
 
+# What a run may lack, and its type.
+_OPTIONAL = {
+    "split": str,
+    "encoder": dict,
+    "data": dict,
+    "timing": dict,
+    "versions": dict,
+    "curve": list,
+    "num_tasks": int,
+    "num_classes": int,
+    "num_train_images": int,
+    "num_test_images": int,
+}
+
+
 class RunFolder(NamedTuple):
     """A finished run: one seed of one configuration; `results` is its `results.json`."""
 
@@ -224,10 +239,11 @@ def _read(path: Path) -> RunFolder:
         if not (path / "config.json").exists():
             raise InputError("not a run folder: no results.json, config.json or seed_* folders")
         done = len(list((path / "tasks").glob("task_*.json")))
-        raise InputError(f"unfinished: no results.json, {done} tasks done")
+        tasks = "1 task" if done == 1 else f"{done} tasks"
+        raise InputError(f"unfinished: no results.json, {tasks} done")
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"results.json: unreadable ({error})") from error
     _check(results)
     run = RunFolder(path, results)
@@ -253,6 +269,16 @@ def _check(results: Any) -> None:
         if not isinstance(results[name], kind) or isinstance(results[name], bool):
             raise InputError(
                 f"results.json: {name}: expected {kind.__name__}, found {results[name]!r:.60}"
+            )
+    for name, kind in _OPTIONAL.items():
+        value = results.get(name)
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise InputError(f"results.json: {name}: expected {kind.__name__}, found {value!r:.60}")
+    for point in results.get("curve") or ():
+        if not isinstance(point, dict) or not isinstance(point.get("components"), dict):
+            raise InputError(
+                "results.json: curve: expected accuracies of components after every task, found "
+                f"{point!r:.60}"
             )
     run = RunFolder(Path(), results)
     for name in ("raw", "fdc", "oracle"):
@@ -326,7 +352,7 @@ def _told_apart(each: Group, groups: Sequence[Group]) -> Group:
     ]
     fields = sorted({f for other in alike for f in each.settings | other} - {"encoder.weights"})
     differing = [
-        f"{field} {str(each.settings.get(field))[:16]}"
+        f"{field} {str(each.settings.get(field, 'not recorded'))[:16]}"
         for field in fields
         if any(other.get(field) != each.settings.get(field) for other in alike)
     ]

@@ -1,0 +1,276 @@
+"""Time and memory of a batch without FDC, with one view and with two (the paper's protocol).
+
+    python -m benchmarks.latency --run=runs/cifar100/seed_1 --output=latency.json
+    python -m benchmarks.latency --variant=B/16 --image_size=224 --case=20x100
+
+64 images are put on the device once; after 10 batches to warm up, 3 repeats of 20 batches are timed
+with a synchronisation at either end. Raw: one forward pass and the heads. Single: the same pass,
+heads with TSF folded in, RLC and PAC in the adapted view. Dual: a second pass of the same backbone
+without the increments, and both views. Each is one compiled program, given nothing that it does not
+need; its peak memory is that of arguments, results and temporaries as the compiler plans it.
+
+Times depend on shapes, not on values: pixels and encoder weights are random. With --run, tasks,
+classes, ranks and the encoder's size are those of the run, from its `calibrator.npz` and
+`results.json`; without, a calibrator is fitted on random features of TASKSxCLASSES.
+"""
+
+import argparse
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+# Run as a file, the repository's root is not on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import posthoc
+from fdc_jax import calibration, devices, results
+from fdc_jax.calibration import measures, scoring
+from fdc_jax.calibration.scorer import Scorer
+from fdc_jax.errors import InputError
+from fdc_jax.files import write_atomically
+from fdc_jax.model import vit
+
+VIEWS = ("raw", "single", "dual")
+
+
+def random_encoder(variant: str, image_size: int, precision: str) -> tuple[Any, Any, Any]:
+    """Returns a model, parameters of its shapes, and key and value kernels apart from them."""
+    model = vit.build(variant, image_size, precision=precision)
+    shapes = vit.parameter_shapes(model, image_size)
+    rng = np.random.default_rng(0)
+    parameters = jax.tree.map(
+        lambda leaf: jnp.asarray(0.02 * rng.standard_normal(leaf.shape, np.float32)), shapes
+    )
+    kernels = jax.tree.map(lambda leaf: 1.01 * leaf, vit.pretrained_kernels(parameters))
+    return model, parameters, kernels
+
+
+def fitted(num_tasks: int, num_classes: int, width: int) -> calibration.FDC:
+    """Returns a calibrator of random features, of ranks like a Vision Transformer's."""
+    calibrator = calibration.FDC()
+    per_class = max(20, 2 * width * num_tasks // (3 * num_classes))
+    for task in posthoc.make_tasks(num_tasks, num_classes, width, per_class):
+        calibrator.fit_task(task["adapted"], task["labels"], task["head"], task["pretrained"])
+    calibrator.finalize()
+    return calibrator
+
+
+def programs(
+    model: Any, parameters: Any, kernels: Any, calibrator: calibration.FDC
+) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Returns, by view, a function from (its arguments, images) to labels, and the arguments."""
+    scorer = Scorer(calibrator.settings, calibrator.tasks, calibrator.heads, calibrator.references)
+    heads, count = scorer.head_arrays, calibrator.num_tasks
+    if heads is None:
+        raise InputError("calibrator: expected heads that FDC can fold TSF into, found functions")
+    sizes = [len(classes) for classes in calibrator.classes]
+    most = max(sizes)
+    table = np.zeros((count, most), np.int32)
+    for task, classes in enumerate(calibrator.classes):
+        table[task, : sizes[task]] = classes
+    labels = jnp.asarray(table)
+    scale = jnp.asarray([task.filtered_scale for task in calibrator.tasks], jnp.float32)
+
+    def encode(parameters, images, kernels=None):
+        return model.apply({"params": parameters}, images, kernels)
+
+    def choose(scores, rows, labels):
+        task = jnp.argmax(scores, axis=1)
+        row = jnp.take_along_axis(rows, task[:, None], axis=1)[:, 0]
+        return labels[task, row]
+
+    def raw(arguments, images):
+        parameters, kernels, rows, bias, labels = arguments
+        features = encode(parameters, images, kernels)
+        energy = measures.energy(features) if scorer.normalised else None
+        logits = jnp.stack(
+            [measures.row_logits(features, w, b, energy) for w, b in zip(rows, bias, strict=True)],
+            axis=1,
+        )[:, :count]
+        return choose(logits.max(axis=2), logits.argmax(axis=2), labels)
+
+    def calibrated(arguments, images):
+        parameters, kernels, heads, views, numbers, scale, labels = arguments
+        features = encode(parameters, images, kernels)
+        pretrained = encode(parameters, images) if len(views) == 2 else None
+        terms = scoring.score_terms(
+            heads,
+            views[0],
+            views[1] if len(views) == 2 else None,
+            numbers,
+            features,
+            pretrained,
+            normalised=scorer.normalised,
+            neighbours=scorer.settings.neighbours,
+            nearest=scorer.settings.affinity_reference == "nearest",
+        )
+        scores, settings = terms.filtered.logit[:, :count], scorer.settings
+        for weight, evidence in (
+            (settings.adapted_view_weight, terms.adapted),
+            (settings.pretrained_view_weight, terms.pretrained),
+        ):
+            if evidence is not None:
+                correction = settings.pac_weight * evidence.pac - settings.rlc_weight * evidence.rlc
+                scores = scores + weight * scale * correction[:, :count]
+        return choose(scores, terms.filtered.row[:, :count], labels)
+
+    shared = (heads, scorer.calibration, scale, labels)
+    made = {"raw": (raw, (parameters, kernels, heads.rows, heads.bias, labels))}
+    for name, views in (("single", scorer.views[:1]), ("dual", scorer.views)):
+        if name == "single" or len(views) == 2:
+            made[name] = (calibrated, (parameters, kernels, shared[0], views, *shared[1:]))
+    return made
+
+
+def measure(
+    function: Callable[..., Any], arguments: Any, images: jax.Array, options: argparse.Namespace
+) -> tuple[dict[str, Any], np.ndarray]:
+    """Returns milliseconds a batch of each repeat with the peak memory, and the labels."""
+    compiled = jax.jit(function).lower(arguments, images).compile()
+    planned = compiled.memory_analysis()
+    peak = None
+    if planned is not None:
+        peak = sum(
+            getattr(planned, f"{part}_size_in_bytes") for part in ("argument", "output", "temp")
+        )
+    for _ in range(options.warm_up):
+        found = compiled(arguments, images)
+    found.block_until_ready()
+    milliseconds = []
+    for _ in range(options.repeats):
+        start = time.perf_counter()
+        for _ in range(options.batches):
+            found = compiled(arguments, images)
+        found.block_until_ready()
+        milliseconds.append(1e3 * (time.perf_counter() - start) / options.batches)
+    return {"milliseconds": milliseconds, "peak_memory_bytes": peak}, np.asarray(found)
+
+
+def of_run(folder: str) -> tuple[calibration.FDC, dict[str, Any]]:
+    """Returns the calibrator of a finished run and what its results say of the encoder.
+
+    Raises:
+        InputError: not a finished run, or a learner whose encoder is not key and value kernels.
+    """
+    try:
+        found = json.loads((Path(folder) / "results.json").read_text(encoding="utf-8"))
+        config = found["config"]
+        about = {
+            "benchmark": found["benchmark"],
+            "learner": found["learner"],
+            "variant": config["encoder.variant"],
+            "image_size": config["encoder.image_size"],
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"--run={folder}: expected a finished run ({error!r})") from error
+    if about["learner"] == "rsiat":
+        raise InputError(f"--run={folder}: expected a learner without an adapter, found rsiat")
+    return calibration.FDC.load(Path(folder) / "calibrator.npz"), about
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Measures all views."""
+    if options.run:
+        calibrator, about = of_run(options.run)
+    else:
+        match = re.fullmatch(r"(\d+)x(\d+)", options.case)
+        num_tasks, num_classes = map(int, match.groups()) if match else (0, 0)
+        if num_tasks < 2 or num_classes % num_tasks:
+            raise InputError(f"--case: expected tasks that divide the classes: {options.case}")
+        if options.variant not in vit.VARIANTS:
+            known = ", ".join(vit.VARIANTS)
+            raise InputError(f"--variant: expected one of {known}, found {options.variant}")
+        calibrator = fitted(num_tasks, num_classes, vit.VARIANTS[options.variant].width)
+        about = {
+            "benchmark": None,
+            "learner": None,
+            "variant": options.variant,
+            "image_size": options.image_size,
+        }
+    size = about["image_size"]
+    model, parameters, kernels = random_encoder(about["variant"], size, options.precision)
+    pixels = np.random.default_rng(1).integers(0, 256, (options.batch_size, size, size, 3))
+    images = jax.device_put(jnp.asarray(pixels, jnp.uint8))
+    views, labels = {}, {}
+    for name, (function, arguments) in programs(model, parameters, kernels, calibrator).items():
+        views[name], labels[name] = measure(function, arguments, images, options)
+    adapted = model.apply({"params": parameters}, images, kernels)
+    pretrained = model.apply({"params": parameters}, images) if "dual" in views else None
+    terms = calibrator.terms(adapted, pretrained)
+    expected = {
+        "raw": terms.raw().label,
+        "single": terms.fuse(pretrained_view=False).label,
+        "dual": terms.fuse().label,
+    }
+    ranks = [len(view.basis) for task in calibrator.tasks for view in task.views]
+    return about | {
+        "encoder": f"{about['variant']}, {size} px, {options.precision}",
+        "batch_size": options.batch_size,
+        "warm_up_batches": options.warm_up,
+        "batches": options.batches,
+        "num_tasks": calibrator.num_tasks,
+        "num_classes": sum(len(classes) for classes in calibrator.classes),
+        "mean_rank": float(np.mean(ranks)),
+        "views": views,
+        "equal_labels": {name: float(np.mean(labels[name] == expected[name])) for name in views},
+        "device": devices.describe(),
+        "versions": results.versions(),
+    }
+
+
+def line(found: dict[str, Any]) -> str:
+    """A result for the screen."""
+    mean = {name: np.mean(each["milliseconds"]) for name, each in found["views"].items()}
+    peak = {name: each["peak_memory_bytes"] for name, each in found["views"].items()}
+    parts = []
+    for name, value in mean.items():
+        increase = "" if name == "raw" else f" ({100 * (value / mean['raw'] - 1):+.1f} %)"
+        memory = ""
+        if peak[name] is not None and peak["raw"] is not None:
+            base = 0 if name == "raw" else peak["raw"]
+            memory = f", {(peak[name] - base) / 2**20:{'.1f' if name == 'raw' else '+.1f'}} MiB"
+        parts.append(f"{name} {value:.1f} ms{increase}{memory}")
+    return (
+        f"{found['encoder']}, batch {found['batch_size']}, {found['num_tasks']} tasks, "
+        f"{found['num_classes']} classes, {found['device']}: {'; '.join(parts)}"
+    )
+
+
+def main() -> int:
+    """Measures, prints a line and writes JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
+    parser.add_argument("--run", help="folder of a finished run")
+    parser.add_argument("--variant", default="B/16", help="without --run (default B/16)")
+    parser.add_argument("--image_size", type=int, default=224, help="without --run (default 224)")
+    parser.add_argument("--case", default="20x100", help="without --run: TASKSxCLASSES")
+    parser.add_argument("--precision", default="parity", choices=tuple(vit.PRECISIONS))
+    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--warm_up", type=int, default=10)
+    parser.add_argument("--batches", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", default="latency.json")
+    options = parser.parse_args()
+    for name in ("image_size", "batch_size", "warm_up", "batches", "repeats"):
+        if getattr(options, name) < 1:
+            raise InputError(f"--{name}: expected at least 1, found {getattr(options, name)}")
+    found = run(options)
+    with write_atomically(options.output) as file:
+        file.write((json.dumps(found, indent=2) + "\n").encode())
+    print(line(found))
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except InputError as error:
+        print(f"benchmarks/latency.py: {error}", file=sys.stderr)
+        sys.exit(2)

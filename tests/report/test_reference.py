@@ -1,0 +1,204 @@
+"""Reference files: what is refused, and what is compared how."""
+
+import math
+from pathlib import Path
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from scipy import stats
+
+from fdc_jax.errors import InputError
+from fdc_jax.report import paper, reference, runs
+from fdc_jax.report.reference import Entry, compare
+from tests.report.run_folders import results, write_run
+
+HEADER = "benchmark,learner,quantity,seed,value,std,n,source"
+EXAMPLE = Path(__file__).parents[2] / "results" / "reference_example.csv"
+
+
+def read(tmp_path, *lines, header=HEADER):
+    path = tmp_path / "r.csv"
+    path.write_text("\n".join([header, *lines]), encoding="utf-8")
+    return reference.read(path)
+
+
+def entry(value, seed=None, std=None, count=None):
+    return Entry("cifar100", "cumulative_lora", "raw", seed, value, std, count, "")
+
+
+def test_a_file_is_read_whatever_the_order_of_columns_and_the_names(tmp_path):
+    found = read(
+        tmp_path,
+        "88.6, FDC paper ,Cumulative-LoRA,fdc,CIFAR-100",
+        "1.5,,mine.module,gain:tsf+rlc,my benchmark",
+        header="\ufeffvalue,source,learner,quantity,benchmark",
+    )
+    assert found.entries == [
+        Entry("cifar100", "cumulative_lora", "fdc", None, 88.6, None, None, "FDC paper"),
+        Entry("my benchmark", "mine.module", "gain:tsf+rlc", None, 1.5, None, None, ""),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "place"),
+    [
+        ("cifar100,inflora,raw,,,,,", "line 3: column value: expected something, found ''"),
+        ("cifar100,inflora,raw,,eighty,,,", "line 3: column value: expected a number"),
+        ("cifar100,inflora,raw,,nan,,,", "line 3: column value: expected a number"),
+        ("cifar100,inflora,raw,,inf,,,", "line 3: column value: expected a number"),
+        (",inflora,raw,,1,,,", "line 3: column benchmark: expected something"),
+        ("cifar100,,raw,,1,,,", "line 3: column learner: expected something"),
+        ("cifar100,inflora,speed,,1,,,", "line 3: column quantity: expected one of raw, fdc"),
+        ("cifar100,inflora,raw,one,1,,,", "line 3: column seed: expected a whole number from 0"),
+        ("cifar100,inflora,raw,1.5,1,,,", "line 3: column seed"),
+        ("cifar100,inflora,raw,-1,1,,,", "line 3: column seed"),
+        ("cifar100,inflora,raw,,1,-0.1,3,", "line 3: column std: expected a number from 0"),
+        ("cifar100,inflora,raw,,1,0.1,0,", "line 3: column n: expected a whole number from 1"),
+        ("cifar100,inflora,raw,,1,0.1,,", "line 3: column n: expected the number of seeds"),
+        ("cifar100,inflora,raw,1,1,0.1,3,", "line 3: column std: expected nothing on a line with"),
+        ("cifar100,inflora,raw,1,1,,3,", "line 3: column n: expected nothing on a line with"),
+        ("cifar100,inflora,raw,,1,,,,extra", "line 3: more cells than columns"),
+        ("cifar100,inflora", "line 3: column quantity: expected something"),
+        ("cifar100,loda,raw,,2,,,", "line 3: column quantity: raw of loda on cifar100 is already"),
+        ("CIFAR-100,LoDA,raw,,2,,,", "is already on line 2"),
+        ("cifar100,loda,raw,1,2,,,", "line 3: column seed: expected seeds for all values"),
+        ('cifar100,loda,raw,,"2,,,', "line 3"),
+    ],
+)
+def test_a_bad_row_gets_one_line_that_names_file_line_and_column(tmp_path, line, place):
+    with pytest.raises(InputError) as error:
+        read(tmp_path, "cifar100,loda,raw,,1,,,", line)
+    assert place in str(error.value)
+    assert str(error.value).startswith(str(tmp_path / "r.csv"))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "expected a column benchmark, found nothing"),
+        ("benchmark,learner,value\na,b,1", "line 1: expected a column quantity"),
+        (HEADER, "expected at least one line below the header"),
+        (HEADER + ",speed\n", "line 1: column speed: expected one of"),
+        ("benchmark,learner,quantity,value,value\na,b,raw,1,2", "column value: named twice"),
+    ],
+)
+def test_a_bad_header_is_refused(tmp_path, text, message):
+    path = tmp_path / "r.csv"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"r\.csv") as error:
+        reference.read(path)
+    assert message in str(error.value)
+
+
+def test_unreadable_files_are_refused(tmp_path):
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    for name in ("absent.csv", "binary.csv", "."):
+        with pytest.raises(InputError, match="unreadable"):
+            reference.read(tmp_path / name)
+
+
+def test_quantities_are_those_of_the_results(tmp_path):
+    write_run(tmp_path / "a", learner="loda")
+    (run,) = runs.load([tmp_path / "a"]).runs
+    found = results(learner="loda")
+    raw = found["accuracy"]["raw"]
+    chosen = found["components"]["pac+rlc_adapted_view"]
+    for name, value in {
+        "raw": raw,
+        "fdc": found["components"]["full"],
+        "oracle": 95.0,
+        "gain": found["components"]["full"] - raw,
+        "selected": chosen,
+        "selected_gain": chosen - raw,
+        "routing_fdc": found["routing_accuracy"]["fdc"],
+        "aia": found["average_incremental_accuracy"]["raw"],
+        "tsf+rlc": found["components"]["tsf+rlc"],
+        "gain:pac": found["components"]["pac"] - raw,
+    }.items():
+        assert reference.quantity(run, name) == value
+    for name in reference.QUANTITIES:
+        assert reference.quantity(run, name) is not None
+
+
+# Comparing ----------------------------------------------------------------------------------------
+
+NUMBERS = st.floats(0, 100)
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.lists(st.tuples(NUMBERS, NUMBERS), min_size=2, max_size=5))
+def test_common_seeds_are_paired(values):
+    ours = {seed: own for seed, (own, _) in enumerate(values)} | {77: 0.0}
+    entries = [entry(other, seed) for seed, (_, other) in enumerate(values)] + [entry(1.0, 99)]
+    found = compare(ours, entries)
+    gaps = np.array([own - other for own, other in values])
+    reach = stats.t.ppf(0.975, len(gaps) - 1) * gaps.std(ddof=1) / np.sqrt(len(gaps))
+    np.testing.assert_allclose(
+        [found.difference, found.low, found.high],
+        [gaps.mean(), gaps.mean() - reach, gaps.mean() + reach],
+        atol=1e-9,
+    )
+    assert found.paired == list(range(len(values)))
+
+
+def test_two_means_are_compared_by_welch():
+    ours = {1: 70.0, 2: 71.0, 3: 73.5}
+    found = compare(ours, [entry(75.0, std=0.8, count=5)])
+    expected = stats.ttest_ind_from_stats(
+        np.mean(list(ours.values())), np.std(list(ours.values()), ddof=1), 3, 75.0, 0.8, 5, False
+    )
+    assert found.outside == (expected.pvalue < 0.05)
+    # At the interval's end the test is at its level.
+    end = found.high - found.difference
+    at_end = stats.ttest_ind_from_stats(
+        75.0 + end, np.std(list(ours.values()), ddof=1), 3, 75.0, 0.8, 5, False
+    )
+    assert at_end.pvalue == pytest.approx(0.05)
+
+
+def test_with_one_deviation_the_other_side_is_one_more_draw():
+    reach = stats.t.ppf(0.975, 2) * 1.0 * math.sqrt(1 / 3 + 1)
+    found = compare({1: 69.0, 2: 70.0, 3: 71.0}, [entry(75.0)])
+    assert (found.low, found.high) == (pytest.approx(-5 - reach), pytest.approx(-5 + reach))
+    found = compare({7: 75.0}, [entry(70.0, std=1.0, count=3)])
+    assert (found.low, found.high) == (pytest.approx(5 - reach), pytest.approx(5 + reach))
+    assert found.outside is True
+    # A mean of known seeds varies less than one draw.
+    found = compare({1: 69.0, 2: 70.0, 3: 71.0}, [entry(75.0, count=3)])
+    assert found.high == pytest.approx(-5 + stats.t.ppf(0.975, 2) * math.sqrt(2 / 3))
+
+
+def test_without_any_deviation_nothing_is_marked():
+    assert compare({}, [entry(1.0)]) == (None, None, None, [])
+    found = compare({1: 70.0}, [entry(71.0)])
+    assert found == (-1.0, None, None, []) and found.outside is None
+    # One common seed is not a pair to tell a spread from.
+    found = compare({1: 70.0}, [entry(71.0, seed=1)])
+    assert found.difference == -1.0 and found.outside is None
+
+
+def test_without_runs_a_line_stays_as_a_gap(tmp_path):
+    found = read(tmp_path, "cub200,l2p,raw,,70.5,,,another paper")
+    (row,) = found.table([]).rows
+    assert [cell.text for cell in row] == [
+        "CUB-200", "l2p", "raw", "ours", "–", "70.50", "–", "–", "no run", "another paper"
+    ]  # fmt: skip
+
+
+def test_the_example_holds_the_paper_s_numbers():
+    found = reference.read(EXAMPLE)
+    by_name = {(each.benchmark, each.quantity): each for each in found.entries}
+    assert {each.learner for each in found.entries} == {"cumulative_lora"}
+    for quantity, published in {
+        "raw": paper.accuracy("cumulative_lora", "raw"),
+        "fdc": paper.accuracy("cumulative_lora", "fdc"),
+        "gain": paper.ablation("full"),
+        "aia": paper.average_incremental_accuracy("cumulative_lora"),
+    }.items():
+        for benchmark, each in published.items():
+            of = by_name.pop((benchmark, quantity))
+            assert (of.value, of.std, of.count) == (each.mean, each.std, 3)
+    assert not by_name

@@ -1,0 +1,260 @@
+"""Which folders are usable, which belong together, and what they are called."""
+
+import json
+
+import numpy as np
+import pytest
+
+from fdc_jax.report import runs
+from tests.report.run_folders import predictions, results, write_run
+
+
+def loaded(folder):
+    return runs.load(sorted(folder.iterdir()))
+
+
+def reasons(found):
+    return {each.path.name: each.reason for each in found.skipped}
+
+
+def test_a_folder_of_seeds_stands_for_its_seeds_in_order(tmp_path):
+    for seed in (10, 2, 1):
+        write_run(tmp_path / "runs" / f"seed_{seed}", seed=seed)
+    (tmp_path / "runs" / "summary.json").write_text("{}")
+    found = runs.load([tmp_path / "runs", tmp_path / "runs" / "seed_1"])
+    assert [run.seed for run in found.runs] == [1, 2, 10]
+    assert found.skipped == []
+    (group,) = runs.group(found.runs[::-1])
+    assert group.seeds == [1, 2, 10]
+    assert group.follows_protocol and group.title == ""
+    assert group.name == "Cumulative-LoRA, CIFAR-100"
+    assert group.values("accuracy", "raw") == [run.results["accuracy"]["raw"] for run in found.runs]
+    assert group.gains("tsf") == [
+        run.results["components"]["tsf"] - run.results["accuracy"]["raw"] for run in found.runs
+    ]
+
+
+def test_folders_that_are_no_finished_runs_are_named_and_do_not_stop_the_others(tmp_path):
+    write_run(tmp_path / "good")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "unfinished" / "tasks").mkdir(parents=True)
+    (tmp_path / "unfinished" / "config.json").write_text("{}")
+    (tmp_path / "unfinished" / "tasks" / "task_000.json").write_text("{}")
+    for name, content in (
+        ("cut", '{"benchmark": "cif'),
+        ("list", "[1]"),
+        ("binary", "\x00\x01"),
+        ("deep", "[" * 100_000),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "results.json").write_text(content)
+    found = runs.load([*sorted(tmp_path.iterdir()), tmp_path / "absent"])
+    assert [run.path.name for run in found.runs] == ["good"]
+    why = reasons(found)
+    assert set(why) == {
+        "absent", "empty", "file", "unfinished", "cut", "list", "binary", "deep"
+    }  # fmt: skip
+    assert "unfinished" in why["unfinished"] and "1 task" in why["unfinished"]
+    assert "not a run folder" in why["empty"]
+    assert "unreadable" in why["cut"]
+    assert "expected an object, found list" in why["list"]
+    assert all("\n" not in reason for reason in why.values())
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("seed",), None),
+        (("seed",), "1"),
+        (("seed",), True),
+        (("learner",), 3),
+        (("accuracy",), {"raw": 1.0, "fdc": 2.0}),
+        (("accuracy", "raw"), 101.0),
+        (("accuracy", "raw"), "50"),
+        (("accuracy", "fdc"), float("nan")),
+        (("components",), []),
+        (("components", "tsf"), None),
+        (("config",), "x"),
+        (("encoder",), "B/16"),
+        (("data",), []),
+        (("timing",), 3.0),
+        (("versions",), "1"),
+        (("num_test_images",), "many"),
+        (("curve",), {}),
+        (("curve",), [{"task": 0}]),
+    ],
+)
+def test_results_that_are_not_a_run_s_are_skipped_with_the_field_that_is_wrong(
+    tmp_path, path, value
+):
+    found = results()
+    place = found
+    for name in path[:-1]:
+        place = place[name]
+    place[path[-1]] = value
+    write_run(tmp_path / "bad", found)
+    skipped = loaded(tmp_path)
+    assert skipped.runs == []
+    assert f"results.json: {'.'.join(path)}" in skipped.skipped[0].reason
+
+
+@pytest.mark.parametrize("name", ["benchmark", "learner", "seed", "accuracy", "config"])
+def test_a_missing_field_is_named(tmp_path, name):
+    found = results()
+    del found[name]
+    write_run(tmp_path / "bad", found)
+    assert f"expected a field {name}" in loaded(tmp_path).skipped[0].reason
+
+
+def test_predictions_are_checked_when_a_run_is_read(tmp_path):
+    columns = predictions(1)
+    found = results(benchmark="digits")
+    write_run(tmp_path / "a", found, columns)
+    write_run(tmp_path / "b", found | {"seed": 2}, {k: v[:-1] for k, v in columns.items()})
+    write_run(tmp_path / "c", found | {"seed": 3}, columns | {"fdc_label": columns["label"] / 2})
+    write_run(tmp_path / "d", found | {"seed": 4}, {"label": columns["label"]})
+    write_run(tmp_path / "e", found | {"seed": 5})
+    (tmp_path / "e" / "predictions.npz").write_bytes(b"PK\x03\x04 cut")
+    write_run(tmp_path / "f", found | {"seed": 6})
+    read = loaded(tmp_path)
+    assert [run.path.name for run in read.runs] == ["a", "f"]
+    why = reasons(read)
+    assert "column label: expected 60 integers" in why["b"]
+    assert "column fdc_label" in why["c"]
+    assert "expected a column raw_label" in why["d"]
+    assert set(why) == {"b", "c", "d", "e"}
+    for name, column in read.runs[0].predictions().items():
+        np.testing.assert_array_equal(column, columns[name])
+    assert read.runs[1].predictions() == {}
+
+
+def test_of_equal_runs_the_first_counts(tmp_path):
+    write_run(tmp_path / "a")
+    # What moves no number makes no other run.
+    write_run(tmp_path / "b", config={"data.dir": "elsewhere", "evaluation.batch_size": 8})
+    write_run(tmp_path / "c", config={"train.epochs": 5})
+    found = loaded(tmp_path)
+    assert [run.path.name for run in found.runs] == ["a", "c"]
+    assert reasons(found) == {
+        "b": f"same benchmark, learner, seed and settings as {tmp_path / 'a'}"
+    }
+
+
+def test_groups_say_what_departs_from_the_protocol(tmp_path):
+    reduced = {
+        "encoder.variant": "Ti/16",
+        "encoder.image_size": 128,
+        "data.train_per_class": 60,
+        "data.test_per_class": 20,
+        "train.epochs": 5,
+    }
+    fewer = {"num_train_images": 400, "encoder": {"weights": "other.npz"}}
+    cases = {
+        "a": (reduced, {}, "Ti/16, 128 px, 60 training and 20 test images a class, 5 epochs"),
+        "b": ({"data.input_range": "augreg"}, {}, "augreg inputs"),
+        "c": ({"learner.preset": "native"}, {}, "native preset"),
+        "d": ({}, fewer, "400 of 50,000 training images, weights other.npz"),
+        "e": ({"fdc.attenuation": 0.25, "data.flip": False}, {}, "attenuation 0.25, flip off"),
+    }
+    for name, (config, changed, _) in cases.items():
+        write_run(tmp_path / name, results(config=config, **changed))
+    groups = runs.group(loaded(tmp_path).runs)
+    assert {group.runs[0].path.name: group.title for group in groups} == {
+        name: title for name, (_, _, title) in cases.items()
+    }
+    assert not any(group.follows_protocol for group in groups)
+
+
+def test_options_of_other_learners_make_no_other_group_and_those_stated_are_compared(tmp_path):
+    other = {"learner.loda.scale": 1.0, "learner.ewc_lora.strength": 1e7}
+    write_run(tmp_path / "a", learner="ewc_lora")
+    write_run(tmp_path / "b", learner="ewc_lora", seed=2, config=other)
+    # Before a field existed, it had the value that the paper states.
+    (group,) = runs.group(loaded(tmp_path).runs)
+    assert group.seeds == [1, 2] and group.follows_protocol
+    write_run(tmp_path / "c", learner="ewc_lora", config={"learner.ewc_lora.strength": 10.0})
+    assert "strength 10" in [group.title for group in runs.group(loaded(tmp_path).runs)]
+
+
+def test_groups_of_one_title_are_told_apart_by_what_differs(tmp_path):
+    for name, fisher in (("a", "per_sample"), ("b", "batch_mean")):
+        config = {"learner.ewc_lora.fisher": fisher}
+        write_run(tmp_path / name, learner="ewc_lora", config=config)
+    groups = runs.group(loaded(tmp_path).runs)
+    assert sorted(group.title for group in groups) == [
+        "learner.ewc_lora.fisher batch_mean",
+        "learner.ewc_lora.fisher per_sample",
+    ]
+    assert all(group.follows_protocol for group in groups)
+
+
+def test_groups_stand_in_the_order_of_the_paper(tmp_path):
+    pairs = [
+        ("mine", "cifar100"),
+        ("rsiat", "cifar100"),
+        ("ewc_lora", "omnibench"),
+        ("ewc_lora", "digits"),
+        ("ewc_lora", "imagenet_a"),
+        ("cumulative_lora", "cub200"),
+    ]
+    for index, (learner, benchmark) in enumerate(pairs):
+        write_run(tmp_path / str(index), learner=learner, benchmark=benchmark)
+    groups = runs.group(loaded(tmp_path).runs)
+    assert [(group.learner, group.benchmark) for group in groups] == [
+        ("cumulative_lora", "cub200"),
+        ("ewc_lora", "imagenet_a"),
+        ("ewc_lora", "omnibench"),
+        ("ewc_lora", "digits"),
+        ("rsiat", "cifar100"),
+        ("mine", "cifar100"),
+    ]
+    assert not groups[3].follows_protocol  # The paper has no such benchmark.
+
+
+def test_without_the_pretrained_view_the_adapted_view_is_all_there_is(tmp_path):
+    found = results(learner="splitlora")
+    for name in list(found["components"]):
+        if name.endswith("_view"):
+            del found["components"][name]
+    write_run(tmp_path / "a", found)
+    (run,) = loaded(tmp_path).runs
+    assert not run.dual
+    assert run.selected == "pac+rlc_adapted_view"
+    assert run.component(run.selected) == found["components"]["pac+rlc"]
+    assert run.component("adapted_view") == found["components"]["full"]
+    assert run.component("pac+rlc_pretrained_view") is None
+
+
+def test_results_of_an_older_version_have_gaps_and_no_guesses(tmp_path):
+    found = results(learner="splitlora")
+    for of in (found, *found["curve"]):
+        for name in ("pac+rlc_adapted_view", "pac+rlc_pretrained_view"):
+            del of["components"][name]
+    found["config"] = {"seed": [1], "learner.name": "splitlora"}
+    for name in ("timing", "encoder", "data", "split", "device", "versions"):
+        del found[name]
+    write_run(tmp_path / "a", found)
+    (group,) = runs.group(loaded(tmp_path).runs)
+    assert group.components("pac+rlc_adapted_view") == []
+    assert group.gains("pac+rlc_adapted_view") == []
+    assert group.runs[0].incremental("pac+rlc_adapted_view") is None
+    assert group.follows_protocol  # Fields that it does not know had the paper's values.
+
+
+def test_the_average_over_tasks_needs_every_task(tmp_path):
+    found = results()
+    write_run(tmp_path / "a", found)
+    partial = {"raw": None, "fdc": None}
+    write_run(tmp_path / "b", results(seed=2, average_incremental_accuracy=partial))
+    full, part = loaded(tmp_path).runs
+    expected = np.mean([point["components"]["tsf"] for point in found["curve"]])
+    np.testing.assert_allclose(full.incremental("tsf"), expected)
+    assert part.incremental("tsf") is None
+
+
+def test_results_are_plain_json_numbers(tmp_path):
+    text = json.dumps(results()).replace('"oracle": 95.0', '"oracle": Infinity', 1)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "results.json").write_text(text)
+    assert "accuracy.oracle" in loaded(tmp_path).skipped[0].reason
