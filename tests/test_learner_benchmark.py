@@ -1,0 +1,56 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = ("--variant=digits", "--image_size=32", "--batch_size=4", "--images=6", "--repeats=2")
+
+
+def bench(tmp_path, *arguments):
+    return subprocess.run(
+        [sys.executable, "-W", "error", ROOT / "benchmarks" / "learners.py", *SMALL, *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        cwd=tmp_path,
+        check=False,
+    )
+
+
+def test_learners_are_measured_beside_the_reference(tmp_path):
+    done = bench(
+        tmp_path, "--learners=inflora", "--classes=2", "--epochs=3", "--output=out/learners.json"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    header, *rows, footer = done.stdout.splitlines()
+    assert header.split()[0] == "learner"
+    assert [row.split()[0] for row in rows] == ["cumulative_lora", "inflora"]
+    assert "relative to cumulative_lora" in footer
+    report = json.loads((tmp_path / "out" / "learners.json").read_text())
+    assert report["settings"]["epochs"] == 3
+    assert {"jax", "commit"} <= report["versions"].keys()
+    reference, other = report["learners"]
+    for kind in ("clock", "processor"):
+        assert reference[f"step_relative_{kind}"] == reference[f"task_relative_{kind}"] == 1.0
+        for record in (reference, other):
+            step = record["step_seconds"][kind]
+            around = record["before_task_seconds"][kind] + record["after_task_seconds"][kind]
+            # Six images in batches of four are two steps an epoch.
+            assert record["task_seconds"][kind] == pytest.approx(6 * step + around)
+        assert other[f"step_relative_{kind}"] == pytest.approx(
+            other["step_seconds"][kind] / reference["step_seconds"][kind]
+        )
+    assert other["images_per_second"] == pytest.approx(4 / other["step_seconds"]["clock"])
+    # InfLoRA passes the images through the encoder before and after a task; the reference does not.
+    assert other["before_task_seconds"]["processor"] > reference["before_task_seconds"]["processor"]
+
+
+def test_an_unknown_learner_is_one_line(tmp_path):
+    done = bench(tmp_path, "--learners=nobody")
+    assert done.returncode == 2
+    assert done.stderr.startswith("benchmarks/learners.py: learner.name: expected one of")
+    assert done.stderr.count("\n") == 1
