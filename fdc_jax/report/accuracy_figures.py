@@ -42,7 +42,7 @@ def _lists(groups: Sequence[Group], label: str) -> tuple[Figure, list[tuple[Axes
     for panel, ((benchmark, title), members) in zip(axes, lists.items(), strict=True):
         inches = width / columns - _NAMES
         drawing.title(panel, paper.benchmark_title(benchmark), title, inches)
-        names = [paper.learner_title(group.learner) for group in members]
+        names = [drawing.shortened(paper.learner_title(group.learner), _NAMES) for group in members]
         panel.set_yticks(range(len(members)), names)
         panel.set_ylim(most - 0.4, -0.6)
         panel.grid(axis="y", visible=False)

@@ -26,8 +26,8 @@ from fdc_jax.report.runs import Group
 # Inches.
 COLUMN, PAGE = 3.3, 6.75
 
-# Points, the mean width of a letter at 7 pt.
-_LETTER = 3.7
+# Points, the mean width of a letter at 7 pt, and of a bold one at 8 pt.
+_LETTER, _BOLD_LETTER = 3.7, 5.3
 
 # Dark, medium and light for eyes of every kind, and each with a marker of its own for grey prints.
 INK = "#222222"
@@ -83,6 +83,12 @@ def width_of(columns: int) -> float:
     return COLUMN if columns == 1 else PAGE
 
 
+def shortened(text: str, inches: float, letter: float = _LETTER) -> str:
+    """Cuts what would be wider than that; `letter` is the mean width of a letter in points."""
+    most = max(int(inches * 72 / letter), 1)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def title(axes: Axes, name: str, deviation: str, inches: float) -> None:
     """Names a panel; what differs from the paper's protocol stands below in plain letters.
 
@@ -92,6 +98,7 @@ def title(axes: Axes, name: str, deviation: str, inches: float) -> None:
         deviation: may be empty.
         inches: width that the lines of the deviation may take.
     """
+    name = shortened(name, inches, _BOLD_LETTER)
     if not deviation:
         axes.set_title(name)
         return

@@ -132,7 +132,8 @@ def residual_contributions(groups: Sequence[Group], analyses: Analyses) -> Figur
                 )
                 mean = float(np.nanmean(values)) if np.isfinite(values).any() else np.nan
                 axes.plot([place + offset - 0.17, place + offset + 0.17], [mean] * 2, color=colour)
-        axes.set_xticks(range(len(found)), _names([group for group, _ in found]))
+        names = _names([group for group, _ in found], (width - 0.5) / len(found))
+        axes.set_xticks(range(len(found)), names)
         axes.set_xlim(-0.5, len(found) - 0.5)
         axes.grid(axis="x", visible=False)
         axes.tick_params(axis="x", length=0)
@@ -151,14 +152,15 @@ def _side_key(*labels: str) -> list[Line2D]:
     ]
 
 
-def _names(groups: Sequence[Group]) -> list[str]:
+def _names(groups: Sequence[Group], inches: float) -> list[str]:
     """Returns benchmarks, and learners below them where they differ."""
     learners = len({group.learner for group in groups}) > 1
-    return [
-        paper.benchmark_title(group.benchmark)
-        + (f"\n{paper.learner_title(group.learner)}" if learners else "")
-        for group in groups
-    ]
+    names = []
+    for group in groups:
+        lines = [paper.benchmark_title(group.benchmark)]
+        lines += [paper.learner_title(group.learner)] if learners else []
+        names.append("\n".join(drawing.shortened(line, inches) for line in lines))
+    return names
 
 
 def residual_distributions(groups: Sequence[Group], analyses: Analyses) -> Figure | None:

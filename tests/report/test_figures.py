@@ -126,6 +126,17 @@ def test_the_gain_of_one_seed_has_the_interval_over_images_and_of_the_selection_
     assert labels == ["FDC", "95 % over images", "Selected components", "Paper"]
 
 
+def test_long_names_are_cut():
+    long = "a_learner_with_a_name_as_long_as_a_path_" * 4
+    groups = made_up.groups(made_up.run(1, learner=long, benchmark=long))
+    analyses = made_up.analyses(*groups)
+    for name in figures.FIGURES:
+        figure = getattr(figures, name)(groups, analyses)
+        drawing.svg(figure)  # Warns, which is an error here, when nothing fits.
+        shown = [text.get_text() for text in figure.findobj(Text)]
+        assert not any(long in text for text in shown)
+
+
 # Curves and predictions ---------------------------------------------------------------------------
 
 
