@@ -219,14 +219,17 @@ def _densities(
         "grid": grid.tolist(),
         "own": densities.get(own),
         "foreign": foreign,
-        "foreign_mean": np.mean(list(foreign.values()), axis=0).tolist() if foreign else None,
+        "foreign_mean": np.round(np.mean(list(foreign.values()), axis=0), 6).tolist()
+        if foreign
+        else None,
     }
 
 
 def _density(values: Float[np.ndarray, " n"], grid: np.ndarray) -> list[float] | None:
     if len(values) < 2 or np.ptp(values) <= 1e-9 * max(1.0, np.abs(values).max()):
         return None
-    return stats.gaussian_kde(values)(grid).tolist()
+    # More digits than any figure shows only fill the disk.
+    return np.round(stats.gaussian_kde(values)(grid), 6).tolist()
 
 
 def prototype_geometry(
