@@ -115,20 +115,35 @@ def title(axes: Axes, name: str, deviation: str, inches: float) -> None:
     )
 
 
-def group_title(axes: Axes, group: Group, inches: float, alone: bool = True) -> None:
-    """Names a panel after a group; see `title`.
+def name_panels(
+    figure: Figure, named: Sequence[tuple[Axes, Group]], inches: float, columns: int = 1
+) -> None:
+    """Names panels after their groups, by what tells these apart.
 
-    Beside panels of the same learner (`alone` false), the benchmark tells them apart.
+    What differs from the paper's protocol stands below the name, or, where it is the same for
+    several panels, once at the foot of the figure.
+
+    Args:
+        figure: that holds the panels.
+        named: panels and their groups.
+        inches: width of a name.
+        columns: panels side by side.
     """
-    name = paper.benchmark_title(group.benchmark)
-    if alone:
-        name += f", {paper.learner_title(group.learner)}"
-    title(axes, name, group.title, inches)
-
-
-def several_learners(groups: Sequence[Group]) -> bool:
-    """Returns whether panels have to say of which learner they are."""
-    return len(groups) == 1 or len({group.learner for group in groups}) > 1
+    groups = [group for _, group in named]
+    learners, benchmarks = {each.learner for each in groups}, {each.benchmark for each in groups}
+    shared = len(groups) > 1 and len({each.title for each in groups}) == 1
+    for axes, group in named:
+        parts = []
+        if len(benchmarks) > 1 or len(learners) == 1:
+            parts.append(paper.benchmark_title(group.benchmark))
+        if len(learners) > 1 or len(groups) == 1:
+            parts.append(paper.learner_title(group.learner))
+        title(axes, ", ".join(parts), "" if shared else group.title, inches)
+    if shared and groups[0].title:
+        foot = [paper.benchmark_title(groups[0].benchmark)] if len(benchmarks) == 1 else []
+        foot += [groups[0].title]
+        lines = textwrap.wrap(", ".join(foot), int(width_of(columns) * 72 / _LETTER))
+        figure.supxlabel("\n".join(lines), x=0.01, horizontalalignment="left", fontsize=7)
 
 
 def band(

@@ -23,7 +23,8 @@ from fdc_jax.report.runs import Group
 _VIEWS = {"adapted": drawing.ADAPTED, "pretrained": drawing.PRETRAINED}
 _VIEW_MARKERS = {"adapted": "o", "pretrained": "D"}
 _VIEW_TITLES = {"adapted": "adapted view", "pretrained": "pretrained view"}
-_BINS = 8  # of equally many task pairs, for the trend
+# Parts of equally many task pairs for a trend: the most, and the fewest pairs in one.
+_MOST_PARTS, _LEAST_PAIRS = 8, 12
 
 
 # Similarity and routing error ---------------------------------------------------------------------
@@ -32,7 +33,8 @@ _BINS = 8  # of equally many task pairs, for the trend
 def similarity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     """Routing error of task pairs against their likeness to FDC (Figure motivation-confusability).
 
-    A point is an ordered pair of tasks, mean over seeds; lines are means over eighths of the pairs.
+    A point is an ordered pair of tasks, mean over seeds; lines are means over equal parts of the
+    pairs.
     """
     found = having(groups, analyses, "similarity")
     if not found:
@@ -45,8 +47,9 @@ def similarity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
                 pair, ("residual", "affinity"), ("residuals", "affinities"), strict=True
             ):
                 _scatter(axes, results, kind)
-                axes.set_xlabel(f"Similarity by {label} (std of own task)")
-            drawing.group_title(pair[0], group, 2.9)
+                axes.set_xlabel(f"Similarity by {label} (std of the other task)")
+                axes.xaxis.get_major_locator().set_params(nbins=6)
+            drawing.name_panels(figure, [(pair[0], group)], 2.9)
             pair[0].set_ylabel("Routing error (%)")
             # Room for the notes.
             pair[0].set_ylim(top=1.22 * pair[0].get_ylim()[1])
@@ -75,8 +78,11 @@ def _scatter(axes: Axes, results: Sequence[Mapping[str, Any]], kind: str) -> Non
 def _trend(
     values: Float[np.ndarray, " n"], error: Float[np.ndarray, " n"]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns mean value and mean error of each eighth of the pairs, by ascending value."""
-    parts = np.array_split(np.argsort(values, kind="stable"), min(_BINS, len(values)))
+    """Returns mean value and mean error of equal parts of the pairs; none where there are few."""
+    count = min(_MOST_PARTS, len(values) // _LEAST_PAIRS)
+    if count < 2:
+        return np.array([]), np.array([])
+    parts = np.array_split(np.argsort(values, kind="stable"), count)
     return (
         np.array([values[part].mean() for part in parts]),
         np.array([error[part].mean() for part in parts]),
@@ -153,11 +159,12 @@ def _side_key(*labels: str) -> list[Line2D]:
 
 
 def _names(groups: Sequence[Group], inches: float) -> list[str]:
-    """Returns benchmarks, and learners below them where they differ."""
+    """Returns benchmarks, learners below them, or what of the two differs."""
     learners = len({group.learner for group in groups}) > 1
+    benchmarks = len({group.benchmark for group in groups}) > 1 or not learners
     names = []
     for group in groups:
-        lines = [paper.benchmark_title(group.benchmark)]
+        lines = [paper.benchmark_title(group.benchmark)] if benchmarks else []
         lines += [paper.learner_title(group.learner)] if learners else []
         names.append("\n".join(drawing.shortened(line, inches) for line in lines))
     return names
@@ -187,7 +194,7 @@ def residual_distributions(groups: Sequence[Group], analyses: Analyses) -> Figur
                     f"Standardised residual, {place} head (task {result[view][place]['task'] + 1})"
                 )
             if view == next(iter(_VIEWS)):
-                drawing.group_title(pair[0], group, 2.9)
+                drawing.name_panels(figure, [(pair[0], group)], 2.9)
             pair[0].set_ylabel(f"Density,\n{_VIEW_TITLES[view]}")
         line = {"color": drawing.FOREIGN}
         drawing.legend(
@@ -250,7 +257,8 @@ def prototype_geometry(groups: Sequence[Group], analyses: Analyses) -> Figure | 
             shades = colours.to_rgba(np.arange(1, len(tasks) + 1))
             look["marker"] = "*"
             axes.scatter(*tasks.T, s=75, c=shades, linewidths=0.6, gid="tasks", **look)
-            drawing.group_title(axes, group, 2.8)
+            if view == next(iter(_VIEWS)):
+                drawing.name_panels(figure, [(axes, group)], 2.8)
             axes.set_xticks([])
             axes.set_yticks([])
             axes.spines[:].set_visible(True)

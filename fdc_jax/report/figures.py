@@ -1,8 +1,8 @@
 """All figures of the report: which are drawn for which groups, what they say, and their files."""
 
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,7 +51,8 @@ class Drawing(NamedTuple):
         name: stem of its files: small letters, digits, `_` and `-`.
         kind: name of the function that drew it.
         title: what it shows.
-        caption: what one sees: marks, units, spread, and the groups.
+        caption: what one sees: marks, units, spread.
+        shown: which groups and seeds.
         figure: the figure itself.
         svg: the same as SVG text.
     """
@@ -60,12 +61,13 @@ class Drawing(NamedTuple):
     kind: str
     title: str
     caption: str
+    shown: str
     figure: Figure
     svg: str
 
 
 class _Kind(NamedTuple):
-    """A kind of figure; `of` says what one figure holds: all groups, a learner's, or one group."""
+    """A kind of figure; `of` says what one figure holds: all groups, several side by side, one."""
 
     draw: Callable[[Sequence[Group], Analyses], Figure | None]
     of: str
@@ -96,7 +98,7 @@ _KINDS = (
     ),
     _Kind(
         accuracy_curves,
-        "learner",
+        "several",
         "Accuracy as tasks are learned",
         "Accuracy in percent over all classes seen so far, after each task. " + _BAND,
     ),
@@ -125,12 +127,12 @@ _KINDS = (
         "first task's test images that the second one's head wins by raw logits, against how well "
         "the first task's training images fit the second task compared with their own, by subspace "
         "residuals (left) and by prototype affinities (right), in standard deviations of the task "
-        "they are measured against. Larger is more alike. Lines join means over eighths of the "
-        "pairs; ρ is Spearman's rank correlation, mean over seeds.",
+        "they are measured against. Larger is more alike. Lines join means over equal parts "
+        "of the pairs; ρ is Spearman's rank correlation, mean over seeds.",
     ),
     _Kind(
         residual_contributions,
-        "learner",
+        "several",
         "What features outside the task subspace add to logits",
         "Each point is a head, from the first task at the left to the last at the right of its "
         "column: the mean over its own, or over all foreign, test images of what features outside "
@@ -144,7 +146,7 @@ _KINDS = (
         "Densities of the residual ratios of test images as the first and the last head see them, "
         "standardised by the head's own training images, so that 0 is the mean of those and 1 is "
         "one standard deviation above it. The dashed curve is the mean of the foreign tasks' "
-        "densities, each with equal weight. Shown is seed {first_seed}.",
+        "densities, each with equal weight.",
     ),
     _Kind(
         prototype_geometry,
@@ -152,18 +154,18 @@ _KINDS = (
         "Geometry of prototypes",
         "Class prototypes (dots) and the task prototypes that average them (stars), embedded "
         "together by t-SNE in each view; positions have no unit. Colours run from the first task "
-        "to the last. Shown is seed {first_seed}.",
+        "to the last.",
     ),
     _Kind(
         sweeps,
-        "learner",
+        "several",
         "Attenuation and retained energy",
         "Final accuracy of full FDC in percent, fitted anew at every setting. The dotted line is "
         "the setting of the run; vertical axes differ. " + _BAND + _PAPER,
     ),
     _Kind(
         neighbours,
-        "learner",
+        "several",
         "Number of prototype neighbours",
         "Final accuracy of full FDC in percent when affinities average the K nearest prototypes of "
         "a task. Distributional matching standardises them by the task's own training affinities "
@@ -172,6 +174,9 @@ _KINDS = (
     ),
 )
 
+
+# What has no mean over seeds.
+_OF_ONE_SEED = (residual_distributions, prototype_geometry)
 
 FIGURES = tuple(kind.draw.__name__ for kind in _KINDS)
 
@@ -187,7 +192,7 @@ def build(groups: Sequence[Group], analyses: Analyses) -> list[Drawing]:
 
 
 def draw(name: str, groups: Sequence[Group], analyses: Analyses) -> list[Drawing]:
-    """Draws the figures of one kind: one of all groups, or one for each learner or group.
+    """Draws the figures of one kind: one of all groups, one per group, or several side by side.
 
     Args:
         name: of `FIGURES`.
@@ -201,9 +206,10 @@ def draw(name: str, groups: Sequence[Group], analyses: Analyses) -> list[Drawing
         figure = kind.draw(members, analyses)
         if figure is None:
             continue
-        title, caption = _title(kind, members), _caption(kind, members, analyses)
         file = _unique("_".join([name, *stem]), taken)
-        found.append(Drawing(file, name, title, caption, figure, drawing.svg(figure)))
+        title, caption = _title(kind, members), _caption(kind, members)
+        shown = _shown(kind, members, analyses)
+        found.append(Drawing(file, name, title, caption, shown, figure, drawing.svg(figure)))
     return found
 
 
@@ -218,15 +224,19 @@ def _parts(groups: Sequence[Group], of: str) -> list[tuple[list[str], list[Group
         return [([], list(groups))]
     if of == "group":
         return [([group.learner, group.benchmark], [group]) for group in groups]
+    # As in the paper, a learner on all benchmarks; or all learners on the one there is.
+    by_learner = max(Counter(group.learner for group in groups).values(), default=0) > 2
+    lists: dict[str, list[Group]] = {}
+    for group in groups:
+        lists.setdefault(group.learner if by_learner else group.benchmark, []).append(group)
     parts = []
-    for learner, members in groupby(
-        sorted(groups, key=lambda group: group.learner), key=lambda group: group.learner
-    ):
-        alike = list(members)
-        for start in range(0, len(alike), _MOST_COLUMNS):
-            parts.append(([learner], alike[start : start + _MOST_COLUMNS]))
-    first = [group.learner for group in groups]
-    return sorted(parts, key=lambda part: first.index(part[0][0]))
+    for name, members in lists.items():
+        # Figures of about as many columns each.
+        count = -(-len(members) // _MOST_COLUMNS)
+        for part in range(count):
+            alike = members[part * len(members) // count : (part + 1) * len(members) // count]
+            parts.append(([name], alike))
+    return parts
 
 
 def _unique(name: str, taken: set[str]) -> str:
@@ -242,30 +252,28 @@ def _unique(name: str, taken: set[str]) -> str:
 def _title(kind: _Kind, members: Sequence[Group]) -> str:
     if kind.of == "all":
         return kind.title
-    learner = paper.learner_title(members[0].learner)
-    if kind.of == "learner" and len(members) > 1:
-        return f"{kind.title}: {learner}"
-    return f"{kind.title}: {learner}, {paper.benchmark_title(members[0].benchmark)}"
+    learners = {paper.learner_title(group.learner) for group in members}
+    benchmarks = {paper.benchmark_title(group.benchmark) for group in members}
+    common = [next(iter(names)) for names in (learners, benchmarks) if len(names) == 1]
+    return ": ".join([kind.title, ", ".join(common)]) if common else kind.title
 
 
-def _caption(kind: _Kind, members: Sequence[Group], analyses: Analyses) -> str:
-    text = kind.caption
-    if not any(group.follows_protocol for group in members):
-        text = text.replace(_PAPER, "")
-    if "{first_seed}" in text:
-        have = [
-            run
-            for run in members[0].runs
-            if analyses.get(str(run.path), {}).get(kind.draw.__name__)
-        ]
-        text = text.replace("{first_seed}", str(have[0].seed))
+def _caption(kind: _Kind, members: Sequence[Group]) -> str:
+    published = any(group.follows_protocol for group in members)
+    return kind.caption if published else kind.caption.replace(_PAPER, "")
+
+
+def _shown(kind: _Kind, members: Sequence[Group], analyses: Analyses) -> str:
+    """Says whose numbers a figure shows; nothing where it shows all."""
     if kind.of == "all":
-        return text
-    seeds = [
-        f"{group.name} ({_seeds(group)})" if len(members) > 1 else f"{group.name}; {_seeds(group)}"
-        for group in members
-    ]
-    return f"{text} {'; '.join(seeds)}."
+        return ""
+    if kind.draw in _OF_ONE_SEED:
+        name = kind.draw.__name__
+        run = next(run for run in members[0].runs if analyses[str(run.path)].get(name))
+        return f"{members[0].name}; seed {run.seed}."
+    if len(members) == 1:
+        return f"{members[0].name}; {_seeds(members[0])}."
+    return "; ".join(f"{group.name} ({_seeds(group)})" for group in members) + "."
 
 
 def _seeds(group: Group) -> str:

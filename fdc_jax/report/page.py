@@ -62,7 +62,7 @@ def render(
         stylesheet=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
         summary=summarise(runs.group(loaded.runs), len(loaded.skipped)),
         tables=tables,
-        figures=[_shown(figure) for figure in figures],
+        figures=_shown(figures),
         figure_contents=_contents(figures),
         skipped=loaded.skipped,
         provenance=provenance,
@@ -79,15 +79,24 @@ def _contents(figures: Sequence[Drawing]) -> list[tuple[str, list[tuple[int, str
     ]
 
 
-def _shown(figure: Drawing) -> dict[str, Any]:
-    label = f"figure-{figure.name}-title"
-    return {
-        "name": figure.name,
-        "title": figure.title,
-        "caption": figure.caption,
-        "wide": figure.figure.get_figwidth() > drawing.COLUMN,
-        "drawing": Markup(drawing.inline_svg(figure.svg, f"drawing-{figure.name}", label)),
-    }
+def _shown(figures: Sequence[Drawing]) -> list[dict[str, Any]]:
+    """Returns what the page says of every figure; the same caption is not said twice."""
+    first: dict[str, int] = {}
+    shown = []
+    for number, figure in enumerate(figures, 1):
+        before = first.setdefault(figure.caption, number)
+        caption = figure.caption if before == number else f"As in Figure {before}."
+        label = f"figure-{figure.name}-title"
+        shown.append(
+            {
+                "name": figure.name,
+                "title": figure.title,
+                "caption": f"{caption} {figure.shown}".strip(),
+                "wide": figure.figure.get_figwidth() > drawing.COLUMN,
+                "drawing": Markup(drawing.inline_svg(figure.svg, f"drawing-{figure.name}", label)),
+            }
+        )
+    return shown
 
 
 def _minus(text: str) -> str:
@@ -133,8 +142,8 @@ def summarise(groups: Sequence[Group], num_skipped: int = 0) -> Summary:
     )
     protocol = sum(group.follows_protocol for group in groups)
     scope += (
-        f". {protocol} of {_count(len(groups), 'configuration')} "
-        f"follow{'s' if protocol == 1 else ''} the paper's protocol."
+        f". {protocol or 'None'} of {_count(len(groups), 'configuration')} "
+        f"follow{'' if protocol > 1 else 's'} the paper's protocol."
     )
     if num_skipped:
         scope += f" {_count(num_skipped, 'folder')} skipped, with reasons below."

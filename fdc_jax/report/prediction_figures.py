@@ -38,12 +38,12 @@ def accuracy_curves(groups: Sequence[Group], analyses: Analyses) -> Figure | Non
         return None
     columns = min(len(curves), 3)
     with drawing.style():
-        named = drawing.several_learners([group for group, _ in curves])
         width = drawing.width_of(columns)
         height = 2.4 if columns == 1 else 2.15
         figure, panels = drawing.panels(len(curves), width, height, columns)
-        for axes, (group, found) in zip(panels, curves, strict=True):
-            drawing.group_title(axes, group, width / columns - 0.5, named)
+        named = [(axes, group) for axes, (group, _) in zip(panels, curves, strict=True)]
+        drawing.name_panels(figure, named, width / columns - 0.35, columns)
+        for axes, (_, found) in zip(panels, curves, strict=True):
             for name in _KINDS:
                 places = np.arange(1.0, found[name].shape[1] + 1)
                 look = {"marker": drawing.MARKERS[name], "markersize": 3, "gid": name}
@@ -92,7 +92,7 @@ def decomposition(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
         width = drawing.COLUMN if most <= _FEW_TASKS else drawing.PAGE
         figure, panels = drawing.panels(len(found), width, 2.5, 1)
         for axes, (group, results) in zip(panels, found, strict=True):
-            drawing.group_title(axes, group, width - 0.5)
+            drawing.name_panels(figure, [(axes, group)], width - 0.5)
             _stacked(axes, {kind: _shares(group, results, kind) for kind in ("raw", "fdc")})
         handles = [
             Patch(facecolor=colour, hatch=hatch, label=label, edgecolor=drawing.INK, linewidth=0.4)
@@ -158,7 +158,7 @@ def task_confusion(groups: Sequence[Group], analyses: Analyses) -> Figure | None
             for axes, kind in zip(pair, ("raw", "fdc"), strict=True):
                 image = _matrix(axes, np.mean([_percent(each, kind) for each in results], axis=0))
                 axes.set_xlabel(f"Task chosen by {_CHOSEN[kind]}")
-            drawing.group_title(pair[0], group, 2.6)
+            drawing.name_panels(figure, [(pair[0], group)], 2.6)
             pair[0].set_ylabel("True task")
         bar = figure.colorbar(image, ax=panels, shrink=0.8, ticks=_SHARE, pad=0.02)
         bar.set_label("Images of the true task (%)")
@@ -174,7 +174,8 @@ def _percent(result: Mapping[str, Any], kind: str) -> Float[np.ndarray, "tasks t
 def _matrix(axes: Axes, shares: Float[np.ndarray, "tasks tasks"]) -> AxesImage:
     count = len(shares)
     extent = (0.5, count + 0.5, count + 0.5, 0.5)
-    image = axes.imshow(shares, cmap="Blues", norm=PowerNorm(0.5, 0, 100), extent=extent)
+    scale = PowerNorm(0.5, 0, 100)
+    image = axes.imshow(shares, cmap="Blues", norm=scale, extent=extent, aspect="auto")
     axes.grid(visible=False)
     axes.spines[:].set_visible(True)
     for axis in (axes.xaxis, axes.yaxis):

@@ -43,24 +43,23 @@ def sweeps(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     if not shown:
         return None
     # One group: its two sweeps side by side. Several: one column each, as in the paper.
-    alone, named = len(shown) == 1, drawing.several_learners(shown)
+    alone = len(shown) == 1
     with drawing.style():
         columns = len(names) if alone else len(shown)
         width = drawing.width_of(columns)
         figure, panels = drawing.panels(
             len(names) * len(shown), width, 2.3 if alone else 1.75, columns
         )
-        places = iter(panels)
         published = False
-        for row, name in enumerate(names):
-            for column, group in enumerate(shown):
-                axes = next(places)
-                published |= _curve(axes, group, of_group(group, analyses, f"sweep_{name}"))
-                axes.set_xlabel(_PARAMETERS[name])
-                if alone or column == 0:
-                    axes.set_ylabel("FDC accuracy (%)")
-                if row == 0 and (column == 0 or not alone):
-                    drawing.group_title(axes, group, width / columns - 0.45, named)
+        for place, axes in enumerate(panels):
+            row, column = divmod(place, len(shown))
+            group, name = shown[column], names[row]
+            published |= _curve(axes, group, of_group(group, analyses, f"sweep_{name}"))
+            axes.set_xlabel(_PARAMETERS[name])
+            if alone or column == 0:
+                axes.set_ylabel("FDC accuracy (%)")
+        top = list(zip(panels, shown, strict=False))
+        drawing.name_panels(figure, top, width / columns - 0.35, columns)
         if published:
             drawing.legend(figure, [Line2D([], [], **drawing.hollow("s", drawing.FDC, "Paper"))])
     return figure
@@ -99,11 +98,12 @@ def neighbours(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
         return None
     with drawing.style():
         columns = min(len(found), 3)
-        named = drawing.several_learners([group for group, _ in found])
         width = drawing.width_of(columns)
         height = 2.5 if columns == 1 else 2.1
         figure, panels = drawing.panels(len(found), width, height, columns)
-        for axes, (group, results) in zip(panels, found, strict=True):
+        named = [(axes, group) for axes, (group, _) in zip(panels, found, strict=True)]
+        drawing.name_panels(figure, named, width / columns - 0.35, columns)
+        for axes, (_, results) in zip(panels, found, strict=True):
             values = results[0]["values"]
             alike = [each for each in results if each["values"] == values]
             _dotted(axes, results[0]["default"])
@@ -111,7 +111,6 @@ def neighbours(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
                 accuracies = np.array([each[name]["accuracy"] for each in alike])
                 look = {"marker": marker, "markersize": 3, "gid": name}
                 drawing.band(axes, values, accuracies, colour, **look)
-            drawing.group_title(axes, group, width / columns - 0.45, named)
             axes.set_xlabel("Prototype neighbours K")
             axes.set_ylabel("FDC accuracy (%)")
             axes.xaxis.get_major_locator().set_params(integer=True)

@@ -206,21 +206,26 @@ def test_similarity_has_a_point_per_pair_and_view(protocol):
             alike, _ = mean_of(group, analyses, "similarity", view, kind)
             assert points.get_xdata() == pytest.approx(alike)
             assert points.get_ydata() == pytest.approx(error)
-        assert "(std of own task)" in axes.get_xlabel()
+        assert "(std of the other task)" in axes.get_xlabel()
     assert residual.get_ylabel() == "Routing error (%)"
     assert "adapted view, ρ = 0.50" in [text.get_text() for text in affinity.texts]
 
 
 def test_the_trend_of_similarity_keeps_the_mean_error(protocol):
-    (group,), analyses = protocol
-    axes = figures.similarity([group], analyses).axes[0]
-    error, _ = mean_of(group, analyses, "similarity", "routing_error_percent")
+    groups = made_up.groups(made_up.run(1, num_tasks=6))
+    analyses = made_up.analyses(*groups)
+    axes = figures.similarity(groups, analyses).axes[0]
+    (found,) = analyses.values()
+    error = np.array(found["similarity"]["routing_error_percent"])
     trends = [line for line in axes.lines if line.get_linewidth() == 1.6]
     assert len(trends) == 2
     for trend in trends:
-        sizes = [len(part) for part in np.array_split(np.arange(12), 8)]
-        assert np.average(trend.get_ydata(), weights=sizes) == pytest.approx(error.mean())
+        # 30 pairs make two parts of 15.
+        assert len(trend.get_xdata()) == 2
+        assert np.mean(trend.get_ydata()) == pytest.approx(error.mean())
         assert (np.diff(trend.get_xdata()) > 0).all()
+    few = figures.similarity(*protocol).axes[0]
+    assert not any(len(line.get_xdata()) for line in few.lines if line.get_linewidth() == 1.6)
 
 
 def test_contributions_have_a_point_per_head(protocol):
@@ -376,27 +381,53 @@ def test_files_are_written_and_named_after_what_they_show(tmp_path):
     data = paths[1].read_bytes()
     width = int.from_bytes(data[16:20])
     assert data.startswith(b"\x89PNG") and width == round(200 * drawn[2].figure.get_figwidth())
-    assert "Evil/../$x$ <b>" in drawn[2].caption
+    assert "Evil/../$x$ <b>" in drawn[2].shown
 
 
 def test_captions_name_the_groups_and_only_papers_numbers_that_are_there(protocol):
     groups, analyses = protocol
     (drawn,) = figures.draw("sweeps", groups, analyses)
     assert drawn.title == "Attenuation and retained energy: Cumulative-LoRA, CIFAR-100"
-    assert drawn.caption.endswith("Cumulative-LoRA, CIFAR-100; seeds 1, 2, 3.")
+    assert drawn.shown == "Cumulative-LoRA, CIFAR-100; seeds 1, 2, 3."
     assert "Empty markers are the paper's" in drawn.caption
     reduced = made_up.groups(made_up.run(4, **{"train.epochs": 5}))
     found = made_up.analyses(*reduced)
     (drawn,) = figures.draw("sweeps", reduced, found)
     assert "Empty markers" not in drawn.caption
-    (drawn,) = figures.draw("prototype_geometry", reduced, found)
-    assert "Shown is seed 4." in drawn.caption
+    (drawn,) = figures.draw("prototype_geometry", made_up.groups(), protocol[1])
+    assert drawn.shown == "Cumulative-LoRA, CIFAR-100; seed 1."
 
 
-def test_many_benchmarks_of_a_learner_share_figures_of_five_columns():
+def test_groups_share_figures_by_learner_or_by_benchmark():
+    def parts(*members):
+        groups = made_up.groups(*members)
+        return [(name, len(shared)) for (name,), shared in figures._parts(groups, "several")]
+
     names = [f"benchmark{number}" for number in range(7)]
-    groups = made_up.groups(*(made_up.run(1, benchmark=name) for name in names))
-    assert [len(members) for _, members in figures._parts(groups, "learner")] == [5, 2]
+    on_many = [made_up.run(1, benchmark=name) for name in names]
+    assert parts(*on_many) == [("cumulative_lora", 3), ("cumulative_lora", 4)]
+    learners = ("inflora", "splitlora", "rsiat")
+    alike = [made_up.run(1, learner=name) for name in learners]
+    assert parts(*alike) == [("cifar100", 3)]
+    assert parts(*on_many[:3], *alike) == [("cumulative_lora", 3)] + [
+        (name, 1) for name in ("splitlora", "inflora", "rsiat")
+    ]
+
+
+def test_what_differs_from_the_protocol_is_said_once():
+    members = [made_up.run(1, learner=name, **{"train.epochs": 5}) for name in ("inflora", "loda")]
+    groups = made_up.groups(*members)
+    figure = figures.accuracy_curves(groups, {})
+    assert [axes.get_title(loc="left") for axes in figure.axes] == ["InfLoRA", "LoDA"]
+    assert figure.get_supxlabel() == "CIFAR-100, 5 epochs"
+    assert not any(axes.texts for axes in figure.axes)
+    mixed = made_up.groups(members[0], made_up.run(1, benchmark="cub200"))
+    figure = figures.accuracy_curves(mixed, {})
+    assert figure.get_supxlabel() == ""
+    titles = {
+        axes.get_title(loc="left"): [t.get_text() for t in axes.texts] for axes in figure.axes
+    }
+    assert titles == {"CUB-200, Cumulative-LoRA": [], "CIFAR-100, InfLoRA": ["5 epochs"]}
 
 
 def test_drawing_opens_no_pyplot():

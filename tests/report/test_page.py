@@ -121,6 +121,12 @@ def test_files_beside_the_page_are_linked(read):
     assert "figures/gains.svg" in targets and "figures/gains.png" in targets
 
 
+def test_a_caption_is_said_once(read):
+    captions = read.texts("figcaption")
+    assert captions[2].startswith("As in Figure 2. SplitLoRA, CIFAR-100, 5 epochs; seed 1.")
+    assert len(captions) == 5 and len(set(captions)) == 5
+
+
 def test_the_page_can_be_read_by_everybody(read):
     ((language),) = read.all("html")
     assert language["lang"] == "en"
