@@ -123,7 +123,8 @@ def programs(
         return choose(scores, terms.filtered.row[:, :count], labels)
 
     shared = (heads, scorer.calibration, scale, labels)
-    made = {"raw": (raw, (parameters, kernels, heads.rows, heads.bias, labels))}
+    made: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+    made["raw"] = (raw, (parameters, kernels, heads.rows, heads.bias, labels))
     for name, views in (("single", scorer.views[:1]), ("dual", scorer.views)):
         if name == "single" or len(views) == 2:
             made[name] = (calibrated, (parameters, kernels, shared[0], views, *shared[1:]))

@@ -1,1 +1,1 @@
-"""What people look at: tables on the screen."""
+"""What people look at: tables on the screen, and the report about many runs."""

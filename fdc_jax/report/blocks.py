@@ -177,7 +177,7 @@ def table(
 
 
 def _mark(rows: Sequence[list[Cell]], column: int) -> None:
-    means = [row[column].mean for row in rows if row[column].mean is not None]
+    means = [mean for row in rows if (mean := row[column].mean) is not None]
     if len(means) < 2:
         return
     for row in rows:

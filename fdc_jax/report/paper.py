@@ -95,7 +95,8 @@ def source(table: str) -> str:
 def _row(pairs: list[list[float]] | None) -> dict[str, Published]:
     if pairs is None:
         return {}
-    return {name: Published(*pair) for name, pair in zip(benchmarks(), pairs, strict=True)}
+    named = zip(benchmarks(), pairs, strict=True)
+    return {name: Published(mean, std) for name, (mean, std) in named}
 
 
 def accuracy(learner: str, kind: str) -> dict[str, Published]:
@@ -144,9 +145,9 @@ def average_incremental_accuracy(learner: str) -> dict[str, Published]:
 
 
 def _columns(table: str, benchmark: str) -> dict[str, float]:
-    table = numbers()["tables"][table]
-    row = table["rows"].get(benchmark)
-    return {} if row is None else dict(zip(table["columns"], row, strict=True))
+    found = numbers()["tables"][table]
+    row = found["rows"].get(benchmark)
+    return {} if row is None else dict(zip(found["columns"], row, strict=True))
 
 
 def partition(benchmark: str) -> dict[str, float]:

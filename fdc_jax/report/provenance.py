@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from fdc_jax.configuration import WITHOUT_EFFECT
 from fdc_jax.report.runs import Group, RunFolder
 
 
@@ -51,7 +52,8 @@ def _parts(group: Group, missing: Mapping[str, Sequence[str]]) -> dict[str, dict
         "weights": section("encoder", ("input_range",)),
         "data": {"split": of(lambda results: results.get("split")), **section("data")},
         "versions": section("versions", ("commit",)),
-        "configuration": section("config", ("seed",)),
+        # Where things lie on a machine is nobody's business and moves no number.
+        "configuration": section("config", ("seed", *WITHOUT_EFFECT)),
     }
     absent = {
         f"seed {run.seed}": list(missing[str(run.path)])

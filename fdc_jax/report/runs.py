@@ -108,10 +108,8 @@ class RunFolder(NamedTuple):
         if self.value("average_incremental_accuracy", "raw") is None:
             return None
         curve = [self._replace(results=point) for point in self.results.get("curve", ())]
-        values = [point.component(name) for point in curve]
-        if not values or None in values:
-            return None
-        return sum(values) / len(values)
+        values = [value for point in curve if (value := point.component(name)) is not None]
+        return sum(values) / len(values) if values and len(values) == len(curve) else None
 
     @property
     def dual(self) -> bool:
@@ -181,7 +179,9 @@ class Group(NamedTuple):
     def gains(self, name: str) -> list[float]:
         """Returns the gain of a component combination over raw, paired within each seed."""
         pairs = ((run.value("accuracy", "raw"), run.component(name)) for run in self.runs)
-        return [after - before for before, after in pairs if None not in (before, after)]
+        return [
+            after - before for before, after in pairs if before is not None and after is not None
+        ]
 
 
 # Reading -----------------------------------------------------------------------------------------

@@ -134,7 +134,7 @@ def _latex_cell(cell: Cell) -> str:
 
 
 def to_latex(table: Table) -> str:
-    """Returns a table environment that needs the packages booktabs and graphicx."""
+    """Returns a table environment; it needs the packages booktabs and graphicx."""
     align = "l" * table.num_labels + "r" * (len(table.columns) - table.num_labels)
     lines = []
     for index, row in enumerate(table.rows):
@@ -144,6 +144,7 @@ def to_latex(table: Table) -> str:
         lines.append(" & ".join(_latex_cell(cell) for cell in row) + r" \\")
     return "\n".join(
         [
+            "% Needs the packages booktabs and graphicx.",
             r"\begin{table}[htb]",
             r"\centering\small",
             rf"\caption{{{_escape(table.title)}.}}",
