@@ -144,3 +144,15 @@ def test_bad_requests_are_refused():
         sweeps.sweep(features, DEFAULTS, "neighbours", (3,))
     with pytest.raises(InputError, match="test_labels: absent"):
         sweeps.sweep(features._replace(test_labels=None), DEFAULTS, "attenuation")
+
+
+def test_classes_without_images_are_no_neighbours():
+    features = feature_set()
+    task = features.tasks[1]
+    keep = task.labels != task.classes[0]
+    task = task._replace(
+        adapted=task.adapted[keep], pretrained=task.pretrained[keep], labels=task.labels[keep]
+    )
+    features = features._replace(tasks=(features.tasks[0], task, features.tasks[2]))
+    assert spectra.feasible_neighbours(spectra.spectra(features)) == 2
+    check_against_refits(features, [DEFAULTS])
