@@ -155,7 +155,7 @@ def _gain_row(axes: Axes, group: Group, row: int) -> set[str]:
     mean = float(np.mean(values))
     axes.plot([mean], [row], color=drawing.FDC, marker="s", gid=f"gain-{row}")
     axes.annotate(
-        f"{mean:+.1f}",
+        drawing.number(mean, 1, signed=True),
         (1, row),
         (3, 0),
         xycoords=axes.get_yaxis_transform(),

@@ -89,6 +89,13 @@ def shortened(text: str, inches: float, letter: float = _LETTER) -> str:
     return text if len(text) <= most else text[: most - 1] + "…"
 
 
+def number(value: float, digits: int, signed: bool = False) -> str:
+    """Says a number with a minus sign in place of a hyphen, and no minus before a zero."""
+    value = round(value, digits) + 0.0
+    text = f"{value:+.{digits}f}" if signed else f"{value:.{digits}f}"
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
 def title(axes: Axes, name: str, deviation: str, inches: float) -> None:
     """Names a panel; what differs from the paper's protocol stands below in plain letters.
 

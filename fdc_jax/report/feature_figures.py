@@ -25,6 +25,7 @@ _VIEW_MARKERS = {"adapted": "o", "pretrained": "D"}
 _VIEW_TITLES = {"adapted": "adapted view", "pretrained": "pretrained view"}
 # Parts of equally many task pairs for a trend: the most, and the fewest pairs in one.
 _MOST_PARTS, _LEAST_PAIRS = 8, 12
+_MANY_PAIRS = 100  # beyond which points are small
 
 
 # Similarity and routing error ---------------------------------------------------------------------
@@ -64,13 +65,14 @@ def _scatter(axes: Axes, results: Sequence[Mapping[str, Any]], kind: str) -> Non
             continue
         alike = mean_over_seeds([each[view][kind] for each in results])
         look = {"marker": _VIEW_MARKERS[view], "color": colour, "markeredgewidth": 0}
-        axes.plot(alike, error, linestyle="none", markersize=2.6, alpha=0.4, gid=view, **look)
+        size = 2.6 if len(error) > _MANY_PAIRS else 4
+        axes.plot(alike, error, linestyle="none", markersize=size, alpha=0.5, gid=view, **look)
         places, means = _trend(alike, error)
         axes.plot(places, means, color=drawing.PAPER, linewidth=3)
         axes.plot(places, means, color=colour, linewidth=1.6)
         known = [each["spearman"][view][kind]["correlation"] for each in results]
         known = [value for value in known if value is not None]
-        rank = f", ρ = {np.mean(known):.2f}" if known else ""
+        rank = f", ρ = {drawing.number(float(np.mean(known)), 2)}" if known else ""
         _note(axes, line, f"{_VIEW_TITLES[view]}{rank}", colour)
         line += 1
 

@@ -126,6 +126,19 @@ def test_the_gain_of_one_seed_has_the_interval_over_images_and_of_the_selection_
     assert labels == ["FDC", "95 % over images", "Selected components", "Paper"]
 
 
+def test_numbers_are_typeset():
+    assert drawing.number(-1.25, 1, signed=True) == "\N{MINUS SIGN}1.2"
+    assert drawing.number(-0.001, 2) == "0.00" and drawing.number(3.14, 1, signed=True) == "+3.1"
+
+
+def test_dollar_signs_are_no_formulas():
+    groups = made_up.groups(made_up.run(1, learner=r"$\oops{$"))
+    figure = figures.task_identity(groups, {})
+    (label,) = figure.axes[0].get_yticklabels()
+    assert label.get_text() == r"$\oops{$"
+    assert "<svg" in drawing.svg(figure)  # Raises where it is read as a formula.
+
+
 def test_long_names_are_cut():
     long = "a_learner_with_a_name_as_long_as_a_path_" * 4
     groups = made_up.groups(made_up.run(1, learner=long, benchmark=long))
