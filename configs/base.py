@@ -13,6 +13,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.precision = "parity"  # parity: float32, exact products; fast: bfloat16 activations
     config.cache_dir = ""  # downloads, compiled programs, E_0 features; empty: the user's cache
     config.save_features = True  # keep features under the work directory, for refits and sweeps
+    config.report = True  # write tables, figures and a page into the work directory at the end
 
     config.encoder = ml_collections.ConfigDict()
     config.encoder.variant = "B/16"  # Ti/16, S/16, B/16, L/16, digits

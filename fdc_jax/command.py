@@ -1,5 +1,6 @@
 """What `main.py` does: one run per seed, tables, and a summary over seeds."""
 
+import logging
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ from fdc_jax.errors import InputError
 from fdc_jax.interruption import StopRequest, stop_on_signals
 from fdc_jax.report import console
 from fdc_jax.workdir import Workdir, write_json
+
+_log = logging.getLogger(__name__)
 
 
 def run(
@@ -52,13 +55,30 @@ def run(
         if not quiet:
             console.show_results(per_seed[0])
             print(f"results: {folder / 'results.json'}")
+        _report(config, folder, quiet)
         return per_seed[0]
     summary = results.summarise(per_seed)
     write_json(folder / "summary.json", summary)
     if not quiet:
         console.show_summary(summary)
         print(f"results: {folder / 'summary.json'}")
+    _report(config, folder, quiet)
     return summary
+
+
+def _report(config: Config, folder: Path, quiet: bool) -> None:
+    """Writes the report; the results stand without it."""
+    if not config.report:
+        return
+    from fdc_jax.report import command as report  # plotting takes seconds to import
+
+    try:
+        page = report.write([folder], folder / "report", quiet=True)
+    except InputError as error:
+        _log.warning("no report was written: %s", error)
+        return
+    if not quiet:
+        print(f"report: {page}")
 
 
 def _check_workdir(folder: Path, num_seeds: int) -> None:

@@ -19,6 +19,7 @@ WITHOUT_EFFECT = frozenset(
         "data.cache_gib",
         "checkpoint.every_steps",
         "checkpoint.keep",
+        "report",
     }
 )
 

@@ -44,6 +44,13 @@ def use_compilation_cache(folder: str | os.PathLike[str]) -> None:
     jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
 
 
+def peak_memory() -> int | None:
+    """Returns the most bytes that were in use on the fullest device so far, None on a CPU."""
+    statistics = [device.memory_stats() for device in jax.local_devices()]
+    peaks = [each["peak_bytes_in_use"] for each in statistics if each]
+    return max(peaks) if peaks else None
+
+
 def describe() -> str:
     """Returns the number and kind of the devices, such as `1 x cpu`."""
     return f"{jax.device_count()} x {jax.devices()[0].device_kind}"

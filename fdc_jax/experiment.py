@@ -60,7 +60,7 @@ class Run:
         self.state, self.trained, self.optimizer = initial, None, None
         self.tasks_done, self.steps_done = 0, 0
         self.training_time, self.statistics_time = dict.fromkeys(_TRAINING_TIME, 0.0), {}
-        self._compiled = False
+        self._compiled, self._peak_in_training = False, None
         self.calibrator = self._new_calibrator()
         for number, cursor in self._checkpoints.cursors():
             target = {"state": initial}
@@ -202,6 +202,7 @@ class Run:
         )
         self._count_time(clock, data.input_wait_seconds - waited)
         self.trained, self.optimizer = None, None
+        self._peak_in_training = devices.peak_memory()
         self._save(task + 1, 0)
 
     def _placed(self, batches):
@@ -351,6 +352,7 @@ class Run:
                 "test_extraction_seconds": adapted.seconds,
                 "score_seconds": score_seconds,
             },
+            "peak_memory": {"training": self._peak_in_training, "task": devices.peak_memory()},
         }
         write_json(self.workdir.task_record(task), record)
         self.workdir.event("evaluation", **record)

@@ -58,6 +58,7 @@ def measure(
         raw_label=raw.label,
         fdc_label=fdc.label,
         oracle_label=oracle,
+        fdc_oracle_label=fdc.label_in_task(tasks),
         task=tasks,
         raw_task=raw.task,
         fdc_task=fdc.task,
@@ -112,6 +113,7 @@ def collect(
         "decomposition": last["decomposition"],
         "curve": curve,
         "fdc_storage_bytes": storage_bytes,
+        "peak_memory_bytes": _peak_memory([record.get("peak_memory") for record in records]),
         "timing": _timing([record["timing"] for record in records], complete),
         "encoder": {
             "variant": config.encoder.variant,
@@ -134,6 +136,18 @@ def _selected(learner: str, components: dict[str, float]) -> dict[str, Any]:
     # Without the pretrained view, the adapted one is all there is.
     name = name if name in components else name.removesuffix("_adapted_view")
     return {"components": name, "accuracy": components.get(name)}
+
+
+def _peak_memory(per_task: list[dict[str, int | None] | None]) -> dict[str, int | None]:
+    """Returns the device memory that training took, and what FDC and evaluation took beyond it.
+
+    A peak never falls: the first task's, before anything was fitted, is that of training. None on
+    a CPU, and where that task was trained by a process that did not live to record it.
+    """
+    first, last = per_task[0] or {}, per_task[-1] or {}
+    training, total = first.get("training"), last.get("task")
+    known = training is not None and total is not None
+    return {"training": training, "fdc_and_evaluation": total - training if known else None}
 
 
 def _timing(per_task: list[dict[str, float]], complete: bool) -> dict[str, Any] | None:

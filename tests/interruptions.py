@@ -28,6 +28,7 @@ SMALL = (
     "--config.train.batch_size=16",
     "--config.checkpoint.every_steps=7",
     "--config.evaluation.batch_size=64",
+    "--config.report=False",
 )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fdc_jax.report import confusion
 from tests import interruptions
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -72,13 +73,42 @@ def test_results_follow_the_contract(whole):
     assert found["versions"].keys() >= {"python", "jax", "flax", "numpy", "fdc_jax"}
 
 
+def test_a_finished_run_ends_with_its_report(whole, cache):
+    workdir, output, _ = whole
+    assert "report:" not in output
+    again = interruptions.start(workdir, "--config.report=True", cache=cache)
+    output, errors = interruptions.finish(again)
+    page = workdir / "report" / "report.html"
+    assert output.splitlines()[-1] == f"report: {page}"
+    assert "Traceback" not in errors
+    text = page.read_text()
+    assert f"{results(workdir)['accuracy']['fdc']:.2f}" in text
+    assert {"benchmark.csv", "benchmark.md", "benchmark.tex"} <= {
+        path.name for path in (workdir / "report" / "tables").iterdir()
+    }
+    assert list((workdir / "report" / "figures").glob("*.svg"))
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(whole, cache):
+    workdir, _, _ = whole
+    blocked = workdir / "report"
+    shutil.rmtree(blocked, ignore_errors=True)
+    blocked.write_text("in the way")
+    again = interruptions.start(workdir, "--config.report=True", "--quiet", cache=cache)
+    output, errors = interruptions.finish(again)
+    assert output == ""
+    assert errors.startswith("fdc_jax: WARNING: no report was written: ")
+    assert errors.count("\n") == 1
+
+
 def test_predictions_give_the_accuracies_of_the_results(whole):
     workdir, _, _ = whole
     found = results(workdir)
     with np.load(workdir / "predictions.npz") as file:
         columns = {name: file[name] for name in file.files}
     assert columns.keys() == {
-        *("label", "raw_label", "fdc_label", "oracle_label", "task", "raw_task", "fdc_task")
+        *("label", "raw_label", "fdc_label", "oracle_label", "fdc_oracle_label"),
+        *("task", "raw_task", "fdc_task"),
     }
     for name in ("raw", "fdc", "oracle"):
         share = 100 * np.mean(columns[f"{name}_label"] == columns["label"])
@@ -90,6 +120,11 @@ def test_predictions_give_the_accuracies_of_the_results(whole):
     np.testing.assert_array_equal(columns["label"] // 2, columns["task"])
     np.testing.assert_array_equal(columns["oracle_label"] // 2, columns["task"])
     np.testing.assert_array_equal(columns["fdc_label"] // 2, columns["fdc_task"])
+    per_task = confusion.task_confusion(columns)
+    for name in ("raw", "fdc"):
+        for share in confusion.SHARES:
+            together = np.average(per_task[name][share], weights=per_task["num_images"])
+            assert together == pytest.approx(found["decomposition"][name][share])
 
 
 def test_saved_features_and_calibrator_repeat_the_results(whole, tmp_path):

@@ -19,8 +19,9 @@ SHARES = (
 def task_confusion(predictions: Mapping[str, Int[np.ndarray, " n"]]) -> dict[str, Any]:
     """Counts routes between tasks, and splits each task's images by their two decisions.
 
-    Predictions hold one class given the task, that of the raw heads (`oracle_label`). TSF may turn
-    an image's class within its task, so for FDC it is used only where FDC chose another task.
+    The class given the task is that of the same scores: TSF may turn an image's class within its
+    task. Runs older than `fdc_oracle_label` have that of the raw heads alone, which then stands in
+    where FDC chose another task.
 
     Args:
         predictions: columns of `predictions.npz`.
@@ -39,7 +40,10 @@ def task_confusion(predictions: Mapping[str, Int[np.ndarray, " n"]]) -> dict[str
     result: dict[str, Any] = {"num_images": np.bincount(task, minlength=count).tolist()}
     for name in ("raw", "fdc"):
         chosen, label = predictions[f"{name}_task"], predictions[f"{name}_label"]
-        oracle = np.where(chosen == task, label, predictions["oracle_label"])
+        oracle = predictions["oracle_label"]
+        if name == "fdc":
+            oracle = predictions.get("fdc_oracle_label", oracle)
+        oracle = np.where(chosen == task, label, oracle)
         shares: dict[str, list[float | None]] = {share: [] for share in SHARES}
         for t in range(count):
             mine = task == t

@@ -105,8 +105,8 @@ def cost(groups: Sequence[Group]) -> Table:
         own = {
             "training_minutes": _numbers(each, _training_minutes),
             "fdc_minutes": _numbers(each, _fdc_minutes),
-            "peak_memory_gib": [],
-            "fdc_peak_memory_gib": [],
+            "peak_memory_gib": _numbers(each, _memory("training")),
+            "fdc_peak_memory_gib": _numbers(each, _memory("fdc_and_evaluation")),
             "storage_mib": [bytes_ / 2**20 for bytes_ in each.values("fdc_storage_bytes")],
         }
         shown = {name: cells.ours(values) for name, values in own.items()}
@@ -121,13 +121,21 @@ def cost(groups: Sequence[Group]) -> Table:
         "Training: optimisation of all tasks including waiting for images, without compilation and "
         "evaluation. FDC: extraction of the training features in both views and fitting; left out "
         "are runs that found features of the pretrained encoder in the cache, or do not say. "
-        "Storage: bases, prototypes, means and scalars. Runs record no peak memory. Mean ± sample "
-        "standard deviation over seeds, in brackets how many; the paper measured seed 1 of "
-        "Cumulative-LoRA, and devices differ, so that times are shown side by side only."
-        + blocks.legend(groups)
+        "Storage: bases, prototypes, means and scalars. Peak memory is that of the device; a CPU "
+        "has none. Mean ± sample standard deviation over seeds, in brackets how many; the paper "
+        "measured seed 1 of Cumulative-LoRA, and devices differ, so that times are shown side by "
+        "side only." + blocks.legend(groups)
     )
     columns = ["learner", "benchmark", "numbers", "device", *_COSTS.values()]
     return Table("cost", "Training-stage time and storage", note, columns, rows, 4, records)
+
+
+def _memory(part: str):
+    def of(run: RunFolder) -> float | None:
+        value = (run.results.get("peak_memory_bytes") or {}).get(part)
+        return None if value is None else value / 2**30
+
+    return of
 
 
 def _numbers(each: Group, of) -> list[float]:
