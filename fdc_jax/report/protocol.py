@@ -9,6 +9,7 @@ from fdc_jax.report import paper
 # Fields of a configuration that no accuracy depends on.
 _IGNORED = WITHOUT_EFFECT | {
     "seed",
+    "report",
     "save_features",
     "evaluation.batch_size",
     "evaluation.every_task",

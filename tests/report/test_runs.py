@@ -132,7 +132,7 @@ def test_predictions_are_checked_when_a_run_is_read(tmp_path):
 def test_of_equal_runs_the_first_counts(tmp_path):
     write_run(tmp_path / "a")
     # What moves no number makes no other run.
-    write_run(tmp_path / "b", config={"data.dir": "elsewhere", "evaluation.batch_size": 8})
+    write_run(tmp_path / "b", config={"data.dir": "x", "report": False})
     write_run(tmp_path / "c", config={"train.epochs": 5})
     found = loaded(tmp_path)
     assert [run.path.name for run in found.runs] == ["a", "c"]
