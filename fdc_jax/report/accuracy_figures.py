@@ -5,6 +5,7 @@ Every function draws the groups it is given and returns None where they have not
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -18,6 +19,13 @@ from fdc_jax.report.runs import Group
 
 # Inches: a learner in a list; title, axis and legend around it; names at its left.
 _ROW, _FRAME, _NAMES = 0.19, 1.2, 1.15
+
+
+_DASHED = (0, (2, 1.5))
+_INTERVALS: tuple[tuple[str, Any, str], ...] = (
+    ("seeds", "-", "95 % over seeds"),
+    ("images", _DASHED, "95 % over images"),
+)
 
 
 # Lists of learners --------------------------------------------------------------------------------
@@ -127,10 +135,7 @@ def gains(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
             Line2D([], [], color=colour, marker="s", linestyle="none", label="FDC"),
             *(
                 Line2D([], [], color=colour, linestyle=style, linewidth=1.1, label=label)
-                for kind, style, label in (
-                    ("seeds", "-", "95 % over seeds"),
-                    ("images", (0, (2, 1.5)), "95 % over images"),
-                )
+                for kind, style, label in _INTERVALS
                 if kind in kinds
             ),
         ]
@@ -150,7 +155,7 @@ def _gain_row(axes: Axes, group: Group, row: int) -> set[str]:
     low, high, kind = gain_interval(group)
     if kind:
         kinds.add(kind)
-        style = "-" if kind == "seeds" else (0, (2, 1.5))
+        style = "-" if kind == "seeds" else _DASHED
         axes.plot([low, high], [row, row], color=drawing.FDC, linewidth=1.1, linestyle=style)
     mean = float(np.mean(values))
     axes.plot([mean], [row], color=drawing.FDC, marker="s", gid=f"gain-{row}")
@@ -182,7 +187,7 @@ def gain_interval(group: Group) -> tuple[float, float, str]:
     pairs = [(run.value("accuracy", "raw"), run.value("accuracy", "fdc")) for run in group.runs]
     known = [(raw, fdc) for raw, fdc in pairs if raw is not None and fdc is not None]
     if len(known) > 1:
-        gain = evaluation.paired_gain(*(list(column) for column in zip(*known, strict=True)))
+        gain = evaluation.paired_gain([raw for raw, _ in known], [fdc for _, fdc in known])
         return gain.low, gain.high, "seeds"
     columns = group.runs[0].predictions()
     if not columns:

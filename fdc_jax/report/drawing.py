@@ -15,9 +15,11 @@ import matplotlib
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from fdc_jax.files import write_atomically
 from fdc_jax.report import paper
@@ -167,6 +169,11 @@ def band(
         std = values.std(axis=0, ddof=1)
         axes.fill_between(places, mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
     return drawn
+
+
+def whole_numbers(axis: Axis, most: int = 9) -> None:
+    """Puts marks on whole numbers only."""
+    axis.set_major_locator(MaxNLocator(most, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
 
 
 def legend(figure: Figure, handles: Sequence[Any], columns: int | None = None) -> None:

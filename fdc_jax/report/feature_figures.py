@@ -15,6 +15,7 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from fdc_jax.report import drawing, paper
 from fdc_jax.report.over_seeds import Analyses, having, mean_over_seeds
@@ -49,7 +50,7 @@ def similarity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
             ):
                 _scatter(axes, results, kind)
                 axes.set_xlabel(f"Similarity by {label} (std of the other task)")
-                axes.xaxis.get_major_locator().set_params(nbins=6)
+                axes.xaxis.set_major_locator(MaxNLocator(6))
             drawing.name_panels(figure, [(pair[0], group)], 2.9)
             pair[0].set_ylabel("Routing error (%)")
             # Room for the notes.
@@ -64,7 +65,11 @@ def _scatter(axes: Axes, results: Sequence[Mapping[str, Any]], kind: str) -> Non
         if any(view not in each for each in results):
             continue
         alike = mean_over_seeds([each[view][kind] for each in results])
-        look = {"marker": _VIEW_MARKERS[view], "color": colour, "markeredgewidth": 0}
+        look: dict[str, Any] = {
+            "marker": _VIEW_MARKERS[view],
+            "color": colour,
+            "markeredgewidth": 0,
+        }
         size = 2.6 if len(error) > _MANY_PAIRS else 4
         axes.plot(alike, error, linestyle="none", markersize=size, alpha=0.5, gid=view, **look)
         places, means = _trend(alike, error)
@@ -198,7 +203,7 @@ def residual_distributions(groups: Sequence[Group], analyses: Analyses) -> Figur
             if view == next(iter(_VIEWS)):
                 drawing.name_panels(figure, [(pair[0], group)], 2.9)
             pair[0].set_ylabel(f"Density,\n{_VIEW_TITLES[view]}")
-        line = {"color": drawing.FOREIGN}
+        line: dict[str, Any] = {"color": drawing.FOREIGN}
         drawing.legend(
             figure,
             [
@@ -253,7 +258,7 @@ def prototype_geometry(groups: Sequence[Group], analyses: Analyses) -> Figure | 
         colours = ScalarMappable(Normalize(1, max(most, 2)), _task_colours())
         for axes, (group, result, view) in zip(panels, found, strict=True):
             classes, tasks = (np.array(result[view][name]) for name in ("classes", "tasks"))
-            look = {"edgecolors": drawing.INK}
+            look: dict[str, Any] = {"edgecolors": drawing.INK}
             shades = colours.to_rgba(np.array(result["class_tasks"]) + 1)
             axes.scatter(*classes.T, s=13, c=shades, linewidths=0.25, gid="classes", **look)
             shades = colours.to_rgba(np.arange(1, len(tasks) + 1))
@@ -267,7 +272,7 @@ def prototype_geometry(groups: Sequence[Group], analyses: Analyses) -> Figure | 
             axes.set_xlabel(f"t-SNE, {_VIEW_TITLES[view]}")
         bar = figure.colorbar(colours, ax=panels, shrink=0.7, pad=0.02)
         bar.set_label("Task")
-        bar.ax.yaxis.get_major_locator().set_params(integer=True)
+        drawing.whole_numbers(bar.ax.yaxis)
         bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     return figure
 

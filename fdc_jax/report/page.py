@@ -124,8 +124,7 @@ def _words(value: Any) -> str:
 
 def summarise(groups: Sequence[Group], num_skipped: int = 0) -> Summary:
     """Returns what was run and the headline numbers, in percent and percentage points."""
-    columns = ["Benchmark", "Learner", "Seeds", "Raw", "FDC", "Gain", "95 %", "Task given"]
-    columns.append("Settings")
+    columns = ["Runs", "Raw", "FDC", "Gain", "95 %", "Task given", "Seeds", "Settings"]
     if not groups:
         scope = "No run could be read"
         if num_skipped:
@@ -196,14 +195,13 @@ def _repaired(group: Group) -> float | None:
 def _row(group: Group) -> list[str]:
     low, high, kind = gain_interval(group)
     return [
-        paper.benchmark_title(group.benchmark),
-        paper.learner_title(group.learner),
-        ", ".join(str(seed) for seed in group.seeds),
+        f"{paper.learner_title(group.learner)}, {paper.benchmark_title(group.benchmark)}",
         _spread(group.values("accuracy", "raw")),
         _spread(group.values("accuracy", "fdc")),
         _spread(group.gains("full"), signed=True),
         f"{low:+.2f} to {high:+.2f}" if kind else "–",
         _spread(group.values("accuracy", "oracle")),
+        ", ".join(str(seed) for seed in group.seeds),
         group.title or "the paper's",
     ]
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.image import AxesImage
 from matplotlib.patches import Patch
 
 from fdc_jax.report import drawing
@@ -19,6 +19,7 @@ from fdc_jax.report.over_seeds import Analyses, having, mean_over_seeds
 from fdc_jax.report.runs import Group, RunFolder
 
 _KINDS = ("raw", "fdc", "oracle")
+_COLOURS = "Blues"
 _CHOSEN = {"raw": "raw scores", "fdc": "FDC"}
 _FEW_TASKS = 8  # that fit a column of text
 _SHARE = (0, 1, 5, 20, 50, 100)  # percent, marks of the colour scale
@@ -46,12 +47,16 @@ def accuracy_curves(groups: Sequence[Group], analyses: Analyses) -> Figure | Non
         for axes, (_, found) in zip(panels, curves, strict=True):
             for name in _KINDS:
                 places = np.arange(1.0, found[name].shape[1] + 1)
-                look = {"marker": drawing.MARKERS[name], "markersize": 3, "gid": name}
+                look: dict[str, Any] = {
+                    "marker": drawing.MARKERS[name],
+                    "markersize": 3,
+                    "gid": name,
+                }
                 drawing.band(axes, places, found[name], drawing.COLOURS[name], **look)
             axes.set_xlabel("Tasks learned")
             axes.set_ylabel("Accuracy (%)")
             axes.set_ylim(top=min(axes.get_ylim()[1], 101))
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            drawing.whole_numbers(axes.xaxis)
         drawing.legend(figure, [drawing.key(name, line=True) for name in _KINDS])
     return figure
 
@@ -71,8 +76,9 @@ def _curves(runs: Sequence[RunFolder]) -> dict[str, Float[np.ndarray, "seeds tas
 def _accuracies(point: Mapping[str, Any]) -> tuple[float, ...] | None:
     """Returns raw, FDC and oracle, or None where one is missing."""
     found = point.get("accuracy") or {}
-    values = tuple(found.get(name) for name in _KINDS)
-    return values if all(isinstance(value, int | float) for value in values) else None
+    values = [found.get(name) for name in _KINDS]
+    known = tuple(float(value) for value in values if isinstance(value, int | float))
+    return known if len(known) == len(values) else None
 
 
 # Where images were sent --------------------------------------------------------------------------
@@ -109,7 +115,7 @@ def _shares(
     tasks = [mean_over_seeds([each[kind][name] for each in results]) for name in drawing.SHARES]
     whole = [group.values("decomposition", kind, name) for name in drawing.SHARES]
     last = [np.mean(values) if values else np.nan for values in whole]
-    return np.vstack([np.stack(tasks, axis=1), last])
+    return np.vstack([np.stack(tasks, axis=1), np.array(last)])
 
 
 def _stacked(axes: Axes, shares: Mapping[str, Float[np.ndarray, "tasks_and_all 4"]]) -> None:
@@ -152,15 +158,18 @@ def task_confusion(groups: Sequence[Group], analyses: Analyses) -> Figure | None
         return None
     with drawing.style():
         figure, panels = drawing.panels(2 * len(found), drawing.PAGE, 3.2, 2)
-        image = None
+        scale = PowerNorm(0.5, 0, 100)
         for row, (group, results) in enumerate(found):
             pair = panels[2 * row : 2 * row + 2]
             for axes, kind in zip(pair, ("raw", "fdc"), strict=True):
-                image = _matrix(axes, np.mean([_percent(each, kind) for each in results], axis=0))
+                shares = np.mean([_percent(each, kind) for each in results], axis=0)
+                _matrix(axes, shares, scale)
                 axes.set_xlabel(f"Task chosen by {_CHOSEN[kind]}")
             drawing.name_panels(figure, [(pair[0], group)], 2.6)
             pair[0].set_ylabel("True task")
-        bar = figure.colorbar(image, ax=panels, shrink=0.8, ticks=_SHARE, pad=0.02)
+        bar = figure.colorbar(
+            ScalarMappable(scale, _COLOURS), ax=panels, shrink=0.8, ticks=_SHARE, pad=0.02
+        )
         bar.set_label("Images of the true task (%)")
         bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     return figure
@@ -171,13 +180,11 @@ def _percent(result: Mapping[str, Any], kind: str) -> Float[np.ndarray, "tasks t
     return 100.0 * counts / np.maximum(counts.sum(axis=1, keepdims=True), 1.0)
 
 
-def _matrix(axes: Axes, shares: Float[np.ndarray, "tasks tasks"]) -> AxesImage:
+def _matrix(axes: Axes, shares: Float[np.ndarray, "tasks tasks"], scale: PowerNorm) -> None:
     count = len(shares)
     extent = (0.5, count + 0.5, count + 0.5, 0.5)
-    scale = PowerNorm(0.5, 0, 100)
-    image = axes.imshow(shares, cmap="Blues", norm=scale, extent=extent, aspect="auto")
+    axes.imshow(shares, cmap=_COLOURS, norm=scale, extent=extent, aspect="auto")
     axes.grid(visible=False)
     axes.spines[:].set_visible(True)
     for axis in (axes.xaxis, axes.yaxis):
-        axis.get_major_locator().set_params(integer=True, min_n_ticks=1)
-    return image
+        drawing.whole_numbers(axis)

@@ -75,7 +75,7 @@ def _curve(axes: Axes, group: Group, results: Sequence[Mapping[str, Any]]) -> bo
     alike = [each for each in results if each["values"] == values]
     accuracies = np.array([each["accuracy"] for each in alike])
     _dotted(axes, default)
-    look = {"marker": "s", "markersize": 3, "gid": "accuracy"}
+    look: dict[str, Any] = {"marker": "s", "markersize": 3, "gid": "accuracy"}
     drawing.band(axes, values, accuracies, drawing.FDC, **look)
     reference = paper.accuracy(group.learner, "fdc").get(group.benchmark)
     if not group.follows_protocol or reference is None:
@@ -109,11 +109,11 @@ def neighbours(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
             _dotted(axes, results[0]["default"])
             for name, (colour, marker, _) in _REFERENCES.items():
                 accuracies = np.array([each[name]["accuracy"] for each in alike])
-                look = {"marker": marker, "markersize": 3, "gid": name}
+                look: dict[str, Any] = {"marker": marker, "markersize": 3, "gid": name}
                 drawing.band(axes, values, accuracies, colour, **look)
             axes.set_xlabel("Prototype neighbours K")
             axes.set_ylabel("FDC accuracy (%)")
-            axes.xaxis.get_major_locator().set_params(integer=True)
+            drawing.whole_numbers(axes.xaxis)
         drawing.legend(
             figure,
             [

@@ -82,7 +82,7 @@ def test_figures_are_drawn_in_the_page(report, shown):
             "[...document.querySelectorAll('figure svg')].map(drawing => "
             "[drawing.getBoundingClientRect().width, drawing.getBoundingClientRect().height])"
         )
-        assert len(sizes) == 5 and all(min(size) > 80 for size in sizes)
+        assert len(sizes) == 4 and all(min(size) > 80 for size in sizes)
         ink = shown.value(
             "getComputedStyle(document.querySelector('figure svg [style*=currentColor]')).stroke"
         )
