@@ -13,6 +13,8 @@ import pytest
 
 from fdc_jax import configuration
 from fdc_jax.data import benchmarks
+from fdc_jax.report import command as report
+from fdc_jax.report import reference
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = (REPOSITORY / "README.md").read_text()
@@ -94,6 +96,14 @@ def test_posthoc_commands_run_in_order(tmp_path):
             text=True,
         )
         assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("arguments", arguments_of("fdc_jax.report"), ids=" ".join)
+def test_report_commands_have_known_options_and_files(arguments):
+    options = report.parser().parse_args(arguments)
+    assert options.runs == ["runs/*"]
+    for path in options.reference:
+        reference.read(REPOSITORY / path)
 
 
 def test_requirement_files_exist():

@@ -26,42 +26,43 @@ class _Parser(argparse.ArgumentParser):
         raise InputError(message)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def parser() -> argparse.ArgumentParser:
+    """Returns the options of the command."""
+    made = _Parser(
         prog="python -m fdc_jax.report",
         allow_abbrev=False,
         description="Write a report about finished runs: report.html, tables (CSV, Markdown, "
         "LaTeX) and figures (SVG, PNG), with the paper's numbers beside them. Nothing is trained.",
     )
-    parser.add_argument(
+    made.add_argument(
         "runs", nargs="*", help="run folders; one of several seeds stands for its seed_* folders"
     )
-    parser.add_argument("--output", default="report", help="folder to write (default report)")
-    parser.add_argument(
+    made.add_argument("--output", default="report", help="folder to write (default report)")
+    made.add_argument(
         "--sweep",
         action="append",
         default=[],
         choices=[*SWEEPS, "all"],
         help="refit FDC on the saved features over the paper's values of a setting; repeatable",
     )
-    parser.add_argument(
+    made.add_argument(
         "--reference",
         action="append",
         default=[],
         metavar="CSV",
         help="numbers to line up with these runs; repeatable (format: fdc_jax/report/reference.py)",
     )
-    parser.add_argument(
+    made.add_argument(
         "--latency",
         action="append",
         default=[],
         metavar="JSON",
         help="a file that benchmarks/latency.py wrote; repeatable",
     )
-    parser.add_argument("--no-figures", action="store_true", help="tables and page alone")
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    parser.add_argument("--traceback", action="store_true", help="show where an error arose")
-    return parser
+    made.add_argument("--no-figures", action="store_true", help="tables and page alone")
+    made.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    made.add_argument("--traceback", action="store_true", help="show where an error arose")
+    return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     try:
-        options = _parser().parse_args(arguments)
+        options = parser().parse_args(arguments)
         if not options.runs:
             raise InputError("expected at least one run folder, such as runs/*")
         with _plain_warnings(options.quiet):
