@@ -108,8 +108,8 @@ _KINDS = (
         "What predictions get right and wrong, by task",
         "Test images of each task, and of all, in percent, by the two decisions of a prediction: "
         "the task and the class. Left bars are raw, right bars FDC; means over seeds. Hatched is "
-        "what the right task alone would repair. For FDC on single tasks, the class given the task "
-        "is that of the raw logits where FDC chose another task.",
+        "what the right task alone would repair. Where an older run recorded the class given the "
+        "task for raw logits only, it stands in for FDC's on single tasks.",
     ),
     _Kind(
         task_confusion,
