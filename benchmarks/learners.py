@@ -55,7 +55,7 @@ class Trial:
 
     def __init__(self, name: str, arguments: argparse.Namespace, model, backbone):
         self.learner, self.model, self.backbone = learners.find(name), model, backbone
-        config = base.get_config()
+        config: Any = base.get_config()
         config.encoder.variant = arguments.variant
         config.learner.name = name
         classes = arguments.classes

@@ -146,8 +146,8 @@ def _peak_memory(per_task: list[dict[str, int | None] | None]) -> dict[str, int 
     """
     first, last = per_task[0] or {}, per_task[-1] or {}
     training, total = first.get("training"), last.get("task")
-    known = training is not None and total is not None
-    return {"training": training, "fdc_and_evaluation": total - training if known else None}
+    beyond = None if training is None or total is None else total - training
+    return {"training": training, "fdc_and_evaluation": beyond}
 
 
 def _timing(per_task: list[dict[str, float]], complete: bool) -> dict[str, Any] | None:

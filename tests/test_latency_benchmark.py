@@ -42,7 +42,8 @@ def test_the_programs_that_are_timed_predict_what_the_calibrator_predicts(tmp_pa
     assert peaks[0] < peaks[1] < peaks[2]  # Statistics of no view, of one, of both.
     assert all(len(found["views"][view]["milliseconds"]) == 3 for view in cost_tables.VIEWS)
     row = cost_tables.latency([str(tmp_path / "out" / "l.json")]).rows[0]
-    assert row[1].text == "ours, digits, 32 px, parity" and not row[5].gap
+    assert row[1].text == "ours, digits, 32 px, parity, 3 × 2 batches of 16 after 1"
+    assert not row[5].gap
 
 
 @pytest.mark.parametrize(

@@ -30,9 +30,9 @@ class Block(NamedTuple):
 
 
 def columns(groups: Sequence[Group]) -> list[str]:
-    """Returns the paper's benchmarks, and after them others that there are runs of."""
+    """Returns other benchmarks that there are runs of, and after them the paper's."""
     others = [each.benchmark for each in groups if each.benchmark not in paper.benchmarks()]
-    return [*paper.benchmarks(), *dict.fromkeys(others)]
+    return [*dict.fromkeys(others), *paper.benchmarks()]
 
 
 def headings(names: Sequence[str]) -> list[str]:

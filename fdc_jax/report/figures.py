@@ -178,6 +178,13 @@ _KINDS = (
 # What has no mean over seeds.
 _OF_ONE_SEED = (residual_distributions, prototype_geometry)
 
+# Analyses that not every run may have.
+_FROM = {
+    sweeps: ("sweep_attenuation", "sweep_retained_energy"),
+    neighbours: ("sweep_neighbours",),
+    residual_contributions: ("residual_contributions",),
+}
+
 FIGURES = tuple(kind.draw.__name__ for kind in _KINDS)
 
 
@@ -271,9 +278,16 @@ def _shown(kind: _Kind, members: Sequence[Group], analyses: Analyses) -> str:
         name = kind.draw.__name__
         run = next(run for run in members[0].runs if analyses[str(run.path)].get(name))
         return f"{members[0].name}; seed {run.seed}."
+    members = [group for group in members if _has_data(kind, group, analyses)]
     if len(members) == 1:
         return f"{members[0].name}; {_seeds(members[0])}."
     return "; ".join(f"{group.name} ({_seeds(group)})" for group in members) + "."
+
+
+def _has_data(kind: _Kind, group: Group, analyses: Analyses) -> bool:
+    names = _FROM.get(kind.draw, ())
+    found = [analyses.get(str(run.path), {}) for run in group.runs]
+    return not names or any(each.get(name) for each in found for name in names)
 
 
 def _seeds(group: Group) -> str:

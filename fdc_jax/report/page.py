@@ -168,8 +168,7 @@ def _sentences(groups: Sequence[Group]) -> list[str]:
         better = sum(gain > 0 for gain in means)
         first = (
             f"FDC raises final accuracy in {better} of {len(gains)} configurations: by "
-            f"{sum(means) / len(means):+.2f} percentage points on average, from {min(means):+.2f} "
-            f"to {max(means):+.2f}."
+            f"{min(means):+.2f} to {max(means):+.2f} percentage points."
         )
     shares = [share for group in groups if (share := _repaired(group)) is not None]
     if not shares:

@@ -45,7 +45,8 @@ def _parts(group: Group, missing: Mapping[str, Sequence[str]]) -> dict[str, dict
             "input_range": group.settings.get("data.input_range"),
             "seeds": group.seeds,
             "class_order_seed": of(lambda results: results.get("class_order_seed")),
-            "folders": [str(run.path) for run in group.runs],
+            # Their ends alone: a page that is passed on should not tell of a machine.
+            "folders": ["/".join(run.path.absolute().parts[-2:]) for run in group.runs],
             "commit": of(lambda results: (results.get("versions") or {}).get("commit")),
             "device": of(lambda results: results.get("device")),
         },

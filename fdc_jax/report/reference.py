@@ -229,9 +229,10 @@ def compare(ours: dict[int, float], entries: Sequence[Entry]) -> Comparison:
     """Compares a quantity of our runs with the lines of a file about it.
 
     With seeds in the file and two or more in common: Student's t interval of the differences within
-    seeds. Otherwise Welch's interval of the difference of two means where both sides have a
-    deviation over two seeds or more; where one side has, Student's interval around its mean, with a
-    single value of the other side taken as one more draw.
+    seeds; with one in common its difference alone. Otherwise Welch's interval of the difference of
+    two means where both sides have a deviation over two seeds or more; where one side has,
+    Student's interval around its mean, with a single value of the other side taken as one more
+    draw.
 
     Args:
         ours: values by seed.
@@ -246,6 +247,8 @@ def compare(ours: dict[int, float], entries: Sequence[Entry]) -> Comparison:
             [seeded[seed] for seed in common], [ours[seed] for seed in common], CONFIDENCE
         )
         return Comparison(gain.mean, gain.low, gain.high, common)
+    if common:
+        return Comparison(ours[common[0]] - seeded[common[0]], None, None, common)
     mean, std = evaluation.mean_and_std(list(ours.values()))
     other, other_std, other_count = _summary(entries)
     reach = _reach(std, len(ours), other_std, other_count)
@@ -296,20 +299,23 @@ def _table(reference: Reference, groups: Sequence[Group]) -> Table:
         for index, each in enumerate(of or [None]):
             ours = {} if each is None else _by_seed(each, name)
             found = compare(ours, entries)
+            if found.paired:  # The two sides are shown as they are compared.
+                ours = {seed: ours[seed] for seed in found.paired}
+            paired = [e for e in entries if e.seed in found.paired] or entries
             label = "ours" if each is None else blocks.own_label(each.title, letter)
             rows.append(
                 [
                     *(cells.words("" if index else title) for title in titles),
                     cells.words(label),
                     cells.ours(list(ours.values()), signed=signed),
-                    _shown(entries, signed),
+                    _shown(paired, signed),
                     cells.number(found.difference, signed=True),
                     _interval(found),
-                    cells.words(_verdict(found)),
+                    cells.words(_verdict(found, "" if each is None else letter.get(each.title))),
                     cells.words("; ".join(dict.fromkeys(e.source for e in entries if e.source))),
                 ]
             )
-            mean, std, count = _summary(entries)
+            mean, std, count = _summary(paired)
             records.append(
                 {
                     "benchmark": benchmark,
@@ -327,14 +333,17 @@ def _table(reference: Reference, groups: Sequence[Group]) -> Table:
                     "high": found.high,
                     "outside": found.outside,
                     "paired_seeds": " ".join(map(str, found.paired)),
+                    "source": rows[-1][-1].text,
                 }
             )
     note = (
         "Percent and points. Difference: ours minus the reference, with its 95 % interval: over "
-        "differences within seeds where the reference has seeds of ours (two or more), else from "
+        "differences within seeds where the reference has seeds of ours, without interval "
+        "where that is one seed, else from "
         "the deviations over seeds that are known (Welch; with one deviation only, Student). "
         "Outside: the interval excludes zero. The reference says nothing of settings, so every "
-        "group of runs of the learner on the benchmark is lined up." + blocks.legend(groups)
+        "group of runs of the learner on the benchmark is lined up, with the letter of settings "
+        "that are not the paper's." + blocks.legend(groups)
     )
     columns = ["benchmark", "learner", "quantity", "numbers", "ours", "reference", "difference"]
     columns += ["95 % interval", "verdict", "source"]
@@ -361,10 +370,14 @@ def _interval(found: Comparison) -> Cell:
     return cells.words(f"{found.low:+.2f} to {found.high:+.2f}")
 
 
-def _verdict(found: Comparison) -> str:
+def _verdict(found: Comparison, letter: str | None) -> str:
     if found.difference is None:
         return "no run"
-    if found.outside is None:
-        return "no interval"
-    paired = f", seeds {', '.join(map(str, found.paired))} paired" if found.paired else ""
-    return ("outside" if found.outside else "inside") + paired
+    verdicts = {None: "no interval", True: "outside", False: "inside"}
+    parts = [verdicts[found.outside]]
+    if found.paired:
+        noun = "seed" if len(found.paired) == 1 else "seeds"
+        parts.append(f"{noun} {', '.join(map(str, found.paired))} paired")
+    if letter:
+        parts.append(f"settings {letter}")
+    return ", ".join(parts)

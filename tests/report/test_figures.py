@@ -411,6 +411,16 @@ def test_captions_name_the_groups_and_only_papers_numbers_that_are_there(protoco
     assert drawn.shown == "Cumulative-LoRA, CIFAR-100; seed 1."
 
 
+def test_captions_leave_out_groups_that_a_figure_has_nothing_of():
+    groups = made_up.groups(made_up.run(1), made_up.run(2, learner="splitlora"))
+    analyses = made_up.analyses(*groups)
+    for name in ("sweep_attenuation", "sweep_retained_energy", "sweep_neighbours"):
+        del analyses[str(groups[1].runs[0].path)][name]
+    for name in ("sweeps", "neighbours"):
+        (drawn,) = figures.draw(name, groups, analyses)
+        assert drawn.shown == f"{groups[0].name}; seed {groups[0].seeds[0]}."
+
+
 def test_groups_share_figures_by_learner_or_by_benchmark():
     def parts(*members):
         groups = made_up.groups(*members)

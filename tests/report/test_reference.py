@@ -202,3 +202,25 @@ def test_the_example_holds_the_paper_s_numbers():
             of = by_name.pop((benchmark, quantity))
             assert (of.value, of.std, of.count) == (each.mean, each.std, 3)
     assert not by_name
+
+
+def test_one_common_seed_is_compared_with_that_seed_alone(tmp_path):
+    found = compare({1: 60.0, 2: 50.0, 3: 40.0}, [entry(61.5, seed=1)])
+    assert found.difference == pytest.approx(-1.5)
+    assert found.outside is None and found.paired == [1]
+
+
+def test_both_sides_are_shown_as_they_are_paired(tmp_path):
+    for seed, raw in ((1, 60.0), (2, 50.0), (3, 40.0)):
+        accuracy = {"raw": raw, "fdc": raw + 5, "oracle": 90.0}
+        write_run(tmp_path / f"{seed}", results(seed=seed, accuracy=accuracy))
+    groups = runs.group(runs.load(sorted(tmp_path.iterdir())).runs)
+    lines = [f"cifar100,cumulative_lora,raw,{s},{v},,,mine" for s, v in ((1, 61), (2, 52), (9, 99))]
+    reference_file = read(tmp_path, *lines)
+    table = reference_file.table(groups)
+    (record,) = table.records
+    assert (record["mean"], record["reference_mean"]) == (55.0, 56.5)
+    assert record["difference"] == pytest.approx(-1.5)
+    assert (record["n"], record["paired_seeds"], record["source"]) == (2, "1 2", "mine")
+    texts = [cell.text for cell in table.rows[0]]
+    assert texts[-2].endswith("seeds 1, 2 paired")
