@@ -449,3 +449,13 @@ def test_a_benchmark_of_one_s_own_stands_first(tmp_path):
     table = next(each for each in tables.build(groups, {}) if each.name == "benchmark")
     assert table.columns[2:4] == ["Digits", "CIFAR-100"]
     assert table.columns[-1] == "OmniBenchmark"
+
+
+def test_the_paper_s_costs_are_in_the_records_without_runs_of_ours(built):
+    costs = of(built["cost"].records, benchmark="omnibench", quantity="training_minutes")
+    assert [each["paper"] for each in costs] == [239.3]
+    sizes = of(built["partitions"].records, benchmark="omnibench", quantity="train")
+    assert [(each["value"], each["paper"]) for each in sizes] == [(None, 89_697)]
+    times = of(built["latency"].records, benchmark="omnibench", encoder="paper")
+    assert [each["milliseconds"] for each in times] == [169.9, 171.3, 319.2]
+    assert [each["memory_mib"] for each in times] == pytest.approx([982.0, 987.7, 994.1])
