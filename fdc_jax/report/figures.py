@@ -180,9 +180,9 @@ _OF_ONE_SEED = (residual_distributions, prototype_geometry)
 
 # Analyses that not every run may have.
 _FROM = {
-    sweeps: ("sweep_attenuation", "sweep_retained_energy"),
-    neighbours: ("sweep_neighbours",),
-    residual_contributions: ("residual_contributions",),
+    "sweeps": ("sweep_attenuation", "sweep_retained_energy"),
+    "neighbours": ("sweep_neighbours",),
+    "residual_contributions": ("residual_contributions",),
 }
 
 FIGURES = tuple(kind.draw.__name__ for kind in _KINDS)
@@ -285,7 +285,7 @@ def _shown(kind: _Kind, members: Sequence[Group], analyses: Analyses) -> str:
 
 
 def _has_data(kind: _Kind, group: Group, analyses: Analyses) -> bool:
-    names = _FROM.get(kind.draw, ())
+    names = _FROM.get(kind.draw.__name__, ())
     found = [analyses.get(str(run.path), {}) for run in group.runs]
     return not names or any(each.get(name) for each in found for name in names)
 
