@@ -1,7 +1,6 @@
 """What `main.py` does: one run per seed, tables, and a summary over seeds."""
 
 import logging
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ import ml_collections
 from fdc_jax import configuration, devices, experiment, preparation, results
 from fdc_jax.configuration import Config
 from fdc_jax.errors import InputError
+from fdc_jax.files import check_writable_folder
 from fdc_jax.interruption import StopRequest, stop_on_signals
 from fdc_jax.report import console
 from fdc_jax.workdir import Workdir, write_json
@@ -83,11 +83,7 @@ def _report(config: Config, folder: Path, quiet: bool) -> None:
 
 def _check_workdir(folder: Path, num_seeds: int) -> None:
     """Refuses, before any work, a folder that cannot be written or holds another kind of run."""
-    existing = next(
-        path for path in (folder.absolute(), *folder.absolute().parents) if path.exists()
-    )
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise InputError(f"--workdir={folder}: expected a folder to write in, found {existing}")
+    check_writable_folder("--workdir", folder)
     if num_seeds > 1 and (folder / "config.json").exists():
         raise InputError(
             f"{folder} holds a run of a single seed; several seeds need another --workdir"

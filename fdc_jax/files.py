@@ -48,6 +48,22 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
                 os.unlink(temporary)
 
 
+def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
+    """Refuses, before any work, a folder that is none, or cannot be made or written in.
+
+    Args:
+        flag: that named it, such as `--output`.
+        folder: may be missing, with any number of folders above it.
+
+    Raises:
+        InputError: names the flag and what stands in the way.
+    """
+    path = Path(folder).absolute()
+    existing = next(each for each in (path, *path.parents) if each.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise InputError(f"{flag}={folder}: expected a folder to write in, found {existing}")
+
+
 def sha256(path: str | os.PathLike[str]) -> str:
     """Returns the SHA-256 of a file as 64 hexadecimal digits."""
     with open(path, "rb") as file:

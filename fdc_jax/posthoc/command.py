@@ -1,17 +1,13 @@
 """The command: read features, calibrate, write predictions and a report."""
 
 import argparse
-import contextlib
 import json
-import logging
 import os
-import sys
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-from fdc_jax import calibration, feature_files
+from fdc_jax import calibration, command_line, feature_files
 from fdc_jax.array_files import write_npz
 from fdc_jax.calibration import Scores, Terms
 from fdc_jax.errors import InputError
@@ -33,13 +29,8 @@ FDC_SETTINGS = {
 }
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message)
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = command_line.Parser(
         prog="python -m fdc_jax.posthoc",
         allow_abbrev=False,
         description="Calibrate the task heads of a trained class-incremental learner from its "
@@ -91,35 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, or 2 after an error that has been printed as one line.
     """
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        options = _parser().parse_args(arguments)
-        with _plain_warnings(options.quiet):
-            _run(options)
-    except (InputError, MemoryError) as error:
-        if "--traceback" in arguments:
-            traceback.print_exc()
-        text = str(error) or "out of memory"
-        print(f"fdc_jax.posthoc: {text}", file=sys.stderr)
-        return 2
-    return 0
-
-
-@contextlib.contextmanager
-def _plain_warnings(quiet: bool) -> Iterator[None]:
-    """Prints what the library warns of as lines on standard error, while the command runs."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("fdc_jax.posthoc: %(levelname)s: %(message)s"))
-    handler.setLevel(logging.ERROR if quiet else logging.WARNING)
-    logger = logging.getLogger("fdc_jax")
-    before = logger.propagate
-    logger.addHandler(handler)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = before
+    return command_line.run("fdc_jax.posthoc", _parser(), _run, arguments)
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -1,18 +1,16 @@
 """The command: run folders in, a folder with a page, tables and figures out."""
 
 import argparse
-import contextlib
 import json
-import logging
 import os
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
+from fdc_jax import command_line
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_atomically
+from fdc_jax.files import check_writable_folder, write_atomically
 from fdc_jax.report import provenance, reference, runs, tables
 from fdc_jax.report.cost_tables import read_latency
 from fdc_jax.report.runs import Group, RunFolder
@@ -21,14 +19,9 @@ from fdc_jax.report.runs import Group, RunFolder
 SWEEPS = ("attenuation", "retained_energy", "neighbours")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(message)
-
-
 def parser() -> argparse.ArgumentParser:
     """Returns the options of the command."""
-    made = _Parser(
+    made = command_line.Parser(
         prog="python -m fdc_jax.report",
         allow_abbrev=False,
         description="Write a report about finished runs: report.html, tables (CSV, Markdown, "
@@ -74,44 +67,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, or 2 after an error that has been printed as one line.
     """
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        options = parser().parse_args(arguments)
-        if not options.runs:
-            raise InputError("expected at least one run folder, such as runs/*")
-        with _plain_warnings(options.quiet):
-            write(
-                options.runs,
-                options.output,
-                sweeps=options.sweep,
-                references=options.reference,
-                latency=options.latency,
-                figures=not options.no_figures,
-                quiet=options.quiet,
-            )
-    except (InputError, MemoryError) as error:
-        if "--traceback" in arguments:
-            traceback.print_exc()
-        print(f"fdc_jax.report: {str(error) or 'out of memory'}", file=sys.stderr)
-        return 2
-    return 0
+    return command_line.run("fdc_jax.report", parser(), _run, arguments)
 
 
-@contextlib.contextmanager
-def _plain_warnings(quiet: bool) -> Iterator[None]:
-    """Prints what the library warns of as lines on standard error, while the command runs."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("fdc_jax.report: %(levelname)s: %(message)s"))
-    handler.setLevel(logging.ERROR if quiet else logging.WARNING)
-    logger = logging.getLogger("fdc_jax")
-    before = logger.propagate
-    logger.addHandler(handler)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.propagate = before
+def _run(options: argparse.Namespace) -> None:
+    if not options.runs:
+        raise InputError("expected at least one run folder, such as runs/*")
+    write(
+        options.runs,
+        options.output,
+        sweeps=options.sweep,
+        references=options.reference,
+        latency=options.latency,
+        figures=not options.no_figures,
+        quiet=options.quiet,
+    )
 
 
 def write(
@@ -143,7 +113,8 @@ def write(
         InputError: no folder is usable, a file given is not as expected, or `output` cannot be
             written.
     """
-    folder = _output(output)
+    folder = Path(output)
+    check_writable_folder("--output", folder)
     # Everything that the caller gave is read before anything is computed.
     lined_up = [reference.read(path) for path in references]
     _check_apart(lined_up)
@@ -193,15 +164,6 @@ def _say(text: str) -> None:
 
 def _silent(text: str) -> None:
     del text
-
-
-def _output(output: str | os.PathLike[str]) -> Path:
-    """Refuses a folder that cannot be written before anything is computed."""
-    folder = Path(output)
-    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
-        raise InputError(f"--output={folder}: expected a folder to write in, found {above}")
-    return folder
 
 
 def _check_apart(references: Sequence[reference.Reference]) -> None:
