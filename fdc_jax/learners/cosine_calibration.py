@@ -39,8 +39,7 @@ def calibrate(
     Raises:
         TrainingError: a head is not finite afterwards.
     """
-    epochs, tasks_done = settings.calibration_epochs, int(seen.any(axis=1).sum())
-    factors = [training.learning_rate_factor("cosine", epoch, epochs) for epoch in range(epochs)]
+    tasks_done = int(seen.any(axis=1).sum())
     calibration = _calibration(
         settings.scale, decay, settings.samples_per_class, settings.calibration_batch_size
     )
@@ -49,7 +48,7 @@ def calibrate(
         gaussians,
         seen,
         gaussian_alignment.mean_scales(settings.mean_scale, len(seen), tasks_done),
-        np.array(factors, np.float32) * np.float32(rate),
+        training.learning_rates("cosine", settings.calibration_epochs, rate),
         key,
     )
     if not np.isfinite(np.asarray(calibrated)).all():

@@ -243,10 +243,7 @@ def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernel
 
 def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.Head]:
     """Returns the heads of the first `num_tasks` tasks, without padding."""
-    return [
-        _head(setup, state.heads.weight[task, :rows], state.heads.bias[task, :rows])
-        for task, rows in enumerate(setup.classes_per_task[:num_tasks])
-    ]
+    return [_head(setup, *rows) for rows in training.unpadded(setup, state.heads, num_tasks)]
 
 
 def _head(setup: training.Setup, weight, bias) -> head_types.Head:

@@ -80,18 +80,8 @@ def aligned_update(
         def descended(trained, optimizer, ahead, gradients):
             directions: Any
             directions, optimizer = transformation.update(gradients, optimizer, ahead)
-            trained = {
-                part: jax.tree.map(
-                    lambda leaf, trains, direction, r=rates[part]: (
-                        leaf - rate * r * trains * direction
-                    ),
-                    trained[part],
-                    frozen["trains"][part],
-                    directions[part],
-                )
-                for part in trained
-            }
-            return trained, optimizer
+            directions = jax.tree.map(jnp.multiply, frozen["trains"], directions)
+            return training.descended(trained, directions, rates, rate), optimizer
 
         def one_pass(carried, kind):
             trained, optimizer, ahead = carried

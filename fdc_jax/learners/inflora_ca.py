@@ -155,11 +155,7 @@ def align(
 def learning_rates(settings, native: bool) -> np.ndarray:
     """Returns the learning rate of each epoch of alignment."""
     first = NATIVE_LEARNING_RATE if native else settings.learning_rate
-    factors = [
-        training.learning_rate_factor(settings.schedule, epoch, settings.epochs)
-        for epoch in range(settings.epochs)
-    ]
-    return np.array(factors, np.float32) * np.float32(first)
+    return training.learning_rates(settings.schedule, settings.epochs, first)
 
 
 @functools.cache

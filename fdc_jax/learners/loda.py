@@ -55,12 +55,10 @@ from jaxtyping import Array, Float, Float64
 
 from fdc_jax import heads as head_types
 from fdc_jax.data.stream import Batch
-from fdc_jax.learners import gradient_alignment, training
-from fdc_jax.learners.cosine_loss import cosface
+from fdc_jax.learners import cosine_heads, gradient_alignment, training
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
-HEAD_DEVIATION = 0.02
 FIRST_JITTER = 1e-12
 ENERGY_FLOOR = 1e-12
 
@@ -192,8 +190,7 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
             },
             "isolated": {name: slot[name]["B"][:, rank:] for name in ("key", "value")},
         },
-        "head": HEAD_DEVIATION
-        * jax.random.normal(key_of_head, (setup.head_rows, setup.variant.width)),
+        "head": cosine_heads.new_rows(key_of_head, setup.head_rows, setup.variant.width),
     }
     trains = jax.tree.map(lambda leaf: jnp.ones(()), trained)
     for factors in trains["increment"]["general"].values():
@@ -233,7 +230,7 @@ def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
         {"params": backbone}, batch.images, frozen["kernels"], _increment(setup, frozen, trained)
     )
     cosines = head_types.CosineHead(trained["head"]).logits(features)
-    return cosface(
+    return cosine_heads.cosface(
         cosines, batch.labels, frozen["class_mask"], batch.weights, ours.scale, ours.margin
     )
 
@@ -314,7 +311,4 @@ def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernel
 
 def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.CosineHead]:
     """Returns the cosine heads of the first `num_tasks` tasks, unscaled and without padding."""
-    return [
-        head_types.CosineHead(state.heads[task, :rows])
-        for task, rows in enumerate(setup.classes_per_task[:num_tasks])
-    ]
+    return cosine_heads.stored_heads(setup, state.heads, num_tasks)

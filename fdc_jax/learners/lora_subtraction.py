@@ -257,15 +257,7 @@ def update(setup: training.Setup) -> training.Update:
         )(trained)
         moments, directions = adam_directions(moments, gradients)
         directions["increment"] = projected(frozen["projector"], directions["increment"])
-        trained = {
-            part: jax.tree.map(
-                lambda leaf, direction, r=rates[part]: leaf - rate * r * direction,
-                trained[part],
-                directions[part],
-            )
-            for part in trained
-        }
-        return trained, moments, value
+        return training.descended(trained, directions, rates, rate), moments, value
 
     return training.Update(
         initialise, jax.jit(step, donate_argnums=(2, 3)), quarter_cosine if native else None
@@ -343,7 +335,5 @@ def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernel
 
 def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.NearestMeanHead]:
     """Returns the nearest-mean heads of the first `num_tasks` tasks, without padding."""
-    return [
-        head_types.NearestMeanHead(state.means[task, :rows])
-        for task, rows in enumerate(setup.classes_per_task[:num_tasks])
-    ]
+    means = training.unpadded(setup, state.means, num_tasks)
+    return [head_types.NearestMeanHead(each) for each in means]

@@ -65,19 +65,17 @@ from fdc_jax.data.stream import Batch
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import (
     cosine_calibration,
+    cosine_heads,
     drift,
     gaussian_alignment,
     projector,
     steering,
     training,
 )
-from fdc_jax.learners.cosine_loss import cosface
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
 from fdc_jax.learners.projector import Projector
 from fdc_jax.model import vit
 
-# Of the entries of a new head; only their direction matters.
-HEAD_DEVIATION = 0.02
 NATIVE_MOMENTUM = 0.9
 NATIVE_FIRST_RATE = 1e-2
 
@@ -178,7 +176,7 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
     trained = {
         "adapter": adapter,
         "projector": carried,
-        "head": HEAD_DEVIATION * jax.random.normal(of_head, (setup.head_rows, width)),
+        "head": cosine_heads.new_rows(of_head, setup.head_rows, width),
     }
     return frozen, trained
 
@@ -216,7 +214,7 @@ def loss(
         parameters, batch.images, kernels, None, dropout_key, ours.dropout
     )
     cosines = head_types.CosineHead(trained["head"]).logits(features)
-    classification = cosface(
+    classification = cosine_heads.cosface(
         cosines, batch.labels, frozen["class_mask"], batch.weights, ours.scale, ours.margin
     )
     steering_cost = steering.steering_loss(
@@ -282,14 +280,7 @@ def update(setup: training.Setup) -> training.Update:
         directions: Any
         directions, inner = transformation.update(gradients, inner, trained)
         rates = {part: jnp.where(frozen["later"], later[part], first[part]) for part in trained}
-        trained = {
-            part: jax.tree.map(
-                lambda leaf, direction, r=rates[part]: leaf - factor * r * direction,
-                trained[part],
-                directions[part],
-            )
-            for part in trained
-        }
+        trained = training.descended(trained, directions, rates, factor)
         return trained, OptimizerState(steps + 1, inner), value
 
     schedule = functools.partial(
@@ -379,7 +370,4 @@ def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernel
 
 def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.CosineHead]:
     """Returns the heads of the first `num_tasks` tasks as the last calibration left them."""
-    return [
-        head_types.CosineHead(state.heads[task, :rows])
-        for task, rows in enumerate(setup.classes_per_task[:num_tasks])
-    ]
+    return cosine_heads.stored_heads(setup, state.heads, num_tasks)

@@ -164,10 +164,7 @@ def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernel
 
 def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.LinearHead]:
     """Returns the heads of the first `num_tasks` tasks, without padding."""
-    return [
-        head_types.LinearHead(state.heads.weight[task, :rows], state.heads.bias[task, :rows])
-        for task, rows in enumerate(setup.classes_per_task[:num_tasks])
-    ]
+    return training.unpadded(setup, state.heads, num_tasks)
 
 
 @jax.jit

@@ -85,6 +85,12 @@ def learning_rate_factor(schedule: str, epoch: int, epochs: int) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * epoch / epochs))
 
 
+def learning_rates(schedule: str, epochs: int, first: float) -> Float[np.ndarray, " e"]:
+    """Returns the learning rate of every epoch, from the first one's."""
+    factors = [learning_rate_factor(schedule, epoch, epochs) for epoch in range(epochs)]
+    return np.array(factors, np.float32) * np.float32(first)
+
+
 def new_linear_head(key: Array, classes: int, width: int) -> LinearHead:
     """Returns a head with weight and bias uniform in +-1/sqrt(width), as PyTorch initialises."""
     bound = width**-0.5
@@ -93,6 +99,20 @@ def new_linear_head(key: Array, classes: int, width: int) -> LinearHead:
         weight=jax.random.uniform(key_of_weight, (classes, width), minval=-bound, maxval=bound),
         bias=jax.random.uniform(key_of_bias, (classes,), minval=-bound, maxval=bound),
     )
+
+
+def unpadded(setup: Setup, stack: Any, num_tasks: int) -> list[Any]:
+    """Returns the slots of the first `num_tasks` tasks, each with the rows that are its classes.
+
+    Args:
+        setup: the run.
+        stack: a tree whose leaves lead with [tasks, rows].
+        num_tasks: length of the result.
+    """
+    return [
+        jax.tree.map(lambda leaf, t=task, c=classes: leaf[t, :c], stack)
+        for task, classes in enumerate(setup.classes_per_task[:num_tasks])
+    ]
 
 
 def cross_entropy(
@@ -131,6 +151,25 @@ def adam_update(
     return gradient_update(setup, loss, rates, optax.scale_by_adam(), schedule)
 
 
+def descended(trained: Any, directions: Any, rates: dict[str, Any], rate) -> Any:
+    """Returns the trained leaves after a step along the directions.
+
+    Args:
+        trained: a tree with named parts at its top.
+        directions: a tree like it.
+        rates: learning rate of each part.
+        rate: factor on all of them.
+    """
+    return {
+        part: jax.tree.map(
+            lambda leaf, direction, r=rates[part]: leaf - rate * r * direction,
+            trained[part],
+            directions[part],
+        )
+        for part in trained
+    }
+
+
 def gradient_update(
     setup: Setup,
     loss: Callable[..., Any],
@@ -154,14 +193,6 @@ def gradient_update(
         )(trained)
         directions: Any
         directions, optimizer_state = transformation.update(gradients, optimizer_state, trained)
-        trained = {
-            part: jax.tree.map(
-                lambda leaf, direction, r=rates[part]: leaf - rate * r * direction,
-                trained[part],
-                directions[part],
-            )
-            for part in trained
-        }
-        return trained, optimizer_state, value
+        return descended(trained, directions, rates, rate), optimizer_state, value
 
     return Update(transformation.init, jax.jit(step, donate_argnums=(2, 3)), schedule)

@@ -96,6 +96,30 @@ def train_whole(learner, setup, backbone, state, task, update, **options):
     return learner.after_task(setup, backbone, state, task, frozen, trained, images)
 
 
+def cost_of_tasks(learner, setup, backbone, update, compiled, tasks=(1, 17)):
+    """Trains some tasks of a long stream, each from the state that the one before it left.
+
+    Args:
+        learner: of which the encoder is asked for, too.
+        setup: the run.
+        backbone: pretrained parameters.
+        update: of the learner.
+        compiled: jitted functions.
+        tasks: which to train.
+
+    Returns:
+        By task: the bytes that are alive after it, and how often each function was compiled.
+    """
+    state, alive, compilations = learner.initial_state(setup), {}, {}
+    for task in tasks:
+        state = train_whole(learner, setup, backbone, state, task, update)
+        jax.block_until_ready(learner.encoder(setup, backbone, state, task + 1))
+        jax.block_until_ready(state)
+        alive[task] = bytes_alive()
+        compilations[task] = [function._cache_size() for function in compiled]
+    return alive, compilations
+
+
 def encode(setup, backbone, images, kernels=None, increment=None):
     """Returns features by the compiled encoder."""
     return _apply(setup.model, backbone, images, kernels, increment)

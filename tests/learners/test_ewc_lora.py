@@ -21,11 +21,6 @@ PARTS = ("key", "value")
 
 
 @pytest.fixture(scope="module")
-def backbone():
-    return small_stream.make_backbone()
-
-
-@pytest.fixture(scope="module")
 def update():
     return ewc_lora.update(make_setup())
 
@@ -460,13 +455,8 @@ def test_a_strong_penalty_holds_important_entries(backbone, update):
 def test_one_compilation_and_one_size_for_all_tasks(backbone):
     setup = make_setup((3, 2) * 10)
     update = ewc_lora.update(setup)
-    state = ewc_lora.initial_state(setup)
-    alive, compiled = {}, {}
-    for task in (1, 17):
-        state = small_stream.train_whole(ewc_lora, setup, backbone, state, task, update)
-        jax.block_until_ready(state)
-        alive[task] = small_stream.bytes_alive()
-        compiled[task] = (update.step._cache_size(), ewc_lora._add_squared_gradients._cache_size())
+    functions = (update.step, ewc_lora._add_squared_gradients)
+    alive, compiled = small_stream.cost_of_tasks(ewc_lora, setup, backbone, update, functions)
     assert alive[1] == alive[17]
     assert compiled[1] == compiled[17]
     assert compiled[1][0] == 1

@@ -18,11 +18,6 @@ PARTS = ("key", "value")
 
 
 @pytest.fixture(scope="module")
-def backbone():
-    return small_stream.make_backbone()
-
-
-@pytest.fixture(scope="module")
 def update():
     return inflora.update(make_setup())
 

@@ -21,11 +21,6 @@ FIELDS = dict(
 
 
 @pytest.fixture(scope="module")
-def backbone():
-    return small_stream.make_backbone()
-
-
-@pytest.fixture(scope="module")
 def update():
     return inflora.update(make_setup(**FIELDS))
 

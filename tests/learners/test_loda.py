@@ -23,11 +23,6 @@ PARTS = ("key", "value")
 
 
 @pytest.fixture(scope="module")
-def backbone():
-    return small_stream.make_backbone()
-
-
-@pytest.fixture(scope="module")
 def update():
     return loda.update(make_setup())
 

@@ -21,11 +21,6 @@ PARTS = ("key", "value")
 
 
 @pytest.fixture(scope="module")
-def backbone():
-    return small_stream.make_backbone()
-
-
-@pytest.fixture(scope="module")
 def update():
     return lora_subtraction.update(make_setup())
 
@@ -410,13 +405,10 @@ def test_a_task_goes_on_from_its_state(backbone):
 def test_one_compilation_and_one_size_for_all_tasks(backbone):
     setup = make_setup((3, 2) * 10)
     update = lora_subtraction.update(setup)
-    state = lora_subtraction.initial_state(setup)
-    alive, compiled = {}, {}
-    for task in (1, 17):
-        state = small_stream.train_whole(lora_subtraction, setup, backbone, state, task, update)
-        jax.block_until_ready(state)
-        alive[task] = small_stream.bytes_alive()
-        compiled[task] = (update.step._cache_size(), lora_subtraction._add_features._cache_size())
+    functions = (update.step, lora_subtraction._add_features)
+    alive, compiled = small_stream.cost_of_tasks(
+        lora_subtraction, setup, backbone, update, functions
+    )
     assert alive[1] == alive[17]
     assert compiled[1] == compiled[17]
     assert compiled[1][0] == 1

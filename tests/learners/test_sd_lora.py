@@ -19,11 +19,6 @@ PARTS = ("key", "value")
 
 
 @pytest.fixture(scope="module")
-def backbone():
-    return small_stream.make_backbone()
-
-
-@pytest.fixture(scope="module")
 def update():
     return sd_lora.update(make_setup())
 
@@ -257,17 +252,8 @@ def test_number_of_trained_parameters(backbone):
 def test_one_compilation_and_one_size_for_all_tasks(backbone):
     setup = make_setup((3, 2) * 10)
     update = sd_lora.update(setup)
-    state = sd_lora.initial_state(setup)
-    alive, compiled = {}, {}
-    for task in (1, 17):
-        state = small_stream.train_whole(sd_lora, setup, backbone, state, task, update)
-        jax.block_until_ready(sd_lora.encoder(setup, backbone, state, task + 1))
-        jax.block_until_ready(state)
-        alive[task] = small_stream.bytes_alive()
-        compiled[task] = [
-            function._cache_size()
-            for function in (update.step, sd_lora._add_directions, sd_lora._normalised_directions)
-        ]
+    functions = (update.step, sd_lora._add_directions, sd_lora._normalised_directions)
+    alive, compiled = small_stream.cost_of_tasks(sd_lora, setup, backbone, update, functions)
     assert alive[1] == alive[17]
     assert compiled[1] == compiled[17]
     assert compiled[1][0] == 1

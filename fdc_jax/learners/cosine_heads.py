@@ -1,10 +1,26 @@
-"""The loss of cosine heads: cross-entropy of scaled cosines, the own class's less a margin."""
+"""Cosine heads: how they start, their loss, and the stored ones of a stream."""
 
 import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from fdc_jax.heads import CosineHead
 from fdc_jax.learners import training
+
+# Of the entries of a new head; only their direction matters.
+HEAD_DEVIATION = 0.02
+
+
+def new_rows(key: Array, classes: int, width: int) -> Float[Array, "c d"]:
+    """Returns the rows of a head to train, normal with standard deviation 0.02."""
+    return HEAD_DEVIATION * jax.random.normal(key, (classes, width))
+
+
+def stored_heads(
+    setup: training.Setup, rows: Float[Array, "tasks c d"], num_tasks: int
+) -> list[CosineHead]:
+    """Returns the heads of the first `num_tasks` tasks, unscaled and without padding."""
+    return [CosineHead(each) for each in training.unpadded(setup, rows, num_tasks)]
 
 
 def cosface(
