@@ -23,3 +23,9 @@ def shared_asset():
         return path
 
     return find
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    """A folder for what runs share: compiled programs, features of the pretrained encoder."""
+    return tmp_path_factory.mktemp("cache")

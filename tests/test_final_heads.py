@@ -25,11 +25,6 @@ OPTIONS = (
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def whole(tmp_path_factory, cache):
     """A small run of InfLoRA+CA, which aligns all heads after every task."""
     workdir = tmp_path_factory.mktemp("runs") / "whole"

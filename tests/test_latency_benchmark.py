@@ -1,25 +1,13 @@
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from fdc_jax.report import cost_tables
-
-ROOT = Path(__file__).resolve().parents[1]
+from tests import benchmark_runs
 
 
 def bench(folder, *arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "error", ROOT / "benchmarks" / "latency.py", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        cwd=folder,
-        check=False,
-    )
+    return benchmark_runs.bench("latency", folder, *arguments)
 
 
 def test_the_programs_that_are_timed_predict_what_the_calibrator_predicts(tmp_path):

@@ -1,24 +1,14 @@
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests import benchmark_runs
+
 SMALL = ("--variant=digits", "--image_size=32", "--batch_size=4", "--images=6", "--repeats=2")
 
 
 def bench(tmp_path, *arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "error", ROOT / "benchmarks" / "learners.py", *SMALL, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        cwd=tmp_path,
-        check=False,
-    )
+    return benchmark_runs.bench("learners", tmp_path, *SMALL, *arguments)
 
 
 def test_learners_are_measured_beside_the_reference(tmp_path):

@@ -19,11 +19,6 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def whole(tmp_path_factory, cache):
     """One small run from start to end, and what it printed."""
     workdir = tmp_path_factory.mktemp("runs") / "whole"

@@ -1,21 +1,10 @@
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests import benchmark_runs
 
 
 def bench(tmp_path, *arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "error", ROOT / "benchmarks" / "posthoc.py", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        cwd=tmp_path,
-        check=False,
-    )
+    return benchmark_runs.bench("posthoc", tmp_path, *arguments)
 
 
 def test_the_benchmark_measures_equal_predictions(tmp_path):

@@ -177,18 +177,25 @@ def _names(groups: Sequence[Group], inches: float) -> list[str]:
     return names
 
 
+def _by_view(
+    groups: Sequence[Group], analyses: Analyses, name: str
+) -> list[tuple[Group, Any, str]]:
+    """Returns every group with its first seed's analysis, once per view that this has."""
+    return [
+        (group, results[0], view)
+        for group, results in having(groups, analyses, name)
+        for view in _VIEWS
+        if view in results[0]
+    ]
+
+
 def residual_distributions(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     """Residuals of test images as the first and the last head see them (Figure routing-srlr).
 
     Densities of one seed, residuals standardised by the head's own training images; thin lines
     are single foreign tasks, the dashed one their mean with equal weights.
     """
-    rows = [
-        (group, results[0], view)
-        for group, results in having(groups, analyses, "residual_distributions")
-        for view in _VIEWS
-        if view in results[0]
-    ]
+    rows = _by_view(groups, analyses, "residual_distributions")
     if not rows:
         return None
     with drawing.style():
@@ -243,12 +250,7 @@ def prototype_geometry(groups: Sequence[Group], analyses: Analyses) -> Figure | 
 
     One seed; positions have no unit. Colours run from the first task to the last.
     """
-    found = [
-        (group, results[0], view)
-        for group, results in having(groups, analyses, "prototype_geometry")
-        for view in _VIEWS
-        if view in results[0]
-    ]
+    found = _by_view(groups, analyses, "prototype_geometry")
     if not found:
         return None
     with drawing.style():

@@ -22,11 +22,6 @@ OPTIONS = (
 
 
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("cache")
-
-
-@pytest.fixture(scope="module")
 def whole(tmp_path_factory, cache):
     """A small run of the reference learner with its features."""
     workdir = tmp_path_factory.mktemp("runs") / "whole"
