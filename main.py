@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 
 # Before NumPy loads: threads of OpenBLAS that wait for a busy core spin, and decompositions of a
 # few hundred rows gain nothing from them. And XLA's start-up notes are of no use to a reader.
@@ -22,10 +23,23 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "The configuration fil
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder that receives everything.")
 _QUIET = flags.DEFINE_boolean("quiet", False, "Print nothing but errors.")
 _TRACEBACK = flags.DEFINE_boolean("traceback", False, "Show where in the code an error arose.")
+_DISTRIBUTED = flags.DEFINE_boolean(
+    "distributed", False, "Join the other processes of a TPU pod, SLURM or MPI job."
+)
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator_address", None, "Elsewhere: host:port of process 0, the same for all processes."
+)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Elsewhere: how many there are.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "Elsewhere: which one this is, from 0.")
 flags.mark_flags_as_required(["config", "workdir"])
 
 # Exit codes. 75 is EX_TEMPFAIL: the same command goes on from where this one stopped.
 BAD_INPUT, TRAINING_FAILED, INTERRUPTED = 2, 3, 75
+_CODES: dict[type[Exception], int] = {
+    errors.InputError: BAD_INPUT,
+    errors.TrainingError: TRAINING_FAILED,
+    errors.Interrupted: INTERRUPTED,
+}
 
 
 def _parse(arguments: list[str]) -> list[str]:
@@ -59,8 +73,9 @@ def _plain_warnings() -> None:
     logger = logging.getLogger("fdc_jax")
     logger.addHandler(handler)
     logger.propagate = False
-    # JAX tells of every kind of device that it looked for in vain.
-    logging.getLogger("jax._src.xla_bridge").setLevel(logging.WARNING)
+    # JAX tells of every kind of device that it looked for in vain, and of every connection.
+    for name in ("xla_bridge", "distributed"):
+        logging.getLogger(f"jax._src.{name}").setLevel(logging.WARNING)
 
 
 def main(arguments: list[str], stop: interruption.StopRequest) -> None:
@@ -73,15 +88,41 @@ def main(arguments: list[str], stop: interruption.StopRequest) -> None:
     except OSError as error:
         _fail(f"--config: {str(error).strip().splitlines()[-1].strip()}")
     _plain_warnings()
-    try:
-        from fdc_jax import command  # takes seconds
+    from fdc_jax import command, processes  # takes seconds
 
+    try:
+        processes.start(
+            _DISTRIBUTED.value, _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
+        )
+        if processes.count() > 1:
+            stop.agree = processes.Agreement()
+        if not processes.is_first():
+            logging.getLogger("fdc_jax").setLevel(logging.ERROR)
         command.run(config, str(_WORKDIR.value), _QUIET.value, stop)
-    except (errors.InputError, errors.TrainingError, errors.Interrupted) as error:
-        if _TRACEBACK.value:
-            raise
-        code = {errors.InputError: BAD_INPUT, errors.TrainingError: TRAINING_FAILED}
-        _fail(str(error), code.get(type(error), INTERRUPTED))
+    except Exception as error:
+        _end(error)
+    processes.leave()
+
+
+def _end(error: Exception) -> None:
+    """Says in one line what went wrong and exits, together with processes that failed alike."""
+    from fdc_jax import processes
+
+    message = str(error) if type(error) in _CODES else processes.lost(error)
+    code = _CODES.get(type(error), INTERRUPTED if message else 1)
+    if message is None or _TRACEBACK.value:
+        if processes.count() == 1:
+            raise error
+        traceback.print_exception(error)
+    elif processes.is_first():
+        print(f"fdc_jax: error: {message}", file=sys.stderr, flush=True)
+    number = processes.index()
+    if processes.leave():
+        sys.exit(code)
+    if message and number:
+        print(f"fdc_jax: error: process {number}: {message}", file=sys.stderr, flush=True)
+    # The ordinary end would wait for the others once more.
+    os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,9 @@
-"""Checkpoints of a run. The only file that knows Orbax."""
+"""Checkpoints of a run. The only file that knows Orbax.
+
+What a run keeps is the same on all devices. It is written as arrays of the host by process 0 and
+handed to the others when it is read, so that a checkpoint fits any number of devices and processes,
+and its folder need not be shared between hosts.
+"""
 
 import hashlib
 import json
@@ -13,10 +18,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
+from fdc_jax import devices, processes
 from fdc_jax.errors import InputError
 from fdc_jax.files import sha256, write_atomically
 
 _log = logging.getLogger(__name__)
+
+_FIRST_ALONE = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
 
 # Orbax reports every step of every save, and asyncio every file of a save that failed; errors
 # that matter are raised.
@@ -66,6 +74,9 @@ class Checkpoints:
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2):
         self._folder = Path(folder).absolute()
         self._keep = keep
+        processes.on_first(self._make)
+
+    def _make(self) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -74,7 +85,11 @@ class Checkpoints:
 
     def _open(self) -> ocp.CheckpointManager:
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep, enable_async_checkpointing=False, cleanup_tmp_directories=True
+            max_to_keep=self._keep,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=True,
+            create=False,
+            multiprocessing_options=_FIRST_ALONE,
         )
         return ocp.CheckpointManager(self._folder, options=options)
 
@@ -89,6 +104,10 @@ class Checkpoints:
         Raises:
             InputError: the disk refuses the write.
         """
+        tree = jax.tree.map(np.asarray, devices.to_host(tree))
+        processes.on_first(lambda: self._write(number, tree, cursor))
+
+    def _write(self, number: int, tree: Any, cursor: dict[str, Any]) -> None:
         record = {**cursor, "digest": _digest(tree)}
         items = ocp.args.Composite(
             tree=ocp.args.StandardSave(tree), cursor=ocp.args.JsonSave(record)
@@ -111,8 +130,6 @@ class Checkpoints:
 
         Orbax fails in many ways on damaged files; with their checksums it need not read them.
         """
-        if jax.process_index() != 0:
-            return
         with write_atomically(self._manifest(number)) as file:
             file.write(json.dumps(_checksums(self._folder / str(number))).encode())
         for path in self._manifest(number).parent.glob("*.json"):
@@ -129,10 +146,13 @@ class Checkpoints:
 
     def cursors(self) -> list[tuple[int, dict[str, Any]]]:
         """Returns number and cursor of every readable checkpoint, newest first."""
+        return [(number, cursor) for number, cursor in processes.on_first(self._cursors)]
+
+    def _cursors(self) -> list[tuple[int, dict[str, Any]]]:
         found = []
         for number in sorted(self._manager.all_steps(), reverse=True):
             if not self._is_whole(number):
-                self.set_aside(number, "its files are damaged")
+                self._move_aside(number, "its files are damaged")
                 continue
             try:
                 items = self._manager.restore(
@@ -140,7 +160,7 @@ class Checkpoints:
                 )
                 found.append((number, dict(items["cursor"])))
             except Exception as error:  # whatever a damaged file makes Orbax raise
-                self.set_aside(number, _reason(error))
+                self._move_aside(number, _reason(error))
         return found
 
     def restore(self, number: int, target: Any, cursor: dict[str, Any]) -> Any | None:
@@ -148,15 +168,36 @@ class Checkpoints:
 
         Args:
             number: which checkpoint.
-            target: arrays or `jax.ShapeDtypeStruct`, with the shardings wanted; where it has a
-                NumPy array, one is returned.
+            target: arrays, with the shardings wanted; where it has a NumPy array, one is returned.
             cursor: its cursor, as `cursors` returned it.
 
         Returns:
             The tree; or None, after a warning, when the checkpoint is damaged. It is then moved
             beside the folder so that its number is free.
         """
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, target)
+        leaves, structure = jax.tree.flatten(target)
+        read: list[np.ndarray] = []
+
+        def keep() -> bool:
+            tree = self._read(number, target, cursor)
+            read.extend(jax.tree.leaves(tree))
+            return tree is not None
+
+        if not processes.on_first(keep):
+            return None
+        everywhere = []
+        for place, leaf in enumerate(leaves):
+            # Others than process 0 have nothing yet; one leaf after the other, as they are large.
+            array = read[place] if read else np.zeros(leaf.shape, leaf.dtype)
+            array = processes.broadcast(array)
+            sharding = getattr(leaf, "sharding", None)
+            everywhere.append(array if sharding is None else devices.put(array, sharding))
+        return jax.tree.unflatten(structure, everywhere)
+
+    def _read(self, number: int, target: Any, cursor: dict[str, Any]) -> Any | None:
+        abstract = jax.tree.map(
+            lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), target
+        )
         try:
             items = self._manager.restore(
                 number, args=ocp.args.Composite(tree=ocp.args.StandardRestore(abstract))
@@ -165,12 +206,15 @@ class Checkpoints:
             if _digest(tree) != cursor["digest"]:
                 raise ValueError("the arrays differ from the digest in the cursor")
         except Exception as error:  # whatever a damaged file makes Orbax raise
-            self.set_aside(number, _reason(error))
+            self._move_aside(number, _reason(error))
             return None
         return tree
 
     def set_aside(self, number: int, reason: str) -> None:
         """Moves an unusable checkpoint beside the folder, with a warning; its number is free."""
+        processes.on_first(lambda: self._move_aside(number, reason))
+
+    def _move_aside(self, number: int, reason: str) -> None:
         aside = self._folder.with_name(f"{self._folder.name}_unusable_{number}")
         attempt = 1
         while aside.exists():
@@ -182,11 +226,11 @@ class Checkpoints:
             reason,
             aside.name,
         )
-        if jax.process_index() == 0:
-            os.replace(self._folder / str(number), aside)
+        os.replace(self._folder / str(number), aside)
         self._manager.close()
         self._manager = self._open()
 
     def close(self) -> None:
         """Waits for everything to be written."""
-        self._manager.close()
+        if processes.is_first():
+            self._manager.close()

@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_collections
 
-from fdc_jax import configuration, devices, experiment, preparation, results
+import fdc_jax
+from fdc_jax import configuration, devices, experiment, preparation, processes, results
 from fdc_jax.configuration import Config
 from fdc_jax.errors import InputError
 from fdc_jax.files import check_writable_folder
@@ -16,6 +18,9 @@ from fdc_jax.report import console
 from fdc_jax.workdir import Workdir, write_json
 
 _log = logging.getLogger(__name__)
+
+# Settings that may differ between the hosts of one run.
+_OF_A_HOST = ("cache_dir", "data.dir", "encoder.weights", "data.workers", "data.cache_gib")
 
 
 def run(
@@ -40,9 +45,11 @@ def run(
     configuration.validate(config)
     seeds = tuple(config.seed)
     folder = Path(workdir)
-    _check_workdir(folder, len(seeds))
+    quiet = quiet or not processes.is_first()
+    processes.on_first(lambda: _check_workdir(folder, len(seeds)))
     stop.poll()
-    prepared = preparation.prepare(config, quiet)
+    prepared = processes.on_all(lambda: preparation.prepare(config, quiet))
+    processes.check_same(_common(prepared))
     if not quiet:
         for line in describe(prepared):
             print(line, file=sys.stderr, flush=True)
@@ -55,15 +62,34 @@ def run(
         if not quiet:
             console.show_results(per_seed[0])
             print(f"results: {folder / 'results.json'}")
-        _report(config, folder, quiet)
+        processes.on_first(lambda: _report(config, folder, quiet))
         return per_seed[0]
     summary = results.summarise(per_seed)
-    write_json(folder / "summary.json", summary)
+    processes.on_first(lambda: write_json(folder / "summary.json", summary))
     if not quiet:
         console.show_summary(summary)
         print(f"results: {folder / 'summary.json'}")
-    _report(config, folder, quiet)
+    processes.on_first(lambda: _report(config, folder, quiet))
     return summary
+
+
+def _common(prepared: preparation.Experiment) -> dict[str, Any]:
+    """Returns what processes that run together must not differ in, by name."""
+    settings = configuration.flatten(prepared.config)
+    return {
+        **{f"config.{name}": value for name, value in settings.items() if name not in _OF_A_HOST},
+        **_checksums(prepared),
+        "the package": fdc_jax.__version__,
+        "jax": jax.__version__,
+    }
+
+
+def _checksums(prepared: preparation.Experiment) -> dict[str, str]:
+    return {
+        "weights sha256": prepared.pretrained.sha256,
+        "training images sha256": prepared.tasks.train.checksum,
+        "test images sha256": prepared.tasks.test.checksum,
+    }
 
 
 def _report(config: Config, folder: Path, quiet: bool) -> None:
@@ -104,12 +130,7 @@ def _run_seed(
 ) -> dict[str, Any]:
     of_seed = ml_collections.ConfigDict(config)
     of_seed.seed = (seed,)
-    checksums = {
-        "weights sha256": prepared.pretrained.sha256,
-        "training images sha256": prepared.tasks.train.checksum,
-        "test images sha256": prepared.tasks.test.checksum,
-    }
-    workdir = Workdir(folder, of_seed, checksums)
+    workdir = Workdir(folder, of_seed, _checksums(prepared))
     finished = workdir.finished()
     if finished is not None:
         return finished

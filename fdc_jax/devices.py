@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Bool
 
 
 def data_mesh() -> Mesh:
@@ -13,30 +15,84 @@ def data_mesh() -> Mesh:
     return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
 
 
+def everywhere(mesh: Mesh) -> NamedSharding:
+    """Returns the placement of what every device has a copy of."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
 def replicate(mesh: Mesh, tree: Any) -> Any:
-    """Copies a pytree to every device, but for its NumPy arrays, which stay on the host."""
-    everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.tree.map(
-        lambda leaf: leaf if isinstance(leaf, np.ndarray) else jax.device_put(leaf, everywhere),
-        tree,
-    )
+    """Copies a pytree to every device, but for its NumPy arrays, which stay on the host.
+
+    With several processes each one gives the same values.
+    """
+
+    def place(leaf):
+        if isinstance(leaf, np.ndarray):
+            return leaf
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return jax.device_put(leaf, everywhere(mesh))
+        return put(leaf, everywhere(mesh))
+
+    return jax.tree.map(place, tree)
+
+
+def put(leaf: Any, sharding: Sharding) -> jax.Array:
+    """Places values that every process has, each on the devices of its own."""
+    if sharding.is_fully_addressable:
+        return jax.device_put(leaf, sharding)
+    # `device_put` would compare the values of all processes.
+    leaf = np.asarray(leaf)
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
 
 
 def split(mesh: Mesh, tree: Any) -> Any:
     """Splits the leading axis of every leaf between the devices.
 
     A leading axis that the number of devices does not divide is extended by zeros; a batch's
-    weights are zero there, so that losses stay what they were.
+    weights are zero there, so that losses stay what they were. With several processes, each needs
+    to give the rows of `own_rows` alone.
     """
 
     def place(leaf):
         leaf = np.asarray(leaf)
-        extra = -len(leaf) % mesh.size
-        if extra:
-            leaf = np.concatenate([leaf, np.zeros((extra, *leaf.shape[1:]), leaf.dtype)])
-        return jax.device_put(leaf, NamedSharding(mesh, PartitionSpec("data")))
+        rows = len(leaf) + -len(leaf) % mesh.size
+
+        def shard(index):
+            part = leaf[index]
+            missing = len(range(*index[0].indices(rows))) - len(part)
+            if not missing:
+                return part
+            return np.concatenate([part, np.zeros((missing, *leaf.shape[1:]), leaf.dtype)])
+
+        return jax.make_array_from_callback((rows, *leaf.shape[1:]), _split(mesh), shard)
 
     return jax.tree.map(place, tree)
+
+
+def _split(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec("data"))
+
+
+def own_rows(mesh: Mesh, rows: int) -> Bool[np.ndarray, " n"]:
+    """Marks the rows of a batch that `split` puts on devices of this process."""
+    padded = rows + -rows % mesh.size
+    own = np.zeros(padded, bool)
+    for index in _split(mesh).addressable_devices_indices_map((padded,)).values():
+        own[index] = True
+    return own[:rows]
+
+
+def to_host(tree: Any) -> Any:
+    """Returns a pytree with NumPy arrays for its arrays, on every process."""
+
+    def fetch(leaf):
+        if isinstance(leaf, jax.Array) and not (
+            leaf.is_fully_addressable or leaf.is_fully_replicated
+        ):
+            return multihost_utils.process_allgather(leaf, tiled=True)
+        return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
+
+    return jax.tree.map(fetch, tree)
 
 
 def use_compilation_cache(folder: str | os.PathLike[str]) -> None:

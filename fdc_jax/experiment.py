@@ -1,6 +1,8 @@
 """Algorithm 1 of the paper: learn task after task, fit FDC as they go by, evaluate.
 
 Everything finished is on disk before the next thing starts, and what is on disk is not done again.
+Of several processes all train and extract features, each its rows of every batch, and all keep the
+same state; the first alone fits FDC, evaluates and writes (`fdc_jax.processes`).
 """
 
 import math
@@ -10,8 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Bool, Float
 
-from fdc_jax import calibration, devices, feature_files, results
+from fdc_jax import calibration, devices, feature_files, processes, results
 from fdc_jax.checkpoint import Checkpoints
 from fdc_jax.data import stream
 from fdc_jax.errors import TrainingError
@@ -62,6 +66,7 @@ class Run:
         self.training_time, self.statistics_time = dict.fromkeys(_TRAINING_TIME, 0.0), {}
         self._compiled, self._peak_in_training = False, None
         self.calibrator = self._new_calibrator()
+        self.tasks_fitted = 0
         for number, cursor in self._checkpoints.cursors():
             target = {"state": initial}
             if cursor["step"]:
@@ -70,20 +75,33 @@ class Run:
             tree = self._checkpoints.restore(number, devices.replicate(e.mesh, target), cursor)
             if tree is None:
                 continue
-            calibrator = self._calibrator_of(cursor)
-            if calibrator is None:
+            fitted = processes.on_first(partial(self._load_calibrator, cursor))
+            if fitted is None:
                 self._checkpoints.set_aside(number, "its calibrator is missing or damaged")
                 continue
-            self.state, self.calibrator = tree["state"], calibrator
+            self.state, self.tasks_fitted = tree["state"], fitted
             self.trained, self.optimizer = tree.get("trained"), tree.get("optimizer")
             self.tasks_done, self.steps_done = cursor["tasks_done"], cursor["step"]
             self.training_time = cursor["training_time"]
             self.workdir.event("resume", tasks_done=self.tasks_done, step=self.steps_done)
             break
-        self.workdir.forget_after(self.calibrator.num_tasks)
+        self.recorded = processes.on_first(self._recorded)
+
+    def _recorded(self) -> list[int]:
+        """Returns the tasks that need no evaluation, and forgets what will be measured again."""
+        self.workdir.forget_after(self.tasks_fitted)
+        return self.workdir.recorded()
 
     def _new_calibrator(self) -> calibration.FDC:
         return calibration.FDC(**self.experiment.config.fdc.to_dict())
+
+    def _load_calibrator(self, cursor: dict[str, Any]) -> int | None:
+        """Takes the calibrator that belongs to a checkpoint and returns its number of tasks."""
+        calibrator = self._calibrator_of(cursor)
+        if calibrator is None:
+            return None
+        self.calibrator = calibrator
+        return calibrator.num_tasks
 
     def _calibrator_of(self, cursor: dict[str, Any]) -> calibration.FDC | None:
         """Returns the calibrator that belongs to a checkpoint; the last task may lack its fit."""
@@ -117,14 +135,14 @@ class Run:
             for task in range(e.setup.num_tasks):
                 if task >= self.tasks_done:
                     self._train(task)
-                if task >= self.calibrator.num_tasks:
+                if task >= self.tasks_fitted:
                     self._fit(task)
-                if not self.workdir.task_record(task).exists():
+                if task not in self.recorded:
                     self._evaluate(task)
         finally:
             self.progress.close()
             self._checkpoints.close()
-        return self._finish()
+        return processes.on_first(self._finish)
 
     def _train(self, task: int) -> None:
         """Trains one task (line 3), from its first step or from where it was saved."""
@@ -145,6 +163,7 @@ class Run:
                 crop_scale=tuple(config.data.crop_scale),
                 flip=config.data.flip,
                 workers=e.workers,
+                own_rows=devices.own_rows(e.mesh, train.batch_size),
                 **options,
             )
 
@@ -153,7 +172,8 @@ class Run:
             plain=lambda: self._placed(e.evaluation_batches(e.tasks.train, indices, labels=labels)),
         )
         if self.trained is None:
-            self.state = e.learner.before_task(e.setup, e.backbone, self.state, task, images)
+            state = e.learner.before_task(e.setup, e.backbone, self.state, task, images)
+            self.state = devices.replicate(e.mesh, state)
         frozen, fresh = self._start(self.state, task)
         if self.trained is None:
             self.trained = fresh
@@ -187,8 +207,8 @@ class Run:
                 self._report(task, pending, first, clock)
             pending = (step, epoch, loss)
             step += 1
-            last = step == data.num_steps
-            if not last and (self.stop or step % config.checkpoint.every_steps == 0):
+            last, stopping = step == data.num_steps, self.stop.requested()
+            if not last and (stopping or step % config.checkpoint.every_steps == 0):
                 self._report(task, pending, first, clock)
                 self._count_time(clock, data.input_wait_seconds - waited)
                 clock, waited, first = time.perf_counter(), data.input_wait_seconds, step
@@ -197,9 +217,10 @@ class Run:
                 self.stop.poll()
         if pending is not None:
             self._report(task, pending, first, clock)
-        self.state = e.learner.after_task(
+        state = e.learner.after_task(
             e.setup, e.backbone, self.state, task, frozen, self.trained, images
         )
+        self.state = devices.replicate(e.mesh, state)
         self._count_time(clock, data.input_wait_seconds - waited)
         self.trained, self.optimizer = None, None
         self._peak_in_training = devices.peak_memory()
@@ -283,8 +304,20 @@ class Run:
         pretrained = None
         if self._uses_pretrained_view:
             pretrained = self._pretrained(f"train_{task:03d}", e.tasks.train, indices)
+        head = self._heads(task + 1)[task]
+        processes.on_first(lambda: self._fit_calibrator(task, head, adapted, pretrained))
+        self.tasks_fitted = task + 1
+
+    def _heads(self, num_tasks: int) -> list[Any]:
+        """Returns the heads so far as arrays of the host, for the process that fits and scores."""
+        e = self.experiment
+        return devices.to_host(e.learner.heads(e.setup, self.state, num_tasks))
+
+    def _fit_calibrator(
+        self, task: int, head: Any, adapted: Extraction, pretrained: Extraction | None
+    ) -> None:
+        e = self.experiment
         clock = time.perf_counter()
-        head = e.learner.heads(e.setup, self.state, task + 1)[task]
         arguments: dict[str, Any] = dict(
             adapted=adapted.features,
             labels=e.tasks.train_labels(task),
@@ -322,7 +355,21 @@ class Run:
         if self._uses_pretrained_view:
             every = self._pretrained("test", e.tasks.test, e.tasks.test_indices, e.test_images)
             pretrained = every.features[: len(indices)]
-        heads = e.learner.heads(e.setup, self.state, num_tasks)
+        heads = self._heads(num_tasks)
+        processes.on_first(lambda: self._measure(task, seen, heads, adapted, pretrained))
+        self.recorded.append(task)
+
+    def _measure(
+        self,
+        task: int,
+        seen: Bool[np.ndarray, " n"],
+        heads: list[Any],
+        adapted: Extraction,
+        pretrained: Float[np.ndarray, "m d"] | None,
+    ) -> None:
+        e = self.experiment
+        num_tasks, num_images = task + 1, int(seen.sum())
+        last = num_tasks == e.setup.num_tasks
         if self.calibrator.num_tasks == num_tasks:
             self.calibrator.replace_heads(heads)
         clock = time.perf_counter()
@@ -340,7 +387,7 @@ class Run:
                 )
         record = {
             "task": task,
-            "test_images": len(indices),
+            "test_images": num_images,
             **accuracies,
             "timing": {
                 "training_images": self.training_time["images"],
@@ -348,7 +395,7 @@ class Run:
                 "compile_seconds": self.training_time["compile_seconds"],
                 "input_wait_seconds": self.training_time["input_wait_seconds"],
                 **self.statistics_time,
-                "test_extraction_images": len(indices),
+                "test_extraction_images": num_images,
                 "test_extraction_seconds": adapted.seconds,
                 "score_seconds": score_seconds,
             },

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from fdc_jax import array_files, devices
+from fdc_jax import array_files, devices, processes
 from fdc_jax.data.stream import Batch, EvaluationBatches
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
@@ -44,8 +44,10 @@ class Extractor:
 
     def __init__(self, model: VisionTransformer, mesh: Mesh):
         self._mesh = mesh
+        # Where there are several processes, each one gets the features of all.
         self._encode = jax.jit(
-            lambda backbone, images, kernels: model.apply({"params": backbone}, images, kernels)
+            lambda backbone, images, kernels: model.apply({"params": backbone}, images, kernels),
+            out_shardings=devices.everywhere(mesh),
         )
 
     def __call__(
@@ -100,13 +102,15 @@ class FeatureCache:
     def __init__(self, folder: str | os.PathLike[str], key: dict[str, Any]):
         text = json.dumps(key, sort_keys=True)
         self._folder = Path(folder) / hashlib.sha256(text.encode()).hexdigest()[:16]
-        if not (self._folder / "key.json").exists():
+        if processes.is_first() and not (self._folder / "key.json").exists():
             # A cache that cannot be written costs time, not results.
             with contextlib.suppress(InputError), write_atomically(self._folder / "key.json") as f:
                 f.write(text.encode())
 
     def get(self, name: str, indices: np.ndarray, compute: Callable[[], Extraction]) -> Extraction:
         """Returns cached features, or computes and keeps them.
+
+        Only process 0 reads and writes the cache; on others, what is cached comes back empty.
 
         Args:
             name: file name, without its ending.
@@ -116,17 +120,26 @@ class FeatureCache:
         digest = hashlib.sha256(np.ascontiguousarray(indices, np.int64).tobytes()).hexdigest()
         path = self._folder / f"{name}_{digest[:16]}.npz"
         start = time.perf_counter()
-        # A damaged file is computed and written again.
-        with contextlib.suppress(InputError, KeyError):
-            arrays = array_files.read_npz(path)
-            features, expected = arrays["features"], str(arrays["sha256"])
-            if _digest(features) == expected and len(features) == len(indices):
-                return Extraction(features, time.perf_counter() - start, 0.0, from_cache=True)
+        found = _read(path, len(indices)) if processes.is_first() else None
+        if processes.on_first(lambda: found is not None):
+            features = np.zeros((0, 0), np.float32) if found is None else found
+            return Extraction(features, time.perf_counter() - start, 0.0, from_cache=True)
         extraction = compute()
         features = extraction.features
-        with contextlib.suppress(InputError):
-            array_files.write_npz(path, {"features": features, "sha256": _digest(features)})
+        if processes.is_first():
+            with contextlib.suppress(InputError):
+                array_files.write_npz(path, {"features": features, "sha256": _digest(features)})
         return extraction
+
+
+def _read(path: Path, rows: int) -> Float[np.ndarray, "n d"] | None:
+    """Returns cached features; None where there are none, or damaged ones to be made again."""
+    with contextlib.suppress(InputError, KeyError):
+        arrays = array_files.read_npz(path)
+        features, expected = arrays["features"], str(arrays["sha256"])
+        if _digest(features) == expected and len(features) == rows:
+            return features
+    return None
 
 
 def _digest(features: np.ndarray) -> str:

@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from fdc_jax.errors import Interrupted
 
@@ -11,18 +11,26 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Whether the process has been asked to stop."""
+    """Whether the process, or one that runs with it, has been asked to stop.
+
+    Attributes:
+        signal: what this process was sent, 0 for nothing.
+        agree: turns that number into the one that all processes act upon.
+    """
 
     def __init__(self) -> None:
-        self.signal: int | None = None
+        self.signal = 0
+        self.agree: Callable[[int], int] = int
 
-    def __bool__(self) -> bool:
-        return self.signal is not None
+    def requested(self) -> bool:
+        """Tells whether to stop; where several processes run, all ask equally often."""
+        return bool(self.agree(self.signal))
 
     def poll(self) -> None:
-        """Raises `Interrupted` when a stop was requested."""
-        if self.signal is not None:
-            raise Interrupted(f"stopped by {signal.Signals(self.signal).name}")
+        """Raises `Interrupted` when a stop was requested; asks as `requested` does."""
+        number = self.agree(self.signal)
+        if number:
+            raise Interrupted(f"stopped by {signal.Signals(number).name}")
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from fdc_jax import configuration, devices, learners
+from fdc_jax import configuration, devices, learners, processes
 from fdc_jax.configuration import Config
 from fdc_jax.data import benchmarks, stream, task_stream, tfds_source
 from fdc_jax.data.source import ByteCache
@@ -69,6 +69,7 @@ class Experiment:
             image_size=self.config.encoder.image_size,
             workers=self.workers,
             cache=cache,
+            own_rows=devices.own_rows(self.mesh, self.config.evaluation.batch_size),
         )
 
 
@@ -98,7 +99,15 @@ def prepare(config: Config, quiet: bool = False) -> Experiment:
         config.data.train_per_class,
         config.data.test_per_class,
     )
-    path = weights.locate(config.encoder.weights, config.encoder.variant, cache_folder, not quiet)
+
+    def locate() -> Path:
+        return weights.locate(
+            config.encoder.weights, config.encoder.variant, cache_folder, not quiet
+        )
+
+    # A download is the first process's alone where all share a cache.
+    processes.on_first(lambda: str(locate()))
+    path = locate()
     pretrained = weights.load(path, config.encoder.variant, config.encoder.image_size)
     setup = training.Setup(model, tasks.classes_per_task, config)
     mesh = devices.data_mesh()

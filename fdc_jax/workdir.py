@@ -1,4 +1,7 @@
-"""The files of one run: configuration, events, task records, predictions, results."""
+"""The files of one run: configuration, events, task records, predictions, results.
+
+Of several processes the first alone reads and writes them.
+"""
 
 import json
 import os
@@ -8,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fdc_jax import configuration
+from fdc_jax import configuration, processes
 from fdc_jax.calibration import FDC
 from fdc_jax.configuration import Config
 from fdc_jax.errors import InputError
@@ -29,6 +32,9 @@ class Workdir:
 
     def __init__(self, folder: str | os.PathLike[str], config: Config, checksums: dict[str, str]):
         self.folder = Path(folder)
+        processes.on_first(lambda: self._claim(config, checksums))
+
+    def _claim(self, config: Config, checksums: dict[str, str]) -> None:
         path = self.folder / "config.json"
         if path.exists():
             differing = configuration.differences(read_json(path), config, checksums)
@@ -60,10 +66,14 @@ class Workdir:
 
     def finished(self) -> dict[str, Any] | None:
         """Returns the results of a run that is complete, or None."""
-        return read_json(self.results) if self.results.exists() else None
+        return processes.on_first(
+            lambda: read_json(self.results) if self.results.exists() else None
+        )
 
     def event(self, kind: str, **values: Any) -> None:
         """Appends one line to `metrics.jsonl`."""
+        if not processes.is_first():
+            return
         line = json.dumps({"event": kind, "time": round(time.time(), 3), **values})
         path = self.folder / "metrics.jsonl"
         try:
@@ -71,6 +81,11 @@ class Workdir:
                 file.write(line + "\n")
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+    def recorded(self) -> list[int]:
+        """Returns the tasks after which something was measured, counted from 0."""
+        files = (self.folder / "tasks").glob("task_*.json")
+        return sorted(int(path.stem.removeprefix("task_")) for path in files)
 
     def task_record(self, task: int) -> Path:
         """File of what was measured after a task, counted from 0."""
@@ -99,9 +114,9 @@ class Workdir:
 
     def forget_after(self, num_tasks: int) -> None:
         """Removes task records from task `num_tasks` on, which will be measured again."""
-        for path in (self.folder / "tasks").glob("task_*.json"):
-            if int(path.stem.removeprefix("task_")) >= num_tasks:
-                path.unlink()
+        for task in self.recorded():
+            if task >= num_tasks:
+                self.task_record(task).unlink()
 
     def save_predictions(self, columns: dict[str, Any]) -> None:
         """Writes `predictions.npz`, one row per test image in each column."""

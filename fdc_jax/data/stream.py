@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Float32, Int, Int32, UInt8
+from jaxtyping import Bool, Float, Float32, Int, Int32, UInt8
 
 from fdc_jax.data import images
 from fdc_jax.data.source import ByteCache, Source
@@ -117,8 +117,10 @@ class _Batches:
         image_size: int,
         workers: int | None,
         prefetch: int,
+        own_rows: Bool[np.ndarray, " b"] | None,
     ):
         self.source = source
+        self.own_rows = own_rows
         self.indices = np.asarray(indices, np.int64)
         self.batch_size = batch_size
         self.image_size = image_size
@@ -153,7 +155,10 @@ class _Batches:
         rows: Int[np.ndarray, " m"],
         transform: Callable[[int], UInt8[np.ndarray, "s s 3"]],
     ) -> tuple[Batch, list[Future[None]]]:
-        """Starts filling a batch with `transform(row)` for each row of `self.indices`."""
+        """Starts filling a batch with `transform(row)` for each row of `self.indices`.
+
+        The images of rows that are not this process's own are left as they come.
+        """
         shape = (self.batch_size, self.image_size, self.image_size, 3)
         batch = Batch(
             np.empty(shape, np.uint8),
@@ -164,14 +169,18 @@ class _Batches:
         batch.labels[: len(rows)] = self.labels[rows]
         batch.weights[: len(rows)] = 1.0
 
-        def fill(slots: range) -> None:
+        own = np.arange(len(rows))
+        if self.own_rows is not None:
+            own = own[self.own_rows[: len(rows)]]
+
+        def fill(slots: Int[np.ndarray, " k"]) -> None:
             for slot in slots:
                 batch.images[slot] = transform(int(rows[slot]))
 
         # A few images a job: small enough to share a batch between threads, large enough to
         # make the cost of a job vanish.
-        size = max(1, min(8, -(-len(rows) // self.workers)))
-        jobs = [range(i, min(i + size, len(rows))) for i in range(0, len(rows), size)]
+        size = max(1, min(8, -(-len(own) // self.workers)))
+        jobs = [own[i : i + size] for i in range(0, len(own), size)]
         return batch, [pool.submit(fill, job) for job in jobs]
 
     def _run(
@@ -221,6 +230,7 @@ class TrainBatches(_Batches):
         flip: bool = True,
         workers: int | None = None,
         prefetch: int = 4,
+        own_rows: Bool[np.ndarray, " b"] | None = None,
     ):
         """Prepares the batches; nothing is read before iteration.
 
@@ -238,11 +248,14 @@ class TrainBatches(_Batches):
             flip: whether images are mirrored half the time.
             workers: decoding threads; None for one per core.
             prefetch: batches decoded ahead of the consumer.
+            own_rows: the rows of every batch that this process decodes; None for all.
 
         Raises:
             InputError: no image, or an argument out of its range.
         """
-        super().__init__(source, indices, labels, batch_size, image_size, workers, prefetch)
+        super().__init__(
+            source, indices, labels, batch_size, image_size, workers, prefetch, own_rows
+        )
         for name, value in [("seed", seed), ("task", task), ("start_step", start_step)]:
             if value < 0:
                 raise InputError(f"{name} must be 0 or more, found {value}")
@@ -307,6 +320,7 @@ class EvaluationBatches(_Batches):
         workers: int | None = None,
         prefetch: int = 4,
         cache: ByteCache | None = None,
+        own_rows: Bool[np.ndarray, " b"] | None = None,
     ):
         """Prepares the batches; nothing is read before iteration.
 
@@ -319,11 +333,14 @@ class EvaluationBatches(_Batches):
             workers: decoding threads; None for one per core.
             prefetch: batches decoded ahead of the consumer.
             cache: keeps transformed images for later passes; may be shared between sources.
+            own_rows: the rows of every batch that this process decodes; None for all.
 
         Raises:
             InputError: an argument out of its range.
         """
-        super().__init__(source, indices, labels, batch_size, image_size, workers, prefetch)
+        super().__init__(
+            source, indices, labels, batch_size, image_size, workers, prefetch, own_rows
+        )
         self.cache = cache
 
     def __len__(self) -> int:

@@ -18,6 +18,7 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Float64, Int
 
+from fdc_jax import devices
 from fdc_jax.data.stream import Batch
 from fdc_jax.errors import TrainingError
 from fdc_jax.model.vit import KeyValueKernels, VisionTransformer
@@ -50,10 +51,10 @@ def class_features(
     """Returns features and labels of all images, those of weight 0 left out."""
     features, labels = [], []
     for batch in batches:
-        counted = np.asarray(batch.weights) > 0
         encoded = _encode(model, backbone, batch.images, kernels)
-        features.append(np.asarray(encoded)[counted])
-        labels.append(np.asarray(batch.labels)[counted])
+        encoded, shown, weights = devices.to_host((encoded, batch.labels, batch.weights))
+        features.append(encoded[weights > 0])
+        labels.append(shown[weights > 0])
     return np.concatenate(features), np.concatenate(labels)
 
 

@@ -1,0 +1,258 @@
+"""The processes of a run, one or more on each host: how they start, agree, share arrays and end.
+
+All of them run the same program. Each decodes its own rows of every batch; gradients, features and
+moments are put together by the devices. State and optimiser are the same everywhere. Process 0
+alone reads and writes the work directory, fits FDC and evaluates, and tells the others what it
+decided, so that they need no access to that folder. With one process nothing here does anything.
+
+What fails alike on all processes, or while they listen to each other, ends all of them. A process
+that fails on its own says so and waits half a minute for the others, whom JAX's coordination
+service then ends; it does the same with all when one has died, at the latest after 100 seconds
+without a heartbeat. The same command on all hosts goes on from the last checkpoint.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from fdc_jax import devices
+from fdc_jax.errors import InputError, Interrupted, TrainingError
+
+# Seconds that an ending process waits for the others.
+LEAVING_SECONDS = 30
+# Batches between two looks at whether any process was asked to stop.
+AGREE_EVERY = 4
+
+_WEEK = 7 * 24 * 3600 * 1000
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (InputError, TrainingError, Interrupted)
+}
+_messages = 0
+
+
+def start(
+    detect: bool = False,
+    coordinator_address: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+) -> None:
+    """Joins the other processes; does nothing when no argument asks for it.
+
+    Args:
+        detect: let JAX find the others (TPU pods, SLURM, Open MPI, Kubernetes).
+        coordinator_address: `host:port` of process 0, free there and reachable from all hosts.
+        num_processes: how many there are.
+        process_id: which one this is, from 0.
+
+    Raises:
+        InputError: arguments that do not fit together, or nothing to detect.
+    """
+    given = {
+        "--coordinator_address": coordinator_address,
+        "--num_processes": num_processes,
+        "--process_id": process_id,
+    }
+    missing = [flag for flag, value in given.items() if value is None]
+    if len(missing) == len(given) and not detect:
+        return
+    if detect and len(missing) < len(given):
+        raise InputError("--distributed finds the processes itself; expected no other flag of them")
+    if not detect:
+        _check(missing, str(coordinator_address), num_processes, process_id)
+    # SIGTERM is ours: JAX's own notice of it would replace our handler.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            coordinator_address,
+            num_processes,
+            process_id,
+            shutdown_timeout_seconds=LEAVING_SECONDS,
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if detect:
+            raise InputError(
+                f"--distributed: JAX found no job of several processes here ({reason}); "
+                f"expected {', '.join(given)} instead"
+            ) from error
+        raise InputError(
+            f"--coordinator_address={coordinator_address}: cannot join the other processes "
+            f"({reason})"
+        ) from error
+
+
+def _check(
+    missing: list[str], address: str, num_processes: int | None, process_id: int | None
+) -> None:
+    if missing or num_processes is None or process_id is None:
+        raise InputError(
+            f"expected --coordinator_address, --num_processes and --process_id together, "
+            f"found no {' and no '.join(missing)}"
+        )
+    if not re.fullmatch(r".+:\d{1,5}", address):
+        raise InputError(f"--coordinator_address: expected host:port, found {address!r}")
+    if num_processes < 1:
+        raise InputError(f"--num_processes: expected at least 1, found {num_processes}")
+    if not 0 <= process_id < num_processes:
+        raise InputError(
+            f"--process_id: expected 0 to {num_processes - 1} of {num_processes} processes, "
+            f"found {process_id}"
+        )
+
+
+def count() -> int:
+    """Returns how many processes run together."""
+    return jax.process_count() if jax.distributed.is_initialized() else 1
+
+
+def index() -> int:
+    """Returns the number of this process, from 0."""
+    return jax.process_index() if count() > 1 else 0
+
+
+def is_first() -> bool:
+    """Tells whether this is process 0, or the only one."""
+    return index() == 0
+
+
+def on_first(function: Callable[[], Any]) -> Any:
+    """Runs a function on process 0 and returns its JSON value on all.
+
+    Raises:
+        Exception: on all, what it raised there.
+    """
+    return _run(function, is_first())[0]
+
+
+def on_all(function: Callable[[], Any]) -> Any:
+    """Runs a function on every process and returns its value there.
+
+    Raises:
+        Exception: on all, what it raised on any.
+    """
+    result = None
+
+    def keep() -> None:
+        nonlocal result
+        result = function()
+
+    _run(keep, True)
+    return result
+
+
+def check_same(values: dict[str, Any]) -> None:
+    """Compares JSON values by name between the processes.
+
+    Raises:
+        InputError: on all, when a process has other values than process 0.
+    """
+    first, *others = _run(lambda: values, True)
+    for number, other in enumerate(others, start=1):
+        for name in sorted(first.keys() | other.keys()):
+            if first.get(name) != other.get(name):
+                raise InputError(
+                    f"process {number} has {name} {other.get(name)!r}, process 0 has "
+                    f"{first.get(name)!r}; expected the same on all"
+                )
+
+
+def _run(function: Callable[[], Any], takes_part: bool) -> list[Any]:
+    """Returns the values of all processes, None for those that take no part."""
+    if count() == 1:
+        return [function()]
+    own: dict[str, Any] = {"value": None}
+    failure: Exception | None = None
+    try:
+        own["value"] = function() if takes_part else None
+    except Exception as error:
+        if getattr(error, "told", False):
+            raise
+        failure = error
+        own |= {"kind": type(error).__name__, "text": str(error)}
+    everyone = _exchange(own)
+    for number, each in enumerate(everyone):
+        if "kind" in each:
+            if number != index() or failure is None:
+                kind = _KINDS.get(each["kind"], RuntimeError)
+                place = f"process {number}: " if number or kind is RuntimeError else ""
+                failure = kind(f"{place}{each['text']}")
+            failure.told = True  # pyright: ignore[reportAttributeAccessIssue]
+            raise failure
+    return [each["value"] for each in everyone]
+
+
+def _exchange(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns what every process said, through the coordination service; devices play no part."""
+    from jax._src import distributed  # JAX has no public way to its key-value store
+
+    global _messages
+    client = distributed.global_state.client
+    assert client is not None
+    _messages += 1
+    client.key_value_set(f"fdc_jax/{_messages}/{index()}", json.dumps(own))
+    return [
+        json.loads(client.blocking_key_value_get(f"fdc_jax/{_messages}/{number}", _WEEK))
+        for number in range(count())
+    ]
+
+
+def broadcast(array: np.ndarray) -> np.ndarray:
+    """Returns the array of process 0, bit for bit, given one of the same shape and type on each."""
+    if count() == 1:
+        return array
+    # As bytes: sums of floats would turn -0 into 0.
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    received = np.asarray(multihost_utils.broadcast_one_to_all(flat), np.uint8)
+    return received.view(array.dtype).reshape(array.shape)
+
+
+class Agreement:
+    """The largest of the numbers that processes were given, the same at the same call on all.
+
+    All processes must call it equally often. It costs no wait for the devices: a number is asked
+    for at every fourth call and looked at four calls later, when it has long been there.
+    """
+
+    def __init__(self) -> None:
+        self._calls, self._agreed = 0, 0
+        self._asked: jax.Array | None = None
+        self._mesh = devices.data_mesh()
+        self._largest = jax.jit(
+            lambda numbers: numbers.max(), out_shardings=devices.everywhere(self._mesh)
+        )
+
+    def __call__(self, number: int) -> int:
+        """Returns what has been agreed so far, given this process's own number."""
+        if not self._agreed and self._calls % AGREE_EVERY == 0:
+            if self._asked is not None:
+                self._agreed = int(self._asked)
+            of_devices = np.full(self._mesh.size, number, np.int32)
+            self._asked = self._largest(devices.split(self._mesh, of_devices))
+        self._calls += 1
+        return self._agreed
+
+
+def leave() -> bool:
+    """Leaves the other processes; returns whether all of them did so within half a minute."""
+    if count() == 1:
+        return True
+    try:
+        jax.distributed.shutdown()
+    except RuntimeError:
+        return False
+    return True
+
+
+def lost(error: Exception) -> str | None:
+    """Returns what to tell the user when an error means that another process has gone."""
+    if count() == 1 or not isinstance(error, jax.errors.JaxRuntimeError):
+        return None
+    if "RESOURCE_EXHAUSTED" in str(error):
+        return None
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    return f"lost another process of this run ({reason}); start all of them again"
