@@ -1,4 +1,9 @@
-"""First pass over a task: mean, principal components and class prototypes of one view."""
+"""First pass over a task: mean, principal components and class prototypes of one view.
+
+A task of one block with fewer samples than dimensions is decomposed through the inner products of
+its samples, an n x n matrix with the same eigenvalues; any other through its d x d covariance, for
+which running sums suffice.
+"""
 
 from functools import partial
 from typing import NamedTuple
@@ -14,6 +19,9 @@ from fdc_jax.heads import NORM_FLOOR, unit
 # energy equals the threshold but for rounding reaches it.
 ENERGY_TOLERANCE = 1e-6
 
+# Samples of a small task are padded to a multiple of this: few shapes, few compilations.
+SAMPLE_STEP = 128
+
 
 class Moments(NamedTuple):
     """Running sums of one view, over features minus `origin`."""
@@ -21,6 +29,19 @@ class Moments(NamedTuple):
     origin: Float[Array, " d"]
     total: Float[Array, " d"]
     scatter: Float[Array, "d d"]
+    class_totals: Float[Array, "c d"]
+
+
+class Components(NamedTuple):
+    """Principal components of one view; energies descend, divided by the sample count.
+
+    Directions are rows. Those of `sample_components` are neither of unit length nor exactly
+    orthogonal: `retained_basis` makes a basis of the leading ones.
+    """
+
+    mean: Float[Array, " d"]
+    energies: Float[Array, " k"]
+    directions: Float[Array, "k d"]
     class_totals: Float[Array, "c d"]
 
 
@@ -32,14 +53,25 @@ def _sums(
 ) -> Moments:
     present = (class_index >= 0).astype(features.dtype)[:, None]
     shifted = (features - origin) * present
-    members = jax.nn.one_hot(class_index, num_classes, dtype=features.dtype)
-    highest = jax.lax.Precision.HIGHEST
     return Moments(
         origin,
         jnp.sum(shifted, axis=0),
-        jnp.matmul(shifted.T, shifted, precision=highest),
-        jnp.matmul(members.T, unit(features), precision=highest),
+        jnp.matmul(shifted.T, shifted, precision=jax.lax.Precision.HIGHEST),
+        _class_totals(features, class_index, num_classes),
     )
+
+
+def _class_totals(
+    features: Float[Array, "n d"], class_index: Int[Array, " n"], num_classes: int
+) -> Float[Array, "c d"]:
+    members = jax.nn.one_hot(class_index, num_classes, dtype=features.dtype)
+    return jnp.matmul(members.T, unit(features), precision=jax.lax.Precision.HIGHEST)
+
+
+def _block_mean(features: Float[Array, "n d"], present: Float[Array, "n 1"]) -> Float[Array, " d"]:
+    """Returns the mean of the samples, taken relative to the first of them."""
+    shifted = (features - features[0]) * present
+    return features[0] + jnp.sum(shifted, axis=0) / jnp.sum(present)
 
 
 @partial(jax.jit, static_argnames="num_classes")
@@ -56,10 +88,8 @@ def first_moments(
         class_index: row of each sample's class; -1 for padding.
         num_classes: rows of the class totals.
     """
-    present = class_index >= 0
-    shifted = (features - features[0]) * present[:, None]
-    origin = features[0] + jnp.sum(shifted, axis=0) / jnp.sum(present)
-    return _sums(origin, features, class_index, num_classes)
+    present = (class_index >= 0).astype(features.dtype)[:, None]
+    return _sums(_block_mean(features, present), features, class_index, num_classes)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -89,6 +119,52 @@ def principal_components(
     covariance = moments.scatter / count - jnp.outer(shift, shift)
     values, vectors = jnp.linalg.eigh(covariance)
     return moments.origin + shift, values[::-1], vectors.T[::-1]
+
+
+def sample_rows(count: int, width: int) -> int | None:
+    """Returns the padded number of samples for `sample_components`, or None where it costs more.
+
+    Both ways are dominated by an eigendecomposition, cubic in its size.
+    """
+    rows = -(-count // SAMPLE_STEP) * SAMPLE_STEP
+    return rows if rows < width else None
+
+
+@partial(jax.jit, static_argnames="num_classes")
+def sample_components(
+    features: Float[Array, "n d"], class_index: Int[Array, " n"], num_classes: int
+) -> Components:
+    """Decomposes all samples of a task at once, through their inner products.
+
+    With X the centred samples and X X^T v = s v, the eigenvector of the scatter X^T X is X^T v, of
+    squared length s.
+
+    Args:
+        features: all samples, zero beyond the last.
+        class_index: row of each sample's class; -1 for padding.
+        num_classes: rows of the class totals.
+    """
+    present = (class_index >= 0).astype(features.dtype)[:, None]
+    count = jnp.sum(present)
+    origin = _block_mean(features, present)
+    shifted = (features - origin) * present
+    shift = jnp.sum(shifted, axis=0) / count
+    centred = (shifted - shift) * present
+    highest = jax.lax.Precision.HIGHEST
+    energies, vectors = jnp.linalg.eigh(jnp.matmul(centred, centred.T, precision=highest) / count)
+    directions = jnp.matmul(vectors.T, centred, precision=highest)
+    totals = _class_totals(features, class_index, num_classes)
+    return Components(origin + shift, energies[::-1], directions[::-1], totals)
+
+
+def retained_basis(directions: Float[np.ndarray, "r d"]) -> Float[np.ndarray, "r d"]:
+    """Returns an orthonormal basis of independent directions, the leading ones first.
+
+    A direction of little energy holds rounding of the ones before it, at most; taking those out of
+    it one after the other, in float64, leaves what is its own.
+    """
+    basis = np.linalg.qr(np.asarray(directions, np.float64).T)[0]
+    return np.ascontiguousarray(basis.T, np.float32)
 
 
 def retained_rank(values: Float[np.ndarray, " d"], share: float, count: int) -> int:

@@ -1,12 +1,12 @@
 """Statistics of one task in one view, collected in two passes (Algorithm 1, lines 5 to 11)."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Float, Int
 
 from fdc_jax.calibration import inputs, measures, moments
 from fdc_jax.errors import InputError
@@ -102,6 +102,7 @@ def first_pass(
     """
     slots = _Slots(task, num_classes, classes, earlier)
     capacity = 1 << (num_classes - 1).bit_length()
+    held: tuple[list[np.ndarray], np.ndarray] | None = None
     running: list[moments.Moments] = []
     count = 0
     for block in blocks:
@@ -109,43 +110,86 @@ def first_pass(
         index[: block.rows] = slots.index(block.labels, count)
         count += block.rows
         views = [block.adapted] + ([] if block.pretrained is None else [block.pretrained])
-        if running:
-            running = [
-                moments.add_moments(view, features, index)
-                for view, features in zip(running, views, strict=True)
-            ]
-        else:
-            running = [moments.first_moments(features, index, capacity) for features in views]
+        if held is None:
+            held = views, index
+            continue
+        running = running or _started(*held, capacity)
+        running = [
+            moments.add_moments(view, features, index)
+            for view, features in zip(running, views, strict=True)
+        ]
+    if held is None:
+        raise InputError(f"task {task}: expected at least one sample, found none")
     order, labels = slots.rows()
     counts = slots.counts[order]
+    found = _components(running, count) if running else _of_one_block(*held, count, capacity)
     shapes = []
-    for view, (mean, values, vectors) in zip(running, _components(running, count), strict=True):
-        values = np.asarray(values)
-        if not np.isfinite(values).all():
+    for view in found:
+        energies = np.asarray(view.energies)
+        if not np.isfinite(energies).all():
             raise InputError(f"task {task}: features are too large for float32 statistics")
-        rank = moments.retained_rank(values, retained_energy, count)
-        totals = np.asarray(view.class_totals)[order]
+        rank = moments.retained_rank(energies, retained_energy, count)
+        leading = np.asarray(view.directions)[:rank]
         shapes.append(
             Shape(
-                np.asarray(mean),
-                np.ascontiguousarray(np.asarray(vectors)[:rank]),
-                moments.prototypes(totals, counts),
+                np.asarray(view.mean),
+                # The components of samples are not orthonormal yet.
+                moments.retained_basis(leading)
+                if len(energies) < len(view.mean)
+                else np.ascontiguousarray(leading),
+                moments.prototypes(np.asarray(view.class_totals)[order], counts),
             )
         )
     return FirstPass(shapes, labels, counts)
 
 
-def _components(running: Sequence[moments.Moments], count: int) -> list[tuple[Array, Array, Array]]:
+def _started(
+    views: Sequence[np.ndarray], index: Int[np.ndarray, " n"], capacity: int
+) -> list[moments.Moments]:
+    return [moments.first_moments(features, index, capacity) for features in views]
+
+
+def _of_one_block(
+    views: Sequence[np.ndarray], index: Int[np.ndarray, " n"], count: int, capacity: int
+) -> list[moments.Components]:
+    """Decomposes a task that is one block, each width in the cheaper way."""
+    rows = [moments.sample_rows(count, features.shape[1]) for features in views]
+    if len(views) == 2 and views[0].shape == views[1].shape and rows[0]:
+        both = np.stack([features[: rows[0]] for features in views])
+        return _each(_batched_sample_components(both, index[: rows[0]], capacity))
+    if not any(rows):
+        return _components(_started(views, index, capacity), count)
+    return [
+        moments.sample_components(features[:size], index[:size], capacity)
+        if size
+        else _components(_started([features], index, capacity), count)[0]
+        for features, size in zip(views, rows, strict=True)
+    ]
+
+
+def _components(running: Sequence[moments.Moments], count: int) -> list[moments.Components]:
     """Decomposes the views together where their widths agree."""
     size = jnp.float32(count)
     if len(running) == 2 and running[0].origin.shape == running[1].origin.shape:
         both = jax.tree.map(lambda *views: jnp.stack(views), *running)
-        results = _batched_components(both, size)
-        return [tuple(part[view] for part in results) for view in range(2)]
-    return [moments.principal_components(view, size) for view in running]
+        parts = _each(_batched_components(both, size))
+    else:
+        parts = [moments.principal_components(view, size) for view in running]
+    return [
+        moments.Components(*part, view.class_totals)
+        for part, view in zip(parts, running, strict=True)
+    ]
+
+
+def _each(both: Any) -> list[Any]:
+    """Takes the results of two views apart."""
+    return [jax.tree.map(lambda part, v=view: part[v], both) for view in range(2)]
 
 
 _batched_components = jax.jit(jax.vmap(moments.principal_components, in_axes=(0, None)))
+_batched_sample_components = jax.jit(
+    jax.vmap(moments.sample_components, in_axes=(0, None, None)), static_argnums=2
+)
 
 
 class _Slots:
