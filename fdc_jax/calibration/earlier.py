@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from fdc_jax.calibration import measures
+from fdc_jax.calibration.moments import SAMPLE_STEP
 from fdc_jax.calibration.statistics import ViewStatistics
 
 # Earlier tasks per call: compiled once, whatever their number.
@@ -39,9 +40,20 @@ class EarlierTasks:
                 bases[row, : len(task.basis)] = task.basis
             self.groups.append((jnp.asarray(means), jnp.asarray(bases)))
 
-    def residual_ratios(self, features: Float[Array, "n d"]) -> Float[Array, "n tasks"]:
-        """Returns residual ratios against all earlier tasks, computed asynchronously."""
-        parts = [_ratios(features, means, bases) for means, bases in self.groups]
+    def residual_ratios(
+        self, features: Float[Array, "n d"], rows: int, near: Float[np.ndarray, " d"]
+    ) -> Float[Array, "m tasks"]:
+        """Returns residual ratios against all earlier tasks, computed asynchronously.
+
+        Args:
+            features: a block.
+            rows: number of its samples; the rest is padding, of which the result may hold less.
+            near: a point amid the samples, such as their task's mean.
+        """
+        if len(self.tasks) >= GROUP:
+            # Less padding now saves more than the compilations that other shapes cost.
+            features = features[: -(-rows // SAMPLE_STEP) * SAMPLE_STEP]
+        parts = [_ratios(features, near, means, bases) for means, bases in self.groups]
         if not parts:
             return jnp.zeros((features.shape[0], 0))
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
@@ -52,14 +64,24 @@ class EarlierTasks:
         means = np.array([task.residual_mean for task in self.tasks])
         stds = np.array([task.residual_std for task in self.tasks])
         wide = ratios[:count].astype(np.float64)
-        return ((wide - means[:, None]) / stds[:, None]).astype(np.float32)
+        return np.ascontiguousarray((wide - means[:, None]) / stds[:, None], np.float32)
 
 
 @jax.jit
 def _ratios(
-    features: Float[Array, "n d"], means: Float[Array, "k d"], bases: Float[Array, "k r d"]
+    features: Float[Array, "n d"],
+    near: Float[Array, " d"],
+    means: Float[Array, "k d"],
+    bases: Float[Array, "k r d"],
 ) -> Float[Array, "n k"]:
-    def one_task(mean: Float[Array, " d"], basis: Float[Array, "r d"]) -> Float[Array, " n"]:
-        return measures.residual_ratio(features, mean, basis)[0]
+    """Measures features against a group of tasks with one matrix product.
 
-    return jax.vmap(one_task, out_axes=1)(means, bases)
+    Features and means are both taken relative to a point amid the features, so that a common offset
+    costs no digits: (h - m) U = (h - a) U - (m - a) U.
+    """
+    tasks, rank, width = bases.shape
+    flat = measures.products(features - near, bases.reshape(tasks * rank, width))
+    of_means = jnp.einsum("krd,kd->kr", bases, means - near, precision=jax.lax.Precision.HIGHEST)
+    inside = measures.energy(flat.reshape(-1, tasks, rank) - of_means)
+    total = measures.energy(features[:, None] - means)
+    return jnp.maximum(total - inside, 0.0) / jnp.maximum(total, measures.ENERGY_FLOOR)

@@ -77,7 +77,8 @@ def second_pass(
                     neighbours=neighbours,
                 )
             )
-            foreign[view].append(earlier[view].residual_ratios(values))
+            near = first.shapes[view].mean
+            foreign[view].append(earlier[view].residual_ratios(values, block.rows, near))
         if rows is None:
             maxima.append(
                 function_logits(

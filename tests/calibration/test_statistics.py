@@ -1,7 +1,11 @@
 """Means, subspaces, prototypes and the foreign reference, against independent implementations."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import norm
 from sklearn.decomposition import PCA
 
@@ -151,6 +155,28 @@ def test_foreign_reference_weights_pairs_equally_but_the_median_pools_samples():
     assert found is not None
     np.testing.assert_allclose(found, (mean, variance, np.median(np.abs(ratio))), rtol=1e-9)
     assert abs(mean - pooled.mean()) > 0.05
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 1000),
+    sizes=st.lists(st.integers(1, 40), min_size=2, max_size=6),
+    digits=st.sampled_from([0, 1, 8]),
+    spread=st.sampled_from([1e-3, 1.0, 30.0]),
+)
+def test_the_scale_is_the_same_from_few_samples_at_a_time(seed, sizes, digits, spread):
+    rng = np.random.default_rng(seed)
+    # Rounding makes samples repeat, also around the median.
+    tasks = [
+        np.round(rng.normal(1, spread, size=(t, size)), digits).astype(np.float32)
+        for t, size in enumerate(sizes)
+    ]
+    expected = foreign.fit_foreign_reference(tasks)
+    with mock.patch.object(foreign, "GATHERED", 0):
+        assert foreign.fit_foreign_reference(tasks) == expected
+    pooled = np.concatenate([task.ravel() for task in tasks])
+    ratios = foreign.log_likelihood_ratio(pooled, expected.mean, expected.variance)
+    assert expected.scale == max(np.median(np.abs(ratios)), 1e-6)
 
 
 def test_no_foreign_reference_without_a_second_task():
