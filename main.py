@@ -3,6 +3,7 @@
 python main.py --config=configs/digits.py --workdir=runs/digits [--config.FIELD=VALUE ...]
 """
 
+import faulthandler
 import logging
 import os
 import re
@@ -96,6 +97,7 @@ def main(arguments: list[str], stop: interruption.StopRequest) -> None:
         )
         if processes.count() > 1:
             stop.agree = processes.Agreement()
+            faulthandler.disable()  # JAX ends those whom another one left, and says so
         if not processes.is_first():
             logging.getLogger("fdc_jax").setLevel(logging.ERROR)
         command.run(config, str(_WORKDIR.value), _QUIET.value, stop)
@@ -108,7 +110,8 @@ def _end(error: Exception) -> None:
     """Says in one line what went wrong and exits, together with processes that failed alike."""
     from fdc_jax import processes
 
-    message = str(error) if type(error) in _CODES else processes.lost(error)
+    lost = processes.lost(error)
+    message = str(error) if type(error) in _CODES else lost
     code = _CODES.get(type(error), INTERRUPTED if message else 1)
     if message is None or _TRACEBACK.value:
         if processes.count() == 1:
@@ -117,7 +120,7 @@ def _end(error: Exception) -> None:
     elif processes.is_first():
         print(f"fdc_jax: error: {message}", file=sys.stderr, flush=True)
     number = processes.index()
-    if processes.leave():
+    if lost is None and processes.leave():
         sys.exit(code)
     if message and number:
         print(f"fdc_jax: error: process {number}: {message}", file=sys.stderr, flush=True)

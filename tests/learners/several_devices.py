@@ -1,0 +1,71 @@
+"""Trains two tasks of a learner on one device and on four, and compares what it leaves behind.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tests.learners.several_devices LEARNER
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fdc_jax import devices, learners
+from fdc_jax.learners import training
+from tests.learners import small_stream
+
+# Of the largest number of a leaf. Adam's first steps have the length of the learning rate however
+# small the gradient is, and rounding decides about the direction of the smallest.
+TOLERANCE = 2e-3
+
+
+def run(learner, mesh):
+    """Returns the state after two tasks, and its encoder and heads."""
+    setup = small_stream.make_setup((3, 2))
+    update = learner.update(setup)
+    backbone = devices.replicate(mesh, small_stream.make_backbone())
+    state = devices.replicate(mesh, learner.initial_state(setup))
+    for task, classes in enumerate(setup.classes_per_task):
+        # Ten rows, which four devices do not share evenly; the last is padding.
+        batches = [
+            devices.split(mesh, small_stream.make_batch(10 * task + i, 10, classes, padding=1))
+            for i in range(3)
+        ]
+        images = training.TaskImages(
+            lambda each=batches: iter(each), lambda each=batches: iter(each)
+        )
+        state = learner.before_task(setup, backbone, state, task, images)
+        started = learner.start(setup, backbone, state, task, jax.random.key(task))
+        frozen, trained = devices.replicate(mesh, jax.tree.map(jnp.asarray, started))
+        optimizer = devices.replicate(mesh, update.initialise(trained))
+        for batch in batches:
+            rate = (update.schedule or (lambda epoch, epochs: 1.0))(0, 2)
+            trained, optimizer, _ = update.step(backbone, frozen, trained, optimizer, batch, rate)
+        state = learner.after_task(setup, backbone, state, task, frozen, trained, images)
+    return state, (learner.encoder(setup, backbone, state, 2), learner.heads(setup, state, 2))
+
+
+def main(name: str) -> None:
+    assert jax.device_count() == 4
+    learner = learners.find(name)
+    four = run(learner, devices.data_mesh())
+    # Learners may choose another way of computing where there is one device.
+    jax.device_count = lambda: 1
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
+    one = run(learner, mesh)
+    compared = 0
+    for (path, expected), found in zip(
+        jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(four), strict=True
+    ):
+        expected, found = np.asarray(expected), np.asarray(found)
+        where = jax.tree_util.keystr(path)
+        if expected.dtype.kind in "iub":
+            np.testing.assert_array_equal(found, expected, err_msg=where)
+        elif path[0].idx == 1:  # the state has subspaces, in which directions may be turned
+            scale = np.abs(expected).max()
+            np.testing.assert_allclose(found, expected, atol=TOLERANCE * scale, err_msg=where)
+        compared += 1
+    print(f"{compared} arrays agree")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,31 @@
+"""Every learner on four devices: what it leaves behind is what one device gives."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fdc_jax.learners import LEARNERS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# The programs are tiny; nearly all the time goes into compiling them.
+FLAGS = (
+    "--xla_force_host_platform_device_count=4",
+    "--xla_backend_optimization_level=0",
+    "--xla_llvm_disable_expensive_passes=true",
+)
+
+
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_four_devices_leave_what_one_leaves(learner):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.learners.several_devices", learner],
+        cwd=REPOSITORY,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(FLAGS)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(" arrays agree\n")

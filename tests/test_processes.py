@@ -1,0 +1,77 @@
+"""How processes are asked for; runs of several are in test_several_processes.py."""
+
+import jax
+import numpy as np
+import pytest
+
+from fdc_jax import devices, processes
+from fdc_jax.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(process_id=0), "found no --coordinator_address and no --num_processes"),
+        (dict(coordinator_address="a:1", num_processes=2), "found no --process_id"),
+        (
+            dict(coordinator_address="host", num_processes=2, process_id=0),
+            "--coordinator_address: expected host:port, found 'host'",
+        ),
+        (
+            dict(coordinator_address="a:1", num_processes=0, process_id=0),
+            "--num_processes: expected at least 1, found 0",
+        ),
+        (
+            dict(coordinator_address="a:1", num_processes=2, process_id=2),
+            "--process_id: expected 0 to 1 of 2 processes, found 2",
+        ),
+        (dict(detect=True, num_processes=2), "--distributed finds the processes itself"),
+    ],
+)
+def test_arguments_that_do_not_fit_together(arguments, message, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **b: pytest.fail("joined"))
+    with pytest.raises(InputError) as caught:
+        processes.start(**arguments)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_where_jax_finds_no_job_it_says_so(monkeypatch):
+    def initialize(*arguments, **options):
+        raise ValueError("coordinator_address should be defined.\nSee the manual.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(InputError) as caught:
+        processes.start(detect=True)
+    assert "--distributed: JAX found no job" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_joined_unasked(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **b: pytest.fail("joined"))
+    processes.start()
+    assert (processes.count(), processes.index(), processes.is_first()) == (1, 0, True)
+
+
+def test_one_process_agrees_with_itself():
+    value = object()
+    assert processes.on_first(lambda: value) is value
+    assert processes.on_all(lambda: value) is value
+    processes.check_same({"a": 1})
+    array = np.arange(3.0)
+    assert processes.broadcast(array) is array
+    assert processes.leave()
+    with pytest.raises(InputError):
+        processes.on_first(lambda: (_ for _ in ()).throw(InputError("wrong")))
+
+
+def test_an_agreement_is_a_few_calls_late_and_stays():
+    agreement = processes.Agreement()
+    late = processes.AGREE_EVERY
+    assert [agreement(0) for _ in range(2 * late)] == [0] * 2 * late
+    assert [agreement(15) for _ in range(late)] == [0] * late
+    assert [agreement(0) for _ in range(3)] == [15] * 3
+
+
+def test_every_row_is_the_only_process_own():
+    assert devices.own_rows(devices.data_mesh(), 5).tolist() == [True] * 5
