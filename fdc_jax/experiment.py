@@ -55,6 +55,8 @@ class Run:
         self.experiment, self.seed, self.workdir, self.stop = experiment, seed, workdir, stop
         self._quiet, self._label = quiet, label
         self._checkpoints = Checkpoints(workdir.checkpoints, experiment.config.checkpoint.keep)
+        # Training images of the current task, in the memory that test images leave.
+        self._decoded = experiment.test_images.beside()
         self._restore()
 
     def _restore(self) -> None:
@@ -164,12 +166,15 @@ class Run:
                 flip=config.data.flip,
                 workers=e.workers,
                 own_rows=devices.own_rows(e.mesh, train.batch_size),
+                decoded=self._decoded,
                 **options,
             )
 
         images = training.TaskImages(
             augmented=lambda: self._placed(batches()),
-            plain=lambda: self._placed(e.evaluation_batches(e.tasks.train, indices, labels=labels)),
+            plain=lambda: self._placed(
+                e.evaluation_batches(e.tasks.train, indices, labels=labels, decoded=self._decoded)
+            ),
         )
         if self.trained is None:
             state = e.learner.before_task(e.setup, e.backbone, self.state, task, images)
@@ -278,7 +283,8 @@ class Run:
     def _features(self, kernels, source, indices, cache=None) -> Extraction:
         """Features of images in evaluation preprocessing."""
         e = self.experiment
-        batches = e.evaluation_batches(source, indices, cache)
+        decoded = self._decoded if source is e.tasks.train else None
+        batches = e.evaluation_batches(source, indices, cache, decoded=decoded)
         return e.extract(e.backbone, kernels, batches, self.stop.poll)
 
     def _pretrained(self, name: str, source, indices, cache=None) -> Extraction:
@@ -307,6 +313,7 @@ class Run:
         head = self._heads(task + 1)[task]
         processes.on_first(lambda: self._fit_calibrator(task, head, adapted, pretrained))
         self.tasks_fitted = task + 1
+        self._decoded.clear()
 
     def _heads(self, num_tasks: int) -> list[Any]:
         """Returns the heads so far as arrays of the host, for the process that fits and scores."""
@@ -415,6 +422,6 @@ class Run:
         ]
         self.calibrator.finalize(release=True)
         self.calibrator.save(self.workdir.folder / "calibrator.npz")
-        collected = results.collect(e, self.seed, self.calibrator.storage_bytes, records)
+        collected = results.collect(e, self.seed, self.calibrator, records)
         write_json(self.workdir.results, collected)
         return collected

@@ -58,7 +58,7 @@ class Experiment:
         return self.config.train.epochs * -(-images // self.config.train.batch_size)
 
     def evaluation_batches(
-        self, source, indices, cache=None, labels=None
+        self, source, indices, cache=None, labels=None, decoded=None
     ) -> stream.EvaluationBatches:
         """Images in evaluation preprocessing, with the labels of the source unless others come."""
         return stream.EvaluationBatches(
@@ -70,6 +70,7 @@ class Experiment:
             workers=self.workers,
             cache=cache,
             own_rows=devices.own_rows(self.mesh, self.config.evaluation.batch_size),
+            decoded=decoded,
         )
 
 

@@ -86,7 +86,10 @@ class Source:
 
 
 class ByteCache:
-    """A dictionary that stops admitting values at a limit in bytes; safe from any thread."""
+    """A dictionary that stops admitting values at a limit in bytes; safe from any thread.
+
+    Caches made with `beside` share one limit.
+    """
 
     def __init__(self, max_bytes: int):
         if max_bytes < 0:
@@ -94,18 +97,37 @@ class ByteCache:
         self.max_bytes = max_bytes
         self.bytes = 0
         self._values: dict = {}
+        self._together: list[ByteCache] = [self]
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._values)
 
+    def beside(self) -> ByteCache:
+        """Returns an empty cache that may use what this one leaves of the limit."""
+        other = ByteCache(self.max_bytes)
+        other._together, other._lock = self._together, self._lock
+        with self._lock:
+            self._together.append(other)
+        return other
+
     def get(self, key):
         """Returns the value kept under `key`, or None."""
         return self._values.get(key)
 
+    def has_room(self, size: int) -> bool:
+        """Says whether a value of `size` bytes would fit."""
+        return sum(cache.bytes for cache in self._together) + size <= self.max_bytes
+
     def put(self, key, value, size: int) -> None:
         """Keeps `value` of `size` bytes if it fits and `key` is new."""
         with self._lock:
-            if key not in self._values and self.bytes + size <= self.max_bytes:
+            if key not in self._values and self.has_room(size):
                 self._values[key] = value
                 self.bytes += size
+
+    def clear(self) -> None:
+        """Forgets all values, which makes room for others."""
+        with self._lock:
+            self._values.clear()
+            self.bytes = 0

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int, Int32, UInt8
+from PIL import Image
 
 from fdc_jax.data import images
 from fdc_jax.data.source import ByteCache, Source
@@ -118,8 +119,10 @@ class _Batches:
         workers: int | None,
         prefetch: int,
         own_rows: Bool[np.ndarray, " b"] | None,
+        decoded: ByteCache | None,
     ):
         self.source = source
+        self.decoded = decoded
         self.own_rows = own_rows
         self.indices = np.asarray(indices, np.int64)
         self.batch_size = batch_size
@@ -148,6 +151,18 @@ class _Batches:
                 f"expected one label per image index, found {self.labels.shape} labels and "
                 f"{self.indices.shape} indices"
             )
+
+    def _image(self, index: int) -> Image.Image:
+        """Returns an image as it is stored, decoded now or earlier."""
+        key = (self.source.name, self.source.split, index)
+        found = None if self.decoded is None else self.decoded.get(key)
+        if found is not None:
+            return Image.fromarray(found)
+        image = images.decode(self.source.read(index), self.source.describe(index))
+        size = 3 * image.width * image.height
+        if self.decoded is not None and self.decoded.has_room(size):
+            self.decoded.put(key, np.asarray(image), size)
+        return image
 
     def _start(
         self,
@@ -231,6 +246,7 @@ class TrainBatches(_Batches):
         workers: int | None = None,
         prefetch: int = 4,
         own_rows: Bool[np.ndarray, " b"] | None = None,
+        decoded: ByteCache | None = None,
     ):
         """Prepares the batches; nothing is read before iteration.
 
@@ -249,12 +265,13 @@ class TrainBatches(_Batches):
             workers: decoding threads; None for one per core.
             prefetch: batches decoded ahead of the consumer.
             own_rows: the rows of every batch that this process decodes; None for all.
+            decoded: keeps decoded images as they are before any transform, for later passes.
 
         Raises:
             InputError: no image, or an argument out of its range.
         """
         super().__init__(
-            source, indices, labels, batch_size, image_size, workers, prefetch, own_rows
+            source, indices, labels, batch_size, image_size, workers, prefetch, own_rows, decoded
         )
         for name, value in [("seed", seed), ("task", task), ("start_step", start_step)]:
             if value < 0:
@@ -298,9 +315,8 @@ class TrainBatches(_Batches):
     def _transform(self, uniforms: Float[np.ndarray, "n k"]):
         def transform(row: int) -> UInt8[np.ndarray, "s s 3"]:
             index = int(self.indices[row])
-            image = images.decode(self.source.read(index), self.source.describe(index))
             return images.train_transform(
-                image, self.image_size, uniforms[row], self.crop_scale, self.flip
+                self._image(index), self.image_size, uniforms[row], self.crop_scale, self.flip
             )
 
         return transform
@@ -321,6 +337,7 @@ class EvaluationBatches(_Batches):
         prefetch: int = 4,
         cache: ByteCache | None = None,
         own_rows: Bool[np.ndarray, " b"] | None = None,
+        decoded: ByteCache | None = None,
     ):
         """Prepares the batches; nothing is read before iteration.
 
@@ -334,12 +351,13 @@ class EvaluationBatches(_Batches):
             prefetch: batches decoded ahead of the consumer.
             cache: keeps transformed images for later passes; may be shared between sources.
             own_rows: the rows of every batch that this process decodes; None for all.
+            decoded: keeps decoded images as they are before any transform, for later passes.
 
         Raises:
             InputError: an argument out of its range.
         """
         super().__init__(
-            source, indices, labels, batch_size, image_size, workers, prefetch, own_rows
+            source, indices, labels, batch_size, image_size, workers, prefetch, own_rows, decoded
         )
         self.cache = cache
 
@@ -356,8 +374,7 @@ class EvaluationBatches(_Batches):
         key = (self.source.name, self.source.split, self.image_size, index)
         found = None if self.cache is None else self.cache.get(key)
         if found is None:
-            image = images.decode(self.source.read(index), self.source.describe(index))
-            found = images.evaluation_transform(image, self.image_size)
+            found = images.evaluation_transform(self._image(index), self.image_size)
             if self.cache is not None:
                 self.cache.put(key, found, found.nbytes)
         return found

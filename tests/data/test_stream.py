@@ -371,3 +371,51 @@ def test_bad_arguments(plain_source, change, message):
 def test_source_refuses_indices_out_of_range(plain_source, index):
     with pytest.raises(InputError, match=f"between 0 and 8, found {index}"):
         plain_source(9).read(index)
+
+
+def counted_reads(source):
+    reads = collections.Counter()
+    read = source.read_encoded
+
+    def counting(index):
+        reads[index] += 1
+        return read(index)
+
+    return dataclasses.replace(source, read_encoded=counting), reads
+
+
+@pytest.mark.parametrize("limit", [0, 3 * 20 * 30 * 4, 1 << 20])
+def test_decoded_images_give_the_same_pixels(photo_source, limit):
+    def batches(source, decoded):
+        return stream.TrainBatches(
+            source, np.arange(11), None, 4, 3, 0, image_size=24, epochs=3, decoded=decoded
+        )
+
+    source, reads = counted_reads(photo_source)
+    decoded = ByteCache(limit)
+    assert_same(collect(batches(source, decoded)), collect(batches(photo_source, None)))
+    assert decoded.bytes <= limit
+    # What is kept is read once, the rest in each of three epochs.
+    assert sum(reads.values()) == 33 - 2 * len(decoded)
+    kept = len(decoded)
+    assert kept == {0: 0, 1 << 20: 11}.get(limit, kept) and (limit == 0 or kept >= 3)
+    # The evaluation transform takes the same decoded images.
+    reads.clear()
+    plain = stream.EvaluationBatches(source, np.arange(11), None, 4, image_size=24, decoded=decoded)
+    expected = stream.EvaluationBatches(photo_source, np.arange(11), None, 4, image_size=24)
+    assert_same(collect(plain), collect(expected))
+    assert sum(reads.values()) == 11 - kept
+
+
+def test_caches_beside_each_other_share_a_limit():
+    first = ByteCache(10)
+    second = first.beside()
+    first.put("a", 1, 6)
+    second.put("a", 2, 5)
+    assert (first.get("a"), second.get("a")) == (1, None)
+    second.put("b", 3, 4)
+    assert second.get("b") == 3 and not first.has_room(1)
+    first.clear()
+    assert len(first) == first.bytes == 0 and second.bytes == 4
+    second.put("c", 4, 6)
+    assert second.get("c") == 4
