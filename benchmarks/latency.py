@@ -118,7 +118,8 @@ def programs(
             (settings.pretrained_view_weight, terms.pretrained),
         ):
             if evidence is not None:
-                correction = settings.pac_weight * evidence.pac - settings.rlc_weight * evidence.rlc
+                closeness = settings.pac_weight * jnp.tanh(evidence.affinity)
+                correction = closeness - settings.rlc_weight * evidence.rlc
                 scores = scores + weight * scale * correction[:, :count]
         return choose(scores, terms.filtered.row[:, :count], labels)
 

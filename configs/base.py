@@ -28,7 +28,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.crop_scale = (0.05, 1.0)  # share of the image that a training crop covers
     config.data.flip = True  # mirror half of the training images
     config.data.workers = 0  # decoding threads, 0: one per core
-    config.data.cache_gib = 4.0  # memory for decoded test images
+    config.data.cache_gib = 4.0  # memory for decoded images: the task's for training, and for test
+    config.data.augment_on_device = False  # small square images alone (CIFAR-100, digits)
 
     config.learner = ml_collections.ConfigDict()
     config.learner.name = "cumulative_lora"
@@ -121,6 +122,11 @@ def get_config() -> ml_collections.ConfigDict:
     config.fdc.adapted_view_weight = 1.0  # w_T
     config.fdc.pretrained_view_weight = 1.0  # w_0
     config.fdc.neighbours = 1  # K, class prototypes averaged into an affinity
+    config.fdc.affinity_metric = "cosine"  # or whitened: beyond the paper, see docs/beyond.md
+    config.fdc.affinity_evidence = "tanh"  # or linear
+    config.fdc.affinity_reference = "own"  # nearest (cosine) or pooled (whitened) moments
+    config.fdc.affinity_scope = "task"  # or class, of the whitened metric
+    config.fdc.affinity_shrinkage = 0.05  # lambda, of the within-class covariance
 
     config.evaluation = ml_collections.ConfigDict()
     config.evaluation.batch_size = 256  # images per forward pass without gradients

@@ -3,6 +3,7 @@
 import json
 from typing import Any, TypeAlias
 
+from fdc_jax.calibration.settings import Settings
 from fdc_jax.errors import InputError
 
 # An ml_collections.ConfigDict; no type checker knows its fields.
@@ -17,6 +18,7 @@ WITHOUT_EFFECT = frozenset(
         "encoder.weights",
         "data.workers",
         "data.cache_gib",
+        "data.augment_on_device",
         "checkpoint.every_steps",
         "checkpoint.keep",
         "report",
@@ -36,7 +38,6 @@ _AT_LEAST_ONE = (
     "learner.rsiat.calibration_epochs",
     "learner.rsiat.samples_per_class",
     "learner.rsiat.calibration_batch_size",
-    "fdc.neighbours",
     "evaluation.batch_size",
     "checkpoint.every_steps",
     "checkpoint.keep",
@@ -67,10 +68,6 @@ _AT_LEAST_ZERO = (
     "learner.rsiat.separation_weight",
     "learner.rsiat.alignment_weight",
     "learner.rsiat.repulsion_weight",
-    "fdc.rlc_weight",
-    "fdc.pac_weight",
-    "fdc.adapted_view_weight",
-    "fdc.pretrained_view_weight",
 )
 _POSITIVE = (
     "train.increment_learning_rate",
@@ -141,10 +138,10 @@ def validate(config: Config) -> None:
     for field in _POSITIVE:
         if not 0 < flat[field] < float("inf"):
             refuse(field, "a positive number")
-    if not 0 < flat["fdc.retained_energy"] <= 1:
-        refuse("fdc.retained_energy", "more than 0 and at most 1")
-    if not 0 <= flat["fdc.attenuation"] <= 1:
-        refuse("fdc.attenuation", "between 0 and 1")
+    try:
+        Settings(**config.fdc.to_dict()).checked()
+    except InputError as error:
+        raise InputError(f"config.fdc.{error}") from error
     for field, known in _ONE_OF.items():
         if flat[field] not in known:
             refuse(field, " or ".join(known))

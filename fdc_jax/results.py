@@ -14,7 +14,7 @@ from fdc_jax import configuration, devices, evaluation
 from fdc_jax.calibration.components import fuse_all, selected_for
 
 if TYPE_CHECKING:
-    from fdc_jax.calibration.fdc import Terms
+    from fdc_jax.calibration import FDC, Terms
     from fdc_jax.preparation import Experiment
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-datasets", "numpy")
@@ -31,8 +31,9 @@ def measure(
         tasks: true tasks.
 
     Returns:
-        `accuracy`, `routing_accuracy`, `components` and the four shares of raw and FDC; and the
-        columns of `predictions.npz`.
+        `accuracy`, `routing_accuracy`, `components` and the four shares of raw and FDC, all by the
+        paper's affinity; `whitened`, where the calibrator has that metric; and the columns of
+        `predictions.npz`.
     """
     scores = fuse_all(terms)
     raw, fdc = scores["raw"], scores["full"]
@@ -63,6 +64,19 @@ def measure(
         raw_task=raw.task,
         fdc_task=fdc.task,
     )
+    if terms.whitened is not None:
+        beyond = fuse_all(terms, terms.affinity)
+        whitened = beyond["full"]
+        accuracies["whitened"] = {
+            "affinity": terms.affinity._asdict(),
+            "accuracy": evaluation.accuracy(labels, whitened.label),
+            "oracle": evaluation.accuracy(labels, whitened.label_in_task(tasks)),
+            "routing_accuracy": evaluation.accuracy(tasks, whitened.task),
+            "components": {
+                name: evaluation.accuracy(labels, each.label) for name, each in beyond.items()
+            },
+        }
+        predictions |= {"whitened_label": whitened.label, "whitened_task": whitened.task}
     return accuracies, {name: column.astype(np.int32) for name, column in predictions.items()}
 
 
@@ -77,15 +91,13 @@ def describe(record: dict[str, Any], num_tasks: int) -> str:
 
 
 def collect(
-    experiment: "Experiment", seed: int, storage_bytes: int, records: list[dict[str, Any]]
+    experiment: "Experiment", seed: int, calibrator: "FDC", records: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Returns the content of `results.json` from the records of all tasks."""
     e, config = experiment, experiment.config
     last = records[-1]
-    curve = [
-        {name: record[name] for name in ("task", "accuracy", "routing_accuracy", "components")}
-        for record in records
-    ]
+    points = ("task", "accuracy", "routing_accuracy", "components", "whitened")
+    curve = [{name: record[name] for name in points if name in record} for record in records]
     complete = len(records) == e.setup.num_tasks
     return {
         "benchmark": config.benchmark,
@@ -111,8 +123,13 @@ def collect(
         "components": last["components"],
         "selected": _selected(config.learner.name, last["components"]),
         "decomposition": last["decomposition"],
+        **(
+            {"whitened": _whitened(curve, complete, calibrator.storage_bytes)}
+            if "whitened" in last
+            else {}
+        ),
         "curve": curve,
-        "fdc_storage_bytes": storage_bytes,
+        "fdc_storage_bytes": calibrator.paper_storage_bytes,
         "peak_memory_bytes": _peak_memory([record.get("peak_memory") for record in records]),
         "timing": _timing([record["timing"] for record in records], complete),
         "encoder": {
@@ -127,6 +144,17 @@ def collect(
         "device": devices.describe(),
         "config": configuration.flatten(config) | {"seed": [seed]},
         "versions": versions(),
+    }
+
+
+def _whitened(curve: list[dict[str, Any]], complete: bool, storage_bytes: int) -> dict[str, Any]:
+    """Returns what the whitened affinity gives after the last task, and on average."""
+    accuracies = [point["whitened"]["accuracy"] for point in curve]
+    average = evaluation.average_incremental_accuracy(accuracies) if complete else None
+    return {
+        **curve[-1]["whitened"],
+        "average_incremental_accuracy": average,
+        "storage_bytes": storage_bytes,
     }
 
 
@@ -216,6 +244,7 @@ def summarise(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
             )
         },
         "selected": {"components": first["selected"]["components"]},
+        **({"whitened": _whitened_over_seeds(per_seed)} if "whitened" in first else {}),
         "gain": gain._asdict(),
         "component_gains": {
             name: over_seeds(
@@ -227,4 +256,16 @@ def summarise(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
         "device": first["device"],
         "config": first["config"] | {"seed": [run["seed"] for run in per_seed]},
         "versions": first["versions"],
+    }
+
+
+def _whitened_over_seeds(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the whitened affinity's accuracy, and its gain over FDC within each seed."""
+    own = [run["whitened"]["accuracy"] for run in per_seed]
+    mean, std = evaluation.mean_and_std(own)
+    gain = evaluation.paired_gain([run["accuracy"]["fdc"] for run in per_seed], own)
+    return {
+        "affinity": per_seed[0]["whitened"]["affinity"],
+        "accuracy": {"mean": mean, "std": std},
+        "gain_over_fdc": gain._asdict(),
     }

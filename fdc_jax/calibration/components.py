@@ -1,6 +1,9 @@
 """The component and view combinations that the paper compares, as arguments of `Terms.fuse`."""
 
+from typing import Any
+
 from fdc_jax.calibration.scores import Scores
+from fdc_jax.calibration.settings import Affinity
 from fdc_jax.calibration.terms import Terms
 
 # Table current-ablation, and the two views of Table plugin without TSF.
@@ -33,11 +36,27 @@ def selected_for(learner: str) -> str:
     return _SELECTED.get(learner, "full")
 
 
-def fuse_all(terms: Terms) -> dict[str, Scores]:
-    """Returns the scores of every combination; those of one view only where there are two."""
+# Beyond the paper (docs/beyond.md), as arguments of `FDC`: the whitened affinity, and that affinity
+# class by class.
+WHITENED: dict[str, Any] = {"affinity_metric": "whitened", "affinity_evidence": "linear"}
+WHITENED_CLASSES: dict[str, Any] = {
+    **WHITENED,
+    "affinity_reference": "pooled",
+    "affinity_scope": "class",
+}
+
+
+def fuse_all(terms: Terms, affinity: Affinity | None = None) -> dict[str, Scores]:
+    """Returns the scores of every combination; those of one view only where there are two.
+
+    Args:
+        terms: of a batch.
+        affinity: how affinities become evidence; by default the paper's way.
+    """
     dual = terms.pretrained is not None
+    affinity = affinity or terms.paper_affinity
     return {
-        name: terms.fuse(**switches)
+        name: terms.fuse(**switches, affinity=affinity)
         for name, switches in COMPONENTS.items()
         if dual or not name.endswith("_view")
     }

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from fdc_jax.calibration import function_heads, inputs, storage
+from fdc_jax.calibration import function_heads, inputs, stacking, storage, whitening
 from fdc_jax.calibration.earlier import EarlierTasks
 from fdc_jax.calibration.foreign import ForeignReference, fit_foreign_reference
 from fdc_jax.calibration.head_rows import common_kind, head_kind, head_rows
@@ -19,8 +19,9 @@ from fdc_jax.calibration.scorer import Scorer
 from fdc_jax.calibration.scores import Scores
 from fdc_jax.calibration.second_pass import second_pass
 from fdc_jax.calibration.settings import Settings
-from fdc_jax.calibration.statistics import Task, first_pass
+from fdc_jax.calibration.statistics import FirstPass, Task, first_pass
 from fdc_jax.calibration.terms import Terms
+from fdc_jax.calibration.whitening import Prototypes, WithinClass
 from fdc_jax.errors import InputError
 
 _LOGGER = logging.getLogger("fdc_jax.calibration")
@@ -46,7 +47,15 @@ class FDC:
         neighbours: K, class prototypes whose cosines PAC averages.
         affinity_reference: "own" standardises affinities by the task's training moments; "nearest"
             by their moments over the candidate tasks of each input (paper, "PAC Neighborhood
-            Size").
+            Size"); "pooled", of the whitened metric alone, by the mean of all tasks' own moments.
+        affinity_metric: "cosine"; or "whitened", the cosine in the metric of the pooled
+            within-class covariance, which is beyond the paper (docs/beyond.md).
+        affinity_evidence: "tanh" of the standardised affinity, or "linear", the affinity itself.
+        affinity_scope: "task" gives a task the affinity of its nearest class; "class", of the
+            whitened metric alone, gives each class its own, before the maximum over classes.
+        affinity_shrinkage: lambda, share of the mean variance added to the within-class covariance.
+
+    With the whitened metric, the terms still hold the paper's evidence, too.
 
     Raises:
         InputError: a setting outside its range.
@@ -62,6 +71,10 @@ class FDC:
         pretrained_view_weight: float = 1.0,
         neighbours: int = 1,
         affinity_reference: str = "own",
+        affinity_metric: str = "cosine",
+        affinity_evidence: str = "tanh",
+        affinity_scope: str = "task",
+        affinity_shrinkage: float = 0.05,
     ):
         self.settings = Settings(
             retained_energy,
@@ -72,12 +85,18 @@ class FDC:
             pretrained_view_weight,
             neighbours,
             affinity_reference,
+            affinity_metric,
+            affinity_evidence,
+            affinity_scope,
+            affinity_shrinkage,
         ).checked()
         self.tasks: list[Task] = []
         self.heads: list[Any] = []
         self.references: list[ForeignReference | None] = []
         # Per task, the standardised foreign residuals of each view; None once released.
         self.foreign: list[list[Float[np.ndarray, "earlier n"]]] | None = []
+        # Per view, what the whitened metric is made of; empty with the cosine.
+        self.shared: list[WithinClass] = []
         self._earlier: list[EarlierTasks] = []
         self._finalized = False
         self._scorer: Scorer | None = None
@@ -131,6 +150,11 @@ class FDC:
         task = self.num_tasks
         name = f"head of task {task}"
         kind = head_kind(head, name)
+        if kind == "function" and self.settings.affinity_scope == "class":
+            raise InputError(
+                f"{name}: affinity_scope class needs the logit of every class; expected a built-in "
+                "head, found a function"
+            )
         if self.heads and kind != (expected := head_kind(self.heads[0], "head of task 0")):
             raise InputError(f"{name}: expected a {expected} head like task 0, found {kind}")
         source = inputs.task_source(adapted, labels, pretrained, task)
@@ -161,6 +185,7 @@ class FDC:
             num_classes,
             classes,
             self.classes,
+            self.settings.affinity_metric == "whitened",
         )
         present = int((first.class_counts > 0).sum())
         if present < self.settings.neighbours:
@@ -171,6 +196,7 @@ class FDC:
         self._earlier = self._earlier or [EarlierTasks() for _ in first.shapes]
         for view, earlier in enumerate(self._earlier):
             earlier.update([fitted.views[view] for fitted in self.tasks])
+        shared, prototypes = self._whitening(first)
         fitted, foreign = second_pass(
             source,
             task,
@@ -180,12 +206,31 @@ class FDC:
             self._earlier,
             self.settings.attenuation,
             self.settings.neighbours,
+            prototypes,
         )
         self.tasks.append(fitted)
+        self.shared = shared
         self.heads.append(head)
         self.foreign.append(foreign)
         self._finalized = False
         _warn_of_constant_residuals(fitted, task)
+
+    def _whitening(self, first: FirstPass) -> tuple[list[WithinClass], list[Prototypes]]:
+        """Returns what tasks share with this one among them, and its prototypes, per view."""
+        shared, prototypes = [], []
+        for view, (scatter, means) in enumerate(first.within):
+            before = self.shared[view] if self.shared else None
+            with_this = whitening.extended(before, scatter, int(first.class_counts.sum()))
+            known = [task.views[view].whitened for task in self.tasks]
+            metric = whitening.metric_of(
+                with_this,
+                [*(each.class_means for each in known if each), means],
+                [*(task.views[view].class_counts for task in self.tasks), first.class_counts],
+                self.settings.affinity_shrinkage,
+            )
+            shared.append(with_this)
+            prototypes.append(stacking.stack_prototypes(metric, [means], [first.class_counts]))
+        return shared, prototypes
 
     def finalize(self, release: bool = False) -> None:
         """Fits the foreign reference of RLC (Algorithm 1, line 13). May be called again.
@@ -235,13 +280,22 @@ class FDC:
         self._scorer = None
 
     @property
+    def paper_storage_bytes(self) -> int:
+        """Returns what `storage_bytes` would be with the cosine instead of the whitened metric."""
+        return self._storage(whitened=False)
+
+    @property
     def storage_bytes(self) -> int:
         """Returns the bytes of the statistics in use, by the paper's accounting, in float32.
 
         Counts PCA bases as factors, prototypes, feature means and scalars; classifier weights and
         the foreign residuals, which `finalize(release=True)` drops, are not counted. A view of
-        weight 0 counts no more than what TSF needs: the adapted bases.
+        weight 0 counts no more than what TSF needs: the adapted bases. With the whitened metric,
+        class means stand for prototypes, and half of the symmetric scatter is counted once.
         """
+        return self._storage(whitened=bool(self.shared))
+
+    def _storage(self, whitened: bool) -> int:
         settings, numbers = self.settings, 0
         weights = (settings.adapted_view_weight, settings.pretrained_view_weight)
         for index, weight in enumerate(weights[: self.num_views]):
@@ -253,6 +307,9 @@ class FDC:
                 numbers += (len(views) + present) * len(views[0].mean)
                 # Four moments per task; mean, variance and scale of the foreign reference.
                 numbers += 4 * len(views) + (3 if len(views) > 1 else 0)
+            if weight and whitened:
+                width = len(views[0].mean)
+                numbers += width * (width + 1) // 2 + 1
         # Score scales with and without TSF.
         return 4 * (numbers + 2 * self.num_tasks)
 
@@ -283,6 +340,7 @@ class FDC:
         calibrator.tasks = state.tasks
         calibrator.references = state.references
         calibrator.foreign = state.foreign
+        calibrator.shared = state.shared
         try:
             calibrator.replace_heads(state.heads)
         except InputError as error:
@@ -344,12 +402,16 @@ class FDC:
                 "out only with pretrained_view_weight 0"
             )
         if self._scorer is None:
-            self._scorer = Scorer(self.settings, self.tasks, self.heads, self.references)
+            self._scorer = Scorer(
+                self.settings, self.tasks, self.heads, self.references, self.shared
+            )
         return self._scorer.terms(adapted, pretrained)
 
     def _state(self) -> storage.State:
         self._require_finalized()
-        return storage.State(self.settings, self.tasks, self.heads, self.references, self.foreign)
+        return storage.State(
+            self.settings, self.tasks, self.heads, self.references, self.foreign, self.shared
+        )
 
     def _require_finalized(self) -> None:
         if not self._finalized:

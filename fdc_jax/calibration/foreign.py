@@ -68,7 +68,9 @@ def _median(parts: Callable[[], Iterable[Float[np.ndarray, "..."]]]) -> float:
     if total <= GATHERED:
         near = np.concatenate([part.ravel() for part in parts()])
     else:
-        counts = sum(np.bincount(_leading_bits(part), minlength=1 << 16) for part in parts())
+        counts = np.zeros(1 << 16, np.int64)
+        for part in parts():
+            counts += np.bincount(_leading_bits(part), minlength=len(counts))
         ends = np.cumsum(counts)
         first, last = np.searchsorted(ends, ranks, side="right")
         near = np.concatenate(

@@ -14,10 +14,17 @@ from typing import NamedTuple
 import numpy as np
 
 FORMAT = "fdc_jax calibrator"
-SCHEMA = 1
+SCHEMA = 2
 NORM_FLOOR = 1e-12
 ENERGY_FLOOR = 1e-12
 SCALE_FLOOR = 1e-6
+LEAST_UNIT = 0.1
+_PAPER_AFFINITY = {
+    "affinity_metric": np.array("cosine"),
+    "affinity_evidence": np.array("tanh"),
+    "affinity_scope": np.array("task"),
+    "affinity_shrinkage": np.array(0.05),
+}
 # Kinds of heads whose rows are used as they are, with a bias. All but linear ones see h/|h|.
 WITH_BIAS = ("linear", "normalised_linear")
 
@@ -53,14 +60,19 @@ class NumpyScorer:
         if str(arrays.get("format")) != FORMAT:
             raise ValueError(f"format: expected {FORMAT!r}, found {arrays.get('format')!s:.80}")
         schema = int(_field(arrays, "schema", ()))
-        if schema != SCHEMA:
-            raise ValueError(f"schema: expected version {SCHEMA}, found {schema}")
+        if not 1 <= schema <= SCHEMA:
+            raise ValueError(f"schema: expected version 1 to {SCHEMA}, found {schema}")
+        # What version 1 had not.
+        arrays = {**_PAPER_AFFINITY, **arrays}
         _check_fields(arrays)
-        self.arrays = dict(arrays)
+        self.arrays = arrays
         self.width = arrays["adapted_mean"].shape[1]
         self.sizes = arrays["class_sizes"].tolist()
         self.views = ["adapted"] + ["pretrained"] * ("pretrained_mean" in arrays)
         self._tasks = {view: self._split(view) for view in self.views}
+        self._prototypes = {}
+        if str(arrays["affinity_metric"]) == "whitened":
+            self._prototypes = {view: self._whitened_prototypes(view) for view in self.views}
         self._heads = self._split_heads()
 
     @classmethod
@@ -117,24 +129,41 @@ class NumpyScorer:
                 raise ValueError(
                     f"pretrained features: expected {len(adapted)} rows, found {len(pretrained)}"
                 )
-        scores = np.zeros((len(adapted), len(self.sizes)), np.float32)
-        local = np.zeros(scores.shape, np.int64)
-        for task in range(len(self.sizes)):
-            logits = self._logits(task, adapted, tsf)
-            scores[:, task] = logits.max(axis=1)
-            local[:, task] = logits.argmax(axis=1)
+        tasks = range(len(self.sizes))
+        logits = [self._logits(task, adapted, tsf) for task in tasks]
+        by_class = pac and str(arrays["affinity_scope"]) == "class"
         scale = arrays["filtered_scale" if tsf else "raw_scale"].astype(np.float32)
+        correction = np.zeros((len(adapted), len(logits)), np.float32)
+        closeness = [np.float32(0.0) for _ in tasks]
+        corrected = False
         for view in self.views:
             weight = float(arrays[f"{view}_view_weight"])
             if not used[view] or weight == 0.0 or not (rlc or pac):
                 continue
             if view not in features:
                 raise ValueError(f"{view} features: expected, since the calibrator uses them")
-            down, up = self._evidence(view, features[view])
+            corrected = True
             if pac:
-                scores += np.float32(weight * float(arrays["pac_weight"])) * scale * up
+                up = np.float32(weight * float(arrays["pac_weight"]))
+                for task, found in enumerate(self._affinity(view, features[view])):
+                    if by_class:
+                        closeness[task] = closeness[task] + up * found
+                    else:
+                        correction[:, task] += up * scale[task] * found[:, 0]
             if rlc:
-                scores -= np.float32(weight * float(arrays["rlc_weight"])) * scale * down
+                down = np.float32(weight * float(arrays["rlc_weight"]))
+                correction -= down * scale * self._residual_evidence(view, features[view])
+        scores = np.zeros(correction.shape, np.float32)
+        local = np.zeros(correction.shape, np.int64)
+        for task in tasks:
+            each = logits[task]
+            if by_class and corrected:
+                unit = max(scale[task], np.float32(LEAST_UNIT) * scale.mean())
+                each = (each + correction[:, task, None]) / unit + closeness[task]
+            local[:, task] = each.argmax(axis=1)
+            scores[:, task] = each.max(axis=1)
+        if not (by_class and corrected):
+            scores += correction
         task = scores.argmax(axis=1)
         first = np.cumsum([0, *self.sizes[:-1]])
         label = arrays["classes"][first[task] + local[np.arange(len(task)), task]]
@@ -197,38 +226,87 @@ class NumpyScorer:
             logits = logits / np.maximum(np.sqrt(energy), NORM_FLOOR)[:, None]
         return logits + bias
 
-    def _evidence(self, view, features):
-        """Returns tanh of the RLC and PAC arguments, [n, tasks] each."""
+    def _residual_evidence(self, view, features):
+        """Returns tanh of the RLC argument, [n, tasks]."""
         arrays = self.arrays
-        norm = np.sqrt(np.square(features).sum(axis=1))
-        unit = features / np.maximum(norm, NORM_FLOOR)[:, None]
-        neighbours = int(arrays["neighbours"])
-        ratios, distances = [], []
-        for mean, basis, centre, offsets, constants in self._tasks[view]:
+        ratios = []
+        for mean, basis, *_ in self._tasks[view]:
             centred = features - mean
             energy = np.square(centred).sum(axis=1)
             inside = np.square(centred @ basis.T).sum(axis=1)
             ratios.append(np.maximum(energy - inside, 0) / np.maximum(energy, ENERGY_FLOOR))
+        ratio = np.stack(ratios, axis=1)
+        if not arrays[f"{view}_foreign_fit"].size:
+            return np.zeros_like(ratio)
+        mean, variance, tau = arrays[f"{view}_foreign_fit"]
+        residual = (ratio - arrays[f"{view}_residual_mean"]) / arrays[f"{view}_residual_std"]
+        log_ratio = residual**2 - (residual - mean) ** 2 / variance - np.log(variance)
+        return np.tanh(0.5 * log_ratio / tau).astype(np.float32)
+
+    def _affinity(self, view, features):
+        """Returns the affinity evidence of each task: [n, 1], or [n, classes] in class scope."""
+        if self._prototypes:
+            found = self._whitened_affinity(view, features)
+        else:
+            found = [column[:, None] for column in self._cosine_affinity(view, features).T]
+        if str(self.arrays["affinity_evidence"]) == "tanh":
+            found = [np.tanh(each) for each in found]
+        return [each.astype(np.float32) for each in found]
+
+    def _cosine_affinity(self, view, features):
+        arrays = self.arrays
+        norm = np.sqrt(np.square(features).sum(axis=1))
+        unit = features / np.maximum(norm, NORM_FLOOR)[:, None]
+        neighbours = int(arrays["neighbours"])
+        distances = []
+        for _, _, centre, offsets, constants in self._tasks[view]:
             centred = unit - centre
             half = 0.5 * np.square(centred).sum(axis=1)
             distance = half[:, None] + constants - centred @ offsets.T
             nearest = np.sort(distance, axis=1)[:, :neighbours]
             # The cosine of a zero feature to everything is 0.
             distances.append(np.where(norm >= NORM_FLOOR, nearest.mean(axis=1), np.float32(1)))
-        ratio, distance = np.stack(ratios, axis=1), np.stack(distances, axis=1)
-        rlc = np.zeros_like(ratio)
-        if arrays[f"{view}_foreign_fit"].size:
-            mean, variance, tau = arrays[f"{view}_foreign_fit"]
-            residual = (ratio - arrays[f"{view}_residual_mean"]) / arrays[f"{view}_residual_std"]
-            log_ratio = residual**2 - (residual - mean) ** 2 / variance - np.log(variance)
-            rlc = np.tanh(0.5 * log_ratio / tau)
+        distance = np.stack(distances, axis=1)
         if str(arrays["affinity_reference"]) == "nearest":
             std = np.maximum(distance.std(axis=1, keepdims=True), SCALE_FLOOR)
-            affinity = (distance.mean(axis=1, keepdims=True) - distance) / std
-        else:
-            affinity = arrays[f"{view}_distance_mean"] - distance
-            affinity = affinity / arrays[f"{view}_distance_std"]
-        return rlc.astype(np.float32), np.tanh(affinity).astype(np.float32)
+            return (distance.mean(axis=1, keepdims=True) - distance) / std
+        return (arrays[f"{view}_distance_mean"] - distance) / arrays[f"{view}_distance_std"]
+
+    def _whitened_prototypes(self, view):
+        """Returns the origin, the whitening map, and per task the unit prototypes, in float64."""
+        arrays = self.arrays
+        means = arrays[f"{view}_class_means"].astype(np.float64)
+        width = means.shape[1]
+        scatter = np.zeros((width, width))
+        scatter[np.triu_indices(width)] = arrays[f"{view}_within_scatter"]
+        scatter += np.triu(scatter, 1).T
+        variance = np.trace(scatter) / width
+        scatter /= variance if variance > 0 else 1.0
+        factor = np.linalg.cholesky(scatter + arrays["affinity_shrinkage"] * np.eye(width))
+        whitener = np.linalg.inv(factor)
+        present = arrays["class_counts"] > 0
+        # A single class is not its own origin.
+        origin = means[present].mean(axis=0) * (present.sum() > 1)
+        directions = _directions(means, origin, whitener)
+        directions[~present] = np.nan
+        return origin, whitener, np.split(directions, np.cumsum(self.sizes)[:-1])
+
+    def _whitened_affinity(self, view, features):
+        arrays = self.arrays
+        origin, whitener, prototypes = self._prototypes[view]
+        mean, std = arrays[f"{view}_cosine_mean"], arrays[f"{view}_cosine_std"]
+        if str(arrays["affinity_reference"]) == "pooled":
+            mean, std = np.full_like(mean, mean.mean()), np.full_like(std, std.mean())
+        directions = _directions(features.astype(np.float64), origin, whitener)
+        found = []
+        for task, each in enumerate(prototypes):
+            cosines = directions @ each.T
+            # Classes without an image have no prototype.
+            cosines = np.where(np.isnan(cosines), -np.inf, cosines)
+            if str(arrays["affinity_scope"]) == "task":
+                cosines = cosines.max(axis=1, keepdims=True)
+            found.append((cosines - mean[task]) / std[task])
+        return found
 
     def _checked(self, view, features):
         if view not in self.views:
@@ -248,6 +326,13 @@ class NumpyScorer:
             row = int(np.argmin(finite))
             raise ValueError(f"{view} features: row {row} is not finite, or too large for float32")
         return features
+
+
+def _directions(vectors, origin, whitener):
+    """Returns whitened differences from the origin over their length; zero at the origin."""
+    whitened = (vectors - origin) @ whitener.T
+    norm = np.linalg.norm(whitened, axis=1, keepdims=True)
+    return whitened / np.maximum(norm, NORM_FLOOR)
 
 
 def _field(arrays, name, shape, kind="iu"):
@@ -273,7 +358,18 @@ def _check_fields(arrays):
     for name in ("attenuation", "rlc_weight", "pac_weight"):
         _field(arrays, name, (), "f")
     neighbours = int(_field(arrays, "neighbours", ()))
-    _field(arrays, "affinity_reference", (), "U")
+    known = {
+        "affinity_metric": ("cosine", "whitened"),
+        "affinity_evidence": ("tanh", "linear"),
+        "affinity_reference": ("own", "nearest", "pooled"),
+        "affinity_scope": ("task", "class"),
+    }
+    for name, words in known.items():
+        if (found := str(_field(arrays, name, (), "U"))) not in words:
+            raise ValueError(f"{name}: expected one of {', '.join(words)}, found {found!r}")
+    whitened = str(arrays["affinity_metric"]) == "whitened"
+    if float(_field(arrays, "affinity_shrinkage", (), "f")) <= 0:
+        raise ValueError("affinity_shrinkage: expected a number above 0")
     sizes = _field(arrays, "class_sizes", (None,))
     tasks, rows = len(sizes), int(sizes.sum())
     if tasks == 0 or sizes.min() < 1:
@@ -297,6 +393,10 @@ def _check_fields(arrays):
             raise ValueError(f"{view}_rank: expected counts from 0")
         _field(arrays, f"{view}_basis", (int(ranks.sum()), width), "f")
         _field(arrays, f"{view}_prototypes", (rows, width), "f")
+        if whitened:
+            names += [f"{view}_cosine_mean", f"{view}_cosine_std"]
+            _field(arrays, f"{view}_class_means", (rows, width), "f")
+            _field(arrays, f"{view}_within_scatter", (width * (width + 1) // 2,), "f")
         fit = _field(arrays, f"{view}_foreign_fit", (0 if tasks == 1 else 3,), "f")
         if fit.size and fit[1:].min() <= 0:
             raise ValueError(f"{view}_foreign_fit: expected a variance and a scale above 0")

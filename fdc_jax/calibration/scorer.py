@@ -8,12 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fdc_jax.calibration import function_heads, inputs, scoring, stacking
+from fdc_jax.calibration import function_heads, inputs, scoring, stacking, whitening
 from fdc_jax.calibration.foreign import ForeignReference, foreign_coefficients
 from fdc_jax.calibration.head_rows import head_kind, head_rows
 from fdc_jax.calibration.settings import Settings
-from fdc_jax.calibration.statistics import Task
-from fdc_jax.calibration.terms import TaskLogits, Terms, ViewEvidence, Weights
+from fdc_jax.calibration.statistics import Task, ViewStatistics
+from fdc_jax.calibration.terms import (
+    TaskLogits,
+    Terms,
+    ViewEvidence,
+    Weights,
+    Whitened,
+    WhitenedView,
+)
+from fdc_jax.calibration.whitening import WithinClass
 
 # Rows per call; smaller batches are padded to a power of two, so that shapes recur.
 MAX_ROWS = 256
@@ -28,6 +36,7 @@ class Scorer:
         tasks: fitted tasks.
         heads: one per task, all of one type.
         references: foreign reference per view.
+        shared: what all tasks share of each view for the whitened metric; none for the cosine.
     """
 
     def __init__(
@@ -36,11 +45,16 @@ class Scorer:
         tasks: Sequence[Task],
         heads: Sequence[Any],
         references: Sequence[ForeignReference | None],
+        shared: Sequence[WithinClass] = (),
     ):
         self.settings, self.tasks, self.heads = settings, list(tasks), list(heads)
         self.views = [
             stacking.stack_view([task.views[view] for task in tasks])
             for view in range(len(tasks[0].views))
+        ]
+        self.prototypes = [
+            _prototypes([task.views[view] for task in tasks], each, settings.affinity_shrinkage)
+            for view, each in enumerate(shared)
         ]
         foreign = [jnp.asarray(foreign_coefficients(each)) for each in references]
         self.calibration = scoring.Calibration(
@@ -100,6 +114,34 @@ class Scorer:
                 settings.pretrained_view_weight,
             ),
             classes=[task.classes for task in self.tasks],
+            affinity=settings.affinity,
+            paper_affinity=settings.paper_affinity,
+            whitened=self._whitened(joined) if self.prototypes else None,
+        )
+
+    def _whitened(self, joined: scoring.BatchTerms) -> Whitened:
+        count = len(self.tasks)
+
+        def view(index: int, cosines: Any) -> WhitenedView | None:
+            if cosines is None:
+                return None
+            own = [task.views[index].whitened for task in self.tasks]
+            mean, std = (
+                np.array([getattr(each, name) for each in own], np.float32)
+                for name in ("mean", "std")
+            )
+            return WhitenedView(cosines[:, :count], mean, std)
+
+        def of_tasks(rows: Any) -> Any:
+            return None if rows is None else rows[:, :count]
+
+        adapted = view(0, joined.adapted_cosines)
+        assert adapted is not None
+        return Whitened(
+            adapted,
+            view(1, joined.pretrained_cosines),
+            of_tasks(joined.raw_rows),
+            of_tasks(joined.filtered_rows),
         )
 
     def _piece(
@@ -117,7 +159,19 @@ class Scorer:
             self.calibration,
             inputs.padded_rows(adapted, padded),
             frozen,
+            self.prototypes,
             normalised=self.normalised,
             neighbours=self.settings.neighbours,
+            all_rows=bool(self.prototypes),
             nearest=self.settings.affinity_reference == "nearest",
         )
+
+
+def _prototypes(
+    views: Sequence[ViewStatistics], shared: WithinClass, shrinkage: float
+) -> whitening.Prototypes:
+    means = [view.whitened.class_means for view in views if view.whitened]
+    counts = [view.class_counts for view in views]
+    return stacking.stack_prototypes(
+        whitening.metric_of(shared, means, counts, shrinkage), means, counts
+    )

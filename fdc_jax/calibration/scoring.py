@@ -1,6 +1,6 @@
 """Test-time evidence of all tasks in one compiled call (Algorithm 1, lines 14 to 18)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -8,18 +8,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from fdc_jax.calibration import measures
+from fdc_jax.calibration import measures, whitening
 from fdc_jax.calibration.stacking import HeadArrays, ViewArrays
+from fdc_jax.calibration.whitening import Prototypes
 
 # Beyond this many tasks the kernel walks over groups of tasks, to bound its memory.
 TASK_GROUP = 64
 
 
 class Evidence(NamedTuple):
-    """Bounded corrections of one view before scaling: tanh of the RLC and PAC arguments."""
+    """Evidence of one view before scaling: tanh of the RLC argument, standardised affinity."""
 
     rlc: Float[Array, "n tasks"]
-    pac: Float[Array, "n tasks"]
+    affinity: Float[Array, "n tasks"]
 
 
 class Logits(NamedTuple):
@@ -46,6 +47,10 @@ class BatchTerms(NamedTuple):
     pretrained: Evidence | None
     adapted_energy: Float[Array, " n"]
     pretrained_energy: Float[Array, " n"] | None
+    adapted_cosines: Float[Array, "n tasks c"] | None = None
+    pretrained_cosines: Float[Array, "n tasks c"] | None = None
+    raw_rows: Float[Array, "n tasks c"] | None = None
+    filtered_rows: Float[Array, "n tasks c"] | None = None
 
 
 class Measures(NamedTuple):
@@ -55,6 +60,8 @@ class Measures(NamedTuple):
     distance: Float[Array, "n tasks"]
     raw: Logits | None
     filtered: Logits | None
+    raw_rows: Float[Array, "n tasks c"] | None = None
+    filtered_rows: Float[Array, "n tasks c"] | None = None
 
 
 def measure(
@@ -64,6 +71,7 @@ def measure(
     attenuation: Float[Array, ""],
     normalised: bool,
     neighbours: int,
+    all_rows: bool = False,
 ) -> Measures:
     """Returns residual ratios, prototype distances and largest logits against all tasks.
 
@@ -74,6 +82,7 @@ def measure(
         attenuation: gamma of TSF.
         normalised: whether the heads divide their input by its norm.
         neighbours: K of PAC.
+        all_rows: return the logits of all classes, too.
     """
     energies = measures.energy(features)
     unit, directed = measures.directions(features)
@@ -94,12 +103,13 @@ def measure(
             filtered_energy = measures.filtered_energy(energies, uncentred, attenuation)
         raw = measures.row_logits(features, head.rows, head.bias, raw_energy)
         filtered = measures.row_logits(features, head.folded, head.bias, filtered_energy)
-        return Measures(ratio, distance, _largest(raw), _largest(filtered))
+        largest = Measures(ratio, distance, _largest(raw), _largest(filtered))
+        return largest._replace(raw_rows=raw, filtered_rows=filtered) if all_rows else largest
 
     return _over_tasks(one_task, (view, heads))
 
 
-@partial(jax.jit, static_argnames=("normalised", "neighbours", "nearest"))
+@partial(jax.jit, static_argnames=("normalised", "neighbours", "nearest", "all_rows"))
 def score_terms(
     heads: HeadArrays | None,
     adapted_view: ViewArrays,
@@ -107,12 +117,14 @@ def score_terms(
     calibration: Calibration,
     adapted: Float[Array, "n d"],
     pretrained: Float[Array, "n e"] | None,
+    prototypes: Sequence[Prototypes] = (),
     *,
     normalised: bool,
     neighbours: int,
     nearest: bool,
+    all_rows: bool = False,
 ) -> BatchTerms:
-    """Measures a batch against all tasks and turns the measures into bounded evidence.
+    """Measures a batch against all tasks and turns the measures into evidence.
 
     Args:
         heads: built-in heads, or None when the caller scores its heads itself.
@@ -121,24 +133,29 @@ def score_terms(
         calibration: foreign references and TSF attenuation.
         adapted: features E_T(x).
         pretrained: features E_0(x), or None.
+        prototypes: of the views in the within-class metric; none for the paper's FDC.
         normalised: whether the heads divide their input by its norm.
         neighbours: K of PAC.
         nearest: standardise affinities over the candidate tasks of the input instead of over the
             task's training features.
+        all_rows: return the logits of all classes, too.
 
     Returns:
         Terms of all padded tasks; the caller drops the padding.
     """
     attenuation = calibration.attenuation
-    own = measure(adapted_view, heads, adapted, attenuation, normalised, neighbours)
+    own = measure(adapted_view, heads, adapted, attenuation, normalised, neighbours, all_rows)
     adapted_evidence = _evidence(own, adapted_view, calibration.adapted_foreign, nearest)
-    pretrained_evidence = pretrained_energy = None
+    pretrained_evidence = pretrained_energy = pretrained_cosines = None
+    adapted_cosines = whitening.cosines(prototypes[0], adapted) if prototypes else None
     if pretrained_view is not None and pretrained is not None:
         frozen = measure(pretrained_view, None, pretrained, attenuation, False, neighbours)
         pretrained_evidence = _evidence(
             frozen, pretrained_view, calibration.pretrained_foreign, nearest
         )
         pretrained_energy = measures.energy(pretrained)
+        if prototypes:
+            pretrained_cosines = whitening.cosines(prototypes[1], pretrained)
     return BatchTerms(
         own.raw,
         own.filtered,
@@ -146,6 +163,10 @@ def score_terms(
         pretrained_evidence,
         measures.energy(adapted),
         pretrained_energy,
+        adapted_cosines,
+        pretrained_cosines,
+        own.raw_rows,
+        own.filtered_rows,
     )
 
 
@@ -154,13 +175,13 @@ def _largest(logits: Float[Array, "n c"]) -> Logits:
 
 
 def _over_tasks(function: Callable[[Any], Any], arrays: Any) -> Any:
-    """Applies a function of one task to all tasks; results are [n, tasks]."""
+    """Applies a function of one task to all tasks; results are [n, tasks, ...]."""
     tasks = jax.tree.leaves(arrays)[0].shape[0]
     if tasks <= TASK_GROUP:
         results = jax.vmap(function)(arrays)
     else:
         results = jax.lax.map(function, arrays, batch_size=TASK_GROUP)
-    return jax.tree.map(jnp.transpose, results)
+    return jax.tree.map(lambda leaf: jnp.swapaxes(leaf, 0, 1), results)
 
 
 def _evidence(
@@ -177,4 +198,4 @@ def _evidence(
         affinity = deviation / jnp.maximum(std, measures.SCALE_FLOOR)
     else:
         affinity = (view.distance_mean - distance) / view.distance_std
-    return Evidence(rlc, jnp.tanh(affinity))
+    return Evidence(rlc, affinity)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fdc_jax.calibration import inputs, scoring, stacking
+from fdc_jax.calibration import inputs, scoring, stacking, whitening
 from fdc_jax.calibration.earlier import EarlierTasks
 from fdc_jax.calibration.function_heads import function_logits
 from fdc_jax.calibration.head_rows import HeadRows
@@ -31,6 +31,7 @@ def second_pass(
     earlier: Sequence[EarlierTasks],
     attenuation: float,
     neighbours: int,
+    prototypes: Sequence[whitening.Prototypes] = (),
 ) -> tuple[Task, list[Float[np.ndarray, "earlier n"]]]:
     """Measures every sample of a task against itself and against the earlier tasks.
 
@@ -43,6 +44,8 @@ def second_pass(
         earlier: earlier tasks, per view.
         attenuation: gamma of TSF.
         neighbours: K of PAC.
+        prototypes: the task's own, per view, in the within-class metric of this moment; none where
+            the calibrator does not use it.
 
     Returns:
         What is kept of the task and, per view, the standardised residuals of its samples against
@@ -60,6 +63,7 @@ def second_pass(
     own: list[list[scoring.Measures]] = [[] for _ in views]
     maxima: list[tuple[TaskLogits, TaskLogits]] = []
     foreign: list[list[Array]] = [[] for _ in views]
+    cosines: list[list[Array]] = [[] for _ in prototypes]
     sizes: list[int] = []
     counts = np.zeros_like(first.class_counts)
     for block in inputs.blocks(source, task):
@@ -77,6 +81,8 @@ def second_pass(
                     neighbours=neighbours,
                 )
             )
+            if prototypes:
+                cosines[view].append(whitening.largest_cosine(prototypes[view], values))
             near = first.shapes[view].mean
             foreign[view].append(earlier[view].residual_ratios(values, block.rows, near))
         if rows is None:
@@ -100,8 +106,16 @@ def second_pass(
     for view, draft in enumerate(drafts):
         ratio = _gather([batch.ratio for batch in own[view]], sizes)[0]
         distance = _gather([batch.distance for batch in own[view]], sizes)[0]
+        whitened = None
+        if prototypes:
+            own_cosines = _gather([each[:, None] for each in cosines[view]], sizes)[0]
+            mean, std = population_moments(own_cosines)
+            floored = max(std, whitening.DEVIATION_FLOOR)
+            whitened = whitening.TaskAffinity(first.within[view][1], mean, floored)
         statistics.append(
-            ViewStatistics(*draft[:4], *population_moments(ratio), *population_moments(distance))
+            ViewStatistics(
+                *draft[:4], *population_moments(ratio), *population_moments(distance), whitened
+            )
         )
         residuals.append(earlier[view].standardise(_gather(foreign[view], sizes)))
     if rows is None:

@@ -1,13 +1,49 @@
 """The numbers that FDC is configured with, and their ranges."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from fdc_jax.errors import InputError
 
-AFFINITY_REFERENCES = ("own", "nearest")
+NUMBERS = (
+    "retained_energy",
+    "attenuation",
+    "rlc_weight",
+    "pac_weight",
+    "adapted_view_weight",
+    "pretrained_view_weight",
+    "affinity_shrinkage",
+)
+METRICS = ("cosine", "whitened")
+EVIDENCES = ("tanh", "linear")
+SCOPES = ("task", "class")
+# By metric, whose moments standardise an affinity.
+REFERENCES = {"cosine": ("own", "nearest"), "whitened": ("own", "pooled")}
+
+
+class Affinity(NamedTuple):
+    """How closeness to prototypes becomes evidence. The defaults are the paper's.
+
+    Attributes:
+        metric: `cosine` of the features, or `whitened`, in the within-class metric.
+        evidence: `tanh` of the standardised affinity, or the affinity itself, `linear`.
+        reference: the moments that standardise: the task's `own`; over the candidate tasks of an
+            input, `nearest`; or, of the whitened metric, which all tasks share, the mean of all
+            tasks' own moments, `pooled`.
+        scope: each `task` gets the affinity of its nearest class, or each `class` gets its own,
+            before the maximum over classes.
+    """
+
+    metric: str = "cosine"
+    evidence: str = "tanh"
+    reference: str = "own"
+    scope: str = "task"
+
+
+PAPER_AFFINITY = Affinity()
 
 
 class Settings(NamedTuple):
@@ -21,6 +57,27 @@ class Settings(NamedTuple):
     pretrained_view_weight: float
     neighbours: int
     affinity_reference: str
+    affinity_metric: str = "cosine"
+    affinity_evidence: str = "tanh"
+    affinity_scope: str = "task"
+    affinity_shrinkage: float = 0.05
+
+    @property
+    def affinity(self) -> Affinity:
+        """What these settings say about affinities."""
+        return Affinity(
+            self.affinity_metric,
+            self.affinity_evidence,
+            self.affinity_reference,
+            self.affinity_scope,
+        )
+
+    @property
+    def paper_affinity(self) -> Affinity:
+        """The paper's affinity, in the standardisation that is set where it has one."""
+        if self.affinity_reference == "nearest":
+            return PAPER_AFFINITY._replace(reference="nearest")
+        return PAPER_AFFINITY
 
     def checked(self) -> "Settings":
         """Returns the settings as plain numbers.
@@ -28,7 +85,7 @@ class Settings(NamedTuple):
         Raises:
             InputError: one is outside its range.
         """
-        for field in self._fields[:6]:
+        for field in NUMBERS:
             value = getattr(self, field)
             try:
                 valid = not _is_truth(value) and math.isfinite(value) and value >= 0.0
@@ -46,13 +103,31 @@ class Settings(NamedTuple):
             whole = False
         if not whole:
             raise InputError(f"neighbours: expected a count from 1, found {self.neighbours!r}")
-        if self.affinity_reference not in AFFINITY_REFERENCES:
+        for field, known in (
+            ("affinity_metric", METRICS),
+            ("affinity_evidence", EVIDENCES),
+            ("affinity_scope", SCOPES),
+        ):
+            _check_word(field, getattr(self, field), known)
+        whitened = self.affinity_metric == "whitened"
+        _check_word("affinity_reference", self.affinity_reference, REFERENCES[self.affinity_metric])
+        if self.affinity_scope == "class" and not whitened:
             raise InputError(
-                f"affinity_reference: expected one of {', '.join(AFFINITY_REFERENCES)}, "
-                f"found {self.affinity_reference!r}"
+                "affinity_scope: expected task with affinity_metric cosine, found class"
             )
-        numbers = {field: float(getattr(self, field)) for field in self._fields[:6]}
+        if self.affinity_shrinkage == 0.0:
+            raise InputError("affinity_shrinkage: expected a number above 0, found 0")
+        if whitened and self.neighbours != 1:
+            raise InputError(
+                f"neighbours: expected 1 with affinity_metric whitened, found {self.neighbours}"
+            )
+        numbers = {field: float(getattr(self, field)) for field in NUMBERS}
         return self._replace(**numbers, neighbours=int(self.neighbours))
+
+
+def _check_word(field: str, value: object, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InputError(f"{field}: expected one of {', '.join(known)}, found {value!r}")
 
 
 def _is_truth(value: object) -> bool:

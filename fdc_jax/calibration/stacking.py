@@ -6,9 +6,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from fdc_jax.calibration import measures
+from fdc_jax.calibration import measures, whitening
 from fdc_jax.calibration.head_rows import HeadRows
 from fdc_jax.calibration.statistics import ViewStatistics
 
@@ -52,11 +52,21 @@ def padded_size(size: int, least: int = 1) -> int:
     return -(-size // step) * step
 
 
+def padded_tasks(tasks: int) -> int:
+    """Returns the task axis for this many tasks; a task alone stays alone."""
+    return padded_size(tasks, LEAST_TASKS) if tasks > 1 else 1
+
+
+def padded_classes(classes: int) -> int:
+    """Returns the class axis for tasks of at most this many classes."""
+    return padded_size(classes, LEAST_CLASSES)
+
+
 def stack_view(tasks: Sequence[ViewStatistics]) -> ViewArrays:
-    """Pads and stacks the statistics of tasks in one view; a task alone stays alone."""
-    capacity = padded_size(len(tasks), LEAST_TASKS) if len(tasks) > 1 else 1
+    """Pads and stacks the statistics of tasks in one view."""
+    capacity = padded_tasks(len(tasks))
     rank = padded_size(max(len(task.basis) for task in tasks), LEAST_RANK)
-    classes = padded_size(max(len(task.prototypes) for task in tasks), LEAST_CLASSES)
+    classes = padded_classes(max(len(task.prototypes) for task in tasks))
     width = len(tasks[0].mean)
     arrays = dict(
         mean=np.zeros((capacity, width), np.float32),
@@ -90,7 +100,7 @@ def stack_heads(
 ) -> HeadArrays:
     """Pads and stacks heads and folds TSF into them (Algorithm 1, line 9)."""
     capacity, _, width = bases.shape
-    classes = padded_size(max(len(head.rows) for head in heads), LEAST_CLASSES)
+    classes = padded_classes(max(len(head.rows) for head in heads))
     rows = np.zeros((capacity, classes, width), np.float32)
     bias = np.full((capacity, classes), -np.inf, np.float32)
     for index, head in enumerate(heads):
@@ -101,6 +111,32 @@ def stack_heads(
 
 
 _fold = jax.jit(jax.vmap(measures.filter_features, in_axes=(0, 0, None)))
+
+
+def stack_prototypes(
+    metric: whitening.Metric,
+    class_means: Sequence[Float[np.ndarray, "c d"]],
+    counts: Sequence[Int[np.ndarray, " c"]],
+) -> whitening.Prototypes:
+    """Pads and stacks the class means of tasks as prototypes in a within-class metric.
+
+    Args:
+        metric: the metric.
+        class_means: of each task.
+        counts: images of each class.
+    """
+    tasks, classes = padded_tasks(len(class_means)), padded_classes(max(map(len, class_means)))
+    means = np.zeros((tasks, classes, class_means[0].shape[1]), np.float32)
+    present = np.zeros((tasks, classes), bool)
+    for task, (each, number) in enumerate(zip(class_means, counts, strict=True)):
+        means[task, : len(each)] = each
+        present[task, : len(each)] = number > 0
+    return whitening.Prototypes(
+        metric, _directions(metric, jnp.asarray(means)), jnp.asarray(present)
+    )
+
+
+_directions = jax.jit(whitening.directions)
 
 
 class PrototypeFrame(NamedTuple):

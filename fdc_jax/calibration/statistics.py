@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Array, Float, Int
 
-from fdc_jax.calibration import inputs, measures, moments
+from fdc_jax.calibration import inputs, measures, moments, whitening
+from fdc_jax.calibration.whitening import TaskAffinity
 from fdc_jax.errors import InputError
 
 
@@ -27,6 +28,7 @@ class ViewStatistics(NamedTuple):
         residual_std: their population standard deviation, at least 1e-6.
         distance_mean: one minus the mean of the task's own affinities.
         distance_std: population standard deviation of its own affinities, at least 1e-6.
+        whitened: its affinity in the within-class metric, where the calibrator uses that.
     """
 
     mean: Float[np.ndarray, " d"]
@@ -37,6 +39,7 @@ class ViewStatistics(NamedTuple):
     residual_std: float
     distance_mean: float
     distance_std: float
+    whitened: TaskAffinity | None = None
 
 
 class Task(NamedTuple):
@@ -66,11 +69,15 @@ class Shape(NamedTuple):
 
 
 class FirstPass(NamedTuple):
-    """First-pass results of all views of a task, adapted view first."""
+    """First-pass results of all views of a task, adapted view first.
+
+    `within` holds, per view, the scatter about the class means and these means, where asked for.
+    """
 
     shapes: list[Shape]
     classes: Int[np.ndarray, " c"]
     class_counts: Int[np.ndarray, " c"]
+    within: list[tuple[Array, Float[np.ndarray, "c d"]]]
 
 
 def population_moments(values: Float[np.ndarray, " n"]) -> tuple[float, float]:
@@ -86,6 +93,7 @@ def first_pass(
     num_classes: int,
     classes: Int[np.ndarray, " c"] | None,
     earlier: Sequence[Int[np.ndarray, " c"]],
+    within_class: bool = False,
 ) -> FirstPass:
     """Fits task means, PCA bases and prototypes of all views in one walk over the samples.
 
@@ -96,6 +104,7 @@ def first_pass(
         num_classes: rows of the head.
         classes: label of each head row; by default the distinct labels, ascending.
         earlier: labels of earlier tasks.
+        within_class: collect what the whitened affinity needs, too.
 
     Raises:
         InputError: labels that do not fit the head or the earlier tasks.
@@ -104,12 +113,20 @@ def first_pass(
     capacity = 1 << (num_classes - 1).bit_length()
     held: tuple[list[np.ndarray], np.ndarray] | None = None
     running: list[moments.Moments] = []
+    spread: list[whitening.Sums] = []
     count = 0
     for block in blocks:
         index = np.full(inputs.BLOCK_ROWS, -1, np.int32)
         index[: block.rows] = slots.index(block.labels, count)
         count += block.rows
         views = [block.adapted] + ([] if block.pretrained is None else [block.pretrained])
+        if within_class and spread:
+            spread = [
+                whitening.add_sums(view, features, index)
+                for view, features in zip(spread, views, strict=True)
+            ]
+        elif within_class:
+            spread = [whitening.first_sums(features, index, capacity) for features in views]
         if held is None:
             held = views, index
             continue
@@ -140,7 +157,13 @@ def first_pass(
                 moments.prototypes(np.asarray(view.class_totals)[order], counts),
             )
         )
-    return FirstPass(shapes, labels, counts)
+    in_slots = np.zeros(capacity, np.float32)
+    in_slots[: len(slots.counts)] = slots.counts
+    within = []
+    for sums in spread:
+        scatter, means = whitening.within_class(sums, in_slots)
+        within.append((scatter, np.asarray(means)[order]))
+    return FirstPass(shapes, labels, counts, within)
 
 
 def _started(
@@ -176,7 +199,7 @@ def _components(running: Sequence[moments.Moments], count: int) -> list[moments.
     else:
         parts = [moments.principal_components(view, size) for view in running]
     return [
-        moments.Components(*part, view.class_totals)
+        moments.Components(part[0], part[1], part[2], view.class_totals)
         for part, view in zip(parts, running, strict=True)
     ]
 

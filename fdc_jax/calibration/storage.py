@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
@@ -17,14 +18,16 @@ from fdc_jax.calibration.foreign import ForeignReference
 from fdc_jax.calibration.head_rows import common_kind
 from fdc_jax.calibration.inputs import host_array
 from fdc_jax.calibration.measures import SCALE_FLOOR
-from fdc_jax.calibration.settings import Settings
+from fdc_jax.calibration.settings import NUMBERS, Settings
 from fdc_jax.calibration.statistics import Task, ViewStatistics
+from fdc_jax.calibration.whitening import DEVIATION_FLOOR, TaskAffinity, WithinClass
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
 from fdc_jax.heads import CosineHead, LinearHead, NearestMeanHead, NormalisedLinearHead
 
 FORMAT = "fdc_jax calibrator"
-SCHEMA = 1
+# 1 had no within-class metric; it is still read.
+SCHEMA = 2
 VIEWS = ("adapted", "pretrained")
 MOMENTS = ("residual_mean", "residual_std", "distance_mean", "distance_std")
 # How far lengths and inner products of unit vectors may be off in a file.
@@ -40,6 +43,7 @@ class State(NamedTuple):
         heads: one per task.
         references: foreign reference per view.
         foreign: standardised foreign residuals per task and view; None once released.
+        shared: per view, what the whitened metric is made of; empty with the cosine.
     """
 
     settings: Settings
@@ -47,6 +51,7 @@ class State(NamedTuple):
     heads: list[Any]
     references: list[ForeignReference | None]
     foreign: list[list[Float[np.ndarray, "earlier n"]]] | None
+    shared: list[WithinClass]
 
 
 def to_arrays(state: State) -> dict[str, np.ndarray]:
@@ -69,6 +74,13 @@ def to_arrays(state: State) -> dict[str, np.ndarray]:
         for moment in MOMENTS:
             arrays[f"{name}_{moment}"] = [getattr(view, moment) for view in views]
         arrays[f"{name}_foreign_fit"] = np.array(state.references[index] or (), np.float64)
+        if state.shared:
+            scatter = np.asarray(state.shared[index].scatter)
+            arrays[f"{name}_within_scatter"] = scatter[np.triu_indices(len(scatter))]
+            own = [view.whitened for view in views if view.whitened]
+            arrays[f"{name}_class_means"] = np.concatenate([each.class_means for each in own])
+            arrays[f"{name}_cosine_mean"] = [each.mean for each in own]
+            arrays[f"{name}_cosine_std"] = [each.std for each in own]
         if state.foreign is not None:
             residuals = [task[index].ravel() for task in state.foreign]
             arrays[f"{name}_foreign"] = np.concatenate(residuals)
@@ -100,15 +112,10 @@ def load(path: str | os.PathLike[str], heads: Sequence[Any] | None = None) -> St
     fields = _Fields(path, _read(path))
     if fields.text("format") != FORMAT:
         raise InputError(f"{path}: format: expected {FORMAT!r}, found {fields.text('format')!r}")
-    if (schema := fields.whole("schema")) != SCHEMA:
-        raise InputError(f"{path}: schema: expected version {SCHEMA}, found {schema}")
+    if not 1 <= (schema := fields.whole("schema")) <= SCHEMA:
+        raise InputError(f"{path}: schema: expected version 1 to {SCHEMA}, found {schema}")
     try:
-        numbers = {name: fields.number(name) for name in Settings._fields[:6]}
-        settings = Settings(
-            **numbers,
-            neighbours=fields.whole("neighbours"),
-            affinity_reference=fields.text("affinity_reference"),
-        ).checked()
+        settings = _read_settings(fields, schema)
     except InputError as error:
         raise InputError(f"{path}: {error}") from error
     sizes = fields.counts("class_sizes", None, 1)
@@ -124,7 +131,8 @@ def load(path: str | os.PathLike[str], heads: Sequence[Any] | None = None) -> St
     filtered_scale = fields.scales("filtered_scale", tasks)
     known = (f"pretrained_{part}" for part in ("mean", "rank", "basis", "prototypes", *MOMENTS))
     names = VIEWS[: 2 if any(name in fields.arrays for name in known) else 1]
-    views = [_read_view(fields, name, counts, ends) for name in names]
+    whitened = settings.affinity_metric == "whitened"
+    views = [_read_view(fields, name, counts, ends, whitened) for name in names]
     result = [
         Task(
             [view[task] for view in views],
@@ -141,7 +149,36 @@ def load(path: str | os.PathLike[str], heads: Sequence[Any] | None = None) -> St
         _read_heads(fields, ends, views[0]) if heads is None else list(heads),
         [_read_reference(fields, f"{name}_foreign_fit", tasks) for name in names],
         _read_foreign(fields, names, samples),
+        [
+            _read_shared(fields, name, len(view[0].mean), int(samples.sum()))
+            for name, view in zip(names, views, strict=True)
+            if whitened
+        ],
     )
+
+
+def _read_settings(fields: "_Fields", schema: int) -> Settings:
+    words = ["affinity_reference"]
+    numbers = [name for name in NUMBERS if schema > 1 or name != "affinity_shrinkage"]
+    if schema > 1:
+        words += ["affinity_metric", "affinity_evidence", "affinity_scope"]
+    values: dict[str, Any] = {name: fields.number(name) for name in numbers}
+    values |= {name: fields.text(name) for name in words}
+    return Settings(**values, neighbours=fields.whole("neighbours")).checked()
+
+
+def _read_shared(fields: "_Fields", name: str, width: int, images: int) -> WithinClass:
+    size = width * (width + 1) // 2
+    triangle = fields.array(f"{name}_within_scatter", np.float32, (size,))
+    upper = np.zeros((width, width), np.float32)
+    upper[np.triu_indices(width)] = triangle
+    lower = np.triu(upper, 1).T
+    if upper.diagonal().min() < 0:
+        raise InputError(
+            f"{fields.path}: {name}_within_scatter: expected no variance below 0, found "
+            f"{upper.diagonal().min():g}"
+        )
+    return WithinClass(jnp.asarray(upper + lower), images)
 
 
 def _head_arrays(heads: Sequence[Any]) -> dict[str, Any]:
@@ -200,7 +237,11 @@ def _check_counts(
 
 
 def _read_view(
-    fields: "_Fields", name: str, counts: Sequence[np.ndarray], ends: np.ndarray
+    fields: "_Fields",
+    name: str,
+    counts: Sequence[np.ndarray],
+    ends: np.ndarray,
+    whitened: bool,
 ) -> list[ViewStatistics]:
     tasks, rows = len(counts), sum(map(len, counts))
     mean = fields.array(f"{name}_mean", np.float32, (tasks, None))
@@ -230,15 +271,23 @@ def _read_view(
         else fields.array(f"{name}_{moment}", np.float64, (tasks,))
         for moment in MOMENTS
     ]
+    affinities: list[TaskAffinity | None] = [None] * tasks
+    if whitened:
+        own_mean = fields.array(f"{name}_cosine_mean", np.float64, (tasks,))
+        own_std = fields.scales(f"{name}_cosine_std", tasks, DEVIATION_FLOOR)
+        means = fields.array(f"{name}_class_means", np.float32, (rows, width))
+        affinities = [
+            TaskAffinity(*parts)
+            for parts in zip(
+                np.split(means, ends), own_mean.tolist(), own_std.tolist(), strict=True
+            )
+        ]
     return [
-        ViewStatistics(*parts[:4], *(float(value) for value in parts[4:]))
-        for parts in zip(
-            mean,
-            bases,
-            np.split(prototypes, ends),
-            counts,
-            *moments,
-            strict=True,
+        ViewStatistics(*parts[:4], *(float(value) for value in parts[4:]))._replace(
+            whitened=affinity
+        )
+        for affinity, *parts in zip(
+            affinities, mean, bases, np.split(prototypes, ends), counts, *moments, strict=True
         )
     ]
 
@@ -341,13 +390,13 @@ class _Fields:
             raise InputError(f"{self.path}: {name}: expected counts from {least}")
         return found
 
-    def scales(self, name: str, length: int) -> np.ndarray:
+    def scales(self, name: str, length: int, floor: float = SCALE_FLOOR) -> np.ndarray:
         """Returns standard deviations, whose floor fitting keeps."""
         found = self.array(name, np.float64, (length,))
-        if found.min() < SCALE_FLOOR:
+        if found.min() < floor:
             task = int(np.argmin(found))
             raise InputError(
-                f"{self.path}: {name}: expected at least {SCALE_FLOOR}, found {found[task]:g} "
+                f"{self.path}: {name}: expected at least {floor}, found {found[task]:g} "
                 f"in task {task}"
             )
         return found

@@ -2,12 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from fdc_jax.calibration.scores import Scores
+from fdc_jax.calibration.settings import PAPER_AFFINITY, Affinity
+from fdc_jax.errors import InputError
+
+# Share of the mean score scale that the unit of a head's scores is at least, class by class.
+LEAST_UNIT = 0.1
 
 
 class TaskLogits(NamedTuple):
@@ -22,14 +27,62 @@ class TaskLogits(NamedTuple):
 
 
 class ViewEvidence(NamedTuple):
-    """tanh of the RLC and PAC arguments in one view: corrections in units of the score scale."""
+    """Corrections of one view in units of the score scale.
+
+    Attributes:
+        rlc: tanh of the RLC argument.
+        affinity: the standardised affinity, whose tanh is the PAC evidence.
+    """
 
     rlc: Float[np.ndarray, "n tasks"]
-    pac: Float[np.ndarray, "n tasks"]
+    affinity: Float[np.ndarray, "n tasks"]
+
+    @property
+    def pac(self) -> Float[np.ndarray, "n tasks"]:
+        """The paper's PAC evidence."""
+        return np.tanh(self.affinity)
 
     def of_tasks(self, count: int) -> "ViewEvidence":
         """Returns the first tasks alone."""
-        return ViewEvidence(self.rlc[:, :count], self.pac[:, :count])
+        return ViewEvidence(self.rlc[:, :count], self.affinity[:, :count])
+
+
+class WhitenedView(NamedTuple):
+    """Cosines of one view in the within-class metric, and how each task's own ones were spread.
+
+    Attributes:
+        cosines: minus infinity where there is no class.
+        mean: of each task's own largest cosines.
+        std: their standard deviation.
+    """
+
+    cosines: Float[np.ndarray, "n tasks c"]
+    mean: Float[np.ndarray, " tasks"]
+    std: Float[np.ndarray, " tasks"]
+
+    def affinity(self, reference: str, scope: str) -> Float[np.ndarray, "n tasks c"]:
+        """Returns standardised affinities; with scope `task`, one per task, in a last axis of 1."""
+        mean, std = self.mean, self.std
+        if reference == "pooled":
+            mean, std = np.mean(mean, keepdims=True), np.mean(std, keepdims=True)
+        found = self.cosines if scope == "class" else self.cosines.max(axis=2, keepdims=True)
+        return ((found - mean[:, None]) / std[:, None]).astype(np.float32)
+
+
+class Whitened(NamedTuple):
+    """What the whitened affinity adds to the terms; `None` for logits of heads without rows.
+
+    Attributes:
+        adapted: of the adapted view.
+        pretrained: of the pretrained view; None when that view is not in use.
+        raw_logits: of every class of every head, minus infinity beyond.
+        filtered_logits: the same with TSF.
+    """
+
+    adapted: WhitenedView
+    pretrained: WhitenedView | None
+    raw_logits: Float[np.ndarray, "n tasks c"] | None
+    filtered_logits: Float[np.ndarray, "n tasks c"] | None
 
 
 class Weights(NamedTuple):
@@ -54,6 +107,9 @@ class Terms:
         filtered_scale: sigma_t with TSF.
         weights: correction and view weights.
         classes: labels of each task's head rows, in row order.
+        affinity: how `fuse` turns affinities into evidence unless it is told otherwise.
+        paper_affinity: the paper's way.
+        whitened: None unless the calibrator was fitted for the whitened metric.
     """
 
     raw_logits: TaskLogits
@@ -64,6 +120,9 @@ class Terms:
     filtered_scale: Float[np.ndarray, " tasks"]
     weights: Weights
     classes: Sequence[Int[np.ndarray, " c"]]
+    affinity: Affinity = PAPER_AFFINITY
+    paper_affinity: Affinity = PAPER_AFFINITY
+    whitened: Whitened | None = None
 
     def fuse(
         self,
@@ -72,30 +131,71 @@ class Terms:
         pac: bool = True,
         adapted_view: bool = True,
         pretrained_view: bool = True,
+        affinity: Affinity | None = None,
     ) -> Scores:
         """Returns the scores with the named components switched on.
 
         Without TSF both the logits and the score scales are the raw ones (paper, "Test-Time
         Calibration"); with everything switched off the scores are the raw logits themselves.
+
+        Args:
+            tsf: filter the logits.
+            rlc: use residual evidence.
+            pac: use affinities.
+            adapted_view: use the evidence of the adapted view.
+            pretrained_view: use the evidence of the pretrained view.
+            affinity: how affinities become evidence; by default as the calibrator was set.
+
+        Raises:
+            InputError: an affinity for which the calibrator was not fitted.
         """
+        affinity = affinity or self.affinity
         logits, scale = (
             (self.filtered_logits, self.filtered_scale)
             if tsf
             else (self.raw_logits, self.raw_scale)
         )
+        whitened = self.whitened
+        if affinity.metric == "whitened" and whitened is None:
+            raise InputError("affinity: expected a calibrator fitted with affinity_metric whitened")
         views = [
-            (self.weights.adapted_view, self.adapted if adapted_view else None),
-            (self.weights.pretrained_view, self.pretrained if pretrained_view else None),
+            (self.weights.adapted_view, self.adapted, whitened and whitened.adapted),
+            (self.weights.pretrained_view, self.pretrained, whitened and whitened.pretrained),
         ]
+        used = [
+            view
+            for view, switch in zip(views, (adapted_view, pretrained_view), strict=True)
+            if switch and view[1] is not None
+        ]
+        by_class = pac and affinity.scope == "class"
         scores = logits.logit
-        for weight, evidence in views:
-            if evidence is None:
-                continue
-            if pac:
-                scores = scores + np.float32(weight * self.weights.pac) * scale * evidence.pac
+        closeness: Any = np.float32(0.0)
+        for weight, evidence, cosines in used:
+            if pac and weight * self.weights.pac:
+                if affinity.metric == "cosine":
+                    found = evidence.affinity[..., None]
+                else:
+                    found = cosines.affinity(affinity.reference, affinity.scope)
+                if affinity.evidence == "tanh":
+                    found = np.tanh(found)
+                found = np.float32(weight * self.weights.pac) * found
+                if by_class:
+                    closeness = closeness + found
+                else:
+                    scores = scores + scale * found[..., 0]
             if rlc:
                 scores = scores - np.float32(weight * self.weights.rlc) * scale * evidence.rlc
-        return Scores(scores, logits.row, self.classes)
+        if not by_class or not used:
+            return Scores(scores, logits.row, self.classes)
+        assert whitened is not None
+        rows = whitened.filtered_logits if tsf else whitened.raw_logits
+        assert rows is not None
+        # In units of the score scale, no head counts more than another; one that says the same of
+        # all its images, as of a single one, must not count without end. What is common to the
+        # classes of a task is in `scores` already, but for their own logits.
+        units = np.maximum(scale, np.float32(LEAST_UNIT) * scale.mean())[:, None]
+        each = (rows + (scores - logits.logit)[..., None]) / units + closeness
+        return Scores(each.max(axis=2), each.argmax(axis=2).astype(np.int32), self.classes)
 
     def raw(self) -> Scores:
         """Returns the largest raw logits as scores (Eq. raw)."""

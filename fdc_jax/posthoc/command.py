@@ -28,6 +28,9 @@ FDC_SETTINGS = {
     "neighbours": (int, 1, "K, class prototypes that the affinity averages"),
 }
 
+# The paper's, and its variants beyond the paper.
+_FDC = ("fdc", "whitened", "whitened-classes")
+
 
 def _parser() -> argparse.ArgumentParser:
     parser = command_line.Parser(
@@ -135,7 +138,7 @@ def _run(options: argparse.Namespace) -> None:
 def _settings(options: argparse.Namespace) -> Settings:
     given = {name: getattr(options, name) for name in FDC_SETTINGS}
     given = {name: value for name, value in given.items() if value is not None}
-    if given and options.method not in ("fdc", "all"):
+    if given and options.method not in (*_FDC, "all"):
         raise InputError(f"--{next(iter(given))}: is a setting of FDC, not of {options.method}")
     fdc = {name: given.get(name, default) for name, (_, default, _) in FDC_SETTINGS.items()}
     if options.seed < 0:
@@ -200,7 +203,7 @@ def _report(
 
 
 def _settings_of(method: str, settings: Settings) -> dict[str, Any]:
-    if method == "fdc":
+    if method in _FDC:
         return settings.fdc
     if method.startswith(("ranpac", "anacp")):
         return {"projections": settings.projections, "seed": settings.seed}

@@ -8,6 +8,7 @@ import numpy as np
 
 from fdc_jax import calibration
 from fdc_jax.calibration import Scores, Terms, comparators
+from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
 
@@ -21,7 +22,7 @@ class Settings(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """One method on one feature file; `calibrator` and `terms` for FDC alone."""
+    """One method on one feature file; `calibrator` and `terms` for FDC and its variants alone."""
 
     scores: Scores
     calibrator: calibration.FDC | None
@@ -42,6 +43,8 @@ def _by_view(make: Callable[[Settings, str], Any], name: str) -> dict[str, Calla
 METHODS: dict[str, Callable[[Settings], Any]] = {
     "raw": lambda settings: comparators.Raw(),
     "fdc": lambda settings: calibration.FDC(**settings.fdc),  # pyright: ignore
+    "whitened": lambda settings: calibration.FDC(**settings.fdc, **WHITENED),
+    "whitened-classes": lambda settings: calibration.FDC(**settings.fdc, **WHITENED_CLASSES),
     "ls": lambda settings: comparators.LogitStandardisation(),
     "energy": lambda settings: comparators.Energy(),
     "msp": lambda settings: comparators.MaximumSoftmax(),

@@ -42,6 +42,14 @@ def _gain(value: float) -> str:
     return f"{value:+.2f}"
 
 
+def _affinity(beyond: dict[str, Any]) -> str:
+    chosen = beyond["affinity"]
+    by_class = ", class by class" if chosen["scope"] == "class" else ""
+    return (
+        f"the {chosen['metric']} affinity ({chosen['evidence']}, {chosen['reference']}{by_class})"
+    )
+
+
 def show_results(results: dict[str, Any]) -> None:
     """Prints the results of one seed; accuracies in percent, gains in percentage points."""
     accuracy, routing = results["accuracy"], results["routing_accuracy"]
@@ -67,6 +75,12 @@ def show_results(results: dict[str, Any]) -> None:
         gain = "" if name == "raw" else _gain(value - accuracy["raw"])
         components.add_row(_title(name, results), f"{value:.2f}", gain)
     console.print(components)
+    if "whitened" in results:
+        beyond = results["whitened"]
+        console.print(
+            f"beyond the paper: {_affinity(beyond)} gives {beyond['accuracy']:.2f} % "
+            f"({_gain(beyond['accuracy'] - accuracy['fdc'])} over FDC)"
+        )
 
 
 def show_summary(summary: dict[str, Any]) -> None:
@@ -105,3 +119,11 @@ def show_summary(summary: dict[str, Any]) -> None:
         f"({100 * gain['confidence']:.0f} % t interval {gain['low']:+.2f} to {gain['high']:+.2f}, "
         f"{len(summary['seeds'])} seeds)"
     )
+    if "whitened" in summary:
+        beyond = summary["whitened"]
+        over = beyond["gain_over_fdc"]
+        console.print(
+            f"beyond the paper: {_affinity(beyond)} gives {both(beyond['accuracy'])} % "
+            f"({over['mean']:+.2f} points over FDC, t interval {over['low']:+.2f} to "
+            f"{over['high']:+.2f})"
+        )

@@ -10,7 +10,7 @@ from fdc_jax import evaluation
 from fdc_jax.calibration.foreign import log_likelihood_ratio
 from fdc_jax.calibration.measures import SCALE_FLOOR
 from fdc_jax.calibration.scores import Scores
-from fdc_jax.calibration.settings import AFFINITY_REFERENCES, Settings
+from fdc_jax.calibration.settings import REFERENCES, Settings
 from fdc_jax.calibration.terms import TaskLogits, Terms, ViewEvidence, Weights
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
@@ -95,7 +95,7 @@ def _evidence(
         affinity = standardised_over_tasks(-distance[:, :, settings.neighbours - 1].T)
     else:
         affinity = fitted.affinities(distance, settings.neighbours).T
-    return ViewEvidence(rlc, np.tanh(affinity))
+    return ViewEvidence(rlc, affinity)
 
 
 def standardised_over_tasks(affinity: Float[np.ndarray, "n tasks"]) -> Float[np.ndarray, "n tasks"]:
@@ -156,9 +156,9 @@ def sweep(
     if parameter != "neighbours":
         return result | accuracies(scores(features, varied, tasks))
     both = [
-        each._replace(affinity_reference=name) for name in AFFINITY_REFERENCES for each in varied
+        each._replace(affinity_reference=name) for name in REFERENCES["cosine"] for each in varied
     ]
     found = scores(features, both, tasks)
-    for place, name in enumerate(AFFINITY_REFERENCES):
+    for place, name in enumerate(REFERENCES["cosine"]):
         result[name] = accuracies(found[place * len(varied) : (place + 1) * len(varied)])
     return result

@@ -127,8 +127,8 @@ def changed(saved, path, **fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"schema": np.int64(0)}, "schema: expected version 1, found 0"),
-        ({"schema": np.int64(2)}, "schema: expected version 1, found 2"),
+        ({"schema": np.int64(0)}, "schema: expected version 1 to 2, found 0"),
+        ({"schema": np.int64(3)}, "schema: expected version 1 to 2, found 3"),
         ({"format": "other"}, "format: expected 'fdc_jax calibrator', found 'other'"),
         ({"format": None}, "format: expected a word"),
         ({"attenuation": np.float64(7)}, "attenuation: expected 0 <= x <= 1"),

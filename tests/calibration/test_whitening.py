@@ -1,0 +1,404 @@
+"""The whitened affinity against a float64 rendering of its formulas, and its edge cases."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
+
+from fdc_jax import calibration
+from fdc_jax.calibration import scoring, whitening
+from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES, fuse_all
+from fdc_jax.calibration.settings import Affinity
+from fdc_jax.errors import InputError
+from tests.calibration import streams
+from tests.calibration.reference import normalise
+
+SHRINKAGE = 0.05
+
+
+class Reference:
+    """Whitened cosines of one view, with the symmetric inverse square root, task after task."""
+
+    def __init__(self, tasks, shrinkage=SHRINKAGE, floor=0.01):
+        means, scatter, images, self.own = [], 0.0, 0, []
+        for features, rows in tasks:
+            features, here = features.astype(np.float64), []
+            for row in np.unique(rows):
+                inside = features[rows == row]
+                here.append(inside.mean(axis=0))
+                scatter = scatter + (inside - here[-1]).T @ (inside - here[-1])
+                images += len(inside)
+            means.append(np.array(here))
+            self._measure(means, scatter / images, shrinkage)
+            largest = self.cosines(features)[-1].max(axis=1)
+            self.own.append((largest.mean(), max(largest.std(), floor)))
+
+    def _measure(self, means, covariance, shrinkage):
+        width = len(covariance)
+        values, vectors = np.linalg.eigh(
+            covariance + shrinkage * np.trace(covariance) / width * np.eye(width)
+        )
+        self.root = (vectors / np.sqrt(values)) @ vectors.T
+        self.origin = np.concatenate(means).mean(axis=0)
+        self.prototypes = [normalise((each - self.origin) @ self.root) for each in means]
+
+    def cosines(self, features):
+        whitened = normalise((features.astype(np.float64) - self.origin) @ self.root)
+        return [whitened @ each.T for each in self.prototypes]
+
+    def affinity(self, features, reference, scope):
+        own = np.array(self.own)
+        if reference == "pooled":
+            own = np.broadcast_to(own.mean(axis=0), own.shape)
+        found = []
+        for (mean, std), cosines in zip(own, self.cosines(features), strict=True):
+            largest = cosines if scope == "class" else cosines.max(axis=1, keepdims=True)
+            found.append((largest - mean) / std)
+        return found
+
+
+def expected_scores(stream, kind, inputs, affinity, tsf=True, rlc=True, views=(True, True)):
+    """Scores and rows, from the float64 FDC for everything but the affinity."""
+    fdc = streams.fitted_reference(stream, kind)
+    base, rows = fdc.score(*inputs, tsf, rlc, False, views)
+    closeness = [np.zeros((len(base), 1)) for _ in stream]
+    for view, features in enumerate(inputs):
+        if not views[view]:
+            continue
+        own = Reference([((t.adapted, t.pretrained)[view], t.rows) for t in stream])
+        for t, found in enumerate(own.affinity(features, affinity.reference, affinity.scope)):
+            closeness[t] = closeness[t] + (np.tanh(found) if affinity.evidence == "tanh" else found)
+    sigma = fdc.sigma[tsf]
+    if affinity.scope == "task":
+        scores = [base[:, t] + sigma[t] * closeness[t][:, 0] for t in range(len(stream))]
+        return np.stack(scores, axis=1), rows
+    scores, rows = np.empty_like(base), np.empty_like(rows)
+    for t in range(len(stream)):
+        logits = fdc.logits(t, inputs[0].astype(np.float64), tsf)
+        common = base[:, t] - logits.max(axis=1)
+        each = (logits + common[:, None]) / sigma[t] + closeness[t]
+        scores[:, t], rows[:, t] = each.max(axis=1), each.argmax(axis=1)
+    return scores, rows
+
+
+def assert_scores(found, expected, tolerance=2e-4):
+    scores, rows = expected
+    assert streams.relative_error(found.task_scores, scores) < tolerance
+    assert (found.local_class == rows).mean() > 0.99
+
+
+AFFINITIES = [
+    Affinity("whitened", *rest)
+    for rest in itertools.product(("tanh", "linear"), ("own", "pooled"), ("task", "class"))
+]
+
+
+@pytest.mark.parametrize("kind", ["linear", "normalised_linear", "cosine", "nearest_mean"])
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_scores_equal_the_reference(kind, offset):
+    stream = streams.stream(3, 4, offset=offset)
+    inputs = streams.probe_inputs(stream)
+    terms = streams.fitted(stream, kind, **WHITENED).terms(*inputs)
+    for affinity in AFFINITIES:
+        found = terms.fuse(affinity=affinity)
+        assert_scores(found, expected_scores(stream, kind, inputs, affinity))
+
+
+@pytest.mark.parametrize("affinity", AFFINITIES[2:6])
+def test_components_and_views_apart(affinity):
+    stream = streams.stream(4, 3)
+    inputs = streams.probe_inputs(stream)
+    terms = streams.fitted(stream, **WHITENED).terms(*inputs)
+    for tsf, rlc, first, second in itertools.product((True, False), repeat=4):
+        found = terms.fuse(tsf, rlc, True, first, second, affinity)
+        if not first and not second:
+            assert not (found.task_scores - terms.fuse(tsf, False, False).task_scores).any()
+            continue
+        expected = expected_scores(stream, "linear", inputs, affinity, tsf, rlc, (first, second))
+        assert_scores(found, expected)
+
+
+def test_weights_multiply_the_evidence():
+    stream = streams.stream(5, 3)
+    inputs = streams.probe_inputs(stream)
+    once = streams.fitted(stream, rlc_weight=0.0, **WHITENED).terms(*inputs)
+    twice = streams.fitted(stream, rlc_weight=0.0, pac_weight=2.0, **WHITENED).terms(*inputs)
+    base = once.fuse(pac=False).task_scores
+    np.testing.assert_allclose(
+        twice.fuse().task_scores - base, 2 * (once.fuse().task_scores - base), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_the_papers_numbers_stay_what_they_are():
+    stream = streams.stream(6, 4)
+    inputs = streams.probe_inputs(stream)
+    paper = streams.fitted(stream)
+    beyond = streams.fitted(stream, **WHITENED_CLASSES)
+    expected = fuse_all(paper.terms(*inputs))
+    for name, scores in fuse_all(beyond.terms(*inputs)).items():
+        np.testing.assert_array_equal(scores.task_scores, expected[name].task_scores)
+    assert beyond.paper_storage_bytes == paper.storage_bytes == paper.paper_storage_bytes
+    extra = sum(4 * (d * (d + 1) // 2 + 1) for d in (16, 12))
+    assert beyond.storage_bytes == paper.storage_bytes + extra
+    with pytest.raises(InputError, match="affinity_metric whitened"):
+        paper.terms(*inputs).fuse(affinity=AFFINITIES[0])
+
+
+def test_the_default_of_fuse_is_what_was_set():
+    stream = streams.stream(6, 3)
+    inputs = streams.probe_inputs(stream)
+    fitted = streams.fitted(stream, **WHITENED_CLASSES)
+    terms = fitted.terms(*inputs)
+    wanted = terms.fuse(affinity=Affinity("whitened", "linear", "pooled", "class"))
+    np.testing.assert_array_equal(fitted.score(*inputs).task_scores, wanted.task_scores)
+    assert (wanted.task_scores != terms.fuse(affinity=terms.paper_affinity).task_scores).any()
+
+
+def test_cosines_with_linear_evidence():
+    stream = streams.stream(7, 3)
+    inputs = streams.probe_inputs(stream)
+    terms = streams.fitted(stream, affinity_evidence="linear").terms(*inputs)
+    bounded = streams.fitted(stream).terms(*inputs)
+    np.testing.assert_allclose(np.tanh(terms.adapted.affinity), bounded.adapted.pac, rtol=1e-6)
+    base = terms.fuse(rlc=False, pac=False).task_scores
+    q = terms.adapted.affinity + terms.pretrained.affinity
+    np.testing.assert_allclose(
+        terms.fuse(rlc=False).task_scores, base + terms.filtered_scale * q, rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("variant", [WHITENED, WHITENED_CLASSES])
+@pytest.mark.parametrize("dual", [True, False])
+def test_streams_in_chunks_and_one_after_the_other(variant, dual):
+    """Sources give what arrays give; a task's own moments never change when others follow."""
+    stream = streams.stream(0, 3, samples=(1300, 40, 700))
+    whole = streams.fitted(stream, dual=dual, **variant)
+    chunked = calibration.FDC(**variant)
+    for task in stream:
+
+        def source(task=task):
+            for start in range(0, len(task.rows), 333):
+                rows = slice(start, start + 333)
+                pretrained = task.pretrained[rows] if dual else None
+                yield task.adapted[rows], pretrained, task.labels[rows]
+
+        chunked.fit_task(source, None, streams.head_of(task, "linear"))
+    chunked.finalize()
+    inputs = streams.probe_inputs(stream)[: 2 if dual else 1]
+    np.testing.assert_array_equal(chunked.score(*inputs).label, whole.score(*inputs).label)
+    first = streams.fitted(stream[:1], dual=dual, **variant)
+    own = [each.tasks[0].views[0].whitened for each in (first, whole)]
+    assert own[0][1:] == own[1][1:]
+
+
+@pytest.mark.parametrize("variant", [WHITENED, WHITENED_CLASSES])
+@pytest.mark.parametrize("kind", ["linear", "cosine", "nearest_mean", "normalised_linear"])
+def test_saved_continued_and_scored_with_numpy(tmp_path, variant, kind):
+    stream = streams.stream(8, 4)
+    inputs = streams.probe_inputs(stream)
+    streams.fitted(stream[:3], kind, **variant).save(tmp_path / "three.npz")
+    loaded = calibration.FDC.load(tmp_path / "three.npz")
+    last = stream[3]
+    loaded.fit_task(last.adapted, last.labels, streams.head_of(last, kind), last.pretrained)
+    loaded.finalize()
+    whole = streams.fitted(stream, kind, **variant)
+    expected = whole.score(*inputs)
+    np.testing.assert_array_equal(loaded.score(*inputs).task_scores, expected.task_scores)
+    assert loaded.storage_bytes == whole.storage_bytes
+    whole.save(tmp_path / "four.npz")
+    numpy_only = calibration.NumpyScorer.load(tmp_path / "four.npz")
+    for switches in ({}, {"tsf": False}, {"rlc": False}, {"pac": False}, {"adapted_view": False}):
+        found = numpy_only.score(*inputs, **switches)
+        wanted = whole.terms(*inputs).fuse(**switches)
+        assert streams.relative_error(found.task_scores, wanted.task_scores) < 1e-4
+        assert (found.label == wanted.label).mean() > 0.99
+
+
+def test_files_of_the_first_schema_are_read(tmp_path):
+    stream = streams.stream(9, 3)
+    inputs = streams.probe_inputs(stream)
+    fitted = streams.fitted(stream)
+    fitted.save(tmp_path / "new.npz")
+    old = {
+        name: value
+        for name, value in np.load(tmp_path / "new.npz").items()
+        if not name.startswith("affinity_") or name == "affinity_reference"
+    }
+    np.savez(tmp_path / "old.npz", **{**old, "schema": np.int64(1)})
+    loaded = calibration.FDC.load(tmp_path / "old.npz")
+    assert loaded.settings == fitted.settings
+    expected = fitted.score(*inputs)
+    np.testing.assert_array_equal(loaded.score(*inputs).task_scores, expected.task_scores)
+    found = calibration.NumpyScorer.load(tmp_path / "old.npz").score(*inputs)
+    np.testing.assert_array_equal(found.label, expected.label)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"adapted_within_scatter": None}, "adapted_within_scatter: missing"),
+        ({"pretrained_class_means": np.zeros((2, 2), np.float32)}, "pretrained_class_means: exp"),
+        ({"adapted_cosine_std": np.zeros(3)}, "adapted_cosine_std: expected at least 0.01"),
+        ({"adapted_within_scatter": -np.ones(136, np.float32)}, "adapted_within_scatter: expected"),
+        ({"affinity_scope": np.array("all")}, "affinity_scope: expected one of task, class"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path, fields, message):
+    streams.fitted(streams.stream(1, 3), **WHITENED).save(tmp_path / "good.npz")
+    arrays = {**np.load(tmp_path / "good.npz"), **fields}
+    np.savez(tmp_path / "bad.npz", **{n: v for n, v in arrays.items() if v is not None})
+    with pytest.raises(InputError, match=rf"bad\.npz: {message}"):
+        calibration.FDC.load(tmp_path / "bad.npz")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"affinity_metric": "euclidean"}, "affinity_metric: expected one of cosine, whitened"),
+        ({"affinity_evidence": "log"}, "affinity_evidence: expected one of tanh, linear"),
+        ({"affinity_scope": "class"}, "affinity_scope: expected task with affinity_metric cosine"),
+        ({"affinity_reference": "pooled"}, "affinity_reference: expected one of own, nearest"),
+        ({**WHITENED, "affinity_reference": "nearest"}, "affinity_reference: .* own, pooled"),
+        ({**WHITENED, "affinity_shrinkage": 0.0}, "affinity_shrinkage: expected a number above 0"),
+        ({**WHITENED, "neighbours": 2}, "neighbours: expected 1 with affinity_metric whitened"),
+    ],
+)
+def test_settings_out_of_range_are_refused(arguments, message):
+    with pytest.raises(InputError, match=message):
+        calibration.FDC(**arguments)
+
+
+def test_heads_that_are_functions():
+    stream = streams.stream(2, 3)
+    inputs = streams.probe_inputs(stream)
+    found = streams.fitted(stream, "function", **WHITENED).score(*inputs)
+    affinity = Affinity("whitened", "linear")
+    assert_scores(found, expected_scores(stream, "function", inputs, affinity))
+    with pytest.raises(InputError, match=r"affinity_scope class .* found a function"):
+        streams.fitted(stream, "function", **WHITENED_CLASSES)
+
+
+def test_a_class_without_an_image_is_ignored():
+    stream = streams.stream(3, 3)
+    task = stream[1]
+    named = calibration.FDC(**WHITENED_CLASSES)
+    bigger = calibration.FDC(**WHITENED_CLASSES)
+    for place, each in enumerate(stream):
+        head = streams.head_of(each, "linear")
+        named.fit_task(each.adapted, each.labels, head, each.pretrained)
+        if place == 1:
+            rows = np.concatenate([task.weight, np.ones((1, task.weight.shape[1]))])
+            head = type(head)(rows.astype(np.float32), np.append(task.bias, 99.0))
+            classes = [*range(task.first, task.first + len(task.weight)), 77]
+            bigger.fit_task(each.adapted, each.labels, head, each.pretrained, classes)
+        else:
+            bigger.fit_task(each.adapted, each.labels, head, each.pretrained)
+    named.finalize(), bigger.finalize()
+    inputs = streams.probe_inputs(stream)
+    own = [each.tasks[1].views[0].whitened for each in (named, bigger)]
+    assert own[0][1:] == own[1][1:]
+    found = bigger.score(*inputs)
+    assert np.isfinite(found.task_scores).all() and (found.label != 77).all()
+
+
+@pytest.mark.parametrize("variant", [WHITENED, WHITENED_CLASSES])
+def test_one_class_a_task_one_image_a_class_and_equal_images(variant):
+    rng = np.random.default_rng(0)
+    cases = {
+        "one class a task": [(rng.normal(size=(9, 8)) + 4 * t, np.zeros(9, int)) for t in range(4)],
+        "one image a class": [(rng.normal(size=(3, 8)), np.arange(3)) for _ in range(3)],
+        "equal images": [(np.full((6, 8), 1.0 + t), np.arange(6) % 2) for t in range(3)],
+    }
+    for name, tasks in cases.items():
+        fitted = calibration.FDC(**variant)
+        for t, (features, rows) in enumerate(tasks):
+            weight = rng.normal(size=(rows.max() + 1, 8)).astype(np.float32)
+            head = streams.heads.LinearHead(weight, np.zeros(len(weight), np.float32))
+            fitted.fit_task(features.astype(np.float32), rows + 10 * t, head)
+        fitted.finalize()
+        probe = np.concatenate([features for features, _ in tasks]).astype(np.float32)
+        scores = fitted.score(probe).task_scores
+        assert np.isfinite(scores).all(), name
+        # A first task of one class has no mean amid classes; nothing is out of scale then, either.
+        assert np.abs(scores).max() < 1e3 or name == "equal images", name
+
+
+def test_one_compilation_for_all_numbers_of_tasks_of_a_padded_size():
+    stream = streams.stream(5, 10, classes=(3,), samples=(40,))
+    functions = (scoring.score_terms, whitening.metric, whitening.largest_cosine)
+    fitted = calibration.FDC(**WHITENED_CLASSES)
+    for place, task in enumerate(stream):
+        head = streams.head_of(task, "linear")
+        fitted.fit_task(task.adapted, task.labels, head, task.pretrained)
+        fitted.finalize()
+        fitted.score(*streams.probe_inputs(stream))
+        # Nine and ten tasks are padded to ten.
+        if place == 8:
+            compiled = [each._cache_size() for each in functions]
+    assert [each._cache_size() for each in functions] == compiled
+
+
+def test_the_metric_is_that_of_linear_discriminant_analysis():
+    """Whitening by an independent package: inner products are those of the inverse covariance."""
+    rng = np.random.default_rng(1)
+    rows = np.arange(300) % 5
+    features = (rng.normal(size=(300, 10)) @ rng.normal(size=(10, 10)) + rows[:, None]).astype(
+        np.float32
+    )
+    lda = LinearDiscriminantAnalysis(solver="lsqr", store_covariance=True).fit(features, rows)
+    shrunk = lda.covariance_ + SHRINKAGE * np.trace(lda.covariance_) / 10 * np.eye(10)
+    sums = whitening.first_sums(features, rows.astype(np.int32), 5)
+    scatter, means = whitening.within_class(sums, np.bincount(rows).astype(np.float32))
+    np.testing.assert_allclose(means, lda.means_, rtol=1e-5, atol=1e-5)
+    metric = whitening.metric_of(
+        whitening.WithinClass(scatter, 300), [np.asarray(means)], [np.bincount(rows)], SHRINKAGE
+    )
+    whitener = np.asarray(metric.whitener, np.float64)
+    scale = np.trace(lda.covariance_) / 10
+    np.testing.assert_allclose(
+        whitener.T @ whitener / scale, np.linalg.inv(shrunk), rtol=1e-3, atol=1e-6
+    )
+    np.testing.assert_allclose(metric.origin, lda.means_.mean(axis=0), rtol=1e-5, atol=1e-5)
+
+
+@settings(deadline=None, max_examples=15, derandomize=True)
+@given(st.integers(0, 10_000), st.floats(0.1, 50.0), st.integers(2, 4))
+def test_cosines_do_not_depend_on_scale_shift_or_rotation(seed, scale, tasks):
+    rng = np.random.default_rng(seed)
+    stream = streams.stream(seed, tasks)
+    inputs = streams.probe_inputs(stream)
+    rotation = np.linalg.qr(rng.normal(size=(16, 16)))[0]
+    shift = rng.normal(size=16)
+
+    def moved(features):
+        return (scale * features @ rotation + scale * shift).astype(np.float32)
+
+    whitened = []
+    for change in (lambda features: features, moved):
+        fitted = calibration.FDC(**WHITENED)
+        for task in stream:
+            head = streams.head_of(task, "linear")
+            fitted.fit_task(change(task.adapted), task.labels, head)
+        fitted.finalize()
+        whitened.append(fitted.terms(change(inputs[0])).whitened.adapted)
+    np.testing.assert_allclose(whitened[0].cosines, whitened[1].cosines, atol=2e-3)
+    np.testing.assert_allclose(whitened[0].mean, whitened[1].mean, atol=2e-3)
+
+
+def test_a_head_without_spread_does_not_decide_everything():
+    """A task of one image has a score scale of nothing, in whose units its logits are immense."""
+    rng = np.random.default_rng(3)
+    fitted = calibration.FDC(**WHITENED_CLASSES)
+    images = [rng.normal(size=(30, 8)) + 3 * t for t in range(3)] + [rng.normal(size=(1, 8)) - 3]
+    for t, features in enumerate(images):
+        head = streams.heads.LinearHead(
+            rng.normal(size=(1, 8)).astype(np.float32), np.ones(1, np.float32)
+        )
+        fitted.fit_task(features.astype(np.float32), np.full(len(features), t), head)
+    fitted.finalize()
+    scores = fitted.score(np.concatenate(images[:3]).astype(np.float32)).task_scores
+    spread = np.abs(scores[:, :3]).max()
+    assert np.abs(scores[:, 3]).max() < 30 * spread
