@@ -55,7 +55,7 @@ def recompute(
             raise InputError(f"{folder}: expected a finished run of one seed, found no {name}")
     if (folder / "features" / "test_adapted.npy").exists():
         raise InputError(f"{folder / 'features'}: the features are there already")
-    config = _config(folder / "config.json", data_dir, weights)
+    config = stored_config(folder / "config.json", data_dir, weights)
     try:
         e = preparation.prepare(config, quiet)
     except (AttributeError, KeyError) as error:
@@ -69,14 +69,14 @@ def recompute(
     }
     workdir = Workdir(folder, config, checksums)
     fitted = calibration.FDC.load(folder / "calibrator.npz")
-    state = _final_state(e, workdir)
+    state = final_state(e, workdir.checkpoints)
     heads = e.learner.heads(e.setup, state, e.setup.num_tasks)
     adapted = []
     for task, indices in enumerate(e.tasks.train_indices):
         if not quiet:
             print(f"task {task + 1}/{e.setup.num_tasks}", file=sys.stderr, flush=True)
         kernels = e.learner.encoder(e.setup, e.backbone, state, task + 1)
-        features = _features(e, kernels, e.tasks.train, indices)
+        features = features_of(e, kernels, e.tasks.train, indices)
         _check(features, heads[task], fitted.tasks[task], config.learner.name, task)
         adapted.append(features)
     for task, (features, indices) in enumerate(zip(adapted, e.tasks.train_indices, strict=True)):
@@ -92,14 +92,14 @@ def recompute(
     kernels = e.learner.encoder(e.setup, e.backbone, state, e.setup.num_tasks)
     feature_files.write_test(
         workdir.features,
-        _features(e, kernels, e.tasks.test, e.tasks.test_indices),
+        features_of(e, kernels, e.tasks.test, e.tasks.test_indices),
         _pretrained(e, "test", e.tasks.test, e.tasks.test_indices),
         e.tasks.test_labels,
     )
     return workdir.features
 
 
-def _config(path: Path, data_dir: str | None, weights: str | None) -> Config:
+def stored_config(path: Path, data_dir: str | None = None, weights: str | None = None) -> Config:
     """Returns the configuration that a run has stored; names with a space are checksums."""
     nested: dict[str, Any] = {}
     for field, value in read_json(path).items():
@@ -118,9 +118,14 @@ def _config(path: Path, data_dir: str | None, weights: str | None) -> Config:
     return config
 
 
-def _final_state(e: Experiment, workdir: Workdir) -> Any:
-    if workdir.checkpoints.is_dir():
-        checkpoints = Checkpoints(workdir.checkpoints, e.config.checkpoint.keep)
+def final_state(e: Experiment, folder: Path) -> Any:
+    """Returns the state of a finished run from its last checkpoint.
+
+    Raises:
+        InputError: there is none that can be read.
+    """
+    if folder.is_dir():
+        checkpoints = Checkpoints(folder, e.config.checkpoint.keep)
         target = {"state": e.learner.initial_state(e.setup)}
         try:
             for number, cursor in checkpoints.cursors():
@@ -131,10 +136,11 @@ def _final_state(e: Experiment, workdir: Workdir) -> Any:
                     return tree["state"]
         finally:
             checkpoints.close()
-    raise InputError(f"{workdir.checkpoints}: expected the run's last checkpoint, found none")
+    raise InputError(f"{folder}: expected the run's last checkpoint, found none")
 
 
-def _features(e: Experiment, kernels: Any, source: Any, indices: np.ndarray) -> np.ndarray:
+def features_of(e: Experiment, kernels: Any, source: Any, indices: np.ndarray) -> np.ndarray:
+    """Returns the features [n, d] of images in evaluation preprocessing."""
     return e.extract(e.backbone, kernels, e.evaluation_batches(source, indices)).features
 
 
