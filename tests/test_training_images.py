@@ -1,0 +1,44 @@
+"""Where training images are decoded and augmented makes no difference but in time and memory."""
+
+import json
+
+import pytest
+
+from configs import digits
+from fdc_jax import command
+from fdc_jax.data.source import ByteCache
+from tests import interruptions
+
+OPTIONS = ("--config.train.epochs=2", "--config.classes_per_task=5", "--quiet")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache):
+    """One small run with the images of a task in memory, augmented on the host."""
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    interruptions.finish(interruptions.start(folder, *OPTIONS, cache=cache))
+    return folder
+
+
+def test_nothing_kept_and_augmentation_on_the_device_end_the_same(whole, cache, tmp_path):
+    other = tmp_path / "other"
+    options = ("--config.data.cache_gib=0.0", "--config.data.augment_on_device=True")
+    interruptions.finish(interruptions.start(other, *OPTIONS, *options, cache=cache))
+    interruptions.same_outcome(whole, other)
+    config = json.loads((other / "results.json").read_text())["config"]
+    assert config["data.augment_on_device"] is True
+
+
+def test_the_images_of_a_task_are_forgotten_when_it_ends(cache, tmp_path, monkeypatch):
+    config = digits.get_config()
+    config.cache_dir = str(cache)
+    config.classes_per_task = 5
+    config.data.train_per_class = 7
+    config.data.test_per_class = 5
+    config.train.epochs = 1
+    config.report = False
+    held = []
+    clear = ByteCache.clear
+    monkeypatch.setattr(ByteCache, "clear", lambda self: held.append(self.bytes) or clear(self))
+    command.run(config, str(tmp_path / "run"), quiet=True)
+    assert held == [35 * 3 * 32 * 32] * 2
