@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float
 
 from fdc_jax import calibration, devices, feature_files, processes, results
 from fdc_jax.checkpoint import Checkpoints
-from fdc_jax.data import stream
+from fdc_jax.data import device_augmentation, stream
 from fdc_jax.errors import TrainingError
 from fdc_jax.features import Extraction
 from fdc_jax.interruption import StopRequest
@@ -153,8 +153,12 @@ class Run:
         indices = e.tasks.train_indices[task]
         labels = e.tasks.train_labels(task) - e.tasks.first_position[task]
 
+        kind = stream.TrainBatches
+        if config.data.augment_on_device:
+            kind = device_augmentation.SmallTrainBatches
+
         def batches(**options) -> stream.TrainBatches:
-            return stream.TrainBatches(
+            return kind(
                 e.tasks.train,
                 indices,
                 labels,
@@ -197,7 +201,7 @@ class Run:
                 frozen,
                 self.trained,
                 self.optimizer,
-                devices.split(e.mesh, batch),
+                self._place(batch),
                 rate,
             )
             if not self._compiled:
@@ -234,7 +238,16 @@ class Run:
     def _placed(self, batches):
         for batch in batches:
             self.stop.poll()
-            yield devices.split(self.experiment.mesh, batch)
+            yield self._place(batch)
+
+    def _place(self, batch):
+        """Puts a batch on the devices; small images are augmented there."""
+        e = self.experiment
+        placed = devices.split(e.mesh, batch)
+        if not isinstance(batch, device_augmentation.SmallBatch):
+            return placed
+        side, size = batch.images.shape[1], e.config.encoder.image_size
+        return device_augmentation.augmentation(side, size)(placed)
 
     def _check_loss(self, task: int, step: int, epoch: int, loss: Any) -> float:
         value = float(loss)
