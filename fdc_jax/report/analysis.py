@@ -11,7 +11,7 @@ from fdc_jax import calibration, feature_files
 from fdc_jax.calibration.settings import Settings
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
-from fdc_jax.report import cache, confusion, diagnostics, measurements, selection, sweeps
+from fdc_jax.report import beyond, cache, confusion, diagnostics, measurements, selection, sweeps
 from fdc_jax.report.measurements import Fit
 from fdc_jax.report.spectra import TaskSpectrum, spectra
 
@@ -83,6 +83,7 @@ _OF_FEATURES: dict[str, Callable[[_Inputs], dict[str, Any]]] = {
     "logit_standardisation": lambda run: diagnostics.logit_standardisation(run.features),
     "selection": lambda run: selection.half_accuracies(run.features, run.settings._asdict()),
     "storage": lambda run: storage(run.features),
+    "beyond": lambda run: beyond.accuracies(run.features, run.settings),
 }
 _OF_PREDICTIONS = {"task_confusion": confusion.task_confusion}
 
@@ -154,6 +155,8 @@ def _analysis(
 def settings_of(results: dict[str, Any]) -> Settings:
     """Returns the settings of FDC that a run had; fields that its time did not know are defaults.
 
+    The affinity is the paper's, as in the numbers of a run that also has the whitened one.
+
     Raises:
         InputError: a field that FDC does not know, or a value outside its range.
     """
@@ -161,7 +164,9 @@ def settings_of(results: dict[str, Any]) -> Settings:
     unknown = set(given) - set(Settings._fields)
     if unknown:
         raise InputError(f"results.json: config: unknown field fdc.{min(unknown)}")
-    return calibration.FDC(**given).settings
+    settings = calibration.FDC(**given).settings
+    affinity = settings.paper_affinity._asdict()
+    return settings._replace(**{f"affinity_{name}": value for name, value in affinity.items()})
 
 
 def storage(features: FeatureSet) -> dict[str, int]:

@@ -13,6 +13,11 @@ _IGNORED = WITHOUT_EFFECT | {
     "save_features",
     "evaluation.batch_size",
     "evaluation.every_task",
+    # The whitened affinity stands beside the paper's numbers and leaves them as they are.
+    "fdc.affinity_metric",
+    "fdc.affinity_evidence",
+    "fdc.affinity_scope",
+    "fdc.affinity_shrinkage",
 }
 
 # Options that a learner reads besides its own.
@@ -51,6 +56,8 @@ def settings(results: dict[str, Any]) -> dict[str, Any]:
         of_a_learner = field.startswith("learner.") and field.count(".") > 1
         if field not in _IGNORED and (not of_a_learner or field.startswith(options)):
             found[field] = value
+    if found["fdc.affinity_reference"] == "pooled":  # Of the whitened affinity alone.
+        found["fdc.affinity_reference"] = "own"
     encoder, data = results.get("encoder") or {}, results.get("data") or {}
     found |= {
         "split": results.get("split"),

@@ -32,6 +32,7 @@ _OPTIONAL = {
     "timing": dict,
     "versions": dict,
     "curve": list,
+    "whitened": dict,
     "num_tasks": int,
     "num_classes": int,
     "num_train_images": int,

@@ -45,8 +45,8 @@ def tests(groups: Sequence[Group]) -> list[GroupTest]:
     is, which bounds the chance of a false claim that every seed gains.
     """
     found = [_test(each) for each in groups]
-    known = [each.p_value for each in found if each.p_value is not None]
-    corrected = iter(evaluation.holm(known))
+    p_values = [each.p_value for each in found if each.p_value is not None]
+    corrected = iter(evaluation.holm(p_values))
     return [
         each if each.p_value is None else each._replace(adjusted=float(next(corrected)))
         for each in found
@@ -97,7 +97,7 @@ def table(groups: Sequence[Group]) -> Table:
             [
                 *(cells.words(name) for name in (*names, seeds)),
                 cells.ours(group.gains("full"), signed=True),
-                _interval(test.gain),
+                interval(test.gain),
                 _p(test.p_value),
                 _p(test.adjusted),
             ]
@@ -108,7 +108,7 @@ def table(groups: Sequence[Group]) -> Table:
                 [
                     *(cells.words(text) for text in ("", "", "", f"seed {each.seed}")),
                     cells.number(each.gain.mean, signed=True),
-                    _interval(each.gain),
+                    interval(each.gain),
                     _p(each.p_value),
                     cells.words(""),
                 ]
@@ -128,12 +128,17 @@ def table(groups: Sequence[Group]) -> Table:
 
 
 def _record(gain: Gain, p_value: float | None, adjusted: float | None) -> dict[str, Any]:
+    return known(gain) | {"p": p_value, "p_holm": adjusted}
+
+
+def known(gain: Gain) -> dict[str, float | None]:
+    """Returns the numbers of a gain, None for those that one seed does not have."""
     numbers = {name: getattr(gain, name) for name in ("mean", "std", "low", "high")}
-    known = {name: None if math.isnan(value) else value for name, value in numbers.items()}
-    return known | {"p": p_value, "p_holm": adjusted}
+    return {name: None if math.isnan(value) else value for name, value in numbers.items()}
 
 
-def _interval(gain: Gain) -> Cell:
+def interval(gain: Gain) -> Cell:
+    """Returns the interval of a gain as a cell, a gap for one seed."""
     if math.isnan(gain.low):
         return cells.gap()
     return cells.words(f"{gain.low:+.2f} to {gain.high:+.2f}")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fdc_jax.files import write_atomically
-from fdc_jax.report import accuracy_tables, cost_tables, plugin_tables, significance
+from fdc_jax.report import accuracy_tables, beyond_tables, cost_tables, plugin_tables, significance
 from fdc_jax.report.cells import Cell, Table
 from fdc_jax.report.reference import Reference
 from fdc_jax.report.runs import Group
@@ -44,6 +44,8 @@ def build(
         cost_tables.partitions(groups),
         cost_tables.cost(groups),
         cost_tables.latency(latency),
+        beyond_tables.methods(groups, analyses),
+        beyond_tables.ingredients(groups, analyses),
         *(reference.table(groups) for reference in references),
     ]
 

@@ -56,6 +56,11 @@ def one(found, **wanted):
     return record
 
 
+def latency_of(groups, path):
+    (table,) = (each for each in tables.build(groups, {}, [str(path)]) if each.name == "latency")
+    return table
+
+
 def seeds_of(learner="cumulative_lora", benchmark="cifar100", seeds=(1, 2, 3)):
     return [results(benchmark=benchmark, learner=learner, seed=seed) for seed in seeds]
 
@@ -72,6 +77,8 @@ def test_every_table_is_there_in_order_and_rectangular(built):
         "partitions",
         "cost",
         "latency",
+        "beyond",
+        "beyond_ablation",
     ]
     for table in built.values():
         assert table.title and table.note.endswith(".")
@@ -229,7 +236,7 @@ def test_latency_files_stand_beside_the_paper(tmp_path, groups):
     }
     path = tmp_path / "latency.json"
     path.write_text(json.dumps({"views": views, "encoder": "B/16", "benchmark": "cifar100"}))
-    table = tables.build(groups, {}, [str(path)])[-1]
+    table = latency_of(groups, path)
     texts = [cell.text for cell in table.rows[0]]
     assert texts[0] == "CIFAR-100" and texts[1] == "ours, B/16"
     assert texts[3:] == ["12.0", "12.6 (+5.0 %)", "24.0 (+100.0 %)", "100.0", "+3.0", "–"]
@@ -237,7 +244,7 @@ def test_latency_files_stand_beside_the_paper(tmp_path, groups):
     assert published[3:] == ["170.5", "173.3 (+1.7 %)", "323.1 (+89.5 %)", "980.9", "+4.7", "+11.9"]
     del views["dual"]  # One view in use.
     path.write_text(json.dumps({"views": views}))
-    assert tables.build(groups, {}, [str(path)])[-1].rows[0][5].gap
+    assert latency_of(groups, path).rows[0][5].gap
     for broken, message in (
         ({"views": {"raw": {"milliseconds": []}}}, "views.raw.milliseconds"),
         ({"views": views | {"single": {"milliseconds": [-1]}}}, "views.single.milliseconds"),
