@@ -53,11 +53,12 @@ def run(
     if not quiet:
         for line in describe(prepared):
             print(line, file=sys.stderr, flush=True)
-    per_seed = []
-    for seed in seeds:
+    places = {seed: folder if len(seeds) == 1 else folder / f"seed_{seed}" for seed in seeds}
+    found: dict[int, dict[str, Any]] = {}
+    for group in [seeds] if config.train.seeds_together else [(seed,) for seed in seeds]:
         stop.poll()
-        place = folder if len(seeds) == 1 else folder / f"seed_{seed}"
-        per_seed.append(_run_seed(prepared, config, seed, place, stop, quiet))
+        found |= _run_seeds(prepared, config, {s: places[s] for s in group}, stop, quiet)
+    per_seed = [found[seed] for seed in seeds]
     if len(seeds) == 1:
         if not quiet:
             console.show_results(per_seed[0])
@@ -120,22 +121,28 @@ def _check_workdir(folder: Path, num_seeds: int) -> None:
         )
 
 
-def _run_seed(
+def _run_seeds(
     prepared: preparation.Experiment,
     config: Config,
-    seed: int,
-    folder: Path,
+    places: dict[int, Path],
     stop: StopRequest,
     quiet: bool,
-) -> dict[str, Any]:
-    of_seed = ml_collections.ConfigDict(config)
-    of_seed.seed = (seed,)
-    workdir = Workdir(folder, of_seed, _checksums(prepared))
-    finished = workdir.finished()
-    if finished is not None:
-        return finished
-    label = f"seed {seed}, " if len(config.seed) > 1 else ""
-    return experiment.Run(prepared, seed, workdir, stop, quiet, label)()
+) -> dict[int, dict[str, Any]]:
+    """Returns the results of some seeds, which train together where they are not finished."""
+    found, runs = {}, {}
+    for seed, folder in places.items():
+        of_seed = ml_collections.ConfigDict(config)
+        of_seed.seed = (seed,)
+        workdir = Workdir(folder, of_seed, _checksums(prepared))
+        finished = workdir.finished()
+        if finished is not None:
+            found[seed] = finished
+            continue
+        label = f"seed {seed}, " if len(config.seed) > 1 else ""
+        runs[seed] = experiment.Run(prepared, seed, workdir, stop, quiet, label, bar=not runs)
+    if runs:
+        found |= zip(runs, experiment.run_together(list(runs.values())), strict=True)
+    return found
 
 
 def describe(prepared: preparation.Experiment) -> list[str]:

@@ -9,8 +9,8 @@ from fdc_jax.errors import InputError
 # An ml_collections.ConfigDict; no type checker knows its fields.
 Config: TypeAlias = Any
 
-# Where things lie and how fast they are read; no number in a result depends on them. Weights are
-# compared by their checksum.
+# Where things lie and how fast they are read and computed; no number in a result depends on them,
+# but for rounding. Weights are compared by their checksum.
 WITHOUT_EFFECT = frozenset(
     {
         "cache_dir",
@@ -22,6 +22,7 @@ WITHOUT_EFFECT = frozenset(
         "checkpoint.every_steps",
         "checkpoint.keep",
         "report",
+        "train.seeds_together",
     }
 )
 

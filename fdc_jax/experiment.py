@@ -7,6 +7,7 @@ same state; the first alone fits FDC, evaluates and writes (`fdc_jax.processes`)
 
 import math
 import time
+from collections.abc import Generator
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from fdc_jax import calibration, devices, feature_files, processes, results
+from fdc_jax import calibration, devices, feature_files, lockstep, processes, results
 from fdc_jax.checkpoint import Checkpoints
 from fdc_jax.data import device_augmentation, stream
 from fdc_jax.errors import TrainingError
@@ -31,6 +32,18 @@ from fdc_jax.workdir import Workdir, read_json, write_json
 _TRAINING_TIME = ("images", "seconds", "compile_seconds", "input_wait_seconds")
 
 
+def run_together(runs: "list[Run]") -> list[dict[str, Any]]:
+    """Runs seeds of one experiment, training steps side by side, and returns their results.
+
+    Raises:
+        InputError: a step of all seeds does not fit into a device.
+        TrainingError: a loss is not finite.
+        Interrupted: a stop was requested; the same call in a new process goes on from there.
+    """
+    e = runs[0].experiment
+    return lockstep.run([run.work() for run in runs], e.update, e.backbone)
+
+
 class Run:
     """One seed of an experiment in one work directory.
 
@@ -41,6 +54,7 @@ class Run:
         stop: polled in every loop.
         quiet: show nothing.
         label: starts every line on the screen.
+        bar: show the progress of every step; seeds that run together need but one.
     """
 
     def __init__(
@@ -51,7 +65,9 @@ class Run:
         stop: StopRequest,
         quiet: bool = False,
         label: str = "",
+        bar: bool = True,
     ):
+        self._bar = bar
         self.experiment, self.seed, self.workdir, self.stop = experiment, seed, workdir, stop
         self._quiet, self._label = quiet, label
         self._checkpoints = Checkpoints(workdir.checkpoints, experiment.config.checkpoint.keep)
@@ -129,14 +145,18 @@ class Run:
             TrainingError: a loss is not finite.
             Interrupted: a stop was requested; the same call in a new process goes on from there.
         """
+        return run_together([self])[0]
+
+    def work(self) -> Generator[lockstep.Step, lockstep.Outcome, dict[str, Any]]:
+        """Does the same, but for the training steps, which it yields."""
         e = self.experiment
         total = sum(e.steps(task) for task in range(e.setup.num_tasks))
         done = sum(e.steps(task) for task in range(self.tasks_done)) + self.steps_done
-        self.progress = Progress(total, done, self._quiet, self._label)
+        self.progress = Progress(total, done, self._quiet, self._label, self._bar)
         try:
             for task in range(e.setup.num_tasks):
                 if task >= self.tasks_done:
-                    self._train(task)
+                    yield from self._train(task)
                 if task >= self.tasks_fitted:
                     self._fit(task)
                 if task not in self.recorded:
@@ -146,7 +166,7 @@ class Run:
             self._checkpoints.close()
         return processes.on_first(self._finish)
 
-    def _train(self, task: int) -> None:
+    def _train(self, task: int) -> Generator[lockstep.Step, lockstep.Outcome, None]:
         """Trains one task (line 3), from its first step or from where it was saved."""
         e, config = self.experiment, self.experiment.config
         train = config.train
@@ -196,8 +216,8 @@ class Run:
         for batch in data:
             epoch = step // data.steps_per_epoch
             rate = schedule(epoch, train.epochs)
-            self.trained, self.optimizer, loss = e.update.step(
-                e.backbone,
+            self.trained, self.optimizer, loss = yield lockstep.Step(
+                (task, step),
                 frozen,
                 self.trained,
                 self.optimizer,
@@ -226,9 +246,8 @@ class Run:
                 self.stop.poll()
         if pending is not None:
             self._report(task, pending, first, clock)
-        state = e.learner.after_task(
-            e.setup, e.backbone, self.state, task, frozen, self.trained, images
-        )
+        trained = lockstep.whole(self.trained)
+        state = e.learner.after_task(e.setup, e.backbone, self.state, task, frozen, trained, images)
         self.state = devices.replicate(e.mesh, state)
         self._count_time(clock, data.input_wait_seconds - waited)
         self.trained, self.optimizer = None, None
@@ -283,7 +302,10 @@ class Run:
         e = self.experiment
         tree = {"state": self.state}
         if step:
-            tree |= {"trained": self.trained, "optimizer": self.optimizer}
+            tree |= {
+                "trained": lockstep.whole(self.trained),
+                "optimizer": lockstep.whole(self.optimizer),
+            }
         number = sum(e.steps(task) for task in range(tasks_done)) + step + tasks_done
         cursor = {
             "tasks_done": tasks_done,

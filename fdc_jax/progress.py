@@ -18,14 +18,23 @@ class Progress:
         done: those taken by an earlier process.
         quiet: show nothing.
         label: starts every line.
+        steps: show training steps; otherwise nothing but lines.
     """
 
-    def __init__(self, total: int, done: int = 0, quiet: bool = False, label: str = ""):
+    def __init__(
+        self,
+        total: int,
+        done: int = 0,
+        quiet: bool = False,
+        label: str = "",
+        steps: bool = True,
+    ):
         self._total, self._done, self._start_done = total, done, done
         self._quiet, self._label = quiet, label
+        self._shows_lines = steps and not quiet
         self._start = self._last_line = time.perf_counter()
         self._bar = None
-        if not quiet and sys.stderr.isatty():
+        if steps and not quiet and sys.stderr.isatty():
             self._bar = tqdm.tqdm(
                 total=total, initial=done, unit="step", dynamic_ncols=True, smoothing=0.05
             )
@@ -37,7 +46,7 @@ class Progress:
             self._bar.set_description_str(self._label + stage, refresh=False)
             self._bar.set_postfix(values, refresh=False)
             self._bar.update()
-        elif not self._quiet and time.perf_counter() - self._last_line >= _LINE_EVERY:
+        elif self._shows_lines and time.perf_counter() - self._last_line >= _LINE_EVERY:
             self._last_line = time.perf_counter()
             done = self._done - self._start_done
             left = (self._last_line - self._start) / done * (self._total - self._done)
@@ -53,13 +62,10 @@ class Progress:
             self._bar.set_description_str(self._label + text)
 
     def line(self, text: str) -> None:
-        """Prints one line above the bar."""
-        if self._quiet:
-            return
-        if self._bar is not None:
-            self._bar.write(self._label + text, file=sys.stderr)
-        else:
-            print(self._label + text, file=sys.stderr, flush=True)
+        """Prints one line above the bar, or above another seed's."""
+        if not self._quiet:
+            tqdm.tqdm.write(self._label + text, file=sys.stderr)
+            sys.stderr.flush()
 
     def close(self) -> None:
         """Ends the bar."""
