@@ -11,7 +11,7 @@ import pytest
 
 from fdc_jax import calibration, feature_files
 from fdc_jax.calibration import comparators
-from fdc_jax.calibration.components import COMPONENTS
+from fdc_jax.calibration.components import COMPONENTS, WHITENED, WHITENED_CLASSES
 from fdc_jax.posthoc import main, tables
 from fdc_jax.posthoc.methods import METHODS
 from fdc_jax.posthoc.template import example
@@ -198,6 +198,60 @@ def test_settings_reach_the_calibrator(source, tmp_path):
     assert json.loads(output.with_suffix(".json").read_text())["settings"]["neighbours"] == 2
 
 
+VARIANTS = {"whitened": WHITENED, "whitened-classes": WHITENED_CLASSES}
+
+
+@pytest.mark.parametrize("method", VARIANTS)
+def test_variants_are_the_librarys(source, tmp_path, fdc, method):
+    output, saved = tmp_path / "x.npz", tmp_path / "calibrator.npz"
+    arguments = (f"--method={method}", "--rlc_weight=0.5", "--retained_energy=0.9")
+    code, out, error = run(source, f"--output={output}", *arguments, f"--calibrator={saved}")
+    assert (code, error) == (0, "")
+    assert out.splitlines()[3].split()[0] == method
+    features = feature_files.load(source)
+    inputs = (features.test_adapted, features.test_pretrained)
+    calibrator = calibration.FDC(rlc_weight=0.5, retained_energy=0.9, **VARIANTS[method])
+    for task in features.tasks:
+        calibrator.fit_task(task.adapted, task.labels, task.head, task.pretrained, task.classes)
+    calibrator.finalize()
+    scores = calibrator.score(*inputs)
+    with np.load(output) as result:
+        np.testing.assert_array_equal(result["scores"], scores.task_scores)
+        np.testing.assert_array_equal(result["label"], scores.label)
+        np.testing.assert_array_equal(result["raw_label"], fdc[0]["raw_label"])
+        assert not np.allclose(result["scores"], fdc[0]["scores"])
+    for loaded in (calibration.FDC.load(saved), calibration.FDC.load(saved).to_numpy()):
+        np.testing.assert_array_equal(loaded.score(*inputs).label, scores.label)
+    report = json.loads(output.with_suffix(".json").read_text())
+    assert report["method"] == method
+    assert {name: report["settings"][name] for name in VARIANTS[method]} == VARIANTS[method]
+    assert report["settings"]["rlc_weight"] == 0.5
+    assert report["storage_bytes"] == calibrator.storage_bytes
+    # Above FDC's, at equal subspaces, by half of a symmetric matrix and a count per view.
+    views = (features.test_adapted.shape[1], features.test_pretrained.shape[1])
+    more = sum(width * (width + 1) // 2 + 1 for width in views)
+    assert report["storage_bytes"] - calibrator.paper_storage_bytes == 4 * more
+    # What the components give is of the variant, too.
+    assert report["component_accuracy"]["full"] == report["accuracy"]["calibrated"]
+    terms = calibrator.terms(*inputs)
+    for name, switches in COMPONENTS.items():
+        right = terms.fuse(**switches).label == features.test_labels
+        assert report["component_accuracy"][name] == pytest.approx(100 * np.mean(right)), name
+
+
+@pytest.mark.parametrize("method", VARIANTS)
+def test_what_variants_refuse_is_one_line(source, tmp_path, method):
+    assert "neighbours: expected 1 with affinity_metric whitened, found 2" in fails(
+        "absent.npz", f"--method={method}", "--neighbours=2"
+    )
+    assert "attenuation: expected" in fails(source, f"--method={method}", "--attenuation=2")
+    # The file has no place for evidence of classes.
+    assert "--terms: expected together with --method=fdc" in fails(
+        source, f"--method={method}", f"--output={tmp_path / 'x.npz'}", "--terms"
+    )
+    assert not (tmp_path / "x.npz").exists()
+
+
 def test_another_method(source, tmp_path):
     output = tmp_path / "x.npz"
     assert run(source, f"--output={output}", "--method=nme-pretrained")[0] == 0
@@ -234,9 +288,11 @@ def test_methods_that_do_not_apply_say_why(tmp_path, arrays):
     one_view = {k: v for k, v in arrays.items() if "pretrained" not in k and "bias" not in k}
     path = tmp_path / "cosine.npz"
     np.savez(path, **one_view, head_kind="cosine")
-    code, out, _ = run(path, "--method=all", "--projections=20")
+    code, out, _ = run(path, "--method=all", "--projections=20", "--neighbours=2")
     assert code == 0
     assert "wa: not applicable: wa: needs linear heads, the head of task 0 is a CosineHead" in out
+    for method in VARIANTS:
+        assert f"{method}: not applicable: neighbours: expected 1 with" in out
     assert "ncm-pretrained: not applicable: ncm (view pretrained): task 0 has no" in out
     assert "\nfdc " in out
     assert "needs linear heads" in fails(path, "--method=vim")

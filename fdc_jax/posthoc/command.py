@@ -15,7 +15,7 @@ from fdc_jax.feature_files import FeatureSet
 from fdc_jax.files import write_atomically
 from fdc_jax.posthoc import summary as summaries
 from fdc_jax.posthoc import tables
-from fdc_jax.posthoc.methods import METHODS, Outcome, Settings, run
+from fdc_jax.posthoc.methods import METHODS, VARIANTS, Outcome, Settings, run
 from fdc_jax.posthoc.template import write_template
 
 FDC_SETTINGS = {
@@ -29,7 +29,7 @@ FDC_SETTINGS = {
 }
 
 # The paper's, and its variants beyond the paper.
-_FDC = ("fdc", "whitened", "whitened-classes")
+_FDC = ("fdc", *VARIANTS)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -105,8 +105,10 @@ def _run(options: argparse.Namespace) -> None:
     if options.terms and (options.method != "fdc" or output is None):
         raise InputError("--terms: expected together with --method=fdc and --output")
     if options.calibrator is not None:
-        if options.method != "fdc":
-            raise InputError("--calibrator: expected together with --method=fdc")
+        if options.method not in _FDC:
+            raise InputError(
+                f"--calibrator: expected together with --method, one of {', '.join(_FDC)}"
+            )
         _output("--calibrator", options.calibrator)
     _check_apart(options, output)
     features = feature_files.load(options.features)
@@ -145,7 +147,8 @@ def _settings(options: argparse.Namespace) -> Settings:
         raise InputError(f"--seed: expected a whole number from 0, found {options.seed}")
     if options.projections < 1:
         raise InputError(f"--projections: expected at least 1, found {options.projections}")
-    calibration.FDC(**fdc)  # Refuses values out of range before any file is read.
+    # Refuses values out of range before any file is read.
+    calibration.FDC(**fdc, **VARIANTS.get(options.method, {}))
     return Settings(fdc, options.projections, options.seed)
 
 
@@ -204,7 +207,7 @@ def _report(
 
 def _settings_of(method: str, settings: Settings) -> dict[str, Any]:
     if method in _FDC:
-        return settings.fdc
+        return settings.fdc | VARIANTS.get(method, {})
     if method.startswith(("ranpac", "anacp")):
         return {"projections": settings.projections, "seed": settings.seed}
     return {}

@@ -39,12 +39,19 @@ def _by_view(make: Callable[[Settings, str], Any], name: str) -> dict[str, Calla
     }
 
 
+# FDC's, which are beyond the paper (docs/beyond.md), as further arguments of `FDC`.
+VARIANTS: dict[str, dict[str, Any]] = {"whitened": WHITENED, "whitened-classes": WHITENED_CLASSES}
+
+
+def _variant(name: str) -> Callable[[Settings], Any]:
+    return lambda settings: calibration.FDC(**settings.fdc, **VARIANTS[name])
+
+
 # In the order of the table. A suffix names the view or the variant; see each class for formulas.
 METHODS: dict[str, Callable[[Settings], Any]] = {
     "raw": lambda settings: comparators.Raw(),
     "fdc": lambda settings: calibration.FDC(**settings.fdc),  # pyright: ignore
-    "whitened": lambda settings: calibration.FDC(**settings.fdc, **WHITENED),
-    "whitened-classes": lambda settings: calibration.FDC(**settings.fdc, **WHITENED_CLASSES),
+    **{name: _variant(name) for name in VARIANTS},
     "ls": lambda settings: comparators.LogitStandardisation(),
     "energy": lambda settings: comparators.Energy(),
     "msp": lambda settings: comparators.MaximumSoftmax(),

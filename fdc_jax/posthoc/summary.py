@@ -76,11 +76,14 @@ def decompose(features: FeatureSet, scores: Scores) -> evaluation.Decomposition:
 
 
 def component_accuracies(features: FeatureSet, terms: Terms) -> dict[str, float]:
-    """Accuracy of every component combination of FDC; the view rows need two views."""
+    """Accuracy of every component combination of FDC, or of the variant that it was set to.
+
+    The view rows need two views.
+    """
     assert features.test_labels is not None
     return {
         name: evaluation.accuracy(features.test_labels, scores.label)
-        for name, scores in fuse_all(terms).items()
+        for name, scores in fuse_all(terms, terms.affinity).items()
     }
 
 
