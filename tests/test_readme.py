@@ -25,7 +25,7 @@ def commands():
     found = []
     for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
-            found += [part.strip() for part in line.split("&&") if part.strip()]
+            found += [part.strip(" &") for part in line.split("&&") if part.strip()]
     return found
 
 
@@ -58,6 +58,8 @@ def test_runs_of_the_main_program_have_valid_configurations(arguments):
     options = dict(word.removeprefix("--").split("=", 1) for word in arguments)
     config = load_config(options.pop("config"))
     assert options.pop("workdir")
+    for flag in ("coordinator_address", "num_processes", "process_id"):
+        options.pop(flag, None)
     fields = configuration.flatten(config)
     for name, value in options.items():
         field = name.removeprefix("config.")
