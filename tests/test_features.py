@@ -10,7 +10,7 @@ from fdc_jax.data.stream import EvaluationBatches
 from fdc_jax.errors import Interrupted
 from fdc_jax.features import Extraction, Extractor, FeatureCache
 from fdc_jax.interruption import StopRequest
-from fdc_jax.model import vit
+from fdc_jax.model import portions, vit
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,31 @@ def test_the_kernels_choose_the_encoder_without_another_compilation(model, backb
     assert extract._encode._cache_size() == 1
     again = model.apply({"params": backbone}, next(iter(batches(8))).images, other)
     np.testing.assert_allclose(second[:8], again, atol=2e-5)
+
+
+def test_a_batch_in_portions_gives_the_same_features(model, backbone, monkeypatch):
+    kernels = vit.pretrained_kernels(backbone)
+    whole = extractor(model)(backbone, kernels, batches(11)).features
+    monkeypatch.setattr(portions, "_TOKENS", 2 * 17)
+    calls = []
+    function = jax.lax.map
+    monkeypatch.setattr(jax.lax, "map", lambda *a: calls.append(a[1].shape) or function(*a))
+    cut = extractor(model)(backbone, kernels, batches(11)).features
+    assert calls == [(4, 2, 32, 32, 3)]
+    np.testing.assert_allclose(cut, whole, atol=2e-5)
+
+
+@pytest.mark.parametrize(("count", "tokens"), [(0, 1000), (11, 1000), (11, 2 * 17)])
+def test_both_views_in_one_pass(model, backbone, monkeypatch, count, tokens):
+    monkeypatch.setattr(portions, "_TOKENS", tokens)
+    extract = extractor(model)
+    kernels = jax.tree.map(lambda kernel: kernel * 1.5, vit.pretrained_kernels(backbone))
+    adapted, pretrained = extract.both(backbone, kernels, batches(count))
+    for found, view in ((adapted, kernels), (pretrained, vit.pretrained_kernels(backbone))):
+        expected = extract(backbone, view, batches(count)).features
+        assert found.features.shape == expected.shape
+        np.testing.assert_allclose(found.features, expected, atol=2e-5)
+        assert found.seconds > found.input_wait_seconds >= 0
 
 
 def test_a_stop_request_ends_the_loop(model, backbone):

@@ -80,7 +80,7 @@ def update(setup: training.Setup) -> training.Update:
         "increment": setup.config.train.increment_learning_rate,
         "head": setup.config.train.head_learning_rate,
     }
-    return training.adam_update(setup, loss, rates)
+    return training.adam_update(setup, loss, rates, mean_over_images=True)
 
 
 # 4. What it does when a task ends.

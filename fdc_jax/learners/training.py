@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from fdc_jax.configuration import Config
 from fdc_jax.data.stream import Batch
 from fdc_jax.heads import LinearHead
+from fdc_jax.model import portions
 from fdc_jax.model.vit import VARIANTS, Variant, VisionTransformer
 
 
@@ -139,6 +140,7 @@ def adam_update(
     loss: Callable[..., Any],
     rates: dict[str, float],
     schedule: Callable[[int, int], float] | None = None,
+    mean_over_images: bool = False,
 ) -> Update:
     """Returns plain Adam without weight decay, one learning rate per top-level part of `trained`.
 
@@ -147,8 +149,9 @@ def adam_update(
         loss: `loss(setup, backbone, frozen, trained, batch)`.
         rates: learning rate of each part.
         schedule: of `Update`.
+        mean_over_images: of `gradient_update`.
     """
-    return gradient_update(setup, loss, rates, optax.scale_by_adam(), schedule)
+    return gradient_update(setup, loss, rates, optax.scale_by_adam(), schedule, mean_over_images)
 
 
 def descended(trained: Any, directions: Any, rates: dict[str, Any], rate) -> Any:
@@ -170,12 +173,39 @@ def descended(trained: Any, directions: Any, rates: dict[str, Any], rate) -> Any
     }
 
 
+def mean_over_portions(function: Callable[[Batch], Any], batch: Batch, size: int) -> Any:
+    """Returns the mean of a function's values over portions of a batch, one after the other.
+
+    Each portion counts by the sum of its weights, so that weighted means over images and their
+    gradients come out as of the whole batch.
+
+    Args:
+        function: from a batch to a tree of floats.
+        batch: of a multiple of `size` images.
+        size: images of a portion.
+    """
+    cut = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, size, *leaf.shape[1:])), batch)
+    total = jnp.sum(batch.weights)
+
+    def add(sums, portion):
+        weight = jnp.sum(portion.weights)
+        # The mean over a portion of padding must exist, though it counts for nothing.
+        weights = jnp.where(weight > 0, portion.weights, 1.0)
+        found = function(portion._replace(weights=weights))
+        return jax.tree.map(lambda s, leaf: s + weight / total * leaf, sums, found), None
+
+    first = jax.tree.map(lambda leaf: leaf[0], cut)
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(function, first))
+    return jax.lax.scan(add, zeros, cut)[0]
+
+
 def gradient_update(
     setup: Setup,
     loss: Callable[..., Any],
     rates: dict[str, float],
     transformation: optax.GradientTransformation,
     schedule: Callable[[int, int], float] | None = None,
+    mean_over_images: bool = False,
 ) -> Update:
     """Returns descent along what Optax makes of the gradient, at one learning rate per part.
 
@@ -185,12 +215,22 @@ def gradient_update(
         rates: learning rate of each top-level part of `trained`.
         transformation: turns gradients into directions, before any learning rate.
         schedule: of `Update`.
+        mean_over_images: the loss is a mean of terms of one image each, weighted by
+            `batch.weights`, plus what no image enters; a processor then takes a batch in portions.
     """
 
     def step(backbone, frozen, trained, optimizer_state, batch, rate):
-        value, gradients = jax.value_and_grad(
-            lambda leaves: loss(setup, backbone, frozen, leaves, batch)
-        )(trained)
+        def value_and_gradients(images):
+            return jax.value_and_grad(lambda leaves: loss(setup, backbone, frozen, leaves, images))(
+                trained
+            )
+
+        count, side = batch.images.shape[:2]
+        size = portions.images_together(count, side, setup.variant.patch)
+        if mean_over_images and size < count:
+            value, gradients = mean_over_portions(value_and_gradients, batch, size)
+        else:
+            value, gradients = value_and_gradients(batch)
         directions: Any
         directions, optimizer_state = transformation.update(gradients, optimizer_state, trained)
         return descended(trained, directions, rates, rate), optimizer_state, value

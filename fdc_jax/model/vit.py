@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from fdc_jax.errors import InputError
+from fdc_jax.model import low_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _at_block(tree: Any, block: int) -> Any:
 
 
 class _Projection(nn.Module):
-    """One of query, key, value: x W + b, plus (x A) B when an increment is given."""
+    """One of query, key, value: x W + b, or x (W + A B) + b when an increment is given."""
 
     heads: int
     dtype: Any
@@ -108,14 +109,11 @@ class _Projection(nn.Module):
             "kernel", nn.initializers.xavier_uniform(in_axis=0, out_axis=(1, 2)), shape
         )
         bias = self.param("bias", nn.initializers.zeros, shape[1:])
-        merged = own.reshape(width, width) if kernel is None else kernel
-
-        def times(left, right):
-            return jnp.matmul(left, right.astype(self.dtype), precision=self.precision)
-
-        y = times(x, merged)
-        if increment is not None:
-            y = y + times(times(x, increment["A"]), increment["B"])
+        kernel = own.reshape(width, width) if kernel is None else kernel
+        if increment is None:
+            y = jnp.matmul(x, kernel.astype(self.dtype), precision=self.precision)
+        else:
+            y = low_rank.product(x, kernel, increment["A"], increment["B"], self.precision)
         y = y + bias.reshape(width).astype(self.dtype)
         return y.reshape(*y.shape[:-1], *shape[1:])
 

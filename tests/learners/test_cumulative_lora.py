@@ -10,7 +10,7 @@ from fdc_jax import learners
 from fdc_jax.data.stream import Batch
 from fdc_jax.errors import InputError
 from fdc_jax.learners import cumulative_lora, training
-from fdc_jax.model import vit
+from fdc_jax.model import portions, vit
 
 
 def make_setup(classes_per_task=(2, 2, 2)):
@@ -201,6 +201,32 @@ def test_padding_of_batches_and_heads_counts_for_nothing(backbone):
     log_sum = np.log(np.exp(logits).sum(1))
     expected = np.mean(log_sum - logits[np.arange(6), batch.labels])
     np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+def test_a_batch_in_portions_makes_the_same_step(backbone, update, monkeypatch):
+    """Two full portions, one partly of padding and one of nothing else."""
+    batch = make_batch(size=16)
+    batch = batch._replace(weights=(np.arange(16) < 10).astype(np.float32))
+    found = {}
+    for name, tokens in (("whole", 16 * 17), ("portions", 4 * 17)):
+        monkeypatch.setattr(portions, "_TOKENS", tokens)
+        setup = make_setup()
+        sizes = []
+        function = training.mean_over_portions
+        monkeypatch.setattr(
+            training,
+            "mean_over_portions",
+            lambda *arguments, sizes=sizes, function=function: (
+                sizes.append(arguments[2]) or function(*arguments)
+            ),
+        )
+        frozen, trained = start(setup, backbone)
+        one = cumulative_lora.update(setup)
+        found[name] = one.step(backbone, frozen, trained, one.initialise(trained), batch, 1.0)
+        assert sizes == ([4] if name == "portions" else [])
+    # Adam's first moments are the gradients; its first step would hide their size.
+    for whole, cut in zip(*(jax.tree.leaves(found[name][1:]) for name in found), strict=True):
+        np.testing.assert_allclose(cut, whole, rtol=1e-4, atol=1e-6)
 
 
 def test_task_fifty_costs_what_task_two_costs(backbone):
