@@ -1,0 +1,282 @@
+"""Timing of contenders that take turns, each in a process of its own.
+
+Whatever else a machine does then slows all of them alike, and the ratio of medians can be quoted.
+`clock` is time as it passes, `processor` what all cores spent, which other programs change little.
+"""
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fdc_jax.errors import InputError
+from fdc_jax.files import write_atomically
+
+PYTORCH = ("eager", "factors", "compiled")
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+class Contender(NamedTuple):
+    """What a process measures.
+
+    Attributes:
+        repeat: does the work once and returns when it is done.
+        outputs: arrays by which contenders are checked against each other.
+        about: what the report says of it.
+    """
+
+    repeat: Callable[[], Any]
+    outputs: dict[str, np.ndarray]
+    about: dict[str, Any]
+
+
+def arguments(description: str | None, program: str) -> argparse.ArgumentParser:
+    """Returns a parser with the flags that the programs share."""
+    parser = argparse.ArgumentParser(prog=program, description=(description or "").split("\n")[0])
+    parser.add_argument("--variant", default="B/16", help="Ti/16, S/16, B/16, L/16 or digits")
+    parser.add_argument("--image_size", type=int, default=224)
+    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--precision", default="parity", help="parity or fast")
+    parser.add_argument("--warm_up", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--cores", type=int, default=0, help="of the processor; 0: all")
+    parser.add_argument("--peak_tflops", type=float, help="of all devices, for the utilisation")
+    parser.add_argument("--output", help="a .json file for the measurements")
+    parser.add_argument("--contender", help=argparse.SUPPRESS)
+    return parser
+
+
+def check(options: argparse.Namespace, *positive: str) -> None:
+    """Raises InputError where a number must be at least 1 and is not."""
+    for name in ("image_size", "batch_size", "warm_up", "repeats", *positive):
+        if getattr(options, name) < 1:
+            raise InputError(f"--{name}: expected at least 1, found {getattr(options, name)}")
+
+
+def pytorch_names(chosen: str) -> list[str]:
+    """Returns the names of PyTorch's contenders.
+
+    Raises:
+        InputError: PyTorch is not installed, or there is no such contender.
+    """
+    kinds = [kind for kind in chosen.split(",") if kind]
+    for kind in kinds:
+        if kind not in PYTORCH:
+            raise InputError(f"--pytorch: expected some of {','.join(PYTORCH)}, found {kind}")
+    if kinds and importlib.util.find_spec("torch") is None:
+        raise InputError("--pytorch: expected PyTorch to be installed (pip install torch)")
+    return [f"pytorch_{kind}" for kind in kinds]
+
+
+def serve(make: Callable[[], Contender], cores: int) -> None:
+    """Is the child process: makes a contender and does what the parent asks for."""
+    replies, sys.stdout = sys.stdout, sys.stderr
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+    try:
+        contender = make()
+    except InputError as error:
+        print(json.dumps({"error": str(error)}), file=replies, flush=True)
+        return
+    print(json.dumps(contender.about), file=replies, flush=True)
+    for line in sys.stdin:
+        if line.startswith("outputs "):
+            np.savez(line.split(" ", 1)[1].strip(), **contender.outputs)  # pyright: ignore
+            print("{}", file=replies, flush=True)
+            continue
+        clock, processor = time.perf_counter(), time.process_time()
+        contender.repeat()
+        seconds = {
+            "clock": time.perf_counter() - clock,
+            "processor": time.process_time() - processor,
+        }
+        print(json.dumps(seconds), file=replies, flush=True)
+
+
+class _Child:
+    def __init__(self, program: str, name: str):
+        self.name = name
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", program, *sys.argv[1:], f"--contender={name}"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
+                # Contenders share the accelerator.
+                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+            },
+        )
+        self.about = self._reply()
+
+    def ask(self, question: str) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        self.process.stdin.write(question + "\n")
+        self.process.stdin.flush()
+        return self._reply()
+
+    def _reply(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise InputError(f"{self.name}: the process ended, see above")
+        reply = json.loads(line)
+        if "error" in reply:
+            raise InputError(reply["error"])
+        return reply
+
+
+@contextlib.contextmanager
+def _children(program: str, names: list[str]) -> Iterator[list[_Child]]:
+    children: list[_Child] = []
+    try:
+        for name in names:
+            children.append(_Child(program, name))
+        yield children
+    finally:
+        for child in children:
+            child.process.communicate()
+
+
+def compare(
+    program: str,
+    names: list[str],
+    options: argparse.Namespace,
+    tolerance: float | None,
+) -> dict[str, dict[str, Any]]:
+    """Returns what was measured, by contender, relative to the first.
+
+    Args:
+        program: module that serves a contender by its name.
+        names: of the contenders.
+        options: of the command.
+        tolerance: how far outputs may be from the first contender's; None: not compared.
+
+    Raises:
+        InputError: a contender cannot run, or its outputs are others.
+    """
+    with _children(program, names) as children:
+        found = {child.name: dict(child.about) for child in children}
+        differences = _differences(children)
+        for name, difference in differences.items():
+            found[name]["largest_difference"] = difference
+            if tolerance is not None and not difference <= tolerance:
+                raise InputError(
+                    f"{name}: expected the outputs of {names[0]} to {tolerance:g}, "
+                    f"found a difference of {difference:.3g}"
+                )
+        seconds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
+        for turn in range(options.warm_up + options.repeats):
+            for child in children:
+                reply = child.ask("run")
+                if turn >= options.warm_up:
+                    seconds[child.name].append(reply)
+    for name in names:
+        found[name]["seconds"] = {
+            kind: summary([each[kind] for each in seconds[name]]) for kind in ("clock", "processor")
+        }
+    first = found[names[0]]["seconds"]
+    for name in names[1:]:
+        found[name]["times_the_first"] = {
+            kind: found[name]["seconds"][kind]["median"] / first[kind]["median"] for kind in first
+        }
+    return found
+
+
+def _differences(children: list[_Child]) -> dict[str, float]:
+    arrays = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for number, child in enumerate(children):
+            path = Path(folder) / f"{number}.npz"
+            child.ask(f"outputs {path}")
+            with np.load(path) as file:
+                arrays[child.name] = dict(file)
+    reference = arrays[children[0].name]
+    return {
+        name: max(
+            float(np.abs(each[key] - reference[key]).max(initial=0.0))
+            for key in each.keys() & reference.keys()
+        )
+        for name, each in arrays.items()
+        if name != children[0].name and each.keys() & reference.keys()
+    }
+
+
+def summary(seconds: list[float]) -> dict[str, Any]:
+    """Returns the median of repeats, their quartiles' distance relative to it, and all of them."""
+    median = statistics.median(seconds)
+    spread = float(np.subtract(*np.percentile(seconds, [75, 25]))) / median
+    return {"median": median, "relative_spread": spread, "all": seconds}
+
+
+def finish(
+    program: str, options: argparse.Namespace, found: dict[str, dict[str, Any]], unit: int
+) -> None:
+    """Prints a line per contender and writes the report.
+
+    Args:
+        program: module of the command.
+        options: of the command.
+        found: of `compare`, the first contender ours.
+        unit: images that a repeat takes.
+    """
+    from fdc_jax import results
+
+    for name, each in found.items():
+        seconds = each["seconds"]
+        each["images_per_second"] = unit / seconds["clock"]["median"]
+        # A processor is shared; what its peak was measured by is its time.
+        kind = "processor" if each.get("device", "").endswith("cpu") else "clock"
+        each["utilisation"] = None
+        if each.get("flops") and each.get("peak_flops"):
+            each["utilisation"] = each["flops"] / seconds[kind]["median"] / each["peak_flops"]
+        print(_line(name, each), flush=True)
+    if options.output:
+        settings = {key: value for key, value in vars(options).items() if key != "contender"}
+        report = {
+            "command": shlex.join(["python", "-m", program, *sys.argv[1:]]),
+            "settings": settings | {"output": None},
+            "versions": results.versions(),
+            "contenders": found,
+        }
+        with write_atomically(options.output) as file:
+            file.write((json.dumps(report, indent=2) + "\n").encode())
+
+
+def _line(name: str, each: dict[str, Any]) -> str:
+    clock, processor = (each["seconds"][kind] for kind in ("clock", "processor"))
+    text = (
+        f"{name}: {each['images_per_second']:.1f} images/s, {1e3 * clock['median']:.1f} ms "
+        f"(spread {100 * clock['relative_spread']:.0f} %), processor "
+        f"{1e3 * processor['median']:.1f} ms ({100 * processor['relative_spread']:.0f} %)"
+    )
+    if each["utilisation"] is not None:
+        text += f", {100 * each['utilisation']:.1f} % of peak"
+    if "times_the_first" in each:
+        ratio = each["times_the_first"]
+        text += f"; {ratio['clock']:.2f} times the first, processor {ratio['processor']:.2f}"
+    return text + f"; {each['device']}"
+
+
+def run(program: str, body: Callable[[], None]) -> int:
+    """Runs a program; an input error is one line and 2."""
+    try:
+        body()
+    except InputError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,71 @@
+"""Random encoders, images and labels, the same in every process that asks for them."""
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fdc_jax.heads import LinearHead
+from fdc_jax.model import increments, vit
+
+RANK = 10
+CLASSES = 5
+
+
+class Problem(NamedTuple):
+    """What contenders work on: NumPy arrays, so that none of them has them on its device yet."""
+
+    model: vit.VisionTransformer
+    parameters: Any
+    pretrained: vit.KeyValueKernels
+    kernels: vit.KeyValueKernels
+    increment: vit.Increment
+    head: LinearHead
+    images: np.ndarray
+    labels: np.ndarray
+
+
+def problem(variant: str, image_size: int, images: int, precision: str) -> Problem:
+    """Returns an encoder with random weights, an increment, a head, images and labels.
+
+    Raises:
+        InputError: of `vit.build`.
+    """
+    model = vit.build(variant, image_size, precision=precision)
+    rng = np.random.default_rng(0)
+
+    def random(path, leaf):
+        noise = rng.standard_normal(leaf.shape, np.float32)
+        if path[-1].key == "kernel":
+            # Activations keep their size from block to block.
+            fan_in = np.prod(leaf.shape[: -2 if path[-2].key in _PER_HEAD else -1])
+            return noise * np.float32(fan_in**-0.5)
+        return noise * np.float32(0.02) + np.float32(path[-1].key == "scale")
+
+    shapes = vit.parameter_shapes(model, image_size)
+    parameters = jax.tree_util.tree_map_with_path(random, shapes)
+    pretrained: Any = jax.tree.map(np.asarray, vit.pretrained_kernels(parameters))
+    fresh = jax.eval_shape(lambda: increments.initialise(jax.random.key(0), model.variant, RANK))
+    noise = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), fresh)
+    scale = {"A": model.variant.width**-0.5, "B": 0.05}
+    increment: Any = {
+        part: {name: np.float32(scale[name]) * leaf for name, leaf in factors.items()}
+        for part, factors in noise.items()
+    }
+    kernels: Any = {
+        part: pretrained[part] + increment[part]["A"] @ increment[part]["B"] for part in increment
+    }
+    width = model.variant.width
+    return Problem(
+        model,
+        parameters,
+        pretrained,
+        kernels,
+        increment,
+        LinearHead(0.05 * rng.standard_normal((CLASSES, width), np.float32), np.zeros(CLASSES)),
+        rng.integers(0, 256, (images, image_size, image_size, 3), np.uint8),
+        rng.integers(0, CLASSES, images).astype(np.int32),
+    )
+
+
+_PER_HEAD = ("query", "key", "value")
