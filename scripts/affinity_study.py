@@ -147,6 +147,12 @@ def study(features: FeatureSet) -> dict[str, Any]:
             name: evaluation.accuracy(tasks, terms.fuse(affinity=AFFINITIES[name]).task)
             for name in SHORT
         },
+        "given_task": {
+            name: evaluation.accuracy(
+                features.test_labels, terms.fuse(affinity=AFFINITIES[name]).label_in_task(tasks)
+            )
+            for name in SHORT
+        },
         "storage_bytes": {"fdc": fdc.paper_storage_bytes, "whitened": dual.storage_bytes},
         "affinity": accuracies(features, tuple(AFFINITIES)),
         "components": {

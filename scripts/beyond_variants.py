@@ -18,6 +18,7 @@ from scipy.cluster.vq import kmeans2
 from scipy.special import logsumexp, softmax
 
 from fdc_jax import calibration, feature_files
+from fdc_jax.calibration.components import WHITENED_CLASSES
 from fdc_jax.results import versions
 
 SHRINKAGE = 0.05
@@ -214,6 +215,34 @@ def random_features(stream, view_of, count=1000, ridge=1e-2):
     return expand(stream.features.test_adapted, stream.features.test_pretrained) @ weights
 
 
+def fisher_weights(stream):
+    """Fisher's weights of the five terms of a score, between own and later tasks' images; sum 5."""
+    fdc, own, foreign = calibration.FDC(**WHITENED_CLASSES), [], []
+    for t, task in enumerate(stream.features.tasks):
+        fdc.fit_task(task.adapted, task.labels, task.head, task.pretrained, task.classes)
+        fdc.finalize()
+        terms = fdc.terms(np.asarray(task.adapted), np.asarray(task.pretrained))
+        found = np.stack(
+            [
+                terms.filtered_logits.logit / terms.filtered_scale,
+                terms.whitened.adapted.affinity("pooled", "task")[..., 0],
+                terms.whitened.pretrained.affinity("pooled", "task")[..., 0],
+                -terms.adapted.rlc,
+                -terms.pretrained.rlc,
+            ],
+            axis=-1,
+        )
+        own.append(found[:, t])
+        foreign += [found[:, earlier] for earlier in range(t)]
+    mean = np.mean([each.mean(0) for each in foreign], 0)
+    covariance = np.mean([np.cov(each.T) for each in own], 0) + np.mean(
+        [(each - mean).T @ (each - mean) / len(each) for each in foreign], 0
+    )
+    difference = np.mean([each.mean(0) for each in own], 0) - mean
+    weights = np.linalg.solve(covariance + 1e-6 * np.eye(5), difference)
+    return 5.0 * weights / weights.sum()
+
+
 def several_prototypes(stream, view_of, closeness, count):
     """Whitened cosines to the nearest of a class: its mean, or one of `count` means by k-means."""
     tasks = stream.features.tasks
@@ -289,6 +318,15 @@ def variants(stream):
         found[f"whitened, {reference} moments"] = stream.by_task(closeness)
         closeness = both(stream, whitened, reference, "class")
         found[f"class by class, {reference} moments"] = stream.accuracy(stream.by_class(closeness))
+    for shrinkage in (0.2, 0.5):
+        other = [measured(stream, view, shrinkage=shrinkage) for view in views]
+        for scope, name in (("task", "whitened"), ("class", "class by class")):
+            parts = both(stream, other, "pooled", scope)
+            found[f"{name}, pooled moments, shrinkage {shrinkage}"] = (
+                stream.by_task(parts)
+                if scope == "task"
+                else stream.accuracy(stream.by_class(parts))
+            )
     rows = stream.raw_rows
     found["class by class, no TSF"] = stream.accuracy(stream.by_class(closeness, rows))
     found["class by class, no RLC"] = stream.accuracy(stream.by_class(closeness, rlc=0.0))
@@ -331,6 +369,23 @@ def variants(stream):
         for view in (stream.terms.adapted, stream.terms.pretrained)
     )
     found["whitened, linear residual evidence"] = stream.by_task(affinity - linear, rlc=0.0)
+
+    # 10. Weights from the evidence of own and of later tasks' images.
+    weights = fisher_weights(stream)
+    terms, pieces = (
+        stream.terms,
+        [standardised(stream, each, "pooled", "class") for each in whitened],
+    )
+    for share in (0.5, 1.0):
+        logit, *affinity_weights, first, second = share * weights + (1.0 - share)
+        down = first * terms.adapted.rlc + second * terms.pretrained.rlc
+        scores = [
+            logit * row + affinity_weights[0] * one + affinity_weights[1] * two - down[:, t, None]
+            for t, (row, one, two) in enumerate(zip(stream.rows, *pieces, strict=True))
+        ]
+        found[f"class by class, Fisher's weights x {share}"] = stream.accuracy(
+            np.concatenate(scores, axis=1)
+        )
 
     # 9. Random features; and several prototypes a class.
     for name, view in (("pretrained", pretrained), ("adapted", adapted)):
