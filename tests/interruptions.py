@@ -52,6 +52,16 @@ def finish(process: subprocess.Popen, expected: int = 0) -> tuple[str, str]:
     return output, errors
 
 
+def wait_for(workdir: Path, event: str, process: subprocess.Popen, count: int = 1) -> None:
+    """Waits until a run has written an event that many times."""
+    while process.poll() is None:
+        path = workdir / "metrics.jsonl"
+        if path.exists() and path.read_text().count(f'"event": "{event}"') >= count:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"ended before {event}: {process.communicate()[1]}")
+
+
 def kill_after(process: subprocess.Popen, seconds: float) -> bool:
     """Sends SIGKILL after a while; False when the process was done by then."""
     try:

@@ -176,20 +176,11 @@ def test_killed_runs_end_with_the_same_numbers(whole, tmp_path, cache):
     interruptions.same_outcome(whole[0], tmp_path / "whole")
 
 
-def wait_for(workdir, event, process, count=1):
-    while process.poll() is None:
-        path = workdir / "metrics.jsonl"
-        if path.exists() and path.read_text().count(f'"event": "{event}"') >= count:
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"ended before {event}: {process.communicate()[1]}")
-
-
 def test_sigterm_saves_and_exits_with_its_own_code(whole, tmp_path, cache):
     workdir = tmp_path / "run"
     never = "--config.checkpoint.every_steps=1000000"
     process = interruptions.start(workdir, never, cache=cache)
-    wait_for(workdir, "epoch", process)
+    interruptions.wait_for(workdir, "epoch", process)
     process.send_signal(signal.SIGTERM)
     _, errors = interruptions.finish(process, expected=75)
     assert errors.splitlines()[-1] == "fdc_jax: error: stopped by SIGTERM"
@@ -202,7 +193,7 @@ def test_sigterm_saves_and_exits_with_its_own_code(whole, tmp_path, cache):
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, tmp_path, cache):
     workdir = tmp_path / "run"
     process = interruptions.start(workdir, cache=cache)
-    wait_for(workdir, "evaluation", process, count=3)
+    interruptions.wait_for(workdir, "evaluation", process, count=3)
     process.kill()
     process.communicate()
     numbers = [
@@ -222,7 +213,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, tmp_pat
 def test_without_its_calibrators_a_run_starts_again(whole, tmp_path, cache):
     workdir = tmp_path / "run"
     process = interruptions.start(workdir, cache=cache)
-    wait_for(workdir, "evaluation", process, count=2)
+    interruptions.wait_for(workdir, "evaluation", process, count=2)
     process.kill()
     process.communicate()
     shutil.rmtree(workdir / "calibrators")
@@ -268,7 +259,7 @@ def test_other_weights_at_the_same_path_are_refused(tmp_path, cache):
     weights.write_bytes(original)
     options = (f"--config.encoder.weights={weights}", "--quiet")
     process = interruptions.start(tmp_path / "run", *options, cache=cache)
-    wait_for(tmp_path / "run", "evaluation", process)
+    interruptions.wait_for(tmp_path / "run", "evaluation", process)
     process.kill()
     process.communicate()
     with np.load(weights) as file:

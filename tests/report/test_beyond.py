@@ -42,13 +42,13 @@ def percent(features, scores):
 @pytest.mark.parametrize("final", [False, True])
 def test_methods_are_what_their_calibrators_give(final):
     features = noisy(final=final)
-    found = beyond.accuracies(features, calibration.FDC(attenuation=0.8).settings)["methods"]
+    found = beyond.accuracies(features, calibration.FDC(rlc_weight=0.5).settings)["methods"]
     for name, settings in {
         "fdc": {},
         "whitened": WHITENED,
         "whitened_classes": WHITENED_CLASSES,
     }.items():
-        calibrator = fitted(features, attenuation=0.8, **settings)
+        calibrator = fitted(features, rlc_weight=0.5, **settings)
         scores = calibrator.score(features.test_adapted, features.test_pretrained)
         given = scores.label_in_task(features.test_tasks)
         assert found[name] == {
