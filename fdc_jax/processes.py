@@ -6,8 +6,8 @@ alone reads and writes the work directory, fits FDC and evaluates, and tells the
 decided, so that they need no access to that folder. With one process nothing here does anything.
 
 What fails alike on all processes, or while they listen to each other, ends all of them. A process
-that fails on its own says so and waits half a minute for the others, whom JAX's coordination
-service then ends; it does the same with all when one has died, at the latest after 100 seconds
+that fails on its own waits half a minute for the others to fail alike, says so and ends. Where one
+has ended or died, JAX's coordination service ends the others, at the latest after 100 seconds
 without a heartbeat. The same command on all hosts goes on from the last checkpoint.
 """
 
@@ -67,12 +67,7 @@ def start(
     # SIGTERM is ours: JAX's own notice of it would replace our handler.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(
-            coordinator_address,
-            num_processes,
-            process_id,
-            shutdown_timeout_seconds=LEAVING_SECONDS,
-        )
+        jax.distributed.initialize(coordinator_address, num_processes, process_id)
     except (RuntimeError, ValueError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         if detect:
@@ -188,17 +183,20 @@ def _run(function: Callable[[], Any], takes_part: bool) -> list[Any]:
 
 def _exchange(own: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns what every process said, through the coordination service; devices play no part."""
-    from jax._src import distributed  # JAX has no public way to its key-value store
-
     global _messages
-    client = distributed.global_state.client
-    assert client is not None
+    client = _client()
     _messages += 1
     client.key_value_set(f"fdc_jax/{_messages}/{index()}", json.dumps(own))
     return [
         json.loads(client.blocking_key_value_get(f"fdc_jax/{_messages}/{number}", _WEEK))
         for number in range(count())
     ]
+
+
+def _client() -> Any:
+    from jax._src import distributed  # JAX has no public way to its key-value store
+
+    return distributed.global_state.client
 
 
 def broadcast(array: np.ndarray) -> np.ndarray:
@@ -238,10 +236,15 @@ class Agreement:
 
 
 def leave() -> bool:
-    """Leaves the other processes; returns whether all of them did so within half a minute."""
+    """Leaves the other processes; returns whether all of them do so within half a minute.
+
+    Where they do not, the caller has to end at once.
+    """
     if count() == 1:
         return True
     try:
+        # The barrier within `shutdown` would end this process if the others stayed away.
+        _client().wait_at_barrier("fdc_jax/leave", LEAVING_SECONDS * 1000)
         jax.distributed.shutdown()
     except RuntimeError:
         return False
