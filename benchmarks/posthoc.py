@@ -2,6 +2,7 @@
 
     python benchmarks/posthoc.py --output=posthoc.json
     python benchmarks/posthoc.py --cases=20x100 --forward_ms=2.7     # share of an encoder's forward
+    python benchmarks/posthoc.py --cases=20x100 --whitened           # the whitened affinity, too
 
 Each case is TASKSxCLASSES, with @WIDTH behind it for features other than --width wide. The loop
 follows Algorithm 1 line by line in float32 NumPy, and in PyTorch for scoring where that is
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fdc_jax
 from fdc_jax import calibration, heads
+from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
 
@@ -239,9 +241,20 @@ def flops_per_image(calibrator: calibration.FDC, width: int) -> float:
     num_classes = sum(len(rows) for rows in calibrator.classes)
     ranks = sum(len(view.basis) for task in calibrator.tasks for view in task.views)
     views = calibrator.num_views
-    return 2.0 * width * (num_classes + ranks + views * num_classes) + 6.0 * width * views * (
-        calibrator.num_tasks
+    # The whitened metric maps the feature once and compares it with every class once more.
+    whitened = views * (width + num_classes) if calibrator.shared else 0
+    return 2.0 * width * (num_classes + ranks + views * num_classes + whitened) + (
+        6.0 * width * views * calibrator.num_tasks
     )
+
+
+def whitened_scorers(calibrator: calibration.FDC) -> dict[str, Callable[[Any, Any], Any]]:
+    """Both variants of the whitened affinity over the same statistics."""
+    by_class = calibration.FDC(**WHITENED_CLASSES).settings.affinity
+    return {
+        "whitened": calibrator.score,
+        "whitened_classes": lambda g, h: calibrator.terms(g, h).fuse(affinity=by_class),
+    }
 
 
 def run_case(
@@ -251,8 +264,11 @@ def run_case(
     per_class = options.images_per_class
     shape = (num_tasks, num_classes, width, per_class)
     fdc, loop = calibration.FDC(), Loop()
+    whitened = calibration.FDC(**WHITENED) if options.whitened else None
     fits_loop = num_tasks <= options.loop_fit_tasks
     seconds: dict[str, float] = {"fdc": 0.0, **({"loop": 0.0} if fits_loop else {})}
+    if whitened is not None:
+        seconds["whitened"] = 0.0
     first_task, tests = None, []
     for task in make_tasks(*shape):
         tests.append(task["test"])
@@ -262,12 +278,17 @@ def run_case(
         if fits_loop:
             loop.fit_task(task)
         end = time.perf_counter()
+        if whitened is not None:
+            whitened.fit_task(task["adapted"], task["labels"], task["head"], task["pretrained"])
+        last = time.perf_counter()
         if first_task is None:  # Compiles.
             first_task = middle - start
         else:
             seconds["fdc"] += middle - start
             if fits_loop:
                 seconds["loop"] += end - middle
+            if whitened is not None:
+                seconds["whitened"] += last - end
     start = time.perf_counter()
     fdc.finalize()
     middle = time.perf_counter()
@@ -277,6 +298,10 @@ def run_case(
         seconds["loop"] += time.perf_counter() - middle
     else:
         loop.borrow(fdc)
+    if whitened is not None:
+        start = time.perf_counter()
+        whitened.finalize()
+        seconds["whitened"] += time.perf_counter() - start
     pretrained = np.concatenate(tests)
     pretrained = pretrained[np.random.default_rng(1).permutation(len(pretrained))[:1024]]
     adapted = np.float32(1.0 + 0.01 * num_tasks) * pretrained
@@ -300,6 +325,13 @@ def run_case(
     result["flops_per_image"] = flops
     result["flops_share_of_forward"] = flops / FORWARD_FLOPS
     scorers: dict[str, Callable[[Any, Any], Any]] = {"fdc": fdc.score, "loop": loop.score}
+    if whitened is not None:
+        scorers |= whitened_scorers(whitened)
+        result["whitened"] = {
+            "storage_bytes": whitened.storage_bytes,
+            "storage_ratio": whitened.storage_bytes / fdc.storage_bytes,
+            "flops_share_of_forward": flops_per_image(whitened, width) / FORWARD_FLOPS,
+        }
     torch = import_torch()
     if torch is not None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -315,8 +347,9 @@ def run_case(
             "speedup": entry["loop"] / entry["fdc"],
         }
         if options.forward_ms:
-            share = entry["fdc"] / size / options.forward_ms
-            result["batches"][str(size)]["share_of_forward"] = share
+            result["batches"][str(size)]["share_of_forward"] = {
+                name: each / size / options.forward_ms for name, each in entry.items()
+            }
     result["peak_memory_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return result
 
@@ -335,6 +368,15 @@ def line(result: dict[str, Any]) -> str:
     fit, batches = result["fit_seconds_without_first_task"], result["batches"]
     score = batches["1024"]
     loop = f" (loop {fit['loop']:.2f} s)" if "loop" in fit else ""
+    whitened = ""
+    if "whitened" in result:
+        of, small = result["whitened"], batches["64"]["milliseconds"]
+        whitened = (
+            f"; whitened: fit {fit['whitened']:.2f} s, {small['whitened']:.2f} ms per 64 "
+            f"({small['whitened_classes']:.2f} ms class by class), "
+            f"{100 * of['flops_share_of_forward']:.3f}% of a forward, "
+            f"{of['storage_bytes'] / 2**20:.2f} MiB, {of['storage_ratio']:.2f} times FDC's"
+        )
     return (
         f"{result['tasks']} tasks, {result['classes']} classes, width {result['width']}, rank "
         f"{result['mean_rank']:.0f}: "
@@ -342,7 +384,7 @@ def line(result: dict[str, Any]) -> str:
         f"{score['milliseconds']['fdc']:.1f} ms per 1024 (loop {score['milliseconds']['loop']:.1f} "
         f"ms, {score['speedup']:.1f}x), {batches['64']['milliseconds']['fdc']:.2f} ms per 64, "
         f"{100 * result['flops_share_of_forward']:.3f}% of a ViT-B/16 forward, "
-        f"{100 * result['equal_labels']:.2f}% equal labels"
+        f"{100 * result['equal_labels']:.2f}% equal labels{whitened}"
     )
 
 
@@ -356,6 +398,9 @@ def main() -> int:
         "--loop_fit_tasks", type=int, default=100, help="fit the loop up to this many tasks"
     )
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--whitened", action="store_true", help="measure the whitened affinity beside FDC"
+    )
     parser.add_argument("--forward_ms", type=float, help="measured encoder forward per image")
     parser.add_argument("--output", default="posthoc_benchmark.json")
     options = parser.parse_args()
