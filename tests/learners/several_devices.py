@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from fdc_jax import devices, learners
-from fdc_jax.learners import training
+from fdc_jax.learners import second_moments, training
+from fdc_jax.model import vit
 from tests.learners import small_stream
 
 # Of the largest number of a leaf. Adam's first steps have the length of the learning rate however
@@ -67,5 +68,29 @@ def main(name: str) -> None:
     print(f"{compared} arrays agree")
 
 
+def check_moments() -> None:
+    """Asserts that second moments add up over devices, and that no image goes from one to another.
+
+    The step adds matrices of the encoder's width and one count over the devices.
+    """
+    mesh = devices.data_mesh()
+    setup = small_stream.make_setup((3, 2))
+    backbone = devices.replicate(mesh, small_stream.make_backbone())
+    kernels = vit.pretrained_kernels(backbone)
+    depth, width = kernels["key"].shape[0], kernels["key"].shape[-1]
+    batch = devices.split(mesh, small_stream.make_batch(0, 8, 3))
+    program = (
+        second_moments._accumulate.lower(
+            setup.model, backbone, kernels, batch, jnp.zeros((depth, width, width)), jnp.zeros(())
+        )
+        .compile()
+        .as_text()
+    )
+    assert "all-reduce(" in program
+    for moved in ("all-gather(", "all-to-all(", "collective-permute("):
+        assert moved not in program, moved
+    print("moments agree")
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    check_moments() if sys.argv[1] == "second_moments" else main(sys.argv[1])

@@ -18,14 +18,22 @@ FLAGS = (
 )
 
 
-@pytest.mark.parametrize("learner", LEARNERS)
-def test_four_devices_leave_what_one_leaves(learner):
+def run(what):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.learners.several_devices", learner],
+        [sys.executable, "-m", "tests.learners.several_devices", what],
         cwd=REPOSITORY,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(FLAGS)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith(" arrays agree\n")
+    return done.stdout
+
+
+@pytest.mark.parametrize("learner", LEARNERS)
+def test_four_devices_leave_what_one_leaves(learner):
+    assert run(learner).endswith(" arrays agree\n")
+
+
+def test_second_moments_move_no_images_between_devices():
+    assert run("second_moments") == "moments agree\n"
