@@ -419,3 +419,25 @@ def test_caches_beside_each_other_share_a_limit():
     assert len(first) == first.bytes == 0 and second.bytes == 4
     second.put("c", 4, 6)
     assert second.get("c") == 4
+
+
+def test_processes_together_read_each_image_once(photo_source):
+    """Each its own rows of every batch, with labels and weights of all."""
+
+    def batches(source, own):
+        return stream.TrainBatches(
+            source, np.arange(11), None, 4, 3, 0, image_size=24, own_rows=own
+        )
+
+    whole = collect(batches(photo_source, None))
+    owners = np.array([True, False, True, False])
+    total = collections.Counter()
+    for own in (owners, ~owners):
+        source, reads = counted_reads(photo_source)
+        for found, expected in zip(collect(batches(source, own)), whole, strict=True):
+            np.testing.assert_array_equal(found.images[own], expected.images[own])
+            np.testing.assert_array_equal(found.labels, expected.labels)
+            np.testing.assert_array_equal(found.weights, expected.weights)
+        assert len(reads) < 11
+        total += reads
+    assert total == collections.Counter(range(11))
