@@ -1,0 +1,195 @@
+"""Speed of decoding and transforming images on the host, by data, by threads and by what is kept.
+
+    python -m benchmarks.input_pipeline --data=cifar100 --data_dir=$HOME/tensorflow_datasets
+    python -m benchmarks.input_pipeline --data=jpeg,digits --workers=1,2,4 --output=input.json
+
+`jpeg` is a folder of synthetic photographs of 500 x 375 pixels, written for the occasion. Each
+contender walks over the same images once a turn, and contenders take turns, so that whatever else
+the machine does slows all of them. Beside the clock, `processor` counts the seconds of all cores,
+which other programs change little. Medians after a warm-up, which fills the caches:
+
+    training             read, decode, crop, resize, mirror
+    training_kept        the same from decoded images in memory (data.cache_gib)
+    training_on_device   the same in a compiled call, for small images (data.augment_on_device)
+    evaluation           read, decode, resize, crop
+    evaluation_kept      the same from decoded images in memory
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from PIL import Image
+
+from fdc_jax import devices, results
+from fdc_jax.data import device_augmentation, stream, tfds_source
+from fdc_jax.data.source import ByteCache, Source
+from fdc_jax.errors import InputError
+from fdc_jax.files import write_atomically
+
+JPEG_SIZE = (500, 375)
+
+
+def photographs(folder: Path, number: int) -> Source:
+    """Writes JPEG files of smooth colours and some noise, about 80 kB each."""
+    rng = np.random.default_rng(0)
+    paths = []
+    for index in range(number):
+        coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), np.uint8))
+        smooth = np.asarray(coarse.resize(JPEG_SIZE, Image.Resampling.BICUBIC), np.int16)
+        noise = rng.integers(-12, 13, smooth.shape, np.int16)
+        paths.append(folder / f"{index:06d}.jpg")
+        Image.fromarray(np.clip(smooth + noise, 0, 255).astype(np.uint8)).save(
+            paths[-1], quality=90
+        )
+    return Source(
+        name="jpeg",
+        split="train",
+        partition="other",
+        labels=np.zeros(number, np.int32),
+        ids=tuple(path.name for path in paths),
+        class_names=("photograph",),
+        read_encoded=lambda index: paths[index].read_bytes(),
+        compute_checksum=lambda: "",
+    )
+
+
+def contenders(
+    source: Source, number: int, workers: int, options: argparse.Namespace
+) -> dict[str, Callable[[], Iterable[Any]]]:
+    """Returns, by name, functions that start a walk over the images."""
+    indices, size = np.arange(number), options.image_size
+    decoded = ByteCache(1 << 40)
+
+    def training(kind: Any, kept: ByteCache | None) -> stream.TrainBatches:
+        batch_size = min(options.batch_size, number)
+        arguments = (source, indices, None, batch_size, 0, 0)
+        return kind(*arguments, image_size=size, workers=workers, decoded=kept)
+
+    def evaluation(kept: ByteCache | None) -> stream.EvaluationBatches:
+        arguments = (source, indices, None, options.batch_size)
+        return stream.EvaluationBatches(*arguments, image_size=size, workers=workers, decoded=kept)
+
+    def on_device() -> Iterable[Any]:
+        batches = training(device_augmentation.SmallTrainBatches, decoded)
+        augment = device_augmentation.augmentation(batches.image_size, size)
+        return (jax.block_until_ready(augment(batch)) for batch in batches)
+
+    found = {
+        "training": lambda: training(stream.TrainBatches, None),
+        "training_kept": lambda: training(stream.TrainBatches, decoded),
+        "training_on_device": on_device,
+        "evaluation": lambda: evaluation(None),
+        "evaluation_kept": lambda: evaluation(decoded),
+    }
+    if source.name == "jpeg":
+        del found["training_on_device"]
+    return found
+
+
+def walk(start: Callable[[], Iterable[Any]]) -> tuple[float, float]:
+    """Walks over all images; returns the seconds of the clock and of the processor."""
+    clock, processor = time.perf_counter(), time.process_time()
+    for _ in start():
+        pass
+    return time.perf_counter() - clock, time.process_time() - processor
+
+
+def measure(source: Source, workers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns one record per contender."""
+    number = min(options.images, len(source))
+    starts = contenders(source, number, workers, options)
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in starts}
+    for turn in range(1 + options.repeats):
+        for name, start in starts.items():
+            taken = walk(start)
+            if turn:
+                seconds[name].append(taken)
+    records = []
+    for name, each in seconds.items():
+        clock, processor = (statistics.median(values) for values in zip(*each, strict=True))
+        records.append(
+            {
+                "data": source.name,
+                "contender": name,
+                "workers": workers,
+                "images": number,
+                "images_per_second": number / clock,
+                "images_per_second_and_worker": number / clock / workers,
+                "images_per_processor_second": number / processor,
+                "seconds": {"clock": clock, "processor": processor},
+            }
+        )
+    return records
+
+
+def line(record: dict[str, Any]) -> str:
+    """A record for the screen."""
+    return (
+        f"{record['data']:9} {record['contender']:19} {record['workers']:2} threads: "
+        f"{record['images_per_second']:8.0f} images/s, "
+        f"{record['images_per_processor_second']:8.0f} a processor second"
+    )
+
+
+def main() -> int:
+    """Measures all data with all numbers of threads and writes the records as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
+    parser.add_argument("--data", default="cifar100,jpeg", help="of cifar100, jpeg, digits, ...")
+    parser.add_argument("--data_dir", default=tfds_source.default_data_dir())
+    parser.add_argument("--workers", default="1,2", help="numbers of threads")
+    parser.add_argument("--images", type=int, default=512)
+    parser.add_argument("--image_size", type=int, default=224)
+    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--output", default="input_pipeline.json")
+    options = parser.parse_args()
+    try:
+        workers = [int(each) for each in options.workers.split(",")]
+    except ValueError:
+        workers = [0]
+    if (
+        min(*workers, options.images, options.image_size, options.batch_size, options.repeats, 1)
+        < 1
+    ):
+        raise InputError(
+            "expected --workers, --images, --image_size, --batch_size and --repeats of at least 1"
+        )
+    records = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.data.split(","):
+            if name == "jpeg":
+                source = photographs(Path(folder), options.images)
+            else:
+                data_dir = Path(options.data_dir).expanduser()
+                source = tfds_source.open_source(name, "train", data_dir)
+            for number in workers:
+                for record in measure(source, number, options):
+                    print(line(record), flush=True)
+                    records.append(record)
+    report = {
+        "settings": {key: value for key, value in vars(options).items() if key != "data_dir"},
+        "device": devices.describe(),
+        "cores": stream.default_workers(),
+        "versions": results.versions(),
+        "records": records,
+    }
+    with write_atomically(options.output) as file:
+        file.write((json.dumps(report, indent=2) + "\n").encode())
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except InputError as error:
+        print(f"benchmarks/input_pipeline.py: {error}", file=sys.stderr)
+        sys.exit(2)

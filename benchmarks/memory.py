@@ -1,0 +1,226 @@
+"""Memory of a run by the number of its tasks: learner state, training step, calibrator.
+
+    python -m benchmarks.memory --tasks=1,10,100
+    python -m benchmarks.memory --learner=sd_lora --variant=Ti/16 --image_size=128 --run_step
+
+Every number of tasks is measured in a process of its own. Bytes of the learner's state, of what a
+task trains and of the optimizer follow from abstract shapes; `live` are the arrays that are in fact
+on the device once the last task is about to be trained. The compiled step states its arguments and
+its temporary memory; with --run_step it is run once on noise, so that the process's peak includes
+it. The calibrator is fitted on random features of the encoder's width.
+"""
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.calibration_scale import Features, Point, peak_bytes
+from configs import base
+from fdc_jax import calibration, devices, learners, results
+from fdc_jax.data.stream import Batch
+from fdc_jax.errors import InputError
+from fdc_jax.files import write_atomically
+from fdc_jax.learners import training
+from fdc_jax.model import vit
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of a tree of arrays or of their shapes; random keys are not counted."""
+    return sum(
+        math.prod(leaf.shape) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    )
+
+
+def live_bytes() -> int:
+    """Bytes of all arrays on the devices of this process, each buffer once."""
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def noise(options: argparse.Namespace, seed: int) -> Batch:
+    """A training batch."""
+    rng = np.random.default_rng(seed)
+    size, side = options.batch_size, options.image_size
+    return Batch(
+        rng.integers(0, 256, (size, side, side, 3), np.uint8),
+        (np.arange(size) % options.classes).astype(np.int32),
+        np.ones(size, np.float32),
+    )
+
+
+def measure(options: argparse.Namespace, tasks: int) -> dict[str, Any]:
+    """Measures one number of tasks in this process."""
+    started = peak_bytes()
+    config: Any = base.get_config()
+    config.encoder.variant = options.variant
+    config.encoder.image_size = options.image_size
+    config.learner.name = options.learner
+    config.train.batch_size = options.batch_size
+    model = vit.build(options.variant, options.image_size, precision=options.precision)
+    backbone = vit.initialise(model, options.image_size, jax.random.key(0))
+    setup = training.Setup(model, (options.classes,) * tasks, config)
+    learner = learners.find(options.learner)
+    update = learner.update(setup)
+    encoder = live_bytes()
+    state = jax.block_until_ready(learner.initial_state(setup))
+    with_state = live_bytes()
+    frozen, trained = learner.start(setup, backbone, state, 0, jax.random.key(0))
+    frozen, trained = jax.tree.map(jnp.asarray, (frozen, trained))
+    optimizer = jax.block_until_ready(update.initialise(trained))
+    live = live_bytes()
+    rate = 1.0 if update.schedule is None else update.schedule(0, config.train.epochs)
+    arguments = (backbone, frozen, trained, optimizer, noise(options, 0), rate)
+    report: Any = update.step.lower(*arguments).compile().memory_analysis()
+    if options.run_step:
+        jax.block_until_ready(update.step(*arguments))
+    del arguments, trained, optimizer
+    trained_peak = peak_bytes()
+    return {
+        "tasks": tasks,
+        "device": jax.devices()[0].device_kind,
+        "encoder_bytes": encoder,
+        "state_bytes": {
+            "abstract": tree_bytes(jax.eval_shape(lambda: learner.initial_state(setup))),
+            "live": with_state - encoder,
+        },
+        "task_bytes": {
+            "trained": tree_bytes(jax.eval_shape(lambda: _started(learner, setup, backbone)[1])),
+            "frozen": tree_bytes(frozen),
+            "optimizer": tree_bytes(
+                jax.eval_shape(lambda: update.initialise(_started(learner, setup, backbone)[1]))
+            ),
+            "live": live - with_state,
+        },
+        "step_bytes": {
+            "arguments": report.argument_size_in_bytes,
+            "outputs": report.output_size_in_bytes,
+            "aliased": report.alias_size_in_bytes,
+            "temporary": report.temp_size_in_bytes,
+            "program": report.generated_code_size_in_bytes,
+        },
+        "calibrator": calibrator_bytes(options, tasks, setup.variant.width),
+        "peak_bytes": {
+            "started": started,
+            "trained": trained_peak,
+            "all": peak_bytes(),
+            "device": devices.peak_memory(),
+        },
+    }
+
+
+def _started(learner: Any, setup: training.Setup, backbone: Any) -> Any:
+    return learner.start(setup, backbone, learner.initial_state(setup), 0, jax.random.key(0))
+
+
+def calibrator_bytes(options: argparse.Namespace, tasks: int, width: int) -> dict[str, int]:
+    """Fits a calibrator on random features and returns what it holds."""
+    before = live_bytes()
+    point = Point(tasks, tasks * options.images, tasks * options.classes, width, 2, 0)
+    calibrator = calibration.FDC()
+    for task in range(tasks):
+        features = Features(point, task)
+        calibrator.fit_task(features.source, None, features.head)
+    fitting = live_bytes() - before
+    foreign = sum(view.nbytes for each in calibrator.foreign or [] for view in each)
+    calibrator.finalize(release=True)
+    calibrator.score(*Features(point, 0).chunk(0, min(64, options.images))[:2])
+    return {
+        "statistics": calibrator.storage_bytes,
+        "foreign_residuals": foreign,
+        "live_while_fitting": fitting,
+        "live_while_scoring": live_bytes() - before,
+    }
+
+
+def in_a_process(tasks: int) -> dict[str, Any]:
+    """Measures one number of tasks in a fresh process."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.memory", *sys.argv[1:], f"--here={tasks}"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={"OPENBLAS_NUM_THREADS": "1"} | os.environ,
+        cwd=_ROOT,
+        check=False,
+    )
+    if done.returncode:
+        raise InputError(f"{tasks} tasks: the process ended with code {done.returncode}, see above")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def line(record: dict[str, Any]) -> str:
+    """A record for the screen, in MiB."""
+    mebibytes = {
+        "encoder": record["encoder_bytes"],
+        "state": record["state_bytes"]["live"],
+        "a task's training": record["task_bytes"]["live"],
+        "temporary in a step": record["step_bytes"]["temporary"],
+        "statistics": record["calibrator"]["statistics"],
+        "foreign residuals": record["calibrator"]["foreign_residuals"],
+        "on the device while scoring": record["calibrator"]["live_while_scoring"],
+        "peak of the process": record["peak_bytes"]["all"],
+    }
+    return f"{record['tasks']} tasks, MiB: " + ", ".join(
+        f"{name} {value / 2**20:.1f}" for name, value in mebibytes.items()
+    )
+
+
+def main() -> int:
+    """Prints a line per number of tasks and writes them as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
+    parser.add_argument("--tasks", default="1,10,100")
+    parser.add_argument("--learner", default="cumulative_lora")
+    parser.add_argument("--variant", default="B/16", help="Ti/16, S/16, B/16, L/16 or digits")
+    parser.add_argument("--image_size", type=int, default=224)
+    parser.add_argument("--batch_size", type=int, default=64)
+    parser.add_argument("--precision", default="parity", help="parity or fast")
+    parser.add_argument("--classes", type=int, default=10, help="of a task")
+    parser.add_argument("--images", type=int, default=100, help="of a task, for the calibrator")
+    parser.add_argument("--run_step", action="store_true", help="run the compiled step once")
+    parser.add_argument("--output", default="memory.json")
+    parser.add_argument("--here", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        print(json.dumps(measure(options, options.here)))
+        return 0
+    try:
+        numbers = [int(each) for each in options.tasks.split(",")]
+    except ValueError:
+        numbers = [0]
+    sizes = (options.image_size, options.batch_size, options.classes, options.images)
+    if min(*numbers, *sizes, options.images - options.classes + 1) < 1:
+        raise InputError(
+            "expected --tasks, --image_size, --batch_size and --classes of at least 1, and an "
+            "image for each class"
+        )
+    learners.find(options.learner)
+    if options.variant not in vit.VARIANTS:
+        raise InputError(f"--variant: expected one of {', '.join(vit.VARIANTS)}")
+    records = []
+    for tasks in numbers:
+        records.append(in_a_process(tasks))
+        print(line(records[-1]), flush=True)
+    settings = {key: value for key, value in vars(options).items() if key != "here"}
+    report = {"settings": settings, "versions": results.versions(), "records": records}
+    with write_atomically(options.output) as file:
+        file.write((json.dumps(report, indent=2) + "\n").encode())
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except InputError as error:
+        print(f"benchmarks/memory.py: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,44 @@
+import json
+import os
+import subprocess
+import sys
+
+from tests import benchmark_runs
+
+
+def bench(*arguments):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "benchmarks.input_pipeline", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        cwd=benchmark_runs.ROOT,
+        check=False,
+    )
+
+
+def test_every_contender_is_measured_with_every_number_of_threads(tmp_path):
+    output = tmp_path / "input.json"
+    done = bench(
+        *("--data=jpeg,digits", "--images=6", "--image_size=32", "--batch_size=4"),
+        *("--workers=1,2", "--repeats=1", f"--output={output}"),
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    records = json.loads(output.read_text())["records"]
+    assert len(done.stdout.splitlines()) == len(records) == 2 * 4 + 2 * 5
+    found = {(each["data"], each["contender"], each["workers"]) for each in records}
+    assert {("jpeg", "training", 1), ("jpeg", "evaluation_kept", 2)} <= found
+    assert ("digits", "training_on_device", 2) in found
+    assert ("jpeg", "training_on_device", 1) not in found
+    for each in records:
+        assert each["images"] == 6
+        assert each["images_per_second"] * each["seconds"]["clock"] > 5.99
+        assert each["images_per_processor_second"] * each["seconds"]["processor"] > 5.99
+
+
+def test_wrong_numbers_are_one_line(tmp_path):
+    for wrong in ("--workers=0", "--workers=a", "--images=0", "--data=nothing"):
+        done = bench("--data=digits", wrong, f"--output={tmp_path}/x.json")
+        assert done.returncode == 2, wrong
+        assert done.stderr.startswith("benchmarks/input_pipeline.py: "), wrong
+        assert done.stderr.count("\n") == 1, wrong
