@@ -152,8 +152,7 @@ def converted(params: Any, kernels: vit.KeyValueKernels, increment: vit.Incremen
             **dense(f"{name}.fc1", block["MlpBlock_3"]["Dense_0"]),
             **dense(f"{name}.fc2", block["MlpBlock_3"]["Dense_1"]),
         }
-        for part in ("key", "value") if increment is not None else ():
-            factors = increment[part]
+        for part, factors in (increment or {}).items():
             state[f"{name}.attn.{part}.down.weight"] = factors["A"][number].T
             state[f"{name}.attn.{part}.up.weight"] = factors["B"][number].T
     return jax.tree.map(_tensor, state)

@@ -56,13 +56,15 @@ def problem(variant: str, image_size: int, images: int, precision: str) -> Probl
         part: pretrained[part] + increment[part]["A"] @ increment[part]["B"] for part in increment
     }
     width = model.variant.width
+    weight: Any = 0.05 * rng.standard_normal((CLASSES, width), np.float32)
+    bias: Any = np.zeros(CLASSES, np.float32)
     return Problem(
         model,
         parameters,
         pretrained,
         kernels,
         increment,
-        LinearHead(0.05 * rng.standard_normal((CLASSES, width), np.float32), np.zeros(CLASSES)),
+        LinearHead(weight, bias),
         rng.integers(0, 256, (images, image_size, image_size, 3), np.uint8),
         rng.integers(0, CLASSES, images).astype(np.int32),
     )

@@ -46,19 +46,13 @@ class Extractor:
     def __init__(self, model: VisionTransformer, mesh: Mesh):
         self._mesh = mesh
 
-        def one(backbone, images, kernels):
+        def encode(backbone, images, kernels):
             return model.apply({"params": backbone}, images, kernels)
 
-        def two(backbone, images, kernels):
-            # The compiler makes once what both have in common, up to the queries of block one.
-            adapted = one(backbone, images, kernels)
-            return adapted, one(backbone, images, pretrained_kernels(backbone))
-
         # Where there are several processes, each one gets the features of all.
-        everywhere = devices.everywhere(mesh)
-        patch = model.variant.patch
-        self._encode = jax.jit(_in_portions(one, patch), out_shardings=everywhere)
-        self._encode_both = jax.jit(_in_portions(two, patch), out_shardings=everywhere)
+        self._encode = jax.jit(
+            _in_portions(encode, model.variant.patch), out_shardings=devices.everywhere(mesh)
+        )
 
     def __call__(
         self,
@@ -75,14 +69,8 @@ class Extractor:
             batches: images in evaluation preprocessing.
             poll: called before each batch; raises to stop.
         """
-        clock = _Clock(batches)
-        rows = [
-            features
-            for (features,) in self._rows(
-                lambda images: (self._encode(backbone, images, kernels),), batches, poll
-            )
-        ]
-        return clock.extraction(rows, kernels)
+        (extraction,) = self._views(backbone, (kernels,), batches, poll)
+        return extraction
 
     def both(
         self,
@@ -93,7 +81,9 @@ class Extractor:
     ) -> tuple[Extraction, Extraction]:
         """Returns the features of an encoder and those of the pretrained one, in one pass.
 
-        Each image is read, decoded and placed once. Seconds are those of the pass, halved.
+        Each image is read, decoded and placed once; the features are bit for bit those of two
+        passes. What the views could share beyond that, up to the queries of block one, is 3 % of
+        ViT-Ti/16 and less of a larger encoder. Seconds are those of the pass, halved.
 
         Args:
             backbone: pretrained parameters.
@@ -101,18 +91,30 @@ class Extractor:
             batches: images in evaluation preprocessing.
             poll: called before each batch; raises to stop.
         """
-        clock = _Clock(batches)
-        rows = list(
-            self._rows(lambda images: self._encode_both(backbone, images, kernels), batches, poll)
-        )
-        adapted, pretrained = (
-            clock.extraction([pair[view] for pair in rows], kernels, share=0.5) for view in (0, 1)
-        )
+        views = (kernels, pretrained_kernels(backbone))
+        adapted, pretrained = self._views(backbone, views, batches, poll)
         return adapted, pretrained
+
+    def _views(
+        self,
+        backbone: Any,
+        views: tuple[Any, ...],
+        batches: EvaluationBatches,
+        poll: Callable[[], None],
+    ) -> list[Extraction]:
+        start, waited = time.perf_counter(), batches.input_wait_seconds
+        rows = list(self._rows(backbone, views, batches, poll))
+        share = 1.0 / len(views)
+        seconds = share * (time.perf_counter() - start)
+        waited = share * (batches.input_wait_seconds - waited)
+        nothing = np.zeros((0, views[0]["key"].shape[-1]), np.float32)
+        of_view = zip(*rows, strict=True) if rows else [(nothing,)] * len(views)
+        return [Extraction(np.concatenate(features), seconds, waited) for features in of_view]
 
     def _rows(
         self,
-        encode: Callable[[jax.Array], tuple[jax.Array, ...]],
+        backbone: Any,
+        views: tuple[Any, ...],
         batches: Iterable[Batch],
         poll: Callable[[], None],
     ):
@@ -120,27 +122,12 @@ class Extractor:
         for batch in batches:
             poll()
             images = devices.split(self._mesh, batch.images)
-            pending.append((encode(images), int(batch.weights.sum())))
+            found = [self._encode(backbone, images, kernels) for kernels in views]
+            pending.append((found, int(batch.weights.sum())))
             if len(pending) > _IN_FLIGHT:
                 yield _fetch(*pending.popleft())
         while pending:
             yield _fetch(*pending.popleft())
-
-
-class _Clock:
-    """Measures an extraction from now on."""
-
-    def __init__(self, batches: EvaluationBatches):
-        self._batches = batches
-        self._start, self._waited = time.perf_counter(), batches.input_wait_seconds
-
-    def extraction(self, rows: list[np.ndarray], kernels: Any, share: float = 1.0) -> Extraction:
-        width = rows[0].shape[1] if rows else kernels["key"].shape[-1]
-        return Extraction(
-            np.concatenate([np.zeros((0, width), np.float32), *rows]),
-            share * (time.perf_counter() - self._start),
-            share * (self._batches.input_wait_seconds - self._waited),
-        )
 
 
 def _in_portions(encode: Callable[..., Any], patch: int) -> Callable[..., Any]:
@@ -153,12 +140,12 @@ def _in_portions(encode: Callable[..., Any], patch: int) -> Callable[..., Any]:
             return encode(backbone, images, kernels)
         cut = images.reshape(-1, size, *images.shape[1:])
         found = jax.lax.map(lambda portion: encode(backbone, portion, kernels), cut)
-        return jax.tree.map(lambda leaf: leaf.reshape(count, -1), found)
+        return found.reshape(count, -1)
 
     return encode_all
 
 
-def _fetch(views: tuple[jax.Array, ...], count: int) -> tuple[np.ndarray, ...]:
+def _fetch(views: list[jax.Array], count: int) -> tuple[np.ndarray, ...]:
     return tuple(np.asarray(features)[:count] for features in views)
 
 

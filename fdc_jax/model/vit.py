@@ -110,6 +110,7 @@ class _Projection(nn.Module):
         )
         bias = self.param("bias", nn.initializers.zeros, shape[1:])
         kernel = own.reshape(width, width) if kernel is None else kernel
+        y: Any
         if increment is None:
             y = jnp.matmul(x, kernel.astype(self.dtype), precision=self.precision)
         else:
