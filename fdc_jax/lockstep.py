@@ -4,6 +4,9 @@ Each seed's work is a generator that yields its training steps and is sent their
 lies between two steps it does itself. The seed that is furthest behind goes on alone until all wait
 for the same step of the same task; from there on they make it together, by one program that is
 `jax.vmap` of the ordinary step over frozen and trained leaves, optimiser and batch.
+
+Times and memory that a seed records meanwhile are those of all of them. Where a learner chooses
+between ways of computing within a step, as LoDA does by the size of a group, all seeds go all ways.
 """
 
 from collections.abc import Generator, Sequence

@@ -119,8 +119,9 @@ def test_a_failure_of_one_seed_closes_the_others():
         finally:
             closed.append(True)
 
+    works = [watched(), fails()]  # held, so that no collection of garbage closes them
     with pytest.raises(ValueError, match="broken"):
-        lockstep.run([watched(), fails()], UPDATE, BACKBONE)
+        lockstep.run(works, UPDATE, BACKBONE)
     assert closed == [True]
 
 
