@@ -13,6 +13,8 @@ without a heartbeat. The same command on all hosts goes on from the last checkpo
 
 import json
 import re
+import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +25,8 @@ from jax.experimental import multihost_utils
 from fdc_jax import devices
 from fdc_jax.errors import InputError, Interrupted, TrainingError
 
+# Seconds that a process waits for the first to listen.
+JOINING_SECONDS = 300
 # Seconds that an ending process waits for the others.
 LEAVING_SECONDS = 30
 # Batches between two looks at whether any process was asked to stop.
@@ -64,6 +68,7 @@ def start(
         raise InputError("--distributed finds the processes itself; expected no other flag of them")
     if not detect:
         _check(missing, str(coordinator_address), num_processes, process_id)
+        _reach(str(coordinator_address), listens=process_id == 0)
     # SIGTERM is ours: JAX's own notice of it would replace our handler.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -98,6 +103,36 @@ def _check(
             f"--process_id: expected 0 to {num_processes - 1} of {num_processes} processes, "
             f"found {process_id}"
         )
+
+
+def _reach(address: str, listens: bool) -> None:
+    """Waits for the first process to listen, as the first one checks that it can.
+
+    JAX would end the program with a stack of its own.
+
+    Raises:
+        InputError: the port is taken, or nobody listens in time.
+    """
+    host, _, port = address.rpartition(":")
+    if listens:
+        try:
+            socket.create_server(("", int(port))).close()
+        except (OSError, OverflowError) as error:
+            raise InputError(
+                f"--coordinator_address={address}: cannot listen on port {port} ({error})"
+            ) from error
+        return
+    deadline = time.monotonic() + JOINING_SECONDS
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() > deadline:
+                raise InputError(
+                    f"--coordinator_address={address}: process 0 does not answer ({error})"
+                ) from error
+        time.sleep(0.2)
 
 
 def count() -> int:

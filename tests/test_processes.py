@@ -1,5 +1,7 @@
 """How processes are asked for; runs of several are in test_several_processes.py."""
 
+import socket
+
 import jax
 import numpy as np
 import pytest
@@ -34,6 +36,18 @@ def test_arguments_that_do_not_fit_together(arguments, message, monkeypatch):
         processes.start(**arguments)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_an_address_that_nobody_answers_and_a_port_that_is_taken(monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **b: pytest.fail("joined"))
+    monkeypatch.setattr(processes, "JOINING_SECONDS", 0)
+    taken = socket.create_server(("", 0))
+    address = f"127.0.0.1:{taken.getsockname()[1]}"
+    with pytest.raises(InputError, match=r"cannot listen on port \d+ "):
+        processes.start(False, address, 2, 0)
+    taken.close()
+    with pytest.raises(InputError, match="process 0 does not answer"):
+        processes.start(False, address, 2, 1)
 
 
 def test_where_jax_finds_no_job_it_says_so(monkeypatch):
