@@ -176,7 +176,9 @@ def main() -> int:
                     print(line(record), flush=True)
                     records.append(record)
     report = {
-        "settings": {key: value for key, value in vars(options).items() if key != "data_dir"},
+        "settings": {
+            key: value for key, value in vars(options).items() if key not in ("data_dir", "output")
+        },
         "device": devices.describe(),
         "cores": stream.default_workers(),
         "versions": results.versions(),

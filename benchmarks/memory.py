@@ -211,7 +211,7 @@ def main() -> int:
     for tasks in numbers:
         records.append(in_a_process(tasks))
         print(line(records[-1]), flush=True)
-    settings = {key: value for key, value in vars(options).items() if key != "here"}
+    settings = {key: value for key, value in vars(options).items() if key not in ("here", "output")}
     report = {"settings": settings, "versions": results.versions(), "records": records}
     with write_atomically(options.output) as file:
         file.write((json.dumps(report, indent=2) + "\n").encode())
