@@ -138,12 +138,12 @@ def update(setup: training.Setup) -> training.Update:
         "head": config.train.head_learning_rate,
     }
     if config.learner.preset == "protocol":
-        return training.adam_update(setup, loss, rates)
+        return training.adam_update(setup, loss, rates, mean_over_images=True)
     rates["head"] = NATIVE_HEAD_RATE.get(config.benchmark, rates["head"])
     decay = NATIVE_WEIGHT_DECAY.get(config.benchmark, 0.0)
     adam = optax.chain(optax.add_decayed_weights(decay), optax.scale_by_adam())
     schedule = partial(training.learning_rate_factor, "cosine")
-    return training.gradient_update(setup, loss, rates, adam, schedule)
+    return training.gradient_update(setup, loss, rates, adam, schedule, mean_over_images=True)
 
 
 # 4. What it does when a task ends.

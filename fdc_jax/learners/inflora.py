@@ -152,7 +152,7 @@ def update(setup: training.Setup) -> training.Update:
     }
     if setup.config.learner.preset == "native":
         rates = dict.fromkeys(rates, NATIVE_LEARNING_RATE)
-    return training.adam_update(setup, loss, rates, quarter_cosine)
+    return training.adam_update(setup, loss, rates, quarter_cosine, mean_over_images=True)
 
 
 def quarter_cosine(epoch: int, epochs: int) -> float:

@@ -130,9 +130,14 @@ def update(setup: training.Setup) -> training.Update:
     rates["magnitudes"] = config.learner.sd_lora.magnitude_rate_factor * rates["increment"]
     if config.learner.preset == "native":
         return training.gradient_update(
-            setup, loss, rates, optax.trace(decay=0.9), lambda epoch, epochs: 1.0
+            setup,
+            loss,
+            rates,
+            optax.trace(decay=0.9),
+            lambda epoch, epochs: 1.0,
+            mean_over_images=True,
         )
-    return training.adam_update(setup, loss, rates)
+    return training.adam_update(setup, loss, rates, mean_over_images=True)
 
 
 # 4. What it does when a task ends.

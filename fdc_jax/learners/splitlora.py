@@ -173,12 +173,14 @@ def update(setup: training.Setup) -> training.Update:
     """Returns Adam with the paper's rates, or AdamW with the method's own rates and schedule."""
     if setup.config.learner.preset == "native":
         adamw = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(NATIVE_WEIGHT_DECAY))
-        return training.gradient_update(setup, loss, NATIVE_LEARNING_RATES, adamw, milestones)
+        return training.gradient_update(
+            setup, loss, NATIVE_LEARNING_RATES, adamw, milestones, mean_over_images=True
+        )
     rates = {
         "increment": setup.config.train.increment_learning_rate,
         "head": setup.config.train.head_learning_rate,
     }
-    return training.adam_update(setup, loss, rates)
+    return training.adam_update(setup, loss, rates, mean_over_images=True)
 
 
 def milestones(epoch: int, epochs: int) -> float:
