@@ -124,7 +124,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.fdc.pretrained_view_weight = 1.0  # w_0
     config.fdc.neighbours = 1  # K, class prototypes averaged into an affinity
     config.fdc.affinity_metric = "cosine"  # or whitened: beyond the paper, see docs/beyond.md
-    config.fdc.affinity_evidence = "tanh"  # or linear
+    config.fdc.affinity_evidence = "tanh"  # or linear, whose entry stands beside the paper's
     config.fdc.affinity_reference = "own"  # nearest (cosine) or pooled (whitened) moments
     config.fdc.affinity_scope = "task"  # or class, of the whitened metric
     config.fdc.affinity_shrinkage = 0.05  # lambda, of the within-class covariance

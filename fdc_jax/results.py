@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-datasets", "numpy")
 
+# Entries of results that stand beside the paper's numbers: the affinity in the whitened metric, or
+# the paper's without tanh.
+BEYOND = ("whitened", "linear")
+
 
 def measure(
     terms: "Terms", labels: Int[np.ndarray, " n"], tasks: Int[np.ndarray, " n"]
@@ -32,7 +36,7 @@ def measure(
 
     Returns:
         `accuracy`, `routing_accuracy`, `components` and the four shares of raw and FDC, all by the
-        paper's affinity; `whitened`, where the calibrator has that metric; and the columns of
+        paper's affinity; an entry of `BEYOND` where the calibrator has another; and the columns of
         `predictions.npz`.
     """
     scores = fuse_all(terms)
@@ -64,19 +68,20 @@ def measure(
         raw_task=raw.task,
         fdc_task=fdc.task,
     )
-    if terms.whitened is not None:
+    if terms.affinity != terms.paper_affinity:
         beyond = fuse_all(terms, terms.affinity)
-        whitened = beyond["full"]
-        accuracies["whitened"] = {
+        found = beyond["full"]
+        entry = "whitened" if terms.affinity.metric == "whitened" else "linear"
+        accuracies[entry] = {
             "affinity": terms.affinity._asdict(),
-            "accuracy": evaluation.accuracy(labels, whitened.label),
-            "oracle": evaluation.accuracy(labels, whitened.label_in_task(tasks)),
-            "routing_accuracy": evaluation.accuracy(tasks, whitened.task),
+            "accuracy": evaluation.accuracy(labels, found.label),
+            "oracle": evaluation.accuracy(labels, found.label_in_task(tasks)),
+            "routing_accuracy": evaluation.accuracy(tasks, found.task),
             "components": {
                 name: evaluation.accuracy(labels, each.label) for name, each in beyond.items()
             },
         }
-        predictions |= {"whitened_label": whitened.label, "whitened_task": whitened.task}
+        predictions |= {f"{entry}_label": found.label, f"{entry}_task": found.task}
     return accuracies, {name: column.astype(np.int32) for name, column in predictions.items()}
 
 
@@ -96,7 +101,7 @@ def collect(
     """Returns the content of `results.json` from the records of all tasks."""
     e, config = experiment, experiment.config
     last = records[-1]
-    points = ("task", "accuracy", "routing_accuracy", "components", "whitened")
+    points = ("task", "accuracy", "routing_accuracy", "components", *BEYOND)
     curve = [{name: record[name] for name in points if name in record} for record in records]
     complete = len(records) == e.setup.num_tasks
     return {
@@ -123,11 +128,11 @@ def collect(
         "components": last["components"],
         "selected": _selected(config.learner.name, last["components"]),
         "decomposition": last["decomposition"],
-        **(
-            {"whitened": _whitened(curve, complete, calibrator.storage_bytes)}
-            if "whitened" in last
-            else {}
-        ),
+        **{
+            entry: _beyond(entry, curve, complete, calibrator.storage_bytes)
+            for entry in BEYOND
+            if entry in last
+        },
         "curve": curve,
         "fdc_storage_bytes": calibrator.paper_storage_bytes,
         "peak_memory_bytes": _peak_memory([record.get("peak_memory") for record in records]),
@@ -147,12 +152,14 @@ def collect(
     }
 
 
-def _whitened(curve: list[dict[str, Any]], complete: bool, storage_bytes: int) -> dict[str, Any]:
-    """Returns what the whitened affinity gives after the last task, and on average."""
-    accuracies = [point["whitened"]["accuracy"] for point in curve]
+def _beyond(
+    entry: str, curve: list[dict[str, Any]], complete: bool, storage_bytes: int
+) -> dict[str, Any]:
+    """Returns what an affinity beyond the paper gives after the last task, and on average."""
+    accuracies = [point[entry]["accuracy"] for point in curve]
     average = evaluation.average_incremental_accuracy(accuracies) if complete else None
     return {
-        **curve[-1]["whitened"],
+        **curve[-1][entry],
         "average_incremental_accuracy": average,
         "storage_bytes": storage_bytes,
     }
@@ -244,7 +251,7 @@ def summarise(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
             )
         },
         "selected": {"components": first["selected"]["components"]},
-        **({"whitened": _whitened_over_seeds(per_seed)} if "whitened" in first else {}),
+        **{entry: _beyond_over_seeds(entry, per_seed) for entry in BEYOND if entry in first},
         "gain": gain._asdict(),
         "component_gains": {
             name: over_seeds(
@@ -259,13 +266,13 @@ def summarise(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _whitened_over_seeds(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the whitened affinity's accuracy, and its gain over FDC within each seed."""
-    own = [run["whitened"]["accuracy"] for run in per_seed]
+def _beyond_over_seeds(entry: str, per_seed: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the accuracy of an affinity beyond the paper, and its gain over FDC by seed."""
+    own = [run[entry]["accuracy"] for run in per_seed]
     mean, std = evaluation.mean_and_std(own)
     gain = evaluation.paired_gain([run["accuracy"]["fdc"] for run in per_seed], own)
     return {
-        "affinity": per_seed[0]["whitened"]["affinity"],
+        "affinity": per_seed[0][entry]["affinity"],
         "accuracy": {"mean": mean, "std": std},
         "gain_over_fdc": gain._asdict(),
     }

@@ -1,8 +1,12 @@
-"""What `results.json` says of memory; everything else in it is tested with the main program."""
+"""What `results.json` says of memory and of other affinities; the rest is tested with runs."""
 
 import jax
+import numpy as np
+import pytest
 
-from fdc_jax import devices, results
+from fdc_jax import devices, evaluation, results
+from fdc_jax.calibration.components import WHITENED
+from tests.calibration import streams
 
 
 def test_memory_is_that_of_the_first_training_and_what_came_on_top():
@@ -28,3 +32,23 @@ def test_the_fullest_device_counts(monkeypatch):
     assert devices.peak_memory() == 9
     monkeypatch.setattr(jax, "local_devices", lambda: [Device(None)])
     assert devices.peak_memory() is None
+
+
+@pytest.mark.parametrize(
+    ("variant", "entry"), [({"affinity_evidence": "linear"}, "linear"), (WHITENED, "whitened")]
+)
+def test_another_affinity_stands_beside_the_papers(variant, entry):
+    stream = streams.stream(0, 3)
+    inputs = streams.probe_inputs(stream)
+    labels = np.arange(len(inputs[0])) % 9
+    tasks = np.searchsorted([3, 7], labels, side="right")
+    paper, columns = results.measure(streams.fitted(stream).terms(*inputs), labels, tasks)
+    terms = streams.fitted(stream, **variant).terms(*inputs)
+    found, more = results.measure(terms, labels, tasks)
+    assert {name: found[name] for name in paper} == paper
+    assert found.keys() - paper.keys() == {entry}
+    assert more.keys() - columns.keys() == {f"{entry}_label", f"{entry}_task"}
+    assert found[entry]["affinity"]["evidence"] == "linear"
+    np.testing.assert_array_equal(more[f"{entry}_label"], terms.fuse().label)
+    assert (more[f"{entry}_label"] != more["fdc_label"]).any()
+    assert found[entry]["accuracy"] == evaluation.accuracy(labels, terms.fuse().label)

@@ -6,6 +6,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fdc_jax.results import BEYOND
+
 _TITLES = {
     "raw": "Raw",
     "tsf": "TSF",
@@ -75,8 +77,7 @@ def show_results(results: dict[str, Any]) -> None:
         gain = "" if name == "raw" else _gain(value - accuracy["raw"])
         components.add_row(_title(name, results), f"{value:.2f}", gain)
     console.print(components)
-    if "whitened" in results:
-        beyond = results["whitened"]
+    for beyond in (results[entry] for entry in BEYOND if entry in results):
         console.print(
             f"beyond the paper: {_affinity(beyond)} gives {beyond['accuracy']:.2f} % "
             f"({_gain(beyond['accuracy'] - accuracy['fdc'])} over FDC)"
@@ -119,8 +120,7 @@ def show_summary(summary: dict[str, Any]) -> None:
         f"({100 * gain['confidence']:.0f} % t interval {gain['low']:+.2f} to {gain['high']:+.2f}, "
         f"{len(summary['seeds'])} seeds)"
     )
-    if "whitened" in summary:
-        beyond = summary["whitened"]
+    for beyond in (summary[entry] for entry in BEYOND if entry in summary):
         over = beyond["gain_over_fdc"]
         console.print(
             f"beyond the paper: {_affinity(beyond)} gives {both(beyond['accuracy'])} % "
