@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import fdc_jax
@@ -81,7 +82,7 @@ class Features:
     @property
     def head(self) -> heads.LinearHead:
         """The head whose rows are the class centres."""
-        return heads.LinearHead(self.centres, np.zeros(self.classes, np.float32))
+        return heads.LinearHead(jnp.asarray(self.centres), jnp.zeros(self.classes))
 
     def chunk(self, start: int, rows: int) -> tuple[Any, Any, Any]:
         """Draws samples; they depend on their position alone."""

@@ -12,9 +12,9 @@ Pillow's passes depends on its version.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -91,9 +91,6 @@ class SmallTrainBatches(stream.TrainBatches):
         )
         return left, top, right - left, bottom - top, int(self.flip and uniforms[-1] < 0.5)
 
-    def __iter__(self) -> Iterator[SmallBatch]:
-        return super().__iter__()
-
 
 class _Stored(NamedTuple):
     pixels: Callable[[int], UInt8[np.ndarray, "h h 3"]]
@@ -133,8 +130,8 @@ def weight_table(side: int, size: int) -> Float32[np.ndarray, "lengths 2s h"]:
 
 
 @functools.cache
-def augmentation(side: int, size: int) -> Callable[[SmallBatch], stream.Batch]:
-    """Returns the transform of batches with images of `side` pixels, compiled at the first call.
+def augmentation(side: int, size: int) -> Callable[[Any], stream.Batch]:
+    """Returns the transform of a `SmallBatch` to a `Batch`, compiled at the first call.
 
     Args:
         side: of the images as stored.
@@ -152,8 +149,9 @@ def augmentation(side: int, size: int) -> Callable[[SmallBatch], stream.Batch]:
         return jnp.where(mirrored == 1, pixels[:, ::-1], pixels).astype(jnp.uint8)
 
     @jax.jit
-    def augment(batch: SmallBatch) -> stream.Batch:
-        return stream.Batch(jax.vmap(one)(batch.images, batch.boxes), batch.labels, batch.weights)
+    def augment(batch: Any) -> stream.Batch:
+        pixels: Any = jax.vmap(one)(batch.images, batch.boxes)
+        return stream.Batch(pixels, batch.labels, batch.weights)
 
     return augment
 
