@@ -341,14 +341,30 @@ class Run:
         self.progress.stage(f"task {task + 1}/{e.setup.num_tasks} statistics")
         indices = e.tasks.train_indices[task]
         kernels = e.learner.encoder(e.setup, e.backbone, self.state, task + 1)
-        adapted = self._features(kernels, e.tasks.train, indices)
-        pretrained = None
-        if self._uses_pretrained_view:
-            pretrained = self._pretrained(f"train_{task:03d}", e.tasks.train, indices)
+        adapted, pretrained = self._training_features(task, kernels, indices)
         head = self._heads(task + 1)[task]
         processes.on_first(lambda: self._fit_calibrator(task, head, adapted, pretrained))
         self.tasks_fitted = task + 1
         self._decoded.clear()
+
+    def _training_features(
+        self, task: int, kernels: Any, indices: Any
+    ) -> tuple[Extraction, Extraction | None]:
+        """Features of training images in both views, in one pass unless E_0's are cached."""
+        e = self.experiment
+        made: list[Extraction] = []
+
+        def both() -> Extraction:
+            batches = e.evaluation_batches(e.tasks.train, indices, decoded=self._decoded)
+            adapted, pretrained = e.extract.both(e.backbone, kernels, batches, self.stop.poll)
+            made.append(adapted)
+            return pretrained
+
+        pretrained = None
+        if self._uses_pretrained_view:
+            pretrained = e.pretrained_features.get(f"train_{task:03d}", indices, both)
+        adapted = made[0] if made else self._features(kernels, e.tasks.train, indices)
+        return adapted, pretrained
 
     def _heads(self, num_tasks: int) -> list[Any]:
         """Returns the heads so far as arrays of the host, for the process that fits and scores."""
