@@ -6,8 +6,8 @@
 
 Weights and images are random; images are on the host before the clock starts and features there
 before it stops. With --pytorch the same encoders in PyTorch take turns with ours, increments merged
-into their kernels, checked to have the same features. `jax_dual` is relative to `jax`; two views
-take two passes where nothing is shared.
+into their kernels, checked to have the same features. `jax_dual` places each image once and
+encodes it twice, at about 2 times `jax`.
 """
 
 import argparse

@@ -121,6 +121,9 @@ class _Child:
                 "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
             },
         )
+        self.about: dict[str, Any] = {}
+
+    def wait(self) -> None:
         self.about = self._reply()
 
     def ask(self, question: str) -> dict[str, Any]:
@@ -146,6 +149,7 @@ def _children(program: str, names: list[str]) -> Iterator[list[_Child]]:
     try:
         for name in names:
             children.append(_Child(program, name))
+            children[-1].wait()
         yield children
     finally:
         for child in children:

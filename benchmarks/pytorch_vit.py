@@ -137,6 +137,7 @@ def converted(params: Any, kernels: vit.KeyValueKernels, increment: vit.Incremen
         "patch_embed.bias": params["embedding"]["bias"],
         **norm("norm", trunk["encoder_norm"]),
     }
+    factors: dict[str, Any] = dict(increment or {})
     for number in range(len(kernels["key"])):
         block, name = trunk[f"encoderblock_{number}"], f"blocks.{number}"
         attention = block["MultiHeadDotProductAttention_1"]
@@ -152,7 +153,7 @@ def converted(params: Any, kernels: vit.KeyValueKernels, increment: vit.Incremen
             **dense(f"{name}.fc1", block["MlpBlock_3"]["Dense_0"]),
             **dense(f"{name}.fc2", block["MlpBlock_3"]["Dense_1"]),
         }
-        for part, factors in (increment or {}).items():
-            state[f"{name}.attn.{part}.down.weight"] = factors["A"][number].T
-            state[f"{name}.attn.{part}.up.weight"] = factors["B"][number].T
+        for part, each in factors.items():
+            state[f"{name}.attn.{part}.down.weight"] = each["A"][number].T
+            state[f"{name}.attn.{part}.up.weight"] = each["B"][number].T
     return jax.tree.map(_tensor, state)

@@ -35,15 +35,21 @@ def test_pytorch_is_asked_for_where_it_is_missing(monkeypatch):
 
 
 def test_other_outputs_are_refused(monkeypatch):
+    ended = []
+
     class Child:
         def __init__(self, program, name):
             self.name, self.about = name, {}
             self.process = self
 
-        def communicate(self):
+        def wait(self):
             pass
+
+        def communicate(self):
+            ended.append(self.name)
 
     monkeypatch.setattr(measure, "_Child", Child)
     monkeypatch.setattr(measure, "_differences", lambda children: {"other": 2e-4})
     with pytest.raises(InputError, match=r"other: expected the outputs of jax to 0\.0001, found"):
         measure.compare("program", ["jax", "other"], None, 1e-4)
+    assert ended == ["jax", "other"]
