@@ -25,7 +25,18 @@ def shared_asset():
     return find
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory):
+    """A folder for compiled programs, the same for all workers of one test run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
 @pytest.fixture(scope="module")
-def cache(tmp_path_factory):
+def cache(tmp_path_factory, compiled):
     """A folder for what runs share: compiled programs, features of the pretrained encoder."""
-    return tmp_path_factory.mktemp("cache")
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "compiled").symlink_to(compiled)
+    return folder
