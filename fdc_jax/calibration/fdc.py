@@ -228,6 +228,11 @@ class FDC:
                 [*(task.views[view].class_counts for task in self.tasks), first.class_counts],
                 self.settings.affinity_shrinkage,
             )
+            if not np.isfinite(metric.whitener).all():
+                raise InputError(
+                    f"affinity_shrinkage: {self.settings.affinity_shrinkage:g} is too small for "
+                    f"the within-class covariance of task {self.num_tasks} in float32"
+                )
             shared.append(with_this)
             prototypes.append(stacking.stack_prototypes(metric, [means], [first.class_counts]))
         return shared, prototypes
@@ -267,6 +272,11 @@ class FDC:
         if len(heads) != self.num_tasks:
             raise InputError(f"heads: expected one per task, {self.num_tasks}, found {len(heads)}")
         kind = common_kind(heads)
+        if kind == "function" and self.settings.affinity_scope == "class":
+            raise InputError(
+                "heads: affinity_scope class needs the logit of every class; expected built-in "
+                "heads, found functions"
+            )
         for index, (head, task) in enumerate(zip(heads, self.tasks, strict=True)):
             name, width = f"head of task {index}", len(task.views[0].mean)
             if kind == "function":

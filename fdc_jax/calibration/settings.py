@@ -20,6 +20,9 @@ NUMBERS = (
 METRICS = ("cosine", "whitened")
 EVIDENCES = ("tanh", "linear")
 SCOPES = ("task", "class")
+# Below the first, float32 cannot factorise the covariance of few images; above the second, nothing
+# is left of it.
+SHRINKAGES = (1e-4, 1e4)
 # By metric, whose moments standardise an affinity.
 REFERENCES = {"cosine": ("own", "nearest"), "whitened": ("own", "pooled")}
 
@@ -41,6 +44,20 @@ class Affinity(NamedTuple):
     evidence: str = "tanh"
     reference: str = "own"
     scope: str = "task"
+
+    def check(self) -> None:
+        """Raises InputError unless the four words are known and go together."""
+        for name, known in (("metric", METRICS), ("evidence", EVIDENCES), ("scope", SCOPES)):
+            _check_word(f"affinity_{name}", getattr(self, name), known)
+        if self.reference not in REFERENCES[self.metric]:
+            raise InputError(
+                f"affinity_reference: expected one of {', '.join(REFERENCES[self.metric])} with "
+                f"affinity_metric {self.metric}, found {self.reference!r}"
+            )
+        if self.scope == "class" and self.metric != "whitened":
+            raise InputError(
+                "affinity_scope: expected task with affinity_metric cosine, found class"
+            )
 
 
 PAPER_AFFINITY = Affinity()
@@ -92,7 +109,7 @@ class Settings(NamedTuple):
             except TypeError:
                 valid = False
             if not valid:
-                raise InputError(f"{field}: expected a number not below 0, found {value!r}")
+                raise InputError(f"{field}: expected a finite number from 0, found {value!r}")
         if not 0.0 < self.retained_energy <= 1.0:
             raise InputError(f"retained_energy: expected 0 < x <= 1, found {self.retained_energy}")
         if self.attenuation > 1.0:
@@ -103,21 +120,14 @@ class Settings(NamedTuple):
             whole = False
         if not whole:
             raise InputError(f"neighbours: expected a count from 1, found {self.neighbours!r}")
-        for field, known in (
-            ("affinity_metric", METRICS),
-            ("affinity_evidence", EVIDENCES),
-            ("affinity_scope", SCOPES),
-        ):
-            _check_word(field, getattr(self, field), known)
-        whitened = self.affinity_metric == "whitened"
-        _check_word("affinity_reference", self.affinity_reference, REFERENCES[self.affinity_metric])
-        if self.affinity_scope == "class" and not whitened:
+        self.affinity.check()
+        least, most = SHRINKAGES
+        if not least <= self.affinity_shrinkage <= most:
             raise InputError(
-                "affinity_scope: expected task with affinity_metric cosine, found class"
+                f"affinity_shrinkage: expected {least:g} to {most:g}, found "
+                f"{self.affinity_shrinkage:g}"
             )
-        if self.affinity_shrinkage == 0.0:
-            raise InputError("affinity_shrinkage: expected a number above 0, found 0")
-        if whitened and self.neighbours != 1:
+        if self.affinity_metric == "whitened" and self.neighbours != 1:
             raise InputError(
                 f"neighbours: expected 1 with affinity_metric whitened, found {self.neighbours}"
             )

@@ -150,6 +150,7 @@ class Terms:
             InputError: an affinity for which the calibrator was not fitted.
         """
         affinity = affinity or self.affinity
+        affinity.check()
         logits, scale = (
             (self.filtered_logits, self.filtered_scale)
             if tsf
@@ -158,6 +159,16 @@ class Terms:
         whitened = self.whitened
         if affinity.metric == "whitened" and whitened is None:
             raise InputError("affinity: expected a calibrator fitted with affinity_metric whitened")
+        if affinity.metric == "cosine" and affinity.reference != self.paper_affinity.reference:
+            raise InputError(
+                f"affinity_reference: expected {self.paper_affinity.reference}, as the calibrator "
+                f"was set, found {affinity.reference}"
+            )
+        if affinity.scope == "class" and whitened and whitened.raw_logits is None:
+            raise InputError(
+                "affinity_scope class needs the logit of every class; expected built-in heads, "
+                "found functions"
+            )
         views = [
             (self.weights.adapted_view, self.adapted, whitened and whitened.adapted),
             (self.weights.pretrained_view, self.pretrained, whitened and whitened.pretrained),

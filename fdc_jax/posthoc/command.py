@@ -26,6 +26,7 @@ FDC_SETTINGS = {
     "adapted_view_weight": (float, 1.0, "w_T, weight of the adapted view"),
     "pretrained_view_weight": (float, 1.0, "w_0, weight of the pretrained view"),
     "neighbours": (int, 1, "K, class prototypes that the affinity averages"),
+    "affinity_shrinkage": (float, 0.05, "lambda of the methods whitened and whitened-classes"),
 }
 
 # The paper's, and its variants beyond the paper.

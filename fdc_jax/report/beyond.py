@@ -10,6 +10,8 @@ from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.report.runs import RunFolder
 
+# Of all tables, whatever a run was set to.
+SHRINKAGE = Settings._field_defaults["affinity_shrinkage"]
 # By name, what `Terms.fuse` is told.
 AFFINITIES = {
     "whitened": calibration.FDC(**WHITENED).settings.affinity,
@@ -61,7 +63,8 @@ def accuracies(features: FeatureSet, settings: Settings) -> dict[str, Any]:
     labels, tasks = features.test_labels, features.test_tasks
     if labels is None:
         raise InputError("test_labels: absent, so there is nothing to compare with")
-    calibrator = calibration.FDC(**settings._replace(**WHITENED)._asdict())
+    chosen = settings._replace(**WHITENED, affinity_shrinkage=SHRINKAGE)
+    calibrator = calibration.FDC(**chosen._asdict())
     for task in features.tasks:
         calibrator.fit_task(task.adapted, task.labels, task.head, task.pretrained, task.classes)
     calibrator.finalize()
@@ -92,7 +95,8 @@ def accuracies(features: FeatureSet, settings: Settings) -> dict[str, Any]:
 def outcomes(run: RunFolder, analyses: Mapping[str, Mapping[str, Any]]) -> dict[str, Outcome]:
     """Returns what is known of a run: from its features, else from its results.
 
-    Results know the affinity alone that the run was set to.
+    Results know the affinity alone that the run was set to; of another shrinkage than `SHRINKAGE`
+    they do not count.
 
     Args:
         run: a finished run.
@@ -124,7 +128,8 @@ def _of_results(run: RunFolder) -> dict[str, dict[str, Any]]:
             "storage_bytes": run.value("fdc_storage_bytes"),
         },
     }
-    for name, affinity in AFFINITIES.items():
+    shrinkage = run.results.get("config", {}).get("fdc.affinity_shrinkage", SHRINKAGE)
+    for name, affinity in AFFINITIES.items() if shrinkage == SHRINKAGE else ():
         if run.results.get("whitened", {}).get("affinity") == affinity._asdict():
             numbers = {each: run.value("whitened", each) for each in Outcome._fields}
             if numbers["accuracy"] is not None:

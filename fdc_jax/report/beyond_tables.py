@@ -5,7 +5,7 @@ from typing import Any
 
 from fdc_jax import evaluation
 from fdc_jax.report import beyond, blocks, cells, paper, significance
-from fdc_jax.report.beyond import Outcome
+from fdc_jax.report.beyond import SHRINKAGE, Outcome
 from fdc_jax.report.cells import Cell, Table
 from fdc_jax.report.runs import Group
 
@@ -57,7 +57,8 @@ def methods(groups: Sequence[Group], analyses: Analyses) -> Table:
                 }
             )
     note = (
-        f"{_NOT_THE_PAPER} The whitened affinity replaces PAC's (docs/beyond.md); FDC has all "
+        f"{_NOT_THE_PAPER} The whitened affinity replaces PAC's (docs/beyond.md), with lambda "
+        f"{SHRINKAGE:g}; FDC has all "
         "components, as these variants have. Percent of test images; gains over FDC in points, "
         "paired within each seed, with Student's t interval over seeds (95 %, two seeds or more). "
         "Task given: among the classes of the true task. Storage of the statistics as the paper "

@@ -217,7 +217,10 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> Loaded:
             sort_keys=True,
         )
         if identity in earlier:
-            reason = f"same benchmark, learner, seed and settings as {earlier[identity]}"
+            reason = (
+                f"same benchmark, learner, seed and settings as {earlier[identity]}, an affinity "
+                "beyond the paper aside"
+            )
             skipped.append(Skipped(path, reason))
             continue
         earlier[identity] = path

@@ -262,13 +262,58 @@ def test_damaged_files_are_refused(tmp_path, fields, message):
         ({"affinity_scope": "class"}, "affinity_scope: expected task with affinity_metric cosine"),
         ({"affinity_reference": "pooled"}, "affinity_reference: expected one of own, nearest"),
         ({**WHITENED, "affinity_reference": "nearest"}, "affinity_reference: .* own, pooled"),
-        ({**WHITENED, "affinity_shrinkage": 0.0}, "affinity_shrinkage: expected a number above 0"),
+        ({**WHITENED, "affinity_shrinkage": 0.0}, "affinity_shrinkage: expected 0.0001 to 10000"),
+        ({**WHITENED, "affinity_shrinkage": 1e300}, "affinity_shrinkage: expected 0.0001 to"),
         ({**WHITENED, "neighbours": 2}, "neighbours: expected 1 with affinity_metric whitened"),
     ],
 )
 def test_settings_out_of_range_are_refused(arguments, message):
     with pytest.raises(InputError, match=message):
         calibration.FDC(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("affinity", "message"),
+    [
+        (Affinity("euclidean"), "affinity_metric: expected one of"),
+        (Affinity("whitened", "log"), "affinity_evidence: expected one of"),
+        (Affinity("whitened", "linear", "nearest"), "affinity_reference: .* own, pooled with"),
+        (Affinity("cosine", "tanh", "pooled"), "affinity_reference: .* own, nearest with"),
+        (Affinity("cosine", "tanh", "nearest"), "affinity_reference: expected own, as the"),
+        (Affinity("cosine", "linear", "own", "class"), "affinity_scope: expected task"),
+    ],
+)
+def test_affinities_that_cannot_be_fused_are_refused(affinity, message):
+    stream = streams.stream(2, 3)
+    terms = streams.fitted(stream, **WHITENED).terms(*streams.probe_inputs(stream))
+    with pytest.raises(InputError, match=message):
+        terms.fuse(affinity=affinity)
+
+
+def test_shrinkage_that_float32_cannot_use_is_refused(monkeypatch):
+    """Three images in 64 dimensions far from the origin: a covariance of rank one."""
+    monkeypatch.setattr("fdc_jax.calibration.settings.SHRINKAGES", (1e-12, 1e4))
+    fitted = calibration.FDC(**WHITENED, affinity_shrinkage=1e-10)
+    features = np.linspace(1, 4, 600).reshape(200, 3) @ np.ones((3, 64))
+    features = features.astype(np.float32) * np.linspace(1, 3, 64, dtype=np.float32)
+    head = streams.heads.LinearHead(np.ones((1, 64), np.float32), np.zeros(1, np.float32))
+    with pytest.raises(InputError, match=r"affinity_shrinkage: 1e-10 is too small .* task 0"):
+        fitted.fit_task(features, np.zeros(200, int), head)
+    assert fitted.num_tasks == 0
+
+
+def test_functions_never_replace_heads_that_are_needed_by_class(tmp_path):
+    stream = streams.stream(2, 3)
+    fitted = streams.fitted(stream, **WHITENED_CLASSES)
+    functions = [streams.head_of(task, "function") for task in stream]
+    with pytest.raises(InputError, match=r"heads: affinity_scope class .* found functions"):
+        fitted.replace_heads(functions)
+    fitted.save(tmp_path / "classes.npz")
+    with pytest.raises(InputError, match=r"heads: affinity_scope class .* found functions"):
+        calibration.FDC.load(tmp_path / "classes.npz", heads=functions)
+    terms = streams.fitted(stream, "function", **WHITENED).terms(*streams.probe_inputs(stream))
+    with pytest.raises(InputError, match=r"affinity_scope class .* found functions"):
+        terms.fuse(affinity=Affinity("whitened", "linear", "pooled", "class"))
 
 
 def test_heads_that_are_functions():
