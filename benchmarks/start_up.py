@@ -32,7 +32,7 @@ def child(name: str, settings: list[str], folder: Path, started: float) -> dict[
     """Starts a run, ends it after its first step, and returns the seconds since the start."""
     import jax
 
-    from fdc_jax import command, interruption, preparation, results
+    from fdc_jax import command, configuration, interruption, preparation, results
 
     seconds: dict[str, float] = {}
     processor: dict[str, float] = {}
@@ -69,6 +69,8 @@ def child(name: str, settings: list[str], folder: Path, started: float) -> dict[
     config.report = False
     for setting in settings:
         field, _, value = setting.partition("=")
+        if field not in configuration.flatten(config):
+            raise InputError(f"--set {setting}: the configuration has no field {field}")
         try:
             config.update_from_flattened_dict({field: _typed(value)})
         except (KeyError, TypeError, ValueError) as error:

@@ -71,6 +71,7 @@ def test_without_final_heads_the_labels_would_be_others(whole, predictions):
     assert np.any(fit("raw", early, settings).scores.label != predictions["raw_label"])
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_features(whole, tmp_path, cache):
     workdir = tmp_path / "killed"
     process = interruptions.start(workdir, *OPTIONS, cache=cache)

@@ -31,6 +31,7 @@ def test_seeds_together_leave_what_each_leaves_alone(apart, tmp_path, cache):
     )
 
 
+@pytest.mark.slow
 def test_killed_together_and_resumed(apart, tmp_path, cache):
     """Begun one after the other, killed in the first seed, stopped together, finished apart."""
     workdir = tmp_path / "run"

@@ -48,6 +48,10 @@ def start_two(workdir: Path, *options: str, cache: Path, second=()) -> list[subp
         port = free.getsockname()[1]
     join = (f"--coordinator_address=127.0.0.1:{port}", "--num_processes=2")
     nowhere = workdir.with_name(f"{workdir.name}_nowhere")
+    nowhere.mkdir(exist_ok=True)
+    # Of what the first has, compiled programs alone are at hand, which saves minutes.
+    if not (nowhere / "compiled").exists():
+        (nowhere / "compiled").symlink_to(cache / "compiled")
     return [
         start(workdir, *options, *join, "--process_id=0", cache=cache, devices=2),
         start(nowhere, *options, *second, *join, "--process_id=1", cache=nowhere, devices=2),
@@ -155,7 +159,7 @@ def test_a_signal_to_one_process_stops_both_at_the_same_step(two, tmp_path, cach
     interruptions.nothing_done_twice(workdir)
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4)])
+@pytest.mark.parametrize(("before", "after"), [(4, 1), pytest.param(1, 4, marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_another_number_of_devices(single, tmp_path, cache, before, after):
     workdir = tmp_path / "run"
     process = start(workdir, "--quiet", cache=cache, devices=before)
@@ -188,6 +192,7 @@ def test_processes_with_different_settings_are_refused(tmp_path, cache):
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_alone_says_so_and_ends_the_other(tmp_path, cache):
     learner = "--config.learner.name=tests.learners.fails_on_second"
     first, second = start_two(tmp_path / "run", learner, "--quiet", cache=cache)

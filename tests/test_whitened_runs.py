@@ -113,6 +113,7 @@ def test_the_variant_by_class_leaves_the_paper_s_numbers(plain, by_class):
     ) in output
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_with_the_same_entry(by_class, tmp_path, cache):
     options = (*SHORT, *flags(WHITENED_CLASSES), "--quiet")
     process = interruptions.start(tmp_path / "run", *options, cache=cache)

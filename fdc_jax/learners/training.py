@@ -226,8 +226,10 @@ def gradient_update(
             )
 
         count, side = batch.images.shape[:2]
-        size = portions.images_together(count, side, setup.variant.patch)
-        if mean_over_images and size < count:
+        size = count
+        if mean_over_images:
+            size = portions.images_together(count, side, setup.variant.patch)
+        if size < count:
             value, gradients = mean_over_portions(value_and_gradients, batch, size)
         else:
             value, gradients = value_and_gradients(batch)

@@ -30,7 +30,13 @@ def run(what):
     return done.stdout
 
 
-@pytest.mark.parametrize("learner", LEARNERS)
+def some_are_slow(learner):
+    """Marks learners whose passes over devices are those of the others."""
+    fast = learner in ("cumulative_lora", "loda", "inflora_ca")
+    return pytest.param(learner, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize("learner", map(some_are_slow, LEARNERS))
 def test_four_devices_leave_what_one_leaves(learner):
     assert run(learner).endswith(" arrays agree\n")
 
