@@ -188,6 +188,12 @@ class Group(NamedTuple):
 # Reading -----------------------------------------------------------------------------------------
 
 
+def _beyond(run: RunFolder) -> dict[str, Any]:
+    """Returns the settings of affinities, which leave the paper's numbers as they are."""
+    config = run.results.get("config", {})
+    return {name: value for name, value in config.items() if name.startswith("fdc.affinity_")}
+
+
 def load(paths: Iterable[str | os.PathLike[str]]) -> Loaded:
     """Reads run folders; a folder of several seeds stands for its `seed_*` folders.
 
@@ -197,7 +203,7 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> Loaded:
     runs: list[RunFolder] = []
     skipped: list[Skipped] = []
     seen: set[Path] = set()
-    earlier: dict[str, Path] = {}
+    earlier: dict[str, RunFolder] = {}
     for path in (folder for given in paths for folder in _expand(Path(given))):
         if path.resolve() in seen:
             continue
@@ -217,13 +223,13 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> Loaded:
             sort_keys=True,
         )
         if identity in earlier:
-            reason = (
-                f"same benchmark, learner, seed and settings as {earlier[identity]}, an affinity "
-                "beyond the paper aside"
-            )
+            first = earlier[identity]
+            reason = f"same benchmark, learner, seed and settings as {first.path}"
+            if _beyond(first) != _beyond(run):
+                reason += ", but for an affinity beyond the paper"
             skipped.append(Skipped(path, reason))
             continue
-        earlier[identity] = path
+        earlier[identity] = run
         runs.append(run)
     return Loaded(runs, skipped)
 

@@ -134,11 +134,11 @@ def test_of_equal_runs_the_first_counts(tmp_path):
     # What moves no number makes no other run.
     write_run(tmp_path / "b", config={"data.dir": "x", "report": False})
     write_run(tmp_path / "c", config={"train.epochs": 5})
+    write_run(tmp_path / "d", config={"fdc.affinity_metric": "whitened"})
     found = loaded(tmp_path)
     assert [run.path.name for run in found.runs] == ["a", "c"]
-    assert reasons(found) == {
-        "b": f"same benchmark, learner, seed and settings as {tmp_path / 'a'}"
-    }
+    same = f"same benchmark, learner, seed and settings as {tmp_path / 'a'}"
+    assert reasons(found) == {"b": same, "d": f"{same}, but for an affinity beyond the paper"}
 
 
 def test_groups_say_what_departs_from_the_protocol(tmp_path):
