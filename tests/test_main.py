@@ -172,7 +172,7 @@ def test_quiet(whole, cache):
 
 
 def test_killed_runs_end_with_the_same_numbers(whole, tmp_path, cache):
-    assert interruptions.run_with_kills(tmp_path, kills=4, seed=0, cache=cache) == 4
+    assert interruptions.run_with_kills(tmp_path, kills=3, seed=0, cache=cache) == 3
     interruptions.same_outcome(whole[0], tmp_path / "whole")
 
 

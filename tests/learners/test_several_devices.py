@@ -32,7 +32,7 @@ def run(what):
 
 def some_are_slow(learner):
     """Marks learners whose passes over devices are those of the others."""
-    fast = learner in ("cumulative_lora", "loda", "inflora_ca")
+    fast = learner in ("cumulative_lora", "loda")
     return pytest.param(learner, marks=() if fast else pytest.mark.slow)
 
 
