@@ -39,6 +39,7 @@ def test_learners_are_measured_beside_the_reference(tmp_path):
     assert other["before_task_seconds"]["processor"] > reference["before_task_seconds"]["processor"]
 
 
+@pytest.mark.slow
 def test_an_unknown_learner_is_one_line(tmp_path):
     done = bench(tmp_path, "--learners=nobody")
     assert done.returncode == 2

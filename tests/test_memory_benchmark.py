@@ -3,6 +3,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests import benchmark_runs
 
 SMALL = ("--variant=digits", "--image_size=32", "--batch_size=4", "--classes=2", "--images=10")
@@ -19,6 +21,7 @@ def bench(*arguments):
     )
 
 
+@pytest.mark.slow
 def test_memory_grows_with_the_number_of_tasks(tmp_path):
     output = tmp_path / "memory.json"
     done = bench("--tasks=1,4", "--run_step", f"--output={output}")

@@ -19,6 +19,7 @@ def apart(tmp_path_factory, cache):
     return workdir
 
 
+@pytest.mark.slow
 def test_seeds_together_leave_what_each_leaves_alone(apart, tmp_path, cache):
     _, errors = interruptions.finish(start(tmp_path / "run", *TOGETHER, cache=cache))
     for seed in (1, 2):

@@ -144,6 +144,7 @@ def test_a_killed_process_ends_the_other_and_the_same_command_goes_on(two, tmp_p
     interruptions.nothing_done_twice(workdir)
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_both_at_the_same_step(two, tmp_path, cache):
     workdir = tmp_path / "run"
     never = "--config.checkpoint.every_steps=1000000"
@@ -159,7 +160,8 @@ def test_a_signal_to_one_process_stops_both_at_the_same_step(two, tmp_path, cach
     interruptions.nothing_done_twice(workdir)
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 1), pytest.param(1, 4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4)])
 def test_a_run_goes_on_with_another_number_of_devices(single, tmp_path, cache, before, after):
     workdir = tmp_path / "run"
     process = start(workdir, "--quiet", cache=cache, devices=before)

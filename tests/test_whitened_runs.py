@@ -94,6 +94,7 @@ def test_the_variant_by_task_leaves_the_paper_s_numbers(plain, by_task):
     )
 
 
+@pytest.mark.slow
 def test_the_variant_by_class_leaves_the_paper_s_numbers(plain, by_class):
     workdir, output = by_class
     check_beside(plain, workdir / "seed_1", "whitened_classes")

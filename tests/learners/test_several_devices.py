@@ -36,7 +36,7 @@ def some_are_slow(learner):
     return pytest.param(learner, marks=() if fast else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("learner", map(some_are_slow, LEARNERS))
+@pytest.mark.parametrize("learner", [some_are_slow(learner) for learner in LEARNERS])
 def test_four_devices_leave_what_one_leaves(learner):
     assert run(learner).endswith(" arrays agree\n")
 
