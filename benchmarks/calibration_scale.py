@@ -31,7 +31,7 @@ import numpy as np
 import fdc_jax
 from fdc_jax import calibration, heads
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_atomically
+from fdc_jax.files import write_json
 
 CHUNK = 4096
 BATCHES = (64, 1024)
@@ -326,8 +326,7 @@ def main() -> int:
                 "python": platform.python_version(),
             },
         }
-        with write_atomically(options.output) as file:
-            file.write((json.dumps(report, indent=2) + "\n").encode())
+        write_json(options.output, report)
     return 0
 
 

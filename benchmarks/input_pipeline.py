@@ -16,7 +16,6 @@ which other programs change little. Medians after a warm-up, which fills the cac
 """
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from fdc_jax import devices, results
 from fdc_jax.data import device_augmentation, stream, tfds_source
 from fdc_jax.data.source import ByteCache, Source
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_atomically
+from fdc_jax.files import write_json
 
 JPEG_SIZE = (500, 375)
 
@@ -184,8 +183,7 @@ def main() -> int:
         "versions": results.versions(),
         "records": records,
     }
-    with write_atomically(options.output) as file:
-        file.write((json.dumps(report, indent=2) + "\n").encode())
+    write_json(options.output, report)
     return 0
 
 

@@ -35,7 +35,7 @@ from fdc_jax import calibration, devices, results
 from fdc_jax.calibration import measures, scoring
 from fdc_jax.calibration.scorer import Scorer
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_atomically
+from fdc_jax.files import write_json
 from fdc_jax.model import vit
 
 VIEWS = ("raw", "single", "dual")
@@ -264,8 +264,7 @@ def main() -> int:
         if getattr(options, name) < 1:
             raise InputError(f"--{name}: expected at least 1, found {getattr(options, name)}")
     found = run(options)
-    with write_atomically(options.output) as file:
-        file.write((json.dumps(found, indent=2) + "\n").encode())
+    write_json(options.output, found)
     print(line(found))
     return 0
 

@@ -11,7 +11,6 @@ Times are medians; `processor` counts the seconds of all cores, which other prog
 
 import argparse
 import itertools
-import json
 import statistics
 import sys
 import time
@@ -29,7 +28,7 @@ from configs import base
 from fdc_jax import devices, host_memory, learners, results
 from fdc_jax.data.stream import Batch
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_atomically
+from fdc_jax.files import write_json
 from fdc_jax.learners import training
 from fdc_jax.model import vit
 
@@ -191,8 +190,7 @@ def main() -> None:
             "versions": results.versions(),
             "learners": records,
         }
-        with write_atomically(arguments.output) as file:
-            file.write(json.dumps(report, indent=2).encode())
+        write_json(arguments.output, report)
 
 
 if __name__ == "__main__":

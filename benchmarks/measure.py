@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_atomically
+from fdc_jax.files import write_json
 
 PYTORCH = ("eager", "factors", "compiled")
 
@@ -257,8 +257,7 @@ def finish(
             "versions": results.versions(),
             "contenders": found,
         }
-        with write_atomically(options.output) as file:
-            file.write((json.dumps(report, indent=2) + "\n").encode())
+        write_json(options.output, report)
 
 
 def _line(name: str, each: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ from configs import base
 from fdc_jax import calibration, devices, learners, results
 from fdc_jax.data.stream import Batch
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_atomically
+from fdc_jax.files import write_json
 from fdc_jax.learners import training
 from fdc_jax.model import vit
 
@@ -213,8 +213,7 @@ def main() -> int:
         print(line(records[-1]), flush=True)
     settings = {key: value for key, value in vars(options).items() if key not in ("here", "output")}
     report = {"settings": settings, "versions": results.versions(), "records": records}
-    with write_atomically(options.output) as file:
-        file.write((json.dumps(report, indent=2) + "\n").encode())
+    write_json(options.output, report)
     return 0
 
 

@@ -12,7 +12,6 @@ a warm-up call; the first task and the first scoring call, which compile, are re
 """
 
 import argparse
-import json
 import platform
 import re
 import resource
@@ -34,7 +33,7 @@ import fdc_jax
 from fdc_jax import calibration, heads
 from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_atomically
+from fdc_jax.files import write_json
 
 # One forward of ViT-B/16 at 224 pixels.
 FORWARD_FLOPS = 35.1e9
@@ -426,8 +425,7 @@ def main() -> int:
             "python": platform.python_version(),
         },
     }
-    with write_atomically(options.output) as file:
-        file.write((json.dumps(report, indent=2) + "\n").encode())
+    write_json(options.output, report)
     return 0
 
 

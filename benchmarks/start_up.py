@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fdc_jax.errors import InputError, Interrupted
-from fdc_jax.files import write_atomically
+from fdc_jax.files import write_json
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -179,8 +179,7 @@ def main() -> int:
     for record in records:
         print(line(record), flush=True)
     report = {"config": options.config, "set": options.set, "records": records}
-    with write_atomically(options.output) as file:
-        file.write((json.dumps(report, indent=2) + "\n").encode())
+    write_json(options.output, report)
     return 0
 
 

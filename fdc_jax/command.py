@@ -12,10 +12,10 @@ import fdc_jax
 from fdc_jax import configuration, devices, experiment, preparation, processes, results
 from fdc_jax.configuration import Config
 from fdc_jax.errors import InputError
-from fdc_jax.files import check_writable_folder
+from fdc_jax.files import check_writable_folder, write_json
 from fdc_jax.interruption import StopRequest, stop_on_signals
 from fdc_jax.report import console
-from fdc_jax.workdir import Workdir, write_json
+from fdc_jax.workdir import Workdir
 
 _log = logging.getLogger(__name__)
 

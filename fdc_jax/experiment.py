@@ -21,12 +21,13 @@ from fdc_jax.checkpoint import Checkpoints
 from fdc_jax.data import device_augmentation, stream
 from fdc_jax.errors import TrainingError
 from fdc_jax.features import Extraction
+from fdc_jax.files import read_json, write_json
 from fdc_jax.interruption import StopRequest
 from fdc_jax.learners import training
 from fdc_jax.model import vit
 from fdc_jax.preparation import Experiment
 from fdc_jax.progress import Progress
-from fdc_jax.workdir import Workdir, read_json, write_json
+from fdc_jax.workdir import Workdir
 
 # What is measured while a task trains; the first step of a process, which compiles, stands apart.
 _TRAINING_TIME = ("images", "seconds", "compile_seconds", "input_wait_seconds")

@@ -2,11 +2,12 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from fdc_jax.errors import InputError
 
@@ -46,6 +47,24 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         if temporary is not None:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
+
+
+def write_json(path: str | os.PathLike[str], value: Any) -> None:
+    """Writes a JSON file, whole or not at all."""
+    with write_atomically(path) as file:
+        file.write((json.dumps(value, indent=2) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """Reads a JSON file.
+
+    Raises:
+        InputError: unreadable.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: unreadable JSON ({error})") from error
 
 
 def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:

@@ -15,7 +15,7 @@ from fdc_jax import configuration, processes
 from fdc_jax.calibration import FDC
 from fdc_jax.configuration import Config
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_atomically
+from fdc_jax.files import read_json, write_atomically, write_json
 
 
 class Workdir:
@@ -122,21 +122,3 @@ class Workdir:
         """Writes `predictions.npz`, one row per test image in each column."""
         with write_atomically(self.folder / "predictions.npz") as file:
             np.savez_compressed(file, **columns)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a JSON file, whole or not at all."""
-    with write_atomically(path) as file:
-        file.write((json.dumps(value, indent=2) + "\n").encode())
-
-
-def read_json(path: Path) -> Any:
-    """Reads a JSON file.
-
-    Raises:
-        InputError: unreadable.
-    """
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: unreadable JSON ({error})") from error

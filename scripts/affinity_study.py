@@ -9,7 +9,6 @@ task is cut into tasks of one or two of its classes, and its head with it.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,8 @@ from fdc_jax import calibration, evaluation, feature_files, heads
 from fdc_jax.calibration.components import COMPONENTS, WHITENED, WHITENED_CLASSES
 from fdc_jax.calibration.settings import Affinity
 from fdc_jax.feature_files import FeatureSet, TaskFeatures
+from fdc_jax.files import read_json, write_json
 from fdc_jax.results import versions
-from fdc_jax.workdir import read_json
 
 AFFINITIES = {
     "fdc": Affinity(),
@@ -202,9 +201,7 @@ def main() -> None:
         runs[name] = study(feature_files.load(run / "features"))
         found = runs[name]["affinity"]
         print(name, {each: round(found[each], 2) for each in SHORT}, flush=True)
-        options.output.write_text(
-            json.dumps({"runs": runs, "versions": versions()}, indent=1) + "\n"
-        )
+        write_json(options.output, {"runs": runs, "versions": versions()})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ proved its worth was built into `fdc_jax.calibration`; this script is the record
 """
 
 import argparse
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +18,7 @@ from scipy.special import logsumexp, softmax
 
 from fdc_jax import calibration, feature_files
 from fdc_jax.calibration.components import WHITENED_CLASSES
+from fdc_jax.files import write_json
 from fdc_jax.results import versions
 
 SHRINKAGE = 0.05
@@ -431,8 +431,7 @@ def main() -> None:
             f"{name:48s} {summary[name]['accuracy']:6.2f} {np.mean(gains):+6.2f} {min(gains):+6.2f}"
         )
     if options.output:
-        record = {"summary": summary, "runs": runs, "versions": versions()}
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+        write_json(options.output, {"summary": summary, "runs": runs, "versions": versions()})
 
 
 if __name__ == "__main__":

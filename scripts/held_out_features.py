@@ -16,9 +16,9 @@ import numpy as np
 
 from configs import base
 from fdc_jax import feature_files, preparation
+from fdc_jax.files import read_json
 from fdc_jax.model import vit
 from fdc_jax.report import recompute
-from fdc_jax.workdir import read_json
 
 
 def main() -> None:

@@ -19,9 +19,10 @@ from fdc_jax.calibration.statistics import Task
 from fdc_jax.checkpoint import Checkpoints
 from fdc_jax.configuration import Config
 from fdc_jax.errors import InputError
+from fdc_jax.files import read_json
 from fdc_jax.model import vit
 from fdc_jax.preparation import Experiment
-from fdc_jax.workdir import Workdir, read_json
+from fdc_jax.workdir import Workdir
 
 # Relative difference to the run's own statistics that another device's rounding may make.
 TOLERANCE = 1e-3
