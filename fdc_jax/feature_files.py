@@ -31,7 +31,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -53,6 +53,32 @@ _PER_TASK = (
 _REQUIRED = ("train_adapted", "train_labels", "head_weight")
 _WHOLE = ("test_adapted", "test_pretrained", "test_labels", "head_kind")
 _TASK_NAME = re.compile(rf"({'|'.join(_PER_TASK)})_(0|[1-9][0-9]{{0,5}})")
+
+
+class Calibrator(Protocol):
+    """What learns from tasks one after the other, as all of `fdc_jax.calibration` do.
+
+    With a method `replace_heads`, it predicts with the heads that it is given.
+    """
+
+    def fit_task(
+        self,
+        adapted: Float[np.ndarray, "n d"],
+        labels: Int[np.ndarray, " n"],
+        head: heads.Head,
+        pretrained: Float[np.ndarray, "n d2"] | None,
+        classes: Int[np.ndarray, " c"],
+        /,
+    ) -> None:
+        """Takes one more task."""
+        ...
+
+    def finalize(self) -> None:
+        """Ends the fit."""
+        ...
+
+
+_Calibrator = TypeVar("_Calibrator", bound=Calibrator)
 
 
 class TaskFeatures(NamedTuple):
@@ -95,6 +121,21 @@ class FeatureSet(NamedTuple):
             raise InputError("test_labels: absent, so the true tasks are not known")
         task_of = {int(c): t for t, task in enumerate(self.tasks) for c in task.classes}
         return np.array([task_of[int(label)] for label in self.test_labels])
+
+    def fit(self, calibrator: _Calibrator) -> _Calibrator:
+        """Fits a calibrator to all tasks and gives it the final heads; returns the same one.
+
+        Raises:
+            InputError: the calibrator refuses a task or a head.
+        """
+        for task in self.tasks:
+            calibrator.fit_task(task.adapted, task.labels, task.head, task.pretrained, task.classes)
+        calibrator.finalize()
+        # Methods that read no head cannot take others.
+        replace_heads = getattr(calibrator, "replace_heads", None)
+        if self.final_heads is not None and replace_heads is not None:
+            replace_heads(self.final_heads)
+        return calibrator
 
 
 def load(path: str | os.PathLike[str]) -> FeatureSet:

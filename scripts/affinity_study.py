@@ -36,13 +36,7 @@ SHORT = ("fdc", "whitened", "whitened, classes")
 
 def fitted(features: FeatureSet, **settings: Any) -> calibration.FDC:
     """Returns a calibrator of all tasks, with the final heads."""
-    fdc = calibration.FDC(**{**WHITENED, **settings})
-    for task in features.tasks:
-        fdc.fit_task(task.adapted, task.labels, task.head, task.pretrained, task.classes)
-    fdc.finalize()
-    if features.final_heads is not None:
-        fdc.replace_heads(features.final_heads)
-    return fdc
+    return features.fit(calibration.FDC(**{**WHITENED, **settings}))
 
 
 def accuracies(features: FeatureSet, names=SHORT, **settings: Any) -> dict[str, float]:

@@ -77,12 +77,7 @@ class Stream(NamedTuple):
 def load(folder):
     """Fits FDC on a feature folder."""
     features = feature_files.load(folder)
-    fdc = calibration.FDC(affinity_metric="whitened")
-    for task in features.tasks:
-        fdc.fit_task(task.adapted, task.labels, task.head, task.pretrained, task.classes)
-    fdc.finalize()
-    if features.final_heads is not None:
-        fdc.replace_heads(features.final_heads)
+    fdc = features.fit(calibration.FDC(affinity_metric="whitened"))
     terms = fdc.terms(np.asarray(features.test_adapted), np.asarray(features.test_pretrained))
     sizes = [len(task.classes) for task in features.tasks]
     whitened = terms.whitened

@@ -131,6 +131,41 @@ def test_files_without_final_heads_have_none(target):
     assert feature_files.load(save(target, example())).final_heads is None
 
 
+class Recorder:
+    """A calibrator that reads no head."""
+
+    def __init__(self):
+        self.calls = []
+
+    def fit_task(self, *arguments):
+        self.calls.append(arguments)
+
+    def finalize(self):
+        self.calls.append("finalize")
+
+
+class RecorderOfHeads(Recorder):
+    """One that predicts with the heads that it is given."""
+
+    def replace_heads(self, given):
+        self.calls.append([head.weight.tolist() for head in given])
+
+
+@pytest.mark.parametrize("made", [Recorder, RecorderOfHeads])
+@pytest.mark.parametrize("arrays", [with_final_head(), example(two_views=False)])
+def test_fit_gives_a_calibrator_tasks_in_order_then_the_final_heads(tmp_path, arrays, made):
+    features, calibrator = feature_files.load(save(tmp_path / "f.npz", arrays)), made()
+    assert features.fit(calibrator) is calibrator
+    first, second, *rest = calibrator.calls
+    for task, arguments in zip(features.tasks, (first, second), strict=True):
+        expected = (task.adapted, task.labels, task.head, task.pretrained, task.classes)
+        assert len(arguments) == 5
+        assert all(found is each for found, each in zip(arguments, expected, strict=True))
+    weights = [arrays["head_weight_0"].tolist(), (2.0 * arrays["head_weight_1"]).tolist()]
+    replaced = made is RecorderOfHeads and "final_head_weight_1" in arrays
+    assert rest == ["finalize", weights] if replaced else rest == ["finalize"]
+
+
 def test_final_heads_are_of_the_kind_of_the_file(target):
     arrays = {k: v for k, v in with_final_head().items() if "bias" not in k}
     arrays |= {"head_kind": np.array("cosine"), "final_head_scale_1": np.array(2.5)}

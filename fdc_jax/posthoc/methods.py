@@ -94,12 +94,7 @@ def run(name: str, features: FeatureSet, settings: Settings) -> Outcome:
         raise InputError(f"method: expected all or one of {', '.join(METHODS)}; found {name}")
     method = METHODS[name](settings)
     start = time.perf_counter()
-    for task in features.tasks:
-        method.fit_task(task.adapted, task.labels, task.head, task.pretrained, task.classes)
-    method.finalize()
-    # Methods that read no head cannot take others.
-    if features.final_heads is not None and hasattr(method, "replace_heads"):
-        method.replace_heads(features.final_heads)
+    features.fit(method)
     fitted = time.perf_counter()
     calibrator = terms = None
     if isinstance(method, calibration.FDC):

@@ -64,12 +64,7 @@ def accuracies(features: FeatureSet, settings: Settings) -> dict[str, Any]:
     if labels is None:
         raise InputError("test_labels: absent, so there is nothing to compare with")
     chosen = settings._replace(**WHITENED, affinity_shrinkage=SHRINKAGE)
-    calibrator = calibration.FDC(**chosen._asdict())
-    for task in features.tasks:
-        calibrator.fit_task(task.adapted, task.labels, task.head, task.pretrained, task.classes)
-    calibrator.finalize()
-    if features.final_heads is not None:
-        calibrator.replace_heads(features.final_heads)
+    calibrator = features.fit(calibration.FDC(**chosen._asdict()))
     terms = calibrator.terms(features.test_adapted, features.test_pretrained)
     scores = {"raw": terms.raw(), "fdc": terms.fuse(affinity=terms.paper_affinity)}
     storage = {"raw": 0, "fdc": calibrator.paper_storage_bytes}

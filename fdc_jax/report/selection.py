@@ -95,12 +95,7 @@ def component_predictions(
         features: of a whole stream.
         settings: arguments of `calibration.FDC`.
     """
-    calibrator = calibration.FDC(**settings)
-    for task in features.tasks:
-        calibrator.fit_task(task.adapted, task.labels, task.head, task.pretrained, task.classes)
-    calibrator.finalize()
-    if features.final_heads is not None:
-        calibrator.replace_heads(features.final_heads)
+    calibrator = features.fit(calibration.FDC(**settings))
     terms = calibrator.terms(features.test_adapted, features.test_pretrained)
     return {name: scores.label for name, scores in fuse_all(terms).items()}
 

@@ -26,13 +26,7 @@ def noisy(**options):
 
 def fitted(features, **settings):
     """A calibrator of its own for every variant."""
-    calibrator = calibration.FDC(**settings)
-    for task in features.tasks:
-        calibrator.fit_task(task.adapted, task.labels, task.head, task.pretrained, task.classes)
-    calibrator.finalize()
-    if features.final_heads is not None:
-        calibrator.replace_heads(features.final_heads)
-    return calibrator
+    return features.fit(calibration.FDC(**settings))
 
 
 def percent(features, scores):
