@@ -28,7 +28,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Run as a file, the repository's root is not on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import fdc_jax
+from benchmarks.measure import run
 from fdc_jax import calibration, heads
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_json
@@ -279,7 +283,7 @@ def line(result: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
+def main() -> None:
     """Measures every number of tasks, prints a line for each and writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
     parser.add_argument("--tasks", default="10,100,1000")
@@ -309,7 +313,7 @@ def main() -> int:
     ]
     if options.here:
         print(json.dumps(measure(points[0], options.repeats)))
-        return 0
+        return
     results = []
     for point in points:
         results.append(in_a_process(point, options.repeats))
@@ -327,12 +331,7 @@ def main() -> int:
             },
         }
         write_json(options.output, report)
-    return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except InputError as error:
-        print(f"benchmarks/calibration_scale.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run("benchmarks/calibration_scale.py", main))

@@ -28,6 +28,10 @@ import jax
 import numpy as np
 from PIL import Image
 
+# Run as a file, the repository's root is not on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.measure import run
 from fdc_jax import devices, results
 from fdc_jax.data import device_augmentation, stream, tfds_source
 from fdc_jax.data.source import ByteCache, Source
@@ -139,7 +143,7 @@ def line(record: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
+def main() -> None:
     """Measures all data with all numbers of threads and writes the records as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
     parser.add_argument("--data", default="cifar100,jpeg", help="of cifar100, jpeg, digits, ...")
@@ -184,12 +188,7 @@ def main() -> int:
         "records": records,
     }
     write_json(options.output, report)
-    return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except InputError as error:
-        print(f"benchmarks/input_pipeline.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run("benchmarks/input_pipeline.py", main))

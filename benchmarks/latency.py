@@ -31,6 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import posthoc
+from benchmarks.measure import run
 from fdc_jax import calibration, devices, results
 from fdc_jax.calibration import measures, scoring
 from fdc_jax.calibration.scorer import Scorer
@@ -178,7 +179,7 @@ def of_run(folder: str) -> tuple[calibration.FDC, dict[str, Any]]:
     return calibration.FDC.load(Path(folder) / "calibrator.npz"), about
 
 
-def run(options: argparse.Namespace) -> dict[str, Any]:
+def measure_views(options: argparse.Namespace) -> dict[str, Any]:
     """Measures all views."""
     if options.run:
         calibrator, about = of_run(options.run)
@@ -246,7 +247,7 @@ def line(found: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
+def main() -> None:
     """Measures, prints a line and writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
     parser.add_argument("--run", help="folder of a finished run")
@@ -263,15 +264,10 @@ def main() -> int:
     for name in ("image_size", "batch_size", "warm_up", "batches", "repeats"):
         if getattr(options, name) < 1:
             raise InputError(f"--{name}: expected at least 1, found {getattr(options, name)}")
-    found = run(options)
+    found = measure_views(options)
     write_json(options.output, found)
     print(line(found))
-    return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except InputError as error:
-        print(f"benchmarks/latency.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run("benchmarks/latency.py", main))

@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import numpy as np
 
+from benchmarks.measure import run
 from configs import base
 from fdc_jax import devices, host_memory, learners, results
 from fdc_jax.data.stream import Batch
-from fdc_jax.errors import InputError
 from fdc_jax.files import write_json
 from fdc_jax.learners import training
 from fdc_jax.model import vit
@@ -166,11 +166,7 @@ def main() -> None:
     arguments.learners = [name for name in arguments.learners.split(",") if name]
     if arguments.precision == "parity":
         jax.config.update("jax_default_matmul_precision", "highest")
-    try:
-        records = measure(arguments)
-    except InputError as error:
-        print(f"benchmarks/learners.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    records = measure(arguments)
     header = ("learner", "images/s", "step", "task", "step, processor", "task, processor")
     print(f"{header[0]:18}" + "".join(f"{name:>17}" for name in header[1:]))
     for record in records:
@@ -194,4 +190,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run("benchmarks/learners.py", main))

@@ -23,7 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+# Run as a file, the repository's root is not on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from benchmarks.calibration_scale import Features, Point, peak_bytes
+from benchmarks.measure import run
 from configs import base
 from fdc_jax import calibration, devices, learners, results
 from fdc_jax.data.stream import Batch
@@ -176,7 +180,7 @@ def line(record: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
+def main() -> None:
     """Prints a line per number of tasks and writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
     parser.add_argument("--tasks", default="1,10,100")
@@ -193,7 +197,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.here:
         print(json.dumps(measure(options, options.here)))
-        return 0
+        return
     try:
         numbers = [int(each) for each in options.tasks.split(",")]
     except ValueError:
@@ -214,12 +218,7 @@ def main() -> int:
     settings = {key: value for key, value in vars(options).items() if key not in ("here", "output")}
     report = {"settings": settings, "versions": results.versions(), "records": records}
     write_json(options.output, report)
-    return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except InputError as error:
-        print(f"benchmarks/memory.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run("benchmarks/memory.py", main))

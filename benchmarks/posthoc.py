@@ -30,6 +30,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import fdc_jax
+from benchmarks.measure import run
 from fdc_jax import calibration, heads
 from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES
 from fdc_jax.errors import InputError
@@ -387,7 +388,7 @@ def line(result: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
+def main() -> None:
     """Runs all cases, prints a line for each and writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
     parser.add_argument("--cases", default="20x100,20x300,1000x10000")
@@ -426,12 +427,7 @@ def main() -> int:
         },
     }
     write_json(options.output, report)
-    return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except InputError as error:
-        print(f"benchmarks/posthoc.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run("benchmarks/posthoc.py", main))

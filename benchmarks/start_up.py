@@ -22,6 +22,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+# Run as a file, the repository's root is not on the path.
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.measure import run
 from fdc_jax.errors import InputError, Interrupted
 from fdc_jax.files import write_json
 
@@ -157,7 +161,7 @@ def line(record: dict[str, Any]) -> str:
     )
 
 
-def main() -> int:
+def main() -> None:
     """Prints a line per kind of start and writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
     parser.add_argument("--config", default="digits", help="a file of configs/")
@@ -169,7 +173,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.child:
         print(json.dumps(child(options.config, options.set, Path(options.child), options.started)))
-        return 0
+        return
     if not (_ROOT / "configs" / f"{options.config}.py").is_file() or options.repeats < 1:
         raise InputError(
             "expected a --config of configs/ and --repeats of at least 1, found "
@@ -180,12 +184,7 @@ def main() -> int:
         print(line(record), flush=True)
     report = {"config": options.config, "set": options.set, "records": records}
     write_json(options.output, report)
-    return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except InputError as error:
-        print(f"benchmarks/start_up.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(run("benchmarks/start_up.py", main))
