@@ -15,7 +15,6 @@ would take; such numbers are marked as computed.
 import argparse
 import json
 import os
-import platform
 import resource
 import subprocess
 import sys
@@ -31,11 +30,11 @@ import numpy as np
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import fdc_jax
 from benchmarks.measure import run
 from fdc_jax import calibration, heads
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_json
+from fdc_jax.results import versions
 
 CHUNK = 4096
 BATCHES = (64, 1024)
@@ -323,12 +322,7 @@ def main() -> None:
             "stretched": [stretched(each, options.stretch) for each in results if options.stretch],
             "device": jax.devices()[0].device_kind,
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-            "versions": {
-                "fdc_jax": fdc_jax.__version__,
-                "jax": jax.__version__,
-                "numpy": np.__version__,
-                "python": platform.python_version(),
-            },
+            "versions": versions(),
         }
         write_json(options.output, report)
 

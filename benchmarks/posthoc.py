@@ -29,12 +29,12 @@ import numpy as np
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import fdc_jax
 from benchmarks.measure import run
 from fdc_jax import calibration, heads
 from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_json
+from fdc_jax.results import versions
 
 # One forward of ViT-B/16 at 224 pixels.
 FORWARD_FLOPS = 35.1e9
@@ -419,12 +419,7 @@ def main() -> None:
         "device": jax.devices()[0].device_kind,
         "platform": jax.default_backend(),
         "processor": platform.machine(),
-        "versions": {
-            "fdc_jax": fdc_jax.__version__,
-            "jax": jax.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": versions(),
     }
     write_json(options.output, report)
 
