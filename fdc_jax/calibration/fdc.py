@@ -228,7 +228,7 @@ class FDC:
                 [*(task.views[view].class_counts for task in self.tasks), first.class_counts],
                 self.settings.affinity_shrinkage,
             )
-            if not np.isfinite(metric.whitener).all():
+            if not whitening.is_finite(metric):
                 raise InputError(
                     f"affinity_shrinkage: {self.settings.affinity_shrinkage:g} is too small for "
                     f"the within-class covariance of task {self.num_tasks} in float32"

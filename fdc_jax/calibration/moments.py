@@ -68,8 +68,13 @@ def _class_totals(
     return jnp.matmul(members.T, unit(features), precision=jax.lax.Precision.HIGHEST)
 
 
-def _block_mean(features: Float[Array, "n d"], present: Float[Array, "n 1"]) -> Float[Array, " d"]:
-    """Returns the mean of the samples, taken relative to the first of them."""
+def block_mean(features: Float[Array, "n d"], present: Float[Array, "n 1"]) -> Float[Array, " d"]:
+    """Returns the mean of the samples, taken relative to the first of them.
+
+    Args:
+        features: the block.
+        present: one for samples, of which the first row is one; zero for padding.
+    """
     shifted = (features - features[0]) * present
     return features[0] + jnp.sum(shifted, axis=0) / jnp.sum(present)
 
@@ -89,7 +94,7 @@ def first_moments(
         num_classes: rows of the class totals.
     """
     present = (class_index >= 0).astype(features.dtype)[:, None]
-    return _sums(_block_mean(features, present), features, class_index, num_classes)
+    return _sums(block_mean(features, present), features, class_index, num_classes)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -146,7 +151,7 @@ def sample_components(
     """
     present = (class_index >= 0).astype(features.dtype)[:, None]
     count = jnp.sum(present)
-    origin = _block_mean(features, present)
+    origin = block_mean(features, present)
     shifted = (features - origin) * present
     shift = jnp.sum(shifted, axis=0) / count
     centred = (shifted - shift) * present

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from fdc_jax.calibration import measures
+from fdc_jax.calibration import measures, moments
 from fdc_jax.heads import unit
 
 # Least standard deviation of a task's own cosines, as of a task of one image: the evidence, which
@@ -95,10 +95,8 @@ def first_sums(
         class_index: row of each sample's class; -1 for padding.
         num_classes: rows of the class sums.
     """
-    present = (class_index >= 0)[:, None]
-    shifted = (features - features[0]) * present
-    origin = features[0] + jnp.sum(shifted, axis=0) / jnp.sum(present)
-    return _sums(origin, features, class_index, num_classes)
+    present = (class_index >= 0).astype(features.dtype)[:, None]
+    return _sums(moments.block_mean(features, present), features, class_index, num_classes)
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -160,6 +158,12 @@ def metric(
     identity = jnp.eye(len(covariance), dtype=covariance.dtype)
     factor = jnp.linalg.cholesky(scaled + shrinkage * identity)
     return Metric(origin, jax.scipy.linalg.solve_triangular(factor, identity, lower=True))
+
+
+@jax.jit
+def is_finite(metric: Metric) -> Bool[Array, ""]:
+    """Returns whether float32 could factorise the covariance."""
+    return jnp.isfinite(metric.whitener).all()
 
 
 def directions(metric: Metric, vectors: Float[Array, "... d"]) -> Float[Array, "... d"]:
