@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ import numpy as np
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import run
+from benchmarks.measure import in_a_process, run
 from fdc_jax import calibration, heads
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_json
@@ -250,22 +249,6 @@ def stretched(result: dict[str, Any], tasks: int) -> dict[str, Any]:
     }
 
 
-def in_a_process(point: Point, repeats: int) -> dict[str, Any]:
-    """Measures a point in a fresh process."""
-    arguments = [f"--{name}={value}" for name, value in point._asdict().items()]
-    arguments.append(f"--repeats={repeats}")
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.calibration_scale", "--here", *arguments],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).resolve().parents[1],
-        check=False,
-    )
-    if done.returncode:
-        raise InputError(f"{point.tasks} tasks: the process ended with code {done.returncode}")
-    return json.loads(done.stdout)
-
-
 def line(result: dict[str, Any]) -> str:
     """A result for the screen."""
     memory, score = result["memory_bytes"], result["score_milliseconds"]
@@ -315,7 +298,11 @@ def main() -> None:
         return
     results = []
     for point in points:
-        results.append(in_a_process(point, options.repeats))
+        arguments = [f"--{name}={value}" for name, value in point._asdict().items()]
+        arguments += ["--here", f"--repeats={options.repeats}"]
+        results.append(
+            in_a_process("benchmarks.calibration_scale", arguments, f"{point.tasks} tasks")
+        )
         print(line(results[-1]), flush=True)
         report = {
             "results": results,

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -273,6 +273,33 @@ def _line(name: str, each: dict[str, Any]) -> str:
         ratio = each["times_the_first"]
         text += f"; {ratio['clock']:.2f} times the first, processor {ratio['processor']:.2f}"
     return text + f"; {each['device']}"
+
+
+def in_a_process(
+    program: str, arguments: Sequence[str], name: str, **environment: str
+) -> dict[str, Any]:
+    """Returns what a benchmark, started in a fresh process, prints last, as JSON.
+
+    Args:
+        program: module of the benchmark.
+        arguments: of the command.
+        name: by which an error calls it.
+        environment: variables, where not set already.
+
+    Raises:
+        InputError: the process failed.
+    """
+    done = subprocess.run(
+        [sys.executable, "-m", program, *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment | os.environ,
+        cwd=_ROOT,
+        check=False,
+    )
+    if done.returncode:
+        raise InputError(f"{name}: the process ended with code {done.returncode}, see above")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def run(program: str, body: Callable[[], None]) -> int:

@@ -13,8 +13,6 @@ it. The calibrator is fitted on random features of the encoder's width.
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.calibration_scale import Features, Point, peak_bytes
-from benchmarks.measure import run
+from benchmarks.measure import in_a_process, run
 from configs import base
 from fdc_jax import calibration, devices, learners, results
 from fdc_jax.data.stream import Batch
@@ -35,8 +33,6 @@ from fdc_jax.errors import InputError
 from fdc_jax.files import write_json
 from fdc_jax.learners import training
 from fdc_jax.model import vit
-
-_ROOT = Path(__file__).resolve().parents[1]
 
 
 def tree_bytes(tree: Any) -> int:
@@ -148,21 +144,6 @@ def calibrator_bytes(options: argparse.Namespace, tasks: int, width: int) -> dic
     }
 
 
-def in_a_process(tasks: int) -> dict[str, Any]:
-    """Measures one number of tasks in a fresh process."""
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.memory", *sys.argv[1:], f"--here={tasks}"],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={"OPENBLAS_NUM_THREADS": "1"} | os.environ,
-        cwd=_ROOT,
-        check=False,
-    )
-    if done.returncode:
-        raise InputError(f"{tasks} tasks: the process ended with code {done.returncode}, see above")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def line(record: dict[str, Any]) -> str:
     """A record for the screen, in MiB."""
     mebibytes = {
@@ -213,7 +194,10 @@ def main() -> None:
         raise InputError(f"--variant: expected one of {', '.join(vit.VARIANTS)}")
     records = []
     for tasks in numbers:
-        records.append(in_a_process(tasks))
+        arguments = [*sys.argv[1:], f"--here={tasks}"]
+        records.append(
+            in_a_process("benchmarks.memory", arguments, f"{tasks} tasks", OPENBLAS_NUM_THREADS="1")
+        )
         print(line(records[-1]), flush=True)
     settings = {key: value for key, value in vars(options).items() if key not in ("here", "output")}
     report = {"settings": settings, "versions": results.versions(), "records": records}

@@ -12,9 +12,7 @@ of all cores, which other programs change little.
 import argparse
 import importlib
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -25,7 +23,7 @@ from typing import Any
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import run
+from benchmarks.measure import in_a_process, run
 from fdc_jax.errors import InputError, Interrupted
 from fdc_jax.files import write_json
 
@@ -109,21 +107,17 @@ def _typed(value: str) -> Any:
 
 def start(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Starts one process and returns what it measured."""
-    done = subprocess.run(
+    return in_a_process(
+        "benchmarks.start_up",
         [
-            *(sys.executable, "-m", "benchmarks.start_up", f"--config={options.config}"),
+            f"--config={options.config}",
             *(f"--set={setting}" for setting in options.set),
             *(f"--child={folder}", f"--started={time.time()}"),
         ],
-        stdout=subprocess.PIPE,
-        text=True,
-        env={"OPENBLAS_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"} | os.environ,
-        cwd=_ROOT,
-        check=False,
+        options.config,
+        OPENBLAS_NUM_THREADS="1",
+        TF_CPP_MIN_LOG_LEVEL="2",
     )
-    if done.returncode:
-        raise InputError(f"the process ended with code {done.returncode}, see above")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
