@@ -50,6 +50,7 @@ def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
     from benchmarks import flops, synthetic
     from fdc_jax import devices
     from fdc_jax.features import Extractor
+    from fdc_jax.model import vit
 
     if options.precision == "parity":
         jax.config.update("jax_default_matmul_precision", "highest")
@@ -59,13 +60,12 @@ def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
     backbone, kernels = devices.replicate(
         mesh, jax.tree.map(jnp.asarray, (problem.parameters, problem.kernels))
     )
+    views = (kernels, vit.pretrained_kernels(backbone)) if dual else (kernels,)
     extract: Any = Extractor(problem.model, mesh)
 
     def repeat(batches: int = options.batches):
         images = Batches(problem.images, batches)
-        if dual:
-            return extract.both(backbone, kernels, images)
-        return (extract(backbone, kernels, images),)
+        return extract.stream(backbone, views, images).whole()
 
     names = ("adapted", "pretrained")
     outputs = {name: found.features for name, found in zip(names, repeat(1), strict=False)}

@@ -18,15 +18,15 @@ from jaxtyping import Bool, Float
 
 from fdc_jax import calibration, devices, feature_files, lockstep, processes, results
 from fdc_jax.checkpoint import Checkpoints
-from fdc_jax.data import device_augmentation, stream
-from fdc_jax.errors import TrainingError
+from fdc_jax.errors import InputError, TrainingError
 from fdc_jax.features import Extraction
 from fdc_jax.files import read_json, write_json
 from fdc_jax.interruption import StopRequest
 from fdc_jax.learners import training
-from fdc_jax.model import vit
 from fdc_jax.preparation import Experiment
 from fdc_jax.progress import Progress
+from fdc_jax.training_images import TrainingImages
+from fdc_jax.views import Views
 from fdc_jax.workdir import Workdir
 
 # What is measured while a task trains; the first step of a process, which compiles, stands apart.
@@ -74,6 +74,8 @@ class Run:
         self._checkpoints = Checkpoints(workdir.checkpoints, experiment.config.checkpoint.keep)
         # Training images of the current task, in the memory that test images leave.
         self._decoded = experiment.test_images.beside()
+        self._images = TrainingImages(experiment, seed, self._decoded, stop.poll)
+        self._views = Views(experiment, self._decoded, stop.poll)
         self._restore()
 
     def _restore(self) -> None:
@@ -170,37 +172,7 @@ class Run:
     def _train(self, task: int) -> Generator[lockstep.Step, lockstep.Outcome, None]:
         """Trains one task (line 3), from its first step or from where it was saved."""
         e, config = self.experiment, self.experiment.config
-        train = config.train
-        indices = e.tasks.train_indices[task]
-        labels = e.tasks.train_labels(task) - e.tasks.first_position[task]
-
-        kind = stream.TrainBatches
-        if config.data.augment_on_device:
-            kind = device_augmentation.SmallTrainBatches
-
-        def batches(**options) -> stream.TrainBatches:
-            return kind(
-                e.tasks.train,
-                indices,
-                labels,
-                train.batch_size,
-                self.seed,
-                task,
-                image_size=config.encoder.image_size,
-                crop_scale=tuple(config.data.crop_scale),
-                flip=config.data.flip,
-                workers=e.workers,
-                own_rows=devices.own_rows(e.mesh, train.batch_size),
-                decoded=self._decoded,
-                **options,
-            )
-
-        images = training.TaskImages(
-            augmented=lambda: self._placed(batches()),
-            plain=lambda: self._placed(
-                e.evaluation_batches(e.tasks.train, indices, labels=labels, decoded=self._decoded)
-            ),
-        )
+        train, images = config.train, self._images.of_task(task)
         if self.trained is None:
             state = e.learner.before_task(e.setup, e.backbone, self.state, task, images)
             self.state = devices.replicate(e.mesh, state)
@@ -211,7 +183,7 @@ class Run:
             self.training_time = dict.fromkeys(_TRAINING_TIME, 0.0)
         self.workdir.event("training", task=task, step=self.steps_done)
         schedule = e.update.schedule or partial(training.learning_rate_factor, train.schedule)
-        data = batches(epochs=train.epochs, start_step=self.steps_done)
+        data = self._images.batches(task, epochs=train.epochs, start_step=self.steps_done)
         clock, waited = time.perf_counter(), 0.0
         step, first, pending = self.steps_done, self.steps_done, None
         for batch in data:
@@ -222,7 +194,7 @@ class Run:
                 frozen,
                 self.trained,
                 self.optimizer,
-                self._place(batch),
+                self._images.place(batch),
                 rate,
             )
             if not self._compiled:
@@ -254,20 +226,6 @@ class Run:
         self.trained, self.optimizer = None, None
         self._peak_in_training = devices.peak_memory()
         self._save(task + 1, 0)
-
-    def _placed(self, batches):
-        for batch in batches:
-            self.stop.poll()
-            yield self._place(batch)
-
-    def _place(self, batch):
-        """Puts a batch on the devices; small images are augmented there."""
-        e = self.experiment
-        placed = devices.split(e.mesh, batch)
-        if not isinstance(batch, device_augmentation.SmallBatch):
-            return placed
-        side, size = batch.images.shape[1], e.config.encoder.image_size
-        return device_augmentation.augmentation(side, size)(placed)
 
     def _check_loss(self, task: int, step: int, epoch: int, loss: Any) -> float:
         value = float(loss)
@@ -316,85 +274,68 @@ class Run:
         self._checkpoints.save(number, tree, cursor)
         self.tasks_done, self.steps_done = tasks_done, step
 
-    def _features(self, kernels, source, indices, cache=None) -> Extraction:
-        """Features of images in evaluation preprocessing."""
-        e = self.experiment
-        decoded = self._decoded if source is e.tasks.train else None
-        batches = e.evaluation_batches(source, indices, cache, decoded=decoded)
-        return e.extract(e.backbone, kernels, batches, self.stop.poll)
-
-    def _pretrained(self, name: str, source, indices, cache=None) -> Extraction:
-        """Features of E_0, from the cache where they are there (lines 4 and 14)."""
-        e = self.experiment
-        return e.pretrained_features.get(
-            name,
-            indices,
-            lambda: self._features(vit.pretrained_kernels(e.backbone), source, indices, cache),
-        )
-
-    @property
-    def _uses_pretrained_view(self) -> bool:
-        return self.experiment.config.fdc.pretrained_view_weight > 0
-
     def _fit(self, task: int) -> None:
-        """Extracts a task's training features in both views and fits FDC (lines 4 to 12)."""
+        """Fits FDC on a task's training features in both views as they come (lines 4 to 12)."""
         e = self.experiment
         self.progress.stage(f"task {task + 1}/{e.setup.num_tasks} statistics")
-        indices = e.tasks.train_indices[task]
         kernels = e.learner.encoder(e.setup, e.backbone, self.state, task + 1)
-        adapted, pretrained = self._training_features(task, kernels, indices)
+        features = self._views.training(task, kernels)
         head = self._heads(task + 1)[task]
-        processes.on_first(lambda: self._fit_calibrator(task, head, adapted, pretrained))
+        seconds, malformed = 0.0, None
+        if processes.is_first():
+            clock = time.perf_counter()
+            classes = e.tasks.positions[e.tasks.tasks[task]]
+            try:
+                self.calibrator.fit_task(features, None, head, classes=classes)
+            except InputError as error:
+                malformed = error
+            seconds = time.perf_counter() - clock - features.stream.seconds
+        # Every process takes part in every batch, whatever becomes of the fit.
+        adapted, pretrained = features.whole()
+        self._views.keep(task, pretrained)
+
+        def finish() -> None:
+            if malformed is not None:
+                raise malformed
+            self._finish_fit(task, head, adapted, pretrained, seconds)
+
+        processes.on_first(finish)
         self.tasks_fitted = task + 1
         self._decoded.clear()
-
-    def _training_features(
-        self, task: int, kernels: Any, indices: Any
-    ) -> tuple[Extraction, Extraction | None]:
-        """Features of training images in both views, in one pass unless E_0's are cached."""
-        e = self.experiment
-        made: list[Extraction] = []
-
-        def both() -> Extraction:
-            batches = e.evaluation_batches(e.tasks.train, indices, decoded=self._decoded)
-            adapted, pretrained = e.extract.both(e.backbone, kernels, batches, self.stop.poll)
-            made.append(adapted)
-            return pretrained
-
-        pretrained = None
-        if self._uses_pretrained_view:
-            pretrained = e.pretrained_features.get(f"train_{task:03d}", indices, both)
-        adapted = made[0] if made else self._features(kernels, e.tasks.train, indices)
-        return adapted, pretrained
 
     def _heads(self, num_tasks: int) -> list[Any]:
         """Returns the heads so far as arrays of the host, for the process that fits and scores."""
         e = self.experiment
         return devices.to_host(e.learner.heads(e.setup, self.state, num_tasks))
 
-    def _fit_calibrator(
-        self, task: int, head: Any, adapted: Extraction, pretrained: Extraction | None
+    def _finish_fit(
+        self,
+        task: int,
+        head: Any,
+        adapted: Extraction,
+        pretrained: Extraction | None,
+        seconds: float,
     ) -> None:
         e = self.experiment
         clock = time.perf_counter()
-        arguments: dict[str, Any] = dict(
-            adapted=adapted.features,
-            labels=e.tasks.train_labels(task),
-            head=head,
-            pretrained=None if pretrained is None else pretrained.features,
-            classes=e.tasks.positions[e.tasks.tasks[task]],
-        )
-        self.calibrator.fit_task(**arguments)
         self.calibrator.finalize()
-        fit_seconds = time.perf_counter() - clock
+        seconds += time.perf_counter() - clock
         if e.config.save_features:
-            feature_files.write_task(self.workdir.features, task, **arguments)
+            feature_files.write_task(
+                self.workdir.features,
+                task,
+                adapted=adapted.features,
+                labels=e.tasks.train_labels(task),
+                head=head,
+                pretrained=None if pretrained is None else pretrained.features,
+                classes=e.tasks.positions[e.tasks.tasks[task]],
+            )
         self.workdir.save_calibrator(self.calibrator, e.config.checkpoint.keep)
         self.statistics_time = {
             "adapted_extraction_seconds": adapted.seconds,
             "pretrained_extraction_seconds": 0.0 if pretrained is None else pretrained.seconds,
             "pretrained_from_cache": float(pretrained is not None and pretrained.from_cache),
-            "fit_seconds": fit_seconds,
+            "fit_seconds": seconds,
         }
         self.workdir.event("statistics", task=task, **self.statistics_time)
 
@@ -409,11 +350,7 @@ class Run:
         seen = e.tasks.test_tasks < num_tasks
         indices = e.tasks.test_indices[seen]
         kernels = e.learner.encoder(e.setup, e.backbone, self.state, num_tasks)
-        adapted = self._features(kernels, e.tasks.test, indices, e.test_images)
-        pretrained = None
-        if self._uses_pretrained_view:
-            every = self._pretrained("test", e.tasks.test, e.tasks.test_indices, e.test_images)
-            pretrained = every.features[: len(indices)]
+        adapted, pretrained = self._views.test(indices, kernels)
         heads = self._heads(num_tasks)
         processes.on_first(lambda: self._measure(task, seen, heads, adapted, pretrained))
         self.recorded.append(task)

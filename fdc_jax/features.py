@@ -3,10 +3,11 @@
 import collections
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from fdc_jax.data.stream import Batch, EvaluationBatches
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
 from fdc_jax.model import portions
-from fdc_jax.model.vit import VisionTransformer, pretrained_kernels
+from fdc_jax.model.vit import VisionTransformer
 
 # Batches whose features may be on the device before the oldest is fetched.
 _IN_FLIGHT = 2
@@ -69,55 +70,39 @@ class Extractor:
             batches: images in evaluation preprocessing.
             poll: called before each batch; raises to stop.
         """
-        (extraction,) = self._views(backbone, (kernels,), batches, poll)
+        (extraction,) = self.stream(backbone, (kernels,), batches, poll).whole()
         return extraction
 
-    def both(
+    def stream(
         self,
         backbone: Any,
-        kernels: Any,
+        views: Sequence[Any],
         batches: EvaluationBatches,
         poll: Callable[[], None] = lambda: None,
-    ) -> tuple[Extraction, Extraction]:
-        """Returns the features of an encoder and those of the pretrained one, in one pass.
+    ) -> "FeatureStream":
+        """Returns the features of several encoders while they are made, in one pass.
 
-        Each image is read, decoded and placed once; the features are bit for bit those of two
-        passes. What the views could share beyond that, up to the queries of block one, is 3 % of
-        ViT-Ti/16 and less of a larger encoder. Seconds are those of the pass, halved.
+        Each image is read, decoded and placed once; the features are bit for bit those of separate
+        passes. What E_0 and another encoder could share beyond that, up to the queries of block
+        one, is 3 % of ViT-Ti/16 and less of a larger encoder.
 
         Args:
             backbone: pretrained parameters.
-            kernels: key and value kernels of the adapted view.
+            views: key and value kernels, one pair per encoder.
             batches: images in evaluation preprocessing.
             poll: called before each batch; raises to stop.
         """
-        views = (kernels, pretrained_kernels(backbone))
-        adapted, pretrained = self._views(backbone, views, batches, poll)
-        return adapted, pretrained
-
-    def _views(
-        self,
-        backbone: Any,
-        views: tuple[Any, ...],
-        batches: EvaluationBatches,
-        poll: Callable[[], None],
-    ) -> list[Extraction]:
-        start, waited = time.perf_counter(), batches.input_wait_seconds
-        rows = list(self._rows(backbone, views, batches, poll))
-        share = 1.0 / len(views)
-        seconds = share * (time.perf_counter() - start)
-        waited = share * (batches.input_wait_seconds - waited)
-        nothing = np.zeros((0, views[0]["key"].shape[-1]), np.float32)
-        of_view = zip(*rows, strict=True) if rows else [(nothing,)] * len(views)
-        return [Extraction(np.concatenate(features), seconds, waited) for features in of_view]
+        rows = self._rows(backbone, views, batches, poll)
+        widths = [kernels["key"].shape[-1] for kernels in views]
+        return FeatureStream(rows, widths, lambda: batches.input_wait_seconds)
 
     def _rows(
         self,
         backbone: Any,
-        views: tuple[Any, ...],
+        views: Sequence[Any],
         batches: Iterable[Batch],
         poll: Callable[[], None],
-    ):
+    ) -> Iterator[tuple[np.ndarray, ...]]:
         pending: collections.deque = collections.deque()
         for batch in batches:
             poll()
@@ -128,6 +113,56 @@ class Extractor:
                 yield _fetch(*pending.popleft())
         while pending:
             yield _fetch(*pending.popleft())
+
+
+class FeatureStream:
+    """Features of several views, made as they are first read and kept for the next reading.
+
+    Args:
+        rows: features of consecutive images, one array per view.
+        widths: of the features, per view.
+        input_wait_seconds: what `rows` have waited for images so far.
+    """
+
+    def __init__(
+        self,
+        rows: Iterator[tuple[np.ndarray, ...]],
+        widths: Sequence[int],
+        input_wait_seconds: Callable[[], float] = lambda: 0.0,
+    ):
+        self._rows, self._widths = rows, widths
+        self._input_wait_seconds = input_wait_seconds
+        self._made: list[tuple[np.ndarray, ...]] = []
+        self.seconds = 0.0
+
+    def __iter__(self) -> Iterator[tuple[np.ndarray, ...]]:
+        """Walks over the features from the first image on, one array per view."""
+        for number in itertools.count():
+            if number == len(self._made) and not self._make():
+                return
+            yield self._made[number]
+
+    def _make(self) -> bool:
+        start = time.perf_counter()
+        rows = next(self._rows, None)
+        self.seconds += time.perf_counter() - start
+        if rows is not None:
+            self._made.append(rows)
+        return rows is not None
+
+    def whole(self) -> list[Extraction]:
+        """Returns all features per view; seconds are the views' shares of one pass."""
+        rows = list(self)
+        of_view = zip(*rows, strict=True) if rows else [()] * len(self._widths)
+        share = 1.0 / len(self._widths)
+        return [
+            Extraction(
+                np.concatenate([np.zeros((0, width), np.float32), *features]),
+                share * self.seconds,
+                share * self._input_wait_seconds(),
+            )
+            for width, features in zip(self._widths, of_view, strict=True)
+        ]
 
 
 def _in_portions(encode: Callable[..., Any], patch: int) -> Callable[..., Any]:
@@ -166,28 +201,41 @@ class FeatureCache:
                 f.write(text.encode())
 
     def get(self, name: str, indices: np.ndarray, compute: Callable[[], Extraction]) -> Extraction:
-        """Returns cached features, or computes and keeps them.
+        """Returns cached features, or computes and keeps them; see `find` and `keep`."""
+        found = self.find(name, indices)
+        if found is None:
+            found = compute()
+            self.keep(name, indices, found)
+        return found
 
-        Only process 0 reads and writes the cache; on others, what is cached comes back empty.
+    def find(self, name: str, indices: np.ndarray) -> Extraction | None:
+        """Returns cached features, or None on all processes.
+
+        Only process 0 reads the cache; on others, what is cached comes back empty.
 
         Args:
             name: file name, without its ending.
-            indices: which images, in which order; a file made from others is replaced.
-            compute: makes the features when they are not there.
+            indices: which images, in which order; a file made from others does not count.
         """
-        digest = hashlib.sha256(np.ascontiguousarray(indices, np.int64).tobytes()).hexdigest()
-        path = self._folder / f"{name}_{digest[:16]}.npz"
         start = time.perf_counter()
-        found = _read(path, len(indices)) if processes.is_first() else None
-        if processes.on_first(lambda: found is not None):
-            features = np.zeros((0, 0), np.float32) if found is None else found
-            return Extraction(features, time.perf_counter() - start, 0.0, from_cache=True)
-        extraction = compute()
-        features = extraction.features
+        found = None
         if processes.is_first():
+            found = _read(self._path(name, indices), len(indices))
+        if not processes.on_first(lambda: found is not None):
+            return None
+        features = np.zeros((0, 0), np.float32) if found is None else found
+        return Extraction(features, time.perf_counter() - start, 0.0, from_cache=True)
+
+    def keep(self, name: str, indices: np.ndarray, extraction: Extraction) -> None:
+        """Writes features of these images to the cache, on process 0."""
+        if processes.is_first():
+            arrays = {"features": extraction.features, "sha256": _digest(extraction.features)}
             with contextlib.suppress(InputError):
-                array_files.write_npz(path, {"features": features, "sha256": _digest(features)})
-        return extraction
+                array_files.write_npz(self._path(name, indices), arrays)
+
+    def _path(self, name: str, indices: np.ndarray) -> Path:
+        digest = hashlib.sha256(np.ascontiguousarray(indices, np.int64).tobytes()).hexdigest()
+        return self._folder / f"{name}_{digest[:16]}.npz"
 
 
 def _read(path: Path, rows: int) -> Float[np.ndarray, "n d"] | None:

@@ -8,7 +8,7 @@ from fdc_jax import devices
 from fdc_jax.data import digits
 from fdc_jax.data.stream import EvaluationBatches
 from fdc_jax.errors import Interrupted
-from fdc_jax.features import Extraction, Extractor, FeatureCache
+from fdc_jax.features import Extraction, Extractor, FeatureCache, FeatureStream
 from fdc_jax.interruption import StopRequest
 from fdc_jax.model import portions, vit
 
@@ -73,12 +73,39 @@ def test_both_views_in_one_pass(model, backbone, monkeypatch, count, tokens):
     monkeypatch.setattr(portions, "_TOKENS", tokens)
     extract = extractor(model)
     kernels = jax.tree.map(lambda kernel: kernel * 1.5, vit.pretrained_kernels(backbone))
-    adapted, pretrained = extract.both(backbone, kernels, batches(count))
-    for found, view in ((adapted, kernels), (pretrained, vit.pretrained_kernels(backbone))):
+    views = (kernels, vit.pretrained_kernels(backbone))
+    stream = extract.stream(backbone, views, batches(count))
+    streamed = list(stream)
+    for number, (found, view) in enumerate(zip(stream.whole(), views, strict=True)):
         expected = extract(backbone, view, batches(count)).features
+        if count:
+            again = np.concatenate([rows[number] for rows in streamed])
+            np.testing.assert_array_equal(again, expected)
         np.testing.assert_array_equal(found.features, expected)
         assert found.seconds > found.input_wait_seconds >= 0
     assert extract._encode._cache_size() <= 1
+
+
+def test_a_stream_makes_features_as_they_are_read_and_only_once():
+    made = []
+
+    def rows():
+        for number in range(3):
+            made.append(number)
+            yield (np.full((2, 4), number, np.float32),)
+
+    stream = FeatureStream(rows(), [4])
+    assert made == []
+    first = iter(stream)
+    next(first)
+    assert made == [0]
+    assert [float(each[0, 0]) for (each,) in stream] == [0.0, 1.0, 2.0]
+    next(first)
+    (extraction,) = stream.whole()
+    assert made == [0, 1, 2]
+    np.testing.assert_array_equal(extraction.features[:, 0], [0, 0, 1, 1, 2, 2])
+    (nothing,) = FeatureStream(iter(()), [4]).whole()
+    assert nothing.features.shape == (0, 4)
 
 
 def test_a_stop_request_ends_the_loop(model, backbone):
