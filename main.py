@@ -77,6 +77,8 @@ def _plain_warnings() -> None:
     # JAX tells of every kind of device that it looked for in vain, and of every connection.
     for name in ("xla_bridge", "distributed"):
         logging.getLogger(f"jax._src.{name}").setLevel(logging.WARNING)
+    # And matplotlib of the fonts that it found, in the first report of a machine.
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
 
 
 def main(arguments: list[str], stop: interruption.StopRequest) -> None:
