@@ -1,7 +1,5 @@
+import functools
 import json
-import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -10,22 +8,12 @@ from benchmarks import calibration_scale
 from tests import benchmark_runs
 
 SIZES = ("--images=330", "--classes=22", "--width=16", "--repeats=1")
-
-
-def bench(tmp_path, *arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "benchmarks.calibration_scale", *SIZES, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        cwd=benchmark_runs.ROOT,
-        check=False,
-    )
+bench = functools.partial(benchmark_runs.module, "calibration_scale", *SIZES)
 
 
 def test_every_number_of_tasks_is_measured(tmp_path):
     output = tmp_path / "out" / "scale.json"
-    done = bench(tmp_path, "--tasks=2,5", "--stretch=20", f"--output={output}")
+    done = bench("--tasks=2,5", "--stretch=20", f"--output={output}")
     assert (done.returncode, done.stderr) == (0, "")
     assert len(done.stdout.splitlines()) == 2
     report = json.loads(output.read_text())
@@ -65,9 +53,9 @@ def test_growth_is_that_of_a_line():
     assert (own, per_earlier) == (pytest.approx(2.0), pytest.approx(0.5))
 
 
-def test_wrong_sizes_are_one_line(tmp_path):
+def test_wrong_sizes_are_one_line():
     for wrong in ("--tasks=1", "--tasks=a", "--tasks=40", "--images=3"):
-        done = bench(tmp_path, wrong)
+        done = bench(wrong)
         assert done.returncode == 2
         assert done.stderr.startswith("benchmarks/calibration_scale.py: expected at least two task")
         assert done.stderr.count("\n") == 1

@@ -1,20 +1,9 @@
+import functools
 import json
-import os
-import subprocess
-import sys
 
 from tests import benchmark_runs
 
-
-def bench(*arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "benchmarks.input_pipeline", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        cwd=benchmark_runs.ROOT,
-        check=False,
-    )
+bench = functools.partial(benchmark_runs.module, "input_pipeline")
 
 
 def test_every_contender_is_measured_with_every_number_of_threads(tmp_path):

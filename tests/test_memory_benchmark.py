@@ -1,24 +1,12 @@
+import functools
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
 from tests import benchmark_runs
 
 SMALL = ("--variant=digits", "--image_size=32", "--batch_size=4", "--classes=2", "--images=10")
-
-
-def bench(*arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "benchmarks.memory", *SMALL, *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        cwd=benchmark_runs.ROOT,
-        check=False,
-    )
+bench = functools.partial(benchmark_runs.module, "memory", *SMALL)
 
 
 @pytest.mark.slow

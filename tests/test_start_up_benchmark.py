@@ -1,20 +1,9 @@
+import functools
 import json
-import os
-import subprocess
-import sys
 
 from tests import benchmark_runs
 
-
-def bench(*arguments):
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-m", "benchmarks.start_up", *arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        cwd=benchmark_runs.ROOT,
-        check=False,
-    )
+bench = functools.partial(benchmark_runs.module, "start_up")
 
 
 def test_a_warm_start_finds_the_programs_of_a_cold_one(tmp_path):
