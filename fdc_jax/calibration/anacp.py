@@ -6,8 +6,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from fdc_jax.calibration import random_features
+from fdc_jax.calibration.accounting import BYTES
 from fdc_jax.calibration.scores import Scores
-from fdc_jax.calibration.seen_tasks import BYTES, SeenTasks
+from fdc_jax.calibration.seen_tasks import SeenTasks
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, Head, unit
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from fdc_jax.calibration import function_heads, inputs, stacking, storage, whitening
+from fdc_jax.calibration import accounting, function_heads, inputs, storage, whitened_prototypes
 from fdc_jax.calibration.earlier import EarlierTasks
 from fdc_jax.calibration.foreign import ForeignReference, fit_foreign_reference
 from fdc_jax.calibration.head_rows import common_kind, head_kind, head_rows
@@ -19,9 +19,9 @@ from fdc_jax.calibration.scorer import Scorer
 from fdc_jax.calibration.scores import Scores
 from fdc_jax.calibration.second_pass import second_pass
 from fdc_jax.calibration.settings import Settings
-from fdc_jax.calibration.statistics import FirstPass, Task, first_pass
+from fdc_jax.calibration.statistics import Task, first_pass
 from fdc_jax.calibration.terms import Terms
-from fdc_jax.calibration.whitening import Prototypes, WithinClass
+from fdc_jax.calibration.whitening import WithinClass
 from fdc_jax.errors import InputError
 
 _LOGGER = logging.getLogger("fdc_jax.calibration")
@@ -163,11 +163,10 @@ class FDC:
         if start is None:
             raise InputError(f"task {task}: expected at least one sample, found none")
         width = start.adapted.shape[1]
-        self._check_views(start, task)
+        if self.tasks:
+            inputs.check_views(start, self._widths, task)
         if kind == "function":
-            rows = None
-            probe = np.ones((1, width), np.float32)
-            num_classes = function_heads.count_classes(head, probe, name)
+            rows, num_classes = None, function_heads.count_classes(head, width, name)
         else:
             rows = head_rows(head, name, width)
             num_classes = len(rows.rows)
@@ -196,7 +195,9 @@ class FDC:
         self._earlier = self._earlier or [EarlierTasks() for _ in first.shapes]
         for view, earlier in enumerate(self._earlier):
             earlier.update([fitted.views[view] for fitted in self.tasks])
-        shared, prototypes = self._whitening(first)
+        shared, prototypes = whitened_prototypes.of_new_task(
+            self.shared, self.tasks, first, self.settings.affinity_shrinkage
+        )
         fitted, foreign = second_pass(
             source,
             task,
@@ -214,28 +215,6 @@ class FDC:
         self.foreign.append(foreign)
         self._finalized = False
         _warn_of_constant_residuals(fitted, task)
-
-    def _whitening(self, first: FirstPass) -> tuple[list[WithinClass], list[Prototypes]]:
-        """Returns what tasks share with this one among them, and its prototypes, per view."""
-        shared, prototypes = [], []
-        for view, (scatter, means) in enumerate(first.within):
-            before = self.shared[view] if self.shared else None
-            with_this = whitening.extended(before, scatter, int(first.class_counts.sum()))
-            known = [task.views[view].whitened for task in self.tasks]
-            metric = whitening.metric_of(
-                with_this,
-                [*(each.class_means for each in known if each), means],
-                [*(task.views[view].class_counts for task in self.tasks), first.class_counts],
-                self.settings.affinity_shrinkage,
-            )
-            if not whitening.is_finite(metric):
-                raise InputError(
-                    f"affinity_shrinkage: {self.settings.affinity_shrinkage:g} is too small for "
-                    f"the within-class covariance of task {self.num_tasks} in float32"
-                )
-            shared.append(with_this)
-            prototypes.append(stacking.stack_prototypes(metric, [means], [first.class_counts]))
-        return shared, prototypes
 
     def finalize(self, release: bool = False) -> None:
         """Fits the foreign reference of RLC (Algorithm 1, line 13). May be called again.
@@ -260,6 +239,39 @@ class FDC:
             self.foreign = None
             self._earlier = []
 
+    def score(self, adapted: Any, pretrained: Any = None) -> Scores:
+        """Returns calibrated scores of a batch of any size (Algorithm 1, lines 14 to 20).
+
+        All components are switched on.
+
+        Args:
+            adapted: final features E_T(x), [n, d].
+            pretrained: features E_0(x), [n, e]; needed when tasks were fitted with a pretrained
+                view whose weight is not 0.
+
+        Raises:
+            InputError: not finalized, or features of another shape than at fit time.
+        """
+        return self.terms(adapted, pretrained).fuse()
+
+    def raw(self, adapted: Any, pretrained: Any = None) -> Scores:
+        """Returns the largest raw logit of each head as its score (Eq. raw)."""
+        return self.terms(adapted, pretrained).raw()
+
+    def terms(self, adapted: Any, pretrained: Any = None) -> Terms:
+        """Returns what scores are made of, for all component combinations from one pass.
+
+        Takes and raises what `score` does.
+        """
+        self._require_finalized()
+        needed = self.settings.pretrained_view_weight != 0.0
+        views = inputs.score_views(adapted, pretrained, self._widths, needed)
+        if self._scorer is None:
+            self._scorer = Scorer(
+                self.settings, self.tasks, self.heads, self.references, self.shared
+            )
+        return self._scorer.terms(*views)
+
     def replace_heads(self, heads: Sequence[Any]) -> None:
         """Predicts with other heads from now on, for learners that rewrite old heads.
 
@@ -278,10 +290,9 @@ class FDC:
                 "heads, found functions"
             )
         for index, (head, task) in enumerate(zip(heads, self.tasks, strict=True)):
-            name, width = f"head of task {index}", len(task.views[0].mean)
+            name, width = f"head of task {index}", self._widths[0]
             if kind == "function":
-                probe = np.ones((1, width), np.float32)
-                found = function_heads.count_classes(head, probe, name)
+                found = function_heads.count_classes(head, width, name)
             else:
                 found = len(head_rows(head, name, width).rows)
             if found != len(task.classes):
@@ -292,36 +303,15 @@ class FDC:
     @property
     def paper_storage_bytes(self) -> int:
         """Returns what `storage_bytes` would be with the cosine instead of the whitened metric."""
-        return self._storage(whitened=False)
+        return accounting.storage_bytes(self.settings, self.tasks, whitened=False)
 
     @property
     def storage_bytes(self) -> int:
         """Returns the bytes of the statistics in use, by the paper's accounting, in float32.
 
-        Counts PCA bases as factors, prototypes, feature means and scalars; classifier weights and
-        the foreign residuals, which `finalize(release=True)` drops, are not counted. A view of
-        weight 0 counts no more than what TSF needs: the adapted bases. With the whitened metric,
-        class means stand for prototypes, and half of the symmetric scatter is counted once.
+        Foreign residuals, which `finalize(release=True)` drops, are not counted.
         """
-        return self._storage(whitened=bool(self.shared))
-
-    def _storage(self, whitened: bool) -> int:
-        settings, numbers = self.settings, 0
-        weights = (settings.adapted_view_weight, settings.pretrained_view_weight)
-        for index, weight in enumerate(weights[: self.num_views]):
-            views = [task.views[index] for task in self.tasks]
-            if weight or (index == 0 and settings.attenuation):
-                numbers += sum(view.basis.size for view in views)
-            if weight:
-                present = sum(int((view.class_counts > 0).sum()) for view in views)
-                numbers += (len(views) + present) * len(views[0].mean)
-                # Four moments per task; mean, variance and scale of the foreign reference.
-                numbers += 4 * len(views) + (3 if len(views) > 1 else 0)
-            if weight and whitened:
-                width = len(views[0].mean)
-                numbers += width * (width + 1) // 2 + 1
-        # Score scales with and without TSF.
-        return 4 * (numbers + 2 * self.num_tasks)
+        return accounting.storage_bytes(self.settings, self.tasks, whitened=bool(self.shared))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the finalized calibrator to one `.npz` file, whole or not at all.
@@ -372,50 +362,10 @@ class FDC:
             raise InputError("heads that are functions cannot be scored with NumPy alone")
         return NumpyScorer(arrays)
 
-    def score(self, adapted: Any, pretrained: Any = None) -> Scores:
-        """Returns calibrated scores of a batch of any size, with all components switched on.
-
-        Args:
-            adapted: final features E_T(x), [n, d].
-            pretrained: features E_0(x), [n, e]; needed when tasks were fitted with a pretrained
-                view whose weight is not 0.
-
-        Raises:
-            InputError: not finalized, or features of another shape than at fit time.
-        """
-        return self.terms(adapted, pretrained).fuse()
-
-    def raw(self, adapted: Any, pretrained: Any = None) -> Scores:
-        """Returns the largest raw logit of each head as its score (Eq. raw)."""
-        return self.terms(adapted, pretrained).raw()
-
-    def terms(self, adapted: Any, pretrained: Any = None) -> Terms:
-        """Returns what scores are made of, for all component combinations from one pass.
-
-        Takes and raises what `score` does.
-        """
-        self._require_finalized()
-        widths = [len(view.mean) for view in self.tasks[0].views]
-        adapted = inputs.score_features(adapted, "adapted features", widths[0])
-        if pretrained is not None and len(widths) == 1:
-            raise InputError("pretrained features: the tasks were fitted without a pretrained view")
-        if pretrained is not None:
-            pretrained = inputs.score_features(pretrained, "pretrained features", widths[1])
-            if len(pretrained) != len(adapted):
-                raise InputError(
-                    f"pretrained features: expected {len(adapted)} rows like the adapted features, "
-                    f"found {len(pretrained)}"
-                )
-        elif len(widths) == 2 and self.settings.pretrained_view_weight != 0.0:
-            raise InputError(
-                "pretrained features: expected, since the tasks were fitted with them; leave them "
-                "out only with pretrained_view_weight 0"
-            )
-        if self._scorer is None:
-            self._scorer = Scorer(
-                self.settings, self.tasks, self.heads, self.references, self.shared
-            )
-        return self._scorer.terms(adapted, pretrained)
+    @property
+    def _widths(self) -> list[int]:
+        """Feature width of each view, once there is a task."""
+        return [len(view.mean) for view in self.tasks[0].views]
 
     def _state(self) -> storage.State:
         self._require_finalized()
@@ -427,27 +377,9 @@ class FDC:
         if not self._finalized:
             raise InputError("call fit_task for every task, then finalize, first")
 
-    def _check_views(self, block: inputs.Block, task: int) -> None:
-        if not self.tasks:
-            return
-        known = [len(view.mean) for view in self.tasks[0].views]
-        if (block.pretrained is None) != (len(known) == 1):
-            had, has = ("none", "some") if len(known) == 1 else ("some", "none")
-            raise InputError(
-                f"pretrained features of task {task}: earlier tasks had {had}, this one has {has}; "
-                "give them for all tasks or for none"
-            )
-        views = (block.adapted, block.pretrained)
-        for name, features, expected in zip(storage.VIEWS, views, known, strict=False):
-            if features is not None and features.shape[1] != expected:
-                raise InputError(
-                    f"{name} features of task {task}: expected width {expected} like the earlier "
-                    f"tasks, found {features.shape[1]}"
-                )
-
 
 def _warn_of_constant_residuals(fitted: Task, task: int) -> None:
-    for name, view in zip(storage.VIEWS, fitted.views, strict=False):
+    for name, view in zip(inputs.VIEWS, fitted.views, strict=False):
         # A subspace that is the whole space leaves no residual to anybody.
         if view.residual_std > SCALE_FLOOR or len(view.basis) == len(view.mean):
             continue

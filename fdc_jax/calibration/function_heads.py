@@ -53,22 +53,15 @@ def function_logits_of_tasks(
     return _columns(raw), _columns(filtered)
 
 
-def check_function_head(head: Any, width: int, num_classes: int, name: str) -> None:
-    """Raises InputError unless the head returns `num_classes` logits for a feature."""
-    _largest(head, jnp.ones((1, width), jnp.float32), num_classes, name)
-
-
-def count_classes(head: Any, features: Float[np.ndarray, "n d"], name: str) -> int:
-    """Returns how many logits the head returns per feature.
+def count_classes(head: Any, width: int, name: str) -> int:
+    """Returns how many logits the head returns for a feature.
 
     Raises:
-        InputError: it returns something else than one row of logits per feature.
+        InputError: it returns something else than one row of logits.
     """
-    logits = _logits(head, jnp.asarray(features), name)
-    if logits.ndim != 2 or len(logits) != len(features) or logits.shape[1] == 0:
-        raise InputError(
-            f"{name}: expected logits of shape [{len(features)}, classes], found {[*logits.shape]}"
-        )
+    logits = _logits(head, jnp.ones((1, width), jnp.float32), name)
+    if logits.ndim != 2 or len(logits) != 1 or logits.shape[1] == 0:
+        raise InputError(f"{name}: expected logits of shape [1, classes], found {[*logits.shape]}")
     return logits.shape[1]
 
 

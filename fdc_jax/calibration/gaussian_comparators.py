@@ -12,8 +12,9 @@ import numpy as np
 import scipy.linalg
 from jaxtyping import Array, Float
 
+from fdc_jax.calibration.accounting import BYTES
 from fdc_jax.calibration.scores import Scores
-from fdc_jax.calibration.seen_tasks import BYTES, SeenTasks, class_means
+from fdc_jax.calibration.seen_tasks import SeenTasks, class_means
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, Head
 

@@ -14,6 +14,8 @@ from fdc_jax.errors import InputError
 # that one compiled kernel per feature width serves every task.
 BLOCK_ROWS = 512
 
+VIEWS = ("adapted", "pretrained")
+
 # (adapted, pretrained or None, labels) of consecutive samples.
 Chunk = tuple[Any, Any, Any]
 # Called once per pass; every call starts again at the first sample.
@@ -109,6 +111,23 @@ def check_rows(name: str, energies: Float[np.ndarray, " n"], start: int = 0) -> 
         raise InputError(f"{name}: row {row} is not finite, or too large for float32")
 
 
+def check_views(block: Block, widths: Sequence[int], task: int) -> None:
+    """Raises InputError unless a task has the views of earlier tasks, of these widths."""
+    if (block.pretrained is None) != (len(widths) == 1):
+        had, has = ("none", "some") if len(widths) == 1 else ("some", "none")
+        raise InputError(
+            f"pretrained features of task {task}: earlier tasks had {had}, this one has {has}; "
+            "give them for all tasks or for none"
+        )
+    views = (block.adapted, block.pretrained)
+    for name, features, expected in zip(VIEWS, views, widths, strict=False):
+        if features is not None and features.shape[1] != expected:
+            raise InputError(
+                f"{name} features of task {task}: expected width {expected} like the earlier "
+                f"tasks, found {features.shape[1]}"
+            )
+
+
 def class_labels(classes: Any, name: str) -> Int[np.ndarray, " c"]:
     """Returns the labels of a head's rows, in row order.
 
@@ -178,6 +197,39 @@ def score_features(value: Any, name: str, width: int) -> np.ndarray | jax.Array:
         check_feature_shape(value.shape, value.dtype, name, width)
         return value
     return feature_array(value, name, width)
+
+
+def score_views(
+    adapted: Any, pretrained: Any, widths: Sequence[int], needs_pretrained: bool
+) -> tuple[np.ndarray | jax.Array, np.ndarray | jax.Array | None]:
+    """Returns the features of both views to be scored; see `score_features`.
+
+    Args:
+        adapted: features [n, d].
+        pretrained: features [n, e] or None.
+        widths: d and, where the tasks have a pretrained view, e.
+        needs_pretrained: whether such a view must be given where the tasks have it.
+
+    Raises:
+        InputError: a view is missing, superfluous, of another length than the other or malformed.
+    """
+    adapted = score_features(adapted, "adapted features", widths[0])
+    if pretrained is None:
+        if len(widths) == 2 and needs_pretrained:
+            raise InputError(
+                "pretrained features: expected, since the tasks were fitted with them; leave them "
+                "out only with pretrained_view_weight 0"
+            )
+        return adapted, None
+    if len(widths) == 1:
+        raise InputError("pretrained features: the tasks were fitted without a pretrained view")
+    pretrained = score_features(pretrained, "pretrained features", widths[1])
+    if len(pretrained) != len(adapted):
+        raise InputError(
+            f"pretrained features: expected {len(adapted)} rows like the adapted features, "
+            f"found {len(pretrained)}"
+        )
+    return adapted, pretrained
 
 
 def padded_rows(features: np.ndarray | jax.Array, rows: int) -> Float[Array, "rows d"]:

@@ -11,8 +11,9 @@ import numpy as np
 from jaxtyping import Float
 from scipy.special import log_softmax, logsumexp, softmax
 
+from fdc_jax.calibration.accounting import BYTES
 from fdc_jax.calibration.scores import Scores
-from fdc_jax.calibration.seen_tasks import BYTES, SeenTasks, head_logits
+from fdc_jax.calibration.seen_tasks import SeenTasks, head_logits
 from fdc_jax.errors import InputError
 from fdc_jax.heads import Head, LinearHead
 

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from fdc_jax.calibration.accounting import BYTES
 from fdc_jax.calibration.scores import Scores
-from fdc_jax.calibration.seen_tasks import BYTES, SeenTasks, TaskSamples, class_means
+from fdc_jax.calibration.seen_tasks import SeenTasks, TaskSamples, class_means
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, Head, unit
 

@@ -8,8 +8,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from fdc_jax.calibration import random_features
+from fdc_jax.calibration.accounting import BYTES
 from fdc_jax.calibration.scores import Scores
-from fdc_jax.calibration.seen_tasks import BYTES, SeenTasks
+from fdc_jax.calibration.seen_tasks import SeenTasks
 from fdc_jax.errors import InputError
 from fdc_jax.heads import Head, unit
 

@@ -10,9 +10,10 @@ import numpy as np
 from jaxtyping import Float
 from scipy.special import logsumexp
 
+from fdc_jax.calibration.accounting import BYTES
 from fdc_jax.calibration.gaussian_comparators import squared_distances
 from fdc_jax.calibration.scores import Scores
-from fdc_jax.calibration.seen_tasks import BYTES, SeenTasks, head_logits
+from fdc_jax.calibration.seen_tasks import SeenTasks, head_logits
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, Head, LinearHead
 

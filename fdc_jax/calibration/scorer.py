@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fdc_jax.calibration import function_heads, inputs, scoring, stacking, whitening
+from fdc_jax.calibration import function_heads, inputs, scoring, stacking, whitened_prototypes
 from fdc_jax.calibration.foreign import ForeignReference, foreign_coefficients
 from fdc_jax.calibration.head_rows import head_kind, head_rows
 from fdc_jax.calibration.settings import Settings
-from fdc_jax.calibration.statistics import Task, ViewStatistics
+from fdc_jax.calibration.statistics import Task
 from fdc_jax.calibration.terms import (
     TaskLogits,
     Terms,
@@ -52,10 +52,9 @@ class Scorer:
             stacking.stack_view([task.views[view] for task in tasks])
             for view in range(len(tasks[0].views))
         ]
-        self.prototypes = [
-            _prototypes([task.views[view] for task in tasks], each, settings.affinity_shrinkage)
-            for view, each in enumerate(shared)
-        ]
+        self.prototypes = whitened_prototypes.of_all_tasks(
+            shared, tasks, settings.affinity_shrinkage
+        )
         foreign = [jnp.asarray(foreign_coefficients(each)) for each in references]
         self.calibration = scoring.Calibration(
             foreign[0], foreign[-1], jnp.float32(settings.attenuation)
@@ -165,13 +164,3 @@ class Scorer:
             all_rows=bool(self.prototypes),
             nearest=self.settings.affinity_reference == "nearest",
         )
-
-
-def _prototypes(
-    views: Sequence[ViewStatistics], shared: WithinClass, shrinkage: float
-) -> whitening.Prototypes:
-    means = [view.whitened.class_means for view in views if view.whitened]
-    counts = [view.class_counts for view in views]
-    return stacking.stack_prototypes(
-        whitening.metric_of(shared, means, counts, shrinkage), means, counts
-    )

@@ -8,12 +8,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from fdc_jax.calibration import inputs
+from fdc_jax.calibration.inputs import VIEWS
 from fdc_jax.calibration.scores import Scores
 from fdc_jax.errors import InputError
 from fdc_jax.heads import Head, LinearHead
-
-VIEWS = ("adapted", "pretrained")
-BYTES = 4  # of a float32, in which all statistics are counted
 
 
 class TaskSamples(NamedTuple):

@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from fdc_jax.calibration.foreign import ForeignReference
 from fdc_jax.calibration.head_rows import common_kind
-from fdc_jax.calibration.inputs import host_array
+from fdc_jax.calibration.inputs import VIEWS, host_array
 from fdc_jax.calibration.measures import SCALE_FLOOR
 from fdc_jax.calibration.settings import NUMBERS, Settings
 from fdc_jax.calibration.statistics import Task, ViewStatistics
@@ -28,7 +28,6 @@ from fdc_jax.heads import CosineHead, LinearHead, NearestMeanHead, NormalisedLin
 FORMAT = "fdc_jax calibrator"
 # 1 had no within-class metric; it is still read.
 SCHEMA = 2
-VIEWS = ("adapted", "pretrained")
 MOMENTS = ("residual_mean", "residual_std", "distance_mean", "distance_std")
 # How far lengths and inner products of unit vectors may be off in a file.
 UNIT_TOLERANCE = 1e-3
