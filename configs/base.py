@@ -19,6 +19,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.encoder.variant = "B/16"  # Ti/16, S/16, B/16, L/16, digits
     config.encoder.weights = "augreg"  # augreg: public ImageNet-21k file; digits; or a path
     config.encoder.image_size = 224  # pixels; the test transform resizes to 256/224 of it first
+    config.encoder.attention = "xla"  # or cudnn: one fused kernel, on NVIDIA GPUs in fast precision
 
     config.data = ml_collections.ConfigDict()
     config.data.dir = ""  # TFDS folder; empty: TFDS's own default

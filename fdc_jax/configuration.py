@@ -16,6 +16,7 @@ WITHOUT_EFFECT = frozenset(
         "cache_dir",
         "data.dir",
         "encoder.weights",
+        "encoder.attention",
         "data.workers",
         "data.cache_gib",
         "data.augment_on_device",

@@ -84,7 +84,11 @@ def prepare(config: Config, quiet: bool = False) -> Experiment:
     benchmark = benchmarks.find(config.benchmark)
     learner = learners.find(config.learner.name)
     model = vit.build(
-        config.encoder.variant, config.encoder.image_size, config.data.input_range, config.precision
+        config.encoder.variant,
+        config.encoder.image_size,
+        config.data.input_range,
+        config.precision,
+        config.encoder.attention,
     )
     cache_folder = (
         Path(config.cache_dir).expanduser() if config.cache_dir else weights.cache_folder()
@@ -120,6 +124,7 @@ def prepare(config: Config, quiet: bool = False) -> Experiment:
         "image_size": config.encoder.image_size,
         "input_range": config.data.input_range,
         "precision": config.precision,
+        "attention": config.encoder.attention,
         "batch_size": config.evaluation.batch_size,
         "devices": devices.describe(),
         "jax": jax.__version__,

@@ -51,6 +51,8 @@ PRECISIONS = {
     "fast": (jnp.bfloat16, jax.lax.Precision.DEFAULT),
 }
 
+# xla: products and softmax as XLA compiles them; cudnn: one kernel of NVIDIA's, for 16-bit floats.
+ATTENTIONS = ("xla", "cudnn")
 
 # On the output of an adapter before it joins the block's (AdaptFormer; RSIAT keeps it).
 ADAPTER_SCALE = 0.1
@@ -119,12 +121,26 @@ class _Projection(nn.Module):
         return y.reshape(*y.shape[:-1], *shape[1:])
 
 
+def _attend(q, k, v, precision):
+    """Returns softmax(q k / sqrt(d)) v, [n, queries, heads, d], the softmax in float32."""
+    scores = jnp.einsum(
+        "bqhd,bkhd->bhqk",
+        q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype),
+        k,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision=precision)
+
+
 class _Attention(nn.Module):
     """Multi-head attention of `queries` over `tokens`."""
 
     heads: int
     dtype: Any
     precision: jax.lax.Precision
+    attention: str
 
     @nn.compact
     def __call__(self, queries, tokens, kernels, increment):
@@ -137,15 +153,11 @@ class _Attention(nn.Module):
         q = project("query")(queries)
         k = project("key")(tokens, of(kernels, "key"), of(increment, "key"))
         v = project("value")(tokens, of(kernels, "value"), of(increment, "value"))
-        scores = jnp.einsum(
-            "bqhd,bkhd->bhqk",
-            q * jnp.asarray(q.shape[-1] ** -0.5, self.dtype),
-            k,
-            precision=self.precision,
-            preferred_element_type=jnp.float32,
-        )
-        attention = jax.nn.softmax(scores, axis=-1).astype(self.dtype)
-        mixed = jnp.einsum("bhqk,bkhd->bqhd", attention, v, precision=self.precision)
+        # One query an image, in the last block, leaves a fused kernel nothing to gain.
+        if self.attention == "cudnn" and q.shape[1] > 1:
+            mixed = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+        else:
+            mixed = _attend(q, k, v, self.precision)
         return nn.DenseGeneral(
             queries.shape[-1],
             axis=(-2, -1),
@@ -198,6 +210,7 @@ class _Block(nn.Module):
     dtype: Any
     precision: jax.lax.Precision
     class_token_only: bool
+    attention: str
 
     @nn.compact
     def __call__(self, x, kernels, increment, dropout_key, dropout_rate):
@@ -211,6 +224,7 @@ class _Block(nn.Module):
             self.variant.heads,
             self.dtype,
             self.precision,
+            self.attention,
             name="MultiHeadDotProductAttention_1",
         )(queries, tokens, kernels, increment)
         y = nn.LayerNorm(name="LayerNorm_2", **norm)(x)
@@ -237,6 +251,7 @@ class _Transformer(nn.Module):
     variant: Variant
     dtype: Any
     precision: jax.lax.Precision
+    attention: str
 
     @nn.compact
     def __call__(self, x, kernels, increment, dropout_key, dropout_rate):
@@ -249,6 +264,7 @@ class _Transformer(nn.Module):
                 self.precision,
                 # Nothing reads the other tokens of the last block.
                 class_token_only=block == self.variant.depth - 1,
+                attention=self.attention,
                 name=f"encoderblock_{block}",
             )(
                 x,
@@ -286,11 +302,13 @@ class VisionTransformer(nn.Module):
         variant: sizes of the encoder.
         input_range: `pilot01` for pixels in [0, 1], `augreg` for [-1, 1].
         precision: `parity` (float32, exact products) or `fast` (bfloat16 activations).
+        attention: `xla` or `cudnn`; see `ATTENTIONS`.
     """
 
     variant: Variant
     input_range: str = "pilot01"
     precision: str = "parity"
+    attention: str = "xla"
 
     @nn.compact
     def __call__(
@@ -318,23 +336,29 @@ class VisionTransformer(nn.Module):
         token = self.param("cls", nn.initializers.zeros, (1, 1, self.variant.width))
         token = jnp.broadcast_to(token.astype(dtype), (x.shape[0], 1, x.shape[-1]))
         x = jnp.concatenate([token, x], axis=1)
-        return _Transformer(self.variant, dtype, precision, name="Transformer")(
+        return _Transformer(self.variant, dtype, precision, self.attention, name="Transformer")(
             x, kernels, increment, dropout_key, dropout_rate
         )
 
 
 def build(
-    variant: str, image_size: int, input_range: str = "pilot01", precision: str = "parity"
+    variant: str,
+    image_size: int,
+    input_range: str = "pilot01",
+    precision: str = "parity",
+    attention: str = "xla",
 ) -> VisionTransformer:
     """Returns the encoder named by a configuration.
 
     Raises:
-        InputError: a name is unknown, or the image side is no multiple of the patch size.
+        InputError: a name is unknown, the image side is no multiple of the patch size, or cuDNN's
+            attention is asked for in float32 or without an NVIDIA GPU.
     """
     for field, value, known in (
         ("encoder.variant", variant, VARIANTS),
         ("data.input_range", input_range, INPUT_RANGES),
         ("precision", precision, PRECISIONS),
+        ("encoder.attention", attention, ATTENTIONS),
     ):
         if value not in known:
             raise InputError(f"{field}: expected one of {', '.join(known)}, found {value!r}")
@@ -344,7 +368,12 @@ def build(
             f"encoder.image_size: expected a positive multiple of the patch size {patch}, "
             f"found {image_size}"
         )
-    return VisionTransformer(VARIANTS[variant], input_range, precision)
+    if attention == "cudnn" and (precision != "fast" or jax.default_backend() != "gpu"):
+        raise InputError(
+            f"encoder.attention: cudnn needs precision=fast and an NVIDIA GPU, found "
+            f"precision={precision} and {jax.default_backend()}"
+        )
+    return VisionTransformer(VARIANTS[variant], input_range, precision, attention)
 
 
 def initialise(model: VisionTransformer, image_size: int, key: Array) -> Any:

@@ -304,11 +304,39 @@ def test_one_compilation_serves_every_task():
         (("Ti/16", 224, "pilot01", "double"), "precision", "'double'"),
         (("Ti/16", 230), "encoder.image_size", "230"),
         (("Ti/16", 0), "encoder.image_size", "0"),
+        (("Ti/16", 224, "pilot01", "fast", "flash"), "encoder.attention", "'flash'"),
     ],
 )
 def test_unknown_names_and_sizes_are_refused(arguments, field, found):
     with pytest.raises(InputError, match=rf"{field}: expected .*found {found}"):
         vit.build(*arguments)
+
+
+def test_fused_attention_is_refused_where_there_is_none(monkeypatch):
+    with pytest.raises(InputError, match=r"encoder.attention: cudnn needs .* found .*fast and cpu"):
+        vit.build("Ti/16", 224, "pilot01", "fast", "cudnn")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(InputError, match="found precision=parity and gpu"):
+        vit.build("Ti/16", 224, "pilot01", "parity", "cudnn")
+    assert vit.build("Ti/16", 224, "pilot01", "fast", "cudnn").attention == "cudnn"
+
+
+def test_fused_attention_is_given_the_same_arrays(monkeypatch):
+    # cuDNN's kernel is not here; XLA's rendering of the same function is.
+    asked, function = [], jax.nn.dot_product_attention
+
+    def attention(*arrays, implementation):
+        asked.append(implementation)
+        return function(*arrays, implementation="xla")
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    params = vit.initialise(vit.VisionTransformer(TINY), SIDE, jax.random.key(0))
+    images = np.random.default_rng(0).integers(0, 256, (3, SIDE, SIDE, 3), np.uint8)
+    plain = vit.VisionTransformer(TINY).apply({"params": params}, images)
+    fused = vit.VisionTransformer(TINY, attention="cudnn").apply({"params": params}, images)
+    np.testing.assert_allclose(fused, plain, atol=1e-5)
+    # The last block has one query an image.
+    assert asked == ["cudnn"] * (TINY.depth - 1)
 
 
 def test_parameter_shapes_agree_with_initialise():
