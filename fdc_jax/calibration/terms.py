@@ -94,6 +94,27 @@ class Weights(NamedTuple):
     pretrained_view: float
 
 
+class _View(NamedTuple):
+    """One view that is switched on: its weight, and what it says."""
+
+    weight: float
+    evidence: ViewEvidence
+    whitened: WhitenedView | None
+
+    def affinity_evidence(
+        self, affinity: Affinity, weight: float
+    ) -> Float[np.ndarray, "n tasks c"]:
+        """Returns weighted evidence; with scope `task`, one per task, in a last axis of 1."""
+        if affinity.metric == "cosine":
+            found = self.evidence.affinity[..., None]
+        else:
+            assert self.whitened is not None
+            found = self.whitened.affinity(affinity.reference, affinity.scope)
+        if affinity.evidence == "tanh":
+            found = np.tanh(found)
+        return np.float32(self.weight * weight) * found
+
+
 @dataclass(frozen=True)
 class Terms:
     """Everything the score of a sample and task is made of, so that any combination costs no pass.
@@ -150,64 +171,83 @@ class Terms:
             InputError: an affinity for which the calibrator was not fitted.
         """
         affinity = affinity or self.affinity
-        affinity.check()
+        self._check(affinity)
         logits, scale = (
             (self.filtered_logits, self.filtered_scale)
             if tsf
             else (self.raw_logits, self.raw_scale)
         )
-        whitened = self.whitened
-        if affinity.metric == "whitened" and whitened is None:
+        used = self._views(adapted_view, pretrained_view)
+        by_class = pac and affinity.scope == "class"
+        scores = logits.logit
+        closeness: Any = np.float32(0.0)
+        for view in used:
+            if pac and view.weight * self.weights.pac:
+                found = view.affinity_evidence(affinity, self.weights.pac)
+                if by_class:
+                    closeness = closeness + found
+                else:
+                    scores = scores + scale * found[..., 0]
+            if rlc:
+                weight = np.float32(view.weight * self.weights.rlc)
+                scores = scores - weight * scale * view.evidence.rlc
+        if not by_class or not used:
+            return Scores(scores, logits.row, self.classes)
+        assert self.whitened is not None
+        rows = self.whitened.filtered_logits if tsf else self.whitened.raw_logits
+        assert rows is not None
+        # What is common to the classes of a task is in `scores` already.
+        each = _class_scores(rows, scores - logits.logit, closeness, scale)
+        return Scores(each.max(axis=2), each.argmax(axis=2).astype(np.int32), self.classes)
+
+    def raw(self) -> Scores:
+        """Returns the largest raw logits as scores (Eq. raw)."""
+        return self.fuse(False, False, False, False, False)
+
+    def _check(self, affinity: Affinity) -> None:
+        """Raises InputError for an affinity for which the calibrator was not fitted."""
+        affinity.check()
+        if affinity.metric == "whitened" and self.whitened is None:
             raise InputError("affinity: expected a calibrator fitted with affinity_metric whitened")
         if affinity.metric == "cosine" and affinity.reference != self.paper_affinity.reference:
             raise InputError(
                 f"affinity_reference: expected {self.paper_affinity.reference}, as the calibrator "
                 f"was set, found {affinity.reference}"
             )
-        if affinity.scope == "class" and whitened and whitened.raw_logits is None:
+        if affinity.scope == "class" and self.whitened and self.whitened.raw_logits is None:
             raise InputError(
                 "affinity_scope class needs the logit of every class; expected built-in heads, "
                 "found functions"
             )
-        views = [
-            (self.weights.adapted_view, self.adapted, whitened and whitened.adapted),
-            (self.weights.pretrained_view, self.pretrained, whitened and whitened.pretrained),
-        ]
-        used = [
-            view
-            for view, switch in zip(views, (adapted_view, pretrained_view), strict=True)
-            if switch and view[1] is not None
-        ]
-        by_class = pac and affinity.scope == "class"
-        scores = logits.logit
-        closeness: Any = np.float32(0.0)
-        for weight, evidence, cosines in used:
-            if pac and weight * self.weights.pac:
-                if affinity.metric == "cosine":
-                    found = evidence.affinity[..., None]
-                else:
-                    found = cosines.affinity(affinity.reference, affinity.scope)
-                if affinity.evidence == "tanh":
-                    found = np.tanh(found)
-                found = np.float32(weight * self.weights.pac) * found
-                if by_class:
-                    closeness = closeness + found
-                else:
-                    scores = scores + scale * found[..., 0]
-            if rlc:
-                scores = scores - np.float32(weight * self.weights.rlc) * scale * evidence.rlc
-        if not by_class or not used:
-            return Scores(scores, logits.row, self.classes)
-        assert whitened is not None
-        rows = whitened.filtered_logits if tsf else whitened.raw_logits
-        assert rows is not None
-        # In units of the score scale, no head counts more than another; one that says the same of
-        # all its images, as of a single one, must not count without end. What is common to the
-        # classes of a task is in `scores` already, but for their own logits.
-        units = np.maximum(scale, np.float32(LEAST_UNIT) * scale.mean())[:, None]
-        each = (rows + (scores - logits.logit)[..., None]) / units + closeness
-        return Scores(each.max(axis=2), each.argmax(axis=2).astype(np.int32), self.classes)
 
-    def raw(self) -> Scores:
-        """Returns the largest raw logits as scores (Eq. raw)."""
-        return self.fuse(False, False, False, False, False)
+    def _views(self, adapted: bool, pretrained: bool) -> list[_View]:
+        """Returns the views that are switched on, as far as there are."""
+        weights, whitened = self.weights, self.whitened
+        views = []
+        if adapted:
+            own = whitened and whitened.adapted
+            views.append(_View(weights.adapted_view, self.adapted, own))
+        if pretrained and self.pretrained is not None:
+            own = whitened and whitened.pretrained
+            views.append(_View(weights.pretrained_view, self.pretrained, own))
+        return views
+
+
+def _class_scores(
+    rows: Float[np.ndarray, "n tasks c"],
+    corrections: Float[np.ndarray, "n tasks"],
+    closeness: Float[np.ndarray, "n tasks c"] | np.float32,
+    scale: Float[np.ndarray, " tasks"],
+) -> Float[np.ndarray, "n tasks c"]:
+    """Returns one score a class in units of the score scale, so that no head counts more.
+
+    A head that says the same of all its images, as of a single one, must not count without end.
+
+    Args:
+        rows: logit of each class.
+        corrections: common to the classes of a task, as logits are.
+        closeness: of each class, in units of the score scale.
+        scale: sigma_t.
+    """
+    units = np.maximum(scale, np.float32(LEAST_UNIT) * scale.mean())[:, None]
+    return (rows + corrections[..., None]) / units + closeness
