@@ -32,13 +32,13 @@ SMALL = (
 )
 
 
-def start(workdir: Path, *options: str, cache: Path) -> subprocess.Popen:
-    """Starts the command in a process of its own."""
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "FDC_JAX_CACHE": str(cache)}
+def start(workdir: Path, *options: str, cache: Path, devices: int = 1) -> subprocess.Popen:
+    """Starts the command in a process of its own; later options hold."""
+    flags = f"--xla_force_host_platform_device_count={devices}"
     return subprocess.Popen(
         [sys.executable, "main.py", *SMALL, f"--workdir={workdir}", *options],
         cwd=REPOSITORY,
-        env=environment,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "FDC_JAX_CACHE": str(cache)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

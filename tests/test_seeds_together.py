@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests import interruptions
-from tests.test_several_processes import nearly_same, start, wait_for
+from tests.test_several_processes import nearly_same, start
 
 SEEDS = "--config.seed=1,2"
 TOGETHER = (SEEDS, "--config.train.seeds_together=True")
@@ -37,11 +37,11 @@ def test_killed_together_and_resumed(apart, tmp_path, cache):
     """Begun one after the other, killed in the first seed, stopped together, finished apart."""
     workdir = tmp_path / "run"
     process = start(workdir, SEEDS, "--quiet", cache=cache)
-    wait_for(workdir / "seed_1", "statistics", process)
+    interruptions.wait_for(workdir / "seed_1", "statistics", process)
     process.kill()
     process.communicate()
     process = start(workdir, *TOGETHER, "--quiet", cache=cache)
-    wait_for(workdir / "seed_2", "statistics", process)
+    interruptions.wait_for(workdir / "seed_2", "statistics", process)
     process.terminate()
     interruptions.finish(process, expected=75)
     interruptions.finish(start(workdir, *TOGETHER, "--quiet", cache=cache))

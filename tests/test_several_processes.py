@@ -1,12 +1,9 @@
 """Several devices and several processes give what one gives, are killed, fail and stop together."""
 
 import json
-import os
 import signal
 import socket
 import subprocess
-import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +11,8 @@ import pytest
 
 from tests import interruptions
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 # Two tasks of ten steps; four devices do not share ten rows evenly.
 TINY = (
-    "--config=configs/digits.py",
     "--config.classes_per_task=5",
     "--config.data.train_per_class=20",
     "--config.data.test_per_class=10",
@@ -25,20 +20,11 @@ TINY = (
     "--config.train.batch_size=10",
     "--config.checkpoint.every_steps=3",
     "--config.evaluation.batch_size=30",
-    "--config.report=False",
 )
 
 
 def start(workdir: Path, *options: str, cache: Path, devices: int = 1) -> subprocess.Popen:
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    return subprocess.Popen(
-        [sys.executable, "main.py", *TINY, f"--workdir={workdir}", *options],
-        cwd=REPOSITORY,
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "FDC_JAX_CACHE": str(cache)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    return interruptions.start(workdir, *TINY, *options, cache=cache, devices=devices)
 
 
 def start_two(workdir: Path, *options: str, cache: Path, second=()) -> list[subprocess.Popen]:
@@ -60,15 +46,6 @@ def start_two(workdir: Path, *options: str, cache: Path, second=()) -> list[subp
 
 def finish_two(running: list[subprocess.Popen], expected: int = 0) -> list[str]:
     return [interruptions.finish(process, expected)[1] for process in running]
-
-
-def wait_for(workdir: Path, event: str, process: subprocess.Popen) -> None:
-    while process.poll() is None:
-        path = workdir / "metrics.jsonl"
-        if path.exists() and f'"event": "{event}"' in path.read_text():
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"ended before {event}: {process.communicate()[1]}")
 
 
 def nearly_same(found: Path, expected: Path) -> None:
@@ -133,7 +110,7 @@ def test_the_first_process_alone_writes_and_speaks(two):
 def test_a_killed_process_ends_the_other_and_the_same_command_goes_on(two, tmp_path, cache):
     workdir = tmp_path / "run"
     running = start_two(workdir, "--quiet", cache=cache)
-    wait_for(workdir, "statistics", running[0])
+    interruptions.wait_for(workdir, "statistics", running[0])
     running[1].kill()
     for process in running:
         process.communicate()
@@ -149,7 +126,7 @@ def test_a_signal_to_one_process_stops_both_at_the_same_step(two, tmp_path, cach
     workdir = tmp_path / "run"
     never = "--config.checkpoint.every_steps=1000000"
     running = start_two(workdir, never, "--quiet", cache=cache)
-    wait_for(workdir, "training", running[0])
+    interruptions.wait_for(workdir, "training", running[0])
     running[1].send_signal(signal.SIGTERM)
     ours, others = finish_two(running, expected=75)
     assert ours.splitlines()[-1] == "fdc_jax: error: stopped by SIGTERM"
@@ -165,7 +142,7 @@ def test_a_signal_to_one_process_stops_both_at_the_same_step(two, tmp_path, cach
 def test_a_run_goes_on_with_another_number_of_devices(single, tmp_path, cache, before, after):
     workdir = tmp_path / "run"
     process = start(workdir, "--quiet", cache=cache, devices=before)
-    wait_for(workdir, "training", process)
+    interruptions.wait_for(workdir, "training", process)
     process.send_signal(signal.SIGTERM)
     interruptions.finish(process, expected=75)
     interruptions.finish(start(workdir, "--quiet", cache=cache, devices=after))
