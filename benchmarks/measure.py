@@ -81,11 +81,16 @@ def pytorch_names(chosen: str) -> list[str]:
     return [f"pytorch_{kind}" for kind in kinds]
 
 
+def use_cores(cores: int) -> None:
+    """Keeps this process on the first cores of the processor, where a number is given."""
+    if cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+
+
 def serve(make: Callable[[], Contender], cores: int) -> None:
     """Is the child process: makes a contender and does what the parent asks for."""
     replies, sys.stdout = sys.stdout, sys.stderr
-    if cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+    use_cores(cores)
     try:
         contender = make()
     except InputError as error:
@@ -238,8 +243,6 @@ def finish(
         found: of `compare`, the first contender ours.
         unit: images that a repeat takes.
     """
-    from fdc_jax import results
-
     for name, each in found.items():
         seconds = each["seconds"]
         each["images_per_second"] = unit / seconds["clock"]["median"]
@@ -249,15 +252,21 @@ def finish(
         if each.get("flops") and each.get("peak_flops"):
             each["utilisation"] = each["flops"] / seconds[kind]["median"] / each["peak_flops"]
         print(_line(name, each), flush=True)
+    write_report(program, options, {"contenders": found})
+
+
+def write_report(program: str, options: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Writes what was found, with the command, settings and versions, where --output asks."""
+    from fdc_jax import results
+
     if options.output:
         settings = {key: value for key, value in vars(options).items() if key != "contender"}
         report = {
             "command": shlex.join(["python", "-m", program, *sys.argv[1:]]),
             "settings": settings | {"output": None},
             "versions": results.versions(),
-            "contenders": found,
         }
-        write_json(options.output, report)
+        write_json(options.output, report | found)
 
 
 def _line(name: str, each: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,13 +28,24 @@ RATES = {"increment": 5e-4, "head": 5e-3}
 TOLERANCE = 1e-4
 
 
-def ours(options: argparse.Namespace) -> measure.Contender:
-    """Returns the step of `learners.cumulative_lora`."""
+class Prepared(NamedTuple):
+    """A step of Cumulative-LoRA and what it takes, on the devices."""
+
+    setup: Any
+    update: Any
+    backbone: Any
+    frozen: Any
+    trained: Any
+    batch: Any
+
+
+def prepared(options: argparse.Namespace) -> Prepared:
+    """Returns the step of `learners.cumulative_lora` with random weights and images."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from benchmarks import flops, synthetic
+    from benchmarks import synthetic
     from configs import base
     from fdc_jax import devices
     from fdc_jax.data.stream import Batch
@@ -56,10 +67,20 @@ def ours(options: argparse.Namespace) -> measure.Contender:
     )
     trained = jax.tree.map(jnp.asarray, {"increment": problem.increment, "head": problem.head})
     frozen, trained = devices.replicate(mesh, (frozen, trained))
-    update = cumulative_lora.update(setup)
     batch = Batch(problem.images, problem.labels, np.ones(count, np.float32))
     batch = devices.split(mesh, batch)
-    state = [trained, devices.replicate(mesh, update.initialise(trained))]
+    return Prepared(setup, cumulative_lora.update(setup), backbone, frozen, trained, batch)
+
+
+def ours(options: argparse.Namespace) -> measure.Contender:
+    """Returns the step of `learners.cumulative_lora`."""
+    import numpy as np
+
+    from benchmarks import flops, synthetic
+    from fdc_jax import devices
+
+    setup, update, backbone, frozen, trained, batch = prepared(options)
+    state = [trained, devices.replicate(devices.data_mesh(), update.initialise(trained))]
 
     def repeat():
         *state[:], loss = update.step(backbone, frozen, *state, batch, 1.0)
@@ -74,10 +95,10 @@ def ours(options: argparse.Namespace) -> measure.Contender:
     }
     # The next step takes the moment's memory.
     outputs["loss"] = np.asarray([first, repeat()])
-    peak = options.peak_tflops
+    peak, size = options.peak_tflops, options.image_size
     about = {
         "device": devices.describe(),
-        "flops": flops.training_step(setup.variant, size, synthetic.RANK, count),
+        "flops": flops.training_step(setup.variant, size, synthetic.RANK, options.batch_size),
         "peak_flops": flops.peak(options.precision) if peak is None else 1e12 * peak,
     }
     return measure.Contender(repeat, outputs, about)
