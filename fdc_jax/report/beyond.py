@@ -1,4 +1,8 @@
-"""FDC with the whitened affinity beside the paper's (docs/beyond.md), refitted from features."""
+"""FDC with the whitened affinity beside the paper's (docs/beyond.md), refitted from features.
+
+The results of a run know one affinity beyond the paper at most, and most runs none, while the
+tables compare two and their ingredients: one fit of all tasks gives them all.
+"""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
