@@ -55,7 +55,5 @@ def test_growth_is_that_of_a_line():
 
 def test_wrong_sizes_are_one_line():
     for wrong in ("--tasks=1", "--tasks=a", "--tasks=40", "--images=3"):
-        done = bench(wrong)
-        assert done.returncode == 2
-        assert done.stderr.startswith("benchmarks/calibration_scale.py: expected at least two task")
-        assert done.stderr.count("\n") == 1
+        line = benchmark_runs.refused("calibration_scale", *SIZES, wrong)
+        assert line.startswith("benchmarks/calibration_scale.py: expected at least two task")

@@ -27,7 +27,6 @@ def test_every_contender_is_measured_with_every_number_of_threads(tmp_path):
 
 def test_wrong_numbers_are_one_line(tmp_path):
     for wrong in ("--workers=0", "--workers=a", "--images=0", "--data=nothing"):
-        done = bench("--data=digits", wrong, f"--output={tmp_path}/x.json")
-        assert done.returncode == 2, wrong
-        assert done.stderr.startswith("benchmarks/input_pipeline.py: "), wrong
-        assert done.stderr.count("\n") == 1, wrong
+        arguments = ("--data=digits", wrong, f"--output={tmp_path}/x.json")
+        line = benchmark_runs.refused("input_pipeline", *arguments)
+        assert line.startswith("benchmarks/input_pipeline.py: "), line

@@ -49,7 +49,5 @@ def test_errors_are_one_line(tmp_path, arguments, message):
     config = {"encoder.variant": "Ti/16", "encoder.image_size": 32}
     results = {"benchmark": "digits", "learner": "rsiat", "config": config}
     (tmp_path / "rsiat" / "results.json").write_text(json.dumps(results))
-    done = bench(tmp_path, *arguments)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("benchmarks/latency.py: ") and message in done.stderr
-    assert done.stderr.count("\n") == 1
+    line = benchmark_runs.refused("latency", *arguments, folder=tmp_path)
+    assert line.startswith("benchmarks/latency.py: ") and message in line

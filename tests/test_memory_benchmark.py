@@ -35,7 +35,5 @@ def test_memory_grows_with_the_number_of_tasks(tmp_path):
 
 def test_wrong_settings_are_one_line():
     for wrong in ("--tasks=0", "--tasks=a", "--images=1", "--variant=x", "--learner=nobody"):
-        done = bench(wrong)
-        assert done.returncode == 2, wrong
-        assert done.stderr.startswith("benchmarks/memory.py: "), wrong
-        assert done.stderr.count("\n") == 1, wrong
+        line = benchmark_runs.refused("memory", *SMALL, wrong)
+        assert line.startswith("benchmarks/memory.py: "), line
