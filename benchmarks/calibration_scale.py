@@ -29,11 +29,9 @@ import numpy as np
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import in_a_process, run
+from benchmarks.measure import in_a_process, run, write_report
 from fdc_jax import calibration, heads
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_json
-from fdc_jax.results import versions
 
 CHUNK = 4096
 BATCHES = (64, 1024)
@@ -304,14 +302,13 @@ def main() -> None:
             in_a_process("benchmarks.calibration_scale", arguments, f"{point.tasks} tasks")
         )
         print(line(results[-1]), flush=True)
-        report = {
+        found = {
             "results": results,
             "stretched": [stretched(each, options.stretch) for each in results if options.stretch],
             "device": jax.devices()[0].device_kind,
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-            "versions": versions(),
         }
-        write_json(options.output, report)
+        write_report("benchmarks.calibration_scale", options, found)
 
 
 if __name__ == "__main__":

@@ -31,12 +31,11 @@ from PIL import Image
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import run
-from fdc_jax import devices, results
+from benchmarks.measure import run, write_report
+from fdc_jax import devices
 from fdc_jax.data import device_augmentation, stream, tfds_source
 from fdc_jax.data.source import ByteCache, Source
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_json
 
 JPEG_SIZE = (500, 375)
 
@@ -178,16 +177,8 @@ def main() -> None:
                 for record in measure(source, number, options):
                     print(line(record), flush=True)
                     records.append(record)
-    report = {
-        "settings": {
-            key: value for key, value in vars(options).items() if key not in ("data_dir", "output")
-        },
-        "device": devices.describe(),
-        "cores": stream.default_workers(),
-        "versions": results.versions(),
-        "records": records,
-    }
-    write_json(options.output, report)
+    found = {"device": devices.describe(), "cores": stream.default_workers(), "records": records}
+    write_report("benchmarks.input_pipeline", options, found)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import jax
 import numpy as np
 
-from benchmarks.measure import run
+from benchmarks.measure import run, write_report
 from configs import base
-from fdc_jax import devices, host_memory, learners, results
+from fdc_jax import devices, host_memory, learners
 from fdc_jax.data.stream import Batch
-from fdc_jax.files import write_json
 from fdc_jax.learners import training
 from fdc_jax.model import vit
 
@@ -178,15 +177,8 @@ def main() -> None:
         cells = [f"{record['images_per_second']:.1f}", *ratios]
         print(f"{record['learner']:18}" + "".join(f"{cell:>17}" for cell in cells))
     print(f"times relative to {REFERENCE}; {devices.describe()}, {arguments.precision}")
-    if arguments.output:
-        report = {
-            "command": "benchmarks/learners.py",
-            "settings": vars(arguments) | {"output": None},
-            "device": devices.describe(),
-            "versions": results.versions(),
-            "learners": records,
-        }
-        write_json(arguments.output, report)
+    found = {"device": devices.describe(), "learners": records}
+    write_report("benchmarks.learners", arguments, found)
 
 
 if __name__ == "__main__":

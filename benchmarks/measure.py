@@ -26,6 +26,9 @@ from fdc_jax.files import write_json
 
 PYTORCH = ("eager", "factors", "compiled")
 
+# Where things lie, and what a program tells its own children.
+_NO_SETTING = ("output", "data_dir", "contender", "here", "child", "started")
+
 _ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -260,10 +263,11 @@ def write_report(program: str, options: argparse.Namespace, found: dict[str, Any
     from fdc_jax import results
 
     if options.output:
-        settings = {key: value for key, value in vars(options).items() if key != "contender"}
         report = {
             "command": shlex.join(["python", "-m", program, *sys.argv[1:]]),
-            "settings": settings | {"output": None},
+            "settings": {
+                key: each for key, each in vars(options).items() if key not in _NO_SETTING
+            },
             "versions": results.versions(),
         }
         write_json(options.output, report | found)

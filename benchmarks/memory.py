@@ -25,12 +25,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.calibration_scale import Features, Point, peak_bytes
-from benchmarks.measure import in_a_process, run
+from benchmarks.measure import in_a_process, run, write_report
 from configs import base
-from fdc_jax import calibration, devices, learners, results
+from fdc_jax import calibration, devices, learners
 from fdc_jax.data.stream import Batch
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_json
 from fdc_jax.learners import training
 from fdc_jax.model import vit
 
@@ -199,9 +198,7 @@ def main() -> None:
             in_a_process("benchmarks.memory", arguments, f"{tasks} tasks", OPENBLAS_NUM_THREADS="1")
         )
         print(line(records[-1]), flush=True)
-    settings = {key: value for key, value in vars(options).items() if key not in ("here", "output")}
-    report = {"settings": settings, "versions": results.versions(), "records": records}
-    write_json(options.output, report)
+    write_report("benchmarks.memory", options, {"records": records})
 
 
 if __name__ == "__main__":

@@ -29,12 +29,10 @@ import numpy as np
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import run
+from benchmarks.measure import run, write_report
 from fdc_jax import calibration, heads
 from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_json
-from fdc_jax.results import versions
 
 # One forward of ViT-B/16 at 224 pixels.
 FORWARD_FLOPS = 35.1e9
@@ -414,14 +412,13 @@ def main() -> None:
             raise InputError(f"--cases: expected tasks that divide the classes, found {case}")
         results.append(run_case(num_tasks, num_classes, width, options))
         print(line(results[-1]), flush=True)
-    report = {
+    found = {
         "results": results,
         "device": jax.devices()[0].device_kind,
         "platform": jax.default_backend(),
         "processor": platform.machine(),
-        "versions": versions(),
     }
-    write_json(options.output, report)
+    write_report("benchmarks.posthoc", options, found)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,8 @@ from typing import Any
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import in_a_process, run
+from benchmarks.measure import in_a_process, run, write_report
 from fdc_jax.errors import InputError, Interrupted
-from fdc_jax.files import write_json
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -176,8 +175,7 @@ def main() -> None:
     records = measure(options)
     for record in records:
         print(line(record), flush=True)
-    report = {"config": options.config, "set": options.set, "records": records}
-    write_json(options.output, report)
+    write_report("benchmarks.start_up", options, {"records": records})
 
 
 if __name__ == "__main__":

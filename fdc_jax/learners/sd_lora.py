@@ -35,8 +35,9 @@ from head t as it was trained, which never changes.
 
 Old directions cannot be merged, since their magnitudes train. They are kept as factors, and a step
 multiplies them out: T slots take 29 MB for 20 tasks of rank 10 on ViT-B/16 (their products would
-take 1.1 GB), and the multiplication costs less than one percent of a step with 64 images. The
-slots exist from the beginning, so that neither grows from task to task.
+take 1.1 GB), and the multiplication costs less than one percent of a step with 64 images. Old
+magnitudes need the gradient by whole kernels, two more products of d x d for every token of a block
+beside 24. The slots exist from the beginning, so that neither grows from task to task.
 """
 
 from typing import NamedTuple
