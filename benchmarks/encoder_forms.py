@@ -50,7 +50,8 @@ def in_form(form: str, call: Any, arguments: tuple[Any, ...], options: dict, con
     module = context.module
     if not isinstance(module, vit._Transformer):
         return call(*arguments, **options)
-    x, *leaves = arguments[:3]
+    x: Any = arguments[0]
+    leaves = arguments[1:3]
     parameters, last = module.variables["params"], module.variant.depth - 1
     x = vit._PositionEmbedding().apply({"params": parameters["posembed_input"]}, x)
 

@@ -75,7 +75,7 @@ def seconds_by_operation(folder: str) -> dict[str, float]:
     import jax
 
     (path,) = Path(folder).rglob("*.xplane.pb")
-    found: collections.Counter[str] = collections.Counter()
+    found: dict[str, float] = collections.defaultdict(float)
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         for line in plane.lines:
             for event in line.events:
@@ -106,11 +106,11 @@ def profile(options: argparse.Namespace) -> dict[str, float]:
             seconds = [repeat() for _ in range(options.repeats)]
         operations = seconds_by_operation(folder)
     known = names(compiled.as_text())
-    parts: collections.Counter[str] = collections.Counter()
+    parts: dict[str, float] = collections.defaultdict(float)
     for operation, each in operations.items():
         parts[part_of(known.get(operation, ""))] += 1e3 * each / options.repeats
     parts[BETWEEN] = max(0.0, 1e3 * statistics.mean(seconds) - sum(parts.values()))
-    return dict(parts.most_common())
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 
 def main() -> None:
