@@ -29,7 +29,7 @@ import numpy as np
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import in_a_process, run, write_report
+from benchmarks.measure import check_numbers, in_a_process, run, write_report
 from fdc_jax import calibration, heads
 from fdc_jax.errors import InputError
 
@@ -263,6 +263,16 @@ def line(result: dict[str, Any]) -> str:
     )
 
 
+def stretched_line(result: dict[str, Any]) -> str:
+    """A computed result for the screen."""
+    return (
+        f"computed from it: {result['tasks']} tasks, {result['classes']} classes, fit "
+        f"{result['processor_fit_seconds']:.1f} s of processor time, statistics "
+        f"{result['storage_bytes'] / 2**20:.1f} MiB, foreign residuals "
+        f"{result['foreign_residual_bytes'] / 2**20:.1f} MiB"
+    )
+
+
 def main() -> None:
     """Measures every number of tasks, prints a line for each and writes them as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
@@ -274,7 +284,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=5, help="of scoring; the median counts")
     parser.add_argument("--stretch", type=int, default=0, help="compute so many tasks from each")
-    parser.add_argument("--output", default="calibration_scale.json")
+    parser.add_argument("--output", help="a .json file for the measurements")
     parser.add_argument("--here", action="store_true", help="one point in this process, to stdout")
     options = parser.parse_args()
     try:
@@ -287,6 +297,7 @@ def main() -> None:
             "expected at least two tasks, a class for each and an image for each class, found "
             f"--tasks={options.tasks} --classes={options.classes} --images={options.images}"
         )
+    check_numbers(options, "width", "views", "repeats")
     points = [
         Point(tasks, options.images, options.classes, options.width, options.views, options.seed)
         for tasks in numbers
@@ -302,6 +313,8 @@ def main() -> None:
             in_a_process("benchmarks.calibration_scale", arguments, f"{point.tasks} tasks")
         )
         print(line(results[-1]), flush=True)
+        if options.stretch:
+            print(stretched_line(stretched(results[-1], options.stretch)), flush=True)
         found = {
             "results": results,
             "stretched": [stretched(each, options.stretch) for each in results if options.stretch],

@@ -31,7 +31,7 @@ from PIL import Image
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import run, write_report
+from benchmarks.measure import check_numbers, run, write_report
 from fdc_jax import devices
 from fdc_jax.data import device_augmentation, stream, tfds_source
 from fdc_jax.data.source import ByteCache, Source
@@ -152,19 +152,15 @@ def main() -> None:
     parser.add_argument("--image_size", type=int, default=224)
     parser.add_argument("--batch_size", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", default="input_pipeline.json")
+    parser.add_argument("--output", help="a .json file for the measurements")
     options = parser.parse_args()
     try:
         workers = [int(each) for each in options.workers.split(",")]
     except ValueError:
         workers = [0]
-    if (
-        min(*workers, options.images, options.image_size, options.batch_size, options.repeats, 1)
-        < 1
-    ):
-        raise InputError(
-            "expected --workers, --images, --image_size, --batch_size and --repeats of at least 1"
-        )
+    if min(workers) < 1:
+        raise InputError(f"--workers: expected numbers of at least 1, found {options.workers}")
+    check_numbers(options, "images", "image_size", "batch_size", "repeats")
     records = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.data.split(","):

@@ -31,7 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import posthoc
-from benchmarks.measure import run
+from benchmarks.measure import check_numbers, run
 from fdc_jax import calibration, devices, results
 from fdc_jax.calibration import measures, scoring
 from fdc_jax.calibration.scorer import Scorer
@@ -259,13 +259,12 @@ def main() -> None:
     parser.add_argument("--warm_up", type=int, default=10)
     parser.add_argument("--batches", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", default="latency.json")
+    parser.add_argument("--output", help="a .json file for the measurements")
     options = parser.parse_args()
-    for name in ("image_size", "batch_size", "warm_up", "batches", "repeats"):
-        if getattr(options, name) < 1:
-            raise InputError(f"--{name}: expected at least 1, found {getattr(options, name)}")
+    check_numbers(options, "image_size", "batch_size", "warm_up", "batches", "repeats")
     found = measure_views(options)
-    write_json(options.output, found)
+    if options.output:
+        write_json(options.output, found)
     print(line(found))
 
 

@@ -23,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
+import tqdm
 
-from benchmarks.measure import run, write_report
+from benchmarks.measure import check_numbers, run, write_report
 from configs import base
 from fdc_jax import devices, host_memory, learners
 from fdc_jax.data.stream import Batch
@@ -114,8 +115,11 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     model = vit.build(arguments.variant, arguments.image_size, precision=arguments.precision)
     backbone = vit.initialise(model, arguments.image_size, jax.random.key(0))
     names = dict.fromkeys([REFERENCE, *arguments.learners])
+    for name in names:
+        learners.find(name)
+    names = tqdm.tqdm(names, "warm-up", disable=None)
     trials = {name: Trial(name, arguments, model, backbone) for name in names}
-    for _ in range(arguments.repeats):
+    for _ in tqdm.trange(arguments.repeats, desc="repeats", disable=None):
         for trial in trials.values():
             trial.steps.append(trial.step())
     num_steps = arguments.epochs * -(-arguments.images // arguments.batch_size)
@@ -161,6 +165,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=9, help="steps of each learner")
     parser.add_argument("--output", help="a .json file for the measurements")
     arguments = parser.parse_args()
+    check_numbers(arguments, "image_size", "batch_size", "classes", "images", "epochs", "repeats")
     host_memory.keep_freed_memory()
     arguments.learners = [name for name in arguments.learners.split(",") if name]
     if arguments.precision == "parity":

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_json
+from fdc_jax.files import check_writable_folder, write_json
 
 PYTORCH = ("eager", "factors", "compiled")
 
@@ -63,10 +63,27 @@ def arguments(description: str | None, program: str) -> argparse.ArgumentParser:
 
 
 def check(options: argparse.Namespace, *positive: str) -> None:
-    """Raises InputError where a number must be at least 1 and is not."""
-    for name in ("image_size", "batch_size", "warm_up", "repeats", *positive):
+    """Checks what `arguments` offers, before any work, and that more numbers are at least 1."""
+    check_numbers(options, "image_size", "batch_size", "warm_up", "repeats", *positive)
+    if options.cores < 0:
+        raise InputError(f"--cores: expected 0 or more, found {options.cores}")
+    if options.peak_tflops is not None and not options.peak_tflops > 0:
+        raise InputError(f"--peak_tflops: expected more than 0, found {options.peak_tflops}")
+
+
+def check_numbers(options: argparse.Namespace, *names: str) -> None:
+    """Checks that numbers are at least 1, and that --output can be written.
+
+    Raises:
+        InputError: names the flag.
+    """
+    for name in names:
         if getattr(options, name) < 1:
             raise InputError(f"--{name}: expected at least 1, found {getattr(options, name)}")
+    if options.output:
+        if not options.output.endswith(".json"):
+            raise InputError(f"--output: expected a .json file, found {options.output}")
+        check_writable_folder("--output", Path(options.output).absolute().parent)
 
 
 def pytorch_names(chosen: str) -> list[str]:

@@ -25,7 +25,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.calibration_scale import Features, Point, peak_bytes
-from benchmarks.measure import in_a_process, run, write_report
+from benchmarks.measure import check_numbers, in_a_process, run, write_report
 from configs import base
 from fdc_jax import calibration, devices, learners
 from fdc_jax.data.stream import Batch
@@ -172,7 +172,7 @@ def main() -> None:
     parser.add_argument("--classes", type=int, default=10, help="of a task")
     parser.add_argument("--images", type=int, default=100, help="of a task, for the calibrator")
     parser.add_argument("--run_step", action="store_true", help="run the compiled step once")
-    parser.add_argument("--output", default="memory.json")
+    parser.add_argument("--output", help="a .json file for the measurements")
     parser.add_argument("--here", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.here:
@@ -182,11 +182,12 @@ def main() -> None:
         numbers = [int(each) for each in options.tasks.split(",")]
     except ValueError:
         numbers = [0]
-    sizes = (options.image_size, options.batch_size, options.classes, options.images)
-    if min(*numbers, *sizes, options.images - options.classes + 1) < 1:
+    if min(numbers) < 1:
+        raise InputError(f"--tasks: expected numbers of at least 1, found {options.tasks}")
+    check_numbers(options, "image_size", "batch_size", "classes", "images")
+    if options.images < options.classes:
         raise InputError(
-            "expected --tasks, --image_size, --batch_size and --classes of at least 1, and an "
-            "image for each class"
+            f"--images: expected one for each of {options.classes} classes, found {options.images}"
         )
     learners.find(options.learner)
     if options.variant not in vit.VARIANTS:

@@ -29,7 +29,7 @@ import numpy as np
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import run, write_report
+from benchmarks.measure import check_numbers, run, write_report
 from fdc_jax import calibration, heads
 from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES
 from fdc_jax.errors import InputError
@@ -400,8 +400,9 @@ def main() -> None:
         "--whitened", action="store_true", help="measure the whitened affinity beside FDC"
     )
     parser.add_argument("--forward_ms", type=float, help="measured encoder forward per image")
-    parser.add_argument("--output", default="posthoc_benchmark.json")
+    parser.add_argument("--output", help="a .json file for the measurements")
     options = parser.parse_args()
+    check_numbers(options, "width", "images_per_class", "repeats")
     results = []
     for case in options.cases.split(","):
         match = re.fullmatch(r"(\d+)x(\d+)(?:@(\d+))?", case)

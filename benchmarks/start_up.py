@@ -23,7 +23,7 @@ from typing import Any
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import in_a_process, run, write_report
+from benchmarks.measure import check_numbers, in_a_process, run, write_report
 from fdc_jax.errors import InputError, Interrupted
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument("--config", default="digits", help="a file of configs/")
     parser.add_argument("--set", action="append", default=[], help="FIELD=VALUE of the config")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", default="start_up.json")
+    parser.add_argument("--output", help="a .json file for the measurements")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--started", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -172,6 +172,7 @@ def main() -> None:
             "expected a --config of configs/ and --repeats of at least 1, found "
             f"{options.config!r} and {options.repeats}"
         )
+    check_numbers(options, "repeats")
     records = measure(options)
     for record in records:
         print(line(record), flush=True)

@@ -86,7 +86,7 @@ def seconds_by_operation(folder: str) -> dict[str, float]:
 
 
 def profile(options: argparse.Namespace) -> dict[str, float]:
-    """Returns milliseconds of a step by part, a mean over the repeats."""
+    """Returns milliseconds of a step by part, a mean over repeats and devices."""
     import jax
 
     _, update, *fixed, trained, batch = training_step.prepared(options)
@@ -108,7 +108,9 @@ def profile(options: argparse.Namespace) -> dict[str, float]:
     known = names(compiled.as_text())
     parts: dict[str, float] = collections.defaultdict(float)
     for operation, each in operations.items():
-        parts[part_of(known.get(operation, ""))] += 1e3 * each / options.repeats
+        # Every device has its own recording of its share of the batch.
+        milliseconds = 1e3 * each / options.repeats / jax.device_count()
+        parts[part_of(known.get(operation, ""))] += milliseconds
     parts[BETWEEN] = max(0.0, 1e3 * statistics.mean(seconds) - sum(parts.values()))
     return dict(sorted(parts.items(), key=lambda part: -part[1]))
 

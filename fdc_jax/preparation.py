@@ -12,6 +12,7 @@ from fdc_jax.configuration import Config
 from fdc_jax.data import benchmarks, stream, task_stream, tfds_source
 from fdc_jax.data.source import ByteCache
 from fdc_jax.features import Extractor, FeatureCache
+from fdc_jax.files import check_writable_folder
 from fdc_jax.learners import training
 from fdc_jax.model import vit, weights
 
@@ -93,6 +94,8 @@ def prepare(config: Config, quiet: bool = False) -> Experiment:
     cache_folder = (
         Path(config.cache_dir).expanduser() if config.cache_dir else weights.cache_folder()
     )
+    if config.cache_dir:
+        check_writable_folder("config.cache_dir", cache_folder)
     devices.use_compilation_cache(cache_folder / "compiled")
     data_dir = Path(config.data.dir or tfds_source.default_data_dir()).expanduser()
     tasks = task_stream.build(

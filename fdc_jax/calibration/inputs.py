@@ -253,7 +253,12 @@ def blocks(source: Source, task: int) -> Iterator[Block]:
     widths: tuple[int, int | None] | None = None
     block: Block | None = None
     seen = 0
-    for chunk in source():
+    chunks = source()
+    if not isinstance(chunks, Iterable):
+        raise InputError(
+            f"source of task {task}: expected an iterable of chunks, found {type(chunks).__name__}"
+        )
+    for chunk in chunks:
         adapted, pretrained, labels = _checked_chunk(chunk, task, seen, widths)
         widths = adapted.shape[1], None if pretrained is None else pretrained.shape[1]
         seen += len(adapted)
