@@ -39,6 +39,20 @@ def test_learners_are_measured_beside_the_reference(tmp_path):
     assert other["before_task_seconds"]["processor"] > reference["before_task_seconds"]["processor"]
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("--images=0", "--images: expected at least 1, found 0"),
+        ("--output=table.txt", "--output: expected a .json file, found table.txt"),
+        ("--output=file/x.json", "--output="),
+    ],
+)
+def test_wrong_arguments_are_one_line(tmp_path, wrong, message):
+    (tmp_path / "file").write_text("")
+    line = benchmark_runs.refused("learners", wrong, folder=tmp_path)
+    assert line.startswith(f"benchmarks/learners.py: {message}")
+
+
 @pytest.mark.slow
 def test_an_unknown_learner_is_one_line(tmp_path):
     done = bench(tmp_path, "--learners=nobody")

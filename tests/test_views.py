@@ -67,6 +67,14 @@ def test_a_stream_gives_the_statistics_of_the_arrays_computed_or_cached(experime
         jax.tree.map(np.testing.assert_array_equal, found[0], other)
 
 
+def test_a_cache_folder_that_cannot_be_made_is_refused(cache, tmp_path):
+    config = small(cache)
+    config.cache_dir = str(tmp_path / "file" / "cache")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"config.cache_dir=.*: expected a folder to write in"):
+        preparation.prepare(config, quiet=True)
+
+
 def test_every_batch_is_extracted_whatever_becomes_of_the_fit(cache, tmp_path, monkeypatch):
     streams, make = [], FeatureStream.__init__
     monkeypatch.setattr(

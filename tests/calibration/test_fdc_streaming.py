@@ -106,6 +106,7 @@ def test_messages_of_sources():
     cases = [
         (lambda: once, "task 0: the second pass gave other samples than the first"),
         (lambda: [], "task 0: expected at least one sample"),
+        (lambda: 3, "source of task 0: expected an iterable of chunks, found int"),
         (broken(lambda a, p, y: (a, p)), "source of task 0: expected .adapted, pretrained or None"),
         (broken(lambda a, p, y: (a, None, y)), "some chunks have pretrained features, some none"),
         (broken(lambda a, p, y: (a[:, 1:], p, y)), "adapted features of task 0: expected width 16"),
