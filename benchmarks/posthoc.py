@@ -372,7 +372,7 @@ def line(result: dict[str, Any]) -> str:
         whitened = (
             f"; whitened: fit {fit['whitened']:.2f} s, {small['whitened']:.2f} ms per 64 "
             f"({small['whitened_classes']:.2f} ms class by class), "
-            f"{100 * of['flops_share_of_forward']:.3f}% of a forward, "
+            f"{100 * of['flops_share_of_forward']:.3f}% of a forward's operations, "
             f"{of['storage_bytes'] / 2**20:.2f} MiB, {of['storage_ratio']:.2f} times FDC's"
         )
     return (
@@ -381,7 +381,7 @@ def line(result: dict[str, Any]) -> str:
         f"fit {fit['fdc']:.2f} s{loop}, score "
         f"{score['milliseconds']['fdc']:.1f} ms per 1024 (loop {score['milliseconds']['loop']:.1f} "
         f"ms, {score['speedup']:.1f}x), {batches['64']['milliseconds']['fdc']:.2f} ms per 64, "
-        f"{100 * result['flops_share_of_forward']:.3f}% of a ViT-B/16 forward, "
+        f"{100 * result['flops_share_of_forward']:.3f}% of the operations of a ViT-B/16 forward, "
         f"{100 * result['equal_labels']:.2f}% equal labels{whitened}"
     )
 
