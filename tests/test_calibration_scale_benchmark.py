@@ -15,7 +15,9 @@ def test_every_number_of_tasks_is_measured(tmp_path):
     output = tmp_path / "out" / "scale.json"
     done = bench("--tasks=2,5", "--stretch=20", f"--output={output}")
     assert (done.returncode, done.stderr) == (0, "")
-    assert len(done.stdout.splitlines()) == 2
+    starts = [line.split(",")[0] for line in done.stdout.splitlines()]
+    stretched = "computed from it: 20 tasks"
+    assert starts == ["2 tasks", stretched, "5 tasks", stretched]
     report = json.loads(output.read_text())
     for result, tasks in zip(report["results"], (2, 5), strict=True):
         assert (result["tasks"], result["images"], result["views"]) == (tasks, 330, 2)
