@@ -123,13 +123,12 @@ def contender(options: argparse.Namespace) -> measure.Contender:
     value, gradients = repeat()
     outputs = {str(i): np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(gradients))}
     memory: Any = compiled.memory_analysis()
-    peak = options.peak_tflops
     about = {
         "device": devices.describe(),
         "compile_seconds": seconds,
         "temporary_bytes": memory.temp_size_in_bytes,
         "flops": flops.training_step(model.variant, size, synthetic.RANK, count),
-        "peak_flops": flops.peak(options.precision) if peak is None else 1e12 * peak,
+        "peak_flops": flops.peak(options.precision, options.peak_tflops),
     }
     return measure.Contender(repeat, outputs | {"loss": np.asarray(value)}, about)
 

@@ -69,12 +69,11 @@ def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
 
     names = ("adapted", "pretrained")
     outputs = {name: found.features for name, found in zip(names, repeat(1), strict=False)}
-    peak = options.peak_tflops
     passes = 2 if dual else 1
     about = {
         "device": devices.describe(),
         "flops": passes * options.batches * count * flops.forward(problem.model.variant, size),
-        "peak_flops": flops.peak(options.precision) if peak is None else 1e12 * peak,
+        "peak_flops": flops.peak(options.precision, options.peak_tflops),
     }
     return measure.Contender(repeat, outputs, about)
 

@@ -68,7 +68,7 @@ def training_step(variant: vit.Variant, image_size: int, rank: int, batch_size: 
     return batch_size * per_image + depth * 4 * width**2 * rank
 
 
-def peak(precision: str) -> float | None:
+def peak(precision: str, tflops: float | None = None) -> float | None:
     """Returns the peak operations per second of all devices, None where it is not known.
 
     That of a processor is measured: a product of large matrices in the same precision, per second
@@ -76,7 +76,10 @@ def peak(precision: str) -> float | None:
 
     Args:
         precision: `parity` or `fast`.
+        tflops: the peak where the user knows it.
     """
+    if tflops is not None:
+        return 1e12 * tflops
     if jax.default_backend() == "cpu":
         return _measured(precision)
     kind = jax.devices()[0].device_kind

@@ -80,6 +80,11 @@ def check_numbers(options: argparse.Namespace, *names: str) -> None:
     for name in names:
         if getattr(options, name) < 1:
             raise InputError(f"--{name}: expected at least 1, found {getattr(options, name)}")
+    check_output(options)
+
+
+def check_output(options: argparse.Namespace) -> None:
+    """Raises InputError where --output cannot be written."""
     if options.output:
         if not options.output.endswith(".json"):
             raise InputError(f"--output: expected a .json file, found {options.output}")

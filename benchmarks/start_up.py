@@ -23,7 +23,7 @@ from typing import Any
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.measure import check_numbers, in_a_process, run, write_report
+from benchmarks.measure import check_output, in_a_process, run, write_report
 from fdc_jax.errors import InputError, Interrupted
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -172,7 +172,7 @@ def main() -> None:
             "expected a --config of configs/ and --repeats of at least 1, found "
             f"{options.config!r} and {options.repeats}"
         )
-    check_numbers(options, "repeats")
+    check_output(options)
     records = measure(options)
     for record in records:
         print(line(record), flush=True)

@@ -95,11 +95,12 @@ def ours(options: argparse.Namespace) -> measure.Contender:
     }
     # The next step takes the moment's memory.
     outputs["loss"] = np.asarray([first, repeat()])
-    peak, size = options.peak_tflops, options.image_size
     about = {
         "device": devices.describe(),
-        "flops": flops.training_step(setup.variant, size, synthetic.RANK, options.batch_size),
-        "peak_flops": flops.peak(options.precision) if peak is None else 1e12 * peak,
+        "flops": flops.training_step(
+            setup.variant, options.image_size, synthetic.RANK, options.batch_size
+        ),
+        "peak_flops": flops.peak(options.precision, options.peak_tflops),
     }
     return measure.Contender(repeat, outputs, about)
 

@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from configs import digits
 from fdc_jax import command
 from fdc_jax.data.source import ByteCache
-from tests import interruptions
+from tests import interruptions, small_runs
 
 OPTIONS = ("--config.train.epochs=2", "--config.classes_per_task=5", "--quiet")
 
@@ -30,13 +29,7 @@ def test_nothing_kept_and_augmentation_on_the_device_end_the_same(whole, cache, 
 
 
 def test_the_images_of_a_task_are_forgotten_when_it_ends(cache, tmp_path, monkeypatch):
-    config = digits.get_config()
-    config.cache_dir = str(cache)
-    config.classes_per_task = 5
-    config.data.train_per_class = 7
-    config.data.test_per_class = 5
-    config.train.epochs = 1
-    config.report = False
+    config = small_runs.config(cache, train_per_class=7, test_per_class=5)
     held = []
     clear = ByteCache.clear
     monkeypatch.setattr(ByteCache, "clear", lambda self: held.append(self.bytes) or clear(self))

@@ -4,7 +4,6 @@ import jax
 import numpy as np
 import pytest
 
-from configs import digits
 from fdc_jax import command, preparation
 from fdc_jax.calibration import FDC
 from fdc_jax.errors import InputError
@@ -12,17 +11,12 @@ from fdc_jax.features import FeatureStream
 from fdc_jax.heads import LinearHead
 from fdc_jax.model import vit
 from fdc_jax.views import Views
+from tests import small_runs
 
 
 def small(cache):
-    config = digits.get_config()
-    config.cache_dir = str(cache)
-    config.classes_per_task = 5
-    config.data.train_per_class = 9
-    config.data.test_per_class = 4
+    config = small_runs.config(cache, train_per_class=9, test_per_class=4)
     config.evaluation.batch_size = 16
-    config.train.epochs = 1
-    config.report = False
     return config
 
 
