@@ -66,6 +66,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.learner.sd_lora = ml_collections.ConfigDict()
     config.learner.sd_lora.magnitude = 0.8  # every magnitude at its start
     config.learner.sd_lora.reset_magnitudes = True  # at each task; False carries trained ones over
+    config.learner.sd_lora.head_start = "uniform"  # or zero_bias, the authors'
     config.learner.sd_lora.magnitude_rate_factor = 1.0  # of their learning rate over increments'
 
     config.learner.lora_subtraction = ml_collections.ConfigDict()
@@ -76,14 +77,14 @@ def get_config() -> ml_collections.ConfigDict:
     config.learner.lora_subtraction.sparse_start = True  # B starts with an entry per rank
 
     config.learner.loda = ml_collections.ConfigDict()
-    config.learner.loda.general_scale = 0.25  # of the general product
-    config.learner.loda.isolated_scale = 0.5  # of the isolated product
+    config.learner.loda.general_scale = 0.25  # of the general product; without halving 0.5
+    config.learner.loda.isolated_scale = 0.5  # of the isolated product; without halving 1
     config.learner.loda.merge_gamma = 3.0  # weight of the new task where products are shrunk
     config.learner.loda.scale = 20.0  # of cosines in the loss
     config.learner.loda.margin = 0.0  # authors: CIFAR-100 0, ImageNet-A 0.15, ImageNet-R, CUB 0.1
     config.learner.loda.alignment = True  # half-steps over groups of classes; False: plain steps
     config.learner.loda.look_ahead = 0.3  # rho, the longest; authors: 0.3, ImageNet-R 0.7
-    config.learner.loda.native_learning_rate = 0.0  # of the native preset; 0: the authors'
+    config.learner.loda.native_learning_rate = 0.0  # 0: the authors', or 1e-2 where they have none
 
     config.learner.rsiat = ml_collections.ConfigDict()  # the authors' constants for ImageNet-A
     config.learner.rsiat.bottleneck = 64  # hidden units of the adapter of a block
@@ -97,22 +98,24 @@ def get_config() -> ml_collections.ConfigDict:
     config.learner.rsiat.alignment_weight = 3.0  # beta, in later tasks
     config.learner.rsiat.repulsion_weight = 6.0  # gamma, in later tasks
     config.learner.rsiat.projector_width = 128  # of the projector's code
-    config.learner.rsiat.projector_learning_rate = 3.121e-4  # native: the authors' per data set
+    config.learner.rsiat.projector_learning_rate = 3.121e-4  # 0: untrained; native: per data set
     config.learner.rsiat.identity_init = False  # a new projector per task, at first the identity
     config.learner.rsiat.drift_width = 4.0  # sigma, reach of an image's drift
     config.learner.rsiat.ridge = 1e-3  # added to the variances of a class
     config.learner.rsiat.calibration_epochs = 10  # from the second task on
-    config.learner.rsiat.calibration_learning_rate = 6.69e-3  # of SGD; native: per data set
+    config.learner.rsiat.calibration_learning_rate = 6.69e-3  # native: the authors' per data set
+    config.learner.rsiat.calibration_optimizer = "sgd"  # or adam
     config.learner.rsiat.samples_per_class = 256  # pseudo-features of a class in an epoch
     config.learner.rsiat.calibration_batch_size = 256
     config.learner.rsiat.mean_scale = 0.9  # of the oldest means, as the stream grows; 1: none
 
     config.train = ml_collections.ConfigDict()
     config.train.epochs = 20
+    config.train.first_epochs = 0  # of the first task; 0: as many as the others
     config.train.batch_size = 64
     config.train.increment_learning_rate = 5e-4
     config.train.head_learning_rate = 5e-3
-    config.train.schedule = "constant"  # constant or cosine, unstated; inflora has its own
+    config.train.schedule = "constant"  # unstated; or cosine, or inflora's quarter_cosine
     config.train.rank = 10  # of the key and value increments
     config.train.seeds_together = False  # steps of all seeds as one; takes memory for all of them
 

@@ -45,6 +45,7 @@ _AT_LEAST_ONE = (
     "checkpoint.keep",
 )
 _AT_LEAST_ZERO = (
+    "train.first_epochs",
     "class_order_seed",
     "classes_per_task",
     "data.train_per_class",
@@ -70,6 +71,7 @@ _AT_LEAST_ZERO = (
     "learner.rsiat.separation_weight",
     "learner.rsiat.alignment_weight",
     "learner.rsiat.repulsion_weight",
+    "learner.rsiat.projector_learning_rate",
 )
 _POSITIVE = (
     "train.increment_learning_rate",
@@ -77,7 +79,6 @@ _POSITIVE = (
     "learner.inflora_ca.learning_rate",
     "learner.inflora_ca.ridge",
     "learner.rsiat.scale",
-    "learner.rsiat.projector_learning_rate",
     "learner.rsiat.drift_width",
     "learner.rsiat.ridge",
     "learner.rsiat.calibration_learning_rate",
@@ -86,13 +87,15 @@ _POSITIVE = (
     "learner.loda.scale",
 )
 _ONE_OF = {
-    "train.schedule": ("constant", "cosine"),
+    "train.schedule": ("constant", "cosine", "quarter_cosine"),
     "learner.preset": ("protocol", "native"),
     "learner.inflora_ca.schedule": ("constant", "cosine"),
     "learner.ewc_lora.fisher": ("per_sample", "batch_mean"),
     "learner.ewc_lora.fisher_labels": ("data", "model"),
     "learner.ewc_lora.head_input": ("class_token", "l2"),
     "learner.ewc_lora.folding": ("products", "factors"),
+    "learner.sd_lora.head_start": ("uniform", "zero_bias"),
+    "learner.rsiat.calibration_optimizer": ("sgd", "adam"),
 }
 
 

@@ -183,12 +183,13 @@ class Run:
             self.training_time = dict.fromkeys(_TRAINING_TIME, 0.0)
         self.workdir.event("training", task=task, step=self.steps_done)
         schedule = e.update.schedule or partial(training.learning_rate_factor, train.schedule)
-        data = self._images.batches(task, epochs=train.epochs, start_step=self.steps_done)
+        epochs = e.epochs(task)
+        data = self._images.batches(task, epochs=epochs, start_step=self.steps_done)
         clock, waited = time.perf_counter(), 0.0
         step, first, pending = self.steps_done, self.steps_done, None
         for batch in data:
             epoch = step // data.steps_per_epoch
-            rate = schedule(epoch, train.epochs)
+            rate = schedule(epoch, epochs)
             self.trained, self.optimizer, loss = yield lockstep.Step(
                 (task, step),
                 frozen,
@@ -243,12 +244,13 @@ class Run:
         value = self._check_loss(task, step, epoch, loss)
         e = self.experiment
         speed = (step + 1 - first) * e.config.train.batch_size / (time.perf_counter() - clock)
-        if (step + 1) * e.config.train.epochs % e.steps(task) == 0:
+        epochs = e.epochs(task)
+        if (step + 1) * epochs % e.steps(task) == 0:
             self.workdir.event(
                 "epoch", task=task, epoch=epoch, loss=value, images_per_second=round(speed, 1)
             )
         self.progress.step(
-            f"task {task + 1}/{e.setup.num_tasks} epoch {epoch + 1}/{e.config.train.epochs}",
+            f"task {task + 1}/{e.setup.num_tasks} epoch {epoch + 1}/{epochs}",
             loss=f"{value:.3f}",
             images_per_second=f"{speed:.0f}",
         )

@@ -56,7 +56,12 @@ class Experiment:
     def steps(self, task: int) -> int:
         """Training steps of one task."""
         images = len(self.tasks.train_indices[task])
-        return self.config.train.epochs * -(-images // self.config.train.batch_size)
+        return self.epochs(task) * -(-images // self.config.train.batch_size)
+
+    def epochs(self, task: int) -> int:
+        """Passes over the images of one task."""
+        train = self.config.train
+        return train.first_epochs if task == 0 and train.first_epochs else train.epochs
 
     def evaluation_batches(
         self, source, indices, cache=None, labels=None, decoded=None

@@ -20,8 +20,9 @@ that one compilation serves all tasks. `state` is what a checkpoint holds; `froz
 `state`, `task` and `key`, which itself follows from seed and task; `backbone` is the pretrained
 parameter tree and never changes. A leaf of `state` that is a NumPy array stays on the host, where
 large things belong that no training step reads; everything else is put on the devices. `images`
-gives the task's training images again: `images.augmented()` and `images.plain()` iterate over
-batches, labels counted within the task.
+gives the task's training images again: `images.augmented()`, as the first epoch of the task has
+them, and `images.plain()`, in evaluation preprocessing, iterate over batches, labels counted within
+the task.
 """
 
 import importlib

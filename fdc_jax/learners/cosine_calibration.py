@@ -25,7 +25,7 @@ def calibrate(
     decay: float,
     key: Array,
 ) -> Float[Array, "t c d"]:
-    """Returns the heads trained by SGD on features drawn from the Gaussians, along a cosine.
+    """Returns the heads trained on features drawn from the Gaussians, along a cosine.
 
     Args:
         settings: fields of `learner.rsiat`.
@@ -41,7 +41,11 @@ def calibrate(
     """
     tasks_done = int(seen.any(axis=1).sum())
     calibration = _calibration(
-        settings.scale, decay, settings.samples_per_class, settings.calibration_batch_size
+        settings.calibration_optimizer,
+        settings.scale,
+        decay,
+        settings.samples_per_class,
+        settings.calibration_batch_size,
     )
     calibrated = calibration(
         heads,
@@ -60,7 +64,7 @@ def calibrate(
 
 
 @functools.cache
-def _calibration(scale: float, decay: float, samples: int, batch_size: int):
+def _calibration(optimizer: str, scale: float, decay: float, samples: int, batch_size: int):
     """Returns one compiled calibration for all tasks of a run."""
 
     def calibration_loss(heads, features, labels, weights, seen):
@@ -71,5 +75,6 @@ def _calibration(scale: float, decay: float, samples: int, batch_size: int):
         )
         return gaussian_alignment.cross_entropy_over_all(scale * cosines, labels, weights, seen)
 
-    sgd = optax.chain(optax.add_decayed_weights(decay), optax.trace(MOMENTUM))
-    return gaussian_alignment.retraining(calibration_loss, sgd, samples, batch_size)
+    kind = optax.trace(MOMENTUM) if optimizer == "sgd" else optax.scale_by_adam()
+    directions = optax.chain(optax.add_decayed_weights(decay), kind)
+    return gaussian_alignment.retraining(calibration_loss, directions, samples, batch_size)

@@ -12,25 +12,29 @@ anchor is the kernel at the start of the task, so that nothing but Omega has to 
 Stated in the FDC paper: per-sample Fisher information, strength 1e7, accumulation factor one. Known
 from the authors' code: the factor one half, no division by images or tasks in the penalty, a sum of
 squared gradients divided by the images of the task, labels from the data, augmented images, only
-the task's own head and classes. The method's own paper takes the expectation over labels drawn from
-the model instead; `fisher_labels=model` draws one for each image from the softmax over the task's
-classes, at the cost of a forward pass more. That code differs from the FDC
-paper in one point, which is a field here: it squares the mean gradient of a batch
-(`fisher=batch_mean`), which is smaller than the mean of squares (`per_sample`) by up to the
-batch size, and so makes the same strength up to that much weaker. It also adds up factors instead
-of products after a task (`folding=factors`), which brings in cross terms that were never trained;
-the method's own paper adds products. `accumulation` multiplies Omega before a task's Fisher
-information is added.
+the task's own head and classes. The method's own paper, which was at hand in a summary only, takes
+the expectation over labels drawn from the model instead; `fisher_labels=model` draws one for each
+image from the softmax over the task's classes, at the cost of a forward pass more. The code differs
+from the FDC paper in one point, which is a field here: it squares the mean gradient of a batch
+(`fisher=batch_mean`), which is smaller than the mean of squares (`per_sample`) by up to the batch
+size, and so makes the same strength up to that much weaker. It also adds up factors instead of
+products after a task (`folding=factors`), which brings in cross terms that were never trained; by
+that summary the method's own paper adds products. `accumulation` multiplies Omega before a task's
+Fisher information is added.
 
 Preset `protocol` is Adam as `train` says; `native` is Adam along half a cosine wave, with the
-authors' head rate (5e-4) and coupled weight decay (5e-3) on ImageNet-R. Their runs have
-fisher=batch_mean and folding=factors; those are fields. No preset touches epochs and batch size.
-Theirs (CUB-200 and OmniBenchmark: none published; their file for ImageNet-A says 10 epochs, their
-log 20):
+authors' head rate (5e-4) and coupled weight decay (5e-3) on ImageNet-R. No preset touches epochs
+and batch size. Theirs (CUB-200 and OmniBenchmark: none published; their file for ImageNet-A says 10
+epochs, their log 20):
 
     cifar100    --config.train.epochs=20 --config.train.batch_size=128
     imagenet_r  --config.train.epochs=50 --config.train.batch_size=128
     imagenet_a  --config.train.epochs=20 --config.train.batch_size=128
+
+Nor does it touch estimator and folding; theirs, for all of these, without which the strength means
+up to a hundred times more:
+
+    --config.learner.ewc_lora.fisher=batch_mean --config.learner.ewc_lora.folding=factors
 
 Unknown: the schedule of the FDC paper's runs, and what it means by EWC-LoRA's "head-input
 transform". In the authors' code the class token enters a linear head as it is, so the transform is
@@ -41,8 +45,8 @@ E_0 is the pretrained encoder, E_t has the first t increments folded in; the hea
 token after the final norm; sigma_t comes from head t as it was trained, which never changes.
 
 Between tasks it keeps two float32 matrices a block for Omega (57 MB for ViT-B/16) beside every
-increment and head. The Fisher pass costs about one epoch and holds `images_at_once` gradients of
-that size at a time.
+increment and head. The Fisher pass, in float32 in every mode, costs about one epoch of parity mode
+and holds `images_at_once` gradients of that size at a time.
 """
 
 import math
@@ -162,15 +166,16 @@ def after_task(setup, backbone, state: State, task: int, frozen, trained, images
     head, class_mask = _head(setup, *trained["head"]), frozen["class_mask"]
     key = jax.random.wrap_key_data(frozen["labels"])
     squares, count = jax.tree.map(jnp.zeros_like, state.importance), jnp.zeros(())
+    model = vit.in_float32(setup.model)
     for number, batch in enumerate(images.augmented()):
         if ours.fisher_labels == "model":
             key_of_batch = jax.random.fold_in(key, number)
             labels = labels_of_model(
-                setup.model, backbone, kernels, head, class_mask, batch.images, key_of_batch
+                model, backbone, kernels, head, class_mask, batch.images, key_of_batch
             )
             batch = batch._replace(labels=labels)
         squares = _add_squared_gradients(
-            setup.model,
+            model,
             ours.fisher,
             ours.images_at_once,
             backbone,
@@ -215,11 +220,7 @@ def _add_squared_gradients(
         gradients = jax.vmap(jax.grad(image_loss), in_axes=(None, 0, 0))(
             kernels, part.images, part.labels
         )
-        return jax.tree.map(
-            lambda sums, each: sums + jnp.einsum("n,nlde->lde", part.weights, each**2),
-            total,
-            gradients,
-        ), None
+        return jax.tree.map(partial(_add_weighted_squares, part.weights), total, gradients), None
 
     if fisher == "batch_mean":
         gradient = jax.grad(mean_loss)(kernels, batch)
@@ -230,6 +231,10 @@ def _add_squared_gradients(
     # Every part takes images from all over the batch, and so from every device.
     parts = jax.tree.map(lambda leaf: leaf.reshape(size, -1, *leaf.shape[1:]).swapaxes(0, 1), batch)
     return jax.lax.scan(add_images, total, parts)[0]
+
+
+def _add_weighted_squares(weights, total, each):
+    return total + jnp.einsum("n,nlde->lde", weights, each**2, precision=jax.lax.Precision.HIGHEST)
 
 
 # 5. What it offers for inference.

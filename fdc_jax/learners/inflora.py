@@ -14,8 +14,8 @@ lame in proportion to the tasks done; uniform head initialisation with bias; the
 Known from the FDC paper: Adam without decay, 5e-4 (B) and 5e-3 (head), and that the method's own
 schedule stays. Inferred: the schedule acts on both rates; A is taken out of the memory once more,
 so that rows beyond the rank of the inputs vanish instead of pointing into it. Unknown: lamb and
-lame under the paper's protocol; 0.95 (CIFAR-100) and 0.98 (ImageNet-R, ImageNet-A) are published
-settings, 0.98 elsewhere is a guess. The native preset has one rate of 5e-4.
+lame under the paper's protocol; 0.95 (CIFAR-100) and 0.98 (ImageNet-R) are the authors', 0.98 is a
+port's on ImageNet-A and a guess elsewhere. The native preset has one rate of 5e-4.
 
 No preset touches epochs and batch size. The authors', and for ImageNet-A those of a port by others
 (CUB-200 and OmniBenchmark: none published):
@@ -152,14 +152,7 @@ def update(setup: training.Setup) -> training.Update:
     }
     if setup.config.learner.preset == "native":
         rates = dict.fromkeys(rates, NATIVE_LEARNING_RATE)
-    return training.adam_update(setup, loss, rates, quarter_cosine, mean_over_images=True)
-
-
-def quarter_cosine(epoch: int, epochs: int) -> float:
-    """Returns the factor on the rates: a quarter wave that ends just above 0, at cos(0.495 pi)."""
-    if epochs == 1:
-        return 1.0
-    return math.cos(0.495 * math.pi * epoch / (epochs - 1))
+    return training.adam_update(setup, loss, rates, training.quarter_cosine, mean_over_images=True)
 
 
 # 4. What it does when a task ends.

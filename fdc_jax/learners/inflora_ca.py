@@ -11,23 +11,26 @@ anew in each of five epochs, half a cosine wave over the epochs, means of task j
 multiplied by 0.9 + 0.1 j / t, and logits divided by 0.1 times their mean norm per task. Whether
 CIFAR-100 has that normalisation differs between two files of theirs; configs/cifar100.py has none.
 Known from the FDC paper: five epochs on later tasks, Adam at 5e-3 without decay. Inferred: all
-else stays as in the authors' code. Unknown: whether the paper's runs keep the cosine, the scaled
-means and the normalisation; all are fields of `learner.inflora_ca`. Left out: that code exchanges
+else stays as in the authors' code, and which head the score scale comes from. Unknown: whether the
+paper's runs keep the cosine, the scaled means and the normalisation; all are fields of
+`learner.inflora_ca`. Left out: that code exchanges
 the final norm on CIFAR-100 for a new one and takes rank 5. The native preset aligns by SGD at 1e-2,
 momentum 0.9 and decay 5e-4, and trains as InfLoRA's native preset.
 
-No preset touches epochs and batch size. The authors' file with alignment for ImageNet-R says
+No preset touches epochs, batch size and InfLoRA's lamb. The authors' file with alignment for
+ImageNet-R says
 
-    imagenet_r  --config.train.epochs=50
+    imagenet_r  --config.train.epochs=50 --config.learner.inflora.lamb=0.95
 
-and leaves the rest to InfLoRA's (see there); how long they train on CIFAR-100 is not known here.
-Both of these files train increments and heads by SGD, which neither preset does.
+How long they train on CIFAR-100, and in what batches, is not known here. Both of these files train
+increments and heads by SGD, which neither preset does.
 
 The pseudo-features of a task follow from its training key alone, so that a run that was
 interrupted draws the same again.
 
 E_0, E_t and the head input are those of InfLoRA. The score scale of a task comes from its head
-after the alignment at its own end; prediction takes the heads after the last alignment.
+after the alignment at its own end, since the paper computes it when the task ends and does not
+speak of heads that change later; prediction takes the heads after the last alignment.
 """
 
 import functools

@@ -17,14 +17,17 @@ task's moments join the old ones twice: as seen before and after that shrinking.
 Known from the authors' code: all of the above; moments over all tokens of augmented images, not
 centred, one pass; scales 0.25 and 0.5 on the two products, gamma 3; training of the first A (their
 paper is said to freeze it) and the double count of moments; the ratio of energies in its Cholesky
-form, which maximises the trace of a ratio, where the paper speaks of a ratio of traces; no
-classifier alignment, as the FDC paper says; head rows drawn with standard deviation 0.02. Their
-key and value form is known from a compiled file only; the code at hand adapts the fused query, key
-and value. Inferred: `train.rank` is the rank of each branch. Known from the FDC paper: Adam without
-decay at 5e-4 and 5e-3. Unknown: its schedule (`train.schedule`), and its margins and look-aheads,
-which the authors set per benchmark (`configs/base.py`); OmniBenchmark has none of theirs.
-Preset `native` is SGD with momentum 0.9, weight decay and one rate for all leaves along half a
-cosine wave; the authors' batches of 48 and ranks of 32 (ImageNet-R: 64) are those of `train`.
+form, which maximises the trace of a ratio, where the paper speaks of a ratio of traces; the shrunk
+rows, where the paper is said to recalibrate by a matrix; no classifier alignment, as the FDC paper
+says; head rows drawn with standard deviation 0.02. Their key and value form is known from a
+compiled file only; the code at hand adapts the fused query, key and value. Inferred: `train.rank`
+is the rank of each branch; the scales, which that compiled file does not halve (0.5 and 1). Known
+from the FDC paper: Adam without decay at 5e-4 and 5e-3. Unknown: its schedule (`train.schedule`),
+and its margins and look-aheads, which the authors set per benchmark (`configs/base.py`);
+OmniBenchmark has none of theirs.
+Preset `native` is SGD with momentum 0.9, weight decay and one rate for all leaves (1e-2 where they
+have none) along half a cosine wave; the authors' batches of 48 and ranks of 32 (ImageNet-R: 64)
+are those of `train`.
 
 Decompositions run in float64 on the host; where a moment is not positive definite, multiples of the
 identity from 1e-12 on are added to it until it is, which is logged.

@@ -21,16 +21,21 @@ are guesses. As B starts away from zero, the encoder moves a little when a task 
 
 Preset `protocol` takes rates and schedule from `train`; `native` runs along InfLoRA's quarter
 cosine, with the authors' head rates of 2e-3 on CIFAR-100, 5e-4 on ImageNet-R and 1e-3 on CUB-200
-(1e-3 elsewhere is a guess). The FDC paper states neither its schedule nor its triplet
-settings. Its raw accuracy of 34.6 percent on CIFAR-100 is far below the 88 percent that the authors
-and a port report; no cause is known.
+(1e-3 elsewhere is a guess), and their rate of 5e-4 for the increment where `train` has that.
+Inferred: a constant rate in the FDC paper's runs. Unknown: their triplet settings, and whether they
+keep the normalised projector. Their raw accuracy of 34.6 percent on CIFAR-100 is far below the 88
+percent that the authors and a port report; no cause is known. The fields
+`train.schedule=quarter_cosine`, `normalise_projector`, `triplet_weight`, `margin` and the two rates
+tell the candidates apart.
 
 No preset touches epochs and batch size. The authors' (ImageNet-A and OmniBenchmark: none
-published), who give the first task of ImageNet-R 40 epochs, which `train` cannot say:
+published):
 
     cifar100    --config.train.epochs=20 --config.train.batch_size=128
     imagenet_r  --config.train.epochs=50 --config.train.batch_size=128
     cub200      --config.train.epochs=20 --config.train.batch_size=128
+
+The first task of ImageNet-R has `train.first_epochs` of 40.
 
 E_0 is the pretrained encoder, E_t has the first t increments merged. The head input is the class
 token after the final norm, which the nearest-mean head normalises: its logits are minus the squared
@@ -54,7 +59,6 @@ from jaxtyping import Array, Float, Float64, Int
 from fdc_jax import heads as head_types
 from fdc_jax.data.stream import Batch
 from fdc_jax.learners import training
-from fdc_jax.learners.inflora import quarter_cosine
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
@@ -259,9 +263,8 @@ def update(setup: training.Setup) -> training.Update:
         directions["increment"] = projected(frozen["projector"], directions["increment"])
         return training.descended(trained, directions, rates, rate), moments, value
 
-    return training.Update(
-        initialise, jax.jit(step, donate_argnums=(2, 3)), quarter_cosine if native else None
-    )
+    schedule = training.quarter_cosine if native else None
+    return training.Update(initialise, jax.jit(step, donate_argnums=(2, 3)), schedule)
 
 
 def adam_directions(moments: Moments, gradients) -> tuple[Moments, Any]:

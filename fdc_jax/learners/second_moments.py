@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from fdc_jax.data.stream import Batch
 from fdc_jax.errors import TrainingError
-from fdc_jax.model.vit import KeyValueKernels, VisionTransformer
+from fdc_jax.model.vit import KeyValueKernels, VisionTransformer, in_float32
 
 
 def attention_input_moments(
@@ -38,7 +38,7 @@ def attention_input_moments(
     Raises:
         TrainingError: the inputs of a block are not finite.
     """
-    model = model.clone(precision="parity")
+    model = in_float32(model)
     depth, width = kernels["key"].shape[0], kernels["key"].shape[-1]
     total = jnp.zeros((depth, width, width))
     images = jnp.zeros(())

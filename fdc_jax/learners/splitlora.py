@@ -10,11 +10,13 @@ linear head are trained with the cross-entropy over the task's own classes.
 
 Known from the authors' code: all of the above, alpha 20 for every benchmark, energies linear in the
 eigenvalues, at least two major directions, moments over all tokens of augmented images, not
-centred, never reset; uniform head initialisation with bias. That code passes ten times over the
-images for the moments, one pass here; it lets the second task's head start from the first one's,
-a slip that is not repeated. Known from the FDC paper: that the splitting and the key and value
-updates stay, and Adam without decay at 5e-4 (B) and 5e-3 (head). Unknown under its protocol: the
-schedule (`train.schedule`) and the temperature of logits in training (1; the code has 30).
+centred, never reset; uniform head initialisation with bias. Their paper speaks of the space of
+averaged gradients, whose place these moments of inputs take; dividing A by the number of tasks came
+with a later commit. That code passes ten times over the images for the moments, one pass here; it
+lets the second task's head start from the first one's, a slip that is not repeated. Known from the
+FDC paper: that the splitting and the key and value updates stay, and Adam without decay at 5e-4 (B)
+and 5e-3 (head). Unknown under its protocol: alpha (the authors'), the schedule (`train.schedule`)
+and the temperature of logits in training (1; the code has 30).
 The native preset is AdamW with decay 5e-5, rates 1e-3 and 1e-2, which fall to a tenth after 40 %
 and again after 70 % of the epochs, and temperature 30.
 

@@ -79,11 +79,19 @@ class Update(NamedTuple):
 def learning_rate_factor(schedule: str, epoch: int, epochs: int) -> float:
     """Returns the factor on the learning rates in an epoch, counted from 0.
 
-    `constant` is 1; `cosine` falls from 1 along half a wave and would reach 0 after the last epoch.
+    `constant` is 1; `cosine` falls from 1 along half a wave and would reach 0 after the last epoch;
+    `quarter_cosine` is InfLoRA's.
     """
     if schedule == "constant":
         return 1.0
+    if schedule == "quarter_cosine":
+        return quarter_cosine(epoch, epochs)
     return 0.5 * (1.0 + math.cos(math.pi * epoch / epochs))
+
+
+def quarter_cosine(epoch: int, epochs: int) -> float:
+    """Returns the factor on the rates: a quarter wave that ends just above 0, at cos(0.495 pi)."""
+    return math.cos(0.495 * math.pi * epoch / max(epochs - 1, 1))
 
 
 def learning_rates(schedule: str, epochs: int, first: float) -> Float[np.ndarray, " e"]:

@@ -376,6 +376,11 @@ def build(
     return VisionTransformer(VARIANTS[variant], input_range, precision, attention)
 
 
+def in_float32(model: VisionTransformer) -> VisionTransformer:
+    """Returns the encoder in parity mode, for statistics; cuDNN's attention has no float32."""
+    return model.clone(precision="parity", attention="xla")
+
+
 def initialise(model: VisionTransformer, image_size: int, key: Array) -> Any:
     """Returns a random parameter tree, for pre-training and for tests."""
     images = jnp.zeros((1, image_size, image_size, 3), jnp.uint8)

@@ -30,6 +30,7 @@ _PHRASES = {
     "class_order_seed": "class order {}",
     "learner.preset": "{} preset",
     "train.epochs": "{} epochs",
+    "train.first_epochs": "{} epochs in the first task",
     "train.batch_size": "batches of {}",
     "train.rank": "rank {}",
     "train.increment_learning_rate": "increment learning rate {}",

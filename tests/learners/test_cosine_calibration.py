@@ -35,11 +35,11 @@ def problem(spread=0.0):
     return jnp.asarray(heads, jnp.float32), gaussians
 
 
-def reference(rows, means, scale, rates, decay):
-    """Full-batch SGD with momentum in float64 on features that lie where the means lie."""
+def reference(rows, means, scale, rates, decay, optimizer):
+    """Full-batch SGD or Adam in float64 on features that lie where the means lie."""
     units = means / np.linalg.norm(means, axis=1, keepdims=True)
-    momentum = np.zeros_like(rows)
-    for rate in rates:
+    momentum, squares = np.zeros_like(rows), np.zeros_like(rows)
+    for step, rate in enumerate(rates, start=1):
         norms = np.linalg.norm(rows, axis=1, keepdims=True)
         directions = rows / norms
         cosines = units @ directions.T
@@ -47,17 +47,24 @@ def reference(rows, means, scale, rates, decay):
         shares /= shares.sum(axis=1, keepdims=True)
         slopes = scale * (shares - np.eye(len(rows))) / len(units)
         gradient = slopes.T @ units - np.sum(slopes * cosines, axis=0)[:, None] * directions
-        momentum = 0.9 * momentum + gradient / norms + decay * rows
-        rows = rows - rate * momentum
+        gradient = gradient / norms + decay * rows
+        if optimizer == "sgd":
+            momentum = 0.9 * momentum + gradient
+            rows = rows - rate * momentum
+        else:
+            momentum = 0.9 * momentum + 0.1 * gradient
+            squares = 0.999 * squares + 0.001 * gradient**2
+            root = np.sqrt(squares / (1 - 0.999**step))
+            rows = rows - rate * momentum / (1 - 0.9**step) / (root + 1e-8)
     return rows
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.3])
-def test_against_its_formula(decay):
+@pytest.mark.parametrize(("optimizer", "decay"), [("sgd", 0.0), ("sgd", 0.3), ("adam", 0.0)])
+def test_against_its_formula(optimizer, decay):
     """Classes without spread make every draw a mean; one batch an epoch has no order."""
     heads, gaussians = problem()
     found = cosine_calibration.calibrate(
-        settings(calibration_batch_size=20),
+        settings(calibration_batch_size=20, calibration_optimizer=optimizer),
         heads,
         gaussians,
         seen(2),
@@ -67,7 +74,7 @@ def test_against_its_formula(decay):
     )
     rates = 0.5 * np.array([1.0, 0.5 + 0.125**0.5, 0.5, 0.5 - 0.125**0.5])
     rows, means = (np.asarray(array, np.float64)[seen(2)] for array in (heads, gaussians.means))
-    expected = reference(rows, means, 5.0, rates, decay)
+    expected = reference(rows, means, 5.0, rates, decay, optimizer)
     assert np.abs(expected - rows).max() > 0.1
     np.testing.assert_allclose(np.asarray(found)[seen(2)], expected, atol=1e-5)
     np.testing.assert_array_equal(np.asarray(found)[~seen(2)], 0)
@@ -85,7 +92,7 @@ def test_what_is_drawn_and_how_fast_it_is_learned(monkeypatch, tasks):
     monkeypatch.setattr(cosine_calibration, "_calibration", calibration)
     found = cosine_calibration.calibrate(settings(), heads, gaussians, seen(tasks), 0.02, 0.1, KEY)
     assert found is heads
-    assert met["settings"] == (5.0, 0.1, 4, 256)
+    assert met["settings"] == ("sgd", 5.0, 0.1, 4, 256)
     _, drawn_from, drawn, scales, rates, used = met["arguments"]
     assert drawn_from is gaussians and used is KEY
     np.testing.assert_array_equal(drawn, seen(tasks))

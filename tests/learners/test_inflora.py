@@ -166,10 +166,13 @@ def test_threshold_rises_towards_lame_without_reaching_it():
 
 
 def test_schedule_is_a_quarter_wave():
-    found = [inflora.quarter_cosine(epoch, 20) for epoch in (0, 1, 2, 10, 18, 19)]
+    found = [training.quarter_cosine(epoch, 20) for epoch in (0, 1, 2, 10, 18, 19)]
     np.testing.assert_allclose(found, [1, 0.997, 0.987, 0.683, 0.097, 0.0157], atol=6e-4)
-    assert inflora.quarter_cosine(0, 1) == 1.0
-    assert inflora.update(make_setup()).schedule is inflora.quarter_cosine
+    assert training.quarter_cosine(0, 1) == 1.0
+    assert inflora.update(make_setup()).schedule is training.quarter_cosine
+    # Any learner that follows `train` can have it.
+    again = [training.learning_rate_factor("quarter_cosine", epoch, 20) for epoch in (0, 10, 19)]
+    assert again == [found[0], found[3], found[5]]
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,15 @@ def test_designed_directions(backbone, task):
     old = np.zeros((TINY.depth, TINY.width, TINY.width))
     if task > 0:
         old = np.stack([random_moment(block, TINY.width) for block in range(TINY.depth)])
-        state = state._replace(moments=jnp.asarray(old, jnp.float32))
+        state = state._replace(
+            increments=small_stream.random_like(state.increments, 1),
+            moments=jnp.asarray(old, jnp.float32),
+        )
+        of_pretrained = seen_moments(setup, backbone, state, 0, images)
     old = float64(state.moments)
     new = seen_moments(setup, backbone, state, task, images)
+    if task > 0:
+        assert np.abs(new - of_pretrained)[1:].max() > 0.1 * np.abs(new).max()
     designed = loda.before_task(setup, backbone, state, task, images)
     np.testing.assert_array_equal(designed.moments, state.moments)
     frozen, trained = loda.start(setup, backbone, designed, task, jax.random.key(0))

@@ -11,7 +11,7 @@ from configs import base
 from fdc_jax import configuration, heads, learners
 from fdc_jax.data.stream import Batch
 from fdc_jax.errors import InputError
-from fdc_jax.learners import inflora, lora_subtraction
+from fdc_jax.learners import lora_subtraction, training
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import vit
 from tests.learners import small_stream
@@ -74,8 +74,12 @@ def test_a_moment_of_one_direction_or_of_nothing():
     assert size == 1 and np.isfinite(projector).all()
 
 
-def test_spaces_come_from_the_subtracted_encoder(backbone):
-    setup = make_setup()
+@pytest.mark.parametrize(("energy", "normalise"), [(0.99, True), (0.8, False)])
+def test_spaces_come_from_the_subtracted_encoder(backbone, energy, normalise):
+    setup = make_setup(
+        learner__lora_subtraction__energy=energy,
+        learner__lora_subtraction__normalise_projector=normalise,
+    )
     state = random_state(setup, 2)
     kernels = float64(vit.pretrained_kernels(backbone))
     factors = float64(state.increments)
@@ -96,7 +100,7 @@ def test_spaces_come_from_the_subtracted_encoder(backbone):
     assert np.abs(moments[1:] - pretrained[1:]).max() > 1e-2
     for block in range(TINY.depth):
         projector, size = lora_subtraction.drift_resistant_projector(
-            np.asarray(moments[block], np.float64), 0.99, True
+            np.asarray(moments[block], np.float64), energy, normalise
         )
         assert 1 <= size < TINY.width
         assert found.space_sizes[2, block] == size
@@ -237,6 +241,29 @@ def test_triplet_loss_pair_by_pair(margin, num_means):
     assert expected > 0
     found = triplet(features, labels, means, margin, padding=2, masked=4)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_slopes_of_the_triplet_loss_reach_both_images_of_a_pair():
+    """Against central differences in float64 of features before they are normalised."""
+    rng = np.random.default_rng(3)
+    features, means = rng.normal(size=(7, 6)), unit_rows(rng, 3)
+    labels = np.array([0, 1, 2, 0, 1, 0, 2])
+
+    def units(rows):
+        return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+    def loss(rows):
+        return lora_subtraction.triplet_loss(
+            heads.unit(rows), labels, jnp.ones(7), jnp.asarray(means), jnp.ones(3, bool), 1.0
+        )
+
+    found = jax.grad(loss)(jnp.asarray(features, jnp.float32))
+    for place in np.ndindex(features.shape):
+        step = np.zeros_like(features)
+        step[place] = 1e-6
+        ends = [reference_triplet(units(features + s * step), labels, means, 1.0) for s in (1, -1)]
+        assert found[place] == pytest.approx((ends[0] - ends[1]) / 2e-6, abs=1e-5)
+    assert np.abs(found).max() > 0.1
 
 
 def test_triplet_loss_of_easy_batches():
@@ -426,7 +453,7 @@ def test_native_rates_and_schedule(monkeypatch, benchmark, rate):
     monkeypatch.setattr(lora_subtraction, "loss", linear)
     setup = make_setup(learner__preset="native", benchmark=benchmark)
     update = lora_subtraction.update(setup)
-    assert update.schedule is inflora.quarter_cosine
+    assert update.schedule is training.quarter_cosine
     one = jnp.ones((1, 1, 1))
     trained = {
         "increment": {part: {"A": 5 * one, "B": 5 * one} for part in PARTS},

@@ -242,6 +242,20 @@ def test_earlier_tasks_and_the_backbone_stay(backbone, update):
     )
 
 
+def test_starts_of_the_head(backbone):
+    starts = {}
+    for kind in ("uniform", "zero_bias"):
+        setup = make_setup((400,), learner__sd_lora__head_start=kind)
+        state = sd_lora.initial_state(setup)
+        starts[kind] = sd_lora.start(setup, backbone, state, 0, jax.random.key(0))[1]["head"]
+    bound = TINY.width**-0.5
+    for leaf in starts["uniform"]:
+        assert 0.98 * bound < np.abs(leaf).max() <= bound
+    weight = starts["zero_bias"].weight
+    assert 0.98 * bound < np.abs(weight).max() / np.sqrt(3) <= bound * (1 + 1e-6)
+    np.testing.assert_array_equal(starts["zero_bias"].bias, 0)
+
+
 def test_number_of_trained_parameters(backbone):
     setup = make_setup()
     _, trained = sd_lora.start(setup, backbone, sd_lora.initial_state(setup), 0, jax.random.key(0))

@@ -8,6 +8,7 @@ import pytest
 from fdc_jax.data.stream import Batch
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import vit
+from tests.model.test_vit import reference
 
 
 @pytest.fixture(scope="module")
@@ -34,34 +35,40 @@ def make_batches(seed=0):
         )
 
 
-def test_first_block_by_hand(model, backbone):
-    """Block one sees the embedded patches, normalised: no attention is needed to know them."""
-    size, width = model.variant.patch, model.variant.width
-    rows = []
+def test_every_block_by_hand(model, backbone):
+    """Against the tokens of a float64 forward pass through kernels that no block was born with."""
+    variant = model.variant
+    pretrained = vit.pretrained_kernels(backbone)
+    keys = jax.random.split(jax.random.key(1))
+    updates = {
+        part: 0.3 * jax.random.normal(key, pretrained[part].shape)
+        for part, key in zip(("key", "value"), keys, strict=True)
+    }
+    kernels = jax.tree.map(jnp.add, pretrained, updates)
+    rows = [[] for _ in range(variant.depth)]
     for batch in make_batches():
-        for image, weight in zip(batch.images, batch.weights, strict=True):
-            if not weight:
-                continue
-            pixels = image.astype(np.float64) / 255
-            kernel = np.asarray(backbone["embedding"]["kernel"], np.float64)
-            tokens = [np.asarray(backbone["cls"], np.float64)[0, 0]]
-            for top in range(0, 32, size):
-                for left in range(0, 32, size):
-                    patch = pixels[top : top + size, left : left + size]
-                    bias = np.asarray(backbone["embedding"]["bias"], np.float64)
-                    tokens.append(np.einsum("ijc,ijcd->d", patch, kernel) + bias)
-            x = np.stack(tokens)
-            x += np.asarray(backbone["Transformer"]["posembed_input"]["pos_embedding"])[0]
-            x = (x - x.mean(1, keepdims=True)) / np.sqrt(x.var(1, keepdims=True) + 1e-6)
-            norm = backbone["Transformer"]["encoderblock_0"]["LayerNorm_0"]
-            rows.append(x * np.asarray(norm["scale"]) + np.asarray(norm["bias"]))
-    rows = np.concatenate(rows)
-    found, count = attention_input_moments(
-        model, backbone, vit.pretrained_kernels(backbone), make_batches()
-    )
-    assert found.shape == (model.variant.depth, width, width)
-    assert count == len(rows) == 7 * (1 + (32 // size) ** 2)
-    np.testing.assert_allclose(found[0], rows.T @ rows / len(rows), atol=2e-5)
+        images = batch.images[batch.weights > 0]
+        float64 = {part: np.asarray(update, np.float64) for part, update in updates.items()}
+        reference(backbone, images, variant, kernel_updates=float64, attention_inputs=rows)
+    found, count = attention_input_moments(model, backbone, kernels, make_batches())
+    assert found.shape == (variant.depth, variant.width, variant.width)
+    assert count == 7 * (1 + (32 // variant.patch) ** 2)
+    for block, moment in enumerate(found):
+        tokens = np.concatenate(rows[block])
+        expected = tokens.T @ tokens / count
+        np.testing.assert_allclose(moment, expected, atol=2e-5 * np.abs(expected).max())
+        lengths = np.mean(np.sum(tokens**2, axis=1))
+        np.testing.assert_allclose(np.trace(moment), lengths, rtol=1e-5)
+
+
+def test_the_fast_mode_and_its_attention_change_nothing(model, backbone, monkeypatch):
+    """The fused attention would refuse float32."""
+    monkeypatch.setattr(jax.nn, "dot_product_attention", None)
+    kernels = vit.pretrained_kernels(backbone)
+    exact, _ = attention_input_moments(model, backbone, kernels, make_batches())
+    fast = model.clone(precision="fast", attention="cudnn")
+    found, _ = attention_input_moments(fast, backbone, kernels, make_batches())
+    np.testing.assert_array_equal(found, exact)
 
 
 def test_later_blocks_see_the_kernels_and_the_first_does_not(model, backbone):

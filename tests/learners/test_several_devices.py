@@ -31,8 +31,11 @@ def run(what):
 
 
 def some_are_slow(learner):
-    """Marks learners whose passes over devices are those of the others."""
-    fast = learner in ("cumulative_lora", "loda")
+    """Marks learners whose passes over devices are those of the others.
+
+    Losses of RSIAT and LoRA-Subtraction pair images, LoDA takes groups of them.
+    """
+    fast = learner in ("cumulative_lora", "loda", "lora_subtraction", "rsiat")
     return pytest.param(learner, marks=() if fast else pytest.mark.slow)
 
 

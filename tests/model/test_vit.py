@@ -52,11 +52,21 @@ def layer_norm(x, p):
     return centred / np.sqrt(variance + 1e-6) * p["scale"] + p["bias"]
 
 
-def reference(params, images, variant, offset=0.0, divisor=1.0, kernel_updates=None, adapter=None):
+def reference(
+    params,
+    images,
+    variant,
+    offset=0.0,
+    divisor=1.0,
+    kernel_updates=None,
+    adapter=None,
+    attention_inputs=None,
+):
     """Dosovitskiy et al. (2021), Eqs. 1-4, token by token where that is the plainest reading.
 
     Every token passes through every block. `kernel_updates[part][block]` [d, d] is added to the
     key or value kernel. `adapter[leaf][block]` acts on what the attention leaves, beside the MLP.
+    `attention_inputs[block]`, a list, gets the tokens that enter a block's attention, by image.
     """
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     width, heads, size = variant.width, variant.heads, variant.patch
@@ -74,6 +84,8 @@ def reference(params, images, variant, offset=0.0, divisor=1.0, kernel_updates=N
             block = trunk[f"encoderblock_{number}"]
             attention = block["MultiHeadDotProductAttention_1"]
             x = layer_norm(z, block["LayerNorm_0"])
+            if attention_inputs is not None:
+                attention_inputs[number].append(x)
             projected = {}
             for part in ("query", "key", "value"):
                 kernel = attention[part]["kernel"].reshape(width, width)
