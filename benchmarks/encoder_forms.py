@@ -88,8 +88,6 @@ def contender(options: argparse.Namespace) -> measure.Contender:
     from fdc_jax import devices
     from fdc_jax.model import vit
 
-    if options.precision == "parity":
-        jax.config.update("jax_default_matmul_precision", "highest")
     form, size, count = options.contender, options.image_size, options.batch_size
     problem = synthetic.problem(options.variant, size, count, options.precision)
     attention = "cudnn" if form == "cudnn" else "xla"

@@ -52,8 +52,6 @@ def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
     from fdc_jax.features import Extractor
     from fdc_jax.model import vit
 
-    if options.precision == "parity":
-        jax.config.update("jax_default_matmul_precision", "highest")
     size, count = options.image_size, options.batch_size
     problem = synthetic.problem(options.variant, size, count, options.precision)
     mesh = devices.data_mesh()

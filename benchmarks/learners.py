@@ -168,8 +168,6 @@ def main() -> None:
     check_numbers(arguments, "image_size", "batch_size", "classes", "images", "epochs", "repeats")
     host_memory.keep_freed_memory()
     arguments.learners = [name for name in arguments.learners.split(",") if name]
-    if arguments.precision == "parity":
-        jax.config.update("jax_default_matmul_precision", "highest")
     records = measure(arguments)
     header = ("learner", "images/s", "step", "task", "step, processor", "task, processor")
     print(f"{header[0]:18}" + "".join(f"{name:>17}" for name in header[1:]))

@@ -51,8 +51,6 @@ def prepared(options: argparse.Namespace) -> Prepared:
     from fdc_jax.data.stream import Batch
     from fdc_jax.learners import cumulative_lora, training
 
-    if options.precision == "parity":
-        jax.config.update("jax_default_matmul_precision", "highest")
     size, count = options.image_size, options.batch_size
     problem = synthetic.problem(options.variant, size, count, options.precision)
     config: Any = base.get_config()

@@ -9,17 +9,19 @@ task is cut into tasks of one or two of its classes, and its head with it.
 """
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from sklearn.covariance import ledoit_wolf, oas
 
+from benchmarks import measure
 from fdc_jax import calibration, evaluation, feature_files, heads
 from fdc_jax.calibration.components import COMPONENTS, WHITENED, WHITENED_CLASSES
 from fdc_jax.calibration.settings import Affinity
 from fdc_jax.feature_files import FeatureSet, TaskFeatures
-from fdc_jax.files import read_json, write_json
+from fdc_jax.files import check_writable_folder, read_json, write_json
 from fdc_jax.results import versions
 
 AFFINITIES = {
@@ -188,6 +190,7 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--output", required=True, type=Path)
     options = parser.parse_args()
+    check_writable_folder("--output", options.output.absolute().parent)
     runs = {}
     for run in options.runs:
         results = read_json(run / "results.json")
@@ -199,4 +202,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(measure.run("scripts.affinity_study", main))

@@ -8,6 +8,7 @@ proved its worth was built into `fdc_jax.calibration`; this script is the record
 """
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,9 +17,10 @@ import numpy as np
 from scipy.cluster.vq import kmeans2
 from scipy.special import logsumexp, softmax
 
+from benchmarks import measure
 from fdc_jax import calibration, feature_files
 from fdc_jax.calibration.components import WHITENED_CLASSES
-from fdc_jax.files import write_json
+from fdc_jax.files import check_writable_folder, write_json
 from fdc_jax.results import versions
 
 SHRINKAGE = 0.05
@@ -410,6 +412,8 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
+    if options.output:
+        check_writable_folder("--output", options.output.absolute().parent)
     runs = {}
     for folder in options.folders:
         runs[folder.name] = variants(load(folder))
@@ -430,4 +434,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(measure.run("scripts.beyond_variants", main))

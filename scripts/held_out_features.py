@@ -9,14 +9,16 @@ place of the test images, by the run's final encoder.
 
 import argparse
 import shutil
+import sys
 from pathlib import Path
 
 import ml_collections
 import numpy as np
 
+from benchmarks import measure
 from configs import base
 from fdc_jax import feature_files, preparation
-from fdc_jax.files import read_json
+from fdc_jax.files import check_writable_folder, read_json
 from fdc_jax.model import vit
 from fdc_jax.report import recompute
 
@@ -29,6 +31,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=20, help="of each class (default 20)")
     parser.add_argument("--cache_dir", default="")
     options = parser.parse_args()
+    check_writable_folder("--output", options.output)
     for run in options.runs:
         results = read_json(run / "results.json")
         target = options.output / f"{results['learner']}_{results['seed']}"
@@ -67,4 +70,4 @@ def _next_images(labels: np.ndarray, used: int, count: int) -> np.ndarray:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(measure.run("scripts.held_out_features", main))

@@ -1,4 +1,4 @@
-"""Where training images are decoded and augmented makes no difference but in time and memory."""
+"""Training images: where they are decoded and augmented costs time and memory only; epochs."""
 
 import json
 
@@ -35,3 +35,13 @@ def test_the_images_of_a_task_are_forgotten_when_it_ends(cache, tmp_path, monkey
     monkeypatch.setattr(ByteCache, "clear", lambda self: held.append(self.bytes) or clear(self))
     command.run(config, str(tmp_path / "run"), quiet=True)
     assert held == [35 * 3 * 32 * 32] * 2
+
+
+def test_the_first_task_can_have_epochs_of_its_own(cache, tmp_path):
+    config = small_runs.config(cache, train_per_class=7, test_per_class=5)
+    config.train.first_epochs = 3
+    command.run(config, str(tmp_path / "run"), quiet=True)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    events = [json.loads(line) for line in lines]
+    epochs = [(each["task"], each["epoch"]) for each in events if each["event"] == "epoch"]
+    assert epochs == [(0, 0), (0, 1), (0, 2), (1, 0)]
