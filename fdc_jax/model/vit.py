@@ -134,6 +134,21 @@ def _attend(q, k, v, precision):
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision=precision)
 
 
+def _attend_fused(q, k, v):
+    """Returns the same by cuDNN's kernel; JAX has its gradient for even numbers of tokens only."""
+    tokens = q.shape[1]
+    if tokens % 2 == 0:
+        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+    q, k, v = (jnp.pad(array, ((0, 0), (0, 1), (0, 0), (0, 0))) for array in (q, k, v))
+    lengths = jnp.full(len(q), tokens, jnp.int32)
+    return jax.nn.dot_product_attention(
+        *(q, k, v),
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+        implementation="cudnn",
+    )[:, :tokens]
+
+
 class _Attention(nn.Module):
     """Multi-head attention of `queries` over `tokens`."""
 
@@ -155,7 +170,7 @@ class _Attention(nn.Module):
         v = project("value")(tokens, of(kernels, "value"), of(increment, "value"))
         # One query an image, in the last block, leaves a fused kernel nothing to gain.
         if self.attention == "cudnn" and q.shape[1] > 1:
-            mixed = jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
+            mixed = _attend_fused(q, k, v)
         else:
             mixed = _attend(q, k, v, self.precision)
         return nn.DenseGeneral(

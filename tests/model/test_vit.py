@@ -333,17 +333,20 @@ def test_fused_attention_is_refused_where_there_is_none(monkeypatch):
     assert vit.build("Ti/16", 224, "pilot01", "fast", "cudnn").attention == "cudnn"
 
 
-def test_fused_attention_is_given_the_same_arrays(monkeypatch):
+@pytest.mark.parametrize("side", [SIDE, SIDE + TINY.patch])
+def test_fused_attention_is_given_the_same_arrays(monkeypatch, side):
     # cuDNN's kernel is not here; XLA's rendering of the same function is.
     asked, function = [], jax.nn.dot_product_attention
 
-    def attention(*arrays, implementation):
+    def attention(query, *arrays, implementation, **lengths):
         asked.append(implementation)
-        return function(*arrays, implementation="xla")
+        # An odd number would have no gradient.
+        assert query.shape[1] % 2 == 0
+        return function(query, *arrays, implementation="xla", **lengths)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
-    params = vit.initialise(vit.VisionTransformer(TINY), SIDE, jax.random.key(0))
-    images = np.random.default_rng(0).integers(0, 256, (3, SIDE, SIDE, 3), np.uint8)
+    params = vit.initialise(vit.VisionTransformer(TINY), side, jax.random.key(0))
+    images = np.random.default_rng(0).integers(0, 256, (3, side, side, 3), np.uint8)
     plain = vit.VisionTransformer(TINY).apply({"params": params}, images)
     fused = vit.VisionTransformer(TINY, attention="cudnn").apply({"params": params}, images)
     np.testing.assert_allclose(fused, plain, atol=1e-5)
