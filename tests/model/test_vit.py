@@ -354,6 +354,22 @@ def test_fused_attention_is_given_the_same_arrays(monkeypatch, side):
     assert asked == ["cudnn"] * (TINY.depth - 1)
 
 
+def test_lengths_of_fused_attention_are_mapped_with_the_queries(monkeypatch):
+    """Under `vmap`, as when several seeds train as one, JAX cannot map over one without the other."""
+    mapped, function = [], jax.nn.dot_product_attention
+
+    def attention(query, *arrays, implementation, **lengths):
+        mapped.append([isinstance(each, jax.core.Tracer) for each in lengths.values()])
+        return function(query, *arrays, implementation="xla", **lengths)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    q, k, v = np.random.default_rng(0).normal(size=(3, 2, 4, 5, 3, 8)).astype(np.float32)
+    found = jax.vmap(vit._attend_fused)(q, k, v)
+    assert mapped == [[True, True]]
+    expected = [vit._attend(*arrays, None) for arrays in zip(q, k, v, strict=True)]
+    np.testing.assert_allclose(found, np.stack(expected), atol=1e-5)
+
+
 def test_parameter_shapes_agree_with_initialise():
     model = vit.VisionTransformer(TINY)
     params = jax.jit(lambda key: vit.initialise(model, SIDE, key))(jax.random.key(0))
