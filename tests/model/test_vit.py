@@ -355,7 +355,7 @@ def test_fused_attention_is_given_the_same_arrays(monkeypatch, side):
 
 
 def test_lengths_of_fused_attention_are_mapped_with_the_queries(monkeypatch):
-    """Under `vmap`, as when several seeds train as one, JAX cannot map over one without the other."""
+    """Under `vmap`, as when seeds train as one, JAX cannot map over one without the other."""
     mapped, function = [], jax.nn.dot_product_attention
 
     def attention(query, *arrays, implementation, **lengths):
