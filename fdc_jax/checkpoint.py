@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -152,7 +153,12 @@ class Checkpoints:
         found = []
         for number in sorted(self._manager.all_steps(), reverse=True):
             if not self._is_whole(number):
-                self._move_aside(number, "its files are damaged")
+                if found:
+                    # It was being deleted for the newer one when the process died.
+                    shutil.rmtree(self._folder / str(number), ignore_errors=True)
+                    self._reopen()
+                else:
+                    self._move_aside(number, "its files are damaged")
                 continue
             try:
                 items = self._manager.restore(
@@ -227,6 +233,9 @@ class Checkpoints:
             aside.name,
         )
         os.replace(self._folder / str(number), aside)
+        self._reopen()
+
+    def _reopen(self) -> None:
         self._manager.close()
         self._manager = self._open()
 

@@ -136,6 +136,8 @@ def _run_seeds(
         workdir = Workdir(folder, of_seed, _checksums(prepared))
         finished = workdir.finished()
         if finished is not None:
+            if not quiet:
+                print(f"{folder}: finished before, not done again", file=sys.stderr)
             found[seed] = finished
             continue
         label = f"seed {seed}, " if len(config.seed) > 1 else ""

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from fdc_jax import calibration, devices, feature_files, lockstep, processes, results
+from fdc_jax import calibration, devices, feature_files, learners, lockstep, processes, results
 from fdc_jax.checkpoint import Checkpoints
 from fdc_jax.errors import InputError, TrainingError
 from fdc_jax.features import Extraction
@@ -175,7 +175,7 @@ class Run:
         train, images = config.train, self._images.of_task(task)
         if self.trained is None:
             state = e.learner.before_task(e.setup, e.backbone, self.state, task, images)
-            self.state = devices.replicate(e.mesh, state)
+            self._take(state, "before_task")
         frozen, fresh = self._start(self.state, task)
         if self.trained is None:
             self.trained = fresh
@@ -222,11 +222,16 @@ class Run:
             self._report(task, pending, first, clock)
         trained = lockstep.whole(self.trained)
         state = e.learner.after_task(e.setup, e.backbone, self.state, task, frozen, trained, images)
-        self.state = devices.replicate(e.mesh, state)
+        self._take(state, "after_task")
         self._count_time(clock, data.input_wait_seconds - waited)
         self.trained, self.optimizer = None, None
         self._peak_in_training = devices.peak_memory()
         self._save(task + 1, 0)
+
+    def _take(self, state: Any, question: str) -> None:
+        e = self.experiment
+        learners.check_state(e.config.learner.name, question, self.state, state)
+        self.state = devices.replicate(e.mesh, state)
 
     def _check_loss(self, task: int, step: int, epoch: int, loss: Any) -> float:
         value = float(loss)
@@ -235,7 +240,7 @@ class Run:
             raise TrainingError(
                 f"the loss is {value} in task {task + 1}, epoch {epoch + 1}, step {step + 1}; "
                 f"learning rates were {train.increment_learning_rate:g} (increment) and "
-                f"{train.head_learning_rate:g} (head); the last good checkpoint is kept"
+                f"{train.head_learning_rate:g} (head); checkpoints of before are kept"
             )
         return value
 

@@ -117,6 +117,18 @@ def test_a_damaged_checkpoint_is_set_aside(filled, tmp_path, caplog, damage):
     assert_equal_trees(filled.restore(number, make_tree(), cursor), make_tree(7))
 
 
+def test_remains_of_a_checkpoint_that_was_being_deleted_are_not_reported(filled, tmp_path, caplog):
+    shutil.rmtree(tmp_path / "checkpoints" / "2" / "tree")
+    with caplog.at_level(logging.WARNING):
+        (number, cursor), *_ = filled.cursors()
+    assert number == 3 and not caplog.text
+    assert not (tmp_path / "checkpoints" / "2").exists()
+    assert not list(tmp_path.glob("checkpoints_unusable*"))
+    assert_equal_trees(filled.restore(3, make_tree(3), cursor), make_tree(3))
+    filled.save(4, make_tree(4), {"tasks_done": 4})
+    assert [number for number, _ in filled.cursors()] == [4, 3]
+
+
 def test_the_digest_notices_arrays_that_differ_from_the_cursor(filled, caplog):
     number, cursor = filled.cursors()[0]
     with caplog.at_level(logging.WARNING):

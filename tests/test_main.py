@@ -163,6 +163,7 @@ def test_a_finished_run_is_shown_again_not_run_again(whole, cache):
     again, errors = interruptions.finish(interruptions.start(workdir, cache=cache))
     assert again == output
     assert "after task" not in errors
+    assert errors.endswith(f"{workdir}: finished before, not done again\n")
     assert (workdir / "metrics.jsonl").read_text() == before
 
 

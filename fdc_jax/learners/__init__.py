@@ -27,6 +27,10 @@ the task.
 
 import importlib
 import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from fdc_jax.errors import InputError
 
@@ -71,3 +75,31 @@ def find(name: str) -> types.ModuleType:
     if missing:
         raise InputError(f"learner.name: module {name!r} lacks {', '.join(missing)}")
     return learner
+
+
+def check_state(name: str, question: str, before: Any, after: Any) -> None:
+    """Checks that a learner's new state has the arrays of the old one, in shape and type.
+
+    Args:
+        name: of the learner.
+        question: that it answered with the new state.
+        before: the old state.
+        after: the new one.
+
+    Raises:
+        InputError: names the first array that is another.
+    """
+    old, new = (
+        {
+            jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"
+            for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        }
+        for tree in (before, after)
+    )
+    for place in [*old, *new]:
+        if old.get(place) != new.get(place):
+            raise InputError(
+                f"learner.name: {name}: {question} must return a state like that of initial_state; "
+                f"expected {old.get(place, 'nothing')} at {place or 'its place'}, found "
+                f"{new.get(place, 'nothing')}"
+            )

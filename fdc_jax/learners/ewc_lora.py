@@ -22,17 +22,17 @@ products after a task (`folding=factors`), which brings in cross terms that were
 that summary the method's own paper adds products. `accumulation` multiplies Omega before a task's
 Fisher information is added.
 
-Preset `protocol` is Adam as `train` says; `native` is Adam along half a cosine wave, with the
-authors' head rate (5e-4) and coupled weight decay (5e-3) on ImageNet-R. No preset touches epochs
-and batch size. Theirs (CUB-200 and OmniBenchmark: none published; their file for ImageNet-A says 10
-epochs, their log 20):
+Preset `protocol` is Adam as `train` says; `native` is Adam along half a cosine wave, and on
+ImageNet-R alone with another head rate (5e-4) and coupled weight decay (5e-3). No preset touches
+epochs and batch size. The authors' (CUB-200 and OmniBenchmark: none published; their file for
+ImageNet-A says 10 epochs, their log 20):
 
     cifar100    --config.train.epochs=20 --config.train.batch_size=128
     imagenet_r  --config.train.epochs=50 --config.train.batch_size=128
     imagenet_a  --config.train.epochs=20 --config.train.batch_size=128
 
 Nor does it touch estimator and folding; theirs, for all of these, without which the strength means
-up to a hundred times more:
+up to their batch size times more:
 
     --config.learner.ewc_lora.fisher=batch_mean --config.learner.ewc_lora.folding=factors
 

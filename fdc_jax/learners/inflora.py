@@ -30,6 +30,11 @@ float32 rounding, and there are only a few per task.
 E_0 is the pretrained encoder, E_t has the first t increments merged; the head input is the class
 token after the final norm; score scales come from the head as it was trained, which never changes.
 
+A step costs less than Cumulative-LoRA's, since A is not trained. There is one pass over a task's
+images without gradients before it and one after it, each with a decomposition a block. Between
+tasks a matrix a block is kept beside increments and heads (28 MB for ViT-B/16); nothing grows with
+tasks.
+
 Liang and Li, "InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning", CVPR 2024.
 """
 

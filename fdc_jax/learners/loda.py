@@ -27,7 +27,7 @@ and its margins and look-aheads, which the authors set per benchmark (`configs/b
 OmniBenchmark has none of theirs.
 Preset `native` is SGD with momentum 0.9, weight decay and one rate for all leaves (1e-2 where they
 have none) along half a cosine wave; the authors' batches of 48 and ranks of 32 (ImageNet-R: 64)
-are those of `train`.
+are for `train.batch_size` and `train.rank` to set.
 
 Decompositions run in float64 on the host; where a moment is not positive definite, multiples of the
 identity from 1e-12 on are added to it until it is, which is logged.

@@ -43,7 +43,9 @@ distances between unit features and unit means. sigma_t comes from the means tak
 which never change.
 
 Between tasks it keeps a projector per block (28 MB for ViT-B/16), so that an interrupted task goes
-on without its first pass.
+on without its first pass. From the second task on there is one pass over the task's images without
+gradients before it, with an eigendecomposition a block, and in every task one after it. A step
+projects what Adam would subtract; nothing grows with tasks.
 """
 
 import math

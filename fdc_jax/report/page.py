@@ -124,7 +124,7 @@ def _words(value: Any) -> str:
 
 def summarise(groups: Sequence[Group], num_skipped: int = 0) -> Summary:
     """Returns what was run and the headline numbers, in percent and percentage points."""
-    columns = ["Runs", "Raw", "FDC", "Gain", "95 %", "Task given", "Seeds", "Settings"]
+    columns = ["Runs", "Raw", "FDC", "Gain", "95 %", "Task given", "Seed numbers", "Settings"]
     if not groups:
         scope = "No run could be read"
         if num_skipped:

@@ -51,8 +51,8 @@ def settings(results: dict[str, Any]) -> dict[str, Any]:
         results: content of a `results.json`.
     """
     learner = results["learner"]
-    options = tuple(f"learner.{name}." for name in _READS.get(learner, (learner,)))
-    found = _expected(learner)
+    options = tuple(f"learner.{name}." for name in _options(learner))
+    found = _expected(results["benchmark"], learner)
     for field, value in results["config"].items():
         of_a_learner = field.startswith("learner.") and field.count(".") > 1
         if field not in _IGNORED and (not of_a_learner or field.startswith(options)):
@@ -80,7 +80,7 @@ def deviations(benchmark: str, learner: str, found: dict[str, Any]) -> list[str]
         learner: name of the learner.
         found: settings of a run, as `settings` returns them.
     """
-    expected, phrases = _expected(learner), []
+    expected, phrases = _expected(benchmark, learner), []
     for field, value in expected.items():
         if field == "data.train_per_class":
             phrases += _images(benchmark, found)
@@ -94,12 +94,22 @@ def deviations(benchmark: str, learner: str, found: dict[str, Any]) -> list[str]
     return phrases
 
 
-def _expected(learner: str) -> dict[str, Any]:
-    """The paper's settings by field, those of one learner included."""
+def _expected(benchmark: str, learner: str) -> dict[str, Any]:
+    """The paper's settings by field and what it leaves open by default, one learner's included."""
     known = paper.numbers()["protocol"]
-    stated = known["learners"].get(learner, {})
-    own = {f"learner.{learner}.{name}": value for name, value in stated.items()}
+    own = {
+        f"learner.{name}.{option}": value
+        for name in _options(learner)
+        for option, value in known["learners"].get(name, {}).items()
+    }
+    of_benchmark = known["learners_by_benchmark"].get(benchmark, {})
+    own |= {field: value for field, value in of_benchmark.items() if field in own}
     return {**known["fields"], **known["unstated"], **own}
+
+
+def _options(learner: str) -> tuple[str, ...]:
+    """Learners whose options one reads."""
+    return _READS.get(learner, (learner,))
 
 
 def _words(value: Any) -> str:

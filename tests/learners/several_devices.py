@@ -54,7 +54,9 @@ def run(learner, mesh, asked=None):
             return iter(each)
 
         images = training.TaskImages(partial(given, "augmented"), partial(given, "plain"))
+        name, before = learner.__name__, state
         state = learner.before_task(setup, backbone, state, task, images)
+        learners.check_state(name, "before_task", before, state)
         started = learner.start(setup, backbone, state, task, jax.random.key(task))
         frozen, trained = devices.replicate(mesh, jax.tree.map(jnp.asarray, started))
         optimizer = devices.replicate(mesh, update.initialise(trained))
@@ -62,6 +64,7 @@ def run(learner, mesh, asked=None):
             rate = (update.schedule or (lambda epoch, epochs: 1.0))(1, 4)
             trained, optimizer, _ = update.step(backbone, frozen, trained, optimizer, batch, rate)
         state = learner.after_task(setup, backbone, state, task, frozen, trained, images)
+        learners.check_state(name, "after_task", before, state)
     pretrained = vit.pretrained_kernels(backbone)
     kernels = dict(learner.encoder(setup, backbone, state, 2))
     added = {name: kernels.pop(name) - kernel for name, kernel in pretrained.items()}

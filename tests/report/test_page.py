@@ -185,7 +185,7 @@ def test_the_summary_says_what_was_run():
     assert f"in 2 of 2 configurations: by {low:+.2f} to {high:+.2f} " in summary.sentences[0]
     first = dict(zip(summary.columns, summary.rows[0], strict=True))
     raw = sum(groups[0].values("accuracy", "raw")) / 3
-    assert first["Runs"] == "Cumulative-LoRA, CIFAR-100" and first["Seeds"] == "1, 2, 3"
+    assert first["Runs"] == "Cumulative-LoRA, CIFAR-100" and first["Seed numbers"] == "1, 2, 3"
     assert first["Raw"].startswith(f"{raw:.2f} ± ") and first["Settings"] == "the paper's"
     second = dict(zip(summary.columns, summary.rows[1], strict=True))
     gain = sum(groups[1].gains("full"))

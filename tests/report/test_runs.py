@@ -1,11 +1,13 @@
 """Which folders are usable, which belong together, and what they are called."""
 
+import importlib
 import json
 
 import numpy as np
 import pytest
 
-from fdc_jax.report import runs
+from fdc_jax import configuration
+from fdc_jax.report import paper, protocol, runs
 from tests.report.run_folders import predictions, results, write_run
 
 
@@ -178,15 +180,34 @@ def test_options_of_other_learners_make_no_other_group_and_those_stated_are_comp
 
 
 def test_groups_of_one_title_are_told_apart_by_what_differs(tmp_path):
-    for name, fisher in (("a", "per_sample"), ("b", "batch_mean")):
-        config = {"learner.ewc_lora.fisher": fisher}
-        write_run(tmp_path / name, learner="ewc_lora", config=config)
+    for name, reach in (("a", "near"), ("b", "far")):
+        write_run(tmp_path / name, learner="mine", config={"learner.mine.reach": reach})
     groups = runs.group(loaded(tmp_path).runs)
     assert sorted(group.title for group in groups) == [
-        "learner.ewc_lora.fisher batch_mean",
-        "learner.ewc_lora.fisher per_sample",
+        "learner.mine.reach far",
+        "learner.mine.reach near",
     ]
     assert all(group.follows_protocol for group in groups)
+
+
+@pytest.mark.parametrize("benchmark", [*paper.numbers()["benchmarks"], "digits"])
+def test_every_option_of_a_learner_that_departs_is_labelled(benchmark):
+    config = importlib.import_module(f"configs.{benchmark}").get_config()
+    defaults = {
+        field: value
+        for field, value in configuration.flatten(config).items()
+        if field.startswith("learner.") and field.count(".") > 1
+    }
+    del defaults["learner.ewc_lora.images_at_once"]
+    for field, value in defaults.items():
+        learner = field.split(".")[1]
+        content = results(benchmark=benchmark, learner=learner, config=defaults)
+        found = protocol.settings(content)
+        assert protocol.deviations(benchmark, learner, found) == []
+        content["config"][field] = "other" if isinstance(value, str) else value + 1
+        found = protocol.settings(content)
+        [phrase] = protocol.deviations(benchmark, learner, found)
+        assert phrase.startswith(field.split(".")[-1].replace("_", " "))
 
 
 def test_groups_stand_in_the_order_of_the_paper(tmp_path):
