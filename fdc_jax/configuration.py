@@ -142,7 +142,7 @@ def validate(config: Config) -> None:
             refuse(field, "at least 0")
     for field in _POSITIVE:
         if not 0 < flat[field] < float("inf"):
-            refuse(field, "a positive number")
+            refuse(field, "a positive finite number")
     try:
         Settings(**config.fdc.to_dict()).checked()
     except InputError as error:

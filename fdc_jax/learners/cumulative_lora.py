@@ -6,7 +6,8 @@ stay as they are; all increments act together at inference.
 
 Stated in the paper: Adam, no weight decay, learning rates 5e-4 (increment) and 5e-3 (head), rank
 10, 20 epochs, batch 64. Not stated, chosen here: a constant learning rate (`train.schedule`), A
-uniform in +-1/sqrt(width) and B zero, and a head initialised uniformly in +-1/sqrt(width).
+uniform in +-1/sqrt(width) and B zero, and a head initialised uniformly in +-1/sqrt(width). Both
+presets are the same.
 
 E_0 is the pretrained encoder, E_t has the first t increments merged; the head input is the class
 token after the final norm; score scales come from the head as it was trained, which never changes.

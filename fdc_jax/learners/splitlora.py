@@ -105,7 +105,8 @@ def before_task(setup: training.Setup, backbone, state: State, task: int, images
         raise InputError(
             f"config.learner.splitlora.alpha: expected at least {rank} minor directions in every "
             f"block, as train.rank says; {setup.config.learner.splitlora.alpha:g} leaves "
-            f"{free.min()} of {width} in block {int(free.argmin())} after {task} tasks"
+            f"{free.min()} of {width} in block {int(free.argmin())} after {task} tasks; a larger "
+            f"alpha leaves more"
         )
     return state
 
