@@ -177,9 +177,10 @@ class _Child:
 def _children(program: str, names: list[str]) -> Iterator[list[_Child]]:
     children: list[_Child] = []
     try:
-        for name in names:
-            children.append(_Child(program, name))
-            children[-1].wait()
+        # The last are those that a machine may not be able to run; others need not compile first.
+        for name in reversed(names):
+            children.insert(0, _Child(program, name))
+            children[0].wait()
         yield children
     finally:
         for child in children:

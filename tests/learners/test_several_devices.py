@@ -33,9 +33,9 @@ def run(what):
 def some_are_slow(learner):
     """Marks learners whose passes over devices are those of the others.
 
-    Losses of RSIAT and LoRA-Subtraction pair images, LoDA takes groups of them.
+    RSIAT's loss pairs images, as LoRA-Subtraction's does, and LoDA takes groups of them.
     """
-    fast = learner in ("cumulative_lora", "loda", "lora_subtraction", "rsiat")
+    fast = learner in ("cumulative_lora", "loda", "rsiat")
     return pytest.param(learner, marks=() if fast else pytest.mark.slow)
 
 

@@ -35,7 +35,11 @@ def outcome(tmp_path_factory):
         [sys.executable, "-m", "tests.learners.two_tasks", str(folder)],
         cwd=REPOSITORY,
         env=os.environ
-        | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS[-1], "JAX_DUMP_IR_TO": str(programs)},
+        | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": " ".join(FLAGS[1:]),
+            "JAX_DUMP_IR_TO": str(programs),
+        },
         capture_output=True,
         text=True,
     )
