@@ -265,7 +265,9 @@ def update(setup: training.Setup) -> training.Update:
         directions["increment"] = projected(frozen["projector"], directions["increment"])
         return training.descended(trained, directions, rates, rate), moments, value
 
-    schedule = training.quarter_cosine if native else None
+    # The authors' wave spans a later task's epochs in the first task, too.
+    span = setup.config.train.epochs
+    schedule = (lambda epoch, _: training.quarter_cosine(epoch, span)) if native else None
     return training.Update(initialise, jax.jit(step, donate_argnums=(2, 3)), schedule)
 
 

@@ -90,8 +90,12 @@ def learning_rate_factor(schedule: str, epoch: int, epochs: int) -> float:
 
 
 def quarter_cosine(epoch: int, epochs: int) -> float:
-    """Returns the factor on the rates: a quarter wave that ends just above 0, at cos(0.495 pi)."""
-    return math.cos(0.495 * math.pi * epoch / max(epochs - 1, 1))
+    """Returns the factor on the rates: a quarter wave, one epoch late.
+
+    The authors' scheduler resets its counter after it was made, so that the first two epochs run at
+    the full rate and the wave stops one epoch before cos(0.495 pi).
+    """
+    return math.cos(0.495 * math.pi * max(epoch - 1, 0) / max(epochs - 1, 1))
 
 
 def learning_rates(schedule: str, epochs: int, first: float) -> Float[np.ndarray, " e"]:

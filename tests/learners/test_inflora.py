@@ -166,13 +166,19 @@ def test_threshold_rises_towards_lame_without_reaching_it():
 
 
 def test_schedule_is_a_quarter_wave():
-    found = [training.quarter_cosine(epoch, 20) for epoch in (0, 1, 2, 10, 18, 19)]
-    np.testing.assert_allclose(found, [1, 0.997, 0.987, 0.683, 0.097, 0.0157], atol=6e-4)
+    """Against the factors that the authors' scheduler gave when it was run."""
+    found = [training.quarter_cosine(epoch, 20) for epoch in (0, 1, 2, 18, 19)]
+    np.testing.assert_allclose(found, [1, 1, 0.997, 0.178, 0.097], atol=6e-4)
+    of_five = [training.quarter_cosine(epoch, 5) for epoch in range(5)]
+    np.testing.assert_allclose(of_five, [1, 1, 0.925, 0.713, 0.394], atol=6e-4)
+    assert sum(training.quarter_cosine(epoch, 20) for epoch in range(20)) == pytest.approx(
+        13.70, abs=5e-3
+    )
     assert training.quarter_cosine(0, 1) == 1.0
     assert inflora.update(make_setup()).schedule is training.quarter_cosine
     # Any learner that follows `train` can have it.
-    again = [training.learning_rate_factor("quarter_cosine", epoch, 20) for epoch in (0, 10, 19)]
-    assert again == [found[0], found[3], found[5]]
+    again = [training.learning_rate_factor("quarter_cosine", epoch, 20) for epoch in (0, 2, 19)]
+    assert again == [found[0], found[2], found[4]]
 
 
 @pytest.mark.parametrize(

@@ -453,7 +453,11 @@ def test_native_rates_and_schedule(monkeypatch, benchmark, rate):
     monkeypatch.setattr(lora_subtraction, "loss", linear)
     setup = make_setup(learner__preset="native", benchmark=benchmark)
     update = lora_subtraction.update(setup)
-    assert update.schedule is training.quarter_cosine
+    # The wave spans a later task's epochs, whatever the first task's number is.
+    epochs = setup.config.train.epochs
+    for first in (epochs, 2 * epochs):
+        found = [update.schedule(epoch, first) for epoch in range(first)]
+        assert found == [training.quarter_cosine(epoch, epochs) for epoch in range(first)]
     one = jnp.ones((1, 1, 1))
     trained = {
         "increment": {part: {"A": 5 * one, "B": 5 * one} for part in PARTS},
