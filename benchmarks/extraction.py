@@ -43,13 +43,13 @@ class Batches:
 
 
 def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
-    """Returns the extraction of `features.Extractor`."""
+    """Returns the extraction of `extraction.Extractor`."""
     import jax
     import jax.numpy as jnp
 
     from benchmarks import flops, synthetic
     from fdc_jax import devices
-    from fdc_jax.features import Extractor
+    from fdc_jax.extraction import Extractor
     from fdc_jax.model import vit
 
     size, count = options.image_size, options.batch_size

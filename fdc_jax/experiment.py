@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float
 from fdc_jax import calibration, devices, feature_files, learners, lockstep, processes, results
 from fdc_jax.checkpoint import Checkpoints
 from fdc_jax.errors import InputError, TrainingError
-from fdc_jax.features import Extraction
+from fdc_jax.extraction import Extraction
 from fdc_jax.files import read_json, write_json
 from fdc_jax.interruption import StopRequest
 from fdc_jax.learners import training

@@ -11,7 +11,7 @@ from fdc_jax import configuration, devices, learners, processes
 from fdc_jax.configuration import Config
 from fdc_jax.data import benchmarks, stream, task_stream, tfds_source
 from fdc_jax.data.source import ByteCache
-from fdc_jax.features import Extractor, FeatureCache
+from fdc_jax.extraction import Extractor, FeatureCache
 from fdc_jax.files import check_writable_folder
 from fdc_jax.learners import training
 from fdc_jax.model import vit, weights

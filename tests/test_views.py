@@ -7,7 +7,7 @@ import pytest
 from fdc_jax import command, preparation
 from fdc_jax.calibration import FDC
 from fdc_jax.errors import InputError
-from fdc_jax.features import FeatureStream
+from fdc_jax.extraction import FeatureStream
 from fdc_jax.heads import LinearHead
 from fdc_jax.model import vit
 from fdc_jax.views import Views

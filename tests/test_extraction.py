@@ -8,7 +8,7 @@ from fdc_jax import devices
 from fdc_jax.data import digits
 from fdc_jax.data.stream import EvaluationBatches
 from fdc_jax.errors import Interrupted
-from fdc_jax.features import Extraction, Extractor, FeatureCache, FeatureStream
+from fdc_jax.extraction import Extraction, Extractor, FeatureCache, FeatureStream
 from fdc_jax.interruption import StopRequest
 from fdc_jax.model import portions, vit
 
@@ -168,7 +168,7 @@ def test_a_damaged_cache_file_is_computed_again(tmp_path, damage):
 
 
 def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
-    from fdc_jax import features
+    from fdc_jax import extraction
     from fdc_jax.errors import InputError
 
     cache = FeatureCache(tmp_path, {"weights": "a"})
@@ -176,7 +176,7 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
     def refuse(path, arrays):
         raise InputError("cannot write")
 
-    monkeypatch.setattr(features.array_files, "write_npz", refuse)
+    monkeypatch.setattr(extraction.array_files, "write_npz", refuse)
     calls = []
     for value in (1.0, 2.0):
         cache.get("train", np.arange(3), counted(value, calls))
