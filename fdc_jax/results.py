@@ -35,8 +35,8 @@ def measure(
         tasks: true tasks.
 
     Returns:
-        `accuracy`, `routing_accuracy`, `components` and the four shares of raw and FDC, all by the
-        paper's affinity; an entry of `BEYOND` where the calibrator has another; and the columns of
+        `accuracy`, `routing_accuracy`, `components`, the four shares of raw and FDC, and
+        `task_accuracy`, all by the paper's affinity; an entry of `BEYOND` where the calibrator has another; and the columns of
         `predictions.npz`.
     """
     scores = fuse_all(terms)
@@ -57,6 +57,10 @@ def measure(
             name: evaluation.accuracy(labels, each.label) for name, each in scores.items()
         },
         "decomposition": {name: d._asdict() for name, d in decompositions.items()},
+        "task_accuracy": {
+            name: _by_task(tasks, labels, predicted)
+            for name, predicted in (("raw", raw.label), ("fdc", fdc.label), ("oracle", oracle))
+        },
     }
     predictions = dict(
         label=labels,
@@ -85,6 +89,14 @@ def measure(
     return accuracies, {name: column.astype(np.int32) for name, column in predictions.items()}
 
 
+def _by_task(
+    tasks: Int[np.ndarray, " n"], labels: Int[np.ndarray, " n"], predicted: Int[np.ndarray, " n"]
+) -> list[float | None]:
+    """Returns the accuracy on each task so far, None for one without test images."""
+    found = evaluation.task_accuracies(tasks, labels, predicted, int(tasks.max()) + 1)
+    return [None if np.isnan(value) else float(value) for value in found]
+
+
 def describe(record: dict[str, Any], num_tasks: int) -> str:
     """Returns one line about the accuracies after a task."""
     accuracy, routing = record["accuracy"], record["routing_accuracy"]
@@ -101,7 +113,7 @@ def collect(
     """Returns the content of `results.json` from the records of all tasks."""
     e, config = experiment, experiment.config
     last = records[-1]
-    points = ("task", "accuracy", "routing_accuracy", "components", *BEYOND)
+    points = ("task", "accuracy", "routing_accuracy", "components", "task_accuracy", *BEYOND)
     curve = [{name: record[name] for name in points if name in record} for record in records]
     complete = len(records) == e.setup.num_tasks
     return {

@@ -52,3 +52,17 @@ def test_another_affinity_stands_beside_the_papers(variant, entry):
     np.testing.assert_array_equal(more[f"{entry}_label"], terms.fuse().label)
     assert (more[f"{entry}_label"] != more["fdc_label"]).any()
     assert found[entry]["accuracy"] == evaluation.accuracy(labels, terms.fuse().label)
+
+
+def test_each_task_so_far_has_an_accuracy():
+    stream = streams.stream(0, 3)
+    inputs = streams.probe_inputs(stream)
+    labels = np.arange(len(inputs[0])) % 9
+    tasks = np.where(labels < 3, 0, 2)  # no image of the task between
+    found, columns = results.measure(streams.fitted(stream).terms(*inputs), labels, tasks)
+    for name in ("raw", "fdc", "oracle"):
+        right = columns[f"{name}_label"] == labels
+        first, none, last = found["task_accuracy"][name]
+        assert none is None
+        assert first == pytest.approx(100 * right[tasks == 0].mean())
+        assert last == pytest.approx(100 * right[tasks == 2].mean())
