@@ -57,8 +57,8 @@ def test_another_affinity_stands_beside_the_papers(variant, entry):
 def test_each_task_so_far_has_an_accuracy():
     stream = streams.stream(0, 3)
     inputs = streams.probe_inputs(stream)
-    labels = np.arange(len(inputs[0])) % 9
-    tasks = np.where(labels < 3, 0, 2)  # no image of the task between
+    labels = np.where(np.arange(len(inputs[0])) % 2, 1, 8)
+    tasks = np.where(labels == 1, 0, 2)  # no image of the task between
     found, columns = results.measure(streams.fitted(stream).terms(*inputs), labels, tasks)
     for name in ("raw", "fdc", "oracle"):
         right = columns[f"{name}_label"] == labels
