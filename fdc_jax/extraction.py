@@ -20,7 +20,7 @@ from fdc_jax import array_files, devices, processes
 from fdc_jax.data.stream import Batch, EvaluationBatches
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
-from fdc_jax.model import portions
+from fdc_jax.model import vit
 from fdc_jax.model.vit import VisionTransformer
 
 # Batches whose features may be on the device before the oldest is fetched.
@@ -170,7 +170,7 @@ def _in_portions(encode: Callable[..., Any], patch: int) -> Callable[..., Any]:
 
     def encode_all(backbone, images, kernels):
         count, side = images.shape[:2]
-        size = portions.images_together(count, side, patch)
+        size = vit.images_together(count, side, patch)
         if size == count:
             return encode(backbone, images, kernels)
         cut = images.reshape(-1, size, *images.shape[1:])

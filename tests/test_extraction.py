@@ -10,7 +10,7 @@ from fdc_jax.data.stream import EvaluationBatches
 from fdc_jax.errors import Interrupted
 from fdc_jax.extraction import Extraction, Extractor, FeatureCache, FeatureStream
 from fdc_jax.interruption import StopRequest
-from fdc_jax.model import portions, vit
+from fdc_jax.model import vit
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def test_the_kernels_choose_the_encoder_without_another_compilation(model, backb
 def test_a_batch_in_portions_gives_the_same_features(model, backbone, monkeypatch):
     kernels = vit.pretrained_kernels(backbone)
     whole = extractor(model)(backbone, kernels, batches(11)).features
-    monkeypatch.setattr(portions, "_TOKENS", 2 * 17)
+    monkeypatch.setattr(vit, "PORTION_TOKENS", 2 * 17)
     calls = []
     function = jax.lax.map
     monkeypatch.setattr(jax.lax, "map", lambda *a: calls.append(a[1].shape) or function(*a))
@@ -70,7 +70,7 @@ def test_a_batch_in_portions_gives_the_same_features(model, backbone, monkeypatc
 
 @pytest.mark.parametrize(("count", "tokens"), [(0, 1000), (11, 1000), (11, 2 * 17)])
 def test_both_views_in_one_pass(model, backbone, monkeypatch, count, tokens):
-    monkeypatch.setattr(portions, "_TOKENS", tokens)
+    monkeypatch.setattr(vit, "PORTION_TOKENS", tokens)
     extract = extractor(model)
     kernels = jax.tree.map(lambda kernel: kernel * 1.5, vit.pretrained_kernels(backbone))
     views = (kernels, vit.pretrained_kernels(backbone))

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from fdc_jax.configuration import Config
 from fdc_jax.data.stream import Batch
 from fdc_jax.heads import LinearHead
-from fdc_jax.model import portions
+from fdc_jax.model import vit
 from fdc_jax.model.vit import VARIANTS, Variant, VisionTransformer
 
 
@@ -240,7 +240,7 @@ def gradient_update(
         count, side = batch.images.shape[:2]
         size = count
         if mean_over_images:
-            size = portions.images_together(count, side, setup.variant.patch)
+            size = vit.images_together(count, side, setup.variant.patch)
         if size < count:
             value, gradients = mean_over_portions(value_and_gradients, batch, size)
         else:

@@ -49,6 +49,22 @@ _DAMAGED = (
 
 _POSITIONS = "Transformer/posembed_input/pos_embedding"
 
+# timm's names of layers and AugReg's.
+_BLOCK, _ATTENTION = r"Transformer/encoderblock_\1", "MultiHeadDotProductAttention_1"
+_TIMM_NAMES = (
+    ("cls_token", "cls"),
+    ("pos_embed", _POSITIONS),
+    (r"patch_embed\.proj", "embedding"),
+    (r"blocks\.(\d+)\.norm1", f"{_BLOCK}/LayerNorm_0"),
+    (r"blocks\.(\d+)\.attn\.qkv", f"{_BLOCK}/{_ATTENTION}/qkv"),
+    (r"blocks\.(\d+)\.attn\.proj", f"{_BLOCK}/{_ATTENTION}/out"),
+    (r"blocks\.(\d+)\.norm2", f"{_BLOCK}/LayerNorm_2"),
+    (r"blocks\.(\d+)\.mlp\.fc1", f"{_BLOCK}/MlpBlock_3/Dense_0"),
+    (r"blocks\.(\d+)\.mlp\.fc2", f"{_BLOCK}/MlpBlock_3/Dense_1"),
+    ("norm", "Transformer/encoder_norm"),
+    ("head", "head"),
+)
+
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
@@ -204,16 +220,29 @@ def _first(names: list[str]) -> str:
 def _read(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise InputError(f"encoder.weights: no file {path}")
+    if path.suffix not in (".npz", ".safetensors"):
+        raise InputError(f"{path}: expected a .npz or .safetensors file, found {path.suffix!r}")
     try:
-        if path.suffix == ".npz":
-            # Opened here, since numpy leaves a damaged archive open.
-            with open(path, "rb") as stream, np.load(stream, allow_pickle=False) as file:
+        with open(path, "rb") as stream:
+            start = stream.read(16)
+            # Of another type; numpy would say to trust it and to load it unsafely. A safetensors
+            # file begins with eight bytes for a length that no more than seven can need.
+            whole = start.startswith(b"PK") if path.suffix == ".npz" else b"\0" in start[:8]
+            if start and not whole:
+                raise InputError(
+                    f"{path}: no weights file: expected a {path.suffix} archive, found a file that "
+                    f"begins with {start!r}; is it a web page, saved in place of the weights?"
+                )
+            if path.suffix == ".safetensors":
+                return load_file(path)
+            # From the open file, since numpy leaves a damaged archive open.
+            stream.seek(0)
+            with np.load(stream, allow_pickle=False) as file:
                 return {name.removeprefix("opt/target/"): file[name] for name in file.files}
-        if path.suffix == ".safetensors":
-            return load_file(path)
+    except InputError:
+        raise
     except _DAMAGED as error:
         raise InputError(f"{path}: unreadable weights ({error})") from error
-    raise InputError(f"{path}: expected a .npz or .safetensors file, found {path.suffix!r}")
 
 
 def resize_positions(embedding: np.ndarray, length: int, path: Path) -> np.ndarray:
@@ -244,55 +273,32 @@ def _from_timm(
     """Renames and reshapes the arrays of a timm Vision Transformer to AugReg's keys."""
     split = (variant.heads, variant.width // variant.heads)
     renamed: dict[str, np.ndarray] = {}
-
-    def dense(prefix: str, array: np.ndarray, kind: str) -> None:
-        renamed[f"{prefix}/{'kernel' if kind == 'weight' else 'bias'}"] = array.T
-
-    def norm(prefix: str, array: np.ndarray, kind: str) -> None:
-        renamed[f"{prefix}/{'scale' if kind == 'weight' else 'bias'}"] = array
-
     for name, array in arrays.items():
-        block = re.fullmatch(r"blocks\.(\d+)\.(norm1|norm2|attn|mlp)\.(.+)", name)
-        kind = name.rsplit(".", 1)[-1]
+        stem, _, kind = name.rpartition(".")
+        known = [(re.fullmatch(old, stem or name), new) for old, new in _TIMM_NAMES]
+        target = next((match.expand(new) for match, new in known if match), None)
         try:
-            if name == "cls_token":
-                renamed["cls"] = array
-            elif name == "pos_embed":
-                renamed[_POSITIONS] = array
-            elif name == "patch_embed.proj.weight":
-                renamed["embedding/kernel"] = array.transpose(2, 3, 1, 0)
-            elif name == "patch_embed.proj.bias":
-                renamed["embedding/bias"] = array
-            elif name in ("norm.weight", "norm.bias"):
-                norm("Transformer/encoder_norm", array, kind)
-            elif name in ("head.weight", "head.bias"):
-                dense("head", array, kind)
-            elif block is None:
+            if target is None or (stem and kind not in ("weight", "bias")):
                 renamed[name] = array
+            elif not stem:
+                renamed[target] = array
+            elif target.endswith("qkv"):
+                for part, rows in zip(("query", "key", "value"), np.split(array, 3), strict=True):
+                    prefix = target.removesuffix("qkv") + part
+                    if kind == "bias":
+                        renamed[f"{prefix}/bias"] = rows.reshape(split)
+                    else:
+                        renamed[f"{prefix}/kernel"] = rows.T.reshape(-1, *split)
+            elif kind == "bias":
+                renamed[f"{target}/bias"] = array
+            elif "norm" in target.lower():
+                renamed[f"{target}/scale"] = array
+            elif target == "embedding":
+                renamed["embedding/kernel"] = array.transpose(2, 3, 1, 0)
+            elif target.endswith("out"):
+                renamed[f"{target}/kernel"] = array.T.reshape(*split, -1)
             else:
-                number, part, rest = block.groups()
-                prefix = f"Transformer/encoderblock_{number}"
-                attention = f"{prefix}/MultiHeadDotProductAttention_1"
-                if part in ("norm1", "norm2"):
-                    norm(f"{prefix}/LayerNorm_{0 if part == 'norm1' else 2}", array, kind)
-                elif part == "mlp" and rest.split(".")[0] in ("fc1", "fc2"):
-                    dense(f"{prefix}/MlpBlock_3/Dense_{int(rest[2]) - 1}", array, kind)
-                elif rest == "qkv.weight":
-                    for part_name, rows in zip(
-                        ("query", "key", "value"), np.split(array, 3), strict=True
-                    ):
-                        renamed[f"{attention}/{part_name}/kernel"] = rows.T.reshape(-1, *split)
-                elif rest == "qkv.bias":
-                    for part_name, rows in zip(
-                        ("query", "key", "value"), np.split(array, 3), strict=True
-                    ):
-                        renamed[f"{attention}/{part_name}/bias"] = rows.reshape(split)
-                elif rest == "proj.weight":
-                    renamed[f"{attention}/out/kernel"] = array.T.reshape(*split, -1)
-                elif rest == "proj.bias":
-                    renamed[f"{attention}/out/bias"] = array
-                else:
-                    renamed[name] = array
+                renamed[f"{target}/kernel"] = array.T
         except ValueError as error:
             raise InputError(f"{path}: {name} has the unexpected shape {array.shape}") from error
     return renamed

@@ -10,7 +10,7 @@ from fdc_jax import learners
 from fdc_jax.data.stream import Batch
 from fdc_jax.errors import InputError
 from fdc_jax.learners import cumulative_lora, training
-from fdc_jax.model import portions, vit
+from fdc_jax.model import vit
 
 
 def make_setup(classes_per_task=(2, 2, 2)):
@@ -209,7 +209,7 @@ def test_a_batch_in_portions_makes_the_same_step(backbone, update, monkeypatch):
     batch = batch._replace(weights=(np.arange(16) < 10).astype(np.float32))
     found = {}
     for name, tokens in (("whole", 16 * 17), ("portions", 4 * 17)):
-        monkeypatch.setattr(portions, "_TOKENS", tokens)
+        monkeypatch.setattr(vit, "PORTION_TOKENS", tokens)
         setup = make_setup()
         sizes = []
         function = training.mean_over_portions

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fdc_jax.learners import ewc_lora, inflora, sd_lora, splitlora, training
-from fdc_jax.model import portions
+from fdc_jax.model import vit
 from tests.learners import small_stream
 
 LEARNERS = {each.__name__.split(".")[-1]: each for each in (ewc_lora, inflora, sd_lora, splitlora)}
@@ -38,7 +38,7 @@ def test_a_batch_in_portions_makes_the_same_step(backbone, monkeypatch, name):
     tokens = (small_stream.SIDE // small_stream.TINY.patch) ** 2 + 1
     found = {}
     for kind, together in (("whole", 12), ("portions", 4)):
-        monkeypatch.setattr(portions, "_TOKENS", together * tokens)
+        monkeypatch.setattr(vit, "PORTION_TOKENS", together * tokens)
         update = learner.update(setup)
         start = jax.tree.map(jax.numpy.array, trained)
         found[kind] = update.step(backbone, frozen, start, update.initialise(start), batch, 1.0)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdc_jax.model import low_rank
+from fdc_jax.model import vit
 
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -18,7 +18,7 @@ def operands():
 
 
 def product(x, kernel, a, b):
-    return low_rank.product(x, kernel, a, b, HIGHEST)
+    return vit.product_with_update(x, kernel, a, b, HIGHEST)
 
 
 def test_values_and_gradients_are_those_of_the_sum(operands):

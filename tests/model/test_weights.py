@@ -237,6 +237,16 @@ def test_truncated_files_are_refused(tmp_path, suffix, keep):
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+@pytest.mark.parametrize("content", [b"<!DOCTYPE html>\n<html><head>", b"\x93NUMPY\x01no archive"])
+def test_a_file_of_another_type_is_no_weights_file(tmp_path, suffix, content):
+    path = tmp_path / f"page{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"no weights file: expected .*web page") as caught:
+        weights.load(path, "tiny", SIDE)
+    assert str(path) in str(caught.value) and "unsafe" not in str(caught.value)
+
+
 @pytest.mark.parametrize("compress", [np.savez, np.savez_compressed])
 def test_damaged_npz_is_refused(tmp_path, compress):
     path = tmp_path / "damaged.npz"
