@@ -31,7 +31,7 @@ class Batches:
     def __init__(self, images, count: int):
         import numpy as np
 
-        from fdc_jax.data.stream import Batch
+        from fdc_jax.data.batches import Batch
 
         size = len(images)
         batch = Batch(images, np.zeros(size, np.int32), np.ones(size, np.float32))

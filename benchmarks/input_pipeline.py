@@ -10,7 +10,6 @@ which other programs change little. Medians after a warm-up, which fills the cac
 
     training             read, decode, crop, resize, mirror
     training_kept        the same from decoded images in memory (data.cache_gib)
-    training_on_device   the same in a compiled call, for small images (data.augment_on_device)
     evaluation           read, decode, resize, crop
     evaluation_kept      the same from decoded images in memory
 """
@@ -24,7 +23,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from PIL import Image
 
@@ -33,14 +31,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import check_numbers, run, write_report
 from fdc_jax import devices
-from fdc_jax.data import device_augmentation, stream, tfds_source
-from fdc_jax.data.source import ByteCache, Source
+from fdc_jax.data import batches, dataset
+from fdc_jax.data.batches import ByteCache
+from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError
 
 JPEG_SIZE = (500, 375)
 
 
-def photographs(folder: Path, number: int) -> Source:
+def photographs(folder: Path, number: int) -> Dataset:
     """Writes JPEG files of smooth colours and some noise, about 80 kB each."""
     rng = np.random.default_rng(0)
     paths = []
@@ -52,7 +51,7 @@ def photographs(folder: Path, number: int) -> Source:
         Image.fromarray(np.clip(smooth + noise, 0, 255).astype(np.uint8)).save(
             paths[-1], quality=90
         )
-    return Source(
+    return Dataset(
         name="jpeg",
         split="train",
         partition="other",
@@ -65,35 +64,27 @@ def photographs(folder: Path, number: int) -> Source:
 
 
 def contenders(
-    source: Source, number: int, workers: int, options: argparse.Namespace
+    source: Dataset, number: int, workers: int, options: argparse.Namespace
 ) -> dict[str, Callable[[], Iterable[Any]]]:
     """Returns, by name, functions that start a walk over the images."""
     indices, size = np.arange(number), options.image_size
     decoded = ByteCache(1 << 40)
 
-    def training(kind: Any, kept: ByteCache | None) -> stream.TrainBatches:
+    def training(kept: ByteCache | None) -> batches.TrainBatches:
         batch_size = min(options.batch_size, number)
         arguments = (source, indices, None, batch_size, 0, 0)
-        return kind(*arguments, image_size=size, workers=workers, decoded=kept)
+        return batches.TrainBatches(*arguments, image_size=size, workers=workers, decoded=kept)
 
-    def evaluation(kept: ByteCache | None) -> stream.EvaluationBatches:
+    def evaluation(kept: ByteCache | None) -> batches.EvaluationBatches:
         arguments = (source, indices, None, options.batch_size)
-        return stream.EvaluationBatches(*arguments, image_size=size, workers=workers, decoded=kept)
-
-    def on_device() -> Iterable[Any]:
-        batches = training(device_augmentation.SmallTrainBatches, decoded)
-        augment = device_augmentation.augmentation(batches.image_size, size)
-        return (jax.block_until_ready(augment(batch)) for batch in batches)
+        return batches.EvaluationBatches(*arguments, image_size=size, workers=workers, decoded=kept)
 
     found = {
-        "training": lambda: training(stream.TrainBatches, None),
-        "training_kept": lambda: training(stream.TrainBatches, decoded),
-        "training_on_device": on_device,
+        "training": lambda: training(None),
+        "training_kept": lambda: training(decoded),
         "evaluation": lambda: evaluation(None),
         "evaluation_kept": lambda: evaluation(decoded),
     }
-    if source.name == "jpeg":
-        del found["training_on_device"]
     return found
 
 
@@ -105,7 +96,7 @@ def walk(start: Callable[[], Iterable[Any]]) -> tuple[float, float]:
     return time.perf_counter() - clock, time.process_time() - processor
 
 
-def measure(source: Source, workers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def measure(source: Dataset, workers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns one record per contender."""
     number = min(options.images, len(source))
     starts = contenders(source, number, workers, options)
@@ -146,7 +137,7 @@ def main() -> None:
     """Measures all data with all numbers of threads and writes the records as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
     parser.add_argument("--data", default="cifar100,jpeg", help="of cifar100, jpeg, digits, ...")
-    parser.add_argument("--data_dir", default=tfds_source.default_data_dir())
+    parser.add_argument("--data_dir", default="", help="as config.data.dir")
     parser.add_argument("--workers", default="1,2", help="numbers of threads")
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--image_size", type=int, default=224)
@@ -167,13 +158,12 @@ def main() -> None:
             if name == "jpeg":
                 source = photographs(Path(folder), options.images)
             else:
-                data_dir = Path(options.data_dir).expanduser()
-                source = tfds_source.open_source(name, "train", data_dir)
+                source = dataset.open_dataset(name, "train", options.data_dir)
             for number in workers:
                 for record in measure(source, number, options):
                     print(line(record), flush=True)
                     records.append(record)
-    found = {"device": devices.describe(), "cores": stream.default_workers(), "records": records}
+    found = {"device": devices.describe(), "cores": batches.default_workers(), "records": records}
     write_report("benchmarks.input_pipeline", options, found)
 
 

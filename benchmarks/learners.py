@@ -28,7 +28,7 @@ import tqdm
 from benchmarks.measure import check_numbers, run, write_report
 from configs import base
 from fdc_jax import devices, host_memory, learners
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.learners import training
 from fdc_jax.model import vit
 

@@ -28,7 +28,7 @@ from benchmarks.calibration_scale import Features, Point, peak_bytes
 from benchmarks.measure import check_numbers, in_a_process, run, write_report
 from configs import base
 from fdc_jax import calibration, devices, learners
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError
 from fdc_jax.learners import training
 from fdc_jax.model import vit

@@ -48,7 +48,7 @@ def prepared(options: argparse.Namespace) -> Prepared:
     from benchmarks import synthetic
     from configs import base
     from fdc_jax import devices
-    from fdc_jax.data.stream import Batch
+    from fdc_jax.data.batches import Batch
     from fdc_jax.learners import cumulative_lora, training
 
     size, count = options.image_size, options.batch_size

@@ -22,7 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.encoder.attention = "xla"  # or cudnn: one fused kernel, on NVIDIA GPUs in fast precision
 
     config.data = ml_collections.ConfigDict()
-    config.data.dir = ""  # TFDS folder; empty: TFDS's own default
+    config.data.dir = ""  # prepared data; empty: $TFDS_DATA_DIR or ~/tensorflow_datasets
     config.data.input_range = "pilot01"  # pilot01: pixels in [0, 1]; augreg: in [-1, 1]
     config.data.train_per_class = 0  # images of each class, 0: all
     config.data.test_per_class = 0  # likewise
@@ -30,7 +30,6 @@ def get_config() -> ml_collections.ConfigDict:
     config.data.flip = True  # mirror half of the training images
     config.data.workers = 0  # decoding threads, 0: one per core
     config.data.cache_gib = 4.0  # memory for decoded images: the task's for training, and for test
-    config.data.augment_on_device = False  # small square images alone (CIFAR-100, digits)
 
     config.learner = ml_collections.ConfigDict()
     config.learner.name = "cumulative_lora"

@@ -19,7 +19,6 @@ WITHOUT_EFFECT = frozenset(
         "encoder.attention",
         "data.workers",
         "data.cache_gib",
-        "data.augment_on_device",
         "checkpoint.every_steps",
         "checkpoint.keep",
         "report",

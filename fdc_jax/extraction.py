@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from fdc_jax import array_files, devices, processes
-from fdc_jax.data.stream import Batch, EvaluationBatches
+from fdc_jax.data.batches import Batch, EvaluationBatches
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
 from fdc_jax.model import vit

@@ -9,8 +9,7 @@ import jax
 
 from fdc_jax import configuration, devices, learners, processes
 from fdc_jax.configuration import Config
-from fdc_jax.data import benchmarks, stream, task_stream, tfds_source
-from fdc_jax.data.source import ByteCache
+from fdc_jax.data import batches, benchmarks, dataset, task_stream
 from fdc_jax.extraction import Extractor, FeatureCache
 from fdc_jax.files import check_writable_folder
 from fdc_jax.learners import training
@@ -30,7 +29,7 @@ class Experiment:
     pretrained: weights.Weights
     tasks: task_stream.TaskStream
     extract: Extractor
-    test_images: ByteCache
+    test_images: batches.ByteCache
     pretrained_features: FeatureCache
 
     @property
@@ -65,9 +64,9 @@ class Experiment:
 
     def evaluation_batches(
         self, source, indices, cache=None, labels=None, decoded=None
-    ) -> stream.EvaluationBatches:
+    ) -> batches.EvaluationBatches:
         """Images in evaluation preprocessing, with the labels of the source unless others come."""
-        return stream.EvaluationBatches(
+        return batches.EvaluationBatches(
             source,
             indices,
             labels,
@@ -102,11 +101,11 @@ def prepare(config: Config, quiet: bool = False) -> Experiment:
     if config.cache_dir:
         check_writable_folder("config.cache_dir", cache_folder)
     devices.use_compilation_cache(cache_folder / "compiled")
-    data_dir = Path(config.data.dir or tfds_source.default_data_dir()).expanduser()
+    data_dir = dataset.data_folder(config.data.dir)
     tasks = task_stream.build(
         benchmark,
-        tfds_source.open_source(config.benchmark, "train", data_dir),
-        tfds_source.open_source(config.benchmark, "test", data_dir),
+        dataset.open_dataset(config.benchmark, "train", data_dir),
+        dataset.open_dataset(config.benchmark, "test", data_dir),
         config.class_order_seed,
         config.classes_per_task,
         config.data.train_per_class,
@@ -147,6 +146,6 @@ def prepare(config: Config, quiet: bool = False) -> Experiment:
         pretrained=pretrained,
         tasks=tasks,
         extract=Extractor(model, mesh),
-        test_images=ByteCache(int(config.data.cache_gib * 2**30)),
+        test_images=batches.ByteCache(int(config.data.cache_gib * 2**30)),
         pretrained_features=FeatureCache(cache_folder / "features", features_depend_on),
     )

@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from fdc_jax import devices
-from fdc_jax.data import device_augmentation, stream
-from fdc_jax.data.source import ByteCache
+from fdc_jax.data.batches import ByteCache, EvaluationBatches, TrainBatches
 from fdc_jax.learners import training
 from fdc_jax.preparation import Experiment
 
@@ -25,18 +24,15 @@ class TrainingImages:
     ):
         self._experiment, self._seed, self._decoded, self._poll = experiment, seed, decoded, poll
 
-    def batches(self, task: int, **options: Any) -> stream.TrainBatches:
+    def batches(self, task: int, **options: Any) -> TrainBatches:
         """Returns augmented batches of a task, from 0, before they are placed.
 
         Args:
             task: from 0.
-            options: `epochs` and `start_step` of `stream.TrainBatches`.
+            options: `epochs` and `start_step` of `TrainBatches`.
         """
         e, config = self._experiment, self._experiment.config
-        kind = stream.TrainBatches
-        if config.data.augment_on_device:
-            kind = device_augmentation.SmallTrainBatches
-        return kind(
+        return TrainBatches(
             e.tasks.train,
             e.tasks.train_indices[task],
             self._labels(task),
@@ -56,7 +52,7 @@ class TrainingImages:
         """Returns what a learner may look at before and after the steps of a task."""
         e = self._experiment
 
-        def plain() -> stream.EvaluationBatches:
+        def plain() -> EvaluationBatches:
             return e.evaluation_batches(
                 e.tasks.train,
                 e.tasks.train_indices[task],
@@ -70,13 +66,8 @@ class TrainingImages:
         )
 
     def place(self, batch: Any) -> Any:
-        """Puts a batch on the devices; small images are augmented there."""
-        e = self._experiment
-        placed = devices.split(e.mesh, batch)
-        if not isinstance(batch, device_augmentation.SmallBatch):
-            return placed
-        side, size = batch.images.shape[1], e.config.encoder.image_size
-        return device_augmentation.augmentation(side, size)(placed)
+        """Puts a batch on the devices."""
+        return devices.split(self._experiment.mesh, batch)
 
     def _placed(self, batches: Iterable[Any]) -> Iterator[Any]:
         for batch in batches:

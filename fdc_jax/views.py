@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from fdc_jax.data.source import ByteCache
+from fdc_jax.data.batches import ByteCache
 from fdc_jax.extraction import Extraction, FeatureStream
 from fdc_jax.model import vit
 from fdc_jax.preparation import Experiment

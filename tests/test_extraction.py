@@ -6,7 +6,7 @@ import pytest
 
 from fdc_jax import devices
 from fdc_jax.data import digits
-from fdc_jax.data.stream import EvaluationBatches
+from fdc_jax.data.batches import EvaluationBatches
 from fdc_jax.errors import Interrupted
 from fdc_jax.extraction import Extraction, Extractor, FeatureCache, FeatureStream
 from fdc_jax.interruption import StopRequest

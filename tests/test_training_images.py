@@ -1,11 +1,11 @@
-"""Training images: where they are decoded and augmented costs time and memory only; epochs."""
+"""Training images: whether they are kept costs time and memory only; epochs."""
 
 import json
 
 import pytest
 
 from fdc_jax import command
-from fdc_jax.data.source import ByteCache
+from fdc_jax.data.batches import ByteCache
 from tests import interruptions, small_runs
 
 OPTIONS = ("--config.train.epochs=2", "--config.classes_per_task=5", "--quiet")
@@ -13,19 +13,17 @@ OPTIONS = ("--config.train.epochs=2", "--config.classes_per_task=5", "--quiet")
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, cache):
-    """One small run with the images of a task in memory, augmented on the host."""
+    """One small run with the images of a task in memory."""
     folder = tmp_path_factory.mktemp("runs") / "whole"
     interruptions.finish(interruptions.start(folder, *OPTIONS, cache=cache))
     return folder
 
 
-def test_nothing_kept_and_augmentation_on_the_device_end_the_same(whole, cache, tmp_path):
+def test_nothing_kept_ends_the_same(whole, cache, tmp_path):
     other = tmp_path / "other"
-    options = ("--config.data.cache_gib=0.0", "--config.data.augment_on_device=True")
+    options = ("--config.data.cache_gib=0.0",)
     interruptions.finish(interruptions.start(other, *OPTIONS, *options, cache=cache))
     interruptions.same_outcome(whole, other)
-    config = json.loads((other / "results.json").read_text())["config"]
-    assert config["data.augment_on_device"] is True
 
 
 def test_the_images_of_a_task_are_forgotten_when_it_ends(cache, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""The benchmarks as a table, and the check that a data set is the one the table describes."""
+"""The benchmarks as a table, their class order, and the check that data are what the table says."""
 
 from __future__ import annotations
 
@@ -7,17 +7,10 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int
 
-from fdc_jax.data import stream
 from fdc_jax.errors import InputError
 
 # The class order under which per-task counts are listed, and PILOT's default.
 REFERENCE_CLASS_ORDER_SEED = 1993
-
-_PILOT_ARCHIVE = (
-    "the {title} archive behind the Google Drive link in the README of the PILOT toolbox (GitHub: "
-    "LAMDA-CL/LAMDA-PILOT, section Datasets), or its contents: train/CLASS/IMAGE and "
-    "test/CLASS/IMAGE"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,61 +51,48 @@ class Benchmark:
         return -(-self.num_classes // self.classes_per_task)
 
 
+def _pilot(
+    name: str, title: str, classes: tuple[int, int], train: int, md5: str, counts: tuple[int, ...]
+) -> Benchmark:
+    """A benchmark in PILOT's own division; `classes`: how many, and how many to a task."""
+    return Benchmark(
+        name=name,
+        title=title,
+        num_classes=classes[0],
+        classes_per_task=classes[1],
+        num_train=train,
+        num_test=sum(counts),
+        task_test_counts=counts,
+        partition="pilot",
+        tfds_name=f"pilot_{name}",
+        tfds_version="1.0.0",
+        obtain=f"the {title} archive behind the Google Drive link in the README of the PILOT "
+        "toolbox (GitHub: LAMDA-CL/LAMDA-PILOT, section Datasets), or its contents: "
+        "train/CLASS/IMAGE and test/CLASS/IMAGE",
+        checksums={"md5": md5},
+    )
+
+
+# The MD5 of the archives are those that the authors of RevisitingCIL, who made them, published.
 _PILOT = [
-    Benchmark(
-        name="imagenet_a",
-        title="ImageNet-A",
-        num_classes=200,
-        classes_per_task=20,
-        num_train=5981,
-        num_test=1519,
-        task_test_counts=(175, 185, 116, 222, 143, 134, 146, 127, 147, 124),
-        partition="pilot",
-        tfds_name="pilot_imagenet_a",
-        tfds_version="1.0.0",
-        obtain=_PILOT_ARCHIVE.format(title="ImageNet-A"),
+    _pilot(
+        *("imagenet_a", "ImageNet-A", (200, 20), 5981, "7f4aaf0b1532b7a0bd670822c152d3c5"),
+        counts=(175, 185, 116, 222, 143, 134, 146, 127, 147, 124),
     ),
-    Benchmark(
-        name="imagenet_r",
-        title="ImageNet-R",
-        num_classes=200,
-        classes_per_task=20,
-        num_train=24000,
-        num_test=6000,
-        task_test_counts=(689, 632, 606, 571, 487, 660, 569, 729, 478, 579),
-        partition="pilot",
-        tfds_name="pilot_imagenet_r",
-        tfds_version="1.0.0",
-        obtain=_PILOT_ARCHIVE.format(title="ImageNet-R"),
+    _pilot(
+        *("imagenet_r", "ImageNet-R", (200, 20), 24000, "730aa3fb9c7d2ec0b6381c6b23040681"),
+        counts=(689, 632, 606, 571, 487, 660, 569, 729, 478, 579),
     ),
-    Benchmark(
-        name="cub200",
-        title="CUB-200",
-        num_classes=200,
-        classes_per_task=10,
-        num_train=9430,
-        num_test=2358,
-        task_test_counts=(
+    _pilot(
+        *("cub200", "CUB-200", (200, 10), 9430, "85e342a2d5f941e740193602057df7a5"),
+        counts=(
             *(118, 129, 97, 110, 107, 111, 106, 141, 133, 136),
             *(115, 113, 107, 118, 126, 124, 134, 103, 132, 98),
         ),
-        partition="pilot",
-        tfds_name="pilot_cub200",
-        tfds_version="1.0.0",
-        obtain=_PILOT_ARCHIVE.format(title="CUB-200"),
     ),
-    Benchmark(
-        name="omnibench",
-        title="OmniBenchmark",
-        num_classes=300,
-        classes_per_task=30,
-        num_train=89697,
-        num_test=5985,
-        task_test_counts=(600, 599, 599, 597, 599, 598, 597, 599, 599, 598),
-        partition="pilot",
-        tfds_name="pilot_omnibench",
-        tfds_version="1.0.0",
-        obtain=_PILOT_ARCHIVE.format(title="OmniBenchmark"),
+    _pilot(
+        *("omnibench", "OmniBenchmark", (300, 30), 89697, "f1c30808a707f9197c6c811ea52e5cbb"),
+        counts=(600, 599, 599, 597, 599, 598, 597, 599, 599, 598),
     ),
 ]
 
@@ -131,6 +111,7 @@ def _random80(name: str, total: int, obtain: str) -> Benchmark:
         partition="random80",
         tfds_name=f"{name}_random80",
         obtain=obtain,
+        checksums={},
     )
 
 
@@ -146,6 +127,7 @@ def _other(pilot: Benchmark) -> Benchmark:
         partition="other",
         tfds_name=f"{pilot.name}_other",
         obtain="a folder or archive of your own with train/CLASS/IMAGE and test/CLASS/IMAGE",
+        checksums={},
     )
 
 
@@ -220,13 +202,32 @@ def find(name: str) -> Benchmark:
         ) from None
 
 
+def class_order(num_classes: int, seed: int) -> Int[np.ndarray, " c"]:
+    """Returns the class labels in the order in which they arrive (PILOT: seed 1993).
+
+    Equal to `numpy.random.seed(seed)` followed by `numpy.random.permutation(num_classes)`.
+    """
+    return np.random.RandomState(seed).permutation(num_classes)
+
+
+def task_classes(order: Int[np.ndarray, " c"], classes_per_task: int) -> list[np.ndarray]:
+    """Cuts the class order into consecutive tasks; a remainder becomes a shorter last task.
+
+    Returns:
+        Per task, its class labels in class order.
+    """
+    if classes_per_task < 1:
+        raise InputError(f"classes_per_task must be at least 1, found {classes_per_task}")
+    return [order[i : i + classes_per_task] for i in range(0, len(order), classes_per_task)]
+
+
 def task_counts(
     labels: Int[np.ndarray, " n"], num_classes: int, classes_per_task: int, class_order_seed: int
 ) -> list[int]:
     """Returns the number of images of each task."""
     per_class = np.bincount(labels, minlength=num_classes)
-    order = stream.class_order(num_classes, class_order_seed)
-    return [int(per_class[task].sum()) for task in stream.task_classes(order, classes_per_task)]
+    order = class_order(num_classes, class_order_seed)
+    return [int(per_class[task].sum()) for task in task_classes(order, classes_per_task)]
 
 
 def verify(

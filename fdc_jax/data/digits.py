@@ -13,7 +13,7 @@ import io
 import numpy as np
 from PIL import Image
 
-from fdc_jax.data.source import Source
+from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError
 
 IMAGE_SIZE = 32
@@ -38,7 +38,7 @@ def _encode(scan: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def open_digits(split: str) -> Source:
+def open_digits(split: str) -> Dataset:
     """Returns the training or the test split.
 
     Args:
@@ -50,7 +50,7 @@ def open_digits(split: str) -> Source:
     held_out = rank % 3 == 2
     chosen = order[held_out if split == "test" else ~held_out]
     encoded = [_encode(scan) for scan in scans[chosen]]
-    return Source(
+    return Dataset(
         name="digits",
         split=split,
         partition="embedded",

@@ -27,7 +27,8 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from fdc_jax.data import benchmarks, cifar100, folders, images, stream, tfds_source
+from fdc_jax.data import batches, benchmarks, cifar100, folders, images, tfds_format
+from fdc_jax.data.dataset import data_folder
 from fdc_jax.errors import InputError
 
 
@@ -67,16 +68,17 @@ def prepare(
         raise InputError(f"{benchmark.name} has one split only: --allow_other_split does not apply")
     if source is None and benchmark.name != "cifar100":
         raise InputError(f"{benchmark.name} needs --source=PATH, where PATH is {benchmark.obtain}")
-    workers = stream.default_workers() if workers is None else workers
+    data_dir = data_folder(data_dir)
+    workers = batches.default_workers() if workers is None else workers
     if workers < 1:
         raise InputError(f"workers must be at least 1, found {workers}")
-    job = _Job(benchmark, Path(data_dir), workers, quiet, say)
+    job = _Job(benchmark, data_dir, workers, quiet, say)
     if job.done(benchmark):
-        return tfds_source.dataset_folder(benchmark, data_dir)
+        return tfds_format.dataset_folder(benchmark, data_dir)
     with _locked(job.data_dir / f".{benchmark.tfds_name}.lock", say):
         # Another process may have done it while this one waited.
         if job.done(benchmark):
-            return tfds_source.dataset_folder(benchmark, data_dir)
+            return tfds_format.dataset_folder(benchmark, data_dir)
         try:
             with _scratch(job.data_dir, benchmark.tfds_name) as scratch:
                 if benchmark.name == "cifar100":
@@ -104,7 +106,7 @@ class _Job:
         self.say = say
 
     def done(self, benchmark: benchmarks.Benchmark) -> bool:
-        folder = tfds_source.dataset_folder(benchmark, self.data_dir)
+        folder = tfds_format.dataset_folder(benchmark, self.data_dir)
         if (folder / "dataset_info.json").is_file():
             self.say(f"{benchmark.name} is already prepared in {folder}")
             return True
@@ -132,9 +134,9 @@ class _Job:
             plan: per split its items, in the order of writing, and their size in bytes.
             load: item to example; runs in threads; InputError marks an unreadable image.
         """
-        staged = tfds_source.dataset_folder(benchmark, scratch)
+        staged = tfds_format.dataset_folder(benchmark, scratch)
         staged.mkdir(parents=True)
-        writer = tfds_source.DatasetWriter(staged, benchmark, features)
+        writer = tfds_format.DatasetWriter(staged, benchmark, features)
         unreadable: list[str] = []
         digest = hashlib.sha256()
 
@@ -163,10 +165,10 @@ class _Job:
             )
         writer.finish({"partition": benchmark.partition, "images_sha256": digest.hexdigest()})
         # Reads everything back, and leaves index and checksum beside the data.
-        read = {name: tfds_source.open_source(benchmark.name, name, scratch) for name in plan}
+        read = {name: tfds_format.open_prepared(benchmark, name, scratch) for name in plan}
         benchmarks.verify(benchmark, read["train"].labels, read["test"].labels)
         checksums = {name: found.checksum for name, found in read.items()}
-        folder = tfds_source.dataset_folder(benchmark, self.data_dir)
+        folder = tfds_format.dataset_folder(benchmark, self.data_dir)
         folder.parent.mkdir(parents=True, exist_ok=True)
         os.rename(staged, folder)
         self.say(
@@ -196,7 +198,7 @@ def _prepare_folder(job: _Job, source: Path, scratch: Path, allow_other_split: b
         class_names = sorted({image.class_name for image in [*train, *test]})
         benchmark = _choose(job, train, test, class_names, allow_other_split)
         if benchmark is not job.benchmark and job.done(benchmark):
-            return tfds_source.dataset_folder(benchmark, job.data_dir)
+            return tfds_format.dataset_folder(benchmark, job.data_dir)
         label = {name: index for index, name in enumerate(class_names)}
 
         def load(item: folders.ImageFile) -> dict[str, Any]:
@@ -212,7 +214,7 @@ def _prepare_folder(job: _Job, source: Path, scratch: Path, allow_other_split: b
             split: (items, sum(item.path.stat().st_size for item in items))
             for split, items in [("train", train), ("test", test)]
         }
-        return job.write(benchmark, scratch, tfds_source.folder_features(class_names), plan, load)
+        return job.write(benchmark, scratch, tfds_format.folder_features(class_names), plan, load)
 
 
 def _choose(
@@ -274,7 +276,7 @@ def _prepare_cifar100(job: _Job, source: Path | None, scratch: Path) -> Path:
             "coarse_label": int(record[0]),
         }
 
-    features = tfds_source.cifar100_features(contents.class_names, contents.superclass_names)
+    features = tfds_format.cifar100_features(contents.class_names, contents.superclass_names)
     plan: dict[str, tuple[Sequence[Any], int]] = {
         split: ([(split, index) for index in range(len(records))], records.nbytes)
         for split, records in contents.splits.items()
@@ -379,7 +381,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("benchmark", help="one of " + ", ".join(benchmarks.BENCHMARKS))
     parser.add_argument("--source", help="folder or archive with the raw data")
-    parser.add_argument("--data_dir", default="data", help="folder of prepared data sets")
+    parser.add_argument(
+        "--data_dir",
+        default="",
+        help="folder of prepared data sets; default $TFDS_DATA_DIR or ~/tensorflow_datasets",
+    )
     parser.add_argument("--workers", type=int, help="decoding threads; default one per core")
     parser.add_argument(
         "--allow_other_split",

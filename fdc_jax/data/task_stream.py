@@ -1,13 +1,49 @@
 """The stream of a run: which images belong to which task, with labels in class-order positions."""
 
+from __future__ import annotations
+
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
 
-from fdc_jax.data import benchmarks, stream
-from fdc_jax.data.source import Source
+from fdc_jax.data import benchmarks
+from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError
+
+
+def class_positions(order: Int[np.ndarray, " c"]) -> Int[np.ndarray, " c"]:
+    """Returns the map from a class label to its position in the class order."""
+    positions = np.empty_like(order)
+    positions[order] = np.arange(len(order))
+    return positions
+
+
+def task_indices(
+    labels: Int[np.ndarray, " n"], classes: Sequence[int] | Int[np.ndarray, " k"]
+) -> Int[np.ndarray, " m"]:
+    """Returns the indices of the images of `classes`, class after class in the order given."""
+    if len(classes) == 0:
+        return np.zeros(0, np.int64)
+    return np.concatenate([np.flatnonzero(labels == label) for label in classes])
+
+
+def select_per_class(labels: Int[np.ndarray, " n"], per_class: int) -> Int[np.ndarray, " m"]:
+    """Returns, ascending, the indices of the first `per_class` images of every class.
+
+    Args:
+        labels: in the fixed order of a `Dataset`, that is by record identifier within a class.
+        per_class: how many to keep of each class; 0 keeps all.
+    """
+    if per_class < 0:
+        raise InputError(f"images per class must be 0 (all) or more, found {per_class}")
+    if per_class == 0:
+        return np.arange(len(labels))
+    order = np.argsort(labels, kind="stable")
+    ordered = labels[order]
+    rank = np.arange(len(labels)) - np.searchsorted(ordered, ordered, side="left")
+    return np.sort(order[rank < per_class])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,22 +51,32 @@ class TaskStream:
     """Tasks with disjoint classes.
 
     Attributes:
-        train: source of all training images.
-        test: source of all test images.
-        positions: class-order position of each class label; the label that results use.
+        train: all training images.
+        test: all test images.
+        order: class labels in the order in which they arrive.
         tasks: class labels of each task.
         train_indices: per task, its training images as indices into `train`.
         test_indices: test images of all tasks as indices into `test`, task after task.
         test_tasks: task of each of them.
     """
 
-    train: Source
-    test: Source
-    positions: Int[np.ndarray, " c"]
+    train: Dataset
+    test: Dataset
+    order: Int[np.ndarray, " c"]
     tasks: list[Int[np.ndarray, " k"]]
     train_indices: list[Int[np.ndarray, " n"]]
     test_indices: Int[np.ndarray, " m"]
     test_tasks: Int[np.ndarray, " m"]
+
+    @property
+    def positions(self) -> Int[np.ndarray, " c"]:
+        """Class-order position of each class label; the label that results use."""
+        return class_positions(self.order)
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes by class-order position."""
+        return [self.train.class_names[label] for label in self.order]
 
     @property
     def classes_per_task(self) -> tuple[int, ...]:
@@ -54,8 +100,8 @@ class TaskStream:
 
 def build(
     benchmark: benchmarks.Benchmark,
-    train: Source,
-    test: Source,
+    train: Dataset,
+    test: Dataset,
     class_order_seed: int,
     classes_per_task: int = 0,
     train_per_class: int = 0,
@@ -82,19 +128,19 @@ def build(
             f"config.classes_per_task: expected at most the {num_classes} classes of "
             f"{benchmark.name}, found {classes_per_task}"
         )
-    order = stream.class_order(num_classes, class_order_seed)
-    tasks = stream.task_classes(order, classes_per_task or benchmark.classes_per_task)
-    kept_train = stream.select_per_class(train.labels, train_per_class)
-    kept_test = stream.select_per_class(test.labels, test_per_class)
+    order = benchmarks.class_order(num_classes, class_order_seed)
+    tasks = benchmarks.task_classes(order, classes_per_task or benchmark.classes_per_task)
 
-    def of_tasks(source: Source, kept: np.ndarray) -> list[np.ndarray]:
-        return [kept[stream.task_indices(source.labels[kept], classes)] for classes in tasks]
+    def of_tasks(dataset: Dataset, per_class: int) -> list[np.ndarray]:
+        kept = select_per_class(dataset.labels, per_class)
+        return [kept[task_indices(dataset.labels[kept], classes)] for classes in tasks]
 
-    train_indices, test_indices = of_tasks(train, kept_train), of_tasks(test, kept_test)
+    train_indices = of_tasks(train, train_per_class)
+    test_indices = of_tasks(test, test_per_class)
     return TaskStream(
         train=train,
         test=test,
-        positions=stream.class_positions(order),
+        order=order,
         tasks=tasks,
         train_indices=train_indices,
         test_indices=np.concatenate(test_indices),

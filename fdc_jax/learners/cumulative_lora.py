@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from fdc_jax import heads as head_types
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.learners import training
 from fdc_jax.model import increments, vit
 

@@ -19,7 +19,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Float64, Int
 
 from fdc_jax import devices
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.errors import TrainingError
 from fdc_jax.model.vit import KeyValueKernels, VisionTransformer
 

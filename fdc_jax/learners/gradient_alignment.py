@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int
 
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.learners import training
 
 # Added to the norm of a gradient before dividing by it.

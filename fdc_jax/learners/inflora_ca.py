@@ -45,7 +45,7 @@ import numpy as np
 import optax
 
 from fdc_jax import heads as head_types
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import gaussian_alignment, inflora, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians

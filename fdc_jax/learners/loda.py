@@ -57,7 +57,7 @@ import scipy.linalg
 from jaxtyping import Array, Float, Float64
 
 from fdc_jax import heads as head_types
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.learners import cosine_heads, gradient_alignment, training
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit

@@ -59,7 +59,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float64, Int
 
 from fdc_jax import heads as head_types
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.learners import training
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit

@@ -66,7 +66,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fdc_jax import heads as head_types
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import (
     cosine_calibration,

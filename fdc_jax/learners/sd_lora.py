@@ -54,7 +54,7 @@ import optax
 from jaxtyping import Array, Float
 
 from fdc_jax import heads as head_types
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.heads import NORM_FLOOR
 from fdc_jax.learners import cumulative_lora, training
 from fdc_jax.model import increments, vit

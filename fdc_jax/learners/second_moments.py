@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.errors import TrainingError
 from fdc_jax.model.vit import KeyValueKernels, VisionTransformer, in_float32
 

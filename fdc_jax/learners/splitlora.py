@@ -48,7 +48,7 @@ import optax
 from jaxtyping import Array, Float, Float64, Int
 
 from fdc_jax import heads as head_types
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError
 from fdc_jax.learners import cumulative_lora, training
 from fdc_jax.learners.second_moments import attention_input_moments

@@ -12,7 +12,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from fdc_jax.configuration import Config
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.heads import LinearHead
 from fdc_jax.model import vit
 from fdc_jax.model.vit import VARIANTS, Variant, VisionTransformer

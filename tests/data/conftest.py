@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from fdc_jax.data import benchmarks
-from fdc_jax.data.source import Source
+from fdc_jax.data.dataset import Dataset
 
 
 def encode(pixels, file_format="PNG", **options):
@@ -44,7 +44,7 @@ def plain_source():
 
     def make(n, read=None, num_classes=5):
         encoded = [encode(np.full((6, 9, 3), (i, 255 - i, 7), np.uint8)) for i in range(n)]
-        return Source(
+        return Dataset(
             name="plain",
             split="train",
             partition="embedded",

@@ -3,7 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from fdc_jax.data import benchmarks, stream
+from fdc_jax.data import benchmarks
 from fdc_jax.errors import InputError
 
 # Table of dataset partitions in the paper: classes, tasks, classes per task, train, test.
@@ -83,7 +83,7 @@ TEST = np.array([0, 1, 2, 3, 4, 4, 4, 1])
 
 
 def counts_in(seed):
-    order = stream.class_order(5, seed)
+    order = benchmarks.class_order(5, seed)
     return [int(np.isin(TEST, order[i : i + 2]).sum()) for i in (0, 2, 4)]
 
 

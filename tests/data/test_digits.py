@@ -3,7 +3,7 @@ import io
 import numpy as np
 from PIL import Image
 
-from fdc_jax.data import benchmarks, digits, tfds_source
+from fdc_jax.data import benchmarks, dataset, digits
 
 
 def test_splits_are_those_of_the_table():
@@ -41,7 +41,7 @@ def test_images_are_enlarged_scans():
 
 
 def test_digits_open_like_any_benchmark(tmp_path):
-    source = tfds_source.open_source("digits", "train", tmp_path / "nothing here")
+    source = dataset.open_dataset("digits", "train", tmp_path / "nothing here")
     assert (source.name, source.split, source.partition) == ("digits", "train", "embedded")
     assert len(source) == 1201
     assert source.checksum == digits.open_digits("train").checksum

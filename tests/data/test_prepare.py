@@ -16,7 +16,7 @@ import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from fdc_jax.data import benchmarks, cifar100, folders, prepare, stream, tfds_source
+from fdc_jax.data import benchmarks, cifar100, dataset, folders, prepare
 from fdc_jax.errors import InputError
 
 # As strings "10" and "100" come before "4"; one class has a single training image.
@@ -41,7 +41,7 @@ def pilot(tmp_path, encode, tiny_benchmark):
                 suffix, file_format = [("JPEG", "JPEG"), ("png", "PNG")][number % 2]
                 content = encode(image_of(ORDERED.index(name), number), file_format)
                 (folder / f"{number}.{suffix}").write_bytes(content)
-    order = stream.class_order(4, 1993)
+    order = benchmarks.class_order(4, 1993)
     counts = tuple(sum(TEST[ORDERED[c]] for c in order[i : i + 2]) for i in (0, 2))
     tiny_benchmark(
         "omnibench",
@@ -57,7 +57,7 @@ def pilot(tmp_path, encode, tiny_benchmark):
 
 def assert_reads_back(root, data_dir, name="omnibench"):
     for split, counts in [("train", TRAIN), ("test", TEST)]:
-        source = tfds_source.open_source(name, split, data_dir)
+        source = dataset.open_dataset(name, split, data_dir)
         expected = sorted(
             (path.parent.name, path.name) for path in (root / split).rglob("*.*") if path.is_file()
         )
@@ -80,7 +80,7 @@ def test_folder_end_to_end(tmp_path, pilot):
     assert folder == data_dir / "pilot_omnibench" / "1.0.0"
     assert left_over(data_dir) == ["pilot_omnibench"]
     assert_reads_back(pilot, data_dir)
-    source = tfds_source.open_source("omnibench", "train", data_dir)
+    source = dataset.open_dataset("omnibench", "train", data_dir)
     assert source.partition == "pilot"
     builder = tfds.builder_from_directory(str(folder))
     assert builder.info.supervised_keys == ("image", "label")
@@ -116,7 +116,7 @@ def test_archive_and_folder_give_the_same_files(tmp_path, pilot):
     prepare.prepare("omnibench", tmp_path / "o.tgz", tmp_path / "a", quiet=True, workers=1)
     prepare.prepare("omnibench", pilot, tmp_path / "b", quiet=True, workers=4)
     for split in ("train", "test"):
-        a, b = (tfds_source.open_source("omnibench", split, tmp_path / name) for name in "ab")
+        a, b = (dataset.open_dataset("omnibench", split, tmp_path / name) for name in "ab")
         assert a.checksum == b.checksum
     metadata = [
         (tmp_path / name / "pilot_omnibench" / "1.0.0" / "metadata.json").read_text()
@@ -264,7 +264,7 @@ def test_another_split_is_refused(tmp_path, pilot, moves, message):
 
 
 def test_another_split_of_the_same_size_is_refused(tmp_path, pilot):
-    order = [ORDERED[label] for label in stream.class_order(4, 1993)]
+    order = [ORDERED[label] for label in benchmarks.class_order(4, 1993)]
     tasks = [set(order[:2]), set(order[2:])]
     (other,) = (task for task in tasks if "100" not in task)
     move(pilot, "test/100/1.png", f"test/{min(other)}/9.png")
@@ -279,10 +279,10 @@ def test_another_split_can_be_prepared_under_its_own_name(tmp_path, pilot, capsy
     folder = prepare.prepare("omnibench", pilot, tmp_path, allow_other_split=True)
     assert folder == tmp_path / "omnibench_other" / "1.0.0"
     assert "expected 8 training images, found 7; preparing it as" in capsys.readouterr().err
-    source = tfds_source.open_source("omnibench_other", "test", tmp_path)
+    source = dataset.open_dataset("omnibench_other", "test", tmp_path)
     assert (source.name, source.partition, len(source)) == ("omnibench_other", "other", 6)
     with pytest.raises(InputError, match="omnibench is not prepared"):
-        tfds_source.open_source("omnibench", "test", tmp_path)
+        dataset.open_dataset("omnibench", "test", tmp_path)
     assert prepare.prepare("omnibench", pilot, tmp_path, allow_other_split=True) == folder
     assert "omnibench_other is already prepared" in capsys.readouterr().err
 
@@ -375,7 +375,7 @@ def test_substitute_split_follows_its_rule(tmp_path, release):
     names = sorted([f"001.B/{i}.jpg" for i in range(9)] + [f"002.A/{i}.jpg" for i in range(6)])
     order = np.random.RandomState(1993).permutation(15)
     for split, chosen in [("train", order[:12]), ("test", order[12:])]:
-        source = tfds_source.open_source("cub200_random80", split, tmp_path / "data")
+        source = dataset.open_dataset("cub200_random80", split, tmp_path / "data")
         assert list(source.ids) == sorted(names[i] for i in chosen)
         assert (source.name, source.partition) == ("cub200_random80", "random80")
 
@@ -462,7 +462,7 @@ def cifar(tmp_path, tiny_benchmark):
 
 def assert_is_cifar(data_dir, pixels):
     for split in ("train", "test"):
-        source = tfds_source.open_source("cifar100", split, data_dir)
+        source = dataset.open_dataset("cifar100", split, data_dir)
         assert list(source.ids) == [f"{split}_{i:05d}" for i in range(len(LABELS[split]))]
         assert source.labels.tolist() == LABELS[split]
         assert source.class_names == tuple(FINE)
@@ -628,14 +628,14 @@ def test_processes_take_turns(tmp_path, pilot):
 
 CHILD = """
 import sys
-from fdc_jax.data import benchmarks, prepare, tfds_source
+from fdc_jax.data import benchmarks, prepare, tfds_format
 from fdc_jax.data.benchmarks import Benchmark
 benchmarks.BENCHMARKS["omnibench"] = eval(sys.argv[3])
 if len(sys.argv) > 4:
     import os, signal
     def die(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
-    setattr({"finish": tfds_source.DatasetWriter, "rename": os}[sys.argv[4]], sys.argv[4], die)
+    setattr({"finish": tfds_format.DatasetWriter, "rename": os}[sys.argv[4]], sys.argv[4], die)
 prepare.prepare("omnibench", sys.argv[1], sys.argv[2])
 """
 
@@ -649,7 +649,7 @@ def test_a_killed_process_leaves_nothing_that_is_accepted(tmp_path, pilot, momen
     assert child.returncode == -signal.SIGKILL, child.stderr.decode()
     assert any("incomplete" in name for name in left_over(data_dir))
     with pytest.raises(InputError, match="is not prepared"):
-        tfds_source.open_source("omnibench", "train", data_dir)
+        dataset.open_dataset("omnibench", "train", data_dir)
     prepare.prepare("omnibench", pilot, data_dir, quiet=True)
     assert left_over(data_dir) == ["pilot_omnibench"]
     assert_reads_back(pilot, data_dir)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import digits
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.learners import training
 from fdc_jax.model import vit
 from tests.model.test_vit import SIDE, TINY, random_params, reference

@@ -7,7 +7,7 @@ import pytest
 
 from configs import digits
 from fdc_jax import learners
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError
 from fdc_jax.learners import cumulative_lora, training
 from fdc_jax.model import vit

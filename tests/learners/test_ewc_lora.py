@@ -10,7 +10,7 @@ import pytest
 from configs import base
 from fdc_jax import configuration, learners
 from fdc_jax import heads as head_types
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError
 from fdc_jax.learners import cumulative_lora, ewc_lora, training
 from fdc_jax.model import increments, vit

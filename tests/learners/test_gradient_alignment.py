@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.learners import gradient_alignment, training
 from tests.learners.small_stream import copy, float64
 

@@ -9,7 +9,7 @@ import pytest
 
 from configs import base
 from fdc_jax import configuration, heads, learners
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError
 from fdc_jax.learners import lora_subtraction, training
 from fdc_jax.learners.second_moments import attention_input_moments

@@ -11,7 +11,7 @@ import pytest
 from configs import base
 from fdc_jax import configuration, learners
 from fdc_jax import heads as head_types
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError, TrainingError
 from fdc_jax.learners import rsiat, training
 from fdc_jax.model import vit

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdc_jax.data.stream import Batch
+from fdc_jax.data.batches import Batch
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import vit
 from tests.model.test_vit import reference

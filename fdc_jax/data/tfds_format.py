@@ -20,19 +20,13 @@ import tensorflow_datasets as tfds
 from array_record.python.array_record_module import ArrayRecordWriter
 from tensorflow_datasets.core import dataset_info, splits
 
-from fdc_jax.data import benchmarks, digits
-from fdc_jax.data.source import Source
+from fdc_jax.data import benchmarks
+from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
 
-SPLITS = ("train", "test")
 _SCAN_CHUNK = 256
 _SHARD_BYTES = 256 << 20
-
-
-def default_data_dir() -> str:
-    """Returns the folder that TFDS itself uses: `$TFDS_DATA_DIR` or `~/tensorflow_datasets`."""
-    return os.environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
 
 
 def dataset_folder(benchmark: benchmarks.Benchmark, data_dir: str | os.PathLike[str]) -> Path:
@@ -40,25 +34,13 @@ def dataset_folder(benchmark: benchmarks.Benchmark, data_dir: str | os.PathLike[
     return Path(data_dir) / benchmark.tfds_name / benchmark.tfds_version
 
 
-def open_source(benchmark_name: str, split: str, data_dir: str | os.PathLike[str]) -> Source:
-    """Opens one split of a benchmark.
-
-    Images come in an order that does not depend on how they are stored: by record identifier
-    for CIFAR-100, else by class and file name.
-
-    Args:
-        benchmark_name: key of `benchmarks.BENCHMARKS`.
-        split: "train" or "test".
-        data_dir: folder of prepared data sets; not looked at for the embedded digits.
-
-    Raises:
-        InputError: the benchmark is unknown or not prepared there, or its files are damaged.
-    """
-    benchmark = benchmarks.find(benchmark_name)
-    if split not in SPLITS:
-        raise InputError(f"split must be train or test, found {split!r}")
-    if benchmark.partition == "embedded":
-        return digits.open_digits(split)
+def open_prepared(
+    benchmark: benchmarks.Benchmark,
+    split: str,
+    data_dir: Path,
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Dataset:
+    """Opens one split of a prepared benchmark; see `dataset.open_dataset`."""
     folder = dataset_folder(benchmark, data_dir)
     if not (folder / "dataset_info.json").is_file():
         raise InputError(
@@ -91,7 +73,7 @@ def open_source(benchmark_name: str, split: str, data_dir: str | os.PathLike[str
                 f"record in {folder}: {_one_line(error)}"
             ) from error
 
-    return Source(
+    return Dataset(
         name=benchmark.name,
         split=split,
         partition=_partition(folder, benchmark),

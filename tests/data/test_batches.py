@@ -9,8 +9,16 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from fdc_jax.data import images, stream
-from fdc_jax.data.source import ByteCache
+from fdc_jax.data import batches as batches_module
+from fdc_jax.data import benchmarks, images, task_stream
+from fdc_jax.data.batches import (
+    ByteCache,
+    EvaluationBatches,
+    TrainBatches,
+    epoch_permutation,
+    epoch_uniforms,
+    evaluation_images,
+)
 from fdc_jax.errors import InputError
 
 EXAMPLES = hypothesis.settings(
@@ -30,15 +38,15 @@ EXAMPLES = hypothesis.settings(
     ],
 )
 def test_class_order_is_pilots(num_classes, digest, first, last):
-    order = stream.class_order(num_classes, 1993).tolist()
+    order = benchmarks.class_order(num_classes, 1993).tolist()
     assert hashlib.sha256(str(order).encode()).hexdigest().startswith(digest)
     assert order[:5] == first
     assert order[-5:] == last
 
 
 def test_class_positions_invert_the_order():
-    order = stream.class_order(30, 4)
-    positions = stream.class_positions(order)
+    order = benchmarks.class_order(30, 4)
+    positions = task_stream.class_positions(order)
     np.testing.assert_array_equal(positions[order], np.arange(30))
     assert positions[order[7]] == 7
 
@@ -48,22 +56,22 @@ def test_class_positions_invert_the_order():
     [(6, 2, [2, 2, 2]), (7, 3, [3, 3, 1]), (3, 1, [1, 1, 1]), (3, 5, [3])],
 )
 def test_tasks_are_slices_of_the_order(num_classes, per_task, sizes):
-    order = stream.class_order(num_classes, 0)
-    tasks = stream.task_classes(order, per_task)
+    order = benchmarks.class_order(num_classes, 0)
+    tasks = benchmarks.task_classes(order, per_task)
     assert [len(task) for task in tasks] == sizes
     np.testing.assert_array_equal(np.concatenate(tasks), order)
 
 
 def test_tasks_need_classes():
     with pytest.raises(InputError, match="classes_per_task must be at least 1, found 0"):
-        stream.task_classes(np.arange(3), 0)
+        benchmarks.task_classes(np.arange(3), 0)
 
 
 def test_task_indices_go_class_after_class():
     labels = np.array([2, 0, 1, 2, 0, 3])
-    assert stream.task_indices(labels, [2, 0]).tolist() == [0, 3, 1, 4]
-    assert stream.task_indices(labels, [9]).tolist() == []
-    assert stream.task_indices(labels, []).tolist() == []
+    assert task_stream.task_indices(labels, [2, 0]).tolist() == [0, 3, 1, 4]
+    assert task_stream.task_indices(labels, [9]).tolist() == []
+    assert task_stream.task_indices(labels, []).tolist() == []
 
 
 @pytest.mark.parametrize("per_class", range(6))
@@ -75,19 +83,19 @@ def test_select_per_class_keeps_the_first_of_each(size, per_class):
         seen[label] = seen.get(label, 0) + 1
         if per_class == 0 or seen[label] <= per_class:
             kept.append(index)
-    assert stream.select_per_class(labels, per_class).tolist() == kept
+    assert task_stream.select_per_class(labels, per_class).tolist() == kept
 
 
 def test_select_per_class_refuses_negative_numbers():
     with pytest.raises(InputError, match=r"0 \(all\) or more, found -1"):
-        stream.select_per_class(np.zeros(3, int), -1)
+        task_stream.select_per_class(np.zeros(3, int), -1)
 
 
 def test_the_stream_of_a_seed_does_not_change_between_releases():
     # A change here changes every training run: resumed runs would not be the same runs.
-    assert stream.epoch_permutation(10, 1, 2, 3).tolist() == [1, 8, 2, 4, 6, 5, 0, 9, 7, 3]
+    assert epoch_permutation(10, 1, 2, 3).tolist() == [1, 8, 2, 4, 6, 5, 0, 9, 7, 3]
     np.testing.assert_allclose(
-        stream.epoch_uniforms(4, 1, 2, 3)[3, :3],
+        epoch_uniforms(4, 1, 2, 3)[3, :3],
         [0.75525430428998, 0.84826892298274, 0.48690979957128],
         atol=1e-12,
     )
@@ -95,8 +103,8 @@ def test_the_stream_of_a_seed_does_not_change_between_releases():
 
 def test_every_coordinate_changes_the_stream():
     coordinates = [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 1), (0, 1, 0), (0, 0, 1)]
-    orders = {tuple(stream.epoch_permutation(50, *c)) for c in coordinates}
-    numbers = {tuple(stream.epoch_uniforms(2, *c).ravel()) for c in coordinates}
+    orders = {tuple(epoch_permutation(50, *c)) for c in coordinates}
+    numbers = {tuple(epoch_uniforms(2, *c).ravel()) for c in coordinates}
     assert len(orders) == len(numbers) == len(coordinates)
 
 
@@ -126,10 +134,10 @@ def test_batches_do_not_depend_on_threads_or_start(
 ):
     indices = np.arange(n)[::-1]
     arguments = dict(image_size=8, epochs=3)
-    whole = stream.TrainBatches(
+    whole = TrainBatches(
         photo_source, indices, None, batch_size, 1, 2, workers=1, prefetch=1, **arguments
     )
-    part = stream.TrainBatches(
+    part = TrainBatches(
         photo_source,
         indices,
         None,
@@ -150,14 +158,14 @@ def test_batches_do_not_depend_on_threads_or_start(
 
 def test_batches_follow_their_definition(photo_source):
     indices, labels = np.array([4, 9, 0, 2, 7]), np.array([10, 11, 12, 13, 14])
-    batches = stream.TrainBatches(
+    batches = TrainBatches(
         photo_source, indices, labels, 2, 6, 3, image_size=16, epochs=2, crop_scale=(0.3, 0.9)
     )
     found = collect(batches)
     assert batches.steps_per_epoch == 3
     for epoch in range(2):
-        order = stream.epoch_permutation(5, 6, 3, epoch)
-        uniforms = stream.epoch_uniforms(5, 6, 3, epoch)
+        order = epoch_permutation(5, 6, 3, epoch)
+        uniforms = epoch_uniforms(5, 6, 3, epoch)
         for place, row in enumerate(order):
             batch_images, batch_labels, batch_weights = found[3 * epoch + place // 2]
             image = images.decode(photo_source.read(int(indices[row])), "x")
@@ -170,7 +178,7 @@ def test_batches_follow_their_definition(photo_source):
 def test_flip_can_be_turned_off(photo_source):
     def run(flip):
         return collect(
-            stream.TrainBatches(photo_source, [3], None, 1, 0, 0, image_size=8, epochs=6, flip=flip)
+            TrainBatches(photo_source, [3], None, 1, 0, 0, image_size=8, epochs=6, flip=flip)
         )
 
     differ = [not np.array_equal(a[0], b[0]) for a, b in zip(run(True), run(False), strict=True)]
@@ -189,7 +197,7 @@ def chunks(items, size):
 def test_an_epoch_shows_every_image_once_with_its_label(plain_source):
     source = plain_source(23)
     indices = np.arange(3, 23)
-    batches = stream.TrainBatches(source, indices, None, 6, 0, 0, image_size=4, epochs=2, workers=3)
+    batches = TrainBatches(source, indices, None, 6, 0, 0, image_size=4, epochs=2, workers=3)
     epochs = chunks(collect(batches), 4)
     orders = []
     for epoch in epochs:
@@ -208,20 +216,18 @@ def test_an_epoch_shows_every_image_once_with_its_label(plain_source):
 
 
 def test_last_batch_is_padded(plain_source):
-    batches = collect(
-        stream.TrainBatches(plain_source(7), np.arange(7), None, 4, 0, 0, image_size=4)
-    )
+    batches = collect(TrainBatches(plain_source(7), np.arange(7), None, 4, 0, 0, image_size=4))
     assert [weights.tolist() for _, _, weights in batches] == [[1, 1, 1, 1], [1, 1, 1, 0]]
     pixels, labels, _ = batches[1]
     assert pixels.shape == (4, 4, 4, 3)
     assert not pixels[3].any()
     assert labels[3] == 0
-    evaluation = stream.EvaluationBatches(plain_source(7), np.arange(7), None, 4, image_size=4)
+    evaluation = EvaluationBatches(plain_source(7), np.arange(7), None, 4, image_size=4)
     assert [batch.weights.sum() for batch in evaluation] == [4, 3]
 
 
 def test_one_image_fills_a_batch_of_one_row(plain_source):
-    (batch,) = stream.TrainBatches(plain_source(9), [8], [3], 4, 0, 0, image_size=4)
+    (batch,) = TrainBatches(plain_source(9), [8], [3], 4, 0, 0, image_size=4)
     assert batch.weights.tolist() == [1, 0, 0, 0]
     assert batch.labels.tolist() == [3, 0, 0, 0]
 
@@ -229,7 +235,7 @@ def test_one_image_fills_a_batch_of_one_row(plain_source):
 @pytest.mark.parametrize("workers", [1, 3])
 def test_evaluation_keeps_the_order(photo_source, workers):
     indices = np.array([5, 1, 1, 9, 0])
-    batches = stream.EvaluationBatches(
+    batches = EvaluationBatches(
         photo_source, indices, None, 2, image_size=16, workers=workers, prefetch=1
     )
     found = collect(batches)
@@ -240,17 +246,17 @@ def test_evaluation_keeps_the_order(photo_source, workers):
         np.testing.assert_array_equal(pixels[row], images.evaluation_transform(image, 16))
     labels = np.concatenate([batch[1] for batch in found])[:5]
     np.testing.assert_array_equal(labels, photo_source.labels[indices])
-    whole = stream.evaluation_images(photo_source, indices, 16, workers=workers)
+    whole = evaluation_images(photo_source, indices, 16, workers=workers)
     np.testing.assert_array_equal(whole, pixels)
 
 
 def test_evaluation_of_more_than_one_internal_batch(plain_source):
-    found = stream.evaluation_images(plain_source(100), np.arange(100)[::-1], 4)
+    found = evaluation_images(plain_source(100), np.arange(100)[::-1], 4)
     np.testing.assert_array_equal(found[:, 0, 0, 0], np.arange(100)[::-1])
 
 
 def test_evaluation_of_nothing(plain_source):
-    assert stream.evaluation_images(plain_source(3), [], 4).shape == (0, 4, 4, 3)
+    assert evaluation_images(plain_source(3), [], 4).shape == (0, 4, 4, 3)
 
 
 def counting(source):
@@ -267,24 +273,18 @@ def counting(source):
 def test_evaluation_cache_keeps_the_same_pixels(photo_source):
     source, counts = counting(photo_source)
     cache = ByteCache(5 * 16 * 16 * 3 + 1)
-    first = stream.evaluation_images(source, np.arange(8), 16, cache=cache, workers=1)
-    again = stream.evaluation_images(source, np.arange(8), 16, cache=cache, workers=1)
-    np.testing.assert_array_equal(first, again)
+
+    def walk(number, size):
+        return collect(
+            EvaluationBatches(
+                source, np.arange(number), None, 4, image_size=size, cache=cache, workers=1
+            )
+        )
+
+    assert_same(walk(8, 16), walk(8, 16))
     assert (len(cache), cache.bytes) == (5, 5 * 16 * 16 * 3)
     assert [counts[i] for i in range(8)] == [1] * 5 + [2] * 3
-    other = stream.evaluation_images(source, np.arange(3), 8, cache=cache)
-    assert other.shape == (3, 8, 8, 3)
-
-
-def test_cached_source_reads_each_image_once_up_to_its_limit(photo_source):
-    source, counts = counting(photo_source)
-    sizes = [len(photo_source.read(i)) for i in range(11)]
-    cached = source.cached(sizes[0] + sizes[1])
-    for _ in range(3):
-        for i in range(3):
-            assert cached.read(i) == photo_source.read(i)
-    assert [counts[i] for i in range(3)] == [1, 1, 3]
-    assert len(cached) == 11
+    assert walk(3, 8)[0][0].shape == (4, 8, 8, 3)
 
 
 def test_cache_refuses_a_negative_limit():
@@ -296,8 +296,8 @@ def test_a_broken_image_stops_the_stream_with_its_name(plain_source):
     good = plain_source(9)
     source = plain_source(9, read=lambda i: b"" if i == 5 else good.read(i))
     for batches in [
-        stream.TrainBatches(source, np.arange(9), None, 2, 0, 0, image_size=4),
-        stream.EvaluationBatches(source, np.arange(9), None, 2, image_size=4),
+        TrainBatches(source, np.arange(9), None, 2, 0, 0, image_size=4),
+        EvaluationBatches(source, np.arange(9), None, 2, image_size=4),
     ]:
         with pytest.raises(InputError, match=r"plain, split train, image 5 \(image_5\)"):
             list(batches)
@@ -310,7 +310,7 @@ def no_decoding_threads():
 
 def test_stopping_early_ends_the_threads(plain_source):
     iterator = iter(
-        stream.TrainBatches(plain_source(9), np.arange(9), None, 2, 0, 0, image_size=4, epochs=50)
+        TrainBatches(plain_source(9), np.arange(9), None, 2, 0, 0, image_size=4, epochs=50)
     )
     next(iterator)
     assert not no_decoding_threads()
@@ -320,11 +320,9 @@ def test_stopping_early_ends_the_threads(plain_source):
 
 def test_reading_ahead_is_bounded(plain_source, monkeypatch):
     started = []
-    start = stream.TrainBatches._start
-    monkeypatch.setattr(
-        stream.TrainBatches, "_start", lambda *args: started.append(1) or start(*args)
-    )
-    batches = stream.TrainBatches(
+    start = TrainBatches._start
+    monkeypatch.setattr(TrainBatches, "_start", lambda *args: started.append(1) or start(*args))
+    batches = TrainBatches(
         plain_source(40), np.arange(40), None, 2, 0, 0, image_size=4, workers=2, prefetch=3
     )
     iterator = iter(batches)
@@ -337,8 +335,8 @@ def test_reading_ahead_is_bounded(plain_source, monkeypatch):
 
 def test_waiting_for_input_is_measured(plain_source, monkeypatch):
     clock = itertools.count()
-    monkeypatch.setattr(stream.time, "perf_counter", lambda: float(next(clock)))
-    batches = stream.TrainBatches(plain_source(9), np.arange(9), None, 2, 0, 0, image_size=4)
+    monkeypatch.setattr(batches_module.time, "perf_counter", lambda: float(next(clock)))
+    batches = TrainBatches(plain_source(9), np.arange(9), None, 2, 0, 0, image_size=4)
     assert batches.input_wait_seconds == 0
     list(batches)
     # One second passes between any two looks at this clock.
@@ -364,7 +362,7 @@ def test_waiting_for_input_is_measured(plain_source, monkeypatch):
 def test_bad_arguments(plain_source, change, message):
     arguments = dict(indices=[0], labels=None, batch_size=2, seed=0, task=0, image_size=4)
     with pytest.raises(InputError, match=message):
-        stream.TrainBatches(plain_source(9), **(arguments | change))
+        TrainBatches(plain_source(9), **(arguments | change))
 
 
 @pytest.mark.parametrize("index", [-1, 9])
@@ -387,7 +385,7 @@ def counted_reads(source):
 @pytest.mark.parametrize("limit", [0, 3 * 20 * 30 * 4, 1 << 20])
 def test_decoded_images_give_the_same_pixels(photo_source, limit):
     def batches(source, decoded):
-        return stream.TrainBatches(
+        return TrainBatches(
             source,
             np.arange(11),
             None,
@@ -411,8 +409,8 @@ def test_decoded_images_give_the_same_pixels(photo_source, limit):
     assert kept == {0: 0, 1 << 20: 11}.get(limit, kept) and (limit == 0 or kept >= 3)
     # The evaluation transform takes the same decoded images.
     reads.clear()
-    plain = stream.EvaluationBatches(source, np.arange(11), None, 4, image_size=24, decoded=decoded)
-    expected = stream.EvaluationBatches(photo_source, np.arange(11), None, 4, image_size=24)
+    plain = EvaluationBatches(source, np.arange(11), None, 4, image_size=24, decoded=decoded)
+    expected = EvaluationBatches(photo_source, np.arange(11), None, 4, image_size=24)
     assert_same(collect(plain), collect(expected))
     assert sum(reads.values()) == 11 - kept
 
@@ -435,9 +433,7 @@ def test_processes_together_read_each_image_once(photo_source):
     """Each its own rows of every batch, with labels and weights of all."""
 
     def batches(source, own):
-        return stream.TrainBatches(
-            source, np.arange(11), None, 4, 3, 0, image_size=24, own_rows=own
-        )
+        return TrainBatches(source, np.arange(11), None, 4, 3, 0, image_size=24, own_rows=own)
 
     whole = collect(batches(photo_source, None))
     owners = np.array([True, False, True, False])

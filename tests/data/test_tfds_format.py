@@ -15,7 +15,7 @@ import tensorflow_datasets as tfds
 from array_record.python.array_record_module import ArrayRecordReader
 from PIL import Image
 
-from fdc_jax.data import benchmarks, images, tfds_source
+from fdc_jax.data import benchmarks, dataset, images, tfds_format
 from fdc_jax.errors import InputError
 
 # As a string "a-b/1.png" comes before "a/9.png", but class "a" before class "a-b".
@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 def written(tmp_path, encode):
     """Writes a small imagenet_a below tmp_path; returns its folder and its examples."""
     row = benchmarks.BENCHMARKS["imagenet_a"]
-    folder = tfds_source.dataset_folder(row, tmp_path)
+    folder = tfds_format.dataset_folder(row, tmp_path)
     folder.mkdir(parents=True)
     examples = [
         {
@@ -37,7 +37,7 @@ def written(tmp_path, encode):
         }
         for number, label in [(3, 1), (10, 0), (9, 0), (1, 1), (7, 2)]
     ]
-    writer = tfds_source.DatasetWriter(folder, row, tfds_source.folder_features(CLASSES))
+    writer = tfds_format.DatasetWriter(folder, row, tfds_format.folder_features(CLASSES))
     writer.write_split("train", examples, 5, 500)
     writer.write_split("test", examples[:2], 2, 200)
     writer.finish({"partition": "pilot"})
@@ -46,7 +46,7 @@ def written(tmp_path, encode):
 
 def test_source_is_sorted_by_class_and_name(tmp_path, written):
     _, examples = written
-    source = tfds_source.open_source("imagenet_a", "train", tmp_path)
+    source = dataset.open_dataset("imagenet_a", "train", tmp_path)
     assert source.ids == ("a/10.png", "a/9.png", "a-b/1.png", "a-b/3.png", "c/7.png")
     assert source.labels.tolist() == [0, 0, 1, 1, 2]
     by_name = {example["file_name"]: example["image"] for example in examples}
@@ -61,29 +61,29 @@ def test_source_is_sorted_by_class_and_name(tmp_path, written):
 
 def test_index_is_kept_and_made_anew_when_the_data_change(tmp_path, written):
     folder, _ = written
-    first = tfds_source.open_source("imagenet_a", "train", tmp_path)
+    first = dataset.open_dataset("imagenet_a", "train", tmp_path)
     path = folder / ".fdc_jax-train-index.npz"
     before = path.read_bytes()
-    again = tfds_source.open_source("imagenet_a", "train", tmp_path)
+    again = dataset.open_dataset("imagenet_a", "train", tmp_path)
     assert path.read_bytes() == before
     assert again.ids == first.ids
     np.testing.assert_array_equal(again.labels, first.labels)
     assert again.read(1) == first.read(1)
     for content in (b"damaged", b""):
         path.write_bytes(content)
-        assert tfds_source.open_source("imagenet_a", "train", tmp_path).ids == first.ids
+        assert dataset.open_dataset("imagenet_a", "train", tmp_path).ids == first.ids
     wrong = dict(np.load(io.BytesIO(before)))
     wrong["ids"][0] = "changed"
     np.savez(path, **wrong)
-    assert tfds_source.open_source("imagenet_a", "train", tmp_path).ids[0] == "changed"
+    assert dataset.open_dataset("imagenet_a", "train", tmp_path).ids[0] == "changed"
     shard = next(folder.glob("*-train.array_record*"))
     os.utime(shard, ns=(1, 1))
-    assert tfds_source.open_source("imagenet_a", "train", tmp_path).ids == first.ids
+    assert dataset.open_dataset("imagenet_a", "train", tmp_path).ids == first.ids
 
 
 def test_checksum_is_of_the_shards_and_is_kept(tmp_path, written):
     folder, _ = written
-    source = tfds_source.open_source("imagenet_a", "train", tmp_path)
+    source = dataset.open_dataset("imagenet_a", "train", tmp_path)
     shard = next(folder.glob("*-train.array_record*"))
     expected = hashlib.sha256(shard.read_bytes()).hexdigest()
     assert source.checksum == expected
@@ -100,7 +100,7 @@ def test_a_folder_closed_to_writing_stays_as_it_is(tmp_path, written):
     before = sorted(folder.iterdir())
     folder.chmod(0o555)
     try:
-        source = tfds_source.open_source("imagenet_a", "train", tmp_path)
+        source = dataset.open_dataset("imagenet_a", "train", tmp_path)
         assert len(source.checksum) == 64
         assert sorted(folder.iterdir()) == before
     finally:
@@ -109,7 +109,7 @@ def test_a_folder_closed_to_writing_stays_as_it_is(tmp_path, written):
 
 def test_missing_data_tell_how_to_prepare_them(tmp_path):
     with pytest.raises(InputError) as caught:
-        tfds_source.open_source("imagenet_r", "test", tmp_path)
+        dataset.open_dataset("imagenet_r", "test", tmp_path)
     message = str(caught.value)
     assert str(tmp_path / "pilot_imagenet_r" / "1.0.0") in message
     assert f"python -m fdc_jax.data.prepare imagenet_r --data_dir={tmp_path}" in message
@@ -118,7 +118,7 @@ def test_missing_data_tell_how_to_prepare_them(tmp_path):
 
 def test_unknown_split(tmp_path):
     with pytest.raises(InputError, match="train or test, found 'val'"):
-        tfds_source.open_source("cifar100", "val", tmp_path)
+        dataset.open_dataset("cifar100", "val", tmp_path)
 
 
 @pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "metadata.json"])
@@ -127,10 +127,10 @@ def test_damaged_descriptions(tmp_path, written, name, content):
     folder, _ = written
     (folder / name).write_text(content)
     if (name, content) == ("metadata.json", "{}"):
-        assert len(tfds_source.open_source("imagenet_a", "train", tmp_path)) == 5
+        assert len(dataset.open_dataset("imagenet_a", "train", tmp_path)) == 5
         return
     with pytest.raises(InputError, match=re.escape(str(folder))) as caught:
-        tfds_source.open_source("imagenet_a", "train", tmp_path)
+        dataset.open_dataset("imagenet_a", "train", tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -138,7 +138,7 @@ def test_missing_features(tmp_path, written):
     folder, _ = written
     (folder / "features.json").unlink()
     with pytest.raises(InputError, match=re.escape(str(folder))):
-        tfds_source.open_source("imagenet_a", "train", tmp_path)
+        dataset.open_dataset("imagenet_a", "train", tmp_path)
 
 
 def test_missing_shard(tmp_path, written):
@@ -146,7 +146,7 @@ def test_missing_shard(tmp_path, written):
     shard = next(folder.glob("*-train.array_record*"))
     shard.unlink()
     with pytest.raises(InputError, match=f"expected the files {re.escape(shard.name)}"):
-        tfds_source.open_source("imagenet_a", "train", tmp_path)
+        dataset.open_dataset("imagenet_a", "train", tmp_path)
 
 
 def test_truncated_shard(tmp_path, written):
@@ -154,13 +154,13 @@ def test_truncated_shard(tmp_path, written):
     shard = next(folder.glob("*-train.array_record*"))
     shard.write_bytes(shard.read_bytes()[:1000])
     with pytest.raises(InputError, match=re.escape(str(folder))):
-        tfds_source.open_source("imagenet_a", "train", tmp_path)
+        dataset.open_dataset("imagenet_a", "train", tmp_path)
 
 
 def test_shard_that_breaks_while_open(tmp_path, written):
     folder, _ = written
-    tfds_source.open_source("imagenet_a", "train", tmp_path)
-    source = tfds_source.open_source("imagenet_a", "train", tmp_path)
+    dataset.open_dataset("imagenet_a", "train", tmp_path)
+    source = dataset.open_dataset("imagenet_a", "train", tmp_path)
     next(folder.glob("*-train.array_record*")).unlink()
     with pytest.raises(InputError, match=r"imagenet_a, split train, image 2 \(a-b/1\.png\)"):
         source.read(2)
@@ -170,21 +170,21 @@ def test_another_partition_is_refused(tmp_path, written):
     folder, _ = written
     (folder / "metadata.json").write_text('{"partition": "random80"}')
     with pytest.raises(InputError, match="expected partition pilot for imagenet_a, found random80"):
-        tfds_source.open_source("imagenet_a", "train", tmp_path)
+        dataset.open_dataset("imagenet_a", "train", tmp_path)
 
 
 def test_large_splits_have_several_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(tfds_source, "_SHARD_BYTES", 100)
+    monkeypatch.setattr(tfds_format, "_SHARD_BYTES", 100)
     row = benchmarks.BENCHMARKS["imagenet_a"]
-    folder = tfds_source.dataset_folder(row, tmp_path)
+    folder = tfds_format.dataset_folder(row, tmp_path)
     folder.mkdir(parents=True)
-    writer = tfds_source.DatasetWriter(folder, row, tfds_source.folder_features(["a"]))
+    writer = tfds_format.DatasetWriter(folder, row, tfds_format.folder_features(["a"]))
     examples = [{"image": bytes([i]), "label": 0, "file_name": f"a/{i:02d}"} for i in range(11)]
     for split in ("train", "test"):
         writer.write_split(split, iter(examples), 11, 350)
     writer.finish({})
     assert len(list(folder.glob("*-train.array_record-*-of-00004"))) == 4
-    source = tfds_source.open_source("imagenet_a", "train", tmp_path)
+    source = dataset.open_dataset("imagenet_a", "train", tmp_path)
     assert [source.read(i) for i in range(11)] == [bytes([i]) for i in range(11)]
 
 
@@ -199,12 +199,12 @@ def test_records_are_stored_one_by_one(written):
 
 def test_unfinished_data_are_not_accepted(tmp_path):
     row = benchmarks.BENCHMARKS["imagenet_a"]
-    folder = tfds_source.dataset_folder(row, tmp_path)
+    folder = tfds_format.dataset_folder(row, tmp_path)
     folder.mkdir(parents=True)
-    writer = tfds_source.DatasetWriter(folder, row, tfds_source.folder_features(["a"]))
+    writer = tfds_format.DatasetWriter(folder, row, tfds_format.folder_features(["a"]))
     writer.write_split("train", [{"image": b"x", "label": 0, "file_name": "a/x"}], 1, 1)
     with pytest.raises(InputError, match="is not prepared"):
-        tfds_source.open_source("imagenet_a", "train", tmp_path)
+        dataset.open_dataset("imagenet_a", "train", tmp_path)
 
 
 def test_only_one_module_imports_tfds():
@@ -214,7 +214,7 @@ def test_only_one_module_imports_tfds():
         for path in (REPOSITORY / "fdc_jax").rglob("*.py")
         if importing.search(path.read_text())
     ]
-    assert found == ["tfds_source.py"]
+    assert found == ["tfds_format.py"]
 
 
 WITHOUT_TENSORFLOW = """
@@ -236,7 +236,8 @@ class Refuse:
         pass
 
 sys.meta_path.insert(0, Refuse())
-from fdc_jax.data import benchmarks, prepare, stream, tfds_source
+from fdc_jax.data import benchmarks, dataset, prepare
+from fdc_jax.data.batches import TrainBatches
 import dataclasses
 row = dataclasses.replace(
     benchmarks.BENCHMARKS["cub200"], num_classes=2, classes_per_task=1, num_train=4, num_test=2,
@@ -244,8 +245,8 @@ row = dataclasses.replace(
 )
 benchmarks.BENCHMARKS["cub200"] = row
 prepare.prepare("cub200", sys.argv[1], sys.argv[2], quiet=True)
-source = tfds_source.open_source("cub200", "train", sys.argv[2])
-batches = list(stream.TrainBatches(source, range(4), None, 4, 0, 0, image_size=8))
+source = dataset.open_dataset("cub200", "train", sys.argv[2])
+batches = list(TrainBatches(source, range(4), None, 4, 0, 0, image_size=8))
 assert batches[0].weights.sum() == 4
 assert not tried, tried
 assert not [name for name in sys.modules if name.partition(".")[0] == "tensorflow"]
@@ -269,7 +270,7 @@ def test_tensorflow_is_never_wanted(tmp_path, encode):
 
 def test_real_cifar100(shared_asset):
     data_dir = shared_asset("tensorflow_datasets")
-    sources = {s: tfds_source.open_source("cifar100", s, data_dir) for s in ("train", "test")}
+    sources = {s: dataset.open_dataset("cifar100", s, data_dir) for s in ("train", "test")}
     row = benchmarks.BENCHMARKS["cifar100"]
     counts = benchmarks.verify(row, sources["train"].labels, sources["test"].labels)
     assert counts == [500] * 20
@@ -291,7 +292,7 @@ def test_real_cifar100_has_the_features_that_we_write(shared_asset, tmp_path):
     names = [
         (folder / f"{key}.labels.txt").read_text().split() for key in ("label", "coarse_label")
     ]
-    features = tfds_source.cifar100_features(*names)
+    features = tfds_format.cifar100_features(*names)
     features.save_config(tmp_path)
     for name in ("features.json", "label.labels.txt", "coarse_label.labels.txt"):
         read = json.loads if name.endswith("json") else str.split
@@ -299,7 +300,7 @@ def test_real_cifar100_has_the_features_that_we_write(shared_asset, tmp_path):
 
 
 def test_reading_is_safe_from_many_threads(tmp_path, written):
-    source = tfds_source.open_source("imagenet_a", "train", tmp_path)
+    source = dataset.open_dataset("imagenet_a", "train", tmp_path)
     expected = [source.read(i) for i in range(5)]
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(source.read, list(range(5)) * 200))
@@ -307,9 +308,9 @@ def test_reading_is_safe_from_many_threads(tmp_path, written):
 
 
 def test_a_copy_elsewhere_reads_the_same(tmp_path, written):
-    source = tfds_source.open_source("imagenet_a", "train", tmp_path)
+    source = dataset.open_dataset("imagenet_a", "train", tmp_path)
     shutil.copytree(tmp_path / "pilot_imagenet_a", tmp_path / "copy" / "pilot_imagenet_a")
-    copy = tfds_source.open_source("imagenet_a", "train", tmp_path / "copy")
+    copy = dataset.open_dataset("imagenet_a", "train", tmp_path / "copy")
     assert (copy.ids, copy.checksum) == (source.ids, source.checksum)
     with Image.open(io.BytesIO(copy.read(0))) as image:
         assert image.size == (4, 5)

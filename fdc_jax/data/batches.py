@@ -1,4 +1,4 @@
-"""Class order, task split, label map, and batches as a pure function of their coordinates.
+"""Batches of images, decoded ahead in threads, as a pure function of their coordinates.
 
 Everything random is drawn from (seed, task, epoch) with a counter-based generator, so that
 step `s` of a run is the same batch however many threads decode it and wherever a run resumed.
@@ -8,72 +8,21 @@ from __future__ import annotations
 
 import collections
 import os
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int, Int32, UInt8
 from PIL import Image
 
 from fdc_jax.data import images
-from fdc_jax.data.source import ByteCache, Source
+from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError
 
 _PERMUTATION, _AUGMENTATION = 0, 1
-
-
-def class_order(num_classes: int, seed: int) -> Int[np.ndarray, " c"]:
-    """Returns the class labels in the order in which they arrive (PILOT: seed 1993).
-
-    Equal to `numpy.random.seed(seed)` followed by `numpy.random.permutation(num_classes)`.
-    """
-    return np.random.RandomState(seed).permutation(num_classes)
-
-
-def class_positions(order: Int[np.ndarray, " c"]) -> Int[np.ndarray, " c"]:
-    """Returns the map from a class label to its position in the class order."""
-    positions = np.empty_like(order)
-    positions[order] = np.arange(len(order))
-    return positions
-
-
-def task_classes(order: Int[np.ndarray, " c"], classes_per_task: int) -> list[np.ndarray]:
-    """Cuts the class order into consecutive tasks; a remainder becomes a shorter last task.
-
-    Returns:
-        Per task, its class labels in class order.
-    """
-    if classes_per_task < 1:
-        raise InputError(f"classes_per_task must be at least 1, found {classes_per_task}")
-    return [order[i : i + classes_per_task] for i in range(0, len(order), classes_per_task)]
-
-
-def task_indices(
-    labels: Int[np.ndarray, " n"], classes: Sequence[int] | Int[np.ndarray, " k"]
-) -> Int[np.ndarray, " m"]:
-    """Returns the indices of the images of `classes`, class after class in the order given."""
-    if len(classes) == 0:
-        return np.zeros(0, np.int64)
-    return np.concatenate([np.flatnonzero(labels == label) for label in classes])
-
-
-def select_per_class(labels: Int[np.ndarray, " n"], per_class: int) -> Int[np.ndarray, " m"]:
-    """Returns, ascending, the indices of the first `per_class` images of every class.
-
-    Args:
-        labels: in the fixed order of a `Source`, that is by record identifier within a class.
-        per_class: how many to keep of each class; 0 keeps all.
-    """
-    if per_class < 0:
-        raise InputError(f"images per class must be 0 (all) or more, found {per_class}")
-    if per_class == 0:
-        return np.arange(len(labels))
-    order = np.argsort(labels, kind="stable")
-    ordered = labels[order]
-    rank = np.arange(len(labels)) - np.searchsorted(ordered, ordered, side="left")
-    return np.sort(order[rank < per_class])
 
 
 def _generator(*coordinates: int) -> np.random.Generator:
@@ -99,6 +48,56 @@ class Batch(NamedTuple):
     weights: Float32[np.ndarray, " b"]
 
 
+class ByteCache:
+    """A dictionary that stops admitting values at a limit in bytes; safe from any thread.
+
+    A value is kept when it still fits and never dropped for another: images are read in a new
+    order every epoch, where dropping the oldest would keep nothing useful. Caches made with
+    `beside` share one limit.
+    """
+
+    def __init__(self, max_bytes: int):
+        if max_bytes < 0:
+            raise InputError(f"a cache needs a limit of at least 0 bytes, found {max_bytes}")
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        self._values: dict = {}
+        self._together: list[ByteCache] = [self]
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def beside(self) -> ByteCache:
+        """Returns an empty cache that may use what this one leaves of the limit."""
+        other = ByteCache(self.max_bytes)
+        other._together, other._lock = self._together, self._lock
+        with self._lock:
+            self._together.append(other)
+        return other
+
+    def get(self, key):
+        """Returns the value kept under `key`, or None."""
+        return self._values.get(key)
+
+    def has_room(self, size: int) -> bool:
+        """Says whether a value of `size` bytes would fit."""
+        return sum(cache.bytes for cache in self._together) + size <= self.max_bytes
+
+    def put(self, key, value, size: int) -> None:
+        """Keeps `value` of `size` bytes if it fits and `key` is new."""
+        with self._lock:
+            if key not in self._values and self.has_room(size):
+                self._values[key] = value
+                self.bytes += size
+
+    def clear(self) -> None:
+        """Forgets all values, which makes room for others."""
+        with self._lock:
+            self._values.clear()
+            self.bytes = 0
+
+
 def default_workers() -> int:
     """Number of processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
@@ -106,22 +105,43 @@ def default_workers() -> int:
     return os.cpu_count() or 1
 
 
+# Row of the indices to its transformed image.
+_Transform = Callable[[int], UInt8[np.ndarray, "s s 3"]]
+
+
 class _Batches:
     """Decodes ahead in threads, at most `prefetch` batches, and hands batches out in order."""
 
     def __init__(
         self,
-        source: Source,
+        dataset: Dataset,
         indices: Int[np.ndarray, " n"],
         labels: Int[np.ndarray, " n"] | None,
         batch_size: int,
+        *,
         image_size: int,
-        workers: int | None,
-        prefetch: int,
-        own_rows: Bool[np.ndarray, " b"] | None,
-        decoded: ByteCache | None,
+        workers: int | None = None,
+        prefetch: int = 4,
+        own_rows: Bool[np.ndarray, " b"] | None = None,
+        decoded: ByteCache | None = None,
     ):
-        self.source = source
+        """Prepares the batches; nothing is read before iteration.
+
+        Args:
+            dataset: where the images are.
+            indices: images to show, as indices into `dataset`.
+            labels: label per entry of `indices`; None takes the labels of `dataset`.
+            batch_size: rows of every batch.
+            image_size: side of the images in pixels.
+            workers: decoding threads; None for one per core.
+            prefetch: batches decoded ahead of the consumer.
+            own_rows: the rows of every batch that this process decodes; None for all.
+            decoded: keeps decoded images as they are before any transform, for later passes.
+
+        Raises:
+            InputError: an argument out of its range.
+        """
+        self.dataset = dataset
         self.decoded = decoded
         self.own_rows = own_rows
         self.indices = np.asarray(indices, np.int64)
@@ -139,12 +159,13 @@ class _Batches:
             if value < 1:
                 raise InputError(f"{name} must be at least 1, found {value}")
         low, high = self.indices.min(initial=0), self.indices.max(initial=-1)
-        if self.indices.ndim != 1 or low < 0 or high >= len(source):
+        if self.indices.ndim != 1 or low < 0 or high >= len(dataset):
             raise InputError(
-                f"{source.name}, split {source.split}: expected a vector of image indices between "
-                f"0 and {len(source) - 1}, found shape {self.indices.shape}, {low} to {high}"
+                f"{dataset.name}, split {dataset.split}: expected a vector of image indices "
+                f"between 0 and {len(dataset) - 1}, found shape {self.indices.shape}, {low} to "
+                f"{high}"
             )
-        chosen = source.labels[self.indices] if labels is None else labels
+        chosen = dataset.labels[self.indices] if labels is None else labels
         self.labels = np.asarray(chosen, np.int32)
         if self.labels.shape != self.indices.shape:
             raise InputError(
@@ -154,21 +175,18 @@ class _Batches:
 
     def _image(self, index: int) -> Image.Image:
         """Returns an image as it is stored, decoded now or earlier."""
-        key = (self.source.name, self.source.split, index)
+        key = (self.dataset.name, self.dataset.split, index)
         found = None if self.decoded is None else self.decoded.get(key)
         if found is not None:
             return Image.fromarray(found)
-        image = images.decode(self.source.read(index), self.source.describe(index))
+        image = images.decode(self.dataset.read(index), self.dataset.describe(index))
         size = 3 * image.width * image.height
         if self.decoded is not None and self.decoded.has_room(size):
             self.decoded.put(key, np.asarray(image), size)
         return image
 
     def _start(
-        self,
-        pool: ThreadPoolExecutor,
-        rows: Int[np.ndarray, " m"],
-        transform: Callable[[int], UInt8[np.ndarray, "s s 3"]],
+        self, pool: ThreadPoolExecutor, rows: Int[np.ndarray, " m"], transform: _Transform
     ) -> tuple[Batch, list[Future[None]]]:
         """Starts filling a batch with `transform(row)` for each row of `self.indices`.
 
@@ -198,10 +216,7 @@ class _Batches:
         jobs = [own[i : i + size] for i in range(0, len(own), size)]
         return batch, [pool.submit(fill, job) for job in jobs]
 
-    def _run(
-        self,
-        plan: Iterator[tuple[Int[np.ndarray, " m"], Callable[[int], UInt8[np.ndarray, "s s 3"]]]],
-    ) -> Iterator[Batch]:
+    def _run(self, plan: Iterator[tuple[Int[np.ndarray, " m"], _Transform]]) -> Iterator[Batch]:
         pool = ThreadPoolExecutor(self.workers, thread_name_prefix="decode")
         pending: collections.deque[tuple[Batch, list[Future[None]]]] = collections.deque()
         try:
@@ -231,53 +246,43 @@ class TrainBatches(_Batches):
 
     def __init__(
         self,
-        source: Source,
+        dataset: Dataset,
         indices: Int[np.ndarray, " n"],
         labels: Int[np.ndarray, " n"] | None,
         batch_size: int,
         seed: int,
         task: int,
         *,
-        image_size: int,
         epochs: int = 1,
         start_step: int = 0,
         crop_scale: tuple[float, float] = images.CROP_SCALE,
         flip: bool = True,
-        workers: int | None = None,
-        prefetch: int = 4,
-        own_rows: Bool[np.ndarray, " b"] | None = None,
-        decoded: ByteCache | None = None,
+        **options: Any,
     ):
         """Prepares the batches; nothing is read before iteration.
 
         Args:
-            source: where the images are.
-            indices: images of the task, as indices into `source`.
-            labels: label per entry of `indices`; None takes the labels of `source`.
+            dataset: where the images are.
+            indices: images of the task, as indices into `dataset`.
+            labels: label per entry of `indices`; None takes the labels of `dataset`.
             batch_size: rows of every batch.
             seed: training seed, 0 or more.
             task: index of the task, from 0.
-            image_size: side of the images in pixels.
             epochs: number of passes.
             start_step: steps already taken, over all epochs.
             crop_scale: share of an image's area that a crop may cover.
             flip: whether images are mirrored half the time.
-            workers: decoding threads; None for one per core.
-            prefetch: batches decoded ahead of the consumer.
-            own_rows: the rows of every batch that this process decodes; None for all.
-            decoded: keeps decoded images as they are before any transform, for later passes.
+            options: `image_size`, `workers`, `prefetch`, `own_rows`, `decoded` of all batches.
 
         Raises:
             InputError: no image, or an argument out of its range.
         """
-        super().__init__(
-            source, indices, labels, batch_size, image_size, workers, prefetch, own_rows, decoded
-        )
+        super().__init__(dataset, indices, labels, batch_size, **options)
         for name, value in [("seed", seed), ("task", task), ("start_step", start_step)]:
             if value < 0:
                 raise InputError(f"{name} must be 0 or more, found {value}")
         if len(self.indices) == 0:
-            raise InputError(f"{source.name}, task {task}: no training image")
+            raise InputError(f"{dataset.name}, task {task}: no training image")
         self.seed = seed
         self.task = task
         self.epochs = epochs
@@ -301,7 +306,7 @@ class TrainBatches(_Batches):
     def __iter__(self) -> Iterator[Batch]:
         return self._run(self._plan())
 
-    def _plan(self):
+    def _plan(self) -> Iterator[tuple[Int[np.ndarray, " m"], _Transform]]:
         epoch = -1
         for step in range(self.start_step, self.num_steps):
             if step // self.steps_per_epoch != epoch:
@@ -312,53 +317,27 @@ class TrainBatches(_Batches):
             start = (step % self.steps_per_epoch) * self.batch_size
             yield order[start : start + self.batch_size], transform
 
-    def _transform(self, uniforms: Float[np.ndarray, "n k"]):
-        def transform(row: int) -> UInt8[np.ndarray, "s s 3"]:
-            index = int(self.indices[row])
-            return images.train_transform(
-                self._image(index), self.image_size, uniforms[row], self.crop_scale, self.flip
-            )
-
-        return transform
+    def _transform(self, uniforms: Float[np.ndarray, "n k"]) -> _Transform:
+        return lambda row: images.train_transform(
+            self._image(int(self.indices[row])),
+            self.image_size,
+            uniforms[row],
+            self.crop_scale,
+            self.flip,
+        )
 
 
 class EvaluationBatches(_Batches):
-    """Images with the test transform, in the order given, the last batch padded."""
+    """Images with the test transform, in the order given, the last batch padded.
 
-    def __init__(
-        self,
-        source: Source,
-        indices: Int[np.ndarray, " n"],
-        labels: Int[np.ndarray, " n"] | None,
-        batch_size: int,
-        *,
-        image_size: int,
-        workers: int | None = None,
-        prefetch: int = 4,
-        cache: ByteCache | None = None,
-        own_rows: Bool[np.ndarray, " b"] | None = None,
-        decoded: ByteCache | None = None,
-    ):
-        """Prepares the batches; nothing is read before iteration.
+    Args:
+        arguments: as of all batches.
+        cache: keeps transformed images for later passes; may be shared between data sets.
+        options: as of all batches.
+    """
 
-        Args:
-            source: where the images are.
-            indices: images to show, as indices into `source`.
-            labels: label per entry of `indices`; None takes the labels of `source`.
-            batch_size: rows of every batch.
-            image_size: side of the images in pixels.
-            workers: decoding threads; None for one per core.
-            prefetch: batches decoded ahead of the consumer.
-            cache: keeps transformed images for later passes; may be shared between sources.
-            own_rows: the rows of every batch that this process decodes; None for all.
-            decoded: keeps decoded images as they are before any transform, for later passes.
-
-        Raises:
-            InputError: an argument out of its range.
-        """
-        super().__init__(
-            source, indices, labels, batch_size, image_size, workers, prefetch, own_rows, decoded
-        )
+    def __init__(self, *arguments: Any, cache: ByteCache | None = None, **options: Any):
+        super().__init__(*arguments, **options)
         self.cache = cache
 
     def __len__(self) -> int:
@@ -371,7 +350,7 @@ class EvaluationBatches(_Batches):
 
     def _transform(self, row: int) -> UInt8[np.ndarray, "s s 3"]:
         index = int(self.indices[row])
-        key = (self.source.name, self.source.split, self.image_size, index)
+        key = (self.dataset.name, self.dataset.split, self.image_size, index)
         found = None if self.cache is None else self.cache.get(key)
         if found is None:
             found = images.evaluation_transform(self._image(index), self.image_size)
@@ -381,17 +360,10 @@ class EvaluationBatches(_Batches):
 
 
 def evaluation_images(
-    source: Source,
-    indices: Int[np.ndarray, " n"],
-    image_size: int,
-    *,
-    workers: int | None = None,
-    cache: ByteCache | None = None,
+    dataset: Dataset, indices: Int[np.ndarray, " n"], image_size: int, workers: int | None = None
 ) -> UInt8[np.ndarray, "n s s 3"]:
     """Returns all images of `indices` with the test transform, in one array."""
-    batches = EvaluationBatches(
-        source, indices, None, 64, image_size=image_size, workers=workers, cache=cache
-    )
+    batches = EvaluationBatches(dataset, indices, None, 64, image_size=image_size, workers=workers)
     result = np.empty((len(batches.indices), image_size, image_size, 3), np.uint8)
     for i, batch in enumerate(batches):
         rows = result[i * 64 : (i + 1) * 64]

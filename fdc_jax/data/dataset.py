@@ -1,0 +1,129 @@
+"""Data sets as the rest of the package sees them: labels, names, and encoded images by index."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+from jaxtyping import Int
+
+from fdc_jax.data import benchmarks
+from fdc_jax.errors import InputError
+
+SPLITS = ("train", "test")
+
+
+@dataclasses.dataclass(frozen=True)
+class Dataset:
+    """One split of a benchmark, in an order that does not depend on how it is stored.
+
+    Attributes:
+        name: of the benchmark, as in `fdc_jax.data.benchmarks.BENCHMARKS`.
+        split: "train" or "test".
+        partition: which division into train and test this is: "official" (the data set's own),
+            "pilot", "random80", "embedded" or "other". Results carry it.
+        labels: class index per image, rank of the class name in string order.
+        ids: record identifier per image (file name or record id), for messages and manifests.
+        class_names: name per class index.
+        read_encoded: image index to the encoded image (JPEG, PNG, ...); safe from any thread.
+        compute_checksum: what `checksum` returns.
+    """
+
+    name: str
+    split: str
+    partition: str
+    labels: Int[np.ndarray, " n"]
+    ids: tuple[str, ...]
+    class_names: tuple[str, ...]
+    read_encoded: Callable[[int], bytes]
+    compute_checksum: Callable[[], str]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes of the data set, including any without an image in this split."""
+        return len(self.class_names)
+
+    @property
+    def checksum(self) -> str:
+        """SHA-256 of what the images are, however they are stored; 64 hexadecimal digits."""
+        return self.compute_checksum()
+
+    def read(self, index: int) -> bytes:
+        """Returns the encoded bytes of image `index`.
+
+        Raises:
+            InputError: the index is out of range or the record cannot be read.
+        """
+        if not 0 <= index < len(self):
+            raise InputError(
+                f"{self.name}, split {self.split}: image index must be between 0 and "
+                f"{len(self) - 1}, found {index}"
+            )
+        return self.read_encoded(int(index))
+
+    def describe(self, index: int) -> str:
+        """Names image `index` for an error message."""
+        return f"{self.name}, split {self.split}, image {index} ({self.ids[index]})"
+
+
+def data_folder(path: str | os.PathLike[str] = "") -> Path:
+    """Returns the folder of prepared data: `path` if given, else where TFDS keeps its own.
+
+    That is `$TFDS_DATA_DIR`, or `~/tensorflow_datasets`.
+    """
+    default = os.environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
+    return Path(path or default).expanduser()
+
+
+def open_dataset(
+    benchmark_name: str,
+    split: str,
+    data_dir: str | os.PathLike[str] = "",
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Dataset:
+    """Opens one split of a benchmark.
+
+    Images come by record identifier for CIFAR-100, else by class and file name.
+
+    Args:
+        benchmark_name: key of `benchmarks.BENCHMARKS`.
+        split: "train" or "test".
+        data_dir: as in `data_folder`; not looked at for the embedded digits.
+        cache_dir: keeps what reading a data set found where its own folder is closed to writing.
+
+    Raises:
+        InputError: the benchmark is unknown or not prepared there, or its files are damaged.
+    """
+    benchmark = benchmarks.find(benchmark_name)
+    if split not in SPLITS:
+        raise InputError(f"split must be train or test, found {split!r}")
+    if benchmark.partition == "embedded":
+        from fdc_jax.data import digits
+
+        return digits.open_digits(split)
+    # Importing TFDS takes seconds, which the digits do not need.
+    from fdc_jax.data import tfds_format
+
+    return tfds_format.open_prepared(benchmark, split, data_folder(data_dir), cache_dir)
+
+
+def images_sha256(class_names: Iterable[str], records: Iterable[tuple[str, int, bytes]]) -> str:
+    """Returns the checksum of images: names, labels and pixels, however they are stored.
+
+    Args:
+        class_names: by class index.
+        records: identifier, class index and `images.pixels_sha256` of each image, in the order of
+            a `Dataset`.
+    """
+    digest = hashlib.sha256(json.dumps(list(class_names)).encode())
+    for name, label, pixels in records:
+        digest.update(f"\n{name}\t{label}\t{pixels.hex()}".encode())
+    return digest.hexdigest()
