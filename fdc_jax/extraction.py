@@ -16,10 +16,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from fdc_jax import array_files, devices, processes
+from fdc_jax import devices, files, processes
 from fdc_jax.data.batches import Batch, EvaluationBatches
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_atomically
 from fdc_jax.model import vit
 from fdc_jax.model.vit import VisionTransformer
 
@@ -197,7 +196,10 @@ class FeatureCache:
         self._folder = Path(folder) / hashlib.sha256(text.encode()).hexdigest()[:16]
         if processes.is_first() and not (self._folder / "key.json").exists():
             # A cache that cannot be written costs time, not results.
-            with contextlib.suppress(InputError), write_atomically(self._folder / "key.json") as f:
+            with (
+                contextlib.suppress(InputError),
+                files.write_atomically(self._folder / "key.json") as f,
+            ):
                 f.write(text.encode())
 
     def get(self, name: str, indices: np.ndarray, compute: Callable[[], Extraction]) -> Extraction:
@@ -231,7 +233,7 @@ class FeatureCache:
         if processes.is_first():
             arrays = {"features": extraction.features, "sha256": _digest(extraction.features)}
             with contextlib.suppress(InputError):
-                array_files.write_npz(self._path(name, indices), arrays)
+                files.write_npz(self._path(name, indices), arrays)
 
     def _path(self, name: str, indices: np.ndarray) -> Path:
         digest = hashlib.sha256(np.ascontiguousarray(indices, np.int64).tobytes()).hexdigest()
@@ -241,7 +243,7 @@ class FeatureCache:
 def _read(path: Path, rows: int) -> Float[np.ndarray, "n d"] | None:
     """Returns cached features; None where there are none, or damaged ones to be made again."""
     with contextlib.suppress(InputError, KeyError):
-        arrays = array_files.read_npz(path)
+        arrays = files.read_npz(path)
         features, expected = arrays["features"], str(arrays["sha256"])
         if _digest(features) == expected and len(features) == rows:
             return features

@@ -176,7 +176,7 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
     def refuse(path, arrays):
         raise InputError("cannot write")
 
-    monkeypatch.setattr(extraction.array_files, "write_npz", refuse)
+    monkeypatch.setattr(extraction.files, "write_npz", refuse)
     calls = []
     for value in (1.0, 2.0):
         cache.get("train", np.arange(3), counted(value, calls))

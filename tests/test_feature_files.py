@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdc_jax import feature_files, heads
-from fdc_jax.array_files import write_npz
 from fdc_jax.errors import InputError
+from fdc_jax.files import write_npz
 
 
 def example(num_tasks=2, seed=0, two_views=True):
@@ -229,7 +229,32 @@ FAULTS = {
     "test label outside": (poke("test_labels", 4, 77),
                            "test_labels: row 4 is label 77, no class of any task"),
     "class twice": (poke("train_labels_1", slice(None), [0, 1, 0, 1, 1]),
-                    "train_labels_1: class 0 is already a class of task 0"),
+                    r"train_labels_0: row 0 is label 1, which is a class of task 1 \(with 3 "
+                    r"samples there and 2 here\); expected tasks without common classes"),
+    "head class twice": (change(head_classes_1=np.array([10, 11, 1])),
+                         "head_classes_1: class 1 is already a class of task 0"),
+    "foreign sample": (poke("train_labels_1", 2, 1),
+                       r"train_labels_1: row 2 is label 1, which is a class of task 0 \(with 2 "
+                       r"samples there and 1 here\)"),
+    "foreign sample of a later task": (poke("train_labels_0", 3, 11),
+                                       "row 3 is label 11, which is a class of task 1"),
+    "foreign sample beside head classes": (
+        lambda a: [poke("train_labels_1", 2, 1)(a), change(head_classes_1=np.array([10, 11]))(a)],
+        "train_labels_1: row 2 is label 1, which is a class of task 0 .* and no class of its head"),
+    "bfloat16": (change(train_adapted_0=np.zeros((5, 4), "V2")),
+                 r"train_adapted_0: is stored as \|V2, .* bfloat16 .* float32"),
+    "bfloat16 bias": (change(head_bias_1=np.zeros(2, "V2")), r"head_bias_1: is stored as \|V2"),
+    "growing head": (change(head_weight_1=np.zeros((4, 4), np.float32)),
+                     r"head_weight_1: found 4 rows for the 2 classes of task 1, as many as tasks 0 "
+                     r".. 1 have together: one head that grows; .*, weight\[2:4\]"),
+    "growing head, by name": (
+        change(head_weight_1=np.zeros((4, 4), np.float32), head_classes_1=np.array([10, 0, 11, 1])),
+        r"head_weight_1: found 4 rows for .* one head that grows; .*, weight\[\[0, 2\]\]"),
+    "one full head": (change(head_weight_0=np.zeros((4, 4), np.float32)),
+                      r"found 4 rows for the 2 classes of task 0, as many as all tasks have "
+                      r"together: one head over all classes; .*, weight\[0:2\]"),
+    "full final head": (change(final_head_weight_0=np.zeros((4, 4), np.float32)),
+                        "final_head_weight_0: found 4 rows for .* one head over all classes"),
     "repeated head class": (change(head_classes_0=np.array([1, 1])), "distinct classes"),
     "head rows": (change(head_weight_1=np.zeros((3, 4), np.float32)),
                   "head_weight_1: expected one row for each class of the distinct labels, 2, "
@@ -245,7 +270,7 @@ FAULTS = {
     "head kind type": (change(head_kind=np.array([1, 2])), "head_kind: expected one of linear"),
     "bias of cosine": (change(head_kind=np.array("cosine")), "head_bias_0: expected only for lin"),
     "final rows": (change(final_head_weight_1=np.zeros((3, 4), np.float32)),
-                   "final_head_weight_1: expected 2 rows as in head_weight_1, found 3"),
+                   "final_head_weight_1: expected one row for each class of the distinct"),
     "final columns": (change(final_head_weight_1=np.zeros((2, 3), np.float32)),
                       "final_head_weight_1: expected 4 columns as in head_weight_1, found 3"),
     "final nan": (change(final_head_weight_0=np.full((2, 4), np.nan)),
@@ -298,6 +323,14 @@ def test_absent_and_foreign_files(tmp_path):
     (tmp_path / "text.npz").write_text("hello")
     with pytest.raises(InputError, match=r"text.npz: not a readable .npz file: File is not a zip"):
         feature_files.load(tmp_path / "text.npz")
+    page = b"\xef\xbb\xbf\n<!DOCTYPE html><html><body>404 Not Found</body></html>"
+    (tmp_path / "page.npz").write_bytes(page)
+    with pytest.raises(InputError, match=r"page.npz: not a readable .npz file: it is a web page"):
+        feature_files.load(tmp_path / "page.npz")
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "test_adapted.npy").write_bytes(page)
+    with pytest.raises(InputError, match=r"test_adapted.npy: not a readable .npy .* a web page"):
+        feature_files.load(tmp_path / "pages")
     (tmp_path / "objects.npz").write_bytes(pickle.dumps({"a": 1}))
     with pytest.raises(InputError, match="not a readable"):
         feature_files.load(tmp_path / "objects.npz")

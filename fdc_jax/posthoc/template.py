@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fdc_jax.array_files import write_npy, write_npz
 from fdc_jax.errors import InputError
+from fdc_jax.files import write_npy, write_npz
 
 HOW_TO = """\
 wrote {path}: {num_tasks} tasks with {num_classes} classes of made-up features. Try it:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fdc_jax.array_files import read_npz
 from fdc_jax.calibration.components import selected_for
 from fdc_jax.errors import InputError
+from fdc_jax.files import read_npz
 from fdc_jax.report import paper, protocol
 
 _PREDICTIONS = (

@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 
-from fdc_jax.array_files import read_folder
+from fdc_jax.files import read_folder
 from fdc_jax.learners import cumulative_lora
 from fdc_jax.report import recompute
 from tests import interruptions
