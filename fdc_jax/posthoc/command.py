@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fdc_jax import calibration, command_line, feature_files
-from fdc_jax.array_files import write_npz
 from fdc_jax.calibration import Scores, Terms
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
-from fdc_jax.files import write_atomically
+from fdc_jax.files import write_atomically, write_npz
 from fdc_jax.posthoc import summary as summaries
 from fdc_jax.posthoc import tables
 from fdc_jax.posthoc.methods import METHODS, VARIANTS, Outcome, Settings, run
