@@ -48,6 +48,8 @@ def _parse(arguments: list[str]) -> list[str]:
         return flags.FLAGS(arguments)
     except flags.Error as error:
         _fail(str(error).splitlines()[0])
+    except errors.InputError as error:
+        _fail(str(error))
     except (AttributeError, KeyError, OSError, TypeError, ValueError) as error:
         _fail(_explain(error, arguments))
     raise AssertionError("unreachable")

@@ -154,7 +154,7 @@ def _record(
 def main() -> None:
     """Measures and prints one line per learner."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--learners", default=",".join(learners.LEARNERS), help="of these alone")
+    parser.add_argument("--learners", default=",".join(learners.names()), help="of these alone")
     parser.add_argument("--variant", default="Ti/16")
     parser.add_argument("--image_size", type=int, default=128)
     parser.add_argument("--precision", default="parity", help="parity or fast")

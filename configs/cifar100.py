@@ -12,8 +12,4 @@ from configs import base
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config()
-    config.benchmark = "cifar100"
-    config.learner.inflora.lamb = 0.95
-    config.learner.inflora_ca.logit_temperature = 0.0
-    return config
+    return base.get_config("cifar100")

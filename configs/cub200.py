@@ -12,9 +12,4 @@ from configs import base
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config()
-    config.benchmark = "cub200"
-    config.learner.lora_subtraction.triplet_weight = 0.2  # the authors'
-    config.learner.lora_subtraction.margin = 1.0  # likewise
-    config.learner.loda.margin = 0.1  # the authors'
-    return config
+    return base.get_config("cub200")

@@ -9,8 +9,7 @@ from configs import base
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config()
-    config.benchmark = "digits"
+    config = base.get_config("digits")
     config.encoder.variant = "digits"
     config.encoder.weights = "digits"
     config.encoder.image_size = 32

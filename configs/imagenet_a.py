@@ -12,9 +12,4 @@ from configs import base
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config()
-    config.benchmark = "imagenet_a"
-    config.learner.lora_subtraction.triplet_weight = 0.2  # not published; ImageNet-R's
-    config.learner.lora_subtraction.margin = 2.0  # likewise
-    config.learner.loda.margin = 0.15  # the authors'
-    return config
+    return base.get_config("imagenet_a")

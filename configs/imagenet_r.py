@@ -12,10 +12,4 @@ from configs import base
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config()
-    config.benchmark = "imagenet_r"
-    config.learner.lora_subtraction.triplet_weight = 0.2  # the authors'
-    config.learner.lora_subtraction.margin = 2.0  # likewise
-    config.learner.loda.margin = 0.1  # the authors'
-    config.learner.loda.look_ahead = 0.7  # likewise
-    return config
+    return base.get_config("imagenet_r")

@@ -12,9 +12,4 @@ from configs import base
 
 
 def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config()
-    config.benchmark = "omnibench"
-    config.learner.lora_subtraction.triplet_weight = 0.1  # not published; DomainNet's
-    config.learner.lora_subtraction.margin = 2.0  # likewise
-    config.learner.loda.margin = 0.1  # not published; ImageNet-R's
-    return config
+    return base.get_config("omnibench")

@@ -3,8 +3,10 @@
 import json
 from typing import Any, TypeAlias
 
+from fdc_jax import learners
 from fdc_jax.calibration.settings import Settings
 from fdc_jax.errors import InputError
+from fdc_jax.model.vit import VARIANTS
 
 # An ml_collections.ConfigDict; no type checker knows its fields.
 Config: TypeAlias = Any
@@ -26,75 +28,26 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 
-_AT_LEAST_ONE = (
-    "train.epochs",
-    "train.batch_size",
-    "train.rank",
-    "learner.inflora_ca.epochs",
-    "learner.inflora_ca.samples_per_class",
-    "learner.inflora_ca.batch_size",
-    "learner.ewc_lora.images_at_once",
-    "learner.rsiat.bottleneck",
-    "learner.rsiat.projector_width",
-    "learner.rsiat.calibration_epochs",
-    "learner.rsiat.samples_per_class",
-    "learner.rsiat.calibration_batch_size",
-    "evaluation.batch_size",
-    "checkpoint.every_steps",
-    "checkpoint.keep",
-)
-_AT_LEAST_ZERO = (
-    "train.first_epochs",
-    "class_order_seed",
-    "classes_per_task",
-    "data.train_per_class",
-    "data.test_per_class",
-    "data.workers",
-    "data.cache_gib",
-    "learner.inflora_ca.logit_temperature",
-    "learner.splitlora.loss_temperature",
-    "learner.ewc_lora.strength",
-    "learner.ewc_lora.accumulation",
-    "learner.sd_lora.magnitude",
-    "learner.sd_lora.magnitude_rate_factor",
-    "learner.lora_subtraction.triplet_weight",
-    "learner.lora_subtraction.margin",
-    "learner.loda.general_scale",
-    "learner.loda.isolated_scale",
-    "learner.loda.margin",
-    "learner.loda.look_ahead",
-    "learner.loda.native_learning_rate",
-    "learner.rsiat.margin",
-    "learner.rsiat.steering_weight",
-    "learner.rsiat.warm_up_epochs",
-    "learner.rsiat.separation_weight",
-    "learner.rsiat.alignment_weight",
-    "learner.rsiat.repulsion_weight",
-    "learner.rsiat.projector_learning_rate",
-)
-_POSITIVE = (
-    "train.increment_learning_rate",
-    "train.head_learning_rate",
-    "learner.inflora_ca.learning_rate",
-    "learner.inflora_ca.ridge",
-    "learner.rsiat.scale",
-    "learner.rsiat.drift_width",
-    "learner.rsiat.ridge",
-    "learner.rsiat.calibration_learning_rate",
-    "learner.splitlora.alpha",
-    "learner.loda.merge_gamma",
-    "learner.loda.scale",
-)
-_ONE_OF = {
-    "train.schedule": ("constant", "cosine", "quarter_cosine"),
+# What values may be, as in `learners.Option`.
+_ALLOWED: dict[str, str | tuple[str, ...]] = {
+    "class_order_seed": "[0, 4294967295]",
+    "classes_per_task": "[0, inf)",
+    "precision": ("parity", "fast"),
+    "data.train_per_class": "[0, inf)",
+    "data.test_per_class": "[0, inf)",
+    "data.workers": "[0, inf)",
+    "data.cache_gib": "[0, inf)",
     "learner.preset": ("protocol", "native"),
-    "learner.inflora_ca.schedule": ("constant", "cosine"),
-    "learner.ewc_lora.fisher": ("per_sample", "batch_mean"),
-    "learner.ewc_lora.fisher_labels": ("data", "model"),
-    "learner.ewc_lora.head_input": ("class_token", "l2"),
-    "learner.ewc_lora.folding": ("products", "factors"),
-    "learner.sd_lora.head_start": ("uniform", "zero_bias"),
-    "learner.rsiat.calibration_optimizer": ("sgd", "adam"),
+    "train.epochs": "[1, inf)",
+    "train.first_epochs": "[0, inf)",
+    "train.batch_size": "[1, inf)",
+    "train.increment_learning_rate": "(0, inf)",
+    "train.head_learning_rate": "(0, inf)",
+    "train.schedule": ("constant", "cosine", "quarter_cosine"),
+    "train.rank": "[1, inf)",
+    "evaluation.batch_size": "[1, inf)",
+    "checkpoint.every_steps": "[1, inf)",
+    "checkpoint.keep": "[1, inf)",
 }
 
 
@@ -116,54 +69,40 @@ def flatten(config: Config) -> dict[str, Any]:
 def validate(config: Config) -> None:
     """Checks every value that can be checked without data or weights.
 
+    A configuration made without its learner's options, of a learner outside the package, gets them.
+
     Raises:
         InputError: names the field, what was expected and what was found.
     """
+    name = config.learner.name
+    learners.find(name)
+    missing = learners.defaults(config.benchmark, name).keys() - config.learner.keys()
+    with config.unlocked():
+        config.learner.update(learners.defaults(config.benchmark, name) if missing else {})
     flat = flatten(config)
 
     def refuse(field: str, expected: str) -> None:
         raise InputError(f"config.{field}: expected {expected}, found {flat[field]!r}")
 
     seeds = flat["seed"]
-    if (
-        not isinstance(seeds, list)
-        or not seeds
-        or not all(type(s) is int and s >= 0 for s in seeds)
-    ):
-        refuse("seed", "one or more whole numbers of at least 0, such as 1,2,3")
+    if not isinstance(seeds, list) or not seeds or not all(_is_seed(each) for each in seeds):
+        refuse("seed", "one or more whole numbers from 0 to 4294967295, such as 1,2,3")
     if len(set(seeds)) != len(seeds):
         refuse("seed", "different numbers")
-    for field in _AT_LEAST_ONE:
-        if not flat[field] >= 1:
-            refuse(field, "at least 1")
-    for field in _AT_LEAST_ZERO:
-        if not flat[field] >= 0:
-            refuse(field, "at least 0")
-    for field in _POSITIVE:
-        if not 0 < flat[field] < float("inf"):
-            refuse(field, "a positive finite number")
+    for field, allowed in _ALLOWED.items():
+        wanted = learners.expected(allowed, flat[field])
+        if wanted is not None:
+            refuse(field, wanted)
+    variant = VARIANTS.get(config.encoder.variant)
+    if variant is not None and config.train.rank > variant.width:
+        refuse(
+            "train.rank", f"at most {variant.width}, the width of encoder {config.encoder.variant}"
+        )
+    learners.check_options(name, flat)
     try:
         Settings(**config.fdc.to_dict()).checked()
     except InputError as error:
         raise InputError(f"config.fdc.{error}") from error
-    for field, known in _ONE_OF.items():
-        if flat[field] not in known:
-            refuse(field, " or ".join(known))
-    lamb, lame = "learner.inflora.lamb", "learner.inflora.lame"
-    if not 0 < flat[lamb] <= 1:
-        refuse(lamb, "more than 0 and at most 1")
-    if not flat[lamb] <= flat[lame] <= 1:
-        refuse(lame, f"at least {lamb} and at most 1")
-    for field in ("learner.inflora_ca.mean_scale", "learner.rsiat.mean_scale"):
-        if not 0 <= flat[field] <= 1:
-            refuse(field, "between 0 and 1")
-    if not 0 <= flat["learner.rsiat.dropout"] < 1:
-        refuse("learner.rsiat.dropout", "at least 0 and less than 1")
-    if not abs(flat["learner.rsiat.separation_threshold"]) < float("inf"):
-        refuse("learner.rsiat.separation_threshold", "a finite number")
-    energy = "learner.lora_subtraction.energy"
-    if not 0 < flat[energy] <= 1:
-        refuse(energy, "more than 0 and at most 1")
     scale = flat["data.crop_scale"]
     if (
         not isinstance(scale, list)
@@ -174,10 +113,16 @@ def validate(config: Config) -> None:
         refuse("data.crop_scale", "two ascending shares of at most 1, such as 0.05,1.0")
 
 
+def _is_seed(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**32
+
+
 def differences(
     saved: dict[str, Any], config: Config, checksums: dict[str, str]
 ) -> list[tuple[str, Any, Any]]:
     """Returns (field, saved value, new value) where a result would be another one.
+
+    Fields of an earlier version that are gone, and options of learners that are, do not count.
 
     Args:
         saved: fields and checksums of an earlier run.
@@ -186,7 +131,7 @@ def differences(
     """
     new = flatten(config) | checksums
     return [
-        (field, saved.get(field), new.get(field))
-        for field in sorted(saved.keys() | new.keys())
-        if field not in WITHOUT_EFFECT and saved.get(field) != new.get(field)
+        (field, saved.get(field), value)
+        for field, value in sorted(new.items())
+        if field not in WITHOUT_EFFECT and saved.get(field) != value
     ]

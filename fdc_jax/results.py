@@ -10,8 +10,8 @@ import numpy as np
 from jaxtyping import Int
 
 import fdc_jax
-from fdc_jax import configuration, devices, evaluation
-from fdc_jax.calibration.components import fuse_all, selected_for
+from fdc_jax import configuration, devices, evaluation, learners
+from fdc_jax.calibration.components import fuse_all
 
 if TYPE_CHECKING:
     from fdc_jax.calibration import FDC, Terms
@@ -179,7 +179,7 @@ def _beyond(
 
 def _selected(learner: str, components: dict[str, float]) -> dict[str, Any]:
     """Returns what the paper enables for the learner, and its accuracy."""
-    name = selected_for(learner)
+    name = learners.selected(learner)
     # Without the pretrained view, the adapted one is all there is.
     name = name if name in components else name.removesuffix("_adapted_view")
     return {"components": name, "accuracy": components.get(name)}

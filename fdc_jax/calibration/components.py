@@ -22,20 +22,6 @@ COMPONENTS = {
     "pac+rlc_pretrained_view": {"tsf": False, "adapted_view": False},
 }
 
-# What the paper enables for a learner (Table plugin); everything for all others.
-_SELECTED = {
-    "splitlora": "pac+rlc_adapted_view",
-    "lora_subtraction": "pac+rlc_adapted_view",
-    "loda": "pac+rlc_adapted_view",
-    "rsiat": "pac+rlc_pretrained_view",
-}
-
-
-def selected_for(learner: str) -> str:
-    """Returns the combination that the paper selects for a learner: a key of `COMPONENTS`."""
-    return _SELECTED.get(learner, "full")
-
-
 # Beyond the paper (docs/beyond.md), as arguments of `FDC`: the whitened affinity, and that affinity
 # class by class.
 WHITENED: dict[str, Any] = {"affinity_metric": "whitened", "affinity_evidence": "linear"}

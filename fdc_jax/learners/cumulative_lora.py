@@ -23,6 +23,9 @@ from fdc_jax.data.batches import Batch
 from fdc_jax.learners import training
 from fdc_jax.model import increments, vit
 
+TITLE = "Cumulative-LoRA"
+PAPER_ROW = 0
+
 
 class State(NamedTuple):
     """Every task's increment and head, stacked on a leading task axis."""
@@ -77,20 +80,18 @@ def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
 
 def update(setup: training.Setup) -> training.Update:
     """Returns Adam with the paper's two learning rates."""
-    rates = {
-        "increment": setup.config.train.increment_learning_rate,
-        "head": setup.config.train.head_learning_rate,
-    }
-    return training.adam_update(setup, loss, rates, mean_over_images=True)
+    return training.adam_update(setup, loss, mean_over_images=True)
 
 
 # 4. What it does when a task ends.
 def after_task(setup, backbone, state: State, task: int, frozen, trained, images) -> State:
     """Returns the state with the trained increment and head in the task's slot."""
-    stored_heads = jax.tree.map(
-        lambda slots, one: slots.at[task].set(one), state.heads, trained["head"]
-    )
-    return State(increments.store(state.increments, task, trained["increment"]), stored_heads)
+    heads = jax.tree.map(lambda slots, one: slots.at[task].set(one), state.heads, trained["head"])
+    state = state._replace(heads=heads)
+    if "increment" in trained:
+        stored = increments.store(state.increments, task, trained["increment"])
+        state = state._replace(increments=stored)
+    return state
 
 
 # 5. What it offers for inference.

@@ -61,8 +61,31 @@ from jaxtyping import Array, Int
 
 from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
-from fdc_jax.learners import cumulative_lora, training
+from fdc_jax.learners import Option, cumulative_lora, training
 from fdc_jax.model import increments, vit
+
+TITLE = "EWC-LoRA"
+PAPER_ROW = 1
+OPTIONS = {
+    "strength": Option(1e7, "[0, inf)", "lambda, of the penalty"),
+    "accumulation": Option(1.0, "[0, inf)", "gamma, on the importance of earlier tasks"),
+    "fisher": Option(
+        "per_sample", ("per_sample", "batch_mean"), "square gradients of images, or of batches"
+    ),
+    "fisher_labels": Option("data", ("data", "model"), "or drawn from the model's softmax"),
+    "head_input": Option(
+        "class_token", ("class_token", "l2"), "the token as it is, or divided by its norm"
+    ),
+    "folding": Option("products", ("products", "factors"), "what adds up over tasks"),
+    "images_at_once": Option(8, "[1, inf)", "gradients held; 57 MB each for ViT-B/16"),
+}
+# Without estimator and folding, the strength would mean up to their batch size times more.
+_AUTHORS = {"train.batch_size": 128, "fisher": "batch_mean", "folding": "factors"}
+AUTHORS_RUNS = {
+    "cifar100": {"train.epochs": 20} | _AUTHORS,
+    "imagenet_r": {"train.epochs": 50} | _AUTHORS,
+    "imagenet_a": {"train.epochs": 20} | _AUTHORS,
+}
 
 # The authors' settings on ImageNet-R; elsewhere they are those of the protocol.
 NATIVE_HEAD_RATE = {"imagenet_r": 5e-4}

@@ -48,9 +48,23 @@ from jaxtyping import Array, Float, Float64, Int
 
 from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
-from fdc_jax.learners import cumulative_lora, training
+from fdc_jax.learners import Option, cumulative_lora, training
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
+
+TITLE = "InfLoRA"
+PAPER_ROW = 4
+OPTIONS = {
+    "lamb": Option(
+        0.98, "(0, 1]", "energy of the inputs to protect, at the first task", on={"cifar100": 0.95}
+    ),
+    "lame": Option(1.0, "[lamb, 1]", "likewise, where it would arrive after the last task"),
+}
+AUTHORS_RUNS = {
+    "cifar100": {"train.epochs": 20, "train.batch_size": 128},
+    "imagenet_r": {"train.epochs": 50, "train.batch_size": 128},
+    "imagenet_a": {"train.epochs": 20, "train.batch_size": 128},  # of a port by others
+}
 
 NATIVE_LEARNING_RATE = 5e-4
 

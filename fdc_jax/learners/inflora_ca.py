@@ -47,9 +47,29 @@ import optax
 from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import TrainingError
-from fdc_jax.learners import gaussian_alignment, inflora, training
+from fdc_jax.learners import Option, gaussian_alignment, inflora, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
 from fdc_jax.model import vit
+
+TITLE = "InfLoRA+CA"
+PAPER_ROW = 5
+READS = ("inflora",)
+OPTIONS = {
+    "epochs": Option(5, "[1, inf)", "of classifier alignment, from the second task on"),
+    "learning_rate": Option(5e-3, "(0, inf)", "of Adam; native: SGD with 1e-2"),
+    "schedule": Option("cosine", ("constant", "cosine"), "half a wave over the epochs, or none"),
+    "samples_per_class": Option(256, "[1, inf)", "pseudo-features of a class in an epoch"),
+    "batch_size": Option(256, "[1, inf)"),
+    "mean_scale": Option(0.9, "[0, 1]", "of the oldest means, as the stream grows; 1: none"),
+    "ridge": Option(1e-4, "(0, inf)", "added to the variances of a class"),
+    "logit_temperature": Option(
+        0.1, "[0, inf)", "of normalised logits; 0: logits as they are", on={"cifar100": 0.0}
+    ),
+}
+AUTHORS_RUNS = {
+    "cifar100": {"train.epochs": 20, "train.batch_size": 128, "logit_temperature": 0.1},
+    "imagenet_r": {"train.epochs": 50, "learner.inflora.lamb": 0.95},
+}
 
 NATIVE_LEARNING_RATE = 1e-2
 NATIVE_MOMENTUM = 0.9

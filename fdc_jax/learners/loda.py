@@ -58,9 +58,30 @@ from jaxtyping import Array, Float, Float64
 
 from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
-from fdc_jax.learners import cosine_heads, gradient_alignment, training
+from fdc_jax.learners import Option, cosine_heads, gradient_alignment, training
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
+
+TITLE = "LoDA"
+PAPER_ROW = 7
+SELECTED = "pac+rlc_adapted_view"
+OPTIONS = {
+    "general_scale": Option(0.25, "[0, inf)", "of the general product; without halving 0.5"),
+    "isolated_scale": Option(0.5, "[0, inf)", "of the isolated product; without halving 1"),
+    "merge_gamma": Option(3.0, "(0, inf)", "weight of the new task where products are shrunk"),
+    "scale": Option(20.0, "(0, inf)", "of cosines in the loss"),
+    "margin": Option(  # The authors'; unpublished for OmniBenchmark, which has ImageNet-R's.
+        0.0,
+        "[0, inf)",
+        "off the cosine of the own class",
+        on={"imagenet_a": 0.15, "imagenet_r": 0.1, "cub200": 0.1, "omnibench": 0.1},
+    ),
+    "alignment": Option(True, comment="half-steps over groups of classes; off: plain steps"),
+    "look_ahead": Option(0.3, "[0, inf)", "rho, the longest", on={"imagenet_r": 0.7}),
+    "native_learning_rate": Option(
+        0.0, "[0, inf)", "of SGD; 0: the authors', or 1e-2 where they have none"
+    ),
+}
 
 FIRST_JITTER = 1e-12
 ENERGY_FLOOR = 1e-12

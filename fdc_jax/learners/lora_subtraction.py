@@ -60,9 +60,35 @@ from jaxtyping import Array, Float, Float64, Int
 
 from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
-from fdc_jax.learners import training
+from fdc_jax.learners import Option, training
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
+
+TITLE = "LoRA-Subtraction"
+PAPER_ROW = 6
+SELECTED = "pac+rlc_adapted_view"
+OPTIONS = {
+    "triplet_weight": Option(  # ImageNet-A's and OmniBenchmark's are guesses.
+        0.05,
+        "[0, inf)",
+        "lambda",
+        on={"imagenet_r": 0.2, "cub200": 0.2, "imagenet_a": 0.2, "omnibench": 0.1},
+    ),
+    "margin": Option(
+        1.0,
+        "[0, inf)",
+        "of the triplet loss, between unit features",
+        on={"imagenet_r": 2.0, "imagenet_a": 2.0, "omnibench": 2.0},
+    ),
+    "energy": Option(0.99, "(0, 1]", "share of the eigenvalue sum to keep"),
+    "normalise_projector": Option(True, comment="divide it by its Frobenius norm"),
+    "sparse_start": Option(True, comment="B starts with an entry per rank"),
+}
+AUTHORS_RUNS = {
+    "cifar100": {"train.epochs": 20, "train.batch_size": 128},
+    "imagenet_r": {"train.epochs": 50, "train.first_epochs": 40, "train.batch_size": 128},
+    "cub200": {"train.epochs": 20, "train.batch_size": 128},
+}
 
 # Standard deviation of the entries of B that do not start at zero.
 START_DEVIATION = 0.01

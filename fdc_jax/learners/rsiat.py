@@ -69,6 +69,7 @@ from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import (
+    Option,
     cosine_calibration,
     cosine_heads,
     drift,
@@ -80,6 +81,63 @@ from fdc_jax.learners import (
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
 from fdc_jax.learners.projector import Projector
 from fdc_jax.model import vit
+
+TITLE = "RSIAT"
+PAPER_ROW = 8
+SELECTED = "pac+rlc_pretrained_view"
+OPTIONS = {  # The authors' constants for ImageNet-A.
+    "bottleneck": Option(64, "[1, inf)", "hidden units of the adapter of a block"),
+    "dropout": Option(0.1, "[0, 1)", "share of them that a training step drops"),
+    "scale": Option(30.0, "(0, inf)", "s, on cosines in training"),
+    "margin": Option(0.3, "[0, inf)", "m, off the cosine of the own class"),
+    "steering_weight": Option(1.0, "[0, inf)", "lambda_RS, in the first task"),
+    "warm_up_epochs": Option(3, "[0, inf)", "in which that weight rises from 0"),
+    "separation_weight": Option(1.0, "[0, inf)", "a, of different classes in the steering loss"),
+    "separation_threshold": Option(1.5, "(-inf, inf)", "m_RS, a cosine up to it costs nothing"),
+    "alignment_weight": Option(3.0, "[0, inf)", "beta, in later tasks"),
+    "repulsion_weight": Option(6.0, "[0, inf)", "gamma, in later tasks"),
+    "projector_width": Option(128, "[1, inf)", "of the projector's code"),
+    "projector_learning_rate": Option(3.121e-4, "[0, inf)", "0: untrained; native: per data set"),
+    "identity_init": Option(False, comment="a new projector per task, at first the identity"),
+    "drift_width": Option(4.0, "(0, inf)", "sigma, reach of an image's drift"),
+    "ridge": Option(1e-3, "(0, inf)", "added to the variances of a class"),
+    "calibration_epochs": Option(10, "[1, inf)", "from the second task on"),
+    "calibration_learning_rate": Option(6.69e-3, "(0, inf)", "native: the authors' per data set"),
+    "calibration_optimizer": Option("sgd", ("sgd", "adam")),
+    "samples_per_class": Option(256, "[1, inf)", "pseudo-features of a class in an epoch"),
+    "calibration_batch_size": Option(256, "[1, inf)"),
+    "mean_scale": Option(0.9, "[0, 1]", "of the oldest means, as the stream grows; 1: none"),
+}
+
+
+def _authors(batch, epochs, cosine, steering, later, projector_width):
+    """Returns the settings of a run; tuples in the order of the fields."""
+    fields = (
+        "train.batch_size",
+        "train.first_epochs",
+        "train.epochs",
+        "scale",
+        "margin",
+        "warm_up_epochs",
+        "separation_weight",
+        "separation_threshold",
+        "steering_weight",
+        "alignment_weight",
+        "repulsion_weight",
+        "projector_width",
+    )
+    return dict(
+        zip(fields, (batch, *epochs, *cosine, *steering, *later, projector_width), strict=True)
+    )
+
+
+AUTHORS_RUNS = {
+    "cifar100": _authors(64, (10, 30), (40.0, 0.1, 7), (0.5, 0.3, 0.2), (1.0, 0.4), 256),
+    "cub200": _authors(128, (20, 30), (20.0, 0.1, 9), (1.0, 0.5, 0.2), (1.5, 0.75), 768),
+    "imagenet_a": _authors(48, (20, 15), (30.0, 0.3, 3), (1.0, 1.5, 1.0), (3.0, 6.0), 128),
+    "imagenet_r": _authors(48, (30, 30), (50.0, 0.2, 4), (1.5, 0.4, 0.5), (3.0, 1.5), 384),
+    "omnibench": _authors(96, (30, 10), (50.0, 0.1, 10), (2.0, 2.0, 0.2), (3.0, 6.0), 768),
+}
 
 NATIVE_MOMENTUM = 0.9
 NATIVE_FIRST_RATE = 1e-2

@@ -56,8 +56,21 @@ from jaxtyping import Array, Float
 from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import NORM_FLOOR
-from fdc_jax.learners import cumulative_lora, training
+from fdc_jax.learners import Option, cumulative_lora, training
 from fdc_jax.model import increments, vit
+
+TITLE = "SD-LoRA"
+PAPER_ROW = 2
+OPTIONS = {
+    "magnitude": Option(0.8, "[0, inf)", "every magnitude at its start"),
+    "reset_magnitudes": Option(True, comment="at each task; off carries trained ones over"),
+    "head_start": Option("uniform", ("uniform", "zero_bias"), "as all heads, or the authors'"),
+    "magnitude_rate_factor": Option(
+        1.0, "[0, inf)", "of the learning rate of magnitudes over that of increments"
+    ),
+}
+_AUTHORS = {"train.epochs": 20, "train.batch_size": 128, "head_start": "zero_bias"}
+AUTHORS_RUNS = dict.fromkeys(("cifar100", "imagenet_r", "imagenet_a"), _AUTHORS)
 
 NATIVE_RATE = 1e-2
 NATIVE_RATE_OF = {"cifar100": 8e-3}

@@ -50,9 +50,22 @@ from jaxtyping import Array, Float, Float64, Int
 from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError
-from fdc_jax.learners import cumulative_lora, training
+from fdc_jax.learners import Option, cumulative_lora, training
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
+
+TITLE = "SplitLoRA"
+PAPER_ROW = 3
+SELECTED = "pac+rlc_adapted_view"
+OPTIONS = {
+    "alpha": Option(20.0, "(0, inf)", "plasticity against stability"),
+    "loss_temperature": Option(
+        0.0, "[0, inf)", "of logits in training; 0 stands for 1, in the native preset for 30"
+    ),
+}
+# Each of their 10 epochs passes ten times over the images.
+_AUTHORS = {"train.epochs": 100, "train.batch_size": 256}
+AUTHORS_RUNS = {"cifar100": _AUTHORS, "imagenet_r": _AUTHORS}
 
 NATIVE_LEARNING_RATES = {"increment": 1e-3, "head": 1e-2}
 NATIVE_WEIGHT_DECAY = 5e-5

@@ -150,7 +150,7 @@ def cross_entropy(
 def adam_update(
     setup: Setup,
     loss: Callable[..., Any],
-    rates: dict[str, float],
+    rates: dict[str, float] | None = None,
     schedule: Callable[[int, int], float] | None = None,
     mean_over_images: bool = False,
 ) -> Update:
@@ -159,11 +159,18 @@ def adam_update(
     Args:
         setup: the run.
         loss: `loss(setup, backbone, frozen, trained, batch)`.
-        rates: learning rate of each part.
+        rates: learning rate of each part; by default those of `paper_rates`.
         schedule: of `Update`.
         mean_over_images: of `gradient_update`.
     """
+    rates = paper_rates(setup) if rates is None else rates
     return gradient_update(setup, loss, rates, optax.scale_by_adam(), schedule, mean_over_images)
+
+
+def paper_rates(setup: Setup) -> dict[str, float]:
+    """Returns the learning rates of the increment and the head, as `config.train` says."""
+    train = setup.config.train
+    return {"increment": train.increment_learning_rate, "head": train.head_learning_rate}
 
 
 def descended(trained: Any, directions: Any, rates: dict[str, Any], rate) -> Any:

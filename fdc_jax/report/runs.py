@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fdc_jax.calibration.components import selected_for
+from fdc_jax import learners
 from fdc_jax.errors import InputError
 from fdc_jax.files import read_npz
 from fdc_jax.report import paper, protocol
@@ -120,7 +120,7 @@ class RunFolder(NamedTuple):
     @property
     def selected(self) -> str:
         """Component combination that the paper selects for the learner."""
-        return selected_for(self.results["learner"])
+        return learners.selected(self.results["learner"])
 
 
 class Skipped(NamedTuple):

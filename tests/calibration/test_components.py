@@ -3,9 +3,9 @@ import re
 import numpy as np
 import pytest
 
-from fdc_jax.calibration.components import COMPONENTS, fuse_all, selected_for
+from fdc_jax import learners
+from fdc_jax.calibration.components import COMPONENTS, fuse_all
 from fdc_jax.calibration.terms import TaskLogits, Terms, ViewEvidence, Weights
-from fdc_jax.learners import LEARNERS
 
 # What Table plugin calls the learners.
 _NAMES = {
@@ -63,7 +63,7 @@ def test_the_selection_is_that_of_the_paper(shared_asset):
     for name, (tsf, pretrained_view, adapted_view) in first_rows.items():
         chosen = {"tsf": True, "rlc": True, "pac": True}
         chosen |= {"adapted_view": True, "pretrained_view": True}
-        chosen |= COMPONENTS[selected_for(_NAMES[name])]
+        chosen |= COMPONENTS[learners.selected(_NAMES[name])]
         assert chosen["rlc"] and chosen["pac"]
         found = chosen["tsf"], chosen["pretrained_view"], chosen["adapted_view"]
         assert found == (tsf, pretrained_view, adapted_view), name
@@ -71,5 +71,5 @@ def test_the_selection_is_that_of_the_paper(shared_asset):
 
 @pytest.mark.parametrize("learner", ["cumulative_lora", "a.learner.outside"])
 def test_other_learners_take_everything(learner):
-    assert selected_for(learner) == "full"
-    assert set(_NAMES.values()) <= LEARNERS.keys() | {"loda", "rsiat"}
+    assert learners.selected(learner) == "full"
+    assert set(_NAMES.values()) <= set(learners.names())

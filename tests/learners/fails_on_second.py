@@ -3,15 +3,8 @@
 import jax
 
 from fdc_jax.errors import InputError
-from fdc_jax.learners.cumulative_lora import (  # noqa: F401
-    after_task,
-    encoder,
-    heads,
-    initial_state,
-    loss,
-    start,
-    update,
-)
+
+TITLE = "A learner of the tests"
 
 
 def before_task(setup, backbone, state, task, images):

@@ -4,15 +4,8 @@ import jax
 import jax.numpy as jnp
 
 from fdc_jax.learners import cumulative_lora
-from fdc_jax.learners.cumulative_lora import (  # noqa: F401
-    before_task,
-    encoder,
-    heads,
-    initial_state,
-    loss,
-    start,
-    update,
-)
+
+TITLE = "A learner of the tests"
 
 
 def after_task(*arguments):

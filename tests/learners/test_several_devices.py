@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fdc_jax.learners import LEARNERS
+from fdc_jax import learners
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # The programs are tiny; nearly all the time goes into compiling them.
@@ -39,7 +39,7 @@ def some_are_slow(learner):
     return pytest.param(learner, marks=() if fast else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("learner", [some_are_slow(learner) for learner in LEARNERS])
+@pytest.mark.parametrize("learner", [some_are_slow(learner) for learner in learners.names()])
 def test_four_devices_leave_what_one_leaves(learner):
     assert run(learner).endswith(" arrays agree\n")
 

@@ -20,7 +20,7 @@ from tests.learners import several_devices
 def main(folder: str) -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("data",))
     asked: dict[str, list[str]] = {}
-    for name in learners.LEARNERS:
+    for name in learners.names():
         kinds: set[str] = set()
         several_devices.run(learners.find(name), mesh, kinds)
         asked[name] = sorted(kinds)

@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from fdc_jax.calibration.components import COMPONENTS, selected_for
+from fdc_jax import learners
+from fdc_jax.calibration.components import COMPONENTS
 from fdc_jax.report import paper
 from fdc_jax.report.selection import COMBINATIONS
 from tests.conftest import SHARED_ASSETS
@@ -214,7 +215,7 @@ def test_gains_and_accuracies_of_the_paper_agree():
 def test_selections_are_those_of_the_calibration():
     for learner in paper.LEARNER_TITLES:
         switches = paper.plugin(learner, "selected").switches
-        assert COMBINATIONS[switches] == selected_for(learner)
+        assert COMBINATIONS[switches] == learners.selected(learner)
     assert set(COMBINATIONS.values()) <= set(COMPONENTS)
     assert set(paper.COMPONENT_TITLES) == set(COMPONENTS)
 
