@@ -97,7 +97,7 @@ def _report(config: Config, folder: Path, quiet: bool) -> None:
     """Writes the report; the results stand without it."""
     if not config.report:
         return
-    from fdc_jax.report import command as report  # plotting takes seconds to import
+    from fdc_jax import report
 
     try:
         page = report.write([folder], folder / "report", quiet=True)

@@ -13,7 +13,7 @@ import pytest
 
 from fdc_jax import configuration
 from fdc_jax.data import benchmarks
-from fdc_jax.report import command as report
+from fdc_jax.report import __main__ as report
 from fdc_jax.report import reference
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -1,1 +1,111 @@
-"""What people look at: tables on the screen, and the report about many runs."""
+"""What people look at: tables on the screen, and the report about finished runs."""
+
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from fdc_jax.errors import InputError
+from fdc_jax.files import check_writable_folder, write_json
+
+# Settings that can be varied; each fits FDC anew at every value.
+SWEEPS = ("attenuation", "retained_energy", "neighbours")
+
+
+def write(
+    paths: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str],
+    *,
+    sweep: Sequence[str] = (),
+    references: Sequence[str] = (),
+    latency: Sequence[str] = (),
+    paper: bool = False,
+    quiet: bool = False,
+) -> Path:
+    """Writes the report of some run folders: `report.html`, `tables/` and `figures/`.
+
+    Folders that cannot be used are named on standard error and in the page, and skipped.
+
+    Args:
+        paths: run folders; one of several seeds stands for its `seed_*` folders.
+        output: folder that receives the report, made when missing.
+        sweep: settings of FDC to vary, of `SWEEPS`.
+        references: CSV files, see `fdc_jax.report.reference`.
+        latency: files that `benchmarks/latency.py` wrote.
+        paper: also the paper's rows and tables without a number of ours.
+        quiet: print nothing.
+
+    Returns:
+        Path of the page.
+
+    Raises:
+        InputError: no folder is usable, a file given is not as expected, or `output` cannot be
+            written.
+    """
+    # Plotting and pandas take seconds to import, which tables on the screen should not wait for.
+    from fdc_jax.report import analysis, figures, page, reference, runs, tables
+
+    folder = Path(output)
+    check_writable_folder("--output", folder)
+    # Everything that the caller gave is read before anything is computed.
+    lined_up = {path: reference.read(path) for path in references}
+    _check_apart(references, [reference.name_of(path) for path in references])
+    for path in latency:
+        tables.read_latency(path)
+    groups, skipped = runs.load(paths)
+    for each in skipped:
+        _say(f"skipped {each.path}: {each.reason}", quiet)
+    if not groups:
+        noun = "folder" if len(skipped) == 1 else "folders"
+        first = f" among {len(skipped)} {noun}: {skipped[0].path}: {skipped[0].reason}"
+        raise InputError("no usable run" + (first if skipped else ": no folder was given"))
+    analyses, missing = {}, {}
+    found = [run for group in groups for run in group.runs]
+    for run in (bar := _bar(found, "analyses", quiet)):
+        bar.set_postfix_str(str(run.path))
+        analyses[str(run.path)], missing[str(run.path)] = analysis.analyse(run, sweep)
+        for reason in missing[str(run.path)]:
+            _say(f"{run.path}: {reason}", quiet)
+    built = tables.build(groups, analyses, latency, paper)
+    built += [reference.table(path, entries, groups) for path, entries in lined_up.items()]
+    for table in built:
+        table.write(folder / "tables")
+    drawn = []
+    for name in _bar(figures.FIGURES, "figures", quiet):
+        for drawing in figures.draw(name, groups, analyses):
+            figures.write(drawing, folder / "figures")
+            drawn.append(drawing)
+    origin = runs.provenance(groups, missing)
+    write_json(folder / "provenance.json", origin)
+    path = page.write(folder, groups, skipped, built, drawn, origin)
+    if not quiet:
+        print(f"{_counted(len(found), 'run')} in {_counted(len(groups), 'group')}: {path}")
+    return path
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _say(text: str, quiet: bool) -> None:
+    if not quiet:
+        print(f"fdc_jax.report: {text}", file=sys.stderr, flush=True)
+
+
+def _check_apart(paths: Sequence[str], names: Sequence[str]) -> None:
+    """Refuses two files whose tables would have one name."""
+    for path, name in zip(paths, names, strict=True):
+        first = paths[names.index(name)]
+        if first != path:
+            raise InputError(
+                f"--reference: {first} and {path} would be one table, {name}; "
+                "expected different file names"
+            )
+
+
+def _bar(items: Iterable, label: str, quiet: bool):
+    """Iterates with a bar on a terminal."""
+    import tqdm
+
+    hidden = quiet or not sys.stderr.isatty()
+    return tqdm.tqdm(items, desc=label, disable=hidden, leave=False, dynamic_ncols=True)

@@ -1,7 +1,77 @@
-"""Runs the command."""
+"""The command: run folders in, a folder with a page, tables and figures out."""
 
+import argparse
 import sys
+from collections.abc import Sequence
 
-from fdc_jax.report.command import main
+from fdc_jax import command_line, report
+from fdc_jax.errors import InputError
 
-sys.exit(main())
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the options of the command."""
+    made = command_line.Parser(
+        prog="python -m fdc_jax.report",
+        allow_abbrev=False,
+        description="Write a report about finished runs: report.html, tables (CSV, Markdown, "
+        "LaTeX) and figures (SVG, PNG). Nothing is trained.",
+    )
+    made.add_argument(
+        "runs", nargs="*", help="run folders; one of several seeds stands for its seed_* folders"
+    )
+    made.add_argument("--output", default="report", help="folder to write (default report)")
+    made.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        choices=[*report.SWEEPS, "all"],
+        help="refit FDC on the saved features over the paper's values of a setting; repeatable",
+    )
+    made.add_argument("--paper", action="store_true", help="all of the paper's rows and tables")
+    made.add_argument(
+        "--reference",
+        action="append",
+        default=[],
+        metavar="CSV",
+        help="numbers to line up with these runs; repeatable (format: fdc_jax/report/reference.py)",
+    )
+    made.add_argument(
+        "--latency",
+        action="append",
+        default=[],
+        metavar="JSON",
+        help="a file that benchmarks/latency.py wrote; repeatable",
+    )
+    made.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    made.add_argument("--traceback", action="store_true", help="show where an error arose")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: command line without the program; `sys.argv` when None.
+
+    Returns:
+        0, or 2 after an error that has been printed as one line.
+    """
+    return command_line.run("fdc_jax.report", parser(), _run, arguments)
+
+
+def _run(options: argparse.Namespace) -> None:
+    if not options.runs:
+        raise InputError("expected at least one run folder, such as runs/*")
+    report.write(
+        options.runs,
+        options.output,
+        sweep=report.SWEEPS if "all" in options.sweep else options.sweep,
+        references=options.reference,
+        latency=options.latency,
+        paper=options.paper,
+        quiet=options.quiet,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

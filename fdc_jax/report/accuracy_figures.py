@@ -13,8 +13,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fdc_jax import evaluation
+from fdc_jax.learners import title as learner_title
 from fdc_jax.report import drawing, paper
-from fdc_jax.report.over_seeds import Analyses
+from fdc_jax.report.analysis import Analyses
 from fdc_jax.report.runs import Group
 
 # Inches: a learner in a list; title, axis and legend around it; names at its left.
@@ -50,7 +51,7 @@ def _lists(groups: Sequence[Group], label: str) -> tuple[Figure, list[tuple[Axes
     for panel, ((benchmark, title), members) in zip(axes, lists.items(), strict=True):
         inches = width / columns - _NAMES
         drawing.title(panel, paper.benchmark_title(benchmark), title, inches)
-        names = [drawing.shortened(paper.learner_title(group.learner), _NAMES) for group in members]
+        names = [drawing.shortened(learner_title(group.learner), _NAMES) for group in members]
         panel.set_yticks(range(len(members)), names)
         panel.set_ylim(most - 0.4, -0.6)
         panel.grid(axis="y", visible=False)

@@ -1,187 +1,217 @@
-"""The analyses of a run: which there are, what each needs, and their results from disk or anew."""
+"""What is computed anew from the saved features and predictions of a run."""
 
-from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
-from fdc_jax import calibration, feature_files
-from fdc_jax.calibration.settings import Settings
+from fdc_jax import calibration, evaluation, feature_files
+from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES, fuse_all
+from fdc_jax.calibration.terms import Terms
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
-from fdc_jax.report import beyond, cache, confusion, diagnostics, measurements, selection, sweeps
-from fdc_jax.report.measurements import Fit
-from fdc_jax.report.spectra import TaskSpectrum, spectra
+from fdc_jax.report import confusion, diagnostics, measurements, sweeps
+from fdc_jax.report.runs import Group, RunFolder
 
-# Key of the result under which stands why others are absent.
-MISSING = "missing"
-
-
-class Run(Protocol):
-    """What is read of a run folder; `fdc_jax.report.runs.RunFolder` is one."""
-
-    @property
-    def path(self) -> Path:
-        """The folder."""
-        ...
-
-    @property
-    def results(self) -> dict[str, Any]:
-        """Its `results.json`."""
-        ...
-
-    @property
-    def features_path(self) -> Path | None:
-        """Its saved features, if there are."""
-        ...
-
-    def predictions(self) -> dict[str, np.ndarray]:
-        """Columns of its `predictions.npz`, empty without it."""
-        ...
-
-
-class _Inputs:
-    """Features of a run and what all analyses of them share, read when first needed."""
-
-    def __init__(self, path: Path, settings: Settings):
-        self.path, self.settings = path, settings
-
-    @cached_property
-    def features(self) -> FeatureSet:
-        return feature_files.load(self.path)
-
-    @cached_property
-    def spectra(self) -> list[TaskSpectrum]:
-        return spectra(self.features)
-
-    @cached_property
-    def fit(self) -> Fit:
-        return measurements.fit(self.features, [self.settings], self.spectra)
-
-
-def _sweep(parameter: str) -> Callable[[_Inputs], dict[str, Any]]:
-    return lambda run: sweeps.sweep(
-        run.features, run.settings, parameter, sweeps.VALUES.get(parameter), run.spectra
-    )
-
-
-# By name; see each function for what it returns.
-_OF_FEATURES: dict[str, Callable[[_Inputs], dict[str, Any]]] = {
-    "sweep_attenuation": _sweep("attenuation"),
-    "sweep_retained_energy": _sweep("retained_energy"),
-    "sweep_neighbours": _sweep("neighbours"),
-    "similarity": lambda run: diagnostics.similarity(run.features, run.settings, run.fit),
-    "residual_contributions": lambda run: diagnostics.residual_contributions(
-        run.features, run.settings, run.fit
-    ),
-    "residual_distributions": lambda run: diagnostics.residual_distributions(
-        run.features, run.settings, run.fit
-    ),
-    "prototype_geometry": lambda run: diagnostics.prototype_geometry(run.features, run.spectra),
-    "logit_standardisation": lambda run: diagnostics.logit_standardisation(run.features),
-    "selection": lambda run: selection.half_accuracies(run.features, run.settings._asdict()),
-    "storage": lambda run: storage(run.features),
-    "beyond": lambda run: beyond.accuracies(run.features, run.settings),
-}
-_OF_PREDICTIONS = {"task_confusion": confusion.task_confusion}
-
-ANALYSES = (*_OF_FEATURES, *_OF_PREDICTIONS)
+# By path of the run, then by name of the analysis.
+Analyses = Mapping[str, Mapping[str, Any]]
 
 
 def analyse(
-    run: Run,
-    names: Sequence[str] = ANALYSES,
-    progress: Callable[[str], None] | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Returns analyses of a run by their names, each from `<run>/analysis` where it is still valid.
-
-    An analysis that this run does not allow is absent; why is said under `missing`, a dictionary
-    from its name to one line, which itself is absent where nothing is missing.
+    run: RunFolder,
+    sweep: Sequence[str] = (),
+    progress: Callable[[str], object] = lambda name: None,
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns the analyses of a run by name, and a line for each reason why some are absent.
 
     Args:
         run: a finished run.
-        names: of `ANALYSES`.
-        progress: told the name of each analysis that is computed rather than read.
-
-    Raises:
-        InputError: an unknown name.
+        sweep: of `fdc_jax.report.SWEEPS`.
+        progress: told the name of each analysis.
     """
-    for name in names:
-        if name not in ANALYSES:
-            raise InputError(f"analysis: expected one of {', '.join(ANALYSES)}; found {name!r}")
-    found: dict[str, dict[str, Any]] = {}
-    missing: dict[str, str] = {}
-    shared: dict[str, Any] = {}
-    for name in names:
-        try:
-            found[name] = _analysis(run, name, progress or (lambda name: None), shared)
-        except InputError as error:
-            missing[name] = str(error)
-    return found | ({MISSING: missing} if missing else {})
-
-
-def _analysis(
-    run: Run, name: str, progress: Callable[[str], None], shared: dict[str, Any]
-) -> dict[str, Any]:
-    """Reads or computes one analysis; `shared` is filled for the next ones of the same run."""
-    folder = run.path / "analysis"
-    key: dict[str, Any]
-    if name in _OF_PREDICTIONS:
-        columns = run.predictions()
-        if not columns:
-            raise InputError("no predictions.npz")
-        key = {"predictions": cache.checksum(run.path / "predictions.npz", folder)}
-        compute = partial(_OF_PREDICTIONS[name], columns)
-    else:
-        if run.features_path is None:
-            raise InputError("no saved features; the run had save_features off or is unfinished")
-        if not shared:
-            shared["inputs"] = _Inputs(run.features_path, settings_of(run.results))
-            shared["checksum"] = cache.checksum(run.features_path, folder)
-        inputs = shared["inputs"]
-        key = {"features": shared["checksum"], "settings": inputs.settings._asdict()}
-        key["values"] = sweeps.VALUES.get(name.removeprefix("sweep_"))
-        compute = partial(_OF_FEATURES[name], inputs)
-
-    def announced() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    missing: dict[str, list[str]] = {}
+    fitted = _Fitted(run)
+    computed = _OF_FEATURES | {f"sweep_{name}": _sweep(name) for name in sweep}
+    computed |= {"task_confusion": _task_confusion}
+    for name, compute in computed.items():
         progress(name)
-        return compute()
+        try:
+            found[name] = compute(fitted)
+        except InputError as error:
+            missing.setdefault(str(error), []).append(name)
+    return found, [f"no {', '.join(names)}: {reason}" for reason, names in missing.items()]
 
-    return cache.cached(folder, name, key, announced)
+
+class _Fitted:
+    """A run's features and what several analyses fit on them, made when first needed."""
+
+    def __init__(self, run: RunFolder):
+        self.run = run
+
+    @cached_property
+    def features(self) -> FeatureSet:
+        path: Path | None = self.run.features_path
+        if path is None:
+            raise InputError("no saved features; the run had save_features off or is unfinished")
+        features = feature_files.load(path)
+        if features.test_labels is None:
+            raise InputError(f"{path}: test_labels: absent")
+        return features
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """Arguments of the paper's FDC; fields that an older run does not know are defaults."""
+        config = self.run.results["config"].items()
+        found = {name.removeprefix("fdc."): value for name, value in config if name[:4] == "fdc."}
+        found = {name: value for name, value in found.items() if name not in _BEYOND}
+        if found.get("affinity_reference") == "pooled":
+            del found["affinity_reference"]
+        unknown = sorted(set(found) - set(_KNOWN))
+        if unknown:
+            raise InputError(f"results.json: config: unknown field fdc.{unknown[0]}")
+        return found
+
+    def terms(self, **settings: Any) -> tuple[calibration.FDC, Terms]:
+        """Fits FDC with further settings and returns it with its terms of the test images."""
+        calibrator = self.features.fit(calibration.FDC(**self.settings | settings))
+        test = self.features.test_adapted, self.features.test_pretrained
+        return calibrator, calibrator.terms(*test)
+
+    @cached_property
+    def paper(self) -> tuple[calibration.FDC, Terms]:
+        return self.terms()
+
+    @cached_property
+    def fit(self) -> measurements.Fit:
+        return measurements.fit(self.features, [calibration.FDC(**self.settings).settings])
 
 
-def settings_of(results: dict[str, Any]) -> Settings:
-    """Returns the settings of FDC that a run had; fields that its time did not know are defaults.
+_BEYOND = ("affinity_metric", "affinity_evidence", "affinity_scope", "affinity_shrinkage")
+_KNOWN = calibration.FDC().settings._fields
 
-    The affinity is the paper's, as in the numbers of a run that also has the whitened one.
+
+def _selection(of: _Fitted) -> dict[str, dict[str, float]]:
+    """Returns the accuracy in percent of every component combination on either half.
+
+    Returns:
+        `first` and `second`, each from combinations to accuracies. A combination of one view has
+        the name that it has where there are two.
 
     Raises:
-        InputError: a field that FDC does not know, or a value outside its range.
+        InputError: no class with two test images.
     """
-    given = selection.fdc_settings(results.get("config", {}))
-    unknown = set(given) - set(Settings._fields)
-    if unknown:
-        raise InputError(f"results.json: config: unknown field fdc.{min(unknown)}")
-    settings = calibration.FDC(**given).settings
-    affinity = settings.paper_affinity._asdict()
-    return settings._replace(**{f"affinity_{name}": value for name, value in affinity.items()})
-
-
-def storage(features: FeatureSet) -> dict[str, int]:
-    """Returns the bytes of saved features: of training and test images, by view, and altogether.
-
-    Heads and labels are not counted.
-    """
-    found = {
-        "train_adapted_bytes": sum(task.adapted.nbytes for task in features.tasks),
-        "train_pretrained_bytes": sum(
-            task.pretrained.nbytes for task in features.tasks if task.pretrained is not None
-        ),
-        "test_adapted_bytes": features.test_adapted.nbytes,
-        "test_pretrained_bytes": 0
-        if features.test_pretrained is None
-        else features.test_pretrained.nbytes,
+    labels = of.features.test_labels
+    assert labels is not None
+    chosen = first_half(labels)
+    if chosen.all():
+        raise InputError("test_labels: expected a class with two test images, found none")
+    scores = fuse_all(of.paper[1])
+    if of.features.test_pretrained is None:
+        scores |= {"pac+rlc_adapted_view": scores["pac+rlc"], "adapted_view": scores["full"]}
+    return {
+        half: {
+            name: evaluation.accuracy(labels[mask], each.label[mask])
+            for name, each in scores.items()
+        }
+        for half, mask in (("first", chosen), ("second", ~chosen))
     }
-    return found | {"total_bytes": sum(found.values())}
+
+
+def first_half(labels: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+    """Returns which samples are the first, third, ... of their class in the order of the file."""
+    order = np.argsort(labels, kind="stable")
+    _, starts, counts = np.unique(labels[order], return_index=True, return_counts=True)
+    place = np.empty(len(labels), np.int64)
+    place[order] = np.arange(len(labels)) - np.repeat(starts, counts)
+    return place % 2 == 0
+
+
+def _beyond(of: _Fitted) -> dict[str, dict[str, float]]:
+    """Returns accuracies in percent and storage of FDC and of the whitened affinity.
+
+    Returns:
+        Of `raw`, `fdc`, `whitened` and `whitened_classes`: `accuracy`, `oracle` (given the task)
+        and `storage_bytes`.
+
+    Raises:
+        InputError: settings that the whitened metric does not allow.
+    """
+    calibrator, terms = of.paper
+    found = {"raw": (terms.raw(), 0), "fdc": (terms.fuse(), calibrator.storage_bytes)}
+    for name, affinity in (("whitened", WHITENED), ("whitened_classes", WHITENED_CLASSES)):
+        calibrator, terms = of.terms(**affinity)
+        found[name] = terms.fuse(), calibrator.storage_bytes
+    labels, tasks = of.features.test_labels, of.features.test_tasks
+    assert labels is not None
+    return {
+        name: {
+            "accuracy": evaluation.accuracy(labels, scores.label),
+            "oracle": evaluation.accuracy(labels, scores.label_in_task(tasks)),
+            "storage_bytes": storage,
+        }
+        for name, (scores, storage) in found.items()
+    }
+
+
+def _task_confusion(of: _Fitted) -> dict[str, Any]:
+    columns = of.run.predictions()
+    if not columns:
+        raise InputError("no predictions.npz")
+    return confusion.task_confusion(columns)
+
+
+def _sweep(parameter: str) -> Callable[[_Fitted], dict[str, Any]]:
+    def compute(of: _Fitted) -> dict[str, Any]:
+        settings = calibration.FDC(**of.settings).settings
+        return sweeps.sweep(of.features, settings, parameter)
+
+    return compute
+
+
+_OF_FEATURES: dict[str, Callable[[_Fitted], dict[str, Any]]] = {
+    "similarity": lambda of: diagnostics.similarity(of.features, _settings(of), of.fit),
+    "residual_contributions": lambda of: diagnostics.residual_contributions(
+        of.features, _settings(of), of.fit
+    ),
+    "residual_distributions": lambda of: diagnostics.residual_distributions(
+        of.features, _settings(of), of.fit
+    ),
+    "prototype_geometry": lambda of: diagnostics.prototype_geometry(of.features),
+    "logit_standardisation": lambda of: diagnostics.logit_standardisation(of.features),
+    "selection": _selection,
+    "beyond": _beyond,
+}
+
+
+def _settings(of: _Fitted):
+    return calibration.FDC(**of.settings).settings
+
+
+# Over the seeds of a group ------------------------------------------------------------------------
+
+
+def of_group(group: Group, analyses: Analyses, name: str) -> list[dict[str, Any]]:
+    """Returns an analysis of every run of the group that has it, by ascending seed."""
+    found = (analyses.get(str(run.path), {}).get(name) for run in group.runs)
+    return [each for each in found if each]
+
+
+def having(
+    groups: Sequence[Group], analyses: Analyses, name: str
+) -> list[tuple[Group, list[dict[str, Any]]]]:
+    """Returns the groups of which at least one run has an analysis, with its results."""
+    found = [(group, of_group(group, analyses, name)) for group in groups]
+    return [(group, results) for group, results in found if results]
+
+
+def mean_over_seeds(rows: Sequence[Sequence[float | None]]) -> Float[np.ndarray, " n"]:
+    """Mean of equally long lists, NaN where a seed has no number; only the first of other lengths.
+
+    Runs of one group see the same tasks, so lengths differ in damaged results alone.
+    """
+    alike = [row for row in rows if len(row) == len(rows[0])]
+    return np.array(alike, dtype=np.float64).mean(axis=0)

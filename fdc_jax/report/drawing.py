@@ -22,6 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from fdc_jax.files import write_atomically
+from fdc_jax.learners import title as learner_title
 from fdc_jax.report import paper
 from fdc_jax.report.runs import Group
 
@@ -146,7 +147,7 @@ def name_panels(
         if len(benchmarks) > 1 or len(learners) == 1:
             parts.append(paper.benchmark_title(group.benchmark))
         if len(learners) > 1 or len(groups) == 1:
-            parts.append(paper.learner_title(group.learner))
+            parts.append(learner_title(group.learner))
         title(axes, ", ".join(parts), "" if shared else group.title, inches)
     if shared and groups[0].title:
         foot = [paper.benchmark_title(groups[0].benchmark)] if len(benchmarks) == 1 else []

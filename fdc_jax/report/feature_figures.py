@@ -17,8 +17,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from fdc_jax.learners import title as learner_title
 from fdc_jax.report import drawing, paper
-from fdc_jax.report.over_seeds import Analyses, having, mean_over_seeds
+from fdc_jax.report.analysis import Analyses, having, mean_over_seeds
 from fdc_jax.report.runs import Group
 
 _VIEWS = {"adapted": drawing.ADAPTED, "pretrained": drawing.PRETRAINED}
@@ -172,7 +173,7 @@ def _names(groups: Sequence[Group], inches: float) -> list[str]:
     names = []
     for group in groups:
         lines = [paper.benchmark_title(group.benchmark)] if benchmarks else []
-        lines += [paper.learner_title(group.learner)] if learners else []
+        lines += [learner_title(group.learner)] if learners else []
         names.append("\n".join(drawing.shortened(line, inches) for line in lines))
     return names
 

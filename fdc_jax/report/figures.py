@@ -8,15 +8,16 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
+from fdc_jax.learners import title as learner_title
 from fdc_jax.report import drawing, paper
 from fdc_jax.report.accuracy_figures import gains, task_identity
+from fdc_jax.report.analysis import Analyses
 from fdc_jax.report.feature_figures import (
     prototype_geometry,
     residual_contributions,
     residual_distributions,
     similarity,
 )
-from fdc_jax.report.over_seeds import Analyses
 from fdc_jax.report.prediction_figures import accuracy_curves, decomposition, task_confusion
 from fdc_jax.report.runs import Group
 from fdc_jax.report.sweep_figures import neighbours, sweeps
@@ -259,7 +260,7 @@ def _unique(name: str, taken: set[str]) -> str:
 def _title(kind: _Kind, members: Sequence[Group]) -> str:
     if kind.of == "all":
         return kind.title
-    learners = {paper.learner_title(group.learner) for group in members}
+    learners = {learner_title(group.learner) for group in members}
     benchmarks = {paper.benchmark_title(group.benchmark) for group in members}
     common = [next(iter(names)) for names in (learners, benchmarks) if len(names) == 1]
     return ": ".join([kind.title, ", ".join(common)]) if common else kind.title

@@ -11,11 +11,13 @@ import jinja2
 from markupsafe import Markup
 
 from fdc_jax import evaluation
-from fdc_jax.report import drawing, paper, runs
+from fdc_jax.files import write_atomically
+from fdc_jax.learners import title as learner_title
+from fdc_jax.report import drawing, paper
 from fdc_jax.report.accuracy_figures import gain_interval
-from fdc_jax.report.cells import Table
 from fdc_jax.report.figures import Drawing
-from fdc_jax.report.runs import Group, Loaded
+from fdc_jax.report.runs import Group, Loaded, Skipped
+from fdc_jax.report.tables import Table
 
 HEADING = "Feature Distribution Calibration: report"
 
@@ -32,6 +34,22 @@ class Summary(NamedTuple):
     note: str
 
 
+def write(
+    folder: Path,
+    groups: Sequence[Group],
+    skipped: Sequence[Skipped],
+    tables: Sequence[Table],
+    figures: Sequence[Drawing],
+    provenance: Sequence[Mapping[str, Any]],
+) -> Path:
+    """Writes `report.html` into a folder that has `tables/` and `figures/`; returns its path."""
+    path = folder / "report.html"
+    text = render(Loaded(list(groups), list(skipped)), tables, figures, provenance)
+    with write_atomically(path) as file:
+        file.write(text.encode())
+    return path
+
+
 def render(
     loaded: Loaded,
     tables: Sequence[Table],
@@ -46,7 +64,7 @@ def render(
         loaded: what was read and what was skipped.
         tables: in the order to show them.
         figures: likewise.
-        provenance: what `provenance.describe` returned.
+        provenance: what `runs.provenance` returned.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
@@ -56,11 +74,15 @@ def render(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"words": _words, "minus": _minus}
+    environment.filters |= {
+        "words": _words,
+        "minus": _minus,
+        "safe_table": lambda table: Markup(table.to_html()),
+    }
     return environment.get_template("page.html.jinja").render(
         heading=HEADING,
         stylesheet=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
-        summary=summarise(runs.group(loaded.runs), len(loaded.skipped)),
+        summary=summarise(loaded.groups, len(loaded.skipped)),
         tables=tables,
         figures=_shown(figures),
         figure_contents=_contents(figures),
@@ -194,7 +216,7 @@ def _repaired(group: Group) -> float | None:
 def _row(group: Group) -> list[str]:
     low, high, kind = gain_interval(group)
     return [
-        f"{paper.learner_title(group.learner)}, {paper.benchmark_title(group.benchmark)}",
+        f"{learner_title(group.learner)}, {paper.benchmark_title(group.benchmark)}",
         _spread(group.values("accuracy", "raw")),
         _spread(group.values("accuracy", "fdc")),
         _spread(group.gains("full"), signed=True),

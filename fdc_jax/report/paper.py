@@ -1,4 +1,4 @@
-"""The paper's numbers, from `paper.json`, and the names that its tables give to things.
+"""The paper's numbers, from `paper.json`, and what its tables call things.
 
 Accuracies are in percent, gains in percentage points. The paper's spread is the sample standard
 deviation over three training seeds.
@@ -21,18 +21,6 @@ BENCHMARK_TITLES = {
     "digits": "Digits",
 }
 
-LEARNER_TITLES = {
-    "cumulative_lora": "Cumulative-LoRA",
-    "ewc_lora": "EWC-LoRA",
-    "sd_lora": "SD-LoRA",
-    "splitlora": "SplitLoRA",
-    "inflora": "InfLoRA",
-    "inflora_ca": "InfLoRA+CA",
-    "lora_subtraction": "LoRA-Subtraction",
-    "loda": "LoDA",
-    "rsiat": "RSIAT",
-}
-
 # Keys of `fdc_jax.calibration.components.COMPONENTS`, in the order of Table current-ablation.
 COMPONENT_TITLES = {
     "raw": "Raw",
@@ -51,10 +39,10 @@ COMPONENT_TITLES = {
 
 
 class Published(NamedTuple):
-    """A number of the paper; `std` is None where the paper gives none."""
+    """A number of the paper with its sample standard deviation over `count` seeds."""
 
     mean: float
-    std: float | None = None
+    std: float
     count: int = 3
 
 
@@ -82,87 +70,68 @@ def benchmark_title(name: str) -> str:
     return BENCHMARK_TITLES.get(name, name)
 
 
-def learner_title(name: str) -> str:
-    """Returns how tables call a learner; an unknown name stays itself."""
-    return LEARNER_TITLES.get(name, name)
-
-
-def source(table: str) -> str:
-    """Returns the paper's label of a table of `paper.json`."""
-    return numbers()["tables"][table]["source"]
-
-
-def _row(pairs: list[list[float]] | None) -> dict[str, Published]:
-    if pairs is None:
-        return {}
-    named = zip(benchmarks(), pairs, strict=True)
-    return {name: Published(mean, std) for name, (mean, std) in named}
+def _row(table: str, *path: str) -> dict[str, Published]:
+    """Returns a row by benchmark, empty where the paper has none."""
+    found = numbers()["tables"][table]
+    for name in path:
+        found = found.get(name, {})
+    return {name: Published(*pair) for name, pair in zip(benchmarks(), found, strict=bool(found))}
 
 
 def accuracy(learner: str, kind: str) -> dict[str, Published]:
     """Final accuracy by benchmark (Table current-benchmark).
 
     Args:
-        learner: name as in `LEARNER_TITLES`; an unknown one has no numbers.
+        learner: as in configurations; an unknown one has no numbers.
         kind: "raw" or "fdc", the latter with the components that the paper selects.
     """
-    return _row(numbers()["tables"]["benchmark"]["rows"].get(learner, {}).get(kind))
+    return _row("benchmark", "rows", learner, kind)
 
 
 def ablation(components: str) -> dict[str, Published]:
     """Raw accuracy, or the gain of a component combination, of Cumulative-LoRA by benchmark."""
-    return _row(numbers()["tables"]["ablation"]["rows"].get(components))
+    return _row("ablation", "rows", components)
+
+
+def logit_standardisation() -> dict[str, Published]:
+    """Change of accuracy of Cumulative-LoRA by benchmark (Table logit_standardization)."""
+    return _row("logit_standardisation", "row")
+
+
+def average_incremental_accuracy(learner: str) -> dict[str, Published]:
+    """Without FDC, by benchmark (Table current-aia)."""
+    return _row("average_incremental_accuracy", "rows", learner)
 
 
 def plugin(learner: str, kind: str) -> PublishedGain | None:
-    """Gains with the selected or with all components (Table plugin).
+    """Gains with the selected or with all components (Table plugin), None for other learners.
 
     Cumulative-LoRA has no row there: all its components are on, and its gains are those of the
     full combination in Table current-ablation.
 
     Args:
-        learner: name as in `LEARNER_TITLES`.
+        learner: as in configurations.
         kind: "selected" or "full".
     """
     if learner == "cumulative_lora":
         gains = ablation("full")
-        average = sum(each.mean for each in gains.values()) / len(gains)
-        return PublishedGain((1, 1, 1), gains, average)
+        return PublishedGain((1, 1, 1), gains, sum(each.mean for each in gains.values()) / 5)
     row = numbers()["tables"]["plugin"]["rows"].get(learner, {}).get(kind)
     if row is None:
         return None
-    return PublishedGain(tuple(row["switches"]), _row(row["gain"]), row["average"])
+    gains = _row("plugin", "rows", learner, kind, "gain")
+    return PublishedGain(tuple(row["switches"]), gains, row["average"])
 
 
-def logit_standardisation() -> dict[str, Published]:
-    """Change of accuracy of Cumulative-LoRA by benchmark (Table logit_standardization)."""
-    return _row(numbers()["tables"]["logit_standardisation"]["row"])
+def columns(table: str, benchmark: str) -> dict[str, float]:
+    """Returns a row without deviations by column, empty for other benchmarks.
 
-
-def average_incremental_accuracy(learner: str) -> dict[str, Published]:
-    """Without FDC, by benchmark (Table current-aia)."""
-    return _row(numbers()["tables"]["average_incremental_accuracy"]["rows"].get(learner))
-
-
-def _columns(table: str, benchmark: str) -> dict[str, float]:
+    Args:
+        table: `partitions` (Table training), `cost` (Table app-cost; Cumulative-LoRA on one A100)
+            or `latency` (Table app-latency: milliseconds a batch of 64, increases in percent;
+            `single_mib` and `dual_mib` are increases over `raw_mib`).
+        benchmark: as in configurations.
+    """
     found = numbers()["tables"][table]
     row = found["rows"].get(benchmark)
     return {} if row is None else dict(zip(found["columns"], row, strict=True))
-
-
-def partition(benchmark: str) -> dict[str, float]:
-    """Classes, tasks, classes_per_task, train and test images (Table training)."""
-    return _columns("partitions", benchmark)
-
-
-def cost(benchmark: str) -> dict[str, float]:
-    """Training-stage costs of Cumulative-LoRA on one A100 (Table app-cost)."""
-    return _columns("cost", benchmark)
-
-
-def latency(benchmark: str) -> dict[str, float]:
-    """Milliseconds a batch of 64, increases in percent, and memory in MiB (Table app-latency).
-
-    `single_mib` and `dual_mib` are increases over `raw_mib`.
-    """
-    return _columns("latency", benchmark)

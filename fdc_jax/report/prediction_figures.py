@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from fdc_jax.report import drawing
-from fdc_jax.report.over_seeds import Analyses, having, mean_over_seeds
+from fdc_jax.report.analysis import Analyses, having, mean_over_seeds
 from fdc_jax.report.runs import Group, RunFolder
 
 _KINDS = ("raw", "fdc", "oracle")

@@ -1,43 +1,19 @@
-"""Run folders: what they hold, which are usable, and which belong together."""
+"""Run folders: what they hold, which are usable, which belong together, what sets them apart."""
 
+import fnmatch
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fdc_jax import learners
+from fdc_jax.configuration import WITHOUT_EFFECT
 from fdc_jax.errors import InputError
 from fdc_jax.files import read_npz
-from fdc_jax.report import paper, protocol
-
-_PREDICTIONS = (
-    "label",
-    "raw_label",
-    "fdc_label",
-    "oracle_label",
-    "task",
-    "raw_task",
-    "fdc_task",
-)
-
-
-# What a run may lack, and its type.
-_OPTIONAL = {
-    "split": str,
-    "encoder": dict,
-    "data": dict,
-    "timing": dict,
-    "versions": dict,
-    "curve": list,
-    "whitened": dict,
-    "num_tasks": int,
-    "num_classes": int,
-    "num_train_images": int,
-    "num_test_images": int,
-}
+from fdc_jax.report import paper
 
 
 class RunFolder(NamedTuple):
@@ -67,11 +43,10 @@ class RunFolder(NamedTuple):
         if not path.exists():
             return {}
         columns = read_npz(path)
-        missing = [name for name in _PREDICTIONS if name not in columns]
-        if missing:
-            raise InputError(f"{path}: expected a column {missing[0]}, found none")
-        rows = self.results.get("num_test_images", len(columns["label"]))
         for name in _PREDICTIONS:
+            if name not in columns:
+                raise InputError(f"{path}: expected a column {name}, found none")
+            rows = self.results.get("num_test_images", len(columns["label"]))
             if columns[name].shape != (rows,) or columns[name].dtype.kind not in "iu":
                 raise InputError(
                     f"{path}: column {name}: expected {rows} integers, found "
@@ -83,9 +58,7 @@ class RunFolder(NamedTuple):
         """Returns a number of the results by its path, such as ("accuracy", "raw"), or None."""
         found: Any = self.results
         for key in keys:
-            if not isinstance(found, dict) or key not in found:
-                return None
-            found = found[key]
+            found = found.get(key) if isinstance(found, dict) else None
         if isinstance(found, bool) or not isinstance(found, int | float):
             return None
         return float(found) if np.isfinite(found) else None
@@ -101,6 +74,11 @@ class RunFolder(NamedTuple):
             value = self.value("components", name)
         return value
 
+    def gain(self, name: str) -> float | None:
+        """Returns the gain of a component combination over raw."""
+        before, after = self.value("accuracy", "raw"), self.component(name)
+        return None if before is None or after is None else after - before
+
     def incremental(self, name: str) -> float | None:
         """Returns the average incremental accuracy of a component combination.
 
@@ -108,7 +86,7 @@ class RunFolder(NamedTuple):
         """
         if self.value("average_incremental_accuracy", "raw") is None:
             return None
-        curve = [self._replace(results=point) for point in self.results.get("curve", ())]
+        curve = [self._replace(results=point) for point in self.results.get("curve") or ()]
         values = [value for point in curve if (value := point.component(name)) is not None]
         return sum(values) / len(values) if values and len(values) == len(curve) else None
 
@@ -123,27 +101,14 @@ class RunFolder(NamedTuple):
         return learners.selected(self.results["learner"])
 
 
-class Skipped(NamedTuple):
-    """A folder that could not be used, and why."""
-
-    path: Path
-    reason: str
-
-
-class Loaded(NamedTuple):
-    """What was found in the folders given."""
-
-    runs: list[RunFolder]
-    skipped: list[Skipped]
-
-
 class Group(NamedTuple):
     """Runs that differ in nothing but the seed.
 
     Attributes:
         benchmark: name of the benchmark.
         learner: name of the learner.
-        title: what differs from the paper's protocol, in words; empty when nothing does.
+        title: what differs from the paper's protocol, in words; empty when nothing does. Of a
+            benchmark that the paper does not have, differences of the method alone.
         follows_protocol: whether the paper's numbers are of the same experiment.
         settings: everything that numbers depend on, by field of the configuration.
         runs: by ascending seed.
@@ -164,34 +129,63 @@ class Group(NamedTuple):
     @property
     def name(self) -> str:
         """Learner, benchmark and what differs from the protocol, for captions."""
-        parts = (paper.learner_title(self.learner), paper.benchmark_title(self.benchmark))
+        parts = (learners.title(self.learner), paper.benchmark_title(self.benchmark))
         return ", ".join((*parts, self.title) if self.title else parts)
 
-    def values(self, *keys: str) -> list[float]:
-        """Returns a number of the results of every run that has it, by ascending seed."""
-        found = (run.value(*keys) for run in self.runs)
-        return [value for value in found if value is not None]
+    def of_runs(self, read: Callable[[RunFolder], float | None]) -> list[float]:
+        """Returns a number of every run that has it, by ascending seed."""
+        return [value for run in self.runs if (value := read(run)) is not None]
 
-    def components(self, name: str) -> list[float]:
-        """Returns the accuracy of a component combination of every run that has it."""
-        found = (run.component(name) for run in self.runs)
-        return [value for value in found if value is not None]
+    def values(self, *keys: str) -> list[float]:
+        """Returns a number of the results of every run that has it."""
+        return self.of_runs(lambda run: run.value(*keys))
 
     def gains(self, name: str) -> list[float]:
         """Returns the gain of a component combination over raw, paired within each seed."""
-        pairs = ((run.value("accuracy", "raw"), run.component(name)) for run in self.runs)
-        return [
-            after - before for before, after in pairs if before is not None and after is not None
-        ]
+        return self.of_runs(lambda run: run.gain(name))
 
 
-# Reading -----------------------------------------------------------------------------------------
+class Skipped(NamedTuple):
+    """A folder that could not be used, and why."""
+
+    path: Path
+    reason: str
 
 
-def _beyond(run: RunFolder) -> dict[str, Any]:
-    """Returns the settings of affinities, which leave the paper's numbers as they are."""
-    config = run.results.get("config", {})
-    return {name: value for name, value in config.items() if name.startswith("fdc.affinity_")}
+class Loaded(NamedTuple):
+    """What was found: groups, in the paper's order and of its protocol first; unusable folders."""
+
+    groups: list[Group]
+    skipped: list[Skipped]
+
+
+# Reading ------------------------------------------------------------------------------------------
+
+_PREDICTIONS = (
+    "label", "raw_label", "fdc_label", "oracle_label", "task", "raw_task", "fdc_task"
+)  # fmt: skip
+
+_REQUIRED = {
+    "benchmark": str,
+    "learner": str,
+    "seed": int,
+    "accuracy": dict,
+    "components": dict,
+    "config": dict,
+}
+_OPTIONAL = {
+    "split": str,
+    "encoder": dict,
+    "data": dict,
+    "timing": dict,
+    "versions": dict,
+    "curve": list,
+    "whitened": dict,
+    "num_tasks": int,
+    "num_classes": int,
+    "num_train_images": int,
+    "num_test_images": int,
+}
 
 
 def load(paths: Iterable[str | os.PathLike[str]]) -> Loaded:
@@ -200,38 +194,34 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> Loaded:
     Folders that cannot be used are named with the reason and do not stop the others. Of two runs
     with the same benchmark, learner, seed and settings the first counts.
     """
-    runs: list[RunFolder] = []
     skipped: list[Skipped] = []
-    seen: set[Path] = set()
-    earlier: dict[str, RunFolder] = {}
-    for path in (folder for given in paths for folder in _expand(Path(given))):
-        if path.resolve() in seen:
-            continue
-        seen.add(path.resolve())
+    runs: dict[tuple[str, int], RunFolder] = {}
+    folders = {each.resolve(): each for path in paths for each in _expand(Path(path))}
+    for path in folders.values():
         try:
             run = _read(path)
         except InputError as error:
             skipped.append(Skipped(path, str(error)))
             continue
-        identity = json.dumps(
-            [
-                run.results["benchmark"],
-                run.results["learner"],
-                run.seed,
-                protocol.settings(run.results),
-            ],
-            sort_keys=True,
-        )
-        if identity in earlier:
-            first = earlier[identity]
+        first = runs.setdefault((_experiment(run), run.seed), run)
+        if first is not run:
             reason = f"same benchmark, learner, seed and settings as {first.path}"
-            if _beyond(first) != _beyond(run):
+            if _affinity(first) != _affinity(run):
                 reason += ", but for an affinity beyond the paper"
             skipped.append(Skipped(path, reason))
-            continue
-        earlier[identity] = run
-        runs.append(run)
-    return Loaded(runs, skipped)
+    return Loaded(group(list(runs.values())), skipped)
+
+
+def _experiment(run: RunFolder) -> str:
+    """Returns what runs of one group have in common."""
+    names = [run.results["benchmark"], run.results["learner"]]
+    return json.dumps([*names, settings(run.results)], sort_keys=True)
+
+
+def _affinity(run: RunFolder) -> dict[str, Any]:
+    """Returns the settings of affinities, which leave the paper's numbers as they are."""
+    config = run.results["config"]
+    return {name: value for name, value in config.items() if name.startswith("fdc.affinity_")}
 
 
 def _expand(path: Path) -> list[Path]:
@@ -249,13 +239,15 @@ def _read(path: Path) -> RunFolder:
         if not (path / "config.json").exists():
             raise InputError("not a run folder: no results.json, config.json or seed_* folders")
         done = len(list((path / "tasks").glob("task_*.json")))
-        tasks = "1 task" if done == 1 else f"{done} tasks"
-        raise InputError(f"unfinished: no results.json, {tasks} done")
+        raise InputError(f"unfinished: no results.json, {done} task{'s' * (done != 1)} done")
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"results.json: unreadable ({error})") from error
-    _check(results)
+    try:
+        _check(results)
+    except InputError as error:
+        raise InputError(f"results.json: {error}") from None
     run = RunFolder(path, results)
     run.predictions()  # Refuses a damaged file now rather than in the middle of the tables.
     return run
@@ -264,79 +256,43 @@ def _read(path: Path) -> RunFolder:
 def _check(results: Any) -> None:
     """Refuses what is no `results.json` of a run."""
     if not isinstance(results, dict):
-        raise InputError(f"results.json: expected an object, found {type(results).__name__}")
-    for name, kind in (
-        ("benchmark", str),
-        ("learner", str),
-        ("seed", int),
-        ("accuracy", dict),
-        ("components", dict),
-        ("config", dict),
-    ):
-        if name not in results:
-            several = " (a summary over seeds has none)" if name == "seed" else ""
-            raise InputError(f"results.json: expected a field {name}{several}, found none")
-        if not isinstance(results[name], kind) or isinstance(results[name], bool):
-            raise InputError(
-                f"results.json: {name}: expected {kind.__name__}, found {results[name]!r:.60}"
-            )
-    for name, kind in _OPTIONAL.items():
+        raise InputError(f"expected an object, found {type(results).__name__}")
+    for name, kind in (_REQUIRED | _OPTIONAL).items():
         value = results.get(name)
-        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-            raise InputError(f"results.json: {name}: expected {kind.__name__}, found {value!r:.60}")
+        if name in _REQUIRED and name not in results:
+            several = " (a summary over seeds has none)" if name == "seed" else ""
+            raise InputError(f"expected a field {name}{several}, found none")
+        if value is None and name in _OPTIONAL:
+            continue
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise InputError(f"{name}: expected {kind.__name__}, found {value!r:.60}")
     for point in results.get("curve") or ():
         if not isinstance(point, dict) or not isinstance(point.get("components"), dict):
             raise InputError(
-                "results.json: curve: expected accuracies of components after every task, found "
-                f"{point!r:.60}"
+                f"curve: expected accuracies of components after every task, found {point!r:.60}"
             )
     run = RunFolder(Path(), results)
-    for name in ("raw", "fdc", "oracle"):
-        value = run.value("accuracy", name)
+    places = [("accuracy", name) for name in ("raw", "fdc", "oracle")]
+    for section, name in [*places, *(("components", name) for name in results["components"])]:
+        value = run.value(section, name)
         if value is None or not 0 <= value <= 100:
-            raise InputError(
-                f"results.json: accuracy.{name}: expected percent, found "
-                f"{results['accuracy'].get(name)!r:.60}"
-            )
-    for name in results["components"]:
-        if run.value("components", name) is None:
-            raise InputError(
-                f"results.json: components.{name}: expected percent, found "
-                f"{results['components'][name]!r:.60}"
-            )
-
-
-# Grouping ----------------------------------------------------------------------------------------
+            found = results[section].get(name)
+            raise InputError(f"{section}.{name}: expected percent, found {found!r:.60}")
 
 
 def group(runs: Sequence[RunFolder]) -> list[Group]:
-    """Puts together the runs that differ in nothing but the seed.
-
-    Returns:
-        Groups in the paper's order of learners and benchmarks, those of its protocol first.
-    """
+    """Puts together the runs that differ in nothing but the seed, in the order of `Loaded`."""
     members: dict[str, list[RunFolder]] = {}
     for run in runs:
-        key = json.dumps(
-            [run.results["benchmark"], run.results["learner"], protocol.settings(run.results)],
-            sort_keys=True,
-        )
-        members.setdefault(key, []).append(run)
+        members.setdefault(_experiment(run), []).append(run)
     groups = []
     for alike in members.values():
-        results, settings = alike[0].results, protocol.settings(alike[0].results)
-        differing = protocol.deviations(results["benchmark"], results["learner"], settings)
-        title = ", ".join(differing)
-        groups.append(
-            Group(
-                results["benchmark"],
-                results["learner"],
-                title,
-                not title and results["benchmark"] in paper.benchmarks(),
-                settings,
-                sorted(alike, key=lambda run: run.seed),
-            )
-        )
+        results, found = alike[0].results, settings(alike[0].results)
+        benchmark, learner = results["benchmark"], results["learner"]
+        title = ", ".join(deviations(benchmark, learner, found))
+        follows = not title and benchmark in paper.benchmarks()
+        in_order = sorted(alike, key=lambda run: run.seed)
+        groups.append(Group(benchmark, learner, title, follows, found, in_order))
     return sorted((_told_apart(each, groups) for each in groups), key=_order)
 
 
@@ -346,7 +302,7 @@ def _order(each: Group) -> tuple[Any, ...]:
         return (names.index(name) if name in names else len(names), name)
 
     return (
-        position(each.learner, paper.LEARNER_TITLES),
+        position(each.learner, learners.names()),
         position(each.benchmark, paper.BENCHMARK_TITLES),
         not each.follows_protocol,
         each.title,
@@ -367,3 +323,189 @@ def _told_apart(each: Group, groups: Sequence[Group]) -> Group:
         if any(other.get(field) != each.settings.get(field) for other in alike)
     ]
     return each._replace(title=", ".join([each.title] * bool(each.title) + differing))
+
+
+# Settings against the paper's protocol ------------------------------------------------------------
+
+# Fields of a configuration that no accuracy of the paper's FDC depends on.
+_IGNORED = WITHOUT_EFFECT | {
+    "seed",
+    "report",
+    "save_features",
+    "evaluation.batch_size",
+    "evaluation.every_task",
+    # Of earlier versions.
+    "data.augment_on_device",
+    "train.seeds_together",
+    # The whitened affinity stands beside the paper's numbers and leaves them as they are.
+    "fdc.affinity_metric",
+    "fdc.affinity_evidence",
+    "fdc.affinity_scope",
+    "fdc.affinity_shrinkage",
+}
+
+_PHRASES = {
+    "encoder.variant": "{}",
+    "encoder.image_size": "{} px",
+    "classes_per_task": "{} classes a task",
+    "class_order_seed": "class order {}",
+    "learner.preset": "{} preset",
+    "train.epochs": "{} epochs",
+    "train.first_epochs": "{} epochs in the first task",
+    "train.batch_size": "batches of {}",
+    "train.rank": "rank {}",
+    "train.increment_learning_rate": "increment learning rate {}",
+    "train.head_learning_rate": "head learning rate {}",
+    "train.schedule": "{} schedule",
+    "precision": "{} precision",
+    "data.input_range": "{} inputs",
+}
+
+
+def settings(results: dict[str, Any]) -> dict[str, Any]:
+    """Returns everything that the numbers of a run depend on but its seed, by field.
+
+    Options of other learners are left out; a field that an older run does not know has the value
+    that it had then, the paper's.
+
+    Args:
+        results: content of a `results.json`.
+    """
+    benchmark, learner = results["benchmark"], results["learner"]
+    options = learners.options(learner)
+    found = _expected() | {name: each.default_on(benchmark) for name, each in options.items()}
+    own = f"learner.{learners.section(learner)}."  # Also of one that is not at hand.
+    for field, value in results["config"].items():
+        of_another = field.startswith("learner.") and field.count(".") > 1 and field not in options
+        if field not in _IGNORED and (not of_another or field.startswith(own)):
+            found[field] = value
+    if found["fdc.affinity_reference"] == "pooled":  # Of the whitened affinity alone.
+        found["fdc.affinity_reference"] = "own"
+    encoder, data = results.get("encoder") or {}, results.get("data") or {}
+    found |= {
+        "split": results.get("split"),
+        "encoder.sha256": encoder.get("sha256"),
+        "encoder.weights": encoder.get("weights"),
+        "data.train_sha256": data.get("train_sha256"),
+        "data.test_sha256": data.get("test_sha256"),
+        "num_train_images": results.get("num_train_images"),
+        "num_test_images": results.get("num_test_images"),
+    }
+    return dict(sorted(found.items()))
+
+
+def deviations(benchmark: str, learner: str, found: dict[str, Any]) -> list[str]:
+    """Says in words what differs from the paper's protocol; choices it leaves open included.
+
+    Of a benchmark that the paper does not have, only settings of learner and FDC are compared.
+
+    Args:
+        benchmark: name of the benchmark.
+        learner: name of the learner.
+        found: settings of a run, as `settings` returns them.
+    """
+    expected, phrases = _expected(), []
+    known = benchmark in paper.benchmarks()
+    for field, value in expected.items():
+        if not known and not field.startswith(("learner.preset", "fdc.")):
+            continue
+        if field == "data.train_per_class":
+            phrases += _images(benchmark, found)
+        elif field != "data.test_per_class" and found.get(field, value) != value:
+            phrase = _PHRASES.get(field, field.split(".")[-1].replace("_", " ") + " {}")
+            phrases.append(phrase.format(_words(found[field])))
+    weights, patterns = found["encoder.weights"], paper.numbers()["protocol"]["weights"]
+    same_size = found["encoder.variant"] == expected["encoder.variant"]
+    if known and weights and same_size and not any(fnmatch.fnmatch(weights, p) for p in patterns):
+        phrases.append(f"weights {weights}")
+    return phrases + learners.deviations(learner, found | {"benchmark": benchmark})
+
+
+def _expected() -> dict[str, Any]:
+    """The paper's settings by field, and what it leaves open by default."""
+    known = paper.numbers()["protocol"]
+    return known["fields"] | known["unstated"]
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, list):
+        return " to ".join(_words(each) for each in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _images(benchmark: str, found: dict[str, Any]) -> list[str]:
+    """Fewer images of each class than there are, or another number in all than the paper's."""
+    asked = [
+        f"{found[f'data.{part}_per_class']} {word}"
+        for part, word in (("train", "training"), ("test", "test"))
+        if found[f"data.{part}_per_class"]
+    ]
+    if asked:
+        return [f"{' and '.join(asked)} images a class"]
+    expected = paper.columns("partitions", benchmark)
+    return [
+        f"{found[field]:,} of {expected[name]:,} {word} images"
+        for field, name, word in (
+            ("num_train_images", "train", "training"),
+            ("num_test_images", "test", "test"),
+        )
+        if found[field] is not None and found[field] != expected[name]
+    ]
+
+
+# Where numbers come from --------------------------------------------------------------------------
+
+
+def provenance(
+    groups: Sequence[Group], missing: Mapping[str, Sequence[str]]
+) -> list[dict[str, Any]]:
+    """Returns one dict per group, ready for JSON and for a page.
+
+    Args:
+        groups: of the report.
+        missing: by path of a run, what could not be computed from it, and why.
+
+    Returns:
+        For each group `group`, its name, and `parts`: by title a dict of fields. Where the runs of
+        a group differ, as in device or commit, a field is a dict by seed.
+    """
+    return [{"group": each.name, "parts": _origin(each, missing)} for each in groups]
+
+
+def _origin(group: Group, missing: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
+    def common(read: Callable[[RunFolder], Any]) -> Any:
+        values = [read(run) for run in group.runs]
+        if all(value == values[0] for value in values):
+            return values[0]
+        return {f"seed {run.seed}": value for run, value in zip(group.runs, values, strict=True)}
+
+    def section(name: str, leave_out: Iterable[str] = ()) -> dict[str, Any]:
+        keys = {key for run in group.runs for key in run.results.get(name) or ()}
+        return {
+            key: common(lambda run, key=key: (run.results.get(name) or {}).get(key))
+            for key in sorted(keys - set(leave_out))
+        }
+
+    parts = {
+        "runs": {
+            "benchmark": group.benchmark,
+            "learner": group.learner,
+            "settings": group.title or "the paper's protocol",
+            "follows_protocol": group.follows_protocol,
+            "seeds": group.seeds,
+            "class_order_seed": common(lambda run: run.results.get("class_order_seed")),
+            # Their ends alone: a page that is passed on should not tell of a machine.
+            "folders": ["/".join(run.path.absolute().parts[-2:]) for run in group.runs],
+            "device": common(lambda run: run.results.get("device")),
+        },
+        "weights": section("encoder", ["input_range"]),
+        "data": {"split": common(lambda run: run.results.get("split")), **section("data")},
+        "versions": section("versions"),
+        # Where things lie on a machine is nobody's business and moves no number.
+        "configuration": section("config", ["seed", *WITHOUT_EFFECT]),
+    }
+    absent = {f"seed {run.seed}": list(missing.get(str(run.path), ())) for run in group.runs}
+    absent = {seed: reasons for seed, reasons in absent.items() if reasons}
+    return parts | ({"not computed": absent} if absent else {})

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fdc_jax.report import drawing, paper
-from fdc_jax.report.over_seeds import Analyses, having, of_group
+from fdc_jax.report.analysis import Analyses, having, of_group
 from fdc_jax.report.runs import Group
 
 _PARAMETERS = {"attenuation": "Attenuation γ", "retained_energy": "Retained energy η"}
