@@ -1,8 +1,8 @@
-"""All comparators of FDC under one roof; each has FDC's interface and its own file.
+"""All comparators of FDC; each has FDC's interface, holds one idea, and shares one base.
 
     comparator.fit_task(adapted, labels, head, pretrained=None, classes=None)   # in task order
     comparator.finalize()
-    comparator.replace_heads(heads)   # optional; only methods that read heads have it
+    comparator.replace_heads(heads)   # optional; methods that read no head keep none
     scores = comparator.score(adapted, pretrained=None)                         # Scores
     comparator.storage_bytes
 
@@ -11,19 +11,22 @@ give a task the score of its best class. Statistics are collected task by task, 
 old task is needed again.
 """
 
-from fdc_jax.calibration.anacp import AnaCP
-from fdc_jax.calibration.gaussian_comparators import FeCAM, Mahalanobis
-from fdc_jax.calibration.logit_comparators import (
+from fdc_jax.calibration.comparators.distances import (
+    FeCAM,
+    Mahalanobis,
+    NearestClassMean,
+    NearestMeanOfExemplars,
+)
+from fdc_jax.calibration.comparators.logits import (
     Energy,
     LogitStandardisation,
     MaximumSoftmax,
     NegativeEntropy,
     Raw,
+    VirtualLogitMatching,
     WeightAligning,
 )
-from fdc_jax.calibration.prototype_comparators import NearestClassMean, NearestMeanOfExemplars
-from fdc_jax.calibration.ranpac import RanPAC
-from fdc_jax.calibration.residual_comparators import VirtualLogitMatching
+from fdc_jax.calibration.comparators.random_features import AnaCP, RanPAC
 
 __all__ = [
     "AnaCP",

@@ -1,0 +1,250 @@
+"""What every comparator does around its own formula: check a task, keep its statistics, score.
+
+A method writes `_collect`, which makes a task's samples into its statistics, and either
+`_class_scores` or, for routers that keep the heads' classes, `_score`. Moments are taken in float64
+on the host, where they cost nothing; products over samples are float32 at the highest precision.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from fdc_jax.calibration import inputs
+from fdc_jax.calibration.scores import Scores
+from fdc_jax.errors import InputError
+from fdc_jax.heads import Head, LinearHead
+
+BYTES = 4  # of a float32, in which all statistics are counted
+# Rows handed to the device at once, so that memory does not grow with the batch.
+ROWS = 1024
+
+
+class Samples(NamedTuple):
+    """Checked samples of one task in the view that the method reads.
+
+    `rows` number the classes that have samples, in the order of the task's classes.
+    """
+
+    features: Float[np.ndarray, "n d"]
+    rows: Int[np.ndarray, " n"]
+    head: Head | None
+
+    @property
+    def onehot(self) -> Float[np.ndarray, "n c"]:
+        """Labels as rows of the identity."""
+        return np.eye(self.rows.max() + 1, dtype=np.float32)[self.rows]
+
+
+class Comparator:
+    """The interface of FDC, and the tasks seen so far.
+
+    Args:
+        view: which features the method reads, "adapted" or "pretrained".
+
+    Raises:
+        InputError: `view` is unknown.
+    """
+
+    name = ""
+    # None, "head" for any head, or "linear" for a `LinearHead`.
+    needs: str | None = None
+
+    def __init__(self, view: str = "adapted"):
+        if view not in inputs.VIEWS:
+            raise InputError(
+                f"{self.name}: view: expected {' or '.join(inputs.VIEWS)}, found {view!r}"
+            )
+        self.view = view
+        self.classes: list[Int[np.ndarray, " c"]] = []
+        self.heads: list[Head] = []
+        self.statistics: list[Any] = []
+        self.width = 0
+        # Per task, which classes have samples; the others are never predicted from statistics.
+        self._present: list[Bool[np.ndarray, " c"]] = []
+        self._solved: Any = None
+
+    def fit_task(
+        self,
+        adapted: Any,
+        labels: Any,
+        head: Head | None = None,
+        pretrained: Any = None,
+        classes: Any = None,
+    ) -> None:
+        """Takes one more task.
+
+        Args:
+            adapted: features [n, d] of the task's training images by the encoder of that time.
+            labels: [n] integers.
+            head: the task's head; None for methods that read none.
+            pretrained: features [n, d'] by the pretrained encoder, read with that view.
+            classes: label of each row of the head; ascending distinct labels when None.
+
+        Raises:
+            InputError: the view or a head is missing, shapes differ, a value is not finite, a
+                label is outside the head's classes, or a class belongs to an earlier task. Nothing
+                has changed then.
+        """
+        task = len(self.classes)
+        features = self._features(adapted, pretrained, f" of task {task}", self.width or None)
+        labels = inputs.label_array(labels, f"labels of task {task}")
+        if len(labels) != len(features):
+            raise InputError(
+                f"labels of task {task}: expected {len(features)} rows like the features, found "
+                f"{len(labels)}"
+            )
+        if not len(labels):
+            raise InputError(f"task {task}: expected at least one sample, found none")
+        names = np.unique(labels)
+        if classes is not None:
+            names = inputs.class_labels(classes, f"classes of task {task}")
+        inputs.check_disjoint(names, self.classes, task)
+        outside = ~np.isin(labels, names)
+        if outside.any():
+            row = int(np.argmax(outside))
+            raise InputError(
+                f"labels of task {task}: row {row} is label {labels[row]}, no class of its head"
+            )
+        self._check_head(head, len(names), features.shape[1], task)
+        present = np.isin(names, labels)
+        order = np.argsort(names[present])
+        rows = order[np.searchsorted(names[present], labels, sorter=order)]
+        self.statistics.append(self._collect(Samples(features, rows, head)))
+        self.classes.append(names)
+        self._present.append(present)
+        if head is not None:
+            self.heads.append(head)
+        self.width, self._solved = features.shape[1], None
+
+    def replace_heads(self, heads: Sequence[Head]) -> None:
+        """Predicts with other heads from now on; statistics stay those of fit time.
+
+        Raises:
+            InputError: not one head per task, or heads that `fit_task` refuses.
+        """
+        heads = list(heads)
+        if len(heads) != len(self.classes):
+            raise InputError(
+                f"{self.name}: heads: expected one per task, {len(self.classes)}, found "
+                f"{len(heads)}"
+            )
+        for task, (head, rows) in enumerate(zip(heads, self.classes, strict=True)):
+            self._check_head(head, len(rows), self.width, task)
+        self.heads, self._solved = heads, None
+
+    def finalize(self) -> None:
+        """Solves for what scoring needs of all tasks; more may follow, then finalize again."""
+        if self._solved is None:
+            self._solved = self._solve()
+
+    def score(self, adapted: Any, pretrained: Any = None) -> Scores:
+        """Scores a batch [n, d] of the method's view; the other one may be None.
+
+        Raises:
+            InputError: no task was fitted, the view is missing, or values or widths are wrong.
+        """
+        if not self.classes:
+            raise InputError(f"{self.name}: expected at least one fitted task before scoring")
+        features = self._features(adapted, pretrained, "", self.width)
+        self.finalize()
+        return self._score(features)
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes with samples over all tasks."""
+        return sum(int(present.sum()) for present in self._present)
+
+    @property
+    def storage_bytes(self) -> int:
+        """Bytes of the statistics in float32, beyond encoder and heads."""
+        return BYTES * self._numbers()
+
+    def _numbers(self) -> int:
+        return 0
+
+    def _collect(self, samples: Samples) -> Any:
+        """Returns a task's statistics."""
+
+    def _solve(self) -> Any:
+        """Returns what scoring needs of all tasks."""
+
+    def _score(self, features: Float[np.ndarray, "n d"]) -> Scores:
+        """The best class of each task decides: its score is the task's, its row the class."""
+        found = self._class_scores(features)
+        present = np.concatenate(self._present)
+        scores = np.full((len(features), len(present)), -np.inf, found.dtype)
+        scores[:, present] = found
+        bounds = np.cumsum([len(rows) for rows in self.classes])[:-1]
+        parts = np.split(scores, bounds, axis=1)
+        return Scores(
+            np.stack([part.max(axis=1) for part in parts], axis=1),
+            np.stack([part.argmax(axis=1) for part in parts], axis=1),
+            tuple(self.classes),
+        )
+
+    def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
+        """Returns a score for each class that has samples, tasks in order."""
+        raise NotImplementedError
+
+    def _features(
+        self, adapted: Any, pretrained: Any, where: str, width: int | None
+    ) -> Float[np.ndarray, "n d"]:
+        value = adapted if self.view == "adapted" else pretrained
+        if value is None:
+            raise InputError(
+                f"{self.name} (view {self.view}):{where.removeprefix(' of') or ' the input'} has "
+                f"no {self.view} features"
+            )
+        name = f"{self.view} features{where}"
+        features = inputs.float32(inputs.feature_array(value, name, width))
+        with np.errstate(over="ignore", invalid="ignore"):
+            inputs.check_rows(name, np.einsum("nd,nd->n", features, features))
+        return features
+
+    def _check_head(self, head: Head | None, num_classes: int, width: int, task: int) -> None:
+        if head is None:
+            if self.needs is not None:
+                raise InputError(f"{self.name}: task {task} has no head, and the method needs one")
+            return
+        if self.needs == "linear" and not isinstance(head, LinearHead):
+            raise InputError(
+                f"{self.name}: needs linear heads, the head of task {task} is a "
+                f"{type(head).__name__}"
+            )
+        if self.needs is None:
+            return
+        try:
+            shape = np.shape(head.logits(jnp.zeros((1, width))))
+        except (TypeError, ValueError) as error:
+            raise InputError(f"head of task {task}: cannot score features: {error}") from error
+        if shape != (1, num_classes):
+            raise InputError(
+                f"head of task {task}: expected {num_classes} logits, one for each class, found "
+                f"shape {list(shape)} for one feature"
+            )
+
+
+def class_means(
+    features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"]
+) -> Float[np.ndarray, "c d"]:
+    """Means of classes in float64."""
+    totals = np.zeros((rows.max() + 1, features.shape[1]))
+    np.add.at(totals, rows, features.astype(np.float64))
+    return totals / np.bincount(rows)[:, None]
+
+
+def in_blocks(
+    function: Callable[[Float[Array, "rows d"]], Float[Array, "rows m"]],
+    features: Float[np.ndarray, "n d"],
+) -> Float[np.ndarray, "n m"]:
+    """Applies a function to some rows at a time; zero rows fill blocks, so that few sizes occur."""
+    parts = []
+    for start in range(0, max(len(features), 1), ROWS):
+        part = features[start : start + ROWS]
+        missing = min(ROWS, 1 << max(len(part) - 1, 0).bit_length()) - len(part)
+        block = jnp.asarray(np.pad(part, ((0, missing), (0, 0))))
+        parts.append(np.asarray(function(block))[: len(part)])
+    return np.concatenate(parts)
