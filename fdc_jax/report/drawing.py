@@ -22,14 +22,13 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from fdc_jax.files import write_atomically
-from fdc_jax.learners import title as learner_title
 from fdc_jax.report import paper
 from fdc_jax.report.runs import Group
 
 # Inches.
 COLUMN, PAGE = 3.3, 6.75
 
-# Points, the mean width of a letter at 7 pt, and of a bold one at 8 pt.
+# Points: the mean width of a letter at 7 pt, and of a bold one at 8 pt.
 _LETTER, _BOLD_LETTER = 3.7, 5.3
 
 # Dark, medium and light for eyes of every kind, and each with a marker of its own for grey prints.
@@ -39,15 +38,9 @@ GRID = "#8c8c8c"
 RAW, FDC, ORACLE = "#c77700", "#0b559f", "#6e6e6e"
 MARKERS = {"raw": "o", "fdc": "s", "oracle": "^"}
 COLOURS = {"raw": RAW, "fdc": FDC, "oracle": ORACLE}
-TITLES = {"raw": "Raw", "fdc": "FDC", "oracle": "Given task identity"}
+TITLES = {"raw": "Raw", "fdc": "FDC", "oracle": "Task given"}
 OWN, FOREIGN = "#00664d", "#c75f9f"
 ADAPTED, PRETRAINED = "#4b3f8f", "#b58900"
-SHARES = {
-    "right_task_right_class": ("#3a7d5d", "", "right task, right class"),
-    "right_task_wrong_class": ("#b9d5c5", "", "right task, wrong class"),
-    "wrong_task_oracle_right": ("#e3b04b", "////", "wrong task, class right given the task"),
-    "wrong_task_oracle_wrong": ("#8c4a3c", "", "wrong task, wrong given the task too"),
-}
 
 _STYLE = Path(__file__).with_name("fdc.mplstyle")
 
@@ -60,19 +53,21 @@ def style() -> Iterator[None]:
 
 
 def panels(
-    count: int, width: float, height: float, columns: int, **keywords: Any
+    count: int, height: float, columns: int, width: float | None = None, **keywords: Any
 ) -> tuple[Figure, list[Axes]]:
     """Returns a figure of `count` panels, row by row; to be called within `style()`.
 
     Args:
         count: number of panels, at least 1.
-        width: of the figure in inches.
         height: of one row in inches.
-        columns: panels in a row.
+        columns: panels in a row, at most.
+        width: of the figure in inches; by default a column of a paper for one panel in a row,
+            a page for more.
         keywords: for `Figure.subplots`, such as sharey.
     """
     columns = min(columns, count)
     rows = -(-count // columns)
+    width = width or (COLUMN if columns == 1 else PAGE)
     figure = Figure(figsize=(width, rows * height))
     FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns, squeeze=False, **keywords).ravel()
@@ -81,15 +76,30 @@ def panels(
     return figure, list(axes[:count])
 
 
-def width_of(columns: int) -> float:
-    """Returns the width in inches of a figure with that many panels side by side."""
-    return COLUMN if columns == 1 else PAGE
+# Words --------------------------------------------------------------------------------------------
 
 
-def shortened(text: str, inches: float, letter: float = _LETTER) -> str:
-    """Cuts what would be wider than that; `letter` is the mean width of a letter in points."""
-    most = max(int(inches * 72 / letter), 1)
+def names(groups: Sequence[Group]) -> list[str]:
+    """Returns what tells groups apart: benchmark, learner, settings, as far as they differ."""
+    parts = [
+        [paper.benchmark_title(group.benchmark) for group in groups],
+        [paper.learner_title(group.learner) for group in groups],
+        [group.title or "the paper's settings" for group in groups],
+    ]
+    differing = [column for column in parts if len(set(column)) > 1] or parts[:1]
+    return [", ".join(words) for words in zip(*differing, strict=True)]
+
+
+def shortened(text: str, inches: float) -> str:
+    """Cuts what would be wider than that at 7 pt."""
+    most = max(int(inches * 72 / _LETTER), 1)
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def title(axes: Axes, text: str, inches: float) -> None:
+    """Names a panel in up to three lines of that width."""
+    width = max(int(inches * 72 / _BOLD_LETTER), 1)
+    axes.set_title("\n".join(textwrap.wrap(text, width, max_lines=3, placeholder=" …")))
 
 
 def number(value: float, digits: int, signed: bool = False) -> str:
@@ -99,61 +109,7 @@ def number(value: float, digits: int, signed: bool = False) -> str:
     return text.replace("-", "\N{MINUS SIGN}")
 
 
-def title(axes: Axes, name: str, deviation: str, inches: float) -> None:
-    """Names a panel; what differs from the paper's protocol stands below in plain letters.
-
-    Args:
-        axes: of the panel.
-        name: in bold letters.
-        deviation: may be empty.
-        inches: width that the lines of the deviation may take.
-    """
-    name = shortened(name, inches, _BOLD_LETTER)
-    if not deviation:
-        axes.set_title(name)
-        return
-    lines = textwrap.wrap(deviation, int(inches * 72 / _LETTER))
-    axes.set_title(name, pad=5 + 8.5 * len(lines))
-    axes.annotate(
-        "\n".join(lines),
-        (0, 1),
-        (0, 4),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        fontsize=7,
-        verticalalignment="bottom",
-    )
-
-
-def name_panels(
-    figure: Figure, named: Sequence[tuple[Axes, Group]], inches: float, columns: int = 1
-) -> None:
-    """Names panels after their groups, by what tells these apart.
-
-    What differs from the paper's protocol stands below the name, or, where it is the same for
-    several panels, once at the foot of the figure.
-
-    Args:
-        figure: that holds the panels.
-        named: panels and their groups.
-        inches: width of a name.
-        columns: panels side by side.
-    """
-    groups = [group for _, group in named]
-    learners, benchmarks = {each.learner for each in groups}, {each.benchmark for each in groups}
-    shared = len(groups) > 1 and len({each.title for each in groups}) == 1
-    for axes, group in named:
-        parts = []
-        if len(benchmarks) > 1 or len(learners) == 1:
-            parts.append(paper.benchmark_title(group.benchmark))
-        if len(learners) > 1 or len(groups) == 1:
-            parts.append(learner_title(group.learner))
-        title(axes, ", ".join(parts), "" if shared else group.title, inches)
-    if shared and groups[0].title:
-        foot = [paper.benchmark_title(groups[0].benchmark)] if len(benchmarks) == 1 else []
-        foot += [groups[0].title]
-        lines = textwrap.wrap(", ".join(foot), int(width_of(columns) * 72 / _LETTER))
-        figure.supxlabel("\n".join(lines), x=0.01, horizontalalignment="left", fontsize=7)
+# Marks --------------------------------------------------------------------------------------------
 
 
 def band(
@@ -162,19 +118,18 @@ def band(
     values: Float[np.ndarray, "seeds n"],
     colour: str,
     **line: Any,
-) -> Line2D:
+) -> None:
     """Draws the mean over seeds and, for several seeds, one sample standard deviation around it."""
     mean = values.mean(axis=0)
-    (drawn,) = axes.plot(places, mean, color=colour, **line)
+    axes.plot(places, mean, color=colour, **line)
     if len(values) > 1:
         std = values.std(axis=0, ddof=1)
         axes.fill_between(places, mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
-    return drawn
 
 
-def whole_numbers(axis: Axis, most: int = 9) -> None:
-    """Puts marks on whole numbers only."""
-    axis.set_major_locator(MaxNLocator(most, integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
+def whole_numbers(axis: Axis) -> None:
+    """Puts ticks at whole numbers alone."""
+    axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def legend(figure: Figure, handles: Sequence[Any], columns: int | None = None) -> None:
@@ -184,27 +139,14 @@ def legend(figure: Figure, handles: Sequence[Any], columns: int | None = None) -
 
 def key(name: str, line: bool = False) -> Line2D:
     """Returns a legend entry of raw, FDC or oracle."""
-    return Line2D(
-        [],
-        [],
-        color=COLOURS[name],
-        marker=MARKERS[name],
-        linestyle="-" if line else "none",
-        label=TITLES[name],
-    )
+    look: dict[str, Any] = {"color": COLOURS[name], "marker": MARKERS[name]}
+    return Line2D([], [], linestyle="-" if line else "none", label=TITLES[name], **look)
 
 
 def hollow(marker: str, colour: str, label: str | None = None) -> dict[str, Any]:
     """Returns line properties of a value of the paper, beside ours: an empty marker."""
-    return {
-        "marker": marker,
-        "color": colour,
-        "markerfacecolor": "none",
-        "markersize": 7,
-        "markeredgewidth": 0.9,
-        "linestyle": "none",
-        "label": label,
-    }
+    look: dict[str, Any] = {"marker": marker, "color": colour, "linestyle": "none", "label": label}
+    return look | {"markerfacecolor": "none", "markersize": 7, "markeredgewidth": 0.9}
 
 
 # Files --------------------------------------------------------------------------------------------
@@ -218,27 +160,16 @@ def svg(figure: Figure) -> str:
     return buffer.getvalue().decode("utf-8")
 
 
-def write(figure: Figure, folder: Path, name: str, text: str | None = None) -> list[Path]:
-    """Writes `name`.svg and `name`.png (200 dots an inch, white face), and returns their paths.
-
-    Args:
-        figure: what to write.
-        folder: made when missing.
-        name: stem of the files.
-        text: `svg(figure)`, where the caller has it.
-    """
-    paths = [folder / f"{name}.svg", folder / f"{name}.png"]
-    with write_atomically(paths[0]) as file:
-        file.write((svg(figure) if text is None else text).encode("utf-8"))
-    with style(), write_atomically(paths[1]) as file:
+def write(figure: Figure, folder: Path, name: str, text: str) -> None:
+    """Writes `name`.svg, which is `text`, and `name`.png (200 dots an inch, white face)."""
+    with write_atomically(folder / f"{name}.svg") as file:
+        file.write(text.encode("utf-8"))
+    with style(), write_atomically(folder / f"{name}.png") as file:
         figure.savefig(file, format="png", facecolor="white", metadata={"Software": None})
-    return paths
 
-
-# In a page ----------------------------------------------------------------------------------------
 
 # Colours that a dark page changes; all others read well on both.
-_VARIABLES = {
+VARIABLES = {
     INK: "currentColor",
     PAPER: "var(--paper)",
     RAW: "var(--raw)",
@@ -258,7 +189,7 @@ def inline_svg(text: str, prefix: str, label: str) -> str:
     Args:
         text: what `svg` returned.
         prefix: a name unique in the page: letters, digits, `_` and `-`.
-        label: id of the element that names the figure.
+        label: ids of the elements that name the figure and say what it shows.
     """
     text = text[text.index("<svg") :]
     # Remarks, and a style sheet that would hold for the whole page.
@@ -274,7 +205,7 @@ def inline_svg(text: str, prefix: str, label: str) -> str:
     text = text.replace("xlink:href", "href").replace(
         ' xmlns:xlink="http://www.w3.org/1999/xlink"', ""
     )
-    for colour, variable in _VARIABLES.items():
+    for colour, variable in VARIABLES.items():
         text = text.replace(colour, variable)
     opening = f'<svg role="img" aria-labelledby="{label}" style="stroke-linejoin: round" '
     return text.replace("<svg ", opening, 1)

@@ -15,19 +15,57 @@ from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
 
-from fdc_jax.learners import title as learner_title
 from fdc_jax.report import drawing, paper
-from fdc_jax.report.analysis import Analyses, having, mean_over_seeds
 from fdc_jax.report.runs import Group
 
-_VIEWS = {"adapted": drawing.ADAPTED, "pretrained": drawing.PRETRAINED}
-_VIEW_MARKERS = {"adapted": "o", "pretrained": "D"}
-_VIEW_TITLES = {"adapted": "adapted view", "pretrained": "pretrained view"}
+# By path of the run, then by name of the analysis.
+Analyses = Mapping[str, Mapping[str, Any]]
+
+# Colour, marker, title.
+_VIEWS = {
+    "adapted": (drawing.ADAPTED, "o", "adapted view"),
+    "pretrained": (drawing.PRETRAINED, "D", "pretrained view"),
+}
+_SIDES = {
+    "own": (-0.2, drawing.OWN, "o", "Own images"),
+    "foreign": (0.2, drawing.FOREIGN, "D", "Foreign images"),
+}
+_REFERENCES = {
+    "own": (drawing.FDC, "s", "Distributional matching"),
+    "nearest": (drawing.PRETRAINED, "D", "Nearest"),
+}
+_SWEPT = {"attenuation": "Attenuation γ", "retained_energy": "Retained energy η"}
 # Parts of equally many task pairs for a trend: the most, and the fewest pairs in one.
 _MOST_PARTS, _LEAST_PAIRS = 8, 12
 _MANY_PAIRS = 100  # beyond which points are small
+
+
+def _of(group: Group, analyses: Analyses, name: str) -> list[dict[str, Any]]:
+    """Returns an analysis of every run of the group that has it, by ascending seed."""
+    found = (analyses.get(str(run.path), {}).get(name) for run in group.runs)
+    return [each for each in found if each]
+
+
+def _having(
+    groups: Sequence[Group], analyses: Analyses, name: str
+) -> list[tuple[Group, list[dict[str, Any]]]]:
+    """Returns the groups of which at least one run has an analysis, with its results."""
+    found = [(group, _of(group, analyses, name)) for group in groups]
+    return [(group, results) for group, results in found if results]
+
+
+def _mean(rows: Sequence[Sequence[float | None]]) -> Float[np.ndarray, " n"]:
+    """Mean over seeds of lists of one length, NaN where a seed has no number."""
+    alike = [row for row in rows if len(row) == len(rows[0])]
+    return np.array(alike, dtype=np.float64).mean(axis=0)
+
+
+def _name_panels(panels: Sequence[Axes], groups: Sequence[Group], inches: float) -> None:
+    """Names panels after what tells their groups apart; a single group is named by the caption."""
+    if len(groups) > 1:
+        for axes, name in zip(panels, drawing.names(groups), strict=False):
+            drawing.title(axes, name, inches)
 
 
 # Similarity and routing error ---------------------------------------------------------------------
@@ -36,80 +74,55 @@ _MANY_PAIRS = 100  # beyond which points are small
 def similarity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     """Routing error of task pairs against their likeness to FDC (Figure motivation-confusability).
 
-    A point is an ordered pair of tasks, mean over seeds; lines are means over equal parts of the
-    pairs.
+    A point is an ordered pair of tasks, mean over seeds; lines are means over equal parts.
     """
-    found = having(groups, analyses, "similarity")
-    if not found:
+    results = _of(groups[0], analyses, "similarity")
+    if not results:
         return None
-    with drawing.style():
-        figure, panels = drawing.panels(2 * len(found), drawing.PAGE, 2.6, 2, sharey="row")
-        for row, (group, results) in enumerate(found):
-            pair = panels[2 * row : 2 * row + 2]
-            for axes, kind, label in zip(
-                pair, ("residual", "affinity"), ("residuals", "affinities"), strict=True
-            ):
-                _scatter(axes, results, kind)
-                axes.set_xlabel(f"Similarity by {label} (std of the other task)")
-                axes.xaxis.set_major_locator(MaxNLocator(6))
-            drawing.name_panels(figure, [(pair[0], group)], 2.9)
-            pair[0].set_ylabel("Routing error (%)")
-            # Room for the notes.
-            pair[0].set_ylim(top=1.22 * pair[0].get_ylim()[1])
+    figure, panels = drawing.panels(2, 2.6, 2, sharey="row")
+    error = _mean([each["routing_error_percent"] for each in results])
+    kinds = {"residual": "residuals", "affinity": "affinities"}
+    for axes, (kind, label) in zip(panels, kinds.items(), strict=True):
+        shown = [view for view in _VIEWS if all(view in each for each in results)]
+        for line, view in enumerate(shown):
+            colour, marker, name = _VIEWS[view]
+            alike = _mean([each[view][kind] for each in results])
+            look: dict[str, Any] = {"marker": marker, "color": colour, "linestyle": "none"}
+            size = 2.6 if len(error) > _MANY_PAIRS else 4
+            look |= {"markersize": size, "alpha": 0.5, "markeredgewidth": 0}
+            axes.plot(alike, error, gid=view, **look)
+            trend = _trend(alike, error)
+            axes.plot(*trend, color=drawing.PAPER, linewidth=3)
+            axes.plot(*trend, color=colour, linewidth=1.6)
+            known = [each["spearman"][view][kind]["correlation"] for each in results]
+            known = [value for value in known if value is not None]
+            rank = f", ρ = {drawing.number(float(np.mean(known)), 2)}" if known else ""
+            axes.annotate(
+                f"{name}{rank}",
+                (0, 1),
+                (3, -3 - 9 * line),
+                xycoords="axes fraction",
+                textcoords="offset points",
+                color=colour,
+                fontsize=7,
+                fontweight="bold",
+                verticalalignment="top",
+            )
+        axes.set_xlabel(f"Similarity by {label} (std of the other task)")
+    panels[0].set_ylabel("Routing error (%)")
+    panels[0].set_ylim(top=1.22 * panels[0].get_ylim()[1])  # room for the notes
     return figure
-
-
-def _scatter(axes: Axes, results: Sequence[Mapping[str, Any]], kind: str) -> None:
-    error = mean_over_seeds([each["routing_error_percent"] for each in results])
-    line = 0
-    for view, colour in _VIEWS.items():
-        if any(view not in each for each in results):
-            continue
-        alike = mean_over_seeds([each[view][kind] for each in results])
-        look: dict[str, Any] = {
-            "marker": _VIEW_MARKERS[view],
-            "color": colour,
-            "markeredgewidth": 0,
-        }
-        size = 2.6 if len(error) > _MANY_PAIRS else 4
-        axes.plot(alike, error, linestyle="none", markersize=size, alpha=0.5, gid=view, **look)
-        places, means = _trend(alike, error)
-        axes.plot(places, means, color=drawing.PAPER, linewidth=3)
-        axes.plot(places, means, color=colour, linewidth=1.6)
-        known = [each["spearman"][view][kind]["correlation"] for each in results]
-        known = [value for value in known if value is not None]
-        rank = f", ρ = {drawing.number(float(np.mean(known)), 2)}" if known else ""
-        _note(axes, line, f"{_VIEW_TITLES[view]}{rank}", colour)
-        line += 1
 
 
 def _trend(
     values: Float[np.ndarray, " n"], error: Float[np.ndarray, " n"]
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[list[float], list[float]]:
     """Returns mean value and mean error of equal parts of the pairs; none where there are few."""
     count = min(_MOST_PARTS, len(values) // _LEAST_PAIRS)
     if count < 2:
-        return np.array([]), np.array([])
+        return [], []
     parts = np.array_split(np.argsort(values, kind="stable"), count)
-    return (
-        np.array([values[part].mean() for part in parts]),
-        np.array([error[part].mean() for part in parts]),
-    )
-
-
-def _note(axes: Axes, line: int, text: str, colour: str) -> None:
-    """Writes a line in the upper left corner of a panel."""
-    axes.annotate(
-        text,
-        (0, 1),
-        (3, -3 - 9 * line),
-        xycoords="axes fraction",
-        textcoords="offset points",
-        color=colour,
-        fontsize=7,
-        fontweight="bold",
-        verticalalignment="top",
-    )
+    return [values[part].mean() for part in parts], [error[part].mean() for part in parts]
 
 
 # Residuals ----------------------------------------------------------------------------------------
@@ -121,126 +134,73 @@ def residual_contributions(groups: Sequence[Group], analyses: Analyses) -> Figur
     A point is a head, mean over its own or all foreign test images and over seeds, in standard
     deviations of its own-training largest logits; a bar is the mean over heads.
     """
-    found = having(groups, analyses, "residual_contributions")
+    found = _having(groups, analyses, "residual_contributions")
     if not found:
         return None
-    with drawing.style():
-        width = drawing.width_of(1 if len(found) <= 2 else 3)
-        figure, (axes,) = drawing.panels(1, width, 2.5, 1)
-        axes.axhline(0, color=drawing.INK, linewidth=0.8)
-        for place, (_, results) in enumerate(found):
-            for offset, side, colour, marker in _SIDES:
-                values = mean_over_seeds([each[side] for each in results])
-                # From the first task at the left to the last at the right.
-                spread = np.linspace(-0.13, 0.13, len(values)) if len(values) > 1 else np.zeros(1)
-                axes.plot(
-                    place + offset + spread,
-                    values,
-                    linestyle="none",
-                    marker=marker,
-                    markersize=3.4,
-                    color=colour,
-                    alpha=0.75,
-                    markeredgewidth=0,
-                    gid=side,
-                )
-                mean = float(np.nanmean(values)) if np.isfinite(values).any() else np.nan
-                axes.plot([place + offset - 0.17, place + offset + 0.17], [mean] * 2, color=colour)
-        names = _names([group for group, _ in found], (width - 0.5) / len(found))
-        axes.set_xticks(range(len(found)), names)
-        axes.set_xlim(-0.5, len(found) - 0.5)
-        axes.grid(axis="x", visible=False)
-        axes.tick_params(axis="x", length=0)
-        axes.set_ylabel("Residual contribution\n(std of own logits)")
-        drawing.legend(figure, _side_key("Own images", "Foreign images"))
-    return figure
-
-
-_SIDES = ((-0.2, "own", drawing.OWN, "o"), (0.2, "foreign", drawing.FOREIGN, "D"))
-
-
-def _side_key(*labels: str) -> list[Line2D]:
-    return [
+    width = drawing.COLUMN if len(found) <= 2 else drawing.PAGE
+    figure, (axes,) = drawing.panels(1, 2.5, 1, width)
+    axes.axhline(0, color=drawing.INK, linewidth=0.8)
+    for place, (_, results) in enumerate(found):
+        for side, (offset, colour, marker, _) in _SIDES.items():
+            values = _mean([each[side] for each in results])
+            # From the first task at the left to the last at the right.
+            spread = np.linspace(-0.13, 0.13, len(values)) if len(values) > 1 else np.zeros(1)
+            look: dict[str, Any] = {"marker": marker, "markersize": 3.4, "color": colour}
+            look |= {"alpha": 0.75, "markeredgewidth": 0, "linestyle": "none"}
+            axes.plot(place + offset + spread, values, gid=side, **look)
+            mean = float(np.nanmean(values)) if np.isfinite(values).any() else np.nan
+            axes.plot([place + offset - 0.17, place + offset + 0.17], [mean] * 2, color=colour)
+    names = drawing.names([group for group, _ in found])
+    inches = (width - 0.5) / len(found)
+    axes.set_xticks(range(len(found)), [drawing.shortened(name, inches) for name in names])
+    axes.set_xlim(-0.5, len(found) - 0.5)
+    axes.grid(axis="x", visible=False)
+    axes.tick_params(axis="x", length=0)
+    axes.set_ylabel("Residual contribution\n(std of own logits)")
+    handles = [
         Line2D([], [], color=colour, marker=marker, linestyle="none", label=label)
-        for (_, _, colour, marker), label in zip(_SIDES, labels, strict=True)
+        for _, colour, marker, label in _SIDES.values()
     ]
-
-
-def _names(groups: Sequence[Group], inches: float) -> list[str]:
-    """Returns benchmarks, learners below them, or what of the two differs."""
-    learners = len({group.learner for group in groups}) > 1
-    benchmarks = len({group.benchmark for group in groups}) > 1 or not learners
-    names = []
-    for group in groups:
-        lines = [paper.benchmark_title(group.benchmark)] if benchmarks else []
-        lines += [learner_title(group.learner)] if learners else []
-        names.append("\n".join(drawing.shortened(line, inches) for line in lines))
-    return names
-
-
-def _by_view(
-    groups: Sequence[Group], analyses: Analyses, name: str
-) -> list[tuple[Group, Any, str]]:
-    """Returns every group with its first seed's analysis, once per view that this has."""
-    return [
-        (group, results[0], view)
-        for group, results in having(groups, analyses, name)
-        for view in _VIEWS
-        if view in results[0]
-    ]
+    drawing.legend(figure, handles)
+    return figure
 
 
 def residual_distributions(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     """Residuals of test images as the first and the last head see them (Figure routing-srlr).
 
-    Densities of one seed, residuals standardised by the head's own training images; thin lines
-    are single foreign tasks, the dashed one their mean with equal weights.
+    Densities of the first seed, residuals standardised by the head's own training images; thin
+    lines are single foreign tasks, the dashed one their mean with equal weights.
     """
-    rows = _by_view(groups, analyses, "residual_distributions")
-    if not rows:
+    results = _of(groups[0], analyses, "residual_distributions")
+    if not results:
         return None
-    with drawing.style():
-        figure, panels = drawing.panels(2 * len(rows), drawing.PAGE, 1.95, 2)
-        for row, (group, result, view) in enumerate(rows):
-            pair = panels[2 * row : 2 * row + 2]
-            for axes, place in zip(pair, ("first", "last"), strict=True):
-                _densities(axes, result[view][place])
-                axes.set_xlabel(
-                    f"Standardised residual, {place} head (task {result[view][place]['task'] + 1})"
-                )
-            if view == next(iter(_VIEWS)):
-                drawing.name_panels(figure, [(pair[0], group)], 2.9)
-            pair[0].set_ylabel(f"Density,\n{_VIEW_TITLES[view]}")
-        line: dict[str, Any] = {"color": drawing.FOREIGN}
-        drawing.legend(
-            figure,
-            [
-                Line2D([], [], color=drawing.OWN, linewidth=1.8, label="Own task"),
-                Line2D([], [], linestyle=(0, (4, 2)), label="Mean of foreign tasks", **line),
-                Line2D([], [], linewidth=0.7, alpha=0.5, label="Single foreign tasks", **line),
-            ],
-        )
+    views = [view for view in _VIEWS if view in results[0]]
+    cells = [(view, place) for view in views for place in ("first", "last")]
+    figure, panels = drawing.panels(len(cells), 1.95, 2)
+    pink: dict[str, Any] = {"color": drawing.FOREIGN}
+    for axes, (view, place) in zip(panels, cells, strict=True):
+        found = results[0][view][place]
+        grid, own, mean = found["grid"], found["own"], found["foreign_mean"]
+        for density in found["foreign"].values():
+            axes.plot(grid, density, linewidth=0.6, alpha=0.4, **pink)
+        if mean is not None:
+            axes.plot(grid, mean, linestyle=(0, (4, 2)), gid="foreign_mean", **pink)
+        if own is not None:
+            axes.plot(grid, own, color=drawing.OWN, linewidth=1.8, gid="own")
+        # Single tasks may be far narrower than what matters here.
+        shown = [max(curve) for curve in (own, mean) if curve is not None]
+        if shown:
+            axes.set_ylim(0, 1.35 * max(shown))
+        axes.set_xlabel(f"Standardised residual, {place} head (task {found['task'] + 1})")
+        if place == "first":
+            axes.set_ylabel(f"Density,\n{_VIEWS[view][2]}")
+    handles = [
+        Line2D([], [], color=drawing.OWN, linewidth=1.8, label="Own task"),
+        Line2D([], [], linestyle=(0, (4, 2)), label="Mean of foreign tasks", **pink),
+        Line2D([], [], linewidth=0.7, alpha=0.5, label="Single foreign tasks", **pink),
+    ]
+    drawing.legend(figure, handles)
     return figure
-
-
-def _densities(axes: Axes, result: Mapping[str, Any]) -> None:
-    grid = result["grid"]
-    for density in result["foreign"].values():
-        axes.plot(grid, density, color=drawing.FOREIGN, linewidth=0.6, alpha=0.4)
-    if result["foreign_mean"] is not None:
-        axes.plot(
-            grid,
-            result["foreign_mean"],
-            color=drawing.FOREIGN,
-            linestyle=(0, (4, 2)),
-            gid="foreign_mean",
-        )
-    if result["own"] is not None:
-        axes.plot(grid, result["own"], color=drawing.OWN, linewidth=1.8, gid="own")
-    # Single tasks may be far narrower than what matters here.
-    shown = [curve for curve in (result["own"], result["foreign_mean"]) if curve is not None]
-    if shown:
-        axes.set_ylim(0, 1.35 * max(map(max, shown)))
 
 
 # Prototypes ---------------------------------------------------------------------------------------
@@ -249,38 +209,118 @@ def _densities(axes: Axes, result: Mapping[str, Any]) -> None:
 def prototype_geometry(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     """Class prototypes as dots, task prototypes as stars, embedded by t-SNE (Figure routing-par).
 
-    One seed; positions have no unit. Colours run from the first task to the last.
+    First seed; positions have no unit. Colours run from the first task to the last.
     """
-    found = _by_view(groups, analyses, "prototype_geometry")
-    if not found:
+    results = _of(groups[0], analyses, "prototype_geometry")
+    if not results:
         return None
-    with drawing.style():
-        columns = 2 if len(found) > 1 else 1
-        figure, panels = drawing.panels(len(found), drawing.width_of(columns), 2.9, columns)
-        most = max(len(result[view]["tasks"]) for _, result, view in found)
-        colours = ScalarMappable(Normalize(1, max(most, 2)), _task_colours())
-        for axes, (group, result, view) in zip(panels, found, strict=True):
-            classes, tasks = (np.array(result[view][name]) for name in ("classes", "tasks"))
-            look: dict[str, Any] = {"edgecolors": drawing.INK}
-            shades = colours.to_rgba(np.array(result["class_tasks"]) + 1)
-            axes.scatter(*classes.T, s=13, c=shades, linewidths=0.25, gid="classes", **look)
-            shades = colours.to_rgba(np.arange(1, len(tasks) + 1))
-            look["marker"] = "*"
-            axes.scatter(*tasks.T, s=75, c=shades, linewidths=0.6, gid="tasks", **look)
-            if view == next(iter(_VIEWS)):
-                drawing.name_panels(figure, [(axes, group)], 2.8)
-            axes.set_xticks([])
-            axes.set_yticks([])
-            axes.spines[:].set_visible(True)
-            axes.set_xlabel(f"t-SNE, {_VIEW_TITLES[view]}")
-        bar = figure.colorbar(colours, ax=panels, shrink=0.7, pad=0.02)
-        bar.set_label("Task")
-        drawing.whole_numbers(bar.ax.yaxis)
-        bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+    views = [view for view in _VIEWS if view in results[0]]
+    figure, panels = drawing.panels(len(views), 2.9, 2)
+    # Viridis without its ends, which vanish on dark and on light pages.
+    shades = matplotlib.colormaps["viridis"](np.linspace(0.12, 0.93, 64))
+    count = len(results[0][views[0]]["tasks"])
+    colours = ScalarMappable(
+        Normalize(1, max(count, 2)), LinearSegmentedColormap.from_list("tasks", shades)
+    )
+    look: dict[str, Any] = {"edgecolors": drawing.INK}
+    for axes, view in zip(panels, views, strict=True):
+        classes, tasks = (np.array(results[0][view][name]) for name in ("classes", "tasks"))
+        c = colours.to_rgba(np.array(results[0]["class_tasks"]) + 1)
+        axes.scatter(*classes.T, s=13, c=c, linewidths=0.25, gid="classes", **look)
+        c = colours.to_rgba(np.arange(1, count + 1))
+        axes.scatter(*tasks.T, s=75, c=c, linewidths=0.6, gid="tasks", marker="*", **look)
+        axes.set_xticks([])
+        axes.set_yticks([])
+        axes.spines[:].set_visible(True)
+        axes.set_xlabel(f"t-SNE, {_VIEWS[view][2]}")
+    bar = figure.colorbar(colours, ax=panels, shrink=0.7, pad=0.02)
+    bar.set_label("Task")
+    drawing.whole_numbers(bar.ax.yaxis)
+    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     return figure
 
 
-def _task_colours() -> LinearSegmentedColormap:
-    """Viridis without its ends, which vanish on dark and on light pages."""
-    whole = matplotlib.colormaps["viridis"]
-    return LinearSegmentedColormap.from_list("tasks", whole(np.linspace(0.12, 0.93, 64)))
+# Sweeps (paper, "Hyperparameter Analysis") --------------------------------------------------------
+
+
+def sweeps(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+    """Accuracy of full FDC against attenuation and retained energy (Figure tsf-hyperparameters).
+
+    Means over seeds, one sample standard deviation shaded, the run's setting dotted; each vertical
+    axis has its own scale. An empty square is the paper's accuracy at its setting.
+    """
+    parts = [name for name in _SWEPT if _having(groups, analyses, f"sweep_{name}")]
+    shown = [g for g in groups if any(_of(g, analyses, f"sweep_{name}") for name in parts)]
+    if not shown:
+        return None
+    # One group: its two sweeps side by side. Several: a column each, as in the paper.
+    alone = len(shown) == 1
+    columns = len(parts) if alone else len(shown)
+    figure, panels = drawing.panels(len(parts) * len(shown), 2.3 if alone else 1.75, columns)
+    published = False
+    for place, axes in enumerate(panels):
+        row, column = divmod(place, len(shown))
+        group, name = shown[column], parts[row]
+        axes.set_xlabel(_SWEPT[name])
+        if alone or column == 0:
+            axes.set_ylabel("FDC accuracy (%)")
+        results = _of(group, analyses, f"sweep_{name}")
+        if not results:
+            place = {"xycoords": "axes fraction", "ha": "center", "fontsize": 7}
+            axes.annotate("not swept", (0.5, 0.5), **place)
+            axes.set_yticks([])
+            continue
+        _swept(axes, results, ("accuracy",), drawing.FDC, "s", "accuracy")
+        reference = paper.accuracy(group.learner, "fdc").get(group.benchmark)
+        if group.follows_protocol and reference is not None:
+            default = results[0]["default"]
+            axes.plot([default], [reference.mean], **drawing.hollow("s", drawing.FDC))
+            published = True
+    _name_panels(panels, shown, figure.get_figwidth() / columns - 0.35)
+    if published:
+        drawing.legend(figure, [Line2D([], [], **drawing.hollow("s", drawing.FDC, "Paper"))])
+    return figure
+
+
+def neighbours(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+    """Accuracy against the number of neighbours K, for both references (Figure app-pac-k)."""
+    found = _having(groups, analyses, "sweep_neighbours")
+    if not found:
+        return None
+    columns = min(len(found), 3)
+    figure, panels = drawing.panels(len(found), 2.5 if columns == 1 else 2.1, columns)
+    for axes, (_, results) in zip(panels, found, strict=True):
+        for name, (colour, marker, _) in _REFERENCES.items():
+            _swept(axes, results, (name, "accuracy"), colour, marker, name)
+        axes.set_xlabel("Prototype neighbours K")
+        axes.set_ylabel("FDC accuracy (%)")
+        drawing.whole_numbers(axes.xaxis)
+    _name_panels(panels, [group for group, _ in found], figure.get_figwidth() / columns - 0.35)
+    handles = [
+        Line2D([], [], color=colour, marker=marker, markersize=3.5, label=label)
+        for colour, marker, label in _REFERENCES.values()
+    ]
+    drawing.legend(figure, handles)
+    return figure
+
+
+def _swept(
+    axes: Axes,
+    results: Sequence[Mapping[str, Any]],
+    keys: Sequence[str],
+    colour: str,
+    marker: str,
+    gid: str,
+) -> None:
+    """Draws accuracies over the values of a sweep, with the run's own value dotted."""
+    values, rows = results[0]["values"], []
+    for each in results:
+        found: Any = each
+        for name in keys:
+            found = found[name]
+        if each["values"] == values:
+            rows.append(found)
+    drawing.band(axes, values, np.array(rows), colour, marker=marker, markersize=3, gid=gid)
+    if not any(line.get_gid() == "default" for line in axes.lines):
+        look: dict[str, Any] = {"color": drawing.INK, "linestyle": ":", "linewidth": 1.0}
+        axes.axvline(results[0]["default"], gid="default", **look)

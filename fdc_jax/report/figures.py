@@ -1,48 +1,269 @@
-"""All figures of the report: which are drawn for which groups, what they say, and their files."""
+"""All figures of the report: which are drawn for which groups, what they say, and their files.
 
+Here are those of accuracies and of predictions; those of features are in `feature_figures`. Every
+function draws the groups it is given and returns None where they have nothing to draw.
+"""
+
+import math
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 
-from fdc_jax.learners import title as learner_title
-from fdc_jax.report import drawing, paper
-from fdc_jax.report.accuracy_figures import gains, task_identity
-from fdc_jax.report.analysis import Analyses
-from fdc_jax.report.feature_figures import (
-    prototype_geometry,
-    residual_contributions,
-    residual_distributions,
-    similarity,
-)
-from fdc_jax.report.prediction_figures import accuracy_curves, decomposition, task_confusion
+from fdc_jax import evaluation
+from fdc_jax.report import drawing, feature_figures, overview, paper
+from fdc_jax.report.feature_figures import Analyses
+from fdc_jax.report.overview import KINDS
 from fdc_jax.report.runs import Group
-from fdc_jax.report.sweep_figures import neighbours, sweeps
 
-__all__ = [
-    "FIGURES",
-    "Drawing",
-    "accuracy_curves",
-    "build",
-    "decomposition",
-    "draw",
-    "gains",
-    "neighbours",
-    "prototype_geometry",
-    "residual_contributions",
-    "residual_distributions",
-    "similarity",
-    "sweeps",
-    "task_confusion",
-    "task_identity",
-    "write",
-]
+# Inches: a learner in a list; title, axis and legend around it; names at its left.
+_ROW, _FRAME, _NAMES = 0.19, 1.2, 1.15
+_DASHED = (0, (2, 1.5))
+_FEW_TASKS = 10  # that fit a column of a paper
+_MOST_NUMBERS = 20  # tasks up to which a confusion matrix has numbers in its cells
+_SHARES = {
+    "right_task_right_class": ("#3a7d5d", "", "right task, right class"),
+    "right_task_wrong_class": ("#b9d5c5", "", "right task, wrong class"),
+    "wrong_task_oracle_right": ("#e3b04b", "////", "wrong task, class right given the task"),
+    "wrong_task_oracle_wrong": ("#8c4a3c", "", "wrong task, wrong given the task too"),
+}
 
-# Benchmarks side by side.
-_MOST_COLUMNS = 5
+
+# One group ----------------------------------------------------------------------------------------
+
+
+def accuracy_curve(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+    """Accuracy over all classes seen so far, after each task; means with a band over seeds."""
+    rows = [
+        [[point["accuracy"].get(kind) for kind in KINDS] for point in run.results["curve"]]
+        for run in groups[0].runs
+        if len(run.results.get("curve") or ()) == run.results.get("num_tasks", 0) > 1
+    ]
+    rows = [row for row in rows if all(isinstance(each, float | int) for p in row for each in p)]
+    if not rows:
+        return None
+    values = np.array([row for row in rows if len(row) == len(rows[0])], dtype=np.float64)
+    figure, (axes,) = drawing.panels(1, 2.5, 1)
+    for place, kind in enumerate(KINDS):
+        look: dict[str, Any] = {"marker": drawing.MARKERS[kind], "markersize": 3, "gid": kind}
+        places = np.arange(1.0, values.shape[1] + 1)
+        drawing.band(axes, places, values[:, :, place], drawing.COLOURS[kind], **look)
+    axes.set_xlabel("Tasks learned")
+    axes.set_ylabel("Accuracy (%)")
+    axes.set_ylim(top=min(axes.get_ylim()[1], 101))
+    drawing.whole_numbers(axes.xaxis)
+    drawing.legend(figure, [drawing.key(kind, line=True) for kind in KINDS])
+    return figure
+
+
+def decomposition(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+    """Four shares of the test images of every task and of all: raw left, FDC right; over seeds."""
+    shares = {kind: overview.shares(groups[0], kind) for kind in ("raw", "fdc")}
+    if shares["raw"] is None:
+        return None
+    count = len(shares["raw"])
+    few = count - 1 <= _FEW_TASKS
+    figure, (axes,) = drawing.panels(1, 2.9, 1, None if few else drawing.PAGE)
+    # All images stand apart from the tasks.
+    places = np.arange(1, count + 1, dtype=float)
+    places[-1] += 0.6
+    for offset, (kind, values) in zip((-0.21, 0.21), shares.items(), strict=True):
+        assert values is not None
+        bottom = np.zeros(count)
+        for height, (name, (colour, hatch, _)) in zip(values.T, _SHARES.items(), strict=True):
+            look: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": drawing.INK}
+            bars = axes.bar(places + offset, height, 0.38, bottom, linewidth=0.25, **look)
+            bars.set_label(f"_{kind} {name}")
+            bottom += height
+    axes.set_xticks(places, [*map(str, range(1, count)), "all"])
+    axes.set_xlim(0.4, places[-1] + 0.6)
+    axes.set_ylim(0, 100)
+    axes.grid(axis="x", visible=False)
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlabel("Task (left bar raw, right bar FDC)")
+    axes.set_ylabel("Share of test images (%)")
+    handles = [
+        Patch(facecolor=colour, hatch=hatch, label=label, edgecolor=drawing.INK, linewidth=0.4)
+        for colour, hatch, label in _SHARES.values()
+    ]
+    drawing.legend(figure, handles, columns=1 if few else 2)
+    return figure
+
+
+def task_confusion(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+    """Percent of the images of a true task (row) that each head wins (column), raw and with FDC."""
+    found = {kind: overview.confusion(groups[0], kind) for kind in ("raw", "fdc")}
+    if found["raw"] is None:
+        return None
+    few = len(found["raw"]) <= _FEW_TASKS
+    figure, panels = drawing.panels(2, 2.6 if few else 3.3, 1 if few else 2)
+    scale = PowerNorm(0.5, 0, 100)
+    for axes, (kind, values) in zip(panels, found.items(), strict=True):
+        assert values is not None
+        _matrix(axes, values, scale)
+        axes.set_xlabel(f"Task chosen by {'raw logits' if kind == 'raw' else 'FDC'}")
+        axes.set_ylabel("True task")
+    if len(found["raw"]) > _MOST_NUMBERS:
+        colours = ScalarMappable(scale, "Blues")
+        ticks = (0, 1, 5, 20, 50, 100)
+        bar = figure.colorbar(colours, ax=panels, shrink=0.8, ticks=ticks, pad=0.02)
+        bar.set_label("Images of the true task (%)")
+        bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+    return figure
+
+
+def _matrix(axes: Axes, values: Float[np.ndarray, "tasks tasks"], scale: PowerNorm) -> None:
+    count = len(values)
+    extent = (0.5, count + 0.5, count + 0.5, 0.5)
+    axes.imshow(values, cmap="Blues", norm=scale, extent=extent, aspect="auto")
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(True)
+    if count > _MOST_NUMBERS:
+        drawing.whole_numbers(axes.xaxis)
+        drawing.whole_numbers(axes.yaxis)
+        return
+    axes.set_xticks(range(1, count + 1))
+    axes.set_yticks(range(1, count + 1))
+    axes.tick_params(length=0, labelsize=7 if count <= _FEW_TASKS else 6)
+    for (row, column), value in np.ndenumerate(values):
+        # Only what is exactly all or nothing reads as such.
+        text = f"{value:.0f}" if value in (0, 100) else f"{np.clip(value, 1, 99):.0f}"
+        text = "<1" if 0 < value < 1 else text
+        axes.text(
+            column + 1,
+            row + 1,
+            text,
+            fontsize=7 if count <= _FEW_TASKS else 5,
+            color="#ffffff" if scale(value) > 0.55 else "#1d2126",
+            alpha=1.0 if value else 0.35,
+            horizontalalignment="center",
+            verticalalignment="center",
+        )
+
+
+# Lists of learners --------------------------------------------------------------------------------
+
+
+def _lists(groups: Sequence[Group], label: str) -> tuple[Figure, list[tuple[Axes, list[Group]]]]:
+    """Returns a panel per benchmark and settings, with a row per learner, the first on top."""
+    lists: dict[tuple[str, str], list[Group]] = {}
+    for group in groups:
+        lists.setdefault((group.benchmark, group.title), []).append(group)
+    most = max(len(members) for members in lists.values())
+    columns = min(len(lists), 2)
+    figure, panels = drawing.panels(len(lists), _FRAME + _ROW * most, columns)
+    width = figure.get_figwidth() / columns - _NAMES
+    for axes, ((benchmark, settings), members) in zip(panels, lists.items(), strict=True):
+        words = [paper.benchmark_title(benchmark), *[settings] * bool(settings)]
+        drawing.title(axes, ", ".join(words), width)
+        learners = [paper.learner_title(group.learner) for group in members]
+        ticks = [drawing.shortened(name, _NAMES) for name in learners]
+        axes.set_yticks(range(len(members)), ticks)
+        axes.set_ylim(most - 0.4, -0.6)
+        axes.grid(axis="y", visible=False)
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+        axes.set_xlabel(label)
+    return figure, list(zip(panels, lists.values(), strict=True))
+
+
+def _paper_key(published: bool) -> list[Line2D]:
+    return [Line2D([], [], **drawing.hollow("o", drawing.INK, "Paper"))] if published else []
+
+
+def task_identity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+    """Final accuracy: raw, FDC, and raw given the true task (Figure motivation-gap)."""
+    if not groups:
+        return None
+    figure, lists = _lists(groups, "Final accuracy (%)")
+    published = False
+    for axes, members in lists:
+        for row, group in enumerate(members):
+            spans = {k: evaluation.mean_and_std(group.values("accuracy", k)) for k in KINDS}
+            means = [mean for mean, _ in spans.values()]
+            axes.plot([min(means), max(means)], [row, row], color=drawing.GRID, linewidth=0.9)
+            for kind, (mean, std) in spans.items():
+                look: dict[str, Any] = {"color": drawing.COLOURS[kind]}
+                if math.isfinite(std):
+                    ends = [mean - std, mean + std]
+                    axes.plot(ends, [row, row], linewidth=2.2, alpha=0.45, **look)
+                axes.plot([mean], [row], marker=drawing.MARKERS[kind], gid=f"{kind}-{row}", **look)
+                value = paper.accuracy(group.learner, kind).get(group.benchmark)
+                if kind != "oracle" and group.follows_protocol and value is not None:
+                    hollow = drawing.hollow(drawing.MARKERS[kind], drawing.COLOURS[kind])
+                    axes.plot([value.mean], [row], **hollow)
+                    published = True
+    drawing.legend(figure, [drawing.key(kind) for kind in KINDS] + _paper_key(published))
+    return figure
+
+
+def gains(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+    """Gain of FDC over raw in percentage points with its 95 % interval, by learner.
+
+    A cross is the gain of the components that the paper selects, where those are not all.
+    """
+    measured = [group for group in groups if group.gains("full")]
+    if not measured:
+        return None
+    figure, lists = _lists(measured, "Gain of FDC over raw (percentage points)")
+    blue: dict[str, Any] = {"color": drawing.FDC}
+    look: dict[str, dict[str, Any]] = {
+        "gain": {"marker": "s", "linestyle": "none", "label": "FDC", **blue},
+        "seeds": {"linestyle": "-", "linewidth": 1.1, "label": "95 % over seeds", **blue},
+        "images": {"linestyle": _DASHED, "linewidth": 1.1, "label": "95 % over images", **blue},
+        "selected": {"marker": "x", "linestyle": "none", "label": "Selected components", **blue},
+        "paper": drawing.hollow("s", drawing.FDC, "Paper"),
+    }
+    used = {"gain"}
+    for axes, members in lists:
+        axes.axvline(0, color=drawing.INK, linewidth=0.8)
+        for row, group in enumerate(members):
+            marks = _gain_marks(group)
+            used |= marks.keys()
+            for name, places in marks.items():
+                axes.plot(places, [row] * len(places), gid=f"{name}-{row}", **look[name])
+            axes.annotate(
+                drawing.number(marks["gain"][0], 1, signed=True),
+                (1, row),
+                (3, 0),
+                xycoords=axes.get_yaxis_transform(),
+                textcoords="offset points",
+                fontsize=7,
+                verticalalignment="center",
+                annotation_clip=False,
+            )
+        low, high = axes.get_xlim()
+        axes.set_xlim(min(low, -0.5), max(high, 0.5))
+    drawing.legend(figure, [Line2D([], [], **look[name]) for name in look if name in used])
+    return figure
+
+
+def _gain_marks(group: Group) -> dict[str, list[float]]:
+    """Returns the places of a learner's marks by name, intervals first."""
+    marks = {}
+    interval = overview.gain_interval(group)
+    if interval.of:
+        marks[interval.of] = [interval.low, interval.high]
+    marks["gain"] = [float(np.mean(group.gains("full")))]
+    chosen = group.runs[0].selected
+    if chosen != "full" and group.gains(chosen):
+        marks["selected"] = [float(np.mean(group.gains(chosen)))]
+    published = paper.plugin(group.learner, "full") or paper.plugin(group.learner, "selected")
+    if group.follows_protocol and published and group.benchmark in published.gains:
+        marks["paper"] = [published.gains[group.benchmark].mean]
+    return marks
+
+
+# All ----------------------------------------------------------------------------------------------
 
 
 class Drawing(NamedTuple):
@@ -50,10 +271,10 @@ class Drawing(NamedTuple):
 
     Attributes:
         name: stem of its files: small letters, digits, `_` and `-`.
-        kind: name of the function that drew it.
+        kind: of `FIGURES`.
         title: what it shows.
-        caption: what one sees: marks, units, spread.
-        shown: which groups and seeds.
+        caption: what one sees, and whose numbers: marks, units, spread, groups, seeds.
+        groups: that it shows.
         figure: the figure itself.
         svg: the same as SVG text.
     """
@@ -62,13 +283,13 @@ class Drawing(NamedTuple):
     kind: str
     title: str
     caption: str
-    shown: str
+    groups: list[Group]
     figure: Figure
     svg: str
 
 
 class _Kind(NamedTuple):
-    """A kind of figure; `of` says what one figure holds: all groups, several side by side, one."""
+    """A kind of figure; `of` says what one figure holds: "all" groups, "several", or one."""
 
     draw: Callable[[Sequence[Group], Analyses], Figure | None]
     of: str
@@ -76,17 +297,38 @@ class _Kind(NamedTuple):
     caption: str
 
 
-_SPREAD = "Points are means over seeds, bars one sample standard deviation."
 _BAND = "Means over seeds, with one sample standard deviation shaded."
 _PAPER = " Empty markers are the paper's numbers, where runs follow its protocol."
 
+# The first three are of a run itself, and stand at the head of the page.
 _KINDS = (
+    _Kind(
+        accuracy_curve,
+        "group",
+        "Accuracy as tasks are learned",
+        "Accuracy over all classes seen so far, after each task. " + _BAND,
+    ),
+    _Kind(
+        decomposition,
+        "group",
+        "Where the errors are",
+        "Test images of each task, and of all, by the two decisions of a prediction: the task and "
+        "the class. Hatched is what the right task alone would put right.",
+    ),
+    _Kind(
+        task_confusion,
+        "group",
+        "Where the images of each task are sent",
+        "Percent of the test images of a true task (row) that each task's head wins (column). The "
+        "diagonal is right. Colours follow the square root, to show what lies off the diagonal.",
+    ),
     _Kind(
         task_identity,
         "all",
         "Final accuracy with and without task identity",
-        "Final accuracy in percent without task identity, by raw logits and by FDC, and by raw "
-        "logits when the true task is given. " + _SPREAD + _PAPER,
+        "Final accuracy without task identity, by raw logits and by FDC, and by raw logits when "
+        "the true task is given. Points are means over seeds, bars one sample standard "
+        "deviation." + _PAPER,
     ),
     _Kind(
         gains,
@@ -98,41 +340,18 @@ _KINDS = (
         "learner, where those are not all." + _PAPER,
     ),
     _Kind(
-        accuracy_curves,
-        "several",
-        "Accuracy as tasks are learned",
-        "Accuracy in percent over all classes seen so far, after each task. " + _BAND,
-    ),
-    _Kind(
-        decomposition,
-        "group",
-        "What predictions get right and wrong, by task",
-        "Test images of each task, and of all, in percent, by the two decisions of a prediction: "
-        "the task and the class. Left bars are raw, right bars FDC; means over seeds. Hatched is "
-        "what the right task alone would repair. Where an older run recorded the class given the "
-        "task for raw logits only, it stands in for FDC's on single tasks.",
-    ),
-    _Kind(
-        task_confusion,
-        "group",
-        "Where the images of each task are sent",
-        "Percent of the test images of a true task (row) that each head wins (column), raw and "
-        "with FDC; means over seeds. The diagonal is right. The colour scale follows the square "
-        "root, to show what lies off the diagonal.",
-    ),
-    _Kind(
-        similarity,
+        feature_figures.similarity,
         "group",
         "Feature similarity against routing error",
-        "Each point is an ordered pair of tasks, mean over seeds: the share in percent of the "
-        "first task's test images that the second one's head wins by raw logits, against how well "
-        "the first task's training images fit the second task compared with their own, by subspace "
+        "Each point is an ordered pair of tasks, mean over seeds: the share of the first task's "
+        "test images that the second one's head wins by raw logits, against how well the first "
+        "task's training images fit the second task compared with their own, by subspace "
         "residuals (left) and by prototype affinities (right), in standard deviations of the task "
         "they are measured against. Larger is more alike. Lines join means over equal parts "
         "of the pairs; ρ is Spearman's rank correlation, mean over seeds.",
     ),
     _Kind(
-        residual_contributions,
+        feature_figures.residual_contributions,
         "several",
         "What features outside the task subspace add to logits",
         "Each point is a head, from the first task at the left to the last at the right of its "
@@ -141,31 +360,31 @@ _KINDS = (
         "the head's own-training largest logits; means over seeds. Bars are means over heads.",
     ),
     _Kind(
-        residual_distributions,
+        feature_figures.residual_distributions,
         "group",
         "Residuals of own and foreign images",
         "Densities of the residual ratios of test images as the first and the last head see them, "
         "standardised by the head's own training images, so that 0 is the mean of those and 1 is "
-        "one standard deviation above it. The dashed curve is the mean of the foreign tasks' "
-        "densities, each with equal weight.",
+        "one standard deviation above it; first seed. The dashed curve is the mean of the foreign "
+        "tasks' densities, each with equal weight.",
     ),
     _Kind(
-        prototype_geometry,
+        feature_figures.prototype_geometry,
         "group",
         "Geometry of prototypes",
         "Class prototypes (dots) and the task prototypes that average them (stars), embedded "
-        "together by t-SNE in each view; positions have no unit. Colours run from the first task "
-        "to the last.",
+        "together by t-SNE in each view; positions have no unit. First seed. Colours run from the "
+        "first task to the last.",
     ),
     _Kind(
-        sweeps,
+        feature_figures.sweeps,
         "several",
         "Attenuation and retained energy",
         "Final accuracy of full FDC in percent, fitted anew at every setting. The dotted line is "
         "the setting of the run; vertical axes differ. " + _BAND + _PAPER,
     ),
     _Kind(
-        neighbours,
+        feature_figures.neighbours,
         "several",
         "Number of prototype neighbours",
         "Final accuracy of full FDC in percent when affinities average the K nearest prototypes of "
@@ -175,28 +394,9 @@ _KINDS = (
     ),
 )
 
-
-# What has no mean over seeds.
-_OF_ONE_SEED = (residual_distributions, prototype_geometry)
-
-# Analyses that not every run may have.
-_FROM = {
-    "sweeps": ("sweep_attenuation", "sweep_retained_energy"),
-    "neighbours": ("sweep_neighbours",),
-    "residual_contributions": ("residual_contributions",),
-}
-
 FIGURES = tuple(kind.draw.__name__ for kind in _KINDS)
-
-
-def build(groups: Sequence[Group], analyses: Analyses) -> list[Drawing]:
-    """Draws every figure that there is data for.
-
-    Args:
-        groups: of the report.
-        analyses: by path of the run, then by name of the analysis; may lack any.
-    """
-    return [each for name in FIGURES for each in draw(name, groups, analyses)]
+OF_A_RUN = FIGURES[:3]
+_MOST_COLUMNS = 5  # groups side by side
 
 
 def draw(name: str, groups: Sequence[Group], analyses: Analyses) -> list[Drawing]:
@@ -208,89 +408,33 @@ def draw(name: str, groups: Sequence[Group], analyses: Analyses) -> list[Drawing
         analyses: by path of the run, then by name of the analysis; may lack any.
     """
     kind = _KINDS[FIGURES.index(name)]
+    size = {"all": len(groups), "several": _MOST_COLUMNS, "group": 1}[kind.of]
     found: list[Drawing] = []
     taken: set[str] = set()
-    for stem, members in _parts(groups, kind.of):
-        figure = kind.draw(members, analyses)
+    for start in range(0, len(groups), size or 1):
+        members = list(groups[start : start + size])
+        with drawing.style():
+            figure = kind.draw(members, analyses)
         if figure is None:
             continue
-        file = _unique("_".join([name, *stem]), taken)
-        title, caption = _title(kind, members), _caption(kind, members)
-        shown = _shown(kind, members, analyses)
-        found.append(Drawing(file, name, title, caption, shown, figure, drawing.svg(figure)))
+        alone = members[0] if len(members) == 1 else None
+        words = [name] if kind.of == "all" else [name, *members[0][:2]] if alone else [name, ""]
+        stem = file = re.sub(r"[^a-z0-9_-]+", "-", "_".join(words).lower()).strip("_")[:80]
+        while file in taken:
+            file = f"{stem}_{len(taken) + 1}"
+        taken.add(file)
+        caption = kind.caption
+        if not any(group.follows_protocol for group in members):
+            caption = caption.replace(_PAPER, "")
+        if kind.of == "several":
+            seeds = [f"{each.name} (seeds {', '.join(map(str, each.seeds))})" for each in members]
+            caption = f"{caption} {'; '.join(seeds)}."
+        title = f"{kind.title}: {alone.name}" if alone and kind.of != "all" else kind.title
+        text = drawing.svg(figure)
+        found.append(Drawing(file, name, title, caption, members, figure, text))
     return found
 
 
-def write(figure: Drawing, folder: Path) -> list[Path]:
-    """Writes `<name>.svg` and `<name>.png` (200 dots an inch) and returns their paths."""
-    return drawing.write(figure.figure, folder, figure.name, figure.svg)
-
-
-def _parts(groups: Sequence[Group], of: str) -> list[tuple[list[str], list[Group]]]:
-    """Returns the groups of each figure, with what tells their files apart."""
-    if of == "all":
-        return [([], list(groups))]
-    if of == "group":
-        return [([group.learner, group.benchmark], [group]) for group in groups]
-    # As in the paper, a learner on all benchmarks; or all learners on the one there is.
-    by_learner = max(Counter(group.learner for group in groups).values(), default=0) > 2
-    lists: dict[str, list[Group]] = {}
-    for group in groups:
-        lists.setdefault(group.learner if by_learner else group.benchmark, []).append(group)
-    parts = []
-    for name, members in lists.items():
-        # Figures of about as many columns each.
-        count = -(-len(members) // _MOST_COLUMNS)
-        for part in range(count):
-            alike = members[part * len(members) // count : (part + 1) * len(members) // count]
-            parts.append(([name], alike))
-    return parts
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    stem = re.sub(r"[^a-z0-9_-]+", "-", name.lower())[:80]
-    name, number = stem, 1
-    while name in taken:
-        number += 1
-        name = f"{stem}_{number}"
-    taken.add(name)
-    return name
-
-
-def _title(kind: _Kind, members: Sequence[Group]) -> str:
-    if kind.of == "all":
-        return kind.title
-    learners = {learner_title(group.learner) for group in members}
-    benchmarks = {paper.benchmark_title(group.benchmark) for group in members}
-    common = [next(iter(names)) for names in (learners, benchmarks) if len(names) == 1]
-    return ": ".join([kind.title, ", ".join(common)]) if common else kind.title
-
-
-def _caption(kind: _Kind, members: Sequence[Group]) -> str:
-    published = any(group.follows_protocol for group in members)
-    return kind.caption if published else kind.caption.replace(_PAPER, "")
-
-
-def _shown(kind: _Kind, members: Sequence[Group], analyses: Analyses) -> str:
-    """Says whose numbers a figure shows; nothing where it shows all."""
-    if kind.of == "all":
-        return ""
-    if kind.draw in _OF_ONE_SEED:
-        name = kind.draw.__name__
-        run = next(run for run in members[0].runs if analyses[str(run.path)].get(name))
-        return f"{members[0].name}; seed {run.seed}."
-    members = [group for group in members if _has_data(kind, group, analyses)]
-    if len(members) == 1:
-        return f"{members[0].name}; {_seeds(members[0])}."
-    return "; ".join(f"{group.name} ({_seeds(group)})" for group in members) + "."
-
-
-def _has_data(kind: _Kind, group: Group, analyses: Analyses) -> bool:
-    names = _FROM.get(kind.draw.__name__, ())
-    found = [analyses.get(str(run.path), {}) for run in group.runs]
-    return not names or any(each.get(name) for each in found for name in names)
-
-
-def _seeds(group: Group) -> str:
-    numbers = ", ".join(str(seed) for seed in group.seeds)
-    return f"seed{'s' if len(group.seeds) > 1 else ''} {numbers}"
+def write(figure: Drawing, folder: Path) -> None:
+    """Writes `<name>.svg` and `<name>.png` (200 dots an inch)."""
+    drawing.write(figure.figure, folder, figure.name, figure.svg)

@@ -3,35 +3,36 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
 from markupsafe import Markup
 
-from fdc_jax import evaluation
+import fdc_jax
+from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
-from fdc_jax.learners import title as learner_title
-from fdc_jax.report import drawing, paper
-from fdc_jax.report.accuracy_figures import gain_interval
+from fdc_jax.report import drawing, figures, overview, paper, pictures
 from fdc_jax.report.figures import Drawing
-from fdc_jax.report.runs import Group, Loaded, Skipped
+from fdc_jax.report.overview import Spread
+from fdc_jax.report.pictures import Pictures
+from fdc_jax.report.runs import Group, RunFolder, Skipped
 from fdc_jax.report.tables import Table
 
-HEADING = "Feature Distribution Calibration: report"
-
 _FOLDER = Path(__file__).parent
+_MOST_CLASSES = 4  # of a task that are named in a table
 
 
-class Summary(NamedTuple):
-    """What was run and what came out, in sentences and a table."""
+class Material(NamedTuple):
+    """What comes from the work directory of a run, beyond its numbers.
 
-    scope: str
-    sentences: list[str]
-    columns: list[str]
-    rows: list[list[str]]
-    note: str
+    Attributes:
+        class_names: in class-order positions; empty where they are not known.
+        pictures: of images that FDC put right or spoiled.
+    """
+
+    class_names: Sequence[str] = ()
+    pictures: Pictures = Pictures()
 
 
 def write(
@@ -39,32 +40,45 @@ def write(
     groups: Sequence[Group],
     skipped: Sequence[Skipped],
     tables: Sequence[Table],
-    figures: Sequence[Drawing],
+    drawings: Sequence[Drawing],
     provenance: Sequence[Mapping[str, Any]],
 ) -> Path:
     """Writes `report.html` into a folder that has `tables/` and `figures/`; returns its path."""
-    path = folder / "report.html"
-    text = render(Loaded(list(groups), list(skipped)), tables, figures, provenance)
-    with write_atomically(path) as file:
+    found = [material(group.runs[0]) for group in groups]
+    text = render(groups, skipped, tables, drawings, provenance, found)
+    with write_atomically(folder / "report.html") as file:
         file.write(text.encode())
-    return path
+    return folder / "report.html"
+
+
+def material(run: RunFolder) -> Material:
+    """Opens the work directory of a run for class names and pictures."""
+    try:
+        opened = fdc_jax.open_run(run.path)
+        return Material(list(opened.class_names), pictures.load(run, opened))
+    except InputError as error:
+        return Material(pictures=Pictures(missing=f"The work directory does not open: {error}"))
 
 
 def render(
-    loaded: Loaded,
+    groups: Sequence[Group],
+    skipped: Sequence[Skipped],
     tables: Sequence[Table],
-    figures: Sequence[Drawing],
+    drawings: Sequence[Drawing],
     provenance: Sequence[Mapping[str, Any]],
+    found: Sequence[Material],
 ) -> str:
     """Returns the page; it links to `tables/` and `figures/` beside it.
 
     Everything that comes from files is escaped.
 
     Args:
-        loaded: what was read and what was skipped.
+        groups: a section each.
+        skipped: folders that could not be used.
         tables: in the order to show them.
-        figures: likewise.
-        provenance: what `runs.provenance` returned.
+        drawings: likewise; those of a run itself stand in the section of its group.
+        provenance: by group, what its numbers come from.
+        found: of each group.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(_FOLDER),
@@ -77,53 +91,111 @@ def render(
     environment.filters |= {
         "words": _words,
         "minus": _minus,
-        "safe_table": lambda table: Markup(table.to_html()),
+        "rows": _rows,
+        "spread": _spread,
+        "drawn": _drawn,
+        "bar": _bar,
     }
+    own = [each for each in drawings if each.kind in figures.OF_A_RUN]
     return environment.get_template("page.html.jinja").render(
-        heading=HEADING,
+        heading=_heading(groups),
         stylesheet=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
-        summary=summarise(loaded.groups, len(loaded.skipped)),
+        sections=[
+            _section(number, group, own, each)
+            for number, (group, each) in enumerate(zip(groups, found, strict=True), 1)
+        ],
+        skipped=skipped,
         tables=tables,
-        figures=_shown(figures),
-        figure_contents=_contents(figures),
-        skipped=loaded.skipped,
+        figures=[each for each in drawings if each not in own],
         provenance=provenance,
     )
 
 
-def _contents(figures: Sequence[Drawing]) -> list[tuple[str, list[tuple[int, str]]]]:
-    """Returns, for each kind of figure, its title and the numbers and names of its figures."""
-    numbered = enumerate(figures, 1)
-    kinds = [list(alike) for _, alike in groupby(numbered, key=lambda pair: pair[1].kind)]
-    return [
-        (alike[0][1].title.split(": ")[0], [(number, each.name) for number, each in alike])
-        for alike in kinds
-    ]
+def _heading(groups: Sequence[Group]) -> str:
+    if len(groups) == 1:
+        return f"{paper.learner_title(groups[0].learner)} on {_benchmark(groups[0])}, with FDC"
+    return f"FDC on {len(groups)} configurations" if groups else "No run could be read"
 
 
-def _shown(figures: Sequence[Drawing]) -> list[dict[str, Any]]:
-    """Returns what the page says of every figure; the same caption is not said twice."""
-    first: dict[str, int] = {}
-    shown = []
-    for number, figure in enumerate(figures, 1):
-        before = first.setdefault(figure.caption, number)
-        caption = figure.caption if before == number else f"As in Figure {before}."
-        label = f"figure-{figure.name}-title"
-        shown.append(
-            {
-                "name": figure.name,
-                "title": figure.title,
-                "caption": f"{caption} {figure.shown}".strip(),
-                "wide": figure.figure.get_figwidth() > drawing.COLUMN,
-                "drawing": Markup(drawing.inline_svg(figure.svg, f"drawing-{figure.name}", label)),
-            }
-        )
-    return shown
+def _benchmark(group: Group) -> str:
+    return paper.benchmark_title(group.benchmark)
+
+
+def _section(
+    number: int, group: Group, own: Sequence[Drawing], found: Material
+) -> dict[str, Any]:
+    """Returns what the page says of a group."""
+    results = group.runs[0].results
+    sizes = {
+        name: f"{results[name]:,}"
+        for name in ("num_classes", "num_tasks", "num_test_images")
+        if results.get(name)
+    }
+    return {
+        "id": f"run-{number}",
+        "group": group,
+        "learner": paper.learner_title(group.learner),
+        "benchmark": _benchmark(group),
+        "sizes": sizes,
+        "accuracy": {
+            kind: overview.spread(group.values("accuracy", kind)) for kind in overview.KINDS
+        },
+        "gain": overview.spread(group.gains("full")),
+        "interval": overview.gain_interval(group),
+        "sentences": overview.sentences(group),
+        "tasks": [
+            (row, _named(row.classes, found.class_names)) for row in overview.tasks(group)
+        ],
+        "forgetting": overview.over_tasks(group, overview.forgetting),
+        "backward_transfer": overview.over_tasks(group, overview.backward_transfer),
+        "command": overview.command(group),
+        "drawings": [each for each in own if each.groups == [group]],
+        "pictures": found.pictures,
+    }
+
+
+def _named(labels: Sequence[int], names: Sequence[str]) -> str:
+    known = [names[label] for label in labels if label < len(names)]
+    more = f" and {len(known) - _MOST_CLASSES + 1} more"
+    if len(known) > _MOST_CLASSES:
+        return ", ".join(known[: _MOST_CLASSES - 1]) + more
+    return ", ".join(known)
+
+
+# Words and marks ----------------------------------------------------------------------------------
+
+
+def _rows(table: Table) -> list[tuple[list[str], list[str]]]:
+    """Returns labels and cells of a table's rows as text; what the row above says is empty."""
+    rows, before = [], None
+    for index, cells in zip(table.frame.index, table.frame.itertuples(index=False), strict=True):
+        labels = [str(label) for label in (index if isinstance(index, tuple) else (index,))]
+        shown, same = [], before is not None
+        for place, label in enumerate(labels):
+            same = same and before is not None and label == before[place]
+            shown.append("" if same and place < len(labels) - 1 else label)
+        before = labels
+        rows.append((shown, [_cell(cell) for cell in cells]))
+    return rows
+
+
+def _cell(value: Any) -> str:
+    if value is None or value != value or value == "":
+        return "–"
+    return _minus(value if isinstance(value, str) else f"{value:g}")
 
 
 def _minus(text: str) -> str:
     """Gives negative numbers a minus sign in place of a hyphen."""
     return re.sub(r"(?<![\w.)])-(?=\d)", "\N{MINUS SIGN}", text)
+
+
+def _spread(value: Spread | None, digits: int = 1, signed: bool = False) -> str:
+    """Says a mean and, for several seeds, its deviation."""
+    if value is None:
+        return "–"
+    text = drawing.number(value.mean, digits, signed)
+    return text if value.std != value.std else f"{text} ± {value.std:.{digits}f}"
 
 
 def _words(value: Any) -> str:
@@ -141,99 +213,14 @@ def _words(value: Any) -> str:
     return json.dumps(value)
 
 
-# Summary ------------------------------------------------------------------------------------------
+def _drawn(figure: Drawing) -> Markup:
+    label = f"figure-{figure.name}-title figure-{figure.name}-caption"
+    return Markup(drawing.inline_svg(figure.svg, f"drawing-{figure.name}", label))
 
 
-def summarise(groups: Sequence[Group], num_skipped: int = 0) -> Summary:
-    """Returns what was run and the headline numbers, in percent and percentage points."""
-    columns = ["Runs", "Raw", "FDC", "Gain", "95 %", "Task given", "Seed numbers", "Settings"]
-    if not groups:
-        scope = "No run could be read"
-        if num_skipped:
-            verb = "was" if num_skipped == 1 else "were"
-            scope += f"; {_count(num_skipped, 'folder')} {verb} skipped"
-        return Summary(f"{scope}.", [], columns, [], "")
-    num_runs = sum(len(group.runs) for group in groups)
-    scope = ", ".join(
-        (
-            _count(num_runs, "run"),
-            _count(len({group.learner for group in groups}), "learner"),
-            _count(len({group.benchmark for group in groups}), "benchmark"),
-        )
-    )
-    protocol = sum(group.follows_protocol for group in groups)
-    scope += (
-        f". {protocol or 'None'} of {_count(len(groups), 'configuration')} "
-        f"follow{'' if protocol > 1 else 's'} the paper's protocol."
-    )
-    if num_skipped:
-        scope += f" {_count(num_skipped, 'folder')} skipped, with reasons below."
-    note = (
-        "Final accuracy in percent, mean ± sample standard deviation over seeds; Task given is raw "
-        "restricted to the true task's classes. The gain of full FDC is in percentage points, with "
-        "Student's t interval over seeds, or a bootstrap over test images for one seed."
-    )
-    return Summary(scope, _sentences(groups), columns, [_row(group) for group in groups], note)
-
-
-def _sentences(groups: Sequence[Group]) -> list[str]:
-    gains = [
-        (sum(values) / len(values), group) for group in groups if (values := group.gains("full"))
-    ]
-    if not gains:
-        return []
-    means = [gain for gain, _ in gains]
-    if len(gains) == 1:
-        verb = "raises" if means[0] >= 0 else "lowers"
-        first = f"FDC {verb} final accuracy by {abs(means[0]):.2f} percentage points."
-    else:
-        better = sum(gain > 0 for gain in means)
-        first = (
-            f"FDC raises final accuracy in {better} of {len(gains)} configurations: by "
-            f"{min(means):+.2f} to {max(means):+.2f} percentage points."
-        )
-    shares = [share for group in groups if (share := _repaired(group)) is not None]
-    if not shares:
-        return [first]
-    span = f"{min(shares):.0f}"
-    if len(shares) > 1 and f"{max(shares):.0f}" != span:
-        span += f" to {max(shares):.0f}"
-    return [first, f"Knowing the task would repair {span} % of the errors of raw predictions."]
-
-
-def _repaired(group: Group) -> float | None:
-    """Share in percent of the raw errors that the true task repairs, mean over seeds."""
-    lost = [
-        (100.0 - raw, oracle - raw)
-        for run in group.runs
-        if (raw := run.value("accuracy", "raw")) is not None
-        and (oracle := run.value("accuracy", "oracle")) is not None
-        and raw < 100
-    ]
-    return sum(100.0 * fixed / errors for errors, fixed in lost) / len(lost) if lost else None
-
-
-def _row(group: Group) -> list[str]:
-    low, high, kind = gain_interval(group)
-    return [
-        f"{learner_title(group.learner)}, {paper.benchmark_title(group.benchmark)}",
-        _spread(group.values("accuracy", "raw")),
-        _spread(group.values("accuracy", "fdc")),
-        _spread(group.gains("full"), signed=True),
-        f"{low:+.2f} to {high:+.2f}" if kind else "–",
-        _spread(group.values("accuracy", "oracle")),
-        ", ".join(str(seed) for seed in group.seeds),
-        group.title or "the paper's",
-    ]
-
-
-def _spread(values: Sequence[float], signed: bool = False) -> str:
-    if not values:
-        return "–"
-    mean, std = evaluation.mean_and_std(values)
-    text = f"{mean:+.2f}" if signed else f"{mean:.2f}"
-    return f"{text} ± {std:.2f}" if len(values) > 1 else text
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"
+def _bar(value: float, lines: Sequence[Any]) -> tuple[float, float]:
+    """Returns start and length of a bar, in percent of a row that fits all of some evidence."""
+    values = [0.0, *(each for line in lines for each in (line.true, line.wrong))]
+    low, high = min(values), max(values)
+    unit = 100.0 / ((high - low) or 1.0)
+    return (min(value, 0.0) - low) * unit, abs(value) * unit

@@ -1,0 +1,280 @@
+"""What came out of the runs of a group: headline, accuracies by task, forgetting, routes, command.
+
+Accuracies and shares are in percent, differences of accuracies in percentage points.
+"""
+
+import importlib
+import math
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from fdc_jax import configuration, evaluation
+from fdc_jax.report.runs import Group, RunFolder
+
+KINDS = ("raw", "fdc", "oracle")
+
+# Fields of `evaluation.Decomposition`.
+SHARES = (
+    "right_task_right_class",
+    "right_task_wrong_class",
+    "wrong_task_oracle_right",
+    "wrong_task_oracle_wrong",
+)
+
+Predictions = Mapping[str, Int[np.ndarray, " n"]]
+
+
+class Spread(NamedTuple):
+    """Mean over seeds and sample standard deviation, which is NaN for one seed."""
+
+    mean: float
+    std: float
+
+
+class Interval(NamedTuple):
+    """A 95 % interval in percentage points; `of` is "seeds", "images", or "" for none."""
+
+    low: float
+    high: float
+    of: str
+
+
+class TaskRow(NamedTuple):
+    """A task: accuracies on its test images, by raw logits, FDC and with the task given.
+
+    Attributes:
+        task: counted from 0.
+        classes: labels of its classes, positions in the class order.
+        num_images: test images.
+        learned: accuracy right after the task was learned, among the classes so far; empty where
+            it was not recorded.
+        final: accuracy after the last task, among all classes.
+    """
+
+    task: int
+    classes: list[int]
+    num_images: int
+    learned: dict[str, float]
+    final: dict[str, float]
+
+
+# Over seeds ---------------------------------------------------------------------------------------
+
+
+def spread(values: Sequence[float]) -> Spread | None:
+    """Returns the mean over seeds with its deviation; None without values."""
+    return Spread(*evaluation.mean_and_std(values)) if len(values) else None
+
+
+def gain_interval(group: Group) -> Interval:
+    """Returns the interval of the gain of FDC over raw.
+
+    Several seeds: Student's t over gains paired within seeds. One seed: a percentile bootstrap
+    over test images, where predictions were kept.
+    """
+    raw, fdc = group.values("accuracy", "raw"), group.values("accuracy", "fdc")
+    if len(raw) == len(fdc) > 1:
+        gain = evaluation.paired_gain(raw, fdc)
+        return Interval(gain.low, gain.high, "seeds")
+    columns = group.runs[0].predictions()
+    if not columns:
+        return Interval(math.nan, math.nan, "")
+    gain = evaluation.bootstrap_gain(columns["label"], columns["raw_label"], columns["fdc_label"])
+    return Interval(gain.low, gain.high, "images")
+
+
+def _mean_over_runs(group: Group, read: Callable[[Predictions], np.ndarray]) -> np.ndarray | None:
+    """Mean over the runs that kept their predictions; None where none did."""
+    found = [read(columns) for run in group.runs if (columns := run.predictions())]
+    return np.mean(found, axis=0) if found else None
+
+
+# Tasks --------------------------------------------------------------------------------------------
+
+
+def accuracy_matrix(run: RunFolder, kind: str) -> Float[np.ndarray, "tasks tasks"] | None:
+    """Returns the accuracy on the images of each task (column) after each task (row).
+
+    NaN above the diagonal and for a task without images; None where the run did not record it.
+    """
+    rows = [(point.get("task_accuracy") or {}).get(kind) for point in run.results.get("curve", [])]
+    count = len(rows)
+    if count != run.results.get("num_tasks") or any(
+        not isinstance(row, list) or len(row) != t + 1 for t, row in enumerate(rows)
+    ):
+        return None
+    matrix = np.full((count, count), np.nan)
+    for t, row in enumerate(rows):
+        matrix[t, : t + 1] = np.array(row, dtype=np.float64)
+    return matrix
+
+
+def forgetting(matrix: Float[np.ndarray, "tasks tasks"]) -> float:
+    """Mean over all tasks but the last of their best earlier accuracy minus their final one.
+
+    Chaudhry et al., "Riemannian Walk for Incremental Learning" (2018).
+    """
+    best = np.fmax.reduce(matrix[:-1], axis=0)[:-1]
+    return float(np.nanmean(best - matrix[-1, :-1])) if len(matrix) > 1 else math.nan
+
+
+def backward_transfer(matrix: Float[np.ndarray, "tasks tasks"]) -> float:
+    """Mean over all tasks but the last of their final accuracy minus that right after learning.
+
+    Lopez-Paz and Ranzato, "Gradient Episodic Memory for Continual Learning" (2017).
+    """
+    learned = np.diag(matrix)[:-1]
+    return float(np.nanmean(matrix[-1, :-1] - learned)) if len(matrix) > 1 else math.nan
+
+
+def over_tasks(
+    group: Group, measure: Callable[[Float[np.ndarray, "tasks tasks"]], float]
+) -> dict[str, Spread]:
+    """Returns `forgetting` or `backward_transfer` of raw, FDC and task given, where recorded."""
+    found = {}
+    for kind in KINDS:
+        matrices = [accuracy_matrix(run, kind) for run in group.runs]
+        values = [measure(matrix) for matrix in matrices if matrix is not None and len(matrix) > 1]
+        if values:
+            found[kind] = Spread(*evaluation.mean_and_std(values))
+    return found
+
+
+def tasks(group: Group) -> list[TaskRow]:
+    """Returns a row per task, means over seeds; empty where no run kept its predictions."""
+    columns = next((found for run in group.runs if (found := run.predictions())), None)
+    if columns is None:
+        return []
+    task, label = columns["task"], columns["label"]
+    count = int(task.max()) + 1
+    final: dict[str, Any] = {}
+    learned: dict[str, Any] = {}
+    for kind in KINDS:
+
+        def read(columns: Predictions, name: str = f"{kind}_label") -> np.ndarray:
+            given = columns["task"], columns["label"], columns[name]
+            return evaluation.task_accuracies(*given, count)
+
+        final[kind] = _mean_over_runs(group, read)
+        matrices = [accuracy_matrix(run, kind) for run in group.runs]
+        known = [np.diag(each) for each in matrices if each is not None and len(each) == count]
+        if known:
+            learned[kind] = np.mean(known, axis=0)
+    return [
+        TaskRow(
+            t,
+            np.unique(label[task == t]).tolist(),
+            int(np.sum(task == t)),
+            {kind: float(values[t]) for kind, values in learned.items()},
+            {kind: float(values[t]) for kind, values in final.items()},
+        )
+        for t in range(count)
+    ]
+
+
+# Routes -------------------------------------------------------------------------------------------
+
+
+def confusion(group: Group, kind: str) -> Float[np.ndarray, "tasks tasks"] | None:
+    """Percent of each task's test images (row) that each head wins (column); mean over seeds."""
+
+    def read(columns: Predictions) -> np.ndarray:
+        size = 1 + int(max(np.max(columns[name]) for name in ("task", "raw_task", "fdc_task")))
+        counts = evaluation.task_confusion(columns["task"], columns[f"{kind}_task"], size)
+        return 100.0 * counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+
+    return _mean_over_runs(group, read)
+
+
+def shares(group: Group, kind: str) -> Float[np.ndarray, "tasks_and_all 4"] | None:
+    """Splits the images of each task, and all, by their two decisions: `SHARES`, mean over seeds.
+
+    The class given the task is that of the same scores. Runs that recorded it for raw logits alone
+    have that instead where FDC chose another task. A task without images has zeros.
+    """
+
+    def read(columns: Predictions) -> np.ndarray:
+        task, chosen, label = columns["task"], columns[f"{kind}_task"], columns[f"{kind}_label"]
+        oracle = columns["oracle_label"]
+        if kind == "fdc":
+            oracle = np.where(chosen == task, label, columns.get("fdc_oracle_label", oracle))
+        given = (task, columns["label"], chosen, label, oracle)
+        rows = [task == t for t in range(int(task.max()) + 1)] + [np.ones(len(task), bool)]
+        cells = [
+            evaluation.decompose(*(column[mine] for column in given))._asdict()
+            if mine.any()
+            else dict.fromkeys(SHARES, 0.0)
+            for mine in rows
+        ]
+        return np.array([[each[name] for name in SHARES] for each in cells])
+
+    return _mean_over_runs(group, read)
+
+
+# Words --------------------------------------------------------------------------------------------
+
+
+def sentences(group: Group) -> list[str]:
+    """Says what FDC did to single images, and what knowing the task would do."""
+    said = []
+    changes = [
+        evaluation.flips(columns["label"], columns["raw_label"], columns["fdc_label"])
+        for run in group.runs
+        if (columns := run.predictions())
+    ]
+    if changes:
+        fixed = sum(change.wrong_to_right for change in changes) / len(changes)
+        broken = sum(change.right_to_wrong for change in changes) / len(changes)
+        average = ", on average over seeds" if len(changes) > 1 else ""
+        said.append(
+            f"FDC puts right {_counted(fixed, 'image')} that the raw logits get wrong, and spoils "
+            f"{_counted(broken, 'image')} that they get right{average}."
+        )
+    found = [run.results["accuracy"] for run in group.runs]
+    repaired = [
+        100 * (each["oracle"] - each["raw"]) / (100 - each["raw"])
+        for each in found
+        if each["raw"] < 100
+    ]
+    if repaired:
+        said.append(
+            f"Knowing the task of every image would put right {np.mean(repaired):.0f} % of the "
+            "errors of the raw logits."
+        )
+    return said
+
+
+def _counted(number: float, noun: str) -> str:
+    return f"{number:,.0f} {noun}{'' if round(number) == 1 else 's'}"
+
+
+def command(group: Group) -> str | None:
+    """Returns the command that repeats these runs; None without the benchmark's own settings.
+
+    Fields that change no number are left out, but for where data and weights lie.
+    """
+    try:
+        module = importlib.import_module(f"configs.{group.benchmark}")
+        known = configuration.flatten(module.get_config())
+    except (ImportError, ValueError, AttributeError):
+        return None
+    config = group.runs[0].results["config"] | {"seed": group.seeds}
+    learner = config.get("learner.name", group.learner)
+    words = ["python main.py", f"--config=configs/{group.benchmark}.py"]
+    for field, value in config.items():
+        part = field.split(".")
+        theirs = len(part) == 3 and part[0] == "learner" and not learner.startswith(part[1])
+        named = field in ("data.dir", "encoder.weights")
+        if theirs or field not in known or value == known[field]:
+            continue
+        if field in configuration.WITHOUT_EFFECT and not named:
+            continue
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        if named:  # Where things lie on a machine is nobody's business.
+            text = "FOLDER" if field == "data.dir" else text.rpartition("/")[2]
+        words.append(f"--config.{field}={shlex.quote(text)}")
+    return " \\\n    ".join([" ".join(words[:2]), *words[2:], "--workdir=runs/again"])

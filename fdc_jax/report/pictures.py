@@ -1,0 +1,174 @@
+"""Test images that FDC put right and that it spoiled, with the evidence of both heads.
+
+A score of FDC is a sum (paper, Eq. dual-main): the filtered logit, then residual and affinity of
+each view in units of the head's score scale. So the parts are differences of scores with
+components switched on, and add up to the score.
+"""
+
+import base64
+import io
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float, Int, UInt8
+from PIL import Image
+
+from fdc_jax.errors import InputError
+from fdc_jax.report.runs import RunFolder
+
+PICTURES = 4  # of each kind
+_SIDE = 160  # pixels, beyond which a picture is made smaller
+
+
+class Evidence(NamedTuple):
+    """One line of evidence: what it says for the true and for the wrongly chosen task."""
+
+    name: str
+    true: float
+    wrong: float
+
+
+class Picture(NamedTuple):
+    """A test image on which raw logits and FDC disagree.
+
+    Attributes:
+        row: of `predictions.npz`.
+        uri: the image as a data URI.
+        small: whether it has so few pixels that they should stay visible.
+        true: class and task, in words.
+        raw: likewise, what the raw logits said.
+        fdc: likewise, what FDC said.
+        evidence: empty where features or the calibrator are gone.
+    """
+
+    row: int
+    uri: str
+    small: bool
+    true: str
+    raw: str
+    fdc: str
+    evidence: list[Evidence]
+
+
+class Pictures(NamedTuple):
+    """Pictures of both kinds, and how many images there are of each; or why there are none."""
+
+    repaired: Sequence[Picture] = ()
+    num_repaired: int = 0
+    broken: Sequence[Picture] = ()
+    num_broken: int = 0
+    missing: str = ""
+
+
+def load(run: RunFolder, opened: Any) -> Pictures:
+    """Returns pictures of both kinds, evenly spaced over the test images.
+
+    Images whose task both predictions chose alike are left out.
+
+    Args:
+        run: one seed.
+        opened: the same, as `fdc_jax.open_run` returns it.
+    """
+    columns = run.predictions()
+    if not columns:
+        return Pictures(missing="The run kept no predictions.")
+    task, label = columns["task"], columns["label"]
+    repaired = (columns["raw_task"] != task) & (columns["fdc_label"] == label)
+    broken = (columns["raw_label"] == label) & (columns["fdc_task"] != task)
+    found = [np.flatnonzero(repaired), np.flatnonzero(broken)]
+    chosen = [rows[_spaced(len(rows))] for rows in found]
+    rows = np.concatenate(chosen)
+    if not len(rows):
+        return Pictures(missing="FDC changed the task of no image to or from the true one.")
+    try:
+        images = opened.test_images(rows)
+        evidence = _evidence(run, opened, columns, rows)
+    except InputError as error:
+        return Pictures(missing=f"The test images could not be read: {error}")
+    names = opened.class_names
+    drawn = [
+        Picture(
+            int(row),
+            data_uri(image),
+            max(image.shape[:2]) <= 64,
+            *(
+                _said(columns[f"{name}label"][row], columns[f"{name}task"][row], names)
+                for name in ("", "raw_", "fdc_")
+            ),
+            lines,
+        )
+        for row, image, lines in zip(rows, images, evidence, strict=True)
+    ]
+    first = len(chosen[0])
+    return Pictures(drawn[:first], len(found[0]), drawn[first:], len(found[1]))
+
+
+def _spaced(count: int) -> Int[np.ndarray, " k"]:
+    """Returns up to `PICTURES` places among `count`, evenly spaced."""
+    most = min(count, PICTURES)
+    return ((np.arange(most) + 0.5) * count / max(most, 1)).astype(int)
+
+
+def _said(label: int, task: int, class_names: Sequence[str]) -> str:
+    name = class_names[label] if label < len(class_names) else f"class {label + 1}"
+    return f"{name} (task {task + 1})"
+
+
+def _evidence(
+    run: RunFolder, opened: Any, columns: dict[str, np.ndarray], rows: Int[np.ndarray, " k"]
+) -> list[list[Evidence]]:
+    """Returns the evidence for each row; none where it would not explain the predictions."""
+    none: list[list[Evidence]] = [[] for _ in rows]
+    if run.features_path is None:
+        return none
+    paths = [run.features_path / f"{name}.npy" for name in ("test_adapted", "test_pretrained")]
+    views = [np.load(p, mmap_mode="r")[rows] if p.exists() else None for p in paths]
+    try:
+        terms = opened.calibrator().terms(*views)
+    except (InputError, OSError):
+        return none
+    if (terms.fuse().task != columns["fdc_task"][rows]).any():
+        return none
+    wrong = np.where(
+        columns["raw_task"][rows] != columns["task"][rows],
+        columns["raw_task"][rows],
+        columns["fdc_task"][rows],
+    )
+    each = np.arange(len(rows))
+    return [
+        [
+            Evidence(name, float(true), float(other))
+            for name, true, other in zip(
+                parts, scores[:, i, columns["task"][rows][i]], scores[:, i, wrong[i]], strict=True
+            )
+        ]
+        for parts, scores in [split(terms, views[1] is not None)]
+        for i in each
+    ]
+
+
+def split(terms: Any, dual: bool) -> tuple[list[str], Float[np.ndarray, "parts n tasks"]]:
+    """Splits scores into what adds up to them: the raw logit, all parts, and the whole.
+
+    Args:
+        terms: of a calibrator of the paper.
+        dual: whether there is a pretrained view.
+    """
+    logit = terms.fuse(rlc=False, pac=False).task_scores
+    parts = {"Raw logit": terms.raw().task_scores, "Filtered logit": logit}
+    for view, other in (("adapted", "pretrained"), ("pretrained", "adapted"))[: 1 + dual]:
+        off = {f"{other}_view": False}
+        parts[f"Residual, {view}"] = terms.fuse(pac=False, **off).task_scores - logit
+        parts[f"Affinity, {view}"] = terms.fuse(rlc=False, **off).task_scores - logit
+    parts["FDC score"] = terms.fuse().task_scores
+    return list(parts), np.stack([np.asarray(part) for part in parts.values()])
+
+
+def data_uri(image: UInt8[np.ndarray, "h w 3"]) -> str:
+    """Returns a PNG of a small image, or a JPEG of a larger one at a smaller size."""
+    picture, file = Image.fromarray(np.asarray(image)), io.BytesIO()
+    kind = "png" if max(picture.size) <= 64 else "jpeg"
+    picture.thumbnail((_SIDE, _SIDE))
+    picture.save(file, kind, **({"quality": 85} if kind == "jpeg" else {"optimize": True}))
+    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
