@@ -56,7 +56,7 @@ def material(run: RunFolder) -> Material:
     try:
         opened = fdc_jax.open_run(run.path)
         return Material(list(opened.class_names), pictures.load(run, opened))
-    except InputError as error:
+    except (InputError, AttributeError) as error:
         return Material(pictures=Pictures(missing=f"The work directory does not open: {error}"))
 
 
@@ -121,9 +121,7 @@ def _benchmark(group: Group) -> str:
     return paper.benchmark_title(group.benchmark)
 
 
-def _section(
-    number: int, group: Group, own: Sequence[Drawing], found: Material
-) -> dict[str, Any]:
+def _section(number: int, group: Group, own: Sequence[Drawing], found: Material) -> dict[str, Any]:
     """Returns what the page says of a group."""
     results = group.runs[0].results
     sizes = {
@@ -143,9 +141,7 @@ def _section(
         "gain": overview.spread(group.gains("full")),
         "interval": overview.gain_interval(group),
         "sentences": overview.sentences(group),
-        "tasks": [
-            (row, _named(row.classes, found.class_names)) for row in overview.tasks(group)
-        ],
+        "tasks": [(row, _named(row.classes, found.class_names)) for row in overview.tasks(group)],
         "forgetting": overview.over_tasks(group, overview.forgetting),
         "backward_transfer": overview.over_tasks(group, overview.backward_transfer),
         "command": overview.command(group),

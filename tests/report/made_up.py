@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from fdc_jax.report import runs
-from fdc_jax.report.confusion import task_confusion
 from fdc_jax.report.runs import Group, RunFolder
 
 # What makes a configuration follow the paper's protocol.
@@ -141,7 +140,6 @@ def _analyses(of: RunFolder) -> dict[str, Any]:
         accuracy = [start - step + 0.2 * rng.normal() for step in range(3)]
         neighbours[name] = {"accuracy": accuracy, "routing_accuracy": accuracy}
     return {
-        "task_confusion": task_confusion(of.predictions()),
         "similarity": {
             "true_task": [s for s, _ in pairs],
             "other_task": [t for _, t in pairs],
