@@ -36,8 +36,8 @@ def measure(
 
     Returns:
         `accuracy`, `routing_accuracy`, `components`, the four shares of raw and FDC, and
-        `task_accuracy`, all by the paper's affinity; an entry of `BEYOND` where the calibrator has another; and the columns of
-        `predictions.npz`.
+        `task_accuracy`, all by the paper's affinity; an entry of `BEYOND` where the calibrator has
+        another; and the columns of `predictions.npz`.
     """
     scores = fuse_all(terms)
     raw, fdc = scores["raw"], scores["full"]

@@ -13,7 +13,7 @@ from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES, fuse_all
 from fdc_jax.calibration.terms import Terms
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
-from fdc_jax.report import confusion, diagnostics, measurements, sweeps
+from fdc_jax.report import diagnostics, measurements, sweeps
 from fdc_jax.report.runs import Group, RunFolder
 
 # By path of the run, then by name of the analysis.
@@ -36,7 +36,6 @@ def analyse(
     missing: dict[str, list[str]] = {}
     fitted = _Fitted(run)
     computed = _OF_FEATURES | {f"sweep_{name}": _sweep(name) for name in sweep}
-    computed |= {"task_confusion": _task_confusion}
     for name, compute in computed.items():
         progress(name)
         try:
@@ -155,13 +154,6 @@ def _beyond(of: _Fitted) -> dict[str, dict[str, float]]:
         }
         for name, (scores, storage) in found.items()
     }
-
-
-def _task_confusion(of: _Fitted) -> dict[str, Any]:
-    columns = of.run.predictions()
-    if not columns:
-        raise InputError("no predictions.npz")
-    return confusion.task_confusion(columns)
 
 
 def _sweep(parameter: str) -> Callable[[_Fitted], dict[str, Any]]:

@@ -22,6 +22,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from fdc_jax.files import write_atomically
+from fdc_jax.learners import title as learner_title
 from fdc_jax.report import paper
 from fdc_jax.report.runs import Group
 
@@ -83,7 +84,7 @@ def names(groups: Sequence[Group]) -> list[str]:
     """Returns what tells groups apart: benchmark, learner, settings, as far as they differ."""
     parts = [
         [paper.benchmark_title(group.benchmark) for group in groups],
-        [paper.learner_title(group.learner) for group in groups],
+        [learner_title(group.learner) for group in groups],
         [group.title or "the paper's settings" for group in groups],
     ]
     differing = [column for column in parts if len(set(column)) > 1] or parts[:1]

@@ -17,10 +17,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fdc_jax.report import drawing, paper
+from fdc_jax.report.analysis import Analyses, having, mean_over_seeds, of_group
 from fdc_jax.report.runs import Group
-
-# By path of the run, then by name of the analysis.
-Analyses = Mapping[str, Mapping[str, Any]]
 
 # Colour, marker, title.
 _VIEWS = {
@@ -41,26 +39,6 @@ _MOST_PARTS, _LEAST_PAIRS = 8, 12
 _MANY_PAIRS = 100  # beyond which points are small
 
 
-def _of(group: Group, analyses: Analyses, name: str) -> list[dict[str, Any]]:
-    """Returns an analysis of every run of the group that has it, by ascending seed."""
-    found = (analyses.get(str(run.path), {}).get(name) for run in group.runs)
-    return [each for each in found if each]
-
-
-def _having(
-    groups: Sequence[Group], analyses: Analyses, name: str
-) -> list[tuple[Group, list[dict[str, Any]]]]:
-    """Returns the groups of which at least one run has an analysis, with its results."""
-    found = [(group, _of(group, analyses, name)) for group in groups]
-    return [(group, results) for group, results in found if results]
-
-
-def _mean(rows: Sequence[Sequence[float | None]]) -> Float[np.ndarray, " n"]:
-    """Mean over seeds of lists of one length, NaN where a seed has no number."""
-    alike = [row for row in rows if len(row) == len(rows[0])]
-    return np.array(alike, dtype=np.float64).mean(axis=0)
-
-
 def _name_panels(panels: Sequence[Axes], groups: Sequence[Group], inches: float) -> None:
     """Names panels after what tells their groups apart; a single group is named by the caption."""
     if len(groups) > 1:
@@ -76,17 +54,17 @@ def similarity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
 
     A point is an ordered pair of tasks, mean over seeds; lines are means over equal parts.
     """
-    results = _of(groups[0], analyses, "similarity")
+    results = of_group(groups[0], analyses, "similarity")
     if not results:
         return None
     figure, panels = drawing.panels(2, 2.6, 2, sharey="row")
-    error = _mean([each["routing_error_percent"] for each in results])
+    error = mean_over_seeds([each["routing_error_percent"] for each in results])
     kinds = {"residual": "residuals", "affinity": "affinities"}
     for axes, (kind, label) in zip(panels, kinds.items(), strict=True):
         shown = [view for view in _VIEWS if all(view in each for each in results)]
         for line, view in enumerate(shown):
             colour, marker, name = _VIEWS[view]
-            alike = _mean([each[view][kind] for each in results])
+            alike = mean_over_seeds([each[view][kind] for each in results])
             look: dict[str, Any] = {"marker": marker, "color": colour, "linestyle": "none"}
             size = 2.6 if len(error) > _MANY_PAIRS else 4
             look |= {"markersize": size, "alpha": 0.5, "markeredgewidth": 0}
@@ -134,7 +112,7 @@ def residual_contributions(groups: Sequence[Group], analyses: Analyses) -> Figur
     A point is a head, mean over its own or all foreign test images and over seeds, in standard
     deviations of its own-training largest logits; a bar is the mean over heads.
     """
-    found = _having(groups, analyses, "residual_contributions")
+    found = having(groups, analyses, "residual_contributions")
     if not found:
         return None
     width = drawing.COLUMN if len(found) <= 2 else drawing.PAGE
@@ -142,7 +120,7 @@ def residual_contributions(groups: Sequence[Group], analyses: Analyses) -> Figur
     axes.axhline(0, color=drawing.INK, linewidth=0.8)
     for place, (_, results) in enumerate(found):
         for side, (offset, colour, marker, _) in _SIDES.items():
-            values = _mean([each[side] for each in results])
+            values = mean_over_seeds([each[side] for each in results])
             # From the first task at the left to the last at the right.
             spread = np.linspace(-0.13, 0.13, len(values)) if len(values) > 1 else np.zeros(1)
             look: dict[str, Any] = {"marker": marker, "markersize": 3.4, "color": colour}
@@ -171,7 +149,7 @@ def residual_distributions(groups: Sequence[Group], analyses: Analyses) -> Figur
     Densities of the first seed, residuals standardised by the head's own training images; thin
     lines are single foreign tasks, the dashed one their mean with equal weights.
     """
-    results = _of(groups[0], analyses, "residual_distributions")
+    results = of_group(groups[0], analyses, "residual_distributions")
     if not results:
         return None
     views = [view for view in _VIEWS if view in results[0]]
@@ -211,7 +189,7 @@ def prototype_geometry(groups: Sequence[Group], analyses: Analyses) -> Figure | 
 
     First seed; positions have no unit. Colours run from the first task to the last.
     """
-    results = _of(groups[0], analyses, "prototype_geometry")
+    results = of_group(groups[0], analyses, "prototype_geometry")
     if not results:
         return None
     views = [view for view in _VIEWS if view in results[0]]
@@ -249,8 +227,8 @@ def sweeps(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     Means over seeds, one sample standard deviation shaded, the run's setting dotted; each vertical
     axis has its own scale. An empty square is the paper's accuracy at its setting.
     """
-    parts = [name for name in _SWEPT if _having(groups, analyses, f"sweep_{name}")]
-    shown = [g for g in groups if any(_of(g, analyses, f"sweep_{name}") for name in parts)]
+    parts = [name for name in _SWEPT if having(groups, analyses, f"sweep_{name}")]
+    shown = [g for g in groups if any(of_group(g, analyses, f"sweep_{name}") for name in parts)]
     if not shown:
         return None
     # One group: its two sweeps side by side. Several: a column each, as in the paper.
@@ -264,7 +242,7 @@ def sweeps(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
         axes.set_xlabel(_SWEPT[name])
         if alone or column == 0:
             axes.set_ylabel("FDC accuracy (%)")
-        results = _of(group, analyses, f"sweep_{name}")
+        results = of_group(group, analyses, f"sweep_{name}")
         if not results:
             place = {"xycoords": "axes fraction", "ha": "center", "fontsize": 7}
             axes.annotate("not swept", (0.5, 0.5), **place)
@@ -284,7 +262,7 @@ def sweeps(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
 
 def neighbours(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     """Accuracy against the number of neighbours K, for both references (Figure app-pac-k)."""
-    found = _having(groups, analyses, "sweep_neighbours")
+    found = having(groups, analyses, "sweep_neighbours")
     if not found:
         return None
     columns = min(len(found), 3)

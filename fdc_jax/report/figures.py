@@ -20,8 +20,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from fdc_jax import evaluation
+from fdc_jax.learners import title as learner_title
 from fdc_jax.report import drawing, feature_figures, overview, paper
-from fdc_jax.report.feature_figures import Analyses
+from fdc_jax.report.analysis import Analyses
 from fdc_jax.report.overview import KINDS
 from fdc_jax.report.runs import Group
 
@@ -165,7 +166,7 @@ def _lists(groups: Sequence[Group], label: str) -> tuple[Figure, list[tuple[Axes
     for axes, ((benchmark, settings), members) in zip(panels, lists.items(), strict=True):
         words = [paper.benchmark_title(benchmark), *[settings] * bool(settings)]
         drawing.title(axes, ", ".join(words), width)
-        learners = [paper.learner_title(group.learner) for group in members]
+        learners = [learner_title(group.learner) for group in members]
         ticks = [drawing.shortened(name, _NAMES) for name in learners]
         axes.set_yticks(range(len(members)), ticks)
         axes.set_ylim(most - 0.4, -0.6)

@@ -12,6 +12,7 @@ from markupsafe import Markup
 import fdc_jax
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
+from fdc_jax.learners import title as learner_title
 from fdc_jax.report import drawing, figures, overview, paper, pictures
 from fdc_jax.report.figures import Drawing
 from fdc_jax.report.overview import Spread
@@ -113,7 +114,7 @@ def render(
 
 def _heading(groups: Sequence[Group]) -> str:
     if len(groups) == 1:
-        return f"{paper.learner_title(groups[0].learner)} on {_benchmark(groups[0])}, with FDC"
+        return f"{learner_title(groups[0].learner)} on {_benchmark(groups[0])}, with FDC"
     return f"FDC on {len(groups)} configurations" if groups else "No run could be read"
 
 
@@ -132,7 +133,7 @@ def _section(number: int, group: Group, own: Sequence[Drawing], found: Material)
     return {
         "id": f"run-{number}",
         "group": group,
-        "learner": paper.learner_title(group.learner),
+        "learner": learner_title(group.learner),
         "benchmark": _benchmark(group),
         "sizes": sizes,
         "accuracy": {
