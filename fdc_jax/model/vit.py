@@ -195,8 +195,7 @@ def _attend_fused(q, k, v):
     if tokens % 2 == 0:
         return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
     q, k, v = (jnp.pad(array, ((0, 0), (0, 1), (0, 0), (0, 0))) for array in (q, k, v))
-    # Drawn from the queries, for `vmap` must map over the lengths when it does over these.
-    lengths = tokens + 0 * q[:, 0, 0, 0].astype(jnp.int32)
+    lengths = jnp.full(len(q), tokens)
     return jax.nn.dot_product_attention(
         *(q, k, v),
         query_seq_lengths=lengths,

@@ -10,7 +10,10 @@ from configs import digits
 from fdc_jax.data.batches import Batch
 from fdc_jax.learners import training
 from fdc_jax.model import vit
-from tests.model.test_vit import SIDE, TINY, random_params, reference
+from tests.model import reference
+from tests.model.reference import SIDE
+
+TINY = vit.Variant(width=24, depth=3, heads=3, patch=4)
 
 RANK = 2
 
@@ -33,6 +36,11 @@ def make_setup(classes_per_task=(2, 3, 2), **fields) -> TinySetup:
         {name.replace("__", "."): value for name, value in fields.items()}
     )
     return TinySetup(vit.VisionTransformer(TINY), tuple(classes_per_task), config)
+
+
+def random_params(seed, variant=TINY, side=SIDE):
+    """Returns a parameter tree in which no leaf is constant."""
+    return reference.random_params(seed, variant, side)
 
 
 def make_backbone():
@@ -136,7 +144,7 @@ def reference_features(backbone, images, kernels):
     """Returns features in float64 NumPy under other key and value kernels, [l, d, d] each."""
     pretrained = float64(vit.pretrained_kernels(backbone))
     updates = {part: kernels[part] - pretrained[part] for part in ("key", "value")}
-    return reference(backbone, images, TINY, kernel_updates=updates)
+    return reference.features(backbone, images, TINY, updates=updates)
 
 
 def reference_cross_entropy(features, head, labels, classes):

@@ -17,7 +17,7 @@ from fdc_jax.learners import rsiat, training
 from fdc_jax.model import vit
 from tests.learners import rsiat_reference, small_stream
 from tests.learners.small_stream import float64, make_batch, make_setup
-from tests.model.test_vit import random_params, reference
+from tests.model.reference import features, random_params
 
 # One block, which compiles fast; that every block has its adapter is a test of the encoder.
 SHALLOW = vit.Variant(width=24, depth=1, heads=3, patch=4)
@@ -108,7 +108,7 @@ def random_start(setup, backbone, task):
 
 
 def features_by(backbone, images, adapter):
-    return reference(backbone, images, SHALLOW, adapter=adapter)
+    return features(backbone, images, SHALLOW, adapter=adapter)
 
 
 # The loss ----------------------------------------------------------------------------------------

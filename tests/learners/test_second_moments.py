@@ -8,7 +8,7 @@ import pytest
 from fdc_jax.data.batches import Batch
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import vit
-from tests.model.test_vit import reference
+from tests.model.reference import features
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_every_block_by_hand(model, backbone):
     for batch in make_batches():
         images = batch.images[batch.weights > 0]
         float64 = {part: np.asarray(update, np.float64) for part, update in updates.items()}
-        reference(backbone, images, variant, kernel_updates=float64, attention_inputs=rows)
+        features(backbone, images, variant, updates=float64, attention_inputs=rows)
     found, count = attention_input_moments(model, backbone, kernels, make_batches())
     assert found.shape == (variant.depth, variant.width, variant.width)
     assert count == 7 * (1 + (32 // variant.patch) ** 2)

@@ -6,265 +6,151 @@ import http.server
 import threading
 import urllib.error
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import traverse_util
 from PIL import Image
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from fdc_jax.errors import InputError
 from fdc_jax.files import sha256
 from fdc_jax.model import vit, weights
+from tests.model.test_golden import GOLDEN, VARIANT, make_golden
 
-TINY = vit.Variant(width=12, depth=2, heads=3, patch=4)
-SIDE = 8
+SIDE, WIDTH = make_golden.SIDE, make_golden.WIDTH
 POSITIONS = "Transformer/posembed_input/pos_embedding"
 
 
 @pytest.fixture(autouse=True)
-def tiny_variant(monkeypatch):
-    monkeypatch.setitem(vit.VARIANTS, "tiny", TINY)
+def golden_variant(monkeypatch):
+    monkeypatch.setitem(vit.VARIANTS, "golden", VARIANT)
 
 
-def random_arrays(seed=0, side=SIDE):
-    """AugReg keys to float32 arrays, for the tiny variant."""
-    shapes = traverse_util.flatten_dict(
-        vit.parameter_shapes(vit.VisionTransformer(TINY), side), sep="/"
-    )
-    rng = np.random.default_rng(seed)
-    return {name: rng.normal(0, 1, spec.shape).astype(np.float32) for name, spec in shapes.items()}
+@pytest.fixture
+def arrays():
+    """AugReg keys to float32 arrays, with a classification head of seven classes."""
+    return make_golden.augreg_arrays()
 
 
-def write(path, arrays, prefix=""):
-    np.savez(path, **{prefix + name: array for name, array in arrays.items()})
-    return path
+def load(path, side=SIDE):
+    return weights.load(path, "golden", side)
 
 
-def flat(params):
-    return traverse_util.flatten_dict(params, sep="/")
+def without_head(arrays):
+    return {name: array for name, array in arrays.items() if not name.startswith("head/")}
 
 
 def assert_same(params, arrays):
-    found = flat(params)
+    found = traverse_util.flatten_dict(params, sep="/")
     assert found.keys() == arrays.keys()
     for name, array in arrays.items():
         assert found[name].dtype == jnp.float32
         np.testing.assert_array_equal(found[name], array)
 
 
-def test_save_and_load_are_inverse_bit_for_bit(tmp_path):
-    arrays = random_arrays()
-    path = tmp_path / "weights.npz"
+def test_save_and_load_are_inverse_bit_for_bit(tmp_path, arrays):
+    path, arrays = tmp_path / "weights.npz", without_head(arrays)
     weights.save(traverse_util.unflatten_dict(arrays, sep="/"), path)
-    loaded = weights.load(path, "tiny", SIDE)
+    loaded = load(path)
     assert_same(loaded.params, arrays)
-    assert loaded.path == path
-    assert loaded.sha256 == sha256(path)
-    assert loaded.skipped == ()
+    assert (loaded.path, loaded.sha256, loaded.skipped) == (path, sha256(path), ())
     assert loaded.resized_positions is False
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_prefix_of_training_checkpoints_is_dropped(tmp_path):
-    arrays = random_arrays()
-    path = write(tmp_path / "prefixed.npz", arrays, prefix="opt/target/")
-    assert_same(weights.load(path, "tiny", SIDE).params, arrays)
-
-
-def test_classification_head_is_skipped_by_name(tmp_path):
-    arrays = random_arrays()
-    head = {"head/kernel": np.ones((12, 7), np.float32), "head/bias": np.ones(7, np.float32)}
-    loaded = weights.load(write(tmp_path / "headed.npz", arrays | head), "tiny", SIDE)
-    assert loaded.skipped == ("head/bias", "head/kernel")
-    assert_same(loaded.params, arrays)
-
-
-def test_half_precision_is_widened(tmp_path):
-    halves = {name: array.astype(np.float16) for name, array in random_arrays().items()}
-    loaded = weights.load(write(tmp_path / "half.npz", halves), "tiny", SIDE)
-    assert_same(loaded.params, {name: half.astype(np.float32) for name, half in halves.items()})
-
-
-def timm_arrays(arrays):
-    """timm's names and layouts, entry by entry: torch layers hold [out, in], convolutions OIHW."""
-    width, heads, size = TINY.width, TINY.heads, TINY.patch
-    deep = width // heads
-    timm = {
-        "cls_token": arrays["cls"],
-        "pos_embed": arrays[POSITIONS],
-        "patch_embed.proj.bias": arrays["embedding/bias"],
-        "norm.weight": arrays["Transformer/encoder_norm/scale"],
-        "norm.bias": arrays["Transformer/encoder_norm/bias"],
-    }
-    convolution = np.empty((width, 3, size, size), np.float32)
-    for out, channel, row, column in np.ndindex(convolution.shape):
-        convolution[out, channel, row, column] = arrays["embedding/kernel"][
-            row, column, channel, out
-        ]
-    timm["patch_embed.proj.weight"] = convolution
-    for number in range(TINY.depth):
-        source, target = f"Transformer/encoderblock_{number}/", f"blocks.{number}."
-        for old, new in (("LayerNorm_0", "norm1"), ("LayerNorm_2", "norm2")):
-            timm[f"{target}{new}.weight"] = arrays[f"{source}{old}/scale"]
-            timm[f"{target}{new}.bias"] = arrays[f"{source}{old}/bias"]
-        for old, new in (("Dense_0", "fc1"), ("Dense_1", "fc2")):
-            kernel = arrays[f"{source}MlpBlock_3/{old}/kernel"]
-            timm[f"{target}mlp.{new}.weight"] = np.ascontiguousarray(kernel.T)
-            timm[f"{target}mlp.{new}.bias"] = arrays[f"{source}MlpBlock_3/{old}/bias"]
-        attention = f"{source}MultiHeadDotProductAttention_1/"
-        joint_weight = np.empty((3 * width, width), np.float32)
-        joint_bias = np.empty(3 * width, np.float32)
-        # timm reads rows as [query | key | value][head][dimension of the head].
-        for part, name in enumerate(("query", "key", "value")):
-            for head in range(heads):
-                for dimension in range(deep):
-                    row = part * width + head * deep + dimension
-                    joint_weight[row] = arrays[f"{attention}{name}/kernel"][:, head, dimension]
-                    joint_bias[row] = arrays[f"{attention}{name}/bias"][head, dimension]
-        timm[f"{target}attn.qkv.weight"] = joint_weight
-        timm[f"{target}attn.qkv.bias"] = joint_bias
-        out = np.empty((width, width), np.float32)
-        for head in range(heads):
-            for dimension in range(deep):
-                out[:, head * deep + dimension] = arrays[f"{attention}out/kernel"][head, dimension]
-        timm[f"{target}attn.proj.weight"] = out
-        timm[f"{target}attn.proj.bias"] = arrays[f"{attention}out/bias"]
-    return timm
-
-
-def test_timm_safetensors_hold_the_same_parameters(tmp_path):
-    arrays = random_arrays()
-    timm = timm_arrays(arrays)
-    timm["head.weight"] = np.ones((7, 12), np.float32)
-    timm["head.bias"] = np.ones(7, np.float32)
-    path = tmp_path / "timm.safetensors"
-    save_file(timm, path)
-    loaded = weights.load(path, "tiny", SIDE)
-    assert loaded.skipped == ("head/bias", "head/kernel")
-    assert_same(loaded.params, arrays)
+def test_other_forms_of_a_checkpoint(tmp_path, arrays):
+    """With the prefix of a training checkpoint, and in half precision, which is widened."""
+    path = tmp_path / "other.npz"
+    np.savez(path, **{f"opt/target/{name}": array for name, array in arrays.items()})
+    assert_same(load(path).params, without_head(arrays))
+    halves = {name: array.astype(np.float16) for name, array in without_head(arrays).items()}
+    np.savez(path, **halves)
+    assert_same(load(path).params, {name: each.astype(np.float32) for name, each in halves.items()})
 
 
 @pytest.mark.parametrize(
     ("name", "wrong", "message"),
     [
-        ("blocks.0.attn.qkv.weight", (35, 12), "unexpected shape"),
-        (
-            "blocks.1.attn.proj.weight",
-            (12, 10),
-            r"out/kernel has shape \(3, 4, 10\)",
-        ),
-        ("blocks.0.mlp.fc1.weight", (48, 13), r"Dense_0/kernel has shape \(13, 48\)"),
-        ("blocks.0.mlp.fc3.weight", (48, 12), r"1 unknown \(first: blocks.0.mlp.fc3.weight\)"),
-        ("blocks.0.ls1.gamma", (12,), r"1 unknown \(first: blocks.0.ls1.gamma\)"),
-        ("blocks.2.norm1.weight", (12,), r"1 unknown \(first: Transformer/encoderblock_2/"),
+        ("blocks.0.attn.qkv.weight", (71, 24), "unexpected shape"),
+        ("blocks.1.attn.proj.weight", (24, 21), r"out/kernel has shape \(3, 8, 21\)"),
+        ("blocks.0.mlp.fc1.weight", (96, 25), r"Dense_0/kernel has shape \(25, 96\)"),
+        ("blocks.0.mlp.fc3.weight", (96, 24), r"1 unknown \(first: blocks.0.mlp.fc3.weight\)"),
+        ("blocks.0.ls1.gamma", (24,), r"1 unknown \(first: blocks.0.ls1.gamma\)"),
+        ("blocks.2.norm1.weight", (24,), r"1 unknown \(first: Transformer/encoderblock_2/"),
     ],
 )
 def test_foreign_safetensors_are_refused(tmp_path, name, wrong, message):
-    timm = timm_arrays(random_arrays())
-    timm[name] = np.zeros(wrong, np.float32)
     path = tmp_path / "foreign.safetensors"
-    save_file(timm, path)
+    save_file(load_file(GOLDEN / "timm.safetensors") | {name: np.zeros(wrong, np.float32)}, path)
     with pytest.raises(InputError, match=message) as caught:
-        weights.load(path, "tiny", SIDE)
+        load(path)
     assert str(path) in str(caught.value)
-
-
-def remove(arrays):
-    del arrays["cls"]
-
-
-def add(arrays):
-    arrays["Transformer/extra"] = np.zeros(3, np.float32)
-
-
-def reshape(arrays):
-    arrays["embedding/bias"] = np.zeros(13, np.float32)
-
-
-def spoil(arrays):
-    arrays["embedding/bias"][3] = np.inf
-
-
-def spell(arrays):
-    arrays["embedding/bias"] = np.full(12, "zero")
-
-
-def flatten_positions(arrays):
-    arrays[POSITIONS] = arrays[POSITIONS][0]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "value", "message"),
     [
-        (remove, r"1 arrays missing \(first: cls\), 0 unknown"),
-        (add, r"0 arrays missing, 1 unknown \(first: Transformer/extra\)"),
-        (reshape, r"embedding/bias has shape \(13,\), expected \(12,\)"),
-        (spoil, "embedding/bias holds values that are not finite"),
-        (spell, "embedding/bias holds .*, expected floating-point numbers"),
-        (flatten_positions, r"pos_embedding has shape \(5, 12\), expected \(1, 5, 12\)"),
+        ("cls", None, r"1 arrays missing \(first: cls\), 0 unknown"),
+        ("Transformer/extra", np.zeros(3), r"0 arrays missing, 1 unknown \(first: Transf.*extra\)"),
+        ("embedding/bias", np.zeros(13), r"embedding/bias has shape \(13,\), expected \(24,\)"),
+        ("embedding/bias", np.full(24, np.inf), "embedding/bias holds values that are not finite"),
+        ("embedding/bias", np.full(24, "zero"), "embedding/bias holds .*, expected floating-point"),
+        (POSITIONS, np.zeros((17, 24)), r"has shape \(17, 24\), expected \(1, 17, 24\)"),
     ],
 )
-def test_every_array_is_checked(tmp_path, change, message):
-    arrays = random_arrays()
-    change(arrays)
-    path = write(tmp_path / "changed.npz", arrays)
+def test_every_array_is_checked(tmp_path, arrays, name, value, message):
+    path = tmp_path / "changed.npz"
+    arrays |= {name: value}
+    np.savez(path, **{name: array for name, array in arrays.items() if array is not None})
     with pytest.raises(InputError, match=message) as caught:
-        weights.load(path, "tiny", SIDE)
+        load(path)
     assert str(path) in str(caught.value)
 
 
-def test_weights_of_another_variant_are_refused(tmp_path):
-    path = write(tmp_path / "tiny.npz", random_arrays())
+def test_weights_of_another_variant_are_refused():
     with pytest.raises(InputError, match=r"not the weights of encoder\.variant Ti/16"):
-        weights.load(path, "Ti/16", 224)
+        weights.load(GOLDEN / "augreg.npz", "Ti/16", 224)
 
 
-@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-@pytest.mark.parametrize("keep", [0, 10, 0.5, 0.98])
-def test_truncated_files_are_refused(tmp_path, suffix, keep):
-    path = tmp_path / f"whole{suffix}"
-    if suffix == ".npz":
-        write(path, random_arrays())
-    else:
-        save_file(timm_arrays(random_arrays()), path)
-    content = path.read_bytes()
-    path = tmp_path / f"cut{suffix}"
-    path.write_bytes(content[: keep if isinstance(keep, int) else int(keep * len(content))])
-    with pytest.raises(InputError, match="unreadable weights") as caught:
-        weights.load(path, "tiny", SIDE)
-    assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
-@pytest.mark.parametrize("content", [b"<!DOCTYPE html>\n<html><head>", b"\x93NUMPY\x01no archive"])
-def test_a_file_of_another_type_is_no_weights_file(tmp_path, suffix, content):
-    path = tmp_path / f"page{suffix}"
-    path.write_bytes(content)
-    with pytest.raises(InputError, match=r"no weights file: expected .*web page") as caught:
-        weights.load(path, "tiny", SIDE)
+@pytest.mark.parametrize("name", ["augreg.npz", "timm.safetensors"])
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda content: b"", "unreadable weights"),
+        (lambda content: content[:10], "unreadable weights"),
+        (lambda content: content[: len(content) // 2], "unreadable weights"),
+        (lambda content: content[:-20], "unreadable weights"),
+        (lambda content: b"<!DOCTYPE html>\n<html><head>", "no weights file: .*is it a web page"),
+        (lambda content: b"\x93NUMPY\x01no archive", "no weights file: .*begins with b'.x93NUMPY"),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path, name, damage, message):
+    path = tmp_path / f"damaged_{name}"
+    path.write_bytes(damage((GOLDEN / name).read_bytes()))
+    with pytest.raises(InputError, match=message) as caught:
+        load(path)
     assert str(path) in str(caught.value) and "unsafe" not in str(caught.value)
 
 
 @pytest.mark.parametrize("compress", [np.savez, np.savez_compressed])
-def test_damaged_npz_is_refused(tmp_path, compress):
-    path = tmp_path / "damaged.npz"
-    compress(path, **random_arrays())
+def test_a_changed_byte_is_noticed(tmp_path, arrays, compress):
+    path = tmp_path / "changed.npz"
+    compress(path, **arrays)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
     with pytest.raises(InputError, match="unreadable weights"):
-        weights.load(path, "tiny", SIDE)
+        load(path)
 
 
 def test_other_file_types_and_missing_files_are_refused(tmp_path):
     path = tmp_path / "weights.pth"
     path.write_bytes(b"anything")
     with pytest.raises(InputError, match=r"weights\.pth: expected a \.npz or \.safetensors"):
-        weights.load(path, "tiny", SIDE)
+        load(path)
     with pytest.raises(InputError, match=r"no file .*absent\.npz"):
-        weights.load(tmp_path / "absent.npz", "tiny", SIDE)
+        load(tmp_path / "absent.npz")
 
 
 def test_failed_save_keeps_the_old_file(tmp_path, monkeypatch):
@@ -296,35 +182,11 @@ def test_positions_resize_as_pillow_does(old, new):
         np.testing.assert_allclose(resized[0, 1:, channel].reshape(new, new), expected, atol=2e-5)
 
 
-def test_loading_at_another_image_size_resizes_positions_alone(tmp_path):
-    arrays = random_arrays()
-    path = write(tmp_path / "small.npz", arrays)
-    loaded = weights.load(path, "tiny", 2 * SIDE)
-    assert loaded.resized_positions is True
-    found = flat(loaded.params)
-    expected = weights.resize_positions(arrays[POSITIONS], 17, path)
-    np.testing.assert_array_equal(found[POSITIONS], expected)
-    assert_same(
-        {name: array for name, array in found.items() if name != POSITIONS},
-        {name: array for name, array in arrays.items() if name != POSITIONS},
-    )
-
-
 @pytest.mark.parametrize("positions", [0, 1, 7, 11])
 def test_positions_that_form_no_square_are_refused(positions):
     embedding = np.zeros((1, positions, 3), np.float32)
     with pytest.raises(InputError, match=f"file: .*has {positions} positions, expected one plus"):
         weights.resize_positions(embedding, 5, "file")
-
-
-def test_the_real_checkpoint_loads_whole(shared_asset):
-    path = shared_asset("Ti_16-augreg-i21k-ft-i1k.npz")
-    loaded = weights.load(path, "Ti/16", 224)
-    assert loaded.skipped == ("head/bias", "head/kernel")
-    assert loaded.resized_positions is False
-    count = sum(leaf.size for leaf in jax.tree.leaves(loaded.params))
-    # 5,717,416 in the file, less the head of 1000 classes.
-    assert count == 5_717_416 - 193 * 1000
 
 
 def test_the_embedded_encoder_loads_strictly_and_is_small():

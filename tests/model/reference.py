@@ -1,0 +1,108 @@
+"""The Vision Transformer in float64 NumPy, token by token where that is the plainest reading."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.special import erf
+
+from fdc_jax.model import vit
+
+TINY = vit.Variant(width=24, depth=2, heads=3, patch=4)
+SIDE = 12
+PARTS = ("key", "value")
+
+
+def random_like(tree, seed, scale=0.3):
+    """Returns a tree of the same shapes, filled with noise."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(0, scale, x.shape), jnp.float32), tree)
+
+
+def random_params(seed, variant=TINY, side=SIDE):
+    """Returns a parameter tree in which no leaf is constant, so that each one matters."""
+    return random_like(vit.parameter_shapes(vit.VisionTransformer(variant), side), seed)
+
+
+def random_images(seed, count=3, side=SIDE):
+    """Returns images of noise."""
+    return np.random.default_rng(seed).integers(0, 256, (count, side, side, 3), np.uint8)
+
+
+def float64(tree):
+    """Returns every leaf as a float64 array of NumPy."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), tree)
+
+
+def products(increment):
+    """Returns A B of every block, by part, in float64."""
+    factors = float64(increment)
+    return {part: factors[part]["A"] @ factors[part]["B"] for part in PARTS}
+
+
+def _layer_norm(x, p):
+    centred = x - x.mean(-1, keepdims=True)
+    variance = (centred**2).mean(-1, keepdims=True)
+    return centred / np.sqrt(variance + 1e-6) * p["scale"] + p["bias"]
+
+
+def features(
+    params,
+    images,
+    variant=TINY,
+    offset=0.0,
+    divisor=1.0,
+    updates=None,
+    adapter=None,
+    attention_inputs=None,
+):
+    """Returns the class token after the final norm: Dosovitskiy et al. (2021), Eqs. 1-4.
+
+    Every token passes through every block. `updates[part][block]` [d, d] is added to the key or
+    value kernel. `adapter[leaf][block]` acts on what the attention leaves, beside the MLP.
+    `attention_inputs[block]`, a list, gets the tokens that enter a block's attention, by image.
+    """
+    p = float64(params)
+    width, heads, size = variant.width, variant.heads, variant.patch
+    found = []
+    for image in (images / 255.0 - offset) / divisor:
+        tokens = [p["cls"].reshape(width)]
+        for top in range(0, image.shape[0], size):
+            for left in range(0, image.shape[1], size):
+                patch = image[top : top + size, left : left + size]
+                product = np.einsum("ijc,ijcd->d", patch, p["embedding"]["kernel"])
+                tokens.append(product + p["embedding"]["bias"])
+        trunk = p["Transformer"]
+        z = np.stack(tokens) + trunk["posembed_input"]["pos_embedding"][0]
+        for number in range(variant.depth):
+            block = trunk[f"encoderblock_{number}"]
+            attention = block["MultiHeadDotProductAttention_1"]
+            x = _layer_norm(z, block["LayerNorm_0"])
+            if attention_inputs is not None:
+                attention_inputs[number].append(x)
+            projected = {}
+            for part in ("query", "key", "value"):
+                kernel = attention[part]["kernel"].reshape(width, width)
+                if updates is not None and part in updates:
+                    kernel = kernel + updates[part][number]
+                projected[part] = x @ kernel + attention[part]["bias"].reshape(width)
+            mixed = []
+            for head in range(heads):
+                columns = slice(head * width // heads, (head + 1) * width // heads)
+                q, k, v = (projected[part][:, columns] for part in ("query", "key", "value"))
+                weight = np.exp(q @ k.T / math.sqrt(width // heads))
+                mixed.append(weight / weight.sum(1, keepdims=True) @ v)
+            out = attention["out"]["kernel"].reshape(width, width)
+            z = z + np.concatenate(mixed, 1) @ out + attention["out"]["bias"]
+            mlp = block["MlpBlock_3"]
+            hidden = _layer_norm(z, block["LayerNorm_2"]) @ mlp["Dense_0"]["kernel"]
+            hidden = hidden + mlp["Dense_0"]["bias"]
+            hidden = hidden * (1 + erf(hidden / math.sqrt(2))) / 2
+            beside = 0.0
+            if adapter is not None:
+                a = {name: np.asarray(leaf[number], np.float64) for name, leaf in adapter.items()}
+                beside = np.maximum(z @ a["down"] + a["down_bias"], 0.0) @ a["up"] + a["up_bias"]
+            z = z + hidden @ mlp["Dense_1"]["kernel"] + mlp["Dense_1"]["bias"] + 0.1 * beside
+        found.append(_layer_norm(z, trunk["encoder_norm"])[0])
+    return np.stack(found)

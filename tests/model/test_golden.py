@@ -1,0 +1,65 @@
+"""Loader and encoder against the features that PyTorch and timm give; see `make_golden`."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from fdc_jax.model import vit, weights
+from tests.model import make_golden
+
+GOLDEN = Path(__file__).parent / "golden"
+VARIANT = vit.Variant(make_golden.WIDTH, make_golden.DEPTH, make_golden.HEADS, make_golden.PATCH)
+
+
+@pytest.fixture(autouse=True)
+def golden_variant(monkeypatch):
+    monkeypatch.setitem(vit.VARIANTS, "golden", VARIANT)
+
+
+@pytest.mark.parametrize("input_range", ["pilot01", "augreg"])
+@pytest.mark.parametrize("side", [make_golden.SIDE, make_golden.OTHER_SIDE])
+def test_features_of_a_small_checkpoint(input_range, side):
+    """Of the real layout. The other side has position embeddings that were resized."""
+    golden = np.load(GOLDEN / "features.npz")
+    loaded = weights.load(GOLDEN / "augreg.npz", "golden", side)
+    assert loaded.skipped == ("head/bias", "head/kernel")
+    assert loaded.resized_positions == (side != make_golden.SIDE)
+    model = vit.build("golden", side, input_range)
+    found = jax.jit(model.apply)({"params": loaded.params}, golden[f"images_{side}"])
+    np.testing.assert_allclose(found, golden[f"{input_range}_{side}"], atol=2e-5)
+
+
+def test_the_safetensors_of_timm_hold_the_same_parameters():
+    found, expected = (
+        weights.load(GOLDEN / name, "golden", make_golden.SIDE)
+        for name in ("timm.safetensors", "augreg.npz")
+    )
+    jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
+    assert found.skipped == expected.skipped
+
+
+def some_are_slow(input_range, precision):
+    fast = (input_range, precision) == ("pilot01", "parity")
+    return pytest.param(input_range, precision, marks=() if fast else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("input_range", "precision"),
+    [some_are_slow(name, mode) for name in ("pilot01", "augreg") for mode in ("parity", "fast")],
+)
+def test_features_of_the_real_checkpoint(shared_asset, input_range, precision):
+    golden = np.load(shared_asset("golden_vit_ti16_16images.npz"))
+    expected = golden[{"pilot01": "cls_unit", "augreg": "cls_pm1"}[input_range]]
+    loaded = weights.load(shared_asset("Ti_16-augreg-i21k-ft-i1k.npz"), "Ti/16", 224)
+    assert loaded.skipped == ("head/bias", "head/kernel") and not loaded.resized_positions
+    # 5,717,416 in the file, less the head of 1000 classes.
+    assert sum(leaf.size for leaf in jax.tree.leaves(loaded.params)) == 5_717_416 - 193 * 1000
+    model = vit.build("Ti/16", 224, input_range, precision)
+    found = jax.jit(model.apply)({"params": loaded.params}, golden["images_uint8_nhwc"])
+    if precision == "parity":
+        np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
+    else:
+        error = np.linalg.norm(found - expected, axis=1) / np.linalg.norm(expected, axis=1)
+        assert error.max() < 0.05
