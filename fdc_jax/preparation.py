@@ -104,8 +104,8 @@ def prepare(config: Config, quiet: bool = False) -> Experiment:
     data_dir = dataset.data_folder(config.data.dir)
     tasks = task_stream.build(
         benchmark,
-        dataset.open_dataset(config.benchmark, "train", data_dir),
-        dataset.open_dataset(config.benchmark, "test", data_dir),
+        dataset.open_dataset(config.benchmark, "train", data_dir, cache_folder),
+        dataset.open_dataset(config.benchmark, "test", data_dir, cache_folder),
         config.class_order_seed,
         config.classes_per_task,
         config.data.train_per_class,

@@ -120,10 +120,9 @@ def images_sha256(class_names: Iterable[str], records: Iterable[tuple[str, int, 
 
     Args:
         class_names: by class index.
-        records: identifier, class index and `images.pixels_sha256` of each image, in the order of
-            a `Dataset`.
+        records: identifier, class index and `images.pixels_sha256` of each image, in any order.
     """
     digest = hashlib.sha256(json.dumps(list(class_names)).encode())
-    for name, label, pixels in records:
+    for name, label, pixels in sorted(records):
         digest.update(f"\n{name}\t{label}\t{pixels.hex()}".encode())
     return digest.hexdigest()

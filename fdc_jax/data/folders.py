@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
+import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,12 @@ from fdc_jax.errors import InputError
 # The file names that torchvision's ImageFolder, and so PILOT, takes for images.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 RANDOM80_SEED = 1993
+_SPECIAL = {
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFCHR: "a character device",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +50,42 @@ def _hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
+def _leads_back(path: Path, folder: Path) -> bool:
+    """Says whether a folder is `folder` or above it, as only links are that lie in `folder`."""
+    return Path(os.path.realpath(folder)).is_relative_to(os.path.realpath(path))
+
+
 def _subfolders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir() and not _hidden(path.name))
+    return sorted(
+        path
+        for path in folder.iterdir()
+        if path.is_dir() and not _hidden(path.name) and not _leads_back(path, folder)
+    )
 
 
 def _is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES) and not _hidden(name)
+
+
+def _files(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
+    """Yields the files at and below a folder; links are followed, but not back to where it is."""
+    above = (*above, folder)
+    for path in sorted(folder.iterdir()):
+        if _hidden(path.name):
+            continue
+        if not path.is_dir():
+            yield path
+        elif not any(_leads_back(path, each) for each in above):
+            yield from _files(path, above)
+
+
+def skipped(names: Iterable[str]) -> str:
+    """Says which files are no images by their suffix: "; skipped: 12 .gif, 1 .txt" or nothing."""
+    counts = collections.Counter(
+        os.path.splitext(name)[1].lower() or os.path.basename(name) for name in names
+    )
+    listed = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common(5))
+    return f"; skipped, as no images by their suffix: {listed}" if listed else ""
 
 
 def list_images(folder: Path) -> tuple[list[ImageFile], list[str]]:
@@ -57,23 +95,36 @@ def list_images(folder: Path) -> tuple[list[ImageFile], list[str]]:
         The images, and the names of the files that are no images by their suffix.
 
     Raises:
-        InputError: a class folder without an image.
+        InputError: a class folder without an image; an image that is no file, or whose name is
+            not in UTF-8.
     """
     found: list[ImageFile] = []
     others: list[str] = []
     for class_folder in _subfolders(folder):
-        before = len(found)
-        for parent, children, names in os.walk(class_folder, followlinks=True):
-            children[:] = [child for child in children if not _hidden(child)]
-            for name in names:
-                path = Path(parent) / name
-                relative = path.relative_to(folder).as_posix()
-                if _is_image(name):
-                    found.append(ImageFile(path, relative))
-                elif not _hidden(name):
-                    others.append(relative)
-        if len(found) == before:
-            raise InputError(f"{class_folder}: expected images in this class folder, found none")
+        images, rest = [], []
+        for path in _files(class_folder):
+            name = path.relative_to(folder).as_posix()
+            if not _is_image(path.name):
+                rest.append(name)
+                continue
+            images.append(ImageFile(path, name))
+            try:
+                name.encode()
+                kind = _SPECIAL.get(stat.S_IFMT(path.stat().st_mode))
+            except UnicodeEncodeError as error:
+                raise InputError(
+                    f"{folder}: expected file names in UTF-8, found {os.fsencode(name)!r}"
+                ) from error
+            except OSError as error:
+                raise InputError(f"{path}: cannot read: {error.strerror}") from error
+            if kind is not None:
+                raise InputError(f"{path}: expected an image file, found {kind}")
+        if not images:
+            raise InputError(
+                f"{class_folder}: expected images in this class folder, found none{skipped(rest)}"
+            )
+        found += images
+        others += rest
     return sorted(found, key=lambda image: (image.class_name, image.name)), sorted(others)
 
 
@@ -113,7 +164,10 @@ def class_root(root: Path) -> Path:
                 with_images += any(_is_image(entry.name) and entry.is_file() for entry in entries)
             if with_images == 2:
                 return folder
-    raise InputError(f"{root}: expected one folder of images per class, found none")
+    others = (path.name for path in _files(root) if not _is_image(path.name))
+    raise InputError(
+        f"{root}: expected one folder of images per class, found none{skipped(others)}"
+    )
 
 
 def random80(images: list[ImageFile]) -> tuple[list[ImageFile], list[ImageFile]]:
@@ -135,19 +189,30 @@ def extract(archive: Path, destination: Path) -> None:
     """Unpacks the images of a zip or tar archive.
 
     Raises:
-        InputError: the file is no such archive, is damaged, or there is no room for it.
+        InputError: the file is no such archive, is damaged, holds no image, or there is no room.
     """
+    others, found = [], False
     try:
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as packed:
                 for member in packed.infolist():
-                    if not member.is_dir() and _wanted(member.filename):
+                    if member.is_dir():
+                        continue
+                    if _wanted(member.filename):
                         packed.extract(member, destination)
+                        found = True
+                    else:
+                        others.append(member.filename)
         elif tarfile.is_tarfile(archive):
             with tarfile.open(archive) as packed:
                 for member in packed:
-                    if not member.isdir() and _wanted(member.name):
+                    if member.isdir():
+                        continue
+                    if _wanted(member.name):
                         packed.extract(member, destination, filter="data")
+                        found = True
+                    else:
+                        others.append(member.name)
         else:
             raise InputError(f"{archive}: expected a folder, a zip or a tar archive")
     except InputError:
@@ -162,6 +227,8 @@ def extract(archive: Path, destination: Path) -> None:
         tarfile.TarError,
     ) as error:
         raise InputError(f"{archive}: cannot unpack: {error}") from error
+    if not found:
+        raise InputError(f"{archive}: expected images, found none{skipped(others)}")
 
 
 def _wanted(name: str) -> bool:
@@ -171,13 +238,17 @@ def _wanted(name: str) -> bool:
 
 @contextlib.contextmanager
 def unpacked(source: Path, scratch: Path) -> Iterator[Path]:
-    """Yields `source` if it is a folder, else a folder below `scratch` with its contents."""
+    """Yields `source` if it is a folder, else a folder below `scratch` with its contents.
+
+    Errors that name a file of that folder name it as a file of the archive.
+    """
     if source.is_dir():
         yield source
-    elif source.is_file():
-        destination = scratch / "unpacked"
-        destination.mkdir(parents=True)
+        return
+    destination = scratch / "unpacked"
+    destination.mkdir(parents=True)
+    try:
         extract(source, destination)
         yield destination
-    else:
-        raise InputError(f"{source}: expected a folder or an archive, found nothing")
+    except InputError as error:
+        raise InputError(str(error).replace(str(destination), str(source))) from error

@@ -1,12 +1,13 @@
 """Decoding, and PILOT's two transforms, with Pillow on the host: uint8 RGB arrays out.
 
 Conversion to floating point and the input range belong to the device. Pixels stay as stored: an
-orientation given in EXIF is not applied, 16-bit greyscale is clipped at 255, and transparency is
-dropped, as `PIL.Image.convert("RGB")` does in PILOT.
+orientation given in EXIF is not applied and transparency is dropped, as `PIL.Image.convert("RGB")`
+does in PILOT. Of 16 bits the upper eight are kept, in grey (which `convert` clips) as in colour.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import math
 import struct
@@ -44,6 +45,11 @@ _DAMAGED = (
 )
 
 
+# Grey of 16 bits where Pillow holds it in 32, and kinds of pixels without a white of their own.
+_SIXTEEN_BITS = (("I", "PNG"), ("I", "PPM"))
+_REFUSED = {"F": "floating-point numbers", "I": "32-bit integers"}
+
+
 def decode(encoded: bytes, description: str) -> Image.Image:
     """Returns the image in mode RGB, all pixels read.
 
@@ -52,7 +58,8 @@ def decode(encoded: bytes, description: str) -> Image.Image:
         description: names the image in the error message.
 
     Raises:
-        InputError: the bytes are empty, truncated or no image that Pillow reads.
+        InputError: the bytes are empty, truncated or no image that Pillow reads, or its pixels
+            have neither 8 nor 16 bits.
     """
     if not encoded:
         raise InputError(f"{description}: expected an image, found 0 bytes")
@@ -62,14 +69,26 @@ def decode(encoded: bytes, description: str) -> Image.Image:
                 # Only silences Pillow's advice to convert to RGBA; the RGB pixels are the same.
                 image.load()
                 image.info.pop("transparency", None)
-            return image.convert("RGB")
+            if image.mode.startswith("I;16") or (image.mode, image.format) in _SIXTEEN_BITS:
+                return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+            if image.mode not in _REFUSED:
+                return image.convert("RGB")
+            refused = _REFUSED[image.mode]
     except _DAMAGED as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, Image.UnidentifiedImageError):
             reason = "not a known image format"
+            if encoded.startswith((b"II*\0", b"MM\0*")):
+                reason = "a TIFF of a kind that is not read, such as floating-point colours"
         raise InputError(
             f"{description}: cannot decode these {len(encoded)} bytes: {reason}"
         ) from error
+    raise InputError(f"{description}: expected pixels of 8 or 16 bits, found {refused}")
+
+
+def pixels_sha256(image: Image.Image) -> bytes:
+    """Returns the SHA-256 of an image's size and pixels, 32 bytes."""
+    return hashlib.sha256(f"{image.size}".encode() + image.tobytes()).digest()
 
 
 def evaluation_resize(image_size: int) -> int:

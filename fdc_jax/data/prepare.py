@@ -3,6 +3,7 @@
     python -m fdc_jax.data.prepare BENCHMARK --source=FOLDER_OR_ARCHIVE --data_dir=DIR
 
 Every image is decoded once; nothing is left that a reader would accept unless all of it is well.
+Beside the data, `duplicates.csv` lists images that occur more than once.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import csv
+import dataclasses
 import fcntl
 import hashlib
 import io
@@ -17,25 +20,23 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from fdc_jax.data import batches, benchmarks, cifar100, folders, images, tfds_format
-from fdc_jax.data.dataset import data_folder
+from fdc_jax.data import batches, benchmarks, cifar100, dataset, folders, images, tfds_format
 from fdc_jax.errors import InputError
 
 
 def prepare(
     benchmark_name: str,
-    source: str | os.PathLike[str] | None,
-    data_dir: str | os.PathLike[str],
+    source: str | os.PathLike[str] | None = None,
+    data_dir: str | os.PathLike[str] = "",
     *,
     workers: int | None = None,
     allow_other_split: bool = False,
@@ -46,8 +47,8 @@ def prepare(
     Args:
         benchmark_name: key of `benchmarks.BENCHMARKS`.
         source: folder or archive with the raw data; may be None for CIFAR-100, which is then
-            downloaded, and for the embedded digits.
-        data_dir: folder of prepared data sets.
+            downloaded, for the embedded digits, and for what is prepared already.
+        data_dir: folder of prepared data sets, as in `dataset.data_folder`.
         workers: decoding threads; None for one per core.
         allow_other_split: accepts a division into train and test that is not PILOT's, as the
             benchmark "NAME_other".
@@ -57,58 +58,65 @@ def prepare(
         The folder of the prepared data; None for the embedded digits.
 
     Raises:
-        InputError: the raw data are not there, are damaged, or are not what the table says.
+        InputError: the raw data are not there, are damaged, are not what the table says, or are
+            others than those that are prepared already.
     """
     benchmark = benchmarks.find(benchmark_name)
-    say = _silent if quiet else _print
-    if benchmark.partition == "embedded":
-        say(f"{benchmark.name} is embedded: nothing to prepare")
-        return None
-    if allow_other_split and benchmark.partition not in ("pilot", "other"):
-        raise InputError(f"{benchmark.name} has one split only: --allow_other_split does not apply")
-    if source is None and benchmark.name != "cifar100":
-        raise InputError(f"{benchmark.name} needs --source=PATH, where PATH is {benchmark.obtain}")
-    data_dir = data_folder(data_dir)
+    raw = None if source is None else Path(source)
+    if raw is not None and not (raw.is_dir() or raw.is_file()):
+        found = "neither" if raw.exists() else "nothing"
+        raise InputError(f"{raw}: expected a folder or an archive, found {found}")
     workers = batches.default_workers() if workers is None else workers
     if workers < 1:
         raise InputError(f"workers must be at least 1, found {workers}")
-    job = _Job(benchmark, data_dir, workers, quiet, say)
-    if job.done(benchmark):
-        return tfds_format.dataset_folder(benchmark, data_dir)
-    with _locked(job.data_dir / f".{benchmark.tfds_name}.lock", say):
-        # Another process may have done it while this one waited.
-        if job.done(benchmark):
-            return tfds_format.dataset_folder(benchmark, data_dir)
-        try:
-            with _scratch(job.data_dir, benchmark.tfds_name) as scratch:
-                if benchmark.name == "cifar100":
-                    return _prepare_cifar100(job, None if source is None else Path(source), scratch)
-                return _prepare_folder(job, Path(str(source)), scratch, allow_other_split)
-        except OSError as error:
-            raise InputError(f"cannot prepare {benchmark.name}: {error}") from error
+    job = _Job(benchmark, dataset.data_folder(data_dir), workers, quiet)
+    if benchmark.partition == "embedded":
+        job.say(f"{benchmark.name} is embedded: nothing to prepare")
+        return None
+    if allow_other_split and benchmark.partition not in ("pilot", "other"):
+        raise InputError(f"{benchmark.name} has one split only: --allow_other_split does not apply")
+    if raw is None and job.is_prepared(benchmark):
+        return job.already_prepared(benchmark)
+    if raw is None and benchmark.name != "cifar100":
+        raise InputError(f"{benchmark.name} needs --source=PATH, where PATH is {benchmark.obtain}")
+    try:
+        if benchmark.name == "cifar100":
+            return _prepare_cifar100(job, raw)
+        assert raw is not None
+        return _prepare_folder(job, raw, allow_other_split)
+    except OSError as error:
+        raise InputError(f"cannot prepare {benchmark.name}: {error}") from error
 
 
+class _Example(NamedTuple):
+    """An image to be stored: its record, and the checksum of its pixels."""
+
+    record: dict[str, Any]
+    pixels: bytes
+
+    @property
+    def fact(self) -> tuple[str, int, bytes]:
+        """What makes up its identity: name, label, pixels."""
+        name = self.record.get("file_name", self.record.get("id", ""))
+        return name, self.record["label"], self.pixels
+
+
+@dataclasses.dataclass(frozen=True)
 class _Job:
     """What all steps of one preparation share."""
 
-    def __init__(
-        self,
-        benchmark: benchmarks.Benchmark,
-        data_dir: Path,
-        workers: int,
-        quiet: bool,
-        say: Callable[[str], None],
-    ):
-        self.benchmark = benchmark
-        self.data_dir = data_dir
-        self.workers = workers
-        self.quiet = quiet
-        self.say = say
+    benchmark: benchmarks.Benchmark
+    data_dir: Path
+    workers: int
+    quiet: bool
 
-    def done(self, benchmark: benchmarks.Benchmark) -> bool:
+    def say(self, line: str) -> None:
+        if not self.quiet:
+            print(line, file=sys.stderr, flush=True)
+
+    def is_prepared(self, benchmark: benchmarks.Benchmark) -> bool:
         folder = tfds_format.dataset_folder(benchmark, self.data_dir)
         if (folder / "dataset_info.json").is_file():
-            self.say(f"{benchmark.name} is already prepared in {folder}")
             return True
         if folder.exists():
             raise InputError(
@@ -117,13 +125,43 @@ class _Job:
             )
         return False
 
+    def already_prepared(self, benchmark: benchmarks.Benchmark) -> Path:
+        folder = tfds_format.dataset_folder(benchmark, self.data_dir)
+        self.say(f"{benchmark.name} is already prepared in {folder}")
+        return folder
+
+    def in_order(self, load: Callable[[Any], Any], items: Sequence[Any], what: str) -> Iterator:
+        """Loads items in threads and yields results, or InputErrors, in order, with a bar."""
+
+        def attempt(item: Any) -> Any:
+            try:
+                return load(item)
+            except InputError as error:
+                return error
+            except OSError as error:
+                return InputError(str(error))
+
+        pause = 0.1 if sys.stderr.isatty() else 30.0
+        title, at_once = f"{self.benchmark.name} {what}", 32 * self.workers
+        with (
+            ThreadPoolExecutor(self.workers, thread_name_prefix="prepare") as pool,
+            tqdm(
+                total=len(items), desc=title, unit="image", disable=self.quiet, mininterval=pause
+            ) as bar,
+        ):
+            for start in range(0, len(items), at_once):
+                for result in pool.map(attempt, items[start : start + at_once]):
+                    yield result
+                    bar.update()
+
     def write(
         self,
         benchmark: benchmarks.Benchmark,
         scratch: Path,
         features: Any,
         plan: dict[str, tuple[Sequence[Any], int]],
-        load: Callable[[Any], dict[str, Any]],
+        load: Callable[[Any], _Example],
+        metadata: dict[str, Any],
     ) -> Path:
         """Writes all splits and moves the result to its place.
 
@@ -133,41 +171,39 @@ class _Job:
             features: of the data set.
             plan: per split its items, in the order of writing, and their size in bytes.
             load: item to example; runs in threads; InputError marks an unreadable image.
+            metadata: to be kept beside what is known of the data anyway.
         """
         staged = tfds_format.dataset_folder(benchmark, scratch)
         staged.mkdir(parents=True)
         writer = tfds_format.DatasetWriter(staged, benchmark, features)
+        class_names = features["label"].names
         unreadable: list[str] = []
-        digest = hashlib.sha256()
+        facts: dict[str, list[tuple[str, int, bytes]]] = {split: [] for split in plan}
 
-        def good(results: Iterable[dict[str, Any] | InputError]) -> Iterator[dict[str, Any]]:
-            for result in results:
+        def records(split: str, items: Sequence[Any]) -> Iterator[dict[str, Any]]:
+            for result in self.in_order(load, items, split):
                 if isinstance(result, InputError):
                     unreadable.append(str(result))
-                    continue
-                name = result.get("file_name", result.get("id"))
-                content = hashlib.sha256(result["image"]).hexdigest()
-                digest.update(f"{name}\t{result['label']}\t{content}\n".encode())
                 # After a failure only the remaining names matter.
-                if not unreadable:
-                    yield result
+                elif not unreadable:
+                    facts[split].append(result.fact)
+                    yield result.record
 
         for split, (items, num_bytes) in plan.items():
-            digest.update(f"{split}\n".encode())
-            results = _in_order(load, items, self.workers)
-            with _progress(results, len(items), f"{benchmark.name} {split}", self.quiet) as shown:
-                writer.write_split(split, good(shown), len(items), num_bytes)
+            with contextlib.closing(records(split, items)) as found:
+                writer.write_split(split, found, len(items), num_bytes)
         if unreadable:
             total = sum(len(items) for items, _ in plan.values())
             raise InputError(
                 f"{benchmark.name}: {len(unreadable)} of {total} images cannot be read: "
                 + "; ".join(unreadable)
             )
-        writer.finish({"partition": benchmark.partition, "images_sha256": digest.hexdigest()})
-        # Reads everything back, and leaves index and checksum beside the data.
+        repeated = _write_duplicates(staged / "duplicates.csv", facts, class_names)
+        checksums = {name: dataset.images_sha256(class_names, facts[name]) for name in plan}
+        writer.finish({"partition": benchmark.partition, "images_sha256": checksums, **metadata})
+        # Reads everything back, and leaves the index beside the data.
         read = {name: tfds_format.open_prepared(benchmark, name, scratch) for name in plan}
         benchmarks.verify(benchmark, read["train"].labels, read["test"].labels)
-        checksums = {name: found.checksum for name, found in read.items()}
         folder = tfds_format.dataset_folder(benchmark, self.data_dir)
         folder.parent.mkdir(parents=True, exist_ok=True)
         os.rename(staged, folder)
@@ -177,60 +213,141 @@ class _Job:
             + f", partition {benchmark.partition}, in {folder}; SHA-256 "
             + ", ".join(f"{name} {value[:16]}" for name, value in checksums.items())
         )
+        if repeated:
+            self.say(f"{repeated}, listed in {folder / 'duplicates.csv'}")
         return folder
 
+    @contextlib.contextmanager
+    def workplace(self) -> Iterator[Path]:
+        """Yields a new folder, removed at the end, for one process at a time.
 
-def _prepare_folder(job: _Job, source: Path, scratch: Path, allow_other_split: bool) -> Path:
-    with folders.unpacked(source, scratch) as root:
+        Folders that killed processes left are removed; the system drops a dead process's lock.
+        """
+        name = self.benchmark.tfds_name
+        path = self.data_dir / f".{name}.lock"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = open(path, "w")
+        except OSError as error:
+            raise InputError(f"cannot write {path}: {error.strerror or error}") from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self.say(f"waiting for another process that holds {path}")
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            prefix = f".{name}.incomplete-"
+            for stale in self.data_dir.glob(f"{prefix}*"):
+                shutil.rmtree(stale, ignore_errors=True)
+            scratch = Path(tempfile.mkdtemp(dir=self.data_dir, prefix=prefix))
+            try:
+                yield scratch
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_duplicates(
+    path: Path, facts: dict[str, list[tuple[str, int, bytes]]], class_names: Sequence[str]
+) -> str:
+    """Lists images with the same pixels, a number to each group; says how many, or nothing."""
+    groups: dict[bytes, list[tuple[str, str, str]]] = collections.defaultdict(list)
+    for split, images_of_split in facts.items():
+        for name, label, pixels in images_of_split:
+            groups[pixels].append((split, class_names[label], name))
+    repeated = [group for group in groups.values() if len(group) > 1]
+    if not repeated:
+        return ""
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["group", "split", "class", "image"])
+        table.writerows((i, *image) for i, group in enumerate(repeated) for image in group)
+    splits = [[split for split, _, _ in group] for group in repeated]
+    counts = {
+        "within a split": sum(len(set(each)) < len(each) for each in splits),
+        "in train and test": sum(len(set(each)) > 1 for each in splits),
+        "in several classes": sum(len({name for _, name, _ in group}) > 1 for group in repeated),
+    }
+    described = ", ".join(f"{count} {where}" for where, count in counts.items() if count)
+    return f"{len(repeated)} images occur more than once ({described})"
+
+
+def _prepare_folder(job: _Job, source: Path, allow_other_split: bool) -> Path:
+    metadata = {}
+    if source.is_file():
+        metadata["archive_md5"] = found = _check_archive(job, source)
+        if job.is_prepared(job.benchmark):
+            kept = tfds_format.metadata(job.benchmark, job.data_dir).get("archive_md5")
+            if kept == found:
+                return job.already_prepared(job.benchmark)
+    # What is prepared may lie in a folder that is closed to writing.
+    compare_only = source.is_dir() and not allow_other_split and job.is_prepared(job.benchmark)
+    place = contextlib.nullcontext(source) if compare_only else job.workplace()
+    with place as scratch, folders.unpacked(source, scratch) as root:
         if job.benchmark.partition == "random80":
             found, others = folders.list_images(folders.class_root(root))
-            train, test = folders.random80(found)
+            plan = dict(zip(dataset.SPLITS, folders.random80(found), strict=True))
         else:
             root = folders.split_root(root)
-            train, others = folders.list_images(root / "train")
-            test, more = folders.list_images(root / "test")
-            others += more
+            plan, others = {}, []
+            for split in dataset.SPLITS:
+                plan[split], more = folders.list_images(root / split)
+                others += more
         if others:
             job.say(
                 f"{len(others)} files are no images by their suffix and are left out: "
                 + ", ".join(others[:5])
             )
-        class_names = sorted({image.class_name for image in [*train, *test]})
-        benchmark = _choose(job, train, test, class_names, allow_other_split)
-        if benchmark is not job.benchmark and job.done(benchmark):
-            return tfds_format.dataset_folder(benchmark, job.data_dir)
+        class_names = sorted({image.class_name for split in plan.values() for image in split})
+        benchmark = _choose(job, plan, class_names, allow_other_split)
+        # Another process may have done it while this one waited.
+        if job.is_prepared(benchmark):
+            _compare(job, benchmark, plan, source)
+            return job.already_prepared(benchmark)
         label = {name: index for index, name in enumerate(class_names)}
 
-        def load(item: folders.ImageFile) -> dict[str, Any]:
+        def load(item: folders.ImageFile) -> _Example:
             encoded = item.path.read_bytes()
-            images.decode(encoded, str(item.path))
-            return {
-                "image": encoded,
-                "label": label[item.class_name],
-                "file_name": item.name,
-            }
+            pixels = images.pixels_sha256(images.decode(encoded, str(item.path)))
+            record = {"image": encoded, "label": label[item.class_name], "file_name": item.name}
+            return _Example(record, pixels)
 
-        plan: dict[str, tuple[Sequence[Any], int]] = {
+        sized = {
             split: (items, sum(item.path.stat().st_size for item in items))
-            for split, items in [("train", train), ("test", test)]
+            for split, items in plan.items()
         }
-        return job.write(benchmark, scratch, tfds_format.folder_features(class_names), plan, load)
+        features = tfds_format.folder_features(class_names)
+        return job.write(benchmark, scratch, features, sized, load, metadata)
+
+
+def _check_archive(job: _Job, archive: Path) -> str:
+    """Returns the MD5 of an archive; notes whether it is the published one, where one is."""
+    with open(archive, "rb") as file:
+        found = hashlib.file_digest(file, "md5").hexdigest()
+    published = job.benchmark.checksums.get("md5")
+    if published == found:
+        job.say(f"{archive}: MD5 {found}, as published for PILOT's archive")
+    elif published is not None:
+        job.say(
+            f"note: {archive}: MD5 {found}, where {published} is published for PILOT's archive; "
+            "what counts are the images in it"
+        )
+    return found
 
 
 def _choose(
     job: _Job,
-    train: list[folders.ImageFile],
-    test: list[folders.ImageFile],
+    plan: dict[str, list[folders.ImageFile]],
     class_names: list[str],
     allow_other_split: bool,
 ) -> benchmarks.Benchmark:
     """Returns the benchmark that the images are: the one asked for, or its "other" split."""
     label = {name: index for index, name in enumerate(class_names)}
     train_labels, test_labels = (
-        np.array([label[image.class_name] for image in split], np.int64) for split in (train, test)
+        np.array([label[image.class_name] for image in plan[split]], np.int64)
+        for split in dataset.SPLITS
     )
     try:
-        missing = sorted(set(class_names) - {image.class_name for image in train})
+        missing = sorted(set(class_names) - {image.class_name for image in plan["train"]})
         if missing:
             raise InputError(
                 f"{job.benchmark.name}: expected training images of every class, found none of "
@@ -251,124 +368,77 @@ def _choose(
         return other
 
 
-def _prepare_cifar100(job: _Job, source: Path | None, scratch: Path) -> Path:
+def _compare(
+    job: _Job,
+    benchmark: benchmarks.Benchmark,
+    plan: dict[str, list[folders.ImageFile]],
+    source: Path,
+) -> None:
+    """Refuses images that are not those that are prepared: other names, labels or pixels."""
+    folder = tfds_format.dataset_folder(benchmark, job.data_dir)
+    for split, items in plan.items():
+        prepared = tfds_format.open_prepared(benchmark, split, job.data_dir)
+        position = {name: index for index, name in enumerate(prepared.ids)}
+        differing: Iterable[str] = sorted(position.keys() ^ {item.name for item in items})
+
+        def differs(item: folders.ImageFile, prepared=prepared, position=position) -> str:
+            found, kept = item.path.read_bytes(), prepared.read(position[item.name])
+            same = found == kept or (
+                images.decode(found, str(item.path)) == images.decode(kept, item.name)
+            )
+            return "" if same else item.name
+
+        if not differing:
+            differing = filter(None, job.in_order(differs, items, f"{split}, compared"))
+        for name in differing:
+            if isinstance(name, InputError):
+                raise name
+            raise InputError(
+                f"{folder} holds other images than {source}, such as {name} of {split}; remove "
+                f"that folder to prepare {benchmark.name} anew, or give another --data_dir"
+            )
+
+
+def _prepare_cifar100(job: _Job, source: Path | None) -> Path:
     benchmark = job.benchmark
-    if source is None:
-        archive = cifar100.download(benchmark, job.data_dir / "downloads", job.quiet)
-    else:
-        archive = source / cifar100.ARCHIVE_NAME if source.is_dir() else source
+    archive = source
+    if source is not None and source.is_dir():
+        archive = source / cifar100.ARCHIVE_NAME
         if not archive.is_file():
             raise InputError(f"{archive}: expected the archive {cifar100.ARCHIVE_NAME}")
+    if archive is not None:
         cifar100.check(benchmark, archive)
-    contents = cifar100.read(benchmark, archive)
-    labels = {split: records[:, 1].astype(np.int64) for split, records in contents.splits.items()}
-    benchmarks.verify(benchmark, labels["train"], labels["test"])
+        if job.is_prepared(benchmark):
+            return job.already_prepared(benchmark)
+    with job.workplace() as scratch:
+        if job.is_prepared(benchmark):
+            return job.already_prepared(benchmark)
+        if archive is None:
+            archive = cifar100.download(benchmark, job.data_dir / "downloads", job.quiet)
+        contents = cifar100.read(benchmark, archive)
+        labels = {split: found[:, 1].astype(np.int64) for split, found in contents.splits.items()}
+        benchmarks.verify(benchmark, labels["train"], labels["test"])
 
-    def load(item: tuple[str, int]) -> dict[str, Any]:
-        split, index = item
-        record = contents.splits[split][index]
-        file = io.BytesIO()
-        Image.fromarray(cifar100.image(record)).save(file, "PNG")
-        return {
-            "id": f"{split}_{index:05d}",
-            "image": file.getvalue(),
-            "label": int(record[1]),
-            "coarse_label": int(record[0]),
+        def load(item: tuple[str, int]) -> _Example:
+            split, index = item
+            record = contents.splits[split][index]
+            image = Image.fromarray(cifar100.image(record))
+            file = io.BytesIO()
+            image.save(file, "PNG")
+            stored = {
+                "id": f"{split}_{index:05d}",
+                "image": file.getvalue(),
+                "label": int(record[1]),
+                "coarse_label": int(record[0]),
+            }
+            return _Example(stored, images.pixels_sha256(image))
+
+        features = tfds_format.cifar100_features(contents.class_names, contents.superclass_names)
+        plan: dict[str, tuple[Sequence[Any], int]] = {
+            split: ([(split, index) for index in range(len(records))], records.nbytes)
+            for split, records in contents.splits.items()
         }
-
-    features = tfds_format.cifar100_features(contents.class_names, contents.superclass_names)
-    plan: dict[str, tuple[Sequence[Any], int]] = {
-        split: ([(split, index) for index in range(len(records))], records.nbytes)
-        for split, records in contents.splits.items()
-    }
-    return job.write(benchmark, scratch, features, plan, load)
-
-
-def _in_order(
-    load: Callable[[Any], dict[str, Any]], items: Sequence[Any], workers: int
-) -> Iterator[dict[str, Any] | InputError]:
-    """Loads items in threads, a bounded number ahead, and yields results or errors in order."""
-
-    def attempt(item: Any) -> dict[str, Any] | InputError:
-        try:
-            return load(item)
-        except InputError as error:
-            return error
-        except OSError as error:
-            return InputError(str(error))
-
-    pending: collections.deque = collections.deque()
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="prepare")
-    try:
-        for item in items:
-            pending.append(pool.submit(attempt, item))
-            if len(pending) >= 8 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
-@contextlib.contextmanager
-def _progress(
-    results: Iterator[Any], total: int, title: str, quiet: bool
-) -> Iterator[Iterator[Any]]:
-    """Shows progress: a bar on a terminal, a line at every tenth elsewhere, nothing if quiet."""
-    if quiet:
-        yield results
-    elif sys.stderr.isatty():
-        with tqdm(results, total=total, desc=title, unit="image") as bar:
-            yield iter(bar)
-    else:
-        yield _counted(results, total, title)
-
-
-def _counted(results: Iterator[Any], total: int, title: str) -> Iterator[Any]:
-    start = time.monotonic()
-    for done, result in enumerate(results, 1):
-        yield result
-        if done * 10 // total > (done - 1) * 10 // total:
-            rate = done / max(time.monotonic() - start, 1e-9)
-            _print(f"{title}: {done} of {total} images, {rate:.0f} a second")
-
-
-@contextlib.contextmanager
-def _scratch(data_dir: Path, name: str) -> Iterator[Path]:
-    """Yields a new folder, removed at the end, and removes those that killed runs left."""
-    prefix = f".{name}.incomplete-"
-    for stale in data_dir.glob(f"{prefix}*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    scratch = Path(tempfile.mkdtemp(dir=data_dir, prefix=prefix))
-    try:
-        yield scratch
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _locked(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Lets one process at a time prepare a data set; the system drops a dead process's lock."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "w")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror or error}") from error
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say(f"waiting for another process that holds {path}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _print(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
-def _silent(line: str) -> None:
-    pass
+        return job.write(benchmark, scratch, features, plan, load, {})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -384,7 +454,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--data_dir",
         default="",
-        help="folder of prepared data sets; default $TFDS_DATA_DIR or ~/tensorflow_datasets",
+        help="folder of prepared data sets; default: $TFDS_DATA_DIR or ~/tensorflow_datasets",
     )
     parser.add_argument("--workers", type=int, help="decoding threads; default one per core")
     parser.add_argument(
@@ -393,16 +463,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="accept another division into train and test, as benchmark NAME_other",
     )
     parser.add_argument("--quiet", action="store_true", help="print errors only")
-    options = parser.parse_args(arguments)
+    options = vars(parser.parse_args(arguments))
     try:
-        prepare(
-            options.benchmark,
-            options.source,
-            options.data_dir,
-            workers=options.workers,
-            allow_other_split=options.allow_other_split,
-            quiet=options.quiet,
-        )
+        prepare(options.pop("benchmark"), options.pop("source"), **options)
     except InputError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

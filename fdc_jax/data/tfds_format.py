@@ -1,4 +1,4 @@
-"""Prepared data sets on disk; the only module that knows TensorFlow Datasets.
+"""Prepared data on disk: opening and writing; the only module that knows TensorFlow Datasets.
 
 TensorFlow is neither needed nor imported: data are stored as array_record files.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
+import itertools
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,7 @@ import tensorflow_datasets as tfds
 from array_record.python.array_record_module import ArrayRecordWriter
 from tensorflow_datasets.core import dataset_info, splits
 
-from fdc_jax.data import benchmarks
-from fdc_jax.data.dataset import Dataset
+from fdc_jax.data import batches, benchmarks, dataset, images
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
 
@@ -39,7 +39,7 @@ def open_prepared(
     split: str,
     data_dir: Path,
     cache_dir: str | os.PathLike[str] | None = None,
-) -> Dataset:
+) -> dataset.Dataset:
     """Opens one split of a prepared benchmark; see `dataset.open_dataset`."""
     folder = dataset_folder(benchmark, data_dir)
     if not (folder / "dataset_info.json").is_file():
@@ -62,7 +62,10 @@ def open_prepared(
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
         raise InputError(f"{folder}: expected the files {', '.join(missing)}, found none")
-    labels, ids, positions = _index(folder, split, records, shards)
+    kept = metadata(benchmark, data_dir)
+    known = _Findings(folder, split, shards, cache_dir)
+    index = known.get("index", lambda: _index(folder, split, records))
+    labels, positions, ids = index["labels"], index["positions"], tuple(index["ids"].tolist())
 
     def read(index: int) -> bytes:
         try:
@@ -73,52 +76,111 @@ def open_prepared(
                 f"record in {folder}: {_one_line(error)}"
             ) from error
 
-    return Dataset(
+    def checksum() -> str:
+        with contextlib.suppress(KeyError, TypeError):
+            return kept["images_sha256"][split]
+        # Not prepared by this version: every image is decoded, once.
+        found = known.get("images", lambda: {"sha256": np.array(_decoded_sha256(opened))})
+        return str(found["sha256"])
+
+    opened = dataset.Dataset(
         name=benchmark.name,
         split=split,
-        partition=_partition(folder, benchmark),
+        partition=kept.get("partition", benchmark.partition),
         labels=labels,
         ids=ids,
         class_names=class_names,
         read_encoded=read,
-        compute_checksum=lambda: _checksum(folder, split, shards),
+        compute_checksum=checksum,
     )
+    return opened
 
 
 def _one_line(error: BaseException) -> str:
     return re.sub(r"\s+", " ", str(error)).strip()[:300] or type(error).__name__
 
 
-def _partition(folder: Path, benchmark: benchmarks.Benchmark) -> str:
-    """Reads which division into train and test was prepared, and refuses another than asked."""
-    path = folder / "metadata.json"
+def metadata(benchmark: benchmarks.Benchmark, data_dir: Path) -> dict[str, Any]:
+    """Returns what was noted of data when they were prepared; nothing where TFDS did it.
+
+    Raises:
+        InputError: it cannot be read, or is of another division into train and test.
+    """
+    path = dataset_folder(benchmark, data_dir) / "metadata.json"
     if not path.is_file():
-        return benchmark.partition
+        return {}
     try:
-        found = json.loads(path.read_text()).get("partition", benchmark.partition)
+        noted = json.loads(path.read_text())
+        found = noted.get("partition", benchmark.partition)
     except (OSError, ValueError, AttributeError) as error:
         raise InputError(f"{path}: cannot read: {_one_line(error)}") from error
     if found != benchmark.partition:
         raise InputError(
             f"{path}: expected partition {benchmark.partition} for {benchmark.name}, found {found}"
         )
-    return found
+    return noted
 
 
-def _index(folder: Path, split: str, records, shards: list[Path]):
-    """Returns labels, identifiers and stored positions of all records, in the canonical order.
+def _decoded_sha256(opened: dataset.Dataset) -> str:
+    """Returns the checksum of a data set by decoding every image of it."""
 
-    Reading them means reading every record once, so they are kept beside the data when possible.
+    def pixels(indices: range) -> list[bytes]:
+        return [
+            images.pixels_sha256(images.decode(opened.read(index), opened.describe(index)))
+            for index in indices
+        ]
+
+    with ThreadPoolExecutor(batches.default_workers()) as pool:
+        starts = range(0, len(opened), 64)
+        chunks = pool.map(pixels, (range(i, min(i + 64, len(opened))) for i in starts))
+        found = itertools.chain.from_iterable(chunks)
+        records = zip(opened.ids, opened.labels.tolist(), found, strict=True)
+        return dataset.images_sha256(opened.class_names, records)
+
+
+class _Findings:
+    """What it took reading a whole split to find out, kept until its files change.
+
+    Beside the data; in `cache_dir` where their folder is closed to writing, even for a user who
+    could write all the same; nowhere if that is not given.
     """
-    fingerprint = _fingerprint(shards)
-    path = folder / f".fdc_jax-{split}-index.npz"
-    try:
-        with np.load(path, allow_pickle=False) as kept:
-            if str(kept["fingerprint"]) == fingerprint and len(kept["labels"]) == len(records):
-                return kept["labels"], tuple(kept["ids"].tolist()), kept["positions"]
-    except Exception:
-        # Absent or damaged: it is made anew.
-        pass
+
+    def __init__(
+        self,
+        folder: Path,
+        split: str,
+        shards: list[Path],
+        cache_dir: str | os.PathLike[str] | None,
+    ):
+        stats = [(shard.name, shard.stat()) for shard in shards]
+        self._fingerprint = json.dumps(
+            [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+        )
+        self._prefix: Path | None = folder / f".fdc_jax-{split}"
+        if not (folder.stat().st_mode & 0o222 and os.access(folder, os.W_OK)):
+            place = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+            self._prefix = Path(cache_dir) / "data" / f"{place}-{split}" if cache_dir else None
+
+    def get(self, name: str, compute: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+        """Returns arrays by name as found earlier, or computes and keeps them."""
+        if self._prefix is None:
+            return compute()
+        path = self._prefix.with_name(f"{self._prefix.name}-{name}.npz")
+        try:
+            with np.load(path, allow_pickle=False) as kept:
+                if str(kept["fingerprint"]) == self._fingerprint:
+                    return {key: kept[key] for key in kept}
+        except Exception:
+            # Absent or damaged: it is made anew.
+            pass
+        found = compute()
+        with contextlib.suppress(InputError), write_atomically(path) as file:
+            np.savez_compressed(file, fingerprint=np.array(self._fingerprint), **found)
+        return found
+
+
+def _index(folder: Path, split: str, records: Any) -> dict[str, np.ndarray]:
+    """Reads labels, identifiers and stored positions of all records, in the canonical order."""
     labels = np.empty(len(records), np.int32)
     ids: list[str] = []
     field = None
@@ -135,58 +197,9 @@ def _index(folder: Path, split: str, records, shards: list[Path]):
     if len(set(ids)) != len(ids):
         raise InputError(f"{folder}: split {split}: expected distinct record names, found repeats")
     names = np.array(ids, dtype=np.str_)
-    if field == "id":
-        positions = np.argsort(names, kind="stable")
-    else:
-        positions = np.lexsort((names, labels))
-    labels, names = labels[positions], names[positions]
-    buffer = io.BytesIO()
-    np.savez_compressed(
-        buffer,
-        fingerprint=np.array(fingerprint),
-        labels=labels,
-        ids=names,
-        positions=positions,
-    )
-    _keep(path, buffer.getvalue())
-    return labels, tuple(names.tolist()), positions
-
-
-def _fingerprint(shards: list[Path]) -> str:
-    stats = [(shard.name, shard.stat()) for shard in shards]
-    return json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
-
-
-def _checksum(folder: Path, split: str, shards: list[Path]) -> str:
-    """Returns the SHA-256 of the shards, one after the other, kept beside them when possible."""
-    fingerprint = _fingerprint(shards)
-    path = folder / f".fdc_jax-{split}-sha256.json"
-    try:
-        kept = json.loads(path.read_text())
-        if kept["fingerprint"] == fingerprint:
-            return kept["sha256"]
-    except Exception:
-        # Absent or damaged: it is computed anew.
-        pass
-    digest = hashlib.sha256()
-    for shard in shards:
-        with open(shard, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    _keep(path, json.dumps({"fingerprint": fingerprint, "sha256": digest.hexdigest()}).encode())
-    return digest.hexdigest()
-
-
-def _keep(path: Path, content: bytes) -> None:
-    """Writes beside the data, or not at all where the folder is closed to writing."""
-    # A folder marked read-only is respected even when the user could write all the same.
-    if not path.parent.stat().st_mode & 0o222:
-        return
-    try:
-        with write_atomically(path) as file:
-            file.write(content)
-    except InputError:
-        pass
+    by_id = field == "id"
+    positions = np.argsort(names, kind="stable") if by_id else np.lexsort((names, labels))
+    return {"labels": labels[positions], "ids": names[positions], "positions": positions}
 
 
 def folder_features(class_names: list[str]) -> tfds.features.FeaturesDict:

@@ -217,10 +217,65 @@ def test_decode_cmyk_as_pillow_does(photo, encode):
     np.testing.assert_array_equal(np.asarray(images.decode(encoded, "x")), expected)
 
 
-def test_decode_clips_sixteen_bits(encode):
-    values = np.array([[0, 7, 255, 256, 65535]], np.uint16)
-    found = np.asarray(images.decode(encode(values), "x"))
-    np.testing.assert_array_equal(found[0, :, 0], [0, 7, 255, 255, 255])
+SIXTEEN_BITS = np.array([[0, 7, 255, 256, 32768, 65535]], np.uint16)
+
+
+def png_of_16_bits(values):
+    """Writes [h, w] or [h, w, 2 to 4] as a PNG of 16 bits a channel, which Pillow cannot."""
+    height, width, *channels = values.shape
+    kind = {1: 0, 2: 4, 3: 2, 4: 6}[channels[0] if channels else 1]
+
+    def chunk(name, content):
+        checksum = struct.pack(">I", zlib.crc32(name + content))
+        return struct.pack(">I", len(content)) + name + content + checksum
+
+    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
+    return b"".join(
+        [
+            b"\x89PNG\r\n\x1a\n",
+            chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0)),
+            chunk(b"IDAT", zlib.compress(rows)),
+            chunk(b"IEND", b""),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda grey, encode: png_of_16_bits(grey),
+        lambda grey, encode: png_of_16_bits(np.stack([grey, grey // 2], -1)),
+        lambda grey, encode: png_of_16_bits(np.stack([grey] * 3, -1)),
+        lambda grey, encode: png_of_16_bits(np.stack([grey] * 3 + [grey // 2], -1)),
+        lambda grey, encode: encode(grey, "TIFF"),
+        lambda grey, encode: encode(grey, "JPEG2000"),
+        lambda grey, encode: b"P5 6 1 65535\n" + grey.astype(">u2").tobytes(),
+    ],
+    ids=["grey", "grey and alpha", "RGB", "RGBA", "TIFF", "JPEG 2000", "PGM"],
+)
+def test_of_sixteen_bits_the_upper_eight_are_kept(encode, make):
+    found = np.asarray(images.decode(make(SIXTEEN_BITS, encode), "x"))
+    np.testing.assert_array_equal(found, grey_to_rgb([[0, 0, 0, 1, 128, 255]]))
+
+
+@pytest.mark.parametrize(
+    ("pixels", "found"),
+    [(np.float32, "floating-point numbers"), (np.int32, "32-bit integers")],
+)
+def test_pixels_without_a_white_are_refused(encode, pixels, found):
+    encoded = encode(SIXTEEN_BITS.astype(pixels), "TIFF")
+    with pytest.raises(InputError, match=f"^a/b.tif: expected pixels of 8 or 16 bits, .* {found}$"):
+        images.decode(encoded, "a/b.tif")
+
+
+def test_the_checksum_is_of_size_and_pixels(photo, encode):
+    image = photo(20, 10)
+    stored = images.decode(encode(image, "PNG", compress_level=1), "x")
+    assert images.pixels_sha256(stored) == images.pixels_sha256(image)
+    changed = image.copy()
+    changed.putpixel((3, 4), (0, 1, 2))
+    shaped = Image.frombytes("RGB", (10, 20), image.tobytes())
+    assert len({images.pixels_sha256(each) for each in (image, changed, shaped)}) == 3
 
 
 def test_decode_leaves_exif_rotation_alone(photo, encode):

@@ -1,8 +1,10 @@
 import fcntl
 import hashlib
 import io
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -39,7 +41,9 @@ def pilot(tmp_path, encode, tiny_benchmark):
             folder.mkdir(parents=True)
             for number in range(count):
                 suffix, file_format = [("JPEG", "JPEG"), ("png", "PNG")][number % 2]
-                content = encode(image_of(ORDERED.index(name), number), file_format)
+                content = encode(
+                    image_of(ORDERED.index(name), number + 50 * (split == "test")), file_format
+                )
                 (folder / f"{number}.{suffix}").write_bytes(content)
     order = benchmarks.class_order(4, 1993)
     counts = tuple(sum(TEST[ORDERED[c]] for c in order[i : i + 2]) for i in (0, 2))
@@ -74,20 +78,6 @@ def left_over(data_dir):
     return sorted(path.name for path in Path(data_dir).iterdir() if path.suffix != ".lock")
 
 
-def test_folder_end_to_end(tmp_path, pilot):
-    data_dir = tmp_path / "data"
-    folder = prepare.prepare("omnibench", pilot, data_dir, workers=3)
-    assert folder == data_dir / "pilot_omnibench" / "1.0.0"
-    assert left_over(data_dir) == ["pilot_omnibench"]
-    assert_reads_back(pilot, data_dir)
-    source = dataset.open_dataset("omnibench", "train", data_dir)
-    assert source.partition == "pilot"
-    builder = tfds.builder_from_directory(str(folder))
-    assert builder.info.supervised_keys == ("image", "label")
-    examples = builder.as_data_source(split="test")
-    assert [int(example["label"]) for example in examples] == [0, 1, 1, 2, 3]
-
-
 def pack_zip(root, path):
     with zipfile.ZipFile(path, "w") as packed:
         for file in sorted(root.rglob("*")):
@@ -102,28 +92,217 @@ def pack_tar(root, path):
         packed.add(root, root.name)
 
 
-@pytest.mark.parametrize(("pack", "name"), [(pack_zip, "o.zip"), (pack_tar, "o.tar.gz")])
-def test_archives_end_to_end(tmp_path, pilot, pack, name):
-    pack(pilot, tmp_path / name)
+@pytest.mark.parametrize(
+    ("pack", "name"),
+    [(None, "raw/omnibenchmark"), (pack_zip, "o.zip"), (pack_tar, "o.tar.gz")],
+    ids=["folder", "zip", "tar"],
+)
+def test_end_to_end(tmp_path, pilot, pack, name):
+    if pack is not None:
+        pack(pilot, tmp_path / name)
     data_dir = tmp_path / "data"
-    prepare.prepare("omnibench", tmp_path / name, data_dir, quiet=True)
+    folder = prepare.prepare("omnibench", tmp_path / name, data_dir, workers=3)
+    assert folder == data_dir / "pilot_omnibench" / "1.0.0"
     assert left_over(data_dir) == ["pilot_omnibench"]
     assert_reads_back(pilot, data_dir)
+    assert dataset.open_dataset("omnibench", "train", data_dir).partition == "pilot"
+    builder = tfds.builder_from_directory(str(folder))
+    assert builder.info.supervised_keys == ("image", "label")
+    examples = builder.as_data_source(split="test")
+    assert [int(example["label"]) for example in examples] == [0, 1, 1, 2, 3]
 
 
-def test_archive_and_folder_give_the_same_files(tmp_path, pilot):
+# What the data are
+
+
+def checksums(data_dir, name="omnibench"):
+    return [dataset.open_dataset(name, split, data_dir).checksum for split in ("train", "test")]
+
+
+def test_two_preparations_of_the_same_images_agree(tmp_path, pilot, encode):
     pack_tar(pilot, tmp_path / "o.tgz")
     prepare.prepare("omnibench", tmp_path / "o.tgz", tmp_path / "a", quiet=True, workers=1)
+    # The same pixels in other files, touched at another time.
+    for path in pilot.rglob("*.png"):
+        path.write_bytes(encode(Image.open(path), compress_level=1))
+        os.utime(path, (1, 1))
     prepare.prepare("omnibench", pilot, tmp_path / "b", quiet=True, workers=4)
-    for split in ("train", "test"):
-        a, b = (dataset.open_dataset("omnibench", split, tmp_path / name) for name in "ab")
-        assert a.checksum == b.checksum
-    metadata = [
-        (tmp_path / name / "pilot_omnibench" / "1.0.0" / "metadata.json").read_text()
-        for name in "ab"
+    shards = [
+        b"".join(path.read_bytes() for path in sorted((tmp_path / each).rglob("*array_record*")))
+        for each in "ab"
     ]
-    assert metadata[0] == metadata[1]
-    assert re.search('"images_sha256": "[0-9a-f]{64}"', metadata[0])
+    assert shards[0] != shards[1]
+    found = checksums(tmp_path / "a")
+    assert found == checksums(tmp_path / "b")
+    assert found[0] != found[1] and all(re.fullmatch("[0-9a-f]{64}", each) for each in found)
+    # Earlier versions kept one checksum of the files of both splits, and TFDS keeps none.
+    metadata = tmp_path / "a" / "pilot_omnibench" / "1.0.0" / "metadata.json"
+    for content in ({"partition": "pilot", "images_sha256": "0" * 64}, {}):
+        metadata.write_text(json.dumps(content))
+        assert checksums(tmp_path / "a") == found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda train, encode: (train / "10/1.png").write_bytes(encode(image_of(0, 99))),
+        lambda train, encode: (train / "10/1.png").rename(train / "10/5.png"),
+        lambda train, encode: (train / "10/1.png").rename(train / "4/9.png"),
+        lambda train, encode: (train / "44").rename(train / "45"),
+    ],
+    ids=["pixels", "name", "label", "class"],
+)
+def test_other_images_have_another_checksum(tmp_path, pilot, tiny_benchmark, encode, change):
+    prepare.prepare("omnibench_other", pilot, tmp_path / "a", quiet=True)
+    change(pilot / "train", encode)
+    if not (pilot / "train/44").exists():
+        (pilot / "test/44").rename(pilot / "test/45")
+    prepare.prepare("omnibench_other", pilot, tmp_path / "b", quiet=True)
+    found, other = (checksums(tmp_path / each, "omnibench_other") for each in "ab")
+    assert found[0] != other[0]
+    assert (found[1] == other[1]) == (pilot / "train/44").exists()
+    # Under the same name they are no second preparation.
+    with pytest.raises(InputError, match=r"holds other images than .*omnibenchmark, such as"):
+        prepare.prepare("omnibench_other", pilot, tmp_path / "a", quiet=True)
+
+
+def test_prepared_data_are_compared_with_their_source(tmp_path, pilot, encode, capsys):
+    pack_tar(pilot, tmp_path / "o.tgz")
+    folder = prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
+    for source in (None, pilot, tmp_path / "o.tgz"):
+        assert prepare.prepare("omnibench", source, tmp_path) == folder
+        assert "omnibench is already prepared" in capsys.readouterr().err
+    (pilot / "test/4/0.JPEG").write_bytes(encode(image_of(1, 1), "JPEG"))
+    with pytest.raises(InputError, match=r"pilot_omnibench.* such as 4/0.JPEG of test; remove"):
+        prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
+    for name in ("omnibench", "cifar100", "digits"):
+        with pytest.raises(InputError, match="nowhere: expected a folder or an archive, found no"):
+            prepare.prepare(name, tmp_path / "nowhere", tmp_path, quiet=True)
+    os.mkfifo(tmp_path / "pipe.zip")
+    with pytest.raises(InputError, match="expected a folder or an archive, found neither"):
+        prepare.prepare("omnibench", tmp_path / "pipe.zip", tmp_path, quiet=True)
+
+
+def test_an_archive_prepared_before_is_known_by_its_checksum(tmp_path, pilot, monkeypatch):
+    archive = tmp_path / "o.tgz"
+    pack_tar(pilot, archive)
+    folder = prepare.prepare("omnibench", archive, tmp_path, quiet=True)
+    monkeypatch.setattr(folders, "extract", lambda *paths: pytest.fail("unpacked again"))
+    assert prepare.prepare("omnibench", archive, tmp_path, quiet=True) == folder
+
+
+def test_the_checksum_of_an_archive_is_a_note(tmp_path, pilot, tiny_benchmark, capsys):
+    archive = tmp_path / "o.tgz"
+    pack_tar(pilot, archive)
+    prepare.prepare("omnibench", archive, tmp_path / "a")
+    found = hashlib.md5(archive.read_bytes()).hexdigest()
+    published = "f1c30808a707f9197c6c811ea52e5cbb"
+    assert f"MD5 {found}, where {published} is published" in capsys.readouterr().err
+    tiny_benchmark("omnibench", checksums={"md5": found})
+    prepare.prepare("omnibench", archive, tmp_path / "b")
+    assert f"MD5 {found}, as published" in capsys.readouterr().err
+
+
+def test_images_that_occur_twice_are_listed(tmp_path, pilot, capsys):
+    folder = prepare.prepare("omnibench", pilot, tmp_path / "a")
+    assert "more than once" not in capsys.readouterr().err
+    assert not (folder / "duplicates.csv").exists()
+    for copy, of in [
+        ("train/10/2.JPEG", "train/10/0.JPEG"),
+        ("test/44/0.JPEG", "train/4/0.JPEG"),
+        ("test/4/0.JPEG", "train/4/0.JPEG"),
+        ("test/100/1.png", "test/100/0.JPEG"),
+    ]:
+        shutil.copy(pilot / of, pilot / copy)
+    folder = prepare.prepare("omnibench", pilot, tmp_path / "b")
+    said = capsys.readouterr().err
+    assert "3 images occur more than once (3 within a split, 1 in train and test, 1 in se" in said
+    assert str(folder / "duplicates.csv") in said
+    lines = (folder / "duplicates.csv").read_text().splitlines()
+    assert lines == [
+        "group,split,class,image",
+        *("0,train,10,10/0.JPEG", "0,train,10,10/2.JPEG"),
+        *("1,train,4,4/0.JPEG", "1,test,4,4/0.JPEG", "1,test,44,44/0.JPEG"),
+        *("2,test,100,100/0.JPEG", "2,test,100,100/1.png"),
+    ]
+
+
+# What lies in folders
+
+
+def test_links_that_lead_back_are_not_followed(tmp_path, pilot):
+    train = pilot / "train"
+    (train / "loop").symlink_to(train)
+    (train / "10" / "self").symlink_to(train / "10")
+    (train / "10" / "up").symlink_to(pilot)
+    (train / "4" / "more").mkdir()
+    (train / "4" / "more" / "back").symlink_to(train / "4")
+    (tmp_path / "elsewhere").mkdir()
+    (train / "44" / "0.JPEG").rename(tmp_path / "elsewhere" / "0.JPEG")
+    (train / "44" / "linked").symlink_to(tmp_path / "elsewhere")
+    found, others = folders.list_images(train)
+    assert [image.name for image in found] == [
+        *("10/0.JPEG", "10/1.png", "10/2.JPEG", "100/0.JPEG", "4/0.JPEG", "4/1.png"),
+        *("44/1.png", "44/linked/0.JPEG"),
+    ]
+    assert others == []
+
+
+def bind_socket(path, monkeypatch):
+    # The whole path is too long for a socket.
+    monkeypatch.chdir(path.parent)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(path.name)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda path, _: os.mkfifo(path), "expected an image file, found a named pipe"),
+        (bind_socket, "expected an image file, found a socket"),
+        (lambda path, _: path.symlink_to("/dev/zero"), "expected .* found a character device"),
+        (lambda path, _: path.symlink_to("gone.png"), "cannot read: No such file"),
+    ],
+    ids=["pipe", "socket", "device", "broken link"],
+)
+def test_what_is_no_file_is_never_opened(tmp_path, pilot, make, message, monkeypatch):
+    make(pilot / "train" / "10" / "z.png", monkeypatch)
+    with pytest.raises(InputError, match=f"train/10/z.png: {message}"):
+        prepare.prepare("omnibench", pilot, tmp_path / "data", quiet=True)
+
+
+def test_names_that_are_not_utf_8_are_refused(tmp_path, pilot, encode):
+    with open(os.fsencode(pilot / "train" / "10") + b"/\xe9.png", "wb") as file:
+        file.write(encode(image_of(0, 5)))
+    with pytest.raises(InputError, match=r"file names in UTF-8, found b'10/\\xe9.png'$"):
+        prepare.prepare("omnibench", pilot, tmp_path / "data", quiet=True)
+
+
+def test_skipped_suffixes_are_named(tmp_path, pilot):
+    for path in (pilot / "train" / "44").iterdir():
+        path.rename(path.with_suffix(".GIF"))
+    with pytest.raises(InputError, match=r"train/44: expected images.* by their suffix: 2 \.gif$"):
+        prepare.prepare("omnibench", pilot, tmp_path / "data", quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        (["a/1.gif", "a/2.gif", "b/README"], "expected images, found none.*: 2 .gif, 1 README$"),
+        (["a/1.png"], "expected the folders train and test, found a$"),
+        (["train/a/1.png", "test/a/1.png"], "expected 4 classes, found 1"),
+    ],
+)
+def test_errors_about_an_archive_name_it(tmp_path, pilot, members, message):
+    archive = tmp_path / "o.zip"
+    with zipfile.ZipFile(archive, "w") as packed:
+        for name in members:
+            packed.writestr(name, b"content")
+    with pytest.raises(InputError, match=message) as caught:
+        prepare.prepare("omnibench", archive, tmp_path / "data", quiet=True)
+    assert "incomplete" not in str(caught.value)
+    if "classes" not in message:
+        assert str(caught.value).startswith(f"{archive}: ")
 
 
 @pytest.mark.parametrize("damage", ["text", "cut zip", "cut tar"])
@@ -185,11 +364,9 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 def test_a_prepared_data_folder_may_be_closed(tmp_path, pilot, monkeypatch):
     folder = prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
 
-    def closed(*arguments):
-        raise AssertionError("locking means writing")
-
-    monkeypatch.setattr(prepare, "_locked", closed)
-    assert prepare.prepare("omnibench", pilot, tmp_path, quiet=True) == folder
+    monkeypatch.setattr(prepare.fcntl, "flock", lambda *_: pytest.fail("locking means writing"))
+    for source in (None, pilot):
+        assert prepare.prepare("omnibench", source, tmp_path, quiet=True) == folder
 
 
 def test_rerun_changes_nothing(tmp_path, pilot, capsys):
@@ -202,20 +379,14 @@ def test_rerun_changes_nothing(tmp_path, pilot, capsys):
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-def test_progress_lines_and_quiet(tmp_path, pilot, capsys):
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_and_quiet(tmp_path, pilot, capsys, monkeypatch, terminal):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
     prepare.prepare("omnibench", pilot, tmp_path / "a")
-    assert "omnibench train: 8 of 8 images" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "omnibench train: 100%" in said and "5/5" in said
     prepare.prepare("omnibench", pilot, tmp_path / "b", quiet=True)
     assert capsys.readouterr() == ("", "")
-
-
-def test_progress_bar_on_a_terminal(tmp_path, pilot, capsys, monkeypatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    prepare.prepare("omnibench", pilot, tmp_path / "data")
-    error = capsys.readouterr().err
-    assert "omnibench train: 100%" in error
-    assert "5/5" in error
-    assert_reads_back(pilot, tmp_path / "data")
 
 
 def test_every_unreadable_image_is_listed(tmp_path, pilot):
@@ -502,7 +673,7 @@ def test_cifar_archive_with_another_checksum(tmp_path, cifar):
     with pytest.raises(InputError, match=r"expected SHA-256 [0-9a-f]{64}, found [0-9a-f]{64}"):
         prepare.prepare("cifar100", archive, tmp_path / "data", quiet=True)
     with pytest.raises(InputError, match=r"expected the archive cifar-100-binary.tar.gz"):
-        prepare.prepare("cifar100", tmp_path / "data", tmp_path / "data", quiet=True)
+        prepare.prepare("cifar100", tmp_path, tmp_path / "data", quiet=True)
 
 
 def test_published_checksum_is_the_one_of_tfds():

@@ -1,4 +1,3 @@
-import hashlib
 import io
 import json
 import os
@@ -81,18 +80,21 @@ def test_index_is_kept_and_made_anew_when_the_data_change(tmp_path, written):
     assert dataset.open_dataset("imagenet_a", "train", tmp_path).ids == first.ids
 
 
-def test_checksum_is_of_the_shards_and_is_kept(tmp_path, written):
-    folder, _ = written
+def test_the_checksum_of_data_prepared_elsewhere_is_computed_once(tmp_path, written):
+    folder, examples = written
     source = dataset.open_dataset("imagenet_a", "train", tmp_path)
-    shard = next(folder.glob("*-train.array_record*"))
-    expected = hashlib.sha256(shard.read_bytes()).hexdigest()
+    records = [
+        (each["file_name"], each["label"], images.pixels_sha256(images.decode(each["image"], "")))
+        for each in examples
+    ]
+    expected = dataset.images_sha256(CLASSES, records)
     assert source.checksum == expected
-    path = folder / ".fdc_jax-train-sha256.json"
-    kept = json.loads(path.read_text())
-    path.write_text(json.dumps(kept | {"sha256": "kept"}))
+    path = folder / ".fdc_jax-train-images.npz"
+    kept = dict(np.load(path))
+    np.savez(path, **kept | {"sha256": np.array("kept")})
     assert source.checksum == "kept"
-    os.utime(shard, ns=(1, 1))
-    assert source.checksum == expected
+    os.utime(next(folder.glob("*-train.array_record*")), ns=(1, 1))
+    assert dataset.open_dataset("imagenet_a", "train", tmp_path).checksum == expected
 
 
 def test_a_folder_closed_to_writing_stays_as_it_is(tmp_path, written):
@@ -100,9 +102,13 @@ def test_a_folder_closed_to_writing_stays_as_it_is(tmp_path, written):
     before = sorted(folder.iterdir())
     folder.chmod(0o555)
     try:
-        source = dataset.open_dataset("imagenet_a", "train", tmp_path)
-        assert len(source.checksum) == 64
+        for cache_dir in (None, tmp_path / "cache"):
+            source = dataset.open_dataset("imagenet_a", "train", tmp_path, cache_dir)
+            assert len(source.checksum) == 64
         assert sorted(folder.iterdir()) == before
+        assert len(list((tmp_path / "cache" / "data").iterdir())) == 2
+        again = dataset.open_dataset("imagenet_a", "train", tmp_path, tmp_path / "cache")
+        assert (again.ids, again.checksum) == (source.ids, source.checksum)
     finally:
         folder.chmod(0o755)
 
