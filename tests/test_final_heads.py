@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fdc_jax import calibration, feature_files
-from fdc_jax.posthoc import main
+from fdc_jax.posthoc.__main__ import main
 from fdc_jax.posthoc.methods import METHODS, Settings
 from fdc_jax.posthoc.methods import run as fit
 from tests import interruptions

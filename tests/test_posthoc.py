@@ -12,7 +12,7 @@ import pytest
 from fdc_jax import calibration, feature_files
 from fdc_jax.calibration import comparators
 from fdc_jax.calibration.components import COMPONENTS, WHITENED, WHITENED_CLASSES
-from fdc_jax.posthoc import main, tables
+from fdc_jax.posthoc.__main__ import main
 from fdc_jax.posthoc.methods import METHODS
 from fdc_jax.posthoc.template import example
 
@@ -478,7 +478,7 @@ def test_the_dumping_recipe_runs_and_is_short(tmp_path, arrays):
 def test_the_command_as_a_process_imports_no_encoder_and_no_data(source, tmp_path):
     script = (
         "import sys\n"
-        "from fdc_jax.posthoc import main\n"
+        "from fdc_jax.posthoc.__main__ import main\n"
         "code = main(sys.argv[1:])\n"
         "heavy = ('flax', 'orbax', 'tensorflow', 'tensorflow_datasets', 'grain', 'optax',\n"
         "         'PIL', 'fdc_jax.model', 'fdc_jax.data', 'fdc_jax.learners',\n"
@@ -499,18 +499,3 @@ def test_the_command_as_a_process_imports_no_encoder_and_no_data(source, tmp_pat
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr == "fdc_jax.posthoc: absent.npz: no such file or folder\n"
-
-
-def test_a_terminal_gets_a_drawn_table(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setenv("TERM", "xterm")
-    tables.show("Title", ("name", "value"), [("first", "1.00")])
-    text = screen.getvalue()
-    assert "first" in text
-    assert "1.00" in text
-    assert "┃" in text or "│" in text

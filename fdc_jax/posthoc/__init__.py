@@ -5,7 +5,3 @@ import os
 # Before NumPy loads: threads of OpenBLAS that wait for a busy core spin, and decompositions of a
 # few hundred rows gain nothing from them.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-
-from fdc_jax.posthoc.command import main
-
-__all__ = ["main"]

@@ -1,7 +1,302 @@
-"""Runs the command."""
+"""The command: read features, calibrate, write predictions and a report."""
 
+import argparse
+import os
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from fdc_jax.posthoc.command import main
+from tabulate import tabulate
 
-sys.exit(main())
+from fdc_jax import calibration, feature_files
+from fdc_jax.calibration import Scores, Terms
+from fdc_jax.errors import InputError, Program
+from fdc_jax.feature_files import FeatureSet
+from fdc_jax.files import write_json, write_npz
+from fdc_jax.posthoc.methods import FDC_METHODS, METHODS, Settings, run
+from fdc_jax.posthoc.summary import summarise, warn_of_weak_heads
+from fdc_jax.posthoc.template import write_template
+
+FDC_SETTINGS = {
+    "retained_energy": (0.75, "eta, share of the variance that a task's subspace keeps"),
+    "attenuation": (0.5, "gamma, how much of a feature outside the subspace TSF removes"),
+    "rlc_weight": (1.0, "alpha, weight of the residual correction"),
+    "pac_weight": (1.0, "beta, weight of the prototype correction"),
+    "adapted_view_weight": (1.0, "w_T, weight of the adapted view"),
+    "pretrained_view_weight": (1.0, "w_0, weight of the pretrained view"),
+    "neighbours": (1, "K, class prototypes that the affinity averages"),
+    "affinity_shrinkage": (0.05, "lambda of the methods whitened and whitened-classes"),
+}
+
+
+def _program() -> Program:
+    program = Program(
+        "posthoc",
+        "Calibrate the task heads of a trained class-incremental learner from its features, "
+        "without training. The format of feature files: fdc_jax/feature_files.py; an example: "
+        "--template.",
+    )
+    add = program.add_argument
+    add("features", nargs="?", help="an .npz, or a folder of .npy files")
+    add("--output", help="predictions (.npz); the report gets the suffix .json")
+    add("--method", default="fdc", help=f"all, or one of {', '.join(METHODS)} (default fdc)")
+    for name, (default, text) in FDC_SETTINGS.items():
+        add(f"--{name}", type=type(default), help=f"FDC: {text} (default {default})")
+    add(
+        "--projections",
+        type=int,
+        default=2000,
+        help="ranpac and anacp: random features (default 2000; the papers use 10000 and 5000)",
+    )
+    add("--seed", type=int, default=0, help="ranpac and anacp (default 0)")
+    add(
+        "--terms",
+        action="store_true",
+        help="FDC: also write what each score is made of, suffix .terms.npz",
+    )
+    add(
+        "--calibrator",
+        metavar="PATH",
+        help="FDC: also save the fitted calibrator (.npz), for calibration.load or NumPy alone",
+    )
+    add(
+        "--template",
+        metavar="PATH",
+        nargs="?",
+        const="features.npz",
+        help="write a small example of a feature file (.npz, or a folder) and say how to dump one",
+    )
+    return program
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        arguments: command line without the program; `sys.argv` when None.
+
+    Returns:
+        0, or 2 after an error that has been printed as one line.
+    """
+    return _program().run(_run, arguments)
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.template is not None:
+        text = write_template(options.template)
+        if not options.quiet:
+            print(text)
+        return
+    if options.features is None:
+        raise InputError("expected a feature file, or --template for an example of one")
+    settings = _settings(options)
+    output = _output(options)
+    features = feature_files.load(options.features)
+    if features.test_labels is None:
+        if options.method == "all":
+            raise InputError(
+                f"{options.features}: --method=all compares accuracies: no test_labels"
+            )
+        if output is None and options.calibrator is None:
+            raise InputError(
+                f"{options.features}: has no test_labels, so expected --output=PATH.npz"
+            )
+    warn_of_weak_heads(features)
+    raw = run("raw", features, settings).scores
+    lines = (_all if options.method == "all" else _one)(features, settings, raw, output, options)
+    if not options.quiet:
+        print("\n".join(lines))
+
+
+def _settings(options: argparse.Namespace) -> Settings:
+    """Refuses methods and values that are none before any file is read."""
+    if options.method != "all" and options.method not in METHODS:
+        raise InputError(
+            f"--method: expected all or one of {', '.join(METHODS)}; found {options.method}"
+        )
+    given = {name: getattr(options, name) for name in FDC_SETTINGS}
+    given = {name: value for name, value in given.items() if value is not None}
+    if given and options.method not in (*FDC_METHODS, "all"):
+        raise InputError(f"--{next(iter(given))}: is a setting of FDC, not of {options.method}")
+    if options.seed < 0:
+        raise InputError(f"--seed: expected a whole number from 0, found {options.seed}")
+    if options.projections < 1:
+        raise InputError(f"--projections: expected at least 1, found {options.projections}")
+    fdc = {name: given.get(name, default) for name, (default, _) in FDC_SETTINGS.items()}
+    calibration.FDC(**fdc, **FDC_METHODS.get(options.method, {}))
+    return Settings(fdc, options.projections, options.seed)
+
+
+def _output(options: argparse.Namespace) -> Path | None:
+    """Refuses files that cannot be written, or would overwrite each other or the features."""
+    output = None if options.output is None else Path(options.output)
+    if options.terms and (options.method != "fdc" or output is None):
+        raise InputError("--terms: expected together with --method=fdc and --output")
+    if options.calibrator is not None and options.method not in FDC_METHODS:
+        raise InputError(
+            f"--calibrator: expected together with --method, one of {', '.join(FDC_METHODS)}"
+        )
+    written = {}
+    if output is not None:
+        written = {"--output": output, "the report of --output": output.with_suffix(".json")}
+        if options.terms:
+            written["--terms"] = output.with_suffix(".terms.npz")
+    if options.calibrator is not None:
+        written["--calibrator"] = Path(options.calibrator)
+    earlier = {"the feature file": Path(options.features)}
+    for name, path in written.items():
+        if name in ("--output", "--calibrator") and path.suffix != ".npz":
+            raise InputError(f"{name}: expected a name that ends in .npz, found {path}")
+        for other, taken in earlier.items():
+            if os.path.realpath(path) == os.path.realpath(taken) or (
+                path.exists() and taken.exists() and path.samefile(taken)
+            ):
+                raise InputError(f"{name}: {path} is {other} itself")
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise InputError(f"{name}: cannot write {path}")
+        earlier[name] = path
+    return output
+
+
+def _write(output: Path, raw: Scores, calibrated: Scores) -> None:
+    names = {"scores": calibrated.task_scores, "task": calibrated.task, "label": calibrated.label}
+    write_npz(output, names | {"raw_label": raw.label})
+
+
+def _write_terms(path: Path, features: FeatureSet, terms: Terms, raw: Scores) -> None:
+    calibrated = terms.fuse()
+    arrays = {
+        "base_score": terms.filtered_logits.logit,
+        "raw_score": terms.raw_logits.logit,
+        "score_scale": terms.filtered_scale,
+        "rlc_adapted": terms.adapted.rlc,
+        "pac_adapted": terms.adapted.pac,
+        "raw_task": raw.task,
+        "task_flipped": raw.task != calibrated.task,
+        "label_flipped": raw.label != calibrated.label,
+    }
+    if terms.pretrained is not None:
+        arrays |= {"rlc_pretrained": terms.pretrained.rlc, "pac_pretrained": terms.pretrained.pac}
+    if features.test_labels is not None:
+        arrays["raw_right"] = raw.label == features.test_labels
+        arrays["right"] = calibrated.label == features.test_labels
+    write_npz(path, arrays)
+
+
+def _one(
+    features: FeatureSet,
+    settings: Settings,
+    raw: Scores,
+    output: Path | None,
+    options: argparse.Namespace,
+) -> list[str]:
+    outcome = run(options.method, features, settings)
+    report = summarise(options.method, features, settings, raw, outcome)
+    lines = _report_lines(report)
+    if output is not None:
+        _write(output, raw, outcome.scores)
+        write_json(output.with_suffix(".json"), report)
+        if options.terms and outcome.terms is not None:
+            _write_terms(output.with_suffix(".terms.npz"), features, outcome.terms, raw)
+        lines.append(f"wrote {output} and {output.with_suffix('.json')}")
+    if options.calibrator is not None:
+        outcome.calibrator.save(options.calibrator)
+    return lines
+
+
+def _all(
+    features: FeatureSet,
+    settings: Settings,
+    raw: Scores,
+    output: Path | None,
+    options: argparse.Namespace,
+) -> list[str]:
+    reports: list[dict[str, Any]] = []
+    rows, refused = [], []
+    for method in METHODS:
+        try:
+            outcome = run(method, features, settings)
+        except InputError as error:
+            reports.append({"method": method, "not_applicable": str(error)})
+            refused.append(f"{method}: not applicable: {error}")
+            continue
+        report = summarise(method, features, settings, raw, outcome)
+        reports.append(report)
+        gain = report["gain"]
+        rows.append(
+            (
+                method,
+                f"{report['accuracy']['calibrated']:.2f}",
+                f"{gain['mean']:+.2f}",
+                f"{gain['low']:+.2f} .. {gain['high']:+.2f}",
+                f"{report['routing_accuracy']['calibrated']:.2f}",
+                f"{report['oracle_accuracy']['calibrated']:.2f}",
+                _mebibytes(report),
+                f"{outcome.fit_seconds:.1f}",
+            )
+        )
+        if method == "fdc" and output is not None:
+            _write(output, raw, outcome.scores)
+    header = ("method", "accuracy", "gain", "95% interval", "routing", "oracle", "storage", "fit s")
+    sizes = f"{len(features.tasks)} tasks, {len(raw.label)} test samples"
+    title = f"Accuracy in percent, gains over raw in points; {sizes}"
+    lines = [title, _table(header, rows), *refused]
+    if output is not None:
+        write_json(output.with_suffix(".json"), {"methods": reports})
+        lines.append(f"wrote {output} (fdc) and {output.with_suffix('.json')} (all methods)")
+    return lines
+
+
+def _report_lines(report: dict[str, Any]) -> list[str]:
+    """What one method's report says on screen."""
+    method, samples = report["method"], report["num_test_samples"]
+    sizes = f"{report['num_tasks']} tasks, {report['num_classes']} classes"
+    if "accuracy" not in report:
+        return [
+            f"{method}: {sizes}; {report['num_changed_labels']} of {samples} test labels changed; "
+            "no test_labels, so no accuracy"
+        ]
+    rows = []
+    for name, title in (("raw", "raw"), ("calibrated", method)):
+        cells = report["decomposition"][name]
+        values = [report[f"{kind}accuracy"][name] for kind in ("", "routing_", "oracle_")]
+        values += [
+            cells[cell]
+            for cell in (
+                "right_task_wrong_class",
+                "wrong_task_oracle_right",
+                "wrong_task_oracle_wrong",
+            )
+        ]
+        rows.append((title, *(f"{value:.2f}" for value in values)))
+    header = ("method", "accuracy", "routing", "oracle", "wrong class", "wrong task", "both wrong")
+    gain, flips, seconds = report["gain"], report["flips"], report["seconds"]
+    return [
+        f"Percent of {samples} test samples; {sizes}",
+        _table(header, rows),
+        f"gain {gain['mean']:+.2f} points, 95% interval {gain['low']:+.2f} .. {gain['high']:+.2f} "
+        f"(bootstrap over test samples), McNemar p = {report['mcnemar_p_value']:.2g}; "
+        f"{flips['wrong_to_right']} repaired, {flips['right_to_wrong']} broken",
+        *(
+            f"task {pair['true_task']} read as task {pair['predicted_task']}: {pair['count']} "
+            f"samples, {pair['share']:.1f}% of the task"
+            for pair in report["most_confused_tasks"]["calibrated"][:3]
+        ),
+        f"statistics {_mebibytes(report)}, fit {seconds['fit']:.1f} s, scoring "
+        f"{1e3 * seconds['score'] / samples:.3f} ms per sample, first call included",
+    ]
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    align = ("left", *("right" for _ in header[1:]))
+    return tabulate(rows, header, tablefmt="plain", disable_numparse=True, colalign=align)
+
+
+def _mebibytes(report: dict[str, Any]) -> str:
+    return f"{report['storage_bytes'] / 2**20:.2f} MiB"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

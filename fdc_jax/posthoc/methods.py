@@ -14,91 +14,84 @@ from fdc_jax.feature_files import FeatureSet
 
 
 class Settings(NamedTuple):
-    """What the command line says about methods: FDC's arguments, and two of the others."""
+    """What the command line says about methods: FDC's arguments, and two of RanPAC and AnaCP."""
 
     fdc: dict[str, float | int]
     projections: int
     seed: int
 
+    def of(self, method: str) -> dict[str, Any]:
+        """Returns those that a method has."""
+        if method in FDC_METHODS:
+            return self.fdc | FDC_METHODS[method]
+        if method.startswith(("ranpac", "anacp")):
+            return {"projections": self.projections, "seed": self.seed}
+        return {}
+
 
 class Outcome(NamedTuple):
-    """One method on one feature file; `calibrator` and `terms` for FDC and its variants alone."""
+    """One method on one feature file; `terms` for FDC and its variants alone."""
 
     scores: Scores
-    calibrator: calibration.FDC | None
+    calibrator: Any
     terms: Terms | None
-    storage_bytes: int
     fit_seconds: float
     score_seconds: float
 
 
-def _by_view(make: Callable[[Settings, str], Any], name: str) -> dict[str, Callable]:
-    return {
-        name: lambda settings: make(settings, "adapted"),
-        f"{name}-pretrained": lambda settings: make(settings, "pretrained"),
-    }
-
-
-# FDC's, which are beyond the paper (docs/beyond.md), as further arguments of `FDC`.
-VARIANTS: dict[str, dict[str, Any]] = {"whitened": WHITENED, "whitened-classes": WHITENED_CLASSES}
-
-
-def _variant(name: str) -> Callable[[Settings], Any]:
-    return lambda settings: calibration.FDC(**settings.fdc, **VARIANTS[name])
-
+# FDC and its variants beyond the paper (docs/beyond.md), as further settings of FDC.
+FDC_METHODS: dict[str, dict[str, Any]] = {
+    "fdc": {},
+    "whitened": WHITENED,
+    "whitened-classes": WHITENED_CLASSES,
+}
 
 # In the order of the table. A suffix names the view or the variant; see each class for formulas.
-METHODS: dict[str, Callable[[Settings], Any]] = {
-    "raw": lambda settings: comparators.Raw(),
-    "fdc": lambda settings: calibration.FDC(**settings.fdc),  # pyright: ignore
-    **{name: _variant(name) for name in VARIANTS},
-    "ls": lambda settings: comparators.LogitStandardisation(),
-    "energy": lambda settings: comparators.Energy(),
-    "msp": lambda settings: comparators.MaximumSoftmax(),
-    "entropy": lambda settings: comparators.NegativeEntropy(),
-    "wa": lambda settings: comparators.WeightAligning("sequential"),
-    "wa-symmetric": lambda settings: comparators.WeightAligning("symmetric"),
-    "vim": lambda settings: comparators.VirtualLogitMatching(),
-    **_by_view(lambda settings, view: comparators.NearestClassMean(view), "ncm"),
-    **_by_view(lambda settings, view: comparators.NearestMeanOfExemplars(view), "nme"),
-    **_by_view(lambda settings, view: comparators.Mahalanobis(view), "mahalanobis"),
-    "mahalanobis-task": lambda settings: comparators.Mahalanobis(variant="per_task"),
-    "mahalanobis-relative": lambda settings: comparators.Mahalanobis(variant="relative"),
-    **_by_view(lambda settings, view: comparators.FeCAM(view), "fecam"),
-    "fecam-pilot": lambda settings: comparators.FeCAM(variant="pilot"),
-    **_by_view(
-        lambda settings, view: comparators.RanPAC(
-            view, projections=settings.projections, seed=settings.seed
-        ),
-        "ranpac",
-    ),
-    "ranpac-pilot": lambda settings: comparators.RanPAC(
-        variant="pilot", projections=settings.projections, seed=settings.seed
-    ),
-    **_by_view(
-        lambda settings, view: comparators.AnaCP(
-            view, projections=settings.projections, seed=settings.seed
-        ),
-        "anacp",
-    ),
+METHODS: dict[str, Callable[..., Any]] = {
+    "raw": comparators.Raw,
+    **dict.fromkeys(FDC_METHODS, calibration.FDC),
+    "ls": comparators.LogitStandardisation,
+    "energy": comparators.Energy,
+    "msp": comparators.MaximumSoftmax,
+    "entropy": comparators.NegativeEntropy,
+    "wa": comparators.WeightAligning,
+    "wa-symmetric": lambda: comparators.WeightAligning("symmetric"),
+    "vim": comparators.VirtualLogitMatching,
+    "ncm": comparators.NearestClassMean,
+    "ncm-pretrained": lambda: comparators.NearestClassMean("pretrained"),
+    "nme": comparators.NearestMeanOfExemplars,
+    "nme-pretrained": lambda: comparators.NearestMeanOfExemplars("pretrained"),
+    "mahalanobis": comparators.Mahalanobis,
+    "mahalanobis-pretrained": lambda: comparators.Mahalanobis("pretrained"),
+    "mahalanobis-task": lambda: comparators.Mahalanobis(variant="per_task"),
+    "mahalanobis-relative": lambda: comparators.Mahalanobis(variant="relative"),
+    "fecam": comparators.FeCAM,
+    "fecam-pretrained": lambda: comparators.FeCAM("pretrained"),
+    "fecam-pilot": lambda: comparators.FeCAM(variant="pilot"),
+    "ranpac": comparators.RanPAC,
+    "ranpac-pretrained": lambda **settings: comparators.RanPAC("pretrained", **settings),
+    "ranpac-pilot": lambda **settings: comparators.RanPAC(variant="pilot", **settings),
+    "anacp": comparators.AnaCP,
+    "anacp-pretrained": lambda **settings: comparators.AnaCP("pretrained", **settings),
 }
 
 
 def run(name: str, features: FeatureSet, settings: Settings) -> Outcome:
     """Fits a method task by task and scores all test features, with the final heads if there are.
 
+    Args:
+        name: of `METHODS`.
+        features: of a file.
+        settings: of all methods.
+
     Raises:
-        InputError: the method is unknown, or does not apply to these features.
+        InputError: the method does not apply to these features.
     """
-    if name not in METHODS:
-        raise InputError(f"method: expected all or one of {', '.join(METHODS)}; found {name}")
-    method = METHODS[name](settings)
+    method, terms = METHODS[name](**settings.of(name)), None
     start = time.perf_counter()
     features.fit(method)
     fitted = time.perf_counter()
-    calibrator = terms = None
-    if isinstance(method, calibration.FDC):
-        calibrator = method
+    if name in FDC_METHODS:
         terms = method.terms(features.test_adapted, features.test_pretrained)
         scores = terms.fuse()
     else:
@@ -107,4 +100,4 @@ def run(name: str, features: FeatureSet, settings: Settings) -> Outcome:
     unfit = ~np.isfinite(scores.task_scores).any(axis=1)
     if unfit.any():
         raise InputError(f"{name}: no finite score for test row {int(np.argmax(unfit))}")
-    return Outcome(scores, calibrator, terms, method.storage_bytes, fitted - start, scored - fitted)
+    return Outcome(scores, method, terms, fitted - start, scored - fitted)

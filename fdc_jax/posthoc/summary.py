@@ -1,7 +1,9 @@
-"""Numbers of one calibrated prediction beside the raw one, as plain JSON values."""
+"""What is said of one calibrated prediction: its numbers beside the raw one's, and warnings."""
 
+import logging
 import math
 import platform
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -9,95 +11,119 @@ import numpy as np
 
 import fdc_jax
 from fdc_jax import evaluation
-from fdc_jax.calibration import Scores, Terms
+from fdc_jax.calibration import Scores
+from fdc_jax.calibration.comparators.base import in_blocks
 from fdc_jax.calibration.components import fuse_all
 from fdc_jax.feature_files import FeatureSet
+from fdc_jax.posthoc.methods import Outcome, Settings
+
+_LOGGER = logging.getLogger("fdc_jax.posthoc")
 
 
-def summarise(features: FeatureSet, raw: Scores, calibrated: Scores) -> dict[str, Any]:
-    """Compares two predictions; accuracies in percent, absent without test labels."""
-    changed = int(np.sum(raw.label != calibrated.label))
-    summary: dict[str, Any] = {
+def summarise(
+    method: str, features: FeatureSet, settings: Settings, raw: Scores, outcome: Outcome
+) -> dict[str, Any]:
+    """Returns plain JSON values; accuracies in percent, absent without test labels."""
+    calibrated, terms, truth = outcome.scores, outcome.terms, features.test_labels
+    report: dict[str, Any] = {
+        "method": method,
         "num_tasks": len(features.tasks),
         "num_classes": sum(len(task.classes) for task in features.tasks),
         "num_test_samples": len(raw.label),
-        "num_changed_labels": changed,
-    }
-    if features.test_labels is None:
-        return summary
-    truth, tasks = features.test_labels, features.test_tasks
-    pair = {"raw": raw, "calibrated": calibrated}
-    cells = {name: decompose(features, scores) for name, scores in pair.items()}
-    confusion = {
-        name: evaluation.task_confusion(tasks, scores.task, len(features.tasks))
-        for name, scores in pair.items()
-    }
-    return summary | {
-        "accuracy": {name: cell.accuracy for name, cell in cells.items()},
-        "routing_accuracy": {name: cell.routing_accuracy for name, cell in cells.items()},
-        "oracle_accuracy": {name: cell.oracle_accuracy for name, cell in cells.items()},
-        "decomposition": {
-            name: {
-                "right_task_right_class": cell.right_task_right_class,
-                "right_task_wrong_class": cell.right_task_wrong_class,
-                "wrong_task_oracle_right": cell.wrong_task_oracle_right,
-                "wrong_task_oracle_wrong": cell.wrong_task_oracle_wrong,
-                "errors_fixed_by_task": _number(cell.errors_fixed_by_task),
-            }
-            for name, cell in cells.items()
+        "num_changed_labels": int(np.sum(raw.label != calibrated.label)),
+        "storage_bytes": outcome.calibrator.storage_bytes,
+        "seconds": {"fit": outcome.fit_seconds, "score": outcome.score_seconds},
+        "settings": settings.of(method),
+        "versions": {
+            "fdc_jax": fdc_jax.__version__,
+            "jax": jax.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+            "device": jax.devices()[0].device_kind,
         },
-        "gain": evaluation.bootstrap_gain(truth, raw.label, calibrated.label)._asdict(),
-        "mcnemar_p_value": evaluation.mcnemar(truth, raw.label, calibrated.label),
-        "flips": evaluation.flips(truth, raw.label, calibrated.label)._asdict(),
-        "task_accuracy": {
-            name: [
-                _number(value)
-                for value in evaluation.task_accuracies(
-                    tasks, truth, scores.label, len(features.tasks)
-                )
-            ]
-            for name, scores in pair.items()
-        },
-        "most_confused_tasks": {
-            name: [each._asdict() for each in evaluation.most_confused(matrix)]
-            for name, matrix in confusion.items()
-        },
-        "task_confusion": {name: matrix.tolist() for name, matrix in confusion.items()},
     }
+    if truth is None:
+        return report
+    report["gain"] = evaluation.bootstrap_gain(truth, raw.label, calibrated.label)._asdict()
+    report["mcnemar_p_value"] = evaluation.mcnemar(truth, raw.label, calibrated.label)
+    report["flips"] = evaluation.flips(truth, raw.label, calibrated.label)._asdict()
+    tasks, count = features.test_tasks, len(features.tasks)
+    for name, scores in (("raw", raw), ("calibrated", calibrated)):
+        cells = evaluation.decompose(
+            tasks, truth, scores.task, scores.label, scores.label_in_task(tasks)
+        )
+        confusion = evaluation.task_confusion(tasks, scores.task, count)
+        by_task = evaluation.task_accuracies(tasks, truth, scores.label, count)
+        fixed = cells.errors_fixed_by_task
+        for key, value in {
+            "accuracy": cells.accuracy,
+            "routing_accuracy": cells.routing_accuracy,
+            "oracle_accuracy": cells.oracle_accuracy,
+            "decomposition": {
+                "right_task_right_class": cells.right_task_right_class,
+                "right_task_wrong_class": cells.right_task_wrong_class,
+                "wrong_task_oracle_right": cells.wrong_task_oracle_right,
+                "wrong_task_oracle_wrong": cells.wrong_task_oracle_wrong,
+                "errors_fixed_by_task": None if math.isnan(fixed) else fixed,
+            },
+            "task_accuracy": [None if math.isnan(each) else float(each) for each in by_task],
+            "most_confused_tasks": [each._asdict() for each in evaluation.most_confused(confusion)],
+            "task_confusion": confusion.tolist(),
+        }.items():
+            report.setdefault(key, {})[name] = value
+    if terms is not None:
+        report["component_accuracy"] = {
+            name: evaluation.accuracy(truth, scores.label)
+            for name, scores in fuse_all(terms, terms.affinity).items()
+        }
+    return report
 
 
-def decompose(features: FeatureSet, scores: Scores) -> evaluation.Decomposition:
-    """Task and class decisions of a prediction on labelled test features."""
-    tasks = features.test_tasks
-    assert features.test_labels is not None
-    return evaluation.decompose(
-        tasks, features.test_labels, scores.task, scores.label, scores.label_in_task(tasks)
+def warn_of_weak_heads(features: FeatureSet) -> None:
+    """Warns where heads know next to nothing: rows or samples then stand in another order.
+
+    That is said of a task of c classes below an accuracy of 3 / c, three times chance; with fewer
+    than five classes below (1 + 1 / c) / 2, half way from chance to certainty, which then is less.
+    A task of one class tells nothing.
+    """
+    own, final = [], []
+    for t, task in enumerate(features.tasks):
+        own.append((task.adapted, task.labels, task.head, task.classes))
+        if features.test_labels is not None:
+            rows = features.test_tasks == t
+            labels = features.test_labels[rows]
+            head = task.final_head or task.head
+            final.append((features.test_adapted[rows], labels, head, task.classes))
+    _warn(
+        own,
+        "heads are hardly ever right about their own training samples",
+        "head_weight_t in another order than the task's labels, ascending or in head_classes_t",
+        "train_adapted_t from a loader that shuffles, so that train_labels_t are of other images",
+    )
+    _warn(
+        final,
+        "heads are hardly ever right about test samples of their own task (oracle accuracy)",
+        "final_head_weight_t or head_weight_t in another order than the task's labels",
+        "test_adapted from a loader that shuffles, so that test_labels are of other images",
     )
 
 
-def component_accuracies(features: FeatureSet, terms: Terms) -> dict[str, float]:
-    """Accuracy of every component combination of FDC, or of the variant that it was set to.
-
-    The view rows need two views.
-    """
-    assert features.test_labels is not None
-    return {
-        name: evaluation.accuracy(features.test_labels, scores.label)
-        for name, scores in fuse_all(terms, terms.affinity).items()
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions and device that produced a result."""
-    return {
-        "fdc_jax": fdc_jax.__version__,
-        "jax": jax.__version__,
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "device": jax.devices()[0].device_kind,
-    }
-
-
-def _number(value: float) -> float | None:
-    """JSON has no NaN."""
-    return None if math.isnan(value) else float(value)
+def _warn(parts: Iterable[tuple], what: str, *causes: str) -> None:
+    weak = []
+    for task, (samples, labels, head, classes) in enumerate(parts):
+        count = len(classes)
+        if count == 1 or not len(labels):
+            continue
+        right = float(np.mean(classes[in_blocks(head.logits, samples).argmax(axis=1)] == labels))
+        if right < min(3.0 / count, (1.0 + 1.0 / count) / 2.0):
+            weak.append(f"task {task} {100 * right:.1f}% (chance {100 / count:.1f}%)")
+    if weak:
+        more = f" and {len(weak) - 10} more" if len(weak) > 10 else ""
+        _LOGGER.warning(
+            "%s: %s%s. The two usual causes: rows of %s; or rows of %s. Numbers below then mean "
+            "nothing",
+            what,
+            ", ".join(weak[:10]),
+            more,
+            *causes,
+        )

@@ -4,16 +4,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fdc_jax import command_line, report
-from fdc_jax.errors import InputError
+from fdc_jax import report
+from fdc_jax.errors import InputError, Program
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Program:
     """Returns the options of the command."""
-    made = command_line.Parser(
-        prog="python -m fdc_jax.report",
-        allow_abbrev=False,
-        description="Write a report about finished runs: report.html, tables (CSV, Markdown, "
+    made = Program(
+        "report",
+        "Write a report about finished runs: report.html, tables (CSV, Markdown, "
         "LaTeX) and figures (SVG, PNG). Nothing is trained.",
     )
     made.add_argument(
@@ -42,8 +41,6 @@ def parser() -> argparse.ArgumentParser:
         metavar="JSON",
         help="a file that benchmarks/latency.py wrote; repeatable",
     )
-    made.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    made.add_argument("--traceback", action="store_true", help="show where an error arose")
     return made
 
 
@@ -56,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         0, or 2 after an error that has been printed as one line.
     """
-    return command_line.run("fdc_jax.report", parser(), _run, arguments)
+    return parser().run(_run, arguments)
 
 
 def _run(options: argparse.Namespace) -> None:
