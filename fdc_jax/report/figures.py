@@ -298,7 +298,7 @@ class _Kind(NamedTuple):
     caption: str
 
 
-_BAND = "Means over seeds, with one sample standard deviation shaded."
+_BAND = " Means over seeds, with one sample standard deviation shaded."
 _PAPER = " Empty markers are the paper's numbers, where runs follow its protocol."
 
 # The first three are of a run itself, and stand at the head of the page.
@@ -307,7 +307,7 @@ _KINDS = (
         accuracy_curve,
         "group",
         "Accuracy as tasks are learned",
-        "Accuracy over all classes seen so far, after each task. " + _BAND,
+        "Accuracy over all classes seen so far, after each task." + _BAND,
     ),
     _Kind(
         decomposition,
@@ -382,7 +382,7 @@ _KINDS = (
         "several",
         "Attenuation and retained energy",
         "Final accuracy of full FDC in percent, fitted anew at every setting. The dotted line is "
-        "the setting of the run; vertical axes differ. " + _BAND + _PAPER,
+        "the setting of the run; vertical axes differ." + _BAND + _PAPER,
     ),
     _Kind(
         feature_figures.neighbours,
@@ -391,7 +391,7 @@ _KINDS = (
         "Final accuracy of full FDC in percent when affinities average the K nearest prototypes of "
         "a task. Distributional matching standardises them by the task's own training affinities "
         "for the same K, Nearest by the affinities of the same image to all tasks. The dotted line "
-        "is the setting of the run. " + _BAND,
+        "is the setting of the run." + _BAND,
     ),
 )
 
@@ -427,6 +427,8 @@ def draw(name: str, groups: Sequence[Group], analyses: Analyses) -> list[Drawing
         caption = kind.caption
         if not any(group.follows_protocol for group in members):
             caption = caption.replace(_PAPER, "")
+        if all(len(group.runs) == 1 for group in members):
+            caption = caption.replace(_BAND, "")
         if kind.of == "several":
             seeds = [f"{each.name} (seeds {', '.join(map(str, each.seeds))})" for each in members]
             caption = f"{caption} {'; '.join(seeds)}."

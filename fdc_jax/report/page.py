@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jinja2
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 import fdc_jax
 from fdc_jax.errors import InputError
@@ -96,6 +96,7 @@ def render(
         "spread": _spread,
         "drawn": _drawn,
         "bar": _bar,
+        "subscripts": _subscripts,
     }
     own = [each for each in drawings if each.kind in figures.OF_A_RUN]
     return environment.get_template("page.html.jinja").render(
@@ -193,6 +194,11 @@ def _spread(value: Spread | None, digits: int = 1, signed: bool = False) -> str:
         return "–"
     text = drawing.number(value.mean, digits, signed)
     return text if value.std != value.std else f"{text} ± {value.std:.{digits}f}"
+
+
+def _subscripts(text: str) -> Markup:
+    """Sets the names of encoders as the paper does."""
+    return Markup(re.sub(r"E_(\w)", r"E<sub>\1</sub>", str(escape(text))))
 
 
 def _words(value: Any) -> str:

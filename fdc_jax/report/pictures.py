@@ -29,6 +29,13 @@ class Evidence(NamedTuple):
     wrong: float
 
 
+class Said(NamedTuple):
+    """A class and its task, in words and counted from 1."""
+
+    name: str
+    task: int
+
+
 class Picture(NamedTuple):
     """A test image on which raw logits and FDC disagree.
 
@@ -36,18 +43,18 @@ class Picture(NamedTuple):
         row: of `predictions.npz`.
         uri: the image as a data URI.
         small: whether it has so few pixels that they should stay visible.
-        true: class and task, in words.
-        raw: likewise, what the raw logits said.
-        fdc: likewise, what FDC said.
+        true: what it is.
+        raw: what the raw logits said.
+        fdc: what FDC said.
         evidence: empty where features or the calibrator are gone.
     """
 
     row: int
     uri: str
     small: bool
-    true: str
-    raw: str
-    fdc: str
+    true: Said
+    raw: Said
+    fdc: Said
     evidence: list[Evidence]
 
 
@@ -110,9 +117,9 @@ def _spaced(count: int) -> Int[np.ndarray, " k"]:
     return ((np.arange(most) + 0.5) * count / max(most, 1)).astype(int)
 
 
-def _said(label: int, task: int, class_names: Sequence[str]) -> str:
+def _said(label: int, task: int, class_names: Sequence[str]) -> Said:
     name = class_names[label] if label < len(class_names) else f"class {label + 1}"
-    return f"{name} (task {task + 1})"
+    return Said(name, int(task) + 1)
 
 
 def _evidence(
@@ -157,8 +164,9 @@ def split(terms: Any, dual: bool) -> tuple[list[str], Float[np.ndarray, "parts n
     """
     logit = terms.fuse(rlc=False, pac=False).task_scores
     parts = {"Raw logit": terms.raw().task_scores, "Filtered logit": logit}
-    for view, other in (("adapted", "pretrained"), ("pretrained", "adapted"))[: 1 + dual]:
-        off = {f"{other}_view": False}
+    views = (("E_T", "pretrained_view"), ("E_0", "adapted_view"))
+    for view, other in views[: 1 + dual]:
+        off = {other: False}
         parts[f"Residual, {view}"] = terms.fuse(pac=False, **off).task_scores - logit
         parts[f"Affinity, {view}"] = terms.fuse(rlc=False, **off).task_scores - logit
     parts["FDC score"] = terms.fuse().task_scores
