@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from fdc_jax import feature_files
 from fdc_jax.feature_files import FeatureSet, TaskFeatures
 from tests.calibration import reference, streams
 
@@ -34,6 +35,15 @@ def feature_set(kind="linear", dual=True, final=False, test_size=90, **options):
             )
         )
     return FeatureSet(tuple(made), adapted, pretrained if dual else None, labels)
+
+
+def write_features(folder, features):
+    """Writes a feature set as a run saves it."""
+    for number, task in enumerate(features.tasks):
+        parts = task.adapted, task.labels, task.head, task.pretrained, task.classes
+        feature_files.write_task(folder, number, *parts)
+    test = features.test_adapted, features.test_pretrained, features.test_labels
+    feature_files.write_test(folder, *test)
 
 
 def probes(tasks, size):

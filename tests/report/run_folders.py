@@ -36,7 +36,8 @@ def results(
     rng = np.random.default_rng([seed, len(learner), len(benchmark), int(10 * gain)])
     raw = 60.0 + 5 * rng.random()
     components = {"raw": raw} | {name: raw + gain * rng.random() for name in COMPONENTS[1:]}
-    sizes = paper.partition(benchmark) or {"classes": 6, "tasks": 3, "train": 90, "test": 60}
+    own = {"classes": 6, "tasks": 3, "train": 90, "test": 60}
+    sizes = paper.columns("partitions", benchmark) or own
     accuracy = {"raw": raw, "fdc": components["full"], "oracle": 95.0}
     curve = [
         {

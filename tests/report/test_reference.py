@@ -1,6 +1,5 @@
 """Reference files: what is refused, and what is compared how."""
 
-import math
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -25,7 +24,7 @@ def read(tmp_path, *lines, header=HEADER):
 
 
 def entry(value, seed=None, std=None, count=None):
-    return Entry("cifar100", "cumulative_lora", "raw", seed, value, std, count, "")
+    return Entry("cifar100", "cumulative_lora", "raw", seed, value, std, count)
 
 
 def test_a_file_is_read_whatever_the_order_of_columns_and_the_names(tmp_path):
@@ -35,7 +34,7 @@ def test_a_file_is_read_whatever_the_order_of_columns_and_the_names(tmp_path):
         "1.5,,mine.module,gain:tsf+rlc,my benchmark",
         header="\ufeffvalue,source,learner,quantity,benchmark",
     )
-    assert found.entries == [
+    assert found == [
         Entry("cifar100", "cumulative_lora", "fdc", None, 88.6, None, None, "FDC paper"),
         Entry("my benchmark", "mine.module", "gain:tsf+rlc", None, 1.5, None, None, ""),
     ]
@@ -102,7 +101,7 @@ def test_unreadable_files_are_refused(tmp_path):
 
 def test_quantities_are_those_of_the_results(tmp_path):
     write_run(tmp_path / "a", learner="loda")
-    (run,) = runs.load([tmp_path / "a"]).runs
+    ((run,),) = (each.runs for each in runs.load([tmp_path / "a"]).groups)
     found = results(learner="loda")
     raw = found["accuracy"]["raw"]
     chosen = found["components"]["pac+rlc_adapted_view"]
@@ -142,56 +141,53 @@ def test_common_seeds_are_paired(values):
         atol=1e-9,
     )
     assert found.paired == list(range(len(values)))
+    # One common seed is no pair to tell a spread from.
+    found = compare(ours, [entry(1.5, seed=77)])
+    assert found == (-1.5, None, None, [77])
 
 
 def test_two_means_are_compared_by_welch():
     ours = {1: 70.0, 2: 71.0, 3: 73.5}
     found = compare(ours, [entry(75.0, std=0.8, count=5)])
-    expected = stats.ttest_ind_from_stats(
-        np.mean(list(ours.values())), np.std(list(ours.values()), ddof=1), 3, 75.0, 0.8, 5, False
-    )
-    assert found.outside == (expected.pvalue < 0.05)
     # At the interval's end the test is at its level.
     end = found.high - found.difference
     at_end = stats.ttest_ind_from_stats(
         75.0 + end, np.std(list(ours.values()), ddof=1), 3, 75.0, 0.8, 5, False
     )
     assert at_end.pvalue == pytest.approx(0.05)
+    assert found.difference == pytest.approx((found.low + found.high) / 2)
 
 
-def test_with_one_deviation_the_other_side_is_one_more_draw():
-    reach = stats.t.ppf(0.975, 2) * 1.0 * math.sqrt(1 / 3 + 1)
-    found = compare({1: 69.0, 2: 70.0, 3: 71.0}, [entry(75.0)])
-    assert (found.low, found.high) == (pytest.approx(-5 - reach), pytest.approx(-5 + reach))
-    found = compare({7: 75.0}, [entry(70.0, std=1.0, count=3)])
-    assert (found.low, found.high) == (pytest.approx(5 - reach), pytest.approx(5 + reach))
-    assert found.outside is True
-    # A mean of known seeds varies less than one draw.
-    found = compare({1: 69.0, 2: 70.0, 3: 71.0}, [entry(75.0, count=3)])
-    assert found.high == pytest.approx(-5 + stats.t.ppf(0.975, 2) * math.sqrt(2 / 3))
+@pytest.mark.parametrize(
+    ("ours", "other"), [({1: 70.0}, {"std": 1.0, "count": 3}), ({1: 70.0, 2: 71.0}, {"count": 3})]
+)
+def test_without_both_deviations_there_is_no_interval(ours, other):
+    assert compare({}, [entry(1.0)]).difference is None
+    found = compare(ours, [entry(71.0, **other)])
+    assert found == (np.mean(list(ours.values())) - 71.0, None, None, ())
 
 
-def test_without_any_deviation_nothing_is_marked():
-    assert compare({}, [entry(1.0)]) == (None, None, None, [])
-    found = compare({1: 70.0}, [entry(71.0)])
-    assert found == (-1.0, None, None, []) and found.outside is None
-    # One common seed is not a pair to tell a spread from.
-    found = compare({1: 70.0}, [entry(71.0, seed=1)])
-    assert found.difference == -1.0 and found.outside is None
-
-
-def test_without_runs_a_line_stays_as_a_gap(tmp_path):
-    found = read(tmp_path, "cub200,l2p,raw,,70.5,,,another paper")
-    (row,) = found.table([]).rows
-    assert [cell.text for cell in row] == [
-        "CUB-200", "l2p", "raw", "ours", "–", "70.50", "–", "–", "no run", "another paper"
+def test_both_sides_are_shown_as_they_are_paired(tmp_path):
+    for seed, raw in ((1, 60.0), (2, 50.0), (3, 40.0)):
+        accuracy = {"raw": raw, "fdc": raw + 5, "oracle": 90.0}
+        write_run(tmp_path / f"{seed}", results(seed=seed, accuracy=accuracy))
+    groups = runs.load(sorted(tmp_path.iterdir())).groups
+    lines = [f"cifar100,cumulative_lora,raw,{s},{v},,,mine" for s, v in ((1, 61), (2, 52), (9, 99))]
+    entries = read(tmp_path, *lines, "cub200,l2p,raw,,70.5,0.5,3,another paper")
+    table = reference.table("other code.csv", entries, groups)
+    assert table.name == "reference_other_code" and "other code.csv" in table.note
+    low, high = stats.t.interval(0.95, 1, -1.5, stats.sem([-1.0, -2.0]))
+    assert table.shown.reset_index().to_numpy().tolist() == [
+        ["CIFAR-100", "Cumulative-LoRA", "raw", "ours", "55.00 ± 7.07 (2)", "56.50 ± 6.36 (2)",
+         "-1.50", f"{low:+.2f} to {high:+.2f}", "inside, seeds 1, 2 paired", "mine"],
+        ["CUB-200", "l2p", "raw", "ours", "–", "70.50 ± 0.50 (3)", "–", "–", "no run",
+         "another paper"],
     ]  # fmt: skip
 
 
 def test_the_example_holds_the_paper_s_numbers():
-    found = reference.read(EXAMPLE)
-    by_name = {(each.benchmark, each.quantity): each for each in found.entries}
-    assert {each.learner for each in found.entries} == {"cumulative_lora"}
+    by_name = {(each.benchmark, each.quantity): each for each in reference.read(EXAMPLE)}
+    assert {each.learner for each in by_name.values()} == {"cumulative_lora"}
     for quantity, published in {
         "raw": paper.accuracy("cumulative_lora", "raw"),
         "fdc": paper.accuracy("cumulative_lora", "fdc"),
@@ -202,25 +198,3 @@ def test_the_example_holds_the_paper_s_numbers():
             of = by_name.pop((benchmark, quantity))
             assert (of.value, of.std, of.count) == (each.mean, each.std, 3)
     assert not by_name
-
-
-def test_one_common_seed_is_compared_with_that_seed_alone(tmp_path):
-    found = compare({1: 60.0, 2: 50.0, 3: 40.0}, [entry(61.5, seed=1)])
-    assert found.difference == pytest.approx(-1.5)
-    assert found.outside is None and found.paired == [1]
-
-
-def test_both_sides_are_shown_as_they_are_paired(tmp_path):
-    for seed, raw in ((1, 60.0), (2, 50.0), (3, 40.0)):
-        accuracy = {"raw": raw, "fdc": raw + 5, "oracle": 90.0}
-        write_run(tmp_path / f"{seed}", results(seed=seed, accuracy=accuracy))
-    groups = runs.group(runs.load(sorted(tmp_path.iterdir())).runs)
-    lines = [f"cifar100,cumulative_lora,raw,{s},{v},,,mine" for s, v in ((1, 61), (2, 52), (9, 99))]
-    reference_file = read(tmp_path, *lines)
-    table = reference_file.table(groups)
-    (record,) = table.records
-    assert (record["mean"], record["reference_mean"]) == (55.0, 56.5)
-    assert record["difference"] == pytest.approx(-1.5)
-    assert (record["n"], record["paired_seeds"], record["source"]) == (2, "1 2", "mine")
-    texts = [cell.text for cell in table.rows[0]]
-    assert texts[-2].endswith("seeds 1, 2 paired")
