@@ -41,10 +41,6 @@ class Table(NamedTuple):
         """The frame with a dash in every gap."""
         return self.frame.astype(object).where(self.frame.notna(), GAP)
 
-    def to_html(self) -> str:
-        """Returns a `<table>`; everything is escaped."""
-        return self.shown.reset_index().to_html(index=False, border=0)
-
     def to_markdown(self) -> str:
         """Returns the table in GitHub's dialect under its title, with its note."""
         frame = self.shown.reset_index().astype(str).replace(r"\|", r"\\|", regex=True)
