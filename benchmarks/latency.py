@@ -30,7 +30,7 @@ import numpy as np
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import posthoc
+from benchmarks.calibration import Features, Point
 from benchmarks.measure import check_numbers, run
 from fdc_jax import calibration, devices, results
 from fdc_jax.calibration import measures, scoring
@@ -57,9 +57,11 @@ def random_encoder(variant: str, image_size: int, precision: str) -> tuple[Any, 
 def fitted(num_tasks: int, num_classes: int, width: int) -> calibration.FDC:
     """Returns a calibrator of random features, of ranks like a Vision Transformer's."""
     calibrator = calibration.FDC()
-    per_class = max(20, 2 * width * num_tasks // (3 * num_classes))
-    for task in posthoc.make_tasks(num_tasks, num_classes, width, per_class):
-        calibrator.fit_task(task["adapted"], task["labels"], task["head"], task["pretrained"])
+    images = max(20 * num_classes, 2 * width * num_tasks // 3)
+    point = Point(num_tasks, images, num_classes, width, views=2)
+    for task in range(num_tasks):
+        features = Features(point, task)
+        calibrator.fit_task(features.source, None, features.head)
     calibrator.finalize()
     return calibrator
 

@@ -24,7 +24,7 @@ import numpy as np
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.calibration_scale import Features, Point, peak_bytes
+from benchmarks.calibration import Features, Point, peak_bytes
 from benchmarks.measure import check_numbers, in_a_process, run, write_report
 from configs import base
 from fdc_jax import calibration, devices, learners

@@ -41,32 +41,6 @@ def test_no_letter_is_a_digit_or_a_number(script):
         assert not letter.isdigit() and not letter.isnumeric()
 
 
-def test_every_face_draws_every_letter_it_is_asked_for(script):
-    # fontTools reads which characters a face really has: a missing one is drawn as a box.
-    from fontTools.ttLib import TTFont
-
-    for face in script._DEJAVU + script._STIX + script._COMPUTER_MODERN:
-        known = TTFont(script._FONT_FOLDER / f"{face}.ttf").getBestCmap()
-        asked = [letter for letter in script.letters() if face in script.fonts_of(letter)]
-        assert asked
-        missing = [letter for letter in asked if ord(letter) not in known]
-        assert missing == [], face
-
-
-def test_glyphs_fill_the_square_and_every_class_is_drawn_for_training(script, pool):
-    ink = pool.distances > 0
-    margin = (script.GLYPH_SIZE - script.LETTER_SIZE) // 2
-    height, width = ink.any(2).sum(1), ink.any(1).sum(1)
-    longest = np.maximum(height, width)
-    assert longest.max() <= script.LETTER_SIZE
-    # Thin ends vanish when an outline is scaled down.
-    assert np.quantile(longest, 0.05) >= script.LETTER_SIZE - 4
-    assert not ink[:, : margin - 1].any() and not ink[:, :, : margin - 1].any()
-    trained = np.unique(pool.classes[~pool.held_out])
-    np.testing.assert_array_equal(trained, np.arange(pool.classes.max() + 1))
-    assert pool.held_out.any()
-
-
 def test_look_alikes_share_a_class_and_others_do_not(script):
     from PIL import ImageFont
 
@@ -75,24 +49,6 @@ def test_look_alikes_share_a_class_and_others_do_not(script):
     letters = "A\u0391\u0410oo\u043eBKS"
     classes = script.merge_look_alikes(np.stack([script.draw(c, font) for c in letters]))
     assert classes.tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 4]
-
-
-def test_look_alikes_of_look_alikes_share_a_class(script):
-    glyphs = np.zeros((4, 1, 40), bool)
-    glyphs[0, 0, :30] = glyphs[1, 0, 2:32] = glyphs[2, 0, 4:34] = True
-    glyphs[3, 0, 20:] = True
-    # Overlap: 28/32 for neighbours, 26/34 for the first and third.
-    assert script.merge_look_alikes(glyphs, 0.8).tolist() == [0, 0, 0, 1]
-    assert script.merge_look_alikes(glyphs, 0.9).tolist() == [0, 1, 2, 3]
-
-
-def test_signed_distance_grows_into_the_ink(script):
-    ink = np.zeros((9, 9), bool)
-    ink[2:7, 3:6] = True
-    distance = script.signed_distances(ink)
-    np.testing.assert_array_equal(distance > 0, ink)
-    assert distance[4, 4] == 1.5 and distance[4, 3] == 0.5 and distance[4, 2] == -0.5
-    assert distance[4, 0] == -2.5
 
 
 def test_scans_have_few_levels_and_pixels_are_grey_whole_numbers(script, pool):
@@ -122,18 +78,7 @@ def test_classes_are_drawn_equally_often_and_held_out_faces_apart(script, pool):
         assert chance.sum() == pytest.approx(1)
 
 
-def test_a_batch_follows_the_chances(script, pool, monkeypatch):
-    on_device = script.Pool(*map(jnp.asarray, pool))
-    monkeypatch.setattr(script, "images_of", lambda key, pool, chosen: chosen)
-    cumulative = jnp.asarray(script.chances(pool, True))
-    chosen, classes = script.draw_batch(jax.random.key(2), on_device, cumulative, 50_000)
-    assert pool.held_out[np.asarray(chosen)].all()
-    np.testing.assert_array_equal(classes, pool.classes[np.asarray(chosen)])
-    counts = np.bincount(classes)
-    counts = counts[counts > 0]
-    assert counts.min() > 0.6 * counts.mean() and counts.max() < 1.5 * counts.mean()
-
-
+@pytest.mark.slow
 def test_a_few_steps_write_a_file_that_loads_and_repeats(
     script, pool, tmp_path, capsys, monkeypatch
 ):
@@ -147,31 +92,3 @@ def test_a_few_steps_write_a_file_that_loads_and_repeats(
     second = weights.load(tmp_path / "second.npz", "digits", 32)
     jax.tree.map(np.testing.assert_array_equal, first.params, second.params)
     assert len(list(tmp_path.iterdir())) == 2
-
-
-def test_training_lowers_the_loss_and_another_seed_differs(script, pool):
-    # The settings of the test before, which are compiled already.
-    settings = script.Settings(
-        script.vit.build("digits", 32), int(pool.classes.max()) + 1, 12, 8, 1e-3
-    )
-    cumulative = jnp.asarray(script.chances(pool, False))
-    pool = script.Pool(*map(jnp.asarray, pool))
-    state = script.initialise(jax.random.key(0), settings)
-    start = jax.tree.map(np.array, state.params)
-    losses = []
-    for _ in range(12):
-        # The same batch each time.
-        state, loss = script.step(state, jax.random.key(1), pool, cumulative, settings)
-        losses.append(float(loss))
-    assert losses[0] == pytest.approx(np.log(settings.num_classes), rel=1e-3)
-    assert losses[-1] < 0.9 * losses[0]
-    other = script.initialise(jax.random.key(3), settings).params
-    assert not np.allclose(start["embedding"]["kernel"], other["embedding"]["kernel"])
-
-
-@pytest.mark.parametrize("flag", ["--steps=0", "--batch_size=-1"])
-def test_counts_must_be_positive(script, flag, capsys):
-    with pytest.raises(SystemExit) as caught:
-        script.parse([flag])
-    assert caught.value.code == 2
-    assert "expected a positive number" in capsys.readouterr().err

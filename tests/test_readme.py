@@ -1,4 +1,4 @@
-"""Every command of the README: it parses, its files exist, and the short ones are run."""
+"""Every command of the README and of docs/: it parses, its files exist, the short ones are run."""
 
 import importlib.util
 import json
@@ -11,32 +11,43 @@ from pathlib import Path
 
 import pytest
 
-from fdc_jax import configuration
+from fdc_jax import configuration, learners
 from fdc_jax.data import benchmarks
 from fdc_jax.report import __main__ as report
 from fdc_jax.report import reference
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = (REPOSITORY / "README.md").read_text()
+PAGES = {
+    path.relative_to(REPOSITORY).as_posix(): path.read_text()
+    for path in (
+        *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+        *sorted((REPOSITORY / "docs").glob("*.md")),
+    )
+}
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
 
 
-def commands():
+def commands(text):
     """The commands of all shell blocks, one by one."""
     found = []
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL):
+    for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL):
         for line in block.replace("\\\n", " ").splitlines():
+            line = re.split(r"\s+#", line)[0]
             found += [part.strip(" &") for part in line.split("&&") if part.strip()]
     return found
 
 
-def arguments_of(program):
-    """Arguments of every README command that runs the program."""
-    found = []
-    for command in commands():
-        words = shlex.split(command, comments=True)
-        if program in words:
-            found.append(words[words.index(program) + 1 :])
-    return found
+def arguments_of(program, pages=PAGES):
+    """Arguments of every command of the pages that runs the program, each once."""
+    found = {}
+    for text in pages.values():
+        for command in commands(text):
+            words = shlex.split(command)
+            if program in words:
+                arguments = words[words.index(program) + 1 :]
+                found[" ".join(arguments)] = arguments
+    return list(found.values())
 
 
 def load_config(path):
@@ -46,30 +57,38 @@ def load_config(path):
     return module.get_config()
 
 
+def test_the_readme_is_short():
+    assert len(README.split()) <= 1200
+
+
 def test_every_command_is_of_a_kind_that_is_tested_here():
-    known = ("-m venv", "pip install", "main.py", "-m pytest", "-m fdc_jax.")
-    for command in commands():
-        assert any(kind in command for kind in known), command
-    assert len(commands()) >= 8
+    known = (
+        *("-m venv", "pip install", "main.py", "-m pytest", "-m fdc_jax.", "-m benchmarks."),
+        *("bin/ruff", "bin/pyright"),
+    )
+    for page, text in PAGES.items():
+        for command in commands(text):
+            assert any(kind in command for kind in known), (page, command)
+    assert len(commands(README)) >= 8
 
 
 @pytest.mark.parametrize("arguments", arguments_of("main.py"), ids=" ".join)
 def test_runs_of_the_main_program_have_valid_configurations(arguments):
     options = dict(word.removeprefix("--").split("=", 1) for word in arguments)
     config = load_config(options.pop("config"))
-    if options.get("config.learner.name") == "linear_probe":
-        pytest.skip("run by a test of its own")
-    assert options.pop("workdir")
-    for flag in ("coordinator_address", "num_processes", "process_id"):
+    for flag in ("workdir", "coordinator_address", "num_processes", "process_id"):
         options.pop(flag, None)
     fields = configuration.flatten(config)
     for name, value in options.items():
         field = name.removeprefix("config.")
+        if field.startswith("learner.linear_probe."):
+            continue  # The learner that the README shows is run below.
         assert field in fields, name
         kind = type(fields[field])
         values = [int(part) for part in value.split(",")] if kind is list else kind(value)
         config.update_from_flattened_dict({field: tuple(values) if kind is list else values})
-    configuration.validate(config)
+    if config.learner.name in learners.names():
+        configuration.validate(config)
     benchmarks.find(config.benchmark)
 
 
@@ -77,25 +96,23 @@ def test_runs_of_the_main_program_have_valid_configurations(arguments):
 def test_preparations_name_known_benchmarks_and_flags(arguments):
     name, *flags = arguments
     assert name in benchmarks.BENCHMARKS
-    usage = subprocess.run(
-        [sys.executable, "-m", "fdc_jax.data.prepare", "--help"],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    for flag in flags:
-        assert flag.split("=")[0] in usage
+    assert all(re.fullmatch(r"--(source|data_dir)=\S+", flag) for flag in flags)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_benchmarks_exist(page):
+    for program in re.findall(r"-m benchmarks\.(\w+)", PAGES[page]):
+        assert (REPOSITORY / "benchmarks" / f"{program}.py").is_file(), program
 
 
 def test_posthoc_commands_run_in_order(tmp_path):
-    runs = arguments_of("fdc_jax.posthoc")
+    runs = [words for words in arguments_of("fdc_jax.posthoc") if "example.npz" in words[0]]
     assert len(runs) >= 2
     for arguments in runs:
         done = subprocess.run(
             [sys.executable, "-m", "fdc_jax.posthoc", *arguments],
             cwd=tmp_path,
-            env={"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"},
+            env=ENVIRONMENT,
             capture_output=True,
             text=True,
         )
@@ -124,27 +141,32 @@ def test_continuous_integration_runs_the_readmes_test_command():
     assert first.startswith("python3 -m venv .venv && ")
 
 
-def test_files_that_the_readme_links_to_exist():
-    for target in re.findall(r"\]\(([^)]+)\)", README):
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_links_to_exist(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", PAGES[page]):
         if not target.startswith("http"):
-            assert (REPOSITORY / target).exists(), target
+            assert ((REPOSITORY / page).parent / target).exists(), target
+
+
+def test_the_table_of_learners_is_what_the_learners_declare():
+    rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", README, re.MULTILINE)
+    assert rows == [(name, learners.summary(name)) for name in learners.names()]
 
 
 def test_the_learner_that_the_readme_shows_runs(tmp_path):
     (code,) = [
-        block
-        for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-        if "TITLE =" in block
+        block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "TITLE" in block
     ]
-    (arguments,) = [words for words in arguments_of("main.py") if "linear_probe" in words[-1]]
+    (arguments,) = [
+        words
+        for words in arguments_of("main.py", {"": README})
+        if "linear_probe" in " ".join(words)
+    ]
     (tmp_path / "linear_probe.py").write_text(code)
     arguments = [
-        *arguments,
-        "--quiet",
-        "--config.train.epochs=2",
-        "--config.data.train_per_class=20",
+        *(f"--config={REPOSITORY}/configs/digits.py", *arguments[1:]),
+        *("--quiet", "--config.train.epochs=2", "--config.data.train_per_class=20"),
     ]
-    arguments[0] = f"--config={REPOSITORY}/configs/digits.py"
     done = subprocess.run(
         [sys.executable, str(REPOSITORY / "main.py"), *arguments],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""Cumulative-LoRA, the paper's reference learner.
+"""Cumulative-LoRA: the paper's reference, an increment and a linear head for each task.
 
 Each task trains a new rank-r increment of the key and value kernels and a new linear head with the
 cross-entropy over its own classes (paper, Eq. intro-erm). Increments and heads of earlier tasks

@@ -1,0 +1,209 @@
+"""Every benchmark runs at a tiny size and writes what it says; wrong arguments are one line."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from benchmarks import calibration, flops, step_profile
+from fdc_jax.model import increments, vit
+
+ROOT = Path(__file__).resolve().parents[1]
+ENCODER = ("--variant=digits", "--image_size=32", "--batch_size=4")
+STEP = (*ENCODER, "--warm_up=1", "--repeats=2")
+PYTORCH = ("--pytorch=eager",) if importlib.util.find_spec("torch") else ()
+SIZES = ("--tasks=2,5", "--images=330", "--classes=22", "--width=16", "--repeats=1")
+
+
+def tiny(name, *arguments, slow=True):
+    return pytest.param(name, arguments, id=name, marks=[pytest.mark.slow] if slow else [])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        tiny("calibration", *SIZES, slow=False),
+        tiny("training_step", *STEP, *PYTORCH),
+        tiny("extraction", *STEP, "--batches=3", *PYTORCH),
+        tiny("step_profile", *STEP),
+        tiny("learners", *ENCODER, "--learners=inflora", "--classes=2", "--images=6"),
+        tiny("memory", *ENCODER, "--classes=2", "--images=10", "--tasks=1,4", "--run_step"),
+        tiny("latency", *ENCODER, "--case=5x15", "--batches=2", "--warm_up=1", slow=False),
+        tiny("input_pipeline", "--data=jpeg,digits", "--images=6", "--image_size=32"),
+    ],
+)
+def test_a_benchmark_prints_lines_and_writes_numbers(tmp_path, name, arguments):
+    output = tmp_path / "out" / "found.json"
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *arguments, f"--output={output}"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()
+    found = json.loads(output.read_text())
+    assert {"fdc_jax", "jax", "commit"} <= found["versions"].keys()
+    globals().get(f"check_{name}", lambda found: None)(found)
+
+
+def check_calibration(found):
+    for result, tasks in zip(found["results"], (2, 5), strict=True):
+        assert (result["tasks"], result["images"], result["views"]) == (tasks, 330, 2)
+        images = calibration.Point(tasks, 330, 22, 16, 2).images_of
+        scalars = sum(2 * task * images(task) for task in range(tasks))
+        assert result["foreign_residual_bytes"] == 4 * scalars
+        # The paper's accounting: bases, prototypes, means and scalars in float32.
+        numbers = (tasks * (result["mean_rank"] + 1) + 22) * 16 + 4 * tasks + 3
+        assert result["storage_bytes"] == round(4 * (2 * numbers + 2 * tasks))
+        assert min(result["fit_seconds"].values()) > 0
+        assert min(result["score_milliseconds"]["64"].values()) > 0
+
+
+def check_training_step(found):
+    ours = found["contenders"]["jax"]
+    clock = ours["seconds"]["clock"]
+    assert ours["images_per_second"] == pytest.approx(4 / clock["median"])
+    for each in list(found["contenders"].values())[1:]:
+        assert 0 < each["largest_difference"] < 1e-4
+
+
+def check_extraction(found):
+    contenders = found["contenders"]
+    assert contenders["jax_dual"]["flops"] == 2 * contenders["jax"]["flops"]
+
+
+def check_step_profile(found):
+    expected = {"products of the MLP", "query, key, value, out", "products of attention", "norms"}
+    assert all(found["milliseconds"][part] > 0 for part in expected)
+
+
+def check_learners(found):
+    reference, other = found["learners"]
+    assert reference["step_relative_clock"] == reference["task_relative_clock"] == 1.0
+    # InfLoRA passes the images through the encoder around a task; the reference does not.
+    seconds = "before_task_seconds"
+    assert other[seconds]["processor"] > reference[seconds]["processor"]
+
+
+def check_memory(found):
+    one, four = found["records"]
+    assert four["state_bytes"]["abstract"] == 4 * one["state_bytes"]["abstract"] > 0
+    assert one["task_bytes"] == four["task_bytes"]
+    # Ten images, two views, six pairs of tasks.
+    assert four["calibrator"]["foreign_residuals"] == 4 * 2 * 10 * 6
+
+
+def check_latency(found):
+    assert found["equal_labels"] == {"raw": 1.0, "single": 1.0, "dual": 1.0}
+    peaks = [found["views"][view]["peak_memory_bytes"] for view in ("raw", "single", "dual")]
+    assert peaks[0] < peaks[1] < peaks[2]  # Statistics of no view, of one, of both.
+
+
+def check_input_pipeline(found):
+    contenders = {(each["data"], each["contender"]) for each in found["records"]}
+    assert {("jpeg", "training"), ("jpeg", "evaluation_kept")} <= contenders
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("calibration", ["--tasks=1"], "expected at least two tasks"),
+        ("calibration", ["--images=3"], "expected at least two tasks"),
+        ("latency", ["--run=nowhere"], "--run=nowhere: expected a finished run"),
+        ("latency", ["--case=3x10"], "--case: expected tasks that divide the classes: 3x10"),
+        ("latency", ["--variant=H/14"], "--variant: expected one of Ti/16"),
+        ("learners", ["--images=0"], "--images: expected at least 1, found 0"),
+        ("learners", ["--output=table.txt"], "--output: expected a .json file, found table.txt"),
+        ("memory", ["--tasks=a"], "--tasks: expected numbers of at least 1, found a"),
+        ("training_step", ["--pytorch=fast"], "--pytorch: expected some of eager"),
+        ("extraction", ["--repeats=0"], "--repeats: expected at least 1, found 0"),
+        ("input_pipeline", ["--workers=a"], "--workers"),
+    ],
+)
+def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, name, arguments, message):
+    output, errors = io.StringIO(), io.StringIO()
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.chdir(tmp_path)
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"), run_name="__main__")
+    assert (ended.value.code, output.getvalue()) == (2, "")
+    (line,) = errors.getvalue().splitlines()
+    assert message in line
+
+
+def test_samples_depend_on_their_position_alone():
+    point = calibration.Point(3, 10_000, 7, 8, 2)
+    task = calibration.Features(point, 1)
+    chunks, again = list(task.source()), list(calibration.Features(point, 1).source())
+    assert sum(len(labels) for _, _, labels in chunks) == task.count == 3333
+    for one, other in zip(chunks, again, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert {int(label) for _, _, labels in chunks for label in labels} == {3, 4}
+
+
+# The formula for operations against what the compiler counts --------------------------------------
+
+# Wide enough that the products, which alone the formula counts, are nearly everything.
+SMALL = vit.Variant(width=192, depth=3, heads=3)
+
+
+@pytest.mark.parametrize("rank", [0, 4, 32])
+def test_operations_of_a_forward_pass_and_of_a_training_step(rank):
+    model, images = vit.VisionTransformer(SMALL), np.zeros((4, 64, 64, 3), np.uint8)
+    params = jax.tree.map(
+        lambda leaf: jnp.ones(leaf.shape, leaf.dtype), vit.parameter_shapes(model, 64)
+    )
+
+    def forward(increment, params, images):
+        return model.apply({"params": params}, images, None, increment)
+
+    if rank:
+        increment = increments.initialise(jax.random.key(0), SMALL, rank)
+        function = jax.grad(lambda *each: forward(*each).sum())
+        expected = flops.training_step(SMALL, 64, rank, 4)
+    else:
+        increment, function, expected = None, forward, 4 * flops.forward(SMALL, 64)
+    analysis = jax.jit(function).lower(increment, params, images).compile().cost_analysis()
+    assert analysis is not None
+    assert analysis["flops"] == pytest.approx(expected, rel=0.03)
+
+
+def test_published_size():
+    """ViT-B/16 at 224 pixels is 17.6 GMAC with every token through the last block."""
+    variant = vit.VARIANTS["B/16"]
+    per_block = 24 * 197 * 768**2 + 4 * 197**2 * 768
+    last = 4 * 197 * 768**2 + 20 * 768**2 + 4 * 197 * 768
+    whole = flops.forward(variant, 224) + per_block - last
+    assert whole / 2e9 == pytest.approx(17.56, rel=2e-3)
+
+
+def test_names_of_a_compiled_program_tell_the_part_of_the_encoder():
+    program = """
+%fused (p: f32[2]) -> f32[2] {
+  %p = f32[2] parameter(0)
+  ROOT %sine = f32[2] sine(%p), metadata={op_name="jit(f)/MlpBlock_3/Dense_0/dot_general"}
+}
+
+ENTRY %main (a: f32[2]) -> f32[2] {
+  %a = f32[2] parameter(0)
+  ROOT %fusion.1 = f32[2] fusion(%a), kind=kLoop, calls=%fused
+}
+"""
+    found = step_profile.names(program)
+    assert found["fusion.1"] == found["sine"]
+    assert step_profile.part_of(found["sine"]) == "products of the MLP"
+    assert step_profile.part_of("jit(step)/sqrt") == step_profile.OTHER
