@@ -18,7 +18,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 from absl import app, flags
 from ml_collections import config_flags
 
-from fdc_jax import errors, host_memory, interruption
+from fdc_jax import errors, interruption
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The configuration file.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder that receives everything.")
@@ -93,6 +93,9 @@ def main(arguments: list[str], stop: interruption.StopRequest) -> None:
     except OSError as error:
         _fail(f"--config: {str(error).strip().splitlines()[-1].strip()}")
     _plain_warnings()
+    from fdc_jax import devices
+
+    devices.keep_freed_memory()
     from fdc_jax import command, processes  # takes seconds
 
     try:
@@ -133,7 +136,6 @@ def _end(error: Exception) -> None:
 
 
 if __name__ == "__main__":
-    host_memory.keep_freed_memory()
     sys.path.append(os.getcwd())  # where a learner of the user's own may lie
     with interruption.stop_on_signals() as requested:
         app.run(lambda arguments: main(arguments, requested), flags_parser=_parse)

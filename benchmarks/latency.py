@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.calibration import Features, Point
 from benchmarks.measure import check_numbers, run
-from fdc_jax import calibration, devices, results
+from fdc_jax import calibration, devices, store
 from fdc_jax.calibration import measures, scoring
 from fdc_jax.calibration.scorer import Scorer
 from fdc_jax.errors import InputError
@@ -227,7 +227,7 @@ def measure_views(options: argparse.Namespace) -> dict[str, Any]:
         "views": views,
         "equal_labels": {name: float(np.mean(labels[name] == expected[name])) for name in views},
         "device": devices.describe(),
-        "versions": results.versions(),
+        "versions": store.versions(),
     }
 
 

@@ -27,7 +27,7 @@ import tqdm
 
 from benchmarks.measure import check_numbers, run, write_report
 from configs import base
-from fdc_jax import devices, host_memory, learners
+from fdc_jax import devices, learners
 from fdc_jax.data.batches import Batch
 from fdc_jax.learners import training
 from fdc_jax.model import vit
@@ -166,7 +166,7 @@ def main() -> None:
     parser.add_argument("--output", help="a .json file for the measurements")
     arguments = parser.parse_args()
     check_numbers(arguments, "image_size", "batch_size", "classes", "images", "epochs", "repeats")
-    host_memory.keep_freed_memory()
+    devices.keep_freed_memory()
     arguments.learners = [name for name in arguments.learners.split(",") if name]
     records = measure(arguments)
     header = ("learner", "images/s", "step", "task", "step, processor", "task, processor")

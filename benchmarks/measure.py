@@ -283,7 +283,7 @@ def finish(
 
 def write_report(program: str, options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Writes what was found, with the command, settings and versions, where --output asks."""
-    from fdc_jax import results
+    from fdc_jax import store
 
     if options.output:
         report = {
@@ -291,7 +291,7 @@ def write_report(program: str, options: argparse.Namespace, found: dict[str, Any
             "settings": {
                 key: each for key, each in vars(options).items() if key not in _NO_SETTING
             },
-            "versions": results.versions(),
+            "versions": store.versions(),
         }
         write_json(options.output, report | found)
 

@@ -121,9 +121,9 @@ def main() -> None:
     options = parser.parse_args()
     measure.check(options)
     measure.use_cores(options.cores)
-    from fdc_jax import devices, host_memory
+    from fdc_jax import devices
 
-    host_memory.keep_freed_memory()
+    devices.keep_freed_memory()
     parts = profile(options)
     whole = sum(parts.values())
     for part, each in parts.items():

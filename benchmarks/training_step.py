@@ -120,10 +120,10 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.contender:
-        from fdc_jax import host_memory
+        from fdc_jax import devices
 
         if options.contender == "jax":
-            host_memory.keep_freed_memory()
+            devices.keep_freed_memory()
         measure.serve(lambda: contender(options), options.cores)
         return
     measure.check(options)

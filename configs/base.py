@@ -53,7 +53,6 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.train.head_learning_rate = 5e-3
     config.train.schedule = "constant"  # unstated; or cosine, or inflora's quarter_cosine
     config.train.rank = 10  # of the key and value increments
-    config.train.seeds_together = False  # steps of all seeds as one; takes memory for all of them
 
     config.fdc = ml_collections.ConfigDict()
     config.fdc.retained_energy = 0.75  # eta, share of the variance that the task subspace keeps

@@ -9,13 +9,14 @@ import jax
 import ml_collections
 
 import fdc_jax
-from fdc_jax import configuration, devices, experiment, preparation, processes, results
+from fdc_jax import configuration, devices, evaluation, experiment, processes
 from fdc_jax.configuration import Config
 from fdc_jax.errors import InputError
 from fdc_jax.files import check_writable_folder, write_json
 from fdc_jax.interruption import StopRequest, stop_on_signals
+from fdc_jax.progress import Progress
 from fdc_jax.report import console
-from fdc_jax.workdir import Workdir
+from fdc_jax.store import Store, locked
 
 _log = logging.getLogger(__name__)
 
@@ -46,53 +47,53 @@ def run(
     seeds = tuple(config.seed)
     folder = Path(workdir)
     quiet = quiet or not processes.is_first()
-    processes.on_first(lambda: _check_workdir(folder, len(seeds)))
+    _check_workdir(folder, len(seeds))
     stop.poll()
-    prepared = processes.on_all(lambda: preparation.prepare(config, quiet))
+    prepared = experiment.prepare(config, quiet)
     processes.check_same(_common(prepared))
     if not quiet:
         for line in describe(prepared):
             print(line, file=sys.stderr, flush=True)
     places = {seed: folder if len(seeds) == 1 else folder / f"seed_{seed}" for seed in seeds}
-    found: dict[int, dict[str, Any]] = {}
-    for group in [seeds] if config.train.seeds_together else [(seed,) for seed in seeds]:
-        stop.poll()
-        found |= _run_seeds(prepared, config, {s: places[s] for s in group}, stop, quiet)
-    per_seed = [found[seed] for seed in seeds]
-    if len(seeds) == 1:
+    with locked(*places.values()):
+        per_seed = []
+        for seed, place in places.items():
+            stop.poll()
+            per_seed.append(_run_seed(prepared, config, seed, place, stop, quiet))
+        return _conclude(config, folder, per_seed, quiet)
+
+
+def _conclude(
+    config: Config, folder: Path, per_seed: list[dict[str, Any]], quiet: bool
+) -> dict[str, Any]:
+    """Shows and writes what all seeds say together, and the report."""
+    if len(per_seed) == 1:
         if not quiet:
             console.show_results(per_seed[0])
             print(f"results: {folder / 'results.json'}")
-        processes.on_first(lambda: _report(config, folder, quiet))
+        _report(config, folder, quiet)
         return per_seed[0]
-    summary = results.summarise(per_seed)
-    processes.on_first(lambda: write_json(folder / "summary.json", summary))
+    summary = evaluation.summarise(per_seed)
+    processes.on_first(write_json)(folder / "summary.json", summary)
     if not quiet:
         console.show_summary(summary)
         print(f"results: {folder / 'summary.json'}")
-    processes.on_first(lambda: _report(config, folder, quiet))
+    _report(config, folder, quiet)
     return summary
 
 
-def _common(prepared: preparation.Experiment) -> dict[str, Any]:
+def _common(prepared: experiment.Experiment) -> dict[str, Any]:
     """Returns what processes that run together must not differ in, by name."""
     settings = configuration.flatten(prepared.config)
     return {
         **{f"config.{name}": value for name, value in settings.items() if name not in _OF_A_HOST},
-        **_checksums(prepared),
+        **prepared.checksums,
         "the package": fdc_jax.__version__,
         "jax": jax.__version__,
     }
 
 
-def _checksums(prepared: preparation.Experiment) -> dict[str, str]:
-    return {
-        "weights sha256": prepared.pretrained.sha256,
-        "training images sha256": prepared.tasks.train.checksum,
-        "test images sha256": prepared.tasks.test.checksum,
-    }
-
-
+@processes.on_first
 def _report(config: Config, folder: Path, quiet: bool) -> None:
     """Writes the report; the results stand without it."""
     if not config.report:
@@ -108,6 +109,7 @@ def _report(config: Config, folder: Path, quiet: bool) -> None:
         print(f"report: {page}")
 
 
+@processes.on_first
 def _check_workdir(folder: Path, num_seeds: int) -> None:
     """Refuses, before any work, a folder that cannot be written or holds another kind of run."""
     check_writable_folder("--workdir", folder)
@@ -121,33 +123,31 @@ def _check_workdir(folder: Path, num_seeds: int) -> None:
         )
 
 
-def _run_seeds(
-    prepared: preparation.Experiment,
+def _run_seed(
+    prepared: experiment.Experiment,
     config: Config,
-    places: dict[int, Path],
+    seed: int,
+    folder: Path,
     stop: StopRequest,
     quiet: bool,
-) -> dict[int, dict[str, Any]]:
-    """Returns the results of some seeds, which train together where they are not finished."""
-    found, runs = {}, {}
-    for seed, folder in places.items():
-        of_seed = ml_collections.ConfigDict(config)
-        of_seed.seed = (seed,)
-        workdir = Workdir(folder, of_seed, _checksums(prepared))
-        finished = workdir.finished()
-        if finished is not None:
-            if not quiet:
-                print(f"{folder}: finished before, not done again", file=sys.stderr)
-            found[seed] = finished
-            continue
-        label = f"seed {seed}, " if len(config.seed) > 1 else ""
-        runs[seed] = experiment.Run(prepared, seed, workdir, stop, quiet, label, bar=not runs)
-    if runs:
-        found |= zip(runs, experiment.run_together(list(runs.values())), strict=True)
-    return found
+) -> dict[str, Any]:
+    """Returns the results of a seed, which is trained where it is not finished."""
+    of_seed = ml_collections.ConfigDict(config)
+    of_seed.seed = (seed,)
+    store = Store(folder, of_seed, prepared.checksums)
+    finished = store.finished()
+    if finished is not None:
+        if not quiet:
+            print(f"{folder}: finished before, not done again", file=sys.stderr)
+        return finished
+    progress = Progress(quiet, f"seed {seed}, " if len(config.seed) > 1 else "")
+    try:
+        return experiment.run(prepared, seed, store, stop, progress)
+    finally:
+        progress.close()
 
 
-def describe(prepared: preparation.Experiment) -> list[str]:
+def describe(prepared: experiment.Experiment) -> list[str]:
     """Returns the lines that a run starts with: device, precision, parameters, weights, data."""
     e, config = prepared, prepared.config
     per_class = [

@@ -9,14 +9,20 @@ ID" in the paper).
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from numpy.typing import ArrayLike
 from scipy import stats
 
+from fdc_jax.calibration.components import fuse_all
+from fdc_jax.calibration.terms import Terms
 from fdc_jax.errors import InputError
+
+# Entries of results that stand beside the paper's numbers: the affinity in the whitened metric, or
+# the paper's without tanh.
+BEYOND = ("whitened", "linear")
 
 
 class Decomposition(NamedTuple):
@@ -348,3 +354,140 @@ def holm(p_values: Sequence[float]) -> Float[np.ndarray, " m"]:
     adjusted = np.empty_like(values)
     adjusted[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
     return adjusted
+
+
+# A run --------------------------------------------------------------------------------------------
+
+
+def measure(
+    terms: Terms, labels: Int[np.ndarray, " n"], tasks: Int[np.ndarray, " n"]
+) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Returns the accuracies in percent of everything that one pass over test images can tell.
+
+    Args:
+        terms: per-sample evidence, as the calibrator returns it.
+        labels: true class-order positions.
+        tasks: true tasks.
+
+    Returns:
+        `accuracy`, `routing_accuracy`, `components`, the four shares of raw and FDC, and
+        `task_accuracy`, all by the paper's affinity; an entry of `BEYOND` where the calibrator has
+        another; and the columns of `predictions.npz`.
+    """
+    scores = fuse_all(terms)
+    raw, fdc = scores["raw"], scores["full"]
+    oracle = raw.label_in_task(tasks)
+    decompositions = {
+        name: decompose(tasks, labels, each.task, each.label, each.label_in_task(tasks))
+        for name, each in (("raw", raw), ("fdc", fdc))
+    }
+    accuracies = {
+        "accuracy": {
+            "raw": decompositions["raw"].accuracy,
+            "fdc": decompositions["fdc"].accuracy,
+            "oracle": accuracy(labels, oracle),
+        },
+        "routing_accuracy": {name: d.routing_accuracy for name, d in decompositions.items()},
+        "components": {name: accuracy(labels, each.label) for name, each in scores.items()},
+        "decomposition": {name: d._asdict() for name, d in decompositions.items()},
+        "task_accuracy": {
+            name: _by_task(tasks, labels, predicted)
+            for name, predicted in (("raw", raw.label), ("fdc", fdc.label), ("oracle", oracle))
+        },
+    }
+    predictions = dict(
+        label=labels,
+        raw_label=raw.label,
+        fdc_label=fdc.label,
+        oracle_label=oracle,
+        fdc_oracle_label=fdc.label_in_task(tasks),
+        task=tasks,
+        raw_task=raw.task,
+        fdc_task=fdc.task,
+    )
+    if terms.affinity != terms.paper_affinity:
+        beyond = fuse_all(terms, terms.affinity)
+        found = beyond["full"]
+        entry = "whitened" if terms.affinity.metric == "whitened" else "linear"
+        accuracies[entry] = {
+            "affinity": terms.affinity._asdict(),
+            "accuracy": accuracy(labels, found.label),
+            "oracle": accuracy(labels, found.label_in_task(tasks)),
+            "routing_accuracy": accuracy(tasks, found.task),
+            "components": {name: accuracy(labels, each.label) for name, each in beyond.items()},
+        }
+        predictions |= {f"{entry}_label": found.label, f"{entry}_task": found.task}
+    return accuracies, {name: column.astype(np.int32) for name, column in predictions.items()}
+
+
+def _by_task(
+    tasks: Int[np.ndarray, " n"], labels: Int[np.ndarray, " n"], predicted: Int[np.ndarray, " n"]
+) -> list[float | None]:
+    """Returns the accuracy on each task so far, None for one without test images."""
+    found = task_accuracies(tasks, labels, predicted, int(tasks.max()) + 1)
+    return [None if np.isnan(value) else float(value) for value in found]
+
+
+def describe(record: dict[str, Any], num_tasks: int) -> str:
+    """Returns one line about the accuracies after a task."""
+    accuracy, routing = record["accuracy"], record["routing_accuracy"]
+    return (
+        f"after task {record['task'] + 1}/{num_tasks}: raw {accuracy['raw']:.2f}  "
+        f"FDC {accuracy['fdc']:.2f}  oracle {accuracy['oracle']:.2f}  "
+        f"routing {routing['raw']:.2f} -> {routing['fdc']:.2f} %"
+    )
+
+
+def summarise(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns mean and sample standard deviation over seeds, and gains paired within each seed."""
+
+    def over_seeds(values: list[float]) -> dict[str, float]:
+        mean, std = mean_and_std(values)
+        return {"mean": mean, "std": std}
+
+    def of(section: str) -> dict[str, Any]:
+        names = [name for name in per_seed[0][section] if per_seed[0][section][name] is not None]
+        return {name: over_seeds([run[section][name] for run in per_seed]) for name in names}
+
+    first = per_seed[0]
+    gain = paired_gain(
+        [run["accuracy"]["raw"] for run in per_seed], [run["accuracy"]["fdc"] for run in per_seed]
+    )
+    return {
+        **{name: first[name] for name in ("benchmark", "split", "learner", "class_order_seed")},
+        "seeds": [run["seed"] for run in per_seed],
+        **{
+            section: of(section)
+            for section in (
+                "accuracy",
+                "routing_accuracy",
+                "average_incremental_accuracy",
+                "components",
+            )
+        },
+        "selected": {"components": first["selected"]["components"]},
+        **{entry: _beyond_over_seeds(entry, per_seed) for entry in BEYOND if entry in first},
+        "gain": gain._asdict(),
+        "component_gains": {
+            name: over_seeds(
+                [run["components"][name] - run["components"]["raw"] for run in per_seed]
+            )
+            for name in first["components"]
+            if name != "raw"
+        },
+        "device": first["device"],
+        "config": first["config"] | {"seed": [run["seed"] for run in per_seed]},
+        "versions": first["versions"],
+    }
+
+
+def _beyond_over_seeds(entry: str, per_seed: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns the accuracy of an affinity beyond the paper, and its gain over FDC by seed."""
+    own = [run[entry]["accuracy"] for run in per_seed]
+    mean, std = mean_and_std(own)
+    gain = paired_gain([run["accuracy"]["fdc"] for run in per_seed], own)
+    return {
+        "affinity": per_seed[0][entry]["affinity"],
+        "accuracy": {"mean": mean, "std": std},
+        "gain_over_fdc": gain._asdict(),
+    }

@@ -1,423 +1,421 @@
 """Algorithm 1 of the paper: learn task after task, fit FDC as they go by, evaluate.
 
 Everything finished is on disk before the next thing starts, and what is on disk is not done again.
-Of several processes all train and extract features, each its rows of every batch, and all keep the
-same state; the first alone fits FDC, evaluates and writes (`fdc_jax.processes`).
 """
 
+import functools
 import math
+import os
 import time
-from collections.abc import Generator
-from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Bool, Float
 
-from fdc_jax import calibration, devices, feature_files, learners, lockstep, processes, results
+from fdc_jax import calibration, configuration, devices, evaluation, learners, processes
 from fdc_jax.checkpoint import Checkpoints
-from fdc_jax.errors import InputError, TrainingError
-from fdc_jax.extraction import Extraction
-from fdc_jax.files import read_json, write_json
+from fdc_jax.configuration import Config
+from fdc_jax.data import batches, benchmarks, dataset, task_stream
+from fdc_jax.errors import InputError
+from fdc_jax.extraction import Extractor, FeatureCache, RunImages
+from fdc_jax.files import check_writable_folder
 from fdc_jax.interruption import StopRequest
 from fdc_jax.learners import training
-from fdc_jax.preparation import Experiment
-from fdc_jax.progress import Progress
-from fdc_jax.training_images import TrainingImages
-from fdc_jax.views import Views
-from fdc_jax.workdir import Workdir
+from fdc_jax.model import vit, weights
+from fdc_jax.progress import Progress, StepLog
 
-# What is measured while a task trains; the first step of a process, which compiles, stands apart.
-_TRAINING_TIME = ("images", "seconds", "compile_seconds", "input_wait_seconds")
+if TYPE_CHECKING:
+    from fdc_jax.store import Store
 
 
-def run_together(runs: "list[Run]") -> list[dict[str, Any]]:
-    """Runs seeds of one experiment, training steps side by side, and returns their results.
+def run(
+    e: "Experiment", seed: int, store: "Store", stop: StopRequest, progress: Progress
+) -> dict[str, Any]:
+    """Does what is left of one seed and returns its results (Algorithm 1).
+
+    Args:
+        e: what it shares with other seeds.
+        seed: training seed.
+        store: its work directory.
+        stop: polled in every loop.
+        progress: the screen.
 
     Raises:
-        InputError: a step of all seeds does not fit into a device.
+        InputError: the work directory lacks what it would need to go on.
         TrainingError: a loss is not finite.
         Interrupted: a stop was requested; the same call in a new process goes on from there.
     """
-    e = runs[0].experiment
-    return lockstep.run([run.work() for run in runs], e.update, e.backbone)
+    learner, setup, backbone, num_tasks = e.learner, e.setup, e.backbone, e.setup.num_tasks
+    images = RunImages(e, seed, stop.poll)
+    checkpoints = Checkpoints(store.checkpoints_folder, e.config.checkpoint.keep)
+    saved = _resume(e, seed, store, checkpoints)
+    state, fdc, log = saved.state, saved.fdc, StepLog(e.config, store, progress, saved.timing)
+    progress.start(e.steps_before(num_tasks), e.steps_before(saved.tasks_done) + saved.step)
+
+    for task in range(num_tasks):
+        # Line 3: learn the increment and the head of the task.
+        if task >= saved.tasks_done:
+            first = saved.step if task == saved.tasks_done else 0
+            around = images.of_task(task)
+            if first == 0:
+                new = learner.before_task(setup, backbone, state, task, around)
+                state = e.accept(state, new, "before_task")
+            frozen, trained, optimizer = e.start(state, task, seed)
+            if first > 0:
+                trained, optimizer = saved.trained, saved.optimizer
+            epochs = e.epochs(task)
+            stream = images.batches(task, epochs, start_step=first)
+            log.begin(task, num_tasks, epochs, first, stream)
+            for step, batch in enumerate(stream, start=first):
+                rate = e.rate(step // stream.steps_per_epoch, epochs)
+                trained, optimizer, loss = e.update.step(
+                    backbone, frozen, trained, optimizer, devices.split(e.mesh, batch), rate
+                )
+                log.step(step, loss, batch)
+                due = stop.requested() or (step + 1) % e.config.checkpoint.every_steps == 0
+                if due and step + 1 < stream.num_steps:
+                    log.pause()
+                    tree = {"state": state, "trained": trained, "optimizer": optimizer}
+                    checkpoints.save(e.place(task, step + 1), tree, log.cursor(task, step + 1))
+                    stop.poll()
+            log.look()
+            new = learner.after_task(setup, backbone, state, task, frozen, trained, around)
+            state = e.accept(state, new, "after_task")
+            log.end()
+            checkpoints.save(e.place(task + 1, 0), {"state": state}, log.cursor(task + 1, 0))
+        timing = log.timing if task >= saved.first_timed else {}
+
+        # Lines 4 to 13: fit FDC on the features of the task's images in both views.
+        if task >= fdc.num_tasks:
+            progress.stage(f"task {task + 1}/{num_tasks} statistics")
+            kept = store.task_features(task) if task < saved.tasks_done else None
+            took = _fit_again(fdc, kept) if kept else _fit(e, task, state, fdc, images, store)
+            store.save_calibrator(fdc, e.config.checkpoint.keep)
+            store.event("statistics", task=task, **took)
+            timing |= took
+
+        # Lines 14 to 20: score the test images of all tasks so far.
+        if e.evaluates_after(task) and not store.recorded(task):
+            progress.stage(f"task {task + 1}/{num_tasks} evaluation")
+            record = _evaluate(e, task, state, fdc, images, store)
+            record["timing"] = timing | record["timing"]
+            record["peak_memory"] = {"training": log.peak_memory, "task": devices.peak_memory()}
+            store.record(record)
+            progress.line(evaluation.describe(record, num_tasks))
+
+    checkpoints.close()
+    fdc.replace_heads(e.heads(state, num_tasks))
+    return store.finish(e, seed, fdc)
 
 
-class Run:
-    """One seed of an experiment in one work directory.
+class _Saved(NamedTuple):
+    """Where the work in a directory ends.
+
+    Attributes:
+        state: of the learner after `tasks_done` tasks.
+        fdc: the calibrator to go on with; tasks that it lacks are fitted again.
+        tasks_done: tasks whose training ended.
+        step: steps of the next task.
+        timing: of the training of the task in work, or of the last one.
+        trained: leaves after these steps, None for none.
+        optimizer: its state, likewise.
+    """
+
+    state: Any
+    fdc: Any
+    tasks_done: int = 0
+    step: int = 0
+    timing: dict[str, float] | None = None
+    trained: Any = None
+    optimizer: Any = None
+
+    @property
+    def first_timed(self) -> int:
+        """First task whose training time is known here."""
+        return self.tasks_done if self.step else self.tasks_done - 1
+
+
+def _resume(e: "Experiment", seed: int, store: "Store", checkpoints: Checkpoints) -> _Saved:
+    """Returns the newest state that all else in the work directory goes with, or the first one."""
+    for number, cursor in checkpoints.cursors():
+        tasks_done, step = cursor["tasks_done"], cursor["step"]
+        tree = checkpoints.restore(number, e.checkpoint(tasks_done, step, seed))
+        if tree is None:
+            continue
+        fdc = store.calibrator(e, tasks_done, step)
+        if fdc is None:
+            checkpoints.set_aside(number, "its calibrator is missing or damaged")
+            continue
+        store.forget_after(tasks_done)
+        store.event("resume", tasks_done=tasks_done, step=step)
+        return _Saved(tree.pop("state"), fdc, tasks_done, step, cursor["training_time"], **tree)
+    store.restart()
+    return _Saved(e.checkpoint(0, 0, seed)["state"], e.new_calibrator())
+
+
+def _fit(
+    e: "Experiment", task: int, state: Any, fdc: Any, images: RunImages, store: "Store"
+) -> dict[str, float]:
+    """Fits FDC on the features of a task's images as they are extracted; returns what it took."""
+    kernels = e.learner.encoder(e.setup, e.backbone, state, task + 1)
+    head = e.heads(state, task + 1)[task]
+    classes = e.tasks.positions[e.tasks.tasks[task]]
+    features = images.features(task, kernels)
+    clock = time.perf_counter()
+    fdc.fit_task(features, None, head, classes=classes)
+    fdc.finalize()
+    seconds = time.perf_counter() - clock - features.stream.seconds
+    adapted, pretrained = features.whole()
+    images.end_task(task, pretrained)
+    if e.config.save_features:
+        store.save_task_features(
+            task,
+            adapted=adapted.features,
+            labels=features.labels,
+            head=head,
+            pretrained=None if pretrained is None else pretrained.features,
+            classes=classes,
+        )
+    return {
+        "adapted_extraction_seconds": adapted.seconds,
+        "pretrained_extraction_seconds": 0.0 if pretrained is None else pretrained.seconds,
+        "pretrained_from_cache": float(pretrained is not None and pretrained.from_cache),
+        "fit_seconds": seconds,
+    }
+
+
+def _fit_again(fdc: Any, kept: Any) -> dict[str, float]:
+    """Fits FDC on saved features of a task."""
+    clock = time.perf_counter()
+    fdc.fit_task(kept.adapted, kept.labels, kept.head, kept.pretrained, kept.classes)
+    fdc.finalize()
+    return {"fit_seconds": time.perf_counter() - clock}
+
+
+def _evaluate(
+    e: "Experiment", task: int, state: Any, fdc: Any, images: RunImages, store: "Store"
+) -> dict[str, Any]:
+    """Returns the accuracies after a task; after the last one, keeps features and predictions."""
+    seen = e.tasks.test_tasks <= task
+    kernels = e.learner.encoder(e.setup, e.backbone, state, task + 1)
+    heads = e.heads(state, task + 1)
+    adapted, pretrained = images.test_features(int(seen.sum()), kernels)
+    fdc.replace_heads(heads)
+    clock = time.perf_counter()
+    terms = fdc.terms(adapted.features, pretrained)
+    seconds = time.perf_counter() - clock
+    accuracies, predictions = evaluation.measure(
+        terms, e.tasks.test_labels[seen], e.tasks.test_tasks[seen]
+    )
+    if task + 1 == e.setup.num_tasks:
+        store.save_predictions(predictions)
+        if e.config.save_features:
+            store.save_test_features(adapted.features, pretrained, predictions["label"], heads)
+    return {
+        "task": task,
+        "test_images": len(adapted.features),
+        **accuracies,
+        "timing": {
+            "test_extraction_images": len(adapted.features),
+            "test_extraction_seconds": adapted.seconds,
+            "score_seconds": seconds,
+        },
+    }
+
+
+class Experiment:
+    """What the seeds of one configuration share; checked before any work.
 
     Args:
-        experiment: what it shares with other seeds.
-        seed: training seed.
-        workdir: where it keeps its files.
-        stop: polled in every loop.
-        quiet: show nothing.
-        label: starts every line on the screen.
-        bar: show the progress of every step; seeds that run together need but one.
+        config: the configuration.
+        quiet: show no download.
+        classes_per_task: number of classes of each task, where data need not be at hand.
+
+    Raises:
+        InputError: configuration, data or weights are not as expected.
     """
 
     def __init__(
-        self,
-        experiment: Experiment,
-        seed: int,
-        workdir: Workdir,
-        stop: StopRequest,
-        quiet: bool = False,
-        label: str = "",
-        bar: bool = True,
+        self, config: Config, quiet: bool = False, classes_per_task: tuple[int, ...] | None = None
     ):
-        self._bar = bar
-        self.experiment, self.seed, self.workdir, self.stop = experiment, seed, workdir, stop
-        self._quiet, self._label = quiet, label
-        self._checkpoints = Checkpoints(workdir.checkpoints, experiment.config.checkpoint.keep)
-        # Training images of the current task, in the memory that test images leave.
-        self._decoded = experiment.test_images.beside()
-        self._images = TrainingImages(experiment, seed, self._decoded, stop.poll)
-        self._views = Views(experiment, self._decoded, stop.poll)
-        self._restore()
+        configuration.validate(config)
+        self.config, encoder = config, config.encoder
+        self._benchmark = benchmarks.find(config.benchmark)
+        self.learner = learners.find(config.learner.name)
+        model = vit.build(
+            encoder.variant,
+            encoder.image_size,
+            config.data.input_range,
+            config.precision,
+            encoder.attention,
+        )
+        _check_memory(config)
+        cache = Path(config.cache_dir).expanduser() if config.cache_dir else weights.cache_folder()
+        if config.cache_dir:
+            check_writable_folder("config.cache_dir", cache)
+        self._cache = cache
+        devices.use_compilation_cache(cache / "compiled")
+        classes_per_task = classes_per_task or self.tasks.classes_per_task
+        path = weights.locate(encoder.weights, encoder.variant, cache, not quiet)
+        self.pretrained = weights.load(path, encoder.variant, encoder.image_size)
+        self.setup = training.Setup(model, classes_per_task, config)
+        self.update = self.learner.update(self.setup)
+        self.mesh = devices.data_mesh()
+        self.backbone = devices.replicate(self.mesh, self.pretrained.params)
+        self.extract = Extractor(model, self.mesh)
+        self.test_images = batches.ByteCache(int(config.data.cache_gib * 2**30))
 
-    def _restore(self) -> None:
-        """Sets learner, calibrator and cursor to the newest usable checkpoint, or to the start."""
-        e = self.experiment
-        initial = devices.replicate(e.mesh, e.learner.initial_state(e.setup))
-        self.state, self.trained, self.optimizer = initial, None, None
-        self.tasks_done, self.steps_done = 0, 0
-        self.training_time, self.statistics_time = dict.fromkeys(_TRAINING_TIME, 0.0), {}
-        self._compiled, self._peak_in_training = False, None
-        self.calibrator = self._new_calibrator()
-        self.tasks_fitted = 0
-        for number, cursor in self._checkpoints.cursors():
-            target = {"state": initial}
-            if cursor["step"]:
-                _, trained = self._start(initial, cursor["tasks_done"])
-                target |= {"trained": trained, "optimizer": e.update.initialise(trained)}
-            tree = self._checkpoints.restore(number, devices.replicate(e.mesh, target), cursor)
-            if tree is None:
-                continue
-            fitted = processes.on_first(partial(self._load_calibrator, cursor))
-            if fitted is None:
-                self._checkpoints.set_aside(number, "its calibrator is missing or damaged")
-                continue
-            self.state, self.tasks_fitted = tree["state"], fitted
-            self.trained, self.optimizer = tree.get("trained"), tree.get("optimizer")
-            self.tasks_done, self.steps_done = cursor["tasks_done"], cursor["step"]
-            self.training_time = cursor["training_time"]
-            self.workdir.event("resume", tasks_done=self.tasks_done, step=self.steps_done)
-            break
-        self.recorded = processes.on_first(self._recorded)
+    @functools.cached_property
+    def tasks(self) -> task_stream.TaskStream:
+        """The images, divided into tasks."""
+        config = self.config
+        folder = dataset.data_folder(config.data.dir)
+        return task_stream.build(
+            self._benchmark,
+            dataset.open_dataset(config.benchmark, "train", folder, self._cache),
+            dataset.open_dataset(config.benchmark, "test", folder, self._cache),
+            config.class_order_seed,
+            config.classes_per_task,
+            config.data.train_per_class,
+            config.data.test_per_class,
+        )
 
-    def _recorded(self) -> list[int]:
-        """Returns the tasks that need no evaluation, and forgets what will be measured again."""
-        self.workdir.forget_after(self.tasks_fitted)
-        return self.workdir.recorded()
+    @functools.cached_property
+    def pretrained_features(self) -> FeatureCache:
+        """Features of E_0, which depend on nothing else than these."""
+        config = self.config
+        depend_on = {
+            "weights": self.pretrained.sha256,
+            "train": self.tasks.train.checksum,
+            "test": self.tasks.test.checksum,
+            "variant": config.encoder.variant,
+            "image_size": config.encoder.image_size,
+            "input_range": config.data.input_range,
+            "precision": config.precision,
+            "attention": config.encoder.attention,
+            "batch_size": config.evaluation.batch_size,
+            "devices": devices.describe(),
+            "jax": jax.__version__,
+        }
+        return FeatureCache(self._cache / "features", depend_on)
 
-    def _new_calibrator(self) -> calibration.FDC:
-        return calibration.FDC(**self.experiment.config.fdc.to_dict())
+    @property
+    def checksums(self) -> dict[str, str]:
+        """What a run depends on besides its configuration, by name."""
+        return {
+            "weights sha256": self.pretrained.sha256,
+            "training images sha256": self.tasks.train.checksum,
+            "test images sha256": self.tasks.test.checksum,
+        }
 
-    def _load_calibrator(self, cursor: dict[str, Any]) -> int | None:
-        """Takes the calibrator that belongs to a checkpoint and returns its number of tasks."""
-        calibrator = self._calibrator_of(cursor)
-        if calibrator is None:
-            return None
-        self.calibrator = calibrator
-        return calibrator.num_tasks
+    @property
+    def uses_pretrained(self) -> bool:
+        """Whether FDC has a pretrained view."""
+        return self.config.fdc.pretrained_view_weight > 0
 
-    def _calibrator_of(self, cursor: dict[str, Any]) -> calibration.FDC | None:
-        """Returns the calibrator that belongs to a checkpoint; the last task may lack its fit."""
-        tasks_done = cursor["tasks_done"]
-        fitted = self.workdir.load_calibrator(tasks_done) if tasks_done else self._new_calibrator()
-        if fitted is None and not cursor["step"]:
-            if tasks_done == 1:
-                return self._new_calibrator()
-            return self.workdir.load_calibrator(tasks_done - 1)
-        return fitted
+    @property
+    def trained_parameters(self) -> int:
+        """Number of parameters that the largest task trains."""
+        _, trained = jax.eval_shape(
+            lambda backbone: self.learner.start(
+                self.setup,
+                backbone,
+                self.learner.initial_state(self.setup),
+                0,
+                jax.random.key(0),
+            ),
+            self.backbone,
+        )
+        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained))
 
-    def _start(self, state: Any, task: int) -> tuple[Any, Any]:
-        key = jax.random.fold_in(jax.random.key(self.seed), task)
-        e = self.experiment
-        started = e.learner.start(e.setup, e.backbone, state, task, key)
+    def new_calibrator(self) -> Any:
+        """Returns FDC before its first task."""
+        return calibration.FDC(**self.config.fdc.to_dict())
+
+    def evaluates_after(self, task: int) -> bool:
+        """Tells whether test images are scored after a task."""
+        return self.config.evaluation.every_task or task + 1 == self.setup.num_tasks
+
+    def epochs(self, task: int) -> int:
+        """Passes over the images of one task."""
+        train = self.config.train
+        return train.first_epochs if task == 0 and train.first_epochs else train.epochs
+
+    def steps_before(self, task: int) -> int:
+        """Training steps of all tasks before one."""
+        size = self.config.train.batch_size
+        counts = [len(indices) for indices in self.tasks.train_indices[:task]]
+        return sum(self.epochs(t) * -(-count // size) for t, count in enumerate(counts))
+
+    def place(self, tasks_done: int, step: int) -> int:
+        """Returns the number of a checkpoint after whole tasks and steps of the next one."""
+        return self.steps_before(tasks_done) + step + tasks_done
+
+    def rate(self, epoch: int, epochs: int) -> Any:
+        """Returns the factor on the learning rates in an epoch, counted from 0."""
+        if self.update.schedule is not None:
+            return self.update.schedule(epoch, epochs)
+        return training.learning_rate_factor(self.config.train.schedule, epoch, epochs)
+
+    def start(self, state: Any, task: int, seed: int) -> tuple[Any, Any, Any]:
+        """Returns what stays frozen in a task, what is trained, and the optimiser's state."""
+        key = jax.random.fold_in(jax.random.key(seed), task)
+        started = self.learner.start(self.setup, self.backbone, state, task, key)
         # Every step reads these, so that none of them may stay on the host.
-        return devices.replicate(e.mesh, jax.tree.map(jnp.asarray, started))
+        frozen, trained = devices.replicate(self.mesh, jax.tree.map(jnp.asarray, started))
+        return frozen, trained, devices.replicate(self.mesh, self.update.initialise(trained))
 
-    def __call__(self) -> dict[str, Any]:
-        """Runs whatever is not done yet and returns the results (Algorithm 1).
+    def accept(self, state: Any, new: Any, question: str) -> Any:
+        """Returns a learner's new state on the devices, if it is of the form of the old one."""
+        learners.check_state(self.config.learner.name, question, state, new)
+        return devices.replicate(self.mesh, new)
 
-        Raises:
-            TrainingError: a loss is not finite.
-            Interrupted: a stop was requested; the same call in a new process goes on from there.
-        """
-        return run_together([self])[0]
+    def heads(self, state: Any, num_tasks: int) -> list[Any]:
+        """Returns the heads of the first tasks as arrays of the host."""
+        return devices.to_host(self.learner.heads(self.setup, state, num_tasks))
 
-    def work(self) -> Generator[lockstep.Step, lockstep.Outcome, dict[str, Any]]:
-        """Does the same, but for the training steps, which it yields."""
-        e = self.experiment
-        total = sum(e.steps(task) for task in range(e.setup.num_tasks))
-        done = sum(e.steps(task) for task in range(self.tasks_done)) + self.steps_done
-        self.progress = Progress(total, done, self._quiet, self._label, self._bar)
-        try:
-            for task in range(e.setup.num_tasks):
-                if task >= self.tasks_done:
-                    yield from self._train(task)
-                if task >= self.tasks_fitted:
-                    self._fit(task)
-                if task not in self.recorded:
-                    self._evaluate(task)
-        finally:
-            self.progress.close()
-            self._checkpoints.close()
-        return processes.on_first(self._finish)
-
-    def _train(self, task: int) -> Generator[lockstep.Step, lockstep.Outcome, None]:
-        """Trains one task (line 3), from its first step or from where it was saved."""
-        e, config = self.experiment, self.experiment.config
-        train, images = config.train, self._images.of_task(task)
-        if self.trained is None:
-            state = e.learner.before_task(e.setup, e.backbone, self.state, task, images)
-            self._take(state, "before_task")
-        frozen, fresh = self._start(self.state, task)
-        if self.trained is None:
-            self.trained = fresh
-            self.optimizer = devices.replicate(e.mesh, e.update.initialise(fresh))
-            self.training_time = dict.fromkeys(_TRAINING_TIME, 0.0)
-        self.workdir.event("training", task=task, step=self.steps_done)
-        schedule = e.update.schedule or partial(training.learning_rate_factor, train.schedule)
-        epochs = e.epochs(task)
-        data = self._images.batches(task, epochs=epochs, start_step=self.steps_done)
-        clock, waited = time.perf_counter(), 0.0
-        step, first, pending = self.steps_done, self.steps_done, None
-        for batch in data:
-            epoch = step // data.steps_per_epoch
-            rate = schedule(epoch, epochs)
-            self.trained, self.optimizer, loss = yield lockstep.Step(
-                (task, step),
-                frozen,
-                self.trained,
-                self.optimizer,
-                self._images.place(batch),
-                rate,
-            )
-            if not self._compiled:
-                loss.block_until_ready()
-                self.training_time["compile_seconds"] += time.perf_counter() - clock
-                clock, waited = time.perf_counter(), data.input_wait_seconds
-                first, self._compiled = step + 1, True
-            else:
-                self.training_time["images"] += int(batch.weights.sum())
-            # The loss of the step before is fetched while this one runs.
-            if pending is not None:
-                self._report(task, pending, first, clock)
-            pending = (step, epoch, loss)
-            step += 1
-            last, stopping = step == data.num_steps, self.stop.requested()
-            if not last and (stopping or step % config.checkpoint.every_steps == 0):
-                self._report(task, pending, first, clock)
-                self._count_time(clock, data.input_wait_seconds - waited)
-                clock, waited, first = time.perf_counter(), data.input_wait_seconds, step
-                pending = None
-                self._save(task, step)
-                self.stop.poll()
-        if pending is not None:
-            self._report(task, pending, first, clock)
-        trained = lockstep.whole(self.trained)
-        state = e.learner.after_task(e.setup, e.backbone, self.state, task, frozen, trained, images)
-        self._take(state, "after_task")
-        self._count_time(clock, data.input_wait_seconds - waited)
-        self.trained, self.optimizer = None, None
-        self._peak_in_training = devices.peak_memory()
-        self._save(task + 1, 0)
-
-    def _take(self, state: Any, question: str) -> None:
-        e = self.experiment
-        learners.check_state(e.config.learner.name, question, self.state, state)
-        self.state = devices.replicate(e.mesh, state)
-
-    def _check_loss(self, task: int, step: int, epoch: int, loss: Any) -> float:
-        value = float(loss)
-        if not math.isfinite(value):
-            train = self.experiment.config.train
-            raise TrainingError(
-                f"the loss is {value} in task {task + 1}, epoch {epoch + 1}, step {step + 1}; "
-                f"learning rates were {train.increment_learning_rate:g} (increment) and "
-                f"{train.head_learning_rate:g} (head); checkpoints of before are kept"
-            )
-        return value
-
-    def _report(self, task: int, pending, first: int, clock: float) -> None:
-        step, epoch, loss = pending
-        value = self._check_loss(task, step, epoch, loss)
-        e = self.experiment
-        speed = (step + 1 - first) * e.config.train.batch_size / (time.perf_counter() - clock)
-        epochs = e.epochs(task)
-        if (step + 1) * epochs % e.steps(task) == 0:
-            self.workdir.event(
-                "epoch", task=task, epoch=epoch, loss=value, images_per_second=round(speed, 1)
-            )
-        self.progress.step(
-            f"task {task + 1}/{e.setup.num_tasks} epoch {epoch + 1}/{epochs}",
-            loss=f"{value:.3f}",
-            images_per_second=f"{speed:.0f}",
-        )
-
-    def _count_time(self, clock: float, waited: float) -> None:
-        self.training_time["seconds"] += time.perf_counter() - clock
-        self.training_time["input_wait_seconds"] += waited
-
-    def _save(self, tasks_done: int, step: int) -> None:
-        e = self.experiment
-        tree = {"state": self.state}
+    def checkpoint(self, tasks_done: int, step: int, seed: int) -> dict[str, Any]:
+        """Returns a tree of the form of a checkpoint; its state is that before the first task."""
+        state = self.learner.initial_state(self.setup)
+        tree = {"state": devices.replicate(self.mesh, state)}
         if step:
-            tree |= {
-                "trained": lockstep.whole(self.trained),
-                "optimizer": lockstep.whole(self.optimizer),
-            }
-        number = sum(e.steps(task) for task in range(tasks_done)) + step + tasks_done
-        cursor = {
-            "tasks_done": tasks_done,
-            "step": step,
-            "training_time": self.training_time,
-        }
-        self._checkpoints.save(number, tree, cursor)
-        self.tasks_done, self.steps_done = tasks_done, step
+            _, tree["trained"], tree["optimizer"] = self.start(state, tasks_done, seed)
+        return tree
 
-    def _fit(self, task: int) -> None:
-        """Fits FDC on a task's training features in both views as they come (lines 4 to 12)."""
-        e = self.experiment
-        self.progress.stage(f"task {task + 1}/{e.setup.num_tasks} statistics")
-        kernels = e.learner.encoder(e.setup, e.backbone, self.state, task + 1)
-        features = self._views.training(task, kernels)
-        head = self._heads(task + 1)[task]
-        seconds, malformed = 0.0, None
-        if processes.is_first():
-            clock = time.perf_counter()
-            classes = e.tasks.positions[e.tasks.tasks[task]]
-            try:
-                self.calibrator.fit_task(features, None, head, classes=classes)
-            except InputError as error:
-                malformed = error
-            seconds = time.perf_counter() - clock - features.stream.seconds
-        # Every process takes part in every batch, whatever becomes of the fit.
-        adapted, pretrained = features.whole()
-        self._views.keep(task, pretrained)
-
-        def finish() -> None:
-            if malformed is not None:
-                raise malformed
-            self._finish_fit(task, head, adapted, pretrained, seconds)
-
-        processes.on_first(finish)
-        self.tasks_fitted = task + 1
-        self._decoded.clear()
-
-    def _heads(self, num_tasks: int) -> list[Any]:
-        """Returns the heads so far as arrays of the host, for the process that fits and scores."""
-        e = self.experiment
-        return devices.to_host(e.learner.heads(e.setup, self.state, num_tasks))
-
-    def _finish_fit(
-        self,
-        task: int,
-        head: Any,
-        adapted: Extraction,
-        pretrained: Extraction | None,
-        seconds: float,
-    ) -> None:
-        e = self.experiment
-        clock = time.perf_counter()
-        self.calibrator.finalize()
-        seconds += time.perf_counter() - clock
-        if e.config.save_features:
-            feature_files.write_task(
-                self.workdir.features,
-                task,
-                adapted=adapted.features,
-                labels=e.tasks.train_labels(task),
-                head=head,
-                pretrained=None if pretrained is None else pretrained.features,
-                classes=e.tasks.positions[e.tasks.tasks[task]],
-            )
-        self.workdir.save_calibrator(self.calibrator, e.config.checkpoint.keep)
-        self.statistics_time = {
-            "adapted_extraction_seconds": adapted.seconds,
-            "pretrained_extraction_seconds": 0.0 if pretrained is None else pretrained.seconds,
-            "pretrained_from_cache": float(pretrained is not None and pretrained.from_cache),
-            "fit_seconds": seconds,
-        }
-        self.workdir.event("statistics", task=task, **self.statistics_time)
-
-    def _evaluate(self, task: int) -> None:
-        """Scores the test images of all tasks so far (lines 14 to 20) and records accuracies."""
-        e = self.experiment
-        num_tasks = task + 1
-        last = num_tasks == e.setup.num_tasks
-        if not last and not e.config.evaluation.every_task:
-            return
-        self.progress.stage(f"task {num_tasks}/{e.setup.num_tasks} evaluation")
-        seen = e.tasks.test_tasks < num_tasks
-        indices = e.tasks.test_indices[seen]
-        kernels = e.learner.encoder(e.setup, e.backbone, self.state, num_tasks)
-        adapted, pretrained = self._views.test(indices, kernels)
-        heads = self._heads(num_tasks)
-        processes.on_first(lambda: self._measure(task, seen, heads, adapted, pretrained))
-        self.recorded.append(task)
-
-    def _measure(
-        self,
-        task: int,
-        seen: Bool[np.ndarray, " n"],
-        heads: list[Any],
-        adapted: Extraction,
-        pretrained: Float[np.ndarray, "m d"] | None,
-    ) -> None:
-        e = self.experiment
-        num_tasks, num_images = task + 1, int(seen.sum())
-        last = num_tasks == e.setup.num_tasks
-        if self.calibrator.num_tasks == num_tasks:
-            self.calibrator.replace_heads(heads)
-        clock = time.perf_counter()
-        terms = self.calibrator.terms(adapted.features, pretrained)
-        score_seconds = time.perf_counter() - clock
-        accuracies, predictions = results.measure(
-            terms, e.tasks.test_labels[seen], e.tasks.test_tasks[seen]
+    def evaluation_batches(
+        self, source, indices, labels=None, **caches: batches.ByteCache
+    ) -> batches.EvaluationBatches:
+        """Images in evaluation preprocessing, with the labels of the source unless others come."""
+        return batches.EvaluationBatches(
+            source,
+            indices,
+            labels,
+            self.config.evaluation.batch_size,
+            image_size=self.config.encoder.image_size,
+            workers=self.config.data.workers or None,
+            own_rows=devices.own_rows(self.mesh, self.config.evaluation.batch_size),
+            **caches,
         )
-        if last:
-            self.workdir.save_predictions(predictions)
-            if e.config.save_features:
-                feature_files.write_final_heads(self.workdir.features, heads)
-                feature_files.write_test(
-                    self.workdir.features, adapted.features, pretrained, predictions["label"]
-                )
-        record = {
-            "task": task,
-            "test_images": num_images,
-            **accuracies,
-            "timing": {
-                "training_images": self.training_time["images"],
-                "training_seconds": self.training_time["seconds"],
-                "compile_seconds": self.training_time["compile_seconds"],
-                "input_wait_seconds": self.training_time["input_wait_seconds"],
-                **self.statistics_time,
-                "test_extraction_images": num_images,
-                "test_extraction_seconds": adapted.seconds,
-                "score_seconds": score_seconds,
-            },
-            "peak_memory": {"training": self._peak_in_training, "task": devices.peak_memory()},
-        }
-        write_json(self.workdir.task_record(task), record)
-        self.workdir.event("evaluation", **record)
-        self.progress.line(results.describe(record, e.setup.num_tasks))
 
-    def _finish(self) -> dict[str, Any]:
-        """Writes the calibrator without its foreign samples, and the results."""
-        e = self.experiment
-        records = [
-            read_json(self.workdir.task_record(task))
-            for task in range(e.setup.num_tasks)
-            if self.workdir.task_record(task).exists()
-        ]
-        self.calibrator.finalize(release=True)
-        self.calibrator.save(self.workdir.folder / "calibrator.npz")
-        collected = results.collect(e, self.seed, self.calibrator, records)
-        write_json(self.workdir.results, collected)
-        return collected
+
+def prepare(config: Config, quiet: bool = False) -> Experiment:
+    """Checks configuration, data and weights, on all processes, and builds what all seeds share.
+
+    Raises:
+        InputError: something is not as expected; no work has been done then.
+    """
+    return processes.together(lambda: Experiment(config, quiet))
+
+
+def _check_memory(config: Config) -> None:
+    """Refuses batches of images that this machine could not even hold."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    image = 3 * config.encoder.image_size**2
+    for field in ("train.batch_size", "evaluation.batch_size"):
+        size = config[field.split(".")[0]].batch_size
+        if size * image > memory:
+            raise InputError(
+                f"config.{field}: expected batches that fit into memory, found {size:,} images of "
+                f"{size * image / 2**30:.0f} GiB with {memory / 2**30:.0f} GiB here"
+            )

@@ -1,4 +1,7 @@
-"""Head-input features of many images, from any encoder E_t."""
+"""From images to features: batches on the devices, and features of any encoder E_t.
+
+What depends on the images and the pretrained weights alone, the features of E_0, is kept on disk.
+"""
 
 import collections
 import contextlib
@@ -9,18 +12,22 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float
+from jaxtyping import Float, Int
 
 from fdc_jax import devices, files, processes
-from fdc_jax.data.batches import Batch, EvaluationBatches
+from fdc_jax.data.batches import Batch, EvaluationBatches, TrainBatches
 from fdc_jax.errors import InputError
+from fdc_jax.learners import training
 from fdc_jax.model import vit
 from fdc_jax.model.vit import VisionTransformer
+
+if TYPE_CHECKING:
+    from fdc_jax.experiment import Experiment
 
 # Batches whose features may be on the device before the oldest is fetched.
 _IN_FLIGHT = 2
@@ -58,25 +65,17 @@ class Extractor:
         self,
         backbone: Any,
         kernels: Any,
-        batches: EvaluationBatches,
+        batches: Iterable[Batch],
         poll: Callable[[], None] = lambda: None,
     ) -> Extraction:
-        """Returns float32 features, one row per image of `batches`, padding removed.
-
-        Args:
-            backbone: pretrained parameters.
-            kernels: key and value kernels of the encoder wanted, E_0 to E_T.
-            batches: images in evaluation preprocessing.
-            poll: called before each batch; raises to stop.
-        """
-        (extraction,) = self.stream(backbone, (kernels,), batches, poll).whole()
-        return extraction
+        """Returns the features of one encoder; takes what `stream` does, and one view."""
+        return self.stream(backbone, [kernels], batches, poll).whole()[0]
 
     def stream(
         self,
         backbone: Any,
         views: Sequence[Any],
-        batches: EvaluationBatches,
+        batches: Iterable[Batch],
         poll: Callable[[], None] = lambda: None,
     ) -> "FeatureStream":
         """Returns the features of several encoders while they are made, in one pass.
@@ -93,7 +92,7 @@ class Extractor:
         """
         rows = self._rows(backbone, views, batches, poll)
         widths = [kernels["key"].shape[-1] for kernels in views]
-        return FeatureStream(rows, widths, lambda: batches.input_wait_seconds)
+        return FeatureStream(rows, widths, lambda: getattr(batches, "input_wait_seconds", 0.0))
 
     def _rows(
         self,
@@ -183,6 +182,41 @@ def _fetch(views: list[jax.Array], count: int) -> tuple[np.ndarray, ...]:
     return tuple(np.asarray(features)[:count] for features in views)
 
 
+class TaskFeatures:
+    """Features of a task's training images in both views, while they are made and afterwards.
+
+    Called without arguments, it is a source for `fit_task`.
+
+    Args:
+        stream: of the adapted view, and of the pretrained one unless that is known.
+        labels: of the images, class-order positions.
+        pretrained: features of E_0 where they are known.
+    """
+
+    def __init__(
+        self,
+        stream: FeatureStream,
+        labels: Int[np.ndarray, " n"],
+        pretrained: Extraction | None = None,
+    ):
+        self.stream, self.labels, self._pretrained = stream, labels, pretrained
+
+    def __call__(self) -> Iterator[tuple[np.ndarray, np.ndarray | None, np.ndarray]]:
+        """Walks over adapted features, pretrained ones or None, and labels."""
+        start = 0
+        for adapted, *pretrained in self.stream:
+            rows = slice(start, start + len(adapted))
+            if self._pretrained is not None:
+                pretrained = [self._pretrained.features[rows]]
+            yield adapted, pretrained[0] if pretrained else None, self.labels[rows]
+            start = rows.stop
+
+    def whole(self) -> tuple[Extraction, Extraction | None]:
+        """Returns all features of both views; None for a view that is not used."""
+        adapted, *pretrained = self.stream.whole()
+        return adapted, pretrained[0] if pretrained else self._pretrained
+
+
 class FeatureCache:
     """Features of the pretrained encoder on disk; they depend on images and weights alone.
 
@@ -194,7 +228,7 @@ class FeatureCache:
     def __init__(self, folder: str | os.PathLike[str], key: dict[str, Any]):
         text = json.dumps(key, sort_keys=True)
         self._folder = Path(folder) / hashlib.sha256(text.encode()).hexdigest()[:16]
-        if processes.is_first() and not (self._folder / "key.json").exists():
+        if not (self._folder / "key.json").exists():
             # A cache that cannot be written costs time, not results.
             with (
                 contextlib.suppress(InputError),
@@ -202,35 +236,22 @@ class FeatureCache:
             ):
                 f.write(text.encode())
 
-    def get(self, name: str, indices: np.ndarray, compute: Callable[[], Extraction]) -> Extraction:
-        """Returns cached features, or computes and keeps them; see `find` and `keep`."""
-        found = self.find(name, indices)
-        if found is None:
-            found = compute()
-            self.keep(name, indices, found)
-        return found
-
     def find(self, name: str, indices: np.ndarray) -> Extraction | None:
-        """Returns cached features, or None on all processes.
-
-        Only process 0 reads the cache; on others, what is cached comes back empty.
+        """Returns cached features, or None unless every process finds them in its own folder.
 
         Args:
             name: file name, without its ending.
             indices: which images, in which order; a file made from others does not count.
         """
         start = time.perf_counter()
-        found = None
-        if processes.is_first():
-            found = _read(self._path(name, indices), len(indices))
-        if not processes.on_first(lambda: found is not None):
+        found = _read(self._path(name, indices), len(indices))
+        if not processes.agreed(found is not None) or found is None:
             return None
-        features = np.zeros((0, 0), np.float32) if found is None else found
-        return Extraction(features, time.perf_counter() - start, 0.0, from_cache=True)
+        return Extraction(found, time.perf_counter() - start, 0.0, from_cache=True)
 
     def keep(self, name: str, indices: np.ndarray, extraction: Extraction) -> None:
-        """Writes features of these images to the cache, on process 0."""
-        if processes.is_first():
+        """Writes features of these images to the cache, unless they come from there."""
+        if not extraction.from_cache:
             arrays = {"features": extraction.features, "sha256": _digest(extraction.features)}
             with contextlib.suppress(InputError):
                 files.write_npz(self._path(name, indices), arrays)
@@ -252,3 +273,108 @@ def _read(path: Path, rows: int) -> Float[np.ndarray, "n d"] | None:
 
 def _digest(features: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(features).tobytes()).hexdigest()
+
+
+class RunImages:
+    """The images of one run: batches to train on, features in both views to fit and to score.
+
+    Args:
+        experiment: images, encoder, devices.
+        seed: of augmentations and their order.
+        poll: called before each batch that is not a training step's; raises to stop.
+    """
+
+    def __init__(self, experiment: "Experiment", seed: int, poll: Callable[[], None]):
+        self._experiment, self._seed, self._poll = experiment, seed, poll
+        # Training images of the current task, in the memory that test images leave.
+        self._decoded = experiment.test_images.beside()
+
+    def batches(self, task: int, epochs: int = 1, start_step: int = 0) -> TrainBatches:
+        """Returns the augmented batches of a task from a step on, before they are placed."""
+        e, config = self._experiment, self._experiment.config
+        return TrainBatches(
+            e.tasks.train,
+            e.tasks.train_indices[task],
+            e.tasks.train_labels(task) - e.tasks.first_position[task],
+            config.train.batch_size,
+            self._seed,
+            task,
+            image_size=config.encoder.image_size,
+            epochs=epochs,
+            start_step=start_step,
+            crop_scale=tuple(config.data.crop_scale),
+            flip=config.data.flip,
+            workers=config.data.workers or None,
+            own_rows=devices.own_rows(e.mesh, config.train.batch_size),
+            decoded=self._decoded,
+        )
+
+    def of_task(self, task: int) -> training.TaskImages:
+        """Returns what a learner may look at before and after the steps of a task."""
+        e = self._experiment
+
+        def placed(batches: Iterable[Batch]) -> Iterator[Batch]:
+            for batch in batches:
+                self._poll()
+                yield devices.split(e.mesh, batch)
+
+        def plain() -> EvaluationBatches:
+            labels = e.tasks.train_labels(task) - e.tasks.first_position[task]
+            indices = e.tasks.train_indices[task]
+            return e.evaluation_batches(e.tasks.train, indices, labels, decoded=self._decoded)
+
+        return training.TaskImages(
+            augmented=lambda: placed(self.batches(task)), plain=lambda: placed(plain())
+        )
+
+    def features(self, task: int, kernels: Any) -> TaskFeatures:
+        """Starts the features of a task's training images (Algorithm 1, line 4), in one pass.
+
+        Args:
+            task: from 0.
+            kernels: of E_t.
+        """
+        e = self._experiment
+        indices, views, known = e.tasks.train_indices[task], [kernels], None
+        if e.uses_pretrained:
+            known = e.pretrained_features.find(_name(task), indices)
+            if known is None:
+                views.append(vit.pretrained_kernels(e.backbone))
+        batches = e.evaluation_batches(e.tasks.train, indices, decoded=self._decoded)
+        stream = e.extract.stream(e.backbone, views, batches, self._poll)
+        return TaskFeatures(stream, e.tasks.train_labels(task), known)
+
+    def end_task(self, task: int, pretrained: Extraction | None) -> None:
+        """Keeps a task's features of E_0 for other seeds and learners, and forgets its images."""
+        e = self._experiment
+        if pretrained is not None:
+            e.pretrained_features.keep(_name(task), e.tasks.train_indices[task], pretrained)
+        self._decoded.clear()
+
+    def test_features(
+        self, count: int, kernels: Any
+    ) -> tuple[Extraction, Float[np.ndarray, "n d"] | None]:
+        """Returns features of the leading test images (line 14) in both views.
+
+        Args:
+            count: how many of the stream's test images.
+            kernels: of E_T.
+        """
+        e, every = self._experiment, self._experiment.tasks.test_indices
+
+        def extract(kernels: Any, indices: np.ndarray) -> Extraction:
+            batches = e.evaluation_batches(e.tasks.test, indices, cache=e.test_images)
+            return e.extract(e.backbone, kernels, batches, self._poll)
+
+        adapted = extract(kernels, every[:count])
+        if not e.uses_pretrained:
+            return adapted, None
+        pretrained = e.pretrained_features.find("test", every)
+        if pretrained is None:
+            pretrained = extract(vit.pretrained_kernels(e.backbone), every)
+            e.pretrained_features.keep("test", every, pretrained)
+        return adapted, pretrained.features[:count]
+
+
+def _name(task: int) -> str:
+    return f"train_{task:03d}"

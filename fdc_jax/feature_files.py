@@ -145,6 +145,22 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
         raise InputError(f"{path}: {error}") from None
 
 
+def read_task(arrays: Mapping[str, np.ndarray], t: int) -> TaskFeatures:
+    """Returns one task out of arrays that `write_task` wrote, by name, with the head of its time.
+
+    Raises:
+        InputError: its head is of another kind than `head_kind` says.
+    """
+    labels = arrays[f"train_labels_{t}"]
+    return TaskFeatures(
+        arrays[f"train_adapted_{t}"],
+        arrays.get(f"train_pretrained_{t}"),
+        labels,
+        _read_head(arrays, t, _read_kind(arrays), arrays[f"head_weight_{t}"]),
+        arrays.get(f"head_classes_{t}", np.unique(labels)),
+    )
+
+
 # Checking ----------------------------------------------------------------------------------------
 
 

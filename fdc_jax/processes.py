@@ -1,9 +1,10 @@
-"""The processes of a run, one or more on each host: how they start, agree, share arrays and end.
+"""The processes of a run, one or more on each host: how they start, agree, share and end.
 
-All of them run the same program. Each decodes its own rows of every batch; gradients, features and
-moments are put together by the devices. State and optimiser are the same everywhere. Process 0
-alone reads and writes the work directory, fits FDC and evaluates, and tells the others what it
-decided, so that they need no access to that folder. With one process nothing here does anything.
+All of them run the same program and come to the same decisions. Each decodes its own rows of every
+batch; gradients, features and moments are put together by the devices. State, features, calibrator
+and scores are the same everywhere. The work directory is the first one's alone: what looks into it
+or writes there does so on process 0 and tells the others (`on_first`, `from_first`), so that they
+need no access to it. With one process nothing here does anything.
 
 What fails alike on all processes, or while they listen to each other, ends all of them. A process
 that fails on its own waits half a minute for the others to fail alike, says so and ends. Where one
@@ -11,14 +12,16 @@ has ended or died, JAX's coordination service ends the others, at the latest aft
 without a heartbeat. The same command on all hosts goes on from the last checkpoint.
 """
 
+import functools
 import json
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -32,11 +35,9 @@ LEAVING_SECONDS = 30
 # Batches between two looks at whether any process was asked to stop.
 AGREE_EVERY = 4
 
-_WEEK = 7 * 24 * 3600 * 1000
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (InputError, TrainingError, Interrupted)
 }
-_messages = 0
 
 
 def start(
@@ -150,16 +151,17 @@ def is_first() -> bool:
     return index() == 0
 
 
-def on_first(function: Callable[[], Any]) -> Any:
-    """Runs a function on process 0 and returns its JSON value on all.
+def on_first(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a function run on process 0 alone; its JSON value, or its exception, reaches all."""
 
-    Raises:
-        Exception: on all, what it raised there.
-    """
-    return _run(function, is_first())[0]
+    @functools.wraps(function)
+    def run(*arguments: Any, **options: Any) -> Any:
+        return _run(lambda: function(*arguments, **options), is_first())[0]
+
+    return run
 
 
-def on_all(function: Callable[[], Any]) -> Any:
+def together(function: Callable[[], Any]) -> Any:
     """Runs a function on every process and returns its value there.
 
     Raises:
@@ -173,6 +175,42 @@ def on_all(function: Callable[[], Any]) -> Any:
 
     _run(keep, True)
     return result
+
+
+def agreed(holds: bool) -> bool:
+    """Tells whether something holds on every process."""
+    return all(_run(lambda: bool(holds), True))
+
+
+def from_first(
+    read: Callable[[], Mapping[str, np.ndarray] | None],
+) -> Mapping[str, np.ndarray] | None:
+    """Returns, bit for bit on all processes, the arrays by name that a function reads on process 0.
+
+    Raises:
+        Exception: on all, what it raised there.
+    """
+    if count() == 1:
+        return read()
+    arrays: dict[str, np.ndarray] = {}
+
+    def describe() -> dict[str, Any] | None:
+        found = read()
+        arrays.update(found or {})
+        return found and {name: [str(a.dtype), list(a.shape)] for name, a in found.items()}
+
+    described = _run(describe, is_first())[0]
+    return described and {
+        name: _broadcast(arrays.get(name, np.zeros(shape, jnp.dtype(dtype))))
+        for name, (dtype, shape) in described.items()
+    }
+
+
+def _broadcast(array: np.ndarray) -> np.ndarray:
+    # As bytes: sums of floats would turn -0 into 0.
+    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    received = np.asarray(multihost_utils.broadcast_one_to_all(flat), np.uint8)
+    return received.view(array.dtype).reshape(array.shape)
 
 
 def check_same(values: dict[str, Any]) -> None:
@@ -217,31 +255,14 @@ def _run(function: Callable[[], Any], takes_part: bool) -> list[Any]:
 
 
 def _exchange(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns what every process said, through the coordination service; devices play no part."""
-    global _messages
-    client = _client()
-    _messages += 1
-    client.key_value_set(f"fdc_jax/{_messages}/{index()}", json.dumps(own))
-    return [
-        json.loads(client.blocking_key_value_get(f"fdc_jax/{_messages}/{number}", _WEEK))
-        for number in range(count())
-    ]
-
-
-def _client() -> Any:
-    from jax._src import distributed  # JAX has no public way to its key-value store
-
-    return distributed.global_state.client
-
-
-def broadcast(array: np.ndarray) -> np.ndarray:
-    """Returns the array of process 0, bit for bit, given one of the same shape and type on each."""
-    if count() == 1:
-        return array
-    # As bytes: sums of floats would turn -0 into 0.
-    flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-    received = np.asarray(multihost_utils.broadcast_one_to_all(flat), np.uint8)
-    return received.view(array.dtype).reshape(array.shape)
+    """Returns what every process said."""
+    said = np.frombuffer(json.dumps(own).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(said.size)))
+    # Few lengths, as each is another program.
+    padded = np.zeros(1 << max(10, int(sizes.max() - 1).bit_length()), np.uint8)
+    padded[: said.size] = said
+    everyone = np.asarray(multihost_utils.process_allgather(padded))
+    return [json.loads(bytes(row[:size])) for row, size in zip(everyone, sizes, strict=True)]
 
 
 class Agreement:
@@ -277,9 +298,13 @@ def leave() -> bool:
     """
     if count() == 1:
         return True
+    from jax._src import distributed
+
     try:
         # The barrier within `shutdown` would end this process if the others stayed away.
-        _client().wait_at_barrier("fdc_jax/leave", LEAVING_SECONDS * 1000)
+        # JAX has no public barrier with a time limit.
+        client: Any = distributed.global_state.client
+        client.wait_at_barrier("fdc_jax/leave", LEAVING_SECONDS * 1000)
         jax.distributed.shutdown()
     except RuntimeError:
         return False

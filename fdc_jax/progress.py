@@ -1,10 +1,19 @@
 """What a run shows while it works: a bar in a terminal, plain lines elsewhere, or nothing."""
 
+import math
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tqdm
+
+from fdc_jax import devices
+from fdc_jax.configuration import Config
+from fdc_jax.data.batches import Batch, TrainBatches
+from fdc_jax.errors import TrainingError
+
+if TYPE_CHECKING:
+    from fdc_jax.store import Store
 
 # Seconds between plain lines when the output is no terminal.
 _LINE_EVERY = 30.0
@@ -14,46 +23,49 @@ class Progress:
     """One bar over the training steps of all tasks, with the time left.
 
     Args:
-        total: training steps of the run.
-        done: those taken by an earlier process.
         quiet: show nothing.
         label: starts every line.
-        steps: show training steps; otherwise nothing but lines.
     """
 
-    def __init__(
-        self,
-        total: int,
-        done: int = 0,
-        quiet: bool = False,
-        label: str = "",
-        steps: bool = True,
-    ):
-        self._total, self._done, self._start_done = total, done, done
+    def __init__(self, quiet: bool = False, label: str = ""):
         self._quiet, self._label = quiet, label
-        self._shows_lines = steps and not quiet
-        self._start = self._last_line = time.perf_counter()
         self._bar = None
-        if steps and not quiet and sys.stderr.isatty():
-            self._bar = tqdm.tqdm(
-                total=total, initial=done, unit="step", dynamic_ncols=True, smoothing=0.05
-            )
+        self.start(0, 0)
+
+    def start(self, total: int, done: int) -> None:
+        """Sets the number of training steps of the run, and of those taken by now."""
+        self._total, self._done = total, done
+        self._clock: float | None = None
 
     def step(self, stage: str, **values: Any) -> None:
-        """Counts one training step and shows what it measured."""
+        """Counts one training step and shows what it measured.
+
+        The time left follows from the second step on, as the first one compiles.
+        """
+        now = time.perf_counter()
         self._done += 1
-        if self._bar is not None:
+        if self._clock is None:
+            self._clock, self._first, self._last_line = now, self._done, -math.inf
+            if not self._quiet and sys.stderr.isatty():
+                self._bar = tqdm.tqdm(
+                    total=self._total,
+                    initial=self._done,
+                    unit="step",
+                    dynamic_ncols=True,
+                    smoothing=0.05,
+                )
+        elif self._bar is not None:
             self._bar.set_description_str(self._label + stage, refresh=False)
             self._bar.set_postfix(values, refresh=False)
             self._bar.update()
-        elif self._shows_lines and time.perf_counter() - self._last_line >= _LINE_EVERY:
-            self._last_line = time.perf_counter()
-            done = self._done - self._start_done
-            left = (self._last_line - self._start) / done * (self._total - self._done)
+        elif now - self._last_line >= _LINE_EVERY:
+            self._last_line = now
+            left = (now - self._clock) / (self._done - self._first) * (self._total - self._done)
+            unit, size = ("min", 60) if left >= 60 else ("s", 1)
             numbers = ", ".join(f"{name} {value}" for name, value in values.items())
             self.line(
                 f"{stage}: step {self._done} of {self._total}, {numbers}, "
-                f"about {left / 60:.0f} min left"
+                f"about {left / size:.0f} {unit} left"
             )
 
     def stage(self, text: str) -> None:
@@ -62,7 +74,7 @@ class Progress:
             self._bar.set_description_str(self._label + text)
 
     def line(self, text: str) -> None:
-        """Prints one line above the bar, or above another seed's."""
+        """Prints one line above the bar."""
         if not self._quiet:
             tqdm.tqdm.write(self._label + text, file=sys.stderr)
             sys.stderr.flush()
@@ -71,3 +83,118 @@ class Progress:
         """Ends the bar."""
         if self._bar is not None:
             self._bar.close()
+
+
+class StepLog:
+    """Watches training steps: losses, which must be finite, speed, and the time of each task.
+
+    Args:
+        config: the run's configuration.
+        store: where the events of a run are kept.
+        progress: the screen.
+        timing: of the task in work, as `cursor` gave it.
+
+    Attributes:
+        peak_memory: bytes on the fullest device after the last training here, None for none.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        store: "Store",
+        progress: Progress,
+        timing: dict[str, float] | None = None,
+    ):
+        self._config, self._store, self._progress = config, store, progress
+        # The first step of a process, which compiles, stands apart.
+        self._time = timing or {}
+        self._compiled = False
+        self._pending: tuple[int, Any] | None = None
+        self.peak_memory: int | None = None
+
+    def begin(
+        self, task: int, num_tasks: int, epochs: int, first: int, batches: TrainBatches
+    ) -> None:
+        """Takes note that a task goes on with its step `first`."""
+        self._task, self._epochs, self._batches = task, epochs, batches
+        self._name = f"task {task + 1}/{num_tasks}"
+        if first == 0:
+            names = ("images", "seconds", "compile_seconds", "input_wait_seconds")
+            self._time = dict.fromkeys(names, 0.0)
+        self._store.event("training", task=task, step=first)
+        self._restart(first)
+
+    def _restart(self, first: int) -> None:
+        self._first, self._clock = first, time.perf_counter()
+        self._waited = self._batches.input_wait_seconds
+
+    def step(self, step: int, loss: Any, batch: Batch) -> None:
+        """Looks at the loss of the step before while this one runs.
+
+        Raises:
+            TrainingError: it is not finite.
+        """
+        if not self._compiled:
+            loss.block_until_ready()
+            self._time["compile_seconds"] += time.perf_counter() - self._clock
+            self._restart(step + 1)
+            self._compiled = True
+        else:
+            self._time["images"] += int(batch.weights.sum())
+        self.look()
+        self._pending, self._last = (step, loss), step
+
+    def look(self) -> None:
+        """Looks at the loss of the last step; raises as `step` does."""
+        if self._pending is None:
+            return
+        (step, loss), self._pending = self._pending, None
+        epoch, train = step // self._batches.steps_per_epoch, self._config.train
+        value = float(loss)
+        if not math.isfinite(value):
+            raise TrainingError(
+                f"the loss is {value} in task {self._task + 1}, epoch {epoch + 1}, "
+                f"step {step + 1}; learning rates were {train.increment_learning_rate:g} "
+                f"(increment) and {train.head_learning_rate:g} (head); checkpoints of before are "
+                "kept"
+            )
+        images = (step + 1 - self._first) * train.batch_size
+        speed = images / (time.perf_counter() - self._clock)
+        if (step + 1) % self._batches.steps_per_epoch == 0:
+            self._store.event(
+                "epoch",
+                task=self._task,
+                epoch=epoch,
+                loss=value,
+                images_per_second=round(speed, 1),
+            )
+        self._progress.step(
+            f"{self._name} epoch {epoch + 1}/{self._epochs}",
+            loss=f"{value:.3f}",
+            images_per_second=f"{speed:.0f}",
+        )
+
+    def pause(self) -> None:
+        """Looks at the last loss and adds up the time so far."""
+        self.look()
+        self._add()
+        self._restart(self._last + 1)
+
+    def end(self) -> None:
+        """Adds up the time of the task and notes the memory that it took."""
+        self._add()
+        self.peak_memory = devices.peak_memory()
+
+    def _add(self) -> None:
+        self._time["seconds"] += time.perf_counter() - self._clock
+        self._time["input_wait_seconds"] += self._batches.input_wait_seconds - self._waited
+
+    def cursor(self, tasks_done: int, step: int) -> dict[str, Any]:
+        """Returns what says where in the run a checkpoint belongs."""
+        return {"tasks_done": tasks_done, "step": step, "training_time": self._time}
+
+    @property
+    def timing(self) -> dict[str, float]:
+        """Time and images of the last training, under their names in the results."""
+        short = ("images", "seconds")
+        return {f"training_{n}" if n in short else n: value for n, value in self._time.items()}

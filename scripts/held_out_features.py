@@ -12,15 +12,14 @@ import shutil
 import sys
 from pathlib import Path
 
-import ml_collections
 import numpy as np
 
+import fdc_jax
 from benchmarks import measure
-from configs import base
-from fdc_jax import feature_files, preparation
-from fdc_jax.files import check_writable_folder, read_json
-from fdc_jax.model import vit
-from fdc_jax.report import recompute
+from fdc_jax import feature_files
+from fdc_jax.data.batches import evaluation_images
+from fdc_jax.errors import InputError
+from fdc_jax.files import check_writable_folder
 
 
 def main() -> None:
@@ -33,34 +32,23 @@ def main() -> None:
     options = parser.parse_args()
     check_writable_folder("--output", options.output)
     for run in options.runs:
-        results = read_json(run / "results.json")
+        opened = fdc_jax.open_run(run)
+        config, results = opened.config, opened.results
+        if results is None:
+            raise InputError(f"{run}: expected a finished run")
         target = options.output / f"{results['learner']}_{results['seed']}"
         if (target / "test_adapted.npy").exists():
             continue
-        config = base.get_config()
-        # Fields that the run's time did not know keep their defaults, which change nothing.
-        _update(config, recompute.stored_config(run / "config.json"))
-        config.cache_dir = options.cache_dir
-        e = preparation.prepare(config, quiet=True)
-        indices = _next_images(e.tasks.train.labels, config.data.train_per_class, options.images)
-        state = recompute.final_state(e, run / "checkpoints")
-        kernels = e.learner.encoder(e.setup, e.backbone, state, e.setup.num_tasks)
-        adapted = recompute.features_of(e, kernels, e.tasks.train, indices)
-        pretrained = recompute.features_of(
-            e, vit.pretrained_kernels(e.backbone), e.tasks.train, indices
-        )
+        if options.cache_dir:
+            config.cache_dir = options.cache_dir
+        tasks = opened.experiment.tasks
+        indices = _next_images(tasks.train.labels, config.data.train_per_class, options.images)
+        images = evaluation_images(tasks.train, indices, config.encoder.image_size)
+        adapted, pretrained = (opened.features(images, t) for t in (opened.num_tasks, 0))
         shutil.copytree(run / "features", target, dirs_exist_ok=True)
-        labels = e.tasks.positions[e.tasks.train.labels[indices]]
+        labels = tasks.positions[tasks.train.labels[indices]]
         feature_files.write_test(target, adapted, pretrained, labels)
         print(target, flush=True)
-
-
-def _update(config: ml_collections.ConfigDict, known: ml_collections.ConfigDict) -> None:
-    for name, value in known.items():
-        if isinstance(value, ml_collections.ConfigDict):
-            _update(config[name], value)
-        elif name in config:
-            config[name] = value
 
 
 def _next_images(labels: np.ndarray, used: int, count: int) -> np.ndarray:

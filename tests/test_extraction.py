@@ -118,6 +118,15 @@ def test_a_stop_request_ends_the_loop(model, backbone):
         extract(backbone, kernels, batches(8), stop.poll)
 
 
+def get(cache, name, indices, compute):
+    """What is cached, or computed and kept."""
+    found = cache.find(name, indices)
+    if found is None:
+        found = compute()
+        cache.keep(name, indices, found)
+    return found
+
+
 def counted(value, calls):
     def compute():
         calls.append(value)
@@ -130,8 +139,8 @@ def test_the_cache_computes_once(tmp_path):
     calls = []
     indices = np.array([4, 5, 6])
     cache = FeatureCache(tmp_path, {"weights": "a"})
-    first = cache.get("train", indices, counted(1.0, calls))
-    again = FeatureCache(tmp_path, {"weights": "a"}).get("train", indices, counted(2.0, calls))
+    first = get(cache, "train", indices, counted(1.0, calls))
+    again = get(FeatureCache(tmp_path, {"weights": "a"}), "train", indices, counted(2.0, calls))
     np.testing.assert_array_equal(first.features, again.features)
     assert calls == [1.0]
     assert again.input_wait_seconds == 0.0
@@ -141,10 +150,10 @@ def test_the_cache_computes_once(tmp_path):
 def test_the_cache_tells_things_apart(tmp_path, change):
     calls = []
     indices = np.array([4, 5, 6])
-    FeatureCache(tmp_path, {"weights": "a"}).get("train", indices, counted(1.0, calls))
+    get(FeatureCache(tmp_path, {"weights": "a"}), "train", indices, counted(1.0, calls))
     cache = FeatureCache(tmp_path, {"weights": "b" if change == "key" else "a"})
     name = "test" if change == "name" else "train"
-    found = cache.get(name, indices[::-1] if change == "indices" else indices, counted(2.0, calls))
+    found = get(cache, name, indices[::-1] if change == "indices" else indices, counted(2.0, calls))
     assert calls == [1.0, 2.0]
     np.testing.assert_array_equal(found.features, 2.0)
 
@@ -154,16 +163,16 @@ def test_a_damaged_cache_file_is_computed_again(tmp_path, damage):
     calls = []
     indices = np.array([4, 5, 6])
     cache = FeatureCache(tmp_path, {"weights": "a"})
-    cache.get("train", indices, counted(1.0, calls))
+    get(cache, "train", indices, counted(1.0, calls))
     (path,) = tmp_path.rglob("train_*.npz")
     content = bytearray(path.read_bytes())
     position = content.index(np.full(3, 1.0, np.float32).tobytes())
     if damage == "flipped":
         content[position] ^= 1
     path.write_bytes(content if damage == "flipped" else content[: position + 4])
-    found = cache.get("train", indices, counted(2.0, calls))
+    found = get(cache, "train", indices, counted(2.0, calls))
     np.testing.assert_array_equal(found.features, 2.0)
-    cache.get("train", indices, counted(3.0, calls))
+    get(cache, "train", indices, counted(3.0, calls))
     assert calls == [1.0, 2.0]
 
 
@@ -179,7 +188,7 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path, monkeypatch):
     monkeypatch.setattr(extraction.files, "write_npz", refuse)
     calls = []
     for value in (1.0, 2.0):
-        cache.get("train", np.arange(3), counted(value, calls))
+        get(cache, "train", np.arange(3), counted(value, calls))
     assert calls == [1.0, 2.0]
 
 
@@ -187,6 +196,6 @@ def test_a_cache_folder_that_cannot_be_made_costs_time_only(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     cache = FeatureCache(tmp_path / "file" / "below", {"weights": "a"})
     calls = []
-    found = cache.get("train", np.arange(3), counted(1.0, calls))
+    found = get(cache, "train", np.arange(3), counted(1.0, calls))
     assert not found.from_cache
     assert calls == [1.0]

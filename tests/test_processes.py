@@ -69,14 +69,15 @@ def test_nothing_is_joined_unasked(monkeypatch):
 
 def test_one_process_agrees_with_itself():
     value = object()
-    assert processes.on_first(lambda: value) is value
-    assert processes.on_all(lambda: value) is value
+    assert processes.on_first(lambda: value)() is value
+    assert processes.together(lambda: value) is value
+    assert processes.agreed(True) and not processes.agreed(False)
     processes.check_same({"a": 1})
     array = np.arange(3.0)
-    assert processes.broadcast(array) is array
+    assert processes.from_first(lambda: {"a": array})["a"] is array
     assert processes.leave()
     with pytest.raises(InputError):
-        processes.on_first(lambda: (_ for _ in ()).throw(InputError("wrong")))
+        processes.on_first(lambda: (_ for _ in ()).throw(InputError("wrong")))()
 
 
 def test_an_agreement_is_a_few_calls_late_and_stays():

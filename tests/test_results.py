@@ -4,20 +4,20 @@ import jax
 import numpy as np
 import pytest
 
-from fdc_jax import devices, evaluation, results
+from fdc_jax import devices, evaluation, store
 from fdc_jax.calibration.components import WHITENED
 from tests.calibration import streams
 
 
 def test_memory_is_that_of_the_first_training_and_what_came_on_top():
     per_task = [{"training": 700, "task": 710}, {"training": 710, "task": 725}]
-    assert results._peak_memory(per_task) == {"training": 700, "fdc_and_evaluation": 25}
+    assert store._peak_memory(per_task) == {"training": 700, "fdc_and_evaluation": 25}
 
 
 def test_memory_that_nobody_recorded_is_none():
     nothing = {"training": None, "fdc_and_evaluation": None}
-    assert results._peak_memory([{"training": None, "task": None}]) == nothing
-    assert results._peak_memory([None, {"training": 1, "task": 2}]) == nothing
+    assert store._peak_memory([{"training": None, "task": None}]) == nothing
+    assert store._peak_memory([None, {"training": 1, "task": 2}]) == nothing
 
 
 def test_the_fullest_device_counts(monkeypatch):
@@ -42,9 +42,9 @@ def test_another_affinity_stands_beside_the_papers(variant, entry):
     inputs = streams.probe_inputs(stream)
     labels = np.arange(len(inputs[0])) % 9
     tasks = np.searchsorted([3, 7], labels, side="right")
-    paper, columns = results.measure(streams.fitted(stream).terms(*inputs), labels, tasks)
+    paper, columns = evaluation.measure(streams.fitted(stream).terms(*inputs), labels, tasks)
     terms = streams.fitted(stream, **variant).terms(*inputs)
-    found, more = results.measure(terms, labels, tasks)
+    found, more = evaluation.measure(terms, labels, tasks)
     assert {name: found[name] for name in paper} == paper
     assert found.keys() - paper.keys() == {entry}
     assert more.keys() - columns.keys() == {f"{entry}_label", f"{entry}_task"}
@@ -59,7 +59,7 @@ def test_each_task_so_far_has_an_accuracy():
     inputs = streams.probe_inputs(stream)
     labels = np.where(np.arange(len(inputs[0])) % 2, 1, 8)
     tasks = np.where(labels == 1, 0, 2)  # no image of the task between
-    found, columns = results.measure(streams.fitted(stream).terms(*inputs), labels, tasks)
+    found, columns = evaluation.measure(streams.fitted(stream).terms(*inputs), labels, tasks)
     for name in ("raw", "fdc", "oracle"):
         right = columns[f"{name}_label"] == labels
         first, none, last = found["task_accuracy"][name]

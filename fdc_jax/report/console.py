@@ -6,7 +6,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fdc_jax.results import BEYOND
+from fdc_jax.evaluation import BEYOND
 
 _TITLES = {
     "raw": "Raw",
