@@ -110,7 +110,24 @@ _Transform = Callable[[int], UInt8[np.ndarray, "s s 3"]]
 
 
 class _Batches:
-    """Decodes ahead in threads, at most `prefetch` batches, and hands batches out in order."""
+    """Decodes ahead in threads, at most `prefetch` batches, and hands batches out in order.
+
+    Nothing is read before iteration.
+
+    Args:
+        dataset: where the images are.
+        indices: images to show, as indices into `dataset`.
+        labels: label per entry of `indices`; None takes the labels of `dataset`.
+        batch_size: rows of every batch.
+        image_size: side of the images in pixels.
+        workers: decoding threads; None for one per core.
+        prefetch: batches decoded ahead of the consumer.
+        own_rows: the rows of every batch that this process decodes; None for all.
+        decoded: keeps decoded images as they are before any transform, for later passes.
+
+    Raises:
+        InputError: an argument out of its range.
+    """
 
     def __init__(
         self,
@@ -125,39 +142,14 @@ class _Batches:
         own_rows: Bool[np.ndarray, " b"] | None = None,
         decoded: ByteCache | None = None,
     ):
-        """Prepares the batches; nothing is read before iteration.
-
-        Args:
-            dataset: where the images are.
-            indices: images to show, as indices into `dataset`.
-            labels: label per entry of `indices`; None takes the labels of `dataset`.
-            batch_size: rows of every batch.
-            image_size: side of the images in pixels.
-            workers: decoding threads; None for one per core.
-            prefetch: batches decoded ahead of the consumer.
-            own_rows: the rows of every batch that this process decodes; None for all.
-            decoded: keeps decoded images as they are before any transform, for later passes.
-
-        Raises:
-            InputError: an argument out of its range.
-        """
-        self.dataset = dataset
-        self.decoded = decoded
-        self.own_rows = own_rows
+        self.dataset, self.decoded, self.own_rows = dataset, decoded, own_rows
         self.indices = np.asarray(indices, np.int64)
-        self.batch_size = batch_size
-        self.image_size = image_size
+        self.batch_size, self.image_size, self.prefetch = batch_size, image_size, prefetch
         self.workers = default_workers() if workers is None else workers
-        self.prefetch = prefetch
         self.input_wait_seconds = 0.0
-        for name, value in [
-            ("batch_size", batch_size),
-            ("image_size", image_size),
-            ("workers", self.workers),
-            ("prefetch", prefetch),
-        ]:
-            if value < 1:
-                raise InputError(f"{name} must be at least 1, found {value}")
+        for name in ("batch_size", "image_size", "workers", "prefetch"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name} must be at least 1, found {getattr(self, name)}")
         low, high = self.indices.min(initial=0), self.indices.max(initial=-1)
         if self.indices.ndim != 1 or low < 0 or high >= len(dataset):
             raise InputError(
@@ -172,6 +164,11 @@ class _Batches:
                 f"expected one label per image index, found {self.labels.shape} labels and "
                 f"{self.indices.shape} indices"
             )
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of batches that show every image once."""
+        return -(-len(self.indices) // self.batch_size)
 
     def _image(self, index: int) -> Image.Image:
         """Returns an image as it is stored, decoded now or earlier."""
@@ -242,6 +239,18 @@ class TrainBatches(_Batches):
 
     Iterating yields `Batch` after `Batch` from `start_step`, counted over all epochs, to the end
     of the last epoch. Each epoch visits every image once; its last batch is padded.
+
+    Args:
+        dataset, indices, labels, batch_size, options: as of `_Batches`.
+        seed: training seed, 0 or more.
+        task: index of the task, from 0.
+        epochs: number of passes.
+        start_step: steps already taken, over all epochs.
+        crop_scale: share of an image's area that a crop may cover.
+        flip: whether images are mirrored half the time.
+
+    Raises:
+        InputError: no image, or an argument out of its range.
     """
 
     def __init__(
@@ -259,41 +268,14 @@ class TrainBatches(_Batches):
         flip: bool = True,
         **options: Any,
     ):
-        """Prepares the batches; nothing is read before iteration.
-
-        Args:
-            dataset: where the images are.
-            indices: images of the task, as indices into `dataset`.
-            labels: label per entry of `indices`; None takes the labels of `dataset`.
-            batch_size: rows of every batch.
-            seed: training seed, 0 or more.
-            task: index of the task, from 0.
-            epochs: number of passes.
-            start_step: steps already taken, over all epochs.
-            crop_scale: share of an image's area that a crop may cover.
-            flip: whether images are mirrored half the time.
-            options: `image_size`, `workers`, `prefetch`, `own_rows`, `decoded` of all batches.
-
-        Raises:
-            InputError: no image, or an argument out of its range.
-        """
         super().__init__(dataset, indices, labels, batch_size, **options)
         for name, value in [("seed", seed), ("task", task), ("start_step", start_step)]:
             if value < 0:
                 raise InputError(f"{name} must be 0 or more, found {value}")
         if len(self.indices) == 0:
             raise InputError(f"{dataset.name}, task {task}: no training image")
-        self.seed = seed
-        self.task = task
-        self.epochs = epochs
-        self.start_step = start_step
-        self.crop_scale = crop_scale
-        self.flip = flip
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of batches of one epoch."""
-        return -(-len(self.indices) // self.batch_size)
+        self.seed, self.task, self.epochs, self.start_step = seed, task, epochs, start_step
+        self.crop_scale, self.flip = crop_scale, flip
 
     @property
     def num_steps(self) -> int:
@@ -331,9 +313,8 @@ class EvaluationBatches(_Batches):
     """Images with the test transform, in the order given, the last batch padded.
 
     Args:
-        arguments: as of all batches.
+        arguments, options: as of `_Batches`.
         cache: keeps transformed images for later passes; may be shared between data sets.
-        options: as of all batches.
     """
 
     def __init__(self, *arguments: Any, cache: ByteCache | None = None, **options: Any):
@@ -341,7 +322,7 @@ class EvaluationBatches(_Batches):
         self.cache = cache
 
     def __len__(self) -> int:
-        return -(-len(self.indices) // self.batch_size)
+        return self.steps_per_epoch
 
     def __iter__(self) -> Iterator[Batch]:
         rows = np.arange(len(self.indices))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -131,59 +132,52 @@ def _other(pilot: Benchmark) -> Benchmark:
     )
 
 
+_CIFAR100 = Benchmark(
+    name="cifar100",
+    title="CIFAR-100",
+    num_classes=100,
+    classes_per_task=5,
+    num_train=50000,
+    num_test=10000,
+    task_test_counts=(500,) * 20,
+    partition="official",
+    tfds_name="cifar100",
+    tfds_version="3.0.2",
+    obtain="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
+    checksums={"sha256": "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"},
+)
+_DIGITS = Benchmark(
+    name="digits",
+    title="Digits",
+    num_classes=10,
+    classes_per_task=2,
+    num_train=1201,
+    num_test=596,
+    task_test_counts=(119, 119, 120, 118, 120),
+    partition="embedded",
+    tfds_name="",
+    tfds_version="",
+    obtain="embedded: the 1797 scans of 8 x 8 pixels that come with scikit-learn",
+)
+_RELEASES = [
+    ("imagenet_r", 30000, "imagenet-r.tar (GitHub: hendrycks/imagenet-r)", "imagenet-r/WNID"),
+    (
+        *("imagenet_a", 7500, "imagenet-a.tar (GitHub: hendrycks/natural-adv-examples)"),
+        "imagenet-a/WNID",
+    ),
+    ("cub200", 11788, "CUB_200_2011.tgz (Caltech)", "CUB_200_2011/images/CLASS"),
+]
 BENCHMARKS: dict[str, Benchmark] = {
     benchmark.name: benchmark
     for benchmark in [
-        Benchmark(
-            name="cifar100",
-            title="CIFAR-100",
-            num_classes=100,
-            classes_per_task=5,
-            num_train=50000,
-            num_test=10000,
-            task_test_counts=(500,) * 20,
-            partition="official",
-            tfds_name="cifar100",
-            tfds_version="3.0.2",
-            obtain="https://www.cs.toronto.edu/~kriz/cifar-100-binary.tar.gz",
-            checksums={
-                "md5": "03b5dce01913d631647c71ecec9e9cb8",
-                "sha256": "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec",
-            },
-        ),
+        _CIFAR100,
         *_PILOT,
-        _random80(
-            "imagenet_r",
-            30000,
-            "the official release imagenet-r.tar (GitHub: hendrycks/imagenet-r), which holds "
-            "imagenet-r/WNID/IMAGE",
-        ),
-        _random80(
-            "imagenet_a",
-            7500,
-            "the official release imagenet-a.tar (GitHub: hendrycks/natural-adv-examples), which "
-            "holds imagenet-a/WNID/IMAGE",
-        ),
-        _random80(
-            "cub200",
-            11788,
-            "the official release CUB_200_2011.tgz (Caltech), which holds "
-            "CUB_200_2011/images/CLASS/IMAGE",
+        *(
+            _random80(name, total, f"the official release {release}, which holds {place}/IMAGE")
+            for name, total, release, place in _RELEASES
         ),
         *map(_other, _PILOT),
-        Benchmark(
-            name="digits",
-            title="Digits",
-            num_classes=10,
-            classes_per_task=2,
-            num_train=1201,
-            num_test=596,
-            task_test_counts=(119, 119, 120, 118, 120),
-            partition="embedded",
-            tfds_name="",
-            tfds_version="",
-            obtain="embedded: the 1797 scans of 8 x 8 pixels that come with scikit-learn",
-        ),
+        _DIGITS,
     ]
 }
 
@@ -221,71 +215,50 @@ def task_classes(order: Int[np.ndarray, " c"], classes_per_task: int) -> list[np
     return [order[i : i + classes_per_task] for i in range(0, len(order), classes_per_task)]
 
 
-def task_counts(
-    labels: Int[np.ndarray, " n"], num_classes: int, classes_per_task: int, class_order_seed: int
-) -> list[int]:
-    """Returns the number of images of each task."""
-    per_class = np.bincount(labels, minlength=num_classes)
-    order = class_order(num_classes, class_order_seed)
-    return [int(per_class[task].sum()) for task in task_classes(order, classes_per_task)]
-
-
 def verify(
     benchmark: Benchmark,
     train_labels: Int[np.ndarray, " n"],
     test_labels: Int[np.ndarray, " m"],
-    class_order_seed: int = REFERENCE_CLASS_ORDER_SEED,
-) -> list[int]:
-    """Checks whole splits against the table and counts the run's tasks.
-
-    To be given every image of both splits, before any selection per class. The per-task counts of
-    the table hold in class order seed 1993 and are compared in that order, whatever the run's.
+    class_names: Sequence[str],
+) -> None:
+    """Checks whole splits against the table, before any selection per class.
 
     Args:
         benchmark: row of the table.
         train_labels: class index of every training image.
         test_labels: class index of every test image.
-        class_order_seed: of the run.
-
-    Returns:
-        Test images of each task in the run's class order.
+        class_names: by class index.
 
     Raises:
         InputError: a number differs; the message says what was expected and what was found.
     """
-    name = benchmark.name
-    train_classes, test_classes = np.unique(train_labels), np.unique(test_labels)
-    num_classes = int(max(train_labels.max(initial=-1), test_labels.max(initial=-1))) + 1
-    any_split = benchmark.num_train is None
-    if not any_split and num_classes != benchmark.num_classes:
-        raise InputError(f"{name}: expected {benchmark.num_classes} classes, found {num_classes}")
-    missing = np.setdiff1d(np.arange(num_classes), train_classes)
-    if len(missing):
-        raise InputError(
-            f"{name}: expected training images of every class, found none of class index "
-            f"{', '.join(map(str, missing[:10]))}"
-        )
-    if benchmark.partition == "pilot":
-        missing = np.setdiff1d(train_classes, test_classes)
-        if len(missing):
-            raise InputError(
-                f"{name}: expected test images of every class, found none of class index "
-                f"{', '.join(map(str, missing[:10]))}"
-            )
-    for what, expected, found in [
-        ("training", benchmark.num_train, len(train_labels)),
-        ("test", benchmark.num_test, len(test_labels)),
-    ]:
+    splits = {"training": train_labels, "test": test_labels}
+    per_class = {
+        split: np.bincount(labels, minlength=len(class_names)) for split, labels in splits.items()
+    }
+
+    def expect(what: str, expected: int | None, found: int) -> None:
         if expected is not None and found != expected:
-            raise InputError(f"{name}: expected {expected} {what} images, found {found}")
-    if benchmark.task_test_counts is not None:
-        counts = task_counts(
-            test_labels, num_classes, benchmark.classes_per_task, REFERENCE_CLASS_ORDER_SEED
-        )
-        if tuple(counts) != benchmark.task_test_counts:
+            raise InputError(f"{benchmark.name}: expected {expected} {what}, found {found}")
+
+    any_split = benchmark.num_train is None
+    expect("classes", None if any_split else benchmark.num_classes, len(class_names))
+    for split in splits if benchmark.partition == "pilot" else ("training",):
+        missing = [class_names[label] for label in np.flatnonzero(per_class[split] == 0)]
+        if missing:
             raise InputError(
-                f"{name}: expected {' '.join(map(str, benchmark.task_test_counts))} test images "
-                f"in the tasks of class order {REFERENCE_CLASS_ORDER_SEED}, found "
+                f"{benchmark.name}: expected {split} images of every class, found none of "
+                + ", ".join(missing[:10])
+            )
+    expect("training images", benchmark.num_train, len(train_labels))
+    expect("test images", benchmark.num_test, len(test_labels))
+    if benchmark.task_test_counts is not None:
+        order = class_order(len(class_names), REFERENCE_CLASS_ORDER_SEED)
+        tasks = task_classes(order, benchmark.classes_per_task)
+        counts = tuple(int(per_class["test"][task].sum()) for task in tasks)
+        if counts != benchmark.task_test_counts:
+            raise InputError(
+                f"{benchmark.name}: expected {' '.join(map(str, benchmark.task_test_counts))} test "
+                f"images in the tasks of class order {REFERENCE_CLASS_ORDER_SEED}, found "
                 f"{' '.join(map(str, counts))}; this is another division into train and test"
             )
-    return task_counts(test_labels, num_classes, benchmark.classes_per_task, class_order_seed)

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -72,6 +73,48 @@ class Dataset:
     def describe(self, index: int) -> str:
         """Names image `index` for an error message."""
         return f"{self.name}, split {self.split}, image {index} ({self.ids[index]})"
+
+
+class RawImage(NamedTuple):
+    """An image to be prepared.
+
+    Attributes:
+        name: its identifier within a split.
+        class_name: of its class.
+        place: where it lies, for messages.
+        read: returns the encoded image; safe from any thread.
+        fields: of its record, beside image and label.
+    """
+
+    name: str
+    class_name: str
+    place: str
+    read: Callable[[], bytes]
+    fields: dict[str, Any]
+
+
+class RawData(NamedTuple):
+    """A data set to be prepared.
+
+    Attributes:
+        splits: "train" and "test" to images.
+        class_names: in the order of their labels.
+        superclass_names: of CIFAR-100.
+    """
+
+    splits: dict[str, list[RawImage]]
+    class_names: list[str]
+    superclass_names: list[str] | None = None
+
+    @property
+    def num_images(self) -> int:
+        """Number of images of all splits."""
+        return sum(map(len, self.splits.values()))
+
+    def labels(self, split: str) -> Int[np.ndarray, " n"]:
+        """Class index per image of a split."""
+        label = {name: index for index, name in enumerate(self.class_names)}
+        return np.array([label[image.class_name] for image in self.splits[split]], np.int64)
 
 
 def data_folder(path: str | os.PathLike[str] = "") -> Path:

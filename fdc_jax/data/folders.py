@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import os
 import stat
 import tarfile
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fdc_jax.data.dataset import SPLITS, RawData, RawImage
 from fdc_jax.errors import InputError
 
 # The file names that torchvision's ImageFolder, and so PILOT, takes for images.
@@ -26,24 +26,6 @@ _SPECIAL = {
     stat.S_IFBLK: "a block device",
     stat.S_IFCHR: "a character device",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class ImageFile:
-    """An image on disk.
-
-    Attributes:
-        path: where it is.
-        name: "CLASS/IMAGE", its identifier within a split.
-    """
-
-    path: Path
-    name: str
-
-    @property
-    def class_name(self) -> str:
-        """Name of the folder of its class."""
-        return self.name.split("/", 1)[0]
 
 
 def _hidden(name: str) -> bool:
@@ -79,7 +61,7 @@ def _files(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
             yield from _files(path, above)
 
 
-def skipped(names: Iterable[str]) -> str:
+def _suffixes(names: Iterable[str]) -> str:
     """Says which files are no images by their suffix: "; skipped: 12 .gif, 1 .txt" or nothing."""
     counts = collections.Counter(
         os.path.splitext(name)[1].lower() or os.path.basename(name) for name in names
@@ -88,26 +70,49 @@ def skipped(names: Iterable[str]) -> str:
     return f"; skipped, as no images by their suffix: {listed}" if listed else ""
 
 
-def list_images(folder: Path) -> tuple[list[ImageFile], list[str]]:
-    """Lists the images of FOLDER/CLASS/..., sorted by class and name as strings.
+def read(root: Path, split: bool) -> tuple[RawData, list[str]]:
+    """Finds the images of a folder, and which of them are for training.
+
+    Args:
+        root: holds `train` and `test`, or the folders of classes, up to two levels below it.
+        split: whether it holds `train` and `test`; else `random80` divides the images.
 
     Returns:
         The images, and the names of the files that are no images by their suffix.
 
     Raises:
+        InputError: the folders are not there; what `list_images` raises.
+    """
+    if split:
+        root = _split_root(root)
+        found = {name: list_images(root / name) for name in SPLITS}
+        splits = {name: images for name, (images, _) in found.items()}
+        others = [name for _, names in found.values() for name in names]
+    else:
+        images, others = list_images(_class_root(root))
+        splits = dict(zip(SPLITS, random80(images), strict=True))
+    return RawData(splits, sorted({each.class_name for s in splits.values() for each in s})), others
+
+
+def list_images(folder: Path) -> tuple[list[RawImage], list[str]]:
+    """Lists the images of FOLDER/CLASS/..., sorted by class and name as strings.
+
+    Returns:
+        The images, named "CLASS/IMAGE", and the names of the files that are no images.
+
+    Raises:
         InputError: a class folder without an image; an image that is no file, or whose name is
             not in UTF-8.
     """
-    found: list[ImageFile] = []
+    found: list[RawImage] = []
     others: list[str] = []
     for class_folder in _subfolders(folder):
-        images, rest = [], []
+        before, skipped = len(found), []
         for path in _files(class_folder):
             name = path.relative_to(folder).as_posix()
             if not _is_image(path.name):
-                rest.append(name)
+                skipped.append(name)
                 continue
-            images.append(ImageFile(path, name))
             try:
                 name.encode()
                 kind = _SPECIAL.get(stat.S_IFMT(path.stat().st_mode))
@@ -119,12 +124,14 @@ def list_images(folder: Path) -> tuple[list[ImageFile], list[str]]:
                 raise InputError(f"{path}: cannot read: {error.strerror}") from error
             if kind is not None:
                 raise InputError(f"{path}: expected an image file, found {kind}")
-        if not images:
+            fields = {"file_name": name}
+            found.append(RawImage(name, class_folder.name, str(path), path.read_bytes, fields))
+        if len(found) == before:
             raise InputError(
-                f"{class_folder}: expected images in this class folder, found none{skipped(rest)}"
+                f"{class_folder}: expected images in this class folder, found none"
+                + _suffixes(skipped)
             )
-        found += images
-        others += rest
+        others += skipped
     return sorted(found, key=lambda image: (image.class_name, image.name)), sorted(others)
 
 
@@ -136,7 +143,7 @@ def _descend(root: Path, depth: int) -> Iterator[Path]:
         level = [child for folder in level for child in _subfolders(folder)]
 
 
-def split_root(root: Path) -> Path:
+def _split_root(root: Path) -> Path:
     """Finds the folder that holds `train` and `test`, at `root` or up to two levels below it.
 
     Raises:
@@ -151,7 +158,7 @@ def split_root(root: Path) -> Path:
     )
 
 
-def class_root(root: Path) -> Path:
+def _class_root(root: Path) -> Path:
     """Finds the folder of class folders, at `root` or up to two levels below it.
 
     Raises:
@@ -166,11 +173,11 @@ def class_root(root: Path) -> Path:
                 return folder
     others = (path.name for path in _files(root) if not _is_image(path.name))
     raise InputError(
-        f"{root}: expected one folder of images per class, found none{skipped(others)}"
+        f"{root}: expected one folder of images per class, found none{_suffixes(others)}"
     )
 
 
-def random80(images: list[ImageFile]) -> tuple[list[ImageFile], list[ImageFile]]:
+def random80(images: list[RawImage]) -> tuple[list[RawImage], list[RawImage]]:
     """Divides images 80/20 by a fixed rule, as a substitute for a division that is not public.
 
     The images, sorted by "CLASS/IMAGE" as strings, are permuted by
@@ -185,55 +192,26 @@ def random80(images: list[ImageFile]) -> tuple[list[ImageFile], list[ImageFile]]
     return [images[i] for i in sorted(order[:cut])], [images[i] for i in sorted(order[cut:])]
 
 
-def extract(archive: Path, destination: Path) -> None:
-    """Unpacks the images of a zip or tar archive.
+def _extract(archive: Path, destination: Path) -> None:
+    """Unpacks a zip or tar archive.
 
     Raises:
-        InputError: the file is no such archive, is damaged, holds no image, or there is no room.
+        InputError: the file is no such archive, is damaged, or there is no room for it.
     """
-    others, found = [], False
     try:
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as packed:
-                for member in packed.infolist():
-                    if member.is_dir():
-                        continue
-                    if _wanted(member.filename):
-                        packed.extract(member, destination)
-                        found = True
-                    else:
-                        others.append(member.filename)
+                packed.extractall(destination)
         elif tarfile.is_tarfile(archive):
             with tarfile.open(archive) as packed:
-                for member in packed:
-                    if member.isdir():
-                        continue
-                    if _wanted(member.name):
-                        packed.extract(member, destination, filter="data")
-                        found = True
-                    else:
-                        others.append(member.name)
+                packed.extractall(destination, filter="data")
         else:
             raise InputError(f"{archive}: expected a folder, a zip or a tar archive")
-    except InputError:
-        raise
     except (
-        OSError,
-        EOFError,
-        RuntimeError,
-        NotImplementedError,
-        zlib.error,
-        zipfile.BadZipFile,
-        tarfile.TarError,
+        *(OSError, EOFError, RuntimeError, NotImplementedError),
+        *(zlib.error, zipfile.BadZipFile, tarfile.TarError),
     ) as error:
         raise InputError(f"{archive}: cannot unpack: {error}") from error
-    if not found:
-        raise InputError(f"{archive}: expected images, found none{skipped(others)}")
-
-
-def _wanted(name: str) -> bool:
-    parts = name.replace("\\", "/").split("/")
-    return _is_image(parts[-1]) and not any(_hidden(part) for part in parts if part != ".")
 
 
 @contextlib.contextmanager
@@ -248,7 +226,7 @@ def unpacked(source: Path, scratch: Path) -> Iterator[Path]:
     destination = scratch / "unpacked"
     destination.mkdir(parents=True)
     try:
-        extract(source, destination)
+        _extract(source, destination)
         yield destination
     except InputError as error:
         raise InputError(str(error).replace(str(destination), str(source))) from error

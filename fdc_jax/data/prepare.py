@@ -15,7 +15,6 @@ import csv
 import dataclasses
 import fcntl
 import hashlib
-import io
 import os
 import shutil
 import sys
@@ -23,14 +22,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-from PIL import Image
 from tqdm import tqdm
 
 from fdc_jax.data import batches, benchmarks, cifar100, dataset, folders, images, tfds_format
 from fdc_jax.errors import InputError
+from fdc_jax.files import write_json
 
 
 def prepare(
@@ -75,30 +73,48 @@ def prepare(
         return None
     if allow_other_split and benchmark.partition not in ("pilot", "other"):
         raise InputError(f"{benchmark.name} has one split only: --allow_other_split does not apply")
-    if raw is None and job.is_prepared(benchmark):
-        return job.already_prepared(benchmark)
+    if raw is None and (folder := job.prepared(benchmark)):
+        return job.keep(benchmark, folder)
     if raw is None and benchmark.name != "cifar100":
         raise InputError(f"{benchmark.name} needs --source=PATH, where PATH is {benchmark.obtain}")
     try:
-        if benchmark.name == "cifar100":
-            return _prepare_cifar100(job, raw)
-        assert raw is not None
-        return _prepare_folder(job, raw, allow_other_split)
+        return _prepare(job, raw, allow_other_split)
     except OSError as error:
         raise InputError(f"cannot prepare {benchmark.name}: {error}") from error
 
 
-class _Example(NamedTuple):
-    """An image to be stored: its record, and the checksum of its pixels."""
-
-    record: dict[str, Any]
-    pixels: bytes
-
-    @property
-    def fact(self) -> tuple[str, int, bytes]:
-        """What makes up its identity: name, label, pixels."""
-        name = self.record.get("file_name", self.record.get("id", ""))
-        return name, self.record["label"], self.pixels
+def _prepare(job: _Job, source: Path | None, allow_other_split: bool) -> Path:
+    benchmark = job.benchmark
+    # What is prepared may lie in a folder that is closed to writing: then images are compared.
+    in_place = source is not None and source.is_dir() and not allow_other_split
+    in_place = in_place and job.prepared(benchmark) is not None
+    with contextlib.ExitStack() as stack:
+        scratch = Path() if in_place else stack.enter_context(job.workplace())
+        if benchmark.name == "cifar100":
+            # Another process may have prepared it while this one waited.
+            if source is None and (folder := job.prepared(benchmark)):
+                return job.keep(benchmark, folder)
+            raw = cifar100.read(
+                cifar100.download(benchmark, job.data_dir / "downloads", job.quiet)
+                if source is None
+                else cifar100.find(benchmark, source)
+            )
+        else:
+            assert source is not None
+            if source.is_file():
+                _note_checksum(job, source)
+            root = stack.enter_context(folders.unpacked(source, scratch))
+            raw, others = folders.read(root, split=benchmark.partition != "random80")
+            if others:
+                job.say(
+                    f"{len(others)} files are no images by their suffix and are left out: "
+                    + ", ".join(others[:5])
+                )
+        benchmark = _choose(job, raw, allow_other_split)
+        if folder := job.prepared(benchmark):
+            _compare(job, benchmark, raw, folder, source)
+            return job.keep(benchmark, folder)
+        return job.write(benchmark, raw, scratch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,19 +130,20 @@ class _Job:
         if not self.quiet:
             print(line, file=sys.stderr, flush=True)
 
-    def is_prepared(self, benchmark: benchmarks.Benchmark) -> bool:
+    def prepared(self, benchmark: benchmarks.Benchmark) -> Path | None:
+        """Returns the folder of what is prepared already, if it is."""
         folder = tfds_format.dataset_folder(benchmark, self.data_dir)
         if (folder / "dataset_info.json").is_file():
-            return True
+            return folder
         if folder.exists():
             raise InputError(
                 f"{folder}: expected a prepared data set or nothing, found a folder without "
                 "dataset_info.json; remove it"
             )
-        return False
+        return None
 
-    def already_prepared(self, benchmark: benchmarks.Benchmark) -> Path:
-        folder = tfds_format.dataset_folder(benchmark, self.data_dir)
+    def keep(self, benchmark: benchmarks.Benchmark, folder: Path) -> Path:
+        """Says that what is prepared stays as it is."""
         self.say(f"{benchmark.name} is already prepared in {folder}")
         return folder
 
@@ -154,62 +171,53 @@ class _Job:
                     yield result
                     bar.update()
 
-    def write(
-        self,
-        benchmark: benchmarks.Benchmark,
-        scratch: Path,
-        features: Any,
-        plan: dict[str, tuple[Sequence[Any], int]],
-        load: Callable[[Any], _Example],
-        metadata: dict[str, Any],
-    ) -> Path:
-        """Writes all splits and moves the result to its place.
-
-        Args:
-            benchmark: what is written.
-            scratch: folder on the same disk as the data folder.
-            features: of the data set.
-            plan: per split its items, in the order of writing, and their size in bytes.
-            load: item to example; runs in threads; InputError marks an unreadable image.
-            metadata: to be kept beside what is known of the data anyway.
-        """
+    def write(self, benchmark: benchmarks.Benchmark, raw: dataset.RawData, scratch: Path) -> Path:
+        """Writes all images below `scratch`, on the data folder's disk, and moves them there."""
         staged = tfds_format.dataset_folder(benchmark, scratch)
         staged.mkdir(parents=True)
-        writer = tfds_format.DatasetWriter(staged, benchmark, features)
-        class_names = features["label"].names
+        label = {name: index for index, name in enumerate(raw.class_names)}
         unreadable: list[str] = []
-        facts: dict[str, list[tuple[str, int, bytes]]] = {split: [] for split in plan}
+        written: dict[str, list[tuple[str, int, bytes]]] = {split: [] for split in raw.splits}
 
-        def records(split: str, items: Sequence[Any]) -> Iterator[dict[str, Any]]:
-            for result in self.in_order(load, items, split):
+        def load(item: dataset.RawImage) -> tuple[dict[str, Any], bytes]:
+            encoded = item.read()
+            pixels = images.pixels_sha256(images.decode(encoded, item.place))
+            return {"image": encoded, "label": label[item.class_name], **item.fields}, pixels
+
+        def records(split: str) -> Iterator[dict[str, Any]]:
+            items = raw.splits[split]
+            for item, result in zip(items, self.in_order(load, items, split), strict=True):
                 if isinstance(result, InputError):
                     unreadable.append(str(result))
                 # After a failure only the remaining names matter.
                 elif not unreadable:
-                    facts[split].append(result.fact)
-                    yield result.record
+                    record, pixels = result
+                    written[split].append((item.name, record["label"], pixels))
+                    yield record
 
-        for split, (items, num_bytes) in plan.items():
-            with contextlib.closing(records(split, items)) as found:
-                writer.write_split(split, found, len(items), num_bytes)
+        with contextlib.ExitStack() as stack:
+            each = {s: stack.enter_context(contextlib.closing(records(s))) for s in raw.splits}
+            tfds_format.write(staged, benchmark, raw.class_names, raw.superclass_names, each)
         if unreadable:
-            total = sum(len(items) for items, _ in plan.values())
             raise InputError(
-                f"{benchmark.name}: {len(unreadable)} of {total} images cannot be read: "
+                f"{benchmark.name}: {len(unreadable)} of {raw.num_images} images cannot be read: "
                 + "; ".join(unreadable)
             )
-        repeated = _write_duplicates(staged / "duplicates.csv", facts, class_names)
-        checksums = {name: dataset.images_sha256(class_names, facts[name]) for name in plan}
-        writer.finish({"partition": benchmark.partition, "images_sha256": checksums, **metadata})
+        repeated = _write_duplicates(staged / "duplicates.csv", written, raw.class_names)
+        checksums = {
+            split: dataset.images_sha256(raw.class_names, facts) for split, facts in written.items()
+        }
+        described = {"partition": benchmark.partition, "images_sha256": checksums}
+        write_json(staged / "metadata.json", described)
         # Reads everything back, and leaves the index beside the data.
-        read = {name: tfds_format.open_prepared(benchmark, name, scratch) for name in plan}
-        benchmarks.verify(benchmark, read["train"].labels, read["test"].labels)
+        read = {name: tfds_format.open_prepared(benchmark, name, scratch) for name in raw.splits}
+        benchmarks.verify(benchmark, read["train"].labels, read["test"].labels, raw.class_names)
         folder = tfds_format.dataset_folder(benchmark, self.data_dir)
         folder.parent.mkdir(parents=True, exist_ok=True)
         os.rename(staged, folder)
         self.say(
             f"{benchmark.name}: "
-            + ", ".join(f"{len(read[name])} {name} images" for name in plan)
+            + ", ".join(f"{len(read[name])} {name} images" for name in raw.splits)
             + f", partition {benchmark.partition}, in {folder}; SHA-256 "
             + ", ".join(f"{name} {value[:16]}" for name, value in checksums.items())
         )
@@ -247,11 +255,11 @@ class _Job:
 
 
 def _write_duplicates(
-    path: Path, facts: dict[str, list[tuple[str, int, bytes]]], class_names: Sequence[str]
+    path: Path, written: dict[str, list[tuple[str, int, bytes]]], class_names: Sequence[str]
 ) -> str:
     """Lists images with the same pixels, a number to each group; says how many, or nothing."""
     groups: dict[bytes, list[tuple[str, str, str]]] = collections.defaultdict(list)
-    for split, images_of_split in facts.items():
+    for split, images_of_split in written.items():
         for name, label, pixels in images_of_split:
             groups[pixels].append((split, class_names[label], name))
     repeated = [group for group in groups.values() if len(group) > 1]
@@ -271,89 +279,27 @@ def _write_duplicates(
     return f"{len(repeated)} images occur more than once ({described})"
 
 
-def _prepare_folder(job: _Job, source: Path, allow_other_split: bool) -> Path:
-    metadata = {}
-    if source.is_file():
-        metadata["archive_md5"] = found = _check_archive(job, source)
-        if job.is_prepared(job.benchmark):
-            kept = tfds_format.metadata(job.benchmark, job.data_dir).get("archive_md5")
-            if kept == found:
-                return job.already_prepared(job.benchmark)
-    # What is prepared may lie in a folder that is closed to writing.
-    compare_only = source.is_dir() and not allow_other_split and job.is_prepared(job.benchmark)
-    place = contextlib.nullcontext(source) if compare_only else job.workplace()
-    with place as scratch, folders.unpacked(source, scratch) as root:
-        if job.benchmark.partition == "random80":
-            found, others = folders.list_images(folders.class_root(root))
-            plan = dict(zip(dataset.SPLITS, folders.random80(found), strict=True))
-        else:
-            root = folders.split_root(root)
-            plan, others = {}, []
-            for split in dataset.SPLITS:
-                plan[split], more = folders.list_images(root / split)
-                others += more
-        if others:
-            job.say(
-                f"{len(others)} files are no images by their suffix and are left out: "
-                + ", ".join(others[:5])
-            )
-        class_names = sorted({image.class_name for split in plan.values() for image in split})
-        benchmark = _choose(job, plan, class_names, allow_other_split)
-        # Another process may have done it while this one waited.
-        if job.is_prepared(benchmark):
-            _compare(job, benchmark, plan, source)
-            return job.already_prepared(benchmark)
-        label = {name: index for index, name in enumerate(class_names)}
-
-        def load(item: folders.ImageFile) -> _Example:
-            encoded = item.path.read_bytes()
-            pixels = images.pixels_sha256(images.decode(encoded, str(item.path)))
-            record = {"image": encoded, "label": label[item.class_name], "file_name": item.name}
-            return _Example(record, pixels)
-
-        sized = {
-            split: (items, sum(item.path.stat().st_size for item in items))
-            for split, items in plan.items()
-        }
-        features = tfds_format.folder_features(class_names)
-        return job.write(benchmark, scratch, features, sized, load, metadata)
-
-
-def _check_archive(job: _Job, archive: Path) -> str:
-    """Returns the MD5 of an archive; notes whether it is the published one, where one is."""
+def _note_checksum(job: _Job, archive: Path) -> None:
+    """Notes whether an archive is the published one, where one is."""
+    published = job.benchmark.checksums.get("md5")
+    if published is None or job.quiet:
+        return
     with open(archive, "rb") as file:
         found = hashlib.file_digest(file, "md5").hexdigest()
-    published = job.benchmark.checksums.get("md5")
     if published == found:
         job.say(f"{archive}: MD5 {found}, as published for PILOT's archive")
-    elif published is not None:
+    else:
         job.say(
             f"note: {archive}: MD5 {found}, where {published} is published for PILOT's archive; "
             "what counts are the images in it"
         )
-    return found
 
 
-def _choose(
-    job: _Job,
-    plan: dict[str, list[folders.ImageFile]],
-    class_names: list[str],
-    allow_other_split: bool,
-) -> benchmarks.Benchmark:
+def _choose(job: _Job, raw: dataset.RawData, allow_other_split: bool) -> benchmarks.Benchmark:
     """Returns the benchmark that the images are: the one asked for, or its "other" split."""
-    label = {name: index for index, name in enumerate(class_names)}
-    train_labels, test_labels = (
-        np.array([label[image.class_name] for image in plan[split]], np.int64)
-        for split in dataset.SPLITS
-    )
+    labels = raw.labels("train"), raw.labels("test")
     try:
-        missing = sorted(set(class_names) - {image.class_name for image in plan["train"]})
-        if missing:
-            raise InputError(
-                f"{job.benchmark.name}: expected training images of every class, found none of "
-                + ", ".join(missing[:10])
-            )
-        benchmarks.verify(job.benchmark, train_labels, test_labels)
+        benchmarks.verify(job.benchmark, *labels, raw.class_names)
         return job.benchmark
     except InputError as error:
         other = benchmarks.BENCHMARKS.get(f"{job.benchmark.name}_other")
@@ -363,7 +309,7 @@ def _choose(
             raise InputError(
                 f"{error}; --allow_other_split prepares it as benchmark {other.name} all the same"
             ) from error
-        benchmarks.verify(other, train_labels, test_labels)
+        benchmarks.verify(other, *labels, raw.class_names)
         job.say(f"{error}; preparing it as benchmark {other.name}")
         return other
 
@@ -371,23 +317,23 @@ def _choose(
 def _compare(
     job: _Job,
     benchmark: benchmarks.Benchmark,
-    plan: dict[str, list[folders.ImageFile]],
-    source: Path,
+    raw: dataset.RawData,
+    folder: Path,
+    source: Path | None,
 ) -> None:
-    """Refuses images that are not those that are prepared: other names, labels or pixels."""
-    folder = tfds_format.dataset_folder(benchmark, job.data_dir)
-    for split, items in plan.items():
+    """Refuses images that are not those prepared in `folder`: other names, labels or pixels."""
+    for split, items in raw.splits.items():
         prepared = tfds_format.open_prepared(benchmark, split, job.data_dir)
         position = {name: index for index, name in enumerate(prepared.ids)}
-        differing: Iterable[str] = sorted(position.keys() ^ {item.name for item in items})
 
-        def differs(item: folders.ImageFile, prepared=prepared, position=position) -> str:
-            found, kept = item.path.read_bytes(), prepared.read(position[item.name])
+        def differs(item: dataset.RawImage, prepared=prepared, position=position) -> str:
+            found, kept = item.read(), prepared.read(position[item.name])
             same = found == kept or (
-                images.decode(found, str(item.path)) == images.decode(kept, item.name)
+                images.decode(found, item.place) == images.decode(kept, item.name)
             )
             return "" if same else item.name
 
+        differing: Iterable[Any] = sorted(position.keys() ^ {item.name for item in items})
         if not differing:
             differing = filter(None, job.in_order(differs, items, f"{split}, compared"))
         for name in differing:
@@ -397,48 +343,6 @@ def _compare(
                 f"{folder} holds other images than {source}, such as {name} of {split}; remove "
                 f"that folder to prepare {benchmark.name} anew, or give another --data_dir"
             )
-
-
-def _prepare_cifar100(job: _Job, source: Path | None) -> Path:
-    benchmark = job.benchmark
-    archive = source
-    if source is not None and source.is_dir():
-        archive = source / cifar100.ARCHIVE_NAME
-        if not archive.is_file():
-            raise InputError(f"{archive}: expected the archive {cifar100.ARCHIVE_NAME}")
-    if archive is not None:
-        cifar100.check(benchmark, archive)
-        if job.is_prepared(benchmark):
-            return job.already_prepared(benchmark)
-    with job.workplace() as scratch:
-        if job.is_prepared(benchmark):
-            return job.already_prepared(benchmark)
-        if archive is None:
-            archive = cifar100.download(benchmark, job.data_dir / "downloads", job.quiet)
-        contents = cifar100.read(benchmark, archive)
-        labels = {split: found[:, 1].astype(np.int64) for split, found in contents.splits.items()}
-        benchmarks.verify(benchmark, labels["train"], labels["test"])
-
-        def load(item: tuple[str, int]) -> _Example:
-            split, index = item
-            record = contents.splits[split][index]
-            image = Image.fromarray(cifar100.image(record))
-            file = io.BytesIO()
-            image.save(file, "PNG")
-            stored = {
-                "id": f"{split}_{index:05d}",
-                "image": file.getvalue(),
-                "label": int(record[1]),
-                "coarse_label": int(record[0]),
-            }
-            return _Example(stored, images.pixels_sha256(image))
-
-        features = tfds_format.cifar100_features(contents.class_names, contents.superclass_names)
-        plan: dict[str, tuple[Sequence[Any], int]] = {
-            split: ([(split, index) for index in range(len(records))], records.nbytes)
-            for split, records in contents.splits.items()
-        }
-        return job.write(benchmark, scratch, features, plan, load, {})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -121,7 +121,7 @@ def build(
     Raises:
         InputError: counts differ from the table, more tasks than classes, a task without images.
     """
-    benchmarks.verify(benchmark, train.labels, test.labels, class_order_seed)
+    benchmarks.verify(benchmark, train.labels, test.labels, train.class_names)
     num_classes = train.num_classes
     if classes_per_task > num_classes:
         raise InputError(

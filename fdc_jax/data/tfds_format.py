@@ -11,22 +11,21 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
-from array_record.python.array_record_module import ArrayRecordWriter
-from tensorflow_datasets.core import dataset_info, splits
+from tensorflow_datasets.core import dataset_info
 
 from fdc_jax.data import batches, benchmarks, dataset, images
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
 
-_SCAN_CHUNK = 256
-_SHARD_BYTES = 256 << 20
+_CHUNK = 256
+_IMAGES_PER_FILE = 5000
 
 
 def dataset_folder(benchmark: benchmarks.Benchmark, data_dir: str | os.PathLike[str]) -> Path:
@@ -62,7 +61,7 @@ def open_prepared(
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
         raise InputError(f"{folder}: expected the files {', '.join(missing)}, found none")
-    kept = metadata(benchmark, data_dir)
+    kept = _metadata(benchmark, data_dir)
     known = _Findings(folder, split, shards, cache_dir)
     index = known.get("index", lambda: _index(folder, split, records))
     labels, positions, ids = index["labels"], index["positions"], tuple(index["ids"].tolist())
@@ -100,7 +99,7 @@ def _one_line(error: BaseException) -> str:
     return re.sub(r"\s+", " ", str(error)).strip()[:300] or type(error).__name__
 
 
-def metadata(benchmark: benchmarks.Benchmark, data_dir: Path) -> dict[str, Any]:
+def _metadata(benchmark: benchmarks.Benchmark, data_dir: Path) -> dict[str, Any]:
     """Returns what was noted of data when they were prepared; nothing where TFDS did it.
 
     Raises:
@@ -185,8 +184,8 @@ def _index(folder: Path, split: str, records: Any) -> dict[str, np.ndarray]:
     ids: list[str] = []
     field = None
     try:
-        for start in range(0, len(records), _SCAN_CHUNK):
-            chunk = list(range(start, min(start + _SCAN_CHUNK, len(records))))
+        for start in range(0, len(records), _CHUNK):
+            chunk = list(range(start, min(start + _CHUNK, len(records))))
             for position, record in zip(chunk, records.__getitems__(chunk), strict=True):
                 if field is None:
                     field = next(k for k in ("file_name", "id") if k in record)
@@ -202,126 +201,67 @@ def _index(folder: Path, split: str, records: Any) -> dict[str, np.ndarray]:
     return {"labels": labels[positions], "ids": names[positions], "positions": positions}
 
 
-def folder_features(class_names: list[str]) -> tfds.features.FeaturesDict:
-    """Features of an image folder: encoded image, class, and "CLASS/IMAGE"."""
-    return tfds.features.FeaturesDict(
-        {
-            "image": tfds.features.Image(shape=(None, None, 3)),
-            "label": tfds.features.ClassLabel(names=class_names),
-            "file_name": tfds.features.Text(),
-        }
-    )
-
-
-def cifar100_features(
-    class_names: list[str], superclass_names: list[str]
+def features(
+    class_names: list[str], superclass_names: list[str] | None = None
 ) -> tfds.features.FeaturesDict:
-    """Features of `cifar100` as TensorFlow Datasets itself prepares it."""
+    """Returns what a record holds: of an image folder, or of CIFAR-100, as TFDS prepares it."""
+    image, label = tfds.features.Image, tfds.features.ClassLabel
+    if superclass_names is None:
+        return tfds.features.FeaturesDict(
+            {
+                "image": image(shape=(None, None, 3)),
+                "label": label(names=class_names),
+                "file_name": tfds.features.Text(),
+            }
+        )
     return tfds.features.FeaturesDict(
         {
             "id": tfds.features.Text(),
-            "image": tfds.features.Image(shape=(32, 32, 3)),
-            "label": tfds.features.ClassLabel(names=class_names),
-            "coarse_label": tfds.features.ClassLabel(names=superclass_names),
+            "image": image(shape=(32, 32, 3)),
+            "label": label(names=class_names),
+            "coarse_label": label(names=superclass_names),
         }
     )
 
 
-@contextlib.contextmanager
-def _writing(path: os.PathLike[str]) -> Iterator[None]:
-    """Turns what array_record raises on a full disk into bad input."""
-    try:
-        yield
-    except (OSError, RuntimeError) as error:
-        raise InputError(f"cannot write {path}: {_one_line(error)}") from error
-
-
-class DatasetWriter:
+def write(
+    folder: Path,
+    benchmark: benchmarks.Benchmark,
+    class_names: list[str],
+    superclass_names: list[str] | None,
+    records: dict[str, Iterator[dict[str, Any]]],
+) -> None:
     """Writes a data set as array_record files, in the order given.
 
-    Readers accept the folder only after `finish`.
+    Args:
+        folder: empty, and named as readers look for it only when all is well.
+        benchmark: what is written.
+        class_names: by class index.
+        superclass_names: of CIFAR-100.
+        records: per split one dictionary per image with the keys of `features`, `image` encoded.
+
+    Raises:
+        InputError: the disk is full or closed.
     """
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        benchmark: benchmarks.Benchmark,
-        features: tfds.features.FeaturesDict,
-    ):
-        """Writes into `folder`, an empty folder that will be renamed by the caller."""
-        self._folder = Path(folder)
-        self._features = features
-        self._splits: list[tfds.core.SplitInfo] = []
-        self._info = tfds.core.DatasetInfo(
-            builder=dataset_info.DatasetIdentity(
-                name=benchmark.tfds_name,
-                version=tfds.core.Version(benchmark.tfds_version),
-                data_dir=str(folder),
-                module_name=__name__,
-            ),
-            description=f"{benchmark.title}, {benchmark.partition} split.",
-            features=features,
-            supervised_keys=("image", "label"),
-            disable_shuffling=True,
-        )
-        self._name = benchmark.tfds_name
-
-    def write_split(
-        self, split: str, examples: Iterable[dict[str, Any]], num_examples: int, num_bytes: int
-    ) -> None:
-        """Writes one split.
-
-        Args:
-            split: its name.
-            examples: one dictionary per image with the keys of the features, `image` encoded.
-            num_examples: how many `examples` yields.
-            num_bytes: about how large they are together; decides the number of files.
-
-        Raises:
-            InputError: the disk is full or closed.
-        """
-        num_shards = max(1, min(num_examples, -(-num_bytes // _SHARD_BYTES)))
-        bounds = [num_examples * shard // num_shards for shard in range(num_shards + 1)]
-        template = tfds.core.ShardedFileTemplate(
-            data_dir=tfds.core.Path(self._folder),
-            dataset_name=self._name,
-            split=split,
-            filetype_suffix="array_record",
-        )
-        iterator = iter(examples)
-        lengths, written = [], 0
-        for shard in range(num_shards):
-            path = template.sharded_filepath(shard_index=shard, num_shards=num_shards)
-            with _writing(path):
-                writer = ArrayRecordWriter(str(path), "group_size:1")
-            length = 0
-            for _ in range(bounds[shard], bounds[shard + 1]):
-                example = next(iterator, None)
-                if example is None:
-                    break
-                record = self._features.serialize_example(example)
-                with _writing(path):
-                    writer.write(record)
-                length += 1
-                written += len(record)
-            with _writing(path):
-                writer.close()
-            lengths.append(length)
-        # Lets the producer run its code after the last example.
-        next(iterator, None)
-        self._splits.append(
-            tfds.core.SplitInfo(
-                name=split,
-                shard_lengths=lengths,
-                num_bytes=written,
-                filename_template=template,
-            )
-        )
-
-    def finish(self, metadata: dict[str, Any]) -> None:
-        """Writes the description of the data, without which no reader accepts the folder."""
-        self._info.set_file_format(tfds.core.FileFormat.ARRAY_RECORD)
-        self._info.set_splits(splits.SplitDict(self._splits))
-        with write_atomically(self._folder / "metadata.json") as file:
-            file.write(json.dumps(metadata, indent=2).encode())
-        self._info.write_to_directory(self._folder)
+    info = tfds.core.DatasetInfo(
+        builder=dataset_info.DatasetIdentity(
+            name=benchmark.tfds_name,
+            version=tfds.core.Version(benchmark.tfds_version),
+            data_dir=str(folder),
+            module_name=__name__,
+        ),
+        description=f"{benchmark.title}, {benchmark.partition} split.",
+        features=features(class_names, superclass_names),
+        supervised_keys=("image", "label"),
+        disable_shuffling=True,
+    )
+    try:
+        writer = tfds.core.SequentialWriter(info, _IMAGES_PER_FILE, file_format="array_record")
+        writer.initialize_splits(list(records))
+        for split, each in records.items():
+            while chunk := list(itertools.islice(each, _CHUNK)):
+                writer.add_examples({split: chunk})
+        writer.close_all()
+    except (OSError, RuntimeError) as error:
+        # array_record raises the latter on a full disk.
+        raise InputError(f"cannot write {folder}: {_one_line(error)}") from error

@@ -9,7 +9,7 @@ from fdc_jax.data import benchmarks, dataset, digits
 def test_splits_are_those_of_the_table():
     train, test = digits.open_digits("train"), digits.open_digits("test")
     row = benchmarks.BENCHMARKS["digits"]
-    assert benchmarks.verify(row, train.labels, test.labels) == list(row.task_test_counts)
+    benchmarks.verify(row, train.labels, test.labels, train.class_names)
     assert not set(train.ids) & set(test.ids)
     assert len(set(train.ids) | set(test.ids)) == 1797
     assert train.num_classes == 10

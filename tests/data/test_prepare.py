@@ -183,14 +183,6 @@ def test_prepared_data_are_compared_with_their_source(tmp_path, pilot, encode, c
         prepare.prepare("omnibench", tmp_path / "pipe.zip", tmp_path, quiet=True)
 
 
-def test_an_archive_prepared_before_is_known_by_its_checksum(tmp_path, pilot, monkeypatch):
-    archive = tmp_path / "o.tgz"
-    pack_tar(pilot, archive)
-    folder = prepare.prepare("omnibench", archive, tmp_path, quiet=True)
-    monkeypatch.setattr(folders, "extract", lambda *paths: pytest.fail("unpacked again"))
-    assert prepare.prepare("omnibench", archive, tmp_path, quiet=True) == folder
-
-
 def test_the_checksum_of_an_archive_is_a_note(tmp_path, pilot, tiny_benchmark, capsys):
     archive = tmp_path / "o.tgz"
     pack_tar(pilot, archive)
@@ -288,7 +280,10 @@ def test_skipped_suffixes_are_named(tmp_path, pilot):
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        (["a/1.gif", "a/2.gif", "b/README"], "expected images, found none.*: 2 .gif, 1 README$"),
+        (
+            ["train/a/1.gif", "train/a/b/README", "test/a/1.png"],
+            "none; .*: 1 .gif, 1 README$",
+        ),
         (["a/1.png"], "expected the folders train and test, found a$"),
         (["train/a/1.png", "test/a/1.png"], "expected 4 classes, found 1"),
     ],
@@ -302,7 +297,7 @@ def test_errors_about_an_archive_name_it(tmp_path, pilot, members, message):
         prepare.prepare("omnibench", archive, tmp_path / "data", quiet=True)
     assert "incomplete" not in str(caught.value)
     if "classes" not in message:
-        assert str(caught.value).startswith(f"{archive}: ")
+        assert str(caught.value).startswith(f"{archive}")
 
 
 @pytest.mark.parametrize("damage", ["text", "cut zip", "cut tar"])
@@ -319,23 +314,19 @@ def test_damaged_archives(tmp_path, pilot, damage):
     assert left_over(tmp_path / "data") == []
 
 
-def test_archives_cannot_write_outside(tmp_path, encode):
-    content = encode(np.zeros((2, 2, 3), np.uint8))
+@pytest.mark.parametrize(
+    ("name", "link"), [("../../escaped.png", None), ("link.png", "/etc/passwd")]
+)
+def test_archives_cannot_write_or_read_outside(tmp_path, pilot, name, link):
     archive = tmp_path / "o.tar"
     with tarfile.open(archive, "w") as packed:
-        for name in ("../../escaped.png", f"{tmp_path}/escaped.png"):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            packed.addfile(member, io.BytesIO(content))
-    folders.extract(archive, tmp_path / "a" / "b")
-    assert not (tmp_path / "escaped.png").exists()
-    with tarfile.open(archive, "w") as packed:
-        member = tarfile.TarInfo("link.png")
-        member.type = tarfile.SYMTYPE
-        member.linkname = "/etc/passwd"
-        packed.addfile(member)
+        member = tarfile.TarInfo(name)
+        if link:
+            member.type, member.linkname = tarfile.SYMTYPE, link
+        packed.addfile(member, io.BytesIO())
     with pytest.raises(InputError, match=r"o.tar: cannot unpack"):
-        folders.extract(archive, tmp_path / "a" / "b")
+        prepare.prepare("omnibench", archive, tmp_path / "data", quiet=True)
+    assert not list(tmp_path.rglob("escaped.png"))
 
 
 def test_a_disk_that_is_full(tmp_path, pilot):
@@ -585,12 +576,12 @@ FINE = sorted(f"class_{i:03d}" for i in range(100))
 COARSE = sorted(f"group_{i:02d}" for i in range(20))
 
 
-def archive_bytes(labels, fine=FINE, coarse=COARSE, change=None):
+def archive_bytes(labels):
     """Packs a synthetic archive in the official layout; returns its bytes and its pixels."""
     generator = np.random.default_rng(0)
     files = {
-        "fine_label_names.txt": "\n".join(fine).encode() + b"\n",
-        "coarse_label_names.txt": "\n".join(coarse).encode() + b"\n",
+        "fine_label_names.txt": "\n".join(FINE).encode() + b"\n",
+        "coarse_label_names.txt": "\n".join(COARSE).encode() + b"\n",
     }
     pixels = {}
     for split, split_labels in labels.items():
@@ -600,14 +591,12 @@ def archive_bytes(labels, fine=FINE, coarse=COARSE, change=None):
             bytes([label // 5, label]) + plane.tobytes()
             for label, plane in zip(split_labels, planes, strict=True)
         )
-    files |= change or {}
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as packed:
         for name, content in files.items():
-            if content is not None:
-                member = tarfile.TarInfo(f"cifar-100-binary/{name}")
-                member.size = len(content)
-                packed.addfile(member, io.BytesIO(content))
+            member = tarfile.TarInfo(f"cifar-100-binary/{name}")
+            member.size = len(content)
+            packed.addfile(member, io.BytesIO(content))
     return buffer.getvalue(), pixels
 
 
@@ -685,36 +674,6 @@ def test_published_checksum_is_the_one_of_tfds():
         row.checksums["sha256"],
         cifar100.ARCHIVE_NAME,
     ]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"test.bin": bytes(3073)}, "test.bin: expected a multiple of 3074 bytes, found 3073"),
-        ({"train.bin": b""}, "train.bin: expected a multiple of 3074 bytes, found 0"),
-        ({"train.bin": bytes([0, 100]) + bytes(3072)}, "labels below 20 and 100, found 0 and 100"),
-        ({"train.bin": bytes([20, 0]) + bytes(3072)}, "labels below 20 and 100, found 20 and 0"),
-        ({"fine_label_names.txt": b"a\nb\n"}, "expected 100 names in alphabetical order, found 2"),
-        (
-            {"coarse_label_names.txt": "\n".join(COARSE[::-1]).encode()},
-            "expected 20 names in alphabetical order, found 20",
-        ),
-        ({"test.bin": None}, "cannot read cifar-100-binary/test.bin"),
-    ],
-)
-def test_cifar_archive_of_another_form(tmp_path, change, message):
-    archive = tmp_path / "a.tar.gz"
-    archive.write_bytes(archive_bytes(LABELS, change=change)[0])
-    with pytest.raises(InputError, match=f"{re.escape(str(archive))}: .*{message}"):
-        cifar100.read(benchmarks.BENCHMARKS["cifar100"], archive)
-
-
-def test_cifar_archive_cut_short(tmp_path):
-    archive = tmp_path / "a.tar.gz"
-    content = archive_bytes(LABELS)[0]
-    archive.write_bytes(content[: len(content) // 2])
-    with pytest.raises(InputError, match="cannot read"):
-        cifar100.read(benchmarks.BENCHMARKS["cifar100"], archive)
 
 
 @pytest.fixture
@@ -806,12 +765,12 @@ if len(sys.argv) > 4:
     import os, signal
     def die(*arguments):
         os.kill(os.getpid(), signal.SIGKILL)
-    setattr({"finish": tfds_format.DatasetWriter, "rename": os}[sys.argv[4]], sys.argv[4], die)
+    setattr({"write": tfds_format, "rename": os}[sys.argv[4]], sys.argv[4], die)
 prepare.prepare("omnibench", sys.argv[1], sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("moment", ["finish", "rename"])
+@pytest.mark.parametrize("moment", ["write", "rename"])
 def test_a_killed_process_leaves_nothing_that_is_accepted(tmp_path, pilot, moment):
     data_dir = tmp_path / "data"
     command = [sys.executable, "-c", CHILD, str(pilot), str(data_dir)]
