@@ -32,7 +32,7 @@ from fdc_jax.calibration.components import COMPONENTS
 from fdc_jax.errors import InputError
 from fdc_jax.report import paper
 from fdc_jax.report.runs import Group, RunFolder
-from fdc_jax.report.tables import Layout, Rows, Table, number, spread
+from fdc_jax.report.tables import Layout, Table, frame, number, spread
 
 _REQUIRED = ("benchmark", "learner", "quantity", "value")
 _OPTIONAL = ("seed", "std", "n", "source")
@@ -244,12 +244,16 @@ def name_of(path: str | os.PathLike[str]) -> str:
 
 def table(path: str | os.PathLike[str], entries: Sequence[Entry], groups: Sequence[Group]) -> Table:
     """Lines the entries of a file up with the groups."""
-    layout = Layout.of(groups, {})
-    rows, lines = Rows(), {}
+    layout = Layout(groups, {})
+    rows, lines = [], {}
     for entry in entries:
         lines.setdefault(entry[:3], []).append(entry)
     for (benchmark, learner, name), of in lines.items():
-        titles = (paper.benchmark_title(benchmark), learners.title(learner), name)
+        titles = {
+            "benchmark": paper.benchmark_title(benchmark),
+            "learner": learners.title(learner),
+            "quantity": name,
+        }
         alike = [each for each in groups if (each.benchmark, each.learner) == (benchmark, learner)]
         for each in alike or [None]:
             values = {run.seed: quantity(run, name) for run in each.runs} if each else {}
@@ -270,7 +274,7 @@ def table(path: str | os.PathLike[str], entries: Sequence[Entry], groups: Sequen
             }
             if found.low is not None and found.high is not None:
                 cells["95 % interval"] = f"{found.low:+.2f} to {found.high:+.2f}"
-            rows.add((*titles, layout.ours(each.title if each else "")), cells)
+            rows.append(titles | {"numbers": layout.ours(each.title if each else "")} | cells)
     note = (
         f"From {Path(path).name}. Percent and points. Difference: ours minus the reference, with "
         "its 95 % interval: over differences within seeds where the reference has two or more "
@@ -279,8 +283,8 @@ def table(path: str | os.PathLike[str], entries: Sequence[Entry], groups: Sequen
         "learner on the benchmark is lined up." + layout.legend()
     )
     columns = ["ours", "reference", "difference", "95 % interval", "verdict", "source"]
-    frame = rows.frame(["benchmark", "learner", "quantity", "numbers"], columns)
-    return Table(name_of(path), "Comparison with a reference", frame, note)
+    made = frame(rows, ["benchmark", "learner", "quantity", "numbers"], columns)
+    return Table(name_of(path), "Comparison with a reference", made, note)
 
 
 def _verdict(found: Comparison) -> str:

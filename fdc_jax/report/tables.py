@@ -1,9 +1,9 @@
-"""All tables of the report, one pandas frame each: ours beside the paper's, costs, statistics."""
+"""All tables of the report, one pandas frame each: ours beside the paper's, statistics, costs."""
 
 import math
 import os
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,12 +13,13 @@ from fdc_jax import evaluation, learners
 from fdc_jax.errors import InputError
 from fdc_jax.evaluation import Gain
 from fdc_jax.files import read_json, write_atomically
-from fdc_jax.report import analysis, paper
-from fdc_jax.report.analysis import Analyses
+from fdc_jax.report import paper
+from fdc_jax.report.analysis import Analyses, of_group
 from fdc_jax.report.paper import Published
 from fdc_jax.report.runs import Group, RunFolder
 
-GAP = "–"
+# A row of a table by heading: labels and cells.
+Row = dict[str, Any]
 
 
 class Table(NamedTuple):
@@ -39,13 +40,13 @@ class Table(NamedTuple):
     @property
     def shown(self) -> pd.DataFrame:
         """The frame with a dash in every gap."""
-        return self.frame.astype(object).where(self.frame.notna(), GAP)
+        return self.frame.astype(object).where(self.frame.notna(), "–")
 
     def to_markdown(self) -> str:
         """Returns the table in GitHub's dialect under its title, with its note."""
-        frame = self.shown.reset_index().astype(str).replace(r"\|", r"\\|", regex=True)
-        numbers = len(frame.columns) - self.frame.index.nlevels
-        align = ["left"] * self.frame.index.nlevels + ["right"] * numbers
+        frame = self.shown.reset_index().replace(r"\|", r"\\|", regex=True)
+        labels = self.frame.index.nlevels
+        align = ["left"] * labels + ["right"] * (len(frame.columns) - labels)
         body = frame.to_markdown(index=False, disable_numparse=True, colalign=align)
         return f"**{self.title}**\n\n{body}\n\n{self.note}\n"
 
@@ -66,11 +67,8 @@ class Table(NamedTuple):
         Raises:
             InputError: the disk refuses.
         """
-        for suffix, text in (
-            ("csv", self.frame.to_csv()),
-            ("md", self.to_markdown()),
-            ("tex", self.to_latex()),
-        ):
+        texts = {"csv": self.frame.to_csv(), "md": self.to_markdown(), "tex": self.to_latex()}
+        for suffix, text in texts.items():
             with write_atomically(Path(folder) / f"{self.name}.{suffix}") as file:
                 file.write(text.encode())
 
@@ -92,7 +90,7 @@ def build(
     Raises:
         InputError: a file of `latency` is not as expected.
     """
-    layout = Layout.of(groups, analyses, whole)
+    layout = Layout(groups, analyses, whole)
     built = [
         _benchmark(layout),
         _ablation(layout),
@@ -106,142 +104,13 @@ def build(
         _latency(latency, whole),
         _beyond(layout),
     ]
-    return [table for table in built if not table.frame.dropna(how="all").empty]
+    return [table for table in built if not table.frame.empty]
 
 
-# The shape of most tables: a column per benchmark, rows of ours above the paper's -----------------
-
-
-class Layout(NamedTuple):
-    """What all tables of a report have in common.
-
-    Attributes:
-        groups: in the order of rows.
-        analyses: by path of a run and name of the analysis.
-        whole: whether the paper's rows stand without ours.
-        benchmarks: columns; the user's own first, then the paper's.
-        letters: of every set of settings that departs from the paper's protocol.
-    """
-
-    groups: Sequence[Group]
-    analyses: Analyses
-    whole: bool
-    benchmarks: list[str]
-    letters: dict[str, str]
-
-    @classmethod
-    def of(cls, groups: Sequence[Group], analyses: Analyses, whole: bool = False) -> "Layout":
-        """Returns the layout for all groups of a report."""
-        present = dict.fromkeys(each.benchmark for each in groups)
-        benchmarks = [name for name in present if name not in paper.benchmarks()]
-        benchmarks += [name for name in paper.benchmarks() if whole or name in present]
-        titles = dict.fromkeys(each.title for each in groups if each.title)
-        names = [*string.ascii_uppercase, *map(str, range(1, len(titles)))]
-        return cls(groups, analyses, whole, benchmarks, dict(zip(titles, names, strict=False)))
-
-    @property
-    def learners(self) -> list[str]:
-        """Learners that have rows, in the paper's order and after them others."""
-        present = {each.learner for each in self.groups}
-        known = [name for name in learners.names() if self.whole or name in present]
-        return list(dict.fromkeys([*known, *(each.learner for each in self.groups)]))
-
-    def ours(self, title: str) -> str:
-        """Returns what rows of a setting are called."""
-        return f"ours, {self.letters[title]}" if title else "ours"
-
-    def legend(self) -> str:
-        """Returns what the letters stand for, as the end of a note."""
-        meanings = "; ".join(f"{letter}: {title}" for title, letter in self.letters.items())
-        return f" Settings other than the paper's: {meanings}." if meanings else ""
-
-    def labels(self, group: Group) -> tuple[str, str, str]:
-        """Returns learner, benchmark and settings of a group as rows name them."""
-        titles = learners.title(group.learner), paper.benchmark_title(group.benchmark)
-        return (*titles, self.ours(group.title))
-
-    def rows(
-        self,
-        labels: tuple[str, ...],
-        learner: str,
-        values: Callable[[Group], list[float]],
-        published: Mapping[str, Published] | None = None,
-        signed: bool = False,
-    ) -> "Rows":
-        """Puts one quantity of a learner, one number per seed of a group, beside the paper's."""
-        groups = [each for each in self.groups if each.learner == learner]
-        published, rows = published or {}, Rows()
-        for title in dict.fromkeys([""] * bool(published) + [each.title for each in groups]):
-            numbers = {
-                each.benchmark: spread(values(each), signed=signed)
-                for each in groups
-                if each.title == title
-            }
-            rows.add((*labels, self.ours(title)), numbers, self.whole and not title)
-        beside = {
-            name for each in rows.cells for name, text in each.items() if isinstance(text, str)
-        }
-        numbers = {
-            name: f"{each.mean:{'+' * signed}.2f} ± {each.std:.2f}"
-            for name, each in published.items()
-            if self.whole or name in beside
-        }
-        rows.add((*labels, "paper"), numbers)
-        distances = {
-            each.benchmark: f"{distance:+.1f}"
-            for each in groups
-            if each.follows_protocol
-            and (distance := difference(values(each), published.get(each.benchmark))) is not None
-        }
-        rows.add((*labels, "difference, std"), distances)
-        return rows
-
-    def table(
-        self, name: str, title: str, note: str, labels: Sequence[str], rows: "Rows", *extra: str
-    ) -> Table:
-        """Returns rows as a table; differences are explained where there are any."""
-        columns = {key: paper.benchmark_title(key) for key in self.benchmarks}
-        frame = rows.frame([*labels, "numbers"], columns | dict(zip(extra, extra, strict=True)))
-        kinds = {each[-1] for each in rows.index}
-        note = f"{note} {_OURS_NOTE}{_PAPER_NOTE * ('paper' in kinds)}."
-        note += _DIFFERENCE_NOTE * ("difference, std" in kinds)
-        return Table(name, title, frame, note + self.legend())
-
-
-class Rows:
-    """Rows of a table while it is put together; cells by column, a missing one is a gap."""
-
-    def __init__(self) -> None:
-        self.index: list[tuple[str, ...]] = []
-        self.cells: list[dict[str, Any]] = []
-
-    def add(self, labels: tuple[str, ...], cells: Mapping[str, Any], empty: bool = False) -> None:
-        """Adds a row; one without a number only if it may be `empty`."""
-        if empty or any(not pd.isna(cell) for cell in cells.values()):
-            self.index.append(labels)
-            self.cells.append(dict(cells))
-
-    def extend(self, other: "Rows") -> None:
-        """Adds all rows of others."""
-        self.index += other.index
-        self.cells += other.cells
-
-    def frame(
-        self, labels: Sequence[str], columns: Mapping[str, str] | Sequence[str]
-    ) -> pd.DataFrame:
-        """Returns the frame, with headings in place of the keys of columns."""
-        index = pd.MultiIndex.from_tuples(self.index, names=labels) if self.index else None
-        frame = pd.DataFrame(self.cells, index=index, columns=list(columns), dtype=object)
-        return frame.rename(columns=columns) if isinstance(columns, Mapping) else frame
-
-
-_OURS_NOTE = "Ours: mean ± sample standard deviation over training seeds, in brackets how many"
-_PAPER_NOTE = "; the paper's are three"
-_DIFFERENCE_NOTE = (
-    " Differences are ours minus the paper's mean, in standard deviations of that difference, "
-    "√(s²/n + s²/n) with the sample deviations s and numbers of seeds n of both; with one seed of "
-    "ours the paper's s stands for ours. Only runs that follow the paper's protocol are compared."
-)
+def frame(rows: Iterable[Row], labels: Sequence[str], columns: Sequence[str]) -> pd.DataFrame:
+    """Returns rows as a frame with the labels in its index; rows of gaps alone are left out."""
+    made = pd.DataFrame(list(rows), columns=[*labels, *columns], dtype=object)
+    return made.set_index(list(labels)).dropna(how="all")
 
 
 def spread(values: Sequence[float], digits: int = 2, signed: bool = False) -> Any:
@@ -249,12 +118,8 @@ def spread(values: Sequence[float], digits: int = 2, signed: bool = False) -> An
     if not values:
         return math.nan
     mean, std = evaluation.mean_and_std(values)
-    text = f"{mean:{'+' * signed}.{digits}f}"
-    return (
-        f"{text} ({len(values)})"
-        if math.isnan(std)
-        else f"{text} ± {std:.{digits}f} ({len(values)})"
-    )
+    deviation = "" if math.isnan(std) else f" ± {std:.{digits}f}"
+    return f"{number(mean, digits, signed)}{deviation} ({len(values)})"
 
 
 def number(value: float | None, digits: int = 2, signed: bool = False) -> Any:
@@ -277,40 +142,140 @@ def difference(values: Sequence[float], reference: Published | None) -> float | 
     return (mean - reference.mean) / error if error > 0 else None
 
 
+# The shape of most tables: a column per benchmark, rows of ours above the paper's -----------------
+
+_OURS_NOTE = "Ours: mean ± sample standard deviation over training seeds, in brackets how many"
+_DIFFERENCE_NOTE = (
+    " Differences are ours minus the paper's mean, in standard deviations of that difference, "
+    "√(s²/n + s²/n) with the sample deviations s and numbers of seeds n of both; with one seed of "
+    "ours the paper's s stands for ours. Only runs that follow the paper's protocol are compared."
+)
+
+
+class Layout:
+    """What all tables of a report have in common.
+
+    Attributes:
+        groups: in the order of rows.
+        analyses: by path of a run and name of the analysis.
+        whole: whether the paper's rows stand without ours.
+        benchmarks: headings of columns by name; the user's own first, then the paper's.
+        learners: that have rows, in the paper's order and after them others.
+        letters: of every set of settings that departs from the paper's protocol.
+    """
+
+    def __init__(self, groups: Sequence[Group], analyses: Analyses, whole: bool = False):
+        self.groups, self.analyses, self.whole = groups, analyses, whole
+        present = dict.fromkeys(each.benchmark for each in groups)
+        benchmarks = [name for name in present if name not in paper.benchmarks()]
+        benchmarks += [name for name in paper.benchmarks() if whole or name in present]
+        self.benchmarks = {name: paper.benchmark_title(name) for name in benchmarks}
+        known = learners.names() if whole else ()
+        self.learners = list(dict.fromkeys([*known, *(each.learner for each in groups)]))
+        titles = dict.fromkeys(each.title for each in groups if each.title)
+        names = [*string.ascii_uppercase, *map(str, range(1, len(titles)))]
+        self.letters = dict(zip(titles, names, strict=False))
+
+    def of(self, learner: str) -> list[Group]:
+        """Returns the groups of a learner."""
+        return [each for each in self.groups if each.learner == learner]
+
+    def ours(self, title: str) -> str:
+        """Returns what rows of a setting are called."""
+        return f"ours, {self.letters[title]}" if title else "ours"
+
+    def legend(self) -> str:
+        """Returns what the letters stand for, as the end of a note."""
+        meanings = "; ".join(f"{letter}: {title}" for title, letter in self.letters.items())
+        return f" Settings other than the paper's: {meanings}." if meanings else ""
+
+    def labels(self, group: Group) -> Row:
+        """Returns learner, benchmark and settings of a group as rows name them."""
+        return {
+            "learner": learners.title(group.learner),
+            "benchmark": paper.benchmark_title(group.benchmark),
+            "numbers": self.ours(group.title),
+        }
+
+    def beside(
+        self,
+        labels: Row,
+        learner: str,
+        values: Callable[[Group], list[float]],
+        published: Mapping[str, Published] | None = None,
+        signed: bool = False,
+    ) -> list[Row]:
+        """Puts one quantity of a learner, one number per seed of a group, beside the paper's."""
+        groups, published = self.of(learner), published or {}
+        numbers = {(each.title, each.benchmark): values(each) for each in groups}
+        measured = {benchmark for (_, benchmark), found in numbers.items() if found}
+        rows = []
+        for title in dict.fromkeys(each.title for each in groups):
+            cells = {
+                heading: spread(numbers.get((title, name), []), signed=signed)
+                for name, heading in self.benchmarks.items()
+            }
+            rows.append(labels | {"numbers": self.ours(title)} | cells)
+        of_paper = {
+            self.benchmarks[name]: f"{number(each.mean, signed=signed)} ± {each.std:.2f}"
+            for name, each in published.items()
+            if self.whole or name in measured
+        }
+        distances = {
+            self.benchmarks[each.benchmark]: number(distance, 1, signed=True)
+            for each in groups
+            if each.follows_protocol
+            and (distance := difference(values(each), published.get(each.benchmark))) is not None
+        }
+        rows.append(labels | {"numbers": "paper"} | of_paper)
+        rows.append(labels | {"numbers": "difference, std"} | distances)
+        return rows
+
+    def table(
+        self, name: str, title: str, note: str, labels: Sequence[str], rows: list[Row], *extra: str
+    ) -> Table:
+        """Returns rows as a table; differences are explained where there are any."""
+        made = frame(rows, [*labels, "numbers"], [*self.benchmarks.values(), *extra])
+        kinds = set(made.index.get_level_values("numbers"))
+        note = f"{note} {_OURS_NOTE}{'; the paper has three' * ('paper' in kinds)}."
+        note += _DIFFERENCE_NOTE * ("difference, std" in kinds)
+        return Table(name, title, made, note + self.legend())
+
+
 # Accuracies and gains -----------------------------------------------------------------------------
 
 
+def _raw(group: Group) -> list[float]:
+    return group.values("accuracy", "raw")
+
+
 def _selected(group: Group) -> list[float]:
-    """Final accuracy with the components that the paper selects, one number per seed."""
     return group.of_runs(lambda run: run.component(run.selected))
 
 
 def _benchmark(layout: Layout) -> Table:
     """Final accuracy before and after FDC (Table current-benchmark)."""
-    rows = Rows()
+    rows = []
     for learner in layout.learners:
         title = learners.title(learner)
         raw, fdc = (paper.accuracy(learner, kind) for kind in ("raw", "fdc"))
-        rows.extend(
-            layout.rows((title,), learner, lambda each: each.values("accuracy", "raw"), raw)
-        )
-        rows.extend(layout.rows((f"{title} + FDC",), learner, _selected, fdc))
+        rows += layout.beside({"method": title}, learner, _raw, raw)
+        rows += layout.beside({"method": f"{title} + FDC"}, learner, _selected, fdc)
     note = "Percent of test images. FDC has the components that the paper selects for the learner."
     return layout.table("benchmark", "Final accuracy before and after FDC", note, ["method"], rows)
 
 
 def _ablation(layout: Layout) -> Table:
     """Raw accuracy and gains of component and view combinations (Table current-ablation)."""
-    rows = Rows()
+    rows = []
     for learner in layout.learners:
         for key, text in paper.COMPONENT_TITLES.items():
+            labels = {"learner": learners.title(learner), "components": text}
             published = paper.ablation(key) if learner == "cumulative_lora" else None
-
-            def values(each: Group, key: str = key) -> list[float]:
-                return each.values("accuracy", "raw") if key == "raw" else each.gains(key)
-
-            labels = (learners.title(learner), text)
-            rows.extend(layout.rows(labels, learner, values, published, signed=key != "raw"))
+            if key == "raw":
+                rows += layout.beside(labels, learner, _raw, published)
+            else:
+                rows += layout.beside(labels, learner, _gains(key), published, signed=True)
     note = (
         "Raw: final accuracy in percent; all others: gain over Raw in points, paired within each "
         "seed. The paper has this table for Cumulative-LoRA."
@@ -319,20 +284,24 @@ def _ablation(layout: Layout) -> Table:
     return layout.table("ablation", title, note, ["learner", "components"], rows)
 
 
+def _gains(combination: str) -> Callable[[Group], list[float]]:
+    return lambda group: group.gains(combination)
+
+
 def _average_incremental_accuracy(layout: Layout) -> Table:
     """Mean over tasks of the accuracy on all classes so far (Table current-aia)."""
-    rows = Rows()
+
+    def raw(group: Group) -> list[float]:
+        return group.of_runs(lambda run: run.incremental("raw"))
+
+    def fdc(group: Group) -> list[float]:
+        return group.of_runs(lambda run: run.incremental(run.selected))
+
+    rows = []
     for learner in layout.learners:
         title, published = learners.title(learner), paper.average_incremental_accuracy(learner)
-
-        def raw(each: Group) -> list[float]:
-            return each.of_runs(lambda run: run.incremental("raw"))
-
-        def fdc(each: Group) -> list[float]:
-            return each.of_runs(lambda run: run.incremental(run.selected))
-
-        rows.extend(layout.rows((title,), learner, raw, published))
-        rows.extend(layout.rows((f"{title} + FDC",), learner, fdc))
+        rows += layout.beside({"method": title}, learner, raw, published)
+        rows += layout.beside({"method": f"{title} + FDC"}, learner, fdc)
     note = (
         "Percent. The paper reports it without FDC; ours with FDC has the components that the "
         "paper selects for the learner and calibrates after every task."
@@ -343,16 +312,16 @@ def _average_incremental_accuracy(layout: Layout) -> Table:
 
 def _logit_standardisation(layout: Layout) -> Table:
     """What standardising each head's logits alone changes (Table logit_standardization)."""
-    rows = Rows()
+
+    def change(group: Group) -> list[float]:
+        found = of_group(group, layout.analyses, "logit_standardisation")
+        return [entry["change"] for entry in found]
+
+    rows = []
     for learner in layout.learners:
         published = paper.logit_standardisation() if learner == "cumulative_lora" else None
-
-        def values(each: Group) -> list[float]:
-            found = analysis.of_group(each, layout.analyses, "logit_standardisation")
-            return [entry["change"] for entry in found]
-
-        labels = (learners.title(learner),)
-        rows.extend(layout.rows(labels, learner, values, published, signed=True))
+        labels = {"learner": learners.title(learner)}
+        rows += layout.beside(labels, learner, change, published, signed=True)
     note = (
         "Change of final accuracy in points when the largest logit of each head is centred and "
         "scaled by its moments on the head's own training images. From the saved features of a run."
@@ -375,18 +344,38 @@ COMBINATIONS = {
     (1, 0, 1): "adapted_view",
     (1, 1, 1): "full",
 }
-_SWITCHES = {combination: switches for switches, combination in COMBINATIONS.items()}
+
+
+def _switched(learner: str, combination: str | None) -> Row:
+    """Returns a learner and what is switched on as rows name them."""
+    known = {name: switches for switches, name in COMBINATIONS.items()}
+    switches = ("?", "?", "?") if combination is None else known[combination]
+    labels = dict(zip(STANDALONE, map(str, switches), strict=True))
+    return {"baseline": learners.title(learner)} | labels
 
 
 def _plugin(layout: Layout) -> Table:
     """Gains with the paper's selection and with everything enabled (Table plugin)."""
-    rows = Rows()
+    rows, five = [], [layout.benchmarks.get(name) for name in paper.benchmarks()]
     for learner in layout.learners:
-        selected = paper.plugin(learner, "selected")
-        switches = selected.switches if selected else (1, 1, 1)
-        _add_plugin(rows, layout, learner, switches, selected)
-        if switches != (1, 1, 1):
-            _add_plugin(rows, layout, learner, (1, 1, 1), paper.plugin(learner, "full"))
+        for combination in dict.fromkeys((learners.selected(learner), "full")):
+            kind = "selected" if combination == learners.selected(learner) else "full"
+            published = paper.plugin(learner, kind)
+            added = layout.beside(
+                _switched(learner, combination),
+                learner,
+                _gains(combination),
+                published and published.gains,
+                signed=True,
+            )
+            for row in added:
+                texts = [row.get(heading) for heading in five]
+                if all(isinstance(text, str) for text in texts) and row["numbers"][0] != "d":
+                    means = [float(text.split(" ")[0]) for text in texts]
+                    row["Avg."] = number(sum(means) / 5, signed=True)
+                    if row["numbers"] == "paper":
+                        row["Avg."] = number(published.average, signed=True)
+            rows += added
     note = (
         "Gains over Raw in points, paired within each seed. Switches: TSF filters; E_0 and E_T "
         "calibrate with RLC and PAC in the pretrained and in the adapted view. First the "
@@ -395,35 +384,6 @@ def _plugin(layout: Layout) -> Table:
     )
     title = "Plug-and-play: gains with selected and with all components"
     return layout.table("plugin", title, note, ["baseline", *STANDALONE], rows, "Avg.")
-
-
-def _add_plugin(
-    rows: Rows,
-    layout: Layout,
-    learner: str,
-    switches: tuple[int, int, int],
-    published: paper.PublishedGain | None,
-) -> None:
-    """Adds the rows of one configuration, with their mean over the five benchmarks."""
-
-    def gains(each: Group) -> list[float]:
-        return each.gains(COMBINATIONS[switches])
-
-    labels = (learners.title(learner), *map(str, switches))
-    of_paper = published.gains if published else None
-    added = layout.rows(labels, learner, gains, of_paper, signed=True)
-    for row, cells in zip(added.index, added.cells, strict=True):
-        means = [
-            sum(found) / len(found)
-            for each in layout.groups
-            if each.learner == learner and layout.ours(each.title) == row[-1]
-            if each.benchmark in paper.benchmarks() and (found := gains(each))
-        ]
-        if len(means) == len(paper.benchmarks()):
-            cells["Avg."] = number(sum(means) / len(means), signed=True)
-        elif row[-1] == "paper" and published and len(cells) == len(paper.benchmarks()):
-            cells["Avg."] = number(published.average, signed=True)
-    rows.extend(added)
 
 
 def select(gains: Sequence[Mapping[str, Sequence[float]]], dual: bool = True) -> str | None:
@@ -452,20 +412,40 @@ def select(gains: Sequence[Mapping[str, Sequence[float]]], dual: bool = True) ->
 
 def _selection(layout: Layout) -> Table:
     """The rule of the paper applied to our runs, and evaluated on images that it did not see."""
-    rows = Rows()
+
+    def half(which: str) -> Callable[[Group, str], list[float]]:
+        def gains(group: Group, name: str) -> list[float]:
+            found = of_group(group, layout.analyses, "selection")
+            return [each[which][name] - each[which]["raw"] for each in found if name in each[which]]
+
+        return gains
+
+    rows, first, second = [], half("first"), half("second")
+    ways = {
+        "by the rule, on all test images": (Group.gains, Group.gains),
+        "by the rule, on the first half": (first, second),
+        "by the rule, on the second half": (second, first),
+    }
     for learner in layout.learners:
-        of = [each for each in layout.groups if each.learner == learner]
-        for title in dict.fromkeys(each.title for each in of):
-            alike = [each for each in of if each.title == title]
-            for text, combination, gains in _choices(learner, alike, layout.analyses):
-                switches = ["?"] * 3 if combination is None else _SWITCHES[combination]
-                labels = (learners.title(learner), *map(str, switches), text)
-                numbers = {
-                    each.benchmark: spread(gains(each, combination), signed=True)
+        for title in dict.fromkeys(each.title for each in layout.of(learner)):
+            alike = [each for each in layout.of(learner) if each.title == title]
+            dual = all(run.dual for each in alike for run in each.runs)
+            chosen = {}
+            if paper.plugin(learner, "selected"):
+                chosen["the paper's selection"] = learners.selected(learner), Group.gains
+            for text, (seen, reported) in ways.items():
+                standalone = [
+                    {name: seen(each, name) for name in STANDALONE.values()} for each in alike
+                ]
+                chosen[text] = select(standalone, dual), reported
+            for text, (combination, gains) in chosen.items():
+                labels = _switched(learner, combination) | {"what": text}
+                cells = {
+                    layout.benchmarks[each.benchmark]: spread(gains(each, combination), signed=True)
                     for each in alike
                     if combination is not None
                 }
-                rows.add((*labels, layout.ours(title)), numbers)
+                rows.append(labels | {"numbers": layout.ours(title)} | cells)
     note = (
         "Gains over Raw in points, paired within each seed. The rule enables every component whose "
         "standalone gain, averaged over seeds, is positive on all benchmarks that there are runs "
@@ -477,43 +457,6 @@ def _selection(layout: Layout) -> Table:
     return layout.table("selection", title, note, ["baseline", *STANDALONE, "what"], rows)
 
 
-_Gains = Callable[[Group, str], list[float]]
-
-
-def _choices(
-    learner: str, alike: Sequence[Group], analyses: Analyses
-) -> list[tuple[str, str | None, _Gains]]:
-    """Returns what is chosen how, and the gains to report, for groups of one learner."""
-    dual = all(run.dual for each in alike for run in each.runs)
-
-    def all_images(each: Group, name: str) -> list[float]:
-        return each.gains(name)
-
-    def half(which: str) -> _Gains:
-        def gains(each: Group, name: str) -> list[float]:
-            found = analysis.of_group(each, analyses, "selection")
-            return [run[which][name] - run[which]["raw"] for run in found if name in run[which]]
-
-        return gains
-
-    def chosen_on(gains: _Gains) -> str | None:
-        return select(
-            [{name: gains(each, name) for name in STANDALONE.values()} for each in alike], dual
-        )
-
-    in_paper = paper.plugin(learner, "selected")
-    first, second = half("first"), half("second")
-    choices = [
-        ("by the rule, on all test images", chosen_on(all_images), all_images),
-        ("by the rule, on the first half", chosen_on(first), second),
-        ("by the rule, on the second half", chosen_on(second), first),
-    ]
-    if in_paper is not None:
-        chosen = COMBINATIONS[in_paper.switches]
-        choices.insert(0, ("the paper's selection", chosen, all_images))
-    return choices
-
-
 # Statistics ---------------------------------------------------------------------------------------
 
 
@@ -523,36 +466,23 @@ def _significance(layout: Layout) -> Table:
     A group's p-value is the largest of its runs': below a level only when each seed's own p-value
     is, which bounds the chance of a false claim that every seed gains.
     """
-    tests = {}
-    for group in layout.groups:
-        columns = {run.seed: run.predictions() for run in group.runs}
-        tests[group.name] = {
-            seed: [each[name] for name in ("label", "raw_label", "fdc_label")]
-            for seed, each in columns.items()
-            if each
-        }
-    p_values = {
-        name: {seed: evaluation.mcnemar(*each) for seed, each in seeds.items()}
-        for name, seeds in tests.items()
-    }
-    largest = {
-        each.name: max(p_values[each.name].values())
-        for each in layout.groups
-        if len(p_values[each.name]) == len(each.runs)
-    }
+    rows, largest = [], {}
+    for place, group in enumerate(layout.groups):
+        labels, p_values, of_seeds = layout.labels(group), [], []
+        for run in group.runs:
+            if columns := run.predictions():
+                labelled = [columns[name] for name in ("label", "raw_label", "fdc_label")]
+                p_values.append(evaluation.mcnemar(*labelled))
+                gain = evaluation.bootstrap_gain(*labelled)
+                cells = {"gain": number(gain.mean, signed=True), "p": _p(p_values[-1])}
+                of_seeds.append(labels | {"seeds": f"seed {run.seed}"} | cells | _interval(gain))
+        if len(p_values) == len(group.runs):
+            largest[place] = max(p_values)
+        gain = evaluation.paired_gain(_raw(group), group.values("accuracy", "fdc"))
+        cells = {"gain": spread(group.gains("full"), signed=True), "p": _p(largest.get(place))}
+        rows.append((place, labels | {"seeds": f"all {len(group.runs)}"} | cells | _interval(gain)))
+        rows += [(None, row) for row in of_seeds]
     corrected = dict(zip(largest, evaluation.holm(list(largest.values())), strict=True))
-    rows = Rows()
-    for group in layout.groups:
-        labels, name = layout.labels(group), group.name
-        gain = evaluation.paired_gain(
-            group.values("accuracy", "raw"), group.values("accuracy", "fdc")
-        )
-        cells = _gain_cells(gain, largest.get(name))
-        cells |= {"gain": spread(group.gains("full"), signed=True)}
-        rows.add((*labels, f"all {len(group.runs)}"), cells | {"p, Holm": _p(corrected.get(name))})
-        for seed, columns in tests[name].items():
-            cells = _gain_cells(evaluation.bootstrap_gain(*columns), p_values[name][seed])
-            rows.add((*labels, f"seed {seed}"), cells)
     note = (
         "Gain of FDC with all components over Raw in points. One seed: percentile bootstrap over "
         "test images, paired by image, 9,999 resamples; p of the exact two-sided McNemar test. All "
@@ -561,14 +491,17 @@ def _significance(layout: Layout) -> Table:
         "seed's is. Holm: corrected over all rows of this kind, the learner and benchmark pairs of "
         "this report. Intervals cover 95 %; they are not corrected." + layout.legend()
     )
-    columns = ["gain", "95 % interval", "p", "p, Holm"]
-    frame = rows.frame(["learner", "benchmark", "numbers", "seeds"], columns)
-    return Table("significance", "Gains with intervals and p-values", frame, note)
+    made = frame(
+        (row | {"p, Holm": _p(corrected.get(place))} for place, row in rows),
+        ["learner", "benchmark", "numbers", "seeds"],
+        ["gain", "95 % interval", "p", "p, Holm"],
+    )
+    return Table("significance", "Gains with intervals and p-values", made, note)
 
 
-def _gain_cells(gain: Gain, p_value: float | None) -> dict[str, Any]:
-    interval = math.nan if math.isnan(gain.low) else f"{gain.low:+.2f} to {gain.high:+.2f}"
-    return {"gain": number(gain.mean, signed=True), "95 % interval": interval, "p": _p(p_value)}
+def _interval(gain: Gain) -> Row:
+    known = not math.isnan(gain.low)
+    return {"95 % interval": f"{gain.low:+.2f} to {gain.high:+.2f}"} if known else {}
 
 
 def _p(value: float | None) -> Any:
@@ -577,57 +510,37 @@ def _p(value: float | None) -> Any:
 
 # Data and costs -----------------------------------------------------------------------------------
 
-_PARTITION = {
-    "classes": "classes",
-    "tasks": "tasks",
-    "classes_per_task": "classes a task",
-    "train": "training images",
-    "test": "test images",
-    "same": "against the paper",
-}
+_SIZES = ["classes", "tasks", "classes a task", "training images", "test images"]
 
 
 def _partitions(layout: Layout) -> Table:
     """Classes, tasks and images of the runs against the paper's (Table training)."""
-    rows = Rows()
-    for name in layout.benchmarks:
-        title, published = paper.benchmark_title(name), paper.columns("partitions", name)
-        parts = ("classes", "tasks", "train_images", "test_images")
-        found: dict[tuple[Any, ...], str] = {}
+    rows = []
+    for name, title in layout.benchmarks.items():
+        published = tuple(paper.columns("partitions", name).values())
+        seen = set()
         for each in layout.groups:
-            if each.benchmark == name:
-                split = each.runs[0].results.get("split")
-                text = layout.ours(each.title) + (f", {split} split" if split else "")
-                sizes = [each.runs[0].results.get(f"num_{part}") for part in parts]
-                classes, tasks, *images = sizes
-                a_task = -(-classes // tasks) if classes and tasks else None
-                found.setdefault((classes, tasks, a_task, *images), text)
-        for own, text in found.items():
-            numbers = {key: number(value, 0) for key, value in zip(_PARTITION, own, strict=False)}
+            of = each.runs[0].results
+            classes, tasks = of.get("num_classes"), of.get("num_tasks")
+            a_task = -(-classes // tasks) if classes and tasks else None
+            images = of.get("num_train_images"), of.get("num_test_images")
+            sizes = (classes, tasks, a_task, *images)
+            if each.benchmark != name or sizes in seen:
+                continue
+            seen.add(sizes)
+            split = f", {of['split']} split" if of.get("split") else ""
+            rows.append({"benchmark": title, "numbers": layout.ours(each.title) + split})
+            rows[-1] |= dict(zip(_SIZES, (number(size, 0) for size in sizes), strict=True))
             if published:
-                numbers["same"] = "equal" if own == tuple(published.values()) else "differs"
-            rows.add((title, text), numbers)
-        rows.add((title, "paper"), {key: number(value, 0) for key, value in published.items()})
+                rows[-1]["against the paper"] = "equal" if sizes == published else "differs"
+        cells = zip(_SIZES, (number(size, 0) for size in published), strict=False)
+        rows.append({"benchmark": title, "numbers": "paper"} | dict(cells))
     note = (
         "Sizes of the class-disjoint tasks and of the data sets, from the results of the runs; "
         "settings with the same numbers share a line." + layout.legend()
     )
-    frame = rows.frame(["benchmark", "numbers"], _PARTITION).dropna(axis=1, how="all")
-    return Table("partitions", "Data partitions", frame, note)
-
-
-def _training_minutes(run: RunFolder) -> float | None:
-    seconds = run.value("timing", "training_seconds")
-    return None if seconds is None else seconds / 60
-
-
-def _fdc_minutes(run: RunFolder) -> float | None:
-    names = ("adapted_extraction_seconds", "pretrained_extraction_seconds", "fit_seconds")
-    parts = [run.value("timing", name) for name in names]
-    # Without the record it is not known whether the cache had them.
-    if run.value("timing", "pretrained_from_cache") != 0:
-        return None
-    return None if None in parts else sum(filter(None, parts)) / 60
+    made = frame(rows, ["benchmark", "numbers"], [*_SIZES, "against the paper"])
+    return Table("partitions", "Data partitions", made.dropna(axis=1, how="all"), note)
 
 
 def _scaled(unit: float, *keys: str) -> Callable[[RunFolder], float | None]:
@@ -638,33 +551,47 @@ def _scaled(unit: float, *keys: str) -> Callable[[RunFolder], float | None]:
     return read
 
 
+def _fdc_minutes(run: RunFolder) -> float | None:
+    names = ("adapted_extraction_seconds", "pretrained_extraction_seconds", "fit_seconds")
+    parts = [value for name in names if (value := run.value("timing", name)) is not None]
+    # Without the record it is not known whether the cache had them.
+    recorded = run.value("timing", "pretrained_from_cache") == 0
+    return sum(parts) / 60 if recorded and len(parts) == len(names) else None
+
+
+# Headings, the paper's columns, and ours.
 _COSTS: dict[str, tuple[str, Callable[[RunFolder], float | None]]] = {
-    "training_minutes": ("training, min", _training_minutes),
-    "fdc_minutes": ("FDC, min", _fdc_minutes),
-    "peak_memory_gib": ("peak memory, GiB", _scaled(2**30, "peak_memory_bytes", "training")),
-    "fdc_peak_memory_gib": (
-        "FDC peak memory, GiB",
+    "training, min": ("training_minutes", _scaled(60, "timing", "training_seconds")),
+    "FDC, min": ("fdc_minutes", _fdc_minutes),
+    "peak memory, GiB": ("peak_memory_gib", _scaled(2**30, "peak_memory_bytes", "training")),
+    "FDC peak memory, GiB": (
+        "fdc_peak_memory_gib",
         _scaled(2**30, "peak_memory_bytes", "fdc_and_evaluation"),
     ),
-    "storage_mib": ("FDC storage, MiB", _scaled(2**20, "fdc_storage_bytes")),
+    "FDC storage, MiB": ("storage_mib", _scaled(2**20, "fdc_storage_bytes")),
 }
 
 
 def _cost(layout: Layout) -> Table:
     """Time of training and of FDC's statistics, and their storage (Table app-cost)."""
-    rows, shown = Rows(), set()
+    rows, name = [], "cumulative_lora"
     for each in layout.groups:
         devices = sorted({str(run.results.get("device", "unknown")) for run in each.runs})
-        numbers = {key: spread(each.of_runs(read)) for key, (_, read) in _COSTS.items()}
-        rows.add((*layout.labels(each), ", ".join(devices)), numbers)
-        if each.learner == "cumulative_lora":
-            shown.add(each.benchmark)
-    device, learner = paper.numbers()["tables"]["cost"]["device"], "cumulative_lora"
-    for name in paper.benchmarks():
-        if layout.whole or name in shown:
-            labels = (learners.title(learner), paper.benchmark_title(name), "paper", device)
-            numbers = paper.columns("cost", name)
-            rows.add(labels, {key: number(value) for key, value in numbers.items()})
+        cells = {heading: spread(each.of_runs(read)) for heading, (_, read) in _COSTS.items()}
+        rows.append(layout.labels(each) | {"device": ", ".join(devices)} | cells)
+    beside = {each.benchmark for each in layout.of(name)}
+    for benchmark in paper.benchmarks():
+        if layout.whole or benchmark in beside:
+            published = paper.columns("cost", benchmark)
+            rows.append(
+                {
+                    "learner": learners.title(name),
+                    "benchmark": paper.benchmark_title(benchmark),
+                    "numbers": "paper",
+                    "device": paper.numbers()["tables"]["cost"]["device"],
+                }
+                | {heading: number(published[key]) for heading, (key, _) in _COSTS.items()}
+            )
     note = (
         "Training: optimisation of all tasks including waiting for images, without compilation and "
         "evaluation. FDC: extraction of the training features in both views and fitting; left out "
@@ -674,9 +601,8 @@ def _cost(layout: Layout) -> Table:
         "measured seed 1 of Cumulative-LoRA, and devices differ, so that times are shown side by "
         "side only." + layout.legend()
     )
-    columns = {key: heading for key, (heading, _) in _COSTS.items()}
-    frame = rows.frame(["learner", "benchmark", "numbers", "device"], columns)
-    return Table("cost", "Training-stage time and storage", frame, note)
+    made = frame(rows, ["learner", "benchmark", "numbers", "device"], list(_COSTS))
+    return Table("cost", "Training-stage time and storage", made, note)
 
 
 def read_latency(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -713,35 +639,29 @@ _LATENCY = {
 
 def _latency(files: Sequence[str], whole: bool) -> Table:
     """Time and memory of a batch without FDC, with one view and with two (Table app-latency)."""
-    rows, shown = Rows(), set()
+    rows, shown = [], set()
     for path in files:
         found = read_latency(path)
         benchmark, views = str(found.get("benchmark") or "random weights"), found["views"]
         shown.add(benchmark)
-        label = f"ours, {found.get('encoder', 'unknown encoder')}"
-        names = ("batches", "warm_up_batches", "batch_size")
-        batches, warm_up, size = (found.get(name) for name in names)
-        if None not in (batches, warm_up, size):
-            repeats = len(views["raw"]["milliseconds"])
-            label += f", {repeats} × {batches} batches of {size} after {warm_up}"
         numbers: dict[str, float] = {}
         for view, entry in views.items():
             numbers[f"{view}_ms"], _ = evaluation.mean_and_std(entry["milliseconds"])
-            if isinstance(memory := entry.get("peak_memory_bytes"), int | float):
+            memory = entry.get("peak_memory_bytes")
+            if memory is not None:
                 numbers[f"{view}_mib"] = memory / 2**20
             if view != "raw":
                 increase = 100 * (numbers[f"{view}_ms"] / numbers["raw_ms"] - 1)
                 numbers[f"{view}_increase_percent"] = increase
                 if memory is not None:
                     numbers[f"{view}_mib"] -= numbers["raw_mib"]
-        labels = (paper.benchmark_title(benchmark), label, str(found.get("device", "unknown")))
-        rows.add(labels, {key: number(value, 1) for key, value in numbers.items()})
+        names = ("encoder", "batch_size", "device")
+        encoder, size, device = (str(found.get(name, "unknown")) for name in names)
+        rows.append(_timed(benchmark, f"ours, {encoder}, batches of {size}", device, numbers))
     device = paper.numbers()["tables"]["latency"]["device"]
-    for name in paper.benchmarks():
-        if whole or name in shown:
-            numbers = paper.columns("latency", name)
-            labels = (paper.benchmark_title(name), "paper", device)
-            rows.add(labels, {key: number(value, 1) for key, value in numbers.items()})
+    for benchmark in paper.benchmarks():
+        if whole or benchmark in shown:
+            rows.append(_timed(benchmark, "paper", device, paper.columns("latency", benchmark)))
     note = (
         "Milliseconds for a batch, image loading excluded, and increases over the baseline: the "
         "paper's is of 64 images, mean of 3 repeats of 20 batches after 10 for warming up. "
@@ -750,8 +670,13 @@ def _latency(files: Sequence[str], whole: bool) -> Table:
         "are of Cumulative-LoRA on an A100 in float32; devices differ, so that they stand side by "
         "side only."
     )
-    frame = rows.frame(["benchmark", "numbers", "device"], _LATENCY)
-    return Table("latency", "Inference time and memory", frame, note)
+    made = frame(rows, ["benchmark", "numbers", "device"], list(_LATENCY.values()))
+    return Table("latency", "Inference time and memory", made, note)
+
+
+def _timed(benchmark: str, label: str, device: str, numbers: Mapping[str, float]) -> Row:
+    labels = {"benchmark": paper.benchmark_title(benchmark), "numbers": label, "device": device}
+    return labels | {_LATENCY[key]: number(value, 1) for key, value in numbers.items()}
 
 
 # Beyond the paper ---------------------------------------------------------------------------------
@@ -766,26 +691,26 @@ _METHODS = {
 
 def _beyond(layout: Layout) -> Table:
     """The whitened affinity beside FDC: accuracies, gain, storage."""
-    rows = Rows()
+    rows = []
     for group in layout.groups:
-        found = analysis.of_group(group, layout.analyses, "beyond")
+        found = of_group(group, layout.analyses, "beyond")
         for name, title in _METHODS.items():
-            of_method = [(each[name], each["fdc"]) for each in found if name in each]
+            own, fdc = (
+                pd.DataFrame([each[key] for each in found if name in each]) for key in (name, "fdc")
+            )
+            if own.empty:
+                continue
             cells = {
-                "accuracy": spread([own["accuracy"] for own, _ in of_method]),
-                "task given": spread([own["oracle"] for own, _ in of_method]),
-                "storage, MiB": spread([own["storage_bytes"] / 2**20 for own, _ in of_method], 3),
-                "times FDC's": spread(
-                    [own["storage_bytes"] / fdc["storage_bytes"] for own, fdc in of_method]
-                ),
+                "accuracy": spread(list(own.accuracy)),
+                "task given": spread(list(own.oracle)),
+                "storage, MiB": spread(list(own.storage_bytes / 2**20), 3),
+                "times FDC's": spread(list(own.storage_bytes / fdc.storage_bytes)),
             }
-            if of_method and name != "fdc":
-                pairs = [(fdc["accuracy"], own["accuracy"]) for own, fdc in of_method]
-                gain = _gain_cells(evaluation.paired_gain(*zip(*pairs, strict=True)), None)
-                gains = [after - before for before, after in pairs]
-                cells["gain over FDC"] = spread(gains, signed=True)
-                cells["95 % interval"] = gain["95 % interval"]
-            rows.add((*layout.labels(group), title), cells)
+            if name != "fdc":
+                cells["gain over FDC"] = spread(list(own.accuracy - fdc.accuracy), signed=True)
+                gain = evaluation.paired_gain(list(fdc.accuracy), list(own.accuracy))
+                cells |= _interval(gain)
+            rows.append(layout.labels(group) | {"method": title} | cells)
     note = (
         "Nothing here is in the paper, and nothing of it is in the other tables. The whitened "
         "affinity replaces PAC's (docs/beyond.md); FDC has all components, as these variants have. "
@@ -795,8 +720,7 @@ def _beyond(layout: Layout) -> Table:
         "Mean ± sample standard deviation over seeds, in brackets how many. From the saved "
         "features of a run." + layout.legend()
     )
-    columns = ["accuracy", "gain over FDC", "95 % interval", "task given"]
-    columns += ["storage, MiB", "times FDC's"]
     labels = ["learner", "benchmark", "numbers", "method"]
-    frame = rows.frame(labels, columns)
-    return Table("beyond", "Beyond the paper: the whitened affinity", frame, note)
+    columns = ["accuracy", "gain over FDC", "95 % interval", "task given"]
+    made = frame(rows, labels, [*columns, "storage, MiB", "times FDC's"])
+    return Table("beyond", "Beyond the paper: the whitened affinity", made, note)
