@@ -1,15 +1,19 @@
 """Classification heads as plain pytrees: features in, one logit per class of the task out.
 
 A head is what a learner leaves behind for one task. FDC keeps every head as it is and, with TSF,
-feeds it a filtered feature (paper, "Test-Time Calibration").
+feeds it a filtered feature (paper, "Test-Time Calibration"). All but a user's own function are
+affine in h or in h/|h|: `head.affine` is that one form.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
 # Safeguard of every feature normalisation (paper, "Test-Time Calibration").
 NORM_FLOOR = 1e-12
@@ -23,14 +27,35 @@ class Head(Protocol):
         ...
 
 
+def namespace(*arrays: Any) -> Any:
+    """Returns the module to compute with: NumPy if all arrays are its own, else `jax.numpy`."""
+    other = next((each for each in arrays if not isinstance(each, np.ndarray | np.generic)), None)
+    return np if other is None else other.__array_namespace__()
+
+
 def unit(vectors: Float[Array, "... d"]) -> Float[Array, "... d"]:
     """Divides vectors by their Euclidean norm, floored at 1e-12."""
-    norm = jnp.linalg.norm(vectors, axis=-1, keepdims=True)
-    return vectors / jnp.maximum(norm, NORM_FLOOR)
+    xp = namespace(vectors)
+    norm = xp.linalg.norm(vectors, axis=-1, keepdims=True)
+    return vectors / xp.maximum(norm, NORM_FLOOR)
 
 
-def _products(features: Float[Array, "n d"], rows: Float[Array, "c d"]) -> Float[Array, "n c"]:
-    return jnp.matmul(features, rows.T, precision=jax.lax.Precision.HIGHEST)
+def products(left: Float[Array, "n d"], rows: Float[Array, "c d"]) -> Float[Array, "n c"]:
+    """Returns all inner products of two sets of rows; JAX computes them in full float32."""
+    xp = namespace(left, rows)
+    return left @ rows.T if xp is np else xp.matmul(left, rows.T, precision="highest")
+
+
+class Affine(NamedTuple):
+    """Logits rows . h + bias, where h is first divided by its norm when `normalised`."""
+
+    rows: Float[Array, "c d"]
+    bias: Float[Array, " c"] | float
+    normalised: bool
+
+    def logits(self, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
+        """Returns the logits of each feature."""
+        return products(unit(features) if self.normalised else features, self.rows) + self.bias
 
 
 class LinearHead(NamedTuple):
@@ -39,9 +64,14 @@ class LinearHead(NamedTuple):
     weight: Float[Array, "c d"]
     bias: Float[Array, " c"]
 
+    @property
+    def affine(self) -> Affine:
+        """W h + b."""
+        return Affine(self.weight, self.bias, False)
+
     def logits(self, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
         """Returns W h + b for each row h."""
-        return _products(features, self.weight) + self.bias
+        return self.affine.logits(features)
 
 
 class NormalisedLinearHead(NamedTuple):
@@ -50,9 +80,14 @@ class NormalisedLinearHead(NamedTuple):
     weight: Float[Array, "c d"]
     bias: Float[Array, " c"]
 
+    @property
+    def affine(self) -> Affine:
+        """W h/|h| + b."""
+        return Affine(self.weight, self.bias, True)
+
     def logits(self, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
         """Returns W h/|h| + b for each row h."""
-        return _products(unit(features), self.weight) + self.bias
+        return self.affine.logits(features)
 
 
 class CosineHead(NamedTuple):
@@ -61,9 +96,14 @@ class CosineHead(NamedTuple):
     weight: Float[Array, "c d"]
     scale: float | Float[Array, ""] = 1.0
 
+    @property
+    def affine(self) -> Affine:
+        """The scaled unit rows times h/|h|."""
+        return Affine(self.scale * unit(self.weight), 0.0, True)
+
     def logits(self, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
         """Returns the scaled cosine of each feature to each class row."""
-        return self.scale * _products(unit(features), unit(self.weight))
+        return self.affine.logits(features)
 
 
 class NearestMeanHead(NamedTuple):
@@ -71,9 +111,14 @@ class NearestMeanHead(NamedTuple):
 
     means: Float[Array, "c d"]
 
+    @property
+    def affine(self) -> Affine:
+        """Twice the unit means times h/|h|, minus 2."""
+        return Affine(2.0 * unit(self.means), -2.0, True)
+
     def logits(self, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
         """Returns minus the squared distance between unit features and unit class means."""
-        return 2.0 * _products(unit(features), unit(self.means)) - 2.0
+        return self.affine.logits(features)
 
 
 class FunctionHead(NamedTuple):
@@ -85,3 +130,12 @@ class FunctionHead(NamedTuple):
     def logits(self, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
         """Returns whatever the user's function returns."""
         return self.function(self.parameters, features)
+
+
+# The affine heads under the names that files and messages use.
+KINDS = {
+    LinearHead: "linear",
+    NormalisedLinearHead: "normalised_linear",
+    CosineHead: "cosine",
+    NearestMeanHead: "nearest_mean",
+}

@@ -1,30 +1,869 @@
-"""Feature Distribution Calibration: post-hoc task routing over the heads of a shared encoder."""
+"""Feature Distribution Calibration: Algorithm 1 of the paper from top to bottom.
 
+The settings; the statistics that are collected when a task was learned; the calibration of a test
+input; the scores; and `FDC`, which walks over tasks. Equations and line numbers are the paper's.
+
+A view is an encoder: "adapted" (E_t while learning, E_T at the end) or "pretrained" (E_0). Features
+are rows, [n, d]. What is measured of a feature is a function of it and of one task, written once
+for `jax.numpy` and `numpy`: JAX maps it over tasks with `vmap` and compiles it once per shape,
+NumPy takes one task after the other. Ranks, classes and tasks are padded to few sizes: a zero basis
+row, a prototype at infinite distance and a bias of minus infinity change nothing.
+"""
+
+from __future__ import annotations
+
+import copy
 import itertools
 import logging
+import math
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
 
-from fdc_jax.calibration import accounting, function_heads, inputs, storage, whitened_prototypes
-from fdc_jax.calibration.earlier import EarlierTasks
-from fdc_jax.calibration.foreign import ForeignReference, fit_foreign_reference
-from fdc_jax.calibration.head_rows import common_kind, head_kind, head_rows
-from fdc_jax.calibration.measures import SCALE_FLOOR
-from fdc_jax.calibration.numpy_scorer import NumpyScorer
-from fdc_jax.calibration.scorer import Scorer
+from fdc_jax.calibration import inputs
 from fdc_jax.calibration.scores import Scores
-from fdc_jax.calibration.second_pass import second_pass
-from fdc_jax.calibration.settings import Settings
-from fdc_jax.calibration.statistics import Task, first_pass
-from fdc_jax.calibration.terms import Terms
-from fdc_jax.calibration.whitening import WithinClass
 from fdc_jax.errors import InputError
+from fdc_jax.heads import NORM_FLOOR, namespace, products, unit
+
+try:
+    import jax
+    import jax.numpy as jnp
+except ImportError:  # NumPy alone scores, too: see `FDC.to_numpy`.
+    jax, jnp = None, np
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Bool, Float, Int
 
 _LOGGER = logging.getLogger("fdc_jax.calibration")
+
+# Floors of the paper, "Test-Time Calibration".
+SCALE_FLOOR = 1e-6
+ENERGY_FLOOR = 1e-12
+# Energies nearer than this share of the whole count as equal, so that a share reached but for
+# rounding is reached.
+ENERGY_TOLERANCE = 1e-6
+# Rows per call of the scoring kernel; fewer are padded to a power of two, at least 8.
+MAX_ROWS = 256
+# Tasks that the kernel takes at once, which bounds its memory.
+TASK_GROUP = 64
+# Earlier tasks per call when a new task's features are measured against them.
+EARLIER_GROUP = 16
+
+
+# Settings ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings of FDC; the defaults are the paper's.
+
+    Attributes:
+        retained_energy: eta, share of a task's variance that its subspace keeps, in (0, 1].
+        attenuation: gamma, how much of a feature outside the subspace TSF removes, in [0, 1].
+        rlc_weight: alpha.
+        pac_weight: beta.
+        adapted_view_weight: w_T.
+        pretrained_view_weight: w_0; with 0 the pretrained features may be left out when scoring.
+        neighbours: K, class prototypes whose cosines PAC averages.
+        affinity_reference: "own" standardises affinities by the task's training moments; "nearest"
+            by their moments over the candidate tasks of each input (paper, "PAC Neighborhood
+            Size").
+
+    Raises:
+        InputError: one is outside its range.
+    """
+
+    retained_energy: float = 0.75
+    attenuation: float = 0.5
+    rlc_weight: float = 1.0
+    pac_weight: float = 1.0
+    adapted_view_weight: float = 1.0
+    pretrained_view_weight: float = 1.0
+    neighbours: int = 1
+    affinity_reference: str = "own"
+
+    REFERENCES: ClassVar[tuple[str, ...]] = ("own", "nearest")
+
+    def __post_init__(self):
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, float):
+                try:
+                    valid = not _is_truth(value) and math.isfinite(value) and value >= 0.0
+                except TypeError:
+                    valid = False
+                if not valid:
+                    raise InputError(
+                        f"{field.name}: expected a finite number from 0, found {value!r}"
+                    )
+                object.__setattr__(self, field.name, float(value))
+        if not 0.0 < self.retained_energy <= 1.0:
+            raise InputError(f"retained_energy: expected 0 < x <= 1, found {self.retained_energy}")
+        if self.attenuation > 1.0:
+            raise InputError(f"attenuation: expected 0 <= x <= 1, found {self.attenuation}")
+        try:
+            whole = int(self.neighbours) == self.neighbours >= 1 and not _is_truth(self.neighbours)
+        except (TypeError, ValueError):
+            whole = False
+        if not whole:
+            raise InputError(f"neighbours: expected a count from 1, found {self.neighbours!r}")
+        object.__setattr__(self, "neighbours", int(self.neighbours))
+        check_word("affinity_reference", self.affinity_reference, self.REFERENCES)
+
+    def check_tasks(self, class_counts: Sequence[int], function_heads: bool = False) -> None:
+        """Raises InputError where these settings do not suit tasks of so many classes.
+
+        Args:
+            class_counts: of every task.
+            function_heads: whether the heads are functions of the user's own.
+        """
+        for task, count in enumerate(class_counts):
+            if count < self.neighbours:
+                raise InputError(
+                    f"neighbours: expected at most {count}, the classes of task {task}, found "
+                    f"{self.neighbours}"
+                )
+
+
+def check_word(field: str, value: object, known: Sequence[str]) -> None:
+    """Raises InputError unless a setting is one of the known words."""
+    if value not in known:
+        raise InputError(f"{field}: expected one of {', '.join(known)}, found {value!r}")
+
+
+def _is_truth(value: object) -> bool:
+    return isinstance(value, bool | np.bool_)
+
+
+# Training-time statistics (lines 1 to 13) --------------------------------------------------------
+
+
+class ViewStatistics(NamedTuple):
+    """What is kept of a task in one view.
+
+    The affinity of Eq. par is kept as cosine distance, one minus the affinity, whose digits survive
+    in float32 when all features point nearly the same way.
+
+    Attributes:
+        mean: mean feature m_t.
+        basis: principal directions U_t as rows; possibly none.
+        prototypes: unit class prototypes p_{t,c}, zero rows for classes without an image.
+        class_counts: images per class.
+        residual_mean: mean of the task's own residual ratios.
+        residual_std: their population standard deviation, at least 1e-6.
+        distance_mean: one minus the mean of the task's own affinities.
+        distance_std: population standard deviation of its own affinities, at least 1e-6.
+    """
+
+    mean: Float[np.ndarray, " d"]
+    basis: Float[np.ndarray, "r d"]
+    prototypes: Float[np.ndarray, "c d"]
+    class_counts: Int[np.ndarray, " c"]
+    residual_mean: float = 0.0
+    residual_std: float = 1.0
+    distance_mean: float = 0.0
+    distance_std: float = 1.0
+
+
+class Task(NamedTuple):
+    """What is kept of a task.
+
+    Attributes:
+        views: statistics of the adapted view and, when in use, of the pretrained view.
+        classes: label of each head row.
+        samples: number of training samples.
+        raw_scale: population std of the head's largest logit on the task, at least 1e-6.
+        filtered_scale: the same with TSF; sigma_t of line 10.
+    """
+
+    views: list[ViewStatistics]
+    classes: Int[np.ndarray, " c"]
+    samples: int
+    raw_scale: float
+    filtered_scale: float
+
+
+class Sums:
+    """Float64 sums over a task's features in one view, block by block (line 6).
+
+    As long as there are fewer samples than dimensions, these are held instead of their scatter,
+    which takes no less memory: PCA then needs the smaller matrix of their inner products.
+    """
+
+    def __init__(self, width: int):
+        self.width, self.count = width, 0
+        self.origin = np.zeros(width)
+        self._total = np.zeros(width)
+        self._held: list[Float[np.ndarray, "n d"]] | None = []
+        self._scatter = np.zeros(0)
+        self._directions: dict[int, Float[np.ndarray, " d"]] = {}
+
+    def add(self, features: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"]) -> None:
+        """Adds a block."""
+        wide = features.astype(np.float64)
+        if not self.count:
+            self.origin = wide.mean(axis=0)  # Equal features then have exactly no variance.
+        shifted = wide - self.origin
+        self.count += len(wide)
+        self._total += shifted.sum(axis=0)
+        for label, total in class_sums(unit(wide), labels).items():
+            self._directions[label] = self._directions.get(label, 0.0) + total
+        if self._held is None:
+            self._scatter += shifted.T @ shifted
+            return
+        self._held.append(shifted)
+        if self.count >= self.width:
+            self._scatter, self._held = self.scatter, None
+
+    @property
+    def mean(self) -> Float[np.ndarray, " d"]:
+        """m_t."""
+        return self.origin + self._total / self.count
+
+    @property
+    def scatter(self) -> Float[np.ndarray, "d d"]:
+        """Sum over samples of the outer product of feature minus `origin`."""
+        if self._held is None:
+            return self._scatter
+        held = np.concatenate(self._held)
+        return held.T @ held
+
+    def prototypes(self, classes: Int[np.ndarray, " c"]) -> Float[np.ndarray, "c d"]:
+        """Returns the renormalised means of unit features (Eq. proto); zero for empty classes."""
+        none = np.zeros(self.width)
+        return unit(np.stack([self._directions.get(label, none) for label in classes.tolist()]))
+
+    def principal_components(self) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, "k d"]]:
+        """Returns the variances along all principal directions, descending, and these as rows.
+
+        The covariance, or with fewer samples than dimensions the matrix of inner products, is
+        decomposed in float32 (`jnp.linalg.eigh`). With X the centred samples and X X^T v = s v, the
+        eigenvector of X^T X is X^T v. Those are of any length here: `orthonormal` makes a basis of
+        the leading ones.
+        """
+        shift = self._total / self.count
+        # Few sizes, since each compiles anew.
+        rows = -(-self.count // 128) * 128
+        if self._held is None or rows >= self.width:
+            energies, vectors = eigh(self.scatter / self.count - np.outer(shift, shift))
+            return energies, vectors
+        centred = np.zeros((rows, self.width))
+        centred[: self.count] = np.concatenate(self._held) - shift
+        energies, vectors = eigh(centred @ centred.T / self.count)
+        return energies, vectors @ centred
+
+
+def class_sums(
+    rows: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"]
+) -> dict[int, Float[np.ndarray, " d"]]:
+    """Returns the sum of the rows of each label."""
+    values, inverse = np.unique(labels, return_inverse=True)
+    members = (inverse == np.arange(len(values))[:, None]).astype(rows.dtype)
+    return dict(zip(values.tolist(), members @ rows, strict=True))
+
+
+def eigh(matrix: Float[np.ndarray, "k k"]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns eigenvalues of a symmetric matrix, descending, and its eigenvectors as rows."""
+    values, vectors = jnp.linalg.eigh(jnp.asarray(matrix, jnp.float32))
+    return np.asarray(values)[::-1], np.asarray(vectors).T[::-1]
+
+
+def orthonormal(directions: Float[np.ndarray, "r d"]) -> Float[np.ndarray, "r d"]:
+    """Returns an orthonormal basis of independent directions, the leading ones first.
+
+    A direction of little energy holds rounding of the ones before it, at most; taking those out of
+    it one after the other, in float64, leaves what is its own.
+    """
+    basis = np.linalg.qr(np.asarray(directions, np.float64).T)[0]
+    return np.ascontiguousarray(basis.T, np.float32)
+
+
+def retained_rank(energies: Float[np.ndarray, " k"], share: float, count: int) -> int:
+    """Returns the fewest leading components with at least `share` of the variance (Eq. task-pca).
+
+    Features without any variance (one sample, or all equal) have rank 0: their subspace is the task
+    mean alone. `count` samples span at most `count` - 1 directions, so rounding noise beyond those
+    is never retained.
+
+    Args:
+        energies: descending; small negative ones are rounding and count as zero.
+        share: eta, in (0, 1].
+        count: number of samples.
+    """
+    energies = np.clip(np.asarray(energies, np.float64), 0.0, None)
+    total = energies.sum()
+    if total <= 0.0 or count < 2:
+        return 0
+    short = np.cumsum(energies) / total < share - ENERGY_TOLERANCE
+    return min(int(short.sum()) + 1, count - 1, len(energies))
+
+
+def population_moments(values: Float[np.ndarray, " n"]) -> tuple[float, float]:
+    """Returns mean and population standard deviation, floored at 1e-6, computed in float64."""
+    wide = np.asarray(values, np.float64)
+    return float(wide.mean()), max(float(wide.std()), SCALE_FLOOR)
+
+
+class ForeignReference(NamedTuple):
+    """Moments of p_F and the scale tau of the log-likelihood ratio, in one view (Eq. foreign)."""
+
+    mean: float
+    variance: float
+    scale: float
+
+
+def fit_foreign_reference(
+    residuals: Sequence[Float[np.ndarray, "earlier n"]],
+) -> ForeignReference | None:
+    """Fits the foreign reference of one view (Eq. foreign, line 13).
+
+    Args:
+        residuals: for each task t, its features' standardised residuals against every earlier
+            task j, as [t, n_t]; empty for the first task.
+
+    Returns:
+        Mean and variance with every pair of tasks weighted equally, and the median absolute
+        log-likelihood ratio over all samples; None with fewer than two tasks.
+    """
+    tasks = [task for task in residuals if task.size]
+    if not tasks:
+        return None
+    means = np.concatenate([task.mean(axis=1, dtype=np.float64) for task in tasks])
+    variances = np.concatenate([task.var(axis=1, dtype=np.float64) for task in tasks])
+    mean = float(means.mean())
+    variance = max(float(np.mean(variances + (means - mean) ** 2)), SCALE_FLOOR)
+    llr = llr_coefficients(ForeignReference(mean, variance, 1.0))
+    # Rounding keeps the order, so the median of the rounded ratios is the rounded median.
+    ratios = [np.abs(rlc_argument(np.float64(task), llr)).astype(np.float32) for task in tasks]
+    median = np.median(np.concatenate([each.ravel() for each in ratios]), overwrite_input=True)
+    return ForeignReference(mean, variance, max(float(median), SCALE_FLOOR))
+
+
+def llr_coefficients(reference: ForeignReference | None) -> Float[np.ndarray, " 3"]:
+    """Returns (a, b, c) such that log(p_F(u) / p_O(u)) / tau = a u^2 + b u + c (Eq. llr).
+
+    p_F = N(mean, variance) and p_O = N(0, 1). Without a foreign reference all are zero, and so is
+    RLC.
+    """
+    if reference is None:
+        return np.zeros(3)
+    mean, variance, scale = reference
+    quadratic = 0.5 - 0.5 / variance
+    constant = -0.5 * (np.log(variance) + mean * mean / variance)
+    return np.array([quadratic, mean / variance, constant]) / scale
+
+
+# What is measured of a feature against one task (lines 7, 10, 16 and 17) -------------------------
+
+
+def energy(vectors: Float[Array, "... d"]) -> Float[Array, "..."]:
+    """Returns squared Euclidean norms."""
+    return (vectors * vectors).sum(axis=-1)
+
+
+def filter_features(
+    features: Float[Array, "n d"], basis: Float[Array, "r d"], attenuation: Float[Array, ""]
+) -> Float[Array, "n d"]:
+    """Returns (1 - gamma) h + gamma (h U) U^T (Eq. osp), the linear map of TSF on rows h.
+
+    The map is symmetric: applied to weight rows it folds TSF into a linear head (line 9).
+    """
+    inside = products(products(features, basis), basis.T)
+    return (1.0 - attenuation) * features + attenuation * inside
+
+
+def residual_ratio(
+    features: Float[Array, "n d"], mean: Float[Array, " d"], basis: Float[Array, "r d"]
+) -> tuple[Float[Array, " n"], Float[Array, "n r"]]:
+    """Returns rho_t, the share of centred energy outside the subspace, and coordinates in it.
+
+    Eq. residual. Centring before any square keeps the ratio exact to float32 however far the mean
+    is from zero.
+    """
+    xp = namespace(features, basis)
+    centred = features - mean
+    coordinates = products(centred, basis)
+    total = energy(centred)
+    outside = xp.maximum(total - energy(coordinates), 0.0)
+    return outside / xp.maximum(total, ENERGY_FLOOR), coordinates
+
+
+class PrototypeFrame(NamedTuple):
+    """A task's prototypes relative to a point amid them; see `prototype_distances`."""
+
+    centre: Float[np.ndarray, " d"]
+    offsets: Float[np.ndarray, "c d"]
+    constants: Float[np.ndarray, " c"]
+
+
+def prototype_frame(
+    prototypes: Float[np.ndarray, "c d"], present: Bool[np.ndarray, " c"]
+) -> PrototypeFrame:
+    """Returns prototypes as offsets from their mean; absent ones at infinite distance."""
+    wide = prototypes.astype(np.float64)
+    centre = wide[present].mean(axis=0).astype(np.float32)
+    offsets = np.where(present[:, None], wide - centre, 0.0)
+    # A class whose unit features cancel has no direction: its cosine is 0, its distance 1.
+    missing = 0.5 * (1.0 - wide.any(axis=1))
+    constants = np.where(present, 0.5 * energy(offsets) + missing, np.inf)
+    return PrototypeFrame(centre, offsets.astype(np.float32), constants.astype(np.float32))
+
+
+def prototype_distances(
+    units: Float[Array, "n d"],
+    centre: Float[Array, " d"],
+    offsets: Float[Array, "c d"],
+    constants: Float[Array, " c"],
+) -> Float[Array, "n c"]:
+    """Returns one minus the cosine of every feature to every prototype of a task (Eq. par).
+
+    The cosine distance of unit vectors is half their squared distance. Expanding that square
+    around a point amid the prototypes keeps the digits that 1 - cos would cancel where all
+    features point nearly the same way. A feature of length zero has cosine 0 to everything.
+
+    Args:
+        units: features over their norm; zero where the feature is.
+        centre: a point amid the task's prototypes.
+        offsets: prototypes minus `centre`.
+        constants: half the squared length of `offsets`; infinite where there is no prototype.
+    """
+    xp = namespace(units, offsets)
+    centred = units - centre
+    distances = 0.5 * energy(centred)[:, None] + constants - products(centred, offsets)
+    directed = energy(units)[:, None] > 0.5
+    return xp.where(directed | xp.isinf(constants), distances, 1.0)
+
+
+def nearest_distance(distances: Float[Array, "n c"], neighbours: int) -> Float[Array, " n"]:
+    """Returns one minus A_{t,K} of "PAC Neighborhood Size": the mean of the K least distances."""
+    xp = namespace(distances)
+    if neighbours == 1:
+        return distances.min(axis=-1)
+    return xp.sort(distances, axis=-1)[:, :neighbours].mean(axis=-1)
+
+
+def head_logits(
+    features: Float[Array, "n d"],
+    rows: Float[Array, "c d"],
+    bias: Float[Array, " c"],
+    energies: Float[Array, " n"] | None = None,
+) -> Float[Array, "n c"]:
+    """Returns h.w + b, with h over its length where its squared length is given."""
+    xp = namespace(features, rows)
+    logits = products(features, rows)
+    if energies is not None:
+        logits = logits / xp.maximum(xp.sqrt(energies), NORM_FLOOR)[:, None]
+    return logits + bias
+
+
+# The tasks' statistics side by side, and a batch measured against them all -----------------------
+
+
+class ViewArrays(NamedTuple):
+    """Statistics of all tasks in one view, padded to one rank and one class count."""
+
+    mean: Float[Array, "tasks d"]
+    basis: Float[Array, "tasks r d"]
+    centre: Float[Array, "tasks d"]
+    offsets: Float[Array, "tasks c d"]
+    constants: Float[Array, "tasks c"]
+    residual_mean: Float[Array, " tasks"]
+    residual_std: Float[Array, " tasks"]
+    distance_mean: Float[Array, " tasks"]
+    distance_std: Float[Array, " tasks"]
+    valid: Float[Array, " tasks"]
+
+
+class HeadArrays(NamedTuple):
+    """Heads of all tasks, plain and with TSF folded in; padded classes have bias -inf."""
+
+    rows: Float[Array, "tasks c d"]
+    folded: Float[Array, "tasks c d"]
+    bias: Float[Array, "tasks c"]
+
+
+def padded_size(size: int, least: int = 1) -> int:
+    """Returns a size not below `size` and `least`, one of four per doubling, so that shapes recur.
+
+    At most a quarter above `least` is padding, and the number of different shapes, each of which
+    compiles anew, grows with the logarithm of the largest size.
+    """
+    size = max(size, least)
+    step = max(1, 2 ** (size.bit_length() - 3))
+    return -(-size // step) * step
+
+
+def stack(
+    arrays: Sequence[Any],
+    least: int | None = None,
+    fill: float = 0.0,
+    xp: Any = np,
+    tasks: int | None = None,
+) -> Any:
+    """Returns the arrays of all tasks as one, padded to few sizes.
+
+    Args:
+        arrays: of one shape or, with `least`, of different leading sizes.
+        least: pad the leading size to `padded_size(_, least)`.
+        fill: the padding.
+        xp: `numpy` or `jax.numpy`.
+        tasks: pad the number of tasks to this; by default to `padded_size`, a single one not at
+            all.
+    """
+    shape = np.shape(arrays[0])
+    if least is not None:
+        shape = (padded_size(max(map(len, arrays)), least), *shape[1:])
+    tasks = tasks or (padded_size(len(arrays), 4) if len(arrays) > 1 else 1)
+    stacked = np.full((tasks, *shape), fill, np.float32)
+    for task, array in enumerate(arrays):
+        stacked[(task, slice(len(array))) if shape else task] = array
+    return xp.asarray(stacked)
+
+
+def stack_view(tasks: Sequence[ViewStatistics], xp: Any = np) -> ViewArrays:
+    """Returns the statistics of tasks in one view side by side."""
+    frames = [prototype_frame(task.prototypes, task.class_counts > 0) for task in tasks]
+    return ViewArrays(
+        stack([task.mean for task in tasks], xp=xp),
+        stack([task.basis for task in tasks], 8, xp=xp),
+        stack([frame.centre for frame in frames], xp=xp),
+        stack([frame.offsets for frame in frames], 4, xp=xp),
+        stack([frame.constants for frame in frames], 4, np.inf, xp=xp),
+        stack([task.residual_mean for task in tasks], xp=xp),
+        stack([task.residual_std for task in tasks], fill=1.0, xp=xp),
+        stack([task.distance_mean for task in tasks], xp=xp),
+        stack([task.distance_std for task in tasks], fill=1.0, xp=xp),
+        stack([1.0 for _ in tasks], xp=xp),
+    )
+
+
+def stack_heads(
+    heads: Sequence[inputs.HeadRows], bases: Float[Array, "tasks r d"], attenuation: float
+) -> HeadArrays:
+    """Returns heads side by side, and with TSF folded into them (line 9)."""
+    xp = namespace(bases)
+    rows = stack([head.rows for head in heads], 4, xp=xp)
+    bias = stack([head.bias for head in heads], 4, -np.inf, xp=xp)
+
+    def fold(rows: Any, basis: Any) -> tuple[Any]:
+        return (filter_features(rows, basis, np.float32(attenuation)),)
+
+    (folded,) = over_tasks(fold, rows, bases)
+    return HeadArrays(rows, folded.swapaxes(0, 1), bias)
+
+
+def over_tasks(function: Callable[..., tuple[Any, ...]], *arrays: Any) -> tuple[Any, ...]:
+    """Applies a function of one task's arrays to all tasks; results are [n, tasks, ...]."""
+    if namespace(arrays[0]) is np:
+        results = [function(*each) for each in zip(*arrays, strict=True)]
+        return tuple(np.stack(parts, axis=1) for parts in zip(*results, strict=True))
+    if len(arrays[0]) <= TASK_GROUP:
+        return jax.vmap(function, out_axes=1)(*arrays)
+    results = jax.lax.map(lambda each: function(*each), arrays, batch_size=TASK_GROUP)
+    return tuple(jnp.swapaxes(each, 0, 1) for each in results)
+
+
+def measure(
+    view: ViewArrays,
+    heads: HeadArrays | None,
+    features: Float[Array, "n d"],
+    attenuation: Float[Array, ""],
+    *,
+    normalised: bool,
+    neighbours: int,
+    all_rows: bool = False,
+) -> tuple[Float[Array, "n tasks ..."], ...]:
+    """Measures a batch against all tasks in one view.
+
+    Args:
+        view: statistics of the tasks.
+        heads: built-in heads of the adapted view, or None.
+        features: one view's features.
+        attenuation: gamma of TSF.
+        normalised: whether the heads divide their input by its norm.
+        neighbours: K of PAC.
+        all_rows: return the logits of all classes, too.
+
+    Returns:
+        Residual ratios and prototype distances; with heads also the largest raw logit with its row,
+        and the largest filtered logit with its row; last, where asked for, both kinds of logits.
+    """
+    units = unit(features)  # Once for all tasks.
+    energies = energy(features) if normalised else None
+
+    def one_task(mean, basis, centre, offsets, constants, *head):
+        ratio, coordinates = residual_ratio(features, mean, basis)
+        distances = prototype_distances(units, centre, offsets, constants)
+        distance = nearest_distance(distances, neighbours)
+        if not head:
+            return ratio, distance
+        rows, folded, bias = head
+        filtered_energies = None
+        if energies is not None:
+            # |(1 - gamma) h + gamma (h U) U^T|^2 of the uncentred feature.
+            inside = energy(coordinates + products(mean[None], basis))
+            kept = (1.0 - attenuation) ** 2
+            filtered_energies = kept * energies + (1.0 - kept) * inside
+        raw = head_logits(features, rows, bias, energies)
+        filtered = head_logits(features, folded, bias, filtered_energies)
+        largest = (each for z in (raw, filtered) for each in (z.max(axis=-1), z.argmax(axis=-1)))
+        return ratio, distance, *largest, *((raw, filtered) if all_rows else ())
+
+    return over_tasks(one_task, *view[:5], *(heads or ()))
+
+
+def residual_ratios(
+    means: Float[Array, "tasks d"], bases: Float[Array, "tasks r d"], features: Float[Array, "n d"]
+) -> Float[Array, "n tasks"]:
+    """Returns the residual ratios of a batch against all tasks."""
+    return over_tasks(lambda *task: residual_ratio(features, *task)[:1], means, bases)[0]
+
+
+# Test-time calibration (lines 14 to 20) ----------------------------------------------------------
+
+
+def rlc_argument(residual: Any, coefficients: Float[Array, " 3"]) -> Any:
+    """Returns log(p_F(u) / p_O(u)) / tau of Eq. llr; its tanh is the RLC evidence.
+
+    Args:
+        residual: u_t of Eq. residual.
+        coefficients: `llr_coefficients`.
+    """
+    return (coefficients[0] * residual + coefficients[1]) * residual + coefficients[2]
+
+
+def evidence(
+    ratio: Float[Array, "n tasks"],
+    distance: Float[Array, "n tasks"],
+    view: ViewArrays,
+    coefficients: Float[Array, " 3"],
+    nearest: bool,
+) -> tuple[Float[Array, "n tasks"], Float[Array, "n tasks"]]:
+    """Returns the RLC evidence of one view and q_t of Eq. par, whose tanh is the PAC evidence.
+
+    Args:
+        ratio: rho_t.
+        distance: one minus the affinity.
+        view: statistics of the tasks.
+        coefficients: of the foreign reference.
+        nearest: standardise affinities over the candidate tasks of the input instead of over the
+            task's training features.
+    """
+    xp = namespace(ratio)
+    residual = (ratio - view.residual_mean) / view.residual_std
+    mean, std = view.distance_mean, view.distance_std
+    if nearest:
+        weights = view.valid / view.valid.sum()
+        mean = (distance * weights).sum(axis=1, keepdims=True)
+        std = xp.sqrt(((distance - mean) ** 2 * weights).sum(axis=1, keepdims=True))
+        std = xp.maximum(std, SCALE_FLOOR)
+    return xp.tanh(rlc_argument(residual, coefficients)), (mean - distance) / std
+
+
+LOGITS = ("raw_logit", "raw_row", "filtered_logit", "filtered_row", "raw_rows", "filtered_rows")
+
+
+class Arrays(NamedTuple):
+    """A calibrator as the scoring kernel takes it; `None` for heads that are functions.
+
+    `coefficients` are those of the foreign references, one row a view.
+    """
+
+    views: list[ViewArrays]
+    heads: HeadArrays | None
+    coefficients: Float[Array, "views 3"]
+    attenuation: Float[Array, ""]
+
+
+def score_batch(
+    arrays: Arrays,
+    adapted: Float[Array, "n d"],
+    pretrained: Float[Array, "n e"] | None,
+    *,
+    normalised: bool,
+    neighbours: int,
+    nearest: bool,
+    all_rows: bool = False,
+) -> dict[str, Any]:
+    """Returns everything that the scores of a batch are made of, [n, tasks] each, padded tasks too.
+
+    Args:
+        arrays: of the calibrator.
+        adapted: features E_T(x).
+        pretrained: features E_0(x), or None.
+        normalised: whether the heads divide their input by its norm.
+        neighbours: K of PAC.
+        nearest: see `evidence`.
+        all_rows: return the logits of all classes, too.
+
+    Returns:
+        By name: `adapted_rlc`, `adapted_affinity`, the same of `pretrained`; with built-in heads
+        `raw_logit`, `raw_row`, `filtered_logit`, `filtered_row` and, where asked for, `raw_rows`
+        and `filtered_rows` [n, tasks, c]; and `adapted_energy` and `pretrained_energy` [n], which
+        are not finite for features that are not.
+    """
+    found: dict[str, Any] = {}
+    for index, features in enumerate((adapted, pretrained)):
+        if features is None:
+            continue
+        name, view = inputs.VIEWS[index], arrays.views[index]
+        ratio, distance, *logits = measure(
+            view,
+            arrays.heads if index == 0 else None,
+            features,
+            arrays.attenuation,
+            normalised=normalised,
+            neighbours=neighbours,
+            all_rows=all_rows,
+        )
+        rlc, affinity = evidence(ratio, distance, view, arrays.coefficients[index], nearest)
+        found |= {f"{name}_rlc": rlc, f"{name}_affinity": affinity}
+        found[f"{name}_energy"] = energy(features)
+        found |= dict(zip(LOGITS, logits, strict=False))
+    return found
+
+
+def fused_score(
+    logit: Float[Array, "n tasks"],
+    scale: Float[Array, " tasks"],
+    views: Sequence[tuple[float, Float[Array, "n tasks"], Float[Array, "n tasks"]]],
+    rlc_weight: float = 1.0,
+    pac_weight: float = 1.0,
+) -> Float[Array, "n tasks"]:
+    """Returns the calibrated task scores S_t (Eq. score-fusion, Eq. dual-main).
+
+    Args:
+        logit: largest logit of each head.
+        scale: sigma_t.
+        views: of each view its weight w_v and its evidence, tanh(RLC argument) and tanh(q_t).
+        rlc_weight: alpha.
+        pac_weight: beta.
+    """
+    for weight, rlc, pac in views:
+        logit = logit + weight * scale * (pac_weight * pac - rlc_weight * rlc)
+    return logit
+
+
+class TaskLogits(NamedTuple):
+    """Largest logit of each head and the head row it came from."""
+
+    logit: Float[np.ndarray, "n tasks"]
+    row: Int[np.ndarray, "n tasks"]
+
+
+class ViewEvidence(NamedTuple):
+    """Corrections of one view in units of the score scale.
+
+    Attributes:
+        rlc: tanh of the RLC argument.
+        affinity: q_t, whose tanh is the PAC evidence.
+    """
+
+    rlc: Float[np.ndarray, "n tasks"]
+    affinity: Float[np.ndarray, "n tasks"]
+
+    @property
+    def pac(self) -> Float[np.ndarray, "n tasks"]:
+        """The PAC evidence."""
+        return np.tanh(self.affinity)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Everything the score of a sample and task is made of, so that any combination costs no pass.
+
+    Attributes:
+        raw_logits: logits of the heads as they are.
+        filtered_logits: logits with TSF.
+        adapted: evidence of the adapted view.
+        pretrained: evidence of the pretrained view; None when that view is not in use.
+        raw_scale: sigma_t without TSF.
+        filtered_scale: sigma_t with TSF.
+        settings: of the calibrator; `fuse` reads its four weights.
+        classes: labels of each task's head rows, in row order.
+    """
+
+    raw_logits: TaskLogits
+    filtered_logits: TaskLogits
+    adapted: ViewEvidence
+    pretrained: ViewEvidence | None
+    raw_scale: Float[np.ndarray, " tasks"]
+    filtered_scale: Float[np.ndarray, " tasks"]
+    settings: Settings
+    classes: Sequence[Int[np.ndarray, " c"]]
+
+    def fuse(
+        self,
+        tsf: bool = True,
+        rlc: bool = True,
+        pac: bool = True,
+        adapted_view: bool = True,
+        pretrained_view: bool = True,
+    ) -> Scores:
+        """Returns the paper's scores with the named components switched on.
+
+        Without TSF both the logits and the score scales are the raw ones (paper, "Test-Time
+        Calibration"); with everything switched off the scores are the raw logits themselves.
+        """
+        settings = self.settings
+        logits = self.filtered_logits if tsf else self.raw_logits
+        views = []
+        if adapted_view:
+            views.append((settings.adapted_view_weight, self.adapted.rlc, self.adapted.pac))
+        if pretrained_view and self.pretrained is not None:
+            frozen = self.pretrained
+            views.append((settings.pretrained_view_weight, frozen.rlc, frozen.pac))
+        scores = fused_score(
+            logits.logit,
+            self.filtered_scale if tsf else self.raw_scale,
+            views,
+            rlc * settings.rlc_weight,
+            pac * settings.pac_weight,
+        )
+        return Scores(scores, logits.row, self.classes)
+
+    def raw(self) -> Scores:
+        """Returns the largest raw logits as scores (Eq. raw)."""
+        return self.fuse(False, False, False)
+
+    def scores(self) -> Scores:
+        """Returns the scores that the calibrator is set to give."""
+        return self.fuse()
+
+    def beyond(self, **switches: bool) -> dict[str, Scores]:
+        """Returns what the calibrator gives beyond the paper by name; of the paper's FDC, nothing.
+
+        Args:
+            switches: as `fuse` takes them.
+        """
+        return {}
+
+
+# The calibrator ----------------------------------------------------------------------------------
+
+@cache
+def compiled(kernel: Callable[..., Any], static: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """Returns a kernel of this file as JAX compiles it, once per shape."""
+    return jax.jit(kernel, static_argnames=static)
+
+
+def fetch(batches: Sequence[tuple[Any, ...]], sizes: Sequence[int]) -> list[np.ndarray]:
+    """Fetches results of several batches from the device at once; returns their columns, joined.
+
+    Args:
+        batches: arrays [padded, ...], the same number in every batch.
+        sizes: how many rows of each batch are no padding.
+    """
+    fetched = batches if jax is None else jax.device_get(list(batches))
+    columns = zip(*fetched, strict=True)
+    return [
+        np.concatenate([part[:size] for part, size in zip(column, sizes, strict=True)])
+        for column in columns
+    ]
 
 
 class FDC:
@@ -37,69 +876,31 @@ class FDC:
     Features are used as they are, never centred or scaled as a whole: TSF and PAC depend on where
     the origin is.
 
-    Args:
-        retained_energy: eta, share of a task's variance that its subspace keeps, in (0, 1].
-        attenuation: gamma, how much of a feature outside the subspace TSF removes, in [0, 1].
-        rlc_weight: alpha.
-        pac_weight: beta.
-        adapted_view_weight: w_T.
-        pretrained_view_weight: w_0; with 0 the pretrained features may be left out when scoring.
-        neighbours: K, class prototypes whose cosines PAC averages.
-        affinity_reference: "own" standardises affinities by the task's training moments; "nearest"
-            by their moments over the candidate tasks of each input (paper, "PAC Neighborhood
-            Size"); "pooled", of the whitened metric alone, by the mean of all tasks' own moments.
-        affinity_metric: "cosine"; or "whitened", the cosine in the metric of the pooled
-            within-class covariance, which is beyond the paper (docs/beyond.md).
-        affinity_evidence: "tanh" of the standardised affinity, or "linear", the affinity itself.
-        affinity_scope: "task" gives a task the affinity of its nearest class; "class", of the
-            whitened metric alone, gives each class its own, before the maximum over classes.
-        affinity_shrinkage: lambda, share of the mean variance added to the within-class covariance.
+    What lies beyond the paper is a subclass with statistics of its own: it may look at every block
+    of the two walks over a task (`_first_walk`, `_between_walks`, `_second_walk`), at what a batch
+    of test inputs is measured by (`_measure_batch`) and at the scores (`_terms`).
 
-    With the whitened metric, the terms still hold the paper's evidence, too.
+    Args:
+        **settings: the fields of `Settings`.
 
     Raises:
         InputError: a setting outside its range.
     """
 
-    def __init__(
-        self,
-        retained_energy: float = 0.75,
-        attenuation: float = 0.5,
-        rlc_weight: float = 1.0,
-        pac_weight: float = 1.0,
-        adapted_view_weight: float = 1.0,
-        pretrained_view_weight: float = 1.0,
-        neighbours: int = 1,
-        affinity_reference: str = "own",
-        affinity_metric: str = "cosine",
-        affinity_evidence: str = "tanh",
-        affinity_scope: str = "task",
-        affinity_shrinkage: float = 0.05,
-    ):
-        self.settings = Settings(
-            retained_energy,
-            attenuation,
-            rlc_weight,
-            pac_weight,
-            adapted_view_weight,
-            pretrained_view_weight,
-            neighbours,
-            affinity_reference,
-            affinity_metric,
-            affinity_evidence,
-            affinity_scope,
-            affinity_shrinkage,
-        ).checked()
+    settings_type: ClassVar[type[Settings]] = Settings
+    _all_rows: bool = False  # Whether scores need the logits of all classes.
+
+    def __init__(self, **settings: Any):
+        self.settings = self.settings_type(**settings)
         self.tasks: list[Task] = []
         self.heads: list[Any] = []
         self.references: list[ForeignReference | None] = []
-        # Per task, the standardised foreign residuals of each view; None once released.
+        # Per task, the standardised foreign residuals F^v of each view; None once released.
         self.foreign: list[list[Float[np.ndarray, "earlier n"]]] | None = []
-        # Per view, what the whitened metric is made of; empty with the cosine.
-        self.shared: list[WithinClass] = []
-        self._earlier: list[EarlierTasks] = []
         self._finalized = False
-        self._scorer: Scorer | None = None
+        self._xp: Any = jnp
+        self._arrays: Arrays | None = None
+        self._earlier: dict[int, list[tuple[Any, Any]]] = {}
 
     @property
     def num_tasks(self) -> int:
@@ -116,22 +917,25 @@ class FDC:
         """Returns the labels of each task's head rows, in row order."""
         return [task.classes for task in self.tasks]
 
+    @property
+    def widths(self) -> list[int]:
+        """Returns the feature width of each view, once there is a task."""
+        return [len(view.mean) for view in self.tasks[0].views] if self.tasks else []
+
     def fit_task(
-        self,
-        adapted: Any,
-        labels: Any,
-        head: Any,
-        pretrained: Any = None,
-        classes: Any = None,
+        self, adapted: Any, labels: Any, head: Any, pretrained: Any = None, classes: Any = None
     ) -> None:
-        """Collects the statistics of the next task (Algorithm 1, lines 5 to 11).
+        """Collects the statistics of the next task (lines 5 to 11).
+
+        Two walks over its samples are needed, because a residual is measured against the finished
+        subspace and an affinity against the finished prototypes.
 
         Args:
             adapted: features E_t(D_t), [n, d], as an array of NumPy, JAX or any library that offers
                 `__array__` or `__dlpack__`; memory maps are read block by block. Or a source: a
                 function without arguments that returns a fresh iterator over chunks (adapted,
-                pretrained or None, labels). It is called twice, since residuals can be measured
-                only when the subspace is known, and must give the same samples both times.
+                pretrained or None, labels). It is called twice, since there are two walks, and must
+                give the same samples both times.
             labels: integer labels [n]; None with a source.
             head: the task's head, of the same type for all tasks.
             pretrained: features E_0(D_t), [n, e]; given for all tasks or for none; None with a
@@ -147,29 +951,20 @@ class FDC:
         """
         if self.foreign is None:
             raise InputError("the foreign residuals were released: no further task can be fitted")
-        task = self.num_tasks
-        name = f"head of task {task}"
-        kind = head_kind(head, name)
-        if kind == "function" and self.settings.affinity_scope == "class":
+        task, settings, xp = self.num_tasks, self.settings, self._xp
+        kind = self._check_kind(head, f"head of task {task}")
+        if self.heads and kind != (expected := inputs.head_kind(self.heads[0], "head of task 0")):
             raise InputError(
-                f"{name}: affinity_scope class needs the logit of every class; expected a built-in "
-                "head, found a function"
+                f"head of task {task}: expected a {expected} head like task 0, found {kind}"
             )
-        if self.heads and kind != (expected := head_kind(self.heads[0], "head of task 0")):
-            raise InputError(f"{name}: expected a {expected} head like task 0, found {kind}")
         source = inputs.task_source(adapted, labels, pretrained, task)
-        stream = inputs.blocks(source, task)
-        start = next(stream, None)
+        blocks = inputs.blocks(source, task)
+        start = next(blocks, None)
         if start is None:
             raise InputError(f"task {task}: expected at least one sample, found none")
-        width = start.adapted.shape[1]
         if self.tasks:
-            inputs.check_views(start, self._widths, task)
-        if kind == "function":
-            rows, num_classes = None, function_heads.count_classes(head, width, name)
-        else:
-            rows = head_rows(head, name, width)
-            num_classes = len(rows.rows)
+            inputs.check_views(start, self.widths, task)
+        rows, num_classes = self._read_head(head, task, start.adapted.shape[1])
         if classes is not None:
             classes = inputs.class_labels(classes, f"classes of task {task}")
             if len(classes) != num_classes:
@@ -177,47 +972,80 @@ class FDC:
                     f"classes of task {task}: expected {num_classes} labels, one per row of the "
                     f"head, found {len(classes)}"
                 )
-        first = first_pass(
-            itertools.chain([start], stream),
-            task,
-            self.settings.retained_energy,
-            num_classes,
-            classes,
-            self.classes,
-            self.settings.affinity_metric == "whitened",
-        )
-        present = int((first.class_counts > 0).sum())
-        if present < self.settings.neighbours:
+
+        # Line 6, the first walk: mean, PCA basis, class prototypes.
+        seen = inputs.TaskLabels(task, num_classes, classes, self.classes)
+        sums = [Sums(features.shape[1]) for features in start.views]
+        for block in itertools.chain([start], blocks):
+            seen.add(block.labels)
+            for view, features in enumerate(block.views):
+                sums[view].add(features[: block.rows], block.labels)
+                self._first_walk(view, features[: block.rows], block.labels)
+        classes, counts = seen.finish()
+        if (present := int((counts > 0).sum())) < settings.neighbours:
             raise InputError(
-                f"task {task}: {self.settings.neighbours} neighbours need as many classes with "
+                f"task {task}: {settings.neighbours} neighbours need as many classes with "
                 f"samples, found {present}"
             )
-        self._earlier = self._earlier or [EarlierTasks() for _ in first.shapes]
-        for view, earlier in enumerate(self._earlier):
-            earlier.update([fitted.views[view] for fitted in self.tasks])
-        shared, prototypes = whitened_prototypes.of_new_task(
-            self.shared, self.tasks, first, self.settings.affinity_shrinkage
-        )
-        fitted, foreign = second_pass(
-            source,
-            task,
-            first,
-            head,
-            rows,
-            self._earlier,
-            self.settings.attenuation,
-            self.settings.neighbours,
-            prototypes,
-        )
-        self.tasks.append(fitted)
-        self.shared = shared
-        self.heads.append(head)
-        self.foreign.append(foreign)
+        drafts = []
+        for each in sums:
+            energies, directions = each.principal_components()
+            if not np.isfinite(energies).all():
+                raise InputError(f"task {task}: features are too large for float32 statistics")
+            rank = retained_rank(energies, settings.retained_energy, each.count)
+            mean, basis = each.mean.astype(np.float32), orthonormal(directions[:rank])
+            prototypes = each.prototypes(classes).astype(np.float32)
+            drafts.append(ViewStatistics(mean, basis, prototypes, counts))
+        self._between_walks(sums, classes, counts)
+
+        # Lines 6, 7 and 10, the second walk: the samples against their own task and earlier ones.
+        own = [stack_view([draft], xp) for draft in drafts]
+        heads = None if rows is None else stack_heads([rows], own[0].basis, settings.attenuation)
+        earlier = [self._earlier_tasks(view) for view in range(len(drafts))]
+        measured: list[list[tuple[Any, ...]]] = [[] for _ in drafts]
+        sizes: list[int] = []
+        again = np.zeros_like(counts)
+        for block in inputs.blocks(source, task):
+            sizes.append(block.rows)
+            again += (block.labels[:, None] == classes).sum(axis=0)
+            for view, features in enumerate(block.views):
+                batch = self._place(features[: block.rows], 128)
+                found = self.run(
+                    measure,
+                    own[view],
+                    None if view else heads,
+                    batch,
+                    np.float32(settings.attenuation),
+                    normalised=rows is not None and rows.normalised,
+                    neighbours=settings.neighbours,
+                )
+                if view == 0 and rows is None:
+                    found += self._largest_logits(head, task, batch[: block.rows], own[0].basis[0])
+                ratios = (self.run(residual_ratios, *group, batch) for group in earlier[view])
+                measured[view].append((*found, *ratios))
+                self._second_walk(view, batch, block.rows)
+        if (again != counts).any() or sum(sizes) != sums[0].count:
+            raise InputError(
+                f"source of task {task}: the second pass gave other samples than the first "
+                f"({sum(sizes)} rows, {sums[0].count} before); it must start again at every call"
+            )
+        views, foreign, scales = [], [], []
+        for view, draft in enumerate(drafts):
+            ratio, distance, *others = fetch(measured[view], sizes)
+            if view == 0:
+                raw, _, filtered, _, *others = others
+                scales = [population_moments(raw)[1], population_moments(filtered)[1]]
+            moments = (*population_moments(ratio), *population_moments(distance))
+            views.append(ViewStatistics(*draft[:4], *moments))
+            foreign.append(self._standardised(view, others, sum(sizes)))
+        self.tasks = [*self.tasks, Task(views, classes, sum(sizes), *scales)]
+        self.heads = [*self.heads, head]
+        self.foreign = [*self.foreign, foreign]
         self._finalized = False
-        _warn_of_constant_residuals(fitted, task)
+        self._warn_of_constant_residuals(task)
 
     def finalize(self, release: bool = False) -> None:
-        """Fits the foreign reference of RLC (Algorithm 1, line 13). May be called again.
+        """Fits the foreign reference of RLC (line 13). May be called again.
 
         Args:
             release: drop the foreign residual scalars, one float32 per sample, earlier task and
@@ -233,14 +1061,13 @@ class FDC:
                 fit_foreign_reference([task[view] for task in self.foreign])
                 for view in range(self.num_views)
             ]
-            self._scorer = None
+            self._arrays = None
         self._finalized = True
         if release:
-            self.foreign = None
-            self._earlier = []
+            self.foreign, self._earlier = None, {}
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
-        """Returns calibrated scores of a batch of any size (Algorithm 1, lines 14 to 20).
+        """Returns calibrated scores of a batch of any size (lines 14 to 20).
 
         All components are switched on.
 
@@ -252,7 +1079,7 @@ class FDC:
         Raises:
             InputError: not finalized, or features of another shape than at fit time.
         """
-        return self.terms(adapted, pretrained).fuse()
+        return self.terms(adapted, pretrained).scores()
 
     def raw(self, adapted: Any, pretrained: Any = None) -> Scores:
         """Returns the largest raw logit of each head as its score (Eq. raw)."""
@@ -263,14 +1090,22 @@ class FDC:
 
         Takes and raises what `score` does.
         """
-        self._require_finalized()
+        self.require_finalized()
         needed = self.settings.pretrained_view_weight != 0.0
-        views = inputs.score_views(adapted, pretrained, self._widths, needed)
-        if self._scorer is None:
-            self._scorer = Scorer(
-                self.settings, self.tasks, self.heads, self.references, self.shared
-            )
-        return self._scorer.terms(*views)
+        views = inputs.score_views(adapted, pretrained, self.widths, needed)
+        batches, sizes = [], []
+        for start in range(0, max(len(views[0]), 1), MAX_ROWS):
+            parts = [None if view is None else view[start : start + MAX_ROWS] for view in views]
+            sizes.append(len(parts[0]))
+            placed = [None if part is None else self._place(part, 8) for part in parts]
+            batches.append(self._measure_batch(*placed))
+        columns = fetch([tuple(batch.values()) for batch in batches], sizes)
+        found = dict(zip(batches[0], columns, strict=True))
+        for name in inputs.VIEWS[: 1 if views[1] is None else 2]:
+            inputs.check_rows(f"{name} features", found[f"{name}_energy"])
+        if self.arrays.heads is None:
+            found |= self._logits_of_functions(views[0])
+        return self._terms(found)
 
     def replace_heads(self, heads: Sequence[Any]) -> None:
         """Predicts with other heads from now on, for learners that rewrite old heads.
@@ -283,110 +1118,229 @@ class FDC:
         heads = list(heads)
         if len(heads) != self.num_tasks:
             raise InputError(f"heads: expected one per task, {self.num_tasks}, found {len(heads)}")
-        kind = common_kind(heads)
-        if kind == "function" and self.settings.affinity_scope == "class":
-            raise InputError(
-                "heads: affinity_scope class needs the logit of every class; expected built-in "
-                "heads, found functions"
-            )
+        inputs.common_kind(heads)
         for index, (head, task) in enumerate(zip(heads, self.tasks, strict=True)):
-            name, width = f"head of task {index}", self._widths[0]
-            if kind == "function":
-                found = function_heads.count_classes(head, width, name)
-            else:
-                found = len(head_rows(head, name, width).rows)
+            self._check_kind(head, "heads")
+            found = self._read_head(head, index, self.widths[0])[1]
             if found != len(task.classes):
-                raise InputError(f"{name}: expected {len(task.classes)} classes, found {found}")
+                raise InputError(
+                    f"head of task {index}: expected {len(task.classes)} classes, found {found}"
+                )
         self.heads = heads
-        self._scorer = None
+        self._arrays = None
 
     @property
     def paper_storage_bytes(self) -> int:
-        """Returns what `storage_bytes` would be with the cosine instead of the whitened metric."""
-        return accounting.storage_bytes(self.settings, self.tasks, whitened=False)
+        """Returns the bytes of the paper's statistics in use, by its accounting, in float32.
+
+        PCA bases count as factors, beside prototypes, feature means and scalars; classifier weights
+        and foreign residuals do not count. A view of weight 0 counts no more than what TSF needs:
+        the adapted bases.
+        """
+        settings, numbers = self.settings, 2 * self.num_tasks  # Score scales with and without TSF.
+        weights = (settings.adapted_view_weight, settings.pretrained_view_weight)
+        for index, weight in enumerate(weights[: self.num_views]):
+            views = [task.views[index] for task in self.tasks]
+            if weight or (index == 0 and settings.attenuation):
+                numbers += sum(view.basis.size for view in views)
+            if weight:
+                present = sum(int((view.class_counts > 0).sum()) for view in views)
+                numbers += (len(views) + present) * self.widths[index]
+                # Four moments per task; mean, variance and scale of the foreign reference.
+                numbers += 4 * len(views) + (3 if len(views) > 1 else 0)
+        return 4 * numbers
 
     @property
     def storage_bytes(self) -> int:
-        """Returns the bytes of the statistics in use, by the paper's accounting, in float32.
-
-        Foreign residuals, which `finalize(release=True)` drops, are not counted.
-        """
-        return accounting.storage_bytes(self.settings, self.tasks, whitened=bool(self.shared))
+        """Returns the bytes of all statistics in use; of the paper's FDC, `paper_storage_bytes`."""
+        return self.paper_storage_bytes
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the finalized calibrator to one `.npz` file, whole or not at all.
 
         The foreign residuals are part of it unless released, so that a loaded calibrator can take
-        further tasks. Heads that are functions are left out; `load` then needs them.
+        further tasks. Heads that are functions are left out; `calibration.load` then needs them.
 
         Raises:
             InputError: not finalized, or the file cannot be written.
         """
-        storage.save(path, self._state())
+        from fdc_jax.calibration import storage
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str], heads: Sequence[Any] | None = None) -> "FDC":
-        """Reads a calibrator that `save` wrote; it scores as the saved one did.
+        storage.save(path, self)
 
-        Args:
-            path: the file.
-            heads: heads to predict with instead of the stored ones; required for functions.
-
-        Raises:
-            InputError: the file is missing, damaged, of another schema, or needs `heads`.
-        """
-        state = storage.load(path, heads)
-        calibrator = cls(**state.settings._asdict())
-        calibrator.tasks = state.tasks
-        calibrator.references = state.references
-        calibrator.foreign = state.foreign
-        calibrator.shared = state.shared
-        try:
-            calibrator.replace_heads(state.heads)
-        except InputError as error:
-            # Heads that were given are the caller's, not the file's.
-            if heads is not None:
-                raise
-            raise InputError(f"{path}: {error}") from error
-        calibrator._finalized = True
-        return calibrator
-
-    def to_numpy(self) -> NumpyScorer:
-        """Returns a scorer of the same statistics that needs NumPy alone.
-
-        Raises:
-            InputError: not finalized, or the heads are functions.
-        """
-        arrays = storage.to_arrays(self._state())
-        if str(arrays["head_kind"]) == "function":
-            raise InputError("heads that are functions cannot be scored with NumPy alone")
-        return NumpyScorer(arrays)
+    def to_numpy(self) -> FDC:
+        """Returns the same calibrator computing with NumPy alone, as where JAX is not installed."""
+        plain = copy.copy(self)
+        plain._xp, plain._arrays, plain._earlier = np, None, {}
+        return plain
 
     @property
-    def _widths(self) -> list[int]:
-        """Feature width of each view, once there is a task."""
-        return [len(view.mean) for view in self.tasks[0].views]
+    def arrays(self) -> Arrays:
+        """Returns the calibrator as `score_batch` takes it, placed once."""
+        if self._arrays is None:
+            xp, attenuation = self._xp, self.settings.attenuation
+            views = [
+                stack_view([task.views[view] for task in self.tasks], xp)
+                for view in range(self.num_views)
+            ]
+            read = [
+                self._read_head(head, task, self.widths[0])[0]
+                for task, head in enumerate(self.heads)
+            ]
+            rows = [head for head in read if head is not None]
+            self._normalised = bool(rows) and rows[0].normalised
+            self._arrays = Arrays(
+                views,
+                stack_heads(rows, views[0].basis, attenuation) if rows else None,
+                xp.asarray(np.stack([llr_coefficients(r) for r in self.references]), np.float32),
+                xp.asarray(attenuation, np.float32),
+            )
+        return self._arrays
 
-    def _state(self) -> storage.State:
-        self._require_finalized()
-        return storage.State(
-            self.settings, self.tasks, self.heads, self.references, self.foreign, self.shared
-        )
-
-    def _require_finalized(self) -> None:
+    def require_finalized(self) -> None:
+        """Raises InputError unless everything fitted has been finalized."""
         if not self._finalized:
             raise InputError("call fit_task for every task, then finalize, first")
 
+    def run(self, kernel: Callable[..., Any], *arguments: Any, **static: Any) -> Any:
+        """Runs a kernel, compiled by JAX or as it is where NumPy computes."""
+        if self._xp is np:
+            return kernel(*arguments, **static)
+        return compiled(kernel, tuple(static))(*arguments, **static)
 
-def _warn_of_constant_residuals(fitted: Task, task: int) -> None:
-    for name, view in zip(inputs.VIEWS, fitted.views, strict=False):
-        # A subspace that is the whole space leaves no residual to anybody.
-        if view.residual_std > SCALE_FLOOR or len(view.basis) == len(view.mean):
-            continue
-        _LOGGER.warning(
-            "task %d: the residual ratios of its training samples (%d) do not vary in the %s "
-            "view; RLC's foreign reference, which all tasks share, will be dominated by this task",
-            task,
-            fitted.samples,
-            name,
+    def _first_walk(
+        self, view: int, features: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"]
+    ) -> None:
+        """Sees every block of the first walk over a task; for subclasses."""
+
+    def _between_walks(
+        self, sums: list[Sums], classes: Int[np.ndarray, " c"], counts: Int[np.ndarray, " c"]
+    ) -> None:
+        """Sees what the first walk found in each view; for subclasses."""
+
+    def _second_walk(self, view: int, batch: Float[Array, "padded d"], rows: int) -> None:
+        """Sees every block of the second walk, on the device; for subclasses."""
+
+    def _measure_batch(
+        self, adapted: Float[Array, "n d"], pretrained: Float[Array, "n e"] | None
+    ) -> dict[str, Float[Array, "n ..."]]:
+        """Returns what a batch is measured by, without waiting for it."""
+        arrays, settings = self.arrays, self.settings
+        if pretrained is None:
+            arrays = arrays._replace(views=arrays.views[:1])
+        return self.run(
+            score_batch,
+            arrays,
+            adapted,
+            pretrained,
+            normalised=self._normalised,
+            neighbours=settings.neighbours,
+            nearest=settings.affinity_reference == "nearest",
+            all_rows=self._all_rows,
         )
+
+    def _terms(self, found: dict[str, np.ndarray]) -> Terms:
+        """Returns the terms of everything that was measured; padded tasks are dropped."""
+        kept = {name: column[:, : self.num_tasks] for name, column in found.items() if column.ndim > 1}
+        views = [
+            ViewEvidence(kept[f"{name}_rlc"], kept[f"{name}_affinity"])
+            for name in inputs.VIEWS
+            if f"{name}_rlc" in kept
+        ]
+        return Terms(
+            raw_logits=TaskLogits(kept["raw_logit"], kept["raw_row"]),
+            filtered_logits=TaskLogits(kept["filtered_logit"], kept["filtered_row"]),
+            adapted=views[0],
+            pretrained=views[1] if len(views) == 2 else None,
+            raw_scale=np.array([task.raw_scale for task in self.tasks], np.float32),
+            filtered_scale=np.array([task.filtered_scale for task in self.tasks], np.float32),
+            settings=self.settings,
+            classes=self.classes,
+        )
+
+    def _place(self, features: Float[Any, "n d"], least: int) -> Float[Array, "padded d"]:
+        """Returns features for the kernels, padded to a power of two, at least `least`, by JAX."""
+        if self._xp is np:
+            return inputs.float32(np.asarray(features))
+        rows = max(least, 1 << max(len(features) - 1, 0).bit_length())
+        return inputs.padded_rows(features, rows)
+
+    def _earlier_tasks(self, view: int) -> list[tuple[Any, Any]]:
+        """Returns means and bases of the tasks so far in groups, of which the full ones stay."""
+        groups = self._earlier.setdefault(view, [])
+        del groups[self.num_tasks // EARLIER_GROUP :]
+        found = list(groups)
+        for start in range(EARLIER_GROUP * len(groups), self.num_tasks, EARLIER_GROUP):
+            views = [task.views[view] for task in self.tasks[start : start + EARLIER_GROUP]]
+            # Coarser than elsewhere, since every task asks anew.
+            rank = -(-max(len(each.basis) for each in views) // 32) * 32
+            size = 1 << (len(views) - 1).bit_length()
+            means = stack([each.mean for each in views], xp=self._xp, tasks=size)
+            bases = stack([each.basis for each in views], rank, xp=self._xp, tasks=size)
+            found.append((means, bases))
+            if len(views) == EARLIER_GROUP:
+                groups.append(found[-1])
+        return found
+
+    def _standardised(
+        self, view: int, groups: Sequence[Float[np.ndarray, "n group"]], samples: int
+    ) -> Float[np.ndarray, "earlier n"]:
+        """Returns u_j of Eq. residual for every earlier task j, by j's own moments (line 7)."""
+        if not groups:
+            return np.zeros((0, samples), np.float32)
+        ratios = np.concatenate(groups, axis=1)[:, : self.num_tasks].T.astype(np.float64)
+        means = np.array([[task.views[view].residual_mean] for task in self.tasks])
+        stds = np.array([[task.views[view].residual_std] for task in self.tasks])
+        return np.ascontiguousarray((ratios - means) / stds, np.float32)
+
+    def _warn_of_constant_residuals(self, task: int) -> None:
+        for name, view in zip(inputs.VIEWS, self.tasks[task].views, strict=False):
+            # A subspace that is the whole space leaves no residual to anybody.
+            if view.residual_std > SCALE_FLOOR or len(view.basis) == len(view.mean):
+                continue
+            _LOGGER.warning(
+                "task %d: the residual ratios of its training samples (%d) do not vary in the %s "
+                "view; RLC's foreign reference, which all tasks share, will be dominated by this "
+                "task",
+                task,
+                self.tasks[task].samples,
+                name,
+            )
+
+    # Heads, built in or functions of the user's own, which are scored one after the other.
+
+    def _check_kind(self, head: Any, name: str) -> str:
+        """Returns the kind of a head that these settings can work with."""
+        return inputs.head_kind(head, name)
+
+    def _read_head(
+        self, head: Any, task: int, width: int
+    ) -> tuple[inputs.HeadRows | None, int]:
+        """Returns a built-in head in its affine form, None for a function; and its class count."""
+        name = f"head of task {task}"
+        if inputs.head_kind(head, name) != "function":
+            rows = inputs.head_rows(head, name, width)
+            return rows, len(rows.rows)
+        one = self._xp.ones((1, width), np.float32)
+        return None, inputs.function_logits(head, one, None, name).shape[1]
+
+    def _largest_logits(
+        self, head: Any, task: int, features: Float[Array, "n d"], basis: Float[Array, "r d"]
+    ) -> tuple[np.ndarray, ...]:
+        """Returns a function's largest logit and its row, raw and with TSF at its input, [n, 1]."""
+        filtered = self.run(filter_features, features, basis, np.float32(self.settings.attenuation))
+        count = self._read_head(head, task, features.shape[1])[1]
+        columns = []
+        for each in (features, filtered):
+            logits = inputs.function_logits(head, each, count, f"head of task {task}")
+            columns += [logits.max(axis=1)[:, None], logits.argmax(axis=1)[:, None]]
+        return tuple(columns)
+
+    def _logits_of_functions(self, adapted: Float[Any, "n d"]) -> dict[str, np.ndarray]:
+        features = self._xp.asarray(adapted, np.float32)
+        columns = [
+            self._largest_logits(head, task, features, self.arrays.views[0].basis[task])
+            for task, head in enumerate(self.heads)
+        ]
+        joined = (np.concatenate(parts, axis=1) for parts in zip(*columns, strict=True))
+        return dict(zip(LOGITS, joined, strict=False))

@@ -1,20 +1,31 @@
-"""What calibrators accept: arrays or re-iterable sources, checked and cut into equal blocks."""
+"""What calibrators accept: features, labels and heads, checked and cut into blocks.
 
+Features and labels come as arrays of NumPy, JAX or any library that offers `__array__` or
+`__dlpack__`, as memory maps, or as functions that give the same chunks at every call.
+"""
+
+from __future__ import annotations
+
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
 
 from fdc_jax.errors import InputError
+from fdc_jax.heads import KINDS
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
 
 # Rows handed to the device at once while fitting. The last block is padded to the same size, so
 # that one compiled kernel per feature width serves every task.
 BLOCK_ROWS = 512
 
 VIEWS = ("adapted", "pretrained")
+
+# Number types of ml_dtypes, whose kind NumPy does not know.
+_SHORT_FLOATS = ("bfloat", "float8", "float6", "float4", "int4", "uint4", "int2", "uint2")
 
 # (adapted, pretrained or None, labels) of consecutive samples.
 Chunk = tuple[Any, Any, Any]
@@ -30,6 +41,11 @@ class Block(NamedTuple):
     labels: Int[np.ndarray, " rows"]
     rows: int
 
+    @property
+    def views(self) -> list[Float[np.ndarray, "block d"]]:
+        """The features of the one or two views, adapted view first."""
+        return [self.adapted] if self.pretrained is None else [self.adapted, self.pretrained]
+
 
 def host_array(value: Any, name: str) -> np.ndarray:
     """Returns a NumPy view or copy of an array of any library; memory maps stay unread.
@@ -39,7 +55,7 @@ def host_array(value: Any, name: str) -> np.ndarray:
     """
     if isinstance(value, np.ndarray):
         return value
-    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+    if _is_of_jax(value) and not value.is_fully_addressable:
         raise InputError(f"{name}: is spread over devices of other processes; gather it first")
     reason: Exception | str = "it is no array"
     if isinstance(value, list | tuple) or hasattr(value, "__array__"):
@@ -49,10 +65,18 @@ def host_array(value: Any, name: str) -> np.ndarray:
             reason = error
     if hasattr(value, "__dlpack__"):
         try:
+            # Unlike NumPy's, JAX's reader knows bfloat16.
+            import jax.numpy as jnp
+
             return np.asarray(jnp.from_dlpack(value))
-        except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        except (ImportError, TypeError, ValueError, RuntimeError, BufferError) as error:
             reason = error
     raise InputError(f"{name}: cannot be read as an array: {reason}")
+
+
+def _is_of_jax(value: Any) -> bool:
+    jax = sys.modules.get("jax")  # Whoever holds an array of JAX has imported it.
+    return jax is not None and isinstance(value, jax.Array)
 
 
 def feature_array(value: Any, name: str, width: int | None = None) -> np.ndarray:
@@ -77,7 +101,7 @@ def check_feature_shape(shape: tuple[int, ...], dtype: Any, name: str, width: in
 
 def check_real(dtype: Any, name: str) -> None:
     """Raises InputError for objects, text, truth values and complex numbers."""
-    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+    if np.dtype(dtype).kind not in "iuf" and not np.dtype(dtype).name.startswith(_SHORT_FLOATS):
         raise InputError(f"{name}: expected real numbers, found {dtype}")
 
 
@@ -187,13 +211,13 @@ def task_source(adapted: Any, labels: Any, pretrained: Any, task: int) -> Source
     return chunks
 
 
-def score_features(value: Any, name: str, width: int) -> np.ndarray | jax.Array:
+def score_features(value: Any, name: str, width: int) -> np.ndarray | Array:
     """Returns features [n, width] to be scored: on the device if they are there, else on the host.
 
     Raises:
         InputError: no array, or of another shape or type.
     """
-    if isinstance(value, jax.Array) and value.devices() == jnp.zeros(()).devices():
+    if _is_of_jax(value) and value.devices() == sys.modules["jax"].numpy.zeros(()).devices():
         check_feature_shape(value.shape, value.dtype, name, width)
         return value
     return feature_array(value, name, width)
@@ -201,7 +225,7 @@ def score_features(value: Any, name: str, width: int) -> np.ndarray | jax.Array:
 
 def score_views(
     adapted: Any, pretrained: Any, widths: Sequence[int], needs_pretrained: bool
-) -> tuple[np.ndarray | jax.Array, np.ndarray | jax.Array | None]:
+) -> tuple[np.ndarray | Array, np.ndarray | Array | None]:
     """Returns the features of both views to be scored; see `score_features`.
 
     Args:
@@ -232,10 +256,12 @@ def score_views(
     return adapted, pretrained
 
 
-def padded_rows(features: np.ndarray | jax.Array, rows: int) -> Float[Array, "rows d"]:
+def padded_rows(features: np.ndarray | Array, rows: int) -> Float[Array, "rows d"]:
     """Returns features in float32 on the device, with zero rows added."""
+    import jax.numpy as jnp
+
     missing = ((0, rows - len(features)), (0, 0))
-    if isinstance(features, jax.Array):
+    if _is_of_jax(features):
         features = features.astype(jnp.float32)
         return features if len(features) == rows else jnp.pad(features, missing)
     return jnp.asarray(np.pad(float32(features), missing))
@@ -326,3 +352,176 @@ def _check_length(array: np.ndarray, adapted: np.ndarray, name: str, task: int) 
             f"{name} of task {task}: expected {len(adapted)} rows like the adapted features, "
             f"found {len(array)}"
         )
+
+
+# Labels ------------------------------------------------------------------------------------------
+
+
+class TaskLabels:
+    """The classes of a task as its labels come in.
+
+    Args:
+        task: index for messages.
+        num_classes: rows of the head.
+        classes: label of each head row; by default the distinct labels, ascending.
+        earlier: labels of earlier tasks.
+
+    Raises:
+        InputError: a class is named that belongs to an earlier task.
+    """
+
+    def __init__(
+        self, task: int, num_classes: int, classes: np.ndarray | None, earlier: Sequence[np.ndarray]
+    ):
+        self.task, self.num_classes, self.named, self.earlier = task, num_classes, classes, earlier
+        self._counts: dict[int, int] = {}
+        self._rows = 0
+        if classes is not None:
+            check_disjoint(classes, earlier, task)
+            self._counts = dict.fromkeys(classes.tolist(), 0)
+
+    def add(self, labels: Int[np.ndarray, " n"]) -> None:
+        """Counts the labels of one more block.
+
+        Raises:
+            InputError: a label outside the head's classes, of an earlier task, or one too many.
+        """
+        values, counts = np.unique(labels, return_counts=True)
+        for label, count in zip(values.tolist(), counts.tolist(), strict=True):
+            if label not in self._counts:
+                where = (
+                    f"labels of task {self.task}: label {label} at row "
+                    f"{self._rows + int(np.argmax(labels == label))}"
+                )
+                if self.named is not None:
+                    raise InputError(f"{where} is none of the head's classes")
+                check_disjoint(np.array([label]), self.earlier, self.task)
+                if len(self._counts) == self.num_classes:
+                    raise InputError(
+                        f"{where} is one more than the {self.num_classes} classes of the head"
+                    )
+            self._counts[label] = self._counts.get(label, 0) + count
+        self._rows += len(labels)
+
+    def finish(self) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
+        """Returns the label and the number of samples of each head row.
+
+        Raises:
+            InputError: fewer classes than rows where they were not named.
+        """
+        if len(self._counts) != self.num_classes:
+            raise InputError(
+                f"labels of task {self.task}: found {len(self._counts)} classes, the head has "
+                f"{self.num_classes} rows; name their labels with classes"
+            )
+        labels = np.array(sorted(self._counts)) if self.named is None else self.named
+        counts = [self._counts[label] for label in labels.tolist()]
+        return labels.astype(np.int64), np.array(counts, np.int64)
+
+
+# Heads -------------------------------------------------------------------------------------------
+
+
+class HeadRows(NamedTuple):
+    """A built-in head: logits rows . h + bias, with h first divided by its norm if `normalised`."""
+
+    rows: Float[np.ndarray, "c d"]
+    bias: Float[np.ndarray, " c"]
+    normalised: bool
+
+
+def head_kind(head: Any, name: str) -> str:
+    """Returns a name of `heads.KINDS`, or "function" for any other head with logits.
+
+    Raises:
+        InputError: `head` has no method `logits`.
+    """
+    kind = KINDS.get(type(head))
+    if kind is None and not callable(getattr(head, "logits", None)):
+        raise InputError(f"{name}: expected a head with a method logits, found {type(head)}")
+    return kind or "function"
+
+
+def common_kind(heads: Sequence[Any]) -> str | None:
+    """Returns the kind shared by all heads, None when there are none.
+
+    Raises:
+        InputError: heads of different kinds.
+    """
+    kinds = [head_kind(head, f"head of task {task}") for task, head in enumerate(heads)]
+    for task, kind in enumerate(kinds):
+        if kind != kinds[0]:
+            raise InputError(
+                f"head of task {task}: expected a {kinds[0]} head like task 0, found {kind}"
+            )
+    return kinds[0] if kinds else None
+
+
+def head_rows(head: Any, name: str, width: int) -> HeadRows:
+    """Returns a built-in head, checked, in its affine form.
+
+    Args:
+        head: of a type in `heads.KINDS`.
+        name: what to call it in messages.
+        width: head-input dimension.
+
+    Raises:
+        InputError: an array of another shape than [c, width] and [c], not of real numbers, or not
+            finite.
+    """
+    parts = {}
+    for part, value in head._asdict().items():
+        plain = isinstance(value, int | float)
+        array = host_array(np.asarray(value) if plain else value, f"{name}: {part}")
+        check_real(array.dtype, f"{name}: {part}")
+        parts[part] = array.astype(np.float64)
+    matrix, *others = parts
+    rows = parts[matrix]
+    if rows.ndim != 2 or len(rows) == 0 or rows.shape[1] != width:
+        raise InputError(
+            f"{name}: {matrix}: expected shape [classes, {width}], found {[*rows.shape]}"
+        )
+    for part in others:
+        shape = (len(rows),) if part == "bias" else ()
+        if parts[part].shape != shape:
+            expected = f"shape {[*shape]}" if shape else "a number"
+            raise InputError(
+                f"{name}: {part}: expected {expected}, found {[*parts[part].shape]}"
+            )
+    affine = type(head)(**parts).affine
+    bias = np.broadcast_to(affine.bias, len(rows))
+    result = HeadRows(float32(affine.rows), float32(bias), affine.normalised)
+    for part, values in (("weights", result.rows), ("bias", result.bias)):
+        if not np.isfinite(values).all():
+            row = int(np.argmin(np.isfinite(values.reshape(len(rows), -1)).all(axis=1)))
+            raise InputError(f"{name}: {part}: row {row} is not finite")
+    return result
+
+
+def function_logits(
+    head: Any, features: Float[Array, "n d"], num_classes: int | None, name: str
+) -> Float[np.ndarray, "n c"]:
+    """Returns the logits of a head that is a user's own function, in float32.
+
+    Args:
+        head: with a method `logits`.
+        features: in float32.
+        num_classes: how many logits there must be; None for any number of them.
+        name: what to call the head in messages.
+
+    Raises:
+        InputError: it does not return [n, num_classes] finite numbers.
+    """
+    logits = host_array(head.logits(features), f"{name}: logits")
+    check_real(logits.dtype, f"{name}: logits")
+    found, rows = logits.shape, len(features)
+    if num_classes is None and (len(found) != 2 or found[0] != rows or found[1] == 0):
+        raise InputError(f"{name}: expected logits of shape [{rows}, classes], found {[*found]}")
+    if num_classes is not None and found != (rows, num_classes):
+        raise InputError(
+            f"{name}: expected logits of shape {[rows, num_classes]}, found {[*found]}"
+        )
+    logits = float32(logits)
+    if not np.isfinite(logits).all():
+        raise InputError(f"{name}: its logits are not finite")
+    return logits
