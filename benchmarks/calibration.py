@@ -128,7 +128,9 @@ def _named(times: np.ndarray, unit: float = 1.0) -> dict[str, float]:
 
 def measure(point: Point, settings: Mapping[str, Any], repeats: int) -> dict[str, Any]:
     """Fits all tasks of a point, the first of which compiles, and scores with them."""
-    calibrator: Any = calibration.FDC(pretrained_view_weight=float(point.views == 2), **settings)
+    calibrator: Any = calibration.from_settings(
+        {"pretrained_view_weight": float(point.views == 2), **settings}
+    )
     before = peak_bytes()
     fit, drawing = np.zeros((2, point.tasks, 2))
     for task in range(point.tasks):

@@ -33,8 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.calibration import Features, Point
 from benchmarks.measure import check_numbers, run
 from fdc_jax import calibration, devices, store
-from fdc_jax.calibration import measures, scoring
-from fdc_jax.calibration.scorer import Scorer
+from fdc_jax.calibration import fdc, inputs
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_json
 from fdc_jax.model import vit
@@ -70,9 +69,8 @@ def programs(
     model: Any, parameters: Any, kernels: Any, calibrator: calibration.FDC
 ) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     """Returns, by view, a function from (its arguments, images) to labels, and the arguments."""
-    scorer = Scorer(calibrator.settings, calibrator.tasks, calibrator.heads, calibrator.references)
-    heads, count = scorer.head_arrays, calibrator.num_tasks
-    if heads is None:
+    arrays, settings, count = calibrator.arrays, calibrator.settings, calibrator.num_tasks
+    if arrays.heads is None:
         raise InputError("calibrator: expected heads that FDC can fold TSF into, found functions")
     sizes = [len(classes) for classes in calibrator.classes]
     most = max(sizes)
@@ -93,45 +91,41 @@ def programs(
     def raw(arguments, images):
         parameters, kernels, rows, bias, labels = arguments
         features = encode(parameters, images, kernels)
-        energy = measures.energy(features) if scorer.normalised else None
+        energies = fdc.energy(features) if calibrator.normalised else None
         logits = jnp.stack(
-            [measures.row_logits(features, w, b, energy) for w, b in zip(rows, bias, strict=True)],
+            [fdc.head_logits(features, *head, energies) for head in zip(rows, bias, strict=True)],
             axis=1,
         )[:, :count]
         return choose(logits.max(axis=2), logits.argmax(axis=2), labels)
 
     def calibrated(arguments, images):
-        parameters, kernels, heads, views, numbers, scale, labels = arguments
+        parameters, kernels, arrays, scale, labels = arguments
         features = encode(parameters, images, kernels)
-        pretrained = encode(parameters, images) if len(views) == 2 else None
-        terms = scoring.score_terms(
-            heads,
-            views[0],
-            views[1] if len(views) == 2 else None,
-            numbers,
+        pretrained = encode(parameters, images) if len(arrays.views) == 2 else None
+        found = fdc.score_batch(
+            arrays,
             features,
             pretrained,
-            normalised=scorer.normalised,
-            neighbours=scorer.settings.neighbours,
-            nearest=scorer.settings.affinity_reference == "nearest",
+            normalised=calibrator.normalised,
+            neighbours=settings.neighbours,
+            nearest=settings.affinity_reference == "nearest",
         )
-        scores, settings = terms.filtered.logit[:, :count], scorer.settings
-        for weight, evidence in (
-            (settings.adapted_view_weight, terms.adapted),
-            (settings.pretrained_view_weight, terms.pretrained),
-        ):
-            if evidence is not None:
-                closeness = settings.pac_weight * jnp.tanh(evidence.affinity)
-                correction = closeness - settings.rlc_weight * evidence.rlc
-                scores = scores + weight * scale * correction[:, :count]
-        return choose(scores, terms.filtered.row[:, :count], labels)
+        found = {name: each[:, :count] for name, each in found.items() if each.ndim == 2}
+        weights = (settings.adapted_view_weight, settings.pretrained_view_weight)
+        views = [
+            (weight, found[f"{name}_rlc"], jnp.tanh(found[f"{name}_affinity"]))
+            for name, weight in zip(inputs.VIEWS[: len(arrays.views)], weights, strict=False)
+        ]
+        logit = found["filtered_logit"]
+        scores = fdc.fused_score(logit, scale, views, settings.rlc_weight, settings.pac_weight)
+        return choose(scores, found["filtered_row"], labels)
 
-    shared = (heads, scorer.calibration, scale, labels)
     made: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
-    made["raw"] = (raw, (parameters, kernels, heads.rows, heads.bias, labels))
-    for name, views in (("single", scorer.views[:1]), ("dual", scorer.views)):
+    made["raw"] = (raw, (parameters, kernels, arrays.heads.rows, arrays.heads.bias, labels))
+    for name, views in (("single", arrays.views[:1]), ("dual", arrays.views)):
         if name == "single" or len(views) == 2:
-            made[name] = (calibrated, (parameters, kernels, shared[0], views, *shared[1:]))
+            known = arrays._replace(views=views)
+            made[name] = (calibrated, (parameters, kernels, known, scale, labels))
     return made
 
 
@@ -178,7 +172,7 @@ def of_run(folder: str) -> tuple[calibration.FDC, dict[str, Any]]:
         raise InputError(f"--run={folder}: expected a finished run ({error!r})") from error
     if about["learner"] == "rsiat":
         raise InputError(f"--run={folder}: expected a learner without an adapter, found rsiat")
-    return calibration.FDC.load(Path(folder) / "calibrator.npz"), about
+    return calibration.load(Path(folder) / "calibrator.npz"), about
 
 
 def measure_views(options: argparse.Namespace) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 import json
 from typing import Any, TypeAlias
 
-from fdc_jax import learners
-from fdc_jax.calibration.settings import Settings
+from fdc_jax import calibration, learners
 from fdc_jax.errors import InputError
 from fdc_jax.model.vit import VARIANTS
 
@@ -102,7 +101,7 @@ def validate(config: Config) -> None:
         )
     learners.check_options(name, flat)
     try:
-        Settings(**config.fdc.to_dict()).checked()
+        calibration.check(config.fdc.to_dict())
     except InputError as error:
         raise InputError(f"config.fdc.{error}") from error
     scale = flat["data.crop_scale"]

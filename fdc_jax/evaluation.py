@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import ArrayLike
 from scipy import stats
 
+from fdc_jax.calibration import Terms
 from fdc_jax.calibration.components import fuse_all
-from fdc_jax.calibration.terms import Terms
 from fdc_jax.errors import InputError
 
 # Entries of results that stand beside the paper's numbers: the affinity in the whitened metric, or
@@ -405,10 +405,8 @@ def measure(
         raw_task=raw.task,
         fdc_task=fdc.task,
     )
-    if terms.affinity != terms.paper_affinity:
-        beyond = fuse_all(terms, terms.affinity)
-        found = beyond["full"]
-        entry = "whitened" if terms.affinity.metric == "whitened" else "linear"
+    for entry, found in terms.beyond().items():
+        beyond = fuse_all(terms, terms.scores)
         accuracies[entry] = {
             "affinity": terms.affinity._asdict(),
             "accuracy": accuracy(labels, found.label),

@@ -331,7 +331,7 @@ class Experiment:
 
     def new_calibrator(self) -> Any:
         """Returns FDC before its first task."""
-        return calibration.FDC(**self.config.fdc.to_dict())
+        return calibration.from_settings(self.config.fdc.to_dict())
 
     def evaluates_after(self, task: int) -> bool:
         """Tells whether test images are scored after a task."""

@@ -395,7 +395,7 @@ def _calibrator(content: np.ndarray) -> Any | None:
         path = Path(folder) / "calibrator.npz"
         content.tofile(path)
         try:
-            return calibration.FDC.load(path)
+            return calibration.load(path)
         except InputError:
             return None
 
@@ -562,7 +562,7 @@ class Run(_Places):
             if not fitted:
                 raise InputError(f"{self.folder}: expected a calibrator, found none")
             path = fitted[-1]
-        return calibration.FDC.load(path)
+        return calibration.load(path)
 
     @functools.cached_property
     def predictions(self) -> dict[str, np.ndarray]:

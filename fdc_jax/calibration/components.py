@@ -1,10 +1,10 @@
 """The component and view combinations that the paper compares, as arguments of `Terms.fuse`."""
 
+from collections.abc import Callable
 from typing import Any
 
+from fdc_jax.calibration.fdc import Terms
 from fdc_jax.calibration.scores import Scores
-from fdc_jax.calibration.settings import Affinity
-from fdc_jax.calibration.terms import Terms
 
 # Table current-ablation, and the two views of Table plugin without TSF.
 COMPONENTS = {
@@ -22,8 +22,8 @@ COMPONENTS = {
     "pac+rlc_pretrained_view": {"tsf": False, "adapted_view": False},
 }
 
-# Beyond the paper (docs/beyond.md), as arguments of `FDC`: the whitened affinity, and that affinity
-# class by class.
+# Beyond the paper (docs/beyond.md), as arguments of `from_settings`: the whitened affinity, and
+# that affinity class by class.
 WHITENED: dict[str, Any] = {"affinity_metric": "whitened", "affinity_evidence": "linear"}
 WHITENED_CLASSES: dict[str, Any] = {
     **WHITENED,
@@ -32,17 +32,17 @@ WHITENED_CLASSES: dict[str, Any] = {
 }
 
 
-def fuse_all(terms: Terms, affinity: Affinity | None = None) -> dict[str, Scores]:
+def fuse_all(terms: Terms, fuse: Callable[..., Scores] | None = None) -> dict[str, Scores]:
     """Returns the scores of every combination; those of one view only where there are two.
 
     Args:
         terms: of a batch.
-        affinity: how affinities become evidence; by default the paper's way.
+        fuse: `terms.scores` for what the calibrator is set to; by default `terms.fuse`, the paper's
+            scores.
     """
-    dual = terms.pretrained is not None
-    affinity = affinity or terms.paper_affinity
+    dual, fuse = terms.pretrained is not None, fuse or terms.fuse
     return {
-        name: terms.fuse(**switches, affinity=affinity)
+        name: fuse(**switches)
         for name, switches in COMPONENTS.items()
         if dual or not name.endswith("_view")
     }

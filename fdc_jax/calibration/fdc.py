@@ -360,7 +360,7 @@ def llr_coefficients(reference: ForeignReference | None) -> Float[np.ndarray, " 
 # What is measured of a feature against one task (lines 7, 10, 16 and 17) -------------------------
 
 
-def energy(vectors: Float[Array, "... d"]) -> Float[Array, "..."]:
+def energy(vectors: Float[Array, "... d"]) -> Float[Array, ...]:
     """Returns squared Euclidean norms."""
     return (vectors * vectors).sum(axis=-1)
 
@@ -511,14 +511,17 @@ def stack(
         least: pad the leading size to `padded_size(_, least)`.
         fill: the padding.
         xp: `numpy` or `jax.numpy`.
-        tasks: pad the number of tasks to this; by default to `padded_size`, a single one not at
-            all.
+        tasks: pad the number of tasks to this; by default to `padded_size`, but neither a single
+            one nor where NumPy computes, which has no use for it.
     """
     shape = np.shape(arrays[0])
     if least is not None:
         shape = (padded_size(max(map(len, arrays)), least), *shape[1:])
-    tasks = tasks or (padded_size(len(arrays), 4) if len(arrays) > 1 else 1)
+    padded = xp is not np and len(arrays) > 1
+    tasks = tasks or (padded_size(len(arrays), 4) if padded else len(arrays))
     stacked = np.full((tasks, *shape), fill, np.float32)
+    if least is not None:
+        stacked[len(arrays) :] = 0.0  # A task that is not there is finite.
     for task, array in enumerate(arrays):
         stacked[(task, slice(len(array))) if shape else task] = array
     return xp.asarray(stacked)
@@ -830,9 +833,9 @@ class Terms:
         """Returns the largest raw logits as scores (Eq. raw)."""
         return self.fuse(False, False, False)
 
-    def scores(self) -> Scores:
-        """Returns the scores that the calibrator is set to give."""
-        return self.fuse()
+    def scores(self, **switches: bool) -> Scores:
+        """Returns the scores that the calibrator is set to give; of the paper's FDC, `fuse`'s."""
+        return self.fuse(**switches)
 
     def beyond(self, **switches: bool) -> dict[str, Scores]:
         """Returns what the calibrator gives beyond the paper by name; of the paper's FDC, nothing.
@@ -844,6 +847,7 @@ class Terms:
 
 
 # The calibrator ----------------------------------------------------------------------------------
+
 
 @cache
 def compiled(kernel: Callable[..., Any], static: tuple[str, ...] = ()) -> Callable[..., Any]:
@@ -900,6 +904,7 @@ class FDC:
         self._finalized = False
         self._xp: Any = jnp
         self._arrays: Arrays | None = None
+        self.normalised = False  # Whether the heads divide their input by its norm.
         self._earlier: dict[int, list[tuple[Any, Any]]] = {}
 
     @property
@@ -1188,7 +1193,7 @@ class FDC:
                 for task, head in enumerate(self.heads)
             ]
             rows = [head for head in read if head is not None]
-            self._normalised = bool(rows) and rows[0].normalised
+            self.normalised = bool(rows) and rows[0].normalised
             self._arrays = Arrays(
                 views,
                 stack_heads(rows, views[0].basis, attenuation) if rows else None,
@@ -1233,7 +1238,7 @@ class FDC:
             arrays,
             adapted,
             pretrained,
-            normalised=self._normalised,
+            normalised=self.normalised,
             neighbours=settings.neighbours,
             nearest=settings.affinity_reference == "nearest",
             all_rows=self._all_rows,
@@ -1241,7 +1246,9 @@ class FDC:
 
     def _terms(self, found: dict[str, np.ndarray]) -> Terms:
         """Returns the terms of everything that was measured; padded tasks are dropped."""
-        kept = {name: column[:, : self.num_tasks] for name, column in found.items() if column.ndim > 1}
+        kept = {
+            name: column[:, : self.num_tasks] for name, column in found.items() if column.ndim > 1
+        }
         views = [
             ViewEvidence(kept[f"{name}_rlc"], kept[f"{name}_affinity"])
             for name in inputs.VIEWS
@@ -1313,9 +1320,7 @@ class FDC:
         """Returns the kind of a head that these settings can work with."""
         return inputs.head_kind(head, name)
 
-    def _read_head(
-        self, head: Any, task: int, width: int
-    ) -> tuple[inputs.HeadRows | None, int]:
+    def _read_head(self, head: Any, task: int, width: int) -> tuple[inputs.HeadRows | None, int]:
         """Returns a built-in head in its affine form, None for a function; and its class count."""
         name = f"head of task {task}"
         if inputs.head_kind(head, name) != "function":

@@ -105,7 +105,7 @@ def check_real(dtype: Any, name: str) -> None:
         raise InputError(f"{name}: expected real numbers, found {dtype}")
 
 
-def float32(array: np.ndarray) -> Float[np.ndarray, "..."]:
+def float32(array: np.ndarray) -> Float[np.ndarray, ...]:
     """Returns the array in float32; what does not fit becomes infinite and is reported later."""
     with np.errstate(over="ignore"):
         return np.asarray(array, dtype=np.float32)
@@ -485,9 +485,7 @@ def head_rows(head: Any, name: str, width: int) -> HeadRows:
         shape = (len(rows),) if part == "bias" else ()
         if parts[part].shape != shape:
             expected = f"shape {[*shape]}" if shape else "a number"
-            raise InputError(
-                f"{name}: {part}: expected {expected}, found {[*parts[part].shape]}"
-            )
+            raise InputError(f"{name}: {part}: expected {expected}, found {[*parts[part].shape]}")
     affine = type(head)(**parts).affine
     bias = np.broadcast_to(affine.bias, len(rows))
     result = HeadRows(float32(affine.rows), float32(bias), affine.normalised)

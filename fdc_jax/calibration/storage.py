@@ -119,11 +119,11 @@ def load(path: str | os.PathLike[str], heads: Sequence[Any] | None = None) -> FD
     views = [_read_view(stored, name, counts, ends) for name in names]
     calibrator.tasks = [
         Task([view[task] for view in views], classes[task], int(samples[task]), *scales)
-        for task, scales in enumerate(
-            zip(raw_scale.tolist(), filtered_scale.tolist(), strict=True)
-        )
+        for task, scales in enumerate(zip(raw_scale.tolist(), filtered_scale.tolist(), strict=True))
     ]
-    calibrator.references = [_read_reference(stored, f"{name}_foreign_fit", tasks) for name in names]
+    calibrator.references = [
+        _read_reference(stored, f"{name}_foreign_fit", tasks) for name in names
+    ]
     calibrator.foreign = _read_foreign(stored, names, samples)
     if isinstance(calibrator, WhitenedFDC) and calibrator.uses_metric:
         affinities = [
@@ -150,7 +150,11 @@ def load(path: str | os.PathLike[str], heads: Sequence[Any] | None = None) -> FD
 def _read_settings(stored: _Fields, schema: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in fields(WhitenedSettings):
-        if schema == 1 and field.name.startswith("affinity_") and field.name != "affinity_reference":
+        if (
+            schema == 1
+            and field.name.startswith("affinity_")
+            and field.name != "affinity_reference"
+        ):
             continue
         read = {float: stored.number, int: stored.whole, str: stored.text}[type(field.default)]
         found[field.name] = read(field.name)
@@ -163,8 +167,7 @@ def _read_scatter(stored: _Fields, name: str, width: int) -> np.ndarray:
     upper[np.triu_indices(width)] = stored.array(f"{name}_within_scatter", np.float32, (size,))
     if upper.diagonal().min() < 0:
         raise stored.error(
-            f"{name}_within_scatter: expected no variance below 0, found "
-            f"{upper.diagonal().min():g}"
+            f"{name}_within_scatter: expected no variance below 0, found {upper.diagonal().min():g}"
         )
     return upper + np.triu(upper, 1).T
 

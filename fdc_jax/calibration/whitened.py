@@ -23,7 +23,7 @@ from fdc_jax.errors import InputError
 from fdc_jax.heads import namespace, products, unit
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Array, Float, Int
 
 # Below the first, rounding of the covariance of few images counts; above the second, nothing is
 # left of it.
@@ -266,9 +266,9 @@ class WhitenedTerms(fdc.Terms):
     raw_rows: Float[np.ndarray, "n tasks c"] | None
     filtered_rows: Float[np.ndarray, "n tasks c"] | None
 
-    def scores(self) -> Scores:
+    def scores(self, **switches: bool) -> Scores:
         """Returns the scores that the calibrator is set to give."""
-        return self.fuse_affinity()
+        return self.fuse_affinity(**switches)
 
     def beyond(self, **switches: bool) -> dict[str, Scores]:
         """Returns the scores by the affinity that is set, under `whitened` or `linear`.
@@ -324,7 +324,10 @@ class WhitenedTerms(fdc.Terms):
                 closeness = closeness + np.float32(weight * self.settings.pac_weight) * found
         scale = self.filtered_scale if tsf else self.raw_scale
         if affinity.scope == "task":
-            scores = base.task_scores + scale * np.broadcast_to(closeness, (*base.task_scores.shape, 1))[..., 0]
+            scores = (
+                base.task_scores
+                + scale * np.broadcast_to(closeness, (*base.task_scores.shape, 1))[..., 0]
+            )
             return Scores(scores, base.local_class, self.classes)
         rows = self.filtered_rows if tsf else self.raw_rows
         logits = (self.filtered_logits if tsf else self.raw_logits).logit

@@ -124,7 +124,7 @@ def _settings(options: argparse.Namespace) -> Settings:
     if options.projections < 1:
         raise InputError(f"--projections: expected at least 1, found {options.projections}")
     fdc = {name: given.get(name, default) for name, (default, _) in FDC_SETTINGS.items()}
-    calibration.FDC(**fdc, **FDC_METHODS.get(options.method, {}))
+    calibration.check(fdc | FDC_METHODS.get(options.method, {}))
     return Settings(fdc, options.projections, options.seed)
 
 

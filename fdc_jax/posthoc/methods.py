@@ -49,7 +49,7 @@ FDC_METHODS: dict[str, dict[str, Any]] = {
 # In the order of the table. A suffix names the view or the variant; see each class for formulas.
 METHODS: dict[str, Callable[..., Any]] = {
     "raw": comparators.Raw,
-    **dict.fromkeys(FDC_METHODS, calibration.FDC),
+    **dict.fromkeys(FDC_METHODS, lambda **settings: calibration.from_settings(settings)),
     "ls": comparators.LogitStandardisation,
     "energy": comparators.Energy,
     "msp": comparators.MaximumSoftmax,
@@ -93,7 +93,7 @@ def run(name: str, features: FeatureSet, settings: Settings) -> Outcome:
     fitted = time.perf_counter()
     if name in FDC_METHODS:
         terms = method.terms(features.test_adapted, features.test_pretrained)
-        scores = terms.fuse()
+        scores = terms.scores()
     else:
         scores = method.score(features.test_adapted, features.test_pretrained)
     scored = time.perf_counter()

@@ -74,7 +74,7 @@ def summarise(
     if terms is not None:
         report["component_accuracy"] = {
             name: evaluation.accuracy(truth, scores.label)
-            for name, scores in fuse_all(terms, terms.affinity).items()
+            for name, scores in fuse_all(terms, terms.scores).items()
         }
     return report
 

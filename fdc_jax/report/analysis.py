@@ -1,5 +1,6 @@
 """What is computed anew from the saved features and predictions of a run."""
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -9,8 +10,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from fdc_jax import calibration, evaluation, feature_files
+from fdc_jax.calibration import Terms
 from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES, fuse_all
-from fdc_jax.calibration.terms import Terms
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.report import diagnostics, measurements, sweeps
@@ -76,7 +77,7 @@ class _Fitted:
 
     def terms(self, **settings: Any) -> tuple[calibration.FDC, Terms]:
         """Fits FDC with further settings and returns it with its terms of the test images."""
-        calibrator = self.features.fit(calibration.FDC(**self.settings | settings))
+        calibrator = self.features.fit(calibration.from_settings(self.settings | settings))
         test = self.features.test_adapted, self.features.test_pretrained
         return calibrator, calibrator.terms(*test)
 
@@ -86,11 +87,11 @@ class _Fitted:
 
     @cached_property
     def fit(self) -> measurements.Fit:
-        return measurements.fit(self.features, [calibration.FDC(**self.settings).settings])
+        return measurements.fit(self.features, [calibration.check(self.settings)])
 
 
 _BEYOND = ("affinity_metric", "affinity_evidence", "affinity_scope", "affinity_shrinkage")
-_KNOWN = calibration.FDC().settings._fields
+_KNOWN = [field.name for field in dataclasses.fields(calibration.Settings)]
 
 
 def _selection(of: _Fitted) -> dict[str, dict[str, float]]:
@@ -143,7 +144,7 @@ def _beyond(of: _Fitted) -> dict[str, dict[str, float]]:
     found = {"raw": (terms.raw(), 0), "fdc": (terms.fuse(), calibrator.storage_bytes)}
     for name, affinity in (("whitened", WHITENED), ("whitened_classes", WHITENED_CLASSES)):
         calibrator, terms = of.terms(**affinity)
-        found[name] = terms.fuse(), calibrator.storage_bytes
+        found[name] = terms.scores(), calibrator.storage_bytes
     labels, tasks = of.features.test_labels, of.features.test_tasks
     assert labels is not None
     return {
@@ -158,7 +159,7 @@ def _beyond(of: _Fitted) -> dict[str, dict[str, float]]:
 
 def _sweep(parameter: str) -> Callable[[_Fitted], dict[str, Any]]:
     def compute(of: _Fitted) -> dict[str, Any]:
-        settings = calibration.FDC(**of.settings).settings
+        settings = calibration.check(of.settings)
         return sweeps.sweep(of.features, settings, parameter)
 
     return compute
@@ -180,7 +181,7 @@ _OF_FEATURES: dict[str, Callable[[_Fitted], dict[str, Any]]] = {
 
 
 def _settings(of: _Fitted):
-    return calibration.FDC(**of.settings).settings
+    return calibration.check(of.settings)
 
 
 # Over the seeds of a group ------------------------------------------------------------------------

@@ -15,8 +15,7 @@ from jaxtyping import Array, Float
 from scipy import stats
 
 from fdc_jax import evaluation
-from fdc_jax.calibration import comparators, inputs, measures
-from fdc_jax.calibration.settings import Settings
+from fdc_jax.calibration import Settings, comparators, inputs, measures
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.heads import NORM_FLOOR

@@ -15,11 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from fdc_jax.calibration import inputs, measures, moments, stacking
+from fdc_jax.calibration import Settings, inputs, measures, moments, stacking
 from fdc_jax.calibration.foreign import ForeignReference, fit_foreign_reference
 from fdc_jax.calibration.head_rows import head_rows
 from fdc_jax.calibration.scoring import Logits
-from fdc_jax.calibration.settings import Settings
 from fdc_jax.calibration.statistics import population_moments
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.heads import NORM_FLOOR

@@ -1,17 +1,17 @@
 """Accuracy as one setting of FDC varies (paper, "Hyperparameter Analysis of TSF and PAC")."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 from fdc_jax import evaluation
+from fdc_jax.calibration.fdc import Settings, TaskLogits, Terms, ViewEvidence
 from fdc_jax.calibration.foreign import log_likelihood_ratio
 from fdc_jax.calibration.measures import SCALE_FLOOR
 from fdc_jax.calibration.scores import Scores
-from fdc_jax.calibration.settings import REFERENCES, Settings
-from fdc_jax.calibration.terms import TaskLogits, Terms, ViewEvidence, Weights
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.report import measurements
@@ -38,7 +38,6 @@ def scores(
     Raises:
         InputError: a setting is outside its range, or has more neighbours than a task has classes.
     """
-    settings = [each.checked() for each in settings]
     tasks = spectra(features) if tasks is None else tasks
     feasible = feasible_neighbours(tasks)
     wanted = max(each.neighbours for each in settings)
@@ -70,12 +69,7 @@ def _terms(fit: Fit, views: Sequence[Measures], settings: Settings, classes: Seq
         evidence[1] if len(evidence) == 2 else None,
         fit.raw_scale,
         fit.filtered_scale[:, place],
-        Weights(
-            settings.rlc_weight,
-            settings.pac_weight,
-            settings.adapted_view_weight,
-            settings.pretrained_view_weight,
-        ),
+        settings,
         classes,
     )
 
@@ -138,7 +132,7 @@ def sweep(
     tasks = spectra(features) if tasks is None else tasks
     if values is None:
         values = VALUES.get(parameter) or range(1, feasible_neighbours(tasks) + 1)
-    varied = [settings._replace(**{parameter: value}) for value in values]
+    varied = [replace(settings, **{parameter: value}) for value in values]
     result: dict[str, Any] = {
         "parameter": parameter,
         "values": list(values),
@@ -156,9 +150,9 @@ def sweep(
     if parameter != "neighbours":
         return result | accuracies(scores(features, varied, tasks))
     both = [
-        each._replace(affinity_reference=name) for name in REFERENCES["cosine"] for each in varied
+        replace(each, affinity_reference=name) for name in Settings.REFERENCES for each in varied
     ]
     found = scores(features, both, tasks)
-    for place, name in enumerate(REFERENCES["cosine"]):
+    for place, name in enumerate(Settings.REFERENCES):
         result[name] = accuracies(found[place * len(varied) : (place + 1) * len(varied)])
     return result
