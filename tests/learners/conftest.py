@@ -2,10 +2,11 @@
 
 import pytest
 
-from tests.learners import small_stream
+from tests.learners import trajectories
+from tests.model.conftest import few_optimizations  # noqa: F401
 
 
 @pytest.fixture(scope="module")
 def backbone():
     """Pretrained parameters of the tiny encoder."""
-    return small_stream.make_backbone()
+    return trajectories.make_backbone()

@@ -1,0 +1,296 @@
+"""A tiny encoder, batches of noise and short trainings, for the tests of learners."""
+
+import contextlib
+import dataclasses
+import functools
+import re
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from configs import digits
+from fdc_jax import learners
+from fdc_jax.data.batches import Batch
+from fdc_jax.learners import training
+from fdc_jax.model import vit
+from tests.model import reference
+from tests.model.reference import (  # noqa: F401
+    PARTS,
+    SIDE,
+    TINY,
+    float64,
+    products,
+    random_images,
+    random_like,
+    random_params,
+)
+
+RANK = 2
+CLASSES = (2, 3, 2)
+
+# Constants of which none is one that another could be taken for.
+FIELDS: dict[str, dict[str, Any]] = {
+    "inflora": {"inflora.lamb": 0.9998},
+    "inflora_ca": {
+        "inflora_ca.epochs": 3,
+        "inflora_ca.samples_per_class": 8,
+        "inflora_ca.batch_size": 8,
+        "inflora_ca.ridge": 1e-2,
+    },
+    "splitlora": {"splitlora.alpha": 0.05},
+    "ewc_lora": {"ewc_lora.strength": 3.0, "ewc_lora.accumulation": 0.25},
+    "lora_subtraction": {
+        "lora_subtraction.triplet_weight": 0.7,
+        "lora_subtraction.margin": 1.5,
+    },
+    "loda": {"loda.scale": 7.0, "loda.margin": 0.15},
+    "rsiat": {
+        "rsiat.bottleneck": 5,
+        "rsiat.dropout": 0.0,
+        "rsiat.scale": 4.0,
+        "rsiat.margin": 0.3,
+        "rsiat.steering_weight": 0.7,
+        "rsiat.separation_weight": 1.5,
+        "rsiat.separation_threshold": 0.2,
+        "rsiat.alignment_weight": 0.9,
+        "rsiat.repulsion_weight": 2.0,
+        "rsiat.projector_width": 7,
+        "rsiat.drift_width": 2.0,
+        "rsiat.samples_per_class": 8,
+        "rsiat.calibration_batch_size": 8,
+        "rsiat.calibration_epochs": 3,
+        "rsiat.calibration_learning_rate": 0.5,
+    },
+}
+# Factors on the learning rates that make a few steps visible.
+RATES: dict[str, Any] = {"rsiat": (100.0, 1.0), "inflora_ca": 10.0, "splitlora": 400.0}
+RATE = 100.0
+
+
+@dataclasses.dataclass(frozen=True)
+class TinySetup(training.Setup):
+    """A set-up around an encoder of 2 blocks that are 24 wide."""
+
+    @property
+    def variant(self) -> vit.Variant:
+        """Sizes of the encoder."""
+        return TINY
+
+
+def make_setup(name="cumulative_lora", classes_per_task=CLASSES, **fields) -> TinySetup:
+    """Returns a set-up of a learner; `fields` are configuration fields with `__` for dots."""
+    config = digits.get_config()
+    config.learner.name = name
+    config.train.rank = RANK
+    config.update_from_flattened_dict(
+        {f"learner.{field}": value for field, value in FIELDS.get(name, {}).items()}
+        | {field.replace("__", "."): value for field, value in fields.items()}
+    )
+    return TinySetup(vit.VisionTransformer(TINY), tuple(classes_per_task), config)
+
+
+@functools.cache
+def make_backbone():
+    """Returns pretrained parameters of which none is constant."""
+    return random_params(11)
+
+
+def make_batch(seed=0, size=4, classes=2, padding=0) -> Batch:
+    """Returns images of noise, with `padding` black rows of weight zero at the end."""
+    images = random_images(seed, size)
+    images[size - padding :] = 0
+    labels = (np.arange(size) % classes).astype(np.int32)
+    labels[size - padding :] = 0
+    weights = np.ones(size, np.float32)
+    weights[size - padding :] = 0.0
+    return Batch(images, labels, weights)
+
+
+def shown(batches) -> tuple[np.ndarray, np.ndarray]:
+    """Returns images and labels of all batches, those of weight zero left out."""
+    images, labels, weights = (np.concatenate(part) for part in zip(*batches, strict=True))
+    return images[weights > 0], labels[weights > 0]
+
+
+def task_images(*batches: Batch) -> training.TaskImages:
+    """Returns the batches as augmented and as plain images."""
+    return training.TaskImages(lambda: iter(batches), lambda: iter(batches))
+
+
+def copy(tree):
+    """Returns a copy of every leaf, on the devices."""
+    return jax.tree.map(jnp.array, tree)
+
+
+def assert_equal(found, expected):
+    """Compares two trees bit for bit."""
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+class Step(NamedTuple):
+    """A task of a trajectory; `started` and `trained` are the trained leaves before and after."""
+
+    before: Any
+    designed: Any
+    frozen: Any
+    started: Any
+    trained: Any
+    images: training.TaskImages
+    after: Any
+
+
+class Trajectory(NamedTuple):
+    """What a learner passes through over three tasks.
+
+    Attributes:
+        learner: what it is.
+        setup: the run.
+        update: its compiled step has been through all tasks.
+        steps: by task.
+        asked: kinds of images that the learner looked at.
+        snapshots: copies of (state, frozen) of every task, made before its first step.
+        lines: those of all products in the programs that were compiled on the way.
+        features: `(frozen, trained, images) -> features` as the loss sees them, compiled.
+    """
+
+    learner: Any
+    setup: TinySetup
+    update: training.Update
+    steps: list[Step]
+    asked: list[str]
+    snapshots: list[Any]
+    lines: list[str]
+    features: Any
+
+
+@contextlib.contextmanager
+def programs_compiled():
+    """Fills a list with the texts of the programs that are compiled in its context."""
+    texts = []
+    with tempfile.TemporaryDirectory() as folder:
+        jax.config.update("jax_dump_ir_to", folder)
+        try:
+            yield texts
+        finally:
+            jax.config.update("jax_dump_ir_to", "")
+        texts.extend(path.read_text() for path in Path(folder).iterdir())
+
+
+def augmented_of(task, classes):
+    """Returns the batches that a task of a trajectory trains on; the last image is padding."""
+    return [make_batch(10 * task + i, size=6, classes=classes, padding=i) for i in range(2)]
+
+
+def images_of(task, classes, asked):
+    """Returns a task's images, augmented and plain ones that differ; what is asked for is noted."""
+
+    def given(kind, batches):
+        asked.add(kind)
+        return iter(batches)
+
+    plain = [make_batch(10 * task + 5 + i, size=6, classes=classes, padding=i) for i in range(2)]
+    return training.TaskImages(
+        lambda: given("augmented", augmented_of(task, classes)), lambda: given("plain", plain)
+    )
+
+
+@functools.cache
+def trajectory(name: str) -> Trajectory:
+    """Trains a learner on three tasks of noise, once for all tests."""
+    learner, setup, backbone = learners.find(name), make_setup(name), make_backbone()
+    update, rate = learner.update(setup), RATES.get(name, RATE)
+    state, steps, snapshots, asked = learner.initial_state(setup), [], [], set()
+    with programs_compiled() as programs:
+        for task, classes in enumerate(setup.classes_per_task):
+            images = images_of(task, classes, asked)
+            designed = learner.before_task(setup, backbone, state, task, images)
+            frozen, trained = learner.start(setup, backbone, designed, task, jax.random.key(task))
+            snapshots.append(jax.tree.map(np.array, (designed, frozen)))
+            started, progress = jax.tree.map(np.array, trained), update.initialise(trained)
+            for batch in augmented_of(task, classes):
+                trained, progress, _ = update.step(backbone, frozen, trained, progress, batch, rate)
+            after = learner.after_task(setup, backbone, designed, task, frozen, trained, images)
+            steps.append(Step(state, designed, frozen, started, trained, images, after))
+            state = after
+    lines = re.findall(r".*stablehlo\.(?:dot_general|convolution).*", "\n".join(programs))
+
+    @jax.jit
+    def features(frozen, trained, images):
+        spy = ModelSpy(setup.model)
+        spied = dataclasses.replace(setup, model=spy)
+        batch = make_batch(size=len(images))._replace(images=images)
+        learner.loss(spied, backbone, frozen, trained, batch)
+        return spy.returned[0]
+
+    return Trajectory(learner, setup, update, steps, sorted(asked), snapshots, lines, features)
+
+
+class ModelSpy:
+    """An encoder that remembers what it was asked beside images and kernels, and its features."""
+
+    def __init__(self, model):
+        self.model, self.asked, self.returned = model, [], []
+
+    def apply(self, parameters, images, kernels, *rest, **options):
+        """Passes everything on."""
+        self.asked.append(rest)
+        self.returned.append(self.model.apply(parameters, images, kernels, *rest, **options))
+        return self.returned[-1]
+
+
+def value_and_gradients(update, backbone, frozen, trained, batch, rate=1.0):
+    """Returns the loss and its gradients from Adam's first step, which is compiled already."""
+    _, progress, value = update.step(
+        backbone, frozen, copy(trained), update.initialise(trained), batch, rate
+    )
+    states = jax.tree.leaves(
+        progress, is_leaf=lambda each: hasattr(each, "mu") or hasattr(each, "first")
+    )
+    (adam,) = [each for each in states if hasattr(each, "mu") or hasattr(each, "first")]
+    first = adam.mu if hasattr(adam, "mu") else adam.first
+    return float(value), jax.tree.map(lambda leaf: np.asarray(leaf, np.float64) / 0.1, first)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encode(model, images, kernels):
+    return model.apply({"params": make_backbone()}, images, kernels)
+
+
+def encode(setup, images, kernels=None):
+    """Returns features by the compiled encoder."""
+    return _encode(setup.model, images, kernels)
+
+
+def reference_features(images, kernels=None, adapter=None):
+    """Returns features in float64 NumPy under other key and value kernels, [l, d, d] each."""
+    pretrained = float64(vit.pretrained_kernels(make_backbone()))
+    kernels = pretrained if kernels is None else float64(kernels)
+    updates = {part: kernels[part] - pretrained[part] for part in PARTS}
+    return reference.features(make_backbone(), images, updates=updates, adapter=adapter)
+
+
+def reference_cross_entropy(features, head, labels, classes):
+    """Returns the loss of every image over the first `classes` rows of a head, in float64."""
+    weight, bias = float64(head.weight)[:classes], float64(head.bias)[:classes]
+    logits = features @ weight.T + bias
+    peak = logits.max(axis=1, keepdims=True)
+    log_sum = peak[:, 0] + np.log(np.exp(logits - peak).sum(axis=1))
+    return log_sum - logits[np.arange(len(logits)), labels]
+
+
+def slope(function, tree, direction, step=1e-5):
+    """Returns the central difference of a function of a float64 tree along a direction."""
+    ends = [
+        function(jax.tree.map(lambda leaf, d, s=sign: leaf + s * step * d, tree, direction))
+        for sign in (1, -1)
+    ]
+    return (ends[0] - ends[1]) / (2 * step)
+
+
+def inner(gradients, direction):
+    """Returns the inner product of two trees."""
+    return sum(jax.tree.leaves(jax.tree.map(lambda g, d: np.sum(g * d), gradients, direction)))
