@@ -53,7 +53,9 @@ def run(
     for t in range(num_tasks):
         accuracy = {"raw": raw - t, "fdc": raw + gain - t, "oracle": oracle - t}
         lower = {name: value - t for name, value in components.items()}
-        curve.append({"task": t, "accuracy": accuracy, "components": lower})
+        on_tasks = {kind: [value] * (t + 1) for kind, value in accuracy.items()}
+        point = {"task": t, "accuracy": accuracy, "components": lower, "task_accuracy": on_tasks}
+        curve.append(point)
     results = {
         "benchmark": benchmark,
         "split": "official",

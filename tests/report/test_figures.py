@@ -1,0 +1,394 @@
+"""Figures against the numbers that they are made from."""
+
+import itertools
+import re
+import subprocess
+import sys
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.colors import to_hex
+from matplotlib.text import Text
+
+from fdc_jax import evaluation
+from fdc_jax.report import drawing, figures, overview, paper
+from tests.report import made_up
+
+# Those that results and predictions alone can fill.
+WITHOUT_ANALYSES = (*figures.OF_A_RUN, "task_identity", "gains")
+
+
+@pytest.fixture(scope="module")
+def protocol():
+    """Three seeds of a protocol run, and their analyses."""
+    groups = made_up.groups()
+    return groups, made_up.analyses(*groups)
+
+
+@pytest.fixture(scope="module")
+def drawn(protocol):
+    """Every figure of these, by kind."""
+    return {name: figures.draw(name, *protocol)[0] for name in figures.FIGURES}
+
+
+def draw(name, *members, analyses=None):
+    """The first figure of some runs."""
+    groups = made_up.groups(*members)
+    found = made_up.analyses(*groups) if analyses is None else analyses
+    return figures.draw(name, groups, found)[0].figure
+
+
+def the_line(axes, gid):
+    (line,) = [line for line in axes.lines if line.get_gid() == gid]
+    return line
+
+
+def hollow(axes):
+    return [line for line in axes.lines if line.get_markerfacecolor() == "none"]
+
+
+def words(figure):
+    return [text.get_text() for text in figure.findobj(Text)]
+
+
+def over_seeds(group, analyses, name, *keys):
+    """Mean and deviation over seeds of a list somewhere in an analysis."""
+    rows = []
+    for run in group.runs:
+        found = analyses[str(run.path)][name]
+        for key in keys:
+            found = found[key]
+        rows.append(found)
+    return np.mean(rows, axis=0), np.std(rows, axis=0, ddof=1)
+
+
+def check_band(axes, gid, expected, index=0):
+    """A line is the mean over seeds, and its band one standard deviation around it."""
+    mean, std = expected
+    line = the_line(axes, gid)
+    assert line.get_ydata() == pytest.approx(mean)
+    band = [each for each in axes.collections if isinstance(each, PolyCollection)][index]
+    points = band.get_paths()[0].vertices
+    for x, low, high in zip(line.get_xdata(), mean - std, mean + std, strict=True):
+        ys = points[np.isclose(points[:, 0], x), 1]
+        assert (min(ys), max(ys)) == (pytest.approx(low), pytest.approx(high))
+
+
+# Lists of learners --------------------------------------------------------------------------------
+
+
+def test_accuracies_stand_where_they_belong(protocol, drawn):
+    (group,), (axes,) = protocol[0], drawn["task_identity"].figure.axes
+    assert axes.get_xlabel() == "Final accuracy (%)"
+    assert axes.get_title(loc="left") == "CIFAR-100"
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["Cumulative-LoRA"]
+    for name in ("raw", "fdc", "oracle"):
+        point = the_line(axes, f"{name}-0")
+        assert point.get_xdata() == pytest.approx([np.mean(group.values("accuracy", name))])
+        assert point.get_color() == drawing.COLOURS[name]
+    published = sorted(float(line.get_xdata()[0]) for line in hollow(axes))
+    expected = [paper.accuracy("cumulative_lora", name)["cifar100"].mean for name in ("raw", "fdc")]
+    assert published == expected
+
+
+def test_other_settings_stand_apart_without_the_papers_numbers():
+    reduced = made_up.run(1, **{"train.epochs": 5})
+    figure = draw("task_identity", made_up.run(1), made_up.run(1, learner="splitlora"), reduced)
+    first, second = figure.axes
+    assert [text.get_text() for text in first.get_yticklabels()] == ["Cumulative-LoRA", "SplitLoRA"]
+    assert (len(hollow(first)), len(hollow(second))) == (4, 0)
+    assert second.get_title(loc="left") == "CIFAR-100, 5 epochs"
+    assert "Paper" not in words(draw("task_identity", reduced))
+
+
+def test_gains_have_the_interval_over_seeds(protocol, drawn):
+    (group,), (axes,) = protocol[0], drawn["gains"].figure.axes
+    mean = np.mean(group.gains("full"))
+    assert the_line(axes, "gain-0").get_xdata() == pytest.approx([mean])
+    assert f"{mean:+.1f}" in [text.get_text() for text in axes.texts]
+    interval = overview.gain_interval(group)
+    assert the_line(axes, "seeds-0").get_xdata() == pytest.approx([interval.low, interval.high])
+    (published,) = hollow(axes)
+    assert published.get_xdata() == [paper.plugin("cumulative_lora", "full").gains["cifar100"].mean]
+
+
+def test_the_gain_of_one_seed_has_the_interval_over_images_and_of_the_selection_a_cross():
+    figure = draw("gains", made_up.run(2, learner="splitlora"))
+    (group,), (axes,) = made_up.groups(made_up.run(2, learner="splitlora")), figure.axes
+    columns = group.runs[0].predictions()
+    labels = [columns[f"{name}label"] for name in ("", "raw_", "fdc_")]
+    expected = evaluation.bootstrap_gain(*labels)
+    dashed = the_line(axes, "images-0")
+    assert dashed.is_dashed() and list(dashed.get_xdata()) == [expected.low, expected.high]
+    cross = the_line(axes, "selected-0")
+    assert cross.get_xdata() == pytest.approx(group.gains("pac+rlc_adapted_view"))
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert labels == ["FDC", "95 % over images", "Selected components", "Paper"]
+
+
+# One run ------------------------------------------------------------------------------------------
+
+
+def test_the_curve_is_the_mean_with_one_standard_deviation(protocol, drawn):
+    (group,), (axes,) = protocol[0], drawn["accuracy_curve"].figure.axes
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("Tasks learned", "Accuracy (%)")
+    for index, name in enumerate(overview.KINDS):
+        values = [[p["accuracy"][name] for p in run.results["curve"]] for run in group.runs]
+        check_band(axes, name, (np.mean(values, axis=0), np.std(values, axis=0, ddof=1)), index)
+        assert list(the_line(axes, name).get_xdata()) == [1, 2, 3, 4]
+
+
+def test_a_curve_needs_every_task_and_one_seed_has_no_band():
+    run = made_up.run(1)
+    (axes,) = draw("accuracy_curve", run).axes
+    assert not axes.collections
+    run.results["curve"].pop()
+    assert figures.draw("accuracy_curve", made_up.groups(run), {}) == []
+    del run.results["curve"]
+    assert figures.draw("accuracy_curve", made_up.groups(run), {}) == []
+
+
+def test_shares_are_stacked_to_the_whole(protocol, drawn):
+    (group,), (axes,) = protocol[0], drawn["decomposition"].figure.axes
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2", "3", "4", "all"]
+    found = {bars.get_label(): bars for bars in axes.containers}
+    for kind in ("raw", "fdc"):
+        expected = overview.shares(group, kind)
+        for column, name in enumerate(overview.SHARES):
+            bars = found[f"_{kind} {name}"]
+            assert [bar.get_height() for bar in bars] == pytest.approx(expected[:, column])
+        tops = [bar.get_y() + bar.get_height() for bar in bars]
+        assert tops == pytest.approx([100] * 5)
+
+
+@pytest.mark.parametrize("num_tasks", [2, 10, 11, 20, 21])
+def test_confusion_has_numbers_up_to_twenty_tasks(num_tasks):
+    run = made_up.run(1, num_tasks=num_tasks)
+    figure = draw("task_confusion", run)
+    for axes, kind in zip(figure.axes, ("raw", "fdc"), strict=False):
+        (image,) = axes.images
+        expected = overview.confusion(made_up.groups(run)[0], kind)
+        assert np.asarray(image.get_array()) == pytest.approx(expected)
+        numbers = [text.get_text() for text in axes.texts]
+        assert len(numbers) == (num_tasks**2 if num_tasks <= 20 else 0)
+        for text, value in zip(numbers, expected.ravel(), strict=False):
+            if text == "<1":
+                assert 0 < value < 1
+            else:
+                assert abs(int(text) - value) <= 1 and (text in ("0", "100")) == (value in (0, 100))
+    assert len(figure.axes) == 2 + (num_tasks > 20)
+
+
+# Diagnostics and sweeps ---------------------------------------------------------------------------
+
+
+def test_similarity_is_the_mean_over_seeds(protocol, drawn):
+    (group,), analyses = protocol
+    residual, affinity = drawn["similarity"].figure.axes
+    error, _ = over_seeds(group, analyses, "similarity", "routing_error_percent")
+    for axes, kind in ((residual, "residual"), (affinity, "affinity")):
+        for view in ("adapted", "pretrained"):
+            points = the_line(axes, view)
+            alike, _ = over_seeds(group, analyses, "similarity", view, kind)
+            assert points.get_xdata() == pytest.approx(alike)
+            assert points.get_ydata() == pytest.approx(error)
+    assert residual.get_ylabel() == "Routing error (%)"
+    assert "adapted view, ρ = 0.50" in [text.get_text() for text in affinity.texts]
+
+
+def test_the_trend_of_similarity_keeps_the_mean_error():
+    run = made_up.run(1, num_tasks=6)
+    found = made_up.analyses(*made_up.groups(run))
+    axes = draw("similarity", run).axes[0]
+    error = np.array(found[str(run.path)]["similarity"]["routing_error_percent"])
+    trends = [line for line in axes.lines if line.get_linewidth() == 1.6]
+    assert len(trends) == 2
+    for trend in trends:  # 30 pairs make two parts of 15
+        assert len(trend.get_xdata()) == 2 and np.diff(trend.get_xdata()) > 0
+        assert np.mean(trend.get_ydata()) == pytest.approx(error.mean())
+
+
+def test_contributions_have_a_point_per_head(protocol, drawn):
+    (group,), analyses = protocol
+    (axes,) = drawn["residual_contributions"].figure.axes
+    for side, left in (("own", True), ("foreign", False)):
+        points = the_line(axes, side)
+        expected, _ = over_seeds(group, analyses, "residual_contributions", side)
+        assert points.get_ydata() == pytest.approx(expected)
+        assert (np.asarray(points.get_xdata()) < 0).all() == left
+        bars = [line for line in axes.lines if len(line.get_ydata()) == 2]
+        assert any(line.get_ydata() == pytest.approx([expected.mean()] * 2) for line in bars)
+
+
+def test_a_head_without_foreign_images_leaves_a_gap():
+    run = made_up.run(1)
+    found = made_up.analyses(*made_up.groups(run))
+    found[str(run.path)]["residual_contributions"]["foreign"] = [None, 1.0, 2.0, None]
+    (axes,) = draw("residual_contributions", run, analyses=found).axes
+    assert np.isnan(the_line(axes, "foreign").get_ydata()).tolist() == [True, False, False, True]
+    assert any(line.get_ydata() == pytest.approx([1.5] * 2) for line in axes.lines)
+
+
+def test_distributions_show_own_foreign_and_their_mean_dashed(protocol, drawn):
+    (group,), analyses = protocol
+    found = analyses[str(group.runs[0].path)]["residual_distributions"]
+    places = [(view, place) for view in ("adapted", "pretrained") for place in ("first", "last")]
+    panels = drawn["residual_distributions"].figure.axes
+    for axes, (view, place) in zip(panels, places, strict=True):
+        result = found[view][place]
+        own, mean = the_line(axes, "own"), the_line(axes, "foreign_mean")
+        assert own.get_xdata() == pytest.approx(result["grid"])
+        assert own.get_ydata() == pytest.approx(result["own"])
+        assert mean.get_ydata() == pytest.approx(result["foreign_mean"])
+        assert (mean.is_dashed(), own.is_dashed(), len(axes.lines)) == (True, False, 2 + 3)
+        assert f"{place} head" in axes.get_xlabel()
+
+
+def test_prototypes_are_dots_and_stars(protocol, drawn):
+    (group,), analyses = protocol
+    found = analyses[str(group.runs[0].path)]["prototype_geometry"]
+    panels = drawn["prototype_geometry"].figure.axes
+    for axes, view in zip(panels, ("adapted", "pretrained"), strict=False):
+        dots, stars = (each for each in axes.collections if isinstance(each, PathCollection))
+        assert np.asarray(dots.get_offsets()) == pytest.approx(np.array(found[view]["classes"]))
+        assert np.asarray(stars.get_offsets()) == pytest.approx(np.array(found[view]["tasks"]))
+        shades = [to_hex(colour) for colour in stars.get_facecolors()]
+        assert len(set(shades)) == 4
+        assert [to_hex(c) for c in dots.get_facecolors()] == [s for s in shades for _ in range(3)]
+
+
+def test_sweeps_are_means_with_the_default_dotted(protocol, drawn):
+    (group,), analyses = protocol
+    labels = {"attenuation": "Attenuation γ", "retained_energy": "Retained energy η"}
+    for axes, (name, label) in zip(drawn["sweeps"].figure.axes, labels.items(), strict=True):
+        found = analyses[str(group.runs[0].path)][f"sweep_{name}"]
+        check_band(axes, "accuracy", over_seeds(group, analyses, f"sweep_{name}", "accuracy"))
+        assert axes.get_xlabel() == label
+        assert the_line(axes, "accuracy").get_xdata() == pytest.approx(found["values"])
+        default = the_line(axes, "default")
+        assert (default.get_xdata()[0], default.get_linestyle()) == (found["default"], ":")
+        (published,) = hollow(axes)
+        expected = paper.accuracy("cumulative_lora", "fdc")["cifar100"].mean
+        assert (published.get_xdata(), published.get_ydata()) == ([found["default"]], [expected])
+
+
+def test_a_group_that_was_not_swept_says_so():
+    members = made_up.run(1), made_up.run(1, benchmark="cub200")
+    found = made_up.analyses(*made_up.groups(*members))
+    del found[str(members[1].path)]["sweep_attenuation"]
+    swept, not_swept, *below = draw("sweeps", *members, analyses=found).axes
+    assert [axes.get_title(loc="left") for axes in (swept, not_swept)] == ["CIFAR-100", "CUB-200"]
+    assert "not swept" in [text.get_text() for text in not_swept.texts]
+    assert not not_swept.lines and not swept.texts
+    assert all(the_line(axes, "accuracy") for axes in below)
+
+
+def test_neighbours_compare_two_references(protocol, drawn):
+    (group,), analyses = protocol
+    (axes,) = drawn["neighbours"].figure.axes
+    for index, name in enumerate(("own", "nearest")):
+        expected = over_seeds(group, analyses, "sweep_neighbours", name, "accuracy")
+        check_band(axes, name, expected, index)
+    labels = [text.get_text() for text in drawn["neighbours"].figure.legends[0].get_texts()]
+    assert labels == ["Distributional matching", "Nearest"]
+
+
+# All ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_figures_fit_a_paper_and_leave_settings_alone(protocol, drawn, name):
+    before = dict(matplotlib.rcParams)
+    again = figures.draw(name, *protocol)[0]
+    assert dict(matplotlib.rcParams) == before
+    assert again.svg == drawn[name].svg and "<dc:date>" not in again.svg
+    assert again.figure.get_figwidth() in (drawing.COLUMN, drawing.PAGE)
+    texts = [text for text in again.figure.findobj(Text) if text.get_text() and text.get_visible()]
+    assert texts and all(text.get_fontsize() >= 7 for text in texts)
+    colours = {to_hex(text.get_color()) for text in texts}
+    assert "#000000" not in colours and drawing.INK in colours
+    assert figures.draw(name, [], {}) == []
+    assert (figures.draw(name, protocol[0], {}) == []) == (name not in WITHOUT_ANALYSES)
+
+
+@pytest.mark.parametrize("name", figures.FIGURES)
+def test_long_and_odd_names_do_no_harm(name):
+    long = r"$\oops{$_a_learner_with_a_name_as_long_as_a_path_" * 4
+    figure = draw(name, made_up.run(1, learner=long, benchmark=long), made_up.run(1))
+    assert not any(long in text for text in words(figure))  # and nothing warned or raised
+
+
+def test_files_are_named_after_what_they_show(tmp_path):
+    runs = [made_up.run(1), made_up.run(1, **{"train.epochs": 5})]
+    runs += [made_up.run(1, learner="Evil/../$x$ <b>", benchmark="cub200")]
+    drawn = figures.draw("decomposition", made_up.groups(*runs), {})
+    names = [each.name for each in drawn]
+    assert names[:2] == [
+        "decomposition_cifar100_cumulative_lora",
+        "decomposition_cifar100_cumulative_lora_2",
+    ]
+    assert len(set(names)) == 3 and all(re.fullmatch(r"[a-z0-9_-]+", name) for name in names)
+    figures.write(drawn[2], tmp_path / "figures")
+    assert (tmp_path / "figures" / f"{names[2]}.svg").read_text() == drawn[2].svg
+    data = (tmp_path / "figures" / f"{names[2]}.png").read_bytes()
+    width = int.from_bytes(data[16:20])
+    assert data.startswith(b"\x89PNG") and width == round(200 * drawn[2].figure.get_figwidth())
+
+
+def test_captions_speak_of_what_is_there(protocol, drawn):
+    assert drawn["sweeps"].title == "Attenuation and retained energy: Cumulative-LoRA, CIFAR-100"
+    assert drawn["sweeps"].caption.endswith("Cumulative-LoRA, CIFAR-100 (seeds 1, 2, 3).")
+    assert "Empty markers are the paper's" in drawn["sweeps"].caption
+    assert "shaded" in drawn["accuracy_curve"].caption
+    one = made_up.groups(made_up.run(4, **{"train.epochs": 5}))
+    (reduced,) = figures.draw("sweeps", one, made_up.analyses(*one))
+    assert "Empty markers" not in reduced.caption and "shaded" not in reduced.caption
+
+
+def test_many_groups_share_figures():
+    members = [made_up.run(1, benchmark=f"benchmark{number}") for number in range(7)]
+    groups = made_up.groups(*members)
+    found = figures.draw("residual_contributions", groups, made_up.analyses(*groups))
+    assert [len(each.groups) for each in found] == [5, 2]
+    assert len({each.name for each in found}) == 2
+
+
+def test_numbers_are_typeset():
+    assert drawing.number(-1.25, 1, signed=True) == "\N{MINUS SIGN}1.2"
+    assert drawing.number(-0.001, 2) == "0.00" and drawing.number(3.14, 1, signed=True) == "+3.1"
+
+
+def test_drawing_opens_no_pyplot():
+    code = "import sys; import fdc_jax.report.figures; print('matplotlib.pyplot' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def luminance(colour):
+    """Relative luminance of WCAG 2."""
+    values = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    linear = np.where(values <= 0.04045, values / 12.92, ((values + 0.055) / 1.055) ** 2.4)
+    return float(linear @ [0.2126, 0.7152, 0.0722])
+
+
+def contrast(one, other):
+    """Contrast of two colours by WCAG 2."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_colours_stand_out_on_white_and_differ_in_grey():
+    def lightness(colour):
+        return 116 * np.cbrt(luminance(colour)) - 16
+
+    compared = [drawing.RAW, drawing.ORACLE, drawing.FDC]
+    assert all(contrast(each, "#ffffff") >= 3 for each in compared)
+    assert (-np.diff([lightness(each) for each in compared]) >= 10).all()
+    for one, other in ((drawing.OWN, drawing.FOREIGN), (drawing.ADAPTED, drawing.PRETRAINED)):
+        assert abs(lightness(one) - lightness(other)) >= 10
+        assert min(contrast(one, "#ffffff"), contrast(other, "#ffffff")) >= 2.9
+    # Neighbours in a bar; the hatched one is told by its hatch as well.
+    shares = [colour for colour, _, _ in figures._SHARES.values()]
+    assert all(abs(lightness(a) - lightness(b)) >= 8 for a, b in itertools.pairwise(shares))

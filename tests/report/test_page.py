@@ -1,0 +1,299 @@
+"""The page: complete, self-contained, escaped, and the same for the same runs."""
+
+import html.parser
+import itertools
+import re
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fdc_jax.errors import InputError
+from fdc_jax.report import drawing, figures, page, pictures
+from fdc_jax.report.page import Material
+from fdc_jax.report.pictures import Evidence, Picture, Pictures, Said
+from fdc_jax.report.runs import Skipped
+from fdc_jax.report.tables import Table
+from tests.report import made_up
+from tests.report.test_figures import contrast
+
+HOSTILE = "<script>alert('x')</script>\"&$x$--><b>"
+MINUS = "\N{MINUS SIGN}"
+
+# Elements without an end.
+VOID = {"meta", "link", "br", "hr", "img", "input"}
+
+
+class Reader(html.parser.HTMLParser):
+    """Collects elements, and refuses a page whose elements are not nested."""
+
+    def __init__(self, text):
+        super().__init__(convert_charrefs=True)
+        self.elements, self.open, self.words = [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.elements.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] != "style" and data.strip():
+            self.words.append((self.open[-1], data.strip()))
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.elements if name == tag]
+
+    def texts(self, tag):
+        return [text for name, text in self.words if name == tag]
+
+
+def table(name="accuracy", title="Final accuracy", note="Percent."):
+    index = pd.MultiIndex.from_tuples(
+        [("Raw", "ours"), ("Raw", "paper"), ("FDC", "ours")], names=["method", "numbers"]
+    )
+    columns = {"CIFAR-100": ["61.20 ± 0.30 (3)", "60.10", "70.10"], "CUB": [np.nan, "-1.50", 7.5]}
+    return Table(name, title, pd.DataFrame(columns, index), note)
+
+
+def picture(name="ant", row=3):
+    evidence = [Evidence("Raw logit", 2.0, 3.0), Evidence("Residual, E_T", 0.5, -1.0)]
+    evidence.append(Evidence("FDC score", 2.5, 2.0))
+    uri = pictures.data_uri(np.full((8, 8, 3), 40 * row, np.uint8))
+    return Picture(row, uri, True, Said(name, 1), Said("bee", 2), Said(name, 1), evidence)
+
+
+def material(name="ant"):
+    found = Pictures([picture(name), picture(name, 5)], 12, [picture(name, 6)], 1)
+    return Material([name, "bee", "cat", "dog", "emu", "fox"], found)
+
+
+def rendered(members, tables=(), skipped=(), kinds=figures.OF_A_RUN, found=None, provenance=()):
+    groups = made_up.groups(*members) if members else []
+    analyses = made_up.analyses(*groups)
+    drawn = [each for kind in kinds for each in figures.draw(kind, groups, analyses)]
+    found = found or [material() for _ in groups]
+    return page.render(groups, skipped, tables, drawn, provenance, found)
+
+
+ORIGIN = [{"group": "InfLoRA", "parts": {"runs": {"class_order_seed": {"seed 1": 7}, "seeds": []}}}]
+
+
+def several():
+    members = [made_up.run(seed) for seed in (1, 2, 3)]
+    members.append(made_up.run(1, learner="splitlora", **{"train.epochs": 5}))
+    skipped = [Skipped(Path("runs/broken"), "unfinished: no results.json, 3 tasks done")]
+    kinds = ("accuracy_curve", "task_confusion", "gains", "prototype_geometry")
+    return rendered(members, [table()], skipped, kinds, provenance=ORIGIN)
+
+
+@pytest.fixture(scope="module")
+def text():
+    return several()
+
+
+@pytest.fixture(scope="module")
+def read(text):
+    return Reader(text)
+
+
+@pytest.fixture(scope="module")
+def single():
+    return Reader(rendered([made_up.run(1, benchmark="digits")], kinds=("accuracy_curve",)))
+
+
+def test_nothing_comes_from_elsewhere(text, read):
+    assert {tag for tag, _ in read.elements}.isdisjoint({"script", "link", "iframe", "object"})
+    for tag, attributes in read.elements:
+        for name, value in attributes.items():
+            assert not name.startswith("on"), (tag, name)
+            if name in ("src", "href", "xlink:href", "data", "action", "srcset", "poster"):
+                assert value.startswith(("#", "tables/", "figures/", "data:image/png;base64,"))
+                assert "//" not in value.removeprefix("data:image/png;base64,")[:20]
+    (policy,) = [each for each in read.all("meta") if "http-equiv" in each]
+    assert "default-src 'none'" in policy["content"]
+    style = text[text.index("<style>") : text.index("</style>")]
+    assert "@import" not in style and "url(" not in style and "http" not in style
+
+
+def test_links_lead_somewhere(text, read):
+    ids = [attributes["id"] for _, attributes in read.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    for _, attributes in read.elements:
+        target = attributes.get("href", "")
+        if target.startswith("#"):
+            assert target[1:] in ids
+        assert set(attributes.get("aria-labelledby", "").split()) <= set(ids)
+    assert set(re.findall(r"url\(#([^)]+)", text)) <= set(ids)
+    targets = [each.get("href", "") for each in read.all("a")]
+    assert {f"tables/accuracy.{suffix}" for suffix in ("csv", "md", "tex")} < set(targets)
+    assert {"figures/gains.svg", "figures/gains.png"} < set(targets)
+
+
+def test_the_page_can_be_read_by_everybody(read):
+    ((language),) = read.all("html")
+    assert language["lang"] == "en"
+    names = {each.get("name"): each.get("content") for each in read.all("meta")}
+    assert "width=device-width" in names["viewport"] and names["color-scheme"] == "light dark"
+    levels = [int(tag[1]) for tag, _ in read.elements if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1 and levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in itertools.pairwise(levels))
+    for each in read.all("svg"):
+        assert each.get("aria-hidden") or (each["role"] == "img" and each["aria-labelledby"])
+    assert len(read.all("img")) == 6 and all(each["alt"] for each in read.all("img"))
+    assert all("scope" in each for each in read.all("th"))
+    for tag, attributes in read.elements:
+        if "tabindex" in attributes and tag != "pre":
+            assert attributes["role"] == "region", tag
+            assert "aria-label" in attributes or "aria-labelledby" in attributes
+
+
+def test_a_single_run_comes_first_with_its_number(single):
+    assert single.texts("h1") == ["Cumulative-LoRA on Digits, with FDC"]
+    assert single.texts("h2") == ["Result", "Provenance"]
+    results = made_up.run(1, benchmark="digits").results["accuracy"]
+    raw, fdc, oracle = (f"{results[kind]:.1f} %" for kind in ("raw", "fdc", "oracle"))
+    values = [f"{fdc}", raw, f"+{results['fdc'] - results['raw']:.1f}", oracle]
+    assert [text for text in single.texts("span") if text in values] == values
+    assert any("12 classes in 4 tasks, 120 test images, seed 1." in p for p in single.texts("p"))
+    assert any("python main.py --config=configs/digits.py" in each for each in single.texts("code"))
+    order = [attributes.get("id", "") for _, attributes in single.elements]
+    shown = ["run-1", "figure-accuracy_curve_digits_cumulative_lora", "run-1-tasks"]
+    places = [order.index(each) for each in (*shown, "run-1-pictures", "provenance")]
+    assert places == sorted(places)
+
+
+def test_the_tables_of_tasks_and_pictures(single):
+    cells = single.texts("td")
+    results = made_up.run(1, benchmark="digits").results
+    learned = [point["task_accuracy"]["fdc"][-1] for point in results["curve"]]
+    assert {f"{value:.1f}" for value in learned} < set(cells)
+    assert "2.0" in cells and f"{MINUS}2.0" in cells  # losing one point a task
+    assert "ant, bee, cat" in single.texts("th") and "dog, emu, fox" in single.texts("th")
+    headings = single.texts("h4")
+    assert headings[0].endswith("FDC puts it right: 2 of 12") and headings[1].endswith("1 of 1")
+    alt = [each["alt"] for each in single.all("img")]
+    assert alt == ["Test image 3: ant", "Test image 5: ant", "Test image 6: ant"]
+    assert f"{MINUS}1.0" in cells
+    bars = [each for each in single.all("rect") if each.get("class") in ("true", "other")]
+    # From -1 to 3: zero at a quarter of the row.
+    spans = [(float(bar["x"]), float(bar["width"])) for bar in bars[:6]]
+    assert spans == [(25, 50), (25, 75), (25, 12.5), (0, 25), (25, 62.5), (25, 50)]
+
+
+def test_several_configurations_have_a_summary_and_a_section_each(read):
+    assert read.texts("h1") == ["FDC on 2 configurations"]
+    sections = ["Summary", "Cumulative-LoRA on CIFAR-100", "SplitLoRA on CIFAR-100"]
+    assert read.texts("h2")[:3] == sections
+    raw = made_up.groups()[0].values("accuracy", "raw")
+    assert f"{np.mean(raw):.1f} ± {np.std(raw, ddof=1):.1f}" in read.texts("td")
+    assert any("over 3 seeds" in text for text in read.texts("p"))
+    assert any("5 epochs" in text for text in read.texts("p"))
+    # Each section has its own figures, and what shows all comes later.
+    names = [each["id"] for each in read.all("figure")]
+    assert [name.removeprefix("figure-") for name in names[:4]] == [
+        "accuracy_curve_cifar100_cumulative_lora",
+        "task_confusion_cifar100_cumulative_lora",
+        "accuracy_curve_cifar100_splitlora",
+        "task_confusion_cifar100_splitlora",
+    ]
+    assert names[4] == "figure-gains"
+
+
+def test_tables_are_folded_frames(read):
+    assert len(read.all("details")) == 1 + 3 + 1  # a table, further figures, provenance
+    assert {"Raw", "ours", "paper", "FDC"} < set(read.texts("th"))
+    assert read.texts("th").count("ours") == 2 and "numbers" in read.texts("th")
+    cells = read.texts("td")
+    assert "61.20 ± 0.30 (3)" in cells and f"{MINUS}1.50" in cells and "7.5" in cells
+    assert cells.count("–") == 1
+    assert "runs/broken" in read.texts("code")
+    assert "unfinished: no results.json, 3 tasks done" in read.texts("dd")
+    assert "class order seed" in read.texts("dt") and "seed 1: 7" in read.texts("dd")
+
+
+def test_what_is_missing_is_said(monkeypatch):
+    run = made_up.run(1)
+    for point in run.results["curve"]:
+        del point["task_accuracy"]
+    read = Reader(rendered([run], kinds=(), found=[Material(pictures=Pictures(missing="Gone."))]))
+    assert "Gone." in read.texts("p") and "learned" not in read.texts("th")
+    assert any("forgetting is not known" in text for text in read.texts("p"))
+
+    def refuse(path):
+        raise InputError("no weights")
+
+    monkeypatch.setattr("fdc_jax.open_run", refuse, raising=False)
+    assert page.material(run).pictures.missing == "The work directory does not open: no weights"
+
+
+def test_a_page_without_runs_is_a_page():
+    read = Reader(rendered([], skipped=[Skipped(Path("x"), "no")]))
+    assert read.texts("h1") == ["No run could be read"]
+    assert "tables" not in [attributes.get("id") for _, attributes in read.elements]
+
+
+def test_names_from_files_are_text():
+    run = made_up.run(1, learner=HOSTILE, **{HOSTILE: HOSTILE})
+    frame = pd.DataFrame({HOSTILE: [HOSTILE]}, pd.Index([HOSTILE], name=HOSTILE))
+    hostile = Table(HOSTILE, HOSTILE, frame, HOSTILE)
+    origin = [{"group": HOSTILE, "parts": {HOSTILE: {HOSTILE: HOSTILE}}}]
+    skipped = [Skipped(Path(HOSTILE), HOSTILE)]
+    kinds = ("accuracy_curve", "residual_contributions")
+    text = rendered([run], [hostile], skipped, kinds, [material(HOSTILE)], origin)
+    read = Reader(text)
+    assert "<script" not in text and "<b>" not in text and "-->" not in text
+    for tag in ("h1", "h3", "td", "th", "strong", "dd", "dt", "p", "code", "figcaption"):
+        assert any(HOSTILE in words for words in read.texts(tag)), tag
+    assert not any(name.startswith("on") for _, each in read.elements for name in each)
+
+
+def test_the_same_runs_give_the_same_page(text):
+    assert several() == text
+
+
+def test_only_numbers_get_a_minus_sign():
+    assert page._minus("-1.5 ± 0.2 to -3") == f"{MINUS}1.5 ± 0.2 to {MINUS}3"
+    unchanged = "CIFAR-100, 1e-05, Ti-16, - none"
+    assert page._minus(unchanged) == unchanged
+
+
+# Colours ------------------------------------------------------------------------------------------
+
+
+def schemes():
+    """Variables of the light and of the dark page, and of print."""
+    style = (Path(page.__file__).parent / "page.css").read_text()
+    blocks = re.findall(r":root \{(.*?)\}", style, flags=re.DOTALL)
+    return [dict(re.findall(r"(--[a-z-]+): (#[0-9a-f]{6});", block)) for block in blocks]
+
+
+def test_drawings_take_the_colours_of_the_page(text):
+    drawn = "".join(re.findall(r'<svg role="img".*?</svg>', text, flags=re.DOTALL))
+    assert not any(colour in drawn for colour in drawing.VARIABLES)
+    assert "currentColor" in drawn and "var(--fdc)" in drawn
+    for name in set(re.findall(r"var\((--[a-z]+)\)", drawn)):
+        assert all(name in scheme for scheme in schemes())
+    for colour, variable in drawing.VARIABLES.items():
+        name = variable.removeprefix("var(").removesuffix(")")
+        if name in schemes()[0] and colour != drawing.PAPER:
+            assert schemes()[0][name] == colour  # a light page draws as the files do
+
+
+@pytest.mark.parametrize("index", [0, 1], ids=["light", "dark"])
+def test_text_and_marks_stand_out(index):
+    scheme = schemes()[index]
+    for ground in ("--paper", "--card"):
+        for words in ("--ink", "--soft", "--link", "--own", "--wrong"):
+            assert contrast(scheme[words], scheme[ground]) >= 4.5, (words, ground)
+        for mark in ("--raw", "--fdc", "--oracle", "--own", "--adapted"):
+            assert contrast(scheme[mark], scheme[ground]) >= 3, (mark, ground)

@@ -1,0 +1,123 @@
+"""Pictures: which images, what they are called, and evidence that adds up to the score."""
+
+import base64
+import io
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fdc_jax.errors import InputError
+from fdc_jax.report import pictures
+from fdc_jax.report.runs import RunFolder
+from tests.calibration import streams
+
+
+class Opened:
+    """What `fdc_jax.open_run` returns, of a stream made up."""
+
+    class_names = ("ant", "bee", "cat", "dog", "emu", "fox", "gnu", "hen", "ibex", "jay")
+
+    def __init__(self, calibrator=None, refuse=False):
+        self._calibrator, self._refuse = calibrator, refuse
+
+    def calibrator(self):
+        """The calibrator of the last task."""
+        return self._calibrator
+
+    def test_images(self, rows):
+        """An image a row, all pixels of which are the row."""
+        if self._refuse:
+            raise InputError("digits: no images here")
+        return np.stack([np.full((8, 8, 3), row, np.uint8) for row in rows])
+
+
+def write(folder, dual=True):
+    """Writes a run with features and predictions; returns it, its calibrator and predictions."""
+    stream = streams.stream(0, 3)
+    adapted, pretrained = streams.probe_inputs(stream)
+    calibrator = streams.fitted(stream, dual=dual)
+    terms = calibrator.terms(adapted, pretrained if dual else None)
+    raw, fdc = terms.raw(), terms.fuse()
+    # Every image is of the task that one of the two chose.
+    turn = np.arange(len(adapted)) % 2 == 0
+    task = np.where(turn, fdc.task, raw.task)
+    label = np.where(turn, fdc.label, raw.label)
+    columns = {"label": label, "task": task, "oracle_label": label}
+    columns |= {"raw_label": raw.label, "raw_task": raw.task}
+    columns |= {"fdc_label": fdc.label, "fdc_task": fdc.task}
+    (folder / "features").mkdir(parents=True)
+    np.savez(folder / "predictions.npz", **columns)
+    np.save(folder / "features" / "test_adapted.npy", adapted)
+    if dual:
+        np.save(folder / "features" / "test_pretrained.npy", pretrained)
+    run = RunFolder(folder, {"num_test_images": len(label)})
+    return run, calibrator, columns, terms
+
+
+@pytest.mark.parametrize("dual", [True, False])
+def test_the_parts_of_the_evidence_add_up_to_the_score(tmp_path, dual):
+    run, calibrator, columns, terms = write(tmp_path, dual)
+    found = pictures.load(run, Opened(calibrator))
+    scores, raw = terms.fuse().task_scores, terms.raw().task_scores
+    assert found.repaired and found.broken and not found.missing
+    for kind, chosen in ((found.repaired, "raw_task"), (found.broken, "fdc_task")):
+        for each in kind:
+            first, *parts, last = each.evidence
+            true, wrong = columns["task"][each.row], columns[chosen][each.row]
+            assert (first.name, last.name, len(parts)) == ("Raw logit", "FDC score", 3 + 2 * dual)
+            for name, t in (("true", true), ("wrong", wrong)):
+                assert getattr(first, name) == pytest.approx(raw[each.row, t])
+                assert getattr(last, name) == pytest.approx(scores[each.row, t])
+                total = sum(getattr(part, name) for part in parts)
+                assert total == pytest.approx(getattr(last, name), abs=1e-4)
+            # What decides is what FDC chose.
+            assert (last.true > last.wrong) == (chosen == "raw_task")
+
+
+def test_images_are_those_of_their_rows(tmp_path):
+    run, calibrator, columns, _ = write(tmp_path)
+    found = pictures.load(run, Opened(calibrator))
+    right = columns["label"] == columns["fdc_label"]
+    repaired = np.flatnonzero(right & (columns["raw_task"] != columns["task"]))
+    assert found.num_repaired == len(repaired) and len(found.repaired) <= pictures.PICTURES
+    for each in (*found.repaired, *found.broken):
+        assert each.small and each.uri.startswith("data:image/png;base64,")
+        image = Image.open(io.BytesIO(base64.b64decode(each.uri.partition(",")[2])))
+        assert (np.asarray(image) == each.row).all()
+        assert each.true.name == Opened.class_names[columns["label"][each.row]]
+        assert each.raw.task == columns["raw_task"][each.row] + 1
+    assert all(each.row in repaired and each.fdc == each.true for each in found.repaired)
+    assert all(each.raw == each.true != each.fdc for each in found.broken)
+
+
+def test_what_cannot_be_shown_is_said(tmp_path):
+    run, calibrator, columns, _ = write(tmp_path)
+    found = pictures.load(run, Opened(calibrator, refuse=True))
+    assert found.missing == "The test images could not be read: digits: no images here"
+    # A calibrator that does not give these predictions explains nothing.
+    other = streams.fitted(streams.stream(5, 3))
+    assert not any(each.evidence for each in pictures.load(run, Opened(other)).repaired)
+    (tmp_path / "features" / "test_adapted.npy").unlink()
+    assert not any(each.evidence for each in pictures.load(run, Opened(calibrator)).repaired)
+    same = columns | {"raw_task": columns["task"], "fdc_task": columns["task"]}
+    np.savez(tmp_path / "predictions.npz", **same)
+    assert "no image" in pictures.load(run, Opened(calibrator)).missing
+    (tmp_path / "predictions.npz").unlink()
+    assert "no predictions" in pictures.load(run, Opened(calibrator)).missing
+
+
+@pytest.mark.parametrize("count", [0, 1, 4, 5, 119])
+def test_places_are_spread_evenly(count):
+    places = pictures._spaced(count)
+    assert len(places) == min(count, pictures.PICTURES) == len(set(places))
+    assert all(0 <= place < count for place in places)
+    gaps = np.diff([-0.5 * count / max(len(places), 1), *places])
+    assert not len(places) or np.ptp(gaps[1:] if len(gaps) > 2 else [0]) <= 1
+
+
+def test_large_images_are_made_smaller():
+    uri = pictures.data_uri(np.zeros((300, 200, 3), np.uint8))
+    assert uri.startswith("data:image/jpeg;base64,")
+    image = Image.open(io.BytesIO(base64.b64decode(uri.partition(",")[2])))
+    assert image.height == 160 and image.width in (106, 107)
