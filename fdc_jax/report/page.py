@@ -57,7 +57,7 @@ def material(run: RunFolder) -> Material:
     try:
         opened = fdc_jax.open_run(run.path)
         return Material(list(opened.class_names), pictures.load(run, opened))
-    except (InputError, AttributeError) as error:
+    except InputError as error:
         return Material(pictures=Pictures(missing=f"The work directory does not open: {error}"))
 
 
