@@ -16,35 +16,20 @@ REFERENCE_CLASS_ORDER_SEED = 1993
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """One data set with its division into train and test and its task sequence.
+    """One data set with its division into train and test and its task sequence."""
 
-    Attributes:
-        name: key in `BENCHMARKS`; results carry it.
-        title: name in the paper's tables.
-        num_classes: number of classes.
-        classes_per_task: size of every task but perhaps the last.
-        num_train: training images; None where any number is accepted.
-        num_test: test images; None where any number is accepted.
-        task_test_counts: test images of each task in class order seed 1993; None if not known.
-        partition: "official", "pilot", "random80", "other" or "embedded".
-        tfds_name: folder of the prepared data below the data folder.
-        tfds_version: folder below that.
-        obtain: where the raw data are to be found, in words.
-        checksums: algorithm to hexadecimal digest of the raw archive, where published.
-    """
-
-    name: str
-    title: str
+    name: str  # key in `BENCHMARKS`; results carry it
+    title: str  # in the paper's tables
     num_classes: int
-    classes_per_task: int
-    num_train: int | None
-    num_test: int | None
-    task_test_counts: tuple[int, ...] | None
-    partition: str
-    tfds_name: str
-    tfds_version: str
-    obtain: str
-    checksums: dict[str, str] = dataclasses.field(default_factory=dict)
+    classes_per_task: int  # of every task but perhaps the last
+    num_train: int | None  # images; None where any number is accepted
+    num_test: int | None  # likewise
+    task_test_counts: tuple[int, ...] | None  # per task in class order seed 1993, where known
+    partition: str  # "official", "pilot", "random80", "other" or "embedded"
+    tfds_name: str  # folder of the prepared data below the data folder
+    tfds_version: str  # folder below that
+    obtain: str  # where the raw data are to be found, in words
+    checksums: dict[str, str] = dataclasses.field(default_factory=dict)  # of the raw archive
 
     @property
     def num_tasks(self) -> int:

@@ -76,35 +76,21 @@ class Dataset:
 
 
 class RawImage(NamedTuple):
-    """An image to be prepared.
+    """An image to be prepared."""
 
-    Attributes:
-        name: its identifier within a split.
-        class_name: of its class.
-        place: where it lies, for messages.
-        read: returns the encoded image; safe from any thread.
-        fields: of its record, beside image and label.
-    """
-
-    name: str
+    name: str  # identifier within its split
     class_name: str
-    place: str
-    read: Callable[[], bytes]
-    fields: dict[str, Any]
+    place: str  # where it lies, for messages
+    read: Callable[[], bytes]  # returns the encoded image; safe from any thread
+    fields: dict[str, Any]  # of its record, beside image and label
 
 
 class RawData(NamedTuple):
-    """A data set to be prepared.
+    """A data set to be prepared."""
 
-    Attributes:
-        splits: "train" and "test" to images.
-        class_names: in the order of their labels.
-        superclass_names: of CIFAR-100.
-    """
-
-    splits: dict[str, list[RawImage]]
-    class_names: list[str]
-    superclass_names: list[str] | None = None
+    splits: dict[str, list[RawImage]]  # "train" and "test"
+    class_names: list[str]  # in the order of their labels
+    superclass_names: list[str] | None = None  # of CIFAR-100
 
     @property
     def num_images(self) -> int:

@@ -233,12 +233,8 @@ class _Job:
         """
         name = self.benchmark.tfds_name
         path = self.data_dir / f".{name}.lock"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            lock = open(path, "w")
-        except OSError as error:
-            raise InputError(f"cannot write {path}: {error.strerror or error}") from error
-        with lock:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path, "w") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -286,13 +282,8 @@ def _note_checksum(job: _Job, archive: Path) -> None:
         return
     with open(archive, "rb") as file:
         found = hashlib.file_digest(file, "md5").hexdigest()
-    if published == found:
-        job.say(f"{archive}: MD5 {found}, as published for PILOT's archive")
-    else:
-        job.say(
-            f"note: {archive}: MD5 {found}, where {published} is published for PILOT's archive; "
-            "what counts are the images in it"
-        )
+    told = "is that published" if found == published else f"differs from {published}, published"
+    job.say(f"note: MD5 {found} of {archive} {told} for PILOT's archive; the images decide")
 
 
 def _choose(job: _Job, raw: dataset.RawData, allow_other_split: bool) -> benchmarks.Benchmark:

@@ -13,19 +13,10 @@ from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError
 
 
-def class_positions(order: Int[np.ndarray, " c"]) -> Int[np.ndarray, " c"]:
-    """Returns the map from a class label to its position in the class order."""
-    positions = np.empty_like(order)
-    positions[order] = np.arange(len(order))
-    return positions
-
-
 def task_indices(
     labels: Int[np.ndarray, " n"], classes: Sequence[int] | Int[np.ndarray, " k"]
 ) -> Int[np.ndarray, " m"]:
     """Returns the indices of the images of `classes`, class after class in the order given."""
-    if len(classes) == 0:
-        return np.zeros(0, np.int64)
     return np.concatenate([np.flatnonzero(labels == label) for label in classes])
 
 
@@ -71,7 +62,7 @@ class TaskStream:
     @property
     def positions(self) -> Int[np.ndarray, " c"]:
         """Class-order position of each class label; the label that results use."""
-        return class_positions(self.order)
+        return np.argsort(self.order)
 
     @property
     def class_names(self) -> list[str]:

@@ -58,12 +58,15 @@ def open_prepared(
     except Exception as error:
         # TFDS raises many types here, all of them about the files of this folder.
         raise InputError(f"{folder}: cannot open split {split}: {_one_line(error)}") from error
-    missing = [shard.name for shard in shards if not shard.is_file()]
+    missing = ", ".join(shard.name for shard in shards if not shard.is_file())
     if missing:
-        raise InputError(f"{folder}: expected the files {', '.join(missing)}, found none")
+        raise InputError(f"{folder}: expected the files {missing}, found none")
     kept = _metadata(benchmark, data_dir)
-    known = _Findings(folder, split, shards, cache_dir)
-    index = known.get("index", lambda: _index(folder, split, records))
+
+    def scan() -> dict[str, np.ndarray]:
+        return _index(folder, split, records)
+
+    index = _remembered(shards, f"{split}-index", cache_dir, scan)
     labels, positions, ids = index["labels"], index["positions"], tuple(index["ids"].tolist())
 
     def read(index: int) -> bytes:
@@ -79,7 +82,10 @@ def open_prepared(
         with contextlib.suppress(KeyError, TypeError):
             return kept["images_sha256"][split]
         # Not prepared by this version: every image is decoded, once.
-        found = known.get("images", lambda: {"sha256": np.array(_decoded_sha256(opened))})
+        found = _remembered(
+            *(shards, f"{split}-images", cache_dir),
+            lambda: {"sha256": np.array(_decoded_sha256(opened))},
+        )
         return str(found["sha256"])
 
     opened = dataset.Dataset(
@@ -137,68 +143,56 @@ def _decoded_sha256(opened: dataset.Dataset) -> str:
         return dataset.images_sha256(opened.class_names, records)
 
 
-class _Findings:
-    """What it took reading a whole split to find out, kept until its files change.
+def _remembered(
+    shards: list[Path],
+    name: str,
+    cache_dir: str | os.PathLike[str] | None,
+    compute: Callable[[], dict[str, np.ndarray]],
+) -> dict[str, np.ndarray]:
+    """Returns what reading whole files found out, and keeps it until they change.
 
-    Beside the data; in `cache_dir` where their folder is closed to writing, even for a user who
-    could write all the same; nowhere if that is not given.
+    It is kept beside the data; in `cache_dir` where their folder is closed to writing, even for a
+    user who could write all the same; nowhere if that is not given.
     """
-
-    def __init__(
-        self,
-        folder: Path,
-        split: str,
-        shards: list[Path],
-        cache_dir: str | os.PathLike[str] | None,
-    ):
-        stats = [(shard.name, shard.stat()) for shard in shards]
-        self._fingerprint = json.dumps(
-            [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-        )
-        self._prefix: Path | None = folder / f".fdc_jax-{split}"
-        if not (folder.stat().st_mode & 0o222 and os.access(folder, os.W_OK)):
-            place = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
-            self._prefix = Path(cache_dir) / "data" / f"{place}-{split}" if cache_dir else None
-
-    def get(self, name: str, compute: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-        """Returns arrays by name as found earlier, or computes and keeps them."""
-        if self._prefix is None:
+    folder = shards[0].parent
+    path = folder / f".fdc_jax-{name}.npz"
+    if not (folder.stat().st_mode & 0o222 and os.access(folder, os.W_OK)):
+        if cache_dir is None:
             return compute()
-        path = self._prefix.with_name(f"{self._prefix.name}-{name}.npz")
-        try:
-            with np.load(path, allow_pickle=False) as kept:
-                if str(kept["fingerprint"]) == self._fingerprint:
-                    return {key: kept[key] for key in kept}
-        except Exception:
-            # Absent or damaged: it is made anew.
-            pass
-        found = compute()
-        with contextlib.suppress(InputError), write_atomically(path) as file:
-            np.savez_compressed(file, fingerprint=np.array(self._fingerprint), **found)
-        return found
+        place = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
+        path = Path(cache_dir) / "data" / f"{place}-{name}.npz"
+    stats = [(shard.name, shard.stat()) for shard in shards]
+    fingerprint = json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
+    try:
+        with np.load(path, allow_pickle=False) as kept:
+            if str(kept["fingerprint"]) == fingerprint:
+                return {key: kept[key] for key in kept}
+    except Exception:
+        # Absent or damaged: it is made anew.
+        pass
+    found = compute()
+    with contextlib.suppress(InputError), write_atomically(path) as file:
+        np.savez_compressed(file, fingerprint=np.array(fingerprint), **found)
+    return found
 
 
 def _index(folder: Path, split: str, records: Any) -> dict[str, np.ndarray]:
     """Reads labels, identifiers and stored positions of all records, in the canonical order."""
-    labels = np.empty(len(records), np.int32)
-    ids: list[str] = []
-    field = None
+    labels, ids, by_id = [], [], False
     try:
         for start in range(0, len(records), _CHUNK):
             chunk = list(range(start, min(start + _CHUNK, len(records))))
-            for position, record in zip(chunk, records.__getitems__(chunk), strict=True):
-                if field is None:
-                    field = next(k for k in ("file_name", "id") if k in record)
-                labels[position] = record["label"]
-                ids.append(record[field].decode())
+            for record in records.__getitems__(chunk):
+                by_id = "file_name" not in record
+                labels.append(record["label"])
+                ids.append(record["id" if by_id else "file_name"].decode())
     except Exception as error:
         raise InputError(f"{folder}: cannot read split {split}: {_one_line(error)}") from error
     if len(set(ids)) != len(ids):
         raise InputError(f"{folder}: split {split}: expected distinct record names, found repeats")
-    names = np.array(ids, dtype=np.str_)
-    by_id = field == "id"
-    positions = np.argsort(names, kind="stable") if by_id else np.lexsort((names, labels))
-    return {"labels": labels[positions], "ids": names[positions], "positions": positions}
+    names, label = np.array(ids, np.str_), np.array(labels, np.int32)
+    positions = np.argsort(names, kind="stable") if by_id else np.lexsort((names, label))
+    return {"labels": label[positions], "ids": names[positions], "positions": positions}
 
 
 def features(
