@@ -18,7 +18,7 @@ import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from fdc_jax.data import benchmarks, cifar100, dataset, folders, prepare
+from fdc_jax.data import benchmarks, dataset, folders, prepare
 from fdc_jax.errors import InputError
 
 # As strings "10" and "100" come before "4"; one class has a single training image.
@@ -331,42 +331,23 @@ def test_archives_cannot_write_or_read_outside(tmp_path, pilot, name, link):
 
 def test_a_disk_that_is_full(tmp_path, pilot):
     noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
-    for number in range(3):
-        Image.fromarray(noise).save(
-            pilot / "train" / "10" / f"{number}.{['JPEG', 'png'][number % 2]}"
-        )
-    command = [sys.executable, "-c", LIMITED + CHILD, str(pilot), str(tmp_path / "data")]
-    command.append(repr(benchmarks.BENCHMARKS["omnibench"]))
-    child = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    Image.fromarray(noise).save(pilot / "train" / "10" / "1.png")
+    # Files of more than 100 kB cannot be written, as on a full disk.
+    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
+    child = start(pilot, tmp_path / "data", before=limit)
+    last = child.communicate(timeout=120)[1].strip().splitlines()[-1]
     assert child.returncode == 1
-    last = child.stderr.strip().splitlines()[-1]
     assert last.startswith("fdc_jax.errors.InputError: ")
     assert str(tmp_path / "data") in last
     assert left_over(tmp_path / "data") == []
 
 
-# Files of more than 100 kB cannot be written, as on a full disk.
-LIMITED = """
-import resource
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-"""
-
-
 def test_a_prepared_data_folder_may_be_closed(tmp_path, pilot, monkeypatch):
     folder = prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
-
+    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     monkeypatch.setattr(prepare.fcntl, "flock", lambda *_: pytest.fail("locking means writing"))
     for source in (None, pilot):
         assert prepare.prepare("omnibench", source, tmp_path, quiet=True) == folder
-
-
-def test_rerun_changes_nothing(tmp_path, pilot, capsys):
-    prepare.prepare("omnibench", pilot, tmp_path)
-    assert "8 train images, 5 test images, partition pilot" in capsys.readouterr().err
-    folder = tmp_path / "pilot_omnibench" / "1.0.0"
-    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    assert prepare.prepare("omnibench", pilot, tmp_path) == folder
-    assert "omnibench is already prepared" in capsys.readouterr().err
     assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
@@ -376,6 +357,7 @@ def test_progress_and_quiet(tmp_path, pilot, capsys, monkeypatch, terminal):
     prepare.prepare("omnibench", pilot, tmp_path / "a")
     said = capsys.readouterr().err
     assert "omnibench train: 100%" in said and "5/5" in said
+    assert "8 train images, 5 test images, partition pilot" in said
     prepare.prepare("omnibench", pilot, tmp_path / "b", quiet=True)
     assert capsys.readouterr() == ("", "")
 
@@ -399,9 +381,8 @@ def test_files_that_are_no_images_are_left_out_and_named(tmp_path, pilot, capsys
     (pilot / "train" / "10" / ".thumbnails" / "1.png").write_text("")
     (pilot / "train" / "README.md").write_text("about")
     prepare.prepare("omnibench", pilot, tmp_path)
-    assert "1 files are no images by their suffix and are left out: 10/list.txt" in (
-        capsys.readouterr().err
-    )
+    said = capsys.readouterr().err
+    assert "1 files are no images by their suffix and are left out: 10/list.txt" in said
 
 
 def move(pilot, old, new):
@@ -409,32 +390,33 @@ def move(pilot, old, new):
     (pilot / old).rename(pilot / new)
 
 
+def of_the_other_task():
+    """A test image of a class in the task without class 100, which has two test images."""
+    order = [ORDERED[label] for label in benchmarks.class_order(4, 1993)]
+    (other,) = (task for task in (order[:2], order[2:]) if "100" not in task)
+    return f"test/{min(other)}/9.png"
+
+
 @pytest.mark.parametrize(
-    ("moves", "message"),
+    ("name", "old", "new", "message"),
     [
-        ([("train/10/0.JPEG", "test/10/9.JPEG")], "expected 8 training images, found 7"),
-        ([("train/44", "train/45")], "expected 4 classes, found 5|found none of 44"),
-        ([("test/44/0.JPEG", "test/10/9.JPEG")], "expected images in this class folder"),
+        ("omnibench", "train/10/0.JPEG", "test/10/9.JPEG", "expected 8 training images, found 7"),
+        ("omnibench", "train/44", "train/45", "expected 4 classes, found 5"),
+        ("omnibench", "test/44/0.JPEG", "test/10/9.JPEG", "expected images in this class folder"),
+        ("omnibench", "test/100/1.png", of_the_other_task(), "of class order 1993, found"),
+        ("omnibench_other", "train/44", "elsewhere/44", "of every class, found none of 44"),
     ],
 )
-def test_another_split_is_refused(tmp_path, pilot, moves, message):
-    for old, new in moves:
-        move(pilot, old, new)
+def test_another_split_is_refused(tmp_path, pilot, name, old, new, message):
+    move(pilot, old, new)
     with pytest.raises(InputError, match=message):
-        prepare.prepare("omnibench", pilot, tmp_path / "data", quiet=True)
+        prepare.prepare(name, pilot, tmp_path / "data", quiet=True)
     assert left_over(tmp_path / "data") == []
 
 
-def test_another_split_of_the_same_size_is_refused(tmp_path, pilot):
-    order = [ORDERED[label] for label in benchmarks.class_order(4, 1993)]
-    tasks = [set(order[:2]), set(order[2:])]
-    (other,) = (task for task in tasks if "100" not in task)
-    move(pilot, "test/100/1.png", f"test/{min(other)}/9.png")
-    with pytest.raises(InputError, match="test images in the tasks of class order 1993, found"):
-        prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
-
-
 def test_another_split_can_be_prepared_under_its_own_name(tmp_path, pilot, capsys):
+    right = prepare.prepare("omnibench", pilot, tmp_path / "a", allow_other_split=True)
+    assert right == tmp_path / "a" / "pilot_omnibench" / "1.0.0"
     move(pilot, "train/10/0.JPEG", "test/10/9.JPEG")
     with pytest.raises(InputError, match=r"--allow_other_split prepares it as .*omnibench_other"):
         prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
@@ -449,36 +431,6 @@ def test_another_split_can_be_prepared_under_its_own_name(tmp_path, pilot, capsy
     assert "omnibench_other is already prepared" in capsys.readouterr().err
 
 
-def test_the_right_split_keeps_its_name_whatever_is_allowed(tmp_path, pilot):
-    folder = prepare.prepare("omnibench", pilot, tmp_path, allow_other_split=True, quiet=True)
-    assert folder == tmp_path / "pilot_omnibench" / "1.0.0"
-
-
-def test_classes_must_have_training_images(tmp_path, pilot):
-    move(pilot, "train/44", "elsewhere/44")
-    with pytest.raises(InputError, match="training images of every class, found none of 44"):
-        prepare.prepare("omnibench_other", pilot, tmp_path, quiet=True)
-
-
-@pytest.mark.parametrize("make", [None, "train", "folder"])
-def test_folders_that_are_not_there(tmp_path, pilot, make):
-    source = tmp_path / "source"
-    if make:
-        (source / make).mkdir(parents=True)
-    expected = "found nothing" if make is None else "expected the folders train and test"
-    with pytest.raises(InputError, match=f"{re.escape(str(source))}.*{expected}"):
-        prepare.prepare("omnibench", source, tmp_path / "data", quiet=True)
-
-
-def test_a_folder_in_the_way_is_not_touched(tmp_path, pilot):
-    place = tmp_path / "pilot_omnibench" / "1.0.0"
-    place.mkdir(parents=True)
-    (place / "mine").write_text("")
-    with pytest.raises(InputError, match=r"without dataset_info.json; remove it"):
-        prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
-    assert (place / "mine").exists()
-
-
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
@@ -486,11 +438,22 @@ def test_a_folder_in_the_way_is_not_touched(tmp_path, pilot):
         ("imagenet_r", {}, "needs --source=PATH, where PATH is the ImageNet-R archive behind"),
         ("cifar100", {"allow_other_split": True}, "has one split only"),
         ("cifar100", {"workers": 0}, "workers must be at least 1, found 0"),
+        ("cifar100", {"source": "."}, "expected the archive cifar-100-binary.tar.gz"),
+        ("omnibench", {"source": "."}, r"^\.: expected the folders train and test, found no"),
+        ("cub200_random80", {"source": "."}, r"^\.: expected one folder of images per class"),
+        ("omnibench", {"source": "gone"}, "^gone: expected a folder or an archive, found nothing"),
+        ("cub200", {"source": "."}, "found a folder without dataset_info.json; remove it"),
+        ("omnibench", {"source": ".", "data_dir": "file"}, "cannot prepare omnibench: .*file"),
     ],
 )
-def test_bad_requests(tmp_path, name, options, message):
+def test_bad_requests(tmp_path, monkeypatch, name, options, message):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    (tmp_path / "pilot_cub200" / "1.0.0").mkdir(parents=True)
+    (tmp_path / "file").write_text("")
+    options = {**options, "data_dir": tmp_path / options.get("data_dir", "")}
     with pytest.raises(InputError, match=message):
-        prepare.prepare(name, None, tmp_path, quiet=True, **options)
+        prepare.prepare(name, quiet=True, **options)
 
 
 def test_digits_need_no_preparation(tmp_path, capsys):
@@ -499,8 +462,11 @@ def test_digits_need_no_preparation(tmp_path, capsys):
     assert not (tmp_path / "data").exists()
 
 
-def test_command_line(tmp_path, pilot, capsys):
-    assert prepare.main(["omnibench", f"--source={pilot}", f"--data_dir={tmp_path}"]) == 0
+def test_command_line(tmp_path, pilot, capsys, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "default"))
+    assert prepare.main(["omnibench", f"--source={pilot}"]) == 0
+    assert_reads_back(pilot, "")
+    assert left_over(tmp_path / "default") == ["pilot_omnibench"]
     capsys.readouterr()
     assert prepare.main(["omnibench_other", f"--data_dir={tmp_path}", "--quiet"]) == 2
     error = capsys.readouterr().err
@@ -508,275 +474,72 @@ def test_command_line(tmp_path, pilot, capsys):
     assert error.count("\n") == 1
 
 
-def test_the_data_folder_may_be_closed(tmp_path, pilot):
-    (tmp_path / "data").write_text("a file, not a folder")
-    with pytest.raises(InputError, match="cannot prepare omnibench"):
-        prepare.prepare("omnibench", pilot, tmp_path / "data", quiet=True)
-
-
-# Substitute splits
-
-
-@pytest.fixture
-def release(tmp_path, encode, tiny_benchmark):
-    """A small folder in the layout of the public CUB release."""
+def test_the_substitute_split_follows_its_rule(tmp_path, encode, tiny_benchmark):
+    # In the layout of the public CUB release.
+    root = tmp_path / "raw" / "CUB_200_2011"
     for name, count in [("001.B", 9), ("002.A", 6)]:
-        folder = tmp_path / "raw" / "CUB_200_2011" / "images" / name
-        folder.mkdir(parents=True)
+        (root / "images" / name).mkdir(parents=True)
         for number in range(count):
-            (folder / f"{number}.jpg").write_bytes(encode(image_of(1, number), "JPEG"))
-    (tmp_path / "raw" / "CUB_200_2011" / "images.txt").write_text("1 001.B/0.jpg")
-    (tmp_path / "raw" / "CUB_200_2011" / "parts").mkdir()
-    (tmp_path / "raw" / "CUB_200_2011" / "parts" / "overview.png").write_text("")
+            content = encode(image_of(1, number), "JPEG")
+            (root / "images" / name / f"{number}.jpg").write_bytes(content)
+    (root / "images.txt").write_text("1 001.B/0.jpg")
+    (root / "parts").mkdir()
+    (root / "parts" / "overview.png").write_text("")
     tiny_benchmark("cub200_random80", num_classes=2, classes_per_task=1, num_train=12, num_test=3)
-    return tmp_path / "raw"
-
-
-def test_substitute_split_follows_its_rule(tmp_path, release):
-    prepare.prepare("cub200_random80", release, tmp_path / "data", quiet=True)
+    prepare.prepare("cub200_random80", root.parent, tmp_path / "a", quiet=True)
     names = sorted([f"001.B/{i}.jpg" for i in range(9)] + [f"002.A/{i}.jpg" for i in range(6)])
     order = np.random.RandomState(1993).permutation(15)
     for split, chosen in [("train", order[:12]), ("test", order[12:])]:
-        source = dataset.open_dataset("cub200_random80", split, tmp_path / "data")
+        source = dataset.open_dataset("cub200_random80", split, tmp_path / "a")
         assert list(source.ids) == sorted(names[i] for i in chosen)
         assert (source.name, source.partition) == ("cub200_random80", "random80")
-
-
-def test_substitute_split_checks_the_counts(tmp_path, release):
-    (release / "CUB_200_2011" / "images" / "002.A" / "5.jpg").unlink()
-    with pytest.raises(
-        InputError, match=r"cub200_random80: expected 12 training images, found 11$"
-    ):
-        prepare.prepare("cub200_random80", release, tmp_path / "data", quiet=True)
-
-
-def test_substitute_counts_of_the_public_releases():
-    found = {
-        name: (row.num_train, row.num_test)
-        for name, row in benchmarks.BENCHMARKS.items()
-        if row.partition == "random80"
-    }
-    assert found == {
-        "imagenet_r_random80": (24000, 6000),
-        "imagenet_a_random80": (6000, 1500),
-        "cub200_random80": (9430, 2358),
-    }
-
-
-def test_no_class_folders(tmp_path, release):
-    with pytest.raises(InputError, match="one folder of images per class"):
-        prepare.prepare(
-            "cub200_random80", release / "CUB_200_2011" / "parts", tmp_path / "d", quiet=True
-        )
-
-
-# CIFAR-100
-
-FINE = sorted(f"class_{i:03d}" for i in range(100))
-COARSE = sorted(f"group_{i:02d}" for i in range(20))
-
-
-def archive_bytes(labels):
-    """Packs a synthetic archive in the official layout; returns its bytes and its pixels."""
-    generator = np.random.default_rng(0)
-    files = {
-        "fine_label_names.txt": "\n".join(FINE).encode() + b"\n",
-        "coarse_label_names.txt": "\n".join(COARSE).encode() + b"\n",
-    }
-    pixels = {}
-    for split, split_labels in labels.items():
-        planes = generator.integers(0, 256, (len(split_labels), 3, 32, 32), dtype=np.uint8)
-        pixels[split] = planes
-        files[f"{split}.bin"] = b"".join(
-            bytes([label // 5, label]) + plane.tobytes()
-            for label, plane in zip(split_labels, planes, strict=True)
-        )
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w:gz") as packed:
-        for name, content in files.items():
-            member = tarfile.TarInfo(f"cifar-100-binary/{name}")
-            member.size = len(content)
-            packed.addfile(member, io.BytesIO(content))
-    return buffer.getvalue(), pixels
-
-
-LABELS = {"train": [*range(100), 7, 3], "test": [*range(99, -1, -1)]}
-
-
-@pytest.fixture
-def cifar(tmp_path, tiny_benchmark):
-    """A synthetic archive, its pixels, and cifar100's row shrunk to it."""
-    content, pixels = archive_bytes(LABELS)
-    archive = tmp_path / "raw" / cifar100.ARCHIVE_NAME
-    archive.parent.mkdir()
-    archive.write_bytes(content)
-    tiny_benchmark(
-        "cifar100",
-        num_train=102,
-        num_test=100,
-        task_test_counts=(5,) * 20,
-        checksums={"sha256": hashlib.sha256(content).hexdigest()},
-    )
-    return archive, pixels
-
-
-def assert_is_cifar(data_dir, pixels):
-    for split in ("train", "test"):
-        source = dataset.open_dataset("cifar100", split, data_dir)
-        assert list(source.ids) == [f"{split}_{i:05d}" for i in range(len(LABELS[split]))]
-        assert source.labels.tolist() == LABELS[split]
-        assert source.class_names == tuple(FINE)
-        for index, planes in enumerate(pixels[split]):
-            with Image.open(io.BytesIO(source.read(index))) as image:
-                assert image.format == "PNG"
-                np.testing.assert_array_equal(np.asarray(image), planes.transpose(1, 2, 0))
-
-
-@pytest.mark.parametrize("folder", [False, True])
-def test_cifar_from_the_binary_archive(tmp_path, cifar, folder):
-    archive, pixels = cifar
-    source = archive.parent if folder else archive
-    prepare.prepare("cifar100", source, tmp_path / "data", quiet=True)
-    assert left_over(tmp_path / "data") == ["cifar100"]
-    assert_is_cifar(tmp_path / "data", pixels)
-
-
-def test_cifar_is_what_tfds_itself_expects(tmp_path, cifar):
-    archive, pixels = cifar
-    prepare.prepare("cifar100", archive, tmp_path, quiet=True)
-    examples = tfds.data_source("cifar100", split="test", data_dir=tmp_path)
-    assert len(examples) == 100
-    example = examples[30]
-    assert set(example) == {"id", "image", "label", "coarse_label"}
-    assert example["id"] == b"test_00030"
-    assert (int(example["label"]), int(example["coarse_label"])) == (69, 13)
-    np.testing.assert_array_equal(example["image"], pixels["test"][30].transpose(1, 2, 0))
-    builder = tfds.builder("cifar100", data_dir=tmp_path)
-    assert builder.info.features["label"].names == FINE
-    assert builder.info.splits["train"].num_examples == 102
-
-
-def test_cifar_archive_with_another_checksum(tmp_path, cifar):
-    archive, _ = cifar
-    archive.write_bytes(archive.read_bytes() + b"\0")
-    with pytest.raises(InputError, match=r"expected SHA-256 [0-9a-f]{64}, found [0-9a-f]{64}"):
-        prepare.prepare("cifar100", archive, tmp_path / "data", quiet=True)
-    with pytest.raises(InputError, match=r"expected the archive cifar-100-binary.tar.gz"):
-        prepare.prepare("cifar100", tmp_path, tmp_path / "data", quiet=True)
-
-
-def test_published_checksum_is_the_one_of_tfds():
-    path = Path(tfds.__file__).parent / "url_checksums" / "cifar100.txt"
-    row = benchmarks.BENCHMARKS["cifar100"]
-    assert path.read_text().split() == [
-        row.obtain,
-        "168513733",
-        row.checksums["sha256"],
-        cifar100.ARCHIVE_NAME,
-    ]
-
-
-@pytest.fixture
-def served(cifar, tmp_path):
-    """Serves the archive's folder on this machine; returns its address."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"],
-        cwd=tmp_path / "raw",
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-    )
-    server.stdout.readline()
-    yield f"http://127.0.0.1:{port}/{cifar100.ARCHIVE_NAME}"
-    server.terminate()
-    server.wait()
-    server.stdout.close()
-
-
-def test_cifar_can_be_downloaded(tmp_path, cifar, served, tiny_benchmark):
-    _, pixels = cifar
-    tiny_benchmark("cifar100", obtain=served)
-    prepare.prepare("cifar100", None, tmp_path / "data", quiet=True)
-    assert_is_cifar(tmp_path / "data", pixels)
-    assert (tmp_path / "data" / "downloads" / cifar100.ARCHIVE_NAME).is_file()
-
-
-def test_download_with_another_checksum(tmp_path, served, tiny_benchmark):
-    tiny_benchmark("cifar100", obtain=served, checksums={"sha256": "0" * 64})
-    with pytest.raises(InputError, match=r"cannot download http.*cifar-100-binary.tar.gz"):
-        prepare.prepare("cifar100", None, tmp_path / "data", quiet=True)
-    assert left_over(tmp_path / "data" / "downloads") == []
-
-
-def test_no_network_names_the_file_to_get(tmp_path, cifar, tiny_benchmark):
-    tiny_benchmark("cifar100", obtain="http://127.0.0.1:9/cifar-100-binary.tar.gz")
-    with pytest.raises(InputError) as caught:
-        prepare.prepare("cifar100", None, tmp_path / "data", quiet=True)
-    message = str(caught.value)
-    assert str(tmp_path / "data" / "downloads" / cifar100.ARCHIVE_NAME) in message
-    assert "--source" in message
-    assert "\n" not in message
+    (root / "images" / "002.A" / "5.jpg").unlink()
+    with pytest.raises(InputError, match="expected 12 training images, found 11"):
+        prepare.prepare("cub200_random80", root.parent, tmp_path / "b", quiet=True)
 
 
 # Several processes, and processes that die
 
 
+def start(source, data_dir, before="", die_in=None):
+    """Starts a process that prepares the small omnibench, and may kill itself on its way."""
+    program = f"""{before}
+import os, signal, sys
+from fdc_jax.data import benchmarks, prepare
+from fdc_jax.data.benchmarks import Benchmark
+benchmarks.BENCHMARKS["omnibench"] = {benchmarks.BENCHMARKS["omnibench"]!r}
+if {die_in!r}:
+    module, name = {die_in!r}
+    setattr(sys.modules[module], name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+prepare.prepare("omnibench", {str(source)!r}, {str(data_dir)!r})
+"""
+    return subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+
+
 def test_a_second_process_waits_for_the_first(tmp_path, pilot):
     data_dir = tmp_path / "data"
     data_dir.mkdir()
-    command = [sys.executable, "-c", CHILD, str(pilot), str(data_dir)]
-    command.append(repr(benchmarks.BENCHMARKS["omnibench"]))
     with open(data_dir / ".pilot_omnibench.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        child = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        child = start(pilot, data_dir)
         assert "waiting for another process" in child.stderr.readline()
         assert left_over(data_dir) == []
-    assert "8 train images" in child.communicate(timeout=120)[1]
+        # Meanwhile the first has done it.
+        prepare.prepare("omnibench", pilot, tmp_path / "done", quiet=True)
+        (tmp_path / "done" / "pilot_omnibench").rename(data_dir / "pilot_omnibench")
+    assert "omnibench is already prepared" in child.communicate(timeout=120)[1]
     assert child.returncode == 0
+    assert left_over(data_dir) == ["pilot_omnibench"]
 
 
-def test_processes_take_turns(tmp_path, pilot):
-    command = [
-        sys.executable,
-        "-c",
-        CHILD,
-        str(pilot),
-        str(tmp_path / "data"),
-        repr(benchmarks.BENCHMARKS["omnibench"]),
-    ]
-    children = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    errors = [child.communicate(timeout=120)[1] for child in children]
-    assert [child.returncode for child in children] == [0, 0, 0], errors
-    assert sum("8 train images" in error for error in errors) == 1
-    assert sum("already prepared" in error for error in errors) == 2
-    assert left_over(tmp_path / "data") == ["pilot_omnibench"]
-    assert_reads_back(pilot, tmp_path / "data")
-
-
-CHILD = """
-import sys
-from fdc_jax.data import benchmarks, prepare, tfds_format
-from fdc_jax.data.benchmarks import Benchmark
-benchmarks.BENCHMARKS["omnibench"] = eval(sys.argv[3])
-if len(sys.argv) > 4:
-    import os, signal
-    def die(*arguments):
-        os.kill(os.getpid(), signal.SIGKILL)
-    setattr({"write": tfds_format, "rename": os}[sys.argv[4]], sys.argv[4], die)
-prepare.prepare("omnibench", sys.argv[1], sys.argv[2])
-"""
-
-
-@pytest.mark.parametrize("moment", ["write", "rename"])
+@pytest.mark.parametrize(
+    "moment", [("fdc_jax.data.prepare", "write_json"), ("os", "rename")], ids=["written", "read"]
+)
 def test_a_killed_process_leaves_nothing_that_is_accepted(tmp_path, pilot, moment):
     data_dir = tmp_path / "data"
-    command = [sys.executable, "-c", CHILD, str(pilot), str(data_dir)]
-    command += [repr(benchmarks.BENCHMARKS["omnibench"]), moment]
-    child = subprocess.run(command, stderr=subprocess.PIPE, timeout=120, check=False)
-    assert child.returncode == -signal.SIGKILL, child.stderr.decode()
+    child = start(pilot, data_dir, die_in=moment)
+    said = child.communicate(timeout=120)[1]
+    assert child.returncode == -signal.SIGKILL, said
     assert any("incomplete" in name for name in left_over(data_dir))
     with pytest.raises(InputError, match="is not prepared"):
         dataset.open_dataset("omnibench", "train", data_dir)
