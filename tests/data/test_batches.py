@@ -1,6 +1,5 @@
 import collections
 import dataclasses
-import hashlib
 import itertools
 import threading
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 
 from fdc_jax.data import batches as batches_module
-from fdc_jax.data import benchmarks, images, task_stream
+from fdc_jax.data import images
 from fdc_jax.data.batches import (
     ByteCache,
     EvaluationBatches,
@@ -20,67 +19,6 @@ from fdc_jax.data.batches import (
     evaluation_images,
 )
 from fdc_jax.errors import InputError
-
-EXAMPLES = hypothesis.settings(
-    deadline=None,
-    max_examples=25,
-    derandomize=True,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
-)
-
-
-@pytest.mark.parametrize(
-    ("num_classes", "digest", "first", "last"),
-    [
-        (100, "e90204efdce7db6c", [68, 56, 78, 8, 23], [67, 29, 49, 57, 33]),
-        (200, "b113214bc61598d0", [168, 136, 51, 9, 183], [195, 29, 177, 185, 161]),
-        (300, "28f846a95c20caae", [169, 221, 146, 296, 92], [295, 95, 285, 225, 185]),
-    ],
-)
-def test_class_order_is_pilots(num_classes, digest, first, last):
-    order = benchmarks.class_order(num_classes, 1993).tolist()
-    assert hashlib.sha256(str(order).encode()).hexdigest().startswith(digest)
-    assert order[:5] == first
-    assert order[-5:] == last
-
-
-@pytest.mark.parametrize(
-    ("num_classes", "per_task", "sizes"),
-    [(6, 2, [2, 2, 2]), (7, 3, [3, 3, 1]), (3, 1, [1, 1, 1]), (3, 5, [3])],
-)
-def test_tasks_are_slices_of_the_order(num_classes, per_task, sizes):
-    order = benchmarks.class_order(num_classes, 0)
-    tasks = benchmarks.task_classes(order, per_task)
-    assert [len(task) for task in tasks] == sizes
-    np.testing.assert_array_equal(np.concatenate(tasks), order)
-
-
-def test_tasks_need_classes():
-    with pytest.raises(InputError, match="classes_per_task must be at least 1, found 0"):
-        benchmarks.task_classes(np.arange(3), 0)
-
-
-def test_task_indices_go_class_after_class():
-    labels = np.array([2, 0, 1, 2, 0, 3])
-    assert task_stream.task_indices(labels, [2, 0]).tolist() == [0, 3, 1, 4]
-    assert task_stream.task_indices(labels, [9]).tolist() == []
-
-
-@pytest.mark.parametrize("per_class", range(6))
-@pytest.mark.parametrize("size", [0, 1, 20, 500])
-def test_select_per_class_keeps_the_first_of_each(size, per_class):
-    labels = np.random.default_rng(size).integers(0, 7, size)
-    kept, seen = [], {}
-    for index, label in enumerate(labels.tolist()):
-        seen[label] = seen.get(label, 0) + 1
-        if per_class == 0 or seen[label] <= per_class:
-            kept.append(index)
-    assert task_stream.select_per_class(labels, per_class).tolist() == kept
-
-
-def test_select_per_class_refuses_negative_numbers():
-    with pytest.raises(InputError, match=r"0 \(all\) or more, found -1"):
-        task_stream.select_per_class(np.zeros(3, int), -1)
 
 
 def test_the_stream_of_a_seed_does_not_change_between_releases():
@@ -117,42 +55,33 @@ def photo_source(plain_source, photo, encode):
     return plain_source(11, read=encoded.__getitem__)
 
 
-@EXAMPLES
+@hypothesis.settings(
+    deadline=None,
+    max_examples=25,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
 @hypothesis.given(
     st.integers(1, 11), st.integers(1, 5), st.integers(0, 40), st.integers(1, 4), st.integers(1, 3)
 )
 def test_batches_do_not_depend_on_threads_or_start(
     photo_source, n, batch_size, start, workers, prefetch
 ):
-    indices = np.arange(n)[::-1]
-    arguments = dict(image_size=8, epochs=3)
-    whole = TrainBatches(
-        photo_source, indices, None, batch_size, 1, 2, workers=1, prefetch=1, **arguments
-    )
-    part = TrainBatches(
-        photo_source,
-        indices,
-        None,
-        batch_size,
-        1,
-        2,
-        start_step=start,
-        workers=workers,
-        prefetch=prefetch,
-        **arguments,
-    )
-    expected = collect(whole)
+    arguments = (photo_source, np.arange(n)[::-1], None, batch_size, 1, 2)
+    options = dict(image_size=8, epochs=3)
+    whole = TrainBatches(*arguments, workers=1, prefetch=1, **options)
+    part = TrainBatches(*arguments, start_step=start, workers=workers, prefetch=prefetch, **options)
+    expected, found = collect(whole), collect(part)
     assert len(whole) == len(expected) == whole.num_steps == 3 * -(-n // batch_size)
-    found = collect(part)
     assert len(part) == len(found)
     assert_same(found, expected[start:])
 
 
-def test_batches_follow_their_definition(photo_source):
+@pytest.mark.parametrize("flip", [True, False])
+def test_batches_follow_their_definition(photo_source, flip):
     indices, labels = np.array([4, 9, 0, 2, 7]), np.array([10, 11, 12, 13, 14])
-    batches = TrainBatches(
-        photo_source, indices, labels, 2, 6, 3, image_size=16, epochs=2, crop_scale=(0.3, 0.9)
-    )
+    options = dict(image_size=16, epochs=2, crop_scale=(0.3, 0.9), flip=flip)
+    batches = TrainBatches(photo_source, indices, labels, 2, 6, 3, **options)
     found = collect(batches)
     assert batches.steps_per_epoch == 3
     for epoch in range(2):
@@ -161,75 +90,45 @@ def test_batches_follow_their_definition(photo_source):
         for place, row in enumerate(order):
             batch_images, batch_labels, batch_weights = found[3 * epoch + place // 2]
             image = images.decode(photo_source.read(int(indices[row])), "x")
-            expected = images.train_transform(image, 16, uniforms[row], (0.3, 0.9))
+            expected = images.train_transform(image, 16, uniforms[row], (0.3, 0.9), flip)
             np.testing.assert_array_equal(batch_images[place % 2], expected)
             assert batch_labels[place % 2] == labels[row]
             assert batch_weights[place % 2] == 1.0
-
-
-def test_flip_can_be_turned_off(photo_source):
-    def run(flip):
-        return collect(
-            TrainBatches(photo_source, [3], None, 1, 0, 0, image_size=8, epochs=6, flip=flip)
-        )
-
-    differ = [not np.array_equal(a[0], b[0]) for a, b in zip(run(True), run(False), strict=True)]
-    assert any(differ)
-    assert not all(differ)
-    mirrored = [
-        np.array_equal(a[0][:, :, ::-1], b[0]) for a, b in zip(run(True), run(False), strict=True)
-    ]
-    assert mirrored == differ
-
-
-def chunks(items, size):
-    return [items[i : i + size] for i in range(0, len(items), size)]
 
 
 def test_an_epoch_shows_every_image_once_with_its_label(plain_source):
     source = plain_source(23)
     indices = np.arange(3, 23)
     batches = TrainBatches(source, indices, None, 6, 0, 0, image_size=4, epochs=2, workers=3)
-    epochs = chunks(collect(batches), 4)
-    orders = []
-    for epoch in epochs:
-        shown = []
-        for pixels, labels, weights in epoch:
-            assert pixels.dtype == np.uint8
-            assert (labels.dtype, weights.dtype) == (np.int32, np.float32)
-            for row in np.flatnonzero(weights):
-                index = int(pixels[row, 0, 0, 0])
-                assert (pixels[row] == (index, 255 - index, 7)).all()
-                assert labels[row] == source.labels[index]
-                shown.append(index)
-        assert sorted(shown) == indices.tolist()
-        orders.append(shown)
+    orders = [[], []]
+    for step, (pixels, labels, weights) in enumerate(batches):
+        assert (pixels.dtype, labels.dtype, weights.dtype) == (np.uint8, np.int32, np.float32)
+        for row in np.flatnonzero(weights):
+            index = int(pixels[row, 0, 0, 0])
+            assert (pixels[row] == (index, 255 - index, 7)).all()
+            assert labels[row] == source.labels[index]
+            orders[step // 4].append(index)
+    assert sorted(orders[0]) == sorted(orders[1]) == indices.tolist()
     assert orders[0] != orders[1]
 
 
-def test_last_batch_is_padded(plain_source):
+def test_the_last_batch_is_padded(plain_source):
     batches = collect(TrainBatches(plain_source(7), np.arange(7), None, 4, 0, 0, image_size=4))
     assert [weights.tolist() for _, _, weights in batches] == [[1, 1, 1, 1], [1, 1, 1, 0]]
     pixels, labels, _ = batches[1]
     assert pixels.shape == (4, 4, 4, 3)
-    assert not pixels[3].any()
-    assert labels[3] == 0
+    assert not pixels[3].any() and labels[3] == 0
+    (batch,) = TrainBatches(plain_source(9), [8], [3], 4, 0, 0, image_size=4)
+    assert batch.weights.tolist() == [1, 0, 0, 0] and batch.labels.tolist() == [3, 0, 0, 0]
     evaluation = EvaluationBatches(plain_source(7), np.arange(7), None, 4, image_size=4)
     assert [batch.weights.sum() for batch in evaluation] == [4, 3]
-
-
-def test_one_image_fills_a_batch_of_one_row(plain_source):
-    (batch,) = TrainBatches(plain_source(9), [8], [3], 4, 0, 0, image_size=4)
-    assert batch.weights.tolist() == [1, 0, 0, 0]
-    assert batch.labels.tolist() == [3, 0, 0, 0]
 
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_evaluation_keeps_the_order(photo_source, workers):
     indices = np.array([5, 1, 1, 9, 0])
-    batches = EvaluationBatches(
-        photo_source, indices, None, 2, image_size=16, workers=workers, prefetch=1
-    )
+    options = dict(image_size=16, workers=workers, prefetch=1)
+    batches = EvaluationBatches(photo_source, indices, None, 2, **options)
     found = collect(batches)
     assert len(batches) == len(found) == 3
     pixels = np.concatenate([batch[0] for batch in found])[:5]
@@ -242,12 +141,9 @@ def test_evaluation_keeps_the_order(photo_source, workers):
     np.testing.assert_array_equal(whole, pixels)
 
 
-def test_evaluation_of_more_than_one_internal_batch(plain_source):
+def test_evaluation_images_of_many_and_of_none(plain_source):
     found = evaluation_images(plain_source(100), np.arange(100)[::-1], 4)
     np.testing.assert_array_equal(found[:, 0, 0, 0], np.arange(100)[::-1])
-
-
-def test_evaluation_of_nothing(plain_source):
     assert evaluation_images(plain_source(3), [], 4).shape == (0, 4, 4, 3)
 
 
@@ -267,11 +163,8 @@ def test_evaluation_cache_keeps_the_same_pixels(photo_source):
     cache = ByteCache(5 * 16 * 16 * 3 + 1)
 
     def walk(number, size):
-        return collect(
-            EvaluationBatches(
-                source, np.arange(number), None, 4, image_size=size, cache=cache, workers=1
-            )
-        )
+        options = dict(image_size=size, cache=cache, workers=1)
+        return collect(EvaluationBatches(source, np.arange(number), None, 4, **options))
 
     assert_same(walk(8, 16), walk(8, 16))
     assert (len(cache), cache.bytes) == (5, 5 * 16 * 16 * 3)
@@ -279,9 +172,63 @@ def test_evaluation_cache_keeps_the_same_pixels(photo_source):
     assert walk(3, 8)[0][0].shape == (4, 8, 8, 3)
 
 
-def test_cache_refuses_a_negative_limit():
+@pytest.mark.parametrize("limit", [0, 3 * 20 * 30 * 4, 1 << 20])
+def test_decoded_images_give_the_same_pixels(photo_source, limit):
+    source, reads = counting(photo_source)
+    decoded = ByteCache(limit)
+    # Two threads may read the same image at once, in the last and in the next epoch.
+    options = dict(image_size=24, epochs=3, workers=1)
+    arguments = (np.arange(11), None, 4, 3, 0)
+    kept = collect(TrainBatches(source, *arguments, decoded=decoded, **options))
+    assert_same(kept, collect(TrainBatches(photo_source, *arguments, **options)))
+    assert decoded.bytes <= limit
+    # What is kept is read once, the rest in each of three epochs.
+    assert sum(reads.values()) == 33 - 2 * len(decoded)
+    count = len(decoded)
+    assert count == {0: 0, 1 << 20: 11}.get(limit, count) and (limit == 0 or count >= 3)
+    # The evaluation transform takes the same decoded images.
+    reads.clear()
+    plain = EvaluationBatches(source, np.arange(11), None, 4, image_size=24, decoded=decoded)
+    expected = EvaluationBatches(photo_source, np.arange(11), None, 4, image_size=24)
+    assert_same(collect(plain), collect(expected))
+    assert sum(reads.values()) == 11 - count
+
+
+def test_caches_beside_each_other_share_a_limit():
+    first = ByteCache(10)
+    second = first.beside()
+    first.put("a", 1, 6)
+    second.put("a", 2, 5)
+    assert (first.get("a"), second.get("a")) == (1, None)
+    second.put("b", 3, 4)
+    assert second.get("b") == 3 and not first.has_room(1)
+    first.clear()
+    assert len(first) == first.bytes == 0 and second.bytes == 4
+    second.put("c", 4, 6)
+    assert second.get("c") == 4
     with pytest.raises(InputError, match="at least 0 bytes, found -1"):
         ByteCache(-1)
+
+
+def test_processes_together_read_each_image_once(photo_source):
+    """Each its own rows of every batch, with labels and weights of all."""
+    arguments, options = (np.arange(11), None, 4, 3, 0), dict(image_size=24)
+    whole = collect(TrainBatches(photo_source, *arguments, **options))
+    owners = np.array([True, False, True, False])
+    total = collections.Counter()
+    for own in (owners, ~owners):
+        source, reads = counting(photo_source)
+        part = collect(TrainBatches(source, *arguments, own_rows=own, **options))
+        for found, expected in zip(part, whole, strict=True):
+            np.testing.assert_array_equal(found[0][own], expected[0][own])
+            assert_same([found[1:]], [expected[1:]])
+        assert len(reads) < 11
+        total += reads
+    assert total == collections.Counter(range(11))
+
+
+def no_decoding_threads():
+    return not any(thread.name.startswith("decode") for thread in threading.enumerate())
 
 
 def test_a_broken_image_stops_the_stream_with_its_name(plain_source):
@@ -296,14 +243,8 @@ def test_a_broken_image_stops_the_stream_with_its_name(plain_source):
     assert no_decoding_threads()
 
 
-def no_decoding_threads():
-    return not any(thread.name.startswith("decode") for thread in threading.enumerate())
-
-
 def test_stopping_early_ends_the_threads(plain_source):
-    iterator = iter(
-        TrainBatches(plain_source(9), np.arange(9), None, 2, 0, 0, image_size=4, epochs=50)
-    )
+    iterator = iter(TrainBatches(plain_source(9), np.arange(9), None, 2, 0, 0, image_size=4))
     next(iterator)
     assert not no_decoding_threads()
     iterator.close()
@@ -311,13 +252,10 @@ def test_stopping_early_ends_the_threads(plain_source):
 
 
 def test_reading_ahead_is_bounded(plain_source, monkeypatch):
-    started = []
-    start = TrainBatches._start
+    started, start = [], TrainBatches._start
     monkeypatch.setattr(TrainBatches, "_start", lambda *args: started.append(1) or start(*args))
-    batches = TrainBatches(
-        plain_source(40), np.arange(40), None, 2, 0, 0, image_size=4, workers=2, prefetch=3
-    )
-    iterator = iter(batches)
+    options = dict(image_size=4, workers=2, prefetch=3)
+    iterator = iter(TrainBatches(plain_source(40), np.arange(40), None, 2, 0, 0, **options))
     assert len(started) == 0
     for taken in range(1, 5):
         next(iterator)
@@ -358,83 +296,6 @@ def test_bad_arguments(plain_source, change, message):
 
 
 @pytest.mark.parametrize("index", [-1, 9])
-def test_source_refuses_indices_out_of_range(plain_source, index):
+def test_indices_out_of_range_are_refused(plain_source, index):
     with pytest.raises(InputError, match=f"between 0 and 8, found {index}"):
         plain_source(9).read(index)
-
-
-def counted_reads(source):
-    reads = collections.Counter()
-    read = source.read_encoded
-
-    def counting(index):
-        reads[index] += 1
-        return read(index)
-
-    return dataclasses.replace(source, read_encoded=counting), reads
-
-
-@pytest.mark.parametrize("limit", [0, 3 * 20 * 30 * 4, 1 << 20])
-def test_decoded_images_give_the_same_pixels(photo_source, limit):
-    def batches(source, decoded):
-        return TrainBatches(
-            source,
-            np.arange(11),
-            None,
-            4,
-            3,
-            0,
-            image_size=24,
-            epochs=3,
-            # Two threads may read the same image at once, in the last and in the next epoch.
-            workers=1,
-            decoded=decoded,
-        )
-
-    source, reads = counted_reads(photo_source)
-    decoded = ByteCache(limit)
-    assert_same(collect(batches(source, decoded)), collect(batches(photo_source, None)))
-    assert decoded.bytes <= limit
-    # What is kept is read once, the rest in each of three epochs.
-    assert sum(reads.values()) == 33 - 2 * len(decoded)
-    kept = len(decoded)
-    assert kept == {0: 0, 1 << 20: 11}.get(limit, kept) and (limit == 0 or kept >= 3)
-    # The evaluation transform takes the same decoded images.
-    reads.clear()
-    plain = EvaluationBatches(source, np.arange(11), None, 4, image_size=24, decoded=decoded)
-    expected = EvaluationBatches(photo_source, np.arange(11), None, 4, image_size=24)
-    assert_same(collect(plain), collect(expected))
-    assert sum(reads.values()) == 11 - kept
-
-
-def test_caches_beside_each_other_share_a_limit():
-    first = ByteCache(10)
-    second = first.beside()
-    first.put("a", 1, 6)
-    second.put("a", 2, 5)
-    assert (first.get("a"), second.get("a")) == (1, None)
-    second.put("b", 3, 4)
-    assert second.get("b") == 3 and not first.has_room(1)
-    first.clear()
-    assert len(first) == first.bytes == 0 and second.bytes == 4
-    second.put("c", 4, 6)
-    assert second.get("c") == 4
-
-
-def test_processes_together_read_each_image_once(photo_source):
-    """Each its own rows of every batch, with labels and weights of all."""
-
-    def batches(source, own):
-        return TrainBatches(source, np.arange(11), None, 4, 3, 0, image_size=24, own_rows=own)
-
-    whole = collect(batches(photo_source, None))
-    owners = np.array([True, False, True, False])
-    total = collections.Counter()
-    for own in (owners, ~owners):
-        source, reads = counted_reads(photo_source)
-        for found, expected in zip(collect(batches(source, own)), whole, strict=True):
-            np.testing.assert_array_equal(found[0][own], expected[0][own])
-            assert_same([found[1:]], [expected[1:]])
-        assert len(reads) < 11
-        total += reads
-    assert total == collections.Counter(range(11))

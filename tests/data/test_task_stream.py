@@ -1,0 +1,79 @@
+import dataclasses
+import hashlib
+
+import numpy as np
+import pytest
+
+from fdc_jax.data import benchmarks, task_stream
+from fdc_jax.errors import InputError
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "digest", "first", "last"),
+    [
+        (100, "e90204efdce7db6c", [68, 56, 78, 8, 23], [67, 29, 49, 57, 33]),
+        (200, "b113214bc61598d0", [168, 136, 51, 9, 183], [195, 29, 177, 185, 161]),
+        (300, "28f846a95c20caae", [169, 221, 146, 296, 92], [295, 95, 285, 225, 185]),
+    ],
+)
+def test_class_order_is_pilots(num_classes, digest, first, last):
+    order = benchmarks.class_order(num_classes, 1993).tolist()
+    assert hashlib.sha256(str(order).encode()).hexdigest().startswith(digest)
+    assert (order[:5], order[-5:]) == (first, last)
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "per_task", "sizes"),
+    [(6, 2, [2, 2, 2]), (7, 3, [3, 3, 1]), (3, 1, [1, 1, 1]), (3, 5, [3])],
+)
+def test_tasks_are_slices_of_the_order(num_classes, per_task, sizes):
+    order = benchmarks.class_order(num_classes, 0)
+    tasks = benchmarks.task_classes(order, per_task)
+    assert [len(task) for task in tasks] == sizes
+    np.testing.assert_array_equal(np.concatenate(tasks), order)
+    with pytest.raises(InputError, match="classes_per_task must be at least 1, found 0"):
+        benchmarks.task_classes(order, 0)
+
+
+def test_task_indices_go_class_after_class():
+    labels = np.array([2, 0, 1, 2, 0, 3])
+    assert task_stream.task_indices(labels, [2, 0]).tolist() == [0, 3, 1, 4]
+    assert task_stream.task_indices(labels, [9]).tolist() == []
+
+
+@pytest.mark.parametrize("per_class", range(6))
+@pytest.mark.parametrize("size", [0, 1, 20, 500])
+def test_select_per_class_keeps_the_first_of_each(size, per_class):
+    labels = np.random.default_rng(size).integers(0, 7, size)
+    kept, seen = [], {}
+    for index, label in enumerate(labels.tolist()):
+        seen[label] = seen.get(label, 0) + 1
+        if per_class == 0 or seen[label] <= per_class:
+            kept.append(index)
+    assert task_stream.select_per_class(labels, per_class).tolist() == kept
+    with pytest.raises(InputError, match=r"0 \(all\) or more, found -1"):
+        task_stream.select_per_class(labels, -1)
+
+
+def test_a_stream_numbers_classes_as_they_arrive(plain_source):
+    row = dataclasses.replace(
+        benchmarks.BENCHMARKS["cub200_other"], num_classes=5, classes_per_task=2
+    )
+    stream = task_stream.build(row, plain_source(23), plain_source(11), 4, train_per_class=3)
+    order = benchmarks.class_order(5, 4)
+    assert stream.class_names == [str(label) for label in order]
+    assert stream.classes_per_task == (2, 2, 1) and stream.first_position.tolist() == [0, 2, 4]
+    for task, (indices, first) in enumerate(
+        zip(stream.train_indices, stream.first_position, strict=True)
+    ):
+        found = [stream.class_names[label] for label in stream.train_labels(task)]
+        assert found == [stream.train.class_names[label] for label in stream.train.labels[indices]]
+        counts = np.bincount(stream.train_labels(task) - first)
+        assert counts.tolist() == [3] * stream.classes_per_task[task]
+    np.testing.assert_array_equal(
+        stream.test_labels, stream.positions[stream.test.labels[stream.test_indices]]
+    )
+    assert sorted(stream.test_indices) == list(range(11))
+    np.testing.assert_array_equal(stream.test_labels // 2, stream.test_tasks)
+    with pytest.raises(InputError, match="at most the 5 classes of cub200_other, found 6"):
+        task_stream.build(row, plain_source(23), plain_source(11), 4, classes_per_task=6)
