@@ -69,14 +69,14 @@ def _conclude(
     """Shows and writes what all seeds say together, and the report."""
     if len(per_seed) == 1:
         if not quiet:
-            console.show_results(per_seed[0])
+            console.show(per_seed)
             print(f"results: {folder / 'results.json'}")
         _report(config, folder, quiet)
         return per_seed[0]
     summary = evaluation.summarise(per_seed)
     processes.on_first(write_json)(folder / "summary.json", summary)
     if not quiet:
-        console.show_summary(summary)
+        console.show(per_seed)
         print(f"results: {folder / 'summary.json'}")
     _report(config, folder, quiet)
     return summary

@@ -153,7 +153,7 @@ def test_screen(whole):
     found = results(workdir)
     for name in ("raw", "fdc", "oracle"):
         assert f"{found['accuracy'][name]:.2f}" in output
-    assert "pretrained view only" in output
+    assert "task given" in output
     assert "Warning" not in errors
 
 

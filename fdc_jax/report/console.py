@@ -1,129 +1,72 @@
-"""Tables on the screen at the end of a run."""
+"""The table on the screen at the end of a run."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from fdc_jax import evaluation
 from fdc_jax.evaluation import BEYOND
+from fdc_jax.learners import title
 
-_TITLES = {
-    "raw": "Raw",
-    "tsf": "TSF",
-    "pac": "PAC",
-    "rlc": "RLC",
-    "tsf+pac": "TSF + PAC",
-    "tsf+rlc": "TSF + RLC",
-    "pac+rlc": "PAC + RLC",
-    "full": "FDC",
-    "adapted_view": "FDC, adapted view only",
-    "pretrained_view": "FDC, pretrained view only",
-    "pac+rlc_adapted_view": "PAC + RLC, adapted view only",
-    "pac+rlc_pretrained_view": "PAC + RLC, pretrained view only",
+_ROWS = {
+    "accuracy": "final accuracy",
+    "routing_accuracy": "right task chosen",
+    "average_incremental_accuracy": "average over tasks",
 }
 
 
-def _console() -> Console:
-    return Console(highlight=False, soft_wrap=True)
+def show(per_seed: Sequence[dict[str, Any]]) -> None:
+    """Prints accuracies in percent and gains in percentage points; mean ± std over several seeds.
 
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, box=box.SIMPLE, title_justify="left", title_style="bold")
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
-    return table
-
-
-def _title(name: str, results: dict[str, Any]) -> str:
-    chosen = name == results["selected"]["components"] and name != "full"
-    return f"{_TITLES[name]} (the paper's choice)" if chosen else _TITLES[name]
-
-
-def _gain(value: float) -> str:
-    return f"{value:+.2f}"
-
-
-def _affinity(beyond: dict[str, Any]) -> str:
-    chosen = beyond["affinity"]
-    by_class = ", class by class" if chosen["scope"] == "class" else ""
-    return (
-        f"the {chosen['metric']} affinity ({chosen['evidence']}, {chosen['reference']}{by_class})"
+    Args:
+        per_seed: `results.json` of every seed of one configuration.
+    """
+    first = per_seed[0]
+    seeds = ", ".join(str(each["seed"]) for each in per_seed)
+    heading = (
+        f"{first['benchmark']}, {title(first['learner'])}, "
+        f"{'seed' if len(per_seed) == 1 else 'seeds'} {seeds}: {first['num_tasks']} tasks, "
+        f"{first['num_classes']} classes, {first['num_test_images']} test images"
     )
-
-
-def show_results(results: dict[str, Any]) -> None:
-    """Prints the results of one seed; accuracies in percent, gains in percentage points."""
-    accuracy, routing = results["accuracy"], results["routing_accuracy"]
-    average = results["average_incremental_accuracy"]
-    title = (
-        f"{results['benchmark']}, {results['learner']}, seed {results['seed']}: "
-        f"{results['num_tasks']} tasks, {results['num_classes']} classes, "
-        f"{results['num_test_images']} test images"
-    )
-    table = _table(title, "accuracy, %", "Raw", "FDC", "gain", "oracle")
-    rows = [
-        ("final", accuracy["raw"], accuracy["fdc"], f"{accuracy['oracle']:.2f}"),
-        ("task routing", routing["raw"], routing["fdc"], "100.00"),
-    ]
-    if average["raw"] is not None:
-        rows.append(("average incremental", average["raw"], average["fdc"], ""))
-    for name, raw, fdc, oracle in rows:
-        table.add_row(name, f"{raw:.2f}", f"{fdc:.2f}", _gain(fdc - raw), oracle)
-    console = _console()
+    table = Table(title=heading, box=box.SIMPLE, title_justify="left", title_style="bold")
+    table.add_column("percent", no_wrap=True)
+    for name in ("raw", "FDC", "gain", "task given"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for section, name in _ROWS.items():
+        found = [each[section] for each in per_seed]
+        if found[0]["raw"] is None:
+            continue
+        raw, fdc = ([each[kind] for each in found] for kind in ("raw", "fdc"))
+        given = [each["oracle"] for each in found if "oracle" in each]
+        cells = _spread(raw), _spread(fdc), _gain(raw, fdc), _spread(given) if given else ""
+        table.add_row(name, *cells)
+    chosen = first["selected"]["components"]
+    if chosen != "full":
+        raw, own = ([each["components"][name] for each in per_seed] for name in ("raw", chosen))
+        table.add_row("the paper's choice for it", "", _spread(own), _gain(raw, own), "")
+    for entry in BEYOND:
+        if entry in first:
+            own = [each[entry]["accuracy"] for each in per_seed]
+            raw = [each["accuracy"]["raw"] for each in per_seed]
+            table.add_row(f"{entry} affinity", "", _spread(own), _gain(raw, own), "")
+    # Plain where it is not a terminal; numbers are never cut.
+    console = Console(highlight=False, soft_wrap=True, width=120)
     console.print(table)
-    components = _table("components", "", "accuracy, %", "gain")
-    for name, value in results["components"].items():
-        gain = "" if name == "raw" else _gain(value - accuracy["raw"])
-        components.add_row(_title(name, results), f"{value:.2f}", gain)
-    console.print(components)
-    for beyond in (results[entry] for entry in BEYOND if entry in results):
-        console.print(
-            f"beyond the paper: {_affinity(beyond)} gives {beyond['accuracy']:.2f} % "
-            f"({_gain(beyond['accuracy'] - accuracy['fdc'])} over FDC)"
-        )
+    if len(per_seed) > 1:
+        raw, fdc = ([each["accuracy"][kind] for each in per_seed] for kind in ("raw", "fdc"))
+        gain = evaluation.paired_gain(raw, fdc)
+        console.print(f"gain: 95 % t interval over seeds {gain.low:+.2f} to {gain.high:+.2f}")
 
 
-def show_summary(summary: dict[str, Any]) -> None:
-    """Prints mean and sample standard deviation over seeds."""
+def _spread(values: Sequence[float], signed: bool = False) -> str:
+    mean, std = evaluation.mean_and_std(values)
+    text = f"{mean:+.2f}" if signed else f"{mean:.2f}"
+    return f"{text} ± {std:.2f}" if len(values) > 1 else text
 
-    def both(value: dict[str, float]) -> str:
-        return f"{value['mean']:.2f} ± {value['std']:.2f}"
 
-    def signed(value: dict[str, float]) -> str:
-        return f"{value['mean']:+.2f} ± {value['std']:.2f}"
-
-    seeds = ", ".join(str(seed) for seed in summary["seeds"])
-    title = f"{summary['benchmark']}, {summary['learner']}, seeds {seeds}: mean ± sample std"
-    table = _table(title, "accuracy, %", "Raw", "FDC", "oracle")
-    rows = [
-        ("final", summary["accuracy"]),
-        ("task routing", summary["routing_accuracy"]),
-        ("average incremental", summary["average_incremental_accuracy"]),
-    ]
-    for name, values in rows:
-        if "raw" in values:
-            cells = [
-                both(values[column]) for column in ("raw", "fdc", "oracle") if column in values
-            ]
-            table.add_row(name, *cells)
-    console = _console()
-    console.print(table)
-    components = _table("components, gains paired within each seed", "", "accuracy, %", "gain")
-    for name, value in summary["components"].items():
-        gain = "" if name == "raw" else signed(summary["component_gains"][name])
-        components.add_row(_title(name, summary), both(value), gain)
-    console.print(components)
-    gain = summary["gain"]
-    console.print(
-        f"FDC gains {gain['mean']:+.2f} points over Raw "
-        f"({100 * gain['confidence']:.0f} % t interval {gain['low']:+.2f} to {gain['high']:+.2f}, "
-        f"{len(summary['seeds'])} seeds)"
-    )
-    for beyond in (summary[entry] for entry in BEYOND if entry in summary):
-        over = beyond["gain_over_fdc"]
-        console.print(
-            f"beyond the paper: {_affinity(beyond)} gives {both(beyond['accuracy'])} % "
-            f"({over['mean']:+.2f} points over FDC, t interval {over['low']:+.2f} to "
-            f"{over['high']:+.2f})"
-        )
+def _gain(before: Sequence[float], after: Sequence[float]) -> str:
+    """Gains within each seed."""
+    return _spread([b - a for a, b in zip(before, after, strict=True)], signed=True)

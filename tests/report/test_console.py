@@ -1,0 +1,65 @@
+"""The table at the end of a run."""
+
+import numpy as np
+import pytest
+
+from fdc_jax.report import console
+
+
+def results(seed=1, raw=70.0, fdc=80.0, chosen="full", every_task=True, **more):
+    """The part of a results.json that is shown."""
+    return {
+        "benchmark": "digits",
+        "learner": "splitlora",
+        "seed": seed,
+        "num_tasks": 5,
+        "num_classes": 10,
+        "num_test_images": 596,
+        "accuracy": {"raw": raw, "fdc": fdc, "oracle": 99.0},
+        "routing_accuracy": {"raw": raw + 1, "fdc": fdc + 2},
+        "average_incremental_accuracy": {"raw": 85.0 if every_task else None, "fdc": 91.5},
+        "components": {"raw": raw, "full": fdc, "pac+rlc": fdc - 3},
+        "selected": {"components": chosen},
+        **more,
+    }
+
+
+def shown(capsys, *per_seed):
+    """Lines without what surrounds them, the first cell as a key."""
+    console.show(per_seed)
+    text = capsys.readouterr().out
+    assert "\x1b" not in text
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines, {line.split("  ")[0]: line.split()[1:] for line in lines}
+
+
+def test_one_seed(capsys):
+    lines, rows = shown(capsys, results())
+    assert lines[0] == "digits, SplitLoRA, seed 1: 5 tasks, 10 classes, 596 test images"
+    assert rows["final accuracy"][1:] == ["70.00", "80.00", "+10.00", "99.00"]
+    assert rows["right task chosen"][2:] == ["71.00", "82.00", "+11.00"]
+    assert rows["average over tasks"][2:] == ["85.00", "91.50", "+6.50"]
+    assert len(lines) == 6
+
+
+def test_what_a_run_has_or_lacks(capsys):
+    whitened = {"accuracy": 88.0}
+    found = results(chosen="pac+rlc", every_task=False, whitened=whitened)
+    lines, rows = shown(capsys, found)
+    assert "average over tasks" not in rows
+    assert rows["the paper's choice for it"][-2:] == ["77.00", "+7.00"]
+    assert rows["whitened affinity"][-2:] == ["88.00", "+18.00"]
+
+
+def test_several_seeds_with_deviations_paired_within_each(capsys):
+    lines, rows = shown(capsys, results(1, 70.0, 80.0), results(2, 72.0, 83.0))
+    assert "seeds 1, 2" in lines[0]
+    std = np.std([10, 11], ddof=1)
+    assert " ".join(rows["final accuracy"][1:]).startswith("71.00 ± 1.41 81.50 ± 2.12 +10.50")
+    assert f"+10.50 ± {std:.2f}" in lines[3]
+    reach = 12.7062 * std / np.sqrt(2)
+    low, high = (float(word) for word in lines[-1].split()[-3::2])
+    assert (low, high) == (
+        pytest.approx(10.5 - reach, abs=0.01),
+        pytest.approx(10.5 + reach, abs=0.01),
+    )
