@@ -205,26 +205,23 @@ class Comparator:
         return features
 
     def _check_head(self, head: Head | None, num_classes: int, width: int, task: int) -> None:
-        if head is None:
-            if self.needs is not None:
-                raise InputError(f"{self.name}: task {task} has no head, and the method needs one")
+        if self.needs is None:
             return
+        if head is None:
+            raise InputError(f"{self.name}: task {task} has no head, and the method needs one")
         if self.needs == "linear" and not isinstance(head, LinearHead):
             raise InputError(
                 f"{self.name}: needs linear heads, the head of task {task} is a "
                 f"{type(head).__name__}"
             )
-        if self.needs is None:
-            return
-        try:
-            shape = np.shape(head.logits(jnp.zeros((1, width))))
-        except (TypeError, ValueError) as error:
-            raise InputError(f"head of task {task}: cannot score features: {error}") from error
-        if shape != (1, num_classes):
-            raise InputError(
-                f"head of task {task}: expected {num_classes} logits, one for each class, found "
-                f"shape {list(shape)} for one feature"
-            )
+        name = f"head of task {task}"
+        if inputs.head_kind(head, name) == "function":
+            one = jnp.zeros((1, width), jnp.float32)
+            found = inputs.function_logits(head, one, None, name).shape[1]
+        else:
+            found = len(inputs.head_rows(head, name, width).rows)
+        if found != num_classes:
+            raise InputError(f"{name}: expected {num_classes} classes, found {found}")
 
 
 def class_means(
