@@ -43,6 +43,12 @@ def test_rows_are_consistent(name):
         assert len(row.task_test_counts) == row.num_tasks
         assert sum(row.task_test_counts) == row.num_test
     assert (row.num_train is None) == (row.partition == "other")
+    if row.partition == "random80":
+        total = {"imagenet_r": 30000, "imagenet_a": 7500, "cub200": 11788}[
+            name[: -len("_random80")]
+        ]
+        assert (row.num_train, row.num_test) == (total * 4 // 5, total - total * 4 // 5)
+    assert row.partition in ("pilot", "official") or not row.checksums
     if row.partition in ("other", "random80"):
         assert name.endswith(row.partition)
         assert name.removesuffix(f"_{row.partition}") in PAPER
