@@ -423,7 +423,7 @@ def test_rates_decays_and_schedules(backbone, monkeypatch, each):
         np.testing.assert_allclose(found, each["schedule"], atol=6e-4)
     # So large a factor that the smallest decay is seen.
     least = min(each["rates"][part] * (decays[part] or 1.0) for part in trained)
-    factor = 1e-2 / least if each["kind"] == "sgd" else 100.0
+    factor = 1e-3 / least if each["kind"] == "sgd" else 100.0
     expected = {
         part: jax.tree.map(
             lambda x, s, p=part: follow(each["kind"], x, s, factor * each["rates"][p], decays[p]),

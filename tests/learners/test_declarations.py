@@ -1,0 +1,229 @@
+"""What learners declare: their options, defaults and authors' runs, and how one is found."""
+
+import importlib
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import base
+from fdc_jax import command, configuration, learners
+from fdc_jax.errors import InputError
+from fdc_jax.learners import Option, check_state
+from tests import small_runs
+
+NAN = float("nan")
+IMPOSSIBLE = [
+    *(("inflora.lamb", each) for each in (0.0, 1.1)),
+    ("inflora.lame", 0.5),
+    *((f"inflora_ca.{each}", 0) for each in ("epochs", "samples_per_class", "batch_size")),
+    *((f"inflora_ca.{each}", 0.0) for each in ("learning_rate", "ridge")),
+    *(("inflora_ca.schedule", each) for each in ("linear", "")),
+    *((f"inflora_ca.{each}", -0.1) for each in ("mean_scale", "logit_temperature")),
+    ("splitlora.alpha", 0.0),
+    ("splitlora.loss_temperature", -1.0),
+    *((f"ewc_lora.{each}", -1.0) for each in ("strength", "accumulation")),
+    ("ewc_lora.accumulation", NAN),
+    *((f"ewc_lora.{each}", "none") for each in ("fisher", "fisher_labels", "head_input")),
+    ("ewc_lora.folding", "none"),
+    ("ewc_lora.images_at_once", 0),
+    *((f"sd_lora.{each}", -1.0) for each in ("magnitude", "magnitude_rate_factor")),
+    ("sd_lora.head_start", "zero"),
+    ("lora_subtraction.triplet_weight", -0.1),
+    ("lora_subtraction.margin", NAN),
+    *(("lora_subtraction.energy", each) for each in (0.0, 1.1)),
+    *((f"loda.{each}", -0.1) for each in ("general_scale", "isolated_scale", "margin")),
+    *((f"loda.{each}", -0.1) for each in ("look_ahead", "native_learning_rate")),
+    *((f"loda.{each}", 0.0) for each in ("merge_gamma", "scale")),
+    *((f"rsiat.{each}", 0) for each in ("bottleneck", "projector_width", "calibration_epochs")),
+    *(("rsiat.dropout", each) for each in (1.0, -0.1)),
+    *((f"rsiat.{each}", 0.0) for each in ("scale", "drift_width", "ridge")),
+    *((f"rsiat.{each}", -1.0) for each in ("margin", "steering_weight", "alignment_weight")),
+    ("rsiat.warm_up_epochs", -1),
+    *((f"rsiat.{each}", NAN) for each in ("separation_threshold", "repulsion_weight")),
+    ("rsiat.projector_learning_rate", -1e-3),
+    ("rsiat.calibration_optimizer", "lion"),
+    ("rsiat.mean_scale", 1.5),
+]
+
+
+def test_impossible_settings_are_named():
+    for field, value in IMPOSSIBLE:
+        config = base.get_config()
+        configuration.validate(config)
+        config.update_from_flattened_dict({f"learner.{field}": value})
+        with pytest.raises(InputError, match=rf"^config\.learner\.{field}: expected .*, found "):
+            configuration.validate(config)
+
+
+# As the paper or the authors have it, on all benchmarks but those that are named.
+DEFAULTS = {
+    "inflora.lamb": {"": 0.98, "cifar100": 0.95},
+    "inflora_ca.epochs": {"": 5},
+    "inflora_ca.logit_temperature": {"": 0.1, "cifar100": 0.0},
+    "splitlora.alpha": {"": 20.0},
+    "ewc_lora.strength": {"": 1e7},
+    "ewc_lora.accumulation": {"": 1.0},
+    "ewc_lora.fisher": {"": "per_sample"},
+    "sd_lora.magnitude": {"": 0.8},
+    "lora_subtraction.margin": {"": 1.0, "imagenet_r": 2.0, "imagenet_a": 2.0, "omnibench": 2.0},
+    "loda.margin": {
+        "": 0.0,
+        "imagenet_a": 0.15,
+        "imagenet_r": 0.1,
+        "cub200": 0.1,
+        "omnibench": 0.1,
+    },
+    "loda.look_ahead": {"": 0.3, "imagenet_r": 0.7},
+    "rsiat.warm_up_epochs": {"": 3},
+    "rsiat.calibration_epochs": {"": 10},
+    "rsiat.calibration_batch_size": {"": 256},
+    # As many batches in an epoch of calibration as there are classes.
+    "rsiat.samples_per_class": {"": 256},
+}
+
+
+@pytest.mark.parametrize(
+    "benchmark", ["digits", "cifar100", "imagenet_r", "imagenet_a", "cub200", "omnibench"]
+)
+def test_defaults(benchmark):
+    flat = configuration.flatten(importlib.import_module(f"configs.{benchmark}").get_config())
+    for field, values in DEFAULTS.items():
+        assert flat[f"learner.{field}"] == values.get(benchmark, values[""]), field
+    for name in learners.names():
+        assert learners.deviations(name, flat) == []
+
+
+# Epochs and batch size of the authors' runs, and what they set beside them.
+AUTHORS = {
+    "inflora": {"cifar100": (20, 128), "imagenet_r": (50, 128), "imagenet_a": (20, 128)},
+    "inflora_ca": {"cifar100": (20, 128), "imagenet_r": (50, None)},
+    "splitlora": {"cifar100": (100, 256), "imagenet_r": (100, 256)},
+    "ewc_lora": {"cifar100": (20, 128), "imagenet_r": (50, 128), "imagenet_a": (20, 128)},
+    "sd_lora": {"cifar100": (20, 128), "imagenet_r": (20, 128), "imagenet_a": (20, 128)},
+    "lora_subtraction": {"cifar100": (20, 128), "imagenet_r": (50, 128), "cub200": (20, 128)},
+    "rsiat": {"cifar100": (30, 64), "cub200": (30, 128), "imagenet_a": (15, 48)}
+    | {"imagenet_r": (30, 48), "omnibench": (10, 96)},
+}
+BESIDE = {
+    ("inflora_ca", "imagenet_r"): {"learner.inflora.lamb": 0.95},
+    ("ewc_lora", "cifar100"): {
+        "learner.ewc_lora.fisher": "batch_mean",
+        "learner.ewc_lora.folding": "factors",
+    },
+    ("sd_lora", "imagenet_a"): {"learner.sd_lora.head_start": "zero_bias"},
+    ("lora_subtraction", "imagenet_r"): {"train.first_epochs": 40},
+    ("rsiat", "cub200"): {
+        "train.first_epochs": 20,
+        "learner.rsiat.scale": 20.0,
+        "learner.rsiat.warm_up_epochs": 9,
+        "learner.rsiat.separation_threshold": 0.5,
+        "learner.rsiat.repulsion_weight": 0.75,
+        "learner.rsiat.projector_width": 768,
+    },
+}
+
+
+@pytest.mark.parametrize("name", AUTHORS)
+def test_flags_of_the_authors_runs(name):
+    found = {}
+    for benchmark in ("cifar100", "imagenet_r", "imagenet_a", "cub200", "omnibench"):
+        flags = learners.authors_run(name, benchmark)
+        if not flags:
+            continue
+        config = importlib.import_module(f"configs.{benchmark}").get_config()
+        default = configuration.flatten(config)
+        given = dict(flag.removeprefix("--config.").split("=") for flag in flags)
+        changed = {field: type(default[field])(text) for field, text in given.items()}
+        config.update_from_flattened_dict(changed)
+        configuration.validate(config)
+        assert (changed["learner.name"], changed["learner.preset"]) == (name, "native")
+        assert BESIDE.get((name, benchmark), {}).items() <= changed.items()
+        found[benchmark] = (changed["train.epochs"], changed.get("train.batch_size"))
+    assert found == AUTHORS[name]
+
+
+def test_departures_are_said_in_words():
+    flat = configuration.flatten(base.get_config())
+    flat |= {"learner.loda.alignment": False, "learner.loda.merge_gamma": 2.5}
+    assert learners.deviations("loda", flat) == ["merge gamma 2.5", "alignment off"]
+    flat |= {"learner.inflora.lamb": 0.9}
+    # InfLoRA+CA reads InfLoRA's options, too; other learners' are nothing to it.
+    assert learners.deviations("inflora_ca", flat) == ["lamb 0.9"]
+    assert learners.deviations("splitlora", flat) == []
+
+
+# How one is found ---------------------------------------------------------------------------------
+
+
+def test_find_refuses_what_is_no_learner():
+    for name in learners.names():
+        assert learners.find(name).TITLE == learners.title(name)
+    with pytest.raises(InputError, match=r"learner.name: .*'no_such_learner'"):
+        learners.find("no_such_learner")
+    with pytest.raises(InputError, match="module 'json' is no learner: it declares no TITLE"):
+        learners.find("json")
+
+
+def test_an_error_in_a_users_file_is_placed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text, message in (
+        ("of_the_user", "TITLE = 'Mine'\n\nvalue = 1 / 0\n", "line 3: ZeroDivisionError: division"),
+        ("misspelt_by_the_user", "TITLE = (\n", "line 1: '.' was never closed"),
+        ("imports_what_is_not_there", "import not_there\n", "line 1: ModuleNotFoundError"),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+        with pytest.raises(InputError, match=rf"learner.name: {name}: .*{name}.py, {message}"):
+            learners.find(name)
+
+
+def test_what_an_outside_learner_leaves_out_is_answered_as_by_cumulative_lora(monkeypatch):
+    module = types.ModuleType("mine.of_the_tests")
+    module.TITLE, module.OPTIONS = "Mine", {"reach": Option(0.5, "(0, 1]", "how far")}
+    module.heads = lambda setup, state, num_tasks: []
+    monkeypatch.setitem(sys.modules, "mine.of_the_tests", module)
+    found, default = learners.find("mine.of_the_tests"), learners.find("cumulative_lora")
+    assert found.heads is module.heads and found.after_task is default.after_task
+    assert learners.title("mine.of_the_tests") == "Mine"
+    config = base.get_config()
+    config.learner.name = "mine.of_the_tests"
+    configuration.validate(config)
+    assert config.learner.of_the_tests.reach == 0.5
+    config.learner.of_the_tests.reach = 2.0
+    flat = configuration.flatten(config)
+    assert learners.deviations("mine.of_the_tests", flat) == ["reach 2"]
+    with pytest.raises(InputError, match=r"of_the_tests\.reach: expected a number in \(0, 1\]"):
+        configuration.validate(config)
+
+
+# States -------------------------------------------------------------------------------------------
+
+STATE = {"heads": jnp.zeros((3, 4)), "host": np.zeros(2, np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("state", "found"),
+    [
+        (None, r"expected float32\[3, 4\] at \['heads'\], found nothing"),
+        (STATE | {"heads": jnp.zeros((4, 4))}, r"found float32\[4, 4\]"),
+        (STATE | {"heads": jnp.zeros((3, 4), int)}, r"found int32\[3, 4\]"),
+        (STATE | {"more": 0.0}, r"expected nothing at \['more'\], found float32\[\]"),
+    ],
+)
+def test_another_state_is_named(state, found):
+    with pytest.raises(InputError, match=rf"^learner.name: mine: after_task must return .*{found}"):
+        check_state("mine", "after_task", STATE, state)
+
+
+def test_a_state_may_move_between_host_and_devices():
+    moved = {name: np.asarray(each) for name, each in STATE.items()}
+    check_state("mine", "after_task", STATE, moved)
+
+
+def test_a_run_stops_at_a_state_that_grows(cache, tmp_path):
+    config = small_runs.config(cache, train_per_class=4, test_per_class=2)
+    config.learner.name = "tests.learners.grows"
+    with pytest.raises(InputError, match=r"tests\.learners\.grows: after_task must "):
+        command.run(config, str(tmp_path / "run"), quiet=True)
