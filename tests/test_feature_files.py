@@ -84,27 +84,27 @@ def test_head_classes_order_the_rows_and_admit_a_class_without_images(target):
     assert features.test_tasks[0] == 0
 
 
-def test_normalised_linear_heads(target):
-    arrays = with_final_head() | {"head_kind": np.array("normalised_linear")}
-    features = feature_files.load(save(target, arrays))
-    for head in [features.tasks[1].head, *features.final_heads]:
-        assert isinstance(head, heads.NormalisedLinearHead)
-    np.testing.assert_array_equal(features.tasks[1].head.bias, arrays["head_bias_1"])
-    np.testing.assert_array_equal(features.final_heads[1].bias, [3.0, 4.0])
-
-
-@pytest.mark.parametrize("kind", ["cosine", "nearest_mean", np.bytes_(b"cosine")])
-def test_head_kinds(target, kind):
-    arrays = {k: v for k, v in example().items() if "bias" not in k}
+@pytest.mark.parametrize(
+    ("kind", "made", "beside", "value", "default"),
+    [
+        ("normalised_linear", heads.NormalisedLinearHead, "bias", [3.0, 4.0], [0.0, 0.0]),
+        ("cosine", heads.CosineHead, "scale", 3.5, 1.0),
+        (np.bytes_(b"cosine"), heads.CosineHead, "scale", 3.5, 1.0),
+        ("nearest_mean", heads.NearestMeanHead, None, None, None),
+    ],
+)
+def test_head_kinds(target, kind, made, beside, value, default):
+    """Of all heads of a file, final ones, too."""
+    arrays = {k: v for k, v in with_final_head().items() if "bias" not in k}
     arrays["head_kind"] = np.array(kind)
-    if kind != "nearest_mean":
-        arrays["head_scale_0"] = np.array(3.5)
-    head = feature_files.load(save(target, arrays)).tasks[0].head
-    if kind == "nearest_mean":
-        assert isinstance(head, heads.NearestMeanHead)
-    else:
-        assert isinstance(head, heads.CosineHead)
-        assert head.scale == 3.5
+    if beside:
+        arrays |= {f"head_{beside}_0": np.array(value), f"final_head_{beside}_1": np.array(value)}
+    features = feature_files.load(save(target, arrays))
+    found = [features.tasks[0].head, features.tasks[1].head, features.final_heads[1]]
+    assert {type(head) for head in found} == {made}
+    if beside:
+        for head, expected in zip(found, (value, default, value), strict=True):
+            np.testing.assert_array_equal(getattr(head, beside), expected)
 
 
 def with_final_head(task=1):
@@ -125,10 +125,6 @@ def test_final_heads(target):
     np.testing.assert_array_equal(first.bias, arrays["head_bias_0"])
     np.testing.assert_array_equal(second.weight, 2.0 * arrays["head_weight_1"])
     np.testing.assert_array_equal(second.bias, [3.0, 4.0])
-
-
-def test_files_without_final_heads_have_none(target):
-    assert feature_files.load(save(target, example())).final_heads is None
 
 
 class Recorder:
@@ -162,16 +158,9 @@ def test_fit_gives_a_calibrator_tasks_in_order_then_the_final_heads(tmp_path, ar
         assert len(arguments) == 5
         assert all(found is each for found, each in zip(arguments, expected, strict=True))
     weights = [arrays["head_weight_0"].tolist(), (2.0 * arrays["head_weight_1"]).tolist()]
-    replaced = made is RecorderOfHeads and "final_head_weight_1" in arrays
-    assert rest == ["finalize", weights] if replaced else rest == ["finalize"]
-
-
-def test_final_heads_are_of_the_kind_of_the_file(target):
-    arrays = {k: v for k, v in with_final_head().items() if "bias" not in k}
-    arrays |= {"head_kind": np.array("cosine"), "final_head_scale_1": np.array(2.5)}
-    first, second = feature_files.load(save(target, arrays)).final_heads
-    assert isinstance(second, heads.CosineHead)
-    assert (first.scale, second.scale) == (1.0, 2.5)
+    changed = "final_head_weight_1" in arrays
+    assert (features.final_heads is not None) == changed
+    assert rest == ["finalize", *([weights] if changed and made is RecorderOfHeads else [])]
 
 
 def change(**new):
@@ -298,6 +287,18 @@ def test_each_fault_is_one_line_with_file_and_array(target, fault):
     assert "\n" not in str(caught.value)
 
 
+def one_member(path, name, content):
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(name, content)
+    return path
+
+
+def npy_bytes(array):
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    return buffer.getvalue()
+
+
 class Trap:
     """Unpickling this would create a file."""
 
@@ -317,49 +318,56 @@ def test_objects_are_refused_without_unpickling(target, tmp_path):
     assert not (tmp_path / "sprung").exists()
 
 
-def test_absent_and_foreign_files(tmp_path):
-    with pytest.raises(InputError, match=r"absent.npz: no such file"):
-        feature_files.load(tmp_path / "absent.npz")
-    (tmp_path / "text.npz").write_text("hello")
-    with pytest.raises(InputError, match=r"text.npz: not a readable .npz file: File is not a zip"):
-        feature_files.load(tmp_path / "text.npz")
-    page = b"\xef\xbb\xbf\n<!DOCTYPE html><html><body>404 Not Found</body></html>"
-    (tmp_path / "page.npz").write_bytes(page)
-    with pytest.raises(InputError, match=r"page.npz: not a readable .npz file: it is a web page"):
-        feature_files.load(tmp_path / "page.npz")
-    (tmp_path / "pages").mkdir()
-    (tmp_path / "pages" / "test_adapted.npy").write_bytes(page)
-    with pytest.raises(InputError, match=r"test_adapted.npy: not a readable .npy .* a web page"):
-        feature_files.load(tmp_path / "pages")
-    (tmp_path / "objects.npz").write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(InputError, match="not a readable"):
-        feature_files.load(tmp_path / "objects.npz")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"empty: expected .npy files, found none"):
-        feature_files.load(tmp_path / "empty")
-    with zipfile.ZipFile(tmp_path / "zip.npz", "w") as archive:
-        archive.writestr("notes.txt", "hello")
-    with pytest.raises(InputError, match=r"notes.txt: not a readable .*each once"):
-        feature_files.load(tmp_path / "zip.npz")
-    with zipfile.ZipFile(tmp_path / "names.npz", "w") as archive:
-        buffer = io.BytesIO()
-        np.save(buffer, np.zeros(2))
-        archive.writestr("a\nb" * 50 + ".npy", buffer.getvalue())
-    with pytest.raises(InputError, match="unknown array") as caught:
-        feature_files.load(tmp_path / "names.npz")
+PAGE = b"\xef\xbb\xbf\n<!DOCTYPE html><html><body>404 Not Found</body></html>"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no such file or folder"),
+        (b"hello", "not a readable .npz file: File is not a zip file"),
+        (PAGE, r"not a readable .npz file: it is a web page \(HTML\), as a failed download leaves"),
+        (pickle.dumps({"a": 1}), "not a readable .npz"),
+        ({"notes.txt": b"hello"}, r"notes.txt: not a readable .*each once"),
+        ({"a\nb" * 50 + ".npy": np.zeros(2)}, "unknown array"),
+        ({f"train_adapted_{'9' * 5000}.npy": np.zeros(2)}, "did you mean train_adapted_99"),
+        (example(), "not a readable .npz"),
+    ],
+    ids=["absent", "text", "page", "pickle", "member", "line break", "digits", "cut"],
+)
+def test_absent_and_foreign_files(tmp_path, content, message):
+    path = tmp_path / "x.npz"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None and "test_adapted" in content:
+        whole = save(path, content).read_bytes()
+        path.write_bytes(whole[: len(whole) // 2])
+    elif content is not None:
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, member in content.items():
+                archive.writestr(name, member if isinstance(member, bytes) else npy_bytes(member))
+    with pytest.raises(InputError, match=message) as caught:
+        feature_files.load(path)
+    assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)
 
 
-def test_truncation_names_the_array(tmp_path):
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda whole: whole[:-3], "shorter or longer"),
+        (lambda whole: PAGE, r"not a readable .npy file: it is a web page"),
+    ],
+)
+def test_damage_to_one_array_of_a_folder_is_named(tmp_path, content, message):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(InputError, match=r"empty: expected .npy files, found none"):
+        feature_files.load(tmp_path / "empty")
     folder = save(tmp_path / "features", example())
     file = folder / "train_adapted_1.npy"
-    file.write_bytes(file.read_bytes()[:-3])
-    with pytest.raises(InputError, match=r"train_adapted_1.npy: .*shorter or longer"):
+    file.write_bytes(content(file.read_bytes()))
+    with pytest.raises(InputError, match=rf"train_adapted_1.npy: .*{message}"):
         feature_files.load(folder)
-    whole = save(tmp_path / "features.npz", example()).read_bytes()
-    (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(InputError, match=r"cut.npz: not a readable .npz"):
-        feature_files.load(tmp_path / "cut.npz")
 
 
 def test_a_lying_header_is_refused_before_memory_is_taken(tmp_path):
@@ -367,15 +375,9 @@ def test_a_lying_header_is_refused_before_memory_is_taken(tmp_path):
     np.lib.format.write_array_header_1_0(
         buffer, {"descr": "<f4", "fortran_order": False, "shape": (10**12, 768)}
     )
-    arrays = example()
-    with zipfile.ZipFile(tmp_path / "bomb.npz", "w") as archive:
-        for name, array in arrays.items():
-            member = io.BytesIO()
-            np.save(member, array)
-            data = buffer.getvalue() if name == "test_adapted" else member.getvalue()
-            archive.writestr(f"{name}.npy", data)
+    path = one_member(tmp_path / "bomb.npz", "test_adapted.npy", buffer.getvalue())
     with pytest.raises(InputError, match=r"test_adapted: not a readable .*shorter or longer"):
-        feature_files.load(tmp_path / "bomb.npz")
+        feature_files.load(path)
 
 
 @pytest.fixture(scope="module")
@@ -527,12 +529,6 @@ def test_write_npz_is_whole_or_absent(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["x.npz"]
 
 
-def one_member(path, name, content):
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(name, content)
-    return path
-
-
 def npy(header, data=b""):
     text = header.encode("latin1")
     return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data
@@ -569,14 +565,6 @@ def test_odd_headers_are_one_line(tmp_path, header, message):
     assert "train_adapted_0: not a readable" in str(caught.value)
     assert "\n" not in str(caught.value)
     assert "\\n" not in str(caught.value)
-
-
-def test_a_task_number_of_many_digits_is_an_unknown_array(tmp_path):
-    buffer = io.BytesIO()
-    np.save(buffer, np.zeros(2))
-    path = one_member(tmp_path / "x.npz", f"train_adapted_{'9' * 5000}.npy", buffer.getvalue())
-    with pytest.raises(InputError, match="unknown array; did you mean train_adapted_99"):
-        feature_files.load(path)
 
 
 def test_a_late_row_is_checked_too(tmp_path):
