@@ -1,7 +1,10 @@
 """What `main.py` does: one run per seed, tables, and a summary over seeds."""
 
+import contextlib
 import logging
 import sys
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import ml_collections
 import fdc_jax
 from fdc_jax import configuration, devices, evaluation, experiment, processes
 from fdc_jax.configuration import Config
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, Interrupted, TrainingError
 from fdc_jax.files import check_writable_folder, write_json
 from fdc_jax.interruption import StopRequest, stop_on_signals
 from fdc_jax.progress import Progress
@@ -49,6 +52,13 @@ def run(
     quiet = quiet or not processes.is_first()
     _check_workdir(folder, len(seeds))
     stop.poll()
+    with _explained(config):
+        return _run(config, folder, seeds, quiet, stop)
+
+
+def _run(
+    config: Config, folder: Path, seeds: tuple[int, ...], quiet: bool, stop: StopRequest
+) -> dict[str, Any]:
     prepared = experiment.prepare(config, quiet)
     processes.check_same(_common(prepared))
     if not quiet:
@@ -61,6 +71,36 @@ def run(
             stop.poll()
             per_seed.append(_run_seed(prepared, config, seed, place, stop, quiet))
         return _conclude(config, folder, per_seed, quiet)
+
+
+@contextlib.contextmanager
+def _explained(config: Config) -> Iterator[None]:
+    """Turns failures that the user alone can mend into one line.
+
+    Raises:
+        InputError: memory is too small, or a learner of the user's own failed; names the place.
+    """
+    try:
+        yield
+    except (InputError, TrainingError, Interrupted):
+        raise
+    except Exception as error:
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise InputError(
+                f"out of memory ({text[:200]}); lower config.train.batch_size (now "
+                f"{config.train.batch_size}) or config.evaluation.batch_size (now "
+                f"{config.evaluation.batch_size})"
+            ) from error
+        learner = sys.modules.get(config.learner.name)
+        file = getattr(learner, "__file__", None)
+        for frame in reversed(traceback.extract_tb(error.__traceback__)):
+            if file is not None and frame.filename == file:
+                raise InputError(
+                    f"learner.name: {config.learner.name}: {file}, line {frame.lineno}: "
+                    f"{type(error).__name__}: {text}"
+                ) from error
+        raise
 
 
 def _conclude(

@@ -23,9 +23,6 @@ WITHOUT_EFFECT = frozenset(
         "checkpoint.every_steps",
         "checkpoint.keep",
         "report",
-        # Of earlier versions.
-        "data.augment_on_device",
-        "train.seeds_together",
     }
 )
 

@@ -163,32 +163,6 @@ def _refuse(bad: Bool[np.ndarray, " n"], what: str) -> None:
         raise InputError(f"row {row} of the predictions: {what} ({int(bad.sum())} such rows)")
 
 
-def decompose_published(
-    accuracy: float, routing_accuracy: float, oracle_accuracy: float, num_samples: int = 0
-) -> Decomposition:
-    """The four shares from three published accuracies in percent.
-
-    A class can be right only when its task is, hence the cells are acc, routing - acc,
-    oracle - acc and 100 - routing - oracle + acc.
-
-    Raises:
-        InputError: no prediction can have these three accuracies (a cell is below -0.01).
-    """
-    cells = (
-        accuracy,
-        routing_accuracy - accuracy,
-        oracle_accuracy - accuracy,
-        100.0 - routing_accuracy - oracle_accuracy + accuracy,
-    )
-    if min(cells) < -0.01:
-        raise InputError(
-            f"accuracy {accuracy}, routing {routing_accuracy} and oracle {oracle_accuracy} cannot "
-            "belong to one prediction: expected accuracy <= routing, accuracy <= oracle and "
-            "routing + oracle - accuracy <= 100"
-        )
-    return Decomposition(num_samples, accuracy, routing_accuracy, oracle_accuracy, *cells)
-
-
 def task_confusion(
     true_task: ArrayLike, predicted_task: ArrayLike, num_tasks: int
 ) -> Int[np.ndarray, "t t"]:
@@ -346,14 +320,12 @@ def holm(p_values: Sequence[float]) -> Float[np.ndarray, " m"]:
     Raises:
         InputError: a value is not a probability.
     """
+    from statsmodels.stats.multitest import multipletests  # takes a second
+
     values = np.asarray(p_values, np.float64)
     if not ((values >= 0) & (values <= 1)).all():
         raise InputError(f"Holm's correction: expected probabilities, found {values.tolist()}")
-    order = np.argsort(values, kind="stable")
-    scaled = values[order] * (values.size - np.arange(values.size))
-    adjusted = np.empty_like(values)
-    adjusted[order] = np.minimum(np.maximum.accumulate(scaled), 1.0)
-    return adjusted
+    return multipletests(values, method="holm")[1] if values.size else values
 
 
 # A run --------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from fdc_jax.data import batches, benchmarks, dataset, task_stream
 from fdc_jax.errors import InputError
 from fdc_jax.extraction import Extractor, FeatureCache, RunImages
 from fdc_jax.files import check_writable_folder
+from fdc_jax.heads import FunctionHead
 from fdc_jax.interruption import StopRequest
 from fdc_jax.learners import training
 from fdc_jax.model import vit, weights
@@ -256,6 +257,7 @@ class Experiment:
             check_writable_folder("config.cache_dir", cache)
         self._cache = cache
         devices.use_compilation_cache(cache / "compiled")
+        known = classes_per_task is not None
         classes_per_task = classes_per_task or self.tasks.classes_per_task
         path = weights.locate(encoder.weights, encoder.variant, cache, not quiet)
         self.pretrained = weights.load(path, encoder.variant, encoder.image_size)
@@ -265,6 +267,23 @@ class Experiment:
         self.backbone = devices.replicate(self.mesh, self.pretrained.params)
         self.extract = Extractor(model, self.mesh)
         self.test_images = batches.ByteCache(int(config.data.cache_gib * 2**30))
+        if not known:
+            self._check_calibrator()
+
+    def _check_calibrator(self) -> None:
+        """Refuses what FDC would refuse after a training."""
+        present = [len(set(self.tasks.train.labels[rows])) for rows in self.tasks.train_indices]
+        head = self.heads(self.learner.initial_state(self.setup), 1)[0]
+        is_function = isinstance(head, FunctionHead)
+        try:
+            calibration.check(self.config.fdc.to_dict(), present, is_function)
+        except InputError as error:
+            raise InputError(f"config.fdc.{error}") from error
+        if is_function and self.config.save_features:
+            raise InputError(
+                f"config.save_features: expected False, as the heads of {self.config.learner.name} "
+                "are functions, which no file can hold"
+            )
 
     @functools.cached_property
     def tasks(self) -> task_stream.TaskStream:

@@ -1,0 +1,155 @@
+"""Algorithm 1 from start to end: stopped anywhere it goes on to the same numbers."""
+
+import json
+import logging
+import shutil
+
+import numpy as np
+import pytest
+
+from fdc_jax import command
+from fdc_jax.data.batches import ByteCache
+from fdc_jax.errors import InputError, TrainingError
+from tests import interruptions, small_runs
+
+# Two tasks of 8 steps, with checkpoints within them.
+FIELDS = dict(train__batch_size=16, train__epochs=2, checkpoint__every_steps=3)
+
+
+def config(cache, **fields):
+    return small_runs.config(cache, 12, 6, **FIELDS | fields)
+
+
+def go(configuration, workdir):
+    return command.run(configuration, str(workdir), quiet=True)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, cache):
+    """A run that nobody stopped."""
+    workdir = tmp_path_factory.mktemp("runs") / "whole"
+    go(config(cache), workdir)
+    return workdir
+
+
+# After preparation a run looks once, then at every step, and at every batch of an extraction.
+@pytest.mark.parametrize("looks", [9, 20])
+def test_stopped_anywhere_it_ends_the_same(whole, cache, tmp_path, looks):
+    small_runs.stopped(config(cache), tmp_path / "run", looks)
+    assert not (tmp_path / "run" / "results.json").exists()
+    go(config(cache), tmp_path / "run")
+    interruptions.same_outcome(whole, tmp_path / "run")
+    interruptions.nothing_done_twice(tmp_path / "run")
+
+
+def test_the_steps_of_every_task_are_taken_once(whole):
+    epochs = [(each["task"], each["epoch"]) for each in small_runs.events(whole, "epoch")]
+    assert epochs == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    timing = json.loads((whole / "results.json").read_text())["timing"]
+    # The first step of a process compiles and does not count.
+    assert timing["training_images"] == 4 * 60 - 16
+    assert timing["test_extraction_images"] == 30 + 60
+    assert 0 < timing["fit_seconds"] and 0 < timing["training_seconds"]
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, cache, tmp_path, caplog):
+    small_runs.stopped(config(cache), tmp_path / "run", 18)
+    folder = tmp_path / "run" / "checkpoints"
+    newest = max(
+        (path for path in folder.iterdir() if path.name.isdigit()), key=lambda p: int(p.name)
+    )
+    for path in newest.rglob("*"):
+        if path.is_file() and path.parent.name == "d":
+            path.write_bytes(path.read_bytes()[:20])
+    with caplog.at_level(logging.WARNING):
+        go(config(cache), tmp_path / "run")
+    assert f"checkpoint {newest} is unusable" in caplog.text
+    assert (tmp_path / "run" / f"checkpoints_unusable_{newest.name}").is_dir()
+    interruptions.same_outcome(whole, tmp_path / "run")
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_lost_calibrators_are_fitted_again_where_features_are_saved(whole, cache, tmp_path, saved):
+    found = config(cache, save_features=saved)
+    small_runs.stopped(found, tmp_path / "run", 18)
+    before = len(small_runs.events(tmp_path / "run", "training"))
+    shutil.rmtree(tmp_path / "run" / "calibrators")
+    go(found, tmp_path / "run")
+    started = [
+        each["step"] == 0 for each in small_runs.events(tmp_path / "run", "training")[before:]
+    ]
+    assert started == ([False] if saved else [True, True])
+    with (
+        np.load(whole / "predictions.npz") as expected,
+        np.load(tmp_path / "run" / "predictions.npz") as ours,
+    ):
+        np.testing.assert_array_equal(ours["fdc_label"], expected["fdc_label"])
+
+
+def test_a_loss_that_is_not_finite_names_task_and_learning_rate(cache, tmp_path):
+    with pytest.raises(TrainingError, match=r"nan in task 1, epoch 1, step .* 1e\+38 \(head\)"):
+        go(config(cache, train__head_learning_rate=1e38), tmp_path / "run")
+    assert not (tmp_path / "run" / "results.json").exists()
+
+
+def test_images_are_kept_for_one_task_and_without_effect(whole, cache, tmp_path, monkeypatch):
+    held, clear = [], ByteCache.clear
+    monkeypatch.setattr(ByteCache, "clear", lambda self: held.append(self.bytes) or clear(self))
+    go(config(cache, data__cache_gib=0.0), tmp_path / "none")
+    interruptions.same_outcome(whole, tmp_path / "none")
+    go(config(cache, train__first_epochs=1), tmp_path / "run")
+    assert held == [0, 0, 60 * 3 * 32 * 32, 60 * 3 * 32 * 32]
+    epochs = [each["task"] for each in small_runs.events(tmp_path / "run", "epoch")]
+    assert epochs == [0, 1, 1]
+
+
+def test_features_of_the_pretrained_encoder_are_shared(whole, cache, tmp_path):
+    found = config(cache, evaluation__every_task=False)
+    results = go(found, tmp_path / "run")
+    assert results["timing"] is None
+    assert results["average_incremental_accuracy"] == {"raw": None, "fdc": None}
+    assert [point["task"] for point in results["curve"]] == [1]
+    expected = json.loads((whole / "results.json").read_text())
+    assert results["accuracy"] == expected["accuracy"]
+    cached = [e["pretrained_from_cache"] for e in small_runs.events(tmp_path / "run", "statistics")]
+    assert cached == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(fdc__neighbours=6), "config.fdc.neighbours: expected at most 5, the classes of task"),
+        (dict(fdc__affinity_scope="class"), "config.fdc.affinity_scope: expected"),
+        (dict(fdc__affinity_reference="pooled"), "config.fdc.affinity_reference: expected"),
+        (dict(train__batch_size=10**12), "config.train.batch_size: expected batches that fit"),
+        (dict(evaluation__batch_size=10**12), "config.evaluation.batch_size: expected batches"),
+        (dict(seed=(2**32,)), "config.seed: expected"),
+        (dict(class_order_seed=-1), "config.class_order_seed: expected"),
+        (dict(classes_per_task=11), "config.classes_per_task: expected at most the 10"),
+        (dict(encoder__weights="/nowhere.npz"), "found no file /nowhere.npz"),
+        (dict(learner__name="tests.learners.grows"), "must return a state like that of"),
+        (dict(learner__name="tests.fails_in_loss"), r"fails_in_loss.py, line \d+: ZeroDivision"),
+    ],
+)
+def test_what_cannot_go_well_is_refused_in_one_line(cache, tmp_path, fields, message):
+    with pytest.raises(InputError, match=message) as caught:
+        go(config(cache, **fields), tmp_path / "run")
+    assert "\n" not in str(caught.value)
+    # Nothing was trained, or even begun where the settings alone say it.
+    assert "learner__name" in fields or not (tmp_path / "run").exists()
+    assert not (tmp_path / "run" / "calibrators").exists()
+
+
+def test_memory_that_runs_out_names_what_to_lower(cache, tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise MemoryError("Unable to allocate 3 TiB")
+
+    monkeypatch.setattr("fdc_jax.experiment._fit", fail)
+    with pytest.raises(InputError, match=r"Unable to allocate 3 TiB\); lower config.train.batch_s"):
+        go(config(cache), tmp_path / "run")
+
+
+def test_a_cache_folder_that_cannot_be_made_is_refused(cache, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"config.cache_dir=.*: expected a folder to write in"):
+        go(config(tmp_path / "file" / "cache"), tmp_path / "run")
