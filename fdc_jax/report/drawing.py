@@ -153,6 +153,14 @@ def hollow(marker: str, colour: str, label: str | None = None) -> dict[str, Any]
 # Files --------------------------------------------------------------------------------------------
 
 
+def lay_out(figure: Figure) -> None:
+    """Places everything once, which every file would otherwise do again."""
+    layout = figure.get_layout_engine()
+    assert layout is not None
+    layout.execute(figure)
+    figure.set_layout_engine("none")
+
+
 def svg(figure: Figure) -> str:
     """Returns a figure as SVG text, the same for the same figure."""
     buffer = io.BytesIO()

@@ -416,8 +416,9 @@ def draw(name: str, groups: Sequence[Group], analyses: Analyses) -> list[Drawing
         members = list(groups[start : start + size])
         with drawing.style():
             figure = kind.draw(members, analyses)
-        if figure is None:
-            continue
+            if figure is None:
+                continue
+            drawing.lay_out(figure)
         alone = members[0] if len(members) == 1 else None
         words = [name] if kind.of == "all" else [name, *members[0][:2]] if alone else [name, ""]
         stem = file = re.sub(r"[^a-z0-9_-]+", "-", "_".join(words).lower()).strip("_")[:80]
