@@ -49,10 +49,16 @@ def _name_panels(panels: Sequence[Axes], groups: Sequence[Group], inches: float)
 # Similarity and routing error ---------------------------------------------------------------------
 
 
+# Figure motivation-confusability of the paper.
 def similarity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
-    """Routing error of task pairs against their likeness to FDC (Figure motivation-confusability).
+    """Feature similarity against routing error.
 
-    A point is an ordered pair of tasks, mean over seeds; lines are means over equal parts.
+    Each point is an ordered pair of tasks, mean over seeds: the share of the first task's test
+    images that the second one's head wins by raw logits, against how well the first task's
+    training images fit the second task compared with their own, by subspace residuals (left) and
+    by prototype affinities (right), in standard deviations of the task they are measured against.
+    Larger is more alike. Lines join means over equal parts of the pairs; ρ is Spearman's rank
+    correlation, mean over seeds.
     """
     results = of_group(groups[0], analyses, "similarity")
     if not results:
@@ -106,11 +112,14 @@ def _trend(
 # Residuals ----------------------------------------------------------------------------------------
 
 
+# Figure routing-osp of the paper.
 def residual_contributions(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
-    """What features outside the subspace add to the predicted logit (Figure routing-osp).
+    """What features outside the task subspace add to logits.
 
-    A point is a head, mean over its own or all foreign test images and over seeds, in standard
-    deviations of its own-training largest logits; a bar is the mean over heads.
+    Each point is a head, from the first task at the left to the last at the right of its column:
+    the mean over its own, or over all foreign, test images of what features outside the head's
+    subspace add to the logit of the class it predicts, in standard deviations of the head's own-
+    training largest logits; means over seeds. Bars are means over heads.
     """
     found = having(groups, analyses, "residual_contributions")
     if not found:
@@ -143,11 +152,14 @@ def residual_contributions(groups: Sequence[Group], analyses: Analyses) -> Figur
     return figure
 
 
+# Figure routing-srlr of the paper.
 def residual_distributions(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
-    """Residuals of test images as the first and the last head see them (Figure routing-srlr).
+    """Residuals of own and foreign images.
 
-    Densities of the first seed, residuals standardised by the head's own training images; thin
-    lines are single foreign tasks, the dashed one their mean with equal weights.
+    Densities of the residual ratios of test images as the first and the last head see them,
+    standardised by the head's own training images, so that 0 is the mean of those and 1 is one
+    standard deviation above it; first seed. The dashed curve is the mean of the foreign tasks'
+    densities, each with equal weight.
     """
     results = of_group(groups[0], analyses, "residual_distributions")
     if not results:
@@ -184,10 +196,13 @@ def residual_distributions(groups: Sequence[Group], analyses: Analyses) -> Figur
 # Prototypes ---------------------------------------------------------------------------------------
 
 
+# Figure routing-par of the paper.
 def prototype_geometry(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
-    """Class prototypes as dots, task prototypes as stars, embedded by t-SNE (Figure routing-par).
+    """Geometry of prototypes.
 
-    First seed; positions have no unit. Colours run from the first task to the last.
+    Class prototypes (dots) and the task prototypes that average them (stars), embedded together
+    by t-SNE in each view; positions have no unit. First seed. Colours run from the first task to
+    the last.
     """
     results = of_group(groups[0], analyses, "prototype_geometry")
     if not results:
@@ -221,11 +236,13 @@ def prototype_geometry(groups: Sequence[Group], analyses: Analyses) -> Figure | 
 # Sweeps (paper, "Hyperparameter Analysis") --------------------------------------------------------
 
 
+# Figure tsf-hyperparameters of the paper.
 def sweeps(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
-    """Accuracy of full FDC against attenuation and retained energy (Figure tsf-hyperparameters).
+    """Attenuation and retained energy.
 
-    Means over seeds, one sample standard deviation shaded, the run's setting dotted; each vertical
-    axis has its own scale. An empty square is the paper's accuracy at its setting.
+    Final accuracy of full FDC in percent, fitted anew at every setting. The dotted line is the
+    setting of the run; vertical axes differ. Means over seeds, with one sample standard deviation
+    shaded. Empty markers are the paper's numbers, where runs follow its protocol.
     """
     parts = [name for name in _SWEPT if having(groups, analyses, f"sweep_{name}")]
     shown = [g for g in groups if any(of_group(g, analyses, f"sweep_{name}") for name in parts)]
@@ -260,8 +277,15 @@ def sweeps(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     return figure
 
 
+# Figure app-pac-k of the paper.
 def neighbours(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
-    """Accuracy against the number of neighbours K, for both references (Figure app-pac-k)."""
+    """Number of prototype neighbours.
+
+    Final accuracy of full FDC in percent when affinities average the K nearest prototypes of a
+    task. Distributional matching standardises them by the task's own training affinities for the
+    same K, Nearest by the affinities of the same image to all tasks. The dotted line is the
+    setting of the run. Means over seeds, with one sample standard deviation shaded.
+    """
     found = having(groups, analyses, "sweep_neighbours")
     if not found:
         return None

@@ -43,7 +43,11 @@ _SHARES = {
 
 
 def accuracy_curve(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
-    """Accuracy over all classes seen so far, after each task; means with a band over seeds."""
+    """Accuracy as tasks are learned.
+
+    Accuracy over all classes seen so far, after each task. Means over seeds, with one sample
+    standard deviation shaded.
+    """
     rows = [
         [[point["accuracy"].get(kind) for kind in KINDS] for point in run.results["curve"]]
         for run in groups[0].runs
@@ -67,7 +71,11 @@ def accuracy_curve(groups: Sequence[Group], analyses: Analyses) -> Figure | None
 
 
 def decomposition(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
-    """Four shares of the test images of every task and of all: raw left, FDC right; over seeds."""
+    """Where the errors are.
+
+    Test images of each task, and of all, by the two decisions of a prediction: the task and the
+    class. Hatched is what the right task alone would put right.
+    """
     shares = {kind: overview.shares(groups[0], kind) for kind in ("raw", "fdc")}
     if shares["raw"] is None:
         return None
@@ -101,7 +109,11 @@ def decomposition(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
 
 
 def task_confusion(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
-    """Percent of the images of a true task (row) that each head wins (column), raw and with FDC."""
+    """Where the images of each task are sent.
+
+    Percent of the test images of a true task (row) that each task's head wins (column). The
+    diagonal is right. Colours follow the square root, to show what lies off the diagonal.
+    """
     found = {kind: overview.confusion(groups[0], kind) for kind in ("raw", "fdc")}
     if found["raw"] is None:
         return None
@@ -181,8 +193,14 @@ def _paper_key(published: bool) -> list[Line2D]:
     return [Line2D([], [], **drawing.hollow("o", drawing.INK, "Paper"))] if published else []
 
 
+# Figure motivation-gap of the paper.
 def task_identity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
-    """Final accuracy: raw, FDC, and raw given the true task (Figure motivation-gap)."""
+    """Final accuracy with and without task identity.
+
+    Final accuracy without task identity, by raw logits and by FDC, and by raw logits when the
+    true task is given. Points are means over seeds, bars one sample standard deviation. Empty
+    markers are the paper's numbers, where runs follow its protocol.
+    """
     if not groups:
         return None
     figure, lists = _lists(groups, "Final accuracy (%)")
@@ -208,9 +226,12 @@ def task_identity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
 
 
 def gains(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
-    """Gain of FDC over raw in percentage points with its 95 % interval, by learner.
+    """Gain of FDC over raw.
 
-    A cross is the gain of the components that the paper selects, where those are not all.
+    Gain of full FDC in percentage points, written at the right, with its 95 % interval: Student's
+    t over gains paired within seeds, or, dashed, a bootstrap over test images where there is one
+    seed. A cross marks the components that the paper selects for a learner, where those are not
+    all. Empty markers are the paper's numbers, where runs follow its protocol.
     """
     measured = [group for group in groups if group.gains("full")]
     if not measured:
@@ -289,115 +310,28 @@ class Drawing(NamedTuple):
     svg: str
 
 
-class _Kind(NamedTuple):
-    """A kind of figure; `of` says what one figure holds: "all" groups, "several", or one."""
+# Of every figure, the most groups in one. What a function says of itself is the figure's title and
+# caption. The first three are of a run itself, and stand at the head of the page.
+_ONE, _SEVERAL, _ALL = 1, 5, 10**6
+_SIZES: dict[Callable[[Sequence[Group], Analyses], Figure | None], int] = {
+    accuracy_curve: _ONE,
+    decomposition: _ONE,
+    task_confusion: _ONE,
+    task_identity: _ALL,
+    gains: _ALL,
+    feature_figures.similarity: _ONE,
+    feature_figures.residual_contributions: _SEVERAL,
+    feature_figures.residual_distributions: _ONE,
+    feature_figures.prototype_geometry: _ONE,
+    feature_figures.sweeps: _SEVERAL,
+    feature_figures.neighbours: _SEVERAL,
+}
+FIGURES = tuple(function.__name__ for function in _SIZES)
+OF_A_RUN = FIGURES[:3]
 
-    draw: Callable[[Sequence[Group], Analyses], Figure | None]
-    of: str
-    title: str
-    caption: str
-
-
+# Said only where it holds.
 _BAND = " Means over seeds, with one sample standard deviation shaded."
 _PAPER = " Empty markers are the paper's numbers, where runs follow its protocol."
-
-# The first three are of a run itself, and stand at the head of the page.
-_KINDS = (
-    _Kind(
-        accuracy_curve,
-        "group",
-        "Accuracy as tasks are learned",
-        "Accuracy over all classes seen so far, after each task." + _BAND,
-    ),
-    _Kind(
-        decomposition,
-        "group",
-        "Where the errors are",
-        "Test images of each task, and of all, by the two decisions of a prediction: the task and "
-        "the class. Hatched is what the right task alone would put right.",
-    ),
-    _Kind(
-        task_confusion,
-        "group",
-        "Where the images of each task are sent",
-        "Percent of the test images of a true task (row) that each task's head wins (column). The "
-        "diagonal is right. Colours follow the square root, to show what lies off the diagonal.",
-    ),
-    _Kind(
-        task_identity,
-        "all",
-        "Final accuracy with and without task identity",
-        "Final accuracy without task identity, by raw logits and by FDC, and by raw logits when "
-        "the true task is given. Points are means over seeds, bars one sample standard "
-        "deviation." + _PAPER,
-    ),
-    _Kind(
-        gains,
-        "all",
-        "Gain of FDC over raw",
-        "Gain of full FDC in percentage points, written at the right, with its 95 % interval: "
-        "Student's t over gains paired within seeds, or, dashed, a bootstrap over test images "
-        "where there is one seed. A cross marks the components that the paper selects for a "
-        "learner, where those are not all." + _PAPER,
-    ),
-    _Kind(
-        feature_figures.similarity,
-        "group",
-        "Feature similarity against routing error",
-        "Each point is an ordered pair of tasks, mean over seeds: the share of the first task's "
-        "test images that the second one's head wins by raw logits, against how well the first "
-        "task's training images fit the second task compared with their own, by subspace "
-        "residuals (left) and by prototype affinities (right), in standard deviations of the task "
-        "they are measured against. Larger is more alike. Lines join means over equal parts "
-        "of the pairs; ρ is Spearman's rank correlation, mean over seeds.",
-    ),
-    _Kind(
-        feature_figures.residual_contributions,
-        "several",
-        "What features outside the task subspace add to logits",
-        "Each point is a head, from the first task at the left to the last at the right of its "
-        "column: the mean over its own, or over all foreign, test images of what features outside "
-        "the head's subspace add to the logit of the class it predicts, in standard deviations of "
-        "the head's own-training largest logits; means over seeds. Bars are means over heads.",
-    ),
-    _Kind(
-        feature_figures.residual_distributions,
-        "group",
-        "Residuals of own and foreign images",
-        "Densities of the residual ratios of test images as the first and the last head see them, "
-        "standardised by the head's own training images, so that 0 is the mean of those and 1 is "
-        "one standard deviation above it; first seed. The dashed curve is the mean of the foreign "
-        "tasks' densities, each with equal weight.",
-    ),
-    _Kind(
-        feature_figures.prototype_geometry,
-        "group",
-        "Geometry of prototypes",
-        "Class prototypes (dots) and the task prototypes that average them (stars), embedded "
-        "together by t-SNE in each view; positions have no unit. First seed. Colours run from the "
-        "first task to the last.",
-    ),
-    _Kind(
-        feature_figures.sweeps,
-        "several",
-        "Attenuation and retained energy",
-        "Final accuracy of full FDC in percent, fitted anew at every setting. The dotted line is "
-        "the setting of the run; vertical axes differ." + _BAND + _PAPER,
-    ),
-    _Kind(
-        feature_figures.neighbours,
-        "several",
-        "Number of prototype neighbours",
-        "Final accuracy of full FDC in percent when affinities average the K nearest prototypes of "
-        "a task. Distributional matching standardises them by the task's own training affinities "
-        "for the same K, Nearest by the affinities of the same image to all tasks. The dotted line "
-        "is the setting of the run." + _BAND,
-    ),
-)
-
-FIGURES = tuple(kind.draw.__name__ for kind in _KINDS)
-OF_A_RUN = FIGURES[:3]
-_MOST_COLUMNS = 5  # groups side by side
 
 
 def draw(name: str, groups: Sequence[Group], analyses: Analyses) -> list[Drawing]:
@@ -408,34 +342,31 @@ def draw(name: str, groups: Sequence[Group], analyses: Analyses) -> list[Drawing
         groups: of the report.
         analyses: by path of the run, then by name of the analysis; may lack any.
     """
-    kind = _KINDS[FIGURES.index(name)]
-    size = {"all": len(groups), "several": _MOST_COLUMNS, "group": 1}[kind.of]
+    function, size = list(_SIZES.items())[FIGURES.index(name)]
     found: list[Drawing] = []
-    taken: set[str] = set()
-    for start in range(0, len(groups), size or 1):
+    for start in range(0, len(groups), size):
         members = list(groups[start : start + size])
         with drawing.style():
-            figure = kind.draw(members, analyses)
+            figure = function(members, analyses)
             if figure is None:
                 continue
             drawing.lay_out(figure)
-        alone = members[0] if len(members) == 1 else None
-        words = [name] if kind.of == "all" else [name, *members[0][:2]] if alone else [name, ""]
-        stem = file = re.sub(r"[^a-z0-9_-]+", "-", "_".join(words).lower()).strip("_")[:80]
-        while file in taken:
-            file = f"{stem}_{len(taken) + 1}"
-        taken.add(file)
-        caption = kind.caption
+        title, _, caption = (function.__doc__ or "").partition(".\n\n")
+        caption = " ".join(caption.split())
         if not any(group.follows_protocol for group in members):
             caption = caption.replace(_PAPER, "")
         if all(len(group.runs) == 1 for group in members):
             caption = caption.replace(_BAND, "")
-        if kind.of == "several":
+        if size == _SEVERAL:
             seeds = [f"{each.name} (seeds {', '.join(map(str, each.seeds))})" for each in members]
             caption = f"{caption} {'; '.join(seeds)}."
-        title = f"{kind.title}: {alone.name}" if alone and kind.of != "all" else kind.title
-        text = drawing.svg(figure)
-        found.append(Drawing(file, name, title, caption, members, figure, text))
+        words = [name]
+        if size != _ALL and len(members) == 1:
+            title, words = f"{title}: {members[0].name}", [name, *members[0][:2]]
+        stem = file = re.sub(r"[^a-z0-9_-]+", "-", "_".join(words).lower())[:80]
+        while any(file == each.name for each in found):
+            file = f"{stem}_{len(found) + 1}"
+        found.append(Drawing(file, name, title, caption, members, figure, drawing.svg(figure)))
     return found
 
 
