@@ -18,13 +18,13 @@ Values with seeds are paired with our runs of the same seeds.
 """
 
 import csv
-import io
 import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
 from scipy import stats
 
 from fdc_jax import evaluation, learners
@@ -86,10 +86,8 @@ def quantity(run: RunFolder, name: str) -> float | None:
     """Returns a quantity of a run under the name that it has in a file."""
     if name in _RESULTS:
         return run.value(*_RESULTS[name])
-    combination = name.removeprefix("gain:")
-    combination = {"gain": "full", "selected": run.selected, "selected_gain": run.selected}.get(
-        name, combination
-    )
+    chosen = {"gain": "full", "selected": run.selected, "selected_gain": run.selected}
+    combination = chosen.get(name, name.removeprefix("gain:"))
     return run.gain(combination) if "gain" in name else run.component(combination)
 
 
@@ -99,95 +97,73 @@ def read(path: str | os.PathLike[str]) -> list[Entry]:
     Raises:
         InputError: one line with the file, the line and the column of the first fault.
     """
-    path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: unreadable ({error})") from error
-    reader = csv.DictReader(io.StringIO(text, newline=""), skipinitialspace=True, strict=True)
-    try:
-        rows = [(reader.line_num, row) for row in reader]
-    except csv.Error as error:
-        raise InputError(f"{path}: line {reader.reader.line_num}: {error}") from error
-    names = reader.fieldnames or []
-    for name in _REQUIRED:
-        if name not in names:
-            found = ", ".join(names) or "nothing"
-            raise InputError(f"{path}: line 1: expected a column {name}, found {found}")
-    for name in names:
-        if name not in (*_REQUIRED, *_OPTIONAL):
-            expected = ", ".join((*_REQUIRED, *_OPTIONAL))
-            raise InputError(f"{path}: line 1: column {name}: expected one of {expected}")
-        if names.count(name) > 1:
-            raise InputError(f"{path}: line 1: column {name}: named twice")
-    if not rows:
+        rows = pd.read_csv(
+            path, dtype=str, encoding="utf-8-sig", engine="python", index_col=False,
+            skipinitialspace=True, skip_blank_lines=False, keep_default_na=False,
+        ).fillna("")  # fmt: skip
+    except (OSError, ValueError, csv.Error) as error:
+        raise InputError(f"{path}: unreadable ({error})".splitlines()[0]) from error
+    missing = [name for name in _REQUIRED if name not in rows]
+    unknown = [name for name in rows if name not in (*_REQUIRED, *_OPTIONAL)]
+    if missing or unknown:
+        expected = f"expected a column {missing[0]}" if missing else f"unknown column {unknown[0]}"
+        raise InputError(f"{path}: line 1: {expected}, found {', '.join(rows)}")
+    if rows.empty:
         raise InputError(f"{path}: expected at least one line below the header, found none")
     entries: dict[tuple[Any, ...], Entry] = {}
-    lines: dict[tuple[Any, ...], int] = {}
-    seeded: dict[tuple[Any, ...], bool] = {}
-    for line, row in rows:
+    for line, row in enumerate(rows.to_dict("records"), 2):
         try:
-            entry = _entry(row)
+            entry = _entry({name: text.strip() for name, text in row.items()})
+            alike = [each for key, each in entries.items() if key[:3] == entry[:3]]
             if entry[:4] in entries:
-                raise InputError(
-                    f"column quantity: {entry.quantity} of {entry.learner} on {entry.benchmark} is "
-                    f"already on line {lines[entry[:4]]}"
-                )
-            has_seed = entry.seed is not None
-            if seeded.setdefault(entry[:3], has_seed) != has_seed:
+                raise InputError("column quantity: the same quantity, seed included, stands above")
+            if any((each.seed is None) != (entry.seed is None) for each in alike):
                 raise InputError(
                     "column seed: expected seeds for all values of a quantity or for none"
                 )
         except InputError as error:
             raise InputError(f"{path}: line {line}: {error}") from None
-        entries[entry[:4]], lines[entry[:4]] = entry, line
+        entries[entry[:4]] = entry
     return list(entries.values())
 
 
-def _entry(row: dict[Any, Any]) -> Entry:
-    if None in row:
-        raise InputError("more cells than columns")
-    cell = {name: (value or "").strip() for name, value in row.items()}
-
-    def refuse(column: str, expected: str) -> InputError:
-        return InputError(f"column {column}: expected {expected}, found {cell[column]!r}")
-
-    def parse(column: str, expected: str, least: float, kind: type = float) -> Any:
-        if not cell.get(column):
-            return None
+def _entry(cell: dict[str, str]) -> Entry:
+    def number(column: str, expected: str, least: float, kind: type = float) -> Any:
+        text = cell.get(column, "")
         try:
-            value = kind(cell[column])
+            value = kind(text) if text else None
+            if value is None or (math.isfinite(value) and value >= least):
+                return value
         except ValueError:
-            raise refuse(column, expected) from None
-        if not math.isfinite(value) or value < least:
-            raise refuse(column, expected)
-        return value
-
-    for column in _REQUIRED:
-        if not cell[column]:
-            raise refuse(column, "something")
-    if cell["quantity"] not in QUANTITIES:
-        raise refuse("quantity", f"one of {', '.join(QUANTITIES[:10])} or a component combination")
-    value = parse("value", "a number", -math.inf)
-    seed = parse("seed", "a whole number from 0", 0, int)
-    std = parse("std", "a number from 0", 0)
-    count = parse("n", "a whole number from 1", 1, int)
-    for column, given in (("std", std), ("n", count)):
-        if seed is not None and given is not None:
-            raise refuse(column, "nothing on a line with a seed")
-    if std is not None and count is None:
-        raise refuse("n", "the number of seeds that std is of")
+            pass
+        raise InputError(f"column {column}: expected {expected}, found {text!r}")
 
     def name(column: str, titles: Mapping[str, str]) -> str:
         by_title = {title.lower(): name for name, title in titles.items()}
         return by_title.get(cell[column].lower(), cell[column])
 
+    for column in _REQUIRED:
+        if not cell[column]:
+            raise InputError(f"column {column}: expected something, found nothing")
+    if cell["quantity"] not in QUANTITIES:
+        raise InputError(
+            f"column quantity: expected one of {', '.join(QUANTITIES[:10])} or a component "
+            f"combination, found {cell['quantity']!r}"
+        )
+    seed = number("seed", "a whole number from 0", 0, int)
+    std = number("std", "a number from 0", 0)
+    count = number("n", "a whole number from 1", 1, int)
+    if seed is not None and (std is not None or count is not None):
+        raise InputError("columns std and n: expected nothing on a line with a seed")
+    if std is not None and count is None:
+        raise InputError("column n: expected the number of seeds that std is of, found nothing")
     return Entry(
         name("benchmark", paper.BENCHMARK_TITLES),
         name("learner", {name: learners.title(name) for name in learners.names()}),
         cell["quantity"],
         seed,
-        value,
+        number("value", "a number", -math.inf),
         std,
         count,
         cell.get("source", ""),

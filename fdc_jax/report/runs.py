@@ -471,41 +471,38 @@ def provenance(
         For each group `group`, its name, and `parts`: by title a dict of fields. Where the runs of
         a group differ, as in device or commit, a field is a dict by seed.
     """
-    return [{"group": each.name, "parts": _origin(each, missing)} for each in groups]
+    found = []
+    for group in groups:
+        of_seeds = {f"seed {run.seed}": _origin(run) for run in group.runs}
+        parts: dict[str, dict[str, Any]] = {}
+        for title, fields in _origin(group.runs[0]).items():
+            parts[title] = {}
+            for name in fields:
+                values = {seed: of[title].get(name) for seed, of in of_seeds.items()}
+                same = all(value == fields[name] for value in values.values())
+                parts[title][name] = fields[name] if same else values
+        parts["runs"] |= {"settings": group.title or "the paper's protocol", "seeds": group.seeds}
+        absent = {f"seed {run.seed}": list(missing.get(str(run.path), ())) for run in group.runs}
+        if any(absent.values()):
+            parts["not computed"] = {seed: why for seed, why in absent.items() if why}
+        found.append({"group": group.name, "parts": parts})
+    return found
 
 
-def _origin(group: Group, missing: Mapping[str, Sequence[str]]) -> dict[str, dict[str, Any]]:
-    def common(read: Callable[[RunFolder], Any]) -> Any:
-        values = [read(run) for run in group.runs]
-        if all(value == values[0] for value in values):
-            return values[0]
-        return {f"seed {run.seed}": value for run, value in zip(group.runs, values, strict=True)}
-
-    def section(name: str, leave_out: Iterable[str] = ()) -> dict[str, Any]:
-        keys = {key for run in group.runs for key in run.results.get(name) or ()}
-        return {
-            key: common(lambda run, key=key: (run.results.get(name) or {}).get(key))
-            for key in sorted(keys - set(leave_out))
-        }
-
-    parts = {
-        "runs": {
-            "benchmark": group.benchmark,
-            "learner": group.learner,
-            "settings": group.title or "the paper's protocol",
-            "follows_protocol": group.follows_protocol,
-            "seeds": group.seeds,
-            "class_order_seed": common(lambda run: run.results.get("class_order_seed")),
-            # Their ends alone: a page that is passed on should not tell of a machine.
-            "folders": ["/".join(run.path.absolute().parts[-2:]) for run in group.runs],
-            "device": common(lambda run: run.results.get("device")),
-        },
-        "weights": section("encoder", ["input_range"]),
-        "data": {"split": common(lambda run: run.results.get("split")), **section("data")},
-        "versions": section("versions"),
+def _origin(run: RunFolder) -> dict[str, dict[str, Any]]:
+    results = run.results
+    whole = ("benchmark", "learner", "class_order_seed", "split", "device")
+    # The end of the path alone: a page that is passed on should not tell of a machine.
+    folder = "/".join(run.path.absolute().parts[-2:])
+    return {
+        "runs": {name: results.get(name) for name in whole} | {"folder": folder},
+        "weights": results.get("encoder") or {},
+        "data": results.get("data") or {},
+        "versions": results.get("versions") or {},
         # Where things lie on a machine is nobody's business and moves no number.
-        "configuration": section("config", ["seed", *WITHOUT_EFFECT]),
+        "configuration": {
+            name: value
+            for name, value in sorted(results["config"].items())
+            if name not in WITHOUT_EFFECT | {"seed"}
+        },
     }
-    absent = {f"seed {run.seed}": list(missing.get(str(run.path), ())) for run in group.runs}
-    absent = {seed: reasons for seed, reasons in absent.items() if reasons}
-    return parts | ({"not computed": absent} if absent else {})

@@ -311,3 +311,4 @@ def test_provenance_says_where_runs_differ(tmp_path):
     assert {"seed", "data.dir"}.isdisjoint(parts["configuration"])
     assert parts["not computed"] == {"seed 2": ["no selection: why"]}
     assert "not computed" not in runs.provenance(groups, {})[0]["parts"]
+    assert parts["runs"]["seeds"] == [1, 2] and "/" in parts["runs"]["folder"]["seed 1"]
