@@ -1,44 +1,36 @@
-"""What is computed anew from the saved features and predictions of a run."""
+"""What is computed anew from the saved features of a run."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from fdc_jax import calibration, evaluation, feature_files
-from fdc_jax.calibration import Terms
+from fdc_jax.calibration import FDC, Terms
 from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES, fuse_all
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
-from fdc_jax.report import diagnostics, measurements, sweeps
+from fdc_jax.report import diagnostics, sweeps
 from fdc_jax.report.runs import Group, RunFolder
 
 # By path of the run, then by name of the analysis.
 Analyses = Mapping[str, Mapping[str, Any]]
 
 
-def analyse(
-    run: RunFolder,
-    sweep: Sequence[str] = (),
-    progress: Callable[[str], object] = lambda name: None,
-) -> tuple[dict[str, Any], list[str]]:
+def analyse(run: RunFolder, sweep: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
     """Returns the analyses of a run by name, and a line for each reason why some are absent.
 
     Args:
         run: a finished run.
         sweep: of `fdc_jax.report.SWEEPS`.
-        progress: told the name of each analysis.
     """
     found: dict[str, Any] = {}
     missing: dict[str, list[str]] = {}
     fitted = _Fitted(run)
-    computed = _OF_FEATURES | {f"sweep_{name}": _sweep(name) for name in sweep}
-    for name, compute in computed.items():
-        progress(name)
+    for name, compute in (_ANALYSES | {f"sweep_{name}": _sweep(name) for name in sweep}).items():
         try:
             found[name] = compute(fitted)
         except InputError as error:
@@ -47,14 +39,14 @@ def analyse(
 
 
 class _Fitted:
-    """A run's features and what several analyses fit on them, made when first needed."""
+    """A run's features and FDC fitted on them, made when first needed."""
 
     def __init__(self, run: RunFolder):
         self.run = run
 
     @cached_property
     def features(self) -> FeatureSet:
-        path: Path | None = self.run.features_path
+        path = self.run.features_path
         if path is None:
             raise InputError("no saved features; the run had save_features off or is unfinished")
         features = feature_files.load(path)
@@ -65,33 +57,22 @@ class _Fitted:
     @cached_property
     def settings(self) -> dict[str, Any]:
         """Arguments of the paper's FDC; fields that an older run does not know are defaults."""
-        config = self.run.results["config"].items()
-        found = {name.removeprefix("fdc."): value for name, value in config if name[:4] == "fdc."}
-        found = {name: value for name, value in found.items() if name not in _BEYOND}
-        if found.get("affinity_reference") == "pooled":
+        config = self.run.results["config"]
+        names = [field.name for field in dataclasses.fields(calibration.Settings)]
+        found = {name: config[f"fdc.{name}"] for name in names if f"fdc.{name}" in config}
+        if found.get("affinity_reference") == "pooled":  # Of the whitened affinity alone.
             del found["affinity_reference"]
-        unknown = sorted(set(found) - set(_KNOWN))
-        if unknown:
-            raise InputError(f"results.json: config: unknown field fdc.{unknown[0]}")
         return found
 
-    def terms(self, **settings: Any) -> tuple[calibration.FDC, Terms]:
-        """Fits FDC with further settings and returns it with its terms of the test images."""
-        calibrator = self.features.fit(calibration.from_settings(self.settings | settings))
-        test = self.features.test_adapted, self.features.test_pretrained
-        return calibrator, calibrator.terms(*test)
+    @cached_property
+    def calibrator(self) -> FDC:
+        """The paper's FDC."""
+        return self.features.fit(FDC(**self.settings))
 
     @cached_property
-    def paper(self) -> tuple[calibration.FDC, Terms]:
-        return self.terms()
-
-    @cached_property
-    def fit(self) -> measurements.Fit:
-        return measurements.fit(self.features, [calibration.check(self.settings)])
-
-
-_BEYOND = ("affinity_metric", "affinity_evidence", "affinity_scope", "affinity_shrinkage")
-_KNOWN = [field.name for field in dataclasses.fields(calibration.Settings)]
+    def terms(self) -> Terms:
+        """Its terms of the test images."""
+        return self.calibrator.terms(self.features.test_adapted, self.features.test_pretrained)
 
 
 def _selection(of: _Fitted) -> dict[str, dict[str, float]]:
@@ -104,12 +85,11 @@ def _selection(of: _Fitted) -> dict[str, dict[str, float]]:
     Raises:
         InputError: no class with two test images.
     """
-    labels = of.features.test_labels
-    assert labels is not None
+    labels = np.asarray(of.features.test_labels)
     chosen = first_half(labels)
     if chosen.all():
         raise InputError("test_labels: expected a class with two test images, found none")
-    scores = fuse_all(of.paper[1])
+    scores = fuse_all(of.terms)
     if of.features.test_pretrained is None:
         scores |= {"pac+rlc_adapted_view": scores["pac+rlc"], "adapted_view": scores["full"]}
     return {
@@ -140,13 +120,13 @@ def _beyond(of: _Fitted) -> dict[str, dict[str, float]]:
     Raises:
         InputError: settings that the whitened metric does not allow.
     """
-    calibrator, terms = of.paper
-    found = {"raw": (terms.raw(), 0), "fdc": (terms.fuse(), calibrator.storage_bytes)}
+    features = of.features
+    labels, tasks = features.test_labels, features.test_tasks
+    found = {"raw": (of.terms.raw(), 0), "fdc": (of.terms.fuse(), of.calibrator.storage_bytes)}
     for name, affinity in (("whitened", WHITENED), ("whitened_classes", WHITENED_CLASSES)):
-        calibrator, terms = of.terms(**affinity)
-        found[name] = terms.scores(), calibrator.storage_bytes
-    labels, tasks = of.features.test_labels, of.features.test_tasks
-    assert labels is not None
+        calibrator = features.fit(calibration.from_settings(of.settings | affinity))
+        scores = calibrator.score(features.test_adapted, features.test_pretrained)
+        found[name] = scores, calibrator.storage_bytes
     return {
         name: {
             "accuracy": evaluation.accuracy(labels, scores.label),
@@ -158,30 +138,22 @@ def _beyond(of: _Fitted) -> dict[str, dict[str, float]]:
 
 
 def _sweep(parameter: str) -> Callable[[_Fitted], dict[str, Any]]:
-    def compute(of: _Fitted) -> dict[str, Any]:
-        settings = calibration.check(of.settings)
-        return sweeps.sweep(of.features, settings, parameter)
-
-    return compute
+    return lambda of: sweeps.sweep(of.features, of.settings, parameter)
 
 
-_OF_FEATURES: dict[str, Callable[[_Fitted], dict[str, Any]]] = {
-    "similarity": lambda of: diagnostics.similarity(of.features, _settings(of), of.fit),
-    "residual_contributions": lambda of: diagnostics.residual_contributions(
-        of.features, _settings(of), of.fit
-    ),
-    "residual_distributions": lambda of: diagnostics.residual_distributions(
-        of.features, _settings(of), of.fit
-    ),
-    "prototype_geometry": lambda of: diagnostics.prototype_geometry(of.features),
-    "logit_standardisation": lambda of: diagnostics.logit_standardisation(of.features),
+def _diagnosed(diagnostic: Callable[[FeatureSet, FDC], dict[str, Any]]):
+    return lambda of: diagnostic(of.features, of.calibrator)
+
+
+_ANALYSES: dict[str, Callable[[_Fitted], dict[str, Any]]] = {
+    "similarity": _diagnosed(diagnostics.similarity),
+    "residual_contributions": _diagnosed(diagnostics.residual_contributions),
+    "residual_distributions": _diagnosed(diagnostics.residual_distributions),
+    "prototype_geometry": _diagnosed(diagnostics.prototype_geometry),
+    "logit_standardisation": _diagnosed(diagnostics.logit_standardisation),
     "selection": _selection,
     "beyond": _beyond,
 }
-
-
-def _settings(of: _Fitted):
-    return calibration.check(of.settings)
 
 
 # Over the seeds of a group ------------------------------------------------------------------------

@@ -1,36 +1,59 @@
 """Why images go to the wrong task: the paper's diagnostics, measured on saved features.
 
 Images are the test images unless a docstring says otherwise, views are `adapted` and, where the
-file has it, `pretrained`, and tasks are numbered from 0. `fit` is `measurements.fit(features,
-[settings])`, for callers who have it.
+file has it, `pretrained`, and tasks are numbered from 0. The calibrator is the paper's FDC, fitted
+on the same features.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 from scipy import stats
 
 from fdc_jax import evaluation
-from fdc_jax.calibration import Settings, comparators, inputs, measures
+from fdc_jax.calibration import FDC, comparators, fdc, inputs
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
-from fdc_jax.heads import NORM_FLOOR
-from fdc_jax.report import measurements
-from fdc_jax.report.measurements import Fit, HeadArrays, TaskArrays
-from fdc_jax.report.spectra import TaskSpectrum, spectra
+from fdc_jax.heads import NORM_FLOOR, unit
 
-VIEWS = ("adapted", "pretrained")
-
+# Features that are measured at once.
+_ROWS = 1024
 # Points at which densities are evaluated, and the shares of values that their range spans.
-GRID_POINTS = 256
-GRID_RANGE = (0.002, 0.998)
+_GRID_POINTS = 256
+_GRID_RANGE = (0.002, 0.998)
 
 
-def similarity(features: FeatureSet, settings: Settings, fit: Fit | None = None) -> dict[str, Any]:
+def measured(
+    calibrator: FDC, view: int, features: Float[np.ndarray, "n d"]
+) -> tuple[Float[np.ndarray, "n tasks"], Float[np.ndarray, "n tasks"]]:
+    """Returns u of Eq. residual and q of Eq. par of features against every task in one view."""
+    arrays, settings = calibrator.arrays, calibrator.settings
+    starts = range(0, len(features), _ROWS)
+    parts = [np.asarray(features[start : start + _ROWS]) for start in starts]
+    found = [
+        calibrator.run(
+            fdc.measure,
+            arrays.views[view],
+            None,
+            inputs.padded_rows(part, _ROWS),
+            arrays.attenuation,
+            normalised=False,
+            neighbours=settings.neighbours,
+        )
+        for part in parts
+    ]
+    ratio, distance = fdc.fetch(found, [len(part) for part in parts])
+    kept = [task.views[view] for task in calibrator.tasks]
+    ratio, distance = (each[:, : len(kept)].astype(np.float64) for each in (ratio, distance))
+    residual = (ratio - [each.residual_mean for each in kept]) / [
+        each.residual_std for each in kept
+    ]
+    gain = np.array([each.distance_mean for each in kept]) - distance
+    return residual, gain / [each.distance_std for each in kept]
+
+
+def similarity(features: FeatureSet, calibrator: FDC) -> dict[str, Any]:
     """Compares how alike two tasks look to FDC with how often one is routed to the other.
 
     The paper (Fig. motivation-confusability) describes similarity as how well an input fits another
@@ -54,50 +77,36 @@ def similarity(features: FeatureSet, settings: Settings, fit: Fit | None = None)
     Raises:
         InputError: no test labels, or a single task.
     """
-    true_tasks = features.test_tasks
-    count = len(features.tasks)
+    count, true_tasks = len(features.tasks), features.test_tasks
     if count < 2:
         raise InputError("similarity: expected at least two tasks, found one")
-    fit = measurements.fit(features, [settings]) if fit is None else fit
-    raw = fit.measure(0, features.test_adapted, with_heads=True).raw
-    assert raw is not None
-    confusion = evaluation.task_confusion(true_tasks, np.argmax(raw.logit, axis=0), count)
-    images = np.maximum(confusion.sum(axis=1, keepdims=True), 1)
+    routed = calibrator.raw(features.test_adapted, features.test_pretrained).task
+    confusion = evaluation.task_confusion(true_tasks, routed, count)
     # Tasks without a test image have no routing error.
-    first, second = np.nonzero(~np.eye(count, dtype=bool) & (confusion.sum(axis=1) > 0)[:, None])
-    error = (100.0 * confusion / images)[first, second]
+    images = confusion.sum(axis=1, keepdims=True)
+    first, second = np.nonzero(~np.eye(count, dtype=bool) & (images > 0))
+    error = (100.0 * confusion / np.maximum(images, 1))[first, second]
     result: dict[str, Any] = {
         "true_task": first.tolist(),
         "other_task": second.tolist(),
         "routing_error_percent": error.tolist(),
         "spearman": {},
     }
-    for view, name in enumerate(VIEWS[: len(fit.views)]):
-        found = _fits(features, fit, view, settings.neighbours)
-        pairs = {kind: matrix[first, second] for kind, matrix in found.items()}
+    for view, name in enumerate(inputs.VIEWS[: calibrator.num_views]):
+        fits: dict[str, list[np.ndarray]] = {"residual": [], "affinity": []}
+        for task in features.tasks:
+            residual, affinity = measured(calibrator, view, (task.adapted, task.pretrained)[view])
+            fits["residual"].append(-residual.mean(axis=0))
+            fits["affinity"].append(affinity.mean(axis=0))
+        pairs = {
+            kind: (np.stack(rows) - np.diag(np.stack(rows))[:, None])[first, second]
+            for kind, rows in fits.items()
+        }
         result[name] = {kind: values.tolist() for kind, values in pairs.items()}
         result["spearman"][name] = {
             kind: _spearman(values, error) for kind, values in pairs.items()
         }
     return result
-
-
-def _fits(
-    features: FeatureSet, fit: Fit, view: int, neighbours: int
-) -> dict[str, Float[np.ndarray, "tasks tasks"]]:
-    """Returns the mean fit of each task's images (row) to every task, less that to itself."""
-    fitted = fit.views[view]
-    residual, affinity = [], []
-    for task in features.tasks:
-        values = task.adapted if view == 0 else task.pretrained
-        assert values is not None
-        found = fit.measure(view, values)
-        assert found.distance is not None
-        residual.append(-fitted.residuals(np.asarray(found.ratio), 0).mean(axis=1))
-        distance = np.asarray(found.distance)
-        affinity.append(fitted.affinities(distance, neighbours).mean(axis=1))
-    matrices = {"residual": np.stack(residual), "affinity": np.stack(affinity)}
-    return {name: matrix - np.diag(matrix)[:, None] for name, matrix in matrices.items()}
 
 
 def _spearman(values: np.ndarray, error: np.ndarray) -> dict[str, float | None]:
@@ -107,9 +116,7 @@ def _spearman(values: np.ndarray, error: np.ndarray) -> dict[str, float | None]:
     return {"correlation": float(found.statistic), "p_value": float(found.pvalue)}
 
 
-def residual_contributions(
-    features: FeatureSet, settings: Settings, fit: Fit | None = None
-) -> dict[str, Any]:
+def residual_contributions(features: FeatureSet, calibrator: FDC) -> dict[str, Any]:
     """Measures what features outside a head's subspace add to the logit that it would predict.
 
     A(x) = w^T (I - Pi) h / sigma (Eq. motivation-residual-contribution) with h = E_T(x), w the row
@@ -124,52 +131,20 @@ def residual_contributions(
     Raises:
         InputError: no test labels.
     """
-    true_tasks = features.test_tasks
-    fit = measurements.fit(features, [settings]) if fit is None else fit
+    true_tasks, test = features.test_tasks, np.asarray(features.test_adapted, np.float32)
+    norm = np.maximum(np.linalg.norm(test, axis=1), NORM_FLOOR)
     own, foreign = [], []
-    for t, (task, head) in enumerate(zip(fit.views[0].tasks, fit.heads, strict=True)):
-        contributions = np.concatenate(
-            [
-                np.asarray(_contribution(task, head, block, fit.plan.normalised))[:rows]
-                for block, rows in _blocks(features.test_adapted)
-            ]
-        ).astype(np.float64)
-        contributions /= fit.raw_scale[t]
-        own.append(_mean(contributions[true_tasks == t]))
-        foreign.append(_mean(contributions[true_tasks != t]))
+    for t, (task, head) in enumerate(zip(calibrator.tasks, calibrator.heads, strict=True)):
+        inside = fdc.filter_features(test, task.views[0].basis, np.float32(1.0))
+        weights = np.asarray(head.affine.rows)[np.asarray(head.logits(test)).argmax(axis=1)]
+        values = ((test - inside) * weights).sum(axis=1, dtype=np.float64) / task.raw_scale
+        values = values / norm if head.affine.normalised else values
+        for found, mine in ((own, true_tasks == t), (foreign, true_tasks != t)):
+            found.append(float(values[mine].mean()) if mine.any() else None)
     return {"own": own, "foreign": foreign}
 
 
-def _blocks(features: Float[np.ndarray, "n d"]):
-    """Yields padded blocks on the device and their numbers of images."""
-    for start in range(0, len(features), inputs.BLOCK_ROWS):
-        rows = np.asarray(features[start : start + inputs.BLOCK_ROWS])
-        yield inputs.padded_rows(rows, inputs.BLOCK_ROWS), len(rows)
-
-
-def _contribute(
-    task: TaskArrays, head: HeadArrays, features: Float[Array, "n d"], normalised: bool
-) -> Float[Array, " n"]:
-    basis = task.basis * task.kept[0][:, None]
-    outside = features - measures.filter_features(features, basis, jnp.float32(1.0))
-    norm = jnp.ones(len(features))
-    if normalised:
-        norm = jnp.maximum(jnp.sqrt(measures.energy(features)), NORM_FLOOR)
-    logits = measures.products(features, head.rows) / norm[:, None] + head.bias
-    predicted = jnp.argmax(logits, axis=1)
-    return jnp.sum(outside * head.rows[predicted], axis=1) / norm
-
-
-_contribution = jax.jit(_contribute, static_argnames="normalised")
-
-
-def _mean(values: np.ndarray) -> float | None:
-    return float(values.mean()) if len(values) else None
-
-
-def residual_distributions(
-    features: FeatureSet, settings: Settings, fit: Fit | None = None
-) -> dict[str, Any]:
+def residual_distributions(features: FeatureSet, calibrator: FDC) -> dict[str, Any]:
     """Estimates how residual ratios are distributed as the first and the last task see them.
 
     Residual ratios of test images (Eq. residual) are standardised by the head's own training
@@ -186,15 +161,12 @@ def residual_distributions(
     Raises:
         InputError: no test labels.
     """
-    true_tasks = features.test_tasks
-    fit = measurements.fit(features, [settings]) if fit is None else fit
-    result: dict[str, Any] = {}
-    for view, name in enumerate(VIEWS[: len(fit.views)]):
-        values = features.test_adapted if view == 0 else features.test_pretrained
-        assert values is not None
-        residual = fit.views[view].residuals(np.asarray(fit.measure(view, values).ratio), 0)
+    true_tasks, result = features.test_tasks, {}
+    for view, name in enumerate(inputs.VIEWS[: calibrator.num_views]):
+        test = (features.test_adapted, features.test_pretrained)[view]
+        residual, _ = measured(calibrator, view, test)
         result[name] = {
-            place: {"task": task} | _densities(residual[task], true_tasks, task)
+            place: {"task": task} | _densities(residual[:, task], true_tasks, task)
             for place, task in (("first", 0), ("last", len(features.tasks) - 1))
         }
     return result
@@ -203,37 +175,32 @@ def residual_distributions(
 def _densities(
     residual: Float[np.ndarray, " n"], true_tasks: np.ndarray, own: int
 ) -> dict[str, Any]:
-    low, high = np.quantile(residual, GRID_RANGE)
-    margin = 0.1 * max(high - low, measures.SCALE_FLOOR)
-    grid = np.linspace(low - margin, high + margin, GRID_POINTS)
+    low, high = np.quantile(residual, _GRID_RANGE)
+    margin = 0.1 * max(high - low, fdc.SCALE_FLOOR)
+    grid = np.linspace(low - margin, high + margin, _GRID_POINTS)
     densities = {
-        int(task): _density(residual[true_tasks == task], grid) for task in np.unique(true_tasks)
+        int(task): density
+        for task in np.unique(true_tasks)
+        if (density := _density(residual[true_tasks == task], grid)) is not None
     }
-    foreign = {
-        str(task): density
-        for task, density in densities.items()
-        if task != own and density is not None
-    }
+    mine = densities.pop(own, None)
     return {
         "grid": grid.tolist(),
-        "own": densities.get(own),
-        "foreign": foreign,
-        "foreign_mean": np.round(np.mean(list(foreign.values()), axis=0), 6).tolist()
-        if foreign
-        else None,
+        "own": None if mine is None else mine.tolist(),
+        "foreign": {str(task): density.tolist() for task, density in densities.items()},
+        "foreign_mean": np.mean(list(densities.values()), axis=0).tolist() if densities else None,
     }
 
 
-def _density(values: Float[np.ndarray, " n"], grid: np.ndarray) -> list[float] | None:
+def _density(
+    values: Float[np.ndarray, " n"], grid: Float[np.ndarray, " g"]
+) -> Float[np.ndarray, " g"] | None:
     if len(values) < 2 or np.ptp(values) <= 1e-9 * max(1.0, np.abs(values).max()):
         return None
-    # More digits than any figure shows only fill the disk.
-    return np.round(stats.gaussian_kde(values)(grid), 6).tolist()
+    return stats.gaussian_kde(values)(grid)
 
 
-def prototype_geometry(
-    features: FeatureSet, tasks: Sequence[TaskSpectrum] | None = None
-) -> dict[str, Any]:
+def prototype_geometry(features: FeatureSet, calibrator: FDC) -> dict[str, Any]:
     """Lays out class and task prototypes in the plane (paper, Fig. routing-par).
 
     Class prototypes are those of PAC (Eq. proto): unit means of unit features. A task's prototype
@@ -247,40 +214,34 @@ def prototype_geometry(
     """
     from sklearn.manifold import TSNE
 
-    tasks = spectra(features) if tasks is None else tasks
-    present = [task.class_counts > 0 for task in tasks]
+    present = [task.views[0].class_counts > 0 for task in calibrator.tasks]
+    labels = [task.classes[keep] for task, keep in zip(calibrator.tasks, present, strict=True)]
     result: dict[str, Any] = {
-        "class_labels": np.concatenate(
-            [task.classes[keep] for task, keep in zip(features.tasks, present, strict=True)]
-        ).tolist(),
-        "class_tasks": np.repeat(
-            np.arange(len(tasks)), [int(keep.sum()) for keep in present]
-        ).tolist(),
+        "class_labels": np.concatenate(labels).tolist(),
+        "class_tasks": np.repeat(np.arange(len(labels)), list(map(len, labels))).tolist(),
     }
-    for view, name in enumerate(VIEWS[: len(tasks[0].views)]):
+    for view, name in enumerate(inputs.VIEWS[: calibrator.num_views]):
         classes = [
             task.views[view].prototypes[keep].astype(np.float64)
-            for task, keep in zip(tasks, present, strict=True)
+            for task, keep in zip(calibrator.tasks, present, strict=True)
         ]
-        means = np.stack([rows.mean(axis=0) for rows in classes])
-        means /= np.maximum(np.linalg.norm(means, axis=1, keepdims=True), NORM_FLOOR)
-        points = np.concatenate([*classes, means])
+        points = np.concatenate([*classes, unit(np.stack([rows.mean(axis=0) for rows in classes]))])
         # The exact method, unlike the approximate one, has no threads that wait for each other.
         embedding = TSNE(
             init="pca",
             method="exact",
             perplexity=min(30.0, (len(points) - 1) / 3),
             random_state=0,
-        ).fit_transform(points)
-        plane = np.asarray(embedding, np.float64)
+        )
+        plane = np.asarray(embedding.fit_transform(points), np.float64)
         result[name] = {
-            "classes": plane[: -len(tasks)].tolist(),
-            "tasks": plane[-len(tasks) :].tolist(),
+            "classes": plane[: -len(labels)].tolist(),
+            "tasks": plane[-len(labels) :].tolist(),
         }
     return result
 
 
-def logit_standardisation(features: FeatureSet) -> dict[str, Any]:
+def logit_standardisation(features: FeatureSet, calibrator: FDC) -> dict[str, Any]:
     """Compares raw logits with logits standardised by each head's own moments (Table LS).
 
     Returns:
@@ -291,13 +252,10 @@ def logit_standardisation(features: FeatureSet) -> dict[str, Any]:
     """
     if features.test_labels is None:
         raise InputError("test_labels: absent, so accuracies are not known")
-    accuracies = []
-    for method in (comparators.Raw(), comparators.LogitStandardisation()):
-        for task in features.tasks:
-            method.fit_task(task.adapted, task.labels, task.head, None, task.classes)
-        if features.final_heads is not None:
-            method.replace_heads(features.final_heads)
-        scores = method.score(features.test_adapted)
-        accuracies.append(evaluation.accuracy(features.test_labels, scores.label))
-    raw, standardised = accuracies
+    test = features.test_adapted, features.test_pretrained
+    standard = features.fit(comparators.LogitStandardisation())
+    raw, standardised = (
+        evaluation.accuracy(features.test_labels, scores.label)
+        for scores in (calibrator.raw(*test), standard.score(*test))
+    )
     return {"raw": raw, "standardised": standardised, "change": standardised - raw}

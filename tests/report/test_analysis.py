@@ -1,0 +1,146 @@
+"""What is refitted from the features of a run: sweeps, halves, what is beyond the paper."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis.extra import numpy as arrays
+
+from fdc_jax import calibration
+from fdc_jax.calibration.components import COMPONENTS, WHITENED, WHITENED_CLASSES
+from fdc_jax.errors import InputError
+from fdc_jax.report import analysis, runs, sweeps
+from tests.report.feature_sets import feature_set, reference_of, write_features
+from tests.report.run_folders import write_run
+
+
+def analysed(folder, features, config=None, **options):
+    """Analyses of a run with these features, and what is missing."""
+    write_run(folder, benchmark="digits", config=config)
+    write_features(folder / "features", features)
+    ((run,),) = (group.runs for group in runs.load([folder]).groups)
+    return analysis.analyse(run, **options)
+
+
+def percent(right):
+    return pytest.approx(100 * np.mean(right))
+
+
+# Sweeps -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parameter", "values", "keyword"),
+    [("attenuation", (0.0, 1.0), "gamma"), ("retained_energy", (0.5, 0.95), "eta")],
+)
+@pytest.mark.parametrize("final", [False, True])
+def test_a_sweep_is_the_reference_at_every_value(parameter, values, keyword, final):
+    features = feature_set(final=final)
+    found = sweeps.sweep(features, {}, parameter, values)
+    for place, value in enumerate(values):
+        if final:  # The reference predicts with the heads of the tasks' own time.
+            fdc = features.fit(calibration.FDC(**{parameter: value}))
+            scores = fdc.score(features.test_adapted, features.test_pretrained)
+            task, label = scores.task, scores.label
+        else:
+            task, label = routed(features, **{keyword: value})
+        assert found["routing_accuracy"][place] == percent(task == features.test_tasks)
+        assert found["accuracy"][place] == percent(label == features.test_labels)
+
+
+def routed(features, **settings):
+    """Tasks and labels that the reference in float64 gives the test images."""
+    fitted = reference_of(features, **settings)
+    scores, rows = fitted.score(features.test_adapted, features.test_pretrained)
+    task = scores.argmax(axis=1)
+    labels = [features.tasks[t].classes[row[t]] for t, row in zip(task, rows, strict=True)]
+    return task, np.array(labels)
+
+
+@pytest.mark.parametrize("name", ["own", "nearest"])
+def test_neighbourhoods_are_the_reference_s(name):
+    features = feature_set(classes=(3, 4, 3))
+    found = sweeps.sweep(features, {}, "neighbours")
+    assert found["values"] == [1, 2, 3] and found["default"] == 1
+    for place, count in enumerate(found["values"]):
+        task, label = routed(features, neighbours=count, nearest=name == "nearest")
+        assert found[name]["routing_accuracy"][place] == percent(task == features.test_tasks)
+        assert found[name]["accuracy"][place] == percent(label == features.test_labels)
+
+
+def test_classes_without_images_are_no_neighbours():
+    features = feature_set(dual=False)
+    task = features.tasks[1]
+    keep = task.labels != task.classes[0]
+    task = task._replace(adapted=task.adapted[keep], labels=task.labels[keep])
+    features = features._replace(tasks=(features.tasks[0], task, features.tasks[2]))
+    assert sweeps.sweep(features, {}, "neighbours")["values"] == [1, 2]
+
+
+def test_bad_sweeps_are_refused():
+    features = feature_set()
+    with pytest.raises(InputError, match="attenuation: expected 0 <= x <= 1"):
+        sweeps.sweep(features, {}, "attenuation", (1.5,))
+    with pytest.raises(InputError, match="neighbours"):
+        sweeps.sweep(features, {}, "neighbours", (4,))
+    with pytest.raises(InputError, match="test_labels: absent"):
+        sweeps.sweep(features._replace(test_labels=None), {}, "attenuation")
+
+
+# Halves and what is beyond the paper --------------------------------------------------------------
+
+
+@settings(deadline=None, max_examples=60)
+@given(arrays.arrays(np.int64, st.integers(1, 40), elements=st.integers(0, 4)))
+def test_halves_alternate_within_each_class(labels):
+    first = analysis.first_half(labels)
+    for label in np.unique(labels):
+        of_class = first[labels == label]
+        np.testing.assert_array_equal(of_class, np.arange(len(of_class)) % 2 == 0)
+
+
+@pytest.mark.parametrize("dual", [True, False])
+def test_accuracies_are_those_of_calibrators_of_their_own(tmp_path, dual):
+    features, rng = feature_set(dual=dual, offset=1.0), np.random.default_rng(3)
+    test = [features.test_adapted, features.test_pretrained]
+    noisy = [v if v is None else v + rng.standard_normal(v.shape, np.float32) for v in test]
+    features = features._replace(test_adapted=noisy[0], test_pretrained=noisy[1])
+    config = {"fdc.rlc_weight": 0.5, "fdc.attenuation": 0.25, "fdc.affinity_metric": "whitened"}
+    found, missing = analysed(tmp_path, features, config)
+    assert missing == []
+    own = {"rlc_weight": 0.5, "attenuation": 0.25}
+    labels, tasks = features.test_labels, features.test_tasks
+    terms = features.fit(calibration.FDC(**own)).terms(*noisy)
+    first = analysis.first_half(labels)
+    names = {name: COMPONENTS[name] for name in ("full", "raw", "tsf")}
+    names["pac+rlc_adapted_view"] = {"tsf": False, "pretrained_view": False}
+    for name, switches in names.items():
+        right = terms.fuse(**switches).label == labels
+        assert found["selection"]["first"][name] == percent(right[first])
+        assert found["selection"]["second"][name] == percent(right[~first])
+    assert ("pretrained_view" in found["selection"]["first"]) == dual
+    for name, affinity in (
+        ("fdc", {}),
+        ("whitened", WHITENED),
+        ("whitened_classes", WHITENED_CLASSES),
+    ):
+        calibrator = features.fit(calibration.from_settings(own | affinity))
+        scores = calibrator.score(*noisy)
+        assert found["beyond"][name] == {
+            "accuracy": percent(scores.label == labels),
+            "oracle": percent(scores.label_in_task(tasks) == labels),
+            "storage_bytes": calibrator.storage_bytes,
+        }
+    assert len({each["accuracy"] for each in found["beyond"].values()}) == 4
+
+
+def test_what_a_run_does_not_allow_is_missing_with_the_reason(tmp_path):
+    _, missing = analysed(tmp_path / "a", feature_set(), {"fdc.neighbours": 2})
+    assert len(missing) == 1 and missing[0].startswith("no beyond: neighbours")
+    one_each, rows = np.unique(feature_set().test_labels, return_index=True)
+    few = feature_set(dual=False)
+    few = few._replace(test_adapted=few.test_adapted[rows], test_labels=one_each)
+    found, missing = analysed(tmp_path / "b", few)
+    assert "selection" not in found and "a class with two test images" in missing[0]
+    found, (reason,) = analysed(tmp_path / "c", few._replace(test_labels=None), sweep=["neighbours"])
+    assert found == {} and "sweep_neighbours: " in reason and "test_labels: absent" in reason
