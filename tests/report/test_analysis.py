@@ -142,5 +142,7 @@ def test_what_a_run_does_not_allow_is_missing_with_the_reason(tmp_path):
     few = few._replace(test_adapted=few.test_adapted[rows], test_labels=one_each)
     found, missing = analysed(tmp_path / "b", few)
     assert "selection" not in found and "a class with two test images" in missing[0]
-    found, (reason,) = analysed(tmp_path / "c", few._replace(test_labels=None), sweep=["neighbours"])
+    found, (reason,) = analysed(
+        tmp_path / "c", few._replace(test_labels=None), sweep=["neighbours"]
+    )
     assert found == {} and "sweep_neighbours: " in reason and "test_labels: absent" in reason
