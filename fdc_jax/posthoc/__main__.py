@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tabulate import tabulate
 
 from fdc_jax import calibration, feature_files
-from fdc_jax.calibration import Scores, Terms
+from fdc_jax.calibration import Scores
 from fdc_jax.errors import InputError, Program
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.files import write_json, write_npz
@@ -28,6 +29,10 @@ FDC_SETTINGS = {
     "neighbours": (1, "K, class prototypes that the affinity averages"),
     "affinity_shrinkage": (0.05, "lambda of the methods whitened and whitened-classes"),
 }
+
+
+# Cells of the decomposition that are errors.
+_ERRORS = ("right_task_wrong_class", "wrong_task_oracle_right", "wrong_task_oracle_wrong")
 
 
 def _program() -> Program:
@@ -104,9 +109,34 @@ def _run(options: argparse.Namespace) -> None:
             )
     warn_of_weak_heads(features)
     raw = run("raw", features, settings).scores
-    lines = (_all if options.method == "all" else _one)(features, settings, raw, output, options)
+    reports: list[dict[str, Any]] = []
+    for method in METHODS if options.method == "all" else [options.method]:
+        try:
+            outcome = run(method, features, settings)
+        except InputError as error:
+            if options.method != "all":
+                raise
+            reports.append({"method": method, "not_applicable": str(error)})
+            continue
+        reports.append(summarise(method, features, settings, raw, outcome))
+        # Of all methods, FDC's predictions are written.
+        if output is not None and method in (options.method, "fdc"):
+            scores = outcome.scores
+            names = {"scores": scores.task_scores, "task": scores.task, "label": scores.label}
+            write_npz(output, names | {"raw_label": raw.label})
+            if options.terms:
+                terms = _terms(features, outcome.terms, raw)
+                write_npz(output.with_suffix(".terms.npz"), terms)
+        if options.calibrator is not None:
+            outcome.calibrator.save(options.calibrator)
+    every = options.method == "all"
+    if output is not None:
+        write_json(output.with_suffix(".json"), {"methods": reports} if every else reports[0])
     if not options.quiet:
-        print("\n".join(lines))
+        print("\n".join(_comparison(reports) if every else _details(reports[0])))
+        if output is not None:
+            whose = (" (fdc)", " (all methods)") if every else ("", "")
+            print(f"wrote {output}{whose[0]} and {output.with_suffix('.json')}{whose[1]}")
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -160,12 +190,8 @@ def _output(options: argparse.Namespace) -> Path | None:
     return output
 
 
-def _write(output: Path, raw: Scores, calibrated: Scores) -> None:
-    names = {"scores": calibrated.task_scores, "task": calibrated.task, "label": calibrated.label}
-    write_npz(output, names | {"raw_label": raw.label})
-
-
-def _write_terms(path: Path, features: FeatureSet, terms: Terms, raw: Scores) -> None:
+def _terms(features: FeatureSet, terms: Any, raw: Scores) -> dict[str, np.ndarray]:
+    """What each score of FDC is made of, as arrays of the file of --terms."""
     calibrated = terms.fuse()
     arrays = {
         "base_score": terms.filtered_logits.logit,
@@ -182,75 +208,35 @@ def _write_terms(path: Path, features: FeatureSet, terms: Terms, raw: Scores) ->
     if features.test_labels is not None:
         arrays["raw_right"] = raw.label == features.test_labels
         arrays["right"] = calibrated.label == features.test_labels
-    write_npz(path, arrays)
+    return arrays
 
 
-def _one(
-    features: FeatureSet,
-    settings: Settings,
-    raw: Scores,
-    output: Path | None,
-    options: argparse.Namespace,
-) -> list[str]:
-    outcome = run(options.method, features, settings)
-    report = summarise(options.method, features, settings, raw, outcome)
-    lines = _report_lines(report)
-    if output is not None:
-        _write(output, raw, outcome.scores)
-        write_json(output.with_suffix(".json"), report)
-        if options.terms and outcome.terms is not None:
-            _write_terms(output.with_suffix(".terms.npz"), features, outcome.terms, raw)
-        lines.append(f"wrote {output} and {output.with_suffix('.json')}")
-    if options.calibrator is not None:
-        outcome.calibrator.save(options.calibrator)
-    return lines
-
-
-def _all(
-    features: FeatureSet,
-    settings: Settings,
-    raw: Scores,
-    output: Path | None,
-    options: argparse.Namespace,
-) -> list[str]:
-    reports: list[dict[str, Any]] = []
-    rows, refused = [], []
-    for method in METHODS:
-        try:
-            outcome = run(method, features, settings)
-        except InputError as error:
-            reports.append({"method": method, "not_applicable": str(error)})
-            refused.append(f"{method}: not applicable: {error}")
+def _comparison(reports: list[dict[str, Any]]) -> list[str]:
+    """What is said on screen of all methods."""
+    rows = []
+    for report in reports:
+        if "not_applicable" in report:
             continue
-        report = summarise(method, features, settings, raw, outcome)
-        reports.append(report)
-        gain = report["gain"]
-        rows.append(
-            (
-                method,
-                f"{report['accuracy']['calibrated']:.2f}",
-                f"{gain['mean']:+.2f}",
-                f"{gain['low']:+.2f} .. {gain['high']:+.2f}",
-                f"{report['routing_accuracy']['calibrated']:.2f}",
-                f"{report['oracle_accuracy']['calibrated']:.2f}",
-                _mebibytes(report),
-                f"{outcome.fit_seconds:.1f}",
-            )
-        )
-        if method == "fdc" and output is not None:
-            _write(output, raw, outcome.scores)
+        gain, kinds = report["gain"], ("accuracy", "routing_accuracy", "oracle_accuracy")
+        accuracy, *others = (f"{report[kind]['calibrated']:.2f}" for kind in kinds)
+        interval = f"{gain['low']:+.2f} .. {gain['high']:+.2f}"
+        last = (_mebibytes(report), f"{report['seconds']['fit']:.1f}")
+        rows.append((report["method"], accuracy, f"{gain['mean']:+.2f}", interval, *others, *last))
     header = ("method", "accuracy", "gain", "95% interval", "routing", "oracle", "storage", "fit s")
-    sizes = f"{len(features.tasks)} tasks, {len(raw.label)} test samples"
-    title = f"Accuracy in percent, gains over raw in points; {sizes}"
-    lines = [title, _table(header, rows), *refused]
-    if output is not None:
-        write_json(output.with_suffix(".json"), {"methods": reports})
-        lines.append(f"wrote {output} (fdc) and {output.with_suffix('.json')} (all methods)")
-    return lines
+    sizes = f"{reports[0]['num_tasks']} tasks, {reports[0]['num_test_samples']} test samples"
+    return [
+        f"Accuracy in percent, gains over raw in points; {sizes}",
+        _table(header, rows),
+        *(
+            f"{report['method']}: not applicable: {report['not_applicable']}"
+            for report in reports
+            if "not_applicable" in report
+        ),
+    ]
 
 
-def _report_lines(report: dict[str, Any]) -> list[str]:
-    """What one method's report says on screen."""
+def _details(report: dict[str, Any]) -> list[str]:
+    """What is said on screen of one method."""
     method, samples = report["method"], report["num_test_samples"]
     sizes = f"{report['num_tasks']} tasks, {report['num_classes']} classes"
     if "accuracy" not in report:
@@ -262,14 +248,7 @@ def _report_lines(report: dict[str, Any]) -> list[str]:
     for name, title in (("raw", "raw"), ("calibrated", method)):
         cells = report["decomposition"][name]
         values = [report[f"{kind}accuracy"][name] for kind in ("", "routing_", "oracle_")]
-        values += [
-            cells[cell]
-            for cell in (
-                "right_task_wrong_class",
-                "wrong_task_oracle_right",
-                "wrong_task_oracle_wrong",
-            )
-        ]
+        values += [cells[name] for name in _ERRORS]
         rows.append((title, *(f"{value:.2f}" for value in values)))
     header = ("method", "accuracy", "routing", "oracle", "wrong class", "wrong task", "both wrong")
     gain, flips, seconds = report["gain"], report["flips"], report["seconds"]

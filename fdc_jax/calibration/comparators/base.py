@@ -102,9 +102,8 @@ class Comparator:
         if classes is not None:
             names = inputs.class_labels(classes, f"classes of task {task}")
         inputs.check_disjoint(names, self.classes, task)
-        outside = ~np.isin(labels, names)
-        if outside.any():
-            row = int(np.argmax(outside))
+        if not (within := np.isin(labels, names)).all():
+            row = int(np.argmin(within))
             raise InputError(
                 f"labels of task {task}: row {row} is label {labels[row]}, no class of its head"
             )
@@ -137,7 +136,7 @@ class Comparator:
 
     def finalize(self) -> None:
         """Solves for what scoring needs of all tasks; more may follow, then finalize again."""
-        if self._solved is None:
+        if self.classes and self._solved is None:
             self._solved = self._solve()
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
