@@ -92,11 +92,6 @@ class RawData(NamedTuple):
     class_names: list[str]  # in the order of their labels
     superclass_names: list[str] | None = None  # of CIFAR-100
 
-    @property
-    def num_images(self) -> int:
-        """Number of images of all splits."""
-        return sum(map(len, self.splits.values()))
-
     def labels(self, split: str) -> Int[np.ndarray, " n"]:
         """Class index per image of a split."""
         label = {name: index for index, name in enumerate(self.class_names)}

@@ -20,12 +20,6 @@ from fdc_jax.errors import InputError
 # The file names that torchvision's ImageFolder, and so PILOT, takes for images.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 RANDOM80_SEED = 1993
-_SPECIAL = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFBLK: "a block device",
-    stat.S_IFCHR: "a character device",
-}
 
 
 def _hidden(name: str) -> bool:
@@ -115,15 +109,15 @@ def list_images(folder: Path) -> tuple[list[RawImage], list[str]]:
                 continue
             try:
                 name.encode()
-                kind = _SPECIAL.get(stat.S_IFMT(path.stat().st_mode))
+                regular = stat.S_ISREG(path.stat().st_mode)
             except UnicodeEncodeError as error:
                 raise InputError(
                     f"{folder}: expected file names in UTF-8, found {os.fsencode(name)!r}"
                 ) from error
             except OSError as error:
                 raise InputError(f"{path}: cannot read: {error.strerror}") from error
-            if kind is not None:
-                raise InputError(f"{path}: expected an image file, found {kind}")
+            if not regular:
+                raise InputError(f"{path}: expected an image file, found a pipe, socket or device")
             fields = {"file_name": name}
             found.append(RawImage(name, class_folder.name, str(path), path.read_bytes, fields))
         if len(found) == before:

@@ -199,8 +199,9 @@ class _Job:
             each = {s: stack.enter_context(contextlib.closing(records(s))) for s in raw.splits}
             tfds_format.write(staged, benchmark, raw.class_names, raw.superclass_names, each)
         if unreadable:
+            total = sum(map(len, raw.splits.values()))
             raise InputError(
-                f"{benchmark.name}: {len(unreadable)} of {raw.num_images} images cannot be read: "
+                f"{benchmark.name}: {len(unreadable)} of {total} images cannot be read: "
                 + "; ".join(unreadable)
             )
         repeated = _write_duplicates(staged / "duplicates.csv", written, raw.class_names)

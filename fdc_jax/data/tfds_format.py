@@ -199,23 +199,16 @@ def features(
     class_names: list[str], superclass_names: list[str] | None = None
 ) -> tfds.features.FeaturesDict:
     """Returns what a record holds: of an image folder, or of CIFAR-100, as TFDS prepares it."""
-    image, label = tfds.features.Image, tfds.features.ClassLabel
-    if superclass_names is None:
-        return tfds.features.FeaturesDict(
-            {
-                "image": image(shape=(None, None, 3)),
-                "label": label(names=class_names),
-                "file_name": tfds.features.Text(),
-            }
-        )
-    return tfds.features.FeaturesDict(
-        {
-            "id": tfds.features.Text(),
-            "image": image(shape=(32, 32, 3)),
-            "label": label(names=class_names),
-            "coarse_label": label(names=superclass_names),
-        }
-    )
+    record = {
+        "image": tfds.features.Image(shape=(None, None, 3)),
+        "label": tfds.features.ClassLabel(names=class_names),
+        "file_name": tfds.features.Text(),
+    }
+    if superclass_names is not None:
+        record["id"] = record.pop("file_name")
+        record["image"] = tfds.features.Image(shape=(32, 32, 3))
+        record["coarse_label"] = tfds.features.ClassLabel(names=superclass_names)
+    return tfds.features.FeaturesDict(record)
 
 
 def write(

@@ -286,23 +286,6 @@ def test_broken_images_are_named(photo, encode, file_format, damage):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        *(OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError),
-        *(OverflowError, MemoryError, struct.error, zlib.error, Image.DecompressionBombError),
-    ],
-)
-def test_whatever_pillow_raises_is_bad_input(monkeypatch, encode, error):
-    def broken(self, mode):
-        raise error("two\nlines")
-
-    encoded = encode(np.zeros((2, 2, 3), np.uint8))
-    monkeypatch.setattr(Image.Image, "convert", broken)
-    with pytest.raises(InputError, match=r"^x: cannot decode these [0-9]+ bytes: .*two.*lines.?$"):
-        images.decode(encoded, "x")
-
-
 @hypothesis.settings(
     deadline=None,
     max_examples=150,

@@ -146,7 +146,7 @@ def test_two_preparations_of_the_same_images_agree(tmp_path, pilot, encode):
     "change",
     [
         lambda train, encode: (train / "10/1.png").write_bytes(encode(image_of(0, 99))),
-        lambda train, encode: (train / "10/1.png").rename(train / "10/5.png"),
+        lambda train, encode: (train / "10/1.png").rename(train / "10/1b.png"),
         lambda train, encode: (train / "10/1.png").rename(train / "4/9.png"),
         lambda train, encode: (train / "44").rename(train / "45"),
     ],
@@ -250,16 +250,16 @@ def bind_socket(path, monkeypatch):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path, _: os.mkfifo(path), "expected an image file, found a named pipe"),
-        (bind_socket, "expected an image file, found a socket"),
-        (lambda path, _: path.symlink_to("/dev/zero"), "expected .* found a character device"),
+        (lambda path, _: os.mkfifo(path), "found a pipe, socket or device"),
+        (bind_socket, "found a pipe, socket or device"),
+        (lambda path, _: path.symlink_to("/dev/zero"), "found a pipe, socket or device"),
         (lambda path, _: path.symlink_to("gone.png"), "cannot read: No such file"),
     ],
     ids=["pipe", "socket", "device", "broken link"],
 )
 def test_what_is_no_file_is_never_opened(tmp_path, pilot, make, message, monkeypatch):
     make(pilot / "train" / "10" / "z.png", monkeypatch)
-    with pytest.raises(InputError, match=f"train/10/z.png: {message}"):
+    with pytest.raises(InputError, match=f"train/10/z.png: .*{message}"):
         prepare.prepare("omnibench", pilot, tmp_path / "data", quiet=True)
 
 
@@ -456,12 +456,6 @@ def test_bad_requests(tmp_path, monkeypatch, name, options, message):
         prepare.prepare(name, quiet=True, **options)
 
 
-def test_digits_need_no_preparation(tmp_path, capsys):
-    assert prepare.prepare("digits", None, tmp_path / "data") is None
-    assert "digits is embedded" in capsys.readouterr().err
-    assert not (tmp_path / "data").exists()
-
-
 def test_command_line(tmp_path, pilot, capsys, monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "default"))
     assert prepare.main(["omnibench", f"--source={pilot}"]) == 0
@@ -472,6 +466,9 @@ def test_command_line(tmp_path, pilot, capsys, monkeypatch):
     error = capsys.readouterr().err
     assert error.startswith("error: omnibench_other needs --source")
     assert error.count("\n") == 1
+    assert prepare.main(["digits", f"--data_dir={tmp_path / 'new'}"]) == 0
+    assert "digits is embedded" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_substitute_split_follows_its_rule(tmp_path, encode, tiny_benchmark):

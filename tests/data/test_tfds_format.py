@@ -240,3 +240,17 @@ def test_reading_is_safe_from_many_threads(tmp_path, written):
     with ThreadPoolExecutor(8) as pool:
         found = list(pool.map(source.read, list(range(5)) * 200))
     assert found == expected * 200
+
+
+def test_the_checksum_is_of_names_labels_and_pixels_in_any_order():
+    records = [("a/1", 0, b"x"), ("b/1", 1, b"y")]
+    others = [
+        ("ab", [("a/0", 0, b"x"), ("b/1", 1, b"y")]),
+        ("ab", [("a/1", 1, b"x"), ("b/1", 1, b"y")]),
+        ("ab", [("a/1", 0, b"z"), ("b/1", 1, b"y")]),
+        ("ac", records),
+        ("ab", records[:1]),
+    ]
+    found = {dataset.images_sha256(names, each) for names, each in [("ab", records), *others]}
+    assert len(found) == 6
+    assert dataset.images_sha256("ab", records[::-1]) == dataset.images_sha256("ab", records)
