@@ -487,9 +487,9 @@ class Run(_Places):
     def experiment(self) -> Experiment:
         """Learner, encoder, devices and, when asked for, data."""
         known = None
-        if self.results is not None:
-            known = _classes_per_task(self.config, self.results["num_classes"])
         try:
+            if self.results is not None:
+                known = _classes_per_task(self.config, self.results["num_classes"])
             e = Experiment(self.config, quiet=True, classes_per_task=known)
         except (AttributeError, KeyError) as error:
             raise InputError(

@@ -92,7 +92,6 @@ def write_run(folder, found=None, columns=None, **arguments):
     found = results(**arguments) if found is None else found
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "results.json").write_text(json.dumps(found))
-    (folder / "config.json").write_text("{}")
     if columns is not None:
         np.savez(folder / "predictions.npz", **columns)
     return found

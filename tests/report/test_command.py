@@ -5,51 +5,45 @@ import json
 import pytest
 
 from fdc_jax.report import SWEEPS, __main__, analysis, runs, tables
-from tests.report.feature_sets import feature_set, write_features
 from tests.report.run_folders import predictions, results, write_run
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A run with saved features, one without, and a folder that is no run."""
+    """Two seeds, and a folder that is no run."""
     place = tmp_path / "runs"
     write_run(place / "a", results(benchmark="digits"), predictions(1))
-    write_features(place / "a" / "features", feature_set())
     write_run(place / "b", results(benchmark="digits", seed=2), predictions(2))
     (place / "notes").mkdir()
     return place
 
 
 def test_a_report_has_a_page_tables_figures_and_provenance(folder, tmp_path, capsys, monkeypatch):
-    output, found = tmp_path / "out", {}
-
-    def recorded(run, sweep):
-        found[str(run.path)] = compute(run, sweep)
-        return found[str(run.path)]
-
-    compute = analysis.analyse
-    monkeypatch.setattr(analysis, "analyse", recorded)
+    output, found = tmp_path / "out", {"logit_standardisation": {"change": 0.5}}
+    analysed = {"a": (found, []), "b": ({}, ["no selection: why"])}
+    monkeypatch.setattr(analysis, "analyse", lambda run, sweep: analysed[run.path.name])
     given = [str(each) for each in sorted(folder.iterdir())]
     assert __main__.main([*given, f"--output={output}"]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"2 runs in 1 group: {output / 'report.html'}\n"
-    lines = printed.err.splitlines()
-    assert f"fdc_jax.report: skipped {folder / 'notes'}: not a run folder" in lines[0]
-    assert any(str(folder / "b") in line and "no saved features" in line for line in lines)
+    assert printed.err.splitlines() == [
+        f"fdc_jax.report: skipped {folder / 'notes'}: not a run folder: no results.json, "
+        "config.json or seed_* folders",
+        f"fdc_jax.report: {folder / 'b'}: no selection: why",
+    ]
     page = (output / "report.html").read_text()
     assert "Digits" in page and "notes" in page and list((output / "figures").glob("*.svg"))
     groups = runs.load([folder / "a", folder / "b"]).groups
-    assert found[str(folder / "a")][1] == []
-    for table in tables.build(groups, {path: each for path, (each, _) in found.items()}):
+    for table in tables.build(groups, {str(folder / "a"): found}):
         of = output / "tables" / table.name
         assert of.with_suffix(".md").read_text() == table.to_markdown()
         assert of.with_suffix(".csv").exists() and of.with_suffix(".tex").exists()
         assert table.title.replace("'", "&#39;") in page
     origin = json.loads((output / "provenance.json").read_text())
-    assert "no saved features" in origin[0]["parts"]["not computed"]["seed 2"][0]
+    assert origin[0]["parts"]["not computed"] == {"seed 2": ["no selection: why"]}
     # Nothing is written where the run is.
     assert sorted(path.name for path in (folder / "b").iterdir()) == [
-        "config.json", "predictions.npz", "results.json"
+        "predictions.npz", "results.json"
     ]  # fmt: skip
 
 
