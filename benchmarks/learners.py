@@ -25,10 +25,9 @@ import jax
 import numpy as np
 import tqdm
 
-from benchmarks.measure import check_numbers, run, write_report
+from benchmarks.measure import check_numbers, noise, run, write_report
 from configs import base
 from fdc_jax import devices, learners
-from fdc_jax.data.batches import Batch
 from fdc_jax.learners import training
 from fdc_jax.model import vit
 
@@ -97,16 +96,11 @@ class Trial:
 
 
 def _images(arguments: argparse.Namespace, task: int) -> training.TaskImages:
-    side, size = arguments.image_size, arguments.batch_size
-    rng = np.random.default_rng(task)
     batches = []
-    for first in range(0, arguments.images, size):
-        count = min(size, arguments.images - first)
-        weights = (np.arange(size) < count).astype(np.float32)
-        labels = rng.integers(0, arguments.classes, size).astype(np.int32)
-        labels[: arguments.classes] = np.arange(arguments.classes)[:size]
-        pixels = rng.integers(0, 256, (size, side, side, 3), np.uint8)
-        batches.append(Batch(pixels, np.where(weights > 0, labels, 0), weights))
+    for first in range(0, arguments.images, arguments.batch_size):
+        batch = noise(arguments.batch_size, arguments.image_size, arguments.classes, task + first)
+        weights = np.arange(arguments.batch_size) < arguments.images - first
+        batches.append(batch._replace(weights=weights.astype(np.float32)))
     return training.TaskImages(lambda: iter(batches), lambda: iter(batches))
 
 

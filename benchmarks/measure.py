@@ -106,6 +106,15 @@ def pytorch_names(chosen: str) -> list[str]:
     return [f"pytorch_{kind}" for kind in kinds]
 
 
+def noise(size: int, side: int, classes: int, seed: int) -> Any:
+    """Returns a training batch of random pixels."""
+    from fdc_jax.data.batches import Batch
+
+    pixels = np.random.default_rng(seed).integers(0, 256, (size, side, side, 3), np.uint8)
+    labels = (np.arange(size) % classes).astype(np.int32)
+    return Batch(pixels, labels, np.ones(size, np.float32))
+
+
 def use_cores(cores: int) -> None:
     """Keeps this process on the first cores of the processor, where a number is given."""
     if cores and hasattr(os, "sched_setaffinity"):

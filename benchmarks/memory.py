@@ -19,16 +19,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 # Run as a file, the repository's root is not on the path.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.calibration import Features, Point, peak_bytes
-from benchmarks.measure import check_numbers, in_a_process, run, write_report
+from benchmarks.measure import check_numbers, in_a_process, noise, run, write_report
 from configs import base
 from fdc_jax import calibration, devices, learners
-from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError
 from fdc_jax.learners import training
 from fdc_jax.model import vit
@@ -46,17 +44,6 @@ def tree_bytes(tree: Any) -> int:
 def live_bytes() -> int:
     """Bytes of all arrays on the devices of this process, each buffer once."""
     return sum(array.nbytes for array in jax.live_arrays())
-
-
-def noise(options: argparse.Namespace, seed: int) -> Batch:
-    """A training batch."""
-    rng = np.random.default_rng(seed)
-    size, side = options.batch_size, options.image_size
-    return Batch(
-        rng.integers(0, 256, (size, side, side, 3), np.uint8),
-        (np.arange(size) % options.classes).astype(np.int32),
-        np.ones(size, np.float32),
-    )
 
 
 def measure(options: argparse.Namespace, tasks: int) -> dict[str, Any]:
@@ -79,8 +66,12 @@ def measure(options: argparse.Namespace, tasks: int) -> dict[str, Any]:
     frozen, trained = jax.tree.map(jnp.asarray, (frozen, trained))
     optimizer = jax.block_until_ready(update.initialise(trained))
     live = live_bytes()
+    task = {
+        name: tree_bytes(t) for name, t in zip(_TASK, (trained, frozen, optimizer), strict=True)
+    }
     rate = 1.0 if update.schedule is None else update.schedule(0, config.train.epochs)
-    arguments = (backbone, frozen, trained, optimizer, noise(options, 0), rate)
+    batch = noise(options.batch_size, options.image_size, options.classes, seed=0)
+    arguments = (backbone, frozen, trained, optimizer, batch, rate)
     report: Any = update.step.lower(*arguments).compile().memory_analysis()
     if options.run_step:
         jax.block_until_ready(update.step(*arguments))
@@ -90,18 +81,8 @@ def measure(options: argparse.Namespace, tasks: int) -> dict[str, Any]:
         "tasks": tasks,
         "device": jax.devices()[0].device_kind,
         "encoder_bytes": encoder,
-        "state_bytes": {
-            "abstract": tree_bytes(jax.eval_shape(lambda: learner.initial_state(setup))),
-            "live": with_state - encoder,
-        },
-        "task_bytes": {
-            "trained": tree_bytes(jax.eval_shape(lambda: _started(learner, setup, backbone)[1])),
-            "frozen": tree_bytes(frozen),
-            "optimizer": tree_bytes(
-                jax.eval_shape(lambda: update.initialise(_started(learner, setup, backbone)[1]))
-            ),
-            "live": live - with_state,
-        },
+        "state_bytes": {"abstract": tree_bytes(state), "live": with_state - encoder},
+        "task_bytes": task | {"live": live - with_state},
         "step_bytes": {
             "arguments": report.argument_size_in_bytes,
             "outputs": report.output_size_in_bytes,
@@ -119,26 +100,23 @@ def measure(options: argparse.Namespace, tasks: int) -> dict[str, Any]:
     }
 
 
-def _started(learner: Any, setup: training.Setup, backbone: Any) -> Any:
-    return learner.start(setup, backbone, learner.initial_state(setup), 0, jax.random.key(0))
+_TASK = ("trained", "frozen", "optimizer")
 
 
 def calibrator_bytes(options: argparse.Namespace, tasks: int, width: int) -> dict[str, int]:
     """Fits a calibrator on random features and returns what it holds."""
     before = live_bytes()
-    point = Point(tasks, tasks * options.images, tasks * options.classes, width, 2, 0)
+    point = Point(tasks, tasks * options.images, tasks * options.classes, width, 2)
     calibrator = calibration.FDC()
     for task in range(tasks):
         features = Features(point, task)
         calibrator.fit_task(features.source, None, features.head)
-    fitting = live_bytes() - before
     foreign = sum(view.nbytes for each in calibrator.foreign or [] for view in each)
     calibrator.finalize(release=True)
     calibrator.score(*Features(point, 0).chunk(0, min(64, options.images))[:2])
     return {
         "statistics": calibrator.storage_bytes,
         "foreign_residuals": foreign,
-        "live_while_fitting": fitting,
         "live_while_scoring": live_bytes() - before,
     }
 
@@ -150,13 +128,11 @@ def line(record: dict[str, Any]) -> str:
         "state": record["state_bytes"]["live"],
         "a task's training": record["task_bytes"]["live"],
         "temporary in a step": record["step_bytes"]["temporary"],
-        "statistics": record["calibrator"]["statistics"],
-        "foreign residuals": record["calibrator"]["foreign_residuals"],
-        "on the device while scoring": record["calibrator"]["live_while_scoring"],
+        **record["calibrator"],
         "peak of the process": record["peak_bytes"]["all"],
     }
     return f"{record['tasks']} tasks, MiB: " + ", ".join(
-        f"{name} {value / 2**20:.1f}" for name, value in mebibytes.items()
+        f"{name.replace('_', ' ')} {value / 2**20:.1f}" for name, value in mebibytes.items()
     )
 
 
@@ -185,19 +161,11 @@ def main() -> None:
     if min(numbers) < 1:
         raise InputError(f"--tasks: expected numbers of at least 1, found {options.tasks}")
     check_numbers(options, "image_size", "batch_size", "classes", "images")
-    if options.images < options.classes:
-        raise InputError(
-            f"--images: expected one for each of {options.classes} classes, found {options.images}"
-        )
     learners.find(options.learner)
-    if options.variant not in vit.VARIANTS:
-        raise InputError(f"--variant: expected one of {', '.join(vit.VARIANTS)}")
     records = []
     for tasks in numbers:
         arguments = [*sys.argv[1:], f"--here={tasks}"]
-        records.append(
-            in_a_process("benchmarks.memory", arguments, f"{tasks} tasks", OPENBLAS_NUM_THREADS="1")
-        )
+        records.append(in_a_process("benchmarks.memory", arguments, f"{tasks} tasks"))
         print(line(records[-1]), flush=True)
     write_report("benchmarks.memory", options, {"records": records})
 
