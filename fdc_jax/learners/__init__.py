@@ -127,26 +127,30 @@ def _own() -> dict[str, types.ModuleType]:
     modules = {name: importlib.import_module(f"{__name__}.{name}") for name in sorted(files)}
     found = {name: module for name, module in modules.items() if hasattr(module, "TITLE")}
     rows = {name: getattr(module, "PAPER_ROW", len(found)) for name, module in found.items()}
+    for module in found.values():
+        _complete(module)
     return dict(sorted(found.items(), key=lambda item: rows[item[0]]))
+
+
+def _complete(module: Any) -> None:
+    """Gives a learner Cumulative-LoRA's answers to the questions that it leaves out."""
+    default, training = (
+        importlib.import_module(f"{__name__}.{name}") for name in ("cumulative_lora", "training")
+    )
+    if not hasattr(module, "update"):
+        module.update = lambda setup: training.gradient_update(setup, module.loss)
+    for question in _QUESTIONS:
+        if not hasattr(module, question):
+            setattr(module, question, getattr(default, question))
 
 
 def find(name: str) -> Any:
     """Returns a learner by its name, or by the dotted name of a module outside the package.
 
-    Returns:
-        Everything in the module, and the answers to the questions that it leaves out.
-
     Raises:
         InputError: no such learner, or an error in its file.
     """
-    module = _own().get(name) or _outside(name)
-    default = _own()["cumulative_lora"]
-    answers = {question: getattr(default, question) for question in _QUESTIONS}
-    learner = types.SimpleNamespace(**answers | vars(module))
-    if not hasattr(module, "update"):
-        training = importlib.import_module(f"{__name__}.training")
-        learner.update = lambda setup: training.adam_update(setup, learner.loss)
-    return learner
+    return _own().get(name) or _outside(name)
 
 
 def _outside(name: str) -> types.ModuleType:
@@ -164,6 +168,7 @@ def _outside(name: str) -> types.ModuleType:
         raise InputError(f"learner.name: {name}: {place(error)}") from error
     if not hasattr(module, "TITLE"):
         raise InputError(f"learner.name: module {name!r} is no learner: it declares no TITLE")
+    _complete(module)
     return module
 
 

@@ -1,41 +1,27 @@
 """InfLoRA: increments that act only where the inputs of earlier tasks have little energy.
 
+Liang and Li, "InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning", CVPR 2024.
 Before a task, the rows of the paper's A (here the columns, kernels being transposed) are set to the
 leading directions of the task's attention inputs outside the memory, the subspace that holds most
-of the energy of earlier inputs. A stays frozen; B, which starts at zero, and the task's linear head
-are trained with the cross-entropy over the task's own classes. After the task the memory grows.
-Key and value share one A. The published rule (DualGPM) swaps the memory for its complement once
-that is smaller; both forms project alike, so only the occupied one is kept here.
+of the energy of earlier inputs. A, the same for key and value, stays frozen; B and the task's
+linear head are trained. After the task the memory grows. The published rule (DualGPM) swaps the
+memory for its complement once that is smaller; both project alike, so only one is kept here.
 
-Known from the authors' code: A A^T = I / 3; moments over all tokens of augmented images, not
-centred; energies are squared eigenvalues of the second moment; the first task keeps the directions
-that stay below the threshold, later tasks those that reach it; the threshold goes from lamb towards
-lame in proportion to the tasks done; uniform head initialisation with bias; the quarter cosine.
-Known from the FDC paper: Adam without decay, 5e-4 (B) and 5e-3 (head), and that the method's own
-schedule stays. Inferred: the schedule acts on both rates; A is taken out of the memory once more,
-so that rows beyond the rank of the inputs vanish instead of pointing into it. Unknown: lamb and
-lame under the paper's protocol; 0.95 (CIFAR-100) and 0.98 (ImageNet-R) are the authors', 0.98 is a
-port's on ImageNet-A and a guess elsewhere. The native preset has one rate of 5e-4.
+Authors' code: A A^T = I / 3; moments over all tokens of augmented images, not centred, anew for
+each pass, where here all see the images of the first epoch; energies are squared eigenvalues of the
+second moment; the first task keeps the directions that stay below the threshold, later tasks those
+that reach it; the threshold goes from lamb towards lame in proportion to the tasks done; uniform
+head initialisation with bias; the quarter cosine. FDC paper: Adam without decay, 5e-4 (B) and 5e-3
+(head), and that the method's own schedule stays. Inferred: the schedule acts on both rates; A is
+taken out of the memory once more, so that rows beyond the rank of the inputs vanish instead of
+pointing into it. Unknown: lamb and lame under the paper's protocol; 0.95 (CIFAR-100) and 0.98
+(ImageNet-R) are the authors', 0.98 is a port's on ImageNet-A and a guess elsewhere. The native
+preset has one rate of 5e-4.
 
-No preset touches epochs and batch size. The authors', and for ImageNet-A those of a port by others
-(CUB-200 and OmniBenchmark: none published):
-
-    cifar100    --config.train.epochs=20 --config.train.batch_size=128
-    imagenet_r  --config.train.epochs=50 --config.train.batch_size=128
-    imagenet_a  --config.train.epochs=20 --config.train.batch_size=128
-
-Decompositions run in float64 on the host: directions close to each other in energy would depend on
-float32 rounding, and there are only a few per task.
-
-E_0 is the pretrained encoder, E_t has the first t increments merged; the head input is the class
-token after the final norm; score scales come from the head as it was trained, which never changes.
-
-A step costs less than Cumulative-LoRA's, since A is not trained. There is one pass over a task's
-images without gradients before it and one after it, each with a decomposition a block. Between
-tasks a matrix a block is kept beside increments and heads (28 MB for ViT-B/16); nothing grows with
-tasks.
-
-Liang and Li, "InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning", CVPR 2024.
+E_t, head input and score scales are Cumulative-LoRA's. A step costs less, since A is not trained;
+around a task there are two passes over its images without gradients, each with a decomposition a
+block in float64 on the host, where close directions do not depend on rounding. The memory is a
+matrix a block (28 MB for ViT-B/16); nothing grows with tasks.
 """
 
 import math
@@ -47,7 +33,6 @@ import numpy as np
 from jaxtyping import Array, Float, Float64, Int
 
 from fdc_jax import heads as head_types
-from fdc_jax.data.batches import Batch
 from fdc_jax.learners import Option, cumulative_lora, training
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
@@ -65,7 +50,6 @@ AUTHORS_RUNS = {
     "imagenet_r": {"train.epochs": 50, "train.batch_size": 128},
     "imagenet_a": {"train.epochs": 20, "train.batch_size": 128},  # of a port by others
 }
-
 NATIVE_LEARNING_RATE = 5e-4
 
 
@@ -99,18 +83,14 @@ def initial_state(setup: training.Setup) -> State:
 # 2. What it computes before a task.
 def before_task(setup: training.Setup, backbone, state: State, task: int, images) -> State:
     """Returns the state with the task's A designed from its images, seen through E_{t-1}."""
-    kernels = encoder(setup, backbone, state, task)
+    kernels = cumulative_lora.encoder(setup, backbone, state, task)
     moments, _ = attention_input_moments(setup.model, backbone, kernels, images.augmented())
     designed = [
         design(moment, basis, setup.config.train.rank)
         for moment, basis in zip(np.asarray(moments, np.float64), _bases(state), strict=True)
     ]
-    A = jnp.asarray(np.stack(designed), jnp.float32)
-    slot = increments.select(state.increments, task)
-    new = vit.Increment(
-        key=vit.Factors(A=A, B=slot["key"]["B"]), value=vit.Factors(A=A, B=slot["value"]["B"])
-    )
-    return state._replace(increments=increments.store(state.increments, task, new))
+    stack = training.with_directions(state.increments, task, np.stack(designed))
+    return state._replace(increments=stack)
 
 
 def design(
@@ -133,45 +113,25 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
     """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head to train."""
     slot = increments.select(state.increments, task)
     frozen = {
-        "kernels": encoder(setup, backbone, state, task),
-        "A": slot["key"]["A"],
+        "kernels": cumulative_lora.encoder(setup, backbone, state, task),
+        "A": {name: slot[name]["A"] for name in ("key", "value")},
         "class_mask": setup.class_mask(task),
     }
     trained = {
-        "increment": {
-            "key": jnp.zeros_like(slot["key"]["B"]),
-            "value": jnp.zeros_like(slot["value"]["B"]),
-        },
+        "increment": {name: jnp.zeros_like(slot[name]["B"]) for name in ("key", "value")},
         "head": training.new_linear_head(key, setup.head_rows, setup.variant.width),
     }
     return frozen, trained
 
 
-def _increment(frozen, trained) -> vit.Increment:
-    def factors(name):
-        return vit.Factors(A=frozen["A"], B=trained["increment"][name])
-
-    return vit.Increment(key=factors("key"), value=factors("value"))
-
-
-def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
-    """Returns the cross-entropy over the task's own classes."""
-    features = setup.model.apply(
-        {"params": backbone}, batch.images, frozen["kernels"], _increment(frozen, trained)
-    )
-    logits = trained["head"].logits(features)
-    return training.cross_entropy(logits, batch.labels, frozen["class_mask"], batch.weights)
-
-
 def update(setup: training.Setup) -> training.Update:
     """Returns Adam along the quarter cosine, with the paper's two rates or with the native one."""
-    rates = {
-        "increment": setup.config.train.increment_learning_rate,
-        "head": setup.config.train.head_learning_rate,
-    }
+    rates = training.paper_rates(setup)
     if setup.config.learner.preset == "native":
         rates = dict.fromkeys(rates, NATIVE_LEARNING_RATE)
-    return training.adam_update(setup, loss, rates, training.quarter_cosine, mean_over_images=True)
+    return training.gradient_update(
+        setup, cumulative_lora.loss, rates, None, training.quarter_cosine, mean_over_images=True
+    )
 
 
 # 4. What it does when a task ends.
@@ -179,13 +139,8 @@ def after_task(
     setup: training.Setup, backbone, state: State, task: int, frozen, trained, images
 ) -> State:
     """Returns the state with B and head in the task's slot and the task's inputs in the memory."""
-    state = state._replace(
-        increments=increments.store(state.increments, task, _increment(frozen, trained)),
-        heads=jax.tree.map(
-            lambda slots, one: slots.at[task].set(one), state.heads, trained["head"]
-        ),
-    )
-    kernels = encoder(setup, backbone, state, task + 1)
+    state = cumulative_lora.after_task(setup, backbone, state, task, frozen, trained, images)
+    kernels = cumulative_lora.encoder(setup, backbone, state, task + 1)
     moments, _ = attention_input_moments(setup.model, backbone, kernels, images.augmented())
     wanted = threshold(setup.config.learner.inflora, task, setup.num_tasks)
     memory = np.zeros(state.memory.shape, np.float32)
@@ -232,14 +187,3 @@ def grown_memory(
     # The memory was rounded to float32, to which faint directions are no longer quite orthogonal.
     orthonormal = np.linalg.qr(np.concatenate([memory, new], axis=1))[0]
     return np.concatenate([memory, orthonormal[:, size:]], axis=1)
-
-
-# 5. What it offers for inference.
-def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernels:
-    """Returns the kernels of E_t after `num_tasks` tasks; those of E_0 for 0."""
-    return increments.kernels_after(vit.pretrained_kernels(backbone), state.increments, num_tasks)
-
-
-def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.LinearHead]:
-    """Returns the heads of the first `num_tasks` tasks, without padding."""
-    return training.unpadded(setup, state.heads, num_tasks)

@@ -7,45 +7,44 @@ eigenvectors of the second moment of old and new attention inputs together; the 
 the directions with the largest ratio of new to old energy (generalised eigenvectors, then
 orthonormal). Both are divided by sqrt(3). Key and value share them, each with a B of its own, which
 starts at zero. The first task has no isolated part and trains its general A too; later tasks train
-B alone. The update goes in half-steps (`gradient_alignment`), the loss is CosFace over the task's
-own classes.
+B alone. The loss is CosFace over the task's own classes. When a task ends, row i of the general B
+is shrunk by 1 - g_old / (g_old + gamma g_new), g being the energies of old and new inputs along
+direction i; the isolated product is added in full. Then the task's moments join the old ones twice:
+as seen before and after that shrinking.
 
-When a task ends, row i of the general B is shrunk by 1 - g_old / (g_old + gamma g_new), g being the
-energies of old and new inputs along direction i; the isolated product is added in full. Then the
-task's moments join the old ones twice: as seen before and after that shrinking.
+Gradient alignment: the distinct classes of a batch are split at random into two groups, the first
+with half of them rounded down. A half-step looks ahead from one group and descends on the other:
+every tensor of the increment is moved against its gradient on the first group, the gradient on the
+second group is taken there, and the optimiser applies it to the tensor where it was. Two
+half-steps, one each way, share the optimiser's state and one random length of look-ahead. The head
+is never moved ahead. A batch of one class makes one plain step, at the same cost.
 
-Known from the authors' code: all of the above; moments over all tokens of augmented images, not
-centred, one pass; scales 0.25 and 0.5 on the two products, gamma 3; training of the first A (their
-paper is said to freeze it) and the double count of moments; the ratio of energies in its Cholesky
-form, which maximises the trace of a ratio, where the paper speaks of a ratio of traces; the shrunk
-rows, where the paper is said to recalibrate by a matrix; no classifier alignment, as the FDC paper
-says; head rows drawn with standard deviation 0.02. Their key and value form is known from a
-compiled file only; the code at hand adapts the fused query, key and value. Inferred: `train.rank`
-is the rank of each branch; the scales, which that compiled file does not halve (0.5 and 1). Known
-from the FDC paper: Adam without decay at 5e-4 and 5e-3. Unknown: its schedule (`train.schedule`),
-and its margins and look-aheads, which the authors set per benchmark (`configs/base.py`);
-OmniBenchmark has none of theirs.
-Preset `native` is SGD with momentum 0.9, weight decay and one rate for all leaves (1e-2 where they
-have none) along half a cosine wave; the authors' batches of 48 and ranks of 32 (ImageNet-R: 64)
-are for `train.batch_size` and `train.rank` to set.
+Authors' code: all of the above; moments over all tokens of augmented images (drawn anew for each
+pass; those of the first epoch here), not centred; scales 0.25 and 0.5 on the two products, gamma 3;
+training of the first A (their paper is said to freeze it) and the double count of moments; the
+ratio of energies in its Cholesky form, which maximises the trace of a ratio, where the paper speaks
+of a ratio of traces; the shrunk rows, where the paper is said to recalibrate by a matrix; no
+classifier alignment, as the FDC paper says; head rows drawn with standard deviation 0.02. Their key
+and value form is known from a compiled file only; the code at hand adapts the fused query, key and
+value. Inferred: `train.rank` is the rank of each branch; the scales, which that compiled file does
+not halve (0.5 and 1). FDC paper: Adam without decay at 5e-4 and 5e-3. Unknown: its schedule
+(`train.schedule`), margins and look-aheads. Preset `native` is SGD with momentum 0.9, weight decay
+and one rate for all leaves (1e-2 where they have none) along half a cosine wave.
 
-Decompositions run in float64 on the host; where a moment is not positive definite, multiples of the
-identity from 1e-12 on are added to it until it is, which is logged.
-
-E_0 is the pretrained encoder, E_t has the shrunken increments of the first t tasks merged; every
-E_t can be had again. The head input is the class token after the final norm; logits are its cosines
-to the rows of the head, without scale. sigma_t comes from head t as it was trained, which never
-changes.
-
-Between tasks it keeps one moment a block (28 MB for ViT-B/16), every head, and every increment with
-the rank of both branches (59 MB for 20 tasks of rank 10). All slots exist from the beginning:
-neither memory nor the time of a step grows with tasks. A step costs about 2.3 plain ones (see
-`gradient_alignment`). Beside the training there are three passes over the task's images without
-gradients: one before, two after.
+E_t has the shrunken increments of the first t tasks merged. Logits are the class token's cosines to
+the rows of the head, without scale; sigma_t comes from head t as it was trained. One moment a block
+is kept (28 MB for ViT-B/16), and every increment with the rank of both branches (59 MB for 20 tasks
+of rank 10); nothing grows with tasks. A batch costs four passes forward and backward, two over each
+group, without second derivatives. On one device a pass runs over the rows of its group, filled up
+to one of a few sizes, which makes about 2.3 times a plain step; on several devices it runs over the
+whole batch, four times a plain step. Beside the training there are three passes over the images
+without gradients: one before, two after. Decompositions run in float64 on the host; where a moment
+is not positive definite, multiples of the identity from 1e-12 on are added, which is logged.
 """
 
 import logging
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -54,11 +53,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import scipy.linalg
-from jaxtyping import Array, Float, Float64
+from jaxtyping import Array, Bool, Float, Float64, Int
 
 from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
-from fdc_jax.learners import Option, cosine_heads, gradient_alignment, training
+from fdc_jax.learners import Option, cumulative_lora, training
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
@@ -82,15 +81,22 @@ OPTIONS = {
         0.0, "[0, inf)", "of SGD; 0: the authors', or 1e-2 where they have none"
     ),
 }
-
-FIRST_JITTER = 1e-12
-ENERGY_FLOOR = 1e-12
-
+_AUTHORS = {"train.batch_size": 48, "train.rank": 32}
+AUTHORS_RUNS = {
+    **dict.fromkeys(("cifar100", "imagenet_a", "cub200"), _AUTHORS),
+    "imagenet_r": _AUTHORS | {"train.rank": 64},
+}
 NATIVE_MOMENTUM = 0.9
 NATIVE_RATE = 1e-2
 NATIVE_RATE_OF = {"cifar100": 5e-3, "imagenet_a": 1e-2, "imagenet_r": 2e-2, "cub200": 5e-3}
-NATIVE_WEIGHT_DECAY = 5e-4
-NATIVE_WEIGHT_DECAY_OF = {"imagenet_r": 0.0}
+NATIVE_WEIGHT_DECAY, NATIVE_WEIGHT_DECAY_OF = 5e-4, {"imagenet_r": 0.0}
+
+FIRST_JITTER = 1e-12
+ENERGY_FLOOR = 1e-12
+# Added to the norm of a gradient before dividing by it.
+NORM_FLOOR = 1e-12
+# Sizes that a part of a batch can have, in eighths of the batch.
+PART_SIZES = (4, 5, 6, 8)
 
 _log = logging.getLogger(__name__)
 
@@ -125,7 +131,7 @@ def initial_state(setup: training.Setup) -> State:
 # 2. What it computes before a task.
 def before_task(setup: training.Setup, backbone, state: State, task: int, images) -> State:
     """Returns the state with the task's A of both branches, from its images seen by E_{t-1}."""
-    kernels = encoder(setup, backbone, state, task)
+    kernels = cumulative_lora.encoder(setup, backbone, state, task)
     moments, _ = attention_input_moments(setup.model, backbone, kernels, images.augmented())
     rank = setup.config.train.rank
     new, old = (_symmetric(np.asarray(each, np.float64)) for each in (moments, state.moments))
@@ -144,12 +150,8 @@ def before_task(setup: training.Setup, backbone, state: State, task: int, images
                     jitter,
                 )
         designed.append(np.concatenate([general, isolated], axis=1) / math.sqrt(3.0))
-    A = jnp.asarray(np.stack(designed), jnp.float32)
-    slot = increments.select(state.increments, task)
-    filled = vit.Increment(
-        key=vit.Factors(A=A, B=slot["key"]["B"]), value=vit.Factors(A=A, B=slot["value"]["B"])
-    )
-    return state._replace(increments=increments.store(state.increments, task, filled))
+    stack = training.with_directions(state.increments, task, np.stack(designed))
+    return state._replace(increments=stack)
 
 
 def _symmetric(matrices):
@@ -214,13 +216,13 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
             },
             "isolated": {name: slot[name]["B"][:, rank:] for name in ("key", "value")},
         },
-        "head": cosine_heads.new_rows(key_of_head, setup.head_rows, setup.variant.width),
+        "head": training.new_cosine_rows(key_of_head, setup.head_rows, setup.variant.width),
     }
     trains = jax.tree.map(lambda leaf: jnp.ones(()), trained)
     for factors in trains["increment"]["general"].values():
         factors["A"] = jnp.asarray(task == 0, jnp.float32)
     frozen = {
-        "kernels": encoder(setup, backbone, state, task),
+        "kernels": cumulative_lora.encoder(setup, backbone, state, task),
         "isolated": slot["key"]["A"][..., rank:],
         "class_mask": setup.class_mask(task),
         "trains": trains,
@@ -254,7 +256,7 @@ def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
         {"params": backbone}, batch.images, frozen["kernels"], _increment(setup, frozen, trained)
     )
     cosines = head_types.CosineHead(trained["head"]).logits(features)
-    return cosine_heads.cosface(
+    return training.cosface(
         cosines, batch.labels, frozen["class_mask"], batch.weights, ours.scale, ours.margin
     )
 
@@ -264,18 +266,145 @@ def update(setup: training.Setup) -> training.Update:
     config = setup.config
     ours = config.learner.loda
     look_ahead = ours.look_ahead if ours.alignment else None
-    aligned = partial(gradient_alignment.aligned_update, setup, loss)
     if config.learner.preset == "protocol":
-        rates = {
-            "increment": config.train.increment_learning_rate,
-            "head": config.train.head_learning_rate,
-        }
-        return aligned(rates, optax.scale_by_adam(), look_ahead)
+        rates = training.paper_rates(setup)
+        return aligned_update(setup, loss, rates, optax.scale_by_adam(), look_ahead)
     rate = ours.native_learning_rate or NATIVE_RATE_OF.get(config.benchmark, NATIVE_RATE)
     decay = NATIVE_WEIGHT_DECAY_OF.get(config.benchmark, NATIVE_WEIGHT_DECAY)
     sgd = optax.chain(optax.add_decayed_weights(decay), optax.trace(NATIVE_MOMENTUM))
+    rates = {"increment": rate, "head": rate}
     schedule = partial(training.learning_rate_factor, "cosine")
-    return aligned({"increment": rate, "head": rate}, sgd, look_ahead, schedule)
+    return aligned_update(setup, loss, rates, sgd, look_ahead, schedule)
+
+
+class Progress(NamedTuple):
+    """What the update carries from batch to batch.
+
+    Attributes:
+        batches: how many there were, from which the random numbers of the next one follow.
+        optimizer: state of the optimiser, which has seen up to twice as many steps.
+    """
+
+    batches: Int[Array, ""]
+    optimizer: Any
+
+
+def aligned_update(
+    setup: training.Setup,
+    loss: Callable[..., Any],
+    rates: dict[str, float],
+    transformation: optax.GradientTransformation,
+    look_ahead: float | None,
+    schedule: Callable[[int, int], float] | None = None,
+) -> training.Update:
+    """Returns an update in half-steps.
+
+    `frozen` must hold `trains`, a tree like `trained` with 1 for a leaf that trains and 0 for one
+    that stays; `class_mask`, whose length is that of the padded head; and `alignment`, the data of
+    a random key. `trained["increment"]` holds matrices on the last two axes.
+
+    Args:
+        setup: the run.
+        loss: `loss(setup, backbone, frozen, trained, batch)`, a mean over the weights of the batch.
+        rates: learning rate of each top-level part of `trained`.
+        transformation: turns gradients into directions, before any learning rate.
+        look_ahead: length of the longest look-ahead; None makes one plain step of each batch.
+        schedule: of `training.Update`.
+    """
+
+    def initialise(trained) -> Progress:
+        return Progress(jnp.zeros((), jnp.int32), transformation.init(trained))
+
+    def step(backbone, frozen, trained, progress, batch, rate):
+        def slopes(leaves, part):
+            """Returns the loss on a part of the batch, and its gradient."""
+            value, gradients = jax.value_and_grad(
+                lambda leaves: loss(setup, backbone, frozen, leaves, part)
+            )(leaves)
+            return value, jax.tree.map(jnp.multiply, frozen["trains"], gradients)
+
+        def descended(trained, optimizer, ahead, gradients):
+            directions: Any
+            directions, optimizer = transformation.update(gradients, optimizer, ahead)
+            directions = jax.tree.map(jnp.multiply, frozen["trains"], directions)
+            return training.descended(trained, directions, rates, rate), optimizer
+
+        def one_pass(carried, kind):
+            trained, optimizer, ahead = carried
+            weights, descends = kind
+            value, gradients = of_group(slopes, ahead, batch._replace(weights=weights))
+            moved = jax.tree.map(
+                lambda leaf, gradient: leaf + against(gradient, length),
+                trained["increment"],
+                gradients["increment"],
+            )
+            looked = (trained, optimizer, trained | {"increment": moved})
+            stepped = descended(trained, optimizer, ahead, gradients)
+            carried = jax.tree.map(partial(jnp.where, descends), (*stepped, stepped[0]), looked)
+            return carried, descends * value * weights.sum()
+
+        if look_ahead is None:
+            value, gradients = slopes(trained, batch)
+            trained, optimizer = descended(trained, progress.optimizer, trained, gradients)
+            return trained, Progress(progress.batches + 1, optimizer), value
+        key = jax.random.wrap_key_data(frozen["alignment"])
+        key_of_length, key_of_groups = jax.random.split(jax.random.fold_in(key, progress.batches))
+        present = present_classes(batch.labels, batch.weights, len(frozen["class_mask"]))
+        several = present.sum() > 1
+        length = several * look_ahead * jax.random.uniform(key_of_length)
+        first = first_group(key_of_groups, present)[batch.labels]
+        # A single class is both groups, and only the first half-step counts.
+        groups = [batch.weights * first, batch.weights * jnp.where(several, ~first, first)]
+        # One after the other in a loop, so that the encoder is compiled once for all of them.
+        (trained, optimizer, _), totals = jax.lax.scan(
+            one_pass,
+            (trained, progress.optimizer, trained),
+            (jnp.stack([*groups, *groups[::-1]]), jnp.stack([False, True, False, several])),
+        )
+        value = totals.sum() / batch.weights.sum()
+        return trained, Progress(progress.batches + 1, optimizer), value
+
+    return training.Update(initialise, jax.jit(step, donate_argnums=(2, 3)), schedule)
+
+
+def of_group(function: Callable[..., Any], leaves, batch: Batch) -> Any:
+    """Returns `function(leaves, part)`, the part being the rows of the batch with a weight.
+
+    Shapes have to be known beforehand: the part has the smallest of a few sizes that holds the
+    rows, others of weight 0 fill it up. With several devices it is the whole batch, which stays
+    divided between them.
+    """
+    rows = len(batch.labels)
+    if jax.device_count() > 1:
+        return function(leaves, batch)
+    sizes = sorted({-(-rows * eighths // 8) for eighths in PART_SIZES})
+    order = jnp.argsort(batch.weights == 0, stable=True)
+
+    def of_size(size, leaves):
+        return function(leaves, jax.tree.map(lambda leaf: leaf[order[:size]], batch))
+
+    needed = jnp.searchsorted(jnp.asarray(sizes), (batch.weights != 0).sum())
+    return jax.lax.switch(needed, [partial(of_size, size) for size in sizes], leaves)
+
+
+def against(gradient: Float[Array, "*l a b"], length) -> Float[Array, "*l a b"]:
+    """Returns a step of the given length against the gradient of every matrix."""
+    norm = jnp.sqrt(jnp.sum(gradient**2, axis=(-2, -1), keepdims=True))
+    return -length * gradient / (norm + NORM_FLOOR)
+
+
+def present_classes(
+    labels: Int[Array, " n"], weights: Float[Array, " n"], classes: int
+) -> Bool[Array, " c"]:
+    """Marks the classes that a batch has an image of; rows of weight 0 do not count."""
+    return jnp.zeros(classes).at[labels].max(weights) > 0
+
+
+def first_group(key: Array, present: Bool[Array, " c"]) -> Bool[Array, " c"]:
+    """Returns a random half of the classes present, rounded down but at least one."""
+    lot = jnp.where(present, jax.random.uniform(key, present.shape), jnp.inf)
+    place = jnp.argsort(jnp.argsort(lot))
+    return present & (place < jnp.maximum(present.sum() // 2, 1))
 
 
 # 4. What it does when a task ends.
@@ -289,14 +418,9 @@ def after_task(
         return attention_input_moments(setup.model, backbone, kernels, images.augmented())[0]
 
     new = moments_under(_increment(setup, frozen, trained))
+    general, gamma = trained["increment"]["general"], setup.config.learner.loda.merge_gamma
     shrinking = {
-        name: shrinkage(
-            trained["increment"]["general"][name]["A"],
-            state.moments,
-            new,
-            setup.config.learner.loda.merge_gamma,
-        )
-        for name in ("key", "value")
+        name: shrinkage(general[name]["A"], state.moments, new, gamma) for name in ("key", "value")
     }
     shrunken = _increment(setup, frozen, trained, shrinking)
     return State(
@@ -328,11 +452,8 @@ def shrinkage(
 
 
 # 5. What it offers for inference.
-def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernels:
-    """Returns the kernels of E_t after `num_tasks` tasks; those of E_0 for 0."""
-    return increments.kernels_after(vit.pretrained_kernels(backbone), state.increments, num_tasks)
-
-
 def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.CosineHead]:
     """Returns the cosine heads of the first `num_tasks` tasks, unscaled and without padding."""
-    return cosine_heads.stored_heads(setup, state.heads, num_tasks)
+    return [
+        head_types.CosineHead(rows) for rows in training.unpadded(setup, state.heads, num_tasks)
+    ]

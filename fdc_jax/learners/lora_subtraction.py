@@ -1,4 +1,4 @@
-"""LoRA-Subtraction: updates confined to where the new task's inputs lie without past increments.
+"""LoRA-Subtraction: updates confined to where new inputs lie without past increments.
 
 X. Liu and X. Chang, "LoRA Subtraction for Drift-Resistant Space in Exemplar-Free Continual
 Learning", CVPR 2025. Increments of the key and value kernels add up, as in Cumulative-LoRA. Before
@@ -8,44 +8,30 @@ eigenvalue sum, span the drift-resistant space. From the second task on every fi
 A and B is projected on it. Classes are told apart by the nearest class mean; a linear head and a
 triplet loss, which treats the means of earlier classes as further negatives, serve training only.
 
-Known from the authors' code: the projector is divided by its Frobenius norm, the root of the
-number of directions (`normalise_projector`); Adam's moments see the gradient as it is; one
-projector acts on both factors of both projections, on that side of each which has the encoder's
-width (for B that is the output, though the space is one of inputs); second moments over all tokens
-of augmented images, not centred, energies not squared; B starts with one entry of standard
-deviation 0.01 for each rank (`sparse_start`; a port by others starts at zero); Adam's epsilon is
-added before the second moment is corrected for its start; class means over images in evaluation
-preprocessing, by the encoder of the class's own task, never renewed. Published settings of the
-triplet loss differ between data sets and are in `configs/`; those of ImageNet-A and OmniBenchmark
-are guesses. As B starts away from zero, the encoder moves a little when a task begins.
+Authors' code: the projector is divided by its Frobenius norm, the root of the number of directions
+(`normalise_projector`); Adam's moments see the gradient as it is; one projector acts on both
+factors of both projections, on that side of each which has the encoder's width (for B that is the
+output, though the space is one of inputs); second moments over all tokens of augmented images
+(drawn anew; those of the first epoch here), not centred, energies not squared; B starts with one
+entry of standard deviation 0.01 for each rank (`sparse_start`; a port by others starts at zero), so
+that the encoder moves a little when a task begins; Adam's epsilon is added before the second moment
+is corrected for its start; class means over images in evaluation preprocessing, by the encoder of
+the class's own task, never renewed.
 
-Preset `protocol` takes rates and schedule from `train`; `native` runs along InfLoRA's quarter
-cosine, with the authors' head rates of 2e-3 on CIFAR-100, 5e-4 on ImageNet-R and 1e-3 on CUB-200
-(1e-3 elsewhere is a guess), and their rate of 5e-4 for the increment where `train` has that.
-Inferred: a constant rate in the FDC paper's runs. Unknown: their triplet settings, and whether they
-keep the normalised projector. Their raw accuracy of 34.6 percent on CIFAR-100 is far below the 88
-percent that the authors and a port report; no cause is known. The fields
-`train.schedule=quarter_cosine`, `normalise_projector`, `triplet_weight`, `margin` and the two rates
-tell the candidates apart.
+Preset `native` runs along InfLoRA's quarter cosine, with the authors' head rates of 2e-3 on
+CIFAR-100, 5e-4 on ImageNet-R and 1e-3 on CUB-200 (1e-3 elsewhere is a guess), and their rate of
+5e-4 for the increment where `train` has that. Inferred: a constant rate in the FDC paper's runs.
+Unknown: their triplet settings, and whether they keep the normalised projector. Their raw accuracy
+of 34.6 percent on CIFAR-100 is far below the 88 percent that the authors and a port report; no
+cause is known. The fields `train.schedule=quarter_cosine`, `normalise_projector`, `triplet_weight`,
+`margin` and the two rates tell the candidates apart.
 
-No preset touches epochs and batch size. The authors' (ImageNet-A and OmniBenchmark: none
-published):
-
-    cifar100    --config.train.epochs=20 --config.train.batch_size=128
-    imagenet_r  --config.train.epochs=50 --config.train.batch_size=128
-    cub200      --config.train.epochs=20 --config.train.batch_size=128
-
-The first task of ImageNet-R has `train.first_epochs` of 40.
-
-E_0 is the pretrained encoder, E_t has the first t increments merged. The head input is the class
-token after the final norm, which the nearest-mean head normalises: its logits are minus the squared
-distances between unit features and unit means. sigma_t comes from the means taken after task t,
-which never change.
-
-Between tasks it keeps a projector per block (28 MB for ViT-B/16), so that an interrupted task goes
-on without its first pass. From the second task on there is one pass over the task's images without
-gradients before it, with an eigendecomposition a block, and in every task one after it. A step
-projects what Adam would subtract; nothing grows with tasks.
+E_t is Cumulative-LoRA's. The nearest-mean head normalises the class token: its logits are minus the
+squared distances between unit features and unit means. sigma_t comes from the means taken after
+task t, which never change. A projector per block is kept (28 MB for ViT-B/16), so that an
+interrupted task goes on without its first pass. From the second task on there is one pass over the
+images without gradients before a task, with an eigendecomposition a block, and in every task one
+after it. A step projects what Adam would subtract; nothing grows with tasks.
 """
 
 import math
@@ -60,7 +46,7 @@ from jaxtyping import Array, Float, Float64, Int
 
 from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
-from fdc_jax.learners import Option, training
+from fdc_jax.learners import Option, cumulative_lora, training
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
@@ -96,8 +82,7 @@ START_DEVIATION = 0.01
 SQUARED_DISTANCE_FLOOR = 1e-12
 FIRST_DECAY, SECOND_DECAY, EPSILON = 0.9, 0.999, 1e-8
 
-NATIVE_HEAD_RATE = 1e-3
-NATIVE_HEAD_RATE_OF = {"cifar100": 2e-3, "imagenet_r": 5e-4}
+NATIVE_HEAD_RATE, NATIVE_HEAD_RATE_OF = 1e-3, {"cifar100": 2e-3, "imagenet_r": 5e-4}
 
 
 class State(NamedTuple):
@@ -188,11 +173,11 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
     key_of_increment, key_of_entries, key_of_head = jax.random.split(key, 3)
     unit_means = head_types.unit(state.means)
     frozen = {
-        "kernels": encoder(setup, backbone, state, task),
+        "kernels": cumulative_lora.encoder(setup, backbone, state, task),
         "class_mask": setup.class_mask(task),
         "projector": state.projector,
         "means": unit_means.reshape(-1, setup.variant.width),
-        "mean_mask": _classes_before(setup, task),
+        "mean_mask": jnp.asarray(setup.classes_of_first(task)).reshape(-1),
     }
     increment = increments.initialise(key_of_increment, setup.variant, setup.config.train.rank)
     if setup.config.learner.lora_subtraction.sparse_start:
@@ -204,13 +189,6 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
         "head": training.new_linear_head(key_of_head, setup.head_rows, setup.variant.width),
     }
     return frozen, trained
-
-
-def _classes_before(setup: training.Setup, task: int):
-    """Marks the rows of all tasks' means, one after the other, that belong to earlier tasks."""
-    classes = jnp.asarray(setup.classes_per_task)[:, None]
-    tasks = jnp.arange(setup.num_tasks)[:, None]
-    return ((jnp.arange(setup.head_rows) < classes) & (tasks < task)).reshape(-1)
 
 
 def _one_entry_per_rank(key, shape) -> Float[Array, "l r d"]:
@@ -271,10 +249,7 @@ def _distances(rows: Float[Array, "n d"], columns: Float[Array, "m d"]) -> Float
 def update(setup: training.Setup) -> training.Update:
     """Returns Adam whose finished steps of the increment are projected."""
     config = setup.config
-    rates = {
-        "increment": config.train.increment_learning_rate,
-        "head": config.train.head_learning_rate,
-    }
+    rates = training.paper_rates(setup)
     native = config.learner.preset == "native"
     if native:
         rates["head"] = NATIVE_HEAD_RATE_OF.get(config.benchmark, NATIVE_HEAD_RATE)
@@ -333,10 +308,9 @@ def projected(projector: Float[Array, "l d d"], direction: vit.Increment) -> vit
 # 4. What it does when a task ends.
 def after_task(setup, backbone, state: State, task: int, frozen, trained, images) -> State:
     """Returns the state with the task's increment, and the means of its classes."""
-    state = state._replace(
-        increments=increments.store(state.increments, task, trained["increment"])
-    )
-    kernels = encoder(setup, backbone, state, task + 1)
+    stack = increments.store(state.increments, task, trained["increment"])
+    state = state._replace(increments=stack)
+    kernels = cumulative_lora.encoder(setup, backbone, state, task + 1)
     means = class_means(setup, backbone, kernels, images.plain())
     return state._replace(means=state.means.at[task].set(means))
 
@@ -361,12 +335,7 @@ def _add_features(model, backbone, kernels, batch, sums, counts):
 
 
 # 5. What it offers for inference.
-def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernels:
-    """Returns the kernels of E_t after `num_tasks` tasks; those of E_0 for 0."""
-    return increments.kernels_after(vit.pretrained_kernels(backbone), state.increments, num_tasks)
-
-
 def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.NearestMeanHead]:
     """Returns the nearest-mean heads of the first `num_tasks` tasks, without padding."""
-    means = training.unpadded(setup, state.means, num_tasks)
-    return [head_types.NearestMeanHead(each) for each in means]
+    stacked = head_types.NearestMeanHead(state.means)
+    return training.unpadded(setup, stacked, num_tasks)

@@ -11,75 +11,51 @@ projected features of the new images. After a task the means of earlier classes 
 features of the new images near them have moved, a Gaussian is fitted to each new class, and from
 the second task on all heads are calibrated on features drawn from all Gaussians.
 
-State: the adapter, the projector, the heads and the Gaussians of all classes. What an encoder was
-before its task is the adapter in the state while the task trains. A task costs, beyond its
-training, one pass over its images in evaluation preprocessing, two from the second task on; with
-the new encoder, and with the one before, in the same order, so that rows belong to the same image.
-
-Known from the authors' code: everything in this file that is not named below, with the constants of
-their ImageNet-A file as defaults. Where their paper differs, the code is followed: the repulsion is
-the signed mean cosine, not its modulus; apart are pairs whose cosine is below a threshold, so that
-the 1.5 of ImageNet-A asks for nothing; the alignment averages over coordinates; the projector ends
-in a sigmoid and is carried from task to task. `identity_init` has a new projector in every task
-instead, without the sigmoid and equal to the identity at its start. Not followed: that code takes
-the features before and after a task from shuffled, augmented images, which do not pair.
-Stated in the FDC paper: the adapter, paired drift, ten epochs of calibration on later tasks in
-batches of 256, three epochs of warm-up, 20 epochs of batch 64. Inferred: the constants of
-ImageNet-A, the only ones with that warm-up; Adam without decay at `train`'s two rates, adapter and
-head, since the paper's accuracies are far below the authors' where tasks have many steps and near
-them where they have few; and the authors' rate for the projector, and SGD for the calibration.
-Unknown: whether the paper's runs used any of these. The authors' own branch with Adam leaves the
-projector untrained (`projector_learning_rate=0`); InfLoRA+CA's calibration in the paper is Adam at
-5e-3 (`calibration_optimizer=adam`, `calibration_learning_rate`). The native preset is SGD with
-momentum 0.9 along a cosine, at 1e-2 in the first task, then with the authors' rates and decays for
-the data set, also in the calibration. Choosing between the presets by the paper's accuracies would
-fit them to its test images; report both.
-
-No preset touches the authors' other settings for a data set. In the order of the fields scale,
-margin, warm_up_epochs; separation_weight, separation_threshold, steering_weight; alignment_weight,
-repulsion_weight; projector_width; then train.batch_size, train.first_epochs and train.epochs:
-
-    cifar100    40 0.1  7;  0.5 0.3 0.2;  1.0 0.4;   256;   64, 10, 30
-    cub200      20 0.1  9;  1.0 0.5 0.2;  1.5 0.75;  768;  128, 20, 30
-    imagenet_a  30 0.3  3;  1.0 1.5 1.0;  3.0 6.0;   128;   48, 20, 15
-    imagenet_r  50 0.2  4;  1.5 0.4 0.5;  3.0 1.5;   384;   48, 30, 30
-    omnibench   50 0.1 10;  2.0 2.0 0.2;  3.0 6.0;   768;   96, 30, 10
+Authors' code: everything in this file that is not named below, with the constants of their
+ImageNet-A file as defaults. Where their paper differs, the code is followed: the repulsion is the
+signed mean cosine, not its modulus; apart are pairs whose cosine is below a threshold, so that the
+1.5 of ImageNet-A asks for nothing; the alignment averages over coordinates; the projector ends in a
+sigmoid and is carried from task to task (`identity_init`: anew in every task, without the sigmoid,
+at first the identity). Not followed: that code takes the features before and after a task from
+shuffled, augmented images, which do not pair.
+FDC paper: the adapter, paired drift, ten epochs of calibration on later tasks in batches of 256,
+three epochs of warm-up, 20 epochs of batch 64. Inferred: the constants of ImageNet-A, the only ones
+with that warm-up; Adam without decay at `train`'s two rates, adapter and head, since the paper's
+accuracies are far below the authors' where tasks have many steps and near them where they have few;
+and the authors' rate for the projector, and SGD for the calibration. Unknown: whether the paper's
+runs used any of these. The authors' own branch with Adam leaves the projector untrained
+(`projector_learning_rate=0`); InfLoRA+CA's calibration in the paper is Adam at 5e-3. The native
+preset is SGD with momentum 0.9 along a cosine, at 1e-2 in the first task, then with the authors'
+rates and decays for the data set, also in the calibration; the decay shrinks heads of earlier
+tasks, too. Choosing between the presets by the paper's accuracies would fit them to its test
+images; report both.
 
 E_0 is the pretrained encoder without an adapter; E_t has the adapter as it is after task t, and the
-E_t before it cannot be had again. The head input is the class token after the final norm; a head is
-the cosine with its rows, without a scale. sigma_t comes from head t after the calibration at the
-end of task t; prediction takes the heads after the last calibration.
-
-Shapes are those of the whole stream from the beginning, so that memory and the time of a step do
-not grow: 1.2 million parameters of the adapter for ViT-B/16, and the Gaussians, 708 MB for 300
-classes. A step of a later task passes its images through the encoder before the task, too, about a
-third more work. Only the calibration grows, in proportion to the classes seen.
+E_t before it cannot be had again. A head is the class token's cosine with its rows, without a
+scale. sigma_t comes from head t after the calibration at the end of task t; prediction takes the
+heads after the last calibration. Shapes are those of the whole stream from the beginning, so that
+memory and the time of a step do not grow: 1.2 million parameters of the adapter for ViT-B/16, and
+the Gaussians, 708 MB for 300 classes. A step of a later task passes its images through the encoder
+before the task, too, about a third more work. After a task there is one pass over its images in
+evaluation preprocessing, two from the second task on, and the calibration, which alone grows, in
+proportion to the classes seen.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float64, Int
 
 from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import TrainingError
-from fdc_jax.learners import (
-    Option,
-    cosine_calibration,
-    cosine_heads,
-    drift,
-    gaussian_alignment,
-    projector,
-    steering,
-    training,
-)
+from fdc_jax.learners import Option, gaussian_alignment, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
-from fdc_jax.learners.projector import Projector
 from fdc_jax.model import vit
 
 TITLE = "RSIAT"
@@ -103,44 +79,33 @@ OPTIONS = {  # The authors' constants for ImageNet-A.
     "ridge": Option(1e-3, "(0, inf)", "added to the variances of a class"),
     "calibration_epochs": Option(10, "[1, inf)", "from the second task on"),
     "calibration_learning_rate": Option(6.69e-3, "(0, inf)", "native: the authors' per data set"),
-    "calibration_optimizer": Option("sgd", ("sgd", "adam")),
+    "calibration_optimizer": Option("sgd", ("sgd", "adam"), "in the native preset, too"),
     "samples_per_class": Option(256, "[1, inf)", "pseudo-features of a class in an epoch"),
-    "calibration_batch_size": Option(256, "[1, inf)"),
+    "calibration_batch_size": Option(256, "[1, inf)", "pseudo-features of a step"),
     "mean_scale": Option(0.9, "[0, 1]", "of the oldest means, as the stream grows; 1: none"),
 }
-
-
-def _authors(batch, epochs, cosine, steering, later, projector_width):
-    """Returns the settings of a run; tuples in the order of the fields."""
-    fields = (
-        "train.batch_size",
-        "train.first_epochs",
-        "train.epochs",
-        "scale",
-        "margin",
-        "warm_up_epochs",
-        "separation_weight",
-        "separation_threshold",
-        "steering_weight",
-        "alignment_weight",
-        "repulsion_weight",
-        "projector_width",
-    )
-    return dict(
-        zip(fields, (batch, *epochs, *cosine, *steering, *later, projector_width), strict=True)
-    )
-
-
+_FIELDS = (
+    *("train.batch_size", "train.first_epochs", "train.epochs", "scale", "margin"),
+    *("warm_up_epochs", "separation_weight", "separation_threshold", "steering_weight"),
+    *("alignment_weight", "repulsion_weight", "projector_width"),
+)
 AUTHORS_RUNS = {
-    "cifar100": _authors(64, (10, 30), (40.0, 0.1, 7), (0.5, 0.3, 0.2), (1.0, 0.4), 256),
-    "cub200": _authors(128, (20, 30), (20.0, 0.1, 9), (1.0, 0.5, 0.2), (1.5, 0.75), 768),
-    "imagenet_a": _authors(48, (20, 15), (30.0, 0.3, 3), (1.0, 1.5, 1.0), (3.0, 6.0), 128),
-    "imagenet_r": _authors(48, (30, 30), (50.0, 0.2, 4), (1.5, 0.4, 0.5), (3.0, 1.5), 384),
-    "omnibench": _authors(96, (30, 10), (50.0, 0.1, 10), (2.0, 2.0, 0.2), (3.0, 6.0), 768),
+    benchmark: dict(zip(_FIELDS, values, strict=True))
+    for benchmark, values in {
+        "cifar100": (64, 10, 30, 40.0, 0.1, 7, 0.5, 0.3, 0.2, 1.0, 0.4, 256),
+        "cub200": (128, 20, 30, 20.0, 0.1, 9, 1.0, 0.5, 0.2, 1.5, 0.75, 768),
+        "imagenet_a": (48, 20, 15, 30.0, 0.3, 3, 1.0, 1.5, 1.0, 3.0, 6.0, 128),
+        "imagenet_r": (48, 30, 30, 50.0, 0.2, 4, 1.5, 0.4, 0.5, 3.0, 1.5, 384),
+        "omnibench": (96, 30, 10, 50.0, 0.1, 10, 2.0, 2.0, 0.2, 3.0, 6.0, 768),
+    }.items()
 }
-
-NATIVE_MOMENTUM = 0.9
-NATIVE_FIRST_RATE = 1e-2
+NATIVE_MOMENTUM, NATIVE_FIRST_RATE = 0.9, 1e-2
+# Between the features and the projector's code, in either direction.
+HIDDEN_UNITS = 64
+# Keeps a mean over no pair at zero.
+PAIR_FLOOR = 1e-6
+# Added to every weight: far from all images a mean moves as they move on average.
+WEIGHT_FLOOR = 1e-5
 
 
 class NativeRates(NamedTuple):
@@ -159,6 +124,22 @@ NATIVE_RATES = {
     "imagenet_r": NativeRates(6.7350e-3, 1.071e-6, 1.671e-4, 4.098e-3),
     "omnibench": NativeRates(3.9620e-3, 2.331e-7, 3.989e-5, 3.592e-2),
 }
+
+
+class Dense(NamedTuple):
+    """One layer x W + b."""
+
+    weight: Float[Array, "i o"]
+    bias: Float[Array, " o"]
+
+
+class Projector(NamedTuple):
+    """Two layers to the code and two layers back."""
+
+    into: Dense
+    to_code: Dense
+    from_code: Dense
+    out: Dense
 
 
 class State(NamedTuple):
@@ -189,9 +170,7 @@ def initial_state(setup: training.Setup) -> State:
     """Returns an adapter and a projector of zeros, which the first tasks draw, and empty slots."""
     depth, width = setup.variant.depth, setup.variant.width
     ours = setup.config.learner.rsiat
-    shapes = jax.eval_shape(
-        lambda: projector.initialise(jax.random.key(0), width, ours.projector_width)
-    )
+    shapes = jax.eval_shape(lambda: new_projector(jax.random.key(0), width, ours.projector_width))
     return State(
         adapter=vit.Adapter(
             down=jnp.zeros((depth, width, ours.bottleneck)),
@@ -205,12 +184,6 @@ def initial_state(setup: training.Setup) -> State:
     )
 
 
-# 2. What it computes before a task.
-def before_task(setup, backbone, state: State, task: int, images) -> State:
-    """Returns the state as it is: nothing is computed in closed form."""
-    return state
-
-
 # 3. What it trains, and how.
 def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Array):
     """Returns the encoder before the task, earlier means and keys, and what the task trains."""
@@ -220,7 +193,7 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
         "kernels": encoder(setup, backbone, state, task),
         "class_mask": setup.class_mask(task),
         "means": jnp.asarray(state.gaussians.means).reshape(-1, width),
-        "mean_mask": jnp.asarray(_classes_of(setup, np.arange(setup.num_tasks) < task)).ravel(),
+        "mean_mask": jnp.asarray(setup.classes_of_first(task)).ravel(),
         "later": jnp.asarray(task > 0),
         "dropout": jax.random.key_data(of_dropout),
         "calibration": jax.random.key_data(of_calibration),
@@ -233,21 +206,16 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
         adapter["down"] = jax.random.uniform(of_adapter, shape, minval=-bound, maxval=bound)
     carried = jax.tree.map(jnp.copy, state.projector)
     if task <= 1 or ours.identity_init:
-        carried = projector.initialise(
-            of_projector, width, ours.projector_width, ours.identity_init
-        )
+        carried = new_projector(of_projector, width, ours.projector_width, ours.identity_init)
     trained = {
         "adapter": adapter,
         "projector": carried,
-        "head": cosine_heads.new_rows(of_head, setup.head_rows, width),
+        "head": training.new_cosine_rows(of_head, setup.head_rows, width),
     }
+    if setup.config.learner.preset == "native":
+        # Their decay and momentum shrink every entry of an earlier head alike: by this factor.
+        trained["earlier_heads"] = jnp.ones(())
     return frozen, trained
-
-
-def _classes_of(setup: training.Setup, tasks: Bool[np.ndarray, " t"]) -> Bool[np.ndarray, "t c"]:
-    """Marks the slots that are classes of some tasks."""
-    classes = np.asarray(setup.classes_per_task)[:, None]
-    return (np.arange(setup.head_rows) < classes) & tasks[:, None]
 
 
 def loss(
@@ -277,10 +245,10 @@ def loss(
         parameters, batch.images, kernels, None, dropout_key, ours.dropout
     )
     cosines = head_types.CosineHead(trained["head"]).logits(features)
-    classification = cosine_heads.cosface(
+    classification = training.cosface(
         cosines, batch.labels, frozen["class_mask"], batch.weights, ours.scale, ours.margin
     )
-    steering_cost = steering.steering_loss(
+    steering_cost = steering_loss(
         features, batch.labels, batch.weights, ours.separation_weight, ours.separation_threshold
     )
     # Nothing reads these features in the first task; a norm has no derivative at zero.
@@ -289,8 +257,8 @@ def loss(
         lambda: setup.model.apply(parameters, batch.images, frozen["kernels"]),
         lambda: jnp.ones(features.shape),
     )
-    alignment, repulsion = steering.projection_losses(
-        lambda rows: projector.project(trained["projector"], rows, not ours.identity_init),
+    alignment, repulsion = projection_losses(
+        lambda rows: project(trained["projector"], rows, not ours.identity_init),
         features,
         jax.lax.stop_gradient(earlier),
         batch.weights,
@@ -304,21 +272,140 @@ def loss(
     )
 
 
+def steering_loss(
+    features: Float[Array, "n d"],
+    labels: Int[Array, " n"] | Int[np.ndarray, " n"],
+    weights: Float[Array, " n"] | Float[np.ndarray, " n"],
+    separation_weight: float,
+    threshold: float,
+) -> Float[Array, ""]:
+    """Returns how far same classes are from cosine 1, and how far others exceed a threshold.
+
+    Both are means over ordered pairs of different images.
+
+    Args:
+        features: of a batch.
+        labels: positions within the task.
+        weights: 0 for padding.
+        separation_weight: on the pairs of different classes.
+        threshold: the cosine up to which they cost nothing.
+    """
+    units = head_types.unit(features)
+    cosines = jnp.matmul(units, units.T, precision=jax.lax.Precision.HIGHEST)
+    real = jnp.asarray(weights) > 0
+    pairs = real[:, None] & real & ~jnp.eye(len(cosines), dtype=bool)
+    same = jnp.asarray(labels)[:, None] == jnp.asarray(labels)
+
+    def mean(costs, counted):
+        return jnp.sum(jnp.where(counted, costs, 0.0)) / (jnp.sum(counted) + PAIR_FLOOR)
+
+    compact = mean(jax.nn.relu(1.0 - cosines), pairs & same)
+    separate = mean(jax.nn.relu(cosines - threshold), pairs & ~same)
+    return compact + separation_weight * separate
+
+
+def projection_losses(
+    project: Callable[[Float[Array, "n d"]], Float[Array, "n d"]],
+    features: Float[Array, "n d"],
+    earlier: Float[Array, "n d"],
+    weights: Float[Array, " n"] | Float[np.ndarray, " n"],
+    means: Float[Array, "m d"],
+    mean_mask: Bool[Array, " m"],
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Returns the alignment and the repulsion loss.
+
+    The first is the mean over images and coordinates of the squared difference between features and
+    projected earlier features; the second is the mean cosine of projected means and projected
+    earlier features, which has a gradient for the projector alone.
+
+    Args:
+        project: the projector.
+        features: of the encoder in training.
+        earlier: of the same images by the encoder before the task.
+        weights: 0 for padding.
+        means: of earlier classes.
+        mean_mask: which of them count.
+    """
+    images = jnp.sum(weights)
+    projected = project(earlier)
+    alignment = jnp.sum(weights * jnp.mean((features - projected) ** 2, axis=1)) / images
+    # A norm has no derivative at zero, where slots without a class are.
+    projected_means = head_types.unit(project(jnp.where(mean_mask[:, None], means, 1.0)))
+    mean_of_means = jnp.sum(projected_means * mean_mask[:, None], axis=0)
+    mean_of_means = mean_of_means / jnp.maximum(jnp.sum(mean_mask), 1)
+    directions = head_types.unit(projected)
+    mean_of_images = jnp.sum(jnp.asarray(weights)[:, None] * directions, axis=0) / images
+    return alignment, jnp.sum(mean_of_means * mean_of_images)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def new_projector(key: Array, width: int, code: int, identity: bool = False) -> Projector:
+    """Returns layers uniform in +-1/sqrt(inputs), as PyTorch initialises.
+
+    Args:
+        key: random key.
+        width: of the features.
+        code: of the code.
+        identity: whether the last layer is zero, which makes `project` with `bounded=False` the
+            identity.
+    """
+    sizes = (width, HIDDEN_UNITS, code, HIDDEN_UNITS, width)
+
+    def layer(key, inputs, outputs):
+        bound = inputs**-0.5
+        key_of_weight, key_of_bias = jax.random.split(key)
+        return Dense(
+            jax.random.uniform(key_of_weight, (inputs, outputs), minval=-bound, maxval=bound),
+            jax.random.uniform(key_of_bias, (outputs,), minval=-bound, maxval=bound),
+        )
+
+    layers = [
+        layer(*arguments)
+        for arguments in zip(jax.random.split(key, 4), sizes[:-1], sizes[1:], strict=True)
+    ]
+    if identity:
+        layers[-1] = Dense(*(jnp.zeros_like(leaf) for leaf in layers[-1]))
+    return Projector(*layers)
+
+
+def project(
+    projector: Projector, features: Float[Array, "n d"], bounded: bool = True
+) -> Float[Array, "n d"]:
+    """Returns the features plus what comes back from the code.
+
+    Args:
+        projector: the layers.
+        features: of the earlier encoder.
+        bounded: whether a sigmoid follows the last layer, so that coordinates only grow, by less
+            than 1 each.
+    """
+    hidden = features
+    for layer in projector[:-1]:
+        hidden = jax.nn.gelu(_dense(layer, hidden), approximate=False)
+    correction = _dense(projector.out, hidden)
+    return features + (jax.nn.sigmoid(correction) if bounded else correction)
+
+
+def _dense(layer: Dense, x: Float[Array, "n i"]) -> Float[Array, "n o"]:
+    return jnp.matmul(x, layer.weight, precision=jax.lax.Precision.HIGHEST) + layer.bias
+
+
 def update(setup: training.Setup) -> training.Update:
     """Returns Adam with the paper's rates, or the authors' SGD along a cosine."""
     config = setup.config
     native = config.learner.preset == "native"
+    paper = training.paper_rates(setup)
     later = {
-        "adapter": config.train.increment_learning_rate,
-        "head": config.train.head_learning_rate,
+        "adapter": paper["increment"],
+        "head": paper["head"],
         "projector": config.learner.rsiat.projector_learning_rate,
     }
     first, decays = later, dict.fromkeys(later, 0.0)
     transformation = optax.scale_by_adam()
     if native:
         rates = native_rates(setup)
-        first = dict.fromkeys(later, NATIVE_FIRST_RATE)
-        later = dict.fromkeys(later, rates.rate) | {"projector": rates.projector_rate}
+        first = dict.fromkeys((*later, "earlier_heads"), NATIVE_FIRST_RATE)
+        later = dict.fromkeys(first, rates.rate) | {"projector": rates.projector_rate}
         decays = dict.fromkeys(later, rates.decay) | {"projector": rates.projector_decay}
         transformation = optax.trace(NATIVE_MOMENTUM)
 
@@ -377,10 +464,11 @@ def after_task(
         TrainingError: features, means or heads are not finite, or a class has no image.
     """
     ours = setup.config.learner.rsiat
+    heads = state.heads * trained.get("earlier_heads", 1.0)
     state = State(
         adapter=trained["adapter"],
         projector=trained["projector"],
-        heads=state.heads.at[task].set(trained["head"]),
+        heads=heads.at[task].set(trained["head"]),
         gaussians=state.gaussians,
     )
 
@@ -393,26 +481,113 @@ def after_task(
     )
     if task > 0:
         means = np.array(gaussians.means)
-        classes = _classes_of(setup, np.arange(setup.num_tasks) < task)
+        classes = setup.classes_of_first(task)
         before, _ = features_by(frozen["kernels"])
-        means[classes] = drift.moved_means(means[classes], before, features, ours.drift_width)
+        means[classes] = moved_means(means[classes], before, features, ours.drift_width)
         if not np.isfinite(means).all():
             raise TrainingError(f"the class means are not finite after task {task + 1}")
         gaussians = gaussians._replace(means=jnp.asarray(means))
         key = jax.random.wrap_key_data(frozen["calibration"])
         native = setup.config.learner.preset == "native"
         rates = native_rates(setup)
-        calibrated = cosine_calibration.calibrate(
+        calibrated = calibrate(
             ours,
             state.heads,
             gaussians,
-            _classes_of(setup, np.arange(setup.num_tasks) <= task),
+            setup.classes_of_first(task + 1),
             rates.rate if native else ours.calibration_learning_rate,
             rates.decay if native else 0.0,
             key,
         )
         state = state._replace(heads=calibrated)
     return state._replace(gaussians=gaussians)
+
+
+def moved_means(
+    means: Float[np.ndarray, "c d"],
+    before: Float[np.ndarray, "n d"],
+    after: Float[np.ndarray, "n d"],
+    width: float,
+) -> Float64[np.ndarray, "c d"]:
+    """Returns the means, each moved by a weighted mean of `after - before`, in float64.
+
+    The weights of a mean are exp(-|before - mean|^2 / (2 width^2)) + 1e-5.
+
+    Args:
+        means: of classes whose images are gone.
+        before: features of images by the encoder that the means belong to.
+        after: features of the same images, in the same order, by the new encoder.
+        width: sigma, in the units of the features.
+    """
+    means, before, after = (np.asarray(array, np.float64) for array in (means, before, after))
+    squares = np.sum(means**2, axis=1)[:, None] - 2.0 * means @ before.T
+    squares = np.maximum(squares + np.sum(before**2, axis=1), 0.0)
+    weights = np.exp(-squares / (2.0 * width**2)) + WEIGHT_FLOOR
+    return means + weights @ (after - before) / weights.sum(axis=1, keepdims=True)
+
+
+def calibrate(
+    settings,
+    heads: Float[Array, "t c d"],
+    gaussians: ClassGaussians,
+    seen: Bool[np.ndarray, "t c"],
+    rate: float,
+    decay: float,
+    key: Array,
+) -> Float[Array, "t c d"]:
+    """Returns the heads trained on features drawn from the Gaussians, along a cosine.
+
+    Args:
+        settings: fields of `learner.rsiat`.
+        heads: rows of all heads.
+        gaussians: of all classes.
+        seen: which of them to draw, those of the first tasks.
+        rate: learning rate of the first epoch.
+        decay: of the rows.
+        key: random key.
+
+    Raises:
+        TrainingError: a head is not finite afterwards.
+    """
+    tasks_done = int(seen.any(axis=1).sum())
+    calibration = _calibration(
+        settings.calibration_optimizer,
+        settings.scale,
+        decay,
+        settings.samples_per_class,
+        settings.calibration_batch_size,
+    )
+    calibrated = calibration(
+        heads,
+        gaussians,
+        seen,
+        gaussian_alignment.mean_scales(settings.mean_scale, len(seen), tasks_done),
+        training.learning_rates("cosine", settings.calibration_epochs, rate),
+        key,
+    )
+    if not np.isfinite(np.asarray(calibrated)).all():
+        raise TrainingError(
+            f"classifier calibration after task {tasks_done} diverged; smaller learning rates may "
+            f"help, see learner.rsiat.calibration_learning_rate"
+        )
+    return calibrated
+
+
+@functools.cache
+def _calibration(optimizer: str, scale: float, decay: float, samples: int, batch_size: int):
+    """Returns one compiled calibration for all tasks of a run."""
+
+    def calibration_loss(heads, features, labels, weights, seen):
+        # A norm has no derivative at zero, where heads to come are.
+        heads = jnp.where(seen[..., None], heads, 1.0)
+        cosines = jax.vmap(lambda head: head_types.CosineHead(head).logits(features), out_axes=1)(
+            heads
+        )
+        return gaussian_alignment.cross_entropy_over_all(scale * cosines, labels, weights, seen)
+
+    kind = optax.trace(NATIVE_MOMENTUM) if optimizer == "sgd" else optax.scale_by_adam()
+    directions = optax.chain(optax.add_decayed_weights(decay), kind)
+    return gaussian_alignment.retraining(calibration_loss, directions, samples, batch_size)
 
 
 # 5. What it offers for inference.
@@ -433,4 +608,6 @@ def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernel
 
 def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.CosineHead]:
     """Returns the heads of the first `num_tasks` tasks as the last calibration left them."""
-    return cosine_heads.stored_heads(setup, state.heads, num_tasks)
+    return [
+        head_types.CosineHead(rows) for rows in training.unpadded(setup, state.heads, num_tasks)
+    ]

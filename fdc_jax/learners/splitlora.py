@@ -1,42 +1,32 @@
 """SplitLoRA: increments drawn at random within the minor subspace of earlier inputs.
 
-Per block, the eigenvectors of the second moment of all attention inputs so far are split in two:
-the leading ones are major, the others minor. The split minimises (tasks done) * (energy of the
-minor ones) - alpha * (share of directions left free). From the second task on, the columns of A
-(the rows of the method's, kernels being transposed) are Gaussian combinations of minor directions,
-as long as a random A in Frobenius norm and divided by the number of tasks so far; key and value
-draw their own. A stays frozen, in the first task too; B, which starts at zero, and the task's
-linear head are trained with the cross-entropy over the task's own classes.
-
-Known from the authors' code: all of the above, alpha 20 for every benchmark, energies linear in the
-eigenvalues, at least two major directions, moments over all tokens of augmented images, not
-centred, never reset; uniform head initialisation with bias. Their paper speaks of the space of
-averaged gradients, whose place these moments of inputs take; dividing A by the number of tasks came
-with a later commit. That code passes ten times over the images for the moments, one pass here; it
-lets the second task's head start from the first one's, a slip that is not repeated. Known from the
-FDC paper: that the splitting and the key and value updates stay, and Adam without decay at 5e-4 (B)
-and 5e-3 (head). Unknown under its protocol: alpha (the authors'), the schedule (`train.schedule`)
-and the temperature of logits in training (1; the code has 30).
-The native preset is AdamW with decay 5e-5, rates 1e-3 and 1e-2, which fall to a tenth after 40 %
-and again after 70 % of the epochs, and temperature 30.
-
-No preset touches epochs and batch size. The authors', whose 10 epochs pass ten times over the
-images each (ImageNet-A, CUB-200 and OmniBenchmark: none published):
-
-    cifar100    --config.train.epochs=100 --config.train.batch_size=256
-    imagenet_r  --config.train.epochs=100 --config.train.batch_size=256
-
-Eigenvectors are found in float64 on the host; moments and eigenvectors are kept in float32.
-
-E_0 is the pretrained encoder, E_t has the first t increments merged; the head input is the class
-token after the final norm; score scales come from the head as it was trained, which never changes.
-
-A step costs less than Cumulative-LoRA's, since A is not trained. After a task there is one pass
-over its images without gradients and an eigendecomposition a block. Between tasks two matrices a
-block are kept beside increments and heads (57 MB for ViT-B/16); nothing grows with tasks.
-
 Qiu et al., "SplitLoRA: Balancing Stability and Plasticity in Continual Learning Through Gradient
-Space Splitting", ICLR 2026.
+Space Splitting", ICLR 2026. Per block, the eigenvectors of the second moment of all attention
+inputs so far are split in two: the leading ones are major, the others minor. The split minimises
+(tasks done) * (energy of the minor ones) - alpha * (share of directions left free). From the second
+task on, the columns of A (the rows of the method's, kernels being transposed) are Gaussian
+combinations of minor directions, as long as a random A in Frobenius norm and divided by the number
+of tasks so far; key and value draw their own. A stays frozen, in the first task too; B and the
+task's linear head are trained.
+
+Authors' code: all of the above, alpha 20 for every benchmark, energies linear in the eigenvalues,
+at least two major directions, moments over all tokens of augmented images, not centred, never
+reset; uniform head initialisation with bias. Their paper speaks of the space of averaged gradients,
+whose place these moments take; dividing A by the number of tasks came with a later commit. That
+code passes ten times over newly drawn images for the moments, one pass over those of the first
+epoch here; it lets the second task's head start from the first one's, a slip that is not repeated.
+FDC paper: the splitting and the key and value updates stay; Adam without decay at 5e-4 (B) and 5e-3
+(head). Unknown under its protocol: alpha (the authors'), the schedule (`train.schedule`) and the
+temperature of logits in training (1; the code has 30). The native preset is AdamW with decay 5e-5,
+rates 1e-3 and 1e-2, which fall to a tenth after 40 % and again after 70 % of the epochs, and
+temperature 30. It does not have their float16 training with scaled losses, AutoAugment without
+flips, inputs normalised by the checkpoint's own mean and deviation, and an encoder fine-tuned on
+ImageNet-1k.
+
+E_t, head input and score scales are Cumulative-LoRA's. A step costs less, since A is not trained.
+After a task there is one pass over its images without gradients and an eigendecomposition a block,
+in float64 on the host. Two matrices a block are kept (57 MB for ViT-B/16); nothing grows with
+tasks.
 """
 
 from typing import NamedTuple
@@ -66,10 +56,8 @@ OPTIONS = {
 # Each of their 10 epochs passes ten times over the images.
 _AUTHORS = {"train.epochs": 100, "train.batch_size": 256}
 AUTHORS_RUNS = {"cifar100": _AUTHORS, "imagenet_r": _AUTHORS}
-
 NATIVE_LEARNING_RATES = {"increment": 1e-3, "head": 1e-2}
-NATIVE_WEIGHT_DECAY = 5e-5
-NATIVE_TEMPERATURE = 30.0
+NATIVE_WEIGHT_DECAY, NATIVE_TEMPERATURE = 5e-5, 30.0
 
 
 class State(NamedTuple):
@@ -134,7 +122,7 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
         keys = dict(zip(A, jax.random.split(key_of_directions), strict=True))
         A = {name: within_minor(keys[name], state, A[name], task) for name in A}
     frozen = {
-        "kernels": encoder(setup, backbone, state, task),
+        "kernels": cumulative_lora.encoder(setup, backbone, state, task),
         "A": A,
         "class_mask": setup.class_mask(task),
     }
@@ -166,13 +154,6 @@ def within_minor(
     return drawn * (norm(reference) / norm(drawn) / (task + 1))
 
 
-def _increment(frozen, trained) -> vit.Increment:
-    def factors(name):
-        return vit.Factors(A=frozen["A"][name], B=trained["increment"][name])
-
-    return vit.Increment(key=factors("key"), value=factors("value"))
-
-
 def loss_temperature(setup: training.Setup) -> float:
     """Returns what logits are divided by in training."""
     chosen = setup.config.learner.splitlora.loss_temperature
@@ -182,25 +163,18 @@ def loss_temperature(setup: training.Setup) -> float:
 
 def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
     """Returns the cross-entropy over the task's own classes, of logits over a temperature."""
-    features = setup.model.apply(
-        {"params": backbone}, batch.images, frozen["kernels"], _increment(frozen, trained)
-    )
-    logits = trained["head"].logits(features) / loss_temperature(setup)
-    return training.cross_entropy(logits, batch.labels, frozen["class_mask"], batch.weights)
+    temperature = loss_temperature(setup)
+    return cumulative_lora.loss(setup, backbone, frozen, trained, batch, temperature)
 
 
 def update(setup: training.Setup) -> training.Update:
     """Returns Adam with the paper's rates, or AdamW with the method's own rates and schedule."""
-    if setup.config.learner.preset == "native":
-        adamw = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(NATIVE_WEIGHT_DECAY))
-        return training.gradient_update(
-            setup, loss, NATIVE_LEARNING_RATES, adamw, milestones, mean_over_images=True
-        )
-    rates = {
-        "increment": setup.config.train.increment_learning_rate,
-        "head": setup.config.train.head_learning_rate,
-    }
-    return training.adam_update(setup, loss, rates, mean_over_images=True)
+    if setup.config.learner.preset == "protocol":
+        return training.gradient_update(setup, loss, mean_over_images=True)
+    adamw = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(NATIVE_WEIGHT_DECAY))
+    return training.gradient_update(
+        setup, loss, NATIVE_LEARNING_RATES, adamw, milestones, mean_over_images=True
+    )
 
 
 def milestones(epoch: int, epochs: int) -> float:
@@ -214,13 +188,8 @@ def after_task(
     setup: training.Setup, backbone, state: State, task: int, frozen, trained, images
 ) -> State:
     """Returns the state with increment and head in the task's slot, and the inputs split anew."""
-    state = state._replace(
-        increments=increments.store(state.increments, task, _increment(frozen, trained)),
-        heads=jax.tree.map(
-            lambda slots, one: slots.at[task].set(one), state.heads, trained["head"]
-        ),
-    )
-    kernels = encoder(setup, backbone, state, task + 1)
+    state = cumulative_lora.after_task(setup, backbone, state, task, frozen, trained, images)
+    kernels = cumulative_lora.encoder(setup, backbone, state, task + 1)
     new, tokens = attention_input_moments(setup.model, backbone, kernels, images.augmented())
     before = float(state.tokens)
     moments = np.asarray(state.moments, np.float64) * (before / (before + tokens))
@@ -249,14 +218,3 @@ def num_major(eigenvalues: Float64[np.ndarray, " d"], tasks_done: int, alpha: fl
     # The authors count one direction more as free than there are, and keep two at the least.
     objective = tasks_done * (1.0 - energy) - alpha * (width - np.arange(width)) / width
     return max(int(np.argmin(objective)), 1) + 1
-
-
-# 5. What it offers for inference.
-def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernels:
-    """Returns the kernels of E_t after `num_tasks` tasks; those of E_0 for 0."""
-    return increments.kernels_after(vit.pretrained_kernels(backbone), state.increments, num_tasks)
-
-
-def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.LinearHead]:
-    """Returns the heads of the first `num_tasks` tasks, without padding."""
-    return training.unpadded(setup, state.heads, num_tasks)

@@ -1,4 +1,4 @@
-"""What learners share: the set-up, a batch, the loss of one head, and the jitted Adam step."""
+"""What learners share: the set-up, heads and their losses, schedules, and the jitted step."""
 
 import dataclasses
 import math
@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Float64, Int
 
 from fdc_jax.configuration import Config
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import LinearHead
-from fdc_jax.model import vit
+from fdc_jax.model import increments, vit
 from fdc_jax.model.vit import VARIANTS, Variant, VisionTransformer
 
 
@@ -50,6 +50,12 @@ class Setup:
     def class_mask(self, task: int) -> Bool[Array, " c"]:
         """Marks the rows of the padded head that are classes of the task."""
         return jnp.arange(self.head_rows) < self.classes_per_task[task]
+
+    def classes_of_first(self, num_tasks: int) -> Bool[np.ndarray, "t c"]:
+        """Marks, in slots of all tasks, the classes of the first `num_tasks`."""
+        classes = np.asarray(self.classes_per_task)[:, None]
+        tasks = np.arange(self.num_tasks)[:, None]
+        return (np.arange(self.head_rows) < classes) & (tasks < num_tasks)
 
 
 class TaskImages(NamedTuple):
@@ -114,6 +120,11 @@ def new_linear_head(key: Array, classes: int, width: int) -> LinearHead:
     )
 
 
+def new_cosine_rows(key: Array, classes: int, width: int) -> Float[Array, "c d"]:
+    """Returns rows of a cosine head, normal with deviation 0.02; only their direction matters."""
+    return 0.02 * jax.random.normal(key, (classes, width))
+
+
 def unpadded(setup: Setup, stack: Any, num_tasks: int) -> list[Any]:
     """Returns the slots of the first `num_tasks` tasks, each with the rows that are its classes.
 
@@ -126,6 +137,17 @@ def unpadded(setup: Setup, stack: Any, num_tasks: int) -> list[Any]:
         jax.tree.map(lambda leaf, t=task, c=classes: leaf[t, :c], stack)
         for task, classes in enumerate(setup.classes_per_task[:num_tasks])
     ]
+
+
+def with_directions(
+    stack: vit.Increment, task: int, directions: Float64[np.ndarray, "l d r"]
+) -> vit.Increment:
+    """Returns the increments of all tasks with A of one task set, the same for key and value."""
+    A, slot = jnp.asarray(directions, jnp.float32), increments.select(stack, task)
+    filled = vit.Increment(
+        key=vit.Factors(A=A, B=slot["key"]["B"]), value=vit.Factors(A=A, B=slot["value"]["B"])
+    )
+    return increments.store(stack, task, filled)
 
 
 def cross_entropy(
@@ -147,28 +169,25 @@ def cross_entropy(
     return jnp.sum(weights * losses) / jnp.sum(weights)
 
 
-def adam_update(
-    setup: Setup,
-    loss: Callable[..., Any],
-    rates: dict[str, float] | None = None,
-    schedule: Callable[[int, int], float] | None = None,
-    mean_over_images: bool = False,
-) -> Update:
-    """Returns plain Adam without weight decay, one learning rate per top-level part of `trained`.
+def cosface(
+    cosines: Float[Array, "n c"],
+    labels: Int[Array, " n"] | Int[np.ndarray, " n"],
+    class_mask: Bool[Array, " c"],
+    weights: Float[Array, " n"] | Float[np.ndarray, " n"],
+    scale: float,
+    margin: float,
+) -> Float[Array, ""]:
+    """Returns the mean CosFace loss over the images of a batch (Wang et al., CVPR 2018, Eq. 4).
 
-    Args:
-        setup: the run.
-        loss: `loss(setup, backbone, frozen, trained, batch)`.
-        rates: learning rate of each part; by default those of `paper_rates`.
-        schedule: of `Update`.
-        mean_over_images: of `gradient_update`.
+    It is the cross-entropy of `scale` times the cosines of features and rows of a padded head, the
+    label's own less `margin`. Other arguments as in `cross_entropy`.
     """
-    rates = paper_rates(setup) if rates is None else rates
-    return gradient_update(setup, loss, rates, optax.scale_by_adam(), schedule, mean_over_images)
+    own = jax.nn.one_hot(labels, cosines.shape[-1], dtype=cosines.dtype)
+    return cross_entropy(scale * (cosines - margin * own), labels, class_mask, weights)
 
 
 def paper_rates(setup: Setup) -> dict[str, float]:
-    """Returns the learning rates of the increment and the head, as `config.train` says."""
+    """Returns the learning rates of increment and head, as `config.train` says."""
     train = setup.config.train
     return {"increment": train.increment_learning_rate, "head": train.head_learning_rate}
 
@@ -221,8 +240,8 @@ def mean_over_portions(function: Callable[[Batch], Any], batch: Batch, size: int
 def gradient_update(
     setup: Setup,
     loss: Callable[..., Any],
-    rates: dict[str, float],
-    transformation: optax.GradientTransformation,
+    rates: dict[str, float] | None = None,
+    transformation: optax.GradientTransformation | None = None,
     schedule: Callable[[int, int], float] | None = None,
     mean_over_images: bool = False,
 ) -> Update:
@@ -231,12 +250,15 @@ def gradient_update(
     Args:
         setup: the run.
         loss: `loss(setup, backbone, frozen, trained, batch)`.
-        rates: learning rate of each top-level part of `trained`.
-        transformation: turns gradients into directions, before any learning rate.
+        rates: learning rate of each top-level part of `trained`; by default `paper_rates`.
+        transformation: turns gradients into directions, before any learning rate; by default Adam
+            without weight decay.
         schedule: of `Update`.
         mean_over_images: the loss is a mean of terms of one image each, weighted by
             `batch.weights`, plus what no image enters; a processor then takes a batch in portions.
     """
+    rates = rates or paper_rates(setup)
+    transformation = transformation or optax.scale_by_adam()
 
     def step(backbone, frozen, trained, optimizer_state, batch, rate):
         def value_and_gradients(images):

@@ -253,6 +253,29 @@ class _Mlp(nn.Module):
         return nn.Dense(width, dtype=self.dtype, precision=self.precision)(x)
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def dense(x, weight, bias, precision):
+    """Returns x W + b in the dtype of x; gradients of W and b are summed in their own dtype."""
+    return jnp.matmul(x, weight.astype(x.dtype), precision=precision) + bias.astype(x.dtype)
+
+
+def _dense_forward(x, weight, bias, precision):
+    return dense(x, weight, bias, precision), (x, weight, bias[:0])
+
+
+def _dense_backward(precision, residuals, gradient):
+    x, weight, bias = residuals
+    rows, gradients = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+    of_weight = jnp.matmul(
+        rows.T, gradients, precision=precision, preferred_element_type=weight.dtype
+    )
+    of_x = jnp.matmul(gradient, weight.astype(x.dtype).T, precision=precision)
+    return of_x, of_weight, gradients.sum(axis=0, dtype=bias.dtype)
+
+
+dense.defvjp(_dense_forward, _dense_backward)
+
+
 def _adapted(x, adapter, dropout_key, dropout_rate: float, precision):
     """Returns what an adapter adds to the output of a block.
 
@@ -263,13 +286,11 @@ def _adapted(x, adapter, dropout_key, dropout_rate: float, precision):
         dropout_rate: share of hidden units to drop.
         precision: of the products.
     """
-    adapter = jax.tree.map(lambda leaf: leaf.astype(x.dtype), adapter)
-    hidden = jnp.matmul(x, adapter["down"], precision=precision) + adapter["down_bias"]
-    hidden = jax.nn.relu(hidden)
+    hidden = jax.nn.relu(dense(x, adapter["down"], adapter["down_bias"], precision))
     if dropout_key is not None:
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, hidden.shape)
         hidden = jnp.where(kept, hidden / (1.0 - dropout_rate), 0.0).astype(x.dtype)
-    out = jnp.matmul(hidden, adapter["up"], precision=precision) + adapter["up_bias"]
+    out = dense(hidden, adapter["up"], adapter["up_bias"], precision)
     return jnp.asarray(ADAPTER_SCALE, x.dtype) * out
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from configs import digits
 from fdc_jax.errors import TrainingError
-from fdc_jax.learners import cosine_calibration
+from fdc_jax.learners import rsiat
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
 
 WIDTH = 10
@@ -63,7 +63,7 @@ def reference(rows, means, scale, rates, decay, optimizer):
 def test_against_its_formula(optimizer, decay):
     """Classes without spread make every draw a mean; one batch an epoch has no order."""
     heads, gaussians = problem()
-    found = cosine_calibration.calibrate(
+    found = rsiat.calibrate(
         settings(calibration_batch_size=20, calibration_optimizer=optimizer),
         heads,
         gaussians,
@@ -89,8 +89,8 @@ def test_what_is_drawn_and_how_fast_it_is_learned(monkeypatch, tasks):
         met["settings"] = arguments
         return lambda *arguments: met.update(arguments=arguments) or arguments[0]
 
-    monkeypatch.setattr(cosine_calibration, "_calibration", calibration)
-    found = cosine_calibration.calibrate(settings(), heads, gaussians, seen(tasks), 0.02, 0.1, KEY)
+    monkeypatch.setattr(rsiat, "_calibration", calibration)
+    found = rsiat.calibrate(settings(), heads, gaussians, seen(tasks), 0.02, 0.1, KEY)
     assert found is heads
     assert met["settings"] == ("sgd", 5.0, 0.1, 4, 256)
     _, drawn_from, drawn, scales, rates, used = met["arguments"]
@@ -111,7 +111,7 @@ def test_a_late_head_no_longer_takes_every_feature():
     rows[0, :2] = np.eye(WIDTH)[:2] + 2.0 * np.eye(WIDTH)[5:7]
     factors = np.tile(0.5 * np.eye(WIDTH, dtype=np.float32), (3, 3, 1, 1))
     gaussians = ClassGaussians(jnp.asarray(means), factors)
-    heads = cosine_calibration.calibrate(
+    heads = rsiat.calibrate(
         settings(samples_per_class=64, calibration_batch_size=64, scale=20.0),
         jnp.asarray(rows),
         gaussians,
@@ -135,7 +135,7 @@ def test_one_that_diverged_says_so():
     heads, gaussians = problem()
     gaussians = gaussians._replace(means=gaussians.means.at[0].set(jnp.nan))
     with pytest.raises(TrainingError, match="calibration after task 2 diverged"):
-        cosine_calibration.calibrate(
+        rsiat.calibrate(
             settings(calibration_batch_size=20),
             heads,
             gaussians,

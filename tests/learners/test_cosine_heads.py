@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fdc_jax.learners import training
-from fdc_jax.learners.cosine_heads import cosface
+from fdc_jax.learners.training import cosface
 
 MASK = np.array([True, True, True, False, False])
 WEIGHTS = np.array([1, 1, 1, 1, 0, 0], np.float32)

@@ -26,7 +26,7 @@ IMPOSSIBLE = [
     ("splitlora.loss_temperature", -1.0),
     *((f"ewc_lora.{each}", -1.0) for each in ("strength", "accumulation")),
     ("ewc_lora.accumulation", NAN),
-    *((f"ewc_lora.{each}", "none") for each in ("fisher", "fisher_labels", "head_input")),
+    *((f"ewc_lora.{each}", "none") for each in ("fisher", "folding", "head_input")),
     ("ewc_lora.folding", "none"),
     ("ewc_lora.images_at_once", 0),
     *((f"sd_lora.{each}", -1.0) for each in ("magnitude", "magnitude_rate_factor")),

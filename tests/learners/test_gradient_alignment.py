@@ -10,7 +10,7 @@ import optax
 import pytest
 
 from fdc_jax.data.batches import Batch
-from fdc_jax.learners import gradient_alignment, training
+from fdc_jax.learners import loda, training
 from tests.learners.small_stream import copy, float64
 
 WIDTH, RANK, BLOCKS, CLASSES = 5, 2, 2, 6
@@ -134,7 +134,7 @@ def random_numbers(frozen, batches_done, batch, longest):
     key_of_length, key_of_groups = jax.random.split(key)
     present = np.zeros(len(frozen["class_mask"]), bool)
     present[batch.labels[batch.weights > 0]] = True
-    first = np.asarray(gradient_alignment.first_group(key_of_groups, jnp.asarray(present)))
+    first = np.asarray(loda.first_group(key_of_groups, jnp.asarray(present)))
     in_first = first[batch.labels]
     length = longest * float(jax.random.uniform(key_of_length))
     return length, (batch.weights * in_first, batch.weights * ~in_first)
@@ -175,7 +175,7 @@ def make_task(seed=0, A_trains=1.0):
 
 
 def make_update(look_ahead=LENGTH, transformation=None):
-    return gradient_alignment.aligned_update(
+    return loda.aligned_update(
         None, loss, RATES, transformation or optax.scale_by_adam(), look_ahead
     )
 
@@ -237,7 +237,7 @@ def test_without_look_ahead_two_plain_steps(update):
     backbone, frozen, trained = make_task()
     batch = BATCHES[0]
     _, groups = random_numbers(frozen, 0, batch, 0.0)
-    plain = training.adam_update(None, loss, RATES)
+    plain = training.gradient_update(None, loss, RATES)
     expected, optimizer = copy(trained), plain.initialise(trained)
     for weights in groups[::-1]:
         expected, optimizer, _ = plain.step(
@@ -259,7 +259,7 @@ def test_plain_steps(update, look_ahead):
     """Of a batch of one class, and of any where alignment is off."""
     backbone, frozen, trained = make_task()
     batch = make_batch(4, [2] * 7 + [3, 0, 5], padding=3) if look_ahead else BATCHES[0]
-    plain = training.adam_update(None, loss, RATES)
+    plain = training.gradient_update(None, loss, RATES)
     expected, optimizer, value = plain.step(
         backbone, frozen, copy(trained), plain.initialise(trained), batch, 1.0
     )
@@ -318,7 +318,7 @@ def test_goes_on_from_saved_progress(update):
 def test_first_group_is_a_random_half(present):
     marked = jnp.zeros(CLASSES, bool).at[jnp.asarray(present)].set(True)
     size = max(1, len(present) // 2)
-    draws = jax.vmap(gradient_alignment.first_group, (0, None))(
+    draws = jax.vmap(loda.first_group, (0, None))(
         jax.random.split(jax.random.key(0), 600), marked
     )
     found = [tuple(np.flatnonzero(draw)) for draw in np.asarray(draws)]
@@ -330,7 +330,7 @@ def test_first_group_is_a_random_half(present):
 
 def test_present_classes():
     batch = make_batch(0, [1, 1, 4, 0, 5], padding=2)
-    found = gradient_alignment.present_classes(batch.labels, batch.weights, CLASSES)
+    found = loda.present_classes(batch.labels, batch.weights, CLASSES)
     np.testing.assert_array_equal(found, [False, True, False, False, True, False])
 
 
@@ -339,7 +339,7 @@ def test_against_has_one_length_for_every_matrix():
         3, 1, 1
     )
     gradient[1] = 0.0
-    step = np.asarray(gradient_alignment.against(jnp.asarray(gradient, jnp.float32), 0.7))
+    step = np.asarray(loda.against(jnp.asarray(gradient, jnp.float32), 0.7))
     np.testing.assert_array_equal(step[1], 0)
     np.testing.assert_allclose(np.linalg.norm(step, axis=(1, 2))[[0, 2]], 0.7, rtol=1e-3)
     np.testing.assert_allclose(step[2] / -0.7, gradient[2] / np.linalg.norm(gradient[2]), rtol=1e-5)
@@ -353,7 +353,7 @@ def test_of_group_sees_every_row_with_weight():
         rows = jnp.zeros(()) + len(part.labels)
         return factor * jnp.sum(part.weights * part.labels), part.weights.sum(), rows
 
-    compiled = jax.jit(partial(gradient_alignment.of_group, function))
+    compiled = jax.jit(partial(loda.of_group, function))
     rng = np.random.default_rng(0)
     for size in range(1, 17):
         chosen = rng.permutation(16)[:size]
@@ -368,5 +368,5 @@ def test_of_group_sees_every_row_with_weight():
 def test_several_devices_keep_the_whole_batch(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     batch = make_batch(0, [0, 1, 2, 3], padding=3)
-    rows = gradient_alignment.of_group(lambda leaves, part: len(part.labels), None, batch)
+    rows = loda.of_group(lambda leaves, part: len(part.labels), None, batch)
     assert rows == 4

@@ -12,7 +12,7 @@ import scipy.linalg
 from configs import base
 from fdc_jax import configuration, heads, learners
 from fdc_jax.errors import InputError
-from fdc_jax.learners import gradient_alignment, loda
+from fdc_jax.learners import loda
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import vit
 from tests.learners import small_stream
@@ -473,7 +473,7 @@ def captured(monkeypatch, **fields):
     def aligned_update(setup, loss, rates, transformation, look_ahead, schedule=None):
         arguments.update(locals())
 
-    monkeypatch.setattr(gradient_alignment, "aligned_update", aligned_update)
+    monkeypatch.setattr(loda, "aligned_update", aligned_update)
     loda.update(make_setup(**fields))
     return arguments
 

@@ -501,7 +501,7 @@ def test_what_is_calibrated(monkeypatch, backbone, trajectory, preset, rate, dec
         calls.append(arguments)
         return arguments[1]
 
-    monkeypatch.setattr(rsiat.cosine_calibration, "calibrate", calibrate)
+    monkeypatch.setattr(rsiat, "calibrate", calibrate)
     setup = make_rsiat(learner__preset=preset, benchmark="cub200")
     before, frozen, trained, images, after = trajectory[1]
     found = rsiat.after_task(setup, backbone, before, 1, frozen, trained, images)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdc_jax.learners import projector, steering
+from fdc_jax.learners import rsiat
 from tests.learners import rsiat_reference
 from tests.learners.small_stream import float64, random_like
 
@@ -26,7 +26,7 @@ def random_features(seed, count=8):
 def test_steering_against_its_formula(weight, threshold):
     features = random_features(0)
     expected = rsiat_reference.steering(float64(features)[:6], LABELS[:6], weight, threshold)
-    found = steering.steering_loss(features, LABELS, WEIGHTS, weight, threshold)
+    found = rsiat.steering_loss(features, LABELS, WEIGHTS, weight, threshold)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
 
 
@@ -35,7 +35,7 @@ def test_steering_ignores_what_padding_shows():
     other = features.at[6:].set(7.0 * features[0])
 
     def found(rows):
-        return jax.value_and_grad(steering.steering_loss)(rows, LABELS, WEIGHTS, 1.0, -1.0)
+        return jax.value_and_grad(rsiat.steering_loss)(rows, LABELS, WEIGHTS, 1.0, -1.0)
 
     jax.tree.map(np.testing.assert_array_equal, found(features)[0], found(other)[0])
     np.testing.assert_array_equal(found(other)[1][6:], 0)
@@ -45,23 +45,23 @@ def test_steering_ignores_what_padding_shows():
 def test_steering_is_zero_for_compact_classes_below_the_threshold():
     """Classes along three axes, at any length: cosines of 1 within and of 0 between them."""
     features = jnp.eye(WIDTH)[LABELS] * (1.0 + jnp.arange(8.0))[:, None]
-    assert float(steering.steering_loss(features, LABELS, WEIGHTS, 1.0, 0.0)) == 0.0
-    above = steering.steering_loss(features, LABELS, WEIGHTS, 2.0, -0.25)
+    assert float(rsiat.steering_loss(features, LABELS, WEIGHTS, 1.0, 0.0)) == 0.0
+    above = rsiat.steering_loss(features, LABELS, WEIGHTS, 2.0, -0.25)
     np.testing.assert_allclose(above, 2.0 * 0.25, rtol=1e-5)
     # Two of the six ordered pairs of a class have the cosine -1 now.
     turned = features.at[0].multiply(-1.0)
     np.testing.assert_allclose(
-        steering.steering_loss(turned, LABELS, WEIGHTS, 1.0, 0.5), 2 * 2.0 / 6, rtol=1e-5
+        rsiat.steering_loss(turned, LABELS, WEIGHTS, 1.0, 0.5), 2 * 2.0 / 6, rtol=1e-5
     )
 
 
 def test_steering_without_pairs_of_a_kind_is_finite():
     features = random_features(0)
     alone = np.arange(8)
-    assert float(steering.steering_loss(features, alone, WEIGHTS, 1.0, 1.5)) == 0.0
-    gradient = jax.grad(steering.steering_loss)(features, alone, WEIGHTS, 1.0, 1.5)
+    assert float(rsiat.steering_loss(features, alone, WEIGHTS, 1.0, 1.5)) == 0.0
+    gradient = jax.grad(rsiat.steering_loss)(features, alone, WEIGHTS, 1.0, 1.5)
     np.testing.assert_array_equal(gradient, 0)
-    one = steering.steering_loss(features, np.zeros(8, int), WEIGHTS, 1.0, -1.0)
+    one = rsiat.steering_loss(features, np.zeros(8, int), WEIGHTS, 1.0, -1.0)
     expected = rsiat_reference.steering(float64(features)[:6], np.zeros(6), 1.0, -1.0)
     np.testing.assert_allclose(one, expected, rtol=1e-5)
 
@@ -73,7 +73,7 @@ MEAN_MASK = np.array([True, True, True, False, False])
 
 @pytest.fixture(scope="module")
 def layers():
-    shapes = jax.eval_shape(lambda: projector.initialise(jax.random.key(0), WIDTH, 7))
+    shapes = jax.eval_shape(lambda: rsiat.new_projector(jax.random.key(0), WIDTH, 7))
     return random_like(shapes, 3)
 
 
@@ -83,8 +83,8 @@ def means():
 
 
 def losses(layers, features, earlier, mean_rows, bounded=True):
-    return steering.projection_losses(
-        lambda rows: projector.project(layers, rows, bounded),
+    return rsiat.projection_losses(
+        lambda rows: rsiat.project(layers, rows, bounded),
         features,
         earlier,
         WEIGHTS,
