@@ -1,7 +1,9 @@
-"""What `main.py` does: one run per seed, tables, and a summary over seeds."""
+"""What `main.py` does: one run per seed, tables, a summary over seeds, and exit codes."""
 
 import contextlib
+import faulthandler
 import logging
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -25,6 +27,76 @@ _log = logging.getLogger(__name__)
 
 # Settings that may differ between the hosts of one run.
 _OF_A_HOST = ("cache_dir", "data.dir", "encoder.weights", "data.workers", "data.cache_gib")
+
+
+# Exit codes. 75 is EX_TEMPFAIL: the same command goes on from where this one stopped.
+_CODES: dict[type[Exception], int] = {InputError: 2, TrainingError: 3, Interrupted: 75}
+
+
+def main(
+    config: Config,
+    workdir: str,
+    stop: StopRequest,
+    quiet: bool = False,
+    show_traceback: bool = False,
+    join: tuple[bool, str | None, int | None, int | None] = (False, None, None, None),
+) -> None:
+    """Does what `run` does as a program: errors are one line and an exit code.
+
+    Args:
+        config: of the run.
+        workdir: folder that receives everything.
+        stop: whether the program was asked to.
+        quiet: print nothing but errors.
+        show_traceback: show where an error arose, too.
+        join: arguments of `processes.start`.
+    """
+    devices.keep_freed_memory()
+    _plain_warnings()
+    try:
+        processes.start(*join)
+        if processes.count() > 1:
+            stop.agree = processes.Agreement()
+            faulthandler.disable()  # JAX ends those whom another one left, and says so
+        if not processes.is_first():
+            logging.getLogger("fdc_jax").setLevel(logging.ERROR)
+        run(config, workdir, quiet, stop)
+    except Exception as error:
+        _end(error, show_traceback)
+    processes.leave()
+
+
+def _plain_warnings() -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("fdc_jax: %(levelname)s: %(message)s"))
+    logger = logging.getLogger("fdc_jax")
+    logger.addHandler(handler)
+    logger.propagate = False
+    # JAX tells of every kind of device that it looked for in vain, and of every connection.
+    for name in ("xla_bridge", "distributed"):
+        logging.getLogger(f"jax._src.{name}").setLevel(logging.WARNING)
+    # And matplotlib of the fonts that it found, in the first report of a machine.
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)
+
+
+def _end(error: Exception, show_traceback: bool) -> None:
+    """Says in one line what went wrong and exits, together with processes that failed alike."""
+    lost = processes.lost(error)
+    message = str(error) if type(error) in _CODES else lost
+    code = _CODES.get(type(error), _CODES[Interrupted] if lost else 1)
+    if message is None or show_traceback:
+        if processes.count() == 1:
+            raise error
+        traceback.print_exception(error)
+    elif processes.is_first():
+        print(f"fdc_jax: error: {message}", file=sys.stderr, flush=True)
+    number = processes.index()
+    if lost is None and processes.leave():
+        sys.exit(code)
+    if message and number:
+        print(f"fdc_jax: error: process {number}: {message}", file=sys.stderr, flush=True)
+    # The ordinary end would wait for the others once more.
+    os._exit(code)
 
 
 def run(

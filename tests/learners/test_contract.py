@@ -410,7 +410,7 @@ def test_rates_decays_and_schedules(backbone, monkeypatch, each):
     def linear(setup, backbone, frozen, leaves, *batch):
         return sum(jax.tree.leaves(jax.tree.map(lambda s, x: jnp.sum(s * x), slopes, leaves)))
 
-    for module in ("inflora", each["name"]):
+    for module in ("cumulative_lora", "inflora", each["name"]):
         module = importlib.import_module(f"fdc_jax.learners.{module}")
         monkeypatch.setattr(module, "loss", linear, raising=False)
     update = learners.find(each["name"]).update(setup)

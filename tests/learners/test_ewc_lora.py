@@ -189,58 +189,6 @@ def test_estimators_agree_for_batches_of_one_whatever_is_held_at_once(run, backb
             np.testing.assert_allclose(found[part], expected, rtol=1e-3, atol=1e-5 * top)
 
 
-def test_labels_of_the_model_follow_its_softmax(backbone):
-    """Copies of two images that a head tells apart; its third row is no class of the task."""
-    setup, count = make_setup("ewc_lora"), 1000
-    kernels = random_like(vit.pretrained_kernels(backbone), 0)
-    images = make_batch(0, size=2).images
-    features = reference_features(images, kernels)
-    apart = features[0] - features[1]
-    weight = np.stack([2.0 * apart / np.sum(apart**2), 0.0 * apart, apart])
-    bias = np.array([-weight[0] @ features.mean(axis=0), 0.5, 9.0])
-    head = head_types.LinearHead(*(jnp.asarray(part, jnp.float32) for part in (weight, bias)))
-    shares = np.exp((features @ weight.T + bias)[:, :2])
-    shares /= shares.sum(axis=1, keepdims=True)
-    assert np.abs(shares[0] - shares[1]).max() > 0.3
-    copies, mask = np.repeat(images, count, axis=0), np.array([True, True, False])
-    drawn = ewc_lora.labels_of_model(
-        setup.model, backbone, kernels, head, mask, copies, jax.random.key(0)
-    )
-    for found, expected in zip(np.asarray(drawn).reshape(2, count), shares, strict=True):
-        found = np.bincount(found, minlength=3) / count
-        assert found[2] == 0
-        np.testing.assert_allclose(found[:2], expected, atol=0.05)
-
-
-def test_fisher_information_with_labels_of_the_model(run, backbone, monkeypatch):
-    """It is that of the labels drawn, whose keys follow from the task's and differ by batch."""
-    step, keys = run.steps[1], []
-
-    def drawn(*arguments):
-        keys.append(tuple(np.asarray(jax.random.key_data(arguments[-1]))))
-        return (np.arange(6) // 2).astype(np.int32)
-
-    monkeypatch.setattr(ewc_lora, "labels_of_model", drawn)
-    relabelled = [
-        batch._replace(labels=(np.arange(6) // 2).astype(np.int32))
-        for batch in step.images.augmented()
-    ]
-    found, expected = (
-        ewc_lora.after_task(
-            make_setup("ewc_lora", learner__ewc_lora__fisher_labels=labels),
-            *(backbone, step.designed, 1, step.frozen, step.trained, images),
-        ).importance
-        for labels, images in (("model", step.images), ("data", task_images(*relabelled)))
-    )
-    assert_equal(found, expected)
-    key = jax.random.wrap_key_data(step.frozen["labels"])
-    assert keys == [
-        tuple(np.asarray(jax.random.key_data(jax.random.fold_in(key, number))))
-        for number in range(2)
-    ]
-    assert np.abs(found["key"] - step.after.importance["key"]).max() > 1e-3 * found["key"].max()
-
-
 # The head on the unit feature, and folding --------------------------------------------------------
 
 
