@@ -5,10 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fdc_jax.errors import InputError
-from fdc_jax.files import sha256, write_atomically
+from fdc_jax.files import read_npz, sha256, write_atomically, write_npz
 
 
 def test_the_file_appears_when_the_block_ends(tmp_path):
@@ -29,6 +30,15 @@ def test_an_error_keeps_the_old_file(tmp_path):
         raise RuntimeError
     assert path.read_bytes() == b"old"
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+def test_archives_are_whole_or_absent(tmp_path):
+    path = tmp_path / "out" / "x.npz"
+    write_npz(path, {"a": [1, 2]})
+    with pytest.raises(ValueError, match=r"pickle|Object"):
+        write_npz(path, {"a": np.array([object()])})
+    np.testing.assert_array_equal(read_npz(path)["a"], [1, 2])
+    assert [file.name for file in path.parent.iterdir()] == ["x.npz"]
 
 
 def test_a_path_that_cannot_be_made(tmp_path):
