@@ -39,7 +39,7 @@ def by_hand():
         "raw_label": np.array([0, 1, 2, 4, 0, 5]),
         "fdc_task": np.array([0, 0, 0, 0, 1, 2]),
         "fdc_label": np.array([0, 0, 1, 0, 3, 4]),
-        "fdc_oracle_label": np.array([0, 0, 1, 0, 5, 4]),
+        "fdc_oracle_label": np.array([0, 0, 1, 0, 4, 4]),
     }
 
 
@@ -51,7 +51,7 @@ def test_routes_and_shares_by_hand():
     assert overview.confusion(made, "fdc") == pytest.approx(np.array(rows))
     rows = [[25, 25, 25, 25], [0] * 4, [50, 0, 0, 50], [100 / 3, 50 / 3, 50 / 3, 100 / 3]]
     assert overview.shares(made, "raw") == pytest.approx(np.array(rows))
-    rows = [[75, 25, 0, 0], [0] * 4, [0, 50, 0, 50], [50, 100 / 3, 0, 50 / 3]]
+    rows = [[75, 25, 0, 0], [0] * 4, [0, 50, 50, 0], [50, 100 / 3, 50 / 3, 0]]
     assert overview.shares(made, "fdc") == pytest.approx(np.array(rows))
 
 
