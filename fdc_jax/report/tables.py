@@ -628,8 +628,8 @@ def read_latency(path: str | os.PathLike[str]) -> dict[str, Any]:
 _LATENCY = {
     "raw_ms": "baseline, ms",
     "single_ms": "single, ms",
-    "dual_ms": "dual, ms",
     "single_increase_percent": "single, + %",
+    "dual_ms": "dual, ms",
     "dual_increase_percent": "dual, + %",
     "raw_mib": "baseline, MiB",
     "single_mib": "single, + MiB",
