@@ -164,7 +164,7 @@ class Store(_Places):
         results = _read(self.results_file, "remove it, and the run writes it again")
         last = results["num_tasks"] - 1
         missing = []
-        if not _is_whole(self.predictions_file, "label", "fdc_label"):
+        if not _is_whole(self.predictions_file):
             missing.append(self.predictions_file.name)
         if self._config.save_features and self.features_folder.exists():
             for task in range(last + 1):
@@ -191,7 +191,9 @@ class Store(_Places):
             ]
         if missing:
             # They come from the last evaluation, which is repeated.
-            self._forget(last)
+            record = self._record(last)
+            if record is not None:
+                write_json(self.record_file(last), record | {"stale": True})
         if not self.calibrator_file.exists() or _calibrator(_bytes(self.calibrator_file)) is None:
             missing.append(self.calibrator_file.name)
         if missing:

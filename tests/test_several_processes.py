@@ -107,6 +107,7 @@ def test_the_first_process_alone_writes_and_speaks(two):
     assert [event["event"] for event in events].count("evaluation") == 2
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_other_and_the_same_command_goes_on(two, tmp_path, cache):
     workdir = tmp_path / "run"
     running = start_two(workdir, "--quiet", cache=cache)
@@ -161,6 +162,7 @@ def test_what_one_process_lacks_both_report(tmp_path, cache):
     assert others == ""
 
 
+@pytest.mark.slow
 def test_processes_with_different_settings_are_refused(tmp_path, cache):
     running = start_two(tmp_path / "run", cache=cache, second=["--config.train.rank=3"])
     ours, _ = finish_two(running, expected=2)
