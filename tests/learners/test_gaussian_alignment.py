@@ -11,8 +11,7 @@ from fdc_jax.errors import TrainingError
 from fdc_jax.learners import gaussian_alignment
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
 from fdc_jax.model import vit
-from tests.learners import small_stream
-from tests.learners.small_stream import make_batch, make_setup
+from tests.learners.trajectories import encode, make_batch, make_setup, random_like
 
 
 def random_gaussians(seed=0, tasks=3, classes=2, width=4):
@@ -82,15 +81,15 @@ def test_classes_that_cannot_be_fitted_are_named():
         gaussian_alignment.fit_task(gaussians, 0, features, np.array([0, 1, 2, 2]), 3, 1e-4)
 
 
-def test_class_features_leave_padding_out():
-    setup, backbone = make_setup(), small_stream.make_backbone()
-    kernels = small_stream.random_like(vit.pretrained_kernels(backbone), 2)
+def test_class_features_leave_padding_out(backbone):
+    setup = make_setup()
+    kernels = random_like(vit.pretrained_kernels(backbone), 2)
     batches = [make_batch(0, size=4), make_batch(1, size=4, padding=3)]
     features, labels = gaussian_alignment.class_features(
         setup.model, backbone, kernels, [Batch(*map(jnp.asarray, batch)) for batch in batches]
     )
     images = np.concatenate([batches[0].images, batches[1].images[:1]])
-    expected = small_stream.encode(setup, backbone, images, kernels)
+    expected = encode(setup, images, kernels)
     np.testing.assert_allclose(features, expected, atol=1e-5)
     np.testing.assert_array_equal(labels, [0, 1, 0, 1, 0])
 

@@ -11,7 +11,7 @@ import pytest
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.learners import loda, training
-from tests.learners.small_stream import copy, float64
+from tests.learners.trajectories import copy, float64
 
 WIDTH, RANK, BLOCKS, CLASSES = 5, 2, 2, 6
 RATES = {"increment": 0.02, "head": 0.1}
@@ -284,43 +284,11 @@ def test_the_look_ahead_is_taken_back(update):
     assert progress.optimizer.count == 2
 
 
-def test_padding_is_in_no_group(update):
-    """Images and labels of rows without weight may be anything, other classes included."""
-    backbone, frozen, trained = make_task()
-    batch = make_batch(5, [0, 1, 2, 0, 1, 2, 0, 0, 0, 0], padding=4)
-    other = batch._replace(images=batch.images.copy(), labels=batch.labels.copy())
-    other.images[6:] = 7.0
-    other.labels[6:] = [3, 4, 5, 5]
-    results = [
-        update.step(backbone, frozen, copy(trained), update.initialise(trained), each, 1.0)
-        for each in (batch, other)
-    ]
-    assert_close(*results, atol=1e-6)
-
-
-def test_goes_on_from_saved_progress(update):
-    """Random numbers follow from key and count of batches alone, and differ between batches."""
-    backbone, frozen, trained = make_task()
-    progress = update.initialise(trained)
-    for batch in BATCHES[:2]:
-        trained, progress, _ = update.step(backbone, frozen, trained, progress, batch, 1.0)
-    saved = jax.tree.map(np.asarray, copy((trained, progress)))
-    on = update.step(backbone, frozen, trained, progress, BATCHES[2], 1.0)
-    again = update.step(backbone, frozen, *jax.tree.map(jnp.asarray, saved), BATCHES[2], 1.0)
-    jax.tree.map(np.testing.assert_array_equal, on, again)
-    _, late = jax.tree.map(jnp.asarray, saved)
-    first = late._replace(batches=jnp.zeros((), jnp.int32))
-    other = update.step(backbone, frozen, jax.tree.map(jnp.asarray, saved[0]), first, BATCHES[2], 1)
-    assert np.abs(other[0]["increment"]["B"] - on[0]["increment"]["B"]).max() > 1e-4
-
-
 @pytest.mark.parametrize("present", [(2,), (0, 3), (1, 2, 5), (0, 1, 2, 4)])
 def test_first_group_is_a_random_half(present):
     marked = jnp.zeros(CLASSES, bool).at[jnp.asarray(present)].set(True)
     size = max(1, len(present) // 2)
-    draws = jax.vmap(loda.first_group, (0, None))(
-        jax.random.split(jax.random.key(0), 600), marked
-    )
+    draws = jax.vmap(loda.first_group, (0, None))(jax.random.split(jax.random.key(0), 600), marked)
     found = [tuple(np.flatnonzero(draw)) for draw in np.asarray(draws)]
     halves = list(combinations(present, size))
     assert set(found) == set(halves)

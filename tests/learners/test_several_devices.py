@@ -1,4 +1,4 @@
-"""Every learner on four devices: what it leaves behind is what one device gives."""
+"""Learners on four devices: what they leave behind is what one device gives."""
 
 import os
 import subprocess
@@ -9,7 +9,8 @@ import pytest
 
 from fdc_jax import learners
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+# RSIAT's loss pairs images, as LoRA-Subtraction's does, and LoDA takes groups of them.
+FAST = ("cumulative_lora", "loda", "rsiat")
 # The programs are tiny; nearly all the time goes into compiling them.
 FLAGS = (
     "--xla_force_host_platform_device_count=4",
@@ -18,31 +19,18 @@ FLAGS = (
 )
 
 
-def run(what):
+@pytest.mark.parametrize(
+    "names",
+    [FAST, pytest.param(sorted({*learners.names()} - {*FAST}), marks=pytest.mark.slow)],
+    ids=["fast", "slow"],
+)
+def test_four_devices_leave_what_one_leaves(names):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.learners.several_devices", what],
-        cwd=REPOSITORY,
+        [sys.executable, "-m", "tests.learners.several_devices", *names],
+        cwd=Path(__file__).resolve().parents[2],
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(FLAGS)},
         capture_output=True,
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def some_are_slow(learner):
-    """Marks learners whose passes over devices are those of the others.
-
-    RSIAT's loss pairs images, as LoRA-Subtraction's does, and LoDA takes groups of them.
-    """
-    fast = learner in ("cumulative_lora", "loda", "rsiat")
-    return pytest.param(learner, marks=() if fast else pytest.mark.slow)
-
-
-@pytest.mark.parametrize("learner", [some_are_slow(learner) for learner in learners.names()])
-def test_four_devices_leave_what_one_leaves(learner):
-    assert run(learner).endswith(" arrays agree\n")
-
-
-def test_second_moments_move_no_images_between_devices():
-    assert run("second_moments") == "moments agree\n"
+    assert done.stdout == "four devices agree with one\n"

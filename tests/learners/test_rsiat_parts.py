@@ -1,0 +1,285 @@
+"""The parts of RSIAT's method against their formulas: losses, projector, drift, calibration."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import digits
+from fdc_jax.errors import TrainingError
+from fdc_jax.learners import rsiat
+from fdc_jax.learners.gaussian_alignment import ClassGaussians
+from fdc_jax.learners.training import cosface
+from tests.learners import rsiat_reference
+from tests.learners.trajectories import float64, random_like
+
+LABELS = np.array([0, 1, 2, 0, 1, 2, 0, 0])
+# The last two rows are padding, labelled as padding is.
+WEIGHTS = np.array([1, 1, 1, 1, 1, 1, 0, 0], np.float32)
+WIDTH = 12
+
+
+def random_features(seed, count=8):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(count, WIDTH)), jnp.float32)
+
+
+# CosFace -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("scale", "margin"), [(30.0, 0.3), (20.0, 0.0), (1.0, 0.1)])
+def test_cosface_against_its_formula(scale, margin):
+    """Rows that are no classes and images of weight zero count for nothing."""
+    rng = np.random.default_rng(0)
+    features, rows = rng.normal(size=(8, WIDTH)), rng.normal(size=(5, WIDTH))
+    units = [each / np.linalg.norm(each, axis=1, keepdims=True) for each in (features, rows)]
+
+    def loss(cosines):
+        return cosface(cosines, LABELS, np.arange(5) < 3, WEIGHTS, scale, margin)
+
+    value, gradient = jax.value_and_grad(loss)(jnp.asarray(units[0] @ units[1].T, jnp.float32))
+    expected = rsiat_reference.cosface(features[:6], rows[:3], LABELS[:6], scale, margin)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_array_equal(gradient[6:], 0)
+    np.testing.assert_array_equal(gradient[:, 3:], 0)
+    assert np.isfinite(gradient).all() and np.abs(np.asarray(gradient)[:6, :3]).max() > 0
+
+
+# Steering ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("weight", "threshold"), [(1.0, 1.5), (0.5, 0.3), (2.0, -0.2)])
+def test_steering_against_its_formula(weight, threshold):
+    features = random_features(0)
+    expected = rsiat_reference.steering(float64(features)[:6], LABELS[:6], weight, threshold)
+    found = rsiat.steering_loss(features, LABELS, WEIGHTS, weight, threshold)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def test_steering_is_zero_for_compact_classes_below_the_threshold():
+    """Classes along three axes, at any length: cosines of 1 within and of 0 between them."""
+    features = jnp.eye(WIDTH)[LABELS] * (1.0 + jnp.arange(8.0))[:, None]
+    assert float(rsiat.steering_loss(features, LABELS, WEIGHTS, 1.0, 0.0)) == 0.0
+    above = rsiat.steering_loss(features, LABELS, WEIGHTS, 2.0, -0.25)
+    np.testing.assert_allclose(above, 2.0 * 0.25, rtol=1e-5)
+
+
+def test_steering_without_pairs_of_a_kind_is_finite():
+    features, alone = random_features(0), np.arange(8)
+    value, gradient = jax.value_and_grad(rsiat.steering_loss)(features, alone, WEIGHTS, 1.0, 1.5)
+    assert float(value) == 0.0
+    np.testing.assert_array_equal(gradient, 0)
+    one = rsiat.steering_loss(features, np.zeros(8, int), WEIGHTS, 1.0, -1.0)
+    expected = rsiat_reference.steering(float64(features)[:6], np.zeros(6), 1.0, -1.0)
+    np.testing.assert_allclose(one, expected, rtol=1e-5)
+
+
+# Alignment and repulsion -------------------------------------------------------------------------
+
+MEAN_MASK = np.array([True, True, True, False, False])
+
+
+@pytest.fixture(scope="module")
+def layers():
+    return random_like(jax.eval_shape(lambda: rsiat.new_projector(jax.random.key(0), WIDTH, 7)), 3)
+
+
+def means():
+    """Means of three classes, and slots of none, which are zero."""
+    return random_features(5, 5) * MEAN_MASK[:, None]
+
+
+def losses(layers, features, earlier, mean_rows, bounded=True):
+    return rsiat.projection_losses(
+        lambda rows: rsiat.project(layers, rows, bounded),
+        *(features, earlier, WEIGHTS, mean_rows, MEAN_MASK),
+    )
+
+
+def test_alignment_and_repulsion_against_their_formulas(layers):
+    features, earlier = random_features(1), random_features(2)
+    alignment, repulsion = losses(layers, features, earlier, means())
+    projected, projected_means = (
+        rsiat_reference.project(float64(layers), float64(rows))
+        for rows in (earlier[:6], means()[:3])
+    )
+    expected = rsiat_reference.alignment(float64(features)[:6], projected)
+    np.testing.assert_allclose(alignment, expected, rtol=1e-5)
+    expected = rsiat_reference.repulsion(projected_means, projected)
+    np.testing.assert_allclose(repulsion, expected, rtol=1e-4)
+
+
+def test_repulsion_keeps_its_sign(layers):
+    """Means opposite to the features are what it asks for: a mean cosine near -1, not near 1."""
+    earlier, opposite = jnp.full((8, WIDTH), 40.0), jnp.full((5, WIDTH), -40.0)
+    assert float(losses(layers, earlier, earlier, opposite)[1]) < -0.99
+    assert float(losses(layers, earlier, earlier, -opposite)[1]) > 0.99
+
+
+def test_where_the_gradients_go(layers):
+    """Repulsion has one for the projector alone; padding has none."""
+    features, earlier = random_features(1), random_features(2)
+    for which in range(2):
+        of_projector, of_features = jax.jit(
+            jax.grad(lambda p, f, w=which: losses(p, f, earlier, means())[w], argnums=(0, 1))
+        )(layers, features)
+        assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(of_projector)) > 0
+        np.testing.assert_array_equal(of_features[6 * (1 - which) :], 0)
+        assert which or np.abs(np.asarray(of_features)[:6]).min() > 0
+
+
+def test_slots_without_a_class_have_finite_gradients(layers):
+    """The unbounded projector maps zero to zero, whose norm has no derivative."""
+    nothing, earlier = jax.tree.map(jnp.zeros_like, layers), random_features(2)
+    gradients = jax.jit(jax.grad(lambda p: losses(p, earlier, earlier, means(), False)[1]))
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients(nothing)))
+
+
+# The projector -----------------------------------------------------------------------------------
+
+
+def test_a_new_projector():
+    """Uniform in +-1/sqrt(inputs) as PyTorch draws it; unbounded, the identity at its start."""
+    new = rsiat.new_projector(jax.random.key(0), 100, 36)
+    assert [layer.weight.shape for layer in new] == [(100, 64), (64, 36), (36, 64), (64, 100)]
+    for layer in new:
+        inputs, outputs = layer.weight.shape
+        assert layer.bias.shape == (outputs,)
+        for leaf in layer:
+            largest = float(jnp.abs(leaf).max())
+            assert 0.85 * inputs**-0.5 < largest <= inputs**-0.5
+            assert float(leaf.min()) < 0
+    draws = [float(leaf.ravel()[0]) * len(layer.weight) ** 0.5 for layer in new for leaf in layer]
+    assert len(set(np.round(draws, 5))) == 8
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(20, 100)), jnp.float32)
+    added = rsiat.project(new, x) - x
+    assert 0.45 < float(added.mean()) < 0.55
+    identity = rsiat.new_projector(jax.random.key(0), 100, 36, True)
+    np.testing.assert_array_equal(rsiat.project(identity, x, False), x)
+    assert float(jnp.abs(identity.into.weight).max()) > 0
+
+
+# Means that move with the features near them -----------------------------------------------------
+
+
+def drift_problem(classes=4, images=9, width=6):
+    rng = np.random.default_rng(0)
+    before = rng.normal(size=(images, width))
+    return rng.normal(size=(classes, width)), before, before + 0.5 * rng.normal(size=before.shape)
+
+
+@pytest.mark.parametrize("width", [0.3, 1.0, 4.0])
+def test_drift_against_its_formula(width):
+    of_classes, before, after = drift_problem()
+    expected = rsiat_reference.moved_means(of_classes, before, after, width)
+    assert np.abs(expected - of_classes).max() > 0.1
+    found = rsiat.moved_means(of_classes, before, after, width)
+    assert found.dtype == np.float64
+    np.testing.assert_allclose(found, expected, rtol=1e-9)
+    np.testing.assert_array_equal(rsiat.moved_means(of_classes, before, before, 1.0), of_classes)
+    # A drift common to all images is that of every mean.
+    common = np.linspace(-1, 1, before.shape[1])
+    found = rsiat.moved_means(of_classes, before, before + common, width) - of_classes
+    np.testing.assert_allclose(found, np.tile(common, (len(found), 1)), rtol=1e-9)
+
+
+def test_far_means_move_as_the_images_on_average():
+    """The floor decides, however large the features are, and nothing under- or overflows."""
+    of_classes, before, after = drift_problem()
+    far = (of_classes + 1e3).astype(np.float32)
+    with np.errstate(all="raise", under="ignore"):
+        found = rsiat.moved_means(far, before, after, 4.0)
+    np.testing.assert_allclose(
+        found - far, np.tile(np.mean(after - before, axis=0), (4, 1)), rtol=1e-6
+    )
+
+
+# Calibration of cosine heads ---------------------------------------------------------------------
+
+CLASSES = (2, 3, 2)
+KEY = jax.random.key(0)
+
+
+def settings(**fields):
+    found = digits.get_config().learner.rsiat
+    found.update(dict(scale=5.0, samples_per_class=4, calibration_epochs=4) | fields)
+    return found
+
+
+def seen(tasks):
+    return (np.arange(3) < np.array(CLASSES)[:, None]) & (np.arange(3)[:, None] < tasks)
+
+
+def calibration_problem():
+    """Classes without spread make every draw a mean; one batch an epoch has no order."""
+    rng = np.random.default_rng(0)
+    heads = rng.normal(size=(3, 3, WIDTH)) * seen(2)[:, :, None]
+    gaussians = ClassGaussians(
+        jnp.asarray(rng.normal(size=(3, 3, WIDTH)), jnp.float32),
+        np.zeros((3, 3, WIDTH, WIDTH), np.float32),
+    )
+    return jnp.asarray(heads, jnp.float32), gaussians
+
+
+def reference_calibration(rows, of_classes, scale, rates, decay, optimizer):
+    """Full-batch SGD or Adam in float64 on features that lie where the means lie."""
+    units = of_classes / np.linalg.norm(of_classes, axis=1, keepdims=True)
+    momentum, squares = np.zeros_like(rows), np.zeros_like(rows)
+    for step, rate in enumerate(rates, start=1):
+        norms = np.linalg.norm(rows, axis=1, keepdims=True)
+        directions = rows / norms
+        cosines = units @ directions.T
+        shares = np.exp(scale * cosines)
+        shares /= shares.sum(axis=1, keepdims=True)
+        slopes = scale * (shares - np.eye(len(rows))) / len(units)
+        gradient = slopes.T @ units - np.sum(slopes * cosines, axis=0)[:, None] * directions
+        gradient = gradient / norms + decay * rows
+        if optimizer == "sgd":
+            momentum = 0.9 * momentum + gradient
+            rows = rows - rate * momentum
+        else:
+            momentum = 0.9 * momentum + 0.1 * gradient
+            squares = 0.999 * squares + 0.001 * gradient**2
+            root = np.sqrt(squares / (1 - 0.999**step))
+            rows = rows - rate * momentum / (1 - 0.9**step) / (root + 1e-8)
+    return rows
+
+
+@pytest.mark.parametrize(("optimizer", "decay"), [("sgd", 0.3), ("adam", 0.0)])
+def test_calibration_against_its_formula(optimizer, decay):
+    heads, gaussians = calibration_problem()
+    options = settings(calibration_batch_size=20, calibration_optimizer=optimizer)
+    found = rsiat.calibrate(options, heads, gaussians, seen(2), 0.5, decay, KEY)
+    rates = 0.5 * np.array([1.0, 0.5 + 0.125**0.5, 0.5, 0.5 - 0.125**0.5])
+    rows, of_classes = (np.asarray(each, np.float64)[seen(2)] for each in (heads, gaussians.means))
+    expected = reference_calibration(rows, of_classes, 5.0, rates, decay, optimizer)
+    assert np.abs(expected - rows).max() > 0.1
+    np.testing.assert_allclose(np.asarray(found)[seen(2)], expected, atol=1e-5)
+    np.testing.assert_array_equal(np.asarray(found)[~seen(2)], 0)
+
+
+@pytest.mark.parametrize("tasks", [2, 3])
+def test_what_is_drawn_and_how_fast_it_is_learned(monkeypatch, tasks):
+    heads, gaussians = calibration_problem()
+    met = {}
+
+    def calibration(*arguments):
+        met["settings"] = arguments
+        return lambda *arguments: met.update(arguments=arguments) or arguments[0]
+
+    monkeypatch.setattr(rsiat, "_calibration", calibration)
+    found = rsiat.calibrate(settings(), heads, gaussians, seen(tasks), 0.02, 0.1, KEY)
+    assert found is heads and met["settings"] == ("sgd", 5.0, 0.1, 4, 256)
+    _, drawn_from, drawn, scales, rates, used = met["arguments"]
+    assert drawn_from is gaussians and used is KEY
+    np.testing.assert_array_equal(drawn, seen(tasks))
+    expected = [0.9 + 0.1 * (task + 1) / tasks for task in range(tasks)]
+    np.testing.assert_allclose(scales[:tasks], expected, rtol=1e-6)
+    np.testing.assert_allclose(rates[[0, 2]], [0.02, 0.01], rtol=1e-6)
+
+
+def test_a_calibration_that_diverged_says_so():
+    heads, gaussians = calibration_problem()
+    gaussians = gaussians._replace(means=gaussians.means.at[0].set(jnp.nan))
+    options = settings(calibration_batch_size=20)
+    with pytest.raises(TrainingError, match="calibration after task 2 diverged"):
+        rsiat.calibrate(options, heads, gaussians, seen(2), 0.5, 0.3, KEY)
