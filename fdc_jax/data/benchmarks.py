@@ -229,7 +229,7 @@ def verify(
     any_split = benchmark.num_train is None
     expect("classes", None if any_split else benchmark.num_classes, len(class_names))
     for split in splits if benchmark.partition == "pilot" else ("training",):
-        missing = [class_names[label] for label in np.flatnonzero(per_class[split] == 0)]
+        missing = [class_names[label] for label in np.flatnonzero(per_class[split] == 0).tolist()]
         if missing:
             raise InputError(
                 f"{benchmark.name}: expected {split} images of every class, found none of "

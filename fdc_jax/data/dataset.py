@@ -16,7 +16,7 @@ from jaxtyping import Int
 from fdc_jax.data import benchmarks
 from fdc_jax.errors import InputError
 
-SPLITS = ("train", "test")
+SPLITS: tuple[str, ...] = ("train", "test")
 
 
 @dataclasses.dataclass(frozen=True)

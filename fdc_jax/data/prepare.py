@@ -19,7 +19,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,7 @@ class _Job:
             pixels = images.pixels_sha256(images.decode(encoded, item.place))
             return {"image": encoded, "label": label[item.class_name], **item.fields}, pixels
 
-        def records(split: str) -> Iterator[dict[str, Any]]:
+        def records(split: str) -> Generator[dict[str, Any], None, None]:
             items = raw.splits[split]
             for item, result in zip(items, self.in_order(load, items, split), strict=True):
                 if isinstance(result, InputError):

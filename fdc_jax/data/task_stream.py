@@ -67,7 +67,7 @@ class TaskStream:
     @property
     def class_names(self) -> list[str]:
         """Names of the classes by class-order position."""
-        return [self.train.class_names[label] for label in self.order]
+        return [self.train.class_names[label] for label in self.order.tolist()]
 
     @property
     def classes_per_task(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,7 @@ def _remembered(
     except Exception:
         # Absent or damaged: it is made anew.
         pass
-    found = compute()
+    found: Any = compute()
     with contextlib.suppress(InputError), write_atomically(path) as file:
         np.savez_compressed(file, fingerprint=np.array(fingerprint), **found)
     return found
@@ -216,7 +216,7 @@ def write(
     benchmark: benchmarks.Benchmark,
     class_names: list[str],
     superclass_names: list[str] | None,
-    records: dict[str, Iterator[dict[str, Any]]],
+    records: Mapping[str, Iterator[dict[str, Any]]],
 ) -> None:
     """Writes a data set as array_record files, in the order given.
 
