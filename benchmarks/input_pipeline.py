@@ -163,7 +163,7 @@ def main() -> None:
                 for record in measure(source, number, options):
                     print(line(record), flush=True)
                     records.append(record)
-    found = {"device": devices.describe(), "cores": batches.default_workers(), "records": records}
+    found = {"device": devices.describe(), "cores": dataset.default_workers(), "records": records}
     write_report("benchmarks.input_pipeline", options, found)
 
 

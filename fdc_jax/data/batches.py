@@ -7,7 +7,6 @@ step `s` of a run is the same batch however many threads decode it and wherever 
 from __future__ import annotations
 
 import collections
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from jaxtyping import Bool, Float, Float32, Int, Int32, UInt8
 from PIL import Image
 
 from fdc_jax.data import images
-from fdc_jax.data.dataset import Dataset
+from fdc_jax.data.dataset import Dataset, default_workers
 from fdc_jax.errors import InputError
 
 _PERMUTATION, _AUGMENTATION = 0, 1
@@ -96,13 +95,6 @@ class ByteCache:
         with self._lock:
             self._values.clear()
             self.bytes = 0
-
-
-def default_workers() -> int:
-    """Number of processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 # Row of the indices to its transformed image.

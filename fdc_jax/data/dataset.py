@@ -48,11 +48,6 @@ class Dataset:
         return len(self.labels)
 
     @property
-    def num_classes(self) -> int:
-        """Number of classes of the data set, including any without an image in this split."""
-        return len(self.class_names)
-
-    @property
     def checksum(self) -> str:
         """SHA-256 of what the images are, however they are stored; 64 hexadecimal digits."""
         return self.compute_checksum()
@@ -105,6 +100,13 @@ def data_folder(path: str | os.PathLike[str] = "") -> Path:
     """
     default = os.environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
     return Path(path or default).expanduser()
+
+
+def default_workers() -> int:
+    """Number of processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def open_dataset(

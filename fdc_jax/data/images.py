@@ -30,18 +30,8 @@ NUM_UNIFORMS = 2 * _TRIES + 3
 
 # All that Pillow's parsers are known to raise on damaged files.
 _DAMAGED = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    IndexError,
-    KeyError,
-    TypeError,
-    OverflowError,
-    MemoryError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
+    *(OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError),
+    *(OverflowError, MemoryError, struct.error, zlib.error, Image.DecompressionBombError),
 )
 
 

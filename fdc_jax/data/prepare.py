@@ -26,7 +26,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from fdc_jax.data import batches, benchmarks, cifar100, dataset, folders, images, tfds_format
+from fdc_jax.data import benchmarks, cifar100, dataset, folders, images, tfds_format
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_json
 
@@ -64,7 +64,7 @@ def prepare(
     if raw is not None and not (raw.is_dir() or raw.is_file()):
         found = "neither" if raw.exists() else "nothing"
         raise InputError(f"{raw}: expected a folder or an archive, found {found}")
-    workers = batches.default_workers() if workers is None else workers
+    workers = dataset.default_workers() if workers is None else workers
     if workers < 1:
         raise InputError(f"workers must be at least 1, found {workers}")
     job = _Job(benchmark, dataset.data_folder(data_dir), workers, quiet)

@@ -113,7 +113,7 @@ def build(
         InputError: counts differ from the table, more tasks than classes, a task without images.
     """
     benchmarks.verify(benchmark, train.labels, test.labels, train.class_names)
-    num_classes = train.num_classes
+    num_classes = len(train.class_names)
     if classes_per_task > num_classes:
         raise InputError(
             f"config.classes_per_task: expected at most the {num_classes} classes of "

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 from tensorflow_datasets.core import dataset_info
 
-from fdc_jax.data import batches, benchmarks, dataset, images
+from fdc_jax.data import benchmarks, dataset, images
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
 
@@ -135,7 +135,7 @@ def _decoded_sha256(opened: dataset.Dataset) -> str:
             for index in indices
         ]
 
-    with ThreadPoolExecutor(batches.default_workers()) as pool:
+    with ThreadPoolExecutor(dataset.default_workers()) as pool:
         starts = range(0, len(opened), 64)
         chunks = pool.map(pixels, (range(i, min(i + 64, len(opened))) for i in starts))
         found = itertools.chain.from_iterable(chunks)

@@ -9,7 +9,7 @@ def test_splits_are_those_of_the_table():
     benchmarks.verify(row, train.labels, test.labels, train.class_names)
     assert not set(train.ids) & set(test.ids)
     assert len(set(train.ids) | set(test.ids)) == 1797
-    assert train.num_classes == 10
+    assert len(train.class_names) == 10
 
 
 def test_every_third_scan_of_a_class_is_held_out():
