@@ -42,7 +42,7 @@ def test_final_heads_of_aligned_tasks_are_saved(whole):
     features = feature_files.load(whole / "features")
     # The last alignment is part of the last task.
     assert [task.final_head is None for task in features.tasks] == [False, False, True]
-    calibrator = calibration.FDC.load(whole / "calibrator.npz")
+    calibrator = calibration.load(whole / "calibrator.npz")
     for stored, used in zip(features.final_heads, calibrator.heads, strict=True):
         np.testing.assert_array_equal(stored.weight, used.weight)
         np.testing.assert_array_equal(stored.bias, used.bias)

@@ -256,6 +256,11 @@ class Sums:
         energies, vectors = eigh(centred @ centred.T / self.count)
         return energies, vectors @ centred
 
+    def basis(self, share: float) -> Float[np.ndarray, "r d"]:
+        """Returns U_t, which keeps a share eta of the variance, as rows (Eq. task-pca)."""
+        energies, directions = self.principal_components()
+        return orthonormal(directions[: retained_rank(energies, share, self.count)])
+
 
 def class_sums(
     rows: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"]
@@ -268,8 +273,10 @@ def class_sums(
 
 def eigh(matrix: Float[np.ndarray, "k k"]) -> tuple[np.ndarray, np.ndarray]:
     """Returns eigenvalues of a symmetric matrix, descending, and its eigenvectors as rows."""
-    values, vectors = jnp.linalg.eigh(jnp.asarray(matrix, jnp.float32))
-    return np.asarray(values)[::-1], np.asarray(vectors).T[::-1]
+    # Numbers near one, whatever the features' unit.
+    scale = np.trace(matrix) or 1.0
+    values, vectors = jnp.linalg.eigh(jnp.asarray(matrix / scale, jnp.float32))
+    return scale * np.asarray(values, np.float64)[::-1], np.asarray(vectors).T[::-1]
 
 
 def orthonormal(directions: Float[np.ndarray, "r d"]) -> Float[np.ndarray, "r d"]:
@@ -994,13 +1001,9 @@ class FDC:
             )
         drafts = []
         for each in sums:
-            energies, directions = each.principal_components()
-            if not np.isfinite(energies).all():
-                raise InputError(f"task {task}: features are too large for float32 statistics")
-            rank = retained_rank(energies, settings.retained_energy, each.count)
-            mean, basis = each.mean.astype(np.float32), orthonormal(directions[:rank])
             prototypes = each.prototypes(classes).astype(np.float32)
-            drafts.append(ViewStatistics(mean, basis, prototypes, counts))
+            basis = each.basis(settings.retained_energy)
+            drafts.append(ViewStatistics(each.mean.astype(np.float32), basis, prototypes, counts))
         self._between_walks(sums, classes, counts)
 
         # Lines 6, 7 and 10, the second walk: the samples against their own task and earlier ones.
@@ -1210,7 +1213,9 @@ class FDC:
     def run(self, kernel: Callable[..., Any], *arguments: Any, **static: Any) -> Any:
         """Runs a kernel, compiled by JAX or as it is where NumPy computes."""
         if self._xp is np:
-            return kernel(*arguments, **static)
+            # What is too large for float32 is reported by name afterwards.
+            with np.errstate(over="ignore", invalid="ignore"):
+                return kernel(*arguments, **static)
         return compiled(kernel, tuple(static))(*arguments, **static)
 
     def _first_walk(

@@ -98,9 +98,18 @@ def reference_head(task, kind):
     )
 
 
-def fitted(tasks, kind="linear", dual=True, **settings):
+def new(device=False, **settings):
+    """Returns a calibrator before its first task; by default it computes with NumPy.
+
+    Its formulas are those that JAX compiles: without compilation most tests take milliseconds.
+    """
+    calibrator = calibration.from_settings(settings)
+    return calibrator if device else calibrator.to_numpy()
+
+
+def fitted(tasks, kind="linear", dual=True, device=False, **settings):
     """Returns a finalized calibrator of the package."""
-    calibrator = calibration.FDC(**settings)
+    calibrator = new(device, **settings)
     for task in tasks:
         calibrator.fit_task(
             task.adapted, task.labels, head_of(task, kind), task.pretrained if dual else None

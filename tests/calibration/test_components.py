@@ -5,7 +5,7 @@ import pytest
 
 from fdc_jax import learners
 from fdc_jax.calibration.components import COMPONENTS, fuse_all
-from fdc_jax.calibration.terms import TaskLogits, Terms, ViewEvidence, Weights
+from fdc_jax.calibration.fdc import Settings, TaskLogits, Terms, ViewEvidence
 
 # What Table plugin calls the learners.
 _NAMES = {
@@ -34,7 +34,7 @@ def make_terms(pretrained=True):
         pretrained=ViewEvidence(noise(), noise()) if pretrained else None,
         raw_scale=np.ones(3, np.float32),
         filtered_scale=np.full(3, 2, np.float32),
-        weights=Weights(1.0, 1.0, 1.0, 1.0),
+        settings=Settings(),
         classes=tuple(np.array([task]) for task in range(3)),
     )
 

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 
-from fdc_jax import calibration, heads
+from fdc_jax import heads
+from fdc_jax.calibration import fdc
 from fdc_jax.errors import InputError
 from tests.calibration import reference, streams
 
@@ -33,17 +34,59 @@ def reference_ranks(expected):
     return [[task.basis.shape[1] for task in view] for view, _ in expected.views]
 
 
+@pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("seed", "tasks", "offset"), [(0, 1, 0.0), (1, 2, 0.0), (2, 5, 0.0), (3, 5, 30.0), (4, 2, 30.0)]
-)
-def test_scores_equal_the_reference(kind, seed, tasks, offset):
-    stream = streams.stream(seed, tasks, offset=offset)
-    found = streams.fitted(stream, kind)
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_statistics_and_scores_equal_the_reference(kind, offset, device):
+    stream = streams.stream(3, 5, offset=offset)
+    found = streams.fitted(stream, kind, device=device)
     expected = streams.fitted_reference(stream, kind)
     assert ranks(found) == reference_ranks(expected)
+    for view, (tasks, foreign) in enumerate(expected.views):
+        np.testing.assert_allclose(found.references[view], foreign, rtol=1e-3)
+        for task, wanted in zip(found.tasks, tasks, strict=True):
+            own = task.views[view]
+            np.testing.assert_allclose(own.mean, wanted.mean, rtol=1e-6, atol=1e-6)
+            np.testing.assert_allclose(
+                own.basis.T @ own.basis, wanted.basis @ wanted.basis.T, atol=2e-5
+            )
+            np.testing.assert_allclose(own.prototypes, wanted.prototypes, atol=1e-6)
+            moments = wanted.rho_mean, wanted.rho_std, 1 - wanted.aff_mean, wanted.aff_std
+            np.testing.assert_allclose(own[4:], moments, rtol=1e-4, atol=1e-6)
     adapted, pretrained = streams.probe_inputs(stream)
-    assert_equal_scores(found.score(adapted, pretrained), expected.score(adapted, pretrained))
+    terms = found.terms(adapted, pretrained)
+    for view, evidence in enumerate((terms.adapted, terms.pretrained)):
+        rlc, pac = expected.corrections(view, (adapted, pretrained)[view])
+        np.testing.assert_allclose(evidence.rlc, rlc, atol=3e-4)
+        np.testing.assert_allclose(evidence.pac, pac, atol=3e-4)
+    assert_equal_scores(terms.fuse(), expected.score(adapted, pretrained))
+
+
+@pytest.mark.parametrize("tasks", [1, 2])
+def test_few_tasks_equal_the_reference(tasks):
+    stream = streams.stream(tasks, tasks)
+    inputs = streams.probe_inputs(stream)
+    found, expected = streams.fitted(stream), streams.fitted_reference(stream)
+    assert_equal_scores(found.score(*inputs), expected.score(*inputs))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("affinity_reference", ["own", "nearest"])
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_numpy_and_the_device_score_alike(kind, affinity_reference, offset):
+    stream = streams.stream(6, 5, offset=offset)
+    weights = {"rlc_weight": 0.6, "pretrained_view_weight": 1.7}
+    choices = {"neighbours": 2, "affinity_reference": affinity_reference}
+    found = streams.fitted(stream, kind, device=True, **weights, **choices)
+    adapted, pretrained = streams.probe_inputs(stream)
+    adapted[0] = pretrained[0] = 0.0
+    plain = found.to_numpy().terms(adapted, pretrained)
+    terms = found.terms(adapted, pretrained)
+    for flags in itertools.product((True, False), repeat=5):
+        scores, expected = plain.fuse(*flags), terms.fuse(*flags)
+        assert streams.relative_error(scores.task_scores, expected.task_scores) < 2e-5
+        np.testing.assert_array_equal(scores.local_class, expected.local_class)
+        np.testing.assert_array_equal(scores.label, expected.label)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -140,7 +183,7 @@ def test_everything_off_is_exactly_raw(kind):
 def test_every_increment_scores_like_a_fresh_fit():
     stream = streams.stream(13, 5)
     inputs = streams.probe_inputs(stream)
-    growing = calibration.FDC()
+    growing = streams.new()
     for count, task in enumerate(stream, 1):
         growing.fit_task(
             task.adapted, task.labels, streams.head_of(task, "linear"), task.pretrained
@@ -154,10 +197,37 @@ def test_every_increment_scores_like_a_fresh_fit():
 
 
 def test_many_earlier_tasks_cross_the_group_boundary():
-    stream = streams.stream(14, 19, width=6, pretrained_width=5, samples=(12, 9, 15))
-    found, expected = streams.fitted(stream), streams.fitted_reference(stream)
-    inputs = streams.probe_inputs(stream)
-    assert_equal_scores(found.score(*inputs), expected.score(*inputs))
+    stream = streams.stream(14, 35, width=6, pretrained_width=5, samples=(12, 9, 15))
+    expected, inputs = streams.fitted_reference(stream), streams.probe_inputs(stream)
+    for device in (False, True):
+        found = streams.fitted(stream, device=device)
+        assert_equal_scores(found.score(*inputs), expected.score(*inputs))
+
+
+def test_tasks_in_groups_score_like_tasks_at_once(monkeypatch):
+    stream = streams.stream(14, 5)
+    found, inputs = streams.fitted(stream, device=True), streams.probe_inputs(stream)
+    expected = found.score(*inputs).task_scores
+    monkeypatch.setattr(fdc, "TASK_GROUP", 2)
+    fdc.compiled.cache_clear()
+    np.testing.assert_allclose(found.score(*inputs).task_scores, expected, atol=1e-5)
+    fdc.compiled.cache_clear()
+
+
+def test_scoring_compiles_once_per_shape():
+    # Nine and ten tasks are padded to ten, batches to powers of two.
+    stream = streams.stream(5, 10, classes=(3,), samples=(40,))
+    kernel = fdc.compiled(fdc.score_batch, ("normalised", "neighbours", "nearest", "all_rows"))
+    found, inputs = streams.new(device=True), streams.probe_inputs(stream, size=64)
+    for place, task in enumerate(stream):
+        found.fit_task(task.adapted, task.labels, streams.head_of(task, "linear"), task.pretrained)
+        found.finalize()
+        if place == 8:
+            found.score(*inputs)
+            before = kernel._cache_size()
+    for size in (33, 40, 64):
+        found.score(*(each[:size] for each in inputs))
+    assert kernel._cache_size() == before > 0
 
 
 def test_released_residuals_leave_scores_as_they_are():
@@ -187,7 +257,7 @@ def test_replaced_heads_predict_with_the_old_scales(kind):
 def test_labels_may_be_any_integers_in_any_head_order():
     stream = streams.stream(17, 2)
     renamed = [np.array([-5, 900, 12]), np.array([7, 3, 10**12, 1])]
-    found = calibration.FDC()
+    found = streams.new()
     for task, names in zip(stream, renamed, strict=True):
         found.fit_task(
             task.adapted,
@@ -209,7 +279,7 @@ def test_labels_may_be_any_integers_in_any_head_order():
 def test_a_class_without_samples_is_predicted_but_has_no_prototype(neighbours):
     task, other = streams.stream(18, 2)
     keep = task.rows != 1
-    found = calibration.FDC(neighbours=neighbours)
+    found = streams.new(neighbours=neighbours)
     found.fit_task(
         task.adapted[keep],
         task.labels[keep],
@@ -301,7 +371,7 @@ def test_scales_keep_their_floors():
 
 def test_empty_batches_and_batches_of_every_size_agree():
     stream = streams.stream(21, 3)
-    found = streams.fitted(stream)
+    found = streams.fitted(stream, device=True)
     adapted, pretrained = streams.probe_inputs(stream, size=10)
     empty = found.score(adapted[:0], pretrained[:0])
     assert empty.task_scores.shape == (0, 3) and empty.label.shape == (0,)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fdc_jax import calibration, heads
+from fdc_jax.calibration.components import WHITENED_CLASSES
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
@@ -34,7 +35,7 @@ def fit(
     **settings,
 ):
     """Fits the first task as it is and the second with what the test changes."""
-    calibrator = calibration.FDC(**settings)
+    calibrator = streams.new(**settings)
     calibrator.fit_task(FIRST.adapted, FIRST.labels, linear(FIRST), FIRST.pretrained)
     before = calibrator.num_tasks, list(calibrator.tasks), len(calibrator.heads)
     try:
@@ -156,7 +157,7 @@ def test_ordinary_tasks_are_not_warned_of(caplog):
 
 
 def test_pretrained_features_for_later_tasks_only():
-    calibrator = calibration.FDC()
+    calibrator = streams.new()
     calibrator.fit_task(FIRST.adapted, FIRST.labels, linear(FIRST))
     with pytest.raises(InputError, match="earlier tasks had none, this one has some"):
         calibrator.fit_task(SECOND.adapted, SECOND.labels, linear(SECOND), SECOND.pretrained)
@@ -180,7 +181,7 @@ def test_neighbours_beyond_the_classes_of_a_task():
 
 
 def test_scoring_needs_finalized_tasks():
-    calibrator = calibration.FDC()
+    calibrator = streams.new()
     with pytest.raises(InputError, match="no task was fitted"):
         calibrator.finalize()
     with pytest.raises(InputError, match="finalize, first"):
@@ -213,7 +214,7 @@ def test_messages_of_score(adapted, pretrained, message):
 
 
 def test_pretrained_features_without_a_pretrained_view():
-    calibrator = calibration.FDC()
+    calibrator = streams.new()
     calibrator.fit_task(FIRST.adapted, FIRST.labels, linear(FIRST))
     calibrator.finalize()
     with pytest.raises(InputError, match="fitted without a pretrained view"):
@@ -236,12 +237,36 @@ def test_messages_of_replace_heads(new_heads, message):
         fit().replace_heads(new_heads)
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"neighbours": 3}, "neighbours: expected at most 2, the classes of task 1, found 3"),
+        ({"eta": 1}, "setting of FDC: expected one of retained_energy, .*, found 'eta'"),
+        ({"attenuation": 2}, "attenuation: expected 0 <= x <= 1, found 2"),
+        (
+            {**WHITENED_CLASSES},
+            "heads: affinity_scope class needs the logit of every class; expected built-in heads",
+        ),
+    ],
+)
+def test_settings_are_checked_against_tasks_before_any_is_fitted(settings, message):
+    with pytest.raises(InputError, match=f"^{message}"):
+        calibration.check(settings, (4, 2, 5), function_heads=True)
+
+
+def test_settings_that_suit_the_tasks_are_returned_whole():
+    found = calibration.check({"neighbours": 2, **{"pac_weight": 3}}, (4, 2, 5))
+    assert (found.neighbours, found.pac_weight, found.rlc_weight) == (2, 3.0, 1.0)
+    assert type(calibration.from_settings({"neighbours": 2})) is calibration.FDC
+    assert calibration.check(WHITENED_CLASSES, [1]).affinity.scope == "class"
+
+
 def test_a_function_head_may_fail_later():
     def fickle(_, features):
         return features[:, : 3 if working else 2]
 
     working = True
-    calibrator = calibration.FDC()
+    calibrator = streams.new()
     calibrator.fit_task(FIRST.adapted, FIRST.labels, heads.FunctionHead(fickle))
     calibrator.finalize()
     working = False
@@ -265,14 +290,12 @@ def test_a_function_head_may_fail_later():
 )
 def test_heads_of_other_than_real_numbers(head, message):
     with pytest.raises(InputError, match=f"^head of task 0: {message}"):
-        calibration.FDC().fit_task(SECOND.adapted, SECOND.labels, head)
+        streams.new().fit_task(SECOND.adapted, SECOND.labels, head)
 
 
 @pytest.mark.parametrize("scale", [3, 3.0, np.float64(3), np.array(3), np.float16(3)])
 def test_scales_of_any_real_type(scale):
-    calibration.FDC().fit_task(
-        SECOND.adapted, SECOND.labels, heads.CosineHead(SECOND.weight, scale)
-    )
+    streams.new().fit_task(SECOND.adapted, SECOND.labels, heads.CosineHead(SECOND.weight, scale))
 
 
 @pytest.mark.parametrize(
@@ -289,7 +312,7 @@ def test_scales_of_any_real_type(scale):
 )
 def test_messages_of_function_heads(logits, message):
     with pytest.raises(InputError, match=message):
-        calibration.FDC().fit_task(FIRST.adapted, FIRST.labels, heads.FunctionHead(logits))
+        streams.new().fit_task(FIRST.adapted, FIRST.labels, heads.FunctionHead(logits))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdc_jax import calibration, heads
-from fdc_jax.calibration import inputs, scoring
+from fdc_jax import heads
+from fdc_jax.calibration import inputs
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
@@ -35,7 +35,7 @@ def chunked(task, size, pretrained=True, calls=None):
 
 
 def fitted_from(tasks, source_of, kind="linear"):
-    calibrator = calibration.FDC()
+    calibrator = streams.new()
     for task in tasks:
         calibrator.fit_task(source_of(task), None, streams.head_of(task, kind))
     calibrator.finalize()
@@ -115,9 +115,9 @@ def test_messages_of_sources():
     ]
     for source, message in cases:
         with pytest.raises(InputError, match=message):
-            calibration.FDC().fit_task(source, None, head)
+            streams.new().fit_task(source, None, head)
     with pytest.raises(InputError, match="labels and pretrained must be None"):
-        calibration.FDC().fit_task(chunked(task, 20), task.labels, head)
+        streams.new().fit_task(chunked(task, 20), task.labels, head)
 
 
 def test_a_source_may_reuse_its_buffers():
@@ -149,7 +149,7 @@ def test_memory_maps_are_read_block_by_block(tmp_path, monkeypatch):
     monkeypatch.setattr(
         inputs, "float32", lambda array: largest.append(len(array)) or convert(array)
     )
-    found = calibration.FDC()
+    found = streams.new()
     found.fit_task(features, task.labels, streams.head_of(task, "linear"))
     assert max(largest) == inputs.BLOCK_ROWS and sum(largest) == 2 * len(features)
     found.finalize()
@@ -187,7 +187,7 @@ class DlpackTensor(Tensor):
 def test_arrays_of_other_libraries(protocol):
     stream = streams.stream(7, 2)
     convert = jnp.asarray if protocol == "jax" else lambda array: Tensor(array, protocol)
-    found = calibration.FDC()
+    found = streams.new(device=True)
     for task in stream:
         found.fit_task(
             convert(task.adapted),
@@ -197,7 +197,7 @@ def test_arrays_of_other_libraries(protocol):
         )
     found.finalize()
     adapted, pretrained = streams.probe_inputs(stream, size=300)
-    expected = streams.fitted(stream).score(adapted, pretrained)
+    expected = streams.fitted(stream, device=True).score(adapted, pretrained)
     scores = found.score(convert(adapted), convert(pretrained))
     np.testing.assert_array_equal(scores.task_scores, expected.task_scores)
 
@@ -244,7 +244,7 @@ mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 split = NamedSharding(mesh, PartitionSpec("data"))
 stream = streams.stream(9, 2, samples=(600, 48))
 probe = streams.probe_inputs(stream)
-expected = streams.fitted(stream).score(*probe).task_scores
+expected = streams.fitted(stream, device=True).score(*probe).task_scores
 place = {
     "sharded": lambda array: jax.device_put(array, split),
     "elsewhere": lambda array: jax.device_put(array, jax.devices()[2]),
@@ -253,7 +253,7 @@ for name, put in place.items():
     spread = [
         task._replace(adapted=put(task.adapted), pretrained=put(task.pretrained)) for task in stream
     ]
-    scores = streams.fitted(spread).score(*map(put, probe)).task_scores
+    scores = streams.fitted(spread, device=True).score(*map(put, probe)).task_scores
     np.testing.assert_array_equal(scores, expected, name)
 print("equal")
 """
@@ -272,14 +272,3 @@ def test_arrays_on_several_devices():
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "equal"
-
-
-def test_scoring_compiles_once_per_batch_shape():
-    stream = streams.stream(10, 3)
-    found = streams.fitted(stream)
-    adapted, pretrained = streams.probe_inputs(stream, size=64)
-    found.score(adapted, pretrained)
-    before = scoring.score_terms._cache_size()
-    for size in (33, 40, 64):
-        found.score(adapted[:size], pretrained[:size])
-    assert scoring.score_terms._cache_size() == before

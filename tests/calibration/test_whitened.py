@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
 from fdc_jax import calibration
-from fdc_jax.calibration import scoring, whitening
+from fdc_jax.calibration import Affinity, fdc, whitened
 from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES, fuse_all
-from fdc_jax.calibration.settings import Affinity
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 from tests.calibration.reference import normalise
@@ -101,9 +100,9 @@ AFFINITIES = [
 def test_scores_equal_the_reference(kind, offset):
     stream = streams.stream(3, 4, offset=offset)
     inputs = streams.probe_inputs(stream)
-    terms = streams.fitted(stream, kind, **WHITENED).terms(*inputs)
+    terms = streams.fitted(stream, kind, device=offset > 0, **WHITENED).terms(*inputs)
     for affinity in AFFINITIES:
-        found = terms.fuse(affinity=affinity)
+        found = terms.fuse_affinity(affinity=affinity)
         assert_scores(found, expected_scores(stream, kind, inputs, affinity))
 
 
@@ -113,7 +112,7 @@ def test_components_and_views_apart(affinity):
     inputs = streams.probe_inputs(stream)
     terms = streams.fitted(stream, **WHITENED).terms(*inputs)
     for tsf, rlc, first, second in itertools.product((True, False), repeat=4):
-        found = terms.fuse(tsf, rlc, True, first, second, affinity)
+        found = terms.fuse_affinity(tsf, rlc, True, first, second, affinity)
         if not first and not second:
             assert not (found.task_scores - terms.fuse(tsf, False, False).task_scores).any()
             continue
@@ -128,7 +127,10 @@ def test_weights_multiply_the_evidence():
     twice = streams.fitted(stream, rlc_weight=0.0, pac_weight=2.0, **WHITENED).terms(*inputs)
     base = once.fuse(pac=False).task_scores
     np.testing.assert_allclose(
-        twice.fuse().task_scores - base, 2 * (once.fuse().task_scores - base), rtol=1e-4, atol=1e-5
+        twice.scores().task_scores - base,
+        2 * (once.scores().task_scores - base),
+        rtol=1e-4,
+        atol=1e-5,
     )
 
 
@@ -147,14 +149,19 @@ def test_the_papers_numbers_stay_what_they_are():
         paper.terms(*inputs).fuse(affinity=AFFINITIES[0])
 
 
-def test_the_default_of_fuse_is_what_was_set():
+def test_scores_and_what_is_beyond_are_what_was_set():
     stream = streams.stream(6, 3)
     inputs = streams.probe_inputs(stream)
     fitted = streams.fitted(stream, **WHITENED_CLASSES)
     terms = fitted.terms(*inputs)
-    wanted = terms.fuse(affinity=Affinity("whitened", "linear", "pooled", "class"))
+    wanted = terms.fuse_affinity(affinity=Affinity("whitened", "linear", "pooled", "class"))
     np.testing.assert_array_equal(fitted.score(*inputs).task_scores, wanted.task_scores)
-    assert (wanted.task_scores != terms.fuse(affinity=terms.paper_affinity).task_scores).any()
+    assert (wanted.task_scores != terms.fuse().task_scores).any()
+    without = terms.beyond(tsf=False)["whitened"].task_scores
+    np.testing.assert_array_equal(without, terms.fuse_affinity(tsf=False).task_scores)
+    np.testing.assert_array_equal(
+        terms.fuse_affinity(affinity=terms.paper_affinity).task_scores, terms.fuse().task_scores
+    )
 
 
 def test_cosines_with_linear_evidence():
@@ -165,9 +172,8 @@ def test_cosines_with_linear_evidence():
     np.testing.assert_allclose(np.tanh(terms.adapted.affinity), bounded.adapted.pac, rtol=1e-6)
     base = terms.fuse(rlc=False, pac=False).task_scores
     q = terms.adapted.affinity + terms.pretrained.affinity
-    np.testing.assert_allclose(
-        terms.fuse(rlc=False).task_scores, base + terms.filtered_scale * q, rtol=1e-4, atol=1e-4
-    )
+    found = terms.beyond(rlc=False)["linear"].task_scores
+    np.testing.assert_allclose(found, base + terms.filtered_scale * q, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("variant", [WHITENED, WHITENED_CLASSES])
@@ -176,7 +182,7 @@ def test_streams_in_chunks_and_one_after_the_other(variant, dual):
     """Sources give what arrays give; a task's own moments never change when others follow."""
     stream = streams.stream(0, 3, samples=(1300, 40, 700))
     whole = streams.fitted(stream, dual=dual, **variant)
-    chunked = calibration.FDC(**variant)
+    chunked = streams.new(**variant)
     for task in stream:
 
         def source(task=task):
@@ -190,7 +196,7 @@ def test_streams_in_chunks_and_one_after_the_other(variant, dual):
     inputs = streams.probe_inputs(stream)[: 2 if dual else 1]
     np.testing.assert_array_equal(chunked.score(*inputs).label, whole.score(*inputs).label)
     first = streams.fitted(stream[:1], dual=dual, **variant)
-    own = [each.tasks[0].views[0].whitened for each in (first, whole)]
+    own = [each.affinities[0][0] for each in (first, whole)]
     assert own[0][1:] == own[1][1:]
 
 
@@ -200,7 +206,7 @@ def test_saved_continued_and_scored_with_numpy(tmp_path, variant, kind):
     stream = streams.stream(8, 4)
     inputs = streams.probe_inputs(stream)
     streams.fitted(stream[:3], kind, **variant).save(tmp_path / "three.npz")
-    loaded = calibration.FDC.load(tmp_path / "three.npz")
+    loaded = calibration.load(tmp_path / "three.npz").to_numpy()
     last = stream[3]
     loaded.fit_task(last.adapted, last.labels, streams.head_of(last, kind), last.pretrained)
     loaded.finalize()
@@ -209,31 +215,12 @@ def test_saved_continued_and_scored_with_numpy(tmp_path, variant, kind):
     np.testing.assert_array_equal(loaded.score(*inputs).task_scores, expected.task_scores)
     assert loaded.storage_bytes == whole.storage_bytes
     whole.save(tmp_path / "four.npz")
-    numpy_only = calibration.NumpyScorer.load(tmp_path / "four.npz")
+    device = calibration.load(tmp_path / "four.npz")
     for switches in ({}, {"tsf": False}, {"rlc": False}, {"pac": False}, {"adapted_view": False}):
-        found = numpy_only.score(*inputs, **switches)
-        wanted = whole.terms(*inputs).fuse(**switches)
+        found = device.terms(*inputs).scores(**switches)
+        wanted = whole.terms(*inputs).scores(**switches)
         assert streams.relative_error(found.task_scores, wanted.task_scores) < 1e-4
         assert (found.label == wanted.label).mean() > 0.99
-
-
-def test_files_of_the_first_schema_are_read(tmp_path):
-    stream = streams.stream(9, 3)
-    inputs = streams.probe_inputs(stream)
-    fitted = streams.fitted(stream)
-    fitted.save(tmp_path / "new.npz")
-    old = {
-        name: value
-        for name, value in np.load(tmp_path / "new.npz").items()
-        if not name.startswith("affinity_") or name == "affinity_reference"
-    }
-    np.savez(tmp_path / "old.npz", **{**old, "schema": np.int64(1)})
-    loaded = calibration.FDC.load(tmp_path / "old.npz")
-    assert loaded.settings == fitted.settings
-    expected = fitted.score(*inputs)
-    np.testing.assert_array_equal(loaded.score(*inputs).task_scores, expected.task_scores)
-    found = calibration.NumpyScorer.load(tmp_path / "old.npz").score(*inputs)
-    np.testing.assert_array_equal(found.label, expected.label)
 
 
 @pytest.mark.parametrize(
@@ -251,7 +238,7 @@ def test_damaged_files_are_refused(tmp_path, fields, message):
     arrays = {**np.load(tmp_path / "good.npz"), **fields}
     np.savez(tmp_path / "bad.npz", **{n: v for n, v in arrays.items() if v is not None})
     with pytest.raises(InputError, match=rf"bad\.npz: {message}"):
-        calibration.FDC.load(tmp_path / "bad.npz")
+        calibration.load(tmp_path / "bad.npz")
 
 
 @pytest.mark.parametrize(
@@ -269,7 +256,7 @@ def test_damaged_files_are_refused(tmp_path, fields, message):
 )
 def test_settings_out_of_range_are_refused(arguments, message):
     with pytest.raises(InputError, match=message):
-        calibration.FDC(**arguments)
+        calibration.from_settings(arguments)
 
 
 @pytest.mark.parametrize(
@@ -287,19 +274,7 @@ def test_affinities_that_cannot_be_fused_are_refused(affinity, message):
     stream = streams.stream(2, 3)
     terms = streams.fitted(stream, **WHITENED).terms(*streams.probe_inputs(stream))
     with pytest.raises(InputError, match=message):
-        terms.fuse(affinity=affinity)
-
-
-def test_shrinkage_that_float32_cannot_use_is_refused(monkeypatch):
-    """Three images in 64 dimensions far from the origin: a covariance of rank one."""
-    monkeypatch.setattr("fdc_jax.calibration.settings.SHRINKAGES", (1e-12, 1e4))
-    fitted = calibration.FDC(**WHITENED, affinity_shrinkage=1e-10)
-    features = np.linspace(1, 4, 600).reshape(200, 3) @ np.ones((3, 64))
-    features = features.astype(np.float32) * np.linspace(1, 3, 64, dtype=np.float32)
-    head = streams.heads.LinearHead(np.ones((1, 64), np.float32), np.zeros(1, np.float32))
-    with pytest.raises(InputError, match=r"affinity_shrinkage: 1e-10 is too small .* task 0"):
-        fitted.fit_task(features, np.zeros(200, int), head)
-    assert fitted.num_tasks == 0
+        terms.fuse_affinity(affinity=affinity)
 
 
 def test_functions_never_replace_heads_that_are_needed_by_class(tmp_path):
@@ -310,10 +285,10 @@ def test_functions_never_replace_heads_that_are_needed_by_class(tmp_path):
         fitted.replace_heads(functions)
     fitted.save(tmp_path / "classes.npz")
     with pytest.raises(InputError, match=r"heads: affinity_scope class .* found functions"):
-        calibration.FDC.load(tmp_path / "classes.npz", heads=functions)
+        calibration.load(tmp_path / "classes.npz", heads=functions)
     terms = streams.fitted(stream, "function", **WHITENED).terms(*streams.probe_inputs(stream))
     with pytest.raises(InputError, match=r"affinity_scope class .* found functions"):
-        terms.fuse(affinity=Affinity("whitened", "linear", "pooled", "class"))
+        terms.fuse_affinity(affinity=Affinity("whitened", "linear", "pooled", "class"))
 
 
 def test_heads_that_are_functions():
@@ -322,15 +297,15 @@ def test_heads_that_are_functions():
     found = streams.fitted(stream, "function", **WHITENED).score(*inputs)
     affinity = Affinity("whitened", "linear")
     assert_scores(found, expected_scores(stream, "function", inputs, affinity))
-    with pytest.raises(InputError, match=r"affinity_scope class .* found a function"):
+    with pytest.raises(InputError, match=r"affinity_scope class .* found functions"):
         streams.fitted(stream, "function", **WHITENED_CLASSES)
 
 
 def test_a_class_without_an_image_is_ignored():
     stream = streams.stream(3, 3)
     task = stream[1]
-    named = calibration.FDC(**WHITENED_CLASSES)
-    bigger = calibration.FDC(**WHITENED_CLASSES)
+    named = streams.new(**WHITENED_CLASSES)
+    bigger = streams.new(**WHITENED_CLASSES)
     for place, each in enumerate(stream):
         head = streams.head_of(each, "linear")
         named.fit_task(each.adapted, each.labels, head, each.pretrained)
@@ -343,7 +318,7 @@ def test_a_class_without_an_image_is_ignored():
             bigger.fit_task(each.adapted, each.labels, head, each.pretrained)
     named.finalize(), bigger.finalize()
     inputs = streams.probe_inputs(stream)
-    own = [each.tasks[1].views[0].whitened for each in (named, bigger)]
+    own = [each.affinities[1][0] for each in (named, bigger)]
     assert own[0][1:] == own[1][1:]
     found = bigger.score(*inputs)
     assert np.isfinite(found.task_scores).all() and (found.label != 77).all()
@@ -358,7 +333,7 @@ def test_one_class_a_task_one_image_a_class_and_equal_images(variant):
         "equal images": [(np.full((6, 8), 1.0 + t), np.arange(6) % 2) for t in range(3)],
     }
     for name, tasks in cases.items():
-        fitted = calibration.FDC(**variant)
+        fitted = streams.new(**variant)
         for t, (features, rows) in enumerate(tasks):
             weight = rng.normal(size=(rows.max() + 1, 8)).astype(np.float32)
             head = streams.heads.LinearHead(weight, np.zeros(len(weight), np.float32))
@@ -371,21 +346,6 @@ def test_one_class_a_task_one_image_a_class_and_equal_images(variant):
         assert np.abs(scores).max() < 1e3 or name == "equal images", name
 
 
-def test_one_compilation_for_all_numbers_of_tasks_of_a_padded_size():
-    stream = streams.stream(5, 10, classes=(3,), samples=(40,))
-    functions = (scoring.score_terms, whitening.metric, whitening.largest_cosine)
-    fitted = calibration.FDC(**WHITENED_CLASSES)
-    for place, task in enumerate(stream):
-        head = streams.head_of(task, "linear")
-        fitted.fit_task(task.adapted, task.labels, head, task.pretrained)
-        fitted.finalize()
-        fitted.score(*streams.probe_inputs(stream))
-        # Nine and ten tasks are padded to ten.
-        if place == 8:
-            compiled = [each._cache_size() for each in functions]
-    assert [each._cache_size() for each in functions] == compiled
-
-
 def test_the_metric_is_that_of_linear_discriminant_analysis():
     """Whitening by an independent package: inner products are those of the inverse covariance."""
     rng = np.random.default_rng(1)
@@ -395,12 +355,13 @@ def test_the_metric_is_that_of_linear_discriminant_analysis():
     )
     lda = LinearDiscriminantAnalysis(solver="lsqr", store_covariance=True).fit(features, rows)
     shrunk = lda.covariance_ + SHRINKAGE * np.trace(lda.covariance_) / 10 * np.eye(10)
-    sums = whitening.first_sums(features, rows.astype(np.int32), 5)
-    scatter, means = whitening.within_class(sums, np.bincount(rows).astype(np.float32))
+    sums, counts = fdc.Sums(10), np.bincount(rows)
+    sums.add(features, rows)
+    totals = fdc.class_sums(features.astype(np.float64), rows)
+    means = np.stack([totals[row] / counts[row] for row in range(5)])
     np.testing.assert_allclose(means, lda.means_, rtol=1e-5, atol=1e-5)
-    metric = whitening.metric_of(
-        whitening.WithinClass(scatter, 300), [np.asarray(means)], [np.bincount(rows)], SHRINKAGE
-    )
+    scatter = whitened.within_scatter(sums, means, counts)
+    metric = whitened.prototypes(scatter, [means], [counts], SHRINKAGE)
     whitener = np.asarray(metric.whitener, np.float64)
     scale = np.trace(lda.covariance_) / 10
     np.testing.assert_allclose(
@@ -421,22 +382,22 @@ def test_cosines_do_not_depend_on_scale_shift_or_rotation(seed, scale, tasks):
     def moved(features):
         return (scale * features @ rotation + scale * shift).astype(np.float32)
 
-    whitened = []
+    found = []
     for change in (lambda features: features, moved):
-        fitted = calibration.FDC(**WHITENED)
+        fitted = streams.new(**WHITENED)
         for task in stream:
             head = streams.head_of(task, "linear")
             fitted.fit_task(change(task.adapted), task.labels, head)
         fitted.finalize()
-        whitened.append(fitted.terms(change(inputs[0])).whitened.adapted)
-    np.testing.assert_allclose(whitened[0].cosines, whitened[1].cosines, atol=2e-3)
-    np.testing.assert_allclose(whitened[0].mean, whitened[1].mean, atol=2e-3)
+        found.append(fitted.terms(change(inputs[0])).whitened[0])
+    np.testing.assert_allclose(found[0].cosines, found[1].cosines, atol=2e-3)
+    np.testing.assert_allclose(found[0].mean, found[1].mean, atol=2e-3)
 
 
 def test_a_head_without_spread_does_not_decide_everything():
     """A task of one image has a score scale of nothing, in whose units its logits are immense."""
     rng = np.random.default_rng(3)
-    fitted = calibration.FDC(**WHITENED_CLASSES)
+    fitted = streams.new(**WHITENED_CLASSES)
     images = [rng.normal(size=(30, 8)) + 3 * t for t in range(3)] + [rng.normal(size=(1, 8)) - 3]
     for t, features in enumerate(images):
         head = streams.heads.LinearHead(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fdc_jax import calibration, heads
+from fdc_jax import heads
 from tests.calibration import streams
 
 # Shapes are fixed and content varies, so that few examples compile anew.
@@ -214,7 +214,7 @@ def test_moving_the_origin_changes_scores(component):
 
 def test_cosine_heads_ignore_the_length_of_inputs_even_when_filtered():
     task = streams.stream(6, 1)[0]
-    calibrator = calibration.FDC(pac_weight=0.0)
+    calibrator = streams.new(pac_weight=0.0)
     calibrator.fit_task(task.adapted, task.labels, heads.CosineHead(task.weight, 5.0))
     calibrator.finalize()
     terms, longer = (calibrator.terms(scale * task.adapted) for scale in (1.0, 50.0))
