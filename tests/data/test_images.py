@@ -15,16 +15,8 @@ from fdc_jax.data import images
 from fdc_jax.errors import InputError
 
 SIZES = [
-    (500, 400),
-    (400, 500),
-    (333, 500),
-    (32, 32),
-    (256, 256),
-    (17, 90),
-    (600, 257),
-    (255, 300),
-    (400, 405),
-    (405, 400),
+    *((500, 400), (400, 500), (333, 500), (32, 32), (256, 256)),
+    *((17, 90), (600, 257), (255, 300), (400, 405), (405, 400)),
 ]
 
 
@@ -229,10 +221,9 @@ def png_of_16_bits(values):
         lambda grey, encode: png_of_16_bits(np.stack([grey] * 3, -1)),
         lambda grey, encode: png_of_16_bits(np.stack([grey] * 3 + [grey // 2], -1)),
         lambda grey, encode: encode(grey, "TIFF"),
-        lambda grey, encode: encode(grey, "JPEG2000"),
         lambda grey, encode: b"P5 6 1 65535\n" + grey.astype(">u2").tobytes(),
     ],
-    ids=["grey", "grey and alpha", "RGB", "RGBA", "TIFF", "JPEG 2000", "PGM"],
+    ids=["grey", "grey and alpha", "RGB", "RGBA", "TIFF", "PGM"],
 )
 def test_of_sixteen_bits_the_upper_eight_are_kept(encode, make):
     found = np.asarray(images.decode(make(SIXTEEN_BITS, encode), "x"))
