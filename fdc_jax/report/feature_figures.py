@@ -9,7 +9,6 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import LinearSegmentedColormap, Normalize
@@ -34,8 +33,6 @@ _REFERENCES = {
     "nearest": (drawing.PRETRAINED, "D", "Nearest"),
 }
 _SWEPT = {"attenuation": "Attenuation γ", "retained_energy": "Retained energy η"}
-# Parts of equally many task pairs for a trend: the most, and the fewest pairs in one.
-_MOST_PARTS, _LEAST_PAIRS = 8, 12
 _MANY_PAIRS = 100  # beyond which points are small
 
 
@@ -57,8 +54,7 @@ def similarity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     images that the second one's head wins by raw logits, against how well the first task's
     training images fit the second task compared with their own, by subspace residuals (left) and
     by prototype affinities (right), in standard deviations of the task they are measured against.
-    Larger is more alike. Lines join means over equal parts of the pairs; ρ is Spearman's rank
-    correlation, mean over seeds.
+    Larger is more alike. ρ is Spearman's rank correlation, mean over seeds.
     """
     results = of_group(groups[0], analyses, "similarity")
     if not results:
@@ -75,9 +71,6 @@ def similarity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
             size = 2.6 if len(error) > _MANY_PAIRS else 4
             look |= {"markersize": size, "alpha": 0.5, "markeredgewidth": 0}
             axes.plot(alike, error, gid=view, **look)
-            trend = _trend(alike, error)
-            axes.plot(*trend, color=drawing.PAPER, linewidth=3)
-            axes.plot(*trend, color=colour, linewidth=1.6)
             known = [each["spearman"][view][kind]["correlation"] for each in results]
             known = [value for value in known if value is not None]
             rank = f", ρ = {drawing.number(float(np.mean(known)), 2)}" if known else ""
@@ -96,17 +89,6 @@ def similarity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     panels[0].set_ylabel("Routing error (%)")
     panels[0].set_ylim(top=1.22 * panels[0].get_ylim()[1])  # room for the notes
     return figure
-
-
-def _trend(
-    values: Float[np.ndarray, " n"], error: Float[np.ndarray, " n"]
-) -> tuple[list[float], list[float]]:
-    """Returns mean value and mean error of equal parts of the pairs; none where there are few."""
-    count = min(_MOST_PARTS, len(values) // _LEAST_PAIRS)
-    if count < 2:
-        return [], []
-    parts = np.array_split(np.argsort(values, kind="stable"), count)
-    return [values[part].mean() for part in parts], [error[part].mean() for part in parts]
 
 
 # Residuals ----------------------------------------------------------------------------------------

@@ -135,23 +135,15 @@ def _evidence(
         terms = opened.calibrator().terms(*views)
     except (InputError, OSError):
         return none
-    if (terms.fuse().task != columns["fdc_task"][rows]).any():
-        return none
-    wrong = np.where(
-        columns["raw_task"][rows] != columns["task"][rows],
-        columns["raw_task"][rows],
-        columns["fdc_task"][rows],
-    )
-    each = np.arange(len(rows))
+    each, true = np.arange(len(rows)), columns["task"][rows]
+    raw, fdc = columns["raw_task"][rows], columns["fdc_task"][rows]
+    names, scores = split(terms, views[1] is not None)
+    values = scores[:, each, true].T, scores[:, each, np.where(raw != true, raw, fdc)].T
     return [
-        [
-            Evidence(name, float(true), float(other))
-            for name, true, other in zip(
-                parts, scores[:, i, columns["task"][rows][i]], scores[:, i, wrong[i]], strict=True
-            )
-        ]
-        for parts, scores in [split(terms, views[1] is not None)]
-        for i in each
+        [Evidence(*line) for line in zip(names, *sides, strict=True)] if agrees else []
+        for agrees, *sides in zip(
+            terms.fuse().task == fdc, *(side.tolist() for side in values), strict=True
+        )
     ]
 
 

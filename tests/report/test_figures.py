@@ -196,18 +196,6 @@ def test_similarity_is_the_mean_over_seeds(protocol, drawn):
     assert "adapted view, ρ = 0.50" in [text.get_text() for text in affinity.texts]
 
 
-def test_the_trend_of_similarity_keeps_the_mean_error():
-    run = made_up.run(1, num_tasks=6)
-    found = made_up.analyses(*made_up.groups(run))
-    axes = draw("similarity", run).axes[0]
-    error = np.array(found[str(run.path)]["similarity"]["routing_error_percent"])
-    trends = [line for line in axes.lines if line.get_linewidth() == 1.6]
-    assert len(trends) == 2
-    for trend in trends:  # 30 pairs make two parts of 15
-        assert len(trend.get_xdata()) == 2 and np.diff(trend.get_xdata()) > 0
-        assert np.mean(trend.get_ydata()) == pytest.approx(error.mean())
-
-
 def test_contributions_have_a_point_per_head(protocol, drawn):
     (group,), analyses = protocol
     (axes,) = drawn["residual_contributions"].figure.axes
