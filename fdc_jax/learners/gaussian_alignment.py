@@ -94,14 +94,6 @@ def fit_task(
     The factors of the other tasks are copied within the memory of the host, which for a moment
     holds them twice. That takes a fraction of the second in which a checkpoint writes them.
 
-    Args:
-        gaussians: slots.
-        task: index from 0.
-        features: of the task's training images.
-        labels: positions within the task.
-        num_classes: classes of the task.
-        ridge: added to every variance.
-
     Raises:
         TrainingError: a class has no image, or a feature that is not finite.
     """
@@ -120,13 +112,7 @@ def fit_task(
 
 
 def mean_scales(oldest: float, tasks: int, tasks_done: int) -> Float[np.ndarray, " t"]:
-    """Returns the factor on the means of each task's classes, 1 for the newest.
-
-    Args:
-        oldest: what the factor of the oldest task tends to as the stream grows.
-        tasks: length of the result.
-        tasks_done: including the newest.
-    """
+    """Returns the factor on the means of each task's classes, 1 for the newest."""
     age = (np.arange(tasks) + 1) / tasks_done
     return (oldest + (1.0 - oldest) * age).astype(np.float32)
 

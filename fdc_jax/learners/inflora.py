@@ -96,13 +96,7 @@ def before_task(setup: training.Setup, backbone, state: State, task: int, images
 def design(
     moment: Float64[np.ndarray, "d d"], memory: Float64[np.ndarray, "d k"], rank: int
 ) -> Float64[np.ndarray, "d r"]:
-    """Returns the leading directions of the inputs outside the memory, of length 1/sqrt(3).
-
-    Args:
-        moment: second moment of the new task's inputs.
-        memory: orthonormal columns.
-        rank: how many directions.
-    """
+    """Returns the leading directions of the inputs outside the memory, of length 1/sqrt(3)."""
     outside = moment - memory @ (memory.T @ moment)
     directions = np.linalg.svd(outside)[0][:, :rank]
     return (directions - memory @ (memory.T @ directions)) / math.sqrt(3.0)

@@ -229,14 +229,7 @@ def loss(
 ):
     """Returns CosFace plus steering in the first task, plus alignment and repulsion afterwards.
 
-    Args:
-        setup: the run.
-        backbone: pretrained parameters.
-        frozen: of `start`.
-        trained: of `start`.
-        batch: images of the task.
-        warm_up: factor on the steering loss.
-        dropout_key: for the adapter; None: without dropout.
+    `warm_up` is a factor on the steering loss; without `dropout_key` the adapter drops nothing.
     """
     ours = setup.config.learner.rsiat
     parameters = {"params": backbone}
@@ -281,14 +274,8 @@ def steering_loss(
 ) -> Float[Array, ""]:
     """Returns how far same classes are from cosine 1, and how far others exceed a threshold.
 
-    Both are means over ordered pairs of different images.
-
-    Args:
-        features: of a batch.
-        labels: positions within the task.
-        weights: 0 for padding.
-        separation_weight: on the pairs of different classes.
-        threshold: the cosine up to which they cost nothing.
+    Both are means over ordered pairs of different images, those with a weight; the second is
+    weighted and counts where the cosine exceeds the threshold.
     """
     units = head_types.unit(features)
     cosines = jnp.matmul(units, units.T, precision=jax.lax.Precision.HIGHEST)
@@ -317,14 +304,6 @@ def projection_losses(
     The first is the mean over images and coordinates of the squared difference between features and
     projected earlier features; the second is the mean cosine of projected means and projected
     earlier features, which has a gradient for the projector alone.
-
-    Args:
-        project: the projector.
-        features: of the encoder in training.
-        earlier: of the same images by the encoder before the task.
-        weights: 0 for padding.
-        means: of earlier classes.
-        mean_mask: which of them count.
     """
     images = jnp.sum(weights)
     projected = project(earlier)
@@ -340,14 +319,9 @@ def projection_losses(
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def new_projector(key: Array, width: int, code: int, identity: bool = False) -> Projector:
-    """Returns layers uniform in +-1/sqrt(inputs), as PyTorch initialises.
+    """Returns layers uniform in +-1/sqrt(inputs), as PyTorch initialises; `code` is their waist.
 
-    Args:
-        key: random key.
-        width: of the features.
-        code: of the code.
-        identity: whether the last layer is zero, which makes `project` with `bounded=False` the
-            identity.
+    With `identity` the last layer is zero, so that `project` with `bounded=False` changes nothing.
     """
     sizes = (width, HIDDEN_UNITS, code, HIDDEN_UNITS, width)
 
@@ -373,11 +347,7 @@ def project(
 ) -> Float[Array, "n d"]:
     """Returns the features plus what comes back from the code.
 
-    Args:
-        projector: the layers.
-        features: of the earlier encoder.
-        bounded: whether a sigmoid follows the last layer, so that coordinates only grow, by less
-            than 1 each.
+    Where it is bounded by a sigmoid, coordinates only grow, by less than 1 each.
     """
     hidden = features
     for layer in projector[:-1]:
@@ -537,15 +507,6 @@ def calibrate(
 ) -> Float[Array, "t c d"]:
     """Returns the heads trained on features drawn from the Gaussians, along a cosine.
 
-    Args:
-        settings: fields of `learner.rsiat`.
-        heads: rows of all heads.
-        gaussians: of all classes.
-        seen: which of them to draw, those of the first tasks.
-        rate: learning rate of the first epoch.
-        decay: of the rows.
-        key: random key.
-
     Raises:
         TrainingError: a head is not finite afterwards.
     """
@@ -594,11 +555,7 @@ def _calibration(optimizer: str, scale: float, decay: float, samples: int, batch
 def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernels:
     """Returns the pretrained kernels with the newest adapter, which adds nothing before a task.
 
-    Args:
-        setup: the run.
-        backbone: pretrained parameters.
-        state: after `num_tasks` tasks; no other encoder is kept.
-        num_tasks: tasks done.
+    No other encoder is kept than that after the tasks of `state`.
     """
     pretrained = vit.pretrained_kernels(backbone)
     return vit.KeyValueKernels(

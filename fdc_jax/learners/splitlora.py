@@ -206,13 +206,7 @@ def after_task(
 
 
 def num_major(eigenvalues: Float64[np.ndarray, " d"], tasks_done: int, alpha: float) -> int:
-    """Returns how many leading directions are major.
-
-    Args:
-        eigenvalues: in descending order.
-        tasks_done: including the one that just ended.
-        alpha: weight of the free directions.
-    """
+    """Returns how many leading directions are major."""
     width = len(eigenvalues)
     energy = np.cumsum(eigenvalues) / np.sum(eigenvalues)
     # The authors count one direction more as free than there are, and keep two at the least.

@@ -126,13 +126,7 @@ def new_cosine_rows(key: Array, classes: int, width: int) -> Float[Array, "c d"]
 
 
 def unpadded(setup: Setup, stack: Any, num_tasks: int) -> list[Any]:
-    """Returns the slots of the first `num_tasks` tasks, each with the rows that are its classes.
-
-    Args:
-        setup: the run.
-        stack: a tree whose leaves lead with [tasks, rows].
-        num_tasks: length of the result.
-    """
+    """Returns the slots of the first `num_tasks` tasks, each with the rows that are its classes."""
     return [
         jax.tree.map(lambda leaf, t=task, c=classes: leaf[t, :c], stack)
         for task, classes in enumerate(setup.classes_per_task[:num_tasks])
