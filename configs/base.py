@@ -41,7 +41,6 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.learner = ml_collections.ConfigDict()
     config.learner.name = "cumulative_lora"
     config.learner.preset = "protocol"  # protocol: as in config.train; native: the method's own
-
     # And every learner's own options, as its file declares them.
     config.learner.update(learners.defaults(benchmark, _learner_of_the_command()))
 

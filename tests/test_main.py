@@ -205,20 +205,21 @@ def test_signals_count_from_the_start(tmp_path, cache):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--config.train.speed=3", "--config.train.speed: the configuration has no such field"),
+        (
+            "--config.trian.epochs=3",
+            "--config.trian.epochs: the configuration has no such field; did you mean "
+            "--config.train.epochs",
+        ),
         ("--config.train.epochs=abc", "flag --config.train.epochs=abc: invalid literal for int()"),
-        ("--config.encoder.weights=/nowhere.npz", "found no file /nowhere.npz"),
+        ("--config.train.rank=65", "config.train.rank: expected at most 64, the width of the"),
+        ("--config.learner.name=none", "learner.name: expected one of cumulative_lora"),
+        ("--wrokdir=here", "Unknown command line flag 'wrokdir'. Did you mean: workdir"),
+        ("--config=configs/nowhere.py", "No such file or directory: 'configs/nowhere.py'"),
         ("surplus", "unexpected argument 'surplus'"),
     ],
 )
 def test_mistakes_get_one_line(argument, message, tmp_path):
-    done = run(
-        "--config=configs/digits.py",
-        f"--workdir={tmp_path / 'run'}",
-        f"--config.data.dir={tmp_path}",
-        argument,
-        FDC_JAX_CACHE=str(tmp_path / "cache"),
-    )
+    done = run("--config=configs/digits.py", f"--workdir={tmp_path / 'run'}", argument)
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
     assert line.startswith("fdc_jax: error: ")
@@ -226,12 +227,45 @@ def test_mistakes_get_one_line(argument, message, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_missing_configuration_file(tmp_path):
-    done = run("--config=configs/nowhere.py", f"--workdir={tmp_path / 'run'}")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("fdc_jax: error: --config: ")
-    assert "No such file or directory: 'configs/nowhere.py'" in line
+# Two of the five questions; the others are answered as by Cumulative-LoRA.
+LEARNER = """
+from fdc_jax.learners import Option, training
+
+TITLE = "Mine"
+OPTIONS = {"reach": Option(1, "[1, 5]", "how far")}
+
+
+def start(setup, backbone, state, task, key):
+    head = training.new_linear_head(key, setup.head_rows, setup.variant.width)
+    return {"class_mask": setup.class_mask(task)}, {"head": head}
+
+
+def loss(setup, backbone, frozen, trained, batch):
+    features = setup.model.apply({"params": backbone}, batch.images)
+    logits = trained["head"].logits(features) / setup.config.learner.mine.reach
+    return training.cross_entropy(logits, batch.labels, frozen["class_mask"], batch.weights)
+"""
+
+
+def test_a_learner_of_the_users_own_and_the_default_work_directory(tmp_path, cache):
+    (tmp_path / "mine.py").write_text(LEARNER)
+    done = subprocess.run(
+        [
+            *(sys.executable, str(REPOSITORY / "main.py"), "--quiet"),
+            f"--config={REPOSITORY / 'configs' / 'digits.py'}",
+            *("--config.learner.name=mine", "--config.learner.mine.reach=3"),
+            *("--config.train.epochs=1", "--config.report=False", "--config.classes_per_task=5"),
+            *("--config.data.train_per_class=4", "--config.data.test_per_class=2"),
+        ],
+        cwd=tmp_path,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "FDC_JAX_CACHE": str(cache)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    found = results(tmp_path / "runs" / "digits")
+    assert found["learner"] == "mine"
+    assert found["config"]["learner.mine.reach"] == 3
 
 
 def test_several_seeds(tmp_path, cache, capsys):

@@ -10,6 +10,7 @@ import pytest
 from fdc_jax import heads as head_types
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import rsiat
+from fdc_jax.model import vit
 from tests.learners import rsiat_reference
 from tests.learners.trajectories import (
     CLASSES,
@@ -266,3 +267,47 @@ def test_an_encoder_that_diverged_says_so(run, backbone):
     lost = step.trained | {"adapter": lost}
     with pytest.raises(TrainingError, match="class 0 of task 2 has features that are not finite"):
         rsiat.after_task(run.setup, backbone, step.before, 1, step.frozen, lost, step.images)
+
+
+# As the authors have it ---------------------------------------------------------------------------
+
+
+def test_native_decay_shrinks_heads_of_earlier_tasks(monkeypatch, run, backbone):
+    """PyTorch's SGD decays every entry of a head without gradient, with momentum."""
+    step, factor = run.steps[1], 50.0
+    setup = make_setup("rsiat", learner__preset="native", benchmark="cifar100")
+    _, trained = rsiat.start(setup, backbone, step.before, 1, jax.random.key(1))
+    assert set(step.started) == set(PARTS)
+    monkeypatch.setattr(rsiat, "loss", lambda *arguments: 0.0 * arguments[3]["head"].sum())
+    monkeypatch.setattr(rsiat, "calibrate", lambda settings, heads, *others: heads)
+    update = rsiat.update(setup)
+    optimizer, none = update.initialise(trained), jnp.zeros(())
+    for _ in range(24):
+        trained, optimizer, _ = update.step(
+            none, step.frozen, trained, optimizer, none, (factor, 0.0)
+        )
+    after = rsiat.after_task(setup, backbone, step.before, 1, step.frozen, trained, step.images)
+    first, velocity = float64(step.before.heads[0]), 0.0
+    expected = first
+    for _ in range(24):
+        velocity = 0.9 * velocity + 1.714e-4 * expected
+        expected = expected - factor * 1.8461e-2 * velocity
+    assert np.abs(expected[:2] / first[:2] - 1).min() > 0.01
+    np.testing.assert_allclose(after.heads[0], expected, rtol=1e-5)
+
+
+def test_gradients_of_the_adapter_are_summed_in_float32():
+    """In fast precision, too; rounded to bfloat16 they would be off by 0.2 %."""
+    rng = np.random.default_rng(0)
+    x, slopes = (jnp.asarray(rng.normal(size=(3, 40, n)), jnp.bfloat16) for n in (24, 5))
+    weight, bias = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((24, 5), (5,)))
+
+    def total(weight, bias):
+        out = vit.dense(x, weight, bias, jax.lax.Precision.DEFAULT)
+        assert out.dtype == jnp.bfloat16
+        return jnp.sum(out.astype(jnp.float32) * slopes.astype(jnp.float32))
+
+    found = jax.grad(total, argnums=(0, 1))(weight, bias)
+    rows, gradients = (np.asarray(a, np.float64).reshape(120, -1) for a in (x, slopes))
+    np.testing.assert_allclose(found[0], rows.T @ gradients, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found[1], gradients.sum(axis=0), rtol=1e-4, atol=1e-4)
