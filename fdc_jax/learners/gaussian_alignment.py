@@ -126,14 +126,8 @@ def draw(
 ) -> Float[Array, "t c s d"]:
     """Returns `samples` features of each class, zero for tasks to come.
 
-    The device holds these features and the factors of a single task, never those of all.
-
-    Args:
-        key: random key.
-        gaussians: slots of all tasks.
-        scales: factor on the means of each task.
-        samples: per class.
-        tasks_done: tasks to draw for.
+    `scales` are factors on the means of each task. The device holds these features and the factors
+    of a single task, never those of all.
     """
     tasks, classes, width = gaussians.means.shape
     scales = np.asarray(scales, np.float32)
@@ -250,13 +244,8 @@ def cross_entropy_over_all(
 ) -> Float[Array, ""]:
     """Returns the mean cross-entropy over the classes of all tasks seen.
 
-    Args:
-        logits: of the heads of all tasks.
-        labels: positions in the flattened slots.
-        weights: 0 for padding.
-        seen: slots that are classes seen.
-        temperature: positive: logits are divided by it and by the mean norm of one task's logits;
-            0: logits as they are.
+    Labels are positions in the flattened slots. Logits are divided by the temperature and by the
+    mean norm of one task's logits, unless the temperature is 0.
     """
     if temperature > 0:
         seen_tasks = seen.any(axis=1)

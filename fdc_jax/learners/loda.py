@@ -300,16 +300,9 @@ def aligned_update(
     """Returns an update in half-steps.
 
     `frozen` must hold `trains`, a tree like `trained` with 1 for a leaf that trains and 0 for one
-    that stays; `class_mask`, whose length is that of the padded head; and `alignment`, the data of
-    a random key. `trained["increment"]` holds matrices on the last two axes.
-
-    Args:
-        setup: the run.
-        loss: `loss(setup, backbone, frozen, trained, batch)`, a mean over the weights of the batch.
-        rates: learning rate of each top-level part of `trained`.
-        transformation: turns gradients into directions, before any learning rate.
-        look_ahead: length of the longest look-ahead; None makes one plain step of each batch.
-        schedule: of `training.Update`.
+    that stays; `class_mask`; and `alignment`, the data of a random key. `trained["increment"]`
+    holds matrices on the last two axes. Arguments are those of `training.gradient_update`, and the
+    length of the longest look-ahead; None makes one plain step of each batch.
     """
 
     def initialise(trained) -> Progress:
@@ -436,11 +429,7 @@ def shrinkage(
 ) -> Float[Array, "l r"]:
     """Returns the factor s in [0, 1] on each direction that minimises old s^2 + gamma new (1-s)^2.
 
-    Args:
-        A: directions as columns; only their energies count.
-        old: second moments of earlier inputs; zero leaves every direction as it is.
-        new: of the task's inputs.
-        gamma: weight of what the task learned.
+    Directions are columns of A, of which only energies under the two moments count.
     """
 
     def energy(moments):

@@ -42,7 +42,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float64, Int
+from jaxtyping import Array, Bool, Float, Float64, Int
 
 from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
@@ -153,10 +153,7 @@ def drift_resistant_projector(
 ) -> tuple[Float64[np.ndarray, "d d"], int]:
     """Returns the projector on the fewest directions that hold a share of the energy, and how many.
 
-    Args:
-        moment: second moment of the inputs of one block.
-        energy: share of the eigenvalue sum to hold.
-        normalise: whether to divide the projector by its Frobenius norm.
+    The moment is that of the inputs of a block; `normalise` divides by the projector's norm.
     """
     # Ascending; on the host, since the number of directions must not hang on float32 rounding.
     values, directions = np.linalg.eigh(moment)
@@ -216,19 +213,18 @@ def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
     )
 
 
-def triplet_loss(features, labels, weights, means, mean_mask, margin: float) -> Float[Array, ""]:
+def triplet_loss(
+    features: Float[Array, "n d"],
+    labels: Int[Array, " n"] | Int[np.ndarray, " n"],
+    weights: Float[Array, " n"] | Float[np.ndarray, " n"],
+    means: Float[Array, "m d"],
+    mean_mask: Bool[Array, " m"],
+    margin: float,
+) -> Float[Array, ""]:
     """Returns the mean hinge on farthest positive minus nearest negative plus margin.
 
     Positives are the images of the class, negatives all others and the means of earlier classes;
-    an image without any negative counts as 0.
-
-    Args:
-        features: unit features, [n, d].
-        labels: [n].
-        weights: [n], 0 for padding.
-        means: unit class means, [m, d].
-        mean_mask: [m], which of them count.
-        margin: distance.
+    an image without any negative counts as 0. Features and means are unit vectors.
     """
     between = _distances(features, features)
     real = weights > 0

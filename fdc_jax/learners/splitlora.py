@@ -138,11 +138,7 @@ def within_minor(
 ) -> Float[Array, "l d r"]:
     """Returns random columns in the minor subspace of every block.
 
-    Args:
-        key: random key.
-        state: has the directions and their split.
-        reference: a random A, whose Frobenius norm counts.
-        task: index from 0; the norm is divided by `task + 1`.
+    They are as long as `reference` in Frobenius norm, divided by `task + 1`.
     """
     minor = jnp.arange(reference.shape[1]) >= state.major[:, None]
     weights = minor[:, :, None] * jax.random.normal(key, reference.shape)
