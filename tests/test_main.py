@@ -211,7 +211,10 @@ def test_signals_count_from_the_start(tmp_path, cache):
             "--config.train.epochs",
         ),
         ("--config.train.epochs=abc", "flag --config.train.epochs=abc: invalid literal for int()"),
-        ("--config.train.rank=97", "config.train.rank: expected at most 96, the width of the"),
+        (
+            "--config.train.rank=97",
+            "config.train.rank: expected at most 96, the width of encoder digits",
+        ),
         ("--config.learner.name=none", "learner.name: expected one of cumulative_lora"),
         ("--wrokdir=here", "Unknown command line flag 'wrokdir'. Did you mean: workdir"),
         ("--config=configs/nowhere.py", "No such file or directory: 'configs/nowhere.py'"),
