@@ -197,10 +197,10 @@ class Checkpoints:
         self._manager.close()
         self._manager = ocp.CheckpointManager(self._folder, options=self._options)
 
-    @processes.on_first
     def close(self) -> None:
         """Waits for everything to be written."""
-        self._manager.close()
+        if processes.is_first():
+            self._manager.close()
 
 
 def _checksums(folder: Path) -> dict[str, str]:

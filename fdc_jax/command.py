@@ -15,6 +15,7 @@ import ml_collections
 
 import fdc_jax
 from fdc_jax import configuration, devices, evaluation, experiment, processes
+from fdc_jax.checkpoint import Checkpoints
 from fdc_jax.configuration import Config
 from fdc_jax.errors import InputError, Interrupted, TrainingError
 from fdc_jax.files import check_writable_folder, write_json
@@ -253,10 +254,9 @@ def _run_seed(
             print(f"{folder}: finished before, not done again", file=sys.stderr)
         return finished
     progress = Progress(quiet, f"seed {seed}, " if len(config.seed) > 1 else "")
-    try:
-        return experiment.run(prepared, seed, store, stop, progress)
-    finally:
-        progress.close()
+    checkpoints = Checkpoints(store.checkpoints_folder, config.checkpoint.keep)
+    with contextlib.closing(progress), contextlib.closing(checkpoints):
+        return experiment.run(prepared, seed, store, checkpoints, stop, progress)
 
 
 def describe(prepared: experiment.Experiment) -> list[str]:

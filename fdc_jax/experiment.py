@@ -31,7 +31,12 @@ if TYPE_CHECKING:
 
 
 def run(
-    e: "Experiment", seed: int, store: "Store", stop: StopRequest, progress: Progress
+    e: "Experiment",
+    seed: int,
+    store: "Store",
+    checkpoints: Checkpoints,
+    stop: StopRequest,
+    progress: Progress,
 ) -> dict[str, Any]:
     """Does what is left of one seed and returns its results (Algorithm 1).
 
@@ -39,6 +44,7 @@ def run(
         e: what it shares with other seeds.
         seed: training seed.
         store: its work directory.
+        checkpoints: those there.
         stop: polled in every loop.
         progress: the screen.
 
@@ -49,7 +55,6 @@ def run(
     """
     learner, setup, backbone, num_tasks = e.learner, e.setup, e.backbone, e.setup.num_tasks
     images = RunImages(e, seed, stop.poll)
-    checkpoints = Checkpoints(store.checkpoints_folder, e.config.checkpoint.keep)
     saved = _resume(e, seed, store, checkpoints)
     state, fdc, log = saved.state, saved.fdc, StepLog(e.config, store, progress, saved.timing)
     progress.start(e.steps_before(num_tasks), e.steps_before(saved.tasks_done) + saved.step)
@@ -105,7 +110,6 @@ def run(
             store.record(record)
             progress.line(evaluation.describe(record, num_tasks))
 
-    checkpoints.close()
     fdc.replace_heads(e.heads(state, num_tasks))
     return store.finish(e, seed, fdc)
 
@@ -259,7 +263,10 @@ class Experiment:
         devices.use_compilation_cache(cache / "compiled")
         known = classes_per_task is not None
         classes_per_task = classes_per_task or self.tasks.classes_per_task
-        path = weights.locate(encoder.weights, encoder.variant, cache, not quiet)
+        wanted = encoder.weights, encoder.variant, cache, not quiet
+        # A download is the first process's alone where all share a cache.
+        processes.on_first(lambda: str(weights.locate(*wanted)))()
+        path = weights.locate(*wanted)
         self.pretrained = weights.load(path, encoder.variant, encoder.image_size)
         self.setup = training.Setup(model, classes_per_task, config)
         self.update = self.learner.update(self.setup)

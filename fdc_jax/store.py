@@ -238,6 +238,7 @@ class Store(_Places):
             known, found = before["accuracy"], record["accuracy"]
             moved = max(abs(known[name] - found[name]) for name in ("raw", "oracle"))
             record["timing"] = before["timing"] | record["timing"]
+            record["peak_memory"] = before.get("peak_memory", record["peak_memory"])
             if moved * record["test_images"] > 100 * _ON_THE_EDGE:
                 _log.warning(
                     "%s: the learner's final state does not repeat the accuracies after task %d, "

@@ -2,33 +2,31 @@
 
 import contextlib
 import io
-import time
+import json
+import logging
 
 import numpy as np
 import pytest
 
-from fdc_jax import calibration, feature_files
+from fdc_jax import calibration, command, feature_files
 from fdc_jax.posthoc.__main__ import main
 from fdc_jax.posthoc.methods import METHODS, Settings
 from fdc_jax.posthoc.methods import run as fit
-from tests import interruptions
+from tests import interruptions, small_runs
 
-OPTIONS = (
-    "--config.learner.name=inflora_ca",
-    "--config.learner.inflora_ca.epochs=2",
-    "--config.learner.inflora_ca.samples_per_class=64",
-    "--config.train.epochs=1",
-    "--config.data.train_per_class=16",
-    "--config.classes_per_task=4",
-    "--quiet",
-)
+
+def config(cache, **fields):
+    aligned = dict(learner__name="inflora_ca", classes_per_task=4, **fields)
+    found = small_runs.config(cache, 12, 6, **aligned)
+    found.learner.inflora_ca.update(epochs=2, samples_per_class=64)
+    return found
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, cache):
     """A small run of InfLoRA+CA, which aligns all heads after every task."""
     workdir = tmp_path_factory.mktemp("runs") / "whole"
-    interruptions.finish(interruptions.start(workdir, *OPTIONS, cache=cache))
+    command.run(config(cache), str(workdir), quiet=True)
     return workdir
 
 
@@ -71,21 +69,34 @@ def test_without_final_heads_the_labels_would_be_others(whole, predictions):
     assert np.any(fit("raw", early, settings).scores.label != predictions["raw_label"])
 
 
+def test_with_other_settings_the_curve_has_what_the_final_state_repeats(
+    whole, predictions, cache, tmp_path, caplog
+):
+    """The heads that earlier test images met are gone; those of the last task are there."""
+    workdir = small_runs.copied(whole, tmp_path / "copy")
+    with caplog.at_level(logging.WARNING):
+        found = command.run(config(cache, fdc__attenuation=0.0), str(workdir), quiet=True)
+    expected = json.loads((whole / "results.json").read_text())
+    assert found["accuracy"]["raw"] == expected["accuracy"]["raw"]
+    assert len(expected["curve"]) == 3
+    lost = caplog.text.count("does not repeat the accuracies after task")
+    assert len(found["curve"]) == 3 - lost and lost > 0
+    assert found["average_incremental_accuracy"] == {"raw": None, "fdc": None}
+    with np.load(workdir / "predictions.npz") as file:
+        np.testing.assert_array_equal(file["raw_label"], predictions["raw_label"])
+    # Asked again, it is finished.
+    events = (workdir / "metrics.jsonl").read_text()
+    assert command.run(config(cache, fdc__attenuation=0.0), str(workdir), quiet=True) == found
+    assert (workdir / "metrics.jsonl").read_text() == events
+
+
 @pytest.mark.slow
-def test_a_killed_run_ends_with_the_same_features(whole, tmp_path, cache):
-    workdir = tmp_path / "killed"
-    process = interruptions.start(workdir, *OPTIONS, cache=cache)
-    events = workdir / "metrics.jsonl"
-    while process.poll() is None:
-        if events.exists() and events.read_text().count('"event": "evaluation"') >= 2:
-            break
-        time.sleep(0.05)
-    process.kill()
-    process.communicate()
-    interruptions.finish(interruptions.start(workdir, *OPTIONS, cache=cache))
-    interruptions.same_outcome(whole, workdir)
+def test_a_stopped_run_ends_with_the_same_features(whole, tmp_path, cache):
+    small_runs.stopped(config(cache), tmp_path / "run", 12)
+    command.run(config(cache), str(tmp_path / "run"), quiet=True)
+    interruptions.same_outcome(whole, tmp_path / "run")
     names = {file.name for file in (whole / "features").iterdir()}
-    assert {file.name for file in (workdir / "features").iterdir()} == names
+    assert {file.name for file in (tmp_path / "run" / "features").iterdir()} == names
     for name in names:
-        expected, found = (np.load(each / "features" / name) for each in (whole, workdir))
+        expected, found = (np.load(each / "features" / name) for each in (whole, tmp_path / "run"))
         np.testing.assert_array_equal(found, expected, err_msg=name)

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fdc_jax import command, evaluation, posthoc
+from fdc_jax import command, evaluation
+from fdc_jax.posthoc import __main__ as posthoc
 from tests import interruptions, small_runs
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -100,17 +100,6 @@ def test_without_saved_features_other_settings_are_refused(copy, cache, lost):
     assert contents(copy) == before
 
 
-def test_a_learner_that_rewrites_heads_cannot_repeat_its_curve(cache, tmp_path, caplog):
-    fields = dict(learner__name="inflora_ca", learner__inflora_ca__epochs=1, train__epochs=1)
-    first = go(config(cache, **fields), tmp_path / "run")
-    with caplog.at_level(logging.WARNING):
-        found = go(config(cache, **fields, fdc__neighbours=2), tmp_path / "run")
-    assert found["accuracy"]["raw"] == first["accuracy"]["raw"]
-    repeated = len(found["curve"]) == 2
-    assert repeated == ("does not repeat the accuracies after task 1" not in caplog.text)
-    assert repeated == (found["average_incremental_accuracy"]["fdc"] is not None)
-
-
 # Repair ------------------------------------------------------------------------------------------
 
 
@@ -120,20 +109,19 @@ def damage(path):
 
 
 @pytest.mark.parametrize(
-    "names",
+    ("kind", "names"),
     [
-        ("predictions.npz", "features/test_adapted.npy"),
-        ("calibrator.npz",),
-        ("calibrator.npz", "calibrators/calibrator_002.npz", "predictions.npz"),
+        ("damaged", ("predictions.npz", "features/test_adapted.npy")),
+        ("missing", ("calibrator.npz",)),
+        ("damaged", ("calibrator.npz", "calibrators/calibrator_002.npz", "predictions.npz")),
     ],
 )
-@pytest.mark.parametrize("kind", ["damaged", "missing"])
-def test_a_finished_run_makes_again_what_is_missing(whole, copy, cache, caplog, names, kind):
+def test_a_finished_run_makes_again_what_is_missing(whole, copy, cache, caplog, kind, names):
     for name in names:
         damage(copy / name) if kind == "damaged" else (copy / name).unlink()
     with caplog.at_level(logging.WARNING):
         go(config(cache), copy)
-    assert f"made again: {names[0].split('/')[0]}" in caplog.text
+    assert "made again: " in caplog.text and names[0] in caplog.text
     assert len(small_runs.events(copy, "epoch")) == 4
     interruptions.same_outcome(whole, copy)
     expected = contents(whole)
@@ -147,9 +135,7 @@ def test_a_finished_run_makes_again_what_is_missing(whole, copy, cache, caplog, 
 def test_what_only_training_gives_is_not_trained_again_unasked(copy, cache):
     results = read(copy)
     damage(copy / "features" / "train_adapted_0.npy")
-    with pytest.raises(
-        InputError, match=r"train_adapted_0.npy: missing or damaged.*remove"
-    ):
+    with pytest.raises(InputError, match=r"train_adapted_0.npy: missing or damaged.*remove"):
         go(config(cache), copy)
     for path in (copy / "features").iterdir():
         path.unlink()
