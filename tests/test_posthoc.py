@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -418,43 +419,31 @@ def test_the_dumping_recipe_runs_and_is_short(tmp_path, arrays):
     assert end - start + 1 <= 10
 
     class Tensor(np.ndarray):
-        def float(self):
-            return self.astype(np.float32).view(Tensor)
-
-        def cpu(self):
-            return self
-
-        def detach(self):
-            return self
-
-        def numpy(self):
-            return np.asarray(self)
+        float = lambda self: self.astype(np.float32).view(Tensor)  # noqa: E731
+        cpu = detach = lambda self: self
+        numpy = lambda self: np.asarray(self)  # noqa: E731
 
     def tensor(array):
-        return np.asarray(array).view(Tensor)
+        return np.array(array).view(Tensor)
 
-    class Torch:
-        no_grad = contextlib.nullcontext
-
-        @staticmethod
-        def cat(parts):
-            return tensor(np.concatenate(parts))
-
-    class Head:
-        weight, bias = tensor(arrays["head_weight_0"].copy()), tensor(arrays["head_bias_0"].copy())
-
+    torch = SimpleNamespace(
+        no_grad=contextlib.nullcontext, cat=lambda parts: tensor(np.concatenate(parts))
+    )
+    head = SimpleNamespace(
+        weight=tensor(arrays["head_weight_0"]), bias=tensor(arrays["head_bias_0"])
+    )
     rows = np.arange(24)
     loader = [(rows[:10], tensor(rows[:10] % 2)), (rows[10:], tensor(rows[10:] % 2))]
     scope = {
-        "torch": Torch, "encoder": lambda x: tensor(arrays["train_adapted_0"][x]),
+        "torch": torch, "encoder": lambda x: tensor(arrays["train_adapted_0"][x]),
         "pretrained": lambda x: tensor(arrays["train_pretrained_0"][x]),
-        "task_loader": loader, "head": Head, "t": 0, "numpy": np,
+        "task_loader": loader, "head": head, "t": 0, "numpy": np,
     }  # fmt: skip
     code = "\n".join(line[4:] for line in lines[start:end])
     exec(code, scope)
     # Training the head further leaves what was dumped alone.
-    Head.weight += 1
-    Head.bias += 1
+    head.weight += 1
+    head.bias += 1
     np.testing.assert_array_equal(scope["arrays"]["head_weight_0"], arrays["head_weight_0"])
     np.testing.assert_array_equal(scope["arrays"]["head_bias_0"], arrays["head_bias_0"])
     stored = scope["arrays"]

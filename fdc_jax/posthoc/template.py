@@ -26,8 +26,9 @@ Dump the same arrays from PyTorch (encoder: images -> head-input features; in ev
     # after the last task: test_adapted, test_pretrained and test_labels likewise, then
     numpy.savez("features.npz", **arrays)
 
-task_loader must not shuffle. Rows of a head stand in ascending order of their labels; they are
-copied, since the head may be trained on. If it was, in later tasks or by an alignment of all heads,
+task_loader must not shuffle. Rows of a head stand in ascending order of their labels; of one head
+that grows or covers all classes, save the task's own rows, such as weight[10:20]. They are copied,
+since the head may be trained on. If it was, in later tasks or by an alignment of all heads,
 add what it ended as, after the last task: final_head_weight_{{t}} and final_head_bias_{{t}}. All
 arrays are described in fdc_jax/feature_files.py."""
 
