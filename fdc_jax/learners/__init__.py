@@ -3,8 +3,9 @@
 A learner is a module that declares its `TITLE` and, where it has them, its `OPTIONS` (a dictionary
 of `Option`), the components of FDC that the paper enables for it (`SELECTED`, a key of
 `results.json`'s `components`; everything on by default), its row in the paper's tables
-(`PAPER_ROW`), and by benchmark the settings of the authors' own runs that no preset sets
-(`AUTHORS_RUNS`). It answers five questions; what it leaves out it answers as Cumulative-LoRA does:
+(`PAPER_ROW`), other learners whose options it reads (`READS`), and by benchmark the settings of the
+authors' own runs that no preset sets (`AUTHORS_RUNS`). It answers five questions; what it leaves
+out it answers as Cumulative-LoRA does:
 
 1. What does it keep between tasks?
    `initial_state(setup) -> state`
@@ -100,13 +101,14 @@ def expected(
         return None if value in allowed else " or ".join(allowed)
     if not allowed:
         return None
-    match = _INTERVAL.fullmatch(allowed)
-    if match is None:
-        raise ValueError(f"expected an interval such as '(0, 1]', found {allowed!r}")
-    opening, *ends, closing = match.groups()
-    low, high = ((others or {}).get(end, end) for end in ends)
-    above = float(low) < value or (opening == "[" and float(low) == value)
-    below = value < float(high) or (closing == "]" and value == float(high))
+    try:
+        opening, *ends, closing = _INTERVAL.fullmatch(allowed).groups()  # pyright: ignore
+        low, high = ((others or {}).get(end, end) for end in ends)
+        least, most = float(low), float(high)
+    except (AttributeError, ValueError) as error:
+        raise InputError(f"expected an interval such as '(0, 1]', found {allowed!r}") from error
+    above = least < value or (opening == "[" and least == value)
+    below = value < most or (closing == "]" and value == most)
     if above and below:
         return None
     kind = "a whole number" if isinstance(value, int) else "a number"
@@ -150,7 +152,7 @@ def find(name: str) -> Any:
     Raises:
         InputError: no such learner, or an error in its file.
     """
-    return _own().get(name) or _outside(name)
+    return _own().get(name.removeprefix(f"{__name__}.")) or _outside(name)
 
 
 def _outside(name: str) -> types.ModuleType:
@@ -168,6 +170,14 @@ def _outside(name: str) -> types.ModuleType:
         raise InputError(f"learner.name: {name}: {place(error)}") from error
     if not hasattr(module, "TITLE"):
         raise InputError(f"learner.name: module {name!r} is no learner: it declares no TITLE")
+    if section(name) in (*names(), "name", "preset"):
+        raise InputError(f"learner.name: {name}: {section(name)} is taken; call the file otherwise")
+    for option, value in getattr(module, "OPTIONS", {}).items():
+        if not isinstance(value, Option):
+            raise InputError(
+                f"learner.name: {name}: OPTIONS: {option}: expected Option(default, allowed, "
+                f"comment), found {value!r}"
+            )
     _complete(module)
     return module
 
@@ -223,34 +233,22 @@ def options(name: str) -> dict[str, Option]:
 
 
 def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Any]]:
-    """Returns the default of every option by learner, which is what `config.learner` begins with.
-
-    Args:
-        benchmark: some defaults depend on it.
-        outside: name of a learner that is no file of this folder.
+    """Returns the options on a benchmark by learner: what `config.learner` begins with.
 
     Raises:
-        InputError: there is no such learner.
+        InputError: there is no learner `outside` of the package.
     """
-    modules = dict(_own())
-    if outside and outside not in modules:
-        modules[section(outside)] = _outside(outside)
+    modules = _own() | ({section(outside): find(outside)} if outside else {})
+    declared = {name: getattr(module, "OPTIONS", {}) for name, module in modules.items()}
     return {
-        name: {
-            option: value.default_on(benchmark)
-            for option, value in getattr(module, "OPTIONS", {}).items()
-        }
-        for name, module in modules.items()
-        if getattr(module, "OPTIONS", {})
+        name: {option: value.default_on(benchmark) for option, value in own.items()}
+        for name, own in declared.items()
+        if own
     }
 
 
 def check_options(name: str, flat: Mapping[str, Any]) -> None:
     """Checks the options of a learner, and of all learners of the package.
-
-    Args:
-        name: of the learner.
-        flat: values by field of the configuration.
 
     Raises:
         InputError: names the field, what was expected and what was found.
@@ -267,10 +265,7 @@ def check_options(name: str, flat: Mapping[str, Any]) -> None:
 def deviations(name: str, flat: Mapping[str, Any]) -> list[str]:
     """Says in words which options of a learner depart from the paper's protocol.
 
-    Args:
-        name: of the learner.
-        flat: values by field of the configuration, as in `results.json`; a missing one had its
-            default.
+    `flat` has values by field, as `config` in `results.json`; a missing one had its default.
     """
     phrases = []
     for field, option in options(name).items():
@@ -297,13 +292,7 @@ def authors_run(name: str, benchmark: str) -> list[str]:
 
 
 def check_state(name: str, question: str, before: Any, after: Any) -> None:
-    """Checks that a learner's new state has the arrays of the old one, in shape and type.
-
-    Args:
-        name: of the learner.
-        question: that it answered with the new state.
-        before: the old state.
-        after: the new one.
+    """Checks that a learner's answer to a question has the old state's arrays, in shape and type.
 
     Raises:
         InputError: names the first array that is another.

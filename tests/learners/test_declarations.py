@@ -27,7 +27,6 @@ IMPOSSIBLE = [
     *((f"ewc_lora.{each}", -1.0) for each in ("strength", "accumulation")),
     ("ewc_lora.accumulation", NAN),
     *((f"ewc_lora.{each}", "none") for each in ("fisher", "folding", "head_input")),
-    ("ewc_lora.folding", "none"),
     ("ewc_lora.images_at_once", 0),
     *((f"sd_lora.{each}", -1.0) for each in ("magnitude", "magnitude_rate_factor")),
     ("sd_lora.head_start", "zero"),
@@ -177,6 +176,21 @@ def test_an_error_in_a_users_file_is_placed(tmp_path, monkeypatch):
         (tmp_path / f"{name}.py").write_text(text)
         with pytest.raises(InputError, match=rf"learner.name: {name}: .*{name}.py, {message}"):
             learners.find(name)
+
+
+def test_declarations_that_cannot_be_are_refused(monkeypatch):
+    for name, options, message in (
+        ("mine.loda", {}, "mine.loda: loda is taken; call the file otherwise"),
+        ("mine.own", {"reach": 0.5}, r"own: OPTIONS: reach: expected Option\(default, allowed"),
+        ("mine.own", {"reach": Option(0.5, "0..1")}, "expected an interval such as '\\(0, 1]'"),
+    ):
+        module = types.ModuleType(name)
+        module.TITLE, module.OPTIONS = "Mine", options
+        monkeypatch.setitem(sys.modules, name, module)
+        config = base.get_config()
+        config.learner.name = name
+        with pytest.raises(InputError, match=message):
+            configuration.validate(config)
 
 
 def test_what_an_outside_learner_leaves_out_is_answered_as_by_cumulative_lora(monkeypatch):
