@@ -220,55 +220,43 @@ def name_of(path: str | os.PathLike[str]) -> str:
 
 def table(path: str | os.PathLike[str], entries: Sequence[Entry], groups: Sequence[Group]) -> Table:
     """Lines the entries of a file up with the groups."""
-    layout = Layout(groups, {})
-    rows, lines = [], {}
+    layout, rows = Layout(groups, {}), []
+    lines: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries:
         lines.setdefault(entry[:3], []).append(entry)
     for (benchmark, learner, name), of in lines.items():
-        titles = {
+        labels = {
             "benchmark": paper.benchmark_title(benchmark),
             "learner": learners.title(learner),
             "quantity": name,
         }
-        alike = [each for each in groups if (each.benchmark, each.learner) == (benchmark, learner)]
-        for each in alike or [None]:
+        for each in [g for g in layout.of(learner) if g.benchmark == benchmark] or [None]:
             values = {run.seed: quantity(run, name) for run in each.runs} if each else {}
             ours = {seed: value for seed, value in values.items() if value is not None}
             found = compare(ours, of)
             if found.paired:  # The two sides are shown as they are compared.
                 ours = {seed: ours[seed] for seed in found.paired}
-            paired = [entry for entry in of if entry.seed in found.paired] or of
-            mean, std, count = _summary(paired)
+            mean, std, count = _summary([e for e in of if e.seed in found.paired] or of)
             signed = "gain" in name
-            text = f"{mean:{'+' * signed}.2f}" + ("" if math.isnan(std) else f" ± {std:.2f}")
+            deviation = "" if math.isnan(std) else f" ± {std:.2f}"
             cells = {
+                "numbers": layout.ours(each.title) if each else "no run",
                 "ours": spread(list(ours.values()), signed=signed),
-                "reference": text + (f" ({count})" if count else ""),
+                "reference": number(mean, signed=signed) + deviation + f" ({count})" * bool(count),
+                "paired seeds": ", ".join(map(str, found.paired)) or math.nan,
                 "difference": number(found.difference, signed=True),
-                "verdict": _verdict(found),
                 "source": "; ".join(dict.fromkeys(e.source for e in of if e.source)) or math.nan,
             }
             if found.low is not None and found.high is not None:
                 cells["95 % interval"] = f"{found.low:+.2f} to {found.high:+.2f}"
-            rows.append(titles | {"numbers": layout.ours(each.title if each else "")} | cells)
+            rows.append(labels | cells)
     note = (
         f"From {Path(path).name}. Percent and points. Difference: ours minus the reference, with "
         "its 95 % interval: over differences within seeds where the reference has two or more "
-        "seeds of ours, else Welch's from the deviations over seeds of both. Outside: the interval "
-        "excludes zero. The reference says nothing of settings, so every group of runs of the "
-        "learner on the benchmark is lined up." + layout.legend()
+        "seeds of ours, else Welch's from the deviations over seeds of both. The reference says "
+        "nothing of settings, so every group of runs of the learner on the benchmark is lined up."
+        + layout.legend()
     )
-    columns = ["ours", "reference", "difference", "95 % interval", "verdict", "source"]
+    columns = ["ours", "reference", "paired seeds", "difference", "95 % interval", "source"]
     made = frame(rows, ["benchmark", "learner", "quantity", "numbers"], columns)
     return Table(name_of(path), "Comparison with a reference", made, note)
-
-
-def _verdict(found: Comparison) -> str:
-    if found.difference is None:
-        return "no run"
-    if found.low is None or found.high is None:
-        verdict = "no interval"
-    else:
-        verdict = "inside" if found.low <= 0 <= found.high else "outside"
-    seeds = f", seed{'s' * (len(found.paired) > 1)} {', '.join(map(str, found.paired))} paired"
-    return verdict + (seeds if found.paired else "")

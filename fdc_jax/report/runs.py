@@ -166,25 +166,15 @@ _PREDICTIONS = (
 )  # fmt: skip
 
 _REQUIRED = {
-    "benchmark": str,
-    "learner": str,
+    **dict.fromkeys(("benchmark", "learner"), str),
     "seed": int,
-    "accuracy": dict,
-    "components": dict,
-    "config": dict,
+    **dict.fromkeys(("accuracy", "components", "config"), dict),
 }
 _OPTIONAL = {
     "split": str,
-    "encoder": dict,
-    "data": dict,
-    "timing": dict,
-    "versions": dict,
     "curve": list,
-    "whitened": dict,
-    "num_tasks": int,
-    "num_classes": int,
-    "num_train_images": int,
-    "num_test_images": int,
+    **dict.fromkeys(("encoder", "data", "timing", "versions", "whitened"), dict),
+    **dict.fromkeys(("num_tasks", "num_classes", "num_train_images", "num_test_images"), int),
 }
 
 
@@ -206,9 +196,7 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> Loaded:
         first = runs.setdefault((_experiment(run), run.seed), run)
         if first is not run:
             reason = f"same benchmark, learner, seed and settings as {first.path}"
-            if _affinity(first) != _affinity(run):
-                reason += ", but for an affinity beyond the paper"
-            skipped.append(Skipped(path, reason))
+            skipped.append(Skipped(path, f"{reason}, but for what moves no number of the paper's"))
     return Loaded(group(list(runs.values())), skipped)
 
 
@@ -216,12 +204,6 @@ def _experiment(run: RunFolder) -> str:
     """Returns what runs of one group have in common."""
     names = [run.results["benchmark"], run.results["learner"]]
     return json.dumps([*names, settings(run.results)], sort_keys=True)
-
-
-def _affinity(run: RunFolder) -> dict[str, Any]:
-    """Returns the settings of affinities, which leave the paper's numbers as they are."""
-    config = run.results["config"]
-    return {name: value for name, value in config.items() if name.startswith("fdc.affinity_")}
 
 
 def _expand(path: Path) -> list[Path]:
@@ -359,6 +341,8 @@ _PHRASES = {
     "train.schedule": "{} schedule",
     "precision": "{} precision",
     "data.input_range": "{} inputs",
+    "data.train_per_class": "{} training images a class",
+    "data.test_per_class": "{} test images a class",
 }
 
 
@@ -381,16 +365,12 @@ def settings(results: dict[str, Any]) -> dict[str, Any]:
             found[field] = value
     if found["fdc.affinity_reference"] == "pooled":  # Of the whitened affinity alone.
         found["fdc.affinity_reference"] = "own"
-    encoder, data = results.get("encoder") or {}, results.get("data") or {}
-    found |= {
-        "split": results.get("split"),
-        "encoder.sha256": encoder.get("sha256"),
-        "encoder.weights": encoder.get("weights"),
-        "data.train_sha256": data.get("train_sha256"),
-        "data.test_sha256": data.get("test_sha256"),
-        "num_train_images": results.get("num_train_images"),
-        "num_test_images": results.get("num_test_images"),
-    }
+    sections = {"encoder": ("sha256", "weights"), "data": ("train_sha256", "test_sha256")}
+    for section, names in sections.items():
+        of_section = results.get(section) or {}
+        found |= {f"{section}.{name}": of_section.get(name) for name in names}
+    for name in ("split", "num_train_images", "num_test_images"):
+        found[name] = results.get(name)
     return dict(sorted(found.items()))
 
 
@@ -404,19 +384,22 @@ def deviations(benchmark: str, learner: str, found: dict[str, Any]) -> list[str]
         learner: name of the learner.
         found: settings of a run, as `settings` returns them.
     """
-    expected, phrases = _expected(), []
-    known = benchmark in paper.benchmarks()
+    expected, sizes = _expected(), paper.columns("partitions", benchmark)
+    if not sizes:
+        method = ("learner.preset", "fdc.")
+        expected = {name: value for name, value in expected.items() if name.startswith(method)}
+    phrases = []
     for field, value in expected.items():
-        if not known and not field.startswith(("learner.preset", "fdc.")):
-            continue
-        if field == "data.train_per_class":
-            phrases += _images(benchmark, found)
-        elif field != "data.test_per_class" and found.get(field, value) != value:
+        if found[field] != value:
             phrase = _PHRASES.get(field, field.split(".")[-1].replace("_", " ") + " {}")
             phrases.append(phrase.format(_words(found[field])))
+    for part, word in (("train", "training"), ("test", "test")):
+        count = found[f"num_{part}_images"]
+        if sizes and not found[f"data.{part}_per_class"] and count not in (None, sizes[part]):
+            phrases.append(f"{count:,} of {sizes[part]:,} {word} images")
     weights, patterns = found["encoder.weights"], paper.numbers()["protocol"]["weights"]
-    same_size = found["encoder.variant"] == expected["encoder.variant"]
-    if known and weights and same_size and not any(fnmatch.fnmatch(weights, p) for p in patterns):
+    same_size = found["encoder.variant"] == expected.get("encoder.variant")
+    if weights and same_size and not any(fnmatch.fnmatch(weights, each) for each in patterns):
         phrases.append(f"weights {weights}")
     return phrases + learners.deviations(learner, found | {"benchmark": benchmark})
 
@@ -433,26 +416,6 @@ def _words(value: Any) -> str:
     if isinstance(value, list):
         return " to ".join(_words(each) for each in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _images(benchmark: str, found: dict[str, Any]) -> list[str]:
-    """Fewer images of each class than there are, or another number in all than the paper's."""
-    asked = [
-        f"{found[f'data.{part}_per_class']} {word}"
-        for part, word in (("train", "training"), ("test", "test"))
-        if found[f"data.{part}_per_class"]
-    ]
-    if asked:
-        return [f"{' and '.join(asked)} images a class"]
-    expected = paper.columns("partitions", benchmark)
-    return [
-        f"{found[field]:,} of {expected[name]:,} {word} images"
-        for field, name, word in (
-            ("num_train_images", "train", "training"),
-            ("num_test_images", "test", "test"),
-        )
-        if found[field] is not None and found[field] != expected[name]
-    ]
 
 
 # Where numbers come from --------------------------------------------------------------------------

@@ -182,8 +182,8 @@ def test_both_sides_are_shown_as_they_are_paired(tmp_path):
     low, high = stats.t.interval(0.95, 1, -1.5, stats.sem([-1.0, -2.0]))
     assert table.shown.reset_index().to_numpy().tolist() == [
         ["CIFAR-100", "Cumulative-LoRA", "raw", "ours", "55.00 ± 7.07 (2)", "56.50 ± 6.36 (2)",
-         "-1.50", f"{low:+.2f} to {high:+.2f}", "inside, seeds 1, 2 paired", "mine"],
-        ["CUB-200", "l2p", "raw", "ours", "–", "70.50 ± 0.50 (3)", "–", "–", "no run",
+         "1, 2", "-1.50", f"{low:+.2f} to {high:+.2f}", "mine"],
+        ["CUB-200", "l2p", "raw", "no run", "–", "70.50 ± 0.50 (3)", "–", "–", "–",
          "another paper"],
     ]  # fmt: skip
 
