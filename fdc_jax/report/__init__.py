@@ -48,17 +48,24 @@ def write(
     folder = Path(output)
     check_writable_folder("--output", folder)
     # Everything that the caller gave is read before anything is computed.
-    lined_up = {path: reference.read(path) for path in references}
-    _check_apart(references, [reference.name_of(path) for path in references])
+    lined_up, named = {}, {}
+    for path in references:
+        first = named.setdefault(reference.name_of(path), path)
+        if first != path:
+            raise InputError(
+                f"--reference: {first} and {path} would be one table, {reference.name_of(path)}; "
+                "expected different file names"
+            )
+        lined_up[path] = reference.read(path)
     for path in latency:
         tables.read_latency(path)
     groups, skipped = runs.load(paths)
     for each in skipped:
         _say(f"skipped {each.path}: {each.reason}", quiet)
     if not groups:
-        noun = "folder" if len(skipped) == 1 else "folders"
-        first = f" among {len(skipped)} {noun}: {skipped[0].path}: {skipped[0].reason}"
-        raise InputError("no usable run" + (first if skipped else ": no folder was given"))
+        counted = _counted(len(skipped), "folder")
+        reason = f"{skipped[0].path}: {skipped[0].reason}" if skipped else "none was given"
+        raise InputError(f"no usable run among {counted}: {reason}")
     analyses, missing = {}, {}
     found = [run for group in groups for run in group.runs]
     for run in (bar := _bar(found, "analyses", quiet)):
@@ -90,17 +97,6 @@ def _counted(count: int, noun: str) -> str:
 def _say(text: str, quiet: bool) -> None:
     if not quiet:
         print(f"fdc_jax.report: {text}", file=sys.stderr, flush=True)
-
-
-def _check_apart(paths: Sequence[str], names: Sequence[str]) -> None:
-    """Refuses two files whose tables would have one name."""
-    for path, name in zip(paths, names, strict=True):
-        first = paths[names.index(name)]
-        if first != path:
-            raise InputError(
-                f"--reference: {first} and {path} would be one table, {name}; "
-                "expected different file names"
-            )
 
 
 def _bar(items: Iterable, label: str, quiet: bool):

@@ -204,23 +204,30 @@ class Layout:
         values: Callable[[Group], list[float]],
         published: Mapping[str, Published] | None = None,
         signed: bool = False,
+        average: float | None = None,
     ) -> list[Row]:
-        """Puts one quantity of a learner, one number per seed of a group, beside the paper's."""
-        groups, published = self.of(learner), published or {}
+        """Puts one quantity of a learner, one number per seed of a group, beside the paper's.
+
+        Averages over the paper's benchmarks, the paper's given, stand under "Avg.".
+        """
+        groups, published, five = self.of(learner), published or {}, paper.benchmarks()
         numbers = {(each.title, each.benchmark): values(each) for each in groups}
         measured = {benchmark for (_, benchmark), found in numbers.items() if found}
         rows = []
         for title in dict.fromkeys(each.title for each in groups):
-            cells = {
-                heading: spread(numbers.get((title, name), []), signed=signed)
-                for name, heading in self.benchmarks.items()
-            }
+            found = {name: numbers.get((title, name), []) for name in self.benchmarks}
+            cells = {self.benchmarks[name]: spread(found[name], signed=signed) for name in found}
+            if all(found.get(name) for name in five):
+                means = [sum(found[name]) / len(found[name]) for name in five]
+                cells["Avg."] = number(sum(means) / len(five), signed=signed)
             rows.append(labels | {"numbers": self.ours(title)} | cells)
         of_paper = {
             self.benchmarks[name]: f"{number(each.mean, signed=signed)} ± {each.std:.2f}"
             for name, each in published.items()
             if self.whole or name in measured
         }
+        if average is not None and len(of_paper) == len(five):
+            of_paper["Avg."] = number(average, signed=signed)
         distances = {
             self.benchmarks[each.benchmark]: number(distance, 1, signed=True)
             for each in groups
@@ -356,26 +363,20 @@ def _switched(learner: str, combination: str | None) -> Row:
 
 def _plugin(layout: Layout) -> Table:
     """Gains with the paper's selection and with everything enabled (Table plugin)."""
-    rows, five = [], [layout.benchmarks.get(name) for name in paper.benchmarks()]
+    rows = []
     for learner in layout.learners:
-        for combination in dict.fromkeys((learners.selected(learner), "full")):
-            kind = "selected" if combination == learners.selected(learner) else "full"
+        selected = learners.selected(learner)
+        for combination in dict.fromkeys((selected, "full")):
+            kind = "selected" if combination == selected else "full"
             published = paper.plugin(learner, kind)
-            added = layout.beside(
+            rows += layout.beside(
                 _switched(learner, combination),
                 learner,
                 _gains(combination),
-                published and published.gains,
+                published.gains if published else None,
                 signed=True,
+                average=published.average if published else None,
             )
-            for row in added:
-                texts = [row.get(heading) for heading in five]
-                if all(isinstance(text, str) for text in texts) and row["numbers"][0] != "d":
-                    means = [float(text.split(" ")[0]) for text in texts]
-                    row["Avg."] = number(sum(means) / 5, signed=True)
-                    if row["numbers"] == "paper":
-                        row["Avg."] = number(published.average, signed=True)
-            rows += added
     note = (
         "Gains over Raw in points, paired within each seed. Switches: TSF filters; E_0 and E_T "
         "calibrate with RLC and PAC in the pretrained and in the adapted view. First the "
@@ -448,10 +449,9 @@ def _selection(layout: Layout) -> Table:
                 rows.append(labels | {"numbers": layout.ours(title)} | cells)
     note = (
         "Gains over Raw in points, paired within each seed. The rule enables every component whose "
-        "standalone gain, averaged over seeds, is positive on all benchmarks that there are runs "
-        "of at the same settings. The paper applies it to the test images on which it reports the "
-        "gain; the last two lines choose on the first, third, ... test image of each class and "
-        "report the gain on the others, and the other way round, from the saved features of a run."
+        "standalone gain, averaged over seeds, is positive on all benchmarks with runs at the same "
+        "settings. The paper applies it to the test images on which it reports the gain; the last "
+        "two lines choose on every other test image of a class and report on the rest."
     )
     title = "The selection rule applied to these runs"
     return layout.table("selection", title, note, ["baseline", *STANDALONE, "what"], rows)
@@ -485,11 +485,10 @@ def _significance(layout: Layout) -> Table:
     corrected = dict(zip(largest, evaluation.holm(list(largest.values())), strict=True))
     note = (
         "Gain of FDC with all components over Raw in points. One seed: percentile bootstrap over "
-        "test images, paired by image, 9,999 resamples; p of the exact two-sided McNemar test. All "
-        "seeds: mean ± sample standard deviation of the gains within each seed, Student t interval "
-        "(two seeds or more); p is the largest of the seeds', so that it is small only when every "
-        "seed's is. Holm: corrected over all rows of this kind, the learner and benchmark pairs of "
-        "this report. Intervals cover 95 %; they are not corrected." + layout.legend()
+        "test images, paired by image; p of the exact two-sided McNemar test. All seeds: gains "
+        "within each seed, Student t interval; p is the largest of the seeds', so that it is small "
+        "only when every seed's is. Holm: corrected over the groups of this report. Intervals are "
+        "not corrected." + layout.legend()
     )
     made = frame(
         (row | {"p, Holm": _p(corrected.get(place))} for place, row in rows),
@@ -593,13 +592,10 @@ def _cost(layout: Layout) -> Table:
                 | {heading: number(published[key]) for heading, (key, _) in _COSTS.items()}
             )
     note = (
-        "Training: optimisation of all tasks including waiting for images, without compilation and "
-        "evaluation. FDC: extraction of the training features in both views and fitting; left out "
-        "are runs that found features of the pretrained encoder in the cache, or do not say. "
-        "Storage: bases, prototypes, means and scalars. Peak memory is that of the device; a CPU "
-        "has none. Mean ± sample standard deviation over seeds, in brackets how many; the paper "
-        "measured seed 1 of Cumulative-LoRA, and devices differ, so that times are shown side by "
-        "side only." + layout.legend()
+        "Training without compilation and evaluation. FDC: extraction of the training features in "
+        "both views and fitting, of runs that did not find pretrained features in the cache. "
+        "Storage: bases, prototypes, means and scalars. Memory is the device's; a CPU tells none. "
+        f"{_OURS_NOTE}; the paper measured one, on another device." + layout.legend()
     )
     made = frame(rows, ["learner", "benchmark", "numbers", "device"], list(_COSTS))
     return Table("cost", "Training-stage time and storage", made, note)
@@ -663,12 +659,10 @@ def _latency(files: Sequence[str], whole: bool) -> Table:
         if whole or benchmark in shown:
             rows.append(_timed(benchmark, "paper", device, paper.columns("latency", benchmark)))
     note = (
-        "Milliseconds for a batch, image loading excluded, and increases over the baseline: the "
-        "paper's is of 64 images, mean of 3 repeats of 20 batches after 10 for warming up. "
-        "Memory: peak, for ours as the compiler plans it, and increases over the baseline. "
-        "Single: adapted view; dual: a second forward pass for the pretrained view. The paper's "
-        "are of Cumulative-LoRA on an A100 in float32; devices differ, so that they stand side by "
-        "side only."
+        "Milliseconds for a batch, image loading excluded; the paper's are of 64 images in "
+        "float32, 3 repeats of 20 batches after 10 for warming up. Memory: peak, for ours as the "
+        "compiler plans it. Single: adapted view; dual: a second forward pass for the pretrained "
+        "view."
     )
     made = frame(rows, ["benchmark", "numbers", "device"], list(_LATENCY.values()))
     return Table("latency", "Inference time and memory", made, note)
@@ -712,13 +706,11 @@ def _beyond(layout: Layout) -> Table:
                 cells |= _interval(gain)
             rows.append(layout.labels(group) | {"method": title} | cells)
     note = (
-        "Nothing here is in the paper, and nothing of it is in the other tables. The whitened "
-        "affinity replaces PAC's (docs/beyond.md); FDC has all components, as these variants have. "
-        "Percent of test images; gains over FDC in points, paired within each seed, with Student's "
-        "t interval over seeds (95 %, two seeds or more). Task given: among the classes of the "
-        "true task. Storage of the statistics as the paper counts it, and how many times FDC's. "
-        "Mean ± sample standard deviation over seeds, in brackets how many. From the saved "
-        "features of a run." + layout.legend()
+        "Nothing here is in the paper. The whitened affinity replaces PAC's (docs/beyond.md), with "
+        "all components. Percent of test images; gains over FDC in points, paired within each "
+        "seed, with Student's t interval over seeds. Task given: among the classes of the true "
+        f"task. Storage as the paper counts it. {_OURS_NOTE}. From the saved features of a run."
+        + layout.legend()
     )
     labels = ["learner", "benchmark", "numbers", "method"]
     columns = ["accuracy", "gain over FDC", "95 % interval", "task given"]
