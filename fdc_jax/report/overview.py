@@ -3,7 +3,7 @@
 Accuracies and shares are in percent, differences of accuracies in percentage points.
 """
 
-import importlib
+import importlib.util
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -253,23 +253,25 @@ def _counted(number: float, noun: str) -> str:
 
 
 def command(group: Group) -> str | None:
-    """Returns the command that repeats these runs; None without the benchmark's own settings.
+    """Returns the command that repeats these runs; None where there are no configuration files.
 
     Fields that change no number are left out, but for where data and weights lie.
     """
+    name = group.benchmark if group.benchmark.isidentifier() else "base"
     try:
-        module = importlib.import_module(f"configs.{group.benchmark}")
-        known = configuration.flatten(module.get_config())
-    except (ImportError, ValueError, AttributeError):
+        name = name if importlib.util.find_spec(f"configs.{name}") else "base"
+        known = configuration.flatten(importlib.import_module(f"configs.{name}").get_config())
+    except (ImportError, AttributeError):
         return None
     config = group.runs[0].results["config"] | {"seed": group.seeds}
     learner = config.get("learner.name", group.learner)
-    words = ["python main.py", f"--config=configs/{group.benchmark}.py"]
+    words = ["python main.py", f"--config=configs/{name}.py"]
     for field, value in config.items():
         part = field.split(".")
-        theirs = len(part) == 3 and part[0] == "learner" and not learner.startswith(part[1])
+        option = part[0] == "learner" and len(part) == 3
+        own = option and learner.startswith(part[1])
         named = field in ("data.dir", "encoder.weights")
-        if theirs or field not in known or value == known[field]:
+        if (option and not own) or value == known.get(field) or not (own or field in known):
             continue
         if field in configuration.WITHOUT_EFFECT and not named:
             continue

@@ -179,4 +179,9 @@ def test_the_command_sets_what_departs_from_the_file_of_the_benchmark():
         "--config.seed=1,2",
         "--workdir=runs/again",
     }
-    assert overview.command(made_up.groups(made_up.run(1, "my_own"))[0]) is None
+    mine = made_up.run(1, "imagenet_a_random80", "mine", **{"learner.mine.size": 3, "old": 1})
+    mine.results["config"]["benchmark"] = "imagenet_a_random80"
+    lines = overview.command(made_up.groups(mine)[0]).split(" \\\n    ")
+    assert lines[0] == "python main.py --config=configs/base.py"
+    named = ["--config.benchmark=imagenet_a_random80", "--config.learner.mine.size=3"]
+    assert set(lines[1:]) == {*named, "--workdir=runs/again"}
