@@ -37,9 +37,7 @@ def run(name, mesh):
             devices.split(mesh, trajectories.make_batch(10 * task + i, 10, classes, padding=1))
             for i in range(3)
         ]
-        images = training.TaskImages(
-            lambda each=batches: iter(each), lambda each=batches: iter(each)
-        )
+        images = trajectories.task_images(*batches)
         state = learner.before_task(setup, backbone, state, task, images)
         started = learner.start(setup, backbone, state, task, jax.random.key(task))
         frozen, trained = devices.replicate(mesh, jax.tree.map(jnp.asarray, started))
