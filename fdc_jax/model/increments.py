@@ -24,10 +24,8 @@ def initialise(key: Array, variant: Variant, rank: int) -> Increment:
     shape = (variant.depth, variant.width, rank)
 
     def factors(key):
-        return Factors(
-            A=jax.random.uniform(key, shape, minval=-bound, maxval=bound),
-            B=jnp.zeros((variant.depth, rank, variant.width)),
-        )
+        A = jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+        return Factors(A=A, B=jnp.zeros((variant.depth, rank, variant.width)))
 
     key_of_key, key_of_value = jax.random.split(key)
     return Increment(key=factors(key_of_key), value=factors(key_of_value))
@@ -35,14 +33,8 @@ def initialise(key: Array, variant: Variant, rank: int) -> Increment:
 
 def empty_stack(variant: Variant, rank: int, num_tasks: int) -> Increment:
     """Returns zero increments with a leading task axis of length `num_tasks`."""
-
-    def factors():
-        return Factors(
-            A=jnp.zeros((num_tasks, variant.depth, variant.width, rank)),
-            B=jnp.zeros((num_tasks, variant.depth, rank, variant.width)),
-        )
-
-    return Increment(key=factors(), value=factors())
+    one = jax.eval_shape(lambda: initialise(jax.random.key(0), variant, rank))
+    return jax.tree.map(lambda leaf: jnp.zeros((num_tasks, *leaf.shape)), one)
 
 
 def store(stack: Increment, task: int | Int[Array, ""], increment: Increment) -> Increment:
@@ -55,15 +47,14 @@ def select(stack: Increment, task: int | Int[Array, ""]) -> Increment:
     return jax.tree.map(lambda all_tasks: all_tasks[task], stack)
 
 
-def _product(factors: Factors) -> Float[Array, "l d d"]:
-    return jnp.einsum(
-        "ldr,lre->lde", factors["A"], factors["B"], precision=jax.lax.Precision.HIGHEST
-    )
-
-
 def products(increment: Increment) -> KeyValueKernels:
     """Returns what an increment adds to the kernels: the products of its factors, in float32."""
-    return KeyValueKernels(key=_product(increment["key"]), value=_product(increment["value"]))
+
+    def product(factors: Factors) -> Float[Array, "l d d"]:
+        highest = jax.lax.Precision.HIGHEST
+        return jnp.einsum("ldr,lre->lde", factors["A"], factors["B"], precision=highest)
+
+    return KeyValueKernels(key=product(increment["key"]), value=product(increment["value"]))
 
 
 @jax.jit

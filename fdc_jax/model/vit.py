@@ -214,27 +214,20 @@ class _Attention(nn.Module):
 
     @nn.compact
     def __call__(self, queries, tokens, kernels, increment):
-        def project(name):
-            return _Projection(self.heads, self.dtype, self.precision, name=name)
+        def project(name, inputs, *given):
+            projection = _Projection(self.heads, self.dtype, self.precision, name=name)
+            return projection(inputs, *(None if tree is None else tree[name] for tree in given))
 
-        def of(tree, name):
-            return None if tree is None else tree[name]
-
-        q = project("query")(queries)
-        k = project("key")(tokens, of(kernels, "key"), of(increment, "key"))
-        v = project("value")(tokens, of(kernels, "value"), of(increment, "value"))
+        q = project("query", queries)
+        k = project("key", tokens, kernels, increment)
+        v = project("value", tokens, kernels, increment)
         # One query an image, in the last block, leaves a fused kernel nothing to gain.
         if self.attention == "cudnn" and q.shape[1] > 1:
             mixed = _attend_fused(q, k, v)
         else:
             mixed = _attend(q, k, v, self.precision)
-        return nn.DenseGeneral(
-            queries.shape[-1],
-            axis=(-2, -1),
-            dtype=self.dtype,
-            precision=self.precision,
-            name="out",
-        )(mixed)
+        kind: dict[str, Any] = {"dtype": self.dtype, "precision": self.precision, "name": "out"}
+        return nn.DenseGeneral(queries.shape[-1], axis=(-2, -1), **kind)(mixed)
 
 
 class _Mlp(nn.Module):
@@ -349,21 +342,11 @@ class _Transformer(nn.Module):
         keys = None if dropout_key is None else jax.random.split(dropout_key, self.variant.depth)
         x = _PositionEmbedding(name="posembed_input")(x)
         for block in range(self.variant.depth):
-            x = _Block(
-                self.variant,
-                self.dtype,
-                self.precision,
-                # Nothing reads the other tokens of the last block.
-                class_token_only=block == self.variant.depth - 1,
-                attention=self.attention,
-                name=f"encoderblock_{block}",
-            )(
-                x,
-                _at_block(kernels, block),
-                _at_block(increment, block),
-                _at_block(keys, block),
-                dropout_rate,
-            )
+            # Nothing reads the other tokens of the last block.
+            last = block == self.variant.depth - 1
+            of_block = [_at_block(tree, block) for tree in (kernels, increment, keys)]
+            kind = (self.variant, self.dtype, self.precision, last, self.attention)
+            x = _Block(*kind, name=f"encoderblock_{block}")(x, *of_block, dropout_rate)
         return nn.LayerNorm(epsilon=1e-6, dtype=jnp.float32, name="encoder_norm")(x[:, 0])
 
 

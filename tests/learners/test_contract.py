@@ -302,6 +302,7 @@ PAPER = {
     "increment": 5e-4,
     "adapter": 5e-4,
     "head": 5e-3,
+    "earlier_heads": 5e-3,
     "projector": 3.121e-4,
     # By their factor, which is one half here.
     "magnitudes": 2.5e-4,

@@ -15,46 +15,37 @@ from fdc_jax.learners import Option, check_state
 from tests import small_runs
 
 NAN = float("nan")
-IMPOSSIBLE = [
-    *(("inflora.lamb", each) for each in (0.0, 1.1)),
-    ("inflora.lame", 0.5),
-    *((f"inflora_ca.{each}", 0) for each in ("epochs", "samples_per_class", "batch_size")),
-    *((f"inflora_ca.{each}", 0.0) for each in ("learning_rate", "ridge")),
-    *(("inflora_ca.schedule", each) for each in ("linear", "")),
-    *((f"inflora_ca.{each}", -0.1) for each in ("mean_scale", "logit_temperature")),
-    ("splitlora.alpha", 0.0),
-    ("splitlora.loss_temperature", -1.0),
-    *((f"ewc_lora.{each}", -1.0) for each in ("strength", "accumulation")),
-    ("ewc_lora.accumulation", NAN),
-    *((f"ewc_lora.{each}", "none") for each in ("fisher", "folding", "head_input")),
-    ("ewc_lora.images_at_once", 0),
-    *((f"sd_lora.{each}", -1.0) for each in ("magnitude", "magnitude_rate_factor")),
-    ("sd_lora.head_start", "zero"),
-    ("lora_subtraction.triplet_weight", -0.1),
-    ("lora_subtraction.margin", NAN),
-    *(("lora_subtraction.energy", each) for each in (0.0, 1.1)),
-    *((f"loda.{each}", -0.1) for each in ("general_scale", "isolated_scale", "margin")),
-    *((f"loda.{each}", -0.1) for each in ("look_ahead", "native_learning_rate")),
-    *((f"loda.{each}", 0.0) for each in ("merge_gamma", "scale")),
-    *((f"rsiat.{each}", 0) for each in ("bottleneck", "projector_width", "calibration_epochs")),
-    *(("rsiat.dropout", each) for each in (1.0, -0.1)),
-    *((f"rsiat.{each}", 0.0) for each in ("scale", "drift_width", "ridge")),
-    *((f"rsiat.{each}", -1.0) for each in ("margin", "steering_weight", "alignment_weight")),
-    ("rsiat.warm_up_epochs", -1),
-    *((f"rsiat.{each}", NAN) for each in ("separation_threshold", "repulsion_weight")),
-    ("rsiat.projector_learning_rate", -1e-3),
-    ("rsiat.calibration_optimizer", "lion"),
-    ("rsiat.mean_scale", 1.5),
-]
+IMPOSSIBLE = {
+    "inflora": {"lamb": (0.0, 1.1), "lame": (0.5,)},
+    "inflora_ca": dict.fromkeys(("epochs", "samples_per_class", "batch_size"), (0,))
+    | dict.fromkeys(("learning_rate", "ridge"), (0.0,))
+    | {"schedule": ("linear",), "mean_scale": (-0.1,), "logit_temperature": (-0.1,)},
+    "splitlora": {"alpha": (0.0,), "loss_temperature": (-1.0,)},
+    "ewc_lora": dict.fromkeys(("fisher", "head_input", "folding"), ("none",))
+    | {"strength": (-1.0,), "accumulation": (-1.0, NAN), "images_at_once": (0,)},
+    "sd_lora": {"magnitude": (-1.0,), "magnitude_rate_factor": (-1.0,), "head_start": ("zero",)},
+    "lora_subtraction": {"triplet_weight": (-0.1,), "margin": (NAN,), "energy": (0.0, 1.1)},
+    "loda": dict.fromkeys(("general_scale", "isolated_scale", "margin", "look_ahead"), (-0.1,))
+    | {"native_learning_rate": (-0.1,), "merge_gamma": (0.0,), "scale": (0.0,)},
+    "rsiat": dict.fromkeys(("bottleneck", "projector_width", "calibration_epochs"), (0,))
+    | dict.fromkeys(("scale", "drift_width", "ridge"), (0.0,))
+    | dict.fromkeys(("margin", "steering_weight", "alignment_weight"), (-1.0,))
+    | dict.fromkeys(("separation_threshold", "repulsion_weight"), (NAN,))
+    | {"dropout": (1.0, -0.1), "warm_up_epochs": (-1,), "projector_learning_rate": (-1e-3,)}
+    | {"calibration_optimizer": ("lion",), "mean_scale": (1.5,)},
+}
 
 
-def test_impossible_settings_are_named():
-    for field, value in IMPOSSIBLE:
-        config = base.get_config()
-        configuration.validate(config)
-        config.update_from_flattened_dict({f"learner.{field}": value})
-        with pytest.raises(InputError, match=rf"^config\.learner\.{field}: expected .*, found "):
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_impossible_settings_are_named(name):
+    for field, values in IMPOSSIBLE[name].items():
+        for value in values:
+            config = base.get_config()
             configuration.validate(config)
+            config.learner[name][field] = value
+            message = rf"^config\.learner\.{name}\.{field}: expected .*, found "
+            with pytest.raises(InputError, match=message):
+                configuration.validate(config)
 
 
 # As the paper or the authors have it, on all benchmarks but those that are named.
@@ -166,18 +157,6 @@ def test_find_refuses_what_is_no_learner():
         learners.find("json")
 
 
-def test_an_error_in_a_users_file_is_placed(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    for name, text, message in (
-        ("of_the_user", "TITLE = 'Mine'\n\nvalue = 1 / 0\n", "line 3: ZeroDivisionError: division"),
-        ("misspelt_by_the_user", "TITLE = (\n", "line 1: '.' was never closed"),
-        ("imports_what_is_not_there", "import not_there\n", "line 1: ModuleNotFoundError"),
-    ):
-        (tmp_path / f"{name}.py").write_text(text)
-        with pytest.raises(InputError, match=rf"learner.name: {name}: .*{name}.py, {message}"):
-            learners.find(name)
-
-
 def test_declarations_that_cannot_be_are_refused(monkeypatch):
     for name, options, message in (
         ("mine.loda", {}, "mine.loda: loda is taken; call the file otherwise"),
@@ -191,6 +170,18 @@ def test_declarations_that_cannot_be_are_refused(monkeypatch):
         config.learner.name = name
         with pytest.raises(InputError, match=message):
             configuration.validate(config)
+
+
+def test_an_error_in_a_users_file_is_placed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name, text, message in (
+        ("of_the_user", "TITLE = 'Mine'\n\nvalue = 1 / 0\n", "line 3: ZeroDivisionError: division"),
+        ("misspelt_by_the_user", "TITLE = (\n", "line 1: '.' was never closed"),
+        ("imports_what_is_not_there", "import not_there\n", "line 1: ModuleNotFoundError"),
+    ):
+        (tmp_path / f"{name}.py").write_text(text)
+        with pytest.raises(InputError, match=rf"learner.name: {name}: .*{name}.py, {message}"):
+            learners.find(name)
 
 
 def test_what_an_outside_learner_leaves_out_is_answered_as_by_cumulative_lora(monkeypatch):

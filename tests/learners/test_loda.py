@@ -12,7 +12,7 @@ import scipy.linalg
 from fdc_jax import heads
 from fdc_jax.learners import loda
 from fdc_jax.learners.second_moments import attention_input_moments
-from tests.learners.test_gradient_alignment import Adam, random_numbers, reference_batch
+from tests.learners.test_loda_half_steps import Adam, random_numbers, reference_batch
 from tests.learners.trajectories import (
     PARTS,
     RANK,
