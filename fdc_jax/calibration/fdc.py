@@ -19,21 +19,15 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from fdc_jax.calibration import inputs
+from fdc_jax.calibration.batching import fetch, jnp, over_tasks, place, run, stack
 from fdc_jax.calibration.scores import Scores
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, namespace, products, unit
-
-try:
-    import jax
-    import jax.numpy as jnp
-except ImportError:  # NumPy alone scores, too: see `FDC.to_numpy`.
-    jax, jnp = None, np
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -48,8 +42,6 @@ ENERGY_FLOOR = 1e-12
 ENERGY_TOLERANCE = 1e-6
 # Rows per call of the scoring kernel; fewer are padded to a power of two, at least 8.
 MAX_ROWS = 256
-# Tasks that the kernel takes at once, which bounds its memory.
-TASK_GROUP = 64
 # Earlier tasks per call when a new task's features are measured against them.
 EARLIER_GROUP = 16
 
@@ -367,7 +359,7 @@ def llr_coefficients(reference: ForeignReference | None) -> Float[np.ndarray, " 
 # What is measured of a feature against one task (lines 7, 10, 16 and 17) -------------------------
 
 
-def energy(vectors: Float[Array, "... d"]) -> Float[Array, ...]:
+def energy(vectors: Float[Array, "... d"]) -> Float[Array, "*n"]:
     """Returns squared Euclidean norms."""
     return (vectors * vectors).sum(axis=-1)
 
@@ -399,25 +391,17 @@ def residual_ratio(
     return outside / xp.maximum(total, ENERGY_FLOOR), coordinates
 
 
-class PrototypeFrame(NamedTuple):
-    """A task's prototypes relative to a point amid them; see `prototype_distances`."""
-
-    centre: Float[np.ndarray, " d"]
-    offsets: Float[np.ndarray, "c d"]
-    constants: Float[np.ndarray, " c"]
-
-
 def prototype_frame(
     prototypes: Float[np.ndarray, "c d"], present: Bool[np.ndarray, " c"]
-) -> PrototypeFrame:
-    """Returns prototypes as offsets from their mean; absent ones at infinite distance."""
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns centre [d], offsets [c, d] and constants [c] as `prototype_distances` takes them."""
     wide = prototypes.astype(np.float64)
     centre = wide[present].mean(axis=0).astype(np.float32)
     offsets = np.where(present[:, None], wide - centre, 0.0)
     # A class whose unit features cancel has no direction: its cosine is 0, its distance 1.
     missing = 0.5 * (1.0 - wide.any(axis=1))
     constants = np.where(present, 0.5 * energy(offsets) + missing, np.inf)
-    return PrototypeFrame(centre, offsets.astype(np.float32), constants.astype(np.float32))
+    return centre, offsets.astype(np.float32), constants.astype(np.float32)
 
 
 def prototype_distances(
@@ -493,56 +477,15 @@ class HeadArrays(NamedTuple):
     bias: Float[Array, "tasks c"]
 
 
-def padded_size(size: int, least: int = 1) -> int:
-    """Returns a size not below `size` and `least`, one of four per doubling, so that shapes recur.
-
-    At most a quarter above `least` is padding, and the number of different shapes, each of which
-    compiles anew, grows with the logarithm of the largest size.
-    """
-    size = max(size, least)
-    step = max(1, 2 ** (size.bit_length() - 3))
-    return -(-size // step) * step
-
-
-def stack(
-    arrays: Sequence[Any],
-    least: int | None = None,
-    fill: float = 0.0,
-    xp: Any = np,
-    tasks: int | None = None,
-) -> Any:
-    """Returns the arrays of all tasks as one, padded to few sizes.
-
-    Args:
-        arrays: of one shape or, with `least`, of different leading sizes.
-        least: pad the leading size to `padded_size(_, least)`.
-        fill: the padding.
-        xp: `numpy` or `jax.numpy`.
-        tasks: pad the number of tasks to this; by default to `padded_size`, but neither a single
-            one nor where NumPy computes, which has no use for it.
-    """
-    shape = np.shape(arrays[0])
-    if least is not None:
-        shape = (padded_size(max(map(len, arrays)), least), *shape[1:])
-    padded = xp is not np and len(arrays) > 1
-    tasks = tasks or (padded_size(len(arrays), 4) if padded else len(arrays))
-    stacked = np.full((tasks, *shape), fill, np.float32)
-    if least is not None:
-        stacked[len(arrays) :] = 0.0  # A task that is not there is finite.
-    for task, array in enumerate(arrays):
-        stacked[(task, slice(len(array))) if shape else task] = array
-    return xp.asarray(stacked)
-
-
 def stack_view(tasks: Sequence[ViewStatistics], xp: Any = np) -> ViewArrays:
     """Returns the statistics of tasks in one view side by side."""
     frames = [prototype_frame(task.prototypes, task.class_counts > 0) for task in tasks]
     return ViewArrays(
         stack([task.mean for task in tasks], xp=xp),
         stack([task.basis for task in tasks], 8, xp=xp),
-        stack([frame.centre for frame in frames], xp=xp),
-        stack([frame.offsets for frame in frames], 4, xp=xp),
-        stack([frame.constants for frame in frames], 4, np.inf, xp=xp),
+        stack([centre for centre, *_ in frames], xp=xp),
+        stack([offsets for _, offsets, _ in frames], 4, xp=xp),
+        stack([constants for *_, constants in frames], 4, np.inf, xp=xp),
         stack([task.residual_mean for task in tasks], xp=xp),
         stack([task.residual_std for task in tasks], fill=1.0, xp=xp),
         stack([task.distance_mean for task in tasks], xp=xp),
@@ -564,17 +507,6 @@ def stack_heads(
 
     (folded,) = over_tasks(fold, rows, bases)
     return HeadArrays(rows, folded.swapaxes(0, 1), bias)
-
-
-def over_tasks(function: Callable[..., tuple[Any, ...]], *arrays: Any) -> tuple[Any, ...]:
-    """Applies a function of one task's arrays to all tasks; results are [n, tasks, ...]."""
-    if namespace(arrays[0]) is np:
-        results = [function(*each) for each in zip(*arrays, strict=True)]
-        return tuple(np.stack(parts, axis=1) for parts in zip(*results, strict=True))
-    if len(arrays[0]) <= TASK_GROUP:
-        return jax.vmap(function, out_axes=1)(*arrays)
-    results = jax.lax.map(lambda each: function(*each), arrays, batch_size=TASK_GROUP)
-    return tuple(jnp.swapaxes(each, 0, 1) for each in results)
 
 
 def measure(
@@ -856,27 +788,6 @@ class Terms:
 # The calibrator ----------------------------------------------------------------------------------
 
 
-@cache
-def compiled(kernel: Callable[..., Any], static: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Returns a kernel of this file as JAX compiles it, once per shape."""
-    return jax.jit(kernel, static_argnames=static)
-
-
-def fetch(batches: Sequence[tuple[Any, ...]], sizes: Sequence[int]) -> list[np.ndarray]:
-    """Fetches results of several batches from the device at once; returns their columns, joined.
-
-    Args:
-        batches: arrays [padded, ...], the same number in every batch.
-        sizes: how many rows of each batch are no padding.
-    """
-    fetched = batches if jax is None else jax.device_get(list(batches))
-    columns = zip(*fetched, strict=True)
-    return [
-        np.concatenate([part[:size] for part, size in zip(column, sizes, strict=True)])
-        for column in columns
-    ]
-
-
 class FDC:
     """Calibrates the competition of task heads from feature statistics (Algorithm 1).
 
@@ -1017,7 +928,7 @@ class FDC:
             sizes.append(block.rows)
             again += (block.labels[:, None] == classes).sum(axis=0)
             for view, features in enumerate(block.views):
-                batch = self._place(features[: block.rows], 128)
+                batch = place(xp, features[: block.rows], 128)
                 found = self.run(
                     measure,
                     own[view],
@@ -1028,7 +939,9 @@ class FDC:
                     neighbours=settings.neighbours,
                 )
                 if view == 0 and rows is None:
-                    found += self._largest_logits(head, task, batch[: block.rows], own[0].basis[0])
+                    found += self._largest_logits(
+                        head, task, num_classes, batch[: block.rows], own[0].basis[0]
+                    )
                 ratios = (self.run(residual_ratios, *group, batch) for group in earlier[view])
                 measured[view].append((*found, *ratios))
                 self._second_walk(view, batch, block.rows)
@@ -1105,7 +1018,7 @@ class FDC:
         for start in range(0, max(len(views[0]), 1), MAX_ROWS):
             parts = [None if view is None else view[start : start + MAX_ROWS] for view in views]
             sizes.append(len(parts[0]))
-            placed = [None if part is None else self._place(part, 8) for part in parts]
+            placed = [None if part is None else place(self._xp, part, 8) for part in parts]
             batches.append(self._measure_batch(*placed))
         columns = fetch([tuple(batch.values()) for batch in batches], sizes)
         found = dict(zip(batches[0], columns, strict=True))
@@ -1211,12 +1124,8 @@ class FDC:
             raise InputError("call fit_task for every task, then finalize, first")
 
     def run(self, kernel: Callable[..., Any], *arguments: Any, **static: Any) -> Any:
-        """Runs a kernel, compiled by JAX or as it is where NumPy computes."""
-        if self._xp is np:
-            # What is too large for float32 is reported by name afterwards.
-            with np.errstate(over="ignore", invalid="ignore"):
-                return kernel(*arguments, **static)
-        return compiled(kernel, tuple(static))(*arguments, **static)
+        """Runs a kernel where the calibrator computes; see `batching.run`."""
+        return run(self._xp, kernel, *arguments, **static)
 
     def _first_walk(
         self, view: int, features: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"]
@@ -1269,13 +1178,6 @@ class FDC:
             settings=self.settings,
             classes=self.classes,
         )
-
-    def _place(self, features: Float[Any, "n d"], least: int) -> Float[Array, "padded d"]:
-        """Returns features for the kernels, padded to a power of two, at least `least`, by JAX."""
-        if self._xp is np:
-            return inputs.float32(np.asarray(features))
-        rows = max(least, 1 << max(len(features) - 1, 0).bit_length())
-        return inputs.padded_rows(features, rows)
 
     def _earlier_tasks(self, view: int) -> list[tuple[Any, Any]]:
         """Returns means and bases of the tasks so far in groups, of which the full ones stay."""
@@ -1335,22 +1237,28 @@ class FDC:
         return None, inputs.function_logits(head, one, None, name).shape[1]
 
     def _largest_logits(
-        self, head: Any, task: int, features: Float[Array, "n d"], basis: Float[Array, "r d"]
+        self,
+        head: Any,
+        task: int,
+        num_classes: int,
+        features: Float[Array, "n d"],
+        basis: Float[Array, "r d"],
     ) -> tuple[np.ndarray, ...]:
         """Returns a function's largest logit and its row, raw and with TSF at its input, [n, 1]."""
         filtered = self.run(filter_features, features, basis, np.float32(self.settings.attenuation))
-        count = self._read_head(head, task, features.shape[1])[1]
         columns = []
         for each in (features, filtered):
-            logits = inputs.function_logits(head, each, count, f"head of task {task}")
+            logits = inputs.function_logits(head, each, num_classes, f"head of task {task}")
             columns += [logits.max(axis=1)[:, None], logits.argmax(axis=1)[:, None]]
         return tuple(columns)
 
     def _logits_of_functions(self, adapted: Float[Any, "n d"]) -> dict[str, np.ndarray]:
         features = self._xp.asarray(adapted, np.float32)
         columns = [
-            self._largest_logits(head, task, features, self.arrays.views[0].basis[task])
-            for task, head in enumerate(self.heads)
+            self._largest_logits(head, task, len(classes), features, basis)
+            for task, (head, classes, basis) in enumerate(
+                zip(self.heads, self.classes, self.arrays.views[0].basis, strict=False)
+            )
         ]
         joined = (np.concatenate(parts, axis=1) for parts in zip(*columns, strict=True))
         return dict(zip(LOGITS, joined, strict=False))

@@ -7,8 +7,6 @@ padding. Everything is checked when it is read: a file that loads is one that a 
 from __future__ import annotations
 
 import os
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
@@ -25,7 +23,7 @@ from fdc_jax.calibration.whitened import (
     from_settings,
 )
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_atomically
+from fdc_jax.files import read_npz, write_npz
 from fdc_jax.heads import KINDS
 
 FORMAT = "fdc_jax calibrator"
@@ -42,9 +40,7 @@ def save(path: str | os.PathLike[str], calibrator: FDC) -> None:
     Raises:
         InputError: it is not finalized, or the file system refuses.
     """
-    arrays = to_arrays(calibrator)
-    with write_atomically(path) as file:
-        np.savez(file, **arrays)
+    write_npz(path, to_arrays(calibrator))
 
 
 def to_arrays(calibrator: FDC) -> dict[str, Any]:
@@ -94,7 +90,7 @@ def load(path: str | os.PathLike[str], heads: Sequence[Any] | None = None) -> FD
     Raises:
         InputError: the file is missing, damaged, of another kind or schema, or needs `heads`.
     """
-    stored = _Fields(path, _read(path))
+    stored = _Fields(path, read_npz(path))
     if stored.text("format") != FORMAT:
         raise stored.error(f"format: expected {FORMAT!r}, found {stored.text('format')!r}")
     if not 1 <= (schema := stored.whole("schema")) <= SCHEMA:
@@ -210,28 +206,6 @@ def _read_heads(stored: _Fields, ends: np.ndarray, views: Sequence[ViewStatistic
     if "scale" in makes[kind]._fields:
         parts.append(list(stored.array("head_scale", np.float32, (len(views),))))
     return [makes[kind](*each) for each in zip(*parts, strict=True)]
-
-
-def _read(path: str | os.PathLike[str]) -> Mapping[str, np.ndarray]:
-    name = "archive"
-    try:
-        # NumPy leaves a damaged archive open unless it is opened here.
-        with open(path, "rb") as file:
-            if not zipfile.is_zipfile(file):
-                raise InputError(f"{path}: archive: damaged, or no .npz file at all")
-            file.seek(0)
-            archive = np.load(file, allow_pickle=False)
-            arrays = {}
-            for name in archive.files:
-                arrays[name] = archive[name]
-            return arrays
-    except FileNotFoundError as error:
-        raise InputError(f"{path}: no such file") from error
-    except InputError:
-        raise
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InputError(f"{path}: {name}: damaged or no saved calibrator ({reason})") from error
 
 
 def _check_counts(

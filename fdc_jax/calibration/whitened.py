@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from fdc_jax.calibration import fdc, inputs
+from fdc_jax.calibration.batching import fetch, stack
 from fdc_jax.calibration.scores import Scores
 from fdc_jax.errors import InputError
 from fdc_jax.heads import namespace, products, unit
@@ -206,8 +207,8 @@ def prototypes(
     return Prototypes(
         xp.asarray(origin, np.float32),
         xp.asarray(whitener, np.float32),
-        fdc.stack(directions, 4, xp=xp),
-        fdc.stack(present[tasks], 4, xp=xp),
+        stack(directions, 4, xp=xp),
+        stack(present[tasks], 4, xp=xp),
     )
 
 
@@ -401,7 +402,7 @@ class WhitenedFDC(fdc.FDC):
         if self.uses_metric:
             own = []
             for (_, means, _), batches in zip(self._new, self._own, strict=False):
-                mean, std = fdc.population_moments(fdc.fetch(batches, self._sizes)[0])
+                mean, std = fdc.population_moments(fetch(batches, self._sizes)[0])
                 own.append(TaskAffinity(means, mean, max(std, DEVIATION_FLOOR)))
             self.shared = [scatter for scatter, *_ in self._new]
             self.affinities = [*self.affinities, own]

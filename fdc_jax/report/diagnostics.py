@@ -12,7 +12,7 @@ from jaxtyping import Float
 from scipy import stats
 
 from fdc_jax import evaluation
-from fdc_jax.calibration import FDC, comparators, fdc, inputs
+from fdc_jax.calibration import FDC, batching, comparators, fdc, inputs
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.heads import NORM_FLOOR, unit
@@ -43,7 +43,7 @@ def measured(
         )
         for part in parts
     ]
-    ratio, distance = fdc.fetch(found, [len(part) for part in parts])
+    ratio, distance = batching.fetch(found, [len(part) for part in parts])
     kept = [task.views[view] for task in calibrator.tasks]
     ratio, distance = (each[:, : len(kept)].astype(np.float64) for each in (ratio, distance))
     residual = (ratio - [each.residual_mean for each in kept]) / [

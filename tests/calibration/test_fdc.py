@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fdc_jax import heads
-from fdc_jax.calibration import fdc
+from fdc_jax.calibration import batching, fdc
 from fdc_jax.errors import InputError
 from tests.calibration import reference, streams
 
@@ -208,16 +208,16 @@ def test_tasks_in_groups_score_like_tasks_at_once(monkeypatch):
     stream = streams.stream(14, 5)
     found, inputs = streams.fitted(stream, device=True), streams.probe_inputs(stream)
     expected = found.score(*inputs).task_scores
-    monkeypatch.setattr(fdc, "TASK_GROUP", 2)
-    fdc.compiled.cache_clear()
+    monkeypatch.setattr(batching, "TASK_GROUP", 2)
+    batching.compiled.cache_clear()
     np.testing.assert_allclose(found.score(*inputs).task_scores, expected, atol=1e-5)
-    fdc.compiled.cache_clear()
+    batching.compiled.cache_clear()
 
 
 def test_scoring_compiles_once_per_shape():
     # Nine and ten tasks are padded to ten, batches to powers of two.
     stream = streams.stream(5, 10, classes=(3,), samples=(40,))
-    kernel = fdc.compiled(fdc.score_batch, ("normalised", "neighbours", "nearest", "all_rows"))
+    kernel = batching.compiled(fdc.score_batch, ("normalised", "neighbours", "nearest", "all_rows"))
     found, inputs = streams.new(device=True), streams.probe_inputs(stream, size=64)
     for place, task in enumerate(stream):
         found.fit_task(task.adapted, task.labels, streams.head_of(task, "linear"), task.pretrained)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 from sklearn.decomposition import PCA
 
-from fdc_jax.calibration import fdc, inputs
+from fdc_jax.calibration import batching, fdc, inputs
 
 
 def summed(features, rows=None):
@@ -68,7 +68,7 @@ def test_mean_and_subspace_match_scikit_learn(offset, samples):
 
 @pytest.mark.parametrize("offset", [0.0, 30.0])
 @pytest.mark.parametrize("share", [0.75, 0.99])
-@pytest.mark.parametrize(("samples", "width"), [(7, 130), (129, 300), (500, 640), (600, 700)])
+@pytest.mark.parametrize(("samples", "width"), [(7, 130), (129, 300), (530, 700)])
 def test_components_of_fewer_samples_than_dimensions(samples, width, share, offset):
     features = features_of_spectrum(0, samples, width, min(samples - 1, 60), 0.93, offset)
     sums = summed(features)
@@ -254,8 +254,8 @@ def test_the_argument_of_rlc_matches_scipy():
 
 
 def test_padded_sizes_are_few_and_tight():
-    sizes = np.array([fdc.padded_size(size) for size in range(1, 1001)])
+    sizes = np.array([batching.padded_size(size) for size in range(1, 1001)])
     assert (sizes >= np.arange(1, 1001)).all()
     assert (sizes <= 1.25 * np.arange(1, 1001)).all()
     assert len(set(sizes)) <= 4 * 10
-    assert fdc.padded_size(3, 8) == 8 and fdc.padded_size(83, 8) == 96
+    assert batching.padded_size(3, 8) == 8 and batching.padded_size(83, 8) == 96
