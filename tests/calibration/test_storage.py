@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from fdc_jax import calibration
-from fdc_jax.calibration import storage
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
