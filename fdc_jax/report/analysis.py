@@ -9,8 +9,8 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from fdc_jax import calibration, evaluation, feature_files
-from fdc_jax.calibration import FDC, Terms
-from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES, fuse_all
+from fdc_jax.calibration import FDC, Affinity, Terms, WhitenedTerms
+from fdc_jax.calibration.components import WHITENED, fuse_all
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.report import diagnostics, sweeps
@@ -66,8 +66,12 @@ class _Fitted:
 
     @cached_property
     def calibrator(self) -> FDC:
-        """The paper's FDC."""
-        return self.features.fit(FDC(**self.settings))
+        """The paper's FDC, in the same fit with the whitened affinity where the settings allow."""
+        try:
+            calibrator = calibration.from_settings(self.settings | WHITENED)
+        except InputError:
+            calibrator = FDC(**self.settings)
+        return self.features.fit(calibrator)
 
     @cached_property
     def terms(self) -> Terms:
@@ -120,13 +124,17 @@ def _beyond(of: _Fitted) -> dict[str, dict[str, float]]:
     Raises:
         InputError: settings that the whitened metric does not allow.
     """
-    features = of.features
-    labels, tasks = features.test_labels, features.test_tasks
-    found = {"raw": (of.terms.raw(), 0), "fdc": (of.terms.fuse(), of.calibrator.storage_bytes)}
-    for name, affinity in (("whitened", WHITENED), ("whitened_classes", WHITENED_CLASSES)):
-        calibrator = features.fit(calibration.from_settings(of.settings | affinity))
-        scores = calibrator.score(features.test_adapted, features.test_pretrained)
-        found[name] = scores, calibrator.storage_bytes
+    calibration.check(of.settings | WHITENED)
+    labels, tasks, terms = of.features.test_labels, of.features.test_tasks, of.terms
+    assert isinstance(terms, WhitenedTerms)
+    by_class = Affinity("whitened", "linear", "pooled", "class")
+    own, paper = of.calibrator.storage_bytes, of.calibrator.paper_storage_bytes
+    found = {
+        "raw": (terms.raw(), 0),
+        "fdc": (terms.fuse(), paper),
+        "whitened": (terms.scores(), own),
+        "whitened_classes": (terms.fuse_affinity(affinity=by_class), own),
+    }
     return {
         name: {
             "accuracy": evaluation.accuracy(labels, scores.label),
