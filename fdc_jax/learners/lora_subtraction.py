@@ -1,4 +1,4 @@
-"""LoRA-Subtraction: updates confined to where new inputs lie without past increments.
+"""LoRA-Subtraction: updates confined to where the new task's inputs lie without past increments.
 
 X. Liu and X. Chang, "LoRA Subtraction for Drift-Resistant Space in Exemplar-Free Continual
 Learning", CVPR 2025. Increments of the key and value kernels add up, as in Cumulative-LoRA. Before
