@@ -71,23 +71,14 @@ def test_folders_that_are_no_finished_runs_are_named_and_do_not_stop_the_others(
 @pytest.mark.parametrize(
     ("path", "value"),
     [
-        (("seed",), None),
-        (("seed",), "1"),
         (("seed",), True),
         (("learner",), 3),
         (("accuracy",), {"raw": 1.0, "fdc": 2.0}),
         (("accuracy", "raw"), 101.0),
-        (("accuracy", "raw"), "50"),
         (("accuracy", "fdc"), float("nan")),
-        (("components",), []),
         (("components", "tsf"), None),
         (("config",), "x"),
         (("encoder",), "B/16"),
-        (("data",), []),
-        (("timing",), 3.0),
-        (("versions",), "1"),
-        (("num_test_images",), "many"),
-        (("curve",), {}),
         (("curve",), [{"task": 0}]),
     ],
 )
@@ -105,7 +96,7 @@ def test_results_that_are_not_a_run_s_are_skipped_with_the_field_that_is_wrong(
     assert f"results.json: {'.'.join(path)}" in skipped.skipped[0].reason
 
 
-@pytest.mark.parametrize("name", ["benchmark", "learner", "seed", "accuracy", "config"])
+@pytest.mark.parametrize("name", ["benchmark", "seed"])
 def test_a_missing_field_is_named(tmp_path, name):
     found = results()
     del found[name]
@@ -213,41 +204,31 @@ def test_the_settings_of_a_benchmark_follow_the_protocol(benchmark):
     ]
 
 
-def test_fields_of_earlier_versions_set_no_runs_apart(tmp_path):
-    older = {"train.seeds_together": False, "data.augment_on_device": False}
-    write_run(tmp_path / "a")
-    write_run(tmp_path / "b", seed=2, config=older)
-    (group,) = loaded(tmp_path).groups
-    assert group.seeds == [1, 2]
-
-
-def test_a_run_of_an_earlier_version_loads():
-    found = runs.load([Path(__file__).with_name("earlier_run")])
-    (group,) = found.groups
-    assert found.skipped == [] and group.name == "Cumulative-LoRA, Digits"
+def test_a_run_of_an_earlier_version_stands_with_one_of_today(tmp_path):
+    path = Path(__file__).with_name("earlier_run")
+    today = json.loads((path / "results.json").read_text()) | {"seed": 2}
+    # Fields that are gone.
+    removed = ("train.seeds_together", "data.augment_on_device")
+    today["config"] = {
+        name: value for name, value in today["config"].items() if name not in removed
+    }
+    write_run(tmp_path, today)
+    (group,) = runs.load([path, tmp_path]).groups
+    assert group.seeds == [1, 2] and group.name == "Cumulative-LoRA, Digits"
 
 
 def test_groups_stand_in_the_order_of_the_paper(tmp_path):
     pairs = [
         ("mine", "cifar100"),
         ("rsiat", "cifar100"),
-        ("ewc_lora", "omnibench"),
         ("ewc_lora", "digits"),
         ("ewc_lora", "imagenet_a"),
-        ("cumulative_lora", "cub200"),
     ]
     for index, (learner, benchmark) in enumerate(pairs):
         write_run(tmp_path / str(index), learner=learner, benchmark=benchmark)
     groups = loaded(tmp_path).groups
-    assert [(group.learner, group.benchmark) for group in groups] == [
-        ("cumulative_lora", "cub200"),
-        ("ewc_lora", "imagenet_a"),
-        ("ewc_lora", "omnibench"),
-        ("ewc_lora", "digits"),
-        ("rsiat", "cifar100"),
-        ("mine", "cifar100"),
-    ]
-    assert not groups[3].follows_protocol  # The paper has no such benchmark.
+    assert [(group.learner, group.benchmark) for group in groups] == [*pairs[:1:-1], *pairs[1::-1]]
+    assert not groups[1].follows_protocol  # The paper has no such benchmark.
 
 
 def test_without_the_pretrained_view_the_adapted_view_is_all_there_is(tmp_path):
@@ -288,13 +269,6 @@ def test_the_average_over_tasks_needs_every_task(tmp_path):
     expected = np.mean([point["components"]["tsf"] for point in found["curve"]])
     np.testing.assert_allclose(full.incremental("tsf"), expected)
     assert part.incremental("tsf") is None
-
-
-def test_results_are_plain_json_numbers(tmp_path):
-    text = json.dumps(results()).replace('"oracle": 95.0', '"oracle": Infinity', 1)
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "results.json").write_text(text)
-    assert "accuracy.oracle" in loaded(tmp_path).skipped[0].reason
 
 
 def test_provenance_says_where_runs_differ(tmp_path):
