@@ -1213,12 +1213,9 @@ class FDC:
             if view.residual_std > SCALE_FLOOR or len(view.basis) == len(view.mean):
                 continue
             _LOGGER.warning(
-                "task %d: the residual ratios of its training samples (%d) do not vary in the %s "
-                "view; RLC's foreign reference, which all tasks share, will be dominated by this "
-                "task",
-                task,
-                self.tasks[task].samples,
-                name,
+                f"task {task}: the residual ratios of its training samples "
+                f"({self.tasks[task].samples}) do not vary in the {name} view; RLC's foreign "
+                "reference, which all tasks share, will be dominated by this task"
             )
 
     # Heads, built in or functions of the user's own, which are scored one after the other.
