@@ -63,7 +63,7 @@ def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
 
     def repeat(batches: int = options.batches):
         images = Batches(problem.images, batches)
-        return extract.stream(backbone, views, images).whole()
+        return extract(backbone, views, images)
 
     names = ("adapted", "pretrained")
     outputs = {name: found.features for name, found in zip(names, repeat(1), strict=False)}

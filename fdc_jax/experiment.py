@@ -19,6 +19,7 @@ from fdc_jax.configuration import Config
 from fdc_jax.data import batches, benchmarks, dataset, task_stream
 from fdc_jax.errors import InputError
 from fdc_jax.extraction import Extractor, FeatureCache, RunImages
+from fdc_jax.feature_files import TaskFeatures
 from fdc_jax.files import check_writable_folder
 from fdc_jax.heads import FunctionHead
 from fdc_jax.interruption import StopRequest
@@ -95,8 +96,15 @@ def run(
         # Lines 4 to 13: fit FDC on the features of the task's images in both views.
         if task >= fdc.num_tasks:
             progress.stage(f"task {task + 1}/{num_tasks} statistics")
-            kept = store.task_features(task) if task < saved.tasks_done else None
-            took = _fit_again(fdc, kept) if kept else _fit(e, task, state, fdc, images, store)
+            kept, took = store.task_features(task) if task < saved.tasks_done else None, {}
+            if kept is None:
+                kept, took = _extract(e, task, state, images)
+                if e.config.save_features:
+                    store.save_task_features(task, kept)
+            clock = time.perf_counter()
+            fdc.fit_task(kept.adapted, kept.labels, kept.head, kept.pretrained, kept.classes)
+            fdc.finalize()
+            took["fit_seconds"] = time.perf_counter() - clock
             store.save_calibrator(fdc, e.config.checkpoint.keep)
             store.event("statistics", task=task, **took)
             timing |= took
@@ -159,43 +167,24 @@ def _resume(e: "Experiment", seed: int, store: "Store", checkpoints: Checkpoints
     return _Saved(e.checkpoint(0, 0, seed)["state"], e.new_calibrator())
 
 
-def _fit(
-    e: "Experiment", task: int, state: Any, fdc: Any, images: RunImages, store: "Store"
-) -> dict[str, float]:
-    """Fits FDC on the features of a task's images as they are extracted; returns what it took."""
+def _extract(
+    e: "Experiment", task: int, state: Any, images: RunImages
+) -> tuple[TaskFeatures, dict[str, float]]:
+    """Returns what FDC is fitted on, and the time that it took."""
     kernels = e.learner.encoder(e.setup, e.backbone, state, task + 1)
-    head = e.heads(state, task + 1)[task]
-    classes = e.tasks.positions[e.tasks.tasks[task]]
-    features = images.features(task, kernels)
-    clock = time.perf_counter()
-    fdc.fit_task(features, None, head, classes=classes)
-    fdc.finalize()
-    seconds = time.perf_counter() - clock - features.stream.seconds
-    adapted, pretrained = features.whole()
-    images.end_task(task, pretrained)
-    if e.config.save_features:
-        store.save_task_features(
-            task,
-            adapted=adapted.features,
-            labels=features.labels,
-            head=head,
-            pretrained=None if pretrained is None else pretrained.features,
-            classes=classes,
-        )
-    return {
+    adapted, pretrained = images.train_features(task, kernels)
+    features = TaskFeatures(
+        adapted=adapted.features,
+        pretrained=None if pretrained is None else pretrained.features,
+        labels=e.tasks.train_labels(task),
+        head=e.heads(state, task + 1)[task],
+        classes=e.tasks.positions[e.tasks.tasks[task]],
+    )
+    return features, {
         "adapted_extraction_seconds": adapted.seconds,
         "pretrained_extraction_seconds": 0.0 if pretrained is None else pretrained.seconds,
         "pretrained_from_cache": float(pretrained is not None and pretrained.from_cache),
-        "fit_seconds": seconds,
     }
-
-
-def _fit_again(fdc: Any, kept: Any) -> dict[str, float]:
-    """Fits FDC on saved features of a task."""
-    clock = time.perf_counter()
-    fdc.fit_task(kept.adapted, kept.labels, kept.head, kept.pretrained, kept.classes)
-    fdc.finalize()
-    return {"fit_seconds": time.perf_counter() - clock}
 
 
 def _evaluate(

@@ -6,7 +6,6 @@ What depends on the images and the pretrained weights alone, the features of E_0
 import collections
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import time
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
 from fdc_jax import devices, files, processes
 from fdc_jax.data.batches import Batch, EvaluationBatches, TrainBatches
@@ -43,7 +42,7 @@ class Extraction(NamedTuple):
 
 
 class Extractor:
-    """Runs one encoder over batches of images; compiled once per batch shape.
+    """Runs encoders over batches of images; compiled once per batch shape.
 
     Args:
         model: the encoder.
@@ -64,21 +63,11 @@ class Extractor:
     def __call__(
         self,
         backbone: Any,
-        kernels: Any,
-        batches: Iterable[Batch],
-        poll: Callable[[], None] = lambda: None,
-    ) -> Extraction:
-        """Returns the features of one encoder; takes what `stream` does, and one view."""
-        return self.stream(backbone, [kernels], batches, poll).whole()[0]
-
-    def stream(
-        self,
-        backbone: Any,
         views: Sequence[Any],
         batches: Iterable[Batch],
         poll: Callable[[], None] = lambda: None,
-    ) -> "FeatureStream":
-        """Returns the features of several encoders while they are made, in one pass.
+    ) -> list[Extraction]:
+        """Returns float32 features by several encoders, one row per image, padding removed.
 
         Each image is read, decoded and placed once; the features are bit for bit those of separate
         passes. What E_0 and another encoder could share beyond that, up to the queries of block
@@ -86,81 +75,32 @@ class Extractor:
 
         Args:
             backbone: pretrained parameters.
-            views: key and value kernels, one pair per encoder.
+            views: key and value kernels, one pair per encoder, E_0 to E_T.
             batches: images in evaluation preprocessing.
             poll: called before each batch; raises to stop.
         """
-        rows = self._rows(backbone, views, batches, poll)
-        widths = [kernels["key"].shape[-1] for kernels in views]
-        return FeatureStream(rows, widths, lambda: getattr(batches, "input_wait_seconds", 0.0))
-
-    def _rows(
-        self,
-        backbone: Any,
-        views: Sequence[Any],
-        batches: Iterable[Batch],
-        poll: Callable[[], None],
-    ) -> Iterator[tuple[np.ndarray, ...]]:
+        start = time.perf_counter()
+        found = [[np.zeros((0, kernels["key"].shape[-1]), np.float32)] for kernels in views]
         pending: collections.deque = collections.deque()
+
+        def fetch() -> None:
+            features, count = pending.popleft()
+            for rows, of_view in zip(found, features, strict=True):
+                rows.append(np.asarray(of_view)[:count])
+
         for batch in batches:
             poll()
             images = devices.split(self._mesh, batch.images)
-            found = [self._encode(backbone, images, kernels) for kernels in views]
-            pending.append((found, int(batch.weights.sum())))
+            features = [self._encode(backbone, images, kernels) for kernels in views]
+            pending.append((features, int(batch.weights.sum())))
             if len(pending) > _IN_FLIGHT:
-                yield _fetch(*pending.popleft())
+                fetch()
         while pending:
-            yield _fetch(*pending.popleft())
-
-
-class FeatureStream:
-    """Features of several views, made as they are first read and kept for the next reading.
-
-    Args:
-        rows: features of consecutive images, one array per view.
-        widths: of the features, per view.
-        input_wait_seconds: what `rows` have waited for images so far.
-    """
-
-    def __init__(
-        self,
-        rows: Iterator[tuple[np.ndarray, ...]],
-        widths: Sequence[int],
-        input_wait_seconds: Callable[[], float] = lambda: 0.0,
-    ):
-        self._rows, self._widths = rows, widths
-        self._input_wait_seconds = input_wait_seconds
-        self._made: list[tuple[np.ndarray, ...]] = []
-        self.seconds = 0.0
-
-    def __iter__(self) -> Iterator[tuple[np.ndarray, ...]]:
-        """Walks over the features from the first image on, one array per view."""
-        for number in itertools.count():
-            if number == len(self._made) and not self._make():
-                return
-            yield self._made[number]
-
-    def _make(self) -> bool:
-        start = time.perf_counter()
-        rows = next(self._rows, None)
-        self.seconds += time.perf_counter() - start
-        if rows is not None:
-            self._made.append(rows)
-        return rows is not None
-
-    def whole(self) -> list[Extraction]:
-        """Returns all features per view; seconds are the views' shares of one pass."""
-        rows = list(self)
-        of_view = zip(*rows, strict=True) if rows else [()] * len(self._widths)
-        share = 1.0 / len(self._widths)
-        return [
-            Extraction(
-                np.concatenate([np.zeros((0, width), np.float32), *features]),
-                share * self.seconds,
-                share * self._input_wait_seconds(),
-            )
-            for width, features in zip(self._widths, of_view, strict=True)
-        ]
+            fetch()
+        # The views' shares of one pass.
+        seconds = (time.perf_counter() - start) / len(views)
+        waited = getattr(batches, "input_wait_seconds", 0.0) / len(views)
+        return [Extraction(np.concatenate(rows), seconds, waited) for rows in found]
 
 
 def _in_portions(encode: Callable[..., Any], patch: int) -> Callable[..., Any]:
@@ -176,45 +116,6 @@ def _in_portions(encode: Callable[..., Any], patch: int) -> Callable[..., Any]:
         return found.reshape(count, -1)
 
     return encode_all
-
-
-def _fetch(views: list[jax.Array], count: int) -> tuple[np.ndarray, ...]:
-    return tuple(np.asarray(features)[:count] for features in views)
-
-
-class TaskFeatures:
-    """Features of a task's training images in both views, while they are made and afterwards.
-
-    Called without arguments, it is a source for `fit_task`.
-
-    Args:
-        stream: of the adapted view, and of the pretrained one unless that is known.
-        labels: of the images, class-order positions.
-        pretrained: features of E_0 where they are known.
-    """
-
-    def __init__(
-        self,
-        stream: FeatureStream,
-        labels: Int[np.ndarray, " n"],
-        pretrained: Extraction | None = None,
-    ):
-        self.stream, self.labels, self._pretrained = stream, labels, pretrained
-
-    def __call__(self) -> Iterator[tuple[np.ndarray, np.ndarray | None, np.ndarray]]:
-        """Walks over adapted features, pretrained ones or None, and labels."""
-        start = 0
-        for adapted, *pretrained in self.stream:
-            rows = slice(start, start + len(adapted))
-            if self._pretrained is not None:
-                pretrained = [self._pretrained.features[rows]]
-            yield adapted, pretrained[0] if pretrained else None, self.labels[rows]
-            start = rows.stop
-
-    def whole(self) -> tuple[Extraction, Extraction | None]:
-        """Returns all features of both views; None for a view that is not used."""
-        adapted, *pretrained = self.stream.whole()
-        return adapted, pretrained[0] if pretrained else self._pretrained
 
 
 class FeatureCache:
@@ -250,11 +151,10 @@ class FeatureCache:
         return Extraction(found, time.perf_counter() - start, 0.0, from_cache=True)
 
     def keep(self, name: str, indices: np.ndarray, extraction: Extraction) -> None:
-        """Writes features of these images to the cache, unless they come from there."""
-        if not extraction.from_cache:
-            arrays = {"features": extraction.features, "sha256": _digest(extraction.features)}
-            with contextlib.suppress(InputError):
-                files.write_npz(self._path(name, indices), arrays)
+        """Writes features of these images to the cache."""
+        arrays = {"features": extraction.features, "sha256": _digest(extraction.features)}
+        with contextlib.suppress(InputError):
+            files.write_npz(self._path(name, indices), arrays)
 
     def _path(self, name: str, indices: np.ndarray) -> Path:
         digest = hashlib.sha256(np.ascontiguousarray(indices, np.int64).tobytes()).hexdigest()
@@ -327,29 +227,30 @@ class RunImages:
             augmented=lambda: placed(self.batches(task)), plain=lambda: placed(plain())
         )
 
-    def features(self, task: int, kernels: Any) -> TaskFeatures:
-        """Starts the features of a task's training images (Algorithm 1, line 4), in one pass.
+    def train_features(self, task: int, kernels: Any) -> tuple[Extraction, Extraction | None]:
+        """Returns features of a task's training images (Algorithm 1, line 4) in both views.
+
+        Its images are forgotten then; features of E_0 are kept for other seeds and learners.
 
         Args:
             task: from 0.
             kernels: of E_t.
+
+        Returns:
+            Features by E_t, and by E_0 unless FDC does without.
         """
-        e = self._experiment
-        indices, views, known = e.tasks.train_indices[task], [kernels], None
+        e, name = self._experiment, f"train_{task:03d}"
+        indices, views, pretrained = e.tasks.train_indices[task], [kernels], None
         if e.uses_pretrained:
-            known = e.pretrained_features.find(_name(task), indices)
-            if known is None:
+            pretrained = e.pretrained_features.find(name, indices)
+            if pretrained is None:
                 views.append(vit.pretrained_kernels(e.backbone))
         batches = e.evaluation_batches(e.tasks.train, indices, decoded=self._decoded)
-        stream = e.extract.stream(e.backbone, views, batches, self._poll)
-        return TaskFeatures(stream, e.tasks.train_labels(task), known)
-
-    def end_task(self, task: int, pretrained: Extraction | None) -> None:
-        """Keeps a task's features of E_0 for other seeds and learners, and forgets its images."""
-        e = self._experiment
-        if pretrained is not None:
-            e.pretrained_features.keep(_name(task), e.tasks.train_indices[task], pretrained)
+        adapted, *others = e.extract(e.backbone, views, batches, self._poll)
+        for pretrained in others:
+            e.pretrained_features.keep(name, indices, pretrained)
         self._decoded.clear()
+        return adapted, pretrained
 
     def test_features(
         self, count: int, kernels: Any
@@ -364,7 +265,7 @@ class RunImages:
 
         def extract(kernels: Any, indices: np.ndarray) -> Extraction:
             batches = e.evaluation_batches(e.tasks.test, indices, cache=e.test_images)
-            return e.extract(e.backbone, kernels, batches, self._poll)
+            return e.extract(e.backbone, [kernels], batches, self._poll)[0]
 
         adapted = extract(kernels, every[:count])
         if not e.uses_pretrained:
@@ -374,7 +275,3 @@ class RunImages:
             pretrained = extract(vit.pretrained_kernels(e.backbone), every)
             e.pretrained_features.keep("test", every, pretrained)
         return adapted, pretrained.features[:count]
-
-
-def _name(task: int) -> str:
-    return f"train_{task:03d}"

@@ -336,8 +336,10 @@ class Store(_Places):
         return arrays and feature_files.read_task(arrays, task)
 
     @processes.on_first
-    def save_task_features(self, task: int, **arrays: Any) -> None:
-        """Writes what `fdc_jax.posthoc` reads of a task; takes what `write_task` does."""
+    def save_task_features(self, task: int, features: feature_files.TaskFeatures) -> None:
+        """Writes what `fdc_jax.posthoc` reads of a task."""
+        arrays = features._asdict()
+        del arrays["final_head"]
         feature_files.write_task(self.features_folder, task, **arrays)
 
     @processes.on_first
@@ -581,8 +583,7 @@ class Run(_Places):
             images = self.test_images(images)
         size = min(self.config.evaluation.batch_size, max(1, len(images)))
         e, kernels = self.experiment, self.encoder(t)
-        found = e.extract(e.backbone, kernels, _batches(images, size))
-        return found.features
+        return e.extract(e.backbone, [kernels], _batches(images, size))[0].features
 
     def test_images(self, rows: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n s s 3"]:
         """Returns test images as an encoder sees them, before their values are scaled.

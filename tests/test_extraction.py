@@ -8,7 +8,7 @@ from fdc_jax import devices
 from fdc_jax.data import digits
 from fdc_jax.data.batches import EvaluationBatches
 from fdc_jax.errors import Interrupted
-from fdc_jax.extraction import Extraction, Extractor, FeatureCache, FeatureStream
+from fdc_jax.extraction import Extraction, Extractor, FeatureCache
 from fdc_jax.interruption import StopRequest
 from fdc_jax.model import vit
 
@@ -36,7 +36,7 @@ def extractor(model):
 @pytest.mark.parametrize("count", [0, 1, 8, 37])
 def test_one_row_per_image_in_order(model, backbone, count):
     kernels = vit.pretrained_kernels(backbone)
-    found = extractor(model)(backbone, kernels, batches(count)).features
+    found = extractor(model)(backbone, [kernels], batches(count))[0].features
     assert found.shape == (count, model.variant.width)
     assert found.dtype == np.float32
     for i, batch in enumerate(batches(count, size=1)):
@@ -48,8 +48,8 @@ def test_the_kernels_choose_the_encoder_without_another_compilation(model, backb
     extract = extractor(model)
     kernels = vit.pretrained_kernels(backbone)
     other = jax.tree.map(lambda kernel: kernel * 1.5, kernels)
-    first = extract(backbone, kernels, batches(9)).features
-    second = extract(backbone, other, batches(12)).features
+    first = extract(backbone, [kernels], batches(9))[0].features
+    second = extract(backbone, [other], batches(12))[0].features
     assert np.abs(first - second[:9]).max() > 1e-3
     assert extract._encode._cache_size() == 1
     again = model.apply({"params": backbone}, next(iter(batches(8))).images, other)
@@ -58,12 +58,12 @@ def test_the_kernels_choose_the_encoder_without_another_compilation(model, backb
 
 def test_a_batch_in_portions_gives_the_same_features(model, backbone, monkeypatch):
     kernels = vit.pretrained_kernels(backbone)
-    whole = extractor(model)(backbone, kernels, batches(11)).features
+    whole = extractor(model)(backbone, [kernels], batches(11))[0].features
     monkeypatch.setattr(vit, "PORTION_TOKENS", 2 * 17)
     calls = []
     function = jax.lax.map
     monkeypatch.setattr(jax.lax, "map", lambda *a: calls.append(a[1].shape) or function(*a))
-    cut = extractor(model)(backbone, kernels, batches(11)).features
+    cut = extractor(model)(backbone, [kernels], batches(11))[0].features
     assert calls == [(4, 2, 32, 32, 3)]
     np.testing.assert_allclose(cut, whole, atol=2e-5)
 
@@ -74,48 +74,22 @@ def test_both_views_in_one_pass(model, backbone, monkeypatch, count, tokens):
     extract = extractor(model)
     kernels = jax.tree.map(lambda kernel: kernel * 1.5, vit.pretrained_kernels(backbone))
     views = (kernels, vit.pretrained_kernels(backbone))
-    stream = extract.stream(backbone, views, batches(count))
-    streamed = list(stream)
-    for number, (found, view) in enumerate(zip(stream.whole(), views, strict=True)):
-        expected = extract(backbone, view, batches(count)).features
-        if count:
-            again = np.concatenate([rows[number] for rows in streamed])
-            np.testing.assert_array_equal(again, expected)
-        np.testing.assert_array_equal(found.features, expected)
+    together = extract(backbone, views, batches(count))
+    for found, view in zip(together, views, strict=True):
+        (expected,) = extract(backbone, [view], batches(count))
+        np.testing.assert_array_equal(found.features, expected.features)
         assert found.seconds > found.input_wait_seconds >= 0
     assert extract._encode._cache_size() <= 1
-
-
-def test_a_stream_makes_features_as_they_are_read_and_only_once():
-    made = []
-
-    def rows():
-        for number in range(3):
-            made.append(number)
-            yield (np.full((2, 4), number, np.float32),)
-
-    stream = FeatureStream(rows(), [4])
-    assert made == []
-    first = iter(stream)
-    next(first)
-    assert made == [0]
-    assert [float(each[0, 0]) for (each,) in stream] == [0.0, 1.0, 2.0]
-    next(first)
-    (extraction,) = stream.whole()
-    assert made == [0, 1, 2]
-    np.testing.assert_array_equal(extraction.features[:, 0], [0, 0, 1, 1, 2, 2])
-    (nothing,) = FeatureStream(iter(()), [4]).whole()
-    assert nothing.features.shape == (0, 4)
 
 
 def test_a_stop_request_ends_the_loop(model, backbone):
     stop = StopRequest()
     kernels = vit.pretrained_kernels(backbone)
     extract = extractor(model)
-    extract(backbone, kernels, batches(8), stop.poll)
+    extract(backbone, [kernels], batches(8), stop.poll)
     stop.signal = 15
     with pytest.raises(Interrupted, match="SIGTERM"):
-        extract(backbone, kernels, batches(8), stop.poll)
+        extract(backbone, [kernels], batches(8), stop.poll)
 
 
 def get(cache, name, indices, compute):
