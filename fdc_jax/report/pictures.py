@@ -94,18 +94,21 @@ def load(run: RunFolder, opened: Any) -> Pictures:
     except InputError as error:
         return Pictures(missing=f"The test images could not be read: {error}")
     names = opened.class_names
+
+    def said(kind: str, row: int) -> Said:
+        return _said(int(columns[f"{kind}label"][row]), int(columns[f"{kind}task"][row]), names)
+
     drawn = [
         Picture(
-            int(row),
+            row,
             data_uri(image),
             max(image.shape[:2]) <= 64,
-            *(
-                _said(columns[f"{name}label"][row], columns[f"{name}task"][row], names)
-                for name in ("", "raw_", "fdc_")
-            ),
+            said("", row),
+            said("raw_", row),
+            said("fdc_", row),
             lines,
         )
-        for row, image, lines in zip(rows, images, evidence, strict=True)
+        for row, image, lines in zip(rows.tolist(), images, evidence, strict=True)
     ]
     first = len(chosen[0])
     return Pictures(drawn[:first], len(found[0]), drawn[first:], len(found[1]))
@@ -119,7 +122,7 @@ def _spaced(count: int) -> Int[np.ndarray, " k"]:
 
 def _said(label: int, task: int, class_names: Sequence[str]) -> Said:
     name = class_names[label] if label < len(class_names) else f"class {label + 1}"
-    return Said(name, int(task) + 1)
+    return Said(name, task + 1)
 
 
 def _evidence(
