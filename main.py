@@ -8,6 +8,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 # Before NumPy loads: threads of OpenBLAS that wait for a busy core spin, and decompositions of a
 # few hundred rows gain nothing from them. And XLA's start-up notes are of no use to a reader.
@@ -65,7 +66,8 @@ def _cause(error: BaseException | None) -> BaseException | None:
 
 def _explain(error: Exception, arguments: list[str]) -> str:
     """Says in one line which flag ml_collections could not apply, and the nearest that it could."""
-    given = dict(argument.lstrip("-").partition("=")[::2] for argument in arguments)
+    parts = [argument.lstrip("-").partition("=") for argument in arguments]
+    given = {name: value for name, _, value in parts}
     config = runpy.run_path(given["config"])["get_config"]() if given.get("config") else None
     known = [f"config.{field}" for field in _fields(config.to_dict())] if config else []
     for flag in given:
@@ -93,7 +95,8 @@ def main(stop: interruption.StopRequest) -> None:
     """Runs the configured experiment; see `fdc_jax.command`."""
     from fdc_jax import command  # takes seconds
 
-    name = Path(flags.FLAGS["config"].config_filename.partition(":")[0]).stem
+    flag: Any = flags.FLAGS["config"]
+    name = Path(flag.config_filename.partition(":")[0]).stem
     command.main(
         _CONFIG.value,
         _WORKDIR.value or f"runs/{name}",

@@ -115,13 +115,14 @@ def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
 def update(setup: training.Setup) -> training.Update:
     """Returns Adam, or in the native preset SGD with momentum at a constant rate."""
     config, rates = setup.config, training.paper_rates(setup)
-    native = config.learner.preset == "native"
-    if native:
+    transformation = schedule = None
+    if config.learner.preset == "native":
         rates = dict.fromkeys(rates, NATIVE_RATE_OF.get(config.benchmark, NATIVE_RATE))
+        transformation, schedule = optax.trace(NATIVE_MOMENTUM), lambda epoch, epochs: 1.0
     rates["magnitudes"] = config.learner.sd_lora.magnitude_rate_factor * rates["increment"]
-    sgd, constant = optax.trace(NATIVE_MOMENTUM), lambda epoch, epochs: 1.0
-    kind = (sgd, constant) if native else ()
-    return training.gradient_update(setup, loss, rates, *kind, mean_over_images=True)
+    return training.gradient_update(
+        setup, loss, rates, transformation, schedule, mean_over_images=True
+    )
 
 
 # 4. What it does when a task ends.
@@ -167,12 +168,15 @@ def _add_directions(kernels, directions: vit.Increment, magnitudes) -> vit.KeyVa
             "tldr,tlre->lde", scaled, factors["B"], precision=jax.lax.Precision.HIGHEST
         )
 
-    return {name: kernels[name] + total(directions[name]) for name in ("key", "value")}
+    return vit.KeyValueKernels(
+        key=kernels["key"] + total(directions["key"]),
+        value=kernels["value"] + total(directions["value"]),
+    )
 
 
 def _scaled(increment: vit.Increment, magnitude) -> vit.Increment:
     """Returns the increment with A times the magnitude."""
-    return {
-        name: vit.Factors(A=magnitude * increment[name]["A"], B=increment[name]["B"])
-        for name in ("key", "value")
-    }
+    return vit.Increment(
+        key=vit.Factors(A=magnitude * increment["key"]["A"], B=increment["key"]["B"]),
+        value=vit.Factors(A=magnitude * increment["value"]["A"], B=increment["value"]["B"]),
+    )
