@@ -199,7 +199,7 @@ def compare(ours: Mapping[int, float], entries: Sequence[Entry]) -> Comparison:
     freedom = sum(variances) ** 2 / sum(
         variance**2 / (n - 1) for variance, (_, n) in zip(variances, parts, strict=True)
     )
-    reach = stats.t.ppf(0.975, freedom) * math.sqrt(sum(variances))
+    reach = float(stats.t.ppf(0.975, freedom)) * math.sqrt(sum(variances))
     return Comparison(mean - other, mean - other - reach, mean - other + reach)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fdc_jax import calibration, evaluation
-from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
 
 # What the paper varies, each with everything else at its default.
@@ -37,8 +36,8 @@ def sweep(
     Raises:
         InputError: a value outside its range, or no test labels.
     """
-    if features.test_labels is None:
-        raise InputError("test_labels: absent, so accuracies are not known")
+    labels, tasks = features.test_labels, features.test_tasks
+    assert labels is not None  # Else there are no tasks of them, either.
     if values is None:
         # Classes without images have no prototype.
         feasible = min(len(set(task.labels.tolist())) for task in features.tasks)
@@ -51,8 +50,8 @@ def sweep(
             scores = features.fit(calibration.FDC(**varied)).score(
                 features.test_adapted, features.test_pretrained
             )
-            found["accuracy"].append(evaluation.accuracy(features.test_labels, scores.label))
-            found["routing_accuracy"].append(evaluation.accuracy(features.test_tasks, scores.task))
+            found["accuracy"].append(evaluation.accuracy(labels, scores.label))
+            found["routing_accuracy"].append(evaluation.accuracy(tasks, scores.task))
         return found
 
     default = getattr(calibration.FDC(**settings).settings, parameter)

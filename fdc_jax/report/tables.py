@@ -471,7 +471,7 @@ def _significance(layout: Layout) -> Table:
         labels, p_values, of_seeds = layout.labels(group), [], []
         for run in group.runs:
             if columns := run.predictions():
-                labelled = [columns[name] for name in ("label", "raw_label", "fdc_label")]
+                labelled = (columns["label"], columns["raw_label"], columns["fdc_label"])
                 p_values.append(evaluation.mcnemar(*labelled))
                 gain = evaluation.bootstrap_gain(*labelled)
                 cells = {"gain": number(gain.mean, signed=True), "p": _p(p_values[-1])}
