@@ -251,7 +251,9 @@ class Sums:
     def basis(self, share: float) -> Float[np.ndarray, "r d"]:
         """Returns U_t, which keeps a share eta of the variance, as rows (Eq. task-pca)."""
         energies, directions = self.principal_components()
-        return orthonormal(directions[: retained_rank(energies, share, self.count)])
+        leading = directions[: retained_rank(energies, share, self.count)]
+        # Those of the covariance are orthonormal already.
+        return orthonormal(leading) if len(energies) < self.width else leading.copy()
 
 
 def class_sums(
