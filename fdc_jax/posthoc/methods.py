@@ -55,7 +55,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "msp": comparators.MaximumSoftmax,
     "entropy": comparators.NegativeEntropy,
     "wa": comparators.WeightAligning,
-    "wa-symmetric": lambda: comparators.WeightAligning("symmetric"),
+    "wa-symmetric": lambda: comparators.WeightAligning(variant="symmetric"),
     "vim": comparators.VirtualLogitMatching,
     "ncm": comparators.NearestClassMean,
     "ncm-pretrained": lambda: comparators.NearestClassMean("pretrained"),

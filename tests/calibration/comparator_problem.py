@@ -30,26 +30,23 @@ def problem(sizes=((40, 30, 20), (25, 35), (30, 30, 30, 30)), width=12, seed=0):
     tasks, tests, test_labels = [], [], []
     for t, counts in enumerate(sizes):
         centres = 1.5 * rng.normal(size=(len(counts), width)) + rng.normal(size=width)
+
+        def draw(rows, centres=centres):
+            noisy = centres[rows] + rng.normal(size=(len(rows), width))
+            return (noisy @ mixing + offset).astype(np.float32)
+
         rows = rng.permutation(np.repeat(np.arange(len(counts)), counts))
-        drift = 0.1 * t * rng.normal(size=width)
-        pretrained = (centres[rows] + rng.normal(size=(len(rows), width))) @ mixing + offset
-        adapted = pretrained + drift
+        drift = 0.1 * t * rng.normal(size=width).astype(np.float32)
+        pretrained = draw(rows)
         weight = (centres @ mixing).astype(np.float32) * (1.0 + 0.3 * t)
-        bias = rng.normal(size=len(counts)).astype(np.float32)
-        tasks.append(
-            Task(
-                adapted.astype(np.float32),
-                pretrained.astype(np.float32),
-                10 * t + rows,
-                heads.LinearHead(weight, bias),
-                10 * t + np.arange(len(counts)),
-            )
-        )
+        head = heads.LinearHead(weight, rng.normal(size=len(counts)).astype(np.float32))
+        classes = 10 * t + np.arange(len(counts))
+        tasks.append(Task(pretrained + drift, pretrained, classes[rows], head, classes))
         test_rows = rng.integers(0, len(counts), 20)
-        tests.append((centres[test_rows] + rng.normal(size=(20, width))) @ mixing + offset)
-        test_labels.append(10 * t + test_rows)
-    pretrained = np.concatenate(tests).astype(np.float32)
-    adapted = (pretrained + 0.1 * rng.normal(size=width)).astype(np.float32)
+        tests.append(draw(test_rows))
+        test_labels.append(classes[test_rows])
+    pretrained = np.concatenate(tests)
+    adapted = pretrained + 0.1 * rng.normal(size=width).astype(np.float32)
     return Problem(tasks, adapted, pretrained, np.concatenate(test_labels))
 
 

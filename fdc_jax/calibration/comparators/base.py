@@ -8,6 +8,7 @@ on the host, where they cost nothing; products over samples are float32 at the h
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
@@ -17,25 +18,16 @@ from fdc_jax.calibration.scores import Scores
 from fdc_jax.errors import InputError
 from fdc_jax.heads import Head, LinearHead
 
-BYTES = 4  # of a float32, in which all statistics are counted
 # Rows handed to the device at once, so that memory does not grow with the batch.
 ROWS = 1024
 
 
 class Samples(NamedTuple):
-    """Checked samples of one task in the view that the method reads.
-
-    `rows` number the classes that have samples, in the order of the task's classes.
-    """
+    """One task in the view that the method reads; `rows` number the classes that have samples."""
 
     features: Float[np.ndarray, "n d"]
     rows: Int[np.ndarray, " n"]
-    head: Head | None
-
-    @property
-    def onehot(self) -> Float[np.ndarray, "n c"]:
-        """Labels as rows of the identity."""
-        return np.eye(self.rows.max() + 1, dtype=np.float32)[self.rows]
+    head: Any
 
 
 class Comparator:
@@ -43,24 +35,32 @@ class Comparator:
 
     Args:
         view: which features the method reads, "adapted" or "pretrained".
+        variant: one of the method's `variants`, the first when None.
 
     Raises:
-        InputError: `view` is unknown.
+        InputError: `view` or `variant` is unknown.
     """
 
     name = ""
+    variants: tuple[str, ...] = ()
     # None, "head" for any head, or "linear" for a `LinearHead`.
     needs: str | None = None
 
-    def __init__(self, view: str = "adapted"):
+    def __init__(self, view: str = "adapted", variant: str | None = None):
         if view not in inputs.VIEWS:
             raise InputError(
                 f"{self.name}: view: expected {' or '.join(inputs.VIEWS)}, found {view!r}"
             )
-        self.view = view
+        if variant is not None and variant not in self.variants:
+            raise InputError(
+                f"{self.name}: variant: expected {' or '.join(self.variants)}, found {variant!r}"
+            )
+        self.view, self.variant = view, variant or next(iter(self.variants), None)
         self.classes: list[Int[np.ndarray, " c"]] = []
-        self.heads: list[Head] = []
+        self.heads: list[Any] = []
+        # Of each task, and one sum over all tasks; numbers for the storage both.
         self.statistics: list[Any] = []
+        self.total: Any = None
         self.width = 0
         # Per task, which classes have samples; the others are never predicted from statistics.
         self._present: list[Bool[np.ndarray, " c"]] = []
@@ -91,13 +91,11 @@ class Comparator:
         task = len(self.classes)
         features = self._features(adapted, pretrained, f" of task {task}", self.width or None)
         labels = inputs.label_array(labels, f"labels of task {task}")
-        if len(labels) != len(features):
+        if not len(labels) or len(labels) != len(features):
             raise InputError(
-                f"labels of task {task}: expected {len(features)} rows like the features, found "
-                f"{len(labels)}"
+                f"labels of task {task}: expected at least one, and as many as there are rows of "
+                f"features, {len(features)}; found {len(labels)}"
             )
-        if not len(labels):
-            raise InputError(f"task {task}: expected at least one sample, found none")
         names = np.unique(labels)
         if classes is not None:
             names = inputs.class_labels(classes, f"classes of task {task}")
@@ -124,7 +122,6 @@ class Comparator:
         Raises:
             InputError: not one head per task, or heads that `fit_task` refuses.
         """
-        heads = list(heads)
         if len(heads) != len(self.classes):
             raise InputError(
                 f"{self.name}: heads: expected one per task, {len(self.classes)}, found "
@@ -132,7 +129,7 @@ class Comparator:
             )
         for task, (head, rows) in enumerate(zip(heads, self.classes, strict=True)):
             self._check_head(head, len(rows), self.width, task)
-        self.heads, self._solved = heads, None
+        self.heads = list(heads)
 
     def finalize(self) -> None:
         """Solves for what scoring needs of all tasks; more may follow, then finalize again."""
@@ -152,17 +149,9 @@ class Comparator:
         return self._score(features)
 
     @property
-    def num_classes(self) -> int:
-        """Number of classes with samples over all tasks."""
-        return sum(int(present.sum()) for present in self._present)
-
-    @property
     def storage_bytes(self) -> int:
-        """Bytes of the statistics in float32, beyond encoder and heads."""
-        return BYTES * self._numbers()
-
-    def _numbers(self) -> int:
-        return 0
+        """Bytes of the statistics, all in float32, beyond encoder and heads."""
+        return 4 * sum(np.size(part) for part in jax.tree.leaves((self.statistics, self.total)))
 
     def _collect(self, samples: Samples) -> Any:
         """Returns a task's statistics."""
@@ -177,12 +166,7 @@ class Comparator:
         scores = np.full((len(features), len(present)), -np.inf, found.dtype)
         scores[:, present] = found
         bounds = np.cumsum([len(rows) for rows in self.classes])[:-1]
-        parts = np.split(scores, bounds, axis=1)
-        return Scores(
-            np.stack([part.max(axis=1) for part in parts], axis=1),
-            np.stack([part.argmax(axis=1) for part in parts], axis=1),
-            tuple(self.classes),
-        )
+        return best_by_task(np.split(scores, bounds, axis=1), self.classes)
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         """Returns a score for each class that has samples, tasks in order."""
@@ -221,6 +205,24 @@ class Comparator:
             found = len(inputs.head_rows(head, name, width).rows)
         if found != num_classes:
             raise InputError(f"{name}: expected {num_classes} classes, found {found}")
+
+
+def best_by_task(parts: Sequence[np.ndarray], classes: Sequence[np.ndarray]) -> Scores:
+    """Scores of tasks from scores [n, c] of each task's classes: the best class decides."""
+    return Scores(
+        np.stack([part.max(axis=1) for part in parts], axis=1),
+        np.stack([part.argmax(axis=1) for part in parts], axis=1),
+        tuple(classes),
+    )
+
+
+def within_classes(
+    features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"]
+) -> tuple[Float[np.ndarray, "c d"], Float[np.ndarray, "d d"]]:
+    """Means of classes and the scatter about them, in float64."""
+    means = class_means(features, rows)
+    deviations = features - means[rows]
+    return means, deviations.T @ deviations
 
 
 def class_means(

@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Float
 from scipy.special import log_softmax, logsumexp, softmax
 
-from fdc_jax.calibration.comparators.base import Comparator, Samples, in_blocks
+from fdc_jax.calibration.comparators.base import Comparator, Samples, best_by_task, in_blocks
 from fdc_jax.calibration.comparators.distances import squared_distances
 from fdc_jax.calibration.scores import Scores
 from fdc_jax.errors import InputError
-from fdc_jax.heads import NORM_FLOOR, Head
+from fdc_jax.heads import NORM_FLOOR, LinearHead
 
 
 class Raw(Comparator):
@@ -25,20 +25,14 @@ class Raw(Comparator):
     name = "raw"
     needs = "head"
 
-    def __init__(self):
-        super().__init__()
-
     def _score(self, features: Float[np.ndarray, "n d"]) -> Scores:
         logits = [
             self._adjust(task, in_blocks(head.logits, features).astype(np.float64))
             for task, head in enumerate(self.heads)
         ]
         scores = [self._task_score(task, z, features) for task, z in enumerate(logits)]
-        return Scores(
-            np.stack(scores, axis=1),
-            np.stack([z.argmax(axis=1) for z in logits], axis=1),
-            tuple(self.classes),
-        )
+        best = best_by_task(logits, self.classes)
+        return Scores(np.stack(scores, axis=1), best.local_class, best.classes)
 
     def _adjust(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, "n c"]:
         """Changes the logits of a head before anything is read from them."""
@@ -54,60 +48,48 @@ class LogitStandardisation(Raw):
     """s_t = (max_c z_{t,c} - mu_t) / max(sigma_t, 1e-12) (paper, Eq. logit-standardization).
 
     mu_t and sigma_t are the mean and the population standard deviation of the head's largest logit
-    on its own training features at the time of the task. Two scalars per task. A task of one image
-    has sigma 0 and is divided by 1e-12, as the equation says.
+    on its own training features at the time of the task. A task of one image has sigma 0 and is
+    divided by 1e-12, as the equation says.
     """
 
     name = "ls"
 
-    def _collect(self, samples: Samples) -> tuple[float, float]:
-        best = _own_logits(samples).max(axis=1)
-        return float(best.mean()), float(best.std())
+    def _collect(self, samples: Samples) -> tuple[np.floating, np.floating]:
+        best = _own_best_logits(samples)
+        return best.mean(), best.std()
 
     def _task_score(self, task, logits, features) -> Float[np.ndarray, " n"]:
         mean, std = self.statistics[task]
         return (logits.max(axis=1) - mean) / max(std, 1e-12)
 
-    def _numbers(self) -> int:
-        return 2 * len(self.classes)
 
+class Energy(Raw):
+    """s_t = log sum_c exp(z_{t,c}), the negative energy of each head by itself.
 
-class _Tempered(Raw):
-    def __init__(self, temperature: float = 1.0):
-        if not temperature > 0:
-            raise InputError(f"{self.name}: temperature: expected more than 0, found {temperature}")
-        super().__init__()
-        self.temperature = temperature
-
-
-class Energy(_Tempered):
-    """s_t = tau * log sum_c exp(z_{t,c} / tau), the negative energy of each head.
-
-    Liu et al., "Energy-based Out-of-distribution Detection" (2020), applied to each head by itself.
-    Tends to Raw as tau goes to 0.
+    Liu et al., "Energy-based Out-of-distribution Detection" (2020), at temperature 1.
     """
 
     name = "energy"
 
     def _task_score(self, task, logits, features) -> Float[np.ndarray, " n"]:
-        return self.temperature * np.asarray(logsumexp(logits / self.temperature, axis=1))
+        return np.asarray(logsumexp(logits, axis=1))
 
 
-class MaximumSoftmax(_Tempered):
-    """s_t = max_c softmax_c(z_t / tau), the confidence of each head within its own classes.
+class MaximumSoftmax(Raw):
+    """s_t = max_c softmax_c(z_t), the confidence of each head within its own classes.
 
     Hendrycks and Gimpel, "A Baseline for Detecting Misclassified and Out-of-Distribution Examples"
-    (2017); with tau other than 1, temperature scaling. A head of one class is always certain.
+    (2017). A head of one class is always certain.
     """
 
     name = "msp"
 
     def _task_score(self, task, logits, features) -> Float[np.ndarray, " n"]:
-        return softmax(logits / self.temperature, axis=1).max(axis=1)
+        return softmax(logits, axis=1).max(axis=1)
 
 
-class NegativeEntropy(_Tempered):
-    """s_t = sum_c p_c log p_c of p = softmax(z_t / tau): the head that hesitates least wins.
+class NegativeEntropy(Raw):
+    """s_t = sum_c p_c log p_c of p = softmax(z_t): the head that hesitates least wins.
 
     The selection rule of entropy-based routers (the paper names GR-LoRA), here on heads that share
     one encoder. A head of one class is always certain.
@@ -116,7 +98,7 @@ class NegativeEntropy(_Tempered):
     name = "entropy"
 
     def _task_score(self, task, logits, features) -> Float[np.ndarray, " n"]:
-        log_p = log_softmax(logits / self.temperature, axis=1)
+        log_p = log_softmax(logits, axis=1)
         return np.sum(np.exp(log_p) * log_p, axis=1)
 
 
@@ -131,20 +113,12 @@ class WeightAligning(Raw):
     - "symmetric", for heads that are trained apart: every head's logits, weights and bias together,
       are divided by n_t, so that no task is the reference.
 
-    Without biases both choose alike.
-
-    Raises:
-        InputError: a head is not linear, or all its rows are zero.
+    A head whose rows are all zero raises InputError.
     """
 
     name = "wa"
     needs = "linear"
-
-    def __init__(self, variant: str = "sequential"):
-        if variant not in ("sequential", "symmetric"):
-            raise InputError(f"wa: variant: expected sequential or symmetric, found {variant!r}")
-        super().__init__()
-        self.variant = variant
+    variants = ("sequential", "symmetric")
 
     def _check_head(self, head: Any, num_classes: int, width: int, task: int) -> None:
         super()._check_head(head, num_classes, width, task)
@@ -152,7 +126,7 @@ class WeightAligning(Raw):
             raise InputError(f"wa: all rows of the head of task {task} are zero")
 
     def _adjust(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, "n c"]:
-        head: Any = self.heads[task]
+        head = self.heads[task]
         if self.variant == "symmetric":
             return logits / _mean_norm(head)
         bias = np.asarray(head.bias, np.float64)
@@ -168,40 +142,24 @@ class VirtualLogitMatching(Raw):
     largest logit over the mean residual norm on the task's training features. Which head wins is
     our use of it: ViM itself tells known from unknown for a single classifier.
 
-    D defaults to the official 1000 for d >= 2048 and 512 for d >= 768, and to d // 2 below. Never
-    more than half of the task's n - 1 directions are taken: with n <= D the training residual is
-    zero and alpha_t infinite, which small tasks (about 470 images in CUB-200) would otherwise meet.
-
-    Args:
-        principal: D, or None for the rule above.
-
-    Raises:
-        InputError: D is not below the feature width, or a head is not linear.
+    D is the official 1000 for d >= 2048 and 512 for d >= 768, and d // 2 below. Never more than
+    half of the task's n - 1 directions are taken: with n <= D the training residual is zero and
+    alpha_t infinite, which small tasks (about 470 images in CUB-200) would otherwise meet.
     """
 
     name = "vim"
     needs = "linear"
 
-    def __init__(self, principal: int | None = None):
-        if principal is not None and principal < 1:
-            raise InputError(f"vim: principal: expected at least 1, found {principal}")
-        super().__init__()
-        self.principal = principal
-
     def _collect(self, samples: Samples) -> tuple[np.ndarray, np.ndarray, float]:
         size, width = samples.features.shape
-        rule = 1000 if width >= 2048 else 512 if width >= 768 else width // 2
-        principal = self.principal or rule
-        if principal >= width:
-            raise InputError(f"vim: principal: expected less than width {width}, found {principal}")
-        head: Any = samples.head
-        weight, bias = np.asarray(head.weight, np.float64), np.asarray(head.bias, np.float64)
+        principal = 1000 if width >= 2048 else 512 if width >= 768 else width // 2
+        weight, bias = (np.asarray(part, np.float64) for part in samples.head)
         origin = -np.linalg.pinv(weight) @ bias
         shifted = samples.features - origin
         _, vectors = np.linalg.eigh(shifted.T @ shifted / size)
         residual = vectors[:, : width - min(principal, (size - 1) // 2)]
         norm = float(np.linalg.norm(shifted @ residual, axis=1).mean())
-        best = float(_own_logits(samples).max(axis=1).mean())
+        best = float(_own_best_logits(samples).mean())
         return origin, residual.astype(np.float32), best / max(norm, NORM_FLOOR)
 
     def _task_score(self, task, logits, features) -> Float[np.ndarray, " n"]:
@@ -209,15 +167,10 @@ class VirtualLogitMatching(Raw):
         squares = squared_distances(features, origin[None], residual)
         return np.asarray(logsumexp(logits, axis=1)) - alpha * np.sqrt(squares[:, 0])
 
-    def _numbers(self) -> int:
-        return sum(basis.size + len(basis) + 1 for _, basis, _ in self.statistics)
+
+def _own_best_logits(samples: Samples) -> Float[np.ndarray, " n"]:
+    return in_blocks(samples.head.logits, samples.features).astype(np.float64).max(axis=1)
 
 
-def _own_logits(samples: Samples) -> Float[np.ndarray, "n c"]:
-    assert samples.head is not None
-    return in_blocks(samples.head.logits, samples.features).astype(np.float64)
-
-
-def _mean_norm(head: Head) -> float:
-    linear: Any = head
-    return float(np.linalg.norm(np.asarray(linear.weight, np.float64), axis=1).mean())
+def _mean_norm(head: LinearHead) -> float:
+    return float(np.linalg.norm(np.asarray(head.weight, np.float64), axis=1).mean())

@@ -5,26 +5,25 @@ Random features and their Gram matrices are float32 at the highest matmul precis
 Gram matrix of thousands of correlated features has a condition number far beyond float32.
 """
 
-from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from fdc_jax.calibration.comparators.base import (
     ROWS,
     Comparator,
     Samples,
-    class_means,
     in_blocks,
+    within_classes,
 )
-from fdc_jax.errors import InputError
-from fdc_jax.heads import NORM_FLOOR, unit
+from fdc_jax.heads import products, unit
 
-_HIGHEST = jax.lax.Precision.HIGHEST
+_products = jax.jit(products)
 RIDGES = 10.0 ** np.arange(-8, 9)
 
 
@@ -42,73 +41,52 @@ class RanPAC(Comparator):
     fewer samples than M, rounding makes eigenvalues of that size out of zeros. The float32 codes
     meet the same errors in their validation and so avoid such a lambda; ours validates in float64.
 
-    Variants of the class score:
-
-    - "original": h W.
-    - "pilot", the port in PILOT, which scores through a cosine layer: the cosine of h and each
-      column of W.
-
     Args:
         view: "adapted" or "pretrained".
-        variant: one of the two above.
+        variant: of the class score: "original" is h W; "pilot", the port in PILOT, which scores
+            through a cosine layer, the cosine of h and each column of W.
         projections: M. The paper's 10,000 takes 0.8 GB of host memory while fitting.
-        seed: of R and of the shuffles.
-
-    Raises:
-        InputError: an argument outside its range.
+        seed: of R, which is not stored, and of the shuffles.
     """
 
     name = "ranpac"
+    variants = ("original", "pilot")
 
     def __init__(
         self,
         view: str = "adapted",
-        variant: str = "original",
+        variant: str | None = None,
         projections: int = 10_000,
         seed: int = 0,
     ):
-        if variant not in ("original", "pilot"):
-            raise InputError(f"ranpac: variant: expected original or pilot, found {variant!r}")
-        _check_sizes(self.name, seed, projections=projections)
-        super().__init__(view)
-        self.variant = variant
+        super().__init__(view, variant)
         self.projections = projections
         self.ridge = 1.0
         self._random = np.random.default_rng(seed)
-        self._projection: Float[Array, "d m"] | None = None
-        self._gram = np.zeros((projections, projections))
+        self._projection: Any = None
+        self.total = np.zeros((projections, projections))
 
     def _collect(self, samples: Samples) -> Float[np.ndarray, "m c"]:
         if self._projection is None:
             self._projection = _gaussian(self._random, samples.features.shape[1], self.projections)
         order = self._random.permutation(len(samples.rows))
-        onehot = samples.onehot[order]
-        expanded, sums = [], 0.0
-        for part, labels in _parts(samples.features[order], onehot):
-            hidden = expand(part, self._projection, "relu")
-            gram, cross = _moments(hidden, labels)
-            self._gram += np.asarray(gram)
-            sums = sums + np.asarray(cross, np.float64)
-            expanded.append(np.asarray(hidden))
+        onehot = _onehot(samples.rows[order])
+        hidden = in_blocks(partial(relu_features, self._projection), samples.features[order])
+        gram, sums = _moments(hidden, onehot)
+        self.total += gram
         split = int(0.8 * len(onehot))
         if split > 0:
-            self.ridge = best_ridge(np.concatenate(expanded), onehot, split)
-        self.ridge = max(self.ridge, float(np.finfo(np.float32).eps * np.trace(self._gram)))
-        return np.asarray(sums)
+            self.ridge = best_ridge(hidden, onehot, split)
+        self.ridge = max(self.ridge, float(np.finfo(np.float32).eps * np.trace(self.total)))
+        return sums
 
     def _solve(self) -> Float[Array, "m classes"]:
         targets = np.concatenate(self.statistics, axis=1)
-        return jnp.asarray(solve_ridge(self._gram, self.ridge, targets), jnp.float32)
+        return jnp.asarray(solve_ridge(self.total, self.ridge, targets), jnp.float32)
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
-        cosine = self.variant == "pilot"
-        return in_blocks(
-            partial(_ranpac_scores, self._projection, self._solved, cosine=cosine), features
-        )
-
-    def _numbers(self) -> int:
-        # G and Q; R is regenerated from its seed.
-        return self.projections * (self.projections + self.num_classes)
+        score = partial(_ranpac_scores, cosine=self.variant == "pilot")
+        return in_blocks(partial(score, self._projection, self._solved), features)
 
 
 class AnaCP(Comparator):
@@ -135,106 +113,66 @@ class AnaCP(Comparator):
     Args:
         view: "adapted" or "pretrained"; the method is meant for features that do not move.
         projections: D. The default takes 0.6 GB of host memory while fitting.
-        heads: number of maps in step 2.
-        ridge: regularisation of both steps.
-        samples_per_class: pseudo-features in step 3.
         seed: of the random matrices and the pseudo-features.
-
-    Raises:
-        InputError: an argument outside its range.
     """
 
     name = "anacp"
+    # The authors' values.
+    num_heads = 3
+    ridge = 100.0
+    samples_per_class = 100
     jitter = 1e-4
 
-    def __init__(
-        self,
-        view: str = "adapted",
-        projections: int = 5_000,
-        heads: int = 3,
-        ridge: float = 100.0,
-        samples_per_class: int = 100,
-        seed: int = 0,
-    ):
-        _check_sizes(
-            self.name,
-            seed,
-            projections=projections,
-            heads=heads,
-            samples_per_class=samples_per_class,
-        )
-        if not ridge > 0:
-            raise InputError(f"anacp: ridge: expected more than 0, found {ridge}")
+    def __init__(self, view: str = "adapted", projections: int = 5_000, seed: int = 0):
         super().__init__(view)
         self.projections = projections
-        self.ridge = ridge
-        self.samples_per_class = samples_per_class
         self._seed = seed
         # A of each head, then B.
         self._matrices: list[Float[Array, "d m"]] = []
-        self._grams = [np.zeros((projections, projections)) for _ in range(heads)]
-        self._scatter: Float[np.ndarray, "d d"] | float = 0.0
-        self._count = 0
+        # Gram matrix of each head's z, and the within-class scatter of x.
+        self.total = np.zeros((self.num_heads, projections, projections)), 0.0
 
-    def _collect(self, samples: Samples) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Class means [c, d], and per head the sums of z over each class [m, c]."""
+    def _collect(self, samples: Samples) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+        """Class means [c, d] and counts [c], and per head the sums of z over each class [m, c]."""
         if not self._matrices:
             random, width = np.random.default_rng(self._seed), samples.features.shape[1]
             self._matrices = [
-                _gaussian(random, width, self.projections) for _ in range(len(self._grams) + 1)
+                _gaussian(random, width, self.projections) for _ in range(self.num_heads + 1)
             ]
-        wide = samples.features.astype(np.float64)
-        wide /= np.maximum(np.linalg.norm(wide, axis=1, keepdims=True), NORM_FLOOR)
-        means = class_means(wide, samples.rows)
-        within = wide - means[samples.rows]
-        self._scatter = self._scatter + within.T @ within
-        self._count += len(wide)
-        sums = [np.zeros((self.projections, len(means))) for _ in self._grams]
-        for part, labels in _parts(wide.astype(np.float32), samples.onehot):
-            for gram, total, matrix in zip(self._grams, sums, self._matrices, strict=False):
-                of_part, cross = _moments(expand(part, matrix, "gelu"), labels)
-                gram += np.asarray(of_part)
-                total += np.asarray(cross)
-        return means, sums
+        wide = unit(samples.features.astype(np.float64))
+        means, of_task = within_classes(wide, samples.rows)
+        grams, scatter = self.total
+        sums = []
+        for gram, matrix in zip(grams, self._matrices, strict=False):
+            hidden = in_blocks(partial(gelu_features, matrix), wide.astype(np.float32))
+            added, total = _moments(hidden, _onehot(samples.rows))
+            gram += added
+            sums.append(total)
+        self.total = grams, scatter + of_task
+        return means, np.bincount(samples.rows), sums
 
     def _solve(self) -> tuple[list[Float[Array, "m d"]], Float[Array, "m classes"]]:
-        covariance = self._scatter / self._count
-        covariance = covariance + self.jitter * np.eye(self.width)
-        means = np.concatenate([means for means, _ in self.statistics])
+        means, counts, by_task = zip(*self.statistics, strict=True)
+        means, (grams, scatter) = np.concatenate(means), self.total
+        covariance = scatter / np.concatenate(counts).sum() + self.jitter * np.eye(self.width)
         targets = _spread(means, covariance)
-        by_task = [sums for _, sums in self.statistics]
-        sums = [np.concatenate(parts, axis=1) for parts in zip(*by_task, strict=True)]
-        maps = [
-            jnp.asarray(solve_ridge(gram, self.ridge, total @ targets), jnp.float32)
-            for gram, total in zip(self._grams, sums, strict=True)
-        ]
-        random = np.random.default_rng([self._seed, 1])
-        root = np.linalg.cholesky(covariance)
-        gram = np.zeros((self.projections, self.projections))
-        cross = np.zeros((self.projections, len(means)))
-        for c, mean in enumerate(means):
+        maps = []
+        for gram, *sums in zip(grams, *by_task, strict=True):
+            pulls = np.concatenate(sums, axis=1) @ targets
+            maps.append(jnp.asarray(solve_ridge(gram, self.ridge, pulls), jnp.float32))
+        random, root = np.random.default_rng([self._seed, 1]), np.linalg.cholesky(covariance)
+        outer_gram, sums = np.zeros((self.projections, self.projections)), []
+        for mean in means:
             noise = random.standard_normal((self.samples_per_class, self.width)) @ root.T
             hidden = _pulled(self._matrices, maps, jnp.asarray(mean + noise, jnp.float32))
-            part, total = _moments(hidden, jnp.ones((len(noise), 1)))
-            gram += np.asarray(part)
-            cross[:, c] = np.asarray(total)[:, 0]
-        return maps, jnp.asarray(solve_ridge(gram, self.ridge, cross), jnp.float32)
+            gram, total = _moments(hidden, np.ones((len(noise), 1), np.float32))
+            outer_gram += gram
+            sums.append(total)
+        cross = np.concatenate(sums, axis=1)
+        return maps, jnp.asarray(solve_ridge(outer_gram, self.ridge, cross), jnp.float32)
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         return in_blocks(partial(_anacp_scores, self._matrices, *self._solved), features)
-
-    def _numbers(self) -> int:
-        # Gram matrices and class sums of the maps, class means and counts, covariance.
-        size, width, classes = self.projections, self.width, self.num_classes
-        return len(self._grams) * size * (size + classes) + classes * (width + 1) + width * width
-
-
-def _check_sizes(name: str, seed: int, **sizes: int) -> None:
-    for argument, size in sizes.items():
-        if size < 1:
-            raise InputError(f"{name}: {argument}: expected at least 1, found {size}")
-    if seed < 0:
-        raise InputError(f"{name}: seed: expected a whole number from 0, found {seed}")
 
 
 def _spread(
@@ -249,42 +187,43 @@ def _spread(
     # Centred means span one dimension less than their number; the direction that the
     # decomposition adds to fill up is rounding noise.
     spanned = singular > len(means) * np.finfo(np.float64).eps * singular[0]
-    targets = (left * (singular + spanned)) @ right @ (vectors * root) @ vectors.T + centre
-    return targets / np.maximum(np.linalg.norm(targets, axis=1, keepdims=True), NORM_FLOOR)
+    return unit((left * (singular + spanned)) @ right @ (vectors * root) @ vectors.T + centre)
 
 
 def _gaussian(random: np.random.Generator, width: int, projections: int) -> Float[Array, "d m"]:
     return jnp.asarray(random.standard_normal((width, projections), np.float32))
 
 
-def _parts(
-    features: Float[np.ndarray, "n d"], onehot: Float[np.ndarray, "n c"]
-) -> Iterator[tuple[Float[Array, "rows d"], Float[Array, "rows c"]]]:
-    for start in range(0, len(features), ROWS):
-        rows = slice(start, start + ROWS)
-        yield jnp.asarray(features[rows]), jnp.asarray(onehot[rows])
+def _onehot(rows: Int[np.ndarray, " n"]) -> Float[np.ndarray, "n c"]:
+    return np.eye(rows.max() + 1, dtype=np.float32)[rows]
 
 
-@partial(jax.jit, static_argnames="activation")
-def expand(
-    features: Float[Array, "n d"], matrix: Float[Array, "d m"], activation: str
-) -> Float[Array, "n m"]:
-    """Returns activation(g R), "relu" or the exact "gelu"."""
-    products = jnp.matmul(features, matrix, precision=_HIGHEST)
-    return (
-        jax.nn.relu(products) if activation == "relu" else jax.nn.gelu(products, approximate=False)
-    )
+def _moments(
+    hidden: Float[np.ndarray, "n m"] | Float[Array, "n m"], onehot: Float[np.ndarray, "n c"]
+) -> tuple[Float[np.ndarray, "m m"], Float[np.ndarray, "m c"]]:
+    """Returns h'h and h'Y, of some rows at a time in float32, summed in float64."""
+    gram, cross = 0.0, 0.0
+    for start in range(0, len(hidden), ROWS):
+        part, labels = hidden[start : start + ROWS].T, onehot[start : start + ROWS].T
+        gram = gram + np.asarray(_products(part, part), np.float64)
+        cross = cross + np.asarray(_products(part, labels), np.float64)
+    return np.asarray(gram), np.asarray(cross)
 
 
 @jax.jit
-def _moments(
-    expanded: Float[Array, "n m"], onehot: Float[Array, "n c"]
-) -> tuple[Float[Array, "m m"], Float[Array, "m c"]]:
-    """Returns h'h and h'Y."""
-    return (
-        jnp.matmul(expanded.T, expanded, precision=_HIGHEST),
-        jnp.matmul(expanded.T, onehot, precision=_HIGHEST),
-    )
+def relu_features(
+    matrix: Float[Array, "d m"], features: Float[Array, "n d"]
+) -> Float[Array, "n m"]:
+    """Returns relu(g R)."""
+    return jax.nn.relu(products(features, matrix.T))
+
+
+@jax.jit
+def gelu_features(
+    matrix: Float[Array, "d m"], features: Float[Array, "n d"]
+) -> Float[Array, "n m"]:
+    """Returns gelu(g R), with the exact gelu."""
+    return jax.nn.gelu(products(features, matrix.T), approximate=False)
 
 
 @partial(jax.jit, static_argnames="cosine")
@@ -294,10 +233,8 @@ def _ranpac_scores(
     features: Float[Array, "n d"],
     cosine: bool,
 ) -> Float[Array, "n classes"]:
-    expanded, rows = expand(features, projection, "relu"), weight.T
-    if cosine:
-        expanded, rows = unit(expanded), unit(rows)
-    return jnp.matmul(expanded, rows.T, precision=_HIGHEST)
+    hidden, rows = relu_features(projection, features), weight.T
+    return products(unit(hidden), unit(rows)) if cosine else products(hidden, rows)
 
 
 @jax.jit
@@ -309,10 +246,10 @@ def _pulled(
     """AnaCP's step 2 and the random features of step 3."""
     *inner, outer = matrices
     outputs = [
-        unit(jnp.matmul(expand(features, matrix, "gelu"), theta, precision=_HIGHEST))
+        unit(products(gelu_features(matrix, features), theta.T))
         for matrix, theta in zip(inner, maps, strict=True)
     ]
-    return expand(sum(outputs) / len(outputs), outer, "gelu")
+    return gelu_features(outer, sum(outputs) / len(outputs))
 
 
 @jax.jit
@@ -322,7 +259,7 @@ def _anacp_scores(
     weight: Float[Array, "m classes"],
     features: Float[Array, "n d"],
 ) -> Float[Array, "n classes"]:
-    return jnp.matmul(_pulled(matrices, maps, unit(features)), weight, precision=_HIGHEST)
+    return products(_pulled(matrices, maps, unit(features)), weight.T)
 
 
 def solve_ridge(
