@@ -19,14 +19,9 @@ from fdc_jax.errors import InputError
 
 @contextlib.contextmanager
 def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
-    """Opens a temporary file beside `path` and renames it to `path` when the block succeeds.
+    """Opens a temporary binary file and renames it to `path` when the block succeeds.
 
-    Args:
-        path: final name; its folder is made when missing.
-
-    Yields:
-        A binary file open for writing. On any error the temporary file is removed and an existing
-        `path` keeps its old content.
+    The folder is made when missing. On any error an existing `path` keeps its old content.
 
     Raises:
         InputError: the file system refuses the write (full disk, no permission).
@@ -61,11 +56,7 @@ def write_json(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Reads a JSON file.
-
-    Raises:
-        InputError: unreadable.
-    """
+    """Reads a JSON file; raises InputError where it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -75,12 +66,8 @@ def read_json(path: Path) -> Any:
 def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
     """Refuses, before any work, a folder that is none, or cannot be made or written in.
 
-    Args:
-        flag: that named it, such as `--output`.
-        folder: may be missing, with any number of folders above it.
-
-    Raises:
-        InputError: names the flag and what stands in the way.
+    It may be missing, with any number of folders above it. The InputError names the flag that
+    named it, such as `--output`, and what stands in the way.
     """
     path = Path(folder).absolute()
     existing = next(each for each in (path, *path.parents) if each.exists())
@@ -121,15 +108,12 @@ def read_npy(path: str | os.PathLike[str]) -> np.ndarray:
     """
     try:
         with warnings.catch_warnings(action="error"):
-            with open(path, "rb") as file:
-                size = _data_size(file)
-                if file.tell() + size != os.fstat(file.fileno()).st_size:
-                    raise ValueError("it is shorter or longer than its header says")
-            return np.load(path, mmap_mode="r" if size else None, allow_pickle=False)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
+            array = np.lib.format.open_memmap(path, mode="r")
+        if array.offset + array.nbytes != os.path.getsize(path):
+            raise ValueError("it is longer than its header says")
     except Exception as error:  # Damage surfaces as many types, see read_npz.
         raise InputError(f"{path}: not a readable .npy file: {_reason(error, path)}") from error
+    return array
 
 
 def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -147,20 +131,19 @@ def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
                 name = member.filename.removesuffix(".npy")
                 if name == member.filename or name in arrays:
                     raise ValueError("expected .npy members, each once")
-                arrays[name] = _read_member(archive, member)
+                with archive.open(member) as file:
+                    arrays[name] = np.lib.format.read_array(file, allow_pickle=False)
+                    # At the end of a member zipfile compares its checksum.
+                    if file.read(1):
+                        raise ValueError("it is longer than its header says")
     except FileNotFoundError:
         raise InputError(f"{path}: no such file or folder") from None
-    except InputError as error:
-        raise InputError(f"{path}: {printable(name)}: {error}") from None
     # A damaged archive makes zipfile, its decompressors and the npy parser raise a dozen types
     # (BadZipFile, zlib.error, NotImplementedError, UnicodeError, struct.error, MemoryError, ...).
     except Exception as error:
-        if not name:
-            reason = _reason(error, path)
-            raise InputError(f"{path}: not a readable .npz file: {reason}") from error
-        raise InputError(
-            f"{path}: {printable(name)}: not a readable .npz file: {_reason(error)}"
-        ) from error
+        where = f"{path}: {printable(name)}" if name else f"{path}"
+        reason = _reason(error, path)
+        raise InputError(f"{where}: not a readable .npz file: {reason}") from error
     return arrays
 
 
@@ -182,10 +165,7 @@ def printable(text: str, limit: int = 80) -> str:
 
 
 def is_web_page(path: str | os.PathLike[str]) -> bool:
-    """Whether a file starts as HTML does: what a download saves when a server answers with a page.
-
-    An unreadable file is none.
-    """
+    """Whether a file starts as HTML does, as a failed download leaves it."""
     try:
         with open(path, "rb") as file:
             start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
@@ -194,34 +174,7 @@ def is_web_page(path: str | os.PathLike[str]) -> bool:
     return start.startswith((b"<!doctype", b"<html", b"<head", b"<?xml"))
 
 
-def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
-    with archive.open(member) as file:
-        size = _data_size(file)
-        if file.tell() + size != member.file_size:
-            raise ValueError("it is shorter or longer than its header says")
-    with archive.open(member) as file:
-        # Reading all of a member is what makes zipfile compare its checksum.
-        return np.lib.format.read_array(file, allow_pickle=False)
-
-
-def _data_size(file: IO[bytes]) -> int:
-    """Parses an npy header and returns the number of bytes that should follow."""
-    version = np.lib.format.read_magic(file)
-    if version == (1, 0):
-        shape, _, dtype = np.lib.format.read_array_header_1_0(file)
-    elif version == (2, 0):
-        shape, _, dtype = np.lib.format.read_array_header_2_0(file)
-    else:
-        raise ValueError(f"npy format version {version} is not supported")
-    if dtype.hasobject:
-        raise InputError("expected numbers, found Python objects (pickle), which are not read")
-    size = dtype.itemsize
-    for length in shape:
-        size *= length
-    return size
-
-
-def _reason(error: Exception, path: str | os.PathLike[str] | None = None) -> str:
-    if path is not None and is_web_page(path):
+def _reason(error: Exception, path: str | os.PathLike[str]) -> str:
+    if is_web_page(path):
         return "it is a web page (HTML), as a failed download leaves"
     return printable(" ".join(str(error).split()), 200) or type(error).__name__

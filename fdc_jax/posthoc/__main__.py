@@ -16,23 +16,20 @@ from fdc_jax.errors import InputError, Program
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.files import write_json, write_npz
 from fdc_jax.posthoc.methods import FDC_METHODS, METHODS, Settings, run
-from fdc_jax.posthoc.summary import summarise, warn_of_weak_heads
+from fdc_jax.posthoc.summary import ERRORS, summarise, warn_of_weak_heads
 from fdc_jax.posthoc.template import write_template
 
 FDC_SETTINGS = {
-    "retained_energy": (0.75, "eta, share of the variance that a task's subspace keeps"),
-    "attenuation": (0.5, "gamma, how much of a feature outside the subspace TSF removes"),
-    "rlc_weight": (1.0, "alpha, weight of the residual correction"),
-    "pac_weight": (1.0, "beta, weight of the prototype correction"),
-    "adapted_view_weight": (1.0, "w_T, weight of the adapted view"),
-    "pretrained_view_weight": (1.0, "w_0, weight of the pretrained view"),
-    "neighbours": (1, "K, class prototypes that the affinity averages"),
-    "affinity_shrinkage": (0.05, "lambda of the methods whitened and whitened-classes"),
+    "retained_energy": "eta, share of the variance that a task's subspace keeps",
+    "attenuation": "gamma, how much of a feature outside the subspace TSF removes",
+    "rlc_weight": "alpha, weight of the residual correction",
+    "pac_weight": "beta, weight of the prototype correction",
+    "adapted_view_weight": "w_T, weight of the adapted view",
+    "pretrained_view_weight": "w_0, weight of the pretrained view",
+    "neighbours": "K, class prototypes that the affinity averages",
+    "affinity_shrinkage": "lambda of the methods whitened and whitened-classes",
 }
-
-
-# Cells of the decomposition that are errors.
-_ERRORS = ("right_task_wrong_class", "wrong_task_oracle_right", "wrong_task_oracle_wrong")
+_DEFAULTS = {name: getattr(calibration.check({}), name) for name in FDC_SETTINGS}
 
 
 def _program() -> Program:
@@ -46,7 +43,8 @@ def _program() -> Program:
     add("features", nargs="?", help="an .npz, or a folder of .npy files")
     add("--output", help="predictions (.npz); the report gets the suffix .json")
     add("--method", default="fdc", help=f"all, or one of {', '.join(METHODS)} (default fdc)")
-    for name, (default, text) in FDC_SETTINGS.items():
+    for name, text in FDC_SETTINGS.items():
+        default = _DEFAULTS[name]
         add(f"--{name}", type=type(default), help=f"FDC: {text} (default {default})")
     add(
         "--projections",
@@ -76,14 +74,7 @@ def _program() -> Program:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: command line without the program; `sys.argv` when None.
-
-    Returns:
-        0, or 2 after an error that has been printed as one line.
-    """
+    """Runs a command line, `sys.argv` when None; returns 0, or 2 after an error of one line."""
     return _program().run(_run, arguments)
 
 
@@ -95,26 +86,20 @@ def _run(options: argparse.Namespace) -> None:
         return
     if options.features is None:
         raise InputError("expected a feature file, or --template for an example of one")
-    settings = _settings(options)
-    output = _output(options)
-    features = feature_files.load(options.features)
-    if features.test_labels is None:
-        if options.method == "all":
-            raise InputError(
-                f"{options.features}: --method=all compares accuracies: no test_labels"
-            )
-        if output is None and options.calibrator is None:
-            raise InputError(
-                f"{options.features}: has no test_labels, so expected --output=PATH.npz"
-            )
+    settings, output = _settings(options), _output(options)
+    features, every = feature_files.load(options.features), options.method == "all"
+    if features.test_labels is None and (every or (output or options.calibrator) is None):
+        raise InputError(
+            f"{options.features}: no test_labels, so expected --output=PATH.npz and one method"
+        )
     warn_of_weak_heads(features)
     raw = run("raw", features, settings).scores
     reports: list[dict[str, Any]] = []
-    for method in METHODS if options.method == "all" else [options.method]:
+    for method in METHODS if every else [options.method]:
         try:
             outcome = run(method, features, settings)
         except InputError as error:
-            if options.method != "all":
+            if not every:
                 raise
             reports.append({"method": method, "not_applicable": str(error)})
             continue
@@ -129,14 +114,12 @@ def _run(options: argparse.Namespace) -> None:
                 write_npz(output.with_suffix(".terms.npz"), terms)
         if options.calibrator is not None:
             outcome.calibrator.save(options.calibrator)
-    every = options.method == "all"
     if output is not None:
         write_json(output.with_suffix(".json"), {"methods": reports} if every else reports[0])
     if not options.quiet:
         print("\n".join(_comparison(reports) if every else _details(reports[0])))
         if output is not None:
-            whose = (" (fdc)", " (all methods)") if every else ("", "")
-            print(f"wrote {output}{whose[0]} and {output.with_suffix('.json')}{whose[1]}")
+            print(f"wrote {output} and {output.with_suffix('.json')}")
 
 
 def _settings(options: argparse.Namespace) -> Settings:
@@ -153,9 +136,8 @@ def _settings(options: argparse.Namespace) -> Settings:
         raise InputError(f"--seed: expected a whole number from 0, found {options.seed}")
     if options.projections < 1:
         raise InputError(f"--projections: expected at least 1, found {options.projections}")
-    fdc = {name: given.get(name, default) for name, (default, _) in FDC_SETTINGS.items()}
-    calibration.check(fdc | FDC_METHODS.get(options.method, {}))
-    return Settings(fdc, options.projections, options.seed)
+    calibration.check(_DEFAULTS | given | FDC_METHODS.get(options.method, {}))
+    return Settings(_DEFAULTS | given, options.projections, options.seed)
 
 
 def _output(options: argparse.Namespace) -> Path | None:
@@ -179,9 +161,7 @@ def _output(options: argparse.Namespace) -> Path | None:
         if name in ("--output", "--calibrator") and path.suffix != ".npz":
             raise InputError(f"{name}: expected a name that ends in .npz, found {path}")
         for other, taken in earlier.items():
-            if os.path.realpath(path) == os.path.realpath(taken) or (
-                path.exists() and taken.exists() and path.samefile(taken)
-            ):
+            if path.resolve() == taken.resolve():
                 raise InputError(f"{name}: {path} is {other} itself")
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
@@ -213,26 +193,21 @@ def _terms(features: FeatureSet, terms: Any, raw: Scores) -> dict[str, np.ndarra
 
 def _comparison(reports: list[dict[str, Any]]) -> list[str]:
     """What is said on screen of all methods."""
-    rows = []
+    rows, refused = [], []
     for report in reports:
+        method = report["method"]
         if "not_applicable" in report:
+            refused.append(f"{method}: not applicable: {report['not_applicable']}")
             continue
-        gain, kinds = report["gain"], ("accuracy", "routing_accuracy", "oracle_accuracy")
-        accuracy, *others = (f"{report[kind]['calibrated']:.2f}" for kind in kinds)
+        gain = report["gain"]
+        accuracy, *others = _percentages(report, "calibrated")
         interval = f"{gain['low']:+.2f} .. {gain['high']:+.2f}"
         last = (_mebibytes(report), f"{report['seconds']['fit']:.1f}")
-        rows.append((report["method"], accuracy, f"{gain['mean']:+.2f}", interval, *others, *last))
+        rows.append((method, accuracy, f"{gain['mean']:+.2f}", interval, *others, *last))
     header = ("method", "accuracy", "gain", "95% interval", "routing", "oracle", "storage", "fit s")
     sizes = f"{reports[0]['num_tasks']} tasks, {reports[0]['num_test_samples']} test samples"
-    return [
-        f"Accuracy in percent, gains over raw in points; {sizes}",
-        _table(header, rows),
-        *(
-            f"{report['method']}: not applicable: {report['not_applicable']}"
-            for report in reports
-            if "not_applicable" in report
-        ),
-    ]
+    caption = f"Accuracy in percent, gains over raw in points; {sizes}"
+    return [caption, _table(header, rows), *refused]
 
 
 def _details(report: dict[str, Any]) -> list[str]:
@@ -246,10 +221,8 @@ def _details(report: dict[str, Any]) -> list[str]:
         ]
     rows = []
     for name, title in (("raw", "raw"), ("calibrated", method)):
-        cells = report["decomposition"][name]
-        values = [report[f"{kind}accuracy"][name] for kind in ("", "routing_", "oracle_")]
-        values += [cells[name] for name in _ERRORS]
-        rows.append((title, *(f"{value:.2f}" for value in values)))
+        errors = (f"{report['decomposition'][name][error]:.2f}" for error in ERRORS)
+        rows.append((title, *_percentages(report, name), *errors))
     header = ("method", "accuracy", "routing", "oracle", "wrong class", "wrong task", "both wrong")
     gain, flips, seconds = report["gain"], report["flips"], report["seconds"]
     return [
@@ -266,6 +239,11 @@ def _details(report: dict[str, Any]) -> list[str]:
         f"statistics {_mebibytes(report)}, fit {seconds['fit']:.1f} s, scoring "
         f"{1e3 * seconds['score'] / samples:.3f} ms per sample, first call included",
     ]
+
+
+def _percentages(report: dict[str, Any], name: str) -> list[str]:
+    kinds = ("accuracy", "routing_accuracy", "oracle_accuracy")
+    return [f"{report[kind][name]:.2f}" for kind in kinds]
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

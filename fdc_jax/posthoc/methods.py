@@ -77,12 +77,7 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 
 def run(name: str, features: FeatureSet, settings: Settings) -> Outcome:
-    """Fits a method task by task and scores all test features, with the final heads if there are.
-
-    Args:
-        name: of `METHODS`.
-        features: of a file.
-        settings: of all methods.
+    """Fits a method of `METHODS` task by task and scores all test features with the final heads.
 
     Raises:
         InputError: the method does not apply to these features.

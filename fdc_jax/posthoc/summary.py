@@ -19,6 +19,9 @@ from fdc_jax.posthoc.methods import Outcome, Settings
 
 _LOGGER = logging.getLogger("fdc_jax.posthoc")
 
+# Cells of the decomposition that are errors.
+ERRORS = ("right_task_wrong_class", "wrong_task_oracle_right", "wrong_task_oracle_wrong")
+
 
 def summarise(
     method: str, features: FeatureSet, settings: Settings, raw: Scores, outcome: Outcome
@@ -54,19 +57,13 @@ def summarise(
         )
         confusion = evaluation.task_confusion(tasks, scores.task, count)
         by_task = evaluation.task_accuracies(tasks, truth, scores.label, count)
-        fixed = cells.errors_fixed_by_task
+        shares = {cell: getattr(cells, cell) for cell in ("right_task_right_class", *ERRORS)}
         for key, value in {
             "accuracy": cells.accuracy,
             "routing_accuracy": cells.routing_accuracy,
             "oracle_accuracy": cells.oracle_accuracy,
-            "decomposition": {
-                "right_task_right_class": cells.right_task_right_class,
-                "right_task_wrong_class": cells.right_task_wrong_class,
-                "wrong_task_oracle_right": cells.wrong_task_oracle_right,
-                "wrong_task_oracle_wrong": cells.wrong_task_oracle_wrong,
-                "errors_fixed_by_task": None if math.isnan(fixed) else fixed,
-            },
-            "task_accuracy": [None if math.isnan(each) else float(each) for each in by_task],
+            "decomposition": shares | {"errors_fixed_by_task": _plain(cells.errors_fixed_by_task)},
+            "task_accuracy": [_plain(each) for each in by_task],
             "most_confused_tasks": [each._asdict() for each in evaluation.most_confused(confusion)],
             "task_confusion": confusion.tolist(),
         }.items():
@@ -77,6 +74,10 @@ def summarise(
             for name, scores in fuse_all(terms, terms.scores).items()
         }
     return report
+
+
+def _plain(number: float) -> float | None:
+    return None if math.isnan(number) else float(number)
 
 
 def warn_of_weak_heads(features: FeatureSet) -> None:
@@ -90,10 +91,9 @@ def warn_of_weak_heads(features: FeatureSet) -> None:
     for t, task in enumerate(features.tasks):
         own.append((task.adapted, task.labels, task.head, task.classes))
         if features.test_labels is not None:
-            rows = features.test_tasks == t
-            labels = features.test_labels[rows]
-            head = task.final_head or task.head
-            final.append((features.test_adapted[rows], labels, head, task.classes))
+            rows, head = features.test_tasks == t, task.final_head or task.head
+            samples = features.test_adapted[rows], features.test_labels[rows]
+            final.append((*samples, head, task.classes))
     _warn(
         own,
         "heads are hardly ever right about their own training samples",

@@ -34,10 +34,7 @@ arrays are described in fdc_jax/feature_files.py."""
 
 
 def write_template(path: str | os.PathLike[str]) -> str:
-    """Writes the example as an `.npz`, or as a folder when `path` has no such suffix.
-
-    Returns:
-        What to tell the user.
+    """Writes the example as an `.npz` or, without such a suffix, a folder; returns what to say.
 
     Raises:
         InputError: the path exists already, or cannot be written.
@@ -46,12 +43,12 @@ def write_template(path: str | os.PathLike[str]) -> str:
     if path.exists():
         raise InputError(f"--template: {path} exists already")
     arrays = example()
-    if path.suffix == ".npz":
-        write_npz(path, arrays)
-    elif path.suffix:
+    if path.suffix not in ("", ".npz"):
         raise InputError(
             f"--template: expected a name that ends in .npz, or a folder, found {path}"
         )
+    if path.suffix:
+        write_npz(path, arrays)
     else:
         for name, array in arrays.items():
             write_npy(path / f"{name}.npy", array)
