@@ -1,5 +1,3 @@
-import io
-import pickle
 import warnings
 import zipfile
 
@@ -38,6 +36,14 @@ def save(path, arrays):
         for name, array in arrays.items():
             np.save(path / f"{name}.npy", array)
     return path
+
+
+def refused(path, message):
+    """Loading ends in one line that starts with the file."""
+    with pytest.raises(InputError, match=message) as caught:
+        feature_files.load(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.fixture(params=["features.npz", "features"])
@@ -194,29 +200,21 @@ FAULTS = {
              "train_adaptd_0: unknown array; did you mean train_adapted_0"),
     "typo without number": (change(test_label=zeros(3)), "did you mean test_labels"),
     "unlike anything": (change(xyzzy=zeros(3)), "expected names such as"),
-    "leading zero": (change(train_labels_01=zeros(3)), "train_labels_01: unknown array"),
     "gap": (lambda a: [a.update({k.replace("_1", "_2"): a.pop(k)}) for k in list(a) if "_1" in k],
             r"train_adapted_1: missing; expected .* for each task t = 0 .. 2"),
-    "no tasks": (lambda a: [a.pop(k) for k in list(a) if k[-1].isdigit()],
-                 "train_adapted_0: missing"),
     "no labels": (change(train_labels_1=None), "train_labels_1: missing"),
     "no test": (change(test_adapted=None), "test_adapted: missing"),
     "one view lost": (change(train_pretrained_1=None), "train_pretrained_1: missing; expected"),
-    "test view lost": (change(test_pretrained=None), "test_pretrained: missing; expected"),
     "test view alone": (change(train_pretrained_0=None, train_pretrained_1=None),
                         "train_pretrained_0: missing; expected"),
     "nan": (poke("train_adapted_1", (3, 2), np.nan), "train_adapted_1: row 3, column 2 is nan"),
-    "infinite test": (poke("test_pretrained", (5, 0), -np.inf),
-                      "test_pretrained: row 5, column 0 is -inf"),
-    "overflow": (change(train_adapted_0=np.full((5, 4), 1e300)), "row 0, column 0 is 1e[+]300"),
     "nan weight": (poke("head_weight_0", (1, 1), np.nan), "head_weight_0: row 1, column 1 is nan"),
+    "overflow": (change(train_adapted_0=np.full((5, 4), 1e300)), "row 0, column 0 is 1e[+]300"),
     "nan bias": (poke("head_bias_1", 1, np.nan), "head_bias_1: row 1 is nan; .* in float32"),
     "columns": (change(train_adapted_1=zeros(5, 3)),
                 "train_adapted_1: expected 4 columns as in train_adapted_0, found 3"),
     "weight columns": (change(head_weight_1=zeros(2, 3)),
                        "head_weight_1: expected 4 columns as in train_adapted_0, found 3"),
-    "test columns": (change(test_adapted=zeros(6, 5)),
-                     "test_adapted: expected 4 columns as in train_adapted_0, found 5"),
     "rows": (change(train_pretrained_1=zeros(4, 3)),
              "train_pretrained_1: expected 5 rows as in train_labels_1, found 4"),
     "test labels short": (change(test_labels=np.array([0])), "test_labels: expected 6 rows"),
@@ -232,8 +230,6 @@ FAULTS = {
     "foreign sample": (poke("train_labels_1", 2, 1),
                        r"train_labels_1: row 2 is label 1, which is a class of task 0 \(with 2 "
                        r"samples there and 1 here\)"),
-    "foreign sample of a later task": (poke("train_labels_0", 3, 11),
-                                       "row 3 is label 11, which is a class of task 1"),
     "foreign sample beside head classes": (
         lambda a: [poke("train_labels_1", 2, 1)(a), change(head_classes_1=np.array([10, 11]))(a)],
         "train_labels_1: row 2 is label 1, which is a class of task 0"),
@@ -256,16 +252,11 @@ FAULTS = {
                   "found 3"),
     "bias shape": (change(head_bias_0=zeros(3)), r"head_bias_0: .* shape \(2,\)"),
     "float labels": (change(train_labels_0=zeros(5)), "vector of integers, .* found float32"),
-    "label column": (change(train_labels_0=np.zeros((5, 1), int)), "vector of integers"),
     "huge label": (change(train_labels_0=np.full(5, 2**64 - 1, np.uint64)), "beyond 64 bits"),
     "integer features": (change(train_adapted_0=np.zeros((5, 4), int)), "floating-point"),
-    "vector": (change(test_adapted=zeros(4)), r"test_adapted: expected a matrix .* \(4,\)"),
     "empty": (change(test_adapted=zeros(0, 4)), "test_adapted: .* at least one row"),
     "head kind": (change(head_kind=np.array("quadratic")), "head_kind: expected one of linear"),
-    "head kind type": (change(head_kind=np.array([1, 2])), "head_kind: expected one of linear"),
     "bias of cosine": (change(head_kind=np.array("cosine")), "head_bias_0: expected only for lin"),
-    "final rows": (change(final_head_weight_1=zeros(3, 4)),
-                   "final_head_weight_1: expected one row for each class of the distinct"),
     "final nan": (change(final_head_weight_0=np.full((2, 4), np.nan)),
                   "final_head_weight_0: row 0, column 0 is nan"),
     "final bias alone": (change(final_head_bias_1=zeros(2)),
@@ -278,19 +269,9 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_fault_is_one_line_with_file_and_array(tmp_path, fault):
     damage, message = FAULTS[fault]
-    arrays, target = example(), tmp_path / "features.npz"
+    arrays = example()
     damage(arrays)
-    save(target, arrays)
-    with pytest.raises(InputError, match=message) as caught:
-        feature_files.load(target)
-    assert str(caught.value).startswith(f"{target}: ")
-    assert "\n" not in str(caught.value)
-
-
-def npy_bytes(array):
-    buffer = io.BytesIO()
-    np.save(buffer, array)
-    return buffer.getvalue()
+    refused(save(tmp_path / "features.npz", arrays), message)
 
 
 class Trap:
@@ -306,12 +287,20 @@ class Trap:
 def test_objects_are_refused_without_unpickling(target, tmp_path):
     arrays = example()
     arrays["train_labels_0"] = np.array([Trap(tmp_path / "sprung")] * 5, dtype=object)
-    save(target, arrays)
-    with pytest.raises(InputError, match=r"train_labels_0.*(Python objects|Object arrays)"):
-        feature_files.load(target)
+    refused(save(target, arrays), "train_labels_0.*(Python objects|Object arrays)")
     assert not (tmp_path / "sprung").exists()
 
 
+HEADER = "{'descr': '<f4', 'fortran_order': False, 'shape': "
+
+
+def npy(header):
+    """An array file of this header and two numbers."""
+    text = header.encode("latin1")
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(8)
+
+
+ARRAY = npy(HEADER + "(2,)}\n")
 PAGE = b"\xef\xbb\xbf\n<!DOCTYPE html><html><body>404 Not Found</body></html>"
 
 
@@ -321,13 +310,12 @@ PAGE = b"\xef\xbb\xbf\n<!DOCTYPE html><html><body>404 Not Found</body></html>"
         (None, "no such file or folder"),
         (b"hello", "not a readable .npz file: File is not a zip file"),
         (PAGE, r"not a readable .npz file: it is a web page \(HTML\), as a failed download leaves"),
-        (pickle.dumps({"a": 1}), "not a readable .npz"),
         ({"notes.txt": b"hello"}, r"notes.txt: not a readable .*each once"),
-        ({"a\nb" * 50 + ".npy": np.zeros(2)}, "unknown array"),
-        ({f"train_adapted_{'9' * 5000}.npy": np.zeros(2)}, "unknown array"),
+        ({"a\nb" * 50 + ".npy": ARRAY}, "unknown array"),
+        ({f"train_adapted_{'9' * 5000}.npy": ARRAY}, "unknown array"),
         (example(), "not a readable .npz"),
     ],
-    ids=["absent", "text", "page", "pickle", "member", "line break", "digits", "cut"],
+    ids=["absent", "text", "page", "member", "line break", "digits", "cut"],
 )
 def test_absent_and_foreign_files(tmp_path, content, message):
     path = tmp_path / "x.npz"
@@ -339,11 +327,8 @@ def test_absent_and_foreign_files(tmp_path, content, message):
     elif content is not None:
         with zipfile.ZipFile(path, "w") as archive:
             for name, member in content.items():
-                archive.writestr(name, member if isinstance(member, bytes) else npy_bytes(member))
-    with pytest.raises(InputError, match=message) as caught:
-        feature_files.load(path)
-    assert str(caught.value).startswith(f"{path}: ")
-    assert "\n" not in str(caught.value)
+                archive.writestr(name, member)
+    refused(path, message)
 
 
 @pytest.mark.parametrize(
@@ -356,13 +341,11 @@ def test_absent_and_foreign_files(tmp_path, content, message):
 )
 def test_damage_to_one_array_of_a_folder_is_named(tmp_path, content, message):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"empty: expected .npy files, found none"):
-        feature_files.load(tmp_path / "empty")
+    refused(tmp_path / "empty", "empty: expected .npy files, found none")
     folder = save(tmp_path / "features", example())
     file = folder / "train_adapted_1.npy"
     file.write_bytes(content(file.read_bytes()))
-    with pytest.raises(InputError, match=rf"train_adapted_1.npy: .*{message}"):
-        feature_files.load(folder)
+    refused(folder, f"train_adapted_1.npy: .*{message}")
 
 
 @pytest.fixture(scope="module")
@@ -487,45 +470,32 @@ def test_one_flipped_bit_in_stored_numbers_is_found(tmp_path):
         member = archive.getinfo("test_adapted.npy")
     content[member.header_offset + 260] ^= 1
     path.write_bytes(content)
-    with pytest.raises(InputError, match=r"test_adapted: not a readable .*Bad CRC"):
-        feature_files.load(path)
-
-
-START = "{'descr': '<f4', 'fortran_order': False, 'shape': "
+    refused(path, "test_adapted: not a readable .*Bad CRC")
 
 
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (START + "(2L,)}\n", "additional header parsing"),
-        (START + "(2,)}" + " " * 20000, "is large"),
-        (START + "(1000000000000, 768)}\n", "allocate|EOF"),
-        (START + "(1,)}\n", "longer than its header says"),
+        (HEADER + "(2L,)}\n", "additional header parsing"),
+        (HEADER + "(2,)}" + " " * 20000, "is large"),
+        (HEADER + "(1000000000000, 768)}\n", "allocate|EOF"),
+        (HEADER + "(1,)}\n", "longer than its header says"),
         ("{'descr': '<f4'}\n", "correct keys"),
-        ("not a header", "not a readable"),
+        ("not a header", ""),
     ],
     ids=["python 2", "long", "much larger", "smaller", "keys", "text"],
 )
 def test_odd_headers_are_one_line(tmp_path, header, message):
-    path, text = tmp_path / "x.npz", header.encode("latin1")
-    content = b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(8)
+    path = tmp_path / "x.npz"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("train_adapted_0.npy", content)
-    with (
-        warnings.catch_warnings(action="ignore"),
-        pytest.raises(InputError, match=message) as caught,
-    ):
-        feature_files.load(path)
-    assert "train_adapted_0: not a readable" in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert "\\n" not in str(caught.value)
+        archive.writestr("train_adapted_0.npy", npy(header))
+    with warnings.catch_warnings(action="ignore"):
+        refused(path, rf"train_adapted_0: not a readable [^\\]*{message}[^\\]*$")
 
 
 def test_a_late_row_is_checked_too(tmp_path):
-    arrays = example()
-    for name, width in (("test_adapted", 4), ("test_pretrained", 3)):
-        arrays[name] = np.zeros((9000, width), np.float16)
+    arrays = example(two_views=False)
+    arrays["test_adapted"] = np.zeros((9000, 4), np.float16)
     del arrays["test_labels"]
     arrays["test_adapted"][8765, 1] = np.nan
-    with pytest.raises(InputError, match="test_adapted: row 8765, column 1 is nan"):
-        feature_files.load(save(tmp_path / "features.npz", arrays))
+    refused(save(tmp_path / "x.npz", arrays), "test_adapted: row 8765, column 1 is nan")

@@ -246,7 +246,7 @@ def test_without_test_labels(tmp_path, arrays):
     [
         ("", "expected a feature file"),
         ("absent.npz", "no such file"),
-        ("source.npz --method=fcd", "found fcd"),
+        ("source.npz --method=fcd", "invalid choice: 'fcd'"),
         ("source.npz --attenuation=much", "invalid float value"),
         ("source.npz --retained_energy=2", "retained_energy: expected"),
         ("source.npz --method=all --attenuation=-1", "attenuation: expected"),

@@ -42,34 +42,21 @@ def _program() -> Program:
     add = program.add_argument
     add("features", nargs="?", help="an .npz, or a folder of .npy files")
     add("--output", help="predictions (.npz); the report gets the suffix .json")
-    add("--method", default="fdc", help=f"all, or one of {', '.join(METHODS)} (default fdc)")
+    names = ("all", *METHODS)
+    text = f"one of {', '.join(names)} (default fdc)"
+    add("--method", default="fdc", choices=names, metavar="NAME", help=text)
     for name, text in FDC_SETTINGS.items():
         default = _DEFAULTS[name]
         add(f"--{name}", type=type(default), help=f"FDC: {text} (default {default})")
-    add(
-        "--projections",
-        type=int,
-        default=2000,
-        help="ranpac and anacp: random features (default 2000; the papers use 10000 and 5000)",
-    )
+    size = "ranpac and anacp: random features (default 2000; the papers use 10000 and 5000)"
+    add("--projections", type=int, default=2000, help=size)
     add("--seed", type=int, default=0, help="ranpac and anacp (default 0)")
-    add(
-        "--terms",
-        action="store_true",
-        help="FDC: also write what each score is made of, suffix .terms.npz",
-    )
-    add(
-        "--calibrator",
-        metavar="PATH",
-        help="FDC: also save the fitted calibrator (.npz), for calibration.load or NumPy alone",
-    )
-    add(
-        "--template",
-        metavar="PATH",
-        nargs="?",
-        const="features.npz",
-        help="write a small example of a feature file (.npz, or a folder) and say how to dump one",
-    )
+    terms = "FDC: also write what each score is made of, suffix .terms.npz"
+    add("--terms", action="store_true", help=terms)
+    fitted = "FDC: also save the fitted calibrator (.npz), for calibration.load or NumPy alone"
+    add("--calibrator", metavar="PATH", help=fitted)
+    made = "write a small example of a feature file (.npz, or a folder) and say how to dump one"
+    add("--template", metavar="PATH", nargs="?", const="features.npz", help=made)
     return program
 
 
@@ -124,10 +111,6 @@ def _run(options: argparse.Namespace) -> None:
 
 def _settings(options: argparse.Namespace) -> Settings:
     """Refuses methods and values that are none before any file is read."""
-    if options.method != "all" and options.method not in METHODS:
-        raise InputError(
-            f"--method: expected all or one of {', '.join(METHODS)}; found {options.method}"
-        )
     given = {name: getattr(options, name) for name in FDC_SETTINGS}
     given = {name: value for name, value in given.items() if value is not None}
     if given and options.method not in (*FDC_METHODS, "all"):
@@ -149,24 +132,23 @@ def _output(options: argparse.Namespace) -> Path | None:
         raise InputError(
             f"--calibrator: expected together with --method, one of {', '.join(FDC_METHODS)}"
         )
-    written = {}
+    files = {}
     if output is not None:
-        written = {"--output": output, "the report of --output": output.with_suffix(".json")}
-        if options.terms:
-            written["--terms"] = output.with_suffix(".terms.npz")
+        files = {"--output": output, "the report of --output": output.with_suffix(".json")}
+    if options.terms and output is not None:
+        files["--terms"] = output.with_suffix(".terms.npz")
     if options.calibrator is not None:
-        written["--calibrator"] = Path(options.calibrator)
-    earlier = {"the feature file": Path(options.features)}
-    for name, path in written.items():
+        files["--calibrator"] = Path(options.calibrator)
+    taken = {Path(options.features).resolve(): "the feature file"}
+    for name, path in files.items():
         if name in ("--output", "--calibrator") and path.suffix != ".npz":
             raise InputError(f"{name}: expected a name that ends in .npz, found {path}")
-        for other, taken in earlier.items():
-            if path.resolve() == taken.resolve():
-                raise InputError(f"{name}: {path} is {other} itself")
+        other = taken.setdefault(path.resolve(), name)
+        if other != name:
+            raise InputError(f"{name}: {path} is {other} itself")
         folder = next(parent for parent in path.absolute().parents if parent.exists())
         if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
             raise InputError(f"{name}: cannot write {path}")
-        earlier[name] = path
     return output
 
 

@@ -6,7 +6,7 @@ on the host, where they cost nothing; products over samples are float32 at the h
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,6 @@ from fdc_jax.heads import Head, LinearHead
 
 # Rows handed to the device at once, so that memory does not grow with the batch.
 ROWS = 1024
-
-
-class Samples(NamedTuple):
-    """One task in the view that the method reads; `rows` number the classes that have samples."""
-
-    features: Float[np.ndarray, "n d"]
-    rows: Int[np.ndarray, " n"]
-    head: Any
 
 
 class Comparator:
@@ -74,14 +66,9 @@ class Comparator:
         pretrained: Any = None,
         classes: Any = None,
     ) -> None:
-        """Takes one more task.
+        """Takes one more task, as `FDC.fit_task` does: features [n, d] and [n, d'], labels [n].
 
-        Args:
-            adapted: features [n, d] of the task's training images by the encoder of that time.
-            labels: [n] integers.
-            head: the task's head; None for methods that read none.
-            pretrained: features [n, d'] by the pretrained encoder, read with that view.
-            classes: label of each row of the head; ascending distinct labels when None.
+        Methods that read no head need none; of the two views the method's own is read.
 
         Raises:
             InputError: the view or a head is missing, shapes differ, a value is not finite, a
@@ -109,7 +96,7 @@ class Comparator:
         present = np.isin(names, labels)
         order = np.argsort(names[present])
         rows = order[np.searchsorted(names[present], labels, sorter=order)]
-        self.statistics.append(self._collect(Samples(features, rows, head)))
+        self.statistics.append(self._collect(features, rows, head))
         self.classes.append(names)
         self._present.append(present)
         if head is not None:
@@ -153,8 +140,10 @@ class Comparator:
         """Bytes of the statistics, all in float32, beyond encoder and heads."""
         return 4 * sum(np.size(part) for part in jax.tree.leaves((self.statistics, self.total)))
 
-    def _collect(self, samples: Samples) -> Any:
-        """Returns a task's statistics."""
+    def _collect(
+        self, features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"], head: Any
+    ) -> Any:
+        """Returns a task's statistics; `rows` number the classes that have samples."""
 
     def _solve(self) -> Any:
         """Returns what scoring needs of all tasks."""

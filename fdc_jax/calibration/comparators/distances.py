@@ -17,7 +17,6 @@ from jaxtyping import Array, Float
 
 from fdc_jax.calibration.comparators.base import (
     Comparator,
-    Samples,
     class_means,
     in_blocks,
     within_classes,
@@ -35,8 +34,8 @@ class NearestClassMean(Comparator):
 
     name = "ncm"
 
-    def _collect(self, samples: Samples) -> Float[np.ndarray, "c d"]:
-        return class_means(samples.features, samples.rows).astype(np.float32)
+    def _collect(self, features, rows, head) -> Float[np.ndarray, "c d"]:
+        return class_means(features, rows).astype(np.float32)
 
     def _solve(self) -> Float[Array, "classes d"]:
         return jnp.asarray(np.concatenate(self.statistics))
@@ -54,8 +53,8 @@ class NearestMeanOfExemplars(NearestClassMean):
 
     name = "nme"
 
-    def _collect(self, samples: Samples) -> Float[np.ndarray, "c d"]:
-        return unit(class_means(_wide_unit(samples.features), samples.rows)).astype(np.float32)
+    def _collect(self, features, rows, head) -> Float[np.ndarray, "c d"]:
+        return unit(class_means(_wide_unit(features), rows)).astype(np.float32)
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         # |a - b|^2 = 2 - 2 cos(a, b) for unit vectors.
@@ -83,9 +82,9 @@ class Mahalanobis(Comparator):
     variants = ("shared", "per_task", "relative")
     _count = 0
 
-    def _collect(self, samples: Samples) -> Any:
-        wide = samples.features.astype(np.float64)
-        means, scatter = within_classes(wide, samples.rows)
+    def _collect(self, features, rows, head) -> Any:
+        wide = features.astype(np.float64)
+        means, scatter = within_classes(wide, rows)
         if self.variant == "shared":
             self.total = scatter if self.total is None else self.total + scatter
             self._count += len(wide)
@@ -134,12 +133,12 @@ class FeCAM(Comparator):
     name = "fecam"
     variants = ("vit", "pilot")
 
-    def _collect(self, samples: Samples) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _collect(self, features, rows, head) -> list[tuple[np.ndarray, np.ndarray]]:
         pilot = self.variant == "pilot"
-        wide = samples.features.astype(np.float64) if pilot else _wide_unit(samples.features)
+        wide = features.astype(np.float64) if pilot else _wide_unit(features)
         gaussians = []
-        for row in range(samples.rows.max() + 1):
-            members = wide[samples.rows == row]
+        for row in range(rows.max() + 1):
+            members = wide[rows == row]
             mean, scatter = within_classes(members, np.zeros(len(members), int))
             covariance = scatter / max(len(members) - 1, 1)
             factor = _pilot_factor(covariance) if pilot else _vit_factor(covariance)

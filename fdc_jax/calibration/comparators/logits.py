@@ -9,11 +9,11 @@ import numpy as np
 from jaxtyping import Float
 from scipy.special import log_softmax, logsumexp, softmax
 
-from fdc_jax.calibration.comparators.base import Comparator, Samples, best_by_task, in_blocks
+from fdc_jax.calibration.comparators.base import Comparator, best_by_task, in_blocks
 from fdc_jax.calibration.comparators.distances import squared_distances
 from fdc_jax.calibration.scores import Scores
 from fdc_jax.errors import InputError
-from fdc_jax.heads import NORM_FLOOR, LinearHead
+from fdc_jax.heads import NORM_FLOOR, Head, LinearHead
 
 
 class Raw(Comparator):
@@ -54,8 +54,8 @@ class LogitStandardisation(Raw):
 
     name = "ls"
 
-    def _collect(self, samples: Samples) -> tuple[np.floating, np.floating]:
-        best = _own_best_logits(samples)
+    def _collect(self, features, rows, head) -> tuple[np.floating, np.floating]:
+        best = _best_logits(head, features)
         return best.mean(), best.std()
 
     def _task_score(self, task, logits, features) -> Float[np.ndarray, " n"]:
@@ -150,16 +150,16 @@ class VirtualLogitMatching(Raw):
     name = "vim"
     needs = "linear"
 
-    def _collect(self, samples: Samples) -> tuple[np.ndarray, np.ndarray, float]:
-        size, width = samples.features.shape
+    def _collect(self, features, rows, head) -> tuple[np.ndarray, np.ndarray, float]:
+        size, width = features.shape
         principal = 1000 if width >= 2048 else 512 if width >= 768 else width // 2
-        weight, bias = (np.asarray(part, np.float64) for part in samples.head)
+        weight, bias = (np.asarray(part, np.float64) for part in head)
         origin = -np.linalg.pinv(weight) @ bias
-        shifted = samples.features - origin
+        shifted = features - origin
         _, vectors = np.linalg.eigh(shifted.T @ shifted / size)
         residual = vectors[:, : width - min(principal, (size - 1) // 2)]
         norm = float(np.linalg.norm(shifted @ residual, axis=1).mean())
-        best = float(_own_best_logits(samples).mean())
+        best = float(_best_logits(head, features).mean())
         return origin, residual.astype(np.float32), best / max(norm, NORM_FLOOR)
 
     def _task_score(self, task, logits, features) -> Float[np.ndarray, " n"]:
@@ -168,8 +168,8 @@ class VirtualLogitMatching(Raw):
         return np.asarray(logsumexp(logits, axis=1)) - alpha * np.sqrt(squares[:, 0])
 
 
-def _own_best_logits(samples: Samples) -> Float[np.ndarray, " n"]:
-    return in_blocks(samples.head.logits, samples.features).astype(np.float64).max(axis=1)
+def _best_logits(head: Head, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " n"]:
+    return in_blocks(head.logits, features).astype(np.float64).max(axis=1)
 
 
 def _mean_norm(head: LinearHead) -> float:

@@ -17,7 +17,6 @@ from jaxtyping import Array, Float, Int
 from fdc_jax.calibration.comparators.base import (
     ROWS,
     Comparator,
-    Samples,
     in_blocks,
     within_classes,
 )
@@ -66,12 +65,12 @@ class RanPAC(Comparator):
         self._projection: Any = None
         self.total = np.zeros((projections, projections))
 
-    def _collect(self, samples: Samples) -> Float[np.ndarray, "m c"]:
+    def _collect(self, features, rows, head) -> Float[np.ndarray, "m c"]:
         if self._projection is None:
-            self._projection = _gaussian(self._random, samples.features.shape[1], self.projections)
-        order = self._random.permutation(len(samples.rows))
-        onehot = _onehot(samples.rows[order])
-        hidden = in_blocks(partial(relu_features, self._projection), samples.features[order])
+            self._projection = _gaussian(self._random, features.shape[1], self.projections)
+        order = self._random.permutation(len(rows))
+        onehot = _onehot(rows[order])
+        hidden = in_blocks(partial(relu_features, self._projection), features[order])
         gram, sums = _moments(hidden, onehot)
         self.total += gram
         split = int(0.8 * len(onehot))
@@ -132,24 +131,24 @@ class AnaCP(Comparator):
         # Gram matrix of each head's z, and the within-class scatter of x.
         self.total = np.zeros((self.num_heads, projections, projections)), 0.0
 
-    def _collect(self, samples: Samples) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    def _collect(self, features, rows, head) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """Class means [c, d] and counts [c], and per head the sums of z over each class [m, c]."""
         if not self._matrices:
-            random, width = np.random.default_rng(self._seed), samples.features.shape[1]
+            random, width = np.random.default_rng(self._seed), features.shape[1]
             self._matrices = [
                 _gaussian(random, width, self.projections) for _ in range(self.num_heads + 1)
             ]
-        wide = unit(samples.features.astype(np.float64))
-        means, of_task = within_classes(wide, samples.rows)
+        wide = unit(features.astype(np.float64))
+        means, of_task = within_classes(wide, rows)
         grams, scatter = self.total
         sums = []
         for gram, matrix in zip(grams, self._matrices, strict=False):
             hidden = in_blocks(partial(gelu_features, matrix), wide.astype(np.float32))
-            added, total = _moments(hidden, _onehot(samples.rows))
+            added, total = _moments(hidden, _onehot(rows))
             gram += added
             sums.append(total)
         self.total = grams, scatter + of_task
-        return means, np.bincount(samples.rows), sums
+        return means, np.bincount(rows), sums
 
     def _solve(self) -> tuple[list[Float[Array, "m d"]], Float[Array, "m classes"]]:
         means, counts, by_task = zip(*self.statistics, strict=True)
