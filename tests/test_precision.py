@@ -2,17 +2,20 @@
 
 import re
 
+import pytest
+
 from fdc_jax.posthoc.__main__ import main
 from tests.learners.trajectories import programs_compiled
 
 
-def test_no_product_of_a_post_hoc_method_is_left_to_a_device(tmp_path):
+@pytest.mark.parametrize("method", ["fdc", "whitened", pytest.param("all", marks=pytest.mark.slow)])
+def test_no_product_of_a_post_hoc_method_is_left_to_a_device(tmp_path, method):
     """GPUs would round the factors to 10 bits, TPUs to 7; a CPU never shows it."""
     example = str(tmp_path / "example.npz")
     assert main([f"--template={example}"]) == 0
     with programs_compiled() as programs:
-        assert main([example, "--method=all", "--quiet"]) == 0
+        assert main([example, f"--method={method}", "--quiet"]) == 0
     products = re.findall(r".*stablehlo\.(?:dot_general|convolution).*", "\n".join(programs))
-    assert len(products) > 20
+    assert products
     for line in products:
         assert "[HIGHEST, HIGHEST]" in line or "f64" in line, line

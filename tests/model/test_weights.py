@@ -74,9 +74,7 @@ def test_other_forms_of_a_checkpoint(tmp_path, arrays):
     [
         ("blocks.0.attn.qkv.weight", (71, 24), "unexpected shape"),
         ("blocks.1.attn.proj.weight", (24, 21), r"out/kernel has shape \(3, 8, 21\)"),
-        ("blocks.0.mlp.fc1.weight", (96, 25), r"Dense_0/kernel has shape \(25, 96\)"),
         ("blocks.0.mlp.fc3.weight", (96, 24), r"1 unknown \(first: blocks.0.mlp.fc3.weight\)"),
-        ("blocks.0.ls1.gamma", (24,), r"1 unknown \(first: blocks.0.ls1.gamma\)"),
         ("blocks.2.norm1.weight", (24,), r"1 unknown \(first: Transformer/encoderblock_2/"),
     ],
 )
@@ -113,8 +111,6 @@ def test_every_array_is_checked(tmp_path, arrays, name, value, message):
     ("damage", "message"),
     [
         (lambda content: b"", "unreadable weights"),
-        (lambda content: content[:10], "unreadable weights"),
-        (lambda content: content[: len(content) // 2], "unreadable weights"),
         (lambda content: content[:-20], "unreadable weights"),
         (lambda content: b"<!DOCTYPE html>\n<html><head>", "no weights file: .*is it a web page"),
         (lambda content: b"\x93NUMPY\x01no archive", "no weights file: .*begins with b'.x93NUMPY"),
@@ -139,6 +135,18 @@ def test_a_changed_byte_is_noticed(tmp_path, arrays, compress):
         load(path)
 
 
+def test_where_weights_are_looked_up(monkeypatch, tmp_path):
+    path = tmp_path / "mine.npz"
+    path.write_bytes(b"")
+    assert weights.locate(str(path), "Ti/16", tmp_path) == path
+    with pytest.raises(InputError, match=r"encoder\.weights: .*no file .*absent\.npz"):
+        weights.locate(str(tmp_path / "absent.npz"), "Ti/16", tmp_path)
+    with pytest.raises(InputError, match=r"'augreg' has no file for encoder\.variant 'digits'"):
+        weights.locate("augreg", "digits", tmp_path)
+    monkeypatch.setenv("FDC_JAX_CACHE", str(tmp_path / "a"))
+    assert weights.cache_folder() == tmp_path / "a"
+
+
 def test_other_file_types_and_missing_files_are_refused(tmp_path):
     path = tmp_path / "weights.pth"
     path.write_bytes(b"anything")
@@ -150,7 +158,7 @@ def test_other_file_types_and_missing_files_are_refused(tmp_path):
         weights.load(GOLDEN / "augreg.npz", "Ti/16", 224)
 
 
-@pytest.mark.parametrize(("old", "new"), [(4, 7), (4, 8), (7, 4), (14, 9)])
+@pytest.mark.parametrize(("old", "new"), [(4, 7), (14, 9)])
 def test_positions_resize_as_pillow_does(old, new):
     rng = np.random.default_rng(3)
     embedding = rng.normal(size=(1, 1 + old * old, 5)).astype(np.float32)
@@ -163,7 +171,7 @@ def test_positions_resize_as_pillow_does(old, new):
         np.testing.assert_allclose(resized[0, 1:, channel].reshape(new, new), expected, atol=2e-5)
 
 
-@pytest.mark.parametrize("positions", [0, 1, 7, 11])
+@pytest.mark.parametrize("positions", [0, 7])
 def test_positions_that_form_no_square_are_refused(positions):
     embedding = np.zeros((1, positions, 3), np.float32)
     with pytest.raises(InputError, match=f"file: .*has {positions} positions, expected one plus"):
@@ -248,20 +256,3 @@ def test_without_a_connection_the_message_says_which_file_to_put_where(monkeypat
     assert weights.AUGREG_BUCKET + name in str(caught.value)
     assert str(tmp_path / name) in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_where_weights_are_looked_up(monkeypatch, tmp_path):
-    path = tmp_path / "mine.npz"
-    path.write_bytes(b"")
-    assert weights.locate(str(path), "Ti/16", tmp_path) == path
-    with pytest.raises(InputError, match=r"encoder\.weights: .*no file .*absent\.npz"):
-        weights.locate(str(tmp_path / "absent.npz"), "Ti/16", tmp_path)
-    with pytest.raises(InputError, match=r"'augreg' has no file for encoder\.variant 'digits'"):
-        weights.locate("augreg", "digits", tmp_path)
-    for variable, folder in (("HOME", ".cache/fdc_jax"), ("XDG_CACHE_HOME", "fdc_jax")):
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        monkeypatch.delenv("FDC_JAX_CACHE", raising=False)
-        monkeypatch.setenv(variable, str(tmp_path))
-        assert weights.cache_folder() == tmp_path / folder
-    monkeypatch.setenv("FDC_JAX_CACHE", str(tmp_path / "a"))
-    assert weights.cache_folder() == tmp_path / "a"
