@@ -58,7 +58,7 @@ def photographs(folder: Path, number: int) -> Dataset:
         labels=np.zeros(number, np.int32),
         ids=tuple(path.name for path in paths),
         class_names=("photograph",),
-        read_encoded=lambda index: paths[index].read_bytes(),
+        read=lambda index: paths[index].read_bytes(),
         compute_checksum=lambda: "",
     )
 

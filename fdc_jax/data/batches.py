@@ -19,9 +19,9 @@ from PIL import Image
 
 from fdc_jax.data import images
 from fdc_jax.data.dataset import Dataset, default_workers
-from fdc_jax.errors import InputError
 
 _PERMUTATION, _AUGMENTATION = 0, 1
+_AHEAD = 4  # batches that are decoded ahead of the consumer
 
 
 def _generator(*coordinates: int) -> np.random.Generator:
@@ -56,23 +56,17 @@ class ByteCache:
     """
 
     def __init__(self, max_bytes: int):
-        if max_bytes < 0:
-            raise InputError(f"a cache needs a limit of at least 0 bytes, found {max_bytes}")
-        self.max_bytes = max_bytes
         self.bytes = 0
         self._values: dict = {}
-        self._together: list[ByteCache] = [self]
-        self._lock = threading.Lock()
+        self._room, self._lock = [max_bytes], threading.Lock()
 
     def __len__(self) -> int:
         return len(self._values)
 
     def beside(self) -> ByteCache:
         """Returns an empty cache that may use what this one leaves of the limit."""
-        other = ByteCache(self.max_bytes)
-        other._together, other._lock = self._together, self._lock
-        with self._lock:
-            self._together.append(other)
+        other = ByteCache(0)
+        other._room, other._lock = self._room, self._lock
         return other
 
     def get(self, key):
@@ -81,7 +75,7 @@ class ByteCache:
 
     def has_room(self, size: int) -> bool:
         """Says whether a value of `size` bytes would fit."""
-        return sum(cache.bytes for cache in self._together) + size <= self.max_bytes
+        return size <= self._room[0]
 
     def put(self, key, value, size: int) -> None:
         """Keeps `value` of `size` bytes if it fits and `key` is new."""
@@ -89,11 +83,13 @@ class ByteCache:
             if key not in self._values and self.has_room(size):
                 self._values[key] = value
                 self.bytes += size
+                self._room[0] -= size
 
     def clear(self) -> None:
         """Forgets all values, which makes room for others."""
         with self._lock:
             self._values.clear()
+            self._room[0] += self.bytes
             self.bytes = 0
 
 
@@ -102,9 +98,7 @@ _Transform = Callable[[int], UInt8[np.ndarray, "s s 3"]]
 
 
 class _Batches:
-    """Decodes ahead in threads, at most `prefetch` batches, and hands batches out in order.
-
-    Nothing is read before iteration.
+    """Decodes ahead in threads and hands batches out in order; nothing is read before iteration.
 
     Args:
         dataset: where the images are.
@@ -113,12 +107,8 @@ class _Batches:
         batch_size: rows of every batch.
         image_size: side of the images in pixels.
         workers: decoding threads; None for one per core.
-        prefetch: batches decoded ahead of the consumer.
         own_rows: the rows of every batch that this process decodes; None for all.
         decoded: keeps decoded images as they are before any transform, for later passes.
-
-    Raises:
-        InputError: an argument out of its range.
     """
 
     def __init__(
@@ -130,57 +120,42 @@ class _Batches:
         *,
         image_size: int,
         workers: int | None = None,
-        prefetch: int = 4,
         own_rows: Bool[np.ndarray, " b"] | None = None,
         decoded: ByteCache | None = None,
     ):
         self.dataset, self.decoded, self.own_rows = dataset, decoded, own_rows
         self.indices = np.asarray(indices, np.int64)
-        self.batch_size, self.image_size, self.prefetch = batch_size, image_size, prefetch
-        self.workers = default_workers() if workers is None else workers
+        self.labels = np.asarray(dataset.labels[self.indices] if labels is None else labels)
+        self.batch_size, self.image_size = batch_size, image_size
+        self.workers = workers or default_workers()
         self.input_wait_seconds = 0.0
-        for name in ("batch_size", "image_size", "workers", "prefetch"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} must be at least 1, found {getattr(self, name)}")
-        low, high = self.indices.min(initial=0), self.indices.max(initial=-1)
-        if self.indices.ndim != 1 or low < 0 or high >= len(dataset):
-            raise InputError(
-                f"{dataset.name}, split {dataset.split}: expected a vector of image indices "
-                f"between 0 and {len(dataset) - 1}, found shape {self.indices.shape}, {low} to "
-                f"{high}"
-            )
-        chosen = dataset.labels[self.indices] if labels is None else labels
-        self.labels = np.asarray(chosen, np.int32)
-        if self.labels.shape != self.indices.shape:
-            raise InputError(
-                f"expected one label per image index, found {self.labels.shape} labels and "
-                f"{self.indices.shape} indices"
-            )
 
     @property
     def steps_per_epoch(self) -> int:
         """Number of batches that show every image once."""
         return -(-len(self.indices) // self.batch_size)
 
-    def _image(self, index: int) -> Image.Image:
-        """Returns an image as it is stored, decoded now or earlier."""
-        key = (self.dataset.name, self.dataset.split, index)
-        found = None if self.decoded is None else self.decoded.get(key)
-        if found is not None:
-            return Image.fromarray(found)
-        image = images.decode(self.dataset.read(index), self.dataset.describe(index))
-        size = 3 * image.width * image.height
-        if self.decoded is not None and self.decoded.has_room(size):
-            self.decoded.put(key, np.asarray(image), size)
-        return image
+    def _plan(self) -> Iterator[tuple[Int[np.ndarray, " m"], _Transform]]:
+        """Yields, for each batch, rows of the indices and what makes their images."""
+        raise NotImplementedError
+
+    def __iter__(self) -> Iterator[Batch]:
+        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="decode")
+        pending: collections.deque[tuple[Batch, list[Future[None]]]] = collections.deque()
+        try:
+            for rows, transform in self._plan():
+                pending.append(self._start(pool, rows, transform))
+                if len(pending) > _AHEAD:
+                    yield self._finish(*pending.popleft())
+            while pending:
+                yield self._finish(*pending.popleft())
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
 
     def _start(
         self, pool: ThreadPoolExecutor, rows: Int[np.ndarray, " m"], transform: _Transform
     ) -> tuple[Batch, list[Future[None]]]:
-        """Starts filling a batch with `transform(row)` for each row of `self.indices`.
-
-        The images of rows that are not this process's own are left as they come.
-        """
+        """Starts filling a batch; images of rows that are not this process's stay as they come."""
         shape = (self.batch_size, self.image_size, self.image_size, 3)
         batch = Batch(
             np.empty(shape, np.uint8),
@@ -205,25 +180,24 @@ class _Batches:
         jobs = [own[i : i + size] for i in range(0, len(own), size)]
         return batch, [pool.submit(fill, job) for job in jobs]
 
-    def _run(self, plan: Iterator[tuple[Int[np.ndarray, " m"], _Transform]]) -> Iterator[Batch]:
-        pool = ThreadPoolExecutor(self.workers, thread_name_prefix="decode")
-        pending: collections.deque[tuple[Batch, list[Future[None]]]] = collections.deque()
-        try:
-            for rows, transform in plan:
-                pending.append(self._start(pool, rows, transform))
-                if len(pending) > self.prefetch:
-                    yield self._finish(*pending.popleft())
-            while pending:
-                yield self._finish(*pending.popleft())
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
-
     def _finish(self, batch: Batch, jobs: list[Future[None]]) -> Batch:
         start = time.perf_counter()
         for job in jobs:
             job.result()
         self.input_wait_seconds += time.perf_counter() - start
         return batch
+
+    def _image(self, index: int) -> Image.Image:
+        """Returns an image as it is stored, decoded now or earlier."""
+        key = (self.dataset.name, self.dataset.split, index)
+        found = None if self.decoded is None else self.decoded.get(key)
+        if found is not None:
+            return Image.fromarray(found)
+        image = images.decode(self.dataset.read(index), self.dataset.describe(index))
+        size = 3 * image.width * image.height
+        if self.decoded is not None and self.decoded.has_room(size):
+            self.decoded.put(key, np.asarray(image), size)
+        return image
 
 
 class TrainBatches(_Batches):
@@ -234,15 +208,12 @@ class TrainBatches(_Batches):
 
     Args:
         dataset, indices, labels, batch_size, options: as of `_Batches`.
-        seed: training seed, 0 or more.
+        seed: training seed.
         task: index of the task, from 0.
         epochs: number of passes.
         start_step: steps already taken, over all epochs.
         crop_scale: share of an image's area that a crop may cover.
         flip: whether images are mirrored half the time.
-
-    Raises:
-        InputError: no image, or an argument out of its range.
     """
 
     def __init__(
@@ -261,11 +232,6 @@ class TrainBatches(_Batches):
         **options: Any,
     ):
         super().__init__(dataset, indices, labels, batch_size, **options)
-        for name, value in [("seed", seed), ("task", task), ("start_step", start_step)]:
-            if value < 0:
-                raise InputError(f"{name} must be 0 or more, found {value}")
-        if len(self.indices) == 0:
-            raise InputError(f"{dataset.name}, task {task}: no training image")
         self.seed, self.task, self.epochs, self.start_step = seed, task, epochs, start_step
         self.crop_scale, self.flip = crop_scale, flip
 
@@ -273,12 +239,6 @@ class TrainBatches(_Batches):
     def num_steps(self) -> int:
         """Number of batches of all epochs, whatever `start_step`."""
         return self.epochs * self.steps_per_epoch
-
-    def __len__(self) -> int:
-        return max(0, self.num_steps - self.start_step)
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self._run(self._plan())
 
     def _plan(self) -> Iterator[tuple[Int[np.ndarray, " m"], _Transform]]:
         epoch = -1
@@ -292,12 +252,9 @@ class TrainBatches(_Batches):
             yield order[start : start + self.batch_size], transform
 
     def _transform(self, uniforms: Float[np.ndarray, "n k"]) -> _Transform:
+        size, scale, flip = self.image_size, self.crop_scale, self.flip
         return lambda row: images.train_transform(
-            self._image(int(self.indices[row])),
-            self.image_size,
-            uniforms[row],
-            self.crop_scale,
-            self.flip,
+            self._image(int(self.indices[row])), size, uniforms[row], scale, flip
         )
 
 
@@ -313,13 +270,10 @@ class EvaluationBatches(_Batches):
         super().__init__(*arguments, **options)
         self.cache = cache
 
-    def __len__(self) -> int:
-        return self.steps_per_epoch
-
-    def __iter__(self) -> Iterator[Batch]:
+    def _plan(self) -> Iterator[tuple[Int[np.ndarray, " m"], _Transform]]:
         rows = np.arange(len(self.indices))
-        starts = range(0, len(rows), self.batch_size)
-        return self._run((rows[i : i + self.batch_size], self._transform) for i in starts)
+        for start in range(0, len(rows), self.batch_size):
+            yield rows[start : start + self.batch_size], self._transform
 
     def _transform(self, row: int) -> UInt8[np.ndarray, "s s 3"]:
         index = int(self.indices[row])
@@ -333,12 +287,9 @@ class EvaluationBatches(_Batches):
 
 
 def evaluation_images(
-    dataset: Dataset, indices: Int[np.ndarray, " n"], image_size: int, workers: int | None = None
+    dataset: Dataset, indices: Int[np.ndarray, " n"], image_size: int
 ) -> UInt8[np.ndarray, "n s s 3"]:
     """Returns all images of `indices` with the test transform, in one array."""
-    batches = EvaluationBatches(dataset, indices, None, 64, image_size=image_size, workers=workers)
-    result = np.empty((len(batches.indices), image_size, image_size, 3), np.uint8)
-    for i, batch in enumerate(batches):
-        rows = result[i * 64 : (i + 1) * 64]
-        rows[:] = batch.images[: len(rows)]
-    return result
+    batches = EvaluationBatches(dataset, indices, None, 64, image_size=image_size)
+    nothing = np.empty((0, image_size, image_size, 3), np.uint8)
+    return np.concatenate([nothing, *(batch.images[batch.weights > 0] for batch in batches)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,9 @@ import pooch
 from jaxtyping import UInt8
 from PIL import Image
 
+from fdc_jax.data import images
 from fdc_jax.data.benchmarks import Benchmark
-from fdc_jax.data.dataset import RawData, RawImage
+from fdc_jax.data.dataset import SPLITS, RawData, RawImage
 from fdc_jax.errors import InputError
 from fdc_jax.files import sha256
 
@@ -28,23 +28,19 @@ def download(benchmark: Benchmark, folder: Path, quiet: bool) -> Path:
     Raises:
         InputError: the download fails or its checksum is wrong.
     """
-    url = benchmark.obtain
     downloader: Any = pooch.HTTPDownloader(progressbar=not quiet, timeout=60)
     if quiet:
         pooch.get_logger().setLevel("WARNING")
     try:
+        known_hash = f"sha256:{benchmark.checksums['sha256']}"
         path = pooch.retrieve(
-            url,
-            known_hash=f"sha256:{benchmark.checksums['sha256']}",
-            fname=ARCHIVE_NAME,
-            path=folder,
-            downloader=downloader,
+            benchmark.obtain, known_hash, ARCHIVE_NAME, folder, downloader=downloader
         )
     except Exception as error:
         # The causes are those of the network, of the disk and of the checksum, each with its type.
         raise InputError(
-            f"cannot download {url} ({type(error).__name__}); get the file elsewhere and put it "
-            f"at {folder / ARCHIVE_NAME}, or give its place with --source"
+            f"cannot download {benchmark.obtain} ({type(error).__name__}); get the file elsewhere "
+            f"and put it at {folder / ARCHIVE_NAME}, or give its place with --source"
         ) from error
     return Path(path)
 
@@ -69,8 +65,7 @@ def read(archive: Path) -> RawData:
     with tarfile.open(archive) as packed:
 
         def member(name: str) -> bytes:
-            file = packed.extractfile(f"cifar-100-binary/{name}")
-            assert file is not None
+            file: Any = packed.extractfile(f"cifar-100-binary/{name}")
             return file.read()
 
         fine, coarse = (
@@ -78,22 +73,19 @@ def read(archive: Path) -> RawData:
         )
         records = {
             split: np.frombuffer(member(f"{split}.bin"), np.uint8).reshape(-1, _RECORD_BYTES)
-            for split in ("train", "test")
+            for split in SPLITS
         }
 
     def image(name: str, record: UInt8[np.ndarray, " 3074"]) -> RawImage:
+        def encoded() -> bytes:
+            pixels = record[2:].reshape(3, 32, 32).transpose(1, 2, 0)
+            return images.png(Image.fromarray(np.ascontiguousarray(pixels)))
+
         fields = {"id": name, "coarse_label": int(record[0])}
-        return RawImage(name, fine[record[1]], name, lambda: _png(record[2:]), fields)
+        return RawImage(name, fine[record[1]], name, encoded, fields)
 
     splits = {
         split: [image(f"{split}_{index:05d}", record) for index, record in enumerate(each)]
         for split, each in records.items()
     }
     return RawData(splits, fine, coarse)
-
-
-def _png(planes: UInt8[np.ndarray, " 3072"]) -> bytes:
-    pixels = np.ascontiguousarray(planes.reshape(3, 32, 32).transpose(1, 2, 0))
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "PNG")
-    return file.getvalue()

@@ -14,34 +14,21 @@ import numpy as np
 from jaxtyping import Int
 
 from fdc_jax.data import benchmarks
-from fdc_jax.errors import InputError
 
 SPLITS: tuple[str, ...] = ("train", "test")
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """One split of a benchmark, in an order that does not depend on how it is stored.
+    """One split of a benchmark, in an order that does not depend on how it is stored."""
 
-    Attributes:
-        name: of the benchmark, as in `fdc_jax.data.benchmarks.BENCHMARKS`.
-        split: "train" or "test".
-        partition: which division into train and test this is: "official" (the data set's own),
-            "pilot", "random80", "embedded" or "other". Results carry it.
-        labels: class index per image, rank of the class name in string order.
-        ids: record identifier per image (file name or record id), for messages and manifests.
-        class_names: name per class index.
-        read_encoded: image index to the encoded image (JPEG, PNG, ...); safe from any thread.
-        compute_checksum: what `checksum` returns.
-    """
-
-    name: str
-    split: str
-    partition: str
-    labels: Int[np.ndarray, " n"]
-    ids: tuple[str, ...]
-    class_names: tuple[str, ...]
-    read_encoded: Callable[[int], bytes]
+    name: str  # of the benchmark
+    split: str  # "train" or "test"
+    partition: str  # which division into train and test: see `benchmarks.Benchmark`
+    labels: Int[np.ndarray, " n"]  # class index per image, rank of the class name in string order
+    ids: tuple[str, ...]  # file name or record id per image
+    class_names: tuple[str, ...]  # per class index
+    read: Callable[[int], bytes]  # image index to the encoded image; safe from any thread
     compute_checksum: Callable[[], str]
 
     def __len__(self) -> int:
@@ -51,19 +38,6 @@ class Dataset:
     def checksum(self) -> str:
         """SHA-256 of what the images are, however they are stored; 64 hexadecimal digits."""
         return self.compute_checksum()
-
-    def read(self, index: int) -> bytes:
-        """Returns the encoded bytes of image `index`.
-
-        Raises:
-            InputError: the index is out of range or the record cannot be read.
-        """
-        if not 0 <= index < len(self):
-            raise InputError(
-                f"{self.name}, split {self.split}: image index must be between 0 and "
-                f"{len(self) - 1}, found {index}"
-            )
-        return self.read_encoded(int(index))
 
     def describe(self, index: int) -> str:
         """Names image `index` for an error message."""
@@ -94,10 +68,7 @@ class RawData(NamedTuple):
 
 
 def data_folder(path: str | os.PathLike[str] = "") -> Path:
-    """Returns the folder of prepared data: `path` if given, else where TFDS keeps its own.
-
-    That is `$TFDS_DATA_DIR`, or `~/tensorflow_datasets`.
-    """
+    """Returns `path`, or TFDS's own folder: `$TFDS_DATA_DIR`, or `~/tensorflow_datasets`."""
     default = os.environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
     return Path(path or default).expanduser()
 
@@ -129,8 +100,6 @@ def open_dataset(
         InputError: the benchmark is unknown or not prepared there, or its files are damaged.
     """
     benchmark = benchmarks.find(benchmark_name)
-    if split not in SPLITS:
-        raise InputError(f"split must be train or test, found {split!r}")
     if benchmark.partition == "embedded":
         from fdc_jax.data import digits
 

@@ -9,7 +9,7 @@ import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,6 @@ from fdc_jax.errors import InputError
 
 # The file names that torchvision's ImageFolder, and so PILOT, takes for images.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-RANDOM80_SEED = 1993
 
 
 def _hidden(name: str) -> bool:
@@ -55,13 +54,13 @@ def _files(folder: Path, above: tuple[Path, ...] = ()) -> Iterator[Path]:
             yield from _files(path, above)
 
 
-def _suffixes(names: Iterable[str]) -> str:
-    """Says which files are no images by their suffix: "; skipped: 12 .gif, 1 .txt" or nothing."""
+def _skipped(names: Iterable[str]) -> list[str]:
+    """Counts files by what is no suffix of images, in one line; no line where there are none."""
     counts = collections.Counter(
         os.path.splitext(name)[1].lower() or os.path.basename(name) for name in names
     )
     listed = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common(5))
-    return f"; skipped, as no images by their suffix: {listed}" if listed else ""
+    return [f"skipped, as no images by their suffix: {listed}"] if listed else []
 
 
 def read(root: Path, split: bool) -> tuple[RawData, list[str]]:
@@ -72,27 +71,36 @@ def read(root: Path, split: bool) -> tuple[RawData, list[str]]:
         split: whether it holds `train` and `test`; else `random80` divides the images.
 
     Returns:
-        The images, and the names of the files that are no images by their suffix.
+        The images, and a note on other files if there are any.
 
     Raises:
         InputError: the folders are not there; what `list_images` raises.
     """
     if split:
-        root = _split_root(root)
-        found = {name: list_images(root / name) for name in SPLITS}
-        splits = {name: images for name, (images, _) in found.items()}
-        others = [name for _, names in found.values() for name in names]
+        top = _nearest(root, lambda folder: all((folder / name).is_dir() for name in SPLITS))
+        if top is None:
+            found = ", ".join(path.name for path in _subfolders(root)[:10]) or "no folder"
+            raise InputError(f"{root}: expected the folders train and test, found {found}")
+        listed = [list_images(top / name) for name in SPLITS]
+        splits = [images for images, _ in listed]
+        others = [name for _, names in listed for name in names]
     else:
-        images, others = list_images(_class_root(root))
-        splits = dict(zip(SPLITS, random80(images), strict=True))
-    return RawData(splits, sorted({each.class_name for s in splits.values() for each in s})), others
+        top = _nearest(root, lambda folder: sum(map(_holds_images, _subfolders(folder))) > 1)
+        if top is None:
+            names = (path.name for path in _files(root) if not _is_image(path.name))
+            expected = f"{root}: expected one folder of images per class, found none"
+            raise InputError("; ".join([expected, *_skipped(names)]))
+        images, others = list_images(top)
+        splits = random80(images)
+    class_names = sorted({image.class_name for images in splits for image in images})
+    return RawData(dict(zip(SPLITS, splits, strict=True)), class_names), _skipped(others)
 
 
 def list_images(folder: Path) -> tuple[list[RawImage], list[str]]:
-    """Lists the images of FOLDER/CLASS/..., sorted by class and name as strings.
+    """Lists the images of FOLDER/CLASS/..., named "CLASS/IMAGE", by class and name as strings.
 
     Returns:
-        The images, named "CLASS/IMAGE", and the names of the files that are no images.
+        The images, and the names of the files that are no images by their suffix.
 
     Raises:
         InputError: a class folder without an image; an image that is no file, or whose name is
@@ -101,74 +109,46 @@ def list_images(folder: Path) -> tuple[list[RawImage], list[str]]:
     found: list[RawImage] = []
     others: list[str] = []
     for class_folder in _subfolders(folder):
-        before, skipped = len(found), []
-        for path in _files(class_folder):
-            name = path.relative_to(folder).as_posix()
-            if not _is_image(path.name):
-                skipped.append(name)
-                continue
-            try:
-                name.encode()
-                regular = stat.S_ISREG(path.stat().st_mode)
-            except UnicodeEncodeError as error:
-                raise InputError(
-                    f"{folder}: expected file names in UTF-8, found {os.fsencode(name)!r}"
-                ) from error
-            except OSError as error:
-                raise InputError(f"{path}: cannot read: {error.strerror}") from error
-            if not regular:
-                raise InputError(f"{path}: expected an image file, found a pipe, socket or device")
+        files = [(path, path.relative_to(folder).as_posix()) for path in _files(class_folder)]
+        images = [(path, name) for path, name in files if _is_image(path.name)]
+        skipped = [name for path, name in files if not _is_image(path.name)]
+        if not images:
+            expected = f"{class_folder}: expected images in this class folder, found none"
+            raise InputError("; ".join([expected, *_skipped(skipped)]))
+        for path, name in images:
+            _check_file(path, name, folder)
             fields = {"file_name": name}
             found.append(RawImage(name, class_folder.name, str(path), path.read_bytes, fields))
-        if len(found) == before:
-            raise InputError(
-                f"{class_folder}: expected images in this class folder, found none"
-                + _suffixes(skipped)
-            )
         others += skipped
-    return sorted(found, key=lambda image: (image.class_name, image.name)), sorted(others)
+    return sorted(found, key=lambda image: (image.class_name, image.name)), others
 
 
-def _descend(root: Path, depth: int) -> Iterator[Path]:
-    """Yields `root` and the folders below it, nearest first."""
+def _check_file(path: Path, name: str, folder: Path) -> None:
+    try:
+        name.encode()
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise InputError(f"{path}: expected an image file, found a pipe, socket or device")
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{folder}: expected file names in UTF-8, found {os.fsencode(name)!r}"
+        ) from error
+    except OSError as error:
+        raise InputError(f"{path}: cannot read: {error.strerror}") from error
+
+
+def _holds_images(folder: Path) -> bool:
+    return any(_is_image(path.name) and path.is_file() for path in folder.iterdir())
+
+
+def _nearest(root: Path, fits: Callable[[Path], bool]) -> Path | None:
+    """Returns the first folder that fits, at `root` or up to two levels below it."""
     level = [root]
-    for _ in range(depth + 1):
-        yield from level
-        level = [child for folder in level for child in _subfolders(folder)]
-
-
-def _split_root(root: Path) -> Path:
-    """Finds the folder that holds `train` and `test`, at `root` or up to two levels below it.
-
-    Raises:
-        InputError: there is none.
-    """
-    for folder in _descend(root, 2):
-        if (folder / "train").is_dir() and (folder / "test").is_dir():
-            return folder
-    raise InputError(
-        f"{root}: expected the folders train and test, found "
-        f"{', '.join(path.name for path in _subfolders(root)[:10]) or 'no folder'}"
-    )
-
-
-def _class_root(root: Path) -> Path:
-    """Finds the folder of class folders, at `root` or up to two levels below it.
-
-    Raises:
-        InputError: no folder there has two subfolders with images.
-    """
-    for folder in _descend(root, 2):
-        with_images = 0
-        for child in _subfolders(folder):
-            with os.scandir(child) as entries:
-                with_images += any(_is_image(entry.name) and entry.is_file() for entry in entries)
-            if with_images == 2:
+    for _ in range(3):
+        for folder in level:
+            if fits(folder):
                 return folder
-    others = (path.name for path in _files(root) if not _is_image(path.name))
-    raise InputError(
-        f"{root}: expected one folder of images per class, found none{_suffixes(others)}"
-    )
+        level = [child for folder in level for child in _subfolders(folder)]
+    return None
 
 
 def random80(images: list[RawImage]) -> tuple[list[RawImage], list[RawImage]]:
@@ -176,22 +156,14 @@ def random80(images: list[RawImage]) -> tuple[list[RawImage], list[RawImage]]:
 
     The images, sorted by "CLASS/IMAGE" as strings, are permuted by
     `numpy.random.RandomState(1993)`; the first int(0.8 n) are for training, the rest for testing.
-
-    Returns:
-        Training and test images, each sorted by name.
     """
     images = sorted(images, key=lambda image: image.name)
-    order = np.random.RandomState(RANDOM80_SEED).permutation(len(images))
+    order = np.random.RandomState(1993).permutation(len(images))
     cut = int(0.8 * len(images))
     return [images[i] for i in sorted(order[:cut])], [images[i] for i in sorted(order[cut:])]
 
 
 def _extract(archive: Path, destination: Path) -> None:
-    """Unpacks a zip or tar archive.
-
-    Raises:
-        InputError: the file is no such archive, is damaged, or there is no room for it.
-    """
     try:
         if zipfile.is_zipfile(archive):
             with zipfile.ZipFile(archive) as packed:

@@ -22,8 +22,8 @@ from fdc_jax.errors import InputError
 # Pillow loads its rarer formats at the first file that needs them, which is not safe in threads.
 Image.init()
 
-CROP_SCALE = (0.05, 1.0)
-CROP_RATIO = (3 / 4, 4 / 3)
+CROP_SCALE = (0.05, 1.0)  # of the image's area
+_CROP_RATIO = (3 / 4, 4 / 3)  # of width to height
 _TRIES = 10
 # Uniform numbers that one training image consumes: area and ratio per try, position, flip.
 NUM_UNIFORMS = 2 * _TRIES + 3
@@ -34,7 +34,6 @@ _DAMAGED = (
     *(OverflowError, MemoryError, struct.error, zlib.error, Image.DecompressionBombError),
 )
 
-
 # Grey of 16 bits where Pillow holds it in 32, and kinds of pixels without a white of their own.
 _SIXTEEN_BITS = (("I", "PNG"), ("I", "PPM"))
 _REFUSED = {"F": "floating-point numbers", "I": "32-bit integers"}
@@ -43,9 +42,7 @@ _REFUSED = {"F": "floating-point numbers", "I": "32-bit integers"}
 def decode(encoded: bytes, description: str) -> Image.Image:
     """Returns the image in mode RGB, all pixels read.
 
-    Args:
-        encoded: an image file's bytes.
-        description: names the image in the error message.
+    `description` names the image in the error message.
 
     Raises:
         InputError: the bytes are empty, truncated or no image that Pillow reads, or its pixels
@@ -81,20 +78,20 @@ def pixels_sha256(image: Image.Image) -> bytes:
     return hashlib.sha256(f"{image.size}".encode() + image.tobytes()).digest()
 
 
-def evaluation_resize(image_size: int) -> int:
-    """Length in pixels of the short side before the centre crop: 256 for 224, in proportion."""
-    return round(image_size * 256 / 224)
+def png(image: Image.Image) -> bytes:
+    """Returns an image as a PNG file."""
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
 
 
 def evaluation_transform(image: Image.Image, image_size: int) -> UInt8[np.ndarray, "s s 3"]:
-    """PILOT's test transform: bicubic resize of the short side, then the centre square.
+    """PILOT's test transform of an RGB image: bicubic resize, then the centre square.
 
-    Args:
-        image: RGB.
-        image_size: side of the result in pixels.
+    The short side becomes 256 pixels for an `image_size` of 224, others in proportion.
     """
     width, height = image.size
-    short = evaluation_resize(image_size)
+    short = round(image_size * 256 / 224)
     if width <= height:
         size = (short, int(short * height / width))
     else:
@@ -112,21 +109,14 @@ def random_crop_box(
     height: int,
     uniforms: Float[np.ndarray, " k"],
     scale: tuple[float, float] = CROP_SCALE,
-    ratio: tuple[float, float] = CROP_RATIO,
 ) -> tuple[int, int, int, int]:
     """Draws torchvision's RandomResizedCrop box (left, top, right, bottom), in pixels.
 
-    A share of the area, uniform in `scale`, and a log-uniform aspect ratio are tried ten times;
-    when no box fits, the largest centred box with a permitted ratio is taken.
-
-    Args:
-        width: of the image.
-        height: of the image.
-        uniforms: `NUM_UNIFORMS` numbers in [0, 1); the last is left to the flip.
-        scale: range of the share of the image's area.
-        ratio: range of width over height.
+    A share of the image's area, uniform in `scale`, and a log-uniform aspect ratio are tried ten
+    times; when no box fits, the largest centred box with a permitted ratio is taken. `uniforms` are
+    `NUM_UNIFORMS` numbers in [0, 1); the last is left to the flip.
     """
-    log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
+    log_low, log_high = map(math.log, _CROP_RATIO)
     for attempt in range(_TRIES):
         area = width * height * (scale[0] + (scale[1] - scale[0]) * uniforms[2 * attempt])
         aspect = math.exp(log_low + (log_high - log_low) * uniforms[2 * attempt + 1])
@@ -137,10 +127,10 @@ def random_crop_box(
             top = int(uniforms[2 * _TRIES + 1] * (height - crop_height + 1))
             return left, top, left + crop_width, top + crop_height
     crop_width, crop_height = width, height
-    if width / height < ratio[0]:
-        crop_height = round(width / ratio[0])
-    elif width / height > ratio[1]:
-        crop_width = round(height * ratio[1])
+    if width / height < _CROP_RATIO[0]:
+        crop_height = round(width / _CROP_RATIO[0])
+    elif width / height > _CROP_RATIO[1]:
+        crop_width = round(height * _CROP_RATIO[1])
     left, top = (width - crop_width) // 2, (height - crop_height) // 2
     return left, top, left + crop_width, top + crop_height
 
@@ -154,12 +144,7 @@ def train_transform(
 ) -> UInt8[np.ndarray, "s s 3"]:
     """PILOT's training transform: random resized crop, bilinear, then a mirror image half the time.
 
-    Args:
-        image: RGB.
-        image_size: side of the result in pixels.
-        uniforms: `NUM_UNIFORMS` numbers in [0, 1) that decide everything random.
-        scale: range of the share of the image's area.
-        flip: whether mirroring is allowed.
+    `uniforms`, `NUM_UNIFORMS` numbers in [0, 1), decide everything random.
     """
     box = random_crop_box(*image.size, uniforms, scale)
     # Cropping first keeps pixels outside the box out of the filter, which resize(box=) would not.

@@ -9,9 +9,7 @@ Beside the data, `duplicates.csv` lists images that occur more than once.
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
-import csv
 import dataclasses
 import fcntl
 import hashlib
@@ -19,11 +17,12 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from tqdm import tqdm
 
 from fdc_jax.data import benchmarks, cifar100, dataset, folders, images, tfds_format
@@ -46,7 +45,7 @@ def prepare(
         benchmark_name: key of `benchmarks.BENCHMARKS`.
         source: folder or archive with the raw data; may be None for CIFAR-100, which is then
             downloaded, for the embedded digits, and for what is prepared already.
-        data_dir: folder of prepared data sets, as in `dataset.data_folder`.
+        data_dir: as in `dataset.data_folder`.
         workers: decoding threads; None for one per core.
         allow_other_split: accepts a division into train and test that is not PILOT's, as the
             benchmark "NAME_other".
@@ -73,48 +72,35 @@ def prepare(
         return None
     if allow_other_split and benchmark.partition not in ("pilot", "other"):
         raise InputError(f"{benchmark.name} has one split only: --allow_other_split does not apply")
-    if raw is None and (folder := job.prepared(benchmark)):
+    folder = job.prepared(benchmark)
+    if raw is None and folder is not None:
         return job.keep(benchmark, folder)
     if raw is None and benchmark.name != "cifar100":
         raise InputError(f"{benchmark.name} needs --source=PATH, where PATH is {benchmark.obtain}")
     try:
-        return _prepare(job, raw, allow_other_split)
+        with job.workplace() as scratch, contextlib.ExitStack() as stack:
+            if benchmark.name == "cifar100":
+                archive = (
+                    cifar100.download(benchmark, job.data_dir / "downloads", quiet)
+                    if raw is None
+                    else cifar100.find(benchmark, raw)
+                )
+                data = cifar100.read(archive)
+            else:
+                assert raw is not None
+                if raw.is_file() and not quiet:
+                    job.note_checksum(raw)
+                root = stack.enter_context(folders.unpacked(raw, scratch))
+                data, notes = folders.read(root, split=benchmark.partition != "random80")
+                for note in notes:
+                    job.say(note)
+            benchmark = job.choose(data, allow_other_split)
+            if folder := job.prepared(benchmark):
+                job.compare(benchmark, data, folder, raw)
+                return job.keep(benchmark, folder)
+            return job.write(benchmark, data, scratch)
     except OSError as error:
         raise InputError(f"cannot prepare {benchmark.name}: {error}") from error
-
-
-def _prepare(job: _Job, source: Path | None, allow_other_split: bool) -> Path:
-    benchmark = job.benchmark
-    # What is prepared may lie in a folder that is closed to writing: then images are compared.
-    in_place = source is not None and source.is_dir() and not allow_other_split
-    in_place = in_place and job.prepared(benchmark) is not None
-    with contextlib.ExitStack() as stack:
-        scratch = Path() if in_place else stack.enter_context(job.workplace())
-        if benchmark.name == "cifar100":
-            # Another process may have prepared it while this one waited.
-            if source is None and (folder := job.prepared(benchmark)):
-                return job.keep(benchmark, folder)
-            raw = cifar100.read(
-                cifar100.download(benchmark, job.data_dir / "downloads", job.quiet)
-                if source is None
-                else cifar100.find(benchmark, source)
-            )
-        else:
-            assert source is not None
-            if source.is_file():
-                _note_checksum(job, source)
-            root = stack.enter_context(folders.unpacked(source, scratch))
-            raw, others = folders.read(root, split=benchmark.partition != "random80")
-            if others:
-                job.say(
-                    f"{len(others)} files are no images by their suffix and are left out: "
-                    + ", ".join(others[:5])
-                )
-        benchmark = _choose(job, raw, allow_other_split)
-        if folder := job.prepared(benchmark):
-            _compare(job, benchmark, raw, folder, source)
-            return job.keep(benchmark, folder)
-        return job.write(benchmark, raw, scratch)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +117,7 @@ class _Job:
             print(line, file=sys.stderr, flush=True)
 
     def prepared(self, benchmark: benchmarks.Benchmark) -> Path | None:
-        """Returns the folder of what is prepared already, if it is."""
+        """Returns where a benchmark is prepared already, if it is."""
         folder = tfds_format.dataset_folder(benchmark, self.data_dir)
         if (folder / "dataset_info.json").is_file():
             return folder
@@ -143,33 +129,79 @@ class _Job:
         return None
 
     def keep(self, benchmark: benchmarks.Benchmark, folder: Path) -> Path:
-        """Says that what is prepared stays as it is."""
         self.say(f"{benchmark.name} is already prepared in {folder}")
         return folder
 
+    def note_checksum(self, archive: Path) -> None:
+        """Notes whether an archive is the published one, where one is."""
+        published = self.benchmark.checksums.get("md5")
+        if published is not None:
+            with open(archive, "rb") as file:
+                found = hashlib.file_digest(file, "md5").hexdigest()
+            same = found == published
+            told = "is that published" if same else f"differs from {published}, published"
+            self.say(
+                f"note: MD5 {found} of {archive} {told} for PILOT's archive; the images decide"
+            )
+
+    def choose(self, raw: dataset.RawData, allow_other_split: bool) -> benchmarks.Benchmark:
+        """Returns the benchmark that the images are: the one asked for, or its "other" split."""
+        labels = raw.labels("train"), raw.labels("test")
+        try:
+            benchmarks.verify(self.benchmark, *labels, raw.class_names)
+            return self.benchmark
+        except InputError as error:
+            other = benchmarks.BENCHMARKS.get(f"{self.benchmark.name}_other")
+            if other is None:
+                raise
+            if not allow_other_split:
+                hint = f"--allow_other_split prepares it as benchmark {other.name} all the same"
+                raise InputError(f"{error}; {hint}") from error
+            benchmarks.verify(other, *labels, raw.class_names)
+            self.say(f"{error}; preparing it as benchmark {other.name}")
+            return other
+
     def in_order(self, load: Callable[[Any], Any], items: Sequence[Any], what: str) -> Iterator:
-        """Loads items in threads and yields results, or InputErrors, in order, with a bar."""
-
-        def attempt(item: Any) -> Any:
-            try:
-                return load(item)
-            except InputError as error:
-                return error
-            except OSError as error:
-                return InputError(str(error))
-
-        pause = 0.1 if sys.stderr.isatty() else 30.0
+        """Loads items in threads and yields results in order, with a bar."""
         title, at_once = f"{self.benchmark.name} {what}", 32 * self.workers
+        pause = 0.1 if sys.stderr.isatty() else 30.0
+        options: Any = {"desc": title, "unit": "image", "disable": self.quiet}
         with (
             ThreadPoolExecutor(self.workers, thread_name_prefix="prepare") as pool,
-            tqdm(
-                total=len(items), desc=title, unit="image", disable=self.quiet, mininterval=pause
-            ) as bar,
+            tqdm(total=len(items), mininterval=pause, **options) as bar,
         ):
             for start in range(0, len(items), at_once):
-                for result in pool.map(attempt, items[start : start + at_once]):
+                for result in pool.map(load, items[start : start + at_once]):
                     yield result
                     bar.update()
+
+    def compare(
+        self,
+        benchmark: benchmarks.Benchmark,
+        raw: dataset.RawData,
+        folder: Path,
+        source: Path | None,
+    ) -> None:
+        """Refuses images that are not those prepared in `folder`: other names, labels or pixels."""
+        for split, items in raw.splits.items():
+            prepared = tfds_format.open_prepared(benchmark, split, self.data_dir)
+            position = {name: index for index, name in enumerate(prepared.ids)}
+
+            def differs(item: dataset.RawImage, prepared=prepared, position=position) -> str:
+                found, kept = item.read(), prepared.read(position[item.name])
+                same = found == kept or (
+                    images.decode(found, item.place) == images.decode(kept, item.name)
+                )
+                return "" if same else item.name
+
+            names: Iterable[str] = sorted(position.keys() ^ {item.name for item in items})
+            if not names:
+                names = filter(None, self.in_order(differs, items, f"{split}, compared"))
+            for name in names:
+                raise InputError(
+                    f"{folder} holds other images than {source}, such as {name} of {split}; remove "
+                    f"that folder to prepare {benchmark.name} anew, or give another --data_dir"
+                )
 
     def write(self, benchmark: benchmarks.Benchmark, raw: dataset.RawData, scratch: Path) -> Path:
         """Writes all images below `scratch`, on the data folder's disk, and moves them there."""
@@ -179,15 +211,18 @@ class _Job:
         unreadable: list[str] = []
         written: dict[str, list[tuple[str, int, bytes]]] = {split: [] for split in raw.splits}
 
-        def load(item: dataset.RawImage) -> tuple[dict[str, Any], bytes]:
-            encoded = item.read()
-            pixels = images.pixels_sha256(images.decode(encoded, item.place))
+        def load(item: dataset.RawImage) -> tuple[dict[str, Any], bytes] | Exception:
+            try:
+                encoded = item.read()
+                pixels = images.pixels_sha256(images.decode(encoded, item.place))
+            except (InputError, OSError) as error:
+                return error
             return {"image": encoded, "label": label[item.class_name], **item.fields}, pixels
 
-        def records(split: str) -> Generator[dict[str, Any], None, None]:
+        def records(split: str) -> Iterator[dict[str, Any]]:
             items = raw.splits[split]
             for item, result in zip(items, self.in_order(load, items, split), strict=True):
-                if isinstance(result, InputError):
+                if isinstance(result, Exception):
                     unreadable.append(str(result))
                 # After a failure only the remaining names matter.
                 elif not unreadable:
@@ -195,9 +230,8 @@ class _Job:
                     written[split].append((item.name, record["label"], pixels))
                     yield record
 
-        with contextlib.ExitStack() as stack:
-            each = {s: stack.enter_context(contextlib.closing(records(s))) for s in raw.splits}
-            tfds_format.write(staged, benchmark, raw.class_names, raw.superclass_names, each)
+        each = {split: records(split) for split in raw.splits}
+        tfds_format.write(staged, benchmark, raw.class_names, raw.superclass_names, each)
         if unreadable:
             total = sum(map(len, raw.splits.values()))
             raise InputError(
@@ -210,15 +244,15 @@ class _Job:
         }
         described = {"partition": benchmark.partition, "images_sha256": checksums}
         write_json(staged / "metadata.json", described)
-        # Reads everything back, and leaves the index beside the data.
-        read = {name: tfds_format.open_prepared(benchmark, name, scratch) for name in raw.splits}
-        benchmarks.verify(benchmark, read["train"].labels, read["test"].labels, raw.class_names)
+        for split in raw.splits:
+            # Reads everything back, and leaves the index beside the data.
+            tfds_format.open_prepared(benchmark, split, scratch)
         folder = tfds_format.dataset_folder(benchmark, self.data_dir)
         folder.parent.mkdir(parents=True, exist_ok=True)
         os.rename(staged, folder)
         self.say(
             f"{benchmark.name}: "
-            + ", ".join(f"{len(read[name])} {name} images" for name in raw.splits)
+            + ", ".join(f"{len(items)} {split} images" for split, items in raw.splits.items())
             + f", partition {benchmark.partition}, in {folder}; SHA-256 "
             + ", ".join(f"{name} {value[:16]}" for name, value in checksums.items())
         )
@@ -244,97 +278,36 @@ class _Job:
             prefix = f".{name}.incomplete-"
             for stale in self.data_dir.glob(f"{prefix}*"):
                 shutil.rmtree(stale, ignore_errors=True)
-            scratch = Path(tempfile.mkdtemp(dir=self.data_dir, prefix=prefix))
-            try:
-                yield scratch
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
+            with tempfile.TemporaryDirectory(
+                dir=self.data_dir, prefix=prefix, ignore_cleanup_errors=True
+            ) as scratch:
+                yield Path(scratch)
 
 
 def _write_duplicates(
     path: Path, written: dict[str, list[tuple[str, int, bytes]]], class_names: Sequence[str]
 ) -> str:
     """Lists images with the same pixels, a number to each group; says how many, or nothing."""
-    groups: dict[bytes, list[tuple[str, str, str]]] = collections.defaultdict(list)
-    for split, images_of_split in written.items():
-        for name, label, pixels in images_of_split:
-            groups[pixels].append((split, class_names[label], name))
-    repeated = [group for group in groups.values() if len(group) > 1]
-    if not repeated:
+    rows = [
+        (pixels, split, class_names[label], name)
+        for split, images_of_split in written.items()
+        for name, label, pixels in images_of_split
+    ]
+    table = pd.DataFrame(rows, columns=["pixels", "split", "class", "image"])
+    table = table[table.duplicated("pixels", keep=False)]
+    if table.empty:
         return ""
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["group", "split", "class", "image"])
-        table.writerows((i, *image) for i, group in enumerate(repeated) for image in group)
-    splits = [[split for split, _, _ in group] for group in repeated]
+    groups = table.groupby("pixels", sort=False)
+    listed = table.assign(group=groups.ngroup()).sort_values("group", kind="stable")
+    listed[["group", "split", "class", "image"]].to_csv(path, index=False)
+    splits, classes = groups["split"].nunique(), groups["class"].nunique()
     counts = {
-        "within a split": sum(len(set(each)) < len(each) for each in splits),
-        "in train and test": sum(len(set(each)) > 1 for each in splits),
-        "in several classes": sum(len({name for _, name, _ in group}) > 1 for group in repeated),
+        "within a split": (splits < groups.size()).sum(),
+        "in train and test": (splits > 1).sum(),
+        "in several classes": (classes > 1).sum(),
     }
     described = ", ".join(f"{count} {where}" for where, count in counts.items() if count)
-    return f"{len(repeated)} images occur more than once ({described})"
-
-
-def _note_checksum(job: _Job, archive: Path) -> None:
-    """Notes whether an archive is the published one, where one is."""
-    published = job.benchmark.checksums.get("md5")
-    if published is None or job.quiet:
-        return
-    with open(archive, "rb") as file:
-        found = hashlib.file_digest(file, "md5").hexdigest()
-    told = "is that published" if found == published else f"differs from {published}, published"
-    job.say(f"note: MD5 {found} of {archive} {told} for PILOT's archive; the images decide")
-
-
-def _choose(job: _Job, raw: dataset.RawData, allow_other_split: bool) -> benchmarks.Benchmark:
-    """Returns the benchmark that the images are: the one asked for, or its "other" split."""
-    labels = raw.labels("train"), raw.labels("test")
-    try:
-        benchmarks.verify(job.benchmark, *labels, raw.class_names)
-        return job.benchmark
-    except InputError as error:
-        other = benchmarks.BENCHMARKS.get(f"{job.benchmark.name}_other")
-        if other is None:
-            raise
-        if not allow_other_split:
-            raise InputError(
-                f"{error}; --allow_other_split prepares it as benchmark {other.name} all the same"
-            ) from error
-        benchmarks.verify(other, *labels, raw.class_names)
-        job.say(f"{error}; preparing it as benchmark {other.name}")
-        return other
-
-
-def _compare(
-    job: _Job,
-    benchmark: benchmarks.Benchmark,
-    raw: dataset.RawData,
-    folder: Path,
-    source: Path | None,
-) -> None:
-    """Refuses images that are not those prepared in `folder`: other names, labels or pixels."""
-    for split, items in raw.splits.items():
-        prepared = tfds_format.open_prepared(benchmark, split, job.data_dir)
-        position = {name: index for index, name in enumerate(prepared.ids)}
-
-        def differs(item: dataset.RawImage, prepared=prepared, position=position) -> str:
-            found, kept = item.read(), prepared.read(position[item.name])
-            same = found == kept or (
-                images.decode(found, item.place) == images.decode(kept, item.name)
-            )
-            return "" if same else item.name
-
-        differing: Iterable[Any] = sorted(position.keys() ^ {item.name for item in items})
-        if not differing:
-            differing = filter(None, job.in_order(differs, items, f"{split}, compared"))
-        for name in differing:
-            if isinstance(name, InputError):
-                raise name
-            raise InputError(
-                f"{folder} holds other images than {source}, such as {name} of {split}; remove "
-                f"that folder to prepare {benchmark.name} anew, or give another --data_dir"
-            )
+    return f"{len(groups)} images occur more than once ({described})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,50 +14,30 @@ from fdc_jax.errors import InputError
 
 
 def task_indices(
-    labels: Int[np.ndarray, " n"], classes: Sequence[int] | Int[np.ndarray, " k"]
+    labels: Int[np.ndarray, " n"],
+    classes: Sequence[int] | Int[np.ndarray, " k"],
+    per_class: int = 0,
 ) -> Int[np.ndarray, " m"]:
-    """Returns the indices of the images of `classes`, class after class in the order given."""
-    return np.concatenate([np.flatnonzero(labels == label) for label in classes])
+    """Returns the indices of the first `per_class` images (0: all) of each class, by class.
 
-
-def select_per_class(labels: Int[np.ndarray, " n"], per_class: int) -> Int[np.ndarray, " m"]:
-    """Returns, ascending, the indices of the first `per_class` images of every class.
-
-    Args:
-        labels: in the fixed order of a `Dataset`, that is by record identifier within a class.
-        per_class: how many to keep of each class; 0 keeps all.
+    `labels` are in the fixed order of a `Dataset`, that is by record identifier within a class.
     """
-    if per_class < 0:
-        raise InputError(f"images per class must be 0 (all) or more, found {per_class}")
-    if per_class == 0:
-        return np.arange(len(labels))
-    order = np.argsort(labels, kind="stable")
-    ordered = labels[order]
-    rank = np.arange(len(labels)) - np.searchsorted(ordered, ordered, side="left")
-    return np.sort(order[rank < per_class])
+    return np.concatenate(
+        [np.flatnonzero(labels == label)[: per_class or None] for label in classes]
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class TaskStream:
-    """Tasks with disjoint classes.
+    """Tasks with disjoint classes."""
 
-    Attributes:
-        train: all training images.
-        test: all test images.
-        order: class labels in the order in which they arrive.
-        tasks: class labels of each task.
-        train_indices: per task, its training images as indices into `train`.
-        test_indices: test images of all tasks as indices into `test`, task after task.
-        test_tasks: task of each of them.
-    """
-
-    train: Dataset
-    test: Dataset
-    order: Int[np.ndarray, " c"]
-    tasks: list[Int[np.ndarray, " k"]]
-    train_indices: list[Int[np.ndarray, " n"]]
-    test_indices: Int[np.ndarray, " m"]
-    test_tasks: Int[np.ndarray, " m"]
+    train: Dataset  # all training images
+    test: Dataset  # all test images
+    order: Int[np.ndarray, " c"]  # class labels in the order in which they arrive
+    tasks: list[Int[np.ndarray, " k"]]  # class labels of each task
+    train_indices: list[Int[np.ndarray, " n"]]  # into `train`, per task
+    test_indices: Int[np.ndarray, " m"]  # into `test`, task after task
+    test_tasks: Int[np.ndarray, " m"]  # task of each test image
 
     @property
     def positions(self) -> Int[np.ndarray, " c"]:
@@ -72,7 +52,7 @@ class TaskStream:
     @property
     def classes_per_task(self) -> tuple[int, ...]:
         """Number of classes of each task."""
-        return tuple(len(task) for task in self.tasks)
+        return tuple(map(len, self.tasks))
 
     @property
     def first_position(self) -> Int[np.ndarray, " t"]:
@@ -110,7 +90,7 @@ def build(
         test_per_class: likewise.
 
     Raises:
-        InputError: counts differ from the table, more tasks than classes, a task without images.
+        InputError: counts differ from the table, or a task has more classes than there are.
     """
     benchmarks.verify(benchmark, train.labels, test.labels, train.class_names)
     num_classes = len(train.class_names)
@@ -121,19 +101,13 @@ def build(
         )
     order = benchmarks.class_order(num_classes, class_order_seed)
     tasks = benchmarks.task_classes(order, classes_per_task or benchmark.classes_per_task)
-
-    def of_tasks(dataset: Dataset, per_class: int) -> list[np.ndarray]:
-        kept = select_per_class(dataset.labels, per_class)
-        return [kept[task_indices(dataset.labels[kept], classes)] for classes in tasks]
-
-    train_indices = of_tasks(train, train_per_class)
-    test_indices = of_tasks(test, test_per_class)
+    test_indices = [task_indices(test.labels, classes, test_per_class) for classes in tasks]
     return TaskStream(
         train=train,
         test=test,
         order=order,
         tasks=tasks,
-        train_indices=train_indices,
+        train_indices=[task_indices(train.labels, classes, train_per_class) for classes in tasks],
         test_indices=np.concatenate(test_indices),
         test_tasks=np.repeat(np.arange(len(tasks)), [len(part) for part in test_indices]),
     )

@@ -22,7 +22,7 @@ from tensorflow_datasets.core import dataset_info
 
 from fdc_jax.data import benchmarks, dataset, images
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_atomically
+from fdc_jax.files import read_json, read_npz, write_npz
 
 _CHUNK = 256
 _IMAGES_PER_FILE = 5000
@@ -61,22 +61,18 @@ def open_prepared(
     missing = ", ".join(shard.name for shard in shards if not shard.is_file())
     if missing:
         raise InputError(f"{folder}: expected the files {missing}, found none")
-    kept = _metadata(benchmark, data_dir)
-
-    def scan() -> dict[str, np.ndarray]:
-        return _index(folder, split, records)
-
-    index = _remembered(shards, f"{split}-index", cache_dir, scan)
+    kept = _metadata(benchmark, folder / "metadata.json")
+    index = _remembered(
+        *(shards, f"{split}-index", cache_dir), lambda: _index(folder, split, records)
+    )
     labels, positions, ids = index["labels"], index["positions"], tuple(index["ids"].tolist())
 
     def read(index: int) -> bytes:
         try:
             return records[int(positions[index])]["image"]
         except Exception as error:
-            raise InputError(
-                f"{benchmark.name}, split {split}, image {index} ({ids[index]}): cannot read the "
-                f"record in {folder}: {_one_line(error)}"
-            ) from error
+            described = f"{opened.describe(index)}: cannot read the record in {folder}"
+            raise InputError(f"{described}: {_one_line(error)}") from error
 
     def checksum() -> str:
         with contextlib.suppress(KeyError, TypeError):
@@ -91,11 +87,11 @@ def open_prepared(
     opened = dataset.Dataset(
         name=benchmark.name,
         split=split,
-        partition=kept.get("partition", benchmark.partition),
+        partition=benchmark.partition,
         labels=labels,
         ids=ids,
         class_names=class_names,
-        read_encoded=read,
+        read=read,
         compute_checksum=checksum,
     )
     return opened
@@ -105,20 +101,14 @@ def _one_line(error: BaseException) -> str:
     return re.sub(r"\s+", " ", str(error)).strip()[:300] or type(error).__name__
 
 
-def _metadata(benchmark: benchmarks.Benchmark, data_dir: Path) -> dict[str, Any]:
+def _metadata(benchmark: benchmarks.Benchmark, path: Path) -> dict[str, Any]:
     """Returns what was noted of data when they were prepared; nothing where TFDS did it.
 
     Raises:
         InputError: it cannot be read, or is of another division into train and test.
     """
-    path = dataset_folder(benchmark, data_dir) / "metadata.json"
-    if not path.is_file():
-        return {}
-    try:
-        noted = json.loads(path.read_text())
-        found = noted.get("partition", benchmark.partition)
-    except (OSError, ValueError, AttributeError) as error:
-        raise InputError(f"{path}: cannot read: {_one_line(error)}") from error
+    noted = read_json(path) if path.is_file() else {}
+    found = noted.get("partition", benchmark.partition) if isinstance(noted, dict) else noted
     if found != benchmark.partition:
         raise InputError(
             f"{path}: expected partition {benchmark.partition} for {benchmark.name}, found {found}"
@@ -129,16 +119,11 @@ def _metadata(benchmark: benchmarks.Benchmark, data_dir: Path) -> dict[str, Any]
 def _decoded_sha256(opened: dataset.Dataset) -> str:
     """Returns the checksum of a data set by decoding every image of it."""
 
-    def pixels(indices: range) -> list[bytes]:
-        return [
-            images.pixels_sha256(images.decode(opened.read(index), opened.describe(index)))
-            for index in indices
-        ]
+    def pixels(index: int) -> bytes:
+        return images.pixels_sha256(images.decode(opened.read(index), opened.describe(index)))
 
     with ThreadPoolExecutor(dataset.default_workers()) as pool:
-        starts = range(0, len(opened), 64)
-        chunks = pool.map(pixels, (range(i, min(i + 64, len(opened))) for i in starts))
-        found = itertools.chain.from_iterable(chunks)
+        found = pool.map(pixels, range(len(opened)))
         records = zip(opened.ids, opened.labels.tolist(), found, strict=True)
         return dataset.images_sha256(opened.class_names, records)
 
@@ -163,35 +148,33 @@ def _remembered(
         path = Path(cache_dir) / "data" / f"{place}-{name}.npz"
     stats = [(shard.name, shard.stat()) for shard in shards]
     fingerprint = json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
-    try:
-        with np.load(path, allow_pickle=False) as kept:
-            if str(kept["fingerprint"]) == fingerprint:
-                return {key: kept[key] for key in kept}
-    except Exception:
-        # Absent or damaged: it is made anew.
-        pass
-    found: Any = compute()
-    with contextlib.suppress(InputError), write_atomically(path) as file:
-        np.savez_compressed(file, fingerprint=np.array(fingerprint), **found)
+    # Absent or damaged, it is made anew; without room for it, it is not kept.
+    with contextlib.suppress(InputError):
+        kept = read_npz(path)
+        if str(kept.pop("fingerprint", "")) == fingerprint:
+            return kept
+    found = compute()
+    with contextlib.suppress(InputError):
+        write_npz(path, {"fingerprint": np.array(fingerprint), **found})
     return found
 
 
 def _index(folder: Path, split: str, records: Any) -> dict[str, np.ndarray]:
     """Reads labels, identifiers and stored positions of all records, in the canonical order."""
-    labels, ids, by_id = [], [], False
+    labels, ids, key = [], [], "file_name"
     try:
         for start in range(0, len(records), _CHUNK):
-            chunk = list(range(start, min(start + _CHUNK, len(records))))
-            for record in records.__getitems__(chunk):
-                by_id = "file_name" not in record
+            chunk = range(start, min(start + _CHUNK, len(records)))
+            for record in records.__getitems__(list(chunk)):
+                key = "file_name" if "file_name" in record else "id"
                 labels.append(record["label"])
-                ids.append(record["id" if by_id else "file_name"].decode())
+                ids.append(record[key].decode())
     except Exception as error:
         raise InputError(f"{folder}: cannot read split {split}: {_one_line(error)}") from error
     if len(set(ids)) != len(ids):
         raise InputError(f"{folder}: split {split}: expected distinct record names, found repeats")
     names, label = np.array(ids, np.str_), np.array(labels, np.int32)
-    positions = np.argsort(names, kind="stable") if by_id else np.lexsort((names, label))
+    positions = np.argsort(names) if key == "id" else np.lexsort((names, label))
     return {"labels": label[positions], "ids": names[positions], "positions": positions}
 
 
@@ -218,14 +201,10 @@ def write(
     superclass_names: list[str] | None,
     records: Mapping[str, Iterator[dict[str, Any]]],
 ) -> None:
-    """Writes a data set as array_record files, in the order given.
+    """Writes a data set into an empty folder as array_record files, in the order given.
 
-    Args:
-        folder: empty, and named as readers look for it only when all is well.
-        benchmark: what is written.
-        class_names: by class index.
-        superclass_names: of CIFAR-100.
-        records: per split one dictionary per image with the keys of `features`, `image` encoded.
+    `records` are, per split, one dictionary per image with the keys of `features`, the image
+    encoded.
 
     Raises:
         InputError: the disk is full or closed.

@@ -51,7 +51,7 @@ def plain_source():
             labels=np.arange(n, dtype=np.int32) % num_classes,
             ids=tuple(f"image_{i}" for i in range(n)),
             class_names=tuple(map(str, range(num_classes))),
-            read_encoded=read or encoded.__getitem__,
+            read=read or encoded.__getitem__,
             compute_checksum=lambda: "0" * 64,
         )
 

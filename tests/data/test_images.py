@@ -1,3 +1,4 @@
+import contextlib
 import io
 import math
 import struct
@@ -41,35 +42,19 @@ def test_evaluation_transform_is_pilots(photo, size, image_size):
     np.testing.assert_array_equal(found, evaluation_reference(image, image_size))
 
 
-def test_evaluation_sizes():
-    assert [images.evaluation_resize(size) for size in (224, 128, 32)] == [256, 146, 37]
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_train_transform_crops_then_resizes_then_mirrors(photo, size):
     image = photo(*size)
     generator = np.random.default_rng(5)
-    mirrored = []
-    for _ in range(8):
-        uniforms = generator.random(images.NUM_UNIFORMS)
+    for last in (0.0, 0.4999, 0.5, 0.9):
+        uniforms = np.append(generator.random(images.NUM_UNIFORMS - 1), last)
         left, top, right, bottom = images.random_crop_box(*size, uniforms)
         part = np.asarray(image)[top:bottom, left:right]
-        expected = np.asarray(Image.fromarray(part).resize((64, 64), resample=2))
-        if uniforms[-1] < 0.5:
-            expected = expected[:, ::-1]
-        mirrored.append(uniforms[-1] < 0.5)
+        straight = np.asarray(Image.fromarray(part).resize((64, 64), resample=2))
+        expected = straight[:, ::-1] if last < 0.5 else straight
         np.testing.assert_array_equal(images.train_transform(image, 64, uniforms), expected)
-    assert 0 < sum(mirrored) < 8
-
-
-def test_half_of_the_images_are_mirrored(photo):
-    image = photo(50, 40)
-    uniforms = np.full(images.NUM_UNIFORMS, 0.3)
-    straight = images.train_transform(image, 32, uniforms, flip=False)
-    for number, mirrored in [(0.0, True), (0.4999, True), (0.5, False), (0.9, False)]:
-        uniforms[-1] = number
-        expected = straight[:, ::-1] if mirrored else straight
-        np.testing.assert_array_equal(images.train_transform(image, 32, uniforms), expected)
+        found = images.train_transform(image, 64, uniforms, flip=False)
+        np.testing.assert_array_equal(found, straight)
 
 
 def crop_reference(width, height, generator, scale, ratio=(3 / 4, 4 / 3)):
@@ -109,9 +94,7 @@ def test_crop_boxes_are_distributed_as_torchvisions(size, scale):
     # Position and area are independent given the size: a shared random number would show here.
     free = found[:, 0] / np.maximum(size[0] - (found[:, 2] - found[:, 0]), 1)
     down = found[:, 1] / np.maximum(size[1] - (found[:, 3] - found[:, 1]), 1)
-    roomy = (found[:, 2] - found[:, 0] < 0.8 * size[0]) & (
-        found[:, 3] - found[:, 1] < 0.8 * size[1]
-    )
+    roomy = (found[:, 2:] - found[:, :2] < 0.8 * np.array(size)).all(axis=1)
     assert abs(stats.spearmanr(free[roomy], down[roomy]).statistic) < 0.06
 
 
@@ -131,9 +114,7 @@ def test_crop_that_never_fits_falls_back_to_the_centre(size, expected):
 def test_later_tries_are_used():
     uniforms = np.full(images.NUM_UNIFORMS, 0.999)
     uniforms[18:20] = 0.0, 0.5
-    left, top, right, bottom = images.random_crop_box(100, 100, uniforms)
-    assert (right - left, bottom - top) == (22, 22)
-    assert (left, top) == (78, 78)
+    assert images.random_crop_box(100, 100, uniforms) == (78, 78, 100, 100)
 
 
 @hypothesis.settings(deadline=None, max_examples=200, derandomize=True)
@@ -180,14 +161,6 @@ def test_decode_palette(encode, transparency):
     encoded = encode(image, **options)
     assert Image.open(io.BytesIO(encoded)).mode == "P"
     np.testing.assert_array_equal(np.asarray(images.decode(encoded, "x")), palette[indices])
-
-
-def test_decode_cmyk_as_pillow_does(photo, encode):
-    encoded = encode(photo(24, 16).convert("CMYK"), "JPEG", quality=95)
-    with Image.open(io.BytesIO(encoded)) as image:
-        assert image.mode == "CMYK"
-        expected = np.asarray(image.convert("RGB"))
-    np.testing.assert_array_equal(np.asarray(images.decode(encoded, "x")), expected)
 
 
 SIXTEEN_BITS = np.array([[0, 7, 255, 256, 32768, 65535]], np.uint16)
@@ -257,21 +230,12 @@ def test_decode_leaves_exif_rotation_alone(photo, encode):
     assert images.decode(encode(image, exif=exif), "x").size == (30, 10)
 
 
-BROKEN = {
-    "empty": lambda good: b"",
-    "zeros": lambda good: bytes(len(good)),
-    "a web page": lambda good: b"<html>quota exceeded</html>",
-    "cut in half": lambda good: good[: len(good) // 2],
-    "cut short": lambda good: good[:-40],
-    "header only": lambda good: good[:24],
-}
-
-
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP"])
-@pytest.mark.parametrize("damage", BROKEN)
+@pytest.mark.parametrize("damage", ["zeros", "a web page", 0, 24, -40])
 def test_broken_images_are_named(photo, encode, file_format, damage):
     good = encode(photo(120, 90), file_format)
-    bad = BROKEN[damage](good)
+    others = {"zeros": bytes(len(good)), "a web page": b"<html>quota exceeded</html>"}
+    bad = others[damage] if damage in others else good[:damage]
     with pytest.raises(InputError, match=r"birds, image 7 \(a/b\.jpg\)") as caught:
         images.decode(bad, "birds, image 7 (a/b.jpg)")
     assert "\n" not in str(caught.value)
@@ -292,9 +256,5 @@ def test_any_damage_is_an_image_or_an_input_error(photo, encode, file_format, da
     for place, value in damage:
         # Mostly headers, where parsers break.
         content[place % min(len(content), 200)] = value
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            assert images.decode(bytes(content), "x").mode == "RGB"
-        except InputError:
-            pass
+    with warnings.catch_warnings(action="ignore"), contextlib.suppress(InputError):
+        assert images.decode(bytes(content), "x").mode == "RGB"

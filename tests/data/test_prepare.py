@@ -36,27 +36,27 @@ def pilot(tmp_path, encode, tiny_benchmark):
     """A small folder in PILOT's layout, and omnibench shrunk to it."""
     root = tmp_path / "raw" / "omnibenchmark"
     for split, counts in [("train", TRAIN), ("test", TEST)]:
-        for name, count in counts.items():
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            for number in range(count):
-                suffix, file_format = [("JPEG", "JPEG"), ("png", "PNG")][number % 2]
-                content = encode(
-                    image_of(ORDERED.index(name), number + 50 * (split == "test")), file_format
-                )
-                (folder / f"{number}.{suffix}").write_bytes(content)
+        for label, name in enumerate(ORDERED):
+            (root / split / name).mkdir(parents=True)
+            for number in range(counts[name]):
+                suffix = ("JPEG", "png")[number % 2]
+                pixels = image_of(label, number + 50 * (split == "test"))
+                path = root / split / name / f"{number}.{suffix}"
+                path.write_bytes(encode(pixels, suffix.upper()))
     order = benchmarks.class_order(4, 1993)
     counts = tuple(sum(TEST[ORDERED[c]] for c in order[i : i + 2]) for i in (0, 2))
-    tiny_benchmark(
-        "omnibench",
-        num_classes=4,
-        classes_per_task=2,
-        num_train=8,
-        num_test=5,
-        task_test_counts=counts,
-    )
-    tiny_benchmark("omnibench_other", num_classes=4, classes_per_task=2)
+    shrunk = dict(num_classes=4, classes_per_task=2)
+    tiny_benchmark("omnibench", num_train=8, num_test=5, task_test_counts=counts, **shrunk)
+    tiny_benchmark("omnibench_other", **shrunk)
     return root
+
+
+def refused(source, tmp_path, message, name="omnibench"):
+    """Expects a refusal that leaves nothing behind; returns what it says."""
+    with pytest.raises(InputError, match=message) as caught:
+        prepare.prepare(name, source, tmp_path / "data", quiet=True, workers=2)
+    assert left_over(tmp_path / "data") == []
+    return str(caught.value)
 
 
 def assert_reads_back(root, data_dir, name="omnibench"):
@@ -105,7 +105,6 @@ def test_end_to_end(tmp_path, pilot, pack, name):
     assert folder == data_dir / "pilot_omnibench" / "1.0.0"
     assert left_over(data_dir) == ["pilot_omnibench"]
     assert_reads_back(pilot, data_dir)
-    assert dataset.open_dataset("omnibench", "train", data_dir).partition == "pilot"
     builder = tfds.builder_from_directory(str(folder))
     assert builder.info.supervised_keys == ("image", "label")
     examples = builder.as_data_source(split="test")
@@ -259,33 +258,32 @@ def bind_socket(path, monkeypatch):
 )
 def test_what_is_no_file_is_never_opened(tmp_path, pilot, make, message, monkeypatch):
     make(pilot / "train" / "10" / "z.png", monkeypatch)
-    with pytest.raises(InputError, match=f"train/10/z.png: .*{message}"):
-        prepare.prepare("omnibench", pilot, tmp_path / "data", quiet=True)
+    refused(pilot, tmp_path, f"train/10/z.png: .*{message}")
 
 
-def test_names_that_are_not_utf_8_are_refused(tmp_path, pilot, encode):
-    with open(os.fsencode(pilot / "train" / "10") + b"/\xe9.png", "wb") as file:
-        file.write(encode(image_of(0, 5)))
-    with pytest.raises(InputError, match=r"file names in UTF-8, found b'10/\\xe9.png'$"):
-        prepare.prepare("omnibench", pilot, tmp_path / "data", quiet=True)
+def test_names_that_are_not_utf_8_are_refused(tmp_path, pilot):
+    open(os.fsencode(pilot / "train" / "10") + b"/\xe9.png", "wb").close()
+    refused(pilot, tmp_path, r"file names in UTF-8, found b'10/\\xe9.png'$")
 
 
-def test_skipped_suffixes_are_named(tmp_path, pilot):
+def test_skipped_suffixes_are_named(tmp_path, pilot, capsys):
+    (pilot / "train" / "10" / "list.txt").write_text("1.png")
+    (pilot / "train" / "10" / ".hidden.png").write_text("")
+    (pilot / "train" / "10" / ".thumbnails").mkdir()
+    (pilot / "train" / "10" / ".thumbnails" / "1.png").write_text("")
+    (pilot / "train" / "README.md").write_text("about")
+    prepare.prepare("omnibench", pilot, tmp_path)
+    assert "skipped, as no images by their suffix: 1 .txt\n" in capsys.readouterr().err
     for path in (pilot / "train" / "44").iterdir():
         path.rename(path.with_suffix(".GIF"))
-    with pytest.raises(InputError, match=r"train/44: expected images.* by their suffix: 2 \.gif$"):
-        prepare.prepare("omnibench", pilot, tmp_path / "data", quiet=True)
+    refused(pilot, tmp_path, r"train/44: expected images.* by their suffix: 2 \.gif$")
 
 
 @pytest.mark.parametrize(
     ("members", "message"),
     [
-        (
-            ["train/a/1.gif", "train/a/b/README", "test/a/1.png"],
-            "none; .*: 1 .gif, 1 README$",
-        ),
+        (["train/a/1.gif", "train/a/b/README", "test/a/1.png"], "none; .*: 1 .gif, 1 README$"),
         (["a/1.png"], "expected the folders train and test, found a$"),
-        (["train/a/1.png", "test/a/1.png"], "expected 4 classes, found 1"),
     ],
 )
 def test_errors_about_an_archive_name_it(tmp_path, pilot, members, message):
@@ -293,25 +291,17 @@ def test_errors_about_an_archive_name_it(tmp_path, pilot, members, message):
     with zipfile.ZipFile(archive, "w") as packed:
         for name in members:
             packed.writestr(name, b"content")
-    with pytest.raises(InputError, match=message) as caught:
-        prepare.prepare("omnibench", archive, tmp_path / "data", quiet=True)
-    assert "incomplete" not in str(caught.value)
-    if "classes" not in message:
-        assert str(caught.value).startswith(f"{archive}")
+    said = refused(archive, tmp_path, message)
+    assert said.startswith(f"{archive}") and "incomplete" not in said
 
 
 @pytest.mark.parametrize("damage", ["text", "cut zip", "cut tar"])
 def test_damaged_archives(tmp_path, pilot, damage):
     archive = tmp_path / "o.archive"
-    if damage == "text":
-        archive.write_text("<html>quota exceeded</html>")
-    else:
-        (pack_zip if damage == "cut zip" else pack_tar)(pilot, archive)
-        content = archive.read_bytes()
-        archive.write_bytes(content[: len(content) // 2])
-    with pytest.raises(InputError, match=re.escape(str(archive))):
-        prepare.prepare("omnibench", archive, tmp_path / "data", quiet=True)
-    assert left_over(tmp_path / "data") == []
+    (pack_tar if damage == "cut tar" else pack_zip)(pilot, archive)
+    content = archive.read_bytes()
+    archive.write_bytes(b"<html>no quota" if damage == "text" else content[: len(content) // 2])
+    refused(archive, tmp_path, re.escape(str(archive)))
 
 
 @pytest.mark.parametrize(
@@ -324,8 +314,7 @@ def test_archives_cannot_write_or_read_outside(tmp_path, pilot, name, link):
         if link:
             member.type, member.linkname = tarfile.SYMTYPE, link
         packed.addfile(member, io.BytesIO())
-    with pytest.raises(InputError, match=r"o.tar: cannot unpack"):
-        prepare.prepare("omnibench", archive, tmp_path / "data", quiet=True)
+    refused(archive, tmp_path, r"o.tar: cannot unpack")
     assert not list(tmp_path.rglob("escaped.png"))
 
 
@@ -342,18 +331,7 @@ def test_a_disk_that_is_full(tmp_path, pilot):
     assert left_over(tmp_path / "data") == []
 
 
-def test_a_prepared_data_folder_may_be_closed(tmp_path, pilot, monkeypatch):
-    folder = prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
-    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    monkeypatch.setattr(prepare.fcntl, "flock", lambda *_: pytest.fail("locking means writing"))
-    for source in (None, pilot):
-        assert prepare.prepare("omnibench", source, tmp_path, quiet=True) == folder
-    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_and_quiet(tmp_path, pilot, capsys, monkeypatch, terminal):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+def test_progress_and_quiet(tmp_path, pilot, capsys):
     prepare.prepare("omnibench", pilot, tmp_path / "a")
     said = capsys.readouterr().err
     assert "omnibench train: 100%" in said and "5/5" in said
@@ -367,22 +345,9 @@ def test_every_unreadable_image_is_listed(tmp_path, pilot):
     (pilot / "test" / "44" / "0.JPEG").write_text("not an image")
     good = (pilot / "train" / "4" / "0.JPEG").read_bytes()
     (pilot / "train" / "4" / "0.JPEG").write_bytes(good[:-30])
-    with pytest.raises(InputError, match="3 of 13 images cannot be read") as caught:
-        prepare.prepare("omnibench", pilot, tmp_path / "data", quiet=True, workers=2)
+    said = refused(pilot, tmp_path, "3 of 13 images cannot be read")
     for name in ("train/10/1.png", "test/44/0.JPEG", "train/4/0.JPEG"):
-        assert name in str(caught.value)
-    assert left_over(tmp_path / "data") == []
-
-
-def test_files_that_are_no_images_are_left_out_and_named(tmp_path, pilot, capsys):
-    (pilot / "train" / "10" / "list.txt").write_text("1.png")
-    (pilot / "train" / "10" / ".hidden.png").write_text("")
-    (pilot / "train" / "10" / ".thumbnails").mkdir()
-    (pilot / "train" / "10" / ".thumbnails" / "1.png").write_text("")
-    (pilot / "train" / "README.md").write_text("about")
-    prepare.prepare("omnibench", pilot, tmp_path)
-    said = capsys.readouterr().err
-    assert "1 files are no images by their suffix and are left out: 10/list.txt" in said
+        assert name in said
 
 
 def move(pilot, old, new):
@@ -409,14 +374,12 @@ def of_the_other_task():
 )
 def test_another_split_is_refused(tmp_path, pilot, name, old, new, message):
     move(pilot, old, new)
-    with pytest.raises(InputError, match=message):
-        prepare.prepare(name, pilot, tmp_path / "data", quiet=True)
-    assert left_over(tmp_path / "data") == []
+    refused(pilot, tmp_path, message, name)
 
 
 def test_another_split_can_be_prepared_under_its_own_name(tmp_path, pilot, capsys):
     right = prepare.prepare("omnibench", pilot, tmp_path / "a", allow_other_split=True)
-    assert right == tmp_path / "a" / "pilot_omnibench" / "1.0.0"
+    assert right.parent.name == "pilot_omnibench"
     move(pilot, "train/10/0.JPEG", "test/10/9.JPEG")
     with pytest.raises(InputError, match=r"--allow_other_split prepares it as .*omnibench_other"):
         prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
@@ -425,8 +388,6 @@ def test_another_split_can_be_prepared_under_its_own_name(tmp_path, pilot, capsy
     assert "expected 8 training images, found 7; preparing it as" in capsys.readouterr().err
     source = dataset.open_dataset("omnibench_other", "test", tmp_path)
     assert (source.name, source.partition, len(source)) == ("omnibench_other", "other", 6)
-    with pytest.raises(InputError, match="omnibench is not prepared"):
-        dataset.open_dataset("omnibench", "test", tmp_path)
     assert prepare.prepare("omnibench", pilot, tmp_path, allow_other_split=True) == folder
     assert "omnibench_other is already prepared" in capsys.readouterr().err
 
@@ -441,7 +402,6 @@ def test_another_split_can_be_prepared_under_its_own_name(tmp_path, pilot, capsy
         ("cifar100", {"source": "."}, "expected the archive cifar-100-binary.tar.gz"),
         ("omnibench", {"source": "."}, r"^\.: expected the folders train and test, found no"),
         ("cub200_random80", {"source": "."}, r"^\.: expected one folder of images per class"),
-        ("omnibench", {"source": "gone"}, "^gone: expected a folder or an archive, found nothing"),
         ("cub200", {"source": "."}, "found a folder without dataset_info.json; remove it"),
         ("omnibench", {"source": ".", "data_dir": "file"}, "cannot prepare omnibench: .*file"),
     ],
@@ -491,23 +451,24 @@ def test_the_substitute_split_follows_its_rule(tmp_path, encode, tiny_benchmark)
         assert list(source.ids) == sorted(names[i] for i in chosen)
         assert (source.name, source.partition) == ("cub200_random80", "random80")
     (root / "images" / "002.A" / "5.jpg").unlink()
-    with pytest.raises(InputError, match="expected 12 training images, found 11"):
-        prepare.prepare("cub200_random80", root.parent, tmp_path / "b", quiet=True)
+    refused(root.parent, tmp_path, "expected 12 training images, found 11", "cub200_random80")
 
 
 # Several processes, and processes that die
 
 
-def start(source, data_dir, before="", die_in=None):
-    """Starts a process that prepares the small omnibench, and may kill itself on its way."""
+DIE_BEFORE_RENAMING = """
+import os, signal
+os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def start(source, data_dir, before=""):
+    """Starts a process that prepares the small omnibench."""
     program = f"""{before}
-import os, signal, sys
 from fdc_jax.data import benchmarks, prepare
 from fdc_jax.data.benchmarks import Benchmark
 benchmarks.BENCHMARKS["omnibench"] = {benchmarks.BENCHMARKS["omnibench"]!r}
-if {die_in!r}:
-    module, name = {die_in!r}
-    setattr(sys.modules[module], name, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 prepare.prepare("omnibench", {str(source)!r}, {str(data_dir)!r})
 """
     return subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
@@ -529,12 +490,9 @@ def test_a_second_process_waits_for_the_first(tmp_path, pilot):
     assert left_over(data_dir) == ["pilot_omnibench"]
 
 
-@pytest.mark.parametrize(
-    "moment", [("fdc_jax.data.prepare", "write_json"), ("os", "rename")], ids=["written", "read"]
-)
-def test_a_killed_process_leaves_nothing_that_is_accepted(tmp_path, pilot, moment):
+def test_a_killed_process_leaves_nothing_that_is_accepted(tmp_path, pilot):
     data_dir = tmp_path / "data"
-    child = start(pilot, data_dir, die_in=moment)
+    child = start(pilot, data_dir, DIE_BEFORE_RENAMING)
     said = child.communicate(timeout=120)[1]
     assert child.returncode == -signal.SIGKILL, said
     assert any("incomplete" in name for name in left_over(data_dir))
