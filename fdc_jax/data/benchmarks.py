@@ -188,11 +188,11 @@ def verify(
     any_split = benchmark.partition == "other"
     expect("classes", None if any_split else benchmark.num_classes, len(class_names))
     for split, labels in (("training", train_labels), ("test", test_labels)):
-        absent = np.setdiff1d(np.arange(len(class_names)), labels)[:10].tolist()
-        if absent and (split == "training" or benchmark.partition == "pilot"):
+        absent = np.setdiff1d(np.arange(len(class_names)), labels)[:10]
+        if len(absent) and (split == "training" or benchmark.partition == "pilot"):
             raise InputError(
                 f"{benchmark.name}: expected {split} images of every class, found none of "
-                + ", ".join(class_names[label] for label in absent)
+                + ", ".join(class_names[int(label)] for label in absent)
             )
     expect("training images", benchmark.num_train, len(train_labels))
     expect("test images", benchmark.num_test, len(test_labels))

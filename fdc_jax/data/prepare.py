@@ -22,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
@@ -302,9 +303,9 @@ def _write_duplicates(
     listed[["group", "split", "class", "image"]].to_csv(path, index=False)
     splits, classes = groups["split"].nunique(), groups["class"].nunique()
     counts = {
-        "within a split": (splits < groups.size()).sum(),
-        "in train and test": (splits > 1).sum(),
-        "in several classes": (classes > 1).sum(),
+        "within a split": np.sum(splits < groups.size()),
+        "in train and test": np.sum(splits > 1),
+        "in several classes": np.sum(classes > 1),
     }
     described = ", ".join(f"{count} {where}" for where, count in counts.items() if count)
     return f"{len(groups)} images occur more than once ({described})"
