@@ -88,12 +88,12 @@ def warn_of_weak_heads(features: FeatureSet) -> None:
     A task of one class tells nothing.
     """
     own, final = [], []
-    for t, task in enumerate(features.tasks):
+    for task in features.tasks:
         own.append((task.adapted, task.labels, task.head, task.classes))
         if features.test_labels is not None:
-            rows, head = features.test_tasks == t, task.final_head or task.head
+            rows = np.isin(features.test_labels, task.classes)
             samples = features.test_adapted[rows], features.test_labels[rows]
-            final.append((*samples, head, task.classes))
+            final.append((*samples, task.final_head or task.head, task.classes))
     _warn(
         own,
         "heads are hardly ever right about their own training samples",

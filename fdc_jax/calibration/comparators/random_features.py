@@ -116,7 +116,7 @@ class AnaCP(Comparator):
     """
 
     name = "anacp"
-    # The authors' values.
+    # Of step 2, of both steps, of step 3, and what is added to S.
     num_heads = 3
     ridge = 100.0
     samples_per_class = 100
