@@ -51,16 +51,7 @@ import jax.numpy as jnp
 
 from fdc_jax.errors import InputError
 
-_QUESTIONS = (
-    "initial_state",
-    "before_task",
-    "start",
-    "loss",
-    "update",
-    "after_task",
-    "encoder",
-    "heads",
-)
+_QUESTIONS = ("initial_state", "before_task", "start", "loss", "after_task", "encoder", "heads")
 _LIBRARIES = re.compile(rf"site-packages|<frozen|^{re.escape(str(Path(__file__).parents[1]))}")
 _INTERVAL = re.compile(r"([\[(])([-+.\w]+), ([-+.\w]+)([\])])")
 
@@ -92,10 +83,7 @@ def expected(
 ) -> str | None:
     """Returns what was expected where a value is not allowed, in words, or else None.
 
-    Args:
-        allowed: as in `Option`.
-        value: to look at.
-        others: values by name, for intervals that end at one of them.
+    `others` holds values by name, for intervals that end at one of them.
     """
     if isinstance(allowed, tuple):
         return None if value in allowed else " or ".join(allowed)

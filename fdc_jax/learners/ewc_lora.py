@@ -27,8 +27,7 @@ norm, and TSF acts before that division.
 
 E_t has the first t increments folded in; head input and score scales are otherwise
 Cumulative-LoRA's. Two float32 matrices a block are kept for Omega (57 MB for ViT-B/16). The Fisher
-pass, in float32 in every mode, costs about one epoch of parity mode and holds `images_at_once`
-gradients of that size at a time.
+pass, in float32 in every mode, holds `images_at_once` gradients of that size at a time.
 """
 
 import math

@@ -68,9 +68,8 @@ def fit(
 ) -> tuple[Float64[np.ndarray, " d"], Float64[np.ndarray, "d d"]]:
     """Returns mean and factor of the Gaussian of one class, in float64.
 
-    The covariance is the unbiased one, zero for a single feature, plus `ridge` on its diagonal. Its
-    factor comes from a QR decomposition of the centred features, so that the covariance is never
-    formed and no class is too small.
+    The covariance is unbiased, zero for a single feature, plus `ridge` on its diagonal; its factor
+    comes from a QR decomposition of the centred features, so that no class is too small.
     """
     features = np.asarray(features, np.float64)
     n, width = features.shape
@@ -90,9 +89,6 @@ def fit_task(
     ridge: float,
 ) -> ClassGaussians:
     """Returns the Gaussians with those of one task fitted; the ones given stay as they are.
-
-    The factors of the other tasks are copied within the memory of the host, which for a moment
-    holds them twice. That takes a fraction of the second in which a checkpoint writes them.
 
     Raises:
         TrainingError: a class has no image, or a feature that is not finite.
@@ -141,14 +137,7 @@ def draw(
 
 
 @partial(jax.jit, donate_argnums=1)
-def _draw_task(
-    key: Array,
-    features: Float[Array, "t c s d"],
-    task: Int[Array, ""],
-    means: Float[Array, "t c d"],
-    scales: Float[Array, " t"],
-    factors: Float[Array, "c d d"],
-) -> Float[Array, "t c s d"]:
+def _draw_task(key, features, task, means, scales, factors) -> Float[Array, "t c s d"]:
     """Returns the features with the slot of one task drawn."""
     normal = jax.random.normal(jax.random.fold_in(key, task), features.shape[1:])
     spread = jnp.einsum("csd,ced->cse", normal, factors, precision=jax.lax.Precision.HIGHEST)
@@ -164,14 +153,9 @@ def retraining(
     """Returns a function that trains the heads of all tasks on drawn features.
 
     In every epoch it draws `samples` features of each class seen, shuffles them and goes over them
-    in batches; the last batch may be smaller. It is compiled once for all tasks.
-
-    Args:
-        loss: `loss(heads, features, labels, weights, seen) -> scalar`; `labels` are positions in
-            the flattened slots [t * c], rows of weight 0 are padding.
-        transformation: turns gradients into directions, before any learning rate.
-        samples: per class and epoch.
-        batch_size: features per step.
+    in batches; the last batch may be smaller. It is compiled once for all tasks. In
+    `loss(heads, features, labels, weights, seen)` labels are positions in the flattened slots
+    [t * c], rows of weight 0 are padding; `transformation` makes directions of gradients.
 
     Returns:
         `retrain(heads, gaussians, seen, scales, rates, key) -> heads`, where `heads` is a pytree
@@ -231,7 +215,6 @@ def retraining(
             )
         return heads
 
-    retrain._cache_size = train_epoch._cache_size  # pyright: ignore
     return retrain
 
 

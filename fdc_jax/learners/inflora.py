@@ -18,10 +18,9 @@ pointing into it. Unknown: lamb and lame under the paper's protocol; 0.95 (CIFAR
 (ImageNet-R) are the authors', 0.98 is a port's on ImageNet-A and a guess elsewhere. The native
 preset has one rate of 5e-4.
 
-E_t, head input and score scales are Cumulative-LoRA's. A step costs less, since A is not trained;
-around a task there are two passes over its images without gradients, each with a decomposition a
-block in float64 on the host, where close directions do not depend on rounding. The memory is a
-matrix a block (28 MB for ViT-B/16); nothing grows with tasks.
+E_t, head input and score scales are Cumulative-LoRA's. Decompositions run in float64 on the host,
+where close directions do not depend on rounding. The memory is a matrix a block (28 MB for
+ViT-B/16).
 """
 
 import math
@@ -56,11 +55,7 @@ NATIVE_LEARNING_RATE = 5e-4
 class State(NamedTuple):
     """Increments and heads of all tasks, and per block the memory of earlier inputs.
 
-    Attributes:
-        increments: stacked on a task axis; A of key and value are the same.
-        heads: stacked on a task axis.
-        memory: orthonormal columns of every block, zero from `memory_size` on.
-        memory_size: columns in use.
+    `memory` has orthonormal columns, zero from `memory_size` on.
     """
 
     increments: vit.Increment

@@ -19,9 +19,8 @@ trains as InfLoRA's. The pseudo-features of a task follow from its training key 
 
 E_t and head input are InfLoRA's. The score scale of a task comes from its head after the alignment
 at its own end, since the paper computes it then and does not speak of heads that change later;
-prediction takes the heads after the last alignment. A task costs one more pass over its images, a
-decomposition a class, and the alignment, which alone grows with the classes seen. The Gaussians
-stay on the host, 708 MB for 300 classes of ViT-B/16.
+prediction takes the heads after the last alignment. The Gaussians stay on the host, 708 MB for 300
+classes of ViT-B/16.
 """
 
 import functools

@@ -35,11 +35,10 @@ E_t has the shrunken increments of the first t tasks merged. Logits are the clas
 the rows of the head, without scale; sigma_t comes from head t as it was trained. One moment a block
 is kept (28 MB for ViT-B/16), and every increment with the rank of both branches (59 MB for 20 tasks
 of rank 10); nothing grows with tasks. A batch costs four passes forward and backward, two over each
-group, without second derivatives. On one device a pass runs over the rows of its group, filled up
-to one of a few sizes, which makes about 2.3 times a plain step; on several devices it runs over the
-whole batch, four times a plain step. Beside the training there are three passes over the images
-without gradients: one before, two after. Decompositions run in float64 on the host; where a moment
-is not positive definite, multiples of the identity from 1e-12 on are added, which is logged.
+group, without second derivatives: about 2.3 plain steps on one device, four on several. Beside the
+training there are three passes over the images without gradients: one before, two after.
+Decompositions run in float64 on the host; where a moment is not positive definite, multiples of the
+identity from 1e-12 on are added, which is logged.
 """
 
 import logging
@@ -77,9 +76,6 @@ OPTIONS = {
     ),
     "alignment": Option(True, comment="half-steps over groups of classes; off: plain steps"),
     "look_ahead": Option(0.3, "[0, inf)", "rho, the longest", on={"imagenet_r": 0.7}),
-    "native_learning_rate": Option(
-        0.0, "[0, inf)", "of SGD; 0: the authors', or 1e-2 where they have none"
-    ),
 }
 _AUTHORS = {"train.batch_size": 48, "train.rank": 32}
 AUTHORS_RUNS = {
@@ -168,13 +164,7 @@ def isolated_directions(
 ) -> tuple[Float64[np.ndarray, "d r"], float]:
     """Returns an orthonormal basis of the directions with the most new energy to old.
 
-    Args:
-        new: second moment of the new task's inputs.
-        old: of earlier tasks; made positive definite where it is not.
-        rank: how many directions.
-
-    Returns:
-        The basis, and what was added to the diagonal of `old`.
+    Also what was added to the diagonal of `old` to make it positive definite.
     """
     root, jitter = cholesky(old)
     half = scipy.linalg.solve_triangular(root, new, lower=True)
@@ -269,7 +259,7 @@ def update(setup: training.Setup) -> training.Update:
     if config.learner.preset == "protocol":
         rates = training.paper_rates(setup)
         return aligned_update(setup, loss, rates, optax.scale_by_adam(), look_ahead)
-    rate = ours.native_learning_rate or NATIVE_RATE_OF.get(config.benchmark, NATIVE_RATE)
+    rate = NATIVE_RATE_OF.get(config.benchmark, NATIVE_RATE)
     decay = NATIVE_WEIGHT_DECAY_OF.get(config.benchmark, NATIVE_WEIGHT_DECAY)
     sgd = optax.chain(optax.add_decayed_weights(decay), optax.trace(NATIVE_MOMENTUM))
     rates = {"increment": rate, "head": rate}
@@ -278,12 +268,7 @@ def update(setup: training.Setup) -> training.Update:
 
 
 class Progress(NamedTuple):
-    """What the update carries from batch to batch.
-
-    Attributes:
-        batches: how many there were, from which the random numbers of the next one follow.
-        optimizer: state of the optimiser, which has seen up to twice as many steps.
-    """
+    """What the update carries from batch to batch; random numbers follow from the count."""
 
     batches: Int[Array, ""]
     optimizer: Any
@@ -342,7 +327,7 @@ def aligned_update(
             return trained, Progress(progress.batches + 1, optimizer), value
         key = jax.random.wrap_key_data(frozen["alignment"])
         key_of_length, key_of_groups = jax.random.split(jax.random.fold_in(key, progress.batches))
-        present = present_classes(batch.labels, batch.weights, len(frozen["class_mask"]))
+        present = jnp.zeros(len(frozen["class_mask"])).at[batch.labels].max(batch.weights) > 0
         several = present.sum() > 1
         length = several * look_ahead * jax.random.uniform(key_of_length)
         first = first_group(key_of_groups, present)[batch.labels]
@@ -384,13 +369,6 @@ def against(gradient: Float[Array, "*l a b"], length) -> Float[Array, "*l a b"]:
     """Returns a step of the given length against the gradient of every matrix."""
     norm = jnp.sqrt(jnp.sum(gradient**2, axis=(-2, -1), keepdims=True))
     return -length * gradient / (norm + NORM_FLOOR)
-
-
-def present_classes(
-    labels: Int[Array, " n"], weights: Float[Array, " n"], classes: int
-) -> Bool[Array, " c"]:
-    """Marks the classes that a batch has an image of; rows of weight 0 do not count."""
-    return jnp.zeros(classes).at[labels].max(weights) > 0
 
 
 def first_group(key: Array, present: Bool[Array, " c"]) -> Bool[Array, " c"]:

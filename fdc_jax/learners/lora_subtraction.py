@@ -29,9 +29,7 @@ cause is known. The fields `train.schedule=quarter_cosine`, `normalise_projector
 E_t is Cumulative-LoRA's. The nearest-mean head normalises the class token: its logits are minus the
 squared distances between unit features and unit means. sigma_t comes from the means taken after
 task t, which never change. A projector per block is kept (28 MB for ViT-B/16), so that an
-interrupted task goes on without its first pass. From the second task on there is one pass over the
-images without gradients before a task, with an eigendecomposition a block, and in every task one
-after it. A step projects what Adam would subtract; nothing grows with tasks.
+interrupted task goes on without its first pass.
 """
 
 import math
@@ -153,7 +151,7 @@ def drift_resistant_projector(
 ) -> tuple[Float64[np.ndarray, "d d"], int]:
     """Returns the projector on the fewest directions that hold a share of the energy, and how many.
 
-    The moment is that of the inputs of a block; `normalise` divides by the projector's norm.
+    `normalise` divides by the projector's norm.
     """
     # Ascending; on the host, since the number of directions must not hang on float32 rounding.
     values, directions = np.linalg.eigh(moment)

@@ -33,12 +33,8 @@ images; report both.
 E_0 is the pretrained encoder without an adapter; E_t has the adapter as it is after task t, and the
 E_t before it cannot be had again. A head is the class token's cosine with its rows, without a
 scale. sigma_t comes from head t after the calibration at the end of task t; prediction takes the
-heads after the last calibration. Shapes are those of the whole stream from the beginning, so that
-memory and the time of a step do not grow: 1.2 million parameters of the adapter for ViT-B/16, and
-the Gaussians, 708 MB for 300 classes. A step of a later task passes its images through the encoder
-before the task, too, about a third more work. After a task there is one pass over its images in
-evaluation preprocessing, two from the second task on, and the calibration, which alone grows, in
-proportion to the classes seen.
+heads after the last calibration. A step of a later task passes its images through the encoder
+before the task, too, about a third more work. The Gaussians take 708 MB for 300 classes.
 """
 
 import functools
@@ -143,14 +139,7 @@ class Projector(NamedTuple):
 
 
 class State(NamedTuple):
-    """What outlasts a task.
-
-    Attributes:
-        adapter: of the newest encoder.
-        projector: as the last task left it.
-        heads: rows of all heads, stacked on a task axis.
-        gaussians: of every class; means where they are believed to lie now.
-    """
+    """Adapter and projector as the last task left them, all heads, and where classes lie now."""
 
     adapter: vit.Adapter
     projector: Projector
@@ -403,25 +392,19 @@ def update(setup: training.Setup) -> training.Update:
         trained = training.descended(trained, directions, rates, factor)
         return trained, OptimizerState(steps + 1, inner), value
 
-    schedule = functools.partial(
-        rates_of_epoch,
-        "cosine" if native else config.train.schedule,
-        config.learner.rsiat.warm_up_epochs,
-    )
+    def schedule(epoch: int, epochs: int) -> tuple[float, float]:
+        """Returns the factors on the learning rates and on the steering loss."""
+        rising = config.learner.rsiat.warm_up_epochs
+        kind = "cosine" if native else config.train.schedule
+        factor = training.learning_rate_factor(kind, epoch, epochs)
+        return factor, min(1.0, epoch / rising) if rising else 1.0
+
     return training.Update(initialise, jax.jit(step, donate_argnums=(2, 3)), schedule)
 
 
 def native_rates(setup: training.Setup) -> NativeRates:
     """Returns the authors' rates for the data set, those of ImageNet-A where they have none."""
     return NATIVE_RATES.get(setup.config.benchmark, NATIVE_RATES["imagenet_a"])
-
-
-def rates_of_epoch(
-    schedule: str, warm_up_epochs: int, epoch: int, epochs: int
-) -> tuple[float, float]:
-    """Returns the factors on the learning rates and on the steering loss in an epoch, from 0."""
-    warm_up = min(1.0, epoch / warm_up_epochs) if warm_up_epochs else 1.0
-    return training.learning_rate_factor(schedule, epoch, epochs), warm_up
 
 
 # 4. What it does when a task ends.
@@ -481,13 +464,8 @@ def moved_means(
 ) -> Float64[np.ndarray, "c d"]:
     """Returns the means, each moved by a weighted mean of `after - before`, in float64.
 
-    The weights of a mean are exp(-|before - mean|^2 / (2 width^2)) + 1e-5.
-
-    Args:
-        means: of classes whose images are gone.
-        before: features of images by the encoder that the means belong to.
-        after: features of the same images, in the same order, by the new encoder.
-        width: sigma, in the units of the features.
+    The weights of a mean are exp(-|before - mean|^2 / (2 width^2)) + 1e-5; `before` and `after` are
+    features of the same images by the encoder that the means belong to and by the new one.
     """
     means, before, after = (np.asarray(array, np.float64) for array in (means, before, after))
     squares = np.sum(means**2, axis=1)[:, None] - 2.0 * means @ before.T

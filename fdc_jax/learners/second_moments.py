@@ -26,14 +26,7 @@ def attention_input_moments(
     token counts like any other. Encoder and products run in float32 at highest precision, also
     where training does not; sums stay on the device.
 
-    Args:
-        model: the encoder.
-        backbone: pretrained parameters.
-        kernels: key and value kernels of the encoder to look into.
-        batches: images; rows of weight 0 do not count.
-
-    Returns:
-        The moments, and the number of tokens that they are means over.
+    Rows of weight 0 do not count. Also returns the number of tokens that these are means over.
 
     Raises:
         TrainingError: the inputs of a block are not finite.

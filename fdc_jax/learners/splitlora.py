@@ -23,10 +23,8 @@ temperature 30. It does not have their float16 training with scaled losses, Auto
 flips, inputs normalised by the checkpoint's own mean and deviation, and an encoder fine-tuned on
 ImageNet-1k.
 
-E_t, head input and score scales are Cumulative-LoRA's. A step costs less, since A is not trained.
-After a task there is one pass over its images without gradients and an eigendecomposition a block,
-in float64 on the host. Two matrices a block are kept (57 MB for ViT-B/16); nothing grows with
-tasks.
+E_t, head input and score scales are Cumulative-LoRA's. Two matrices a block are kept (57 MB for
+ViT-B/16).
 """
 
 from typing import NamedTuple
@@ -63,13 +61,8 @@ NATIVE_WEIGHT_DECAY, NATIVE_TEMPERATURE = 5e-5, 30.0
 class State(NamedTuple):
     """Increments and heads of all tasks, and per block what earlier inputs looked like.
 
-    Attributes:
-        increments: stacked on a task axis.
-        heads: stacked on a task axis.
-        moments: second moments of all attention inputs so far.
-        tokens: how many inputs these are means over.
-        directions: eigenvectors of the moments as columns, largest eigenvalue first.
-        major: how many of them are major.
+    `moments` are means over `tokens` attention inputs; `directions` are their eigenvectors as
+    columns, largest eigenvalue first, of which the first `major` are major.
     """
 
     increments: vit.Increment

@@ -152,11 +152,7 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """Returns the mean cross-entropy over the images of a batch and the classes of a task.
 
-    Args:
-        logits: scores of the padded head.
-        labels: positions within the task.
-        class_mask: which rows of the head are classes.
-        weights: 0 for the padding of the last batch.
+    `class_mask` marks the rows of the padded head that are classes; weights are 0 for padding.
     """
     logits = jnp.where(class_mask, logits, -jnp.inf)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
@@ -187,14 +183,7 @@ def paper_rates(setup: Setup) -> dict[str, float]:
 
 
 def descended(trained: Any, directions: Any, rates: dict[str, Any], rate) -> Any:
-    """Returns the trained leaves after a step along the directions.
-
-    Args:
-        trained: a tree with named parts at its top.
-        directions: a tree like it.
-        rates: learning rate of each part.
-        rate: factor on all of them.
-    """
+    """Returns the trained leaves after a step: `rate` times the rate of each part at the top."""
     return {
         part: jax.tree.map(
             lambda leaf, direction, r=rates[part]: leaf - rate * r * direction,
@@ -208,13 +197,8 @@ def descended(trained: Any, directions: Any, rates: dict[str, Any], rate) -> Any
 def mean_over_portions(function: Callable[[Batch], Any], batch: Batch, size: int) -> Any:
     """Returns the mean of a function's values over portions of a batch, one after the other.
 
-    Each portion counts by the sum of its weights, so that weighted means over images and their
-    gradients come out as of the whole batch.
-
-    Args:
-        function: from a batch to a tree of floats.
-        batch: of a multiple of `size` images.
-        size: images of a portion.
+    Each portion, of `size` images, counts by the sum of its weights, so that weighted means over
+    images and their gradients come out as of the whole batch.
     """
     cut = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, size, *leaf.shape[1:])), batch)
     total = jnp.sum(batch.weights)

@@ -23,10 +23,10 @@ IMPOSSIBLE = {
     "splitlora": {"alpha": (0.0,), "loss_temperature": (-1.0,)},
     "ewc_lora": dict.fromkeys(("fisher", "head_input", "folding"), ("none",))
     | {"strength": (-1.0,), "accumulation": (-1.0, NAN), "images_at_once": (0,)},
-    "sd_lora": {"magnitude": (-1.0,), "magnitude_rate_factor": (-1.0,), "head_start": ("zero",)},
+    "sd_lora": {"magnitude": (-1.0,), "head_start": ("zero",)},
     "lora_subtraction": {"triplet_weight": (-0.1,), "margin": (NAN,), "energy": (0.0, 1.1)},
     "loda": dict.fromkeys(("general_scale", "isolated_scale", "margin", "look_ahead"), (-0.1,))
-    | {"native_learning_rate": (-0.1,), "merge_gamma": (0.0,), "scale": (0.0,)},
+    | {"merge_gamma": (0.0,), "scale": (0.0,)},
     "rsiat": dict.fromkeys(("bottleneck", "projector_width", "calibration_epochs"), (0,))
     | dict.fromkeys(("scale", "drift_width", "ridge"), (0.0,))
     | dict.fromkeys(("margin", "steering_weight", "alignment_weight"), (-1.0,))
@@ -58,14 +58,8 @@ DEFAULTS = {
     "ewc_lora.accumulation": {"": 1.0},
     "ewc_lora.fisher": {"": "per_sample"},
     "sd_lora.magnitude": {"": 0.8},
-    "lora_subtraction.margin": {"": 1.0, "imagenet_r": 2.0, "imagenet_a": 2.0, "omnibench": 2.0},
-    "loda.margin": {
-        "": 0.0,
-        "imagenet_a": 0.15,
-        "imagenet_r": 0.1,
-        "cub200": 0.1,
-        "omnibench": 0.1,
-    },
+    "lora_subtraction.margin": {"": 1.0, "imagenet_r": 2.0, "omnibench": 2.0},
+    "loda.margin": {"": 0.0, "imagenet_r": 0.1, "omnibench": 0.1},
     "loda.look_ahead": {"": 0.3, "imagenet_r": 0.7},
     "rsiat.warm_up_epochs": {"": 3},
     "rsiat.calibration_epochs": {"": 10},
@@ -75,9 +69,7 @@ DEFAULTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "benchmark", ["digits", "cifar100", "imagenet_r", "imagenet_a", "cub200", "omnibench"]
-)
+@pytest.mark.parametrize("benchmark", ["digits", "cifar100", "imagenet_r", "omnibench"])
 def test_defaults(benchmark):
     flat = configuration.flatten(importlib.import_module(f"configs.{benchmark}").get_config())
     for field, values in DEFAULTS.items():
@@ -86,17 +78,7 @@ def test_defaults(benchmark):
         assert learners.deviations(name, flat) == []
 
 
-# Epochs and batch size of the authors' runs, and what they set beside them.
-AUTHORS = {
-    "inflora": {"cifar100": (20, 128), "imagenet_r": (50, 128), "imagenet_a": (20, 128)},
-    "inflora_ca": {"cifar100": (20, 128), "imagenet_r": (50, None)},
-    "splitlora": {"cifar100": (100, 256), "imagenet_r": (100, 256)},
-    "ewc_lora": {"cifar100": (20, 128), "imagenet_r": (50, 128), "imagenet_a": (20, 128)},
-    "sd_lora": {"cifar100": (20, 128), "imagenet_r": (20, 128), "imagenet_a": (20, 128)},
-    "lora_subtraction": {"cifar100": (20, 128), "imagenet_r": (50, 128), "cub200": (20, 128)},
-    "rsiat": {"cifar100": (30, 64), "cub200": (30, 128), "imagenet_a": (15, 48)}
-    | {"imagenet_r": (30, 48), "omnibench": (10, 96)},
-}
+# Some of what the authors set in their own runs.
 BESIDE = {
     ("inflora_ca", "imagenet_r"): {"learner.inflora.lamb": 0.95},
     ("ewc_lora", "cifar100"): {
@@ -104,7 +86,8 @@ BESIDE = {
         "learner.ewc_lora.folding": "factors",
     },
     ("sd_lora", "imagenet_a"): {"learner.sd_lora.head_start": "zero_bias"},
-    ("lora_subtraction", "imagenet_r"): {"train.first_epochs": 40},
+    ("splitlora", "cifar100"): {"train.epochs": 100, "train.batch_size": 256},
+    ("lora_subtraction", "imagenet_r"): {"train.first_epochs": 40, "train.epochs": 50},
     ("rsiat", "cub200"): {
         "train.first_epochs": 20,
         "learner.rsiat.scale": 20.0,
@@ -116,23 +99,24 @@ BESIDE = {
 }
 
 
-@pytest.mark.parametrize("name", AUTHORS)
-def test_flags_of_the_authors_runs(name):
-    found = {}
+def test_flags_of_the_authors_runs():
+    """They are valid, choose learner and native preset, and set what the table says."""
+    published = set()
     for benchmark in ("cifar100", "imagenet_r", "imagenet_a", "cub200", "omnibench"):
-        flags = learners.authors_run(name, benchmark)
-        if not flags:
-            continue
-        config = importlib.import_module(f"configs.{benchmark}").get_config()
-        default = configuration.flatten(config)
-        given = dict(flag.removeprefix("--config.").split("=") for flag in flags)
-        changed = {field: type(default[field])(text) for field, text in given.items()}
-        config.update_from_flattened_dict(changed)
-        configuration.validate(config)
-        assert (changed["learner.name"], changed["learner.preset"]) == (name, "native")
-        assert BESIDE.get((name, benchmark), {}).items() <= changed.items()
-        found[benchmark] = (changed["train.epochs"], changed.get("train.batch_size"))
-    assert found == AUTHORS[name]
+        for name in learners.names():
+            flags = learners.authors_run(name, benchmark)
+            if not flags:
+                continue
+            config = importlib.import_module(f"configs.{benchmark}").get_config()
+            default = configuration.flatten(config)
+            given = dict(flag.removeprefix("--config.").split("=") for flag in flags)
+            changed = {field: type(default[field])(text) for field, text in given.items()}
+            config.update_from_flattened_dict(changed)
+            configuration.validate(config)
+            assert (changed["learner.name"], changed["learner.preset"]) == (name, "native")
+            assert BESIDE.get((name, benchmark), {}).items() <= changed.items()
+            published.add((name, benchmark))
+    assert published > BESIDE.keys() and len(published) == 25
 
 
 def test_departures_are_said_in_words():
@@ -222,11 +206,7 @@ def test_another_state_is_named(state, found):
         check_state("mine", "after_task", STATE, state)
 
 
-def test_a_state_may_move_between_host_and_devices():
-    moved = {name: np.asarray(each) for name, each in STATE.items()}
-    check_state("mine", "after_task", STATE, moved)
-
-
+@pytest.mark.slow
 def test_a_run_stops_at_a_state_that_grows(cache, tmp_path):
     config = small_runs.config(cache, train_per_class=4, test_per_class=2)
     config.learner.name = "tests.learners.grows"

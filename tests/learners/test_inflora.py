@@ -130,7 +130,7 @@ def dual_gpm(moments, thresholds):
     return projector(basis) if occupied else np.eye(width) - projector(basis), occupied
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_growing_alone_equals_the_rule_that_swaps_to_the_complement(seed):
     moments = [random_moment(10 * seed + task, width=24, decay=0.75) for task in range(8)]
     thresholds = np.linspace(0.7, 0.97, 8)

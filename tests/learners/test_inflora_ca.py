@@ -127,7 +127,7 @@ def reference_alignment(heads, means, tasks, scales, temperature, rates, native)
     [
         ("protocol", [5.0e-3, 4.52e-3, 3.27e-3, 1.73e-3, 4.8e-4], 0.1, [0.95, 1.0]),
         ("native", [1.0e-2, 9.05e-3, 6.55e-3, 3.45e-3, 9.5e-4], 0.0, [0.95, 1.0]),
-        ("protocol", [5.0e-3] * 5, 0.1, [1.0, 1.0]),
+        pytest.param("protocol", [5.0e-3] * 5, 0.1, [1.0, 1.0], marks=pytest.mark.slow),
     ],
 )
 def test_alignment_against_its_formula(preset, rates, temperature, scales):

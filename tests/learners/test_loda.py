@@ -12,17 +12,13 @@ import scipy.linalg
 from fdc_jax import heads
 from fdc_jax.learners import loda
 from fdc_jax.learners.second_moments import attention_input_moments
-from tests.learners.test_loda_half_steps import Adam, random_numbers, reference_batch
 from tests.learners.trajectories import (
     PARTS,
     RANK,
     TINY,
-    copy,
-    encode,
     float64,
     make_batch,
     make_setup,
-    random_images,
     reference_features,
     task_images,
     trajectory,
@@ -45,7 +41,7 @@ def trace_of_ratio(basis, new, old):
     return np.trace(np.linalg.solve(basis.T @ old @ basis, basis.T @ new @ basis))
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_isolated_directions_maximise_the_trace_of_the_ratio(seed):
     new, old = random_moment(seed), random_moment(seed + 50)
     values, vectors = scipy.linalg.eigh(new, old)
@@ -57,28 +53,17 @@ def test_isolated_directions_maximise_the_trace_of_the_ratio(seed):
     angles = scipy.linalg.subspace_angles(found, vectors[:, -4:])
     assert angles.max() < 1e-6
     rng = np.random.default_rng(seed)
-    others = [np.linalg.qr(rng.normal(size=(12, 4)))[0] for _ in range(200)]
-    others += [np.linalg.qr(found + 0.1 * rng.normal(size=(12, 4)))[0] for _ in range(200)]
+    others = [np.linalg.qr(found + 0.1 * rng.normal(size=(12, 4)))[0] for _ in range(200)]
     others += [np.linalg.eigh(old)[1][:, :4], np.linalg.eigh(new)[1][:, -4:]]
     assert max(trace_of_ratio(other, new, old) for other in others) < best
 
 
-def test_general_directions_hold_the_most_energy():
-    moment = random_moment(3)
-    found = loda.general_directions(moment, 4)
-    np.testing.assert_allclose(found.T @ found, np.eye(4), atol=1e-12)
-    values = scipy.linalg.eigvalsh(moment)[::-1]
-    np.testing.assert_allclose(found.T @ moment @ found, np.diag(values[:4]), atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("least", "jitter"),
-    [(1e-3, 0.0), (-1e-13, 1e-12), (-3e-11, 1.11e-10), (-2e-5, 1.1111111e-4)],
+    [(1e-3, 0.0), (-2e-5, 1.1111111e-4)],
 )
 def test_cholesky_adds_growing_multiples_of_the_identity(least, jitter):
     axes = np.linalg.qr(np.random.default_rng(0).normal(size=(6, 6)))[0]
-    # With signed axes alone no rounding could decide.
-    axes = np.eye(6) if abs(least) < 1e-9 else axes
     matrix = axes @ np.diag([1.0, 0.5, 0.1, 0.1, 0.1, least]) @ axes.T
     root, found = loda.cholesky(matrix)
     assert found == pytest.approx(jitter, rel=1e-6)
@@ -170,17 +155,8 @@ def test_shrinkage_minimises_its_objective():
 def test_shrinkage_at_its_ends():
     A = jnp.ones((1, 4, 2))
     moment = jnp.eye(4)[None]
-    for old, new, expected in [
-        (0.0, 1.0, 1.0),
-        (0.0, 0.0, 1.0),
-        (1.0, 0.0, 0.0),
-        (1.0, 1.0, 0.75),
-        # A task later than t others of the same energy, each of which counts twice.
-        (8.0, 1.0, 3 / (3 + 2 * 4)),
-        # Rounding may leave an energy below zero.
-        (-1e-6, 1.0, 1.0),
-        (1.0, -1e-6, 0.0),
-    ]:
+    # Rounding may leave an energy below zero.
+    for old, new, expected in [(0, 0, 1), (1, 1, 0.75), (-1e-6, 1, 1), (1, -1e-6, 0)]:
         found = loda.shrinkage(A, old * moment, new * moment, 3.0)
         np.testing.assert_allclose(found, np.full((1, 2), expected), atol=1e-6)
 
@@ -231,17 +207,6 @@ def test_merged_kernels_and_moments(run, backbone):
             assert max(s.max() for s in shrinking.values()) < 0.9
 
 
-def test_without_earlier_inputs_merging_leaves_features_as_they_are(run, backbone):
-    step, probe = run.steps[2], random_images(77)
-    designed = step.designed._replace(moments=jnp.zeros_like(step.designed.moments))
-    after = loda.after_task(
-        run.setup, backbone, designed, 2, step.frozen, step.trained, step.images
-    )
-    found = encode(run.setup, probe, loda.encoder(run.setup, backbone, after, 3))
-    expected = run.features(step.frozen, step.trained, probe)
-    np.testing.assert_allclose(found, expected, atol=2e-5)
-
-
 def test_what_training_moves(run):
     """A of the general branch in the first task alone, B of the isolated one after it."""
     for task, step in enumerate(run.steps):
@@ -260,19 +225,7 @@ def test_what_training_moves(run):
 # Loss, heads and update --------------------------------------------------------------------------
 
 
-def test_head_starts_small_and_normal(backbone):
-    setup = make_setup("loda", classes_per_task=(40,))
-    _, trained = loda.start(setup, backbone, loda.initial_state(setup), 0, jax.random.key(0))
-    assert np.std(trained["head"]) == pytest.approx(0.02, rel=0.1)
-    assert np.abs(np.mean(trained["head"])) < 0.003
-
-
-@pytest.fixture(scope="module")
-def value_and_gradient(run, backbone):
-    return jax.jit(jax.value_and_grad(partial(loda.loss, run.setup, backbone), argnums=1))
-
-
-def test_loss_is_cosface_over_the_tasks_own_classes(run, backbone, value_and_gradient):
+def test_loss_is_cosface_over_the_tasks_own_classes(run, backbone):
     step, batch = run.steps[2], make_batch(5, size=6, padding=2)
     kernels = merged(loda.encoder(run.setup, backbone, step.before, 2), step)
     features, rows = (
@@ -284,7 +237,7 @@ def test_loss_is_cosface_over_the_tasks_own_classes(run, backbone, value_and_gra
         cosines = rows @ feature / np.linalg.norm(rows, axis=1) / np.linalg.norm(feature)
         own = np.exp(7.0 * (cosines[label] - 0.15))
         losses.append(-np.log(own / (own + np.exp(7.0 * cosines[1 - label]))))
-    value, _ = value_and_gradient(step.frozen, step.trained, batch)
+    value = jax.jit(partial(loda.loss, run.setup, backbone))(step.frozen, step.trained, batch)
     np.testing.assert_allclose(value, np.mean(losses), rtol=2e-4)
 
 
@@ -299,43 +252,10 @@ def test_heads_are_unscaled_cosines(run):
         np.testing.assert_allclose(head.logits(features), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("task", [0, 1])
-def test_batches_in_half_steps(run, backbone, value_and_gradient, task):
-    """Two batches against the rules in float64, on gradients of the loss."""
-    step = run.steps[task]
-    rates = {"increment": 2 * 5e-4, "head": 2 * 5e-3}
-    expected, adam, trains = float64(step.trained), Adam(), float64(step.frozen["trains"])
-    found = copy(step.trained)
-    progress = run.update.initialise(found)
-    for done in range(2):
-        batch = make_batch(40 + done, size=6, classes=2 + task, padding=1)
-        length, groups = random_numbers(step.frozen, done, batch, 0.3)
-
-        def slopes(leaves, weights, batch=batch):
-            single = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float32), leaves)
-            value, slope = value_and_gradient(step.frozen, single, batch._replace(weights=weights))
-            return float(value), float64(slope)
-
-        expected, value = reference_batch(slopes, adam, expected, groups, length, rates, trains)
-        found, progress, found_value = run.update.step(
-            backbone, step.frozen, found, progress, batch, 2.0
-        )
-        np.testing.assert_allclose(found_value, value, rtol=1e-3)
-    # Adam divides by the size of a gradient; where that is rounding, so is the step.
-    for ours, theirs, start in zip(
-        *map(jax.tree.leaves, (found, expected, float64(step.trained))), strict=True
-    ):
-        difference = np.abs(np.asarray(ours, np.float64) - theirs)
-        length = np.abs(theirs - start).max()
-        assert np.quantile(difference, 0.99) <= 0.02 * length
-        assert np.median(difference) <= 1e-3 * length
-
-
 @pytest.mark.parametrize(
     ("fields", "look_ahead"),
     [
         ({}, 0.3),
-        ({"learner__preset": "native"}, 0.3),
         ({"learner__loda__look_ahead": 0.0}, 0.0),
         ({"learner__loda__alignment": False}, None),
     ],

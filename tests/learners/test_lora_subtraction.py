@@ -33,7 +33,7 @@ def random_moment(seed=0, width=12):
     return rows.T @ rows / 40
 
 
-@pytest.mark.parametrize("energy", [0.3, 0.9, 0.99, 1.0])
+@pytest.mark.parametrize("energy", [0.3, 0.9, 1.0])
 def test_drift_resistant_projector(energy):
     moment = random_moment()
     values, vectors = np.linalg.eigh(moment)
@@ -43,25 +43,8 @@ def test_drift_resistant_projector(energy):
     projector, found = lora_subtraction.drift_resistant_projector(moment, energy, True)
     assert found == size
     np.testing.assert_allclose(projector, space @ space.T / np.sqrt(size), atol=1e-12)
-    assert np.linalg.norm(projector) == pytest.approx(1.0)
-    assert np.trace(projector) == pytest.approx(np.sqrt(size))
-    expected = np.repeat([0.0, 1 / np.sqrt(size)], [12 - size, size])
-    np.testing.assert_allclose(np.linalg.eigvalsh(projector), expected, atol=1e-12)
     plain, _ = lora_subtraction.drift_resistant_projector(moment, energy, False)
-    np.testing.assert_allclose(plain @ plain, plain, atol=1e-12)
     np.testing.assert_allclose(plain, space @ space.T, atol=1e-12)
-
-
-def test_a_moment_of_one_direction_or_of_nothing():
-    direction = np.zeros(5)
-    direction[2] = 2.0
-    projector, size = lora_subtraction.drift_resistant_projector(
-        np.outer(direction, direction), 0.99, True
-    )
-    assert size == 1
-    np.testing.assert_allclose(projector, np.diag([0, 0, 1.0, 0, 0]), atol=1e-12)
-    projector, size = lora_subtraction.drift_resistant_projector(np.zeros((5, 5)), 0.99, True)
-    assert size == 1 and np.isfinite(projector).all()
 
 
 def reference_adam(gradients, rate, factors):
@@ -133,8 +116,7 @@ def triplet(features, labels, means, margin, padding=0, masked=1):
     )
 
 
-@pytest.mark.parametrize("margin", [0.1, 1.0, 2.0])
-@pytest.mark.parametrize("num_means", [0, 3])
+@pytest.mark.parametrize(("margin", "num_means"), [(0.1, 3), (1.0, 0), (2.0, 3)])
 def test_triplet_loss_pair_by_pair(margin, num_means):
     rng = np.random.default_rng(num_means)
     features, means = unit_rows(rng, 7), unit_rows(rng, num_means)
@@ -185,25 +167,16 @@ def test_triplet_loss_has_finite_slopes():
 
 
 def test_start_of_b(backbone):
+    """One entry per rank, of deviation 0.01, in a place that is drawn; or zero."""
     setup = make_setup("lora_subtraction", train__rank=8)
     state = lora_subtraction.initial_state(setup)
-    entries = []
-    for seed in range(6):
-        _, trained = lora_subtraction.start(setup, backbone, state, 0, jax.random.key(seed))
-        for part in PARTS:
-            b = np.asarray(trained["increment"][part]["B"])
-            assert np.all((b != 0).sum(axis=2) == 1)
-            entries.append(b[b != 0])
-            assert len(np.unique(np.nonzero(b)[2])) > 5
-            a = np.asarray(trained["increment"][part]["A"])
-            assert 0.9 * 24**-0.5 < np.abs(a).max() <= 24**-0.5
-        key, value = (trained["increment"][part] for part in PARTS)
-        assert not np.array_equal(key["A"], value["A"])
-        assert not np.array_equal(key["B"], value["B"])
-    entries = np.concatenate(entries)
-    assert len(entries) == 6 * 2 * 2 * 8
-    assert np.std(entries) == pytest.approx(0.01, rel=0.2)
-    assert abs(np.mean(entries)) < 0.003
+    _, trained = lora_subtraction.start(setup, backbone, state, 0, jax.random.key(0))
+    key, value = (np.asarray(trained["increment"][part]["B"]) for part in PARTS)
+    for b in (key, value):
+        assert np.all((b != 0).sum(axis=2) == 1) and len(np.unique(np.nonzero(b)[2])) > 5
+    assert not np.array_equal(key, value)
+    entries = np.concatenate([key[key != 0], value[value != 0]])
+    assert np.std(entries) == pytest.approx(0.01, rel=0.4) and entries.min() < 0
     setup = make_setup("lora_subtraction", learner__lora_subtraction__sparse_start=False)
     _, trained = lora_subtraction.start(setup, backbone, state, 0, jax.random.key(0))
     for part in PARTS:

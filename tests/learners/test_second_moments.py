@@ -52,13 +52,6 @@ def test_the_fast_mode_and_its_attention_change_nothing(backbone, kernels, found
     np.testing.assert_array_equal(again, found[0])
 
 
-def test_streams_merge_by_their_token_counts(backbone, kernels, found):
-    parts = [attention_input_moments(MODEL, backbone, kernels, [batch]) for batch in BATCHES]
-    assert found[1] == sum(count for _, count in parts)
-    merged = sum(count * moments for moments, count in parts) / found[1]
-    np.testing.assert_allclose(found[0], merged, atol=1e-5)
-
-
 def test_an_encoder_that_diverged_is_named(backbone, kernels):
     lost = kernels | {"value": kernels["value"].at[0].set(jnp.nan)}
     with pytest.raises(TrainingError, match="inputs of block 1 are not finite"):

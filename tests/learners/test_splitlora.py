@@ -49,15 +49,6 @@ def test_split_counts_shares_above_a_cut_off(seed, tasks_done, alpha):
     assert found == max(best, 1) + 1 == max(above, 1) + 1
 
 
-def test_split_grows_with_tasks_and_shrinks_with_alpha():
-    values = random_spectrum(3)
-    over_tasks = [splitlora.num_major(values, done, 5.0) for done in range(1, 21)]
-    over_alpha = [splitlora.num_major(values, 10, alpha) for alpha in range(1, 41)]
-    assert over_tasks == sorted(over_tasks) and over_tasks[0] < over_tasks[-1]
-    assert over_alpha == sorted(over_alpha, reverse=True) and over_alpha[0] > over_alpha[-1]
-    assert splitlora.num_major(values, 1, 1e6) == 2
-
-
 # The draw of A -----------------------------------------------------------------------------------
 
 
