@@ -28,8 +28,8 @@ _FIRST_ALONE = ocp.options.MultiprocessingOptions(primary_host=0, active_process
 
 # Orbax reports every step of every save, and asyncio every file of a save that failed; errors
 # that matter are raised.
-logging.getLogger("absl").addFilter(lambda record: record.levelno >= logging.CRITICAL)
-logging.getLogger("asyncio").addFilter(lambda record: record.levelno >= logging.CRITICAL)
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).addFilter(lambda record: record.levelno >= logging.CRITICAL)
 
 
 class Checkpoints:
@@ -140,8 +140,7 @@ class Checkpoints:
                 come back in their placement, and others as arrays of the host.
 
         Returns:
-            The tree; or None, after a warning, when the checkpoint is damaged. It is then moved
-            beside the folder so that its number is free.
+            The tree; None, after a warning, when the checkpoint is damaged and was set aside.
         """
         leaves, structure = jax.tree.flatten(target)
 
@@ -156,17 +155,15 @@ class Checkpoints:
             except Exception as error:  # whatever a damaged file makes Orbax raise
                 self._move_aside(number, _reason(error))
                 return None
-            read = jax.tree.leaves(items["tree"])
-            return {str(place): leaf for place, leaf in enumerate(read)}
+            return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(items["tree"]))}
 
         found = processes.from_first(read)
         if found is None:
             return None
-        placed = []
-        for place, leaf in enumerate(leaves):
-            sharding = getattr(leaf, "sharding", None)
-            array = found[str(place)]
-            placed.append(array if sharding is None else devices.put(array, sharding))
+        placed = [
+            devices.put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
+            for leaf, array in zip(leaves, found.values(), strict=True)
+        ]
         return jax.tree.unflatten(structure, placed)
 
     @processes.on_first
@@ -180,10 +177,8 @@ class Checkpoints:
             _log.warning("checkpoint %s is unusable (%s)", place, reason)
             return
         aside = self._folder.with_name(f"{self._folder.name}_unusable_{number}")
-        attempt = 1
         while aside.exists():
-            attempt += 1
-            aside = self._folder.with_name(f"{self._folder.name}_unusable_{number}_{attempt}")
+            aside = aside.with_name(f"{aside.name}_again")
         _log.warning(
             "checkpoint %s is unusable (%s); moved to %s, going back to the one before it",
             place,

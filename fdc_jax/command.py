@@ -17,7 +17,7 @@ import fdc_jax
 from fdc_jax import configuration, devices, evaluation, experiment, processes
 from fdc_jax.checkpoint import Checkpoints
 from fdc_jax.configuration import Config
-from fdc_jax.errors import InputError, Interrupted, TrainingError
+from fdc_jax.errors import InputError, Interrupted, TrainingError, counted
 from fdc_jax.files import check_writable_folder, write_json
 from fdc_jax.interruption import StopRequest, stop_on_signals
 from fdc_jax.progress import Progress
@@ -122,28 +122,36 @@ def run(
     configuration.validate(config)
     seeds = tuple(config.seed)
     folder = Path(workdir)
+    places = {seed: folder if len(seeds) == 1 else folder / f"seed_{seed}" for seed in seeds}
     quiet = quiet or not processes.is_first()
     _check_workdir(folder, len(seeds))
     stop.poll()
     with _explained(config):
-        return _run(config, folder, seeds, quiet, stop)
+        return _run(config, folder, places, quiet, stop)
 
 
 def _run(
-    config: Config, folder: Path, seeds: tuple[int, ...], quiet: bool, stop: StopRequest
+    config: Config, folder: Path, places: dict[int, Path], quiet: bool, stop: StopRequest
 ) -> dict[str, Any]:
     prepared = experiment.prepare(config, quiet)
     processes.check_same(_common(prepared))
     if not quiet:
         for line in describe(prepared):
             print(line, file=sys.stderr, flush=True)
-    places = {seed: folder if len(seeds) == 1 else folder / f"seed_{seed}" for seed in seeds}
     with locked(*places.values()):
         per_seed = []
         for seed, place in places.items():
             stop.poll()
             per_seed.append(_run_seed(prepared, config, seed, place, stop, quiet))
-        return _conclude(config, folder, per_seed, quiet)
+        several = len(per_seed) > 1
+        outcome = evaluation.summarise(per_seed) if several else per_seed[0]
+        if several:
+            processes.on_first(write_json)(folder / "summary.json", outcome)
+        if not quiet:
+            console.show(per_seed)
+            print(f"results: {folder / ('summary.json' if several else 'results.json')}")
+        _report(config, folder, quiet)
+        return outcome
 
 
 @contextlib.contextmanager
@@ -174,25 +182,6 @@ def _explained(config: Config) -> Iterator[None]:
                     f"{type(error).__name__}: {text}"
                 ) from error
         raise
-
-
-def _conclude(
-    config: Config, folder: Path, per_seed: list[dict[str, Any]], quiet: bool
-) -> dict[str, Any]:
-    """Shows and writes what all seeds say together, and the report."""
-    if len(per_seed) == 1:
-        if not quiet:
-            console.show(per_seed)
-            print(f"results: {folder / 'results.json'}")
-        _report(config, folder, quiet)
-        return per_seed[0]
-    summary = evaluation.summarise(per_seed)
-    processes.on_first(write_json)(folder / "summary.json", summary)
-    if not quiet:
-        console.show(per_seed)
-        print(f"results: {folder / 'summary.json'}")
-    _report(config, folder, quiet)
-    return summary
 
 
 def _common(prepared: experiment.Experiment) -> dict[str, Any]:
@@ -259,29 +248,25 @@ def _run_seed(
         return experiment.run(prepared, seed, store, checkpoints, stop, progress)
 
 
-def describe(prepared: experiment.Experiment) -> list[str]:
+def describe(e: experiment.Experiment) -> list[str]:
     """Returns the lines that a run starts with: device, precision, parameters, weights, data."""
-    e, config = prepared, prepared.config
-    per_class = [
-        f"{count or 'all'} {name}"
-        for name, count in (
-            ("training", config.data.train_per_class),
-            ("test", config.data.test_per_class),
-        )
-    ]
+    config, data = e.config, e.config.data
     part = ""
-    if config.data.train_per_class or config.data.test_per_class:
-        part = f", {' and '.join(per_class)} images of each class"
+    if data.train_per_class or data.test_per_class:
+        part = (
+            f", {data.train_per_class or 'all'} training and {data.test_per_class or 'all'} test "
+            "images of each class"
+        )
     positions = ", position embeddings resized" if e.pretrained.resized_positions else ""
+    train = sum(len(indices) for indices in e.tasks.train_indices)
     return [
         f"device     {devices.describe()}, precision {config.precision}",
         f"learner    {config.learner.name}, {e.trained_parameters:,} trained parameters a task",
         f"encoder    {config.encoder.variant} at {config.encoder.image_size} px, input range "
-        f"{config.data.input_range}{positions}",
+        f"{data.input_range}{positions}",
         f"weights    {e.pretrained.path.name}, sha256 {e.pretrained.sha256[:16]}",
         f"data       {config.benchmark} ({e.tasks.test.partition} split{part}), "
-        f"{e.setup.num_tasks} tasks, "
-        f"{sum(len(indices) for indices in e.tasks.train_indices):,} training and "
-        f"{len(e.tasks.test_indices):,} test images, "
+        f"{counted(e.setup.num_tasks, 'task')}, {train:,} training and "
+        f"{counted(len(e.tasks.test_indices), 'test image')}, "
         f"sha256 {e.tasks.train.checksum[:8]}, {e.tasks.test.checksum[:8]}",
     ]

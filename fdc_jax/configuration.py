@@ -83,7 +83,8 @@ def validate(config: Config) -> None:
         raise InputError(f"config.{field}: expected {expected}, found {flat[field]!r}")
 
     seeds = flat["seed"]
-    if not isinstance(seeds, list) or not seeds or not all(_is_seed(each) for each in seeds):
+    whole = isinstance(seeds, list) and all(type(each) is int for each in seeds)
+    if not whole or not seeds or not 0 <= min(seeds) <= max(seeds) < 2**32:
         refuse("seed", "one or more whole numbers from 0 to 4294967295, such as 1,2,3")
     if len(set(seeds)) != len(seeds):
         refuse("seed", "different numbers")
@@ -102,17 +103,9 @@ def validate(config: Config) -> None:
     except InputError as error:
         raise InputError(f"config.fdc.{error}") from error
     scale = flat["data.crop_scale"]
-    if (
-        not isinstance(scale, list)
-        or len(scale) != 2
-        or not all(isinstance(s, int | float) for s in scale)
-        or not 0 < scale[0] <= scale[1] <= 1
-    ):
+    pair = isinstance(scale, list) and [type(each) in (int, float) for each in scale] == [True] * 2
+    if not pair or not 0 < scale[0] <= scale[1] <= 1:
         refuse("data.crop_scale", "two ascending shares of at most 1, such as 0.05,1.0")
-
-
-def _is_seed(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 2**32
 
 
 def differences(
@@ -120,12 +113,8 @@ def differences(
 ) -> list[tuple[str, Any, Any]]:
     """Returns (field, saved value, new value) where a result would be another one.
 
-    Fields of an earlier version that are gone, and options of learners that are, do not count.
-
-    Args:
-        saved: fields and checksums of an earlier run.
-        config: of this run.
-        checksums: of this run's weights and images, by name.
+    Fields of an earlier version that are gone, and options of learners that are, do not count;
+    checksums of weights and images, by name, do.
     """
     new = flatten(config) | checksums
     return [

@@ -99,11 +99,11 @@ def to_host(tree: Any) -> Any:
     """Returns a pytree with NumPy arrays for its arrays, on every process."""
 
     def fetch(leaf):
-        if isinstance(leaf, jax.Array) and not (
-            leaf.is_fully_addressable or leaf.is_fully_replicated
-        ):
-            return multihost_utils.process_allgather(leaf, tiled=True)
-        return np.asarray(leaf) if isinstance(leaf, jax.Array) else leaf
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        if leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return np.asarray(leaf)
+        return multihost_utils.process_allgather(leaf, tiled=True)
 
     return jax.tree.map(fetch, tree)
 
@@ -134,9 +134,8 @@ def keep_freed_memory() -> bool:
     Returns:
         Whether it did: not beside an accelerator, and not on a system without glibc.
     """
-    if importlib.metadata.entry_points(group="jax_plugins") or importlib.util.find_spec("libtpu"):
-        return False
-    if not sys.platform.startswith("linux"):
+    accelerated = importlib.metadata.entry_points(group="jax_plugins")
+    if accelerated or importlib.util.find_spec("libtpu") or not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and all([mallopt(*option) for option in _OPTIONS.values()])

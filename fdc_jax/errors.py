@@ -22,6 +22,12 @@ class Interrupted(RuntimeError):
     """The process was asked to stop; what was done is saved."""
 
 
+def counted(number: int, noun: str) -> str:
+    """Returns words such as `1 epoch`, `2 epochs` or `1,000 classes`."""
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
 class Program(argparse.ArgumentParser):
     """The command line of a program, with the flags --quiet and --traceback.
 

@@ -1,13 +1,15 @@
 """What a prediction got right, where it went wrong, and whether a gain is real.
 
-Everything here is a pure function over integer arrays on the host. Accuracies, shares and gains are
-in percent (gains: percentage points); p-values are probabilities.
+Pure functions over integer vectors of one length [n] on the host; anything else raises
+`InputError`. Accuracies and shares are in percent, gains in percentage points.
 
 A prediction is read as two decisions (paper, Eq. raw): the task, then the class within the task's
 head. `oracle_label` is the class that the same scores give when the true task is known ("Given Task
 ID" in the paper).
 """
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -75,25 +77,21 @@ class Gain(NamedTuple):
 def _columns(**arrays: ArrayLike) -> list[Int[np.ndarray, " n"]]:
     """Integer vectors of one length, at least one long."""
     columns = {name: np.asarray(array) for name, array in arrays.items()}
-    sizes = {name: column.shape for name, column in columns.items()}
     for name, column in columns.items():
         if column.ndim != 1 or not np.issubdtype(column.dtype, np.integer):
             raise InputError(
                 f"{name}: expected a vector of integers, found {column.dtype} "
                 f"of shape {column.shape}"
             )
-    if len(set(sizes.values())) > 1 or not next(iter(sizes.values()))[0]:
-        found = ", ".join(f"{name} {size[0]}" for name, size in sizes.items())
+    sizes = {len(column) for column in columns.values()}
+    if len(sizes) > 1 or not sizes.pop():
+        found = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
         raise InputError(f"expected columns of one length, at least 1; found {found}")
     return list(columns.values())
 
 
 def accuracy(true_label: ArrayLike, predicted_label: ArrayLike) -> float:
-    """Returns the percentage of equal entries of two label vectors [n].
-
-    Raises:
-        InputError: the vectors are empty, of different lengths, or not integers.
-    """
+    """Returns the percentage of equal entries of two label vectors [n]."""
     true, predicted = _columns(true_label=true_label, predicted_label=predicted_label)
     return 100.0 * float(np.sum(true == predicted)) / len(true)
 
@@ -107,19 +105,9 @@ def decompose(
 ) -> Decomposition:
     """Splits all samples into four cells by the task decision and the class decision.
 
-    The cells follow from counts, not from differences of rounded accuracies: right task and class;
-    right task, wrong class; wrong task although the class is right given the task; neither.
-
-    Args:
-        true_task: [n] indices of the true tasks.
-        true_label: [n] true classes.
-        predicted_task: [n] indices of the chosen tasks.
-        predicted_label: [n] predicted classes.
-        oracle_label: [n] the same scores' class within the true task.
-
     Raises:
-        InputError: lengths differ, or a row contradicts itself: the right task was chosen and yet
-            the prediction is not the oracle's, or the label is right in the wrong task.
+        InputError: a row contradicts itself: the right task was chosen and yet the prediction is
+            not the oracle's, or the label is right in the wrong task.
     """
     task, label, chosen, predicted, oracle = _columns(
         true_task=true_task,
@@ -131,36 +119,29 @@ def decompose(
     routed = task == chosen
     right = label == predicted
     oracle_right = label == oracle
-    _refuse(
-        routed & (predicted != oracle), "the true task is chosen but the label is not the oracle's"
-    )
-    _refuse(right & ~routed, "the label is right but the task is not")
-    size = len(label)
-    counts = np.array(
-        [
-            np.sum(routed & right),
-            np.sum(routed & ~right),
-            np.sum(~routed & oracle_right),
-            np.sum(~routed & ~oracle_right),
-        ]
-    )
-    shares = 100.0 * counts / size
+    for bad, what in (
+        (
+            routed & (predicted != oracle),
+            "the task is right but the label is not the oracle's",
+        ),
+        (right & ~routed, "the label is right but the task is not"),
+    ):
+        if bad.any():
+            raise InputError(f"row {bad.argmax()} of the predictions: {what} ({bad.sum()} in all)")
+
+    def percent(holds: Bool[np.ndarray, " n"]) -> float:
+        return 100.0 * float(np.sum(holds)) / len(label)
+
     return Decomposition(
-        num_samples=size,
-        accuracy=100.0 * float(np.sum(right)) / size,
-        routing_accuracy=100.0 * float(np.sum(routed)) / size,
-        oracle_accuracy=100.0 * float(np.sum(oracle_right)) / size,
-        right_task_right_class=float(shares[0]),
-        right_task_wrong_class=float(shares[1]),
-        wrong_task_oracle_right=float(shares[2]),
-        wrong_task_oracle_wrong=float(shares[3]),
+        num_samples=len(label),
+        accuracy=percent(right),
+        routing_accuracy=percent(routed),
+        oracle_accuracy=percent(oracle_right),
+        right_task_right_class=percent(routed & right),
+        right_task_wrong_class=percent(routed & ~right),
+        wrong_task_oracle_right=percent(~routed & oracle_right),
+        wrong_task_oracle_wrong=percent(~routed & ~oracle_right),
     )
-
-
-def _refuse(bad: Bool[np.ndarray, " n"], what: str) -> None:
-    if bad.any():
-        row = int(np.argmax(bad))
-        raise InputError(f"row {row} of the predictions: {what} ({int(bad.sum())} such rows)")
 
 
 def task_confusion(
@@ -188,13 +169,11 @@ def most_confused(confusion: Int[np.ndarray, "t t"], limit: int = 5) -> list[Con
     wrong = confusion.copy()
     np.fill_diagonal(wrong, 0)
     order = np.argsort(-wrong, axis=None, kind="stable")[:limit]
-    pairs = []
-    for true, chosen in zip(*np.unravel_index(order, wrong.shape), strict=True):
-        count = int(wrong[true, chosen])
-        if count:
-            share = 100.0 * count / float(totals[true])
-            pairs.append(ConfusedPair(int(true), int(chosen), count, share))
-    return pairs
+    pairs = (divmod(int(place), len(wrong)) for place in order if wrong.flat[place])
+    return [
+        ConfusedPair(*pair, int(wrong[pair]), 100.0 * int(wrong[pair]) / int(totals[pair[0]]))
+        for pair in pairs
+    ]
 
 
 def task_accuracies(
@@ -207,10 +186,6 @@ def task_accuracies(
     task, label, predicted = _columns(
         true_task=true_task, true_label=true_label, predicted_label=predicted_label
     )
-    if task.min() < 0 or task.max() >= num_tasks:
-        raise InputError(
-            f"true_task: expected 0 .. {num_tasks - 1}, found {task.min()} .. {task.max()}"
-        )
     totals = np.bincount(task, minlength=num_tasks)
     right = np.bincount(task, weights=label == predicted, minlength=num_tasks)
     return np.where(totals > 0, 100.0 * right / np.maximum(totals, 1), np.nan)
@@ -229,44 +204,28 @@ def flips(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> Flips:
 
 
 def average_incremental_accuracy(accuracies: Sequence[float]) -> float:
-    """Mean over tasks k of the accuracy on all classes seen after task k (paper, AIA).
-
-    Raises:
-        InputError: no accuracy is given.
-    """
-    if not len(accuracies):
-        raise InputError("average incremental accuracy: expected one accuracy per task, found none")
+    """Mean over tasks k of the accuracy on all classes seen after task k (paper, AIA)."""
     return float(np.mean(np.asarray(accuracies, np.float64)))
 
 
 def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
     """Mean and sample standard deviation over seeds; the latter is NaN for one seed."""
     array = np.asarray(values, np.float64)
-    if not array.size:
-        raise InputError("mean over seeds: expected at least one value, found none")
     std = float(np.std(array, ddof=1)) if array.size > 1 else float("nan")
     return float(np.mean(array)), std
 
 
 def paired_gain(before: Sequence[float], after: Sequence[float], confidence: float = 0.95) -> Gain:
-    """Gain within each seed, its mean, sample std and Student t interval.
+    """Gain within each seed, its mean, sample std and Student t interval; NaN for one seed.
 
     Args:
         before: one accuracy per seed.
         after: accuracies of the same seeds in the same order.
         confidence: probability of the interval.
-
-    Raises:
-        InputError: the two sequences differ in length or are empty.
     """
-    if len(before) != len(after):
-        raise InputError(
-            f"paired gain: expected as many accuracies after as before, found {len(after)} and "
-            f"{len(before)}"
-        )
     gains = np.asarray(after, np.float64) - np.asarray(before, np.float64)
     mean, std = mean_and_std(list(gains))
-    if gains.size < 2:
+    if gains.size < 2:  # SciPy warns of no degrees of freedom
         return Gain(mean, std, float("nan"), float("nan"), confidence)
     reach = float(stats.t.ppf(0.5 + confidence / 2, gains.size - 1)) * std / gains.size**0.5
     return Gain(mean, std, mean - reach, mean + reach, confidence)
@@ -283,10 +242,8 @@ def bootstrap_gain(
     """Percentile bootstrap interval of the accuracy gain over test samples, paired by sample.
 
     A sample contributes -1, 0 or +1, so the counts of the three in a resample of the n samples
-    are exactly multinomial; drawing those replaces drawing n indices per resample.
-
-    Returns:
-        The gain; `std` is the bootstrap's standard error.
+    are exactly multinomial; drawing those replaces drawing n indices per resample. The gain's `std`
+    is the bootstrap's standard error.
     """
     change = flips(true_label, before, after)
     size = len(np.asarray(true_label))
@@ -302,8 +259,7 @@ def bootstrap_gain(
 def mcnemar(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> float:
     """Exact two-sided McNemar p-value of two predictions on the same samples.
 
-    Under the null hypothesis a sample on which only one of the two is right is equally likely to
-    favour either. Without such samples the p-value is 1.
+    Samples on which only one of the two is right favour either equally under the null hypothesis.
     """
     change = flips(true_label, before, after)
     discordant = change.wrong_to_right + change.right_to_wrong
@@ -334,17 +290,14 @@ def holm(p_values: Sequence[float]) -> Float[np.ndarray, " m"]:
 def measure(
     terms: Terms, labels: Int[np.ndarray, " n"], tasks: Int[np.ndarray, " n"]
 ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Returns the accuracies in percent of everything that one pass over test images can tell.
+    """Returns accuracies in percent by their names in `results.json`, and `predictions.npz`.
+
+    All are by the paper's affinity; another one of the calibrator has an entry of `BEYOND`.
 
     Args:
         terms: per-sample evidence, as the calibrator returns it.
         labels: true class-order positions.
         tasks: true tasks.
-
-    Returns:
-        `accuracy`, `routing_accuracy`, `components`, the four shares of raw and FDC, and
-        `task_accuracy`, all by the paper's affinity; an entry of `BEYOND` where the calibrator has
-        another; and the columns of `predictions.npz`.
     """
     scores = fuse_all(terms)
     raw, fdc = scores["raw"], scores["full"]
@@ -410,54 +363,41 @@ def describe(record: dict[str, Any], num_tasks: int) -> str:
 
 def summarise(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns mean and sample standard deviation over seeds, and gains paired within each seed."""
+    first = per_seed[0]
+
+    def column(*names: str) -> list[Any]:
+        return [functools.reduce(operator.getitem, names, run) for run in per_seed]
 
     def over_seeds(values: list[float]) -> dict[str, float]:
-        mean, std = mean_and_std(values)
-        return {"mean": mean, "std": std}
+        return dict(zip(("mean", "std"), mean_and_std(values), strict=True))
 
     def of(section: str) -> dict[str, Any]:
-        names = [name for name in per_seed[0][section] if per_seed[0][section][name] is not None]
-        return {name: over_seeds([run[section][name] for run in per_seed]) for name in names}
+        found = {name: column(section, name) for name in first[section]}
+        return {name: over_seeds(values) for name, values in found.items() if None not in values}
 
-    first = per_seed[0]
-    gain = paired_gain(
-        [run["accuracy"]["raw"] for run in per_seed], [run["accuracy"]["fdc"] for run in per_seed]
-    )
+    raw, fdc = column("accuracy", "raw"), column("accuracy", "fdc")
+    sections = ("accuracy", "routing_accuracy", "average_incremental_accuracy", "components")
     return {
         **{name: first[name] for name in ("benchmark", "split", "learner", "class_order_seed")},
-        "seeds": [run["seed"] for run in per_seed],
-        **{
-            section: of(section)
-            for section in (
-                "accuracy",
-                "routing_accuracy",
-                "average_incremental_accuracy",
-                "components",
-            )
-        },
+        "seeds": column("seed"),
+        **{section: of(section) for section in sections},
         "selected": {"components": first["selected"]["components"]},
-        **{entry: _beyond_over_seeds(entry, per_seed) for entry in BEYOND if entry in first},
-        "gain": gain._asdict(),
+        **{
+            entry: {
+                "affinity": first[entry]["affinity"],
+                "accuracy": over_seeds(column(entry, "accuracy")),
+                "gain_over_fdc": paired_gain(fdc, column(entry, "accuracy"))._asdict(),
+            }
+            for entry in BEYOND
+            if entry in first
+        },
+        "gain": paired_gain(raw, fdc)._asdict(),
         "component_gains": {
-            name: over_seeds(
-                [run["components"][name] - run["components"]["raw"] for run in per_seed]
-            )
+            name: over_seeds(list(np.subtract(column("components", name), raw)))
             for name in first["components"]
             if name != "raw"
         },
         "device": first["device"],
-        "config": first["config"] | {"seed": [run["seed"] for run in per_seed]},
+        "config": first["config"] | {"seed": column("seed")},
         "versions": first["versions"],
-    }
-
-
-def _beyond_over_seeds(entry: str, per_seed: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the accuracy of an affinity beyond the paper, and its gain over FDC by seed."""
-    own = [run[entry]["accuracy"] for run in per_seed]
-    mean, std = mean_and_std(own)
-    gain = paired_gain([run["accuracy"]["fdc"] for run in per_seed], own)
-    return {
-        "affinity": per_seed[0][entry]["affinity"],
-        "accuracy": {"mean": mean, "std": std},
-        "gain_over_fdc": gain._asdict(),
     }

@@ -4,7 +4,6 @@ Everything finished is on disk before the next thing starts, and what is on disk
 """
 
 import functools
-import math
 import os
 import time
 from pathlib import Path
@@ -91,7 +90,9 @@ def run(
             state = e.accept(state, new, "after_task")
             log.end()
             checkpoints.save(e.place(task + 1, 0), {"state": state}, log.cursor(task + 1, 0))
-        timing = log.timing if task >= saved.first_timed else {}
+        # The training of earlier tasks was timed by an earlier process.
+        first_timed = saved.tasks_done - (saved.step == 0)
+        timing = log.timing if task >= first_timed else {}
 
         # Lines 4 to 13: fit FDC on the features of the task's images in both views.
         if task >= fdc.num_tasks:
@@ -123,30 +124,15 @@ def run(
 
 
 class _Saved(NamedTuple):
-    """Where the work in a directory ends.
+    """Where the work in a directory ends."""
 
-    Attributes:
-        state: of the learner after `tasks_done` tasks.
-        fdc: the calibrator to go on with; tasks that it lacks are fitted again.
-        tasks_done: tasks whose training ended.
-        step: steps of the next task.
-        timing: of the training of the task in work, or of the last one.
-        trained: leaves after these steps, None for none.
-        optimizer: its state, likewise.
-    """
-
-    state: Any
-    fdc: Any
+    state: Any  # of the learner after `tasks_done` tasks
+    fdc: Any  # the calibrator to go on with; tasks that it lacks are fitted again
     tasks_done: int = 0
-    step: int = 0
-    timing: dict[str, float] | None = None
-    trained: Any = None
+    step: int = 0  # steps of the next task
+    timing: dict[str, float] | None = None  # of that task's training, or of the last one's
+    trained: Any = None  # leaves after these steps, None for none
     optimizer: Any = None
-
-    @property
-    def first_timed(self) -> int:
-        """First task whose training time is known here."""
-        return self.tasks_done if self.step else self.tasks_done - 1
 
 
 def _resume(e: "Experiment", seed: int, store: "Store", checkpoints: Checkpoints) -> _Saved:
@@ -170,7 +156,7 @@ def _resume(e: "Experiment", seed: int, store: "Store", checkpoints: Checkpoints
 def _extract(
     e: "Experiment", task: int, state: Any, images: RunImages
 ) -> tuple[TaskFeatures, dict[str, float]]:
-    """Returns what FDC is fitted on, and the time that it took."""
+    """Returns what FDC is fitted on, and the time that it took (Algorithm 1, line 4)."""
     kernels = e.learner.encoder(e.setup, e.backbone, state, task + 1)
     adapted, pretrained = images.train_features(task, kernels)
     features = TaskFeatures(
@@ -237,12 +223,9 @@ class Experiment:
         self.config, encoder = config, config.encoder
         self._benchmark = benchmarks.find(config.benchmark)
         self.learner = learners.find(config.learner.name)
+        size, data = encoder.image_size, config.data
         model = vit.build(
-            encoder.variant,
-            encoder.image_size,
-            config.data.input_range,
-            config.precision,
-            encoder.attention,
+            encoder.variant, size, data.input_range, config.precision, encoder.attention
         )
         _check_memory(config)
         cache = Path(config.cache_dir).expanduser() if config.cache_dir else weights.cache_folder()
@@ -256,13 +239,13 @@ class Experiment:
         # A download is the first process's alone where all share a cache.
         processes.on_first(lambda: str(weights.locate(*wanted)))()
         path = weights.locate(*wanted)
-        self.pretrained = weights.load(path, encoder.variant, encoder.image_size)
+        self.pretrained = weights.load(path, encoder.variant, size)
         self.setup = training.Setup(model, classes_per_task, config)
         self.update = self.learner.update(self.setup)
         self.mesh = devices.data_mesh()
         self.backbone = devices.replicate(self.mesh, self.pretrained.params)
         self.extract = Extractor(model, self.mesh)
-        self.test_images = batches.ByteCache(int(config.data.cache_gib * 2**30))
+        self.test_images = batches.ByteCache(int(data.cache_gib * 2**30))
         if not known:
             self._check_calibrator()
 
@@ -284,12 +267,14 @@ class Experiment:
     @functools.cached_property
     def tasks(self) -> task_stream.TaskStream:
         """The images, divided into tasks."""
-        config = self.config
-        folder = dataset.data_folder(config.data.dir)
+        config, folder = self.config, dataset.data_folder(self.config.data.dir)
+        splits = [
+            dataset.open_dataset(config.benchmark, split, folder, self._cache)
+            for split in ("train", "test")
+        ]
         return task_stream.build(
             self._benchmark,
-            dataset.open_dataset(config.benchmark, "train", folder, self._cache),
-            dataset.open_dataset(config.benchmark, "test", folder, self._cache),
+            *splits,
             config.class_order_seed,
             config.classes_per_task,
             config.data.train_per_class,
@@ -331,18 +316,14 @@ class Experiment:
 
     @property
     def trained_parameters(self) -> int:
-        """Number of parameters that the largest task trains."""
-        _, trained = jax.eval_shape(
-            lambda backbone: self.learner.start(
-                self.setup,
-                backbone,
-                self.learner.initial_state(self.setup),
-                0,
-                jax.random.key(0),
-            ),
-            self.backbone,
-        )
-        return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(trained))
+        """Number of parameters that a task trains."""
+
+        def start(backbone):
+            state = self.learner.initial_state(self.setup)
+            return self.learner.start(self.setup, backbone, state, 0, jax.random.key(0))
+
+        _, trained = jax.eval_shape(start, self.backbone)
+        return sum(leaf.size for leaf in jax.tree.leaves(trained))
 
     def new_calibrator(self) -> Any:
         """Returns FDC before its first task."""
@@ -424,13 +405,14 @@ def prepare(config: Config, quiet: bool = False) -> Experiment:
 
 
 def _check_memory(config: Config) -> None:
-    """Refuses batches of images that this machine could not even hold."""
+    """Refuses batches of images that this machine cannot hold."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     image = 3 * config.encoder.image_size**2
-    for field in ("train.batch_size", "evaluation.batch_size"):
-        size = config[field.split(".")[0]].batch_size
+    for section in ("train", "evaluation"):
+        size = config[section].batch_size
         if size * image > memory:
             raise InputError(
-                f"config.{field}: expected batches that fit into memory, found {size:,} images of "
-                f"{size * image / 2**30:.0f} GiB with {memory / 2**30:.0f} GiB here"
+                f"config.{section}.batch_size: expected batches that fit into memory, found "
+                f"{size:,} images of {size * image / 2**30:.0f} GiB with {memory / 2**30:.0f} GiB "
+                "here"
             )

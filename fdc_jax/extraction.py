@@ -53,12 +53,16 @@ class Extractor:
         self._mesh = mesh
 
         def encode(backbone, images, kernels):
-            return model.apply({"params": backbone}, images, kernels)
+            count, side = images.shape[:2]
+            size = vit.images_together(count, side, model.variant.patch)
+            if size == count:
+                return model.apply({"params": backbone}, images, kernels)
+            # In portions, on a processor.
+            cut = images.reshape(-1, size, *images.shape[1:])
+            return jax.lax.map(lambda part: encode(backbone, part, kernels), cut).reshape(count, -1)
 
-        # Where there are several processes, each one gets the features of all.
-        self._encode = jax.jit(
-            _in_portions(encode, model.variant.patch), out_shardings=devices.everywhere(mesh)
-        )
+        # Each of several processes gets the features of all.
+        self._encode = jax.jit(encode, out_shardings=devices.everywhere(mesh))
 
     def __call__(
         self,
@@ -70,8 +74,7 @@ class Extractor:
         """Returns float32 features by several encoders, one row per image, padding removed.
 
         Each image is read, decoded and placed once; the features are bit for bit those of separate
-        passes. What E_0 and another encoder could share beyond that, up to the queries of block
-        one, is 3 % of ViT-Ti/16 and less of a larger encoder.
+        passes.
 
         Args:
             backbone: pretrained parameters.
@@ -103,21 +106,6 @@ class Extractor:
         return [Extraction(np.concatenate(rows), seconds, waited) for rows in found]
 
 
-def _in_portions(encode: Callable[..., Any], patch: int) -> Callable[..., Any]:
-    """Returns the encoder `(backbone, images, kernels) -> features`, in portions on a processor."""
-
-    def encode_all(backbone, images, kernels):
-        count, side = images.shape[:2]
-        size = vit.images_together(count, side, patch)
-        if size == count:
-            return encode(backbone, images, kernels)
-        cut = images.reshape(-1, size, *images.shape[1:])
-        found = jax.lax.map(lambda portion: encode(backbone, portion, kernels), cut)
-        return found.reshape(count, -1)
-
-    return encode_all
-
-
 class FeatureCache:
     """Features of the pretrained encoder on disk; they depend on images and weights alone.
 
@@ -138,12 +126,7 @@ class FeatureCache:
                 f.write(text.encode())
 
     def find(self, name: str, indices: np.ndarray) -> Extraction | None:
-        """Returns cached features, or None unless every process finds them in its own folder.
-
-        Args:
-            name: file name, without its ending.
-            indices: which images, in which order; a file made from others does not count.
-        """
+        """Returns cached features of these images, or None unless every process finds them."""
         start = time.perf_counter()
         found = _read(self._path(name, indices), len(indices))
         if not processes.agreed(found is not None) or found is None:
@@ -230,14 +213,8 @@ class RunImages:
     def train_features(self, task: int, kernels: Any) -> tuple[Extraction, Extraction | None]:
         """Returns features of a task's training images (Algorithm 1, line 4) in both views.
 
-        Its images are forgotten then; features of E_0 are kept for other seeds and learners.
-
-        Args:
-            task: from 0.
-            kernels: of E_t.
-
-        Returns:
-            Features by E_t, and by E_0 unless FDC does without.
+        Those of E_0, None where FDC does without, are kept for other seeds and learners; the
+        decoded images are forgotten.
         """
         e, name = self._experiment, f"train_{task:03d}"
         indices, views, pretrained = e.tasks.train_indices[task], [kernels], None
@@ -255,12 +232,7 @@ class RunImages:
     def test_features(
         self, count: int, kernels: Any
     ) -> tuple[Extraction, Float[np.ndarray, "n d"] | None]:
-        """Returns features of the leading test images (line 14) in both views.
-
-        Args:
-            count: how many of the stream's test images.
-            kernels: of E_T.
-        """
+        """Returns features of the first `count` test images (line 14) in both views."""
         e, every = self._experiment, self._experiment.tasks.test_indices
 
         def extract(kernels: Any, indices: np.ndarray) -> Extraction:

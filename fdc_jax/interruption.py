@@ -28,8 +28,7 @@ class StopRequest:
 
     def poll(self) -> None:
         """Raises `Interrupted` when a stop was requested; asks as `requested` does."""
-        number = self.agree(self.signal)
-        if number:
+        if number := self.agree(self.signal):
             raise Interrupted(f"stopped by {signal.Signals(number).name}")
 
 

@@ -107,32 +107,20 @@ def _check(
 
 
 def _reach(address: str, listens: bool) -> None:
-    """Waits for the first process to listen, as the first one checks that it can.
-
-    JAX would end the program with a stack of its own.
-
-    Raises:
-        InputError: the port is taken, or nobody listens in time.
-    """
+    """Waits for process 0 to listen, which checks that it can; JAX would end with a stack."""
     host, _, port = address.rpartition(":")
-    if listens:
-        try:
-            socket.create_server(("", int(port))).close()
-        except (OSError, OverflowError) as error:
-            raise InputError(
-                f"--coordinator_address={address}: cannot listen on port {port} ({error})"
-            ) from error
-        return
     deadline = time.monotonic() + JOINING_SECONDS
     while True:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            if listens:
+                socket.create_server(("", int(port))).close()
+            else:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
             return
         except (OSError, OverflowError) as error:
-            if time.monotonic() > deadline:
-                raise InputError(
-                    f"--coordinator_address={address}: process 0 does not answer ({error})"
-                ) from error
+            if listens or time.monotonic() > deadline:
+                failed = f"cannot listen on port {port}" if listens else "process 0 does not answer"
+                raise InputError(f"--coordinator_address={address}: {failed} ({error})") from error
         time.sleep(0.2)
 
 
@@ -162,19 +150,10 @@ def on_first(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def together(function: Callable[[], Any]) -> Any:
-    """Runs a function on every process and returns its value there.
-
-    Raises:
-        Exception: on all, what it raised on any.
-    """
-    result = None
-
-    def keep() -> None:
-        nonlocal result
-        result = function()
-
-    _run(keep, True)
-    return result
+    """Runs a function on every process and returns its value there; raises on all what any did."""
+    result: list[Any] = []
+    _run(lambda: result.append(function()), True)
+    return result[0]
 
 
 def agreed(holds: bool) -> bool:
@@ -185,11 +164,7 @@ def agreed(holds: bool) -> bool:
 def from_first(
     read: Callable[[], Mapping[str, np.ndarray] | None],
 ) -> Mapping[str, np.ndarray] | None:
-    """Returns, bit for bit on all processes, the arrays by name that a function reads on process 0.
-
-    Raises:
-        Exception: on all, what it raised there.
-    """
+    """Returns on all processes, bit for bit, arrays by name that a function reads on process 0."""
     if count() == 1:
         return read()
     arrays: dict[str, np.ndarray] = {}
@@ -214,11 +189,7 @@ def _broadcast(array: np.ndarray) -> np.ndarray:
 
 
 def check_same(values: dict[str, Any]) -> None:
-    """Compares JSON values by name between the processes.
-
-    Raises:
-        InputError: on all, when a process has other values than process 0.
-    """
+    """Raises InputError on all processes when JSON values by name differ between them."""
     first, *others = _run(lambda: values, True)
     for number, other in enumerate(others, start=1):
         for name in sorted(first.keys() | other.keys()):
@@ -292,10 +263,7 @@ class Agreement:
 
 
 def leave() -> bool:
-    """Leaves the other processes; returns whether all of them do so within half a minute.
-
-    Where they do not, the caller has to end at once.
-    """
+    """Leaves the other processes; where not all do so soon (False), the caller must end at once."""
     if count() == 1:
         return True
     from jax._src import distributed

@@ -29,8 +29,7 @@ class Progress:
 
     def __init__(self, quiet: bool = False, label: str = ""):
         self._quiet, self._label = quiet, label
-        self._bar = None
-        self.start(0, 0)
+        self._bar: Any = None
 
     def start(self, total: int, done: int) -> None:
         """Sets the number of training steps of the run, and of those taken by now."""
@@ -47,13 +46,8 @@ class Progress:
         if self._clock is None:
             self._clock, self._first, self._last_line = now, self._done, -math.inf
             if not self._quiet and sys.stderr.isatty():
-                self._bar = tqdm.tqdm(
-                    total=self._total,
-                    initial=self._done,
-                    unit="step",
-                    dynamic_ncols=True,
-                    smoothing=0.05,
-                )
+                shown = dict(unit="step", dynamic_ncols=True, smoothing=0.05)
+                self._bar = tqdm.tqdm(total=self._total, initial=self._done, **shown)
         elif self._bar is not None:
             self._bar.set_description_str(self._label + stage, refresh=False)
             self._bar.set_postfix(values, refresh=False)
@@ -93,10 +87,9 @@ class StepLog:
         store: where the events of a run are kept.
         progress: the screen.
         timing: of the task in work, as `cursor` gave it.
-
-    Attributes:
-        peak_memory: bytes on the fullest device after the last training here, None for none.
     """
+
+    peak_memory: int | None = None  # bytes on the fullest device after the last training here
 
     def __init__(
         self,
@@ -110,7 +103,6 @@ class StepLog:
         self._time = timing or {}
         self._compiled = False
         self._pending: tuple[int, Any] | None = None
-        self.peak_memory: int | None = None
 
     def begin(
         self, task: int, num_tasks: int, epochs: int, first: int, batches: TrainBatches
@@ -129,11 +121,7 @@ class StepLog:
         self._waited = self._batches.input_wait_seconds
 
     def step(self, step: int, loss: Any, batch: Batch) -> None:
-        """Looks at the loss of the step before while this one runs.
-
-        Raises:
-            TrainingError: it is not finite.
-        """
+        """Looks at the loss of the step before while this one runs."""
         if not self._compiled:
             loss.block_until_ready()
             self._time["compile_seconds"] += time.perf_counter() - self._clock
@@ -145,7 +133,7 @@ class StepLog:
         self._pending, self._last = (step, loss), step
 
     def look(self) -> None:
-        """Looks at the loss of the last step; raises as `step` does."""
+        """Looks at the loss of the last step; raises TrainingError when it is not finite."""
         if self._pending is None:
             return
         (step, loss), self._pending = self._pending, None
@@ -161,13 +149,8 @@ class StepLog:
         images = (step + 1 - self._first) * train.batch_size
         speed = images / (time.perf_counter() - self._clock)
         if (step + 1) % self._batches.steps_per_epoch == 0:
-            self._store.event(
-                "epoch",
-                task=self._task,
-                epoch=epoch,
-                loss=value,
-                images_per_second=round(speed, 1),
-            )
+            numbers = {"loss": value, "images_per_second": round(speed, 1)}
+            self._store.event("epoch", task=self._task, epoch=epoch, **numbers)
         self._progress.step(
             f"{self._name} epoch {epoch + 1}/{self._epochs}",
             loss=f"{value:.3f}",
@@ -177,15 +160,12 @@ class StepLog:
     def pause(self) -> None:
         """Looks at the last loss and adds up the time so far."""
         self.look()
-        self._add()
+        self.end()
         self._restart(self._last + 1)
 
     def end(self) -> None:
         """Adds up the time of the task and notes the memory that it took."""
-        self._add()
         self.peak_memory = devices.peak_memory()
-
-    def _add(self) -> None:
         self._time["seconds"] += time.perf_counter() - self._clock
         self._time["input_wait_seconds"] += self._batches.input_wait_seconds - self._waited
 

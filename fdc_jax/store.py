@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import ml_collections
 import numpy as np
@@ -51,11 +51,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-d
 
 
 class _Places:
-    """Names of the files in a work directory.
-
-    Args:
-        folder: of one seed.
-    """
+    """Names of the files in the work directory of one seed."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
@@ -89,7 +85,7 @@ class Store(_Places):
 
     def __init__(self, folder: str | os.PathLike[str], config: Config, checksums: dict[str, str]):
         super().__init__(folder)
-        self._config = config
+        self._config, self._two_views = config, config.fdc.pretrained_view_weight > 0
         self._claim(configuration.flatten(config) | checksums, checksums)
 
     @processes.on_first
@@ -106,16 +102,15 @@ class Store(_Places):
         if self.results_file.exists():
             self._compare_with_results(saved)
         differing = configuration.differences(saved, self._config, checksums)
-        if not differing:
-            return
         fields = ", ".join(f"{name} was {old!r}, is {new!r}" for name, old, new in differing)
         if not all(name.startswith("fdc.") for name, _, _ in differing):
             raise InputError(
                 f"{self.folder} holds a run of another configuration: {fields}; "
                 f"choose another --workdir or the old values"
             )
-        self._begin_refit(fields)
-        write_json(self.config_file, own)
+        if differing:
+            self._begin_refit(fields)
+            write_json(self.config_file, own)
 
     def _compare_with_results(self, saved: dict[str, Any]) -> None:
         results = _read(self.results_file, "remove it, and the run writes it again")
@@ -147,8 +142,7 @@ class Store(_Places):
     def _lacking(self, task: int) -> str | None:
         """Returns the name of a file without which a task cannot be fitted again."""
         needed = ["train_adapted", "train_labels", "head_weight"]
-        if self._config.fdc.pretrained_view_weight > 0:
-            needed.append("train_pretrained")
+        needed += ["train_pretrained"] * self._two_views
         names = (f"{name}_{task}.npy" for name in needed)
         return next((name for name in names if not (self.features_folder / name).exists()), None)
 
@@ -163,38 +157,24 @@ class Store(_Places):
             return None
         results = _read(self.results_file, "remove it, and the run writes it again")
         last = results["num_tasks"] - 1
-        missing = []
-        if not _is_whole(self.predictions_file):
-            missing.append(self.predictions_file.name)
+        evaluated = [self.predictions_file]
         if self._config.save_features and self.features_folder.exists():
             for task in range(last + 1):
-                name = self._lacking(task) or next(
-                    (
-                        path.name
-                        for path in self.features_folder.glob(f"*_{task}.npy")
-                        if not _is_whole(path)
-                    ),
-                    None,
-                )
-                if name:
+                files = self.features_folder.glob(f"*_{task}.npy")
+                damaged = (path.name for path in files if not _is_whole(path))
+                if name := self._lacking(task) or next(damaged, None):
                     raise InputError(
                         f"{self.features_folder / name}: missing or damaged, and only training "
                         "would give it again; the results stand without it: remove the folder "
                         f"{self.features_folder} to keep them"
                     )
-            tests = ["test_adapted", "test_labels"]
-            tests += ["test_pretrained"] * (self._config.fdc.pretrained_view_weight > 0)
-            missing += [
-                f"features/{name}.npy"
-                for name in tests
-                if not _is_whole(self.features_folder / f"{name}.npy")
-            ]
-        if missing:
+            views = ["adapted", *["pretrained"] * self._two_views]
+            evaluated += [self.features_folder / f"test_{name}.npy" for name in (*views, "labels")]
+        missing = [str(p.relative_to(self.folder)) for p in evaluated if not _is_whole(p)]
+        if missing and (record := self._record(last)) is not None:
             # They come from the last evaluation, which is repeated.
-            record = self._record(last)
-            if record is not None:
-                write_json(self.record_file(last), record | {"stale": True})
-        if not self.calibrator_file.exists() or _calibrator(_bytes(self.calibrator_file)) is None:
+            write_json(self.record_file(last), record | {"stale": True})
+        if _calibrator(_bytes(self.calibrator_file)) is None:
             missing.append(self.calibrator_file.name)
         if missing:
             _log.warning("%s: made again: %s", self.folder, ", ".join(missing))
@@ -262,11 +242,7 @@ class Store(_Places):
 
     @processes.on_first
     def restart(self) -> None:
-        """Makes ready for training from the first task.
-
-        Raises:
-            InputError: the run is finished; nobody asked to train again.
-        """
+        """Makes ready for training from the first task; refuses to train a finished run again."""
         if self.results_file.exists():
             raise InputError(
                 f"{self.folder} holds a finished run of which something is missing, and no "
@@ -275,16 +251,10 @@ class Store(_Places):
         self._forget_after(0)
 
     def calibrator(self, e: Experiment, tasks_done: int, step: int) -> Any | None:
-        """Returns the calibrator to go on with, fitted on as many tasks as possible.
+        """Returns the calibrator to go on with, fitted on as many tasks as possible, if any.
 
-        Args:
-            e: the experiment.
-            tasks_done: tasks whose training ended.
-            step: steps of the next one.
-
-        Returns:
-            A calibrator; tasks that it lacks have saved features, but for the last trained one,
-            whose encoder is at hand. None where there is none such.
+        Tasks that it lacks have saved features, but for the last trained one, whose encoder is at
+        hand after `tasks_done` tasks and no step of the next one.
         """
         content = processes.from_first(lambda: self._usable(e, tasks_done, step))
         if content is None:
@@ -302,7 +272,7 @@ class Store(_Places):
         for num_tasks in range(newest, -1, -1):
             content, path = np.zeros(0, np.uint8), self.fitted_file(num_tasks)
             if num_tasks:
-                content = _bytes(path) if path.exists() else content
+                content = _bytes(path)
                 found = _calibrator(content)
                 if found is None or found.num_tasks != num_tasks:
                     continue
@@ -320,16 +290,18 @@ class Store(_Places):
 
     def task_features(self, task: int) -> feature_files.TaskFeatures | None:
         """Returns the saved features of a task; None unless all are there."""
-        two_views = self._config.fdc.pretrained_view_weight > 0
 
         def read() -> dict[str, np.ndarray] | None:
             if self._lacking(task):
                 return None
-            names = [path.stem for path in self.features_folder.glob(f"*_{task}.npy")]
-            names = [name for name in names if two_views or not name.startswith("train_pre")]
+            paths = [
+                *self.features_folder.glob(f"*_{task}.npy"),
+                self.features_folder / "head_kind.npy",
+            ]
             return {
-                name: read_npy(self.features_folder / f"{name}.npy")
-                for name in [*names, "head_kind"]
+                path.stem: read_npy(path)
+                for path in paths
+                if self._two_views or not path.stem.startswith("train_pretrained")
             }
 
         arrays = processes.from_first(read)
@@ -376,11 +348,7 @@ _MEASURED_AGAIN = "remove it, and its accuracies are measured again"
 
 
 def _read(path: Path, remedy: str) -> dict[str, Any]:
-    """Reads a JSON object of the work directory.
-
-    Raises:
-        InputError: unreadable; says what to do.
-    """
+    """Reads a JSON object of the work directory; an error says what to do."""
     try:
         found = read_json(path)
     except InputError as error:
@@ -391,7 +359,8 @@ def _read(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def _bytes(path: Path) -> np.ndarray:
-    return np.fromfile(path, np.uint8)
+    """Returns what a file holds, nothing of none."""
+    return np.fromfile(path, np.uint8) if path.exists() else np.zeros(0, np.uint8)
 
 
 def _calibrator(content: np.ndarray) -> Any | None:
@@ -421,37 +390,31 @@ def locked(*folders: Path) -> Iterator[None]:
     Raises:
         InputError: a run of another process is there; names it.
     """
-    held: list[IO[str]] = []
+    with contextlib.ExitStack() as held:
 
-    @processes.on_first
-    def take() -> None:
-        for folder in folders:
-            held.append(_lock(folder))
+        @processes.on_first
+        def take() -> None:
+            for folder in folders:
+                _lock(folder, held)
 
-    try:
         take()
         yield
-    finally:
-        for file in held:
-            with file:
-                file.truncate(0)
 
 
-def _lock(folder: Path) -> IO[str]:
+def _lock(folder: Path, held: contextlib.ExitStack) -> None:
     path = folder / ".lock"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+", encoding="utf-8")
+        file = held.enter_context(open(path, "a+", encoding="utf-8"))
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         file.seek(0)
-        with file:
-            holder = file.read().strip() or "another process"
         raise InputError(
-            f"{folder} is in use by {holder}; wait for it, stop it or choose another --workdir"
+            f"{folder} is in use by {file.read().strip() or 'another process'}; wait for it, stop "
+            "it or choose another --workdir"
         ) from error
     except OSError:
         _log.warning("%s: the file system has no locks; start one run alone there", folder)
@@ -459,19 +422,32 @@ def _lock(folder: Path) -> IO[str]:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}")
     file.flush()
-    return file
+    held.callback(file.truncate, 0)
 
 
 class Run(_Places):
-    """A work directory of one seed, opened again; see `open_run`.
+    """A finished or stopped work directory of one seed; nothing is trained or changed.
+
+    Args:
+        folder: the work directory.
+        data_dir: where the images lie, if no longer where they did.
+        weights: file of the pretrained encoder, if no longer where it was.
 
     Attributes:
-        folder: the work directory.
         config: the run's configuration.
         results: what `results.json` holds, None before the run is finished.
+
+    Raises:
+        InputError: no run lies there. What else it needs, data or weights or a checkpoint, is
+            looked for when it is asked for.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], data_dir: str | None, weights: str | None):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        data_dir: str | None = None,
+        weights: str | None = None,
+    ):
         super().__init__(folder)
         if not self.config_file.exists():
             raise InputError(
@@ -514,11 +490,7 @@ class Run(_Places):
 
     @property
     def class_names(self) -> list[str]:
-        """Names of the classes by class-order position.
-
-        Raises:
-            InputError: the data cannot be read.
-        """
+        """Names of the classes by class-order position; needs the data."""
         return self.experiment.tasks.class_names
 
     @functools.cached_property
@@ -553,21 +525,18 @@ class Run(_Places):
     def heads(self, num_tasks: int | None = None) -> list[Any]:
         """Returns the heads of the first tasks, by default of all that were trained."""
         e, (state, tasks_done) = self.experiment, self._saved
-        if num_tasks is None:
-            num_tasks = tasks_done
+        num_tasks = tasks_done if num_tasks is None else num_tasks
         if not 0 <= num_tasks <= tasks_done:
             raise InputError(f"{self.folder}: expected up to {tasks_done} heads, found {num_tasks}")
         return devices.to_host(e.learner.heads(e.setup, state, num_tasks)) if num_tasks else []
 
     def calibrator(self) -> Any:
         """Returns FDC as it was fitted, on all tasks or on those of a run that stopped."""
-        path = self.calibrator_file
-        if not path.exists():
-            fitted = sorted(self.folder.glob("calibrators/calibrator_*.npz"))
-            if not fitted:
-                raise InputError(f"{self.folder}: expected a calibrator, found none")
-            path = fitted[-1]
-        return calibration.load(path)
+        found = sorted(self.folder.glob("calibrators/calibrator_*.npz"))
+        found += [self.calibrator_file] * self.calibrator_file.exists()
+        if not found:
+            raise InputError(f"{self.folder}: expected a calibrator, found none")
+        return calibration.load(found[-1])
 
     @functools.cached_property
     def predictions(self) -> dict[str, np.ndarray]:
@@ -586,10 +555,7 @@ class Run(_Places):
         return e.extract(e.backbone, [kernels], _batches(images, size))[0].features
 
     def test_images(self, rows: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n s s 3"]:
-        """Returns test images as an encoder sees them, before their values are scaled.
-
-        Args:
-            rows: of `predictions.npz`.
+        """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled.
 
         Raises:
             InputError: the data cannot be read, or are not those of the run.
@@ -602,23 +568,6 @@ class Run(_Places):
             )
         indices = tasks.test_indices[np.asarray(rows)]
         return evaluation_images(tasks.test, indices, self.config.encoder.image_size)
-
-
-def open_run(
-    path: str | os.PathLike[str], data_dir: str | None = None, weights: str | None = None
-) -> Run:
-    """Opens a finished or stopped work directory of one seed; nothing is trained or changed.
-
-    Args:
-        path: the work directory.
-        data_dir: where the images lie, if no longer where they did.
-        weights: file of the pretrained encoder, if no longer where it was.
-
-    Raises:
-        InputError: no run lies there. What else it needs, data or weights or a checkpoint, is
-            looked for when it is asked for.
-    """
-    return Run(path, data_dir, weights)
 
 
 def _configuration(saved: dict[str, Any]) -> Config:
@@ -659,6 +608,11 @@ def _collect(
     points = ("task", "accuracy", "routing_accuracy", "components", "task_accuracy", *BEYOND)
     curve = [{name: record[name] for name in points if name in record} for record in records]
     complete = len(records) == e.setup.num_tasks
+
+    def average(accuracies: list[float]) -> float | None:
+        # Without the accuracy after every task there is no average over them.
+        return evaluation.average_incremental_accuracy(accuracies) if complete else None
+
     return {
         "benchmark": config.benchmark,
         "split": e.tasks.test.partition,
@@ -671,20 +625,18 @@ def _collect(
         "num_test_images": len(e.tasks.test_indices),
         "accuracy": last["accuracy"],
         "routing_accuracy": last["routing_accuracy"],
-        # Without the accuracy after every task there is no average over them.
         "average_incremental_accuracy": {
-            name: evaluation.average_incremental_accuracy(
-                [point["accuracy"][name] for point in curve]
-            )
-            if complete
-            else None
-            for name in ("raw", "fdc")
+            name: average([point["accuracy"][name] for point in curve]) for name in ("raw", "fdc")
         },
         "components": last["components"],
         "selected": _selected(config.learner.name, last["components"]),
         "decomposition": last["decomposition"],
         **{
-            entry: _beyond(entry, curve, complete, calibrator.storage_bytes)
+            entry: {
+                **last[entry],
+                "average_incremental_accuracy": average([p[entry]["accuracy"] for p in curve]),
+                "storage_bytes": calibrator.storage_bytes,
+            }
             for entry in BEYOND
             if entry in last
         },
@@ -704,19 +656,6 @@ def _collect(
         "device": devices.describe(),
         "config": configuration.flatten(config) | {"seed": [seed]},
         "versions": versions(),
-    }
-
-
-def _beyond(
-    entry: str, curve: list[dict[str, Any]], complete: bool, storage_bytes: int
-) -> dict[str, Any]:
-    """Returns what an affinity beyond the paper gives after the last task, and on average."""
-    accuracies = [point[entry]["accuracy"] for point in curve]
-    average = evaluation.average_incremental_accuracy(accuracies) if complete else None
-    return {
-        **curve[-1][entry],
-        "average_incremental_accuracy": average,
-        "storage_bytes": storage_bytes,
     }
 
 
@@ -744,10 +683,8 @@ def _timing(per_task: list[dict[str, float]], complete: bool) -> dict[str, Any] 
     """Returns sums over tasks, and images per second; None where tasks were not recorded."""
     if not complete:
         return None
-    names = sorted({name for timing in per_task for name in timing})
-    total: dict[str, Any] = {
-        name: sum(timing.get(name, 0.0) for timing in per_task) for name in names
-    }
+    names = sorted(set().union(*per_task))
+    total: dict[str, Any] = {name: sum(each.get(name, 0.0) for each in per_task) for name in names}
     seconds = total.get("training_seconds")
     total["training_images_per_second"] = total["training_images"] / seconds if seconds else None
     total["input_wait_fraction"] = total["input_wait_seconds"] / seconds if seconds else None
@@ -756,13 +693,8 @@ def _timing(per_task: list[dict[str, float]], complete: bool) -> dict[str, Any] 
 
 def versions() -> dict[str, str | None]:
     """Returns the versions of Python, of this package and of what it computes with."""
-    found = {name: importlib.metadata.version(name) for name in _PACKAGES}
-    return {
-        "python": platform.python_version(),
-        "fdc_jax": fdc_jax.__version__,
-        "commit": _commit(),
-        **found,
-    }
+    own = {"python": platform.python_version(), "fdc_jax": fdc_jax.__version__, "commit": _commit()}
+    return own | {name: importlib.metadata.version(name) for name in _PACKAGES}
 
 
 def _commit() -> str | None:

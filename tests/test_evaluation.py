@@ -114,8 +114,6 @@ def test_means_over_tasks_and_seeds():
     mean, std = evaluation.mean_and_std([5.0])
     assert mean == 5.0
     assert math.isnan(std)
-    with pytest.raises(InputError, match="found none"):
-        evaluation.average_incremental_accuracy([])
 
 
 def test_paired_gain_is_the_paired_t_interval():
@@ -127,8 +125,6 @@ def test_paired_gain_is_the_paired_t_interval():
     assert (gain.low, gain.high) == pytest.approx((interval.low, interval.high))
     assert evaluation.paired_gain([1.0, 2.0], [2.0, 3.0])[:4] == (1.0, 0.0, 1.0, 1.0)
     assert math.isnan(evaluation.paired_gain([1.0], [2.0]).low)
-    with pytest.raises(InputError, match="as many"):
-        evaluation.paired_gain([1.0, 2.0], [2.0])
 
 
 def test_bootstrap_agrees_with_scipy():

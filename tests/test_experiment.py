@@ -144,7 +144,7 @@ def test_memory_that_runs_out_names_what_to_lower(cache, tmp_path, monkeypatch):
     def fail(*arguments):
         raise MemoryError("Unable to allocate 3 TiB")
 
-    monkeypatch.setattr("fdc_jax.experiment._fit", fail)
+    monkeypatch.setattr("fdc_jax.experiment._extract", fail)
     with pytest.raises(InputError, match=r"Unable to allocate 3 TiB\); lower config.train.batch_s"):
         go(config(cache), tmp_path / "run")
 

@@ -3,11 +3,13 @@
 import socket
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fdc_jax import devices, processes
 from fdc_jax.errors import InputError
+from fdc_jax.heads import LinearHead
 
 
 @pytest.mark.parametrize(
@@ -88,5 +90,15 @@ def test_an_agreement_is_a_few_calls_late_and_stays():
     assert [agreement(0) for _ in range(3)] == [15] * 3
 
 
-def test_every_row_is_the_only_process_own():
-    assert devices.own_rows(devices.data_mesh(), 5).tolist() == [True] * 5
+def test_replicate_leaves_numpy_arrays_on_the_host_and_every_row_is_the_only_process_own():
+    mesh = devices.data_mesh()
+    assert devices.own_rows(mesh, 5).tolist() == [True] * 5
+    host = np.arange(4.0)
+    tree = {"host": host, "head": LinearHead(jnp.ones((2, 3)), np.zeros(2)), "number": 2.0}
+    found = devices.replicate(mesh, tree)
+    assert found["host"] is host
+    assert type(found["head"].bias) is np.ndarray
+    for leaf in (found["head"].weight, found["number"]):
+        assert isinstance(leaf, jax.Array)
+        assert leaf.sharding.mesh == mesh
+        assert leaf.is_fully_replicated

@@ -49,9 +49,10 @@ def test_another_affinity_stands_beside_the_papers(variant, entry):
     assert found.keys() - paper.keys() == {entry}
     assert more.keys() - columns.keys() == {f"{entry}_label", f"{entry}_task"}
     assert found[entry]["affinity"]["evidence"] == "linear"
-    np.testing.assert_array_equal(more[f"{entry}_label"], terms.fuse().label)
+    np.testing.assert_array_equal(more[f"{entry}_label"], terms.scores().label)
+    np.testing.assert_array_equal(more["fdc_label"], terms.fuse().label)
     assert (more[f"{entry}_label"] != more["fdc_label"]).any()
-    assert found[entry]["accuracy"] == evaluation.accuracy(labels, terms.fuse().label)
+    assert found[entry]["accuracy"] == evaluation.accuracy(labels, terms.scores().label)
 
 
 def test_each_task_so_far_has_an_accuracy():

@@ -308,7 +308,8 @@ def _write_duplicates(
         "in several classes": np.sum(classes > 1),
     }
     described = ", ".join(f"{count} {where}" for where, count in counts.items() if count)
-    return f"{len(groups)} images occur more than once ({described})"
+    occur = "image occurs" if len(groups) == 1 else "images occur"
+    return f"{len(groups)} {occur} more than once ({described})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

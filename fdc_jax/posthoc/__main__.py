@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from fdc_jax import calibration, feature_files
 from fdc_jax.calibration import Scores
-from fdc_jax.errors import InputError, Program
+from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.files import write_json, write_npz
 from fdc_jax.posthoc.methods import FDC_METHODS, METHODS, Settings, run
@@ -187,7 +187,8 @@ def _comparison(reports: list[dict[str, Any]]) -> list[str]:
         last = (_mebibytes(report), f"{report['seconds']['fit']:.1f}")
         rows.append((method, accuracy, f"{gain['mean']:+.2f}", interval, *others, *last))
     header = ("method", "accuracy", "gain", "95% interval", "routing", "oracle", "storage", "fit s")
-    sizes = f"{reports[0]['num_tasks']} tasks, {reports[0]['num_test_samples']} test samples"
+    tasks = counted(reports[0]["num_tasks"], "task")
+    sizes = f"{tasks}, {counted(reports[0]['num_test_samples'], 'test sample')}"
     caption = f"Accuracy in percent, gains over raw in points; {sizes}"
     return [caption, _table(header, rows), *refused]
 
@@ -195,7 +196,7 @@ def _comparison(reports: list[dict[str, Any]]) -> list[str]:
 def _details(report: dict[str, Any]) -> list[str]:
     """What is said on screen of one method."""
     method, samples = report["method"], report["num_test_samples"]
-    sizes = f"{report['num_tasks']} tasks, {report['num_classes']} classes"
+    sizes = f"{counted(report['num_tasks'], 'task')}, {counted(report['num_classes'], 'class')}"
     if "accuracy" not in report:
         return [
             f"{method}: {sizes}; {report['num_changed_labels']} of {samples} test labels changed; "

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fdc_jax import evaluation
+from fdc_jax.errors import counted
 from fdc_jax.evaluation import BEYOND
 from fdc_jax.learners import title
 
@@ -28,8 +29,9 @@ def show(per_seed: Sequence[dict[str, Any]]) -> None:
     seeds = ", ".join(str(each["seed"]) for each in per_seed)
     heading = (
         f"{first['benchmark']}, {title(first['learner'])}, "
-        f"{'seed' if len(per_seed) == 1 else 'seeds'} {seeds}: {first['num_tasks']} tasks, "
-        f"{first['num_classes']} classes, {first['num_test_images']} test images"
+        f"{'seed' if len(per_seed) == 1 else 'seeds'} {seeds}: "
+        f"{counted(first['num_tasks'], 'task')}, {counted(first['num_classes'], 'class')}, "
+        f"{counted(first['num_test_images'], 'test image')}"
     )
     table = Table(title=heading, box=box.SIMPLE, title_justify="left", title_style="bold")
     table.add_column("percent", no_wrap=True)

@@ -11,7 +11,7 @@ import numpy as np
 
 from fdc_jax import learners
 from fdc_jax.configuration import WITHOUT_EFFECT
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, counted
 from fdc_jax.files import read_npz
 from fdc_jax.report import paper
 
@@ -326,14 +326,15 @@ _IGNORED = WITHOUT_EFFECT | {
     "fdc.affinity_shrinkage",
 }
 
-_PHRASES = {
+# With a noun where a number is counted.
+_PHRASES: dict[str, str | tuple[str, str]] = {
     "encoder.variant": "{}",
     "encoder.image_size": "{} px",
-    "classes_per_task": "{} classes a task",
+    "classes_per_task": ("class", "{} a task"),
     "class_order_seed": "class order {}",
     "learner.preset": "{} preset",
-    "train.epochs": "{} epochs",
-    "train.first_epochs": "{} epochs in the first task",
+    "train.epochs": ("epoch", "{}"),
+    "train.first_epochs": ("epoch", "{} in the first task"),
     "train.batch_size": "batches of {}",
     "train.rank": "rank {}",
     "train.increment_learning_rate": "increment learning rate {}",
@@ -341,8 +342,8 @@ _PHRASES = {
     "train.schedule": "{} schedule",
     "precision": "{} precision",
     "data.input_range": "{} inputs",
-    "data.train_per_class": "{} training images a class",
-    "data.test_per_class": "{} test images a class",
+    "data.train_per_class": ("training image", "{} a class"),
+    "data.test_per_class": ("test image", "{} a class"),
 }
 
 
@@ -392,7 +393,11 @@ def deviations(benchmark: str, learner: str, found: dict[str, Any]) -> list[str]
     for field, value in expected.items():
         if found[field] != value:
             phrase = _PHRASES.get(field, field.split(".")[-1].replace("_", " ") + " {}")
-            phrases.append(phrase.format(_words(found[field])))
+            words = _words(found[field])
+            if isinstance(phrase, tuple):
+                noun, phrase = phrase
+                words = counted(found[field], noun)
+            phrases.append(phrase.format(words))
     for part, word in (("train", "training"), ("test", "test")):
         count = found[f"num_{part}_images"]
         if sizes and not found[f"data.{part}_per_class"] and count not in (None, sizes[part]):
