@@ -333,7 +333,7 @@ def measure(
     for entry, found in terms.beyond().items():
         beyond = fuse_all(terms, terms.scores)
         accuracies[entry] = {
-            "affinity": terms.affinity._asdict(),
+            "affinity": terms.settings.affinity._asdict(),
             "accuracy": accuracy(labels, found.label),
             "oracle": accuracy(labels, found.label_in_task(tasks)),
             "routing_accuracy": accuracy(tasks, found.task),

@@ -53,9 +53,11 @@ class Affine(NamedTuple):
     bias: Float[Array, " c"] | float
     normalised: bool
 
-    def logits(self, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
-        """Returns the logits of each feature."""
-        return products(unit(features) if self.normalised else features, self.rows) + self.bias
+
+def _affine_logits(head: Any, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
+    """Returns the logits of each feature, by the head's affine form."""
+    rows, bias, normalised = head.affine
+    return products(unit(features) if normalised else features, rows) + bias
 
 
 class LinearHead(NamedTuple):
@@ -69,9 +71,7 @@ class LinearHead(NamedTuple):
         """W h + b."""
         return Affine(self.weight, self.bias, False)
 
-    def logits(self, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
-        """Returns W h + b for each row h."""
-        return self.affine.logits(features)
+    logits = _affine_logits
 
 
 class NormalisedLinearHead(NamedTuple):
@@ -85,9 +85,7 @@ class NormalisedLinearHead(NamedTuple):
         """W h/|h| + b."""
         return Affine(self.weight, self.bias, True)
 
-    def logits(self, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
-        """Returns W h/|h| + b for each row h."""
-        return self.affine.logits(features)
+    logits = _affine_logits
 
 
 class CosineHead(NamedTuple):
@@ -101,9 +99,7 @@ class CosineHead(NamedTuple):
         """The scaled unit rows times h/|h|."""
         return Affine(self.scale * unit(self.weight), 0.0, True)
 
-    def logits(self, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
-        """Returns the scaled cosine of each feature to each class row."""
-        return self.affine.logits(features)
+    logits = _affine_logits
 
 
 class NearestMeanHead(NamedTuple):
@@ -116,9 +112,7 @@ class NearestMeanHead(NamedTuple):
         """Twice the unit means times h/|h|, minus 2."""
         return Affine(2.0 * unit(self.means), -2.0, True)
 
-    def logits(self, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
-        """Returns minus the squared distance between unit features and unit class means."""
-        return self.affine.logits(features)
+    logits = _affine_logits
 
 
 class FunctionHead(NamedTuple):

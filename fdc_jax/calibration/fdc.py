@@ -19,6 +19,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from numbers import Real
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -65,8 +66,7 @@ class Settings:
             by their moments over the candidate tasks of each input (paper, "PAC Neighborhood
             Size").
 
-    Raises:
-        InputError: one is outside its range.
+    Raises InputError when one is outside its range.
     """
 
     retained_energy: float = 0.75
@@ -82,53 +82,25 @@ class Settings:
 
     def __post_init__(self):
         for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(field.default, float):
-                try:
-                    valid = not _is_truth(value) and math.isfinite(value) and value >= 0.0
-                except TypeError:
-                    valid = False
-                if not valid:
-                    raise InputError(
-                        f"{field.name}: expected a finite number from 0, found {value!r}"
-                    )
-                object.__setattr__(self, field.name, float(value))
+            value, kind = getattr(self, field.name), type(field.default)
+            if kind is str:
+                continue
+            least, what = (1, "count") if kind is int else (0, "finite number")
+            real = isinstance(value, Real) and not isinstance(value, bool)
+            if not (real and math.isfinite(value) and kind(value) == value >= least):
+                raise InputError(f"{field.name}: expected a {what} from {least}, found {value!r}")
+            object.__setattr__(self, field.name, kind(value))
         if not 0.0 < self.retained_energy <= 1.0:
             raise InputError(f"retained_energy: expected 0 < x <= 1, found {self.retained_energy}")
         if self.attenuation > 1.0:
             raise InputError(f"attenuation: expected 0 <= x <= 1, found {self.attenuation}")
-        try:
-            whole = int(self.neighbours) == self.neighbours >= 1 and not _is_truth(self.neighbours)
-        except (TypeError, ValueError):
-            whole = False
-        if not whole:
-            raise InputError(f"neighbours: expected a count from 1, found {self.neighbours!r}")
-        object.__setattr__(self, "neighbours", int(self.neighbours))
         check_word("affinity_reference", self.affinity_reference, self.REFERENCES)
-
-    def check_tasks(self, class_counts: Sequence[int], function_heads: bool = False) -> None:
-        """Raises InputError where these settings do not suit tasks of so many classes.
-
-        Args:
-            class_counts: of every task.
-            function_heads: whether the heads are functions of the user's own.
-        """
-        for task, count in enumerate(class_counts):
-            if count < self.neighbours:
-                raise InputError(
-                    f"neighbours: expected at most {count}, the classes of task {task}, found "
-                    f"{self.neighbours}"
-                )
 
 
 def check_word(field: str, value: object, known: Sequence[str]) -> None:
     """Raises InputError unless a setting is one of the known words."""
     if value not in known:
         raise InputError(f"{field}: expected one of {', '.join(known)}, found {value!r}")
-
-
-def _is_truth(value: object) -> bool:
-    return isinstance(value, bool | np.bool_)
 
 
 # Training-time statistics (lines 1 to 13) --------------------------------------------------------
@@ -148,7 +120,7 @@ class ViewStatistics(NamedTuple):
         residual_mean: mean of the task's own residual ratios.
         residual_std: their population standard deviation, at least 1e-6.
         distance_mean: one minus the mean of the task's own affinities.
-        distance_std: population standard deviation of its own affinities, at least 1e-6.
+        distance_std: their population standard deviation, at least 1e-6.
     """
 
     mean: Float[np.ndarray, " d"]
@@ -188,8 +160,7 @@ class Sums:
 
     def __init__(self, width: int):
         self.width, self.count = width, 0
-        self.origin = np.zeros(width)
-        self._total = np.zeros(width)
+        self.origin, self._total = np.zeros(width), np.zeros(width)
         self._held: list[Float[np.ndarray, "n d"]] | None = []
         self._scatter = np.zeros(0)
         self._directions: dict[int, Float[np.ndarray, " d"]] = {}
@@ -229,31 +200,28 @@ class Sums:
         none = np.zeros(self.width)
         return unit(np.stack([self._directions.get(label, none) for label in classes.tolist()]))
 
-    def principal_components(self) -> tuple[Float[np.ndarray, " k"], Float[np.ndarray, "k d"]]:
-        """Returns the variances along all principal directions, descending, and these as rows.
+    def basis(self, share: float) -> Float[np.ndarray, "r d"]:
+        """Returns U_t, which keeps a share eta of the variance, as rows (Eq. task-pca).
 
         The covariance, or with fewer samples than dimensions the matrix of inner products, is
-        decomposed in float32 (`jnp.linalg.eigh`). With X the centred samples and X X^T v = s v, the
-        eigenvector of X^T X is X^T v. Those are of any length here: `orthonormal` makes a basis of
-        the leading ones.
+        decomposed in float32. With X the centred samples and X X^T v = s v, the eigenvector of
+        X^T X is X^T v; QR in float64 takes out of it what rounding left of the ones before it.
         """
         shift = self._total / self.count
-        # Few sizes, since each compiles anew.
-        rows = -(-self.count // 128) * 128
-        if self._held is None or rows >= self.width:
-            energies, vectors = eigh(self.scatter / self.count - np.outer(shift, shift))
-            return energies, vectors
-        centred = np.zeros((rows, self.width))
-        centred[: self.count] = np.concatenate(self._held) - shift
-        energies, vectors = eigh(centred @ centred.T / self.count)
-        return energies, vectors @ centred
+        if self._held is None:
+            energies, vectors = eigh(self._scatter / self.count - np.outer(shift, shift))
+            return vectors[: retained_rank(energies, share, self.count)].copy()
+        centred = np.concatenate(self._held) - shift
+        energies, vectors = eigh(gram(centred) / self.count)
+        leading = vectors[: retained_rank(energies, share, self.count)] @ centred
+        return np.ascontiguousarray(np.linalg.qr(leading.T)[0].T, np.float32)
 
-    def basis(self, share: float) -> Float[np.ndarray, "r d"]:
-        """Returns U_t, which keeps a share eta of the variance, as rows (Eq. task-pca)."""
-        energies, directions = self.principal_components()
-        leading = directions[: retained_rank(energies, share, self.count)]
-        # Those of the covariance are orthonormal already.
-        return orthonormal(leading) if len(energies) < self.width else leading.copy()
+
+def gram(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
+    """Returns all inner products of rows, multiplied in float32 near a scale of one."""
+    scale = np.abs(rows).max() or 1.0
+    narrow = (rows / scale).astype(np.float32)
+    return scale**2 * (narrow @ narrow.T).astype(np.float64)
 
 
 def class_sums(
@@ -269,31 +237,16 @@ def eigh(matrix: Float[np.ndarray, "k k"]) -> tuple[np.ndarray, np.ndarray]:
     """Returns eigenvalues of a symmetric matrix, descending, and its eigenvectors as rows."""
     # Numbers near one, whatever the features' unit.
     scale = np.trace(matrix) or 1.0
-    values, vectors = jnp.linalg.eigh(jnp.asarray(matrix / scale, jnp.float32))
-    return scale * np.asarray(values, np.float64)[::-1], np.asarray(vectors).T[::-1]
-
-
-def orthonormal(directions: Float[np.ndarray, "r d"]) -> Float[np.ndarray, "r d"]:
-    """Returns an orthonormal basis of independent directions, the leading ones first.
-
-    A direction of little energy holds rounding of the ones before it, at most; taking those out of
-    it one after the other, in float64, leaves what is its own.
-    """
-    basis = np.linalg.qr(np.asarray(directions, np.float64).T)[0]
-    return np.ascontiguousarray(basis.T, np.float32)
+    values, vectors = np.linalg.eigh((matrix / scale).astype(np.float32))
+    return scale * values[::-1].astype(np.float64), vectors.T[::-1]
 
 
 def retained_rank(energies: Float[np.ndarray, " k"], share: float, count: int) -> int:
     """Returns the fewest leading components with at least `share` of the variance (Eq. task-pca).
 
-    Features without any variance (one sample, or all equal) have rank 0: their subspace is the task
-    mean alone. `count` samples span at most `count` - 1 directions, so rounding noise beyond those
-    is never retained.
-
-    Args:
-        energies: descending; small negative ones are rounding and count as zero.
-        share: eta, in (0, 1].
-        count: number of samples.
+    `energies` descend; negative ones are rounding. Features without any variance (one sample, or
+    all equal) have rank 0: their subspace is the task mean alone. `count` samples span at most
+    `count` - 1 directions, so rounding noise beyond those is never retained.
     """
     energies = np.clip(np.asarray(energies, np.float64), 0.0, None)
     total = energies.sum()
@@ -322,13 +275,9 @@ def fit_foreign_reference(
 ) -> ForeignReference | None:
     """Fits the foreign reference of one view (Eq. foreign, line 13).
 
-    Args:
-        residuals: for each task t, its features' standardised residuals against every earlier
-            task j, as [t, n_t]; empty for the first task.
-
-    Returns:
-        Mean and variance with every pair of tasks weighted equally, and the median absolute
-        log-likelihood ratio over all samples; None with fewer than two tasks.
+    `residuals` are, for each task, its features' standardised residuals against every earlier task.
+    Mean and variance weight every pair of tasks equally; the scale is the median absolute
+    log-likelihood ratio over all samples. None with fewer than two tasks.
     """
     tasks = [task for task in residuals if task.size]
     if not tasks:
@@ -416,13 +365,8 @@ def prototype_distances(
 
     The cosine distance of unit vectors is half their squared distance. Expanding that square
     around a point amid the prototypes keeps the digits that 1 - cos would cancel where all
-    features point nearly the same way. A feature of length zero has cosine 0 to everything.
-
-    Args:
-        units: features over their norm; zero where the feature is.
-        centre: a point amid the task's prototypes.
-        offsets: prototypes minus `centre`.
-        constants: half the squared length of `offsets`; infinite where there is no prototype.
+    features point nearly the same way. A feature of length zero has cosine 0 to everything; the
+    constant of a class without samples is infinite. See `prototype_frame`.
     """
     xp = namespace(units, offsets)
     centred = units - centre
@@ -521,20 +465,12 @@ def measure(
     neighbours: int,
     all_rows: bool = False,
 ) -> tuple[Float[Array, "n tasks ..."], ...]:
-    """Measures a batch against all tasks in one view.
-
-    Args:
-        view: statistics of the tasks.
-        heads: built-in heads of the adapted view, or None.
-        features: one view's features.
-        attenuation: gamma of TSF.
-        normalised: whether the heads divide their input by its norm.
-        neighbours: K of PAC.
-        all_rows: return the logits of all classes, too.
+    """Measures a batch against all tasks in one view; `neighbours` is K, `attenuation` gamma.
 
     Returns:
-        Residual ratios and prototype distances; with heads also the largest raw logit with its row,
-        and the largest filtered logit with its row; last, where asked for, both kinds of logits.
+        Residual ratios and prototype distances; with built-in heads (which divide their input by
+        its norm where `normalised`) also the largest raw logit with its row and the largest
+        filtered logit with its row; last, with `all_rows`, the logits of all classes of both kinds.
     """
     units = unit(features)  # Once for all tasks.
     energies = energy(features) if normalised else None
@@ -571,12 +507,7 @@ def residual_ratios(
 
 
 def rlc_argument(residual: Any, coefficients: Float[Array, " 3"]) -> Any:
-    """Returns log(p_F(u) / p_O(u)) / tau of Eq. llr; its tanh is the RLC evidence.
-
-    Args:
-        residual: u_t of Eq. residual.
-        coefficients: `llr_coefficients`.
-    """
+    """Returns log(p_F(u) / p_O(u)) / tau of Eq. llr; its tanh is the RLC evidence."""
     return (coefficients[0] * residual + coefficients[1]) * residual + coefficients[2]
 
 
@@ -589,13 +520,8 @@ def evidence(
 ) -> tuple[Float[Array, "n tasks"], Float[Array, "n tasks"]]:
     """Returns the RLC evidence of one view and q_t of Eq. par, whose tanh is the PAC evidence.
 
-    Args:
-        ratio: rho_t.
-        distance: one minus the affinity.
-        view: statistics of the tasks.
-        coefficients: of the foreign reference.
-        nearest: standardise affinities over the candidate tasks of the input instead of over the
-            task's training features.
+    With `nearest`, affinities are standardised over the candidate tasks of the input instead of
+    over the task's training features.
     """
     xp = namespace(ratio)
     residual = (ratio - view.residual_mean) / view.residual_std
@@ -612,10 +538,7 @@ LOGITS = ("raw_logit", "raw_row", "filtered_logit", "filtered_row", "raw_rows", 
 
 
 class Arrays(NamedTuple):
-    """A calibrator as the scoring kernel takes it; `None` for heads that are functions.
-
-    `coefficients` are those of the foreign references, one row a view.
-    """
+    """A calibrator as the scoring kernel takes it; heads are `None` where they are functions."""
 
     views: list[ViewArrays]
     heads: HeadArrays | None
@@ -635,20 +558,9 @@ def score_batch(
 ) -> dict[str, Any]:
     """Returns everything that the scores of a batch are made of, [n, tasks] each, padded tasks too.
 
-    Args:
-        arrays: of the calibrator.
-        adapted: features E_T(x).
-        pretrained: features E_0(x), or None.
-        normalised: whether the heads divide their input by its norm.
-        neighbours: K of PAC.
-        nearest: see `evidence`.
-        all_rows: return the logits of all classes, too.
-
-    Returns:
-        By name: `adapted_rlc`, `adapted_affinity`, the same of `pretrained`; with built-in heads
-        `raw_logit`, `raw_row`, `filtered_logit`, `filtered_row` and, where asked for, `raw_rows`
-        and `filtered_rows` [n, tasks, c]; and `adapted_energy` and `pretrained_energy` [n], which
-        are not finite for features that are not.
+    By name: `adapted_rlc`, `adapted_affinity`, the same of `pretrained`; with built-in heads the
+    first four of `LOGITS`, with `all_rows` all, the last two as [n, tasks, c]; and
+    `adapted_energy` and `pretrained_energy` [n], not finite for features that are not.
     """
     found: dict[str, Any] = {}
     for index, features in enumerate((adapted, pretrained)):
@@ -680,12 +592,7 @@ def fused_score(
 ) -> Float[Array, "n tasks"]:
     """Returns the calibrated task scores S_t (Eq. score-fusion, Eq. dual-main).
 
-    Args:
-        logit: largest logit of each head.
-        scale: sigma_t.
-        views: of each view its weight w_v and its evidence, tanh(RLC argument) and tanh(q_t).
-        rlc_weight: alpha.
-        pac_weight: beta.
+    Of each view `views` has the weight w_v and the evidence, tanh(RLC argument) and tanh(q_t).
     """
     for weight, rlc, pac in views:
         logit = logit + weight * scale * (pac_weight * pac - rlc_weight * rlc)
@@ -700,12 +607,7 @@ class TaskLogits(NamedTuple):
 
 
 class ViewEvidence(NamedTuple):
-    """Corrections of one view in units of the score scale.
-
-    Attributes:
-        rlc: tanh of the RLC argument.
-        affinity: q_t, whose tanh is the PAC evidence.
-    """
+    """Corrections of one view: the RLC evidence, and q_t, whose tanh is that of PAC."""
 
     rlc: Float[np.ndarray, "n tasks"]
     affinity: Float[np.ndarray, "n tasks"]
@@ -720,15 +622,8 @@ class ViewEvidence(NamedTuple):
 class Terms:
     """Everything the score of a sample and task is made of, so that any combination costs no pass.
 
-    Attributes:
-        raw_logits: logits of the heads as they are.
-        filtered_logits: logits with TSF.
-        adapted: evidence of the adapted view.
-        pretrained: evidence of the pretrained view; None when that view is not in use.
-        raw_scale: sigma_t without TSF.
-        filtered_scale: sigma_t with TSF.
-        settings: of the calibrator; `fuse` reads its four weights.
-        classes: labels of each task's head rows, in row order.
+    `raw_logits` and `raw_scale` are without TSF, `filtered_logits` and `filtered_scale` with it;
+    `pretrained` is None when that view is not in use.
     """
 
     raw_logits: TaskLogits
@@ -779,11 +674,7 @@ class Terms:
         return self.fuse(**switches)
 
     def beyond(self, **switches: bool) -> dict[str, Scores]:
-        """Returns what the calibrator gives beyond the paper by name; of the paper's FDC, nothing.
-
-        Args:
-            switches: as `fuse` takes them.
-        """
+        """Returns what is given beyond the paper by name; by the paper's FDC, nothing."""
         return {}
 
 
@@ -804,11 +695,7 @@ class FDC:
     of the two walks over a task (`_first_walk`, `_between_walks`, `_second_walk`), at what a batch
     of test inputs is measured by (`_measure_batch`) and at the scores (`_terms`).
 
-    Args:
-        **settings: the fields of `Settings`.
-
-    Raises:
-        InputError: a setting outside its range.
+    Settings are the fields of `Settings`; InputError when one is outside its range.
     """
 
     settings_type: ClassVar[type[Settings]] = Settings
@@ -859,37 +746,27 @@ class FDC:
             adapted: features E_t(D_t), [n, d], as an array of NumPy, JAX or any library that offers
                 `__array__` or `__dlpack__`; memory maps are read block by block. Or a source: a
                 function without arguments that returns a fresh iterator over chunks (adapted,
-                pretrained or None, labels). It is called twice, since there are two walks, and must
-                give the same samples both times.
-            labels: integer labels [n]; None with a source.
+                pretrained or None, labels), the same at both calls; the rest is None then.
+            labels: integers [n].
             head: the task's head, of the same type for all tasks.
-            pretrained: features E_0(D_t), [n, e]; given for all tasks or for none; None with a
-                source.
+            pretrained: features E_0(D_t), [n, e]; given for all tasks or for none.
             classes: label of each head row. By default the distinct labels in ascending order. Only
                 when named may a class have no sample; PAC then ignores it.
 
         Raises:
-            InputError: input that is malformed or unlike earlier tasks. The calibrator then is as
-                it was before the call.
-
-        Logs a warning when the task's residual ratios do not vary, as with one or two samples.
+            InputError: input that is malformed or unlike earlier tasks; nothing has changed then.
         """
         if self.foreign is None:
             raise InputError("the foreign residuals were released: no further task can be fitted")
         task, settings, xp = self.num_tasks, self.settings, self._xp
-        kind = self._check_kind(head, f"head of task {task}")
-        if self.heads and kind != (expected := inputs.head_kind(self.heads[0], "head of task 0")):
-            raise InputError(
-                f"head of task {task}: expected a {expected} head like task 0, found {kind}"
-            )
+        self._check_kind(head, f"head of task {task}")
+        inputs.common_kind([*self.heads, head])
         source = inputs.task_source(adapted, labels, pretrained, task)
-        blocks = inputs.blocks(source, task)
+        blocks = inputs.blocks(source, task, self.widths)
         start = next(blocks, None)
         if start is None:
             raise InputError(f"task {task}: expected at least one sample, found none")
-        if self.tasks:
-            inputs.check_views(start, self.widths, task)
-        rows, num_classes = self._read_head(head, task, start.adapted.shape[1])
+        rows, num_classes = self._read_head(head, task, start.views[0].shape[1])
         if classes is not None:
             classes = inputs.class_labels(classes, f"classes of task {task}")
             if len(classes) != num_classes:
@@ -926,7 +803,7 @@ class FDC:
         measured: list[list[tuple[Any, ...]]] = [[] for _ in drafts]
         sizes: list[int] = []
         again = np.zeros_like(counts)
-        for block in inputs.blocks(source, task):
+        for block in inputs.blocks(source, task, [each.width for each in sums]):
             sizes.append(block.rows)
             again += (block.labels[:, None] == classes).sum(axis=0)
             for view, features in enumerate(block.views):
@@ -960,7 +837,12 @@ class FDC:
                 scales = [population_moments(raw)[1], population_moments(filtered)[1]]
             moments = (*population_moments(ratio), *population_moments(distance))
             views.append(ViewStatistics(*draft[:4], *moments))
-            foreign.append(self._standardised(view, others, sum(sizes)))
+            # u_j of every earlier task j, by j's own moments.
+            known = [each.views[view] for each in self.tasks]
+            ratios = np.concatenate([np.zeros((sum(sizes), 0)), *others], axis=1)[:, :task].T
+            means = np.array([each.residual_mean for each in known])[:, None]
+            stds = np.array([each.residual_std for each in known])[:, None]
+            foreign.append(np.ascontiguousarray((ratios - means) / stds, np.float32))
         self.tasks = [*self.tasks, Task(views, classes, sum(sizes), *scales)]
         self.heads = [*self.heads, head]
         self.foreign = [*self.foreign, foreign]
@@ -973,9 +855,6 @@ class FDC:
         Args:
             release: drop the foreign residual scalars, one float32 per sample, earlier task and
                 view. No further task can be fitted then.
-
-        Raises:
-            InputError: no task was fitted.
         """
         if not self.tasks:
             raise InputError("finalize: no task was fitted")
@@ -990,9 +869,7 @@ class FDC:
             self.foreign, self._earlier = None, {}
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
-        """Returns calibrated scores of a batch of any size (lines 14 to 20).
-
-        All components are switched on.
+        """Returns calibrated scores of a batch of any size (lines 14 to 20), all components on.
 
         Args:
             adapted: final features E_T(x), [n, d].
@@ -1009,10 +886,7 @@ class FDC:
         return self.terms(adapted, pretrained).raw()
 
     def terms(self, adapted: Any, pretrained: Any = None) -> Terms:
-        """Returns what scores are made of, for all component combinations from one pass.
-
-        Takes and raises what `score` does.
-        """
+        """Returns what scores are made of, for all component combinations; see `score`."""
         self.require_finalized()
         needed = self.settings.pretrained_view_weight != 0.0
         views = inputs.score_views(adapted, pretrained, self.widths, needed)
@@ -1034,9 +908,6 @@ class FDC:
         """Predicts with other heads from now on, for learners that rewrite old heads.
 
         Score scales and all other statistics stay those collected when each task was learned.
-
-        Raises:
-            InputError: not one head per task, heads of different types or shapes.
         """
         heads = list(heads)
         if len(heads) != self.num_tasks:
@@ -1056,9 +927,8 @@ class FDC:
     def paper_storage_bytes(self) -> int:
         """Returns the bytes of the paper's statistics in use, by its accounting, in float32.
 
-        PCA bases count as factors, beside prototypes, feature means and scalars; classifier weights
-        and foreign residuals do not count. A view of weight 0 counts no more than what TSF needs:
-        the adapted bases.
+        PCA bases count as factors; classifier weights and foreign residuals do not count. A view of
+        weight 0 counts no more than what TSF needs: the adapted bases.
         """
         settings, numbers = self.settings, 2 * self.num_tasks  # Score scales with and without TSF.
         weights = (settings.adapted_view_weight, settings.pretrained_view_weight)
@@ -1083,9 +953,6 @@ class FDC:
 
         The foreign residuals are part of it unless released, so that a loaded calibrator can take
         further tasks. Heads that are functions are left out; `calibration.load` then needs them.
-
-        Raises:
-            InputError: not finalized, or the file cannot be written.
         """
         from fdc_jax.calibration import storage
 
@@ -1198,17 +1065,6 @@ class FDC:
                 groups.append(found[-1])
         return found
 
-    def _standardised(
-        self, view: int, groups: Sequence[Float[np.ndarray, "n group"]], samples: int
-    ) -> Float[np.ndarray, "earlier n"]:
-        """Returns u_j of Eq. residual for every earlier task j, by j's own moments (line 7)."""
-        if not groups:
-            return np.zeros((0, samples), np.float32)
-        ratios = np.concatenate(groups, axis=1)[:, : self.num_tasks].T.astype(np.float64)
-        means = np.array([[task.views[view].residual_mean] for task in self.tasks])
-        stds = np.array([[task.views[view].residual_std] for task in self.tasks])
-        return np.ascontiguousarray((ratios - means) / stds, np.float32)
-
     def _warn_of_constant_residuals(self, task: int) -> None:
         for name, view in zip(inputs.VIEWS, self.tasks[task].views, strict=False):
             # A subspace that is the whole space leaves no residual to anybody.
@@ -1223,7 +1079,7 @@ class FDC:
     # Heads, built in or functions of the user's own, which are scored one after the other.
 
     def _check_kind(self, head: Any, name: str) -> str:
-        """Returns the kind of a head that these settings can work with."""
+        """Returns the kind of a head; for subclasses that do not work with all."""
         return inputs.head_kind(head, name)
 
     def _read_head(self, head: Any, task: int, width: int) -> tuple[inputs.HeadRows | None, int]:

@@ -34,17 +34,11 @@ Source = Callable[[], Iterable[Chunk]]
 
 
 class Block(NamedTuple):
-    """Up to `BLOCK_ROWS` samples of one task; rows past `rows` are zero."""
+    """Up to `BLOCK_ROWS` samples of one task in one or two views; rows past `rows` are zero."""
 
-    adapted: Float[np.ndarray, "block d"]
-    pretrained: Float[np.ndarray, "block e"] | None
+    views: list[Float[np.ndarray, "block _"]]
     labels: Int[np.ndarray, " rows"]
     rows: int
-
-    @property
-    def views(self) -> list[Float[np.ndarray, "block d"]]:
-        """The features of the one or two views, adapted view first."""
-        return [self.adapted] if self.pretrained is None else [self.adapted, self.pretrained]
 
 
 def host_array(value: Any, name: str) -> np.ndarray:
@@ -135,23 +129,6 @@ def check_rows(name: str, energies: Float[np.ndarray, " n"], start: int = 0) -> 
         raise InputError(f"{name}: row {row} is not finite, or too large for float32")
 
 
-def check_views(block: Block, widths: Sequence[int], task: int) -> None:
-    """Raises InputError unless a task has the views of earlier tasks, of these widths."""
-    if (block.pretrained is None) != (len(widths) == 1):
-        had, has = ("none", "some") if len(widths) == 1 else ("some", "none")
-        raise InputError(
-            f"pretrained features of task {task}: earlier tasks had {had}, this one has {has}; "
-            "give them for all tasks or for none"
-        )
-    views = (block.adapted, block.pretrained)
-    for name, features, expected in zip(VIEWS, views, widths, strict=False):
-        if features is not None and features.shape[1] != expected:
-            raise InputError(
-                f"{name} features of task {task}: expected width {expected} like the earlier "
-                f"tasks, found {features.shape[1]}"
-            )
-
-
 def class_labels(classes: Any, name: str) -> Int[np.ndarray, " c"]:
     """Returns the labels of a head's rows, in row order.
 
@@ -169,26 +146,16 @@ def class_labels(classes: Any, name: str) -> Int[np.ndarray, " c"]:
 
 def check_disjoint(labels: np.ndarray, earlier: Sequence[np.ndarray], task: int) -> None:
     """Raises InputError when a label of this task already belongs to an earlier task."""
-    for other, taken in enumerate(earlier):
-        common = np.intersect1d(labels, taken)
-        if common.size:
-            raise InputError(
-                f"labels of task {task}: label {common[0]} already belongs to task {other}"
-            )
+    for label in labels.tolist():
+        for other, taken in enumerate(earlier):
+            if label in taken:
+                raise InputError(
+                    f"labels of task {task}: label {label} already belongs to task {other}"
+                )
 
 
 def task_source(adapted: Any, labels: Any, pretrained: Any, task: int) -> Source:
-    """Returns the task's samples as a source, whatever form they came in.
-
-    Args:
-        adapted: features [n, d], or a source, in which case the next two are None.
-        labels: labels [n].
-        pretrained: features [n, e] or None.
-        task: index for messages.
-
-    Raises:
-        InputError: an array of the wrong shape or type, or lengths that differ.
-    """
+    """Returns the task's samples as a source, whatever form they came in; see `FDC.fit_task`."""
     if callable(adapted):
         if labels is not None or pretrained is not None:
             raise InputError(
@@ -212,11 +179,7 @@ def task_source(adapted: Any, labels: Any, pretrained: Any, task: int) -> Source
 
 
 def score_features(value: Any, name: str, width: int) -> np.ndarray | Array:
-    """Returns features [n, width] to be scored: on the device if they are there, else on the host.
-
-    Raises:
-        InputError: no array, or of another shape or type.
-    """
+    """Returns features [n, width] to be scored, on the device if they are there."""
     if _is_of_jax(value) and value.devices() == sys.modules["jax"].numpy.zeros(()).devices():
         check_feature_shape(value.shape, value.dtype, name, width)
         return value
@@ -228,14 +191,8 @@ def score_views(
 ) -> tuple[np.ndarray | Array, np.ndarray | Array | None]:
     """Returns the features of both views to be scored; see `score_features`.
 
-    Args:
-        adapted: features [n, d].
-        pretrained: features [n, e] or None.
-        widths: d and, where the tasks have a pretrained view, e.
-        needs_pretrained: whether such a view must be given where the tasks have it.
-
-    Raises:
-        InputError: a view is missing, superfluous, of another length than the other or malformed.
+    `widths` are d and, where the tasks have a pretrained view, e; `needs_pretrained` tells whether
+    such a view must be given where the tasks have it.
     """
     adapted = score_features(adapted, "adapted features", widths[0])
     if pretrained is None:
@@ -267,16 +224,13 @@ def padded_rows(features: np.ndarray | Array, rows: int) -> Float[Array, "rows d
     return jnp.asarray(np.pad(float32(features), missing))
 
 
-def blocks(source: Source, task: int) -> Iterator[Block]:
+def blocks(source: Source, task: int, widths: Sequence[int] = ()) -> Iterator[Block]:
     """Walks over a source once, in full blocks and a padded last one.
 
     Chunks of any length are gathered into blocks, so the blocks, and with them all statistics, do
-    not depend on how the source cuts its samples.
-
-    Raises:
-        InputError: a chunk is malformed, not finite, or unlike the chunks before it.
+    not depend on how the source cuts its samples. Views must be those of earlier tasks, of these
+    `widths`, if there are any.
     """
-    widths: tuple[int, int | None] | None = None
     block: Block | None = None
     seen = 0
     chunks = source()
@@ -285,20 +239,18 @@ def blocks(source: Source, task: int) -> Iterator[Block]:
             f"source of task {task}: expected an iterable of chunks, found {type(chunks).__name__}"
         )
     for chunk in chunks:
-        adapted, pretrained, labels = _checked_chunk(chunk, task, seen, widths)
-        widths = adapted.shape[1], None if pretrained is None else pretrained.shape[1]
-        seen += len(adapted)
+        views, labels = _checked_chunk(chunk, task, seen, widths)
+        widths = [each.shape[1] for each in views]
+        seen += len(labels)
         taken = 0
-        while taken < len(adapted):
+        while taken < len(labels):
             if block is None:
-                block = _empty_block(*widths)
-            count = min(len(adapted) - taken, BLOCK_ROWS - block.rows)
-            into = slice(block.rows, block.rows + count)
-            part = slice(taken, taken + count)
-            block.adapted[into] = adapted[part]
-            block.labels[into] = labels[part]
-            if block.pretrained is not None and pretrained is not None:
-                block.pretrained[into] = pretrained[part]
+                # Fresh buffers: on a CPU the device may read those of earlier blocks in place.
+                fresh = [np.zeros((BLOCK_ROWS, width), np.float32) for width in widths]
+                block = Block(fresh, np.zeros(BLOCK_ROWS, np.int64), 0)
+            count = min(len(labels) - taken, BLOCK_ROWS - block.rows)
+            for buffer, values in zip((*block.views, block.labels), (*views, labels), strict=True):
+                buffer[block.rows : block.rows + count] = values[taken : taken + count]
             block = block._replace(rows=block.rows + count)
             taken += count
             if block.rows == BLOCK_ROWS:
@@ -308,42 +260,33 @@ def blocks(source: Source, task: int) -> Iterator[Block]:
         yield block._replace(labels=block.labels[: block.rows])
 
 
-def _empty_block(width: int, pretrained_width: int | None) -> Block:
-    """Returns fresh buffers: on a CPU the device may read those of earlier blocks in place."""
-    pretrained = None
-    if pretrained_width is not None:
-        pretrained = np.zeros((BLOCK_ROWS, pretrained_width), np.float32)
-    adapted = np.zeros((BLOCK_ROWS, width), np.float32)
-    return Block(adapted, pretrained, np.zeros(BLOCK_ROWS, np.int64), 0)
-
-
 def _checked_chunk(
-    chunk: Chunk, task: int, start: int, widths: tuple[int, int | None] | None
-) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    chunk: Chunk, task: int, start: int, widths: Sequence[int]
+) -> tuple[list[Float[np.ndarray, "n _"]], Int[np.ndarray, " n"]]:
     try:
         adapted, pretrained, labels = chunk
     except (TypeError, ValueError) as error:
         raise InputError(
             f"source of task {task}: expected (adapted, pretrained or None, labels) per chunk"
         ) from error
-    name = f"adapted features of task {task}"
-    adapted = _finite(feature_array(adapted, name, widths and widths[0]), name, start)
+    given = [adapted] if pretrained is None else [adapted, pretrained]
+    if widths and len(given) != len(widths):
+        had, have = ("none", "some") if len(widths) == 1 else ("some", "none")
+        raise InputError(
+            f"pretrained features of task {task}: earlier samples had {had}, these have {have}; "
+            "give them for all tasks or for none"
+        )
+    views: list[np.ndarray] = []
+    for view, features, width in zip(VIEWS, given, widths or (None, None), strict=False):
+        name = f"{view} features of task {task}"
+        array = float32(feature_array(features, name, width))
+        with np.errstate(over="ignore", invalid="ignore"):
+            check_rows(name, np.einsum("nd,nd->n", array, array), start)
+        views.append(array)
+        _check_length(array, views[0], f"{view} features", task)
     labels = label_array(labels, f"labels of task {task}")
-    _check_length(labels, adapted, "labels", task)
-    if widths is not None and (pretrained is None) != (widths[1] is None):
-        raise InputError(f"source of task {task}: some chunks have pretrained features, some none")
-    if pretrained is not None:
-        name = f"pretrained features of task {task}"
-        pretrained = _finite(feature_array(pretrained, name, widths and widths[1]), name, start)
-        _check_length(pretrained, adapted, "pretrained features", task)
-    return adapted, pretrained, labels
-
-
-def _finite(array: np.ndarray, name: str, start: int) -> Float[np.ndarray, "n d"]:
-    array = float32(array)
-    with np.errstate(over="ignore", invalid="ignore"):
-        check_rows(name, np.einsum("nd,nd->n", array, array), start)
-    return array
+    _check_length(labels, views[0], "labels", task)
+    return views, labels
 
 
 def _check_length(array: np.ndarray, adapted: np.ndarray, name: str, task: int) -> None:
@@ -360,14 +303,8 @@ def _check_length(array: np.ndarray, adapted: np.ndarray, name: str, task: int) 
 class TaskLabels:
     """The classes of a task as its labels come in.
 
-    Args:
-        task: index for messages.
-        num_classes: rows of the head.
-        classes: label of each head row; by default the distinct labels, ascending.
-        earlier: labels of earlier tasks.
-
-    Raises:
-        InputError: a class is named that belongs to an earlier task.
+    `classes` is the label of each head row, by default the distinct labels, ascending; `earlier`
+    those of earlier tasks.
     """
 
     def __init__(
@@ -381,11 +318,7 @@ class TaskLabels:
             self._counts = dict.fromkeys(classes.tolist(), 0)
 
     def add(self, labels: Int[np.ndarray, " n"]) -> None:
-        """Counts the labels of one more block.
-
-        Raises:
-            InputError: a label outside the head's classes, of an earlier task, or one too many.
-        """
+        """Counts the labels of one more block."""
         values, counts = np.unique(labels, return_counts=True)
         for label, count in zip(values.tolist(), counts.tolist(), strict=True):
             if label not in self._counts:
@@ -404,11 +337,7 @@ class TaskLabels:
         self._rows += len(labels)
 
     def finish(self) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
-        """Returns the label and the number of samples of each head row.
-
-        Raises:
-            InputError: fewer classes than rows where they were not named.
-        """
+        """Returns the label and the number of samples of each head row."""
         if len(self._counts) != self.num_classes:
             raise InputError(
                 f"labels of task {self.task}: found {len(self._counts)} classes, the head has "
@@ -458,12 +387,7 @@ def common_kind(heads: Sequence[Any]) -> str | None:
 
 
 def head_rows(head: Any, name: str, width: int) -> HeadRows:
-    """Returns a built-in head, checked, in its affine form.
-
-    Args:
-        head: of a type in `heads.KINDS`.
-        name: what to call it in messages.
-        width: head-input dimension.
+    """Returns a built-in head (`heads.KINDS`), checked, in its affine form; `width` is its input's.
 
     Raises:
         InputError: an array of another shape than [c, width] and [c], not of real numbers, or not
@@ -501,24 +425,16 @@ def function_logits(
 ) -> Float[np.ndarray, "n c"]:
     """Returns the logits of a head that is a user's own function, in float32.
 
-    Args:
-        head: with a method `logits`.
-        features: in float32.
-        num_classes: how many logits there must be; None for any number of them.
-        name: what to call the head in messages.
-
-    Raises:
-        InputError: it does not return [n, num_classes] finite numbers.
+    Raises InputError unless they are [n, num_classes] finite numbers, with any number of classes
+    where `num_classes` is None.
     """
     logits = host_array(head.logits(features), f"{name}: logits")
     check_real(logits.dtype, f"{name}: logits")
     found, rows = logits.shape, len(features)
-    if num_classes is None and (len(found) != 2 or found[0] != rows or found[1] == 0):
-        raise InputError(f"{name}: expected logits of shape [{rows}, classes], found {[*found]}")
-    if num_classes is not None and found != (rows, num_classes):
-        raise InputError(
-            f"{name}: expected logits of shape {[rows, num_classes]}, found {[*found]}"
-        )
+    classes = num_classes or (found[1] if len(found) == 2 else 0)
+    if found != (rows, classes) or not classes:
+        expected = f"[{rows}, {num_classes or 'classes'}]"
+        raise InputError(f"{name}: expected logits of shape {expected}, found {[*found]}")
     logits = float32(logits)
     if not np.isfinite(logits).all():
         raise InputError(f"{name}: its logits are not finite")

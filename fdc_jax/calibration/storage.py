@@ -13,7 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from fdc_jax.calibration.fdc import FDC, SCALE_FLOOR, ForeignReference, Task, ViewStatistics
+from fdc_jax.calibration.fdc import (
+    FDC,
+    SCALE_FLOOR,
+    ForeignReference,
+    Settings,
+    Task,
+    ViewStatistics,
+)
 from fdc_jax.calibration.inputs import VIEWS, common_kind, host_array
 from fdc_jax.calibration.whitened import (
     DEVIATION_FLOOR,
@@ -35,16 +42,7 @@ UNIT_TOLERANCE = 1e-3
 
 
 def save(path: str | os.PathLike[str], calibrator: FDC) -> None:
-    """Writes a finalized calibrator to one file, whole or not at all.
-
-    Raises:
-        InputError: it is not finalized, or the file system refuses.
-    """
-    write_npz(path, to_arrays(calibrator))
-
-
-def to_arrays(calibrator: FDC) -> dict[str, Any]:
-    """Returns a finalized calibrator as named arrays. Heads that are functions are left out."""
+    """Writes a finalized calibrator to one file, whole or not at all; see `FDC.save`."""
     calibrator.require_finalized()
     tasks = calibrator.tasks
     settings = {field.name: field.default for field in fields(WhitenedSettings)}
@@ -76,7 +74,7 @@ def to_arrays(calibrator: FDC) -> dict[str, Any]:
         if calibrator.foreign is not None:
             residuals = [task[index].ravel() for task in calibrator.foreign]
             arrays[f"{name}_foreign"] = np.concatenate(residuals)
-    return {name: np.asarray(value) for name, value in arrays.items()}
+    write_npz(path, {name: np.asarray(value) for name, value in arrays.items()})
 
 
 def load(path: str | os.PathLike[str], heads: Sequence[Any] | None = None) -> FDC:
@@ -131,30 +129,19 @@ def load(path: str | os.PathLike[str], heads: Sequence[Any] | None = None) -> FD
             _read_scatter(stored, name, len(view[0].mean))
             for name, view in zip(names, views, strict=True)
         ]
-    if heads is not None:
-        calibrator.replace_heads(heads)
-    else:
-        read = _read_heads(stored, ends, views[0])
-        try:
-            calibrator.replace_heads(read)
-        except InputError as error:
-            raise stored.error(str(error)) from error
+    try:
+        calibrator.replace_heads(_read_heads(stored, ends, views[0]) if heads is None else heads)
+    except InputError as error:
+        known = heads is not None or str(error).startswith(f"{path}")
+        raise error if known else stored.error(str(error)) from error
     calibrator._finalized = True
     return calibrator
 
 
 def _read_settings(stored: _Fields, schema: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for field in fields(WhitenedSettings):
-        if (
-            schema == 1
-            and field.name.startswith("affinity_")
-            and field.name != "affinity_reference"
-        ):
-            continue
-        read = {float: stored.number, int: stored.whole, str: stored.text}[type(field.default)]
-        found[field.name] = read(field.name)
-    return found
+    read = {float: stored.number, int: stored.whole, str: stored.text}
+    known = fields(Settings if schema == 1 else WhitenedSettings)
+    return {field.name: read[type(field.default)](field.name) for field in known}
 
 
 def _read_scatter(stored: _Fields, name: str, width: int) -> np.ndarray:

@@ -45,10 +45,8 @@ class Affinity(NamedTuple):
         metric: `cosine` of the features, or `whitened`, in the within-class metric.
         evidence: `tanh` of the standardised affinity, or the affinity itself, `linear`.
         reference: the moments that standardise: the task's `own`; over the candidate tasks of an
-            input, `nearest`; or, of the whitened metric, which all tasks share, the mean of all
-            tasks' own moments, `pooled`.
-        scope: each `task` gets the affinity of its nearest class, or each `class` gets its own,
-            before the maximum over classes.
+            input, `nearest`; or, of the whitened metric, the mean of all tasks' own, `pooled`.
+        scope: each `task` gets the affinity of its nearest class, or each `class` gets its own.
     """
 
     metric: str = "cosine"
@@ -79,11 +77,7 @@ PAPER_AFFINITY = Affinity()
 class WhitenedSettings(fdc.Settings):
     """The paper's settings, and how closeness to prototypes becomes evidence; see `Affinity`.
 
-    Attributes:
-        affinity_metric: "cosine" or "whitened".
-        affinity_evidence: "tanh" or "linear".
-        affinity_scope: "task" or, with the whitened metric, "class".
-        affinity_shrinkage: lambda, share of the mean variance added to the within-class covariance.
+    `affinity_shrinkage` is lambda, share of the mean variance added to the within-class covariance.
     """
 
     affinity_metric: str = "cosine"
@@ -122,12 +116,6 @@ class WhitenedSettings(fdc.Settings):
         """The paper's affinity, in the standardisation that is set where it has one."""
         nearest = self.affinity_reference == "nearest"
         return PAPER_AFFINITY._replace(reference="nearest" if nearest else "own")
-
-    def check_tasks(self, class_counts: Sequence[int], function_heads: bool = False) -> None:
-        """See `fdc.Settings.check_tasks`."""
-        super().check_tasks(class_counts, function_heads)
-        if function_heads and self.affinity_scope == "class":
-            raise _functions_by_class("heads")
 
 
 def _functions_by_class(name: str) -> InputError:
@@ -213,10 +201,7 @@ def prototypes(
 
 
 def cosines(prototypes: Prototypes, features: Float[Array, "n d"]) -> Float[Array, "n tasks c"]:
-    """Returns the cosine of every feature to every class; minus infinity where there is none.
-
-    Zero for a feature that is the origin.
-    """
+    """Returns cosines to every class, minus infinity where there is none, zero at the origin."""
     xp = namespace(features, prototypes.origin)
     tasks, classes, width = prototypes.directions.shape
     whitened = unit(products(features - prototypes.origin, prototypes.whitener))
@@ -228,12 +213,8 @@ def cosines(prototypes: Prototypes, features: Float[Array, "n d"]) -> Float[Arra
 
 
 class WhitenedView(NamedTuple):
-    """Cosines of one view in the within-class metric, and how each task's own ones were spread.
-
-    Attributes:
-        cosines: minus infinity where there is no class.
-        mean: of each task's own largest cosines.
-        std: their standard deviation.
+    """Cosines of one view in the within-class metric (minus infinity where there is no class), and
+    mean and standard deviation of each task's own largest ones.
     """
 
     cosines: Float[np.ndarray, "n tasks c"]
@@ -253,16 +234,11 @@ class WhitenedView(NamedTuple):
 class WhitenedTerms(fdc.Terms):
     """The paper's terms, and those of other affinities.
 
-    Attributes:
-        affinity: what the calibrator is set to.
-        paper_affinity: the affinity of `fuse`.
-        whitened: of each view; none with the cosine alone.
-        raw_rows: logits of every class of every head, minus infinity beyond; None for functions.
-        filtered_rows: the same with TSF.
+    `whitened` has one entry a view, none with the cosine alone. `raw_rows` and `filtered_rows` are
+    the logits of every class of every head, minus infinity beyond; None for functions.
     """
 
-    affinity: Affinity
-    paper_affinity: Affinity
+    settings: WhitenedSettings
     whitened: list[WhitenedView]
     raw_rows: Float[np.ndarray, "n tasks c"] | None
     filtered_rows: Float[np.ndarray, "n tasks c"] | None
@@ -272,12 +248,8 @@ class WhitenedTerms(fdc.Terms):
         return self.fuse_affinity(**switches)
 
     def beyond(self, **switches: bool) -> dict[str, Scores]:
-        """Returns the scores by the affinity that is set, under `whitened` or `linear`.
-
-        Args:
-            switches: as `fuse` takes them.
-        """
-        name = "whitened" if self.affinity.metric == "whitened" else "linear"
+        """Returns the scores by the affinity that is set, under `whitened` or `linear`."""
+        name = "whitened" if self.settings.affinity_metric == "whitened" else "linear"
         return {name: self.fuse_affinity(**switches)}
 
     def fuse_affinity(
@@ -289,37 +261,21 @@ class WhitenedTerms(fdc.Terms):
         pretrained_view: bool = True,
         affinity: Affinity | None = None,
     ) -> Scores:
-        """Returns the scores by another affinity than the paper's; else as `fuse`.
-
-        Args:
-            tsf: filter the logits.
-            rlc: use residual evidence.
-            pac: use affinities.
-            adapted_view: use the evidence of the adapted view.
-            pretrained_view: use the evidence of the pretrained view.
-            affinity: how affinities become evidence; by default as the calibrator was set.
+        """Returns the scores by `affinity`, by default the one that is set; else as `fuse`.
 
         Raises:
             InputError: an affinity for which the calibrator was not fitted.
         """
-        affinity = affinity or self.affinity
+        affinity = affinity or self.settings.affinity
         self._check(affinity)
         base = self.fuse(tsf, rlc, False, adapted_view, pretrained_view)
-        views = [
-            (weight, index)
-            for index, (used, weight) in enumerate(
-                (
-                    (adapted_view, self.settings.adapted_view_weight),
-                    (pretrained_view and self.pretrained, self.settings.pretrained_view_weight),
-                )
-            )
-            if used
-        ]
-        if not pac or not views:
+        used = (adapted_view, pretrained_view and self.pretrained is not None)
+        weights = (self.settings.adapted_view_weight, self.settings.pretrained_view_weight)
+        if not pac or not any(used):
             return base
         closeness: Any = np.float32(0.0)
-        for weight, view in views:
-            if weight * self.settings.pac_weight:
+        for view, weight in enumerate(weights):
+            if used[view] and weight * self.settings.pac_weight:
                 found = self._standardised(view, affinity)
                 found = np.tanh(found) if affinity.evidence == "tanh" else found
                 closeness = closeness + np.float32(weight * self.settings.pac_weight) * found
@@ -350,10 +306,11 @@ class WhitenedTerms(fdc.Terms):
         affinity.check()
         if affinity.metric == "whitened" and not self.whitened:
             raise InputError("affinity: expected a calibrator fitted with affinity_metric whitened")
-        if affinity.metric == "cosine" and affinity.reference != self.paper_affinity.reference:
+        paper = self.settings.paper_affinity.reference
+        if affinity.metric == "cosine" and affinity.reference != paper:
             raise InputError(
-                f"affinity_reference: expected {self.paper_affinity.reference}, as the calibrator "
-                f"was set, found {affinity.reference}"
+                f"affinity_reference: expected {paper}, as the calibrator was set, found "
+                f"{affinity.reference}"
             )
         if affinity.scope == "class" and self.raw_rows is None:
             raise _functions_by_class("affinity")
@@ -365,11 +322,7 @@ class WhitenedTerms(fdc.Terms):
 class WhitenedFDC(fdc.FDC):
     """FDC with the affinity that its settings say; `terms` still gives the paper's scores, too.
 
-    Args:
-        **settings: the fields of `WhitenedSettings`.
-
-    Raises:
-        InputError: a setting outside its range, or settings that do not go together.
+    Settings are the fields of `WhitenedSettings`; InputError when they do not go together.
     """
 
     settings_type = WhitenedSettings
@@ -482,8 +435,6 @@ class WhitenedFDC(fdc.FDC):
         raw, filtered = (found.get(f"{each}_rows") for each in ("raw", "filtered"))
         return WhitenedTerms(
             **vars(super()._terms(found)),
-            affinity=self.settings.affinity,
-            paper_affinity=self.settings.paper_affinity,
             whitened=views,
             raw_rows=None if raw is None else raw[:, :count],
             filtered_rows=None if filtered is None else filtered[:, :count],
@@ -497,10 +448,9 @@ class WhitenedFDC(fdc.FDC):
 
     @property
     def storage_bytes(self) -> int:
-        """Returns the bytes of all statistics in use.
+        """Returns the bytes of all statistics in use; of the symmetric scatter, half counts.
 
-        Of the within-class scatter, which is symmetric, half counts; class means stand for
-        prototypes.
+        Class means stand for prototypes.
         """
         weights = (self.settings.adapted_view_weight, self.settings.pretrained_view_weight)
         numbers = sum(
@@ -525,26 +475,26 @@ def check(
         settings: some or all fields of `WhitenedSettings`, as in `config.fdc`.
         classes_per_task: where they are known, how many classes each task has.
         function_heads: whether the heads are functions of the user's own.
-
-    Raises:
-        InputError: naming the setting, what was expected and what was found.
     """
     known = [field.name for field in fields(WhitenedSettings)]
     for name in settings:
         fdc.check_word("setting of FDC", name, known)
     found = WhitenedSettings(**settings)
-    found.check_tasks(classes_per_task or (), function_heads)
+    for task, count in enumerate(classes_per_task or ()):
+        if count < found.neighbours:
+            raise InputError(
+                f"neighbours: expected at most {count}, the classes of task {task}, found "
+                f"{found.neighbours}"
+            )
+    if function_heads and found.affinity_scope == "class":
+        raise _functions_by_class("heads")
     return found
 
 
 def from_settings(settings: Mapping[str, Any]) -> fdc.FDC:
     """Returns the paper's FDC or, where the settings ask for another affinity, one with that.
 
-    Args:
-        settings: some or all fields of `WhitenedSettings`, as in `config.fdc`.
-
-    Raises:
-        InputError: see `check`.
+    `settings` are some or all fields of `WhitenedSettings`, as in `config.fdc`.
     """
     found = check(settings)
     if found.affinity != found.paper_affinity:

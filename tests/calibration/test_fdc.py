@@ -71,8 +71,7 @@ def test_few_tasks_equal_the_reference(tasks):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("affinity_reference", ["own", "nearest"])
-@pytest.mark.parametrize("offset", [0.0, 30.0])
+@pytest.mark.parametrize(("affinity_reference", "offset"), [("own", 30.0), ("nearest", 0.0)])
 def test_numpy_and_the_device_score_alike(kind, affinity_reference, offset):
     stream = streams.stream(6, 5, offset=offset)
     weights = {"rlc_weight": 0.6, "pretrained_view_weight": 1.7}

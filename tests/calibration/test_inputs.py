@@ -99,7 +99,7 @@ def fit(
         ),
         (
             {"pretrained": None},
-            "pretrained features of task 1: earlier tasks had some, this one has none",
+            "pretrained features of task 1: earlier samples had some, these have none",
         ),
         (
             {"head": heads.LinearHead(SECOND.weight[:, 1:], SECOND.bias)},
@@ -159,7 +159,7 @@ def test_ordinary_tasks_are_not_warned_of(caplog):
 def test_pretrained_features_for_later_tasks_only():
     calibrator = streams.new()
     calibrator.fit_task(FIRST.adapted, FIRST.labels, linear(FIRST))
-    with pytest.raises(InputError, match="earlier tasks had none, this one has some"):
+    with pytest.raises(InputError, match="earlier samples had none, these have some"):
         calibrator.fit_task(SECOND.adapted, SECOND.labels, linear(SECOND), SECOND.pretrained)
 
 

@@ -28,8 +28,7 @@ def refit(calibrator, task, kind="linear"):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dual", [True, False])
-@pytest.mark.parametrize("tasks", [1, 4])
+@pytest.mark.parametrize(("dual", "tasks"), [(True, 4), (False, 1)])
 def test_a_loaded_calibrator_is_the_saved_one(tmp_path, kind, dual, tasks):
     stream = streams.stream(0, tasks)
     saved = streams.fitted(stream, kind, dual, attenuation=0.3, rlc_weight=0.9, neighbours=2)
@@ -80,14 +79,6 @@ def test_released_residuals_are_not_stored(tmp_path):
         refit(loaded, stream[0])
 
 
-def test_only_retained_columns_are_stored(tmp_path):
-    found = streams.fitted(streams.stream(3, 3))
-    found.save(tmp_path / "calibrator.npz")
-    ranks = [len(task.views[0].basis) for task in found.tasks]
-    assert len(set(ranks)) > 1
-    assert np.load(tmp_path / "calibrator.npz")["adapted_basis"].shape == (sum(ranks), 16)
-
-
 def test_a_calibrator_must_be_finalized_to_be_saved(tmp_path):
     with pytest.raises(InputError, match="finalize, first"):
         calibration.FDC().save(tmp_path / "calibrator.npz")
@@ -124,42 +115,33 @@ def changed(saved, path, **fields):
     return path
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"schema": np.int64(0)}, "schema: expected version 1 to 2, found 0"),
-        ({"schema": np.int64(3)}, "schema: expected version 1 to 2, found 3"),
-        ({"format": "other"}, "format: expected 'fdc_jax calibrator', found 'other'"),
-        ({"format": None}, "format: expected a word"),
-        ({"attenuation": np.float64(7)}, "attenuation: expected 0 <= x <= 1"),
-        ({"neighbours": None}, "neighbours: missing"),
-        ({"adapted_basis": None}, "adapted_basis: missing"),
-        (
-            {"adapted_basis": np.zeros((3, 16), np.float32)},
-            "adapted_basis: expected float32 of shape",
-        ),
-        (
-            {"pretrained_mean": np.zeros((3, 12))},
-            "pretrained_mean: expected float32 .* found float64",
-        ),
-        ({"raw_scale": np.full(3, np.nan)}, "raw_scale: holds values that are not finite"),
-        ({"samples": np.array([60, 0, 80])}, "samples: expected counts from 1"),
-        ({"classes": np.arange(5)}, "classes: expected int64 of shape"),
-        ({"class_sizes": np.zeros(0, np.int64)}, "class_sizes: expected at least one task"),
-        ({"head_kind": "quadratic"}, "head_kind: unknown kind 'quadratic'"),
-        ({"head_bias": None}, "head_bias: missing"),
-        ({"adapted_foreign_fit": np.zeros(0)}, "adapted_foreign_fit: expected float64 of shape"),
-        ({"pretrained_foreign": np.zeros(3, np.float32)}, "pretrained_foreign: expected float32"),
-    ],
-)
-def test_refusals_name_the_file_and_the_field(saved, tmp_path, fields, message):
-    path = changed(saved, tmp_path / "bad.npz", **fields)
-    with pytest.raises(InputError, match=rf"bad\.npz: {message}") as caught:
-        calibration.load(path)
-    assert "\n" not in str(caught.value)
+REFUSALS = [
+    ({"schema": np.int64(3)}, "schema: expected version 1 to 2, found 3"),
+    ({"format": "other"}, "format: expected 'fdc_jax calibrator', found 'other'"),
+    ({"format": None}, "format: expected a word"),
+    ({"attenuation": np.float64(7)}, "attenuation: expected 0 <= x <= 1"),
+    ({"neighbours": None}, "neighbours: missing"),
+    ({"adapted_basis": None}, "adapted_basis: missing"),
+    (
+        {"adapted_basis": np.zeros((3, 16), np.float32)},
+        "adapted_basis: expected float32 of shape",
+    ),
+    (
+        {"pretrained_mean": np.zeros((3, 12))},
+        "pretrained_mean: expected float32 .* found float64",
+    ),
+    ({"raw_scale": np.full(3, np.nan)}, "raw_scale: holds values that are not finite"),
+    ({"samples": np.array([60, 0, 80])}, "samples: expected counts from 1"),
+    ({"classes": np.arange(5)}, "classes: expected int64 of shape"),
+    ({"class_sizes": np.zeros(0, np.int64)}, "class_sizes: expected at least one task"),
+    ({"head_kind": "quadratic"}, "head_kind: unknown kind 'quadratic'"),
+    ({"head_bias": None}, "head_bias: missing"),
+    ({"adapted_foreign_fit": np.zeros(0)}, "adapted_foreign_fit: expected float64 of shape"),
+    ({"pretrained_foreign": np.zeros(3, np.float32)}, "pretrained_foreign: expected float32"),
+]
 
 
-def test_values_that_no_fit_gives_are_refused(saved, tmp_path):
+def test_refusals_name_the_file_and_the_field(saved, tmp_path):
     arrays = dict(np.load(saved))
 
     def with_value(name, value, index=1):
@@ -168,6 +150,7 @@ def test_values_that_no_fit_gives_are_refused(saved, tmp_path):
         return {name: copy}
 
     cases = [
+        *REFUSALS,
         (with_value("raw_scale", 0.0), "raw_scale: expected at least 1e-06, found 0 in task 1"),
         (with_value("filtered_scale", -2.0), "filtered_scale: expected at least 1e-06, found -2"),
         (with_value("raw_scale", 1e300), "raw_scale: holds values that are not finite in float32"),
@@ -232,7 +215,7 @@ def test_files_that_are_no_calibrators(saved, tmp_path):
         calibration.load(tmp_path)
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.0, 0.9])
 def test_truncated_files(saved, tmp_path, share):
     content = saved.read_bytes()
     path = tmp_path / "cut.npz"

@@ -161,7 +161,7 @@ def test_scores_and_what_is_beyond_are_what_was_set():
     assert (wanted.task_scores != terms.fuse().task_scores).any()
     without = terms.beyond(tsf=False)["whitened"].task_scores
     np.testing.assert_array_equal(without, terms.fuse_affinity(tsf=False).task_scores)
-    paper = terms.fuse_affinity(affinity=terms.paper_affinity)
+    paper = terms.fuse_affinity(affinity=terms.settings.paper_affinity)
     assert streams.relative_error(paper.task_scores, terms.fuse().task_scores) < 1e-6
 
 
