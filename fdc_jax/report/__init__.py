@@ -30,7 +30,7 @@ def write(
         paths: run folders; one of several seeds stands for its `seed_*` folders.
         output: folder that receives the report, made when missing.
         sweep: settings of FDC to vary, of `SWEEPS`.
-        references: CSV files, see `fdc_jax.report.reference`.
+        references: CSV files, see `fdc_jax.report.reference`; of one name the last counts.
         latency: files that `benchmarks/latency.py` wrote.
         paper: also the paper's rows and tables without a number of ours.
         quiet: print nothing.
@@ -43,55 +43,41 @@ def write(
             written.
     """
     # Plotting and pandas take seconds to import, which tables on the screen should not wait for.
-    from fdc_jax.report import analysis, figures, page, reference, runs, tables
+    from fdc_jax.report import analysis, figures, page, reference, runs, tables, words
 
     folder = Path(output)
     check_writable_folder("--output", folder)
     # Everything that the caller gave is read before anything is computed.
-    lined_up, named = {}, {}
-    for path in references:
-        first = named.setdefault(reference.name_of(path), path)
-        if first != path:
-            raise InputError(
-                f"--reference: {first} and {path} would be one table, {reference.name_of(path)}; "
-                "expected different file names"
-            )
-        lined_up[path] = reference.read(path)
-    for path in latency:
-        tables.read_latency(path)
+    compared = {reference.name_of(path): (path, reference.read(path)) for path in references}
+    measured = [tables.read_latency(path) for path in latency]
     groups, skipped = runs.load(paths)
     for each in skipped:
         _say(f"skipped {each.path}: {each.reason}", quiet)
     if not groups:
-        counted = _counted(len(skipped), "folder")
         reason = f"{skipped[0].path}: {skipped[0].reason}" if skipped else "none was given"
-        raise InputError(f"no usable run among {counted}: {reason}")
-    analyses, missing = {}, {}
+        raise InputError(f"no usable run among {words.counted(len(skipped), 'folder')}: {reason}")
     found = [run for group in groups for run in group.runs]
     for run in (bar := _bar(found, "analyses", quiet)):
         bar.set_postfix_str(str(run.path))
-        analyses[str(run.path)], missing[str(run.path)] = analysis.analyse(run, sweep)
-        for reason in missing[str(run.path)]:
+        analysis.analyse(run, sweep)
+        for reason in run.missing:
             _say(f"{run.path}: {reason}", quiet)
-    built = tables.build(groups, analyses, latency, paper)
-    built += [reference.table(path, entries, groups) for path, entries in lined_up.items()]
+    built = tables.build(groups, measured, paper)
+    built += [reference.table(path, lines, groups) for path, lines in compared.values()]
     for table in built:
         table.write(folder / "tables")
     drawn = []
     for name in _bar(figures.FIGURES, "figures", quiet):
-        for drawing in figures.draw(name, groups, analyses):
+        for drawing in figures.draw(name, groups):
             figures.write(drawing, folder / "figures")
             drawn.append(drawing)
-    origin = runs.provenance(groups, missing)
+    origin = runs.provenance(groups)
     write_json(folder / "provenance.json", origin)
     path = page.write(folder, groups, skipped, built, drawn, origin)
     if not quiet:
-        print(f"{_counted(len(found), 'run')} in {_counted(len(groups), 'group')}: {path}")
+        counts = words.counted(len(found), "run"), words.counted(len(groups), "group")
+        print(f"{' in '.join(counts)}: {path}")
     return path
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _say(text: str, quiet: bool) -> None:

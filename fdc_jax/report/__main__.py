@@ -45,14 +45,7 @@ def parser() -> Program:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command.
-
-    Args:
-        arguments: command line without the program; `sys.argv` when None.
-
-    Returns:
-        0, or 2 after an error that has been printed as one line.
-    """
+    """Runs the command; returns 0, or 2 after an error that has been printed as one line."""
     return parser().run(_run, arguments)
 
 

@@ -1,12 +1,12 @@
 """What is computed anew from the saved features of a run."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 
 from fdc_jax import calibration, evaluation, feature_files
 from fdc_jax.calibration import FDC, Affinity, Terms, WhitenedTerms
@@ -14,28 +14,24 @@ from fdc_jax.calibration.components import WHITENED, fuse_all
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.report import diagnostics, sweeps
-from fdc_jax.report.runs import Group, RunFolder
-
-# By path of the run, then by name of the analysis.
-Analyses = Mapping[str, Mapping[str, Any]]
+from fdc_jax.report.runs import RunFolder
 
 
-def analyse(run: RunFolder, sweep: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
-    """Returns the analyses of a run by name, and a line for each reason why some are absent.
+def analyse(run: RunFolder, sweep: Sequence[str] = ()) -> None:
+    """Fills the analyses of a run, and a line for each reason why some are missing.
 
     Args:
         run: a finished run.
         sweep: of `fdc_jax.report.SWEEPS`.
     """
-    found: dict[str, Any] = {}
     missing: dict[str, list[str]] = {}
     fitted = _Fitted(run)
     for name, compute in (_ANALYSES | {f"sweep_{name}": _sweep(name) for name in sweep}).items():
         try:
-            found[name] = compute(fitted)
+            run.analyses[name] = compute(fitted)
         except InputError as error:
             missing.setdefault(str(error), []).append(name)
-    return found, [f"no {', '.join(names)}: {reason}" for reason, names in missing.items()]
+    run.missing[:] = [f"no {', '.join(names)}: {reason}" for reason, names in missing.items()]
 
 
 class _Fitted:
@@ -71,7 +67,8 @@ class _Fitted:
             calibrator = calibration.from_settings(self.settings | WHITENED)
         except InputError:
             calibrator = FDC(**self.settings)
-        return self.features.fit(calibrator)
+        # Compiling what scores would take longer than scoring.
+        return self.features.fit(calibrator).to_numpy()
 
     @cached_property
     def terms(self) -> Terms:
@@ -80,14 +77,9 @@ class _Fitted:
 
 
 def _selection(of: _Fitted) -> dict[str, dict[str, float]]:
-    """Returns the accuracy in percent of every component combination on either half.
+    """Returns accuracies in percent of all component combinations on the `first` half and `second`.
 
-    Returns:
-        `first` and `second`, each from combinations to accuracies. A combination of one view has
-        the name that it has where there are two.
-
-    Raises:
-        InputError: no class with two test images.
+    A combination of one view has the name that it has where there are two.
     """
     labels = np.asarray(of.features.test_labels)
     chosen = first_half(labels)
@@ -115,15 +107,7 @@ def first_half(labels: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
 
 
 def _beyond(of: _Fitted) -> dict[str, dict[str, float]]:
-    """Returns accuracies in percent and storage of FDC and of the whitened affinity.
-
-    Returns:
-        Of `raw`, `fdc`, `whitened` and `whitened_classes`: `accuracy`, `oracle` (given the task)
-        and `storage_bytes`.
-
-    Raises:
-        InputError: settings that the whitened metric does not allow.
-    """
+    """Returns `accuracy`, `oracle` (task given) in percent and `storage_bytes` of each method."""
     calibration.check(of.settings | WHITENED)
     labels, tasks, terms = of.features.test_labels, of.features.test_tasks, of.terms
     assert isinstance(terms, WhitenedTerms)
@@ -162,29 +146,3 @@ _ANALYSES: dict[str, Callable[[_Fitted], dict[str, Any]]] = {
     "selection": _selection,
     "beyond": _beyond,
 }
-
-
-# Over the seeds of a group ------------------------------------------------------------------------
-
-
-def of_group(group: Group, analyses: Analyses, name: str) -> list[dict[str, Any]]:
-    """Returns an analysis of every run of the group that has it, by ascending seed."""
-    found = (analyses.get(str(run.path), {}).get(name) for run in group.runs)
-    return [each for each in found if each]
-
-
-def having(
-    groups: Sequence[Group], analyses: Analyses, name: str
-) -> list[tuple[Group, list[dict[str, Any]]]]:
-    """Returns the groups of which at least one run has an analysis, with its results."""
-    found = [(group, of_group(group, analyses, name)) for group in groups]
-    return [(group, results) for group, results in found if results]
-
-
-def mean_over_seeds(rows: Sequence[Sequence[float | None]]) -> Float[np.ndarray, " n"]:
-    """Mean of equally long lists, NaN where a seed has no number; only the first of other lengths.
-
-    Runs of one group see the same tasks, so lengths differ in damaged results alone.
-    """
-    alike = [row for row in rows if len(row) == len(rows[0])]
-    return np.array(alike, dtype=np.float64).mean(axis=0)

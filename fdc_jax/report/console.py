@@ -11,6 +11,7 @@ from fdc_jax import evaluation
 from fdc_jax.errors import counted
 from fdc_jax.evaluation import BEYOND
 from fdc_jax.learners import title
+from fdc_jax.report.words import spread
 
 _ROWS = {
     "accuracy": "final accuracy",
@@ -43,17 +44,17 @@ def show(per_seed: Sequence[dict[str, Any]]) -> None:
             continue
         raw, fdc = ([each[kind] for each in found] for kind in ("raw", "fdc"))
         given = [each["oracle"] for each in found if "oracle" in each]
-        cells = _spread(raw), _spread(fdc), _gain(raw, fdc), _spread(given) if given else ""
+        cells = spread(raw), spread(fdc), _gain(raw, fdc), spread(given) if given else ""
         table.add_row(name, *cells)
     chosen = first["selected"]["components"]
     if chosen != "full":
         raw, own = ([each["components"][name] for each in per_seed] for name in ("raw", chosen))
-        table.add_row("the paper's choice for it", "", _spread(own), _gain(raw, own), "")
+        table.add_row("the paper's choice for it", "", spread(own), _gain(raw, own), "")
     for entry in BEYOND:
         if entry in first:
             own = [each[entry]["accuracy"] for each in per_seed]
             raw = [each["accuracy"]["raw"] for each in per_seed]
-            table.add_row(f"{entry} affinity", "", _spread(own), _gain(raw, own), "")
+            table.add_row(f"{entry} affinity", "", spread(own), _gain(raw, own), "")
     # Plain where it is not a terminal; numbers are never cut.
     console = Console(highlight=False, soft_wrap=True, width=120)
     console.print(table)
@@ -63,12 +64,6 @@ def show(per_seed: Sequence[dict[str, Any]]) -> None:
         console.print(f"gain: 95 % t interval over seeds {gain.low:+.2f} to {gain.high:+.2f}")
 
 
-def _spread(values: Sequence[float], signed: bool = False) -> str:
-    mean, std = evaluation.mean_and_std(values)
-    text = f"{mean:+.2f}" if signed else f"{mean:.2f}"
-    return f"{text} ± {std:.2f}" if len(values) > 1 else text
-
-
 def _gain(before: Sequence[float], after: Sequence[float]) -> str:
     """Gains within each seed."""
-    return _spread([b - a for a, b in zip(before, after, strict=True)], signed=True)
+    return spread([b - a for a, b in zip(before, after, strict=True)], signed=True)

@@ -21,9 +21,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from fdc_jax.files import write_atomically
 from fdc_jax.learners import title as learner_title
-from fdc_jax.report import paper
+from fdc_jax.report import paper, words
 from fdc_jax.report.runs import Group
 
 # Inches.
@@ -62,8 +61,7 @@ def panels(
         count: number of panels, at least 1.
         height: of one row in inches.
         columns: panels in a row, at most.
-        width: of the figure in inches; by default a column of a paper for one panel in a row,
-            a page for more.
+        width: of the figure in inches; else a column of a paper for one panel in a row, or a page.
         keywords: for `Figure.subplots`, such as sharey.
     """
     columns = min(columns, count)
@@ -88,7 +86,7 @@ def names(groups: Sequence[Group]) -> list[str]:
         [group.title or "the paper's settings" for group in groups],
     ]
     differing = [column for column in parts if len(set(column)) > 1] or parts[:1]
-    return [", ".join(words) for words in zip(*differing, strict=True)]
+    return [", ".join(parts) for parts in zip(*differing, strict=True)]
 
 
 def shortened(text: str, inches: float) -> str:
@@ -104,10 +102,8 @@ def title(axes: Axes, text: str, inches: float) -> None:
 
 
 def number(value: float, digits: int, signed: bool = False) -> str:
-    """Says a number with a minus sign in place of a hyphen, and no minus before a zero."""
-    value = round(value, digits) + 0.0
-    text = f"{value:+.{digits}f}" if signed else f"{value:.{digits}f}"
-    return text.replace("-", "\N{MINUS SIGN}")
+    """Says a number with a minus sign in place of a hyphen."""
+    return words.minus(words.number(value, digits, signed))
 
 
 # Marks --------------------------------------------------------------------------------------------
@@ -169,14 +165,6 @@ def svg(figure: Figure) -> str:
     return buffer.getvalue().decode("utf-8")
 
 
-def write(figure: Figure, folder: Path, name: str, text: str) -> None:
-    """Writes `name`.svg, which is `text`, and `name`.png (200 dots an inch, white face)."""
-    with write_atomically(folder / f"{name}.svg") as file:
-        file.write(text.encode("utf-8"))
-    with style(), write_atomically(folder / f"{name}.png") as file:
-        figure.savefig(file, format="png", facecolor="white", metadata={"Software": None})
-
-
 # Colours that a dark page changes; all others read well on both.
 VARIABLES = {
     INK: "currentColor",
@@ -198,7 +186,7 @@ def inline_svg(text: str, prefix: str, label: str) -> str:
     Args:
         text: what `svg` returned.
         prefix: a name unique in the page: letters, digits, `_` and `-`.
-        label: ids of the elements that name the figure and say what it shows.
+        label: ids of the elements that name and describe the figure.
     """
     text = text[text.index("<svg") :]
     # Remarks, and a style sheet that would hold for the whole page.

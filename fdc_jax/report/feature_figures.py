@@ -4,6 +4,8 @@ Every function draws the groups that have the analysis it shows, and returns Non
 What the analyses hold is said in `fdc_jax.report.diagnostics` and `fdc_jax.report.sweeps`.
 """
 
+import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,7 +18,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from fdc_jax.report import drawing, paper
-from fdc_jax.report.analysis import Analyses, having, mean_over_seeds, of_group
 from fdc_jax.report.runs import Group
 
 # Colour, marker, title.
@@ -36,6 +37,20 @@ _SWEPT = {"attenuation": "Attenuation γ", "retained_energy": "Retained energy �
 _MANY_PAIRS = 100  # beyond which points are small
 
 
+def _having(groups: Sequence[Group], name: str) -> list[tuple[Group, list[dict[str, Any]]]]:
+    """Returns the groups of which a run has an analysis, with its results by seed."""
+    return [(group, found) for group in groups if (found := group.analyses(name))]
+
+
+def _mean(rows: Sequence[Sequence[float | None]]) -> np.ndarray:
+    """Mean over seeds; NaN where a seed has no number."""
+    return np.array(rows, dtype=np.float64).mean(axis=0)
+
+
+def _key(colour: str, label: str, **look: Any) -> Line2D:
+    return Line2D([], [], color=colour, label=label, **look)
+
+
 def _name_panels(panels: Sequence[Axes], groups: Sequence[Group], inches: float) -> None:
     """Names panels after what tells their groups apart; a single group is named by the caption."""
     if len(groups) > 1:
@@ -47,7 +62,7 @@ def _name_panels(panels: Sequence[Axes], groups: Sequence[Group], inches: float)
 
 
 # Figure motivation-confusability of the paper.
-def similarity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+def similarity(groups: Sequence[Group]) -> Figure | None:
     """Feature similarity against routing error.
 
     Each point is an ordered pair of tasks, mean over seeds: the share of the first task's test
@@ -56,17 +71,17 @@ def similarity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     by prototype affinities (right), in standard deviations of the task they are measured against.
     Larger is more alike. ρ is Spearman's rank correlation, mean over seeds.
     """
-    results = of_group(groups[0], analyses, "similarity")
+    results = groups[0].analyses("similarity")
     if not results:
         return None
     figure, panels = drawing.panels(2, 2.6, 2, sharey="row")
-    error = mean_over_seeds([each["routing_error_percent"] for each in results])
+    error = _mean([each["routing_error_percent"] for each in results])
     kinds = {"residual": "residuals", "affinity": "affinities"}
     for axes, (kind, label) in zip(panels, kinds.items(), strict=True):
         shown = [view for view in _VIEWS if all(view in each for each in results)]
         for line, view in enumerate(shown):
             colour, marker, name = _VIEWS[view]
-            alike = mean_over_seeds([each[view][kind] for each in results])
+            alike = _mean([each[view][kind] for each in results])
             look: dict[str, Any] = {"marker": marker, "color": colour, "linestyle": "none"}
             size = 2.6 if len(error) > _MANY_PAIRS else 4
             look |= {"markersize": size, "alpha": 0.5, "markeredgewidth": 0}
@@ -95,7 +110,7 @@ def similarity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
 
 
 # Figure routing-osp of the paper.
-def residual_contributions(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+def residual_contributions(groups: Sequence[Group]) -> Figure | None:
     """What features outside the task subspace add to logits.
 
     Each point is a head, from the first task at the left to the last at the right of its column:
@@ -103,7 +118,7 @@ def residual_contributions(groups: Sequence[Group], analyses: Analyses) -> Figur
     subspace add to the logit of the class it predicts, in standard deviations of the head's own-
     training largest logits; means over seeds. Bars are means over heads.
     """
-    found = having(groups, analyses, "residual_contributions")
+    found = _having(groups, "residual_contributions")
     if not found:
         return None
     width = drawing.COLUMN if len(found) <= 2 else drawing.PAGE
@@ -111,7 +126,7 @@ def residual_contributions(groups: Sequence[Group], analyses: Analyses) -> Figur
     axes.axhline(0, color=drawing.INK, linewidth=0.8)
     for place, (_, results) in enumerate(found):
         for side, (offset, colour, marker, _) in _SIDES.items():
-            values = mean_over_seeds([each[side] for each in results])
+            values = _mean([each[side] for each in results])
             # From the first task at the left to the last at the right.
             spread = np.linspace(-0.13, 0.13, len(values)) if len(values) > 1 else np.zeros(1)
             look: dict[str, Any] = {"marker": marker, "markersize": 3.4, "color": colour}
@@ -126,16 +141,14 @@ def residual_contributions(groups: Sequence[Group], analyses: Analyses) -> Figur
     axes.grid(axis="x", visible=False)
     axes.tick_params(axis="x", length=0)
     axes.set_ylabel("Residual contribution\n(std of own logits)")
-    handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle="none", label=label)
-        for _, colour, marker, label in _SIDES.values()
-    ]
-    drawing.legend(figure, handles)
+    look = {"linestyle": "none"}
+    keys = [_key(colour, label, marker=m, **look) for _, colour, m, label in _SIDES.values()]
+    drawing.legend(figure, keys)
     return figure
 
 
 # Figure routing-srlr of the paper.
-def residual_distributions(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+def residual_distributions(groups: Sequence[Group]) -> Figure | None:
     """Residuals of own and foreign images.
 
     Densities of the residual ratios of test images as the first and the last head see them,
@@ -143,7 +156,7 @@ def residual_distributions(groups: Sequence[Group], analyses: Analyses) -> Figur
     standard deviation above it; first seed. The dashed curve is the mean of the foreign tasks'
     densities, each with equal weight.
     """
-    results = of_group(groups[0], analyses, "residual_distributions")
+    results = groups[0].analyses("residual_distributions")
     if not results:
         return None
     views = [view for view in _VIEWS if view in results[0]]
@@ -167,9 +180,9 @@ def residual_distributions(groups: Sequence[Group], analyses: Analyses) -> Figur
         if place == "first":
             axes.set_ylabel(f"Density,\n{_VIEWS[view][2]}")
     handles = [
-        Line2D([], [], color=drawing.OWN, linewidth=1.8, label="Own task"),
-        Line2D([], [], linestyle=(0, (4, 2)), label="Mean of foreign tasks", **pink),
-        Line2D([], [], linewidth=0.7, alpha=0.5, label="Single foreign tasks", **pink),
+        _key(drawing.OWN, "Own task", linewidth=1.8),
+        _key(drawing.FOREIGN, "Mean of foreign tasks", linestyle=(0, (4, 2))),
+        _key(drawing.FOREIGN, "Single foreign tasks", linewidth=0.7, alpha=0.5),
     ]
     drawing.legend(figure, handles)
     return figure
@@ -179,14 +192,14 @@ def residual_distributions(groups: Sequence[Group], analyses: Analyses) -> Figur
 
 
 # Figure routing-par of the paper.
-def prototype_geometry(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+def prototype_geometry(groups: Sequence[Group]) -> Figure | None:
     """Geometry of prototypes.
 
     Class prototypes (dots) and the task prototypes that average them (stars), embedded together
     by t-SNE in each view; positions have no unit. First seed. Colours run from the first task to
     the last.
     """
-    results = of_group(groups[0], analyses, "prototype_geometry")
+    results = groups[0].analyses("prototype_geometry")
     if not results:
         return None
     views = [view for view in _VIEWS if view in results[0]]
@@ -219,15 +232,15 @@ def prototype_geometry(groups: Sequence[Group], analyses: Analyses) -> Figure | 
 
 
 # Figure tsf-hyperparameters of the paper.
-def sweeps(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+def sweeps(groups: Sequence[Group]) -> Figure | None:
     """Attenuation and retained energy.
 
     Final accuracy of full FDC in percent, fitted anew at every setting. The dotted line is the
     setting of the run; vertical axes differ. Means over seeds, with one sample standard deviation
     shaded. Empty markers are the paper's numbers, where runs follow its protocol.
     """
-    parts = [name for name in _SWEPT if having(groups, analyses, f"sweep_{name}")]
-    shown = [g for g in groups if any(of_group(g, analyses, f"sweep_{name}") for name in parts)]
+    parts = [name for name in _SWEPT if _having(groups, f"sweep_{name}")]
+    shown = [group for group in groups if any(group.analyses(f"sweep_{name}") for name in parts)]
     if not shown:
         return None
     # One group: its two sweeps side by side. Several: a column each, as in the paper.
@@ -241,7 +254,7 @@ def sweeps(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
         axes.set_xlabel(_SWEPT[name])
         if alone or column == 0:
             axes.set_ylabel("FDC accuracy (%)")
-        results = of_group(group, analyses, f"sweep_{name}")
+        results = group.analyses(f"sweep_{name}")
         if not results:
             place = {"xycoords": "axes fraction", "ha": "center", "fontsize": 7}
             axes.annotate("not swept", (0.5, 0.5), **place)
@@ -260,7 +273,7 @@ def sweeps(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
 
 
 # Figure app-pac-k of the paper.
-def neighbours(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+def neighbours(groups: Sequence[Group]) -> Figure | None:
     """Number of prototype neighbours.
 
     Final accuracy of full FDC in percent when affinities average the K nearest prototypes of a
@@ -268,7 +281,7 @@ def neighbours(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     same K, Nearest by the affinities of the same image to all tasks. The dotted line is the
     setting of the run. Means over seeds, with one sample standard deviation shaded.
     """
-    found = having(groups, analyses, "sweep_neighbours")
+    found = _having(groups, "sweep_neighbours")
     if not found:
         return None
     columns = min(len(found), 3)
@@ -280,11 +293,9 @@ def neighbours(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
         axes.set_ylabel("FDC accuracy (%)")
         drawing.whole_numbers(axes.xaxis)
     _name_panels(panels, [group for group, _ in found], figure.get_figwidth() / columns - 0.35)
-    handles = [
-        Line2D([], [], color=colour, marker=marker, markersize=3.5, label=label)
-        for colour, marker, label in _REFERENCES.values()
-    ]
-    drawing.legend(figure, handles)
+    look = {"markersize": 3.5}
+    keys = [_key(colour, label, marker=m, **look) for colour, m, label in _REFERENCES.values()]
+    drawing.legend(figure, keys)
     return figure
 
 
@@ -297,14 +308,11 @@ def _swept(
     gid: str,
 ) -> None:
     """Draws accuracies over the values of a sweep, with the run's own value dotted."""
-    values, rows = results[0]["values"], []
-    for each in results:
-        found: Any = each
-        for name in keys:
-            found = found[name]
-        if each["values"] == values:
-            rows.append(found)
-    drawing.band(axes, values, np.array(rows), colour, marker=marker, markersize=3, gid=gid)
+    values = results[0]["values"]
+    # Of `neighbours`, another seed may allow fewer.
+    alike = [each for each in results if each["values"] == values]
+    rows = np.array([functools.reduce(operator.getitem, keys, each) for each in alike])
+    drawing.band(axes, values, rows, colour, marker=marker, markersize=3, gid=gid)
     if not any(line.get_gid() == "default" for line in axes.lines):
         look: dict[str, Any] = {"color": drawing.INK, "linestyle": ":", "linewidth": 1.0}
         axes.axvline(results[0]["default"], gid="default", **look)

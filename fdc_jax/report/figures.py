@@ -20,9 +20,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from fdc_jax import evaluation
+from fdc_jax.files import write_atomically
 from fdc_jax.learners import title as learner_title
 from fdc_jax.report import drawing, feature_figures, overview, paper
-from fdc_jax.report.analysis import Analyses
 from fdc_jax.report.overview import KINDS
 from fdc_jax.report.runs import Group
 
@@ -42,21 +42,17 @@ _SHARES = {
 # One group ----------------------------------------------------------------------------------------
 
 
-def accuracy_curve(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+def accuracy_curve(groups: Sequence[Group]) -> Figure | None:
     """Accuracy as tasks are learned.
 
     Accuracy over all classes seen so far, after each task. Means over seeds, with one sample
     standard deviation shaded.
     """
-    rows = [
-        [[point["accuracy"].get(kind) for kind in KINDS] for point in run.results["curve"]]
-        for run in groups[0].runs
-        if len(run.results.get("curve") or ()) == run.results.get("num_tasks", 0) > 1
-    ]
-    rows = [row for row in rows if all(isinstance(each, float | int) for p in row for each in p)]
-    if not rows:
+    curves = [run.results.get("curve") or [] for run in groups[0].runs]
+    if len(curves[0]) != groups[0].runs[0].results.get("num_tasks") or len(curves[0]) < 2:
         return None
-    values = np.array([row for row in rows if len(row) == len(rows[0])], dtype=np.float64)
+    rows = [[[point["accuracy"][kind] for kind in KINDS] for point in curve] for curve in curves]
+    values = np.array(rows, dtype=np.float64)
     figure, (axes,) = drawing.panels(1, 2.5, 1)
     for place, kind in enumerate(KINDS):
         look: dict[str, Any] = {"marker": drawing.MARKERS[kind], "markersize": 3, "gid": kind}
@@ -70,7 +66,7 @@ def accuracy_curve(groups: Sequence[Group], analyses: Analyses) -> Figure | None
     return figure
 
 
-def decomposition(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+def decomposition(groups: Sequence[Group]) -> Figure | None:
     """Where the errors are.
 
     Test images of each task, and of all, by the two decisions of a prediction: the task and the
@@ -108,7 +104,7 @@ def decomposition(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
     return figure
 
 
-def task_confusion(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+def task_confusion(groups: Sequence[Group]) -> Figure | None:
     """Where the images of each task are sent.
 
     Percent of the test images of a true task (row) that each task's head wins (column). The
@@ -189,12 +185,8 @@ def _lists(groups: Sequence[Group], label: str) -> tuple[Figure, list[tuple[Axes
     return figure, list(zip(panels, lists.values(), strict=True))
 
 
-def _paper_key(published: bool) -> list[Line2D]:
-    return [Line2D([], [], **drawing.hollow("o", drawing.INK, "Paper"))] if published else []
-
-
 # Figure motivation-gap of the paper.
-def task_identity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+def task_identity(groups: Sequence[Group]) -> Figure | None:
     """Final accuracy with and without task identity.
 
     Final accuracy without task identity, by raw logits and by FDC, and by raw logits when the
@@ -221,11 +213,12 @@ def task_identity(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
                     hollow = drawing.hollow(drawing.MARKERS[kind], drawing.COLOURS[kind])
                     axes.plot([value.mean], [row], **hollow)
                     published = True
-    drawing.legend(figure, [drawing.key(kind) for kind in KINDS] + _paper_key(published))
+    key = Line2D([], [], **drawing.hollow("o", drawing.INK, "Paper"))
+    drawing.legend(figure, [*map(drawing.key, KINDS), *[key] * published])
     return figure
 
 
-def gains(groups: Sequence[Group], analyses: Analyses) -> Figure | None:
+def gains(groups: Sequence[Group]) -> Figure | None:
     """Gain of FDC over raw.
 
     Gain of full FDC in percentage points, written at the right, with its 95 % interval: Student's
@@ -313,7 +306,7 @@ class Drawing(NamedTuple):
 # Of every figure, the most groups in one. What a function says of itself is the figure's title and
 # caption. The first three are of a run itself, and stand at the head of the page.
 _ONE, _SEVERAL, _ALL = 1, 5, 10**6
-_SIZES: dict[Callable[[Sequence[Group], Analyses], Figure | None], int] = {
+_SIZES: dict[Callable[[Sequence[Group]], Figure | None], int] = {
     accuracy_curve: _ONE,
     decomposition: _ONE,
     task_confusion: _ONE,
@@ -334,20 +327,14 @@ _BAND = " Means over seeds, with one sample standard deviation shaded."
 _PAPER = " Empty markers are the paper's numbers, where runs follow its protocol."
 
 
-def draw(name: str, groups: Sequence[Group], analyses: Analyses) -> list[Drawing]:
-    """Draws the figures of one kind: one of all groups, one per group, or several side by side.
-
-    Args:
-        name: of `FIGURES`.
-        groups: of the report.
-        analyses: by path of the run, then by name of the analysis; may lack any.
-    """
+def draw(name: str, groups: Sequence[Group]) -> list[Drawing]:
+    """Draws the figures of a kind of `FIGURES`: one of all groups, or per group, or of several."""
     function, size = list(_SIZES.items())[FIGURES.index(name)]
     found: list[Drawing] = []
     for start in range(0, len(groups), size):
         members = list(groups[start : start + size])
         with drawing.style():
-            figure = function(members, analyses)
+            figure = function(members)
             if figure is None:
                 continue
             drawing.lay_out(figure)
@@ -370,6 +357,9 @@ def draw(name: str, groups: Sequence[Group], analyses: Analyses) -> list[Drawing
     return found
 
 
-def write(figure: Drawing, folder: Path) -> None:
-    """Writes `<name>.svg` and `<name>.png` (200 dots an inch)."""
-    drawing.write(figure.figure, folder, figure.name, figure.svg)
+def write(drawn: Drawing, folder: Path) -> None:
+    """Writes `<name>.svg` and `<name>.png` (200 dots an inch, white face)."""
+    with write_atomically(folder / f"{drawn.name}.svg") as file:
+        file.write(drawn.svg.encode())
+    with drawing.style(), write_atomically(folder / f"{drawn.name}.png") as file:
+        drawn.figure.savefig(file, facecolor="white", metadata={"Software": None})

@@ -6,33 +6,22 @@ Accuracies and shares are in percent, differences of accuracies in percentage po
 import importlib.util
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from fdc_jax import configuration, evaluation
+from fdc_jax.report import words
 from fdc_jax.report.runs import Group, RunFolder
 
 KINDS = ("raw", "fdc", "oracle")
 
 # Fields of `evaluation.Decomposition`.
-SHARES = (
-    "right_task_right_class",
-    "right_task_wrong_class",
-    "wrong_task_oracle_right",
-    "wrong_task_oracle_wrong",
-)
+SHARES = evaluation.Decomposition._fields[-4:]
 
 Predictions = Mapping[str, Int[np.ndarray, " n"]]
-
-
-class Spread(NamedTuple):
-    """Mean over seeds and sample standard deviation, which is NaN for one seed."""
-
-    mean: float
-    std: float
 
 
 class Interval(NamedTuple):
@@ -63,11 +52,6 @@ class TaskRow(NamedTuple):
 
 
 # Over seeds ---------------------------------------------------------------------------------------
-
-
-def spread(values: Sequence[float]) -> Spread | None:
-    """Returns the mean over seeds with its deviation; None without values."""
-    return Spread(*evaluation.mean_and_std(values)) if len(values) else None
 
 
 def gain_interval(group: Group) -> Interval:
@@ -101,11 +85,12 @@ def accuracy_matrix(run: RunFolder, kind: str) -> Float[np.ndarray, "tasks tasks
 
     NaN above the diagonal and for a task without images; None where the run did not record it.
     """
-    rows = [(point.get("task_accuracy") or {}).get(kind) for point in run.results.get("curve", [])]
+    rows = [
+        (point.get("task_accuracy") or {}).get(kind) or []
+        for point in run.results.get("curve") or ()
+    ]
     count = len(rows)
-    if count != run.results.get("num_tasks") or any(
-        not isinstance(row, list) or len(row) != t + 1 for t, row in enumerate(rows)
-    ):
+    if count != run.results.get("num_tasks") or [*map(len, rows)] != [*range(1, count + 1)]:
         return None
     matrix = np.full((count, count), np.nan)
     for t, row in enumerate(rows):
@@ -119,7 +104,7 @@ def forgetting(matrix: Float[np.ndarray, "tasks tasks"]) -> float:
     Chaudhry et al., "Riemannian Walk for Incremental Learning" (2018).
     """
     best = np.fmax.reduce(matrix[:-1], axis=0)[:-1]
-    return float(np.nanmean(best - matrix[-1, :-1])) if len(matrix) > 1 else math.nan
+    return float(np.nanmean(best - matrix[-1, :-1]))
 
 
 def backward_transfer(matrix: Float[np.ndarray, "tasks tasks"]) -> float:
@@ -127,20 +112,19 @@ def backward_transfer(matrix: Float[np.ndarray, "tasks tasks"]) -> float:
 
     Lopez-Paz and Ranzato, "Gradient Episodic Memory for Continual Learning" (2017).
     """
-    learned = np.diag(matrix)[:-1]
-    return float(np.nanmean(matrix[-1, :-1] - learned)) if len(matrix) > 1 else math.nan
+    return float(np.nanmean(matrix[-1, :-1] - np.diag(matrix)[:-1]))
 
 
 def over_tasks(
     group: Group, measure: Callable[[Float[np.ndarray, "tasks tasks"]], float]
-) -> dict[str, Spread]:
-    """Returns `forgetting` or `backward_transfer` of raw, FDC and task given, where recorded."""
+) -> dict[str, list[float]]:
+    """Returns `forgetting` or `backward_transfer` by seed of each of `KINDS`, where recorded."""
     found = {}
     for kind in KINDS:
         matrices = [accuracy_matrix(run, kind) for run in group.runs]
         values = [measure(matrix) for matrix in matrices if matrix is not None and len(matrix) > 1]
         if values:
-            found[kind] = Spread(*evaluation.mean_and_std(values))
+            found[kind] = values
     return found
 
 
@@ -231,8 +215,8 @@ def sentences(group: Group) -> list[str]:
         broken = sum(change.right_to_wrong for change in changes) / len(changes)
         average = ", on average over seeds" if len(changes) > 1 else ""
         said.append(
-            f"FDC puts right {_counted(fixed, 'image')} that the raw logits get wrong, and spoils "
-            f"{_counted(broken, 'image')} that they get right{average}."
+            f"FDC puts right {words.counted(fixed, 'image')} that the raw logits get wrong, and "
+            f"spoils {words.counted(broken, 'image')} that they get right{average}."
         )
     found = [run.results["accuracy"] for run in group.runs]
     repaired = [
@@ -248,10 +232,6 @@ def sentences(group: Group) -> list[str]:
     return said
 
 
-def _counted(number: float, noun: str) -> str:
-    return f"{number:,.0f} {noun}{'' if round(number) == 1 else 's'}"
-
-
 def command(group: Group) -> str | None:
     """Returns the command that repeats these runs; None where there are no configuration files.
 
@@ -265,7 +245,7 @@ def command(group: Group) -> str | None:
         return None
     config = group.runs[0].results["config"] | {"seed": group.seeds}
     learner = config.get("learner.name", group.learner)
-    words = ["python main.py", f"--config=configs/{name}.py"]
+    flags = ["python main.py", f"--config=configs/{name}.py"]
     for field, value in config.items():
         part = field.split(".")
         option = part[0] == "learner" and len(part) == 3
@@ -278,5 +258,5 @@ def command(group: Group) -> str | None:
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         if named:  # Where things lie on a machine is nobody's business.
             text = "FOLDER" if field == "data.dir" else text.rpartition("/")[2]
-        words.append(f"--config.{field}={shlex.quote(text)}")
-    return " \\\n    ".join([" ".join(words[:2]), *words[2:], "--workdir=runs/again"])
+        flags.append(f"--config.{field}={shlex.quote(text)}")
+    return " \\\n    ".join([" ".join(flags[:2]), *flags[2:], "--workdir=runs/again"])

@@ -1,6 +1,5 @@
 """The report as one HTML page: no script, nothing from the network, light, dark and on paper."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,9 +12,8 @@ import fdc_jax
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_atomically
 from fdc_jax.learners import title as learner_title
-from fdc_jax.report import drawing, figures, overview, paper, pictures
+from fdc_jax.report import drawing, figures, overview, paper, pictures, words
 from fdc_jax.report.figures import Drawing
-from fdc_jax.report.overview import Spread
 from fdc_jax.report.pictures import Pictures
 from fdc_jax.report.runs import Group, RunFolder, Skipped
 from fdc_jax.report.tables import Table
@@ -69,9 +67,7 @@ def render(
     provenance: Sequence[Mapping[str, Any]],
     found: Sequence[Material],
 ) -> str:
-    """Returns the page; it links to `tables/` and `figures/` beside it.
-
-    Everything that comes from files is escaped.
+    """Returns the page; everything that comes from files is escaped.
 
     Args:
         groups: a section each.
@@ -91,7 +87,7 @@ def render(
     )
     environment.filters |= {
         "words": _words,
-        "minus": _minus,
+        "minus": words.minus,
         "rows": _rows,
         "spread": _spread,
         "drawn": _drawn,
@@ -102,10 +98,7 @@ def render(
     return environment.get_template("page.html.jinja").render(
         heading=_heading(groups),
         stylesheet=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
-        sections=[
-            _section(number, group, own, each)
-            for number, (group, each) in enumerate(zip(groups, found, strict=True), 1)
-        ],
+        sections=[_section(group, own, each) for group, each in zip(groups, found, strict=True)],
         skipped=skipped,
         tables=tables,
         figures=[each for each in drawings if each not in own],
@@ -115,32 +108,23 @@ def render(
 
 def _heading(groups: Sequence[Group]) -> str:
     if len(groups) == 1:
-        return f"{learner_title(groups[0].learner)} on {_benchmark(groups[0])}, with FDC"
+        return f"{_title(groups[0])}, with FDC"
     return f"FDC on {len(groups)} configurations" if groups else "No run could be read"
 
 
-def _benchmark(group: Group) -> str:
-    return paper.benchmark_title(group.benchmark)
+def _title(group: Group) -> str:
+    return f"{learner_title(group.learner)} on {paper.benchmark_title(group.benchmark)}"
 
 
-def _section(number: int, group: Group, own: Sequence[Drawing], found: Material) -> dict[str, Any]:
+def _section(group: Group, own: Sequence[Drawing], found: Material) -> dict[str, Any]:
     """Returns what the page says of a group."""
-    results = group.runs[0].results
-    sizes = {
-        name: f"{results[name]:,}"
-        for name in ("num_classes", "num_tasks", "num_test_images")
-        if results.get(name)
-    }
+    sizes = ("num_classes", "num_tasks", "num_test_images")
     return {
-        "id": f"run-{number}",
         "group": group,
-        "learner": learner_title(group.learner),
-        "benchmark": _benchmark(group),
-        "sizes": sizes,
-        "accuracy": {
-            kind: overview.spread(group.values("accuracy", kind)) for kind in overview.KINDS
-        },
-        "gain": overview.spread(group.gains("full")),
+        "title": _title(group),
+        "sizes": {name: group.runs[0].results.get(name) for name in sizes},
+        "accuracy": {kind: group.values("accuracy", kind) for kind in overview.KINDS},
+        "gain": group.gains("full"),
         "interval": overview.gain_interval(group),
         "sentences": overview.sentences(group),
         "tasks": [(row, _named(row.classes, found.class_names)) for row in overview.tasks(group)],
@@ -165,35 +149,19 @@ def _named(labels: Sequence[int], names: Sequence[str]) -> str:
 
 def _rows(table: Table) -> list[tuple[list[str], list[str]]]:
     """Returns labels and cells of a table's rows as text; what the row above says is empty."""
-    rows, before = [], None
-    for index, cells in zip(table.frame.index, table.frame.itertuples(index=False), strict=True):
+    rows, before = [], []
+    for index, cells in zip(table.frame.index, table.shown.itertuples(index=False), strict=True):
         labels = [str(label) for label in (index if isinstance(index, tuple) else (index,))]
-        shown, same = [], before is not None
-        for place, label in enumerate(labels):
-            same = same and before is not None and label == before[place]
-            shown.append("" if same and place < len(labels) - 1 else label)
-        before = labels
-        rows.append((shown, [_cell(cell) for cell in cells]))
+        same = 0
+        while same < len(labels) - 1 and labels[same : same + 1] == before[same : same + 1]:
+            same += 1
+        shown, before = [""] * same + labels[same:], labels
+        rows.append((shown, [words.minus(str(cell)) for cell in cells]))
     return rows
 
 
-def _cell(value: Any) -> str:
-    if value is None or value != value or value == "":
-        return "–"
-    return _minus(value if isinstance(value, str) else f"{value:g}")
-
-
-def _minus(text: str) -> str:
-    """Gives negative numbers a minus sign in place of a hyphen."""
-    return re.sub(r"(?<![\w.)])-(?=\d)", "\N{MINUS SIGN}", text)
-
-
-def _spread(value: Spread | None, digits: int = 1, signed: bool = False) -> str:
-    """Says a mean and, for several seeds, its deviation."""
-    if value is None:
-        return "–"
-    text = drawing.number(value.mean, digits, signed)
-    return text if value.std != value.std else f"{text} ± {value.std:.{digits}f}"
+def _spread(values: Sequence[float], digits: int = 1, signed: bool = False) -> str:
+    return words.minus(words.spread(values, digits, signed))
 
 
 def _subscripts(text: str) -> Markup:
@@ -203,17 +171,13 @@ def _subscripts(text: str) -> Markup:
 
 def _words(value: Any) -> str:
     """Says a value of a configuration or of a record."""
-    if value is None:
-        return "not recorded"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, str):
-        return value or "(empty)"
+    if value is None or isinstance(value, bool):
+        return {None: "not recorded", True: "yes", False: "no"}[value]
     if isinstance(value, Mapping):
         return "; ".join(f"{key}: {_words(each)}" for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(_words(each) for each in value) or "(none)"
-    return json.dumps(value)
+    if isinstance(value, list):
+        return ", ".join(map(_words, value)) or "(none)"
+    return str(value) or "(empty)"
 
 
 def _drawn(figure: Drawing) -> Markup:

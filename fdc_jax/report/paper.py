@@ -79,11 +79,9 @@ def _row(table: str, *path: str) -> dict[str, Published]:
 
 
 def accuracy(learner: str, kind: str) -> dict[str, Published]:
-    """Final accuracy by benchmark (Table current-benchmark).
+    """Final accuracy by benchmark (Table current-benchmark); `kind` is "raw" or "fdc".
 
-    Args:
-        learner: as in configurations; an unknown one has no numbers.
-        kind: "raw" or "fdc", the latter with the components that the paper selects.
+    The latter has the components that the paper selects.
     """
     return _row("benchmark", "rows", learner, kind)
 

@@ -19,6 +19,7 @@ from fdc_jax.report.runs import RunFolder
 
 PICTURES = 4  # of each kind
 _SIDE = 160  # pixels, beyond which a picture is made smaller
+_SMALL = 64  # pixels, up to which every one of them counts
 
 
 class Evidence(NamedTuple):
@@ -43,9 +44,7 @@ class Picture(NamedTuple):
         row: of `predictions.npz`.
         uri: the image as a data URI.
         small: whether it has so few pixels that they should stay visible.
-        true: what it is.
-        raw: what the raw logits said.
-        fdc: what FDC said.
+        true: what it is; `raw` and `fdc`: what these said.
         evidence: empty where features or the calibrator are gone.
     """
 
@@ -93,19 +92,18 @@ def load(run: RunFolder, opened: Any) -> Pictures:
         evidence = _evidence(run, opened, columns, rows)
     except InputError as error:
         return Pictures(missing=f"The test images could not be read: {error}")
-    names = opened.class_names
 
     def said(kind: str, row: int) -> Said:
-        return _said(int(columns[f"{kind}label"][row]), int(columns[f"{kind}task"][row]), names)
+        label, task = (int(columns[kind + name][row]) for name in ("label", "task"))
+        known = label < len(opened.class_names)
+        return Said(opened.class_names[label] if known else f"class {label + 1}", task + 1)
 
     drawn = [
         Picture(
             row,
             data_uri(image),
-            max(image.shape[:2]) <= 64,
-            said("", row),
-            said("raw_", row),
-            said("fdc_", row),
+            max(image.shape[:2]) <= _SMALL,
+            *(said(kind, row) for kind in ("", "raw_", "fdc_")),
             lines,
         )
         for row, image, lines in zip(rows.tolist(), images, evidence, strict=True)
@@ -120,11 +118,6 @@ def _spaced(count: int) -> Int[np.ndarray, " k"]:
     return ((np.arange(most) + 0.5) * count / max(most, 1)).astype(int)
 
 
-def _said(label: int, task: int, class_names: Sequence[str]) -> Said:
-    name = class_names[label] if label < len(class_names) else f"class {label + 1}"
-    return Said(name, task + 1)
-
-
 def _evidence(
     run: RunFolder, opened: Any, columns: dict[str, np.ndarray], rows: Int[np.ndarray, " k"]
 ) -> list[list[Evidence]]:
@@ -135,7 +128,7 @@ def _evidence(
     paths = [run.features_path / f"{name}.npy" for name in ("test_adapted", "test_pretrained")]
     views = [np.load(p, mmap_mode="r")[rows] if p.exists() else None for p in paths]
     try:
-        terms = opened.calibrator().terms(*views)
+        terms = opened.calibrator().to_numpy().terms(*views)
     except (InputError, OSError):
         return none
     each, true = np.arange(len(rows)), columns["task"][rows]
@@ -151,12 +144,7 @@ def _evidence(
 
 
 def split(terms: Any, dual: bool) -> tuple[list[str], Float[np.ndarray, "parts n tasks"]]:
-    """Splits scores into what adds up to them: the raw logit, all parts, and the whole.
-
-    Args:
-        terms: of a calibrator of the paper.
-        dual: whether there is a pretrained view.
-    """
+    """Splits a calibrator's scores into what adds up to them: raw logit, all parts, the whole."""
     logit = terms.fuse(rlc=False, pac=False).task_scores
     parts = {"Raw logit": terms.raw().task_scores, "Filtered logit": logit}
     views = (("E_T", "pretrained_view"), ("E_0", "adapted_view"))
@@ -171,7 +159,7 @@ def split(terms: Any, dual: bool) -> tuple[list[str], Float[np.ndarray, "parts n
 def data_uri(image: UInt8[np.ndarray, "h w 3"]) -> str:
     """Returns a PNG of a small image, or a JPEG of a larger one at a smaller size."""
     picture, file = Image.fromarray(np.asarray(image)), io.BytesIO()
-    kind = "png" if max(picture.size) <= 64 else "jpeg"
+    kind = "png" if max(picture.size) <= _SMALL else "jpeg"
     picture.thumbnail((_SIDE, _SIDE))
-    picture.save(file, kind, **({"quality": 85} if kind == "jpeg" else {"optimize": True}))
+    picture.save(file, kind, quality=85, optimize=True)
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"

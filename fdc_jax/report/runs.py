@@ -1,9 +1,10 @@
 """Run folders: what they hold, which are usable, which belong together, what sets them apart."""
 
+import dataclasses
 import fnmatch
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,11 +17,21 @@ from fdc_jax.files import read_npz
 from fdc_jax.report import paper
 
 
-class RunFolder(NamedTuple):
-    """A finished run: one seed of one configuration; `results` is its `results.json`."""
+@dataclasses.dataclass(frozen=True)
+class RunFolder:
+    """A finished run: one seed of one configuration.
+
+    Attributes:
+        path: the folder.
+        results: its `results.json`.
+        analyses: by name, what `fdc_jax.report.analysis` computes from the saved features.
+        missing: a line for each reason why some analyses are absent.
+    """
 
     path: Path
     results: dict[str, Any]
+    analyses: dict[str, Any] = dataclasses.field(default_factory=dict)
+    missing: list[str] = dataclasses.field(default_factory=list)
 
     @property
     def seed(self) -> int:
@@ -76,19 +87,18 @@ class RunFolder(NamedTuple):
 
     def gain(self, name: str) -> float | None:
         """Returns the gain of a component combination over raw."""
-        before, after = self.value("accuracy", "raw"), self.component(name)
-        return None if before is None or after is None else after - before
+        value = self.component(name)
+        return None if value is None else value - self.results["accuracy"]["raw"]
 
     def incremental(self, name: str) -> float | None:
-        """Returns the average incremental accuracy of a component combination.
-
-        None where not every task was evaluated, or without that combination.
-        """
+        """Returns the average incremental accuracy; None where a task was not evaluated with it."""
         if self.value("average_incremental_accuracy", "raw") is None:
             return None
-        curve = [self._replace(results=point) for point in self.results.get("curve") or ()]
-        values = [value for point in curve if (value := point.component(name)) is not None]
-        return sum(values) / len(values) if values and len(values) == len(curve) else None
+        curve = [
+            dataclasses.replace(self, results=each) for each in self.results.get("curve") or ()
+        ]
+        values = [point.component(name) for point in curve]
+        return None if None in values or not values else sum(values) / len(values)
 
     @property
     def dual(self) -> bool:
@@ -144,6 +154,10 @@ class Group(NamedTuple):
         """Returns the gain of a component combination over raw, paired within each seed."""
         return self.of_runs(lambda run: run.gain(name))
 
+    def analyses(self, name: str) -> list[dict[str, Any]]:
+        """Returns an analysis of every run that has it."""
+        return [run.analyses[name] for run in self.runs if name in run.analyses]
+
 
 class Skipped(NamedTuple):
     """A folder that could not be used, and why."""
@@ -165,17 +179,11 @@ _PREDICTIONS = (
     "label", "raw_label", "fdc_label", "oracle_label", "task", "raw_task", "fdc_task"
 )  # fmt: skip
 
-_REQUIRED = {
-    **dict.fromkeys(("benchmark", "learner"), str),
-    "seed": int,
-    **dict.fromkeys(("accuracy", "components", "config"), dict),
-}
-_OPTIONAL = {
-    "split": str,
-    "curve": list,
-    **dict.fromkeys(("encoder", "data", "timing", "versions", "whitened"), dict),
-    **dict.fromkeys(("num_tasks", "num_classes", "num_train_images", "num_test_images"), int),
-}
+_REQUIRED = {"benchmark": str, "learner": str, "seed": int}
+_REQUIRED |= dict.fromkeys(("accuracy", "components", "config"), dict)
+_OPTIONAL = {"split": str, "curve": list}
+_OPTIONAL |= dict.fromkeys(("encoder", "data", "timing", "versions"), dict)
+_OPTIONAL |= dict.fromkeys(("num_tasks", "num_classes", "num_train_images", "num_test_images"), int)
 
 
 def load(paths: Iterable[str | os.PathLike[str]]) -> Loaded:
@@ -241,10 +249,7 @@ def _check(results: Any) -> None:
         raise InputError(f"expected an object, found {type(results).__name__}")
     for name, kind in (_REQUIRED | _OPTIONAL).items():
         value = results.get(name)
-        if name in _REQUIRED and name not in results:
-            several = " (a summary over seeds has none)" if name == "seed" else ""
-            raise InputError(f"expected a field {name}{several}, found none")
-        if value is None and name in _OPTIONAL:
+        if name in _OPTIONAL and value is None:
             continue
         if not isinstance(value, kind) or isinstance(value, bool):
             raise InputError(f"{name}: expected {kind.__name__}, found {value!r:.60}")
@@ -279,13 +284,12 @@ def group(runs: Sequence[RunFolder]) -> list[Group]:
 
 
 def _order(each: Group) -> tuple[Any, ...]:
-    def position(name: str, names: Iterable[str]) -> tuple[int, str]:
-        names = list(names)
-        return (names.index(name) if name in names else len(names), name)
-
+    names, benchmarks = learners.names(), list(paper.BENCHMARK_TITLES)
     return (
-        position(each.learner, learners.names()),
-        position(each.benchmark, paper.BENCHMARK_TITLES),
+        names.index(each.learner) if each.learner in names else len(names),
+        each.learner,
+        benchmarks.index(each.benchmark) if each.benchmark in benchmarks else len(benchmarks),
+        each.benchmark,
         not each.follows_protocol,
         each.title,
     )
@@ -348,13 +352,10 @@ _PHRASES: dict[str, str | tuple[str, str]] = {
 
 
 def settings(results: dict[str, Any]) -> dict[str, Any]:
-    """Returns everything that the numbers of a run depend on but its seed, by field.
+    """Returns everything that the numbers of a `results.json` depend on but its seed, by field.
 
     Options of other learners are left out; a field that an older run does not know has the value
     that it had then, the paper's.
-
-    Args:
-        results: content of a `results.json`.
     """
     benchmark, learner = results["benchmark"], results["learner"]
     options = learners.options(learner)
@@ -376,14 +377,9 @@ def settings(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def deviations(benchmark: str, learner: str, found: dict[str, Any]) -> list[str]:
-    """Says in words what differs from the paper's protocol; choices it leaves open included.
+    """Says in words what departs from the paper's protocol, and from what it leaves open.
 
     Of a benchmark that the paper does not have, only settings of learner and FDC are compared.
-
-    Args:
-        benchmark: name of the benchmark.
-        learner: name of the learner.
-        found: settings of a run, as `settings` returns them.
     """
     expected, sizes = _expected(), paper.columns("partitions", benchmark)
     if not sizes:
@@ -426,14 +422,8 @@ def _words(value: Any) -> str:
 # Where numbers come from --------------------------------------------------------------------------
 
 
-def provenance(
-    groups: Sequence[Group], missing: Mapping[str, Sequence[str]]
-) -> list[dict[str, Any]]:
-    """Returns one dict per group, ready for JSON and for a page.
-
-    Args:
-        groups: of the report.
-        missing: by path of a run, what could not be computed from it, and why.
+def provenance(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    """Returns where the numbers of each group come from, ready for JSON and for a page.
 
     Returns:
         For each group `group`, its name, and `parts`: by title a dict of fields. Where the runs of
@@ -450,9 +440,9 @@ def provenance(
                 same = all(value == fields[name] for value in values.values())
                 parts[title][name] = fields[name] if same else values
         parts["runs"] |= {"settings": group.title or "the paper's protocol", "seeds": group.seeds}
-        absent = {f"seed {run.seed}": list(missing.get(str(run.path), ())) for run in group.runs}
-        if any(absent.values()):
-            parts["not computed"] = {seed: why for seed, why in absent.items() if why}
+        absent = {f"seed {run.seed}": run.missing for run in group.runs if run.missing}
+        if absent:
+            parts["not computed"] = absent
         found.append({"group": group.name, "parts": parts})
     return found
 

@@ -28,13 +28,10 @@ def sweep(
         values: those of the paper when None; for `neighbours`, all that are feasible.
 
     Returns:
-        `parameter`, `values` and `default`, the setting that the run has; then, one number in
-        percent for each value, `accuracy` and `routing_accuracy`. For `neighbours` these two stand
-        under `own`, where affinities are standardised by the tasks' own training affinities for
-        each K, and under `nearest`, by the affinities of the candidate tasks to the same input.
-
-    Raises:
-        InputError: a value outside its range, or no test labels.
+        `values` and `default`, the setting of the run; then, one number in percent for each value,
+        `accuracy` and `routing_accuracy`. For `neighbours` these two stand under `own`, where
+        affinities are standardised by the tasks' own training affinities for each K, and under
+        `nearest`, by the affinities of the candidate tasks to the same input.
     """
     labels, tasks = features.test_labels, features.test_tasks
     assert labels is not None  # Else there are no tasks of them, either.
@@ -55,7 +52,7 @@ def sweep(
         return found
 
     default = getattr(calibration.FDC(**settings).settings, parameter)
-    result: dict[str, Any] = {"parameter": parameter, "values": list(values), "default": default}
+    result: dict[str, Any] = {"values": list(values), "default": default}
     if parameter != "neighbours":
         return result | accuracies()
     return result | {name: accuracies(affinity_reference=name) for name in ("own", "nearest")}

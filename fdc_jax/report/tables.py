@@ -1,7 +1,6 @@
 """All tables of the report, one pandas frame each: ours beside the paper's, statistics, costs."""
 
 import math
-import os
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,8 +12,7 @@ from fdc_jax import evaluation, learners
 from fdc_jax.errors import InputError
 from fdc_jax.evaluation import Gain
 from fdc_jax.files import read_json, write_atomically
-from fdc_jax.report import paper
-from fdc_jax.report.analysis import Analyses, of_group
+from fdc_jax.report import paper, words
 from fdc_jax.report.paper import Published
 from fdc_jax.report.runs import Group, RunFolder
 
@@ -61,43 +59,28 @@ class Table(NamedTuple):
         )
         return f"% {self.note}\n{body}"
 
-    def write(self, folder: str | os.PathLike[str]) -> None:
-        """Writes `<name>.csv`, `.md` and `.tex` into a folder.
-
-        Raises:
-            InputError: the disk refuses.
-        """
+    def write(self, folder: Path) -> None:
+        """Writes `<name>.csv`, `.md` and `.tex` into a folder."""
         texts = {"csv": self.frame.to_csv(), "md": self.to_markdown(), "tex": self.to_latex()}
         for suffix, text in texts.items():
-            with write_atomically(Path(folder) / f"{self.name}.{suffix}") as file:
+            with write_atomically(folder / f"{self.name}.{suffix}") as file:
                 file.write(text.encode())
 
 
 def build(
-    groups: Sequence[Group],
-    analyses: Analyses,
-    latency: Sequence[str] = (),
-    whole: bool = False,
+    groups: Sequence[Group], latency: Sequence[Mapping[str, Any]] = (), whole: bool = False
 ) -> list[Table]:
     """Builds the tables that these groups have a number for.
 
     Args:
-        groups: from `runs.load`.
-        analyses: by path of a run and name of the analysis.
-        latency: files that `benchmarks/latency.py` wrote.
+        groups: from `runs.load`, with analyses.
+        latency: from `read_latency`.
         whole: also the paper's rows and tables without a number of ours.
-
-    Raises:
-        InputError: a file of `latency` is not as expected.
     """
-    layout = Layout(groups, analyses, whole)
+    layout = Layout(groups, whole)
     built = [
-        _benchmark(layout),
-        _ablation(layout),
-        _plugin(layout),
+        *(_beside(layout, name) for name in _QUANTITIES),
         _selection(layout),
-        _logit_standardisation(layout),
-        _average_incremental_accuracy(layout),
         _significance(layout),
         _partitions(layout),
         _cost(layout),
@@ -115,16 +98,12 @@ def frame(rows: Iterable[Row], labels: Sequence[str], columns: Sequence[str]) ->
 
 def spread(values: Sequence[float], digits: int = 2, signed: bool = False) -> Any:
     """Returns mean and sample standard deviation over seeds, in brackets how many; NaN of none."""
-    if not values:
-        return math.nan
-    mean, std = evaluation.mean_and_std(values)
-    deviation = "" if math.isnan(std) else f" ± {std:.{digits}f}"
-    return f"{number(mean, digits, signed)}{deviation} ({len(values)})"
+    return f"{words.spread(values, digits, signed)} ({len(values)})" if values else math.nan
 
 
 def number(value: float | None, digits: int = 2, signed: bool = False) -> Any:
     """Returns a single number as it reads; NaN of none."""
-    return math.nan if value is None else f"{value:{'+' * signed},.{digits}f}"
+    return math.nan if value is None else words.number(value, digits, signed)
 
 
 def difference(values: Sequence[float], reference: Published | None) -> float | None:
@@ -142,8 +121,6 @@ def difference(values: Sequence[float], reference: Published | None) -> float | 
     return (mean - reference.mean) / error if error > 0 else None
 
 
-# The shape of most tables: a column per benchmark, rows of ours above the paper's -----------------
-
 _OURS_NOTE = "Ours: mean ± sample standard deviation over training seeds, in brackets how many"
 _DIFFERENCE_NOTE = (
     " Differences are ours minus the paper's mean, in standard deviations of that difference, "
@@ -157,15 +134,14 @@ class Layout:
 
     Attributes:
         groups: in the order of rows.
-        analyses: by path of a run and name of the analysis.
         whole: whether the paper's rows stand without ours.
         benchmarks: headings of columns by name; the user's own first, then the paper's.
         learners: that have rows, in the paper's order and after them others.
         letters: of every set of settings that departs from the paper's protocol.
     """
 
-    def __init__(self, groups: Sequence[Group], analyses: Analyses, whole: bool = False):
-        self.groups, self.analyses, self.whole = groups, analyses, whole
+    def __init__(self, groups: Sequence[Group], whole: bool = False):
+        self.groups, self.whole = groups, whole
         present = dict.fromkeys(each.benchmark for each in groups)
         benchmarks = [name for name in present if name not in paper.benchmarks()]
         benchmarks += [name for name in paper.benchmarks() if whole or name in present]
@@ -197,144 +173,180 @@ class Layout:
             "numbers": self.ours(group.title),
         }
 
-    def beside(
-        self,
-        labels: Row,
-        learner: str,
-        values: Callable[[Group], list[float]],
-        published: Mapping[str, Published] | None = None,
-        signed: bool = False,
-        average: float | None = None,
-    ) -> list[Row]:
-        """Puts one quantity of a learner, one number per seed of a group, beside the paper's.
 
-        Averages over the paper's benchmarks, the paper's given, stand under "Avg.".
-        """
-        groups, published, five = self.of(learner), published or {}, paper.benchmarks()
-        numbers = {(each.title, each.benchmark): values(each) for each in groups}
-        measured = {benchmark for (_, benchmark), found in numbers.items() if found}
-        rows = []
-        for title in dict.fromkeys(each.title for each in groups):
-            found = {name: numbers.get((title, name), []) for name in self.benchmarks}
-            cells = {self.benchmarks[name]: spread(found[name], signed=signed) for name in found}
-            if all(found.get(name) for name in five):
-                means = [sum(found[name]) / len(found[name]) for name in five]
-                cells["Avg."] = number(sum(means) / len(five), signed=signed)
-            rows.append(labels | {"numbers": self.ours(title)} | cells)
-        of_paper = {
-            self.benchmarks[name]: f"{number(each.mean, signed=signed)} ± {each.std:.2f}"
-            for name, each in published.items()
-            if self.whole or name in measured
-        }
-        if average is not None and len(of_paper) == len(five):
-            of_paper["Avg."] = number(average, signed=signed)
-        distances = {
-            self.benchmarks[each.benchmark]: number(distance, 1, signed=True)
-            for each in groups
-            if each.follows_protocol
-            and (distance := difference(values(each), published.get(each.benchmark))) is not None
-        }
-        rows.append(labels | {"numbers": "paper"} | of_paper)
-        rows.append(labels | {"numbers": "difference, std"} | distances)
-        return rows
-
-    def table(
-        self, name: str, title: str, note: str, labels: Sequence[str], rows: list[Row], *extra: str
-    ) -> Table:
-        """Returns rows as a table; differences are explained where there are any."""
-        made = frame(rows, [*labels, "numbers"], [*self.benchmarks.values(), *extra])
-        kinds = set(made.index.get_level_values("numbers"))
-        note = f"{note} {_OURS_NOTE}{'; the paper has three' * ('paper' in kinds)}."
-        note += _DIFFERENCE_NOTE * ("difference, std" in kinds)
-        return Table(name, title, made, note + self.legend())
+# A column per benchmark, ours above the paper's ---------------------------------------------------
 
 
-# Accuracies and gains -----------------------------------------------------------------------------
+class Quantity(NamedTuple):
+    """What a few rows show of a learner.
+
+    Attributes:
+        labels: of its rows.
+        values: one number per seed of a group.
+        published: the paper's, by benchmark.
+        signed: whether it is a gain.
+        average: the paper's over its benchmarks.
+    """
+
+    labels: Row
+    values: Callable[[Group], list[float]]
+    published: Mapping[str, Published] | None = None
+    signed: bool = False
+    average: float | None = None
 
 
 def _raw(group: Group) -> list[float]:
     return group.values("accuracy", "raw")
 
 
-def _selected(group: Group) -> list[float]:
-    return group.of_runs(lambda run: run.component(run.selected))
-
-
-def _benchmark(layout: Layout) -> Table:
-    """Final accuracy before and after FDC (Table current-benchmark)."""
-    rows = []
-    for learner in layout.learners:
-        title = learners.title(learner)
-        raw, fdc = (paper.accuracy(learner, kind) for kind in ("raw", "fdc"))
-        rows += layout.beside({"method": title}, learner, _raw, raw)
-        rows += layout.beside({"method": f"{title} + FDC"}, learner, _selected, fdc)
-    note = "Percent of test images. FDC has the components that the paper selects for the learner."
-    return layout.table("benchmark", "Final accuracy before and after FDC", note, ["method"], rows)
-
-
-def _ablation(layout: Layout) -> Table:
-    """Raw accuracy and gains of component and view combinations (Table current-ablation)."""
-    rows = []
-    for learner in layout.learners:
-        for key, text in paper.COMPONENT_TITLES.items():
-            labels = {"learner": learners.title(learner), "components": text}
-            published = paper.ablation(key) if learner == "cumulative_lora" else None
-            if key == "raw":
-                rows += layout.beside(labels, learner, _raw, published)
-            else:
-                rows += layout.beside(labels, learner, _gains(key), published, signed=True)
-    note = (
-        "Raw: final accuracy in percent; all others: gain over Raw in points, paired within each "
-        "seed. The paper has this table for Cumulative-LoRA."
-    )
-    title = "Components and views: Raw accuracy and gains"
-    return layout.table("ablation", title, note, ["learner", "components"], rows)
-
-
 def _gains(combination: str) -> Callable[[Group], list[float]]:
     return lambda group: group.gains(combination)
 
 
-def _average_incremental_accuracy(layout: Layout) -> Table:
-    """Mean over tasks of the accuracy on all classes so far (Table current-aia)."""
-
-    def raw(group: Group) -> list[float]:
-        return group.of_runs(lambda run: run.incremental("raw"))
-
-    def fdc(group: Group) -> list[float]:
-        return group.of_runs(lambda run: run.incremental(run.selected))
-
-    rows = []
-    for learner in layout.learners:
-        title, published = learners.title(learner), paper.average_incremental_accuracy(learner)
-        rows += layout.beside({"method": title}, learner, raw, published)
-        rows += layout.beside({"method": f"{title} + FDC"}, learner, fdc)
-    note = (
-        "Percent. The paper reports it without FDC; ours with FDC has the components that the "
-        "paper selects for the learner and calibrates after every task."
+def _benchmark(learner: str) -> list[Quantity]:
+    title, raw, fdc = (
+        learners.title(learner),
+        *(paper.accuracy(learner, kind) for kind in ("raw", "fdc")),
     )
-    title = "Average incremental accuracy"
-    return layout.table("average_incremental_accuracy", title, note, ["method"], rows)
+    return [
+        Quantity({"method": title}, _raw, raw),
+        Quantity(
+            {"method": f"{title} + FDC"},
+            lambda group: group.of_runs(lambda run: run.component(run.selected)),
+            fdc,
+        ),
+    ]
 
 
-def _logit_standardisation(layout: Layout) -> Table:
-    """What standardising each head's logits alone changes (Table logit_standardization)."""
+def _ablation(learner: str) -> list[Quantity]:
+    return [
+        Quantity(
+            {"learner": learners.title(learner), "components": text},
+            _raw if key == "raw" else _gains(key),
+            paper.ablation(key) if learner == "cumulative_lora" else None,
+            signed=key != "raw",
+        )
+        for key, text in paper.COMPONENT_TITLES.items()
+    ]
 
-    def change(group: Group) -> list[float]:
-        found = of_group(group, layout.analyses, "logit_standardisation")
-        return [entry["change"] for entry in found]
 
-    rows = []
-    for learner in layout.learners:
-        published = paper.logit_standardisation() if learner == "cumulative_lora" else None
-        labels = {"learner": learners.title(learner)}
-        rows += layout.beside(labels, learner, change, published, signed=True)
-    note = (
+def _plugin(learner: str) -> list[Quantity]:
+    selected, quantities = learners.selected(learner), []
+    for combination in dict.fromkeys((selected, "full")):
+        published = paper.plugin(learner, "selected" if combination == selected else "full")
+        of_paper = (published.gains, True, published.average) if published else (None, True)
+        labels = _switched(learner, combination)
+        quantities.append(Quantity(labels, _gains(combination), *of_paper))
+    return quantities
+
+
+def _logit_standardisation(learner: str) -> list[Quantity]:
+    return [
+        Quantity(
+            {"learner": learners.title(learner)},
+            lambda group: [each["change"] for each in group.analyses("logit_standardisation")],
+            paper.logit_standardisation() if learner == "cumulative_lora" else None,
+            signed=True,
+        )
+    ]
+
+
+def _average_incremental_accuracy(learner: str) -> list[Quantity]:
+    title = learners.title(learner)
+    return [
+        Quantity(
+            {"method": title},
+            lambda group: group.of_runs(lambda run: run.incremental("raw")),
+            paper.average_incremental_accuracy(learner),
+        ),
+        Quantity(
+            {"method": f"{title} + FDC"},
+            lambda group: group.of_runs(lambda run: run.incremental(run.selected)),
+        ),
+    ]
+
+
+# By name: quantities of a learner, title, how to read it. In the paper's order.
+_QUANTITIES: dict[str, tuple[Callable[[str], list[Quantity]], str, str]] = {
+    "benchmark": (  # Table current-benchmark
+        _benchmark,
+        "Final accuracy before and after FDC",
+        "Percent of test images. FDC has the components that the paper selects for the learner.",
+    ),
+    "ablation": (  # Table current-ablation
+        _ablation,
+        "Components and views: Raw accuracy and gains",
+        "Raw: final accuracy in percent; all others: gain over Raw in points, paired within each "
+        "seed. The paper has this table for Cumulative-LoRA.",
+    ),
+    "plugin": (  # Table plugin
+        _plugin,
+        "Plug-and-play: gains with selected and with all components",
+        "Gains over Raw in points, paired within each seed. Switches: TSF filters; E_0 and E_T "
+        "calibrate with RLC and PAC in the pretrained and in the adapted view. First the "
+        "components that the paper selects, then all where it leaves some out. Avg. is the mean "
+        "over the paper's five benchmarks and a gap unless all are there.",
+    ),
+    "logit_standardisation": (  # Table logit_standardization
+        _logit_standardisation,
+        "Logit standardisation alone",
         "Change of final accuracy in points when the largest logit of each head is centred and "
-        "scaled by its moments on the head's own training images. From the saved features of a run."
-    )
-    title = "Logit standardisation alone"
-    return layout.table("logit_standardisation", title, note, ["learner"], rows)
+        "scaled by its moments on the head's own training images. From the saved features of a "
+        "run.",
+    ),
+    "average_incremental_accuracy": (  # Table current-aia
+        _average_incremental_accuracy,
+        "Average incremental accuracy",
+        "Percent. The paper reports it without FDC; ours with FDC has the components that the "
+        "paper selects for the learner and calibrates after every task.",
+    ),
+}
+
+
+def _beside(layout: Layout, name: str) -> Table:
+    """Returns a table of `_QUANTITIES`."""
+    quantities, title, note = _QUANTITIES[name]
+    of_learners = [(learner, quantities(learner)) for learner in layout.learners]
+    rows = [
+        row for learner, of in of_learners for each in of for row in _rows(layout, learner, each)
+    ]
+    columns = [*layout.benchmarks.values(), *["Avg."] * (name == "plugin")]
+    made = frame(rows, [*of_learners[0][1][0].labels, "numbers"], columns)
+    kinds = set(made.index.get_level_values("numbers"))
+    note = f"{note} {_OURS_NOTE}{'; the paper has three' * ('paper' in kinds)}."
+    note += _DIFFERENCE_NOTE * ("difference, std" in kinds)
+    return Table(name, title, made, note + layout.legend())
+
+
+def _rows(layout: Layout, learner: str, of: Quantity) -> list[Row]:
+    """Puts a quantity of a learner beside the paper's; averages stand under "Avg."."""
+    groups, published, five = layout.of(learner), of.published or {}, paper.benchmarks()
+    numbers = {(each.title, each.benchmark): of.values(each) for each in groups}
+    measured = {benchmark for (_, benchmark), found in numbers.items() if found}
+    rows = []
+    for title in dict.fromkeys(each.title for each in groups):
+        found = {name: numbers.get((title, name), []) for name in layout.benchmarks}
+        cells = {layout.benchmarks[name]: spread(found[name], signed=of.signed) for name in found}
+        if all(found.get(name) for name in five):
+            means = [sum(found[name]) / len(found[name]) for name in five]
+            cells["Avg."] = number(sum(means) / len(five), signed=of.signed)
+        rows.append(of.labels | {"numbers": layout.ours(title)} | cells)
+    of_paper = {
+        layout.benchmarks[name]: f"{number(each.mean, signed=of.signed)} ± {each.std:.2f}"
+        for name, each in published.items()
+        if layout.whole or name in measured
+    }
+    if of.average is not None and len(of_paper) == len(five):
+        of_paper["Avg."] = number(of.average, signed=of.signed)
+    distances = {
+        layout.benchmarks[each.benchmark]: number(distance, 1, signed=True)
+        for each in groups
+        if each.follows_protocol
+        and (distance := difference(of.values(each), published.get(each.benchmark))) is not None
+    }
+    rows.append(of.labels | {"numbers": "paper"} | of_paper)
+    rows.append(of.labels | {"numbers": "difference, std"} | distances)
+    return rows
 
 
 # FDC plugged into learners, and the rule that selects components ----------------------------------
@@ -359,32 +371,6 @@ def _switched(learner: str, combination: str | None) -> Row:
     switches = ("?", "?", "?") if combination is None else known[combination]
     labels = dict(zip(STANDALONE, map(str, switches), strict=True))
     return {"baseline": learners.title(learner)} | labels
-
-
-def _plugin(layout: Layout) -> Table:
-    """Gains with the paper's selection and with everything enabled (Table plugin)."""
-    rows = []
-    for learner in layout.learners:
-        selected = learners.selected(learner)
-        for combination in dict.fromkeys((selected, "full")):
-            kind = "selected" if combination == selected else "full"
-            published = paper.plugin(learner, kind)
-            rows += layout.beside(
-                _switched(learner, combination),
-                learner,
-                _gains(combination),
-                published.gains if published else None,
-                signed=True,
-                average=published.average if published else None,
-            )
-    note = (
-        "Gains over Raw in points, paired within each seed. Switches: TSF filters; E_0 and E_T "
-        "calibrate with RLC and PAC in the pretrained and in the adapted view. First the "
-        "components that the paper selects, then all where it leaves some out. Avg. is the mean "
-        "over the paper's five benchmarks and a gap unless all are there."
-    )
-    title = "Plug-and-play: gains with selected and with all components"
-    return layout.table("plugin", title, note, ["baseline", *STANDALONE], rows, "Avg.")
 
 
 def select(gains: Sequence[Mapping[str, Sequence[float]]], dual: bool = True) -> str | None:
@@ -416,8 +402,8 @@ def _selection(layout: Layout) -> Table:
 
     def half(which: str) -> Callable[[Group, str], list[float]]:
         def gains(group: Group, name: str) -> list[float]:
-            found = of_group(group, layout.analyses, "selection")
-            return [each[which][name] - each[which]["raw"] for each in found if name in each[which]]
+            found = [each[which] for each in group.analyses("selection")]
+            return [each[name] - each["raw"] for each in found if name in each]
 
         return gains
 
@@ -453,8 +439,11 @@ def _selection(layout: Layout) -> Table:
         "settings. The paper applies it to the test images on which it reports the gain; the last "
         "two lines choose on every other test image of a class and report on the rest."
     )
-    title = "The selection rule applied to these runs"
-    return layout.table("selection", title, note, ["baseline", *STANDALONE, "what"], rows)
+    made = frame(
+        rows, ["baseline", *STANDALONE, "what", "numbers"], list(layout.benchmarks.values())
+    )
+    note += f" {_OURS_NOTE}." + layout.legend()
+    return Table("selection", "The selection rule applied to these runs", made, note)
 
 
 # Statistics ---------------------------------------------------------------------------------------
@@ -509,6 +498,7 @@ def _p(value: float | None) -> Any:
 
 # Data and costs -----------------------------------------------------------------------------------
 
+_COUNTED = ("classes", "tasks", "train_images", "test_images")
 _SIZES = ["classes", "tasks", "classes a task", "training images", "test images"]
 
 
@@ -517,23 +507,19 @@ def _partitions(layout: Layout) -> Table:
     rows = []
     for name, title in layout.benchmarks.items():
         published = tuple(paper.columns("partitions", name).values())
-        seen = set()
+        lines: dict[tuple[float | None, ...], str] = {}
         for each in layout.groups:
             of = each.runs[0].results
-            classes, tasks = of.get("num_classes"), of.get("num_tasks")
-            a_task = -(-classes // tasks) if classes and tasks else None
-            images = of.get("num_train_images"), of.get("num_test_images")
-            sizes = (classes, tasks, a_task, *images)
-            if each.benchmark != name or sizes in seen:
-                continue
-            seen.add(sizes)
-            split = f", {of['split']} split" if of.get("split") else ""
-            rows.append({"benchmark": title, "numbers": layout.ours(each.title) + split})
-            rows[-1] |= dict(zip(_SIZES, (number(size, 0) for size in sizes), strict=True))
-            if published:
-                rows[-1]["against the paper"] = "equal" if sizes == published else "differs"
-        cells = zip(_SIZES, (number(size, 0) for size in published), strict=False)
-        rows.append({"benchmark": title, "numbers": "paper"} | dict(cells))
+            classes, tasks, *images = (of.get(f"num_{part}") for part in _COUNTED)
+            sizes = (classes, tasks, -(-classes // tasks) if classes and tasks else None, *images)
+            if each.benchmark == name:
+                split = f", {of['split']} split" if of.get("split") else ""
+                lines.setdefault(sizes, layout.ours(each.title) + split)
+        for sizes, numbers in [*lines.items(), (published, "paper")]:
+            cells = dict(zip(_SIZES, (number(size, 0) for size in sizes), strict=False))
+            if published and numbers != "paper":
+                cells["against the paper"] = "equal" if sizes == published else "differs"
+            rows.append({"benchmark": title, "numbers": numbers} | cells)
     note = (
         "Sizes of the class-disjoint tasks and of the data sets, from the results of the runs; "
         "settings with the same numbers share a line." + layout.legend()
@@ -578,19 +564,13 @@ def _cost(layout: Layout) -> Table:
         devices = sorted({str(run.results.get("device", "unknown")) for run in each.runs})
         cells = {heading: spread(each.of_runs(read)) for heading, (_, read) in _COSTS.items()}
         rows.append(layout.labels(each) | {"device": ", ".join(devices)} | cells)
-    beside = {each.benchmark for each in layout.of(name)}
+    labels = {"learner": learners.title(name), "numbers": "paper"}
+    labels["device"] = paper.numbers()["tables"]["cost"]["device"]
     for benchmark in paper.benchmarks():
-        if layout.whole or benchmark in beside:
+        if layout.whole or benchmark in {each.benchmark for each in layout.of(name)}:
             published = paper.columns("cost", benchmark)
-            rows.append(
-                {
-                    "learner": learners.title(name),
-                    "benchmark": paper.benchmark_title(benchmark),
-                    "numbers": "paper",
-                    "device": paper.numbers()["tables"]["cost"]["device"],
-                }
-                | {heading: number(published[key]) for heading, (key, _) in _COSTS.items()}
-            )
+            cells = {heading: number(published[key]) for heading, (key, _) in _COSTS.items()}
+            rows.append(labels | {"benchmark": paper.benchmark_title(benchmark)} | cells)
     note = (
         "Training without compilation and evaluation. FDC: extraction of the training features in "
         "both views and fitting, of runs that did not find pretrained features in the cache. "
@@ -601,23 +581,24 @@ def _cost(layout: Layout) -> Table:
     return Table("cost", "Training-stage time and storage", made, note)
 
 
-def read_latency(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read_latency(path: str) -> dict[str, Any]:
     """Reads what `benchmarks/latency.py` wrote.
 
     Raises:
-        InputError: unreadable, or a field is missing.
+        InputError: unreadable, or without positive times of a view.
     """
     found = read_json(Path(path))
-    if not isinstance(found, dict) or not isinstance(found.get("views"), dict):
-        raise InputError(f"{path}: expected an object with a field views, as latency.py writes it")
-    for view in ("raw", *found["views"]):
-        entry = found["views"].get(view)
-        repeats = entry.get("milliseconds") if isinstance(entry, dict) else None
-        good = view in ("raw", "single", "dual") and isinstance(repeats, list) and repeats
-        if not good or not all(isinstance(each, int | float) and each > 0 for each in repeats):
-            raise InputError(
-                f"{path}: views.{view}.milliseconds: expected positive numbers, found {repeats!r}"
-            )
+    try:
+        times = {view: entry["milliseconds"] for view, entry in found["views"].items()}
+        good = "raw" in times and times.keys() <= {"raw", "single", "dual"}
+        good = good and all(min(each) > 0 for each in times.values())
+    except (TypeError, ValueError, KeyError, AttributeError):
+        good = False
+    if not good:
+        raise InputError(
+            f"{path}: expected views.raw.milliseconds, positive numbers, and likewise single and "
+            "dual, as benchmarks/latency.py writes them"
+        )
     return found
 
 
@@ -633,11 +614,10 @@ _LATENCY = {
 }
 
 
-def _latency(files: Sequence[str], whole: bool) -> Table:
+def _latency(files: Sequence[Mapping[str, Any]], whole: bool) -> Table:
     """Time and memory of a batch without FDC, with one view and with two (Table app-latency)."""
     rows, shown = [], set()
-    for path in files:
-        found = read_latency(path)
+    for found in files:
         benchmark, views = str(found.get("benchmark") or "random weights"), found["views"]
         shown.add(benchmark)
         numbers: dict[str, float] = {}
@@ -687,7 +667,7 @@ def _beyond(layout: Layout) -> Table:
     """The whitened affinity beside FDC: accuracies, gain, storage."""
     rows = []
     for group in layout.groups:
-        found = of_group(group, layout.analyses, "beyond")
+        found = group.analyses("beyond")
         for name, title in _METHODS.items():
             own, fdc = (
                 pd.DataFrame([each[key] for each in found if name in each]) for key in (name, "fdc")

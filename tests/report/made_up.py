@@ -92,9 +92,12 @@ def groups(*members: RunFolder) -> list[Group]:
     return runs.group(members or [run(seed) for seed in (1, 2, 3)])
 
 
-def analyses(*of: Group) -> dict[str, dict[str, Any]]:
-    """Every analysis of every run of the groups."""
-    return {str(each.path): _analyses(each) for group in of for each in group.runs}
+def analysed(*members: RunFolder) -> list[Group]:
+    """The same with every analysis."""
+    found = groups(*members)
+    for each in (run for group in found for run in group.runs):
+        each.analyses.update(_analyses(each))
+    return found
 
 
 def _analyses(of: RunFolder) -> dict[str, Any]:
@@ -133,11 +136,11 @@ def _analyses(of: RunFolder) -> dict[str, Any]:
         for view in views
     }
 
-    def sweep(parameter: str, values: list[float], default: float) -> dict[str, Any]:
+    def sweep(values: list[float], default: float) -> dict[str, Any]:
         found = [70 - 8 * (value - default) ** 2 + 0.2 * rng.normal() for value in values]
-        return {"parameter": parameter, "values": values, "default": default, "accuracy": found}
+        return {"values": values, "default": default, "accuracy": found}
 
-    neighbours = {"parameter": "neighbours", "values": [1, 2, 3], "default": 1}
+    neighbours: dict[str, Any] = {"values": [1, 2, 3], "default": 1}
     for name, start in (("own", 70.0), ("nearest", 69.0)):
         accuracy = [start - step + 0.2 * rng.normal() for step in range(3)]
         neighbours[name] = {"accuracy": accuracy, "routing_accuracy": accuracy}
@@ -159,7 +162,7 @@ def _analyses(of: RunFolder) -> dict[str, Any]:
             "class_tasks": np.repeat(np.arange(count), 3).tolist(),
             **geometry,
         },
-        "sweep_attenuation": sweep("attenuation", [0.0, 0.25, 0.5, 0.75, 1.0], 0.5),
-        "sweep_retained_energy": sweep("retained_energy", [0.5, 0.65, 0.75, 0.85, 0.95], 0.75),
+        "sweep_attenuation": sweep([0.0, 0.25, 0.5, 0.75, 1.0], 0.5),
+        "sweep_retained_energy": sweep([0.5, 0.65, 0.75, 0.85, 0.95], 0.75),
         "sweep_neighbours": neighbours,
     }

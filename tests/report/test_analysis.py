@@ -19,7 +19,8 @@ def analysed(folder, features, config=None, **options):
     write_run(folder, benchmark="digits", config=config)
     write_features(folder / "features", features)
     ((run,),) = (group.runs for group in runs.load([folder]).groups)
-    return analysis.analyse(run, **options)
+    analysis.analyse(run, **options)
+    return run.analyses, run.missing
 
 
 def percent(right):
@@ -64,15 +65,6 @@ def test_neighbourhoods_are_the_reference_s():
     for place, count in enumerate(found["values"]):
         for name in ("own", "nearest"):
             check(features, found[name], place, neighbours=count, nearest=name == "nearest")
-
-
-def test_classes_without_images_are_no_neighbours():
-    features = feature_set(dual=False)
-    task = features.tasks[1]
-    keep = task.labels != task.classes[0]
-    task = task._replace(adapted=task.adapted[keep], labels=task.labels[keep])
-    features = features._replace(tasks=(features.tasks[0], task, features.tasks[2]))
-    assert sweeps.sweep(features, {}, "neighbours")["values"] == [1, 2]
 
 
 def test_bad_sweeps_are_refused():

@@ -13,7 +13,7 @@ from tests.report import made_up, test_page
 api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-SCREENS = [(1280, 900, "light"), (1280, 900, "dark"), (390, 844, "dark"), (320, 640, "light")]
+SCREENS = [(1280, 900, "light"), (390, 844, "dark")]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_the_page_fits_every_screen(report, browser, width, height, scheme):
         "[...document.querySelectorAll('.headline, .picture, .tasks, pre')].filter(each => "
         "each.scrollWidth > each.clientWidth + 1).map(each => each.className)"
     )
-    assert clipped == [] or width == 320
+    assert clipped == []
     image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
     pixels = np.asarray(image, dtype=np.float64)
     ground = pixels[-1, -1]
@@ -86,14 +86,4 @@ def test_the_keyboard_reaches_the_results_and_opens_tables(report, browser):
     page.keyboard.press("Enter")
     assert page.locator("#tables details").first.evaluate("each => each.open")
     assert page.locator("#table-accuracy table").is_visible()
-    page.close()
-
-
-def test_the_page_prints(report, browser):
-    page = browser.new_page()
-    page.goto(report)
-    page.emulate_media(media="print")
-    assert not page.locator("nav").is_visible()
-    data = page.pdf(prefer_css_page_size=True)
-    assert data.startswith(b"%PDF") and len(data) > 10_000
     page.close()

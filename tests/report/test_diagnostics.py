@@ -109,10 +109,6 @@ def test_contributions_are_of_the_final_heads_with_the_scale_of_the_first():
     assert found["own"][0] == pytest.approx(values[own].mean(), rel=1e-4)
 
 
-def test_contributions_of_a_single_task_have_no_foreign_images():
-    assert found_in(diagnostics.residual_contributions, feature_set(tasks=1))["foreign"] == [None]
-
-
 def test_distributions_are_kernel_estimates_of_standardised_residuals():
     features = feature_set()
     fitted = reference_of(features)
@@ -183,17 +179,6 @@ def test_class_and_task_prototypes_are_embedded_together(monkeypatch):
         np.testing.assert_allclose(embedded[view], np.concatenate([*classes, means]), atol=1e-5)
         assert np.shape(found[name]["classes"]) == (len(found["class_tasks"]), 2)
         assert np.shape(found[name]["tasks"]) == (3, 2)
-
-
-def test_classes_without_images_have_no_place():
-    features = feature_set(dual=False)
-    task = features.tasks[1]
-    keep = task.labels != task.classes[2]
-    task = task._replace(adapted=task.adapted[keep], labels=task.labels[keep])
-    features = features._replace(tasks=(features.tasks[0], task, features.tasks[2]))
-    found = found_in(diagnostics.prototype_geometry, features)
-    assert task.classes[2] not in found["class_labels"]
-    assert found["class_tasks"] == [0] * 3 + [1] * 3 + [2] * 2
 
 
 def test_logit_standardisation_in_plain_numpy():

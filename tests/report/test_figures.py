@@ -3,7 +3,6 @@
 import itertools
 import re
 
-import matplotlib
 import numpy as np
 import pytest
 from matplotlib.collections import PathCollection, PolyCollection
@@ -21,21 +20,18 @@ WITHOUT_ANALYSES = (*figures.OF_A_RUN, "task_identity", "gains")
 @pytest.fixture(scope="module")
 def protocol():
     """Three seeds of a protocol run, and their analyses."""
-    groups = made_up.groups()
-    return groups, made_up.analyses(*groups)
+    return made_up.analysed()
 
 
 @pytest.fixture(scope="module")
 def drawn(protocol):
     """Every figure of these, by kind."""
-    return {name: figures.draw(name, *protocol)[0] for name in figures.FIGURES}
+    return {name: figures.draw(name, protocol)[0] for name in figures.FIGURES}
 
 
-def draw(name, *members, analyses=None):
+def draw(name, *members):
     """The first figure of some runs."""
-    groups = made_up.groups(*members)
-    found = made_up.analyses(*groups) if analyses is None else analyses
-    return figures.draw(name, groups, found)[0].figure
+    return figures.draw(name, made_up.analysed(*members))[0].figure
 
 
 def the_line(axes, gid):
@@ -51,11 +47,11 @@ def words(figure):
     return [text.get_text() for text in figure.findobj(Text)]
 
 
-def over_seeds(group, analyses, name, *keys):
+def over_seeds(group, name, *keys):
     """Mean and deviation over seeds of a list somewhere in an analysis."""
     rows = []
     for run in group.runs:
-        found = analyses[str(run.path)][name]
+        found = run.analyses[name]
         for key in keys:
             found = found[key]
         rows.append(found)
@@ -78,7 +74,7 @@ def check_band(axes, gid, expected, index=0):
 
 
 def test_accuracies_stand_where_they_belong(protocol, drawn):
-    (group,), (axes,) = protocol[0], drawn["task_identity"].figure.axes
+    (group,), (axes,) = protocol, drawn["task_identity"].figure.axes
     assert axes.get_xlabel() == "Final accuracy (%)"
     assert axes.get_title(loc="left") == "CIFAR-100"
     assert [text.get_text() for text in axes.get_yticklabels()] == ["Cumulative-LoRA"]
@@ -102,7 +98,7 @@ def test_other_settings_stand_apart_without_the_papers_numbers():
 
 
 def test_gains_have_the_interval_over_seeds(protocol, drawn):
-    (group,), (axes,) = protocol[0], drawn["gains"].figure.axes
+    (group,), (axes,) = protocol, drawn["gains"].figure.axes
     mean = np.mean(group.gains("full"))
     assert the_line(axes, "gain-0").get_xdata() == pytest.approx([mean])
     assert f"{mean:+.1f}" in [text.get_text() for text in axes.texts]
@@ -130,7 +126,7 @@ def test_the_gain_of_one_seed_has_the_interval_over_images_and_of_the_selection_
 
 
 def test_the_curve_is_the_mean_with_one_standard_deviation(protocol, drawn):
-    (group,), (axes,) = protocol[0], drawn["accuracy_curve"].figure.axes
+    (group,), (axes,) = protocol, drawn["accuracy_curve"].figure.axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("Tasks learned", "Accuracy (%)")
     for index, name in enumerate(overview.KINDS):
         values = [[p["accuracy"][name] for p in run.results["curve"]] for run in group.runs]
@@ -143,13 +139,13 @@ def test_a_curve_needs_every_task_and_one_seed_has_no_band():
     (axes,) = draw("accuracy_curve", run).axes
     assert not axes.collections
     run.results["curve"].pop()
-    assert figures.draw("accuracy_curve", made_up.groups(run), {}) == []
+    assert figures.draw("accuracy_curve", made_up.groups(run)) == []
     del run.results["curve"]
-    assert figures.draw("accuracy_curve", made_up.groups(run), {}) == []
+    assert figures.draw("accuracy_curve", made_up.groups(run)) == []
 
 
 def test_shares_are_stacked_to_the_whole(protocol, drawn):
-    (group,), (axes,) = protocol[0], drawn["decomposition"].figure.axes
+    (group,), (axes,) = protocol, drawn["decomposition"].figure.axes
     assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2", "3", "4", "all"]
     found = {bars.get_label(): bars for bars in axes.containers}
     for kind in ("raw", "fdc"):
@@ -183,13 +179,13 @@ def test_confusion_has_numbers_up_to_twenty_tasks(num_tasks):
 
 
 def test_similarity_is_the_mean_over_seeds(protocol, drawn):
-    (group,), analyses = protocol
+    (group,) = protocol
     residual, affinity = drawn["similarity"].figure.axes
-    error, _ = over_seeds(group, analyses, "similarity", "routing_error_percent")
+    error, _ = over_seeds(group, "similarity", "routing_error_percent")
     for axes, kind in ((residual, "residual"), (affinity, "affinity")):
         for view in ("adapted", "pretrained"):
             points = the_line(axes, view)
-            alike, _ = over_seeds(group, analyses, "similarity", view, kind)
+            alike, _ = over_seeds(group, "similarity", view, kind)
             assert points.get_xdata() == pytest.approx(alike)
             assert points.get_ydata() == pytest.approx(error)
     assert residual.get_ylabel() == "Routing error (%)"
@@ -197,11 +193,11 @@ def test_similarity_is_the_mean_over_seeds(protocol, drawn):
 
 
 def test_contributions_have_a_point_per_head(protocol, drawn):
-    (group,), analyses = protocol
+    (group,) = protocol
     (axes,) = drawn["residual_contributions"].figure.axes
     for side, left in (("own", True), ("foreign", False)):
         points = the_line(axes, side)
-        expected, _ = over_seeds(group, analyses, "residual_contributions", side)
+        expected, _ = over_seeds(group, "residual_contributions", side)
         assert points.get_ydata() == pytest.approx(expected)
         assert (np.asarray(points.get_xdata()) < 0).all() == left
         bars = [line for line in axes.lines if len(line.get_ydata()) == 2]
@@ -209,8 +205,8 @@ def test_contributions_have_a_point_per_head(protocol, drawn):
 
 
 def test_distributions_show_own_foreign_and_their_mean_dashed(protocol, drawn):
-    (group,), analyses = protocol
-    found = analyses[str(group.runs[0].path)]["residual_distributions"]
+    (group,) = protocol
+    found = group.runs[0].analyses["residual_distributions"]
     places = [(view, place) for view in ("adapted", "pretrained") for place in ("first", "last")]
     panels = drawn["residual_distributions"].figure.axes
     for axes, (view, place) in zip(panels, places, strict=True):
@@ -224,8 +220,8 @@ def test_distributions_show_own_foreign_and_their_mean_dashed(protocol, drawn):
 
 
 def test_prototypes_are_dots_and_stars(protocol, drawn):
-    (group,), analyses = protocol
-    found = analyses[str(group.runs[0].path)]["prototype_geometry"]
+    (group,) = protocol
+    found = group.runs[0].analyses["prototype_geometry"]
     panels = drawn["prototype_geometry"].figure.axes
     for axes, view in zip(panels, ("adapted", "pretrained"), strict=False):
         dots, stars = (each for each in axes.collections if isinstance(each, PathCollection))
@@ -237,11 +233,11 @@ def test_prototypes_are_dots_and_stars(protocol, drawn):
 
 
 def test_sweeps_are_means_with_the_default_dotted(protocol, drawn):
-    (group,), analyses = protocol
+    (group,) = protocol
     labels = {"attenuation": "Attenuation γ", "retained_energy": "Retained energy η"}
     for axes, (name, label) in zip(drawn["sweeps"].figure.axes, labels.items(), strict=True):
-        found = analyses[str(group.runs[0].path)][f"sweep_{name}"]
-        check_band(axes, "accuracy", over_seeds(group, analyses, f"sweep_{name}", "accuracy"))
+        found = group.runs[0].analyses[f"sweep_{name}"]
+        check_band(axes, "accuracy", over_seeds(group, f"sweep_{name}", "accuracy"))
         assert axes.get_xlabel() == label
         assert the_line(axes, "accuracy").get_xdata() == pytest.approx(found["values"])
         default = the_line(axes, "default")
@@ -251,22 +247,11 @@ def test_sweeps_are_means_with_the_default_dotted(protocol, drawn):
         assert (published.get_xdata(), published.get_ydata()) == ([found["default"]], [expected])
 
 
-def test_a_group_that_was_not_swept_says_so():
-    members = made_up.run(1), made_up.run(1, benchmark="cub200")
-    found = made_up.analyses(*made_up.groups(*members))
-    del found[str(members[1].path)]["sweep_attenuation"]
-    swept, not_swept, *below = draw("sweeps", *members, analyses=found).axes
-    assert [axes.get_title(loc="left") for axes in (swept, not_swept)] == ["CIFAR-100", "CUB-200"]
-    assert "not swept" in [text.get_text() for text in not_swept.texts]
-    assert not not_swept.lines and not swept.texts
-    assert all(the_line(axes, "accuracy") for axes in below)
-
-
 def test_neighbours_compare_two_references(protocol, drawn):
-    (group,), analyses = protocol
+    (group,) = protocol
     (axes,) = drawn["neighbours"].figure.axes
     for index, name in enumerate(("own", "nearest")):
-        expected = over_seeds(group, analyses, "sweep_neighbours", name, "accuracy")
+        expected = over_seeds(group, "sweep_neighbours", name, "accuracy")
         check_band(axes, name, expected, index)
     labels = [text.get_text() for text in drawn["neighbours"].figure.legends[0].get_texts()]
     assert labels == ["Distributional matching", "Nearest"]
@@ -283,17 +268,9 @@ def test_figures_fit_a_paper(protocol, drawn, name):
     assert texts and all(text.get_fontsize() >= 7 for text in texts)
     colours = {to_hex(text.get_color()) for text in texts}
     assert "#000000" not in colours and drawing.INK in colours
-    assert figures.draw(name, [], {}) == []
+    assert figures.draw(name, []) == []
     if name not in WITHOUT_ANALYSES:
-        assert figures.draw(name, protocol[0], {}) == []
-
-
-@pytest.mark.parametrize("name", ["decomposition", "prototype_geometry"])
-def test_the_same_numbers_give_the_same_file_and_leave_settings_alone(protocol, drawn, name):
-    before = dict(matplotlib.rcParams)
-    (again,) = figures.draw(name, *protocol)
-    assert dict(matplotlib.rcParams) == before
-    assert again.svg == drawn[name].svg and "<dc:date>" not in again.svg
+        assert figures.draw(name, made_up.groups()) == []
 
 
 @pytest.mark.parametrize("name", ["gains", "residual_contributions", "sweeps", "neighbours"])
@@ -306,7 +283,7 @@ def test_long_and_odd_names_do_no_harm(name):
 def test_files_are_named_after_what_they_show(tmp_path):
     runs = [made_up.run(1), made_up.run(1, **{"train.epochs": 5})]
     runs += [made_up.run(1, learner="Evil/../$x$ <b>", benchmark="cub200")]
-    drawn = figures.draw("decomposition", made_up.groups(*runs), {})
+    drawn = figures.draw("decomposition", made_up.groups(*runs))
     names = [each.name for each in drawn]
     assert names[:2] == [
         "decomposition_cifar100_cumulative_lora",
@@ -325,17 +302,9 @@ def test_captions_speak_of_what_is_there(protocol, drawn):
     assert drawn["sweeps"].caption.endswith("Cumulative-LoRA, CIFAR-100 (seeds 1, 2, 3).")
     assert "Empty markers are the paper's" in drawn["sweeps"].caption
     assert "shaded" in drawn["accuracy_curve"].caption
-    one = made_up.groups(made_up.run(4, **{"train.epochs": 5}))
-    (reduced,) = figures.draw("sweeps", one, made_up.analyses(*one))
+    one = made_up.analysed(made_up.run(4, **{"train.epochs": 5}))
+    (reduced,) = figures.draw("sweeps", one)
     assert "Empty markers" not in reduced.caption and "shaded" not in reduced.caption
-
-
-def test_many_groups_share_figures():
-    members = [made_up.run(1, benchmark=f"benchmark{number}") for number in range(7)]
-    groups = made_up.groups(*members)
-    found = figures.draw("residual_contributions", groups, made_up.analyses(*groups))
-    assert [len(each.groups) for each in found] == [5, 2]
-    assert len({each.name for each in found}) == 2
 
 
 def luminance(colour):

@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from fdc_jax.errors import InputError
-from fdc_jax.report import drawing, figures, page, pictures
+from fdc_jax.report import drawing, figures, page, pictures, words
 from fdc_jax.report.page import Material
 from fdc_jax.report.pictures import Evidence, Picture, Pictures, Said
 from fdc_jax.report.runs import Skipped
@@ -61,7 +61,7 @@ def table(name="accuracy", title="Final accuracy", note="Percent."):
     index = pd.MultiIndex.from_tuples(
         [("Raw", "ours"), ("Raw", "paper"), ("FDC", "ours")], names=["method", "numbers"]
     )
-    columns = {"CIFAR-100": ["61.20 ± 0.30 (3)", "60.10", "70.10"], "CUB": [np.nan, "-1.50", 7.5]}
+    columns = {"CIFAR-100": ["61.20 ± 0.30 (3)", "60.10", "70.10"], "CUB": [np.nan, "-1.50", "7.5"]}
     return Table(name, title, pd.DataFrame(columns, index), note)
 
 
@@ -78,9 +78,8 @@ def material(name="ant"):
 
 
 def rendered(members, tables=(), skipped=(), kinds=figures.OF_A_RUN, found=None, provenance=()):
-    groups = made_up.groups(*members) if members else []
-    analyses = made_up.analyses(*groups)
-    drawn = [each for kind in kinds for each in figures.draw(kind, groups, analyses)]
+    groups = made_up.analysed(*members) if members else []
+    drawn = [each for kind in kinds for each in figures.draw(kind, groups)]
     found = found or [material() for _ in groups]
     return page.render(groups, skipped, tables, drawn, provenance, found)
 
@@ -236,12 +235,6 @@ def test_what_is_missing_is_said(monkeypatch):
     assert page.material(run).pictures.missing == "The work directory does not open: no weights"
 
 
-def test_a_page_without_runs_is_a_page():
-    read = Reader(rendered([], skipped=[Skipped(Path("x"), "no")]))
-    assert read.texts("h1") == ["No run could be read"]
-    assert "tables" not in [attributes.get("id") for _, attributes in read.elements]
-
-
 def test_names_from_files_are_text():
     run = made_up.run(1, learner=HOSTILE, **{HOSTILE: HOSTILE})
     frame = pd.DataFrame({HOSTILE: [HOSTILE]}, pd.Index([HOSTILE], name=HOSTILE))
@@ -259,12 +252,6 @@ def test_names_from_files_are_text():
 
 def test_the_same_runs_give_the_same_page(text):
     assert several() == text
-
-
-def test_only_numbers_get_a_minus_sign():
-    assert page._minus("-1.5 ± 0.2 to -3") == f"{MINUS}1.5 ± 0.2 to {MINUS}3"
-    unchanged = "CIFAR-100, 1e-05, Ti-16, - none"
-    assert page._minus(unchanged) == unchanged
 
 
 # Colours ------------------------------------------------------------------------------------------
@@ -293,7 +280,13 @@ def test_drawings_take_the_colours_of_the_page(text):
 def test_text_and_marks_stand_out(index):
     scheme = schemes()[index]
     for ground in ("--paper", "--card"):
-        for words in ("--ink", "--soft", "--link", "--own", "--wrong"):
-            assert contrast(scheme[words], scheme[ground]) >= 4.5, (words, ground)
+        for text in ("--ink", "--soft", "--link", "--own", "--wrong"):
+            assert contrast(scheme[text], scheme[ground]) >= 4.5, (text, ground)
         for mark in ("--raw", "--fdc", "--oracle", "--own", "--adapted"):
             assert contrast(scheme[mark], scheme[ground]) >= 3, (mark, ground)
+
+
+def test_only_numbers_get_a_minus_sign():
+    assert words.minus("-1.5 ± 0.2 to -3") == f"{MINUS}1.5 ± 0.2 to {MINUS}3"
+    unchanged = "CIFAR-100, 1e-05, Ti-16, - none"
+    assert words.minus(unchanged) == unchanged

@@ -110,15 +110,6 @@ def test_what_cannot_be_shown_is_said(tmp_path):
     assert "no predictions" in pictures.load(run, Opened(calibrator)).missing
 
 
-@pytest.mark.parametrize("count", [0, 1, 4, 5, 119])
-def test_places_are_spread_evenly(count):
-    places = pictures._spaced(count)
-    assert len(places) == min(count, pictures.PICTURES) == len(set(places))
-    assert all(0 <= place < count for place in places)
-    gaps = np.diff([-0.5 * count / max(len(places), 1), *places])
-    assert not len(places) or np.ptp(gaps[1:] if len(gaps) > 2 else [0]) <= 1
-
-
 def test_large_images_are_made_smaller():
     uri = pictures.data_uri(np.zeros((300, 200, 3), np.uint8))
     assert uri.startswith("data:image/jpeg;base64,")

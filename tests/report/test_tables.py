@@ -34,8 +34,8 @@ def groups(tmp_path):
     return found.groups
 
 
-def built(groups, analyses=None, **options):
-    return {each.name: each for each in tables.build(groups, analyses or {}, **options)}
+def built(groups, **options):
+    return {each.name: each for each in tables.build(groups, **options)}
 
 
 def of_seeds(learner="cumulative_lora", benchmark="cifar100", seeds=(1, 2, 3)):
@@ -58,7 +58,7 @@ def lines(table, *labels):
 def test_only_rows_with_a_number_of_ours_unless_all_are_asked_for(groups):
     found = built(groups)
     assert list(found) == [
-        "benchmark", "ablation", "plugin", "selection", "average_incremental_accuracy",
+        "benchmark", "ablation", "plugin", "average_incremental_accuracy", "selection",
         "significance", "partitions", "cost",
     ]  # fmt: skip
     frame = found["benchmark"].frame
@@ -139,11 +139,9 @@ def test_the_incremental_average_is_that_of_the_curve(groups):
 def test_logit_standardisation_comes_from_the_analyses(groups):
     changes = {1: 0.5, 2: -0.25, 3: 1.0}
     (group,) = [each for each in groups if len(each.runs) == 3]
-    analyses = {
-        str(run.path): {"logit_standardisation": {"change": changes[run.seed]}}
-        for run in group.runs
-    }
-    found = lines(built(groups, analyses)["logit_standardisation"], "Cumulative-LoRA")
+    for run in group.runs:
+        run.analyses["logit_standardisation"] = {"change": changes[run.seed]}
+    found = lines(built(groups)["logit_standardisation"], "Cumulative-LoRA")
     assert found["ours"]["CIFAR-100"] == written(list(changes.values()), signed=True)
     assert found["paper"]["CIFAR-100"] == "+0.35 ± 0.85"
 
@@ -182,8 +180,9 @@ def test_the_rule_reports_on_images_that_it_did_not_see(tmp_path):
     for seed in (1, 2):
         write_run(tmp_path / str(seed), results(learner="rsiat", seed=seed))
     (group,) = runs.load(sorted(tmp_path.iterdir())).groups
-    analyses = {str(tmp_path / str(seed)): {"selection": accuracies} for seed in (1, 2)}
-    frame = built([group], analyses)["selection"].frame.reset_index().set_index("what")
+    for run in group.runs:
+        run.analyses["selection"] = accuracies
+    frame = built([group])["selection"].frame.reset_index().set_index("what")
     expected = {
         "the paper's selection": ("0 1 0", written(group.gains(NAMES[1]), True)),
         # All made-up gains are positive.
@@ -265,22 +264,15 @@ def test_latency_files_stand_beside_the_paper(tmp_path, groups):
     }
     path = tmp_path / "latency.json"
     path.write_text(json.dumps({"views": views, "encoder": "B/16", "benchmark": "cifar100"}))
-    ours, published = built(groups, latency=[path])["latency"].shown.to_numpy()
+    measured = [tables.read_latency(path)]
+    ours, published = built(groups, latency=measured)["latency"].shown.to_numpy()
     assert list(ours) == ["12.0", "12.6", "5.0", "24.0", "100.0", "100.0", "3.0", "–"]
     assert list(published) == ["170.5", "173.3", "1.7", "323.1", "89.5", "980.9", "4.7", "11.9"]
-    del views["dual"]  # One view in use.
-    path.write_text(json.dumps({"views": views}))
-    assert built(groups, latency=[path])["latency"].frame.index[0][0] == "random weights"
-    for broken, message in (
-        ({"views": {"raw": {"milliseconds": []}}}, "views.raw.milliseconds"),
-        ({"views": views | {"single": {"milliseconds": [-1]}}}, "views.single.milliseconds"),
-        ({"views": views | {"triple": {}}}, "views.triple.milliseconds"),
-        ({"views": {}}, "views.raw"),
-        ([], "expected an object"),
-    ):
+    bad = [{}, {"raw": {}}, {"raw": {"milliseconds": []}}, views | {"triple": views["raw"]}]
+    for broken in ([], *({"views": each} for each in bad)):
         path.write_text(json.dumps(broken))
-        with pytest.raises(InputError, match=re.escape(message)):
-            tables.build(groups, {}, [path])
+        with pytest.raises(InputError, match=r"expected views\.raw\.milliseconds"):
+            tables.read_latency(path)
 
 
 def test_what_is_beyond_the_paper_comes_from_the_analyses(tmp_path):
@@ -288,13 +280,13 @@ def test_what_is_beyond_the_paper_comes_from_the_analyses(tmp_path):
         return {"accuracy": accuracy, "oracle": 95.0, "storage_bytes": storage}
 
     own, fdc = {1: 70.0, 2: 71.5, 3: 69.0}, {1: 68.0, 2: 70.5, 3: 68.5}
-    analyses = {}
     for seed in own:
         write_run(tmp_path / str(seed), seed=seed)
-        methods = {"raw": numbers(60.0, 0), "fdc": numbers(fdc[seed], 2**20)}
-        methods["whitened"] = numbers(own[seed], 2**21)
-        analyses[str(tmp_path / str(seed))] = {"beyond": methods}
-    found = lines(built(runs.load(tmp_path.iterdir()).groups, analyses)["beyond"])
+    (group,) = runs.load(tmp_path.iterdir()).groups
+    for run in group.runs:
+        methods = {"raw": numbers(60.0, 0), "fdc": numbers(fdc[run.seed], 2**20)}
+        run.analyses["beyond"] = methods | {"whitened": numbers(own[run.seed], 2**21)}
+    found = lines(built([group])["beyond"])
     assert list(found) == ["Raw", "FDC", "whitened affinity"]
     gains = [own[seed] - fdc[seed] for seed in own]
     low, high = stats.t.interval(0.95, 2, np.mean(gains), stats.sem(gains))

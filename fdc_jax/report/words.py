@@ -1,0 +1,27 @@
+"""How numbers read: on the screen, in tables, in figures and on the page."""
+
+import re
+from collections.abc import Sequence
+
+from fdc_jax import evaluation
+
+
+def number(value: float, digits: int = 2, signed: bool = False) -> str:
+    """Says a number, without a minus before a zero."""
+    return f"{round(value, digits) + 0.0:{'+' * signed},.{digits}f}"
+
+
+def spread(values: Sequence[float], digits: int = 2, signed: bool = False) -> str:
+    """Says a mean over seeds and, of several, the sample standard deviation."""
+    mean, std = evaluation.mean_and_std(values)
+    return number(mean, digits, signed) + (f" ± {std:.{digits}f}" if len(values) > 1 else "")
+
+
+def counted(count: float, noun: str) -> str:
+    """Says how many there are."""
+    return f"{count:,.0f} {noun}{'' if round(count) == 1 else 's'}"
+
+
+def minus(text: str) -> str:
+    """Gives negative numbers a minus sign in place of a hyphen."""
+    return re.sub(r"(?<![\w.)])-(?=\d)", "\N{MINUS SIGN}", text)
