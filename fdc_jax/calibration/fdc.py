@@ -204,8 +204,9 @@ class Sums:
         """Returns U_t, which keeps a share eta of the variance, as rows (Eq. task-pca).
 
         The covariance, or with fewer samples than dimensions the matrix of inner products, is
-        decomposed in float32. With X the centred samples and X X^T v = s v, the eigenvector of
-        X^T X is X^T v; QR in float64 takes out of it what rounding left of the ones before it.
+        decomposed in float32 (`jnp.linalg.eigh`). With X the centred samples and X X^T v = s v, the
+        eigenvector of X^T X is X^T v; QR in float64 takes out of it what rounding left of the ones
+        before it.
         """
         shift = self._total / self.count
         if self._held is None:
@@ -235,10 +236,13 @@ def class_sums(
 
 def eigh(matrix: Float[np.ndarray, "k k"]) -> tuple[np.ndarray, np.ndarray]:
     """Returns eigenvalues of a symmetric matrix, descending, and its eigenvectors as rows."""
-    # Numbers near one, whatever the features' unit.
-    scale = np.trace(matrix) or 1.0
-    values, vectors = np.linalg.eigh((matrix / scale).astype(np.float32))
-    return scale * values[::-1].astype(np.float64), vectors.T[::-1]
+    # Numbers near one, whatever the features' unit; and few sizes, since each compiles anew. The
+    # padding's own eigenvalues are zero.
+    size, scale = len(matrix), np.trace(matrix) or 1.0
+    padded = np.zeros((-(-size // 64) * 64,) * 2, np.float32)
+    padded[:size, :size] = matrix / scale
+    values, vectors = map(np.asarray, jnp.linalg.eigh(padded))
+    return scale * values[::-1][:size].astype(np.float64), vectors.T[::-1][:size, :size]
 
 
 def retained_rank(energies: Float[np.ndarray, " k"], share: float, count: int) -> int:
