@@ -140,10 +140,14 @@ class Store(_Places):
             path.unlink(missing_ok=True)
 
     def _lacking(self, task: int) -> str | None:
-        """Returns the name of a file without which a task cannot be fitted again."""
-        needed = ["train_adapted", "train_labels", "head_weight"]
+        """Returns the name of a file without which a task cannot be fitted again.
+
+        Of a head those parts are needed that any other task has.
+        """
+        heads = {path.stem.rpartition("_")[0] for path in self.features_folder.glob("head_*_*.npy")}
+        needed = ["train_adapted", "train_labels", "head_weight", *sorted(heads)]
         needed += ["train_pretrained"] * self._two_views
-        names = (f"{name}_{task}.npy" for name in needed)
+        names = (*(f"{name}_{task}.npy" for name in needed), "head_kind.npy")
         return next((name for name in names if not (self.features_folder / name).exists()), None)
 
     @processes.on_first
@@ -155,7 +159,10 @@ class Store(_Places):
         """
         if not self.results_file.exists():
             return None
-        results = _read(self.results_file, "remove it, and the run writes it again")
+        remedy = "remove it, and the run writes it again"
+        results = _read(self.results_file, remedy)
+        if "num_tasks" not in results:
+            raise InputError(f"{self.results_file}: expected num_tasks, found none; {remedy}")
         last = results["num_tasks"] - 1
         evaluated = [self.predictions_file]
         if self._config.save_features and self.features_folder.exists():

@@ -134,6 +134,13 @@ def test_a_finished_run_makes_again_what_is_missing(whole, copy, cache, caplog, 
 
 def test_what_only_training_gives_is_not_trained_again_unasked(copy, cache):
     results = read(copy)
+    for name in ("head_kind", "head_bias_1", "head_classes_0"):
+        path = copy / "features" / f"{name}.npy"
+        content = path.read_bytes()
+        path.unlink()
+        with pytest.raises(InputError, match=rf"{name}.npy: missing or damaged.*remove"):
+            go(config(cache), copy)
+        path.write_bytes(content)
     damage(copy / "features" / "train_adapted_0.npy")
     with pytest.raises(InputError, match=r"train_adapted_0.npy: missing or damaged.*remove"):
         go(config(cache), copy)
@@ -169,6 +176,10 @@ def test_config_files_are_never_rewritten_silently(copy, cache):
     ],
 )
 def test_unreadable_json_names_the_remedy(whole, copy, cache, name, remedy):
+    if name == "results.json":
+        (copy / name).write_text("{}")
+        with pytest.raises(InputError, match=f"{name}: expected num_tasks, found none; {remedy}"):
+            go(config(cache), copy)
     (copy / name).write_text("{")
     if name.startswith("tasks"):
         (copy / "results.json").unlink()
