@@ -27,7 +27,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from fdc_jax.data import benchmarks, cifar100, dataset, folders, images, tfds_format
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, Program
 from fdc_jax.files import write_json
 
 
@@ -162,7 +162,7 @@ class _Job:
             self.say(f"{error}; preparing it as benchmark {other.name}")
             return other
 
-    def in_order(self, load: Callable[[Any], Any], items: Sequence[Any], what: str) -> Iterator:
+    def in_order(self, load: Callable[[Any], Any], items: Sequence[Any], what: str) -> Generator:
         """Loads items in threads and yields results in order, with a bar."""
         title, at_once = f"{self.benchmark.name} {what}", 32 * self.workers
         pause = 0.1 if sys.stderr.isatty() else 30.0
@@ -197,7 +197,11 @@ class _Job:
 
             names: Iterable[str] = sorted(position.keys() ^ {item.name for item in items})
             if not names:
-                names = filter(None, self.in_order(differs, items, f"{split}, compared"))
+                # Closed before the error is printed, so that the bar ends its line.
+                with contextlib.closing(
+                    self.in_order(differs, items, f"{split}, compared")
+                ) as each:
+                    names = filter(None, [next(filter(None, each), "")])
             for name in names:
                 raise InputError(
                     f"{folder} holds other images than {source}, such as {name} of {split}; remove "
@@ -314,11 +318,12 @@ def _write_duplicates(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status, 2 for bad input."""
-    parser = argparse.ArgumentParser(
-        prog="python -m fdc_jax.data.prepare",
-        description="Prepares a benchmark: images are checked and stored as TFDS array_record.",
-        epilog="benchmarks and where their data are: "
-        + " | ".join(f"{item.name}: {item.obtain}" for item in benchmarks.BENCHMARKS.values()),
+    parser = Program(
+        "data.prepare",
+        "Prepares a benchmark: images are checked and stored as TFDS array_record.",
+    )
+    parser.epilog = "benchmarks and where their data are: " + " | ".join(
+        f"{item.name}: {item.obtain}" for item in benchmarks.BENCHMARKS.values()
     )
     parser.add_argument("benchmark", help="one of " + ", ".join(benchmarks.BENCHMARKS))
     parser.add_argument("--source", help="folder or archive with the raw data")
@@ -333,14 +338,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="accept another division into train and test, as benchmark NAME_other",
     )
-    parser.add_argument("--quiet", action="store_true", help="print errors only")
-    options = vars(parser.parse_args(arguments))
-    try:
-        prepare(options.pop("benchmark"), options.pop("source"), **options)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+
+    def body(options: argparse.Namespace) -> None:
+        prepare(
+            options.benchmark,
+            options.source,
+            options.data_dir,
+            workers=options.workers,
+            allow_other_split=options.allow_other_split,
+            quiet=options.quiet,
+        )
+
+    return parser.run(body, arguments)
 
 
 if __name__ == "__main__":

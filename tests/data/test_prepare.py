@@ -174,6 +174,9 @@ def test_prepared_data_are_compared_with_their_source(tmp_path, pilot, encode, c
     (pilot / "test/4/0.JPEG").write_bytes(encode(image_of(1, 1), "JPEG"))
     with pytest.raises(InputError, match=r"pilot_omnibench.* such as 4/0.JPEG of test; remove"):
         prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
+    assert prepare.main(["omnibench", f"--source={pilot}", f"--data_dir={tmp_path}"]) == 2
+    # After the bar, on a line of its own.
+    assert capsys.readouterr().err.splitlines()[-1].startswith("fdc_jax.data.prepare: ")
     for name in ("omnibench", "cifar100", "digits"):
         with pytest.raises(InputError, match="nowhere: expected a folder or an archive, found no"):
             prepare.prepare(name, tmp_path / "nowhere", tmp_path, quiet=True)
@@ -424,8 +427,10 @@ def test_command_line(tmp_path, pilot, capsys, monkeypatch):
     capsys.readouterr()
     assert prepare.main(["omnibench_other", f"--data_dir={tmp_path}", "--quiet"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: omnibench_other needs --source")
+    assert error.startswith("fdc_jax.data.prepare: omnibench_other needs --source")
     assert error.count("\n") == 1
+    assert prepare.main(["omnibench", f"--sorce={pilot}"]) == 2
+    assert capsys.readouterr().err.endswith("; did you mean --source?\n")
     assert prepare.main(["digits", f"--data_dir={tmp_path / 'new'}"]) == 0
     assert "digits is embedded" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
