@@ -260,10 +260,15 @@ def update(setup: training.Setup) -> training.Update:
         directions["increment"] = projected(frozen["projector"], directions["increment"])
         return training.descended(trained, directions, rates, rate), moments, value
 
-    # The authors' wave spans a later task's epochs in the first task, too.
+    # The authors' wave spans a later task's epochs in the first task, too, whose further epochs
+    # keep its last rate; theirs would go below zero.
     span = setup.config.train.epochs
-    schedule = (lambda epoch, _: training.quarter_cosine(epoch, span)) if native else None
-    return training.Update(initialise, jax.jit(step, donate_argnums=(2, 3)), schedule)
+
+    def schedule(epoch: int, epochs: int) -> float:
+        return training.quarter_cosine(min(epoch, span - 1), span)
+
+    jitted = jax.jit(step, donate_argnums=(2, 3))
+    return training.Update(initialise, jitted, schedule if native else None)
 
 
 def adam_directions(moments: Moments, gradients) -> tuple[Moments, Any]:

@@ -303,3 +303,4 @@ def test_the_native_wave_spans_a_later_tasks_epochs():
     setup = make_setup("lora_subtraction", learner__preset="native", train__epochs=5)
     schedule = lora_subtraction.update(setup).schedule
     assert [schedule(epoch, 10) for epoch in range(5)] == [schedule(epoch, 5) for epoch in range(5)]
+    assert schedule(9, 10) == schedule(4, 10) > 0
