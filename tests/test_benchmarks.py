@@ -38,7 +38,7 @@ def tiny(name, *arguments, slow=True):
         tiny("step_profile", *STEP),
         tiny("learners", *ENCODER, "--learners=inflora", "--classes=2", "--images=6"),
         tiny("memory", *ENCODER, "--classes=2", "--images=10", "--tasks=1,4", "--run_step"),
-        tiny("latency", *ENCODER, "--case=5x15", "--batches=2", "--warm_up=1", slow=False),
+        tiny("latency", *ENCODER, "--case=5x15", "--batches=2", "--warm_up=1"),
         tiny("input_pipeline", "--data=jpeg,digits", "--images=6", "--image_size=32"),
     ],
 )
