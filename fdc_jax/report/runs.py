@@ -1,5 +1,6 @@
 """Run folders: what they hold, which are usable, which belong together, what sets them apart."""
 
+import contextlib
 import dataclasses
 import fnmatch
 import json
@@ -201,6 +202,8 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> Loaded:
         except InputError as error:
             skipped.append(Skipped(path, str(error)))
             continue
+        with contextlib.suppress(InputError):  # One of the user's own may not be at hand.
+            learners.find(run.results["learner"])
         first = runs.setdefault((_experiment(run), run.seed), run)
         if first is not run:
             reason = f"same benchmark, learner, seed and settings as {first.path}"

@@ -285,3 +285,15 @@ def test_provenance_says_where_runs_differ(tmp_path):
     assert {"seed", "data.dir"}.isdisjoint(parts["configuration"])
     assert parts["not computed"] == {"seed 2": ["no selection: why"]}
     assert parts["runs"]["seeds"] == [1, 2] and "/" in parts["runs"]["folder"]["seed 1"]
+
+
+def test_a_learner_of_the_users_own_is_called_by_its_title(tmp_path, monkeypatch):
+    """Which the command has not imported before it reads the run."""
+    (tmp_path / "probe_of_mine.py").write_text('TITLE = "Probe of mine"\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+    write_run(tmp_path / "runs" / "a", learner="probe_of_mine")
+    write_run(tmp_path / "runs" / "b", learner="not_at_hand")
+    found = loaded(tmp_path / "runs")
+    assert found.skipped == []
+    names = {group.name for group in found.groups}
+    assert {name.split(",")[0] for name in names} == {"Probe of mine", "not_at_hand"}
