@@ -26,16 +26,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.measure import check_numbers, in_a_process, run, write_report
 from fdc_jax import calibration, heads
+from fdc_jax.calibration.components import WHITENED
 from fdc_jax.errors import InputError
 
 CHUNK = 4096
 BATCHES = (64, 1024)
 # One forward pass of ViT-B/16 at 224 pixels.
 FORWARD_FLOPS = 35.1e9
-METHODS: dict[str, dict[str, str]] = {
-    "fdc": {},
-    "whitened": {"affinity_metric": "whitened", "affinity_evidence": "linear"},
-}
+METHODS = {"fdc": {}, "whitened": WHITENED}
 
 
 class Point(NamedTuple):

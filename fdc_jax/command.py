@@ -14,7 +14,7 @@ import jax
 import ml_collections
 
 import fdc_jax
-from fdc_jax import configuration, devices, evaluation, experiment, processes
+from fdc_jax import configuration, devices, evaluation, experiment, learners, processes
 from fdc_jax.checkpoint import Checkpoints
 from fdc_jax.configuration import Config
 from fdc_jax.errors import InputError, Interrupted, TrainingError, counted
@@ -173,15 +173,12 @@ def _explained(config: Config) -> Iterator[None]:
                 f"{config.train.batch_size}) or config.evaluation.batch_size (now "
                 f"{config.evaluation.batch_size})"
             ) from error
-        learner = sys.modules.get(config.learner.name)
-        file = getattr(learner, "__file__", None)
-        for frame in reversed(traceback.extract_tb(error.__traceback__)):
-            if file is not None and frame.filename == file:
-                raise InputError(
-                    f"learner.name: {config.learner.name}: {file}, line {frame.lineno}: "
-                    f"{type(error).__name__}: {text}"
-                ) from error
-        raise
+        file = getattr(sys.modules.get(config.learner.name), "__file__", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        if file is None or all(frame.filename != file for frame in frames):
+            raise
+        place = learners.place(error)
+        raise InputError(f"learner.name: {config.learner.name}: {place}") from error
 
 
 def _common(prepared: experiment.Experiment) -> dict[str, Any]:

@@ -22,10 +22,10 @@ class Interrupted(RuntimeError):
     """The process was asked to stop; what was done is saved."""
 
 
-def counted(number: int, noun: str) -> str:
-    """Returns words such as `1 epoch`, `2 epochs` or `1,000 classes`."""
+def counted(number: float, noun: str) -> str:
+    """Returns words such as `1 epoch`, `2 epochs` or `1,000 classes`; a mean is rounded."""
     plural = noun + ("es" if noun.endswith("s") else "s")
-    return f"{number:,} {noun if number == 1 else plural}"
+    return f"{number:,.0f} {noun if round(number) == 1 else plural}"
 
 
 class Program(argparse.ArgumentParser):

@@ -177,8 +177,8 @@ def place(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     # The innermost line of the user's own; libraries below it were only told something wrong.
     own = [each for each in frames if not _LIBRARIES.search(each.filename)]
-    last = (own or frames)[-1]
-    return f"{last.filename}, line {last.lineno}: {type(error).__name__}: {error}"
+    last, said = (own or frames)[-1], str(error).strip().partition("\n")[0]
+    return f"{last.filename}, line {last.lineno}: {type(error).__name__}: {said}"
 
 
 def _declared(name: str) -> types.ModuleType | None:

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, counted
 from fdc_jax.files import check_writable_folder, write_json
 
 # Settings that can be varied; each fits FDC anew at every value.
@@ -43,7 +43,7 @@ def write(
             written.
     """
     # Plotting and pandas take seconds to import, which tables on the screen should not wait for.
-    from fdc_jax.report import analysis, figures, page, reference, runs, tables, words
+    from fdc_jax.report import analysis, figures, page, reference, runs, tables
 
     folder = Path(output)
     check_writable_folder("--output", folder)
@@ -55,7 +55,7 @@ def write(
         _say(f"skipped {each.path}: {each.reason}", quiet)
     if not groups:
         reason = f"{skipped[0].path}: {skipped[0].reason}" if skipped else "none was given"
-        raise InputError(f"no usable run among {words.counted(len(skipped), 'folder')}: {reason}")
+        raise InputError(f"no usable run among {counted(len(skipped), 'folder')}: {reason}")
     found = [run for group in groups for run in group.runs]
     for run in (bar := _bar(found, "analyses", quiet)):
         bar.set_postfix_str(str(run.path))
@@ -75,7 +75,7 @@ def write(
     write_json(folder / "provenance.json", origin)
     path = page.write(folder, groups, skipped, built, drawn, origin)
     if not quiet:
-        counts = words.counted(len(found), "run"), words.counted(len(groups), "group")
+        counts = counted(len(found), "run"), counted(len(groups), "group")
         print(f"{' in '.join(counts)}: {path}")
     return path
 

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from fdc_jax import configuration, evaluation
-from fdc_jax.report import words
+from fdc_jax.errors import counted
 from fdc_jax.report.runs import Group, RunFolder
 
 KINDS = ("raw", "fdc", "oracle")
@@ -215,8 +215,8 @@ def sentences(group: Group) -> list[str]:
         broken = sum(change.right_to_wrong for change in changes) / len(changes)
         average = ", on average over seeds" if len(changes) > 1 else ""
         said.append(
-            f"FDC puts right {words.counted(fixed, 'image')} that the raw logits get wrong, and "
-            f"spoils {words.counted(broken, 'image')} that they get right{average}."
+            f"FDC puts right {counted(fixed, 'image')} that the raw logits get wrong, and "
+            f"spoils {counted(broken, 'image')} that they get right{average}."
         )
     found = [run.results["accuracy"] for run in group.runs]
     repaired = [

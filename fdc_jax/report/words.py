@@ -17,11 +17,6 @@ def spread(values: Sequence[float], digits: int = 2, signed: bool = False) -> st
     return number(mean, digits, signed) + (f" ± {std:.{digits}f}" if len(values) > 1 else "")
 
 
-def counted(count: float, noun: str) -> str:
-    """Says how many there are."""
-    return f"{count:,.0f} {noun}{'' if round(count) == 1 else 's'}"
-
-
 def minus(text: str) -> str:
     """Gives negative numbers a minus sign in place of a hyphen."""
     return re.sub(r"(?<![\w.)])-(?=\d)", "\N{MINUS SIGN}", text)
