@@ -232,7 +232,7 @@ def _read(path: Path) -> RunFolder:
         if not (path / "config.json").exists():
             raise InputError("not a run folder: no results.json, config.json or seed_* folders")
         done = len(list((path / "tasks").glob("task_*.json")))
-        raise InputError(f"unfinished: no results.json, {done} task{'s' * (done != 1)} done")
+        raise InputError(f"unfinished: no results.json, {counted(done, 'task')} done")
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
