@@ -654,20 +654,27 @@ class Terms:
         """
         settings = self.settings
         logits = self.filtered_logits if tsf else self.raw_logits
-        views = []
-        if adapted_view:
-            views.append((settings.adapted_view_weight, self.adapted.rlc, self.adapted.pac))
-        if pretrained_view and self.pretrained is not None:
-            frozen = self.pretrained
-            views.append((settings.pretrained_view_weight, frozen.rlc, frozen.pac))
+        used = self.used_views(adapted_view, pretrained_view)
         scores = fused_score(
             logits.logit,
             self.filtered_scale if tsf else self.raw_scale,
-            views,
+            [(weight, evidence.rlc, evidence.pac) for _, weight, evidence in used],
             rlc * settings.rlc_weight,
             pac * settings.pac_weight,
         )
         return Scores(scores, logits.row, self.classes)
+
+    def used_views(self, adapted: bool, pretrained: bool) -> list[tuple[int, float, ViewEvidence]]:
+        """Returns number, weight and evidence of the views that are there and switched on."""
+        views = (
+            (adapted, self.settings.adapted_view_weight, self.adapted),
+            (pretrained, self.settings.pretrained_view_weight, self.pretrained),
+        )
+        return [
+            (number, weight, evidence)
+            for number, (on, weight, evidence) in enumerate(views)
+            if on and evidence is not None
+        ]
 
     def raw(self) -> Scores:
         """Returns the largest raw logits as scores (Eq. raw)."""

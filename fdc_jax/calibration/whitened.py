@@ -269,14 +269,15 @@ class WhitenedTerms(fdc.Terms):
         affinity = affinity or self.settings.affinity
         self._check(affinity)
         base = self.fuse(tsf, rlc, False, adapted_view, pretrained_view)
-        used = (adapted_view, pretrained_view and self.pretrained is not None)
-        weights = (self.settings.adapted_view_weight, self.settings.pretrained_view_weight)
-        if not pac or not any(used):
+        used = self.used_views(adapted_view, pretrained_view)
+        if not pac or not used:
             return base
         closeness: Any = np.float32(0.0)
-        for view, weight in enumerate(weights):
-            if used[view] and weight * self.settings.pac_weight:
-                found = self._standardised(view, affinity)
+        for view, weight, evidence in used:
+            if weight * self.settings.pac_weight:
+                found = evidence.affinity[..., None]
+                if affinity.metric == "whitened":
+                    found = self.whitened[view].affinity(affinity.reference, affinity.scope)
                 found = np.tanh(found) if affinity.evidence == "tanh" else found
                 closeness = closeness + np.float32(weight * self.settings.pac_weight) * found
         scale = self.filtered_scale if tsf else self.raw_scale
@@ -294,13 +295,6 @@ class WhitenedTerms(fdc.Terms):
         units = np.maximum(scale, np.float32(LEAST_UNIT) * scale.mean())[:, None]
         each = (rows + (base.task_scores - logits)[..., None]) / units + closeness
         return Scores(each.max(axis=2), each.argmax(axis=2).astype(np.int32), self.classes)
-
-    def _standardised(self, view: int, affinity: Affinity) -> Float[np.ndarray, "n tasks c"]:
-        if affinity.metric == "whitened":
-            return self.whitened[view].affinity(affinity.reference, affinity.scope)
-        evidence = self.pretrained if view else self.adapted
-        assert evidence is not None
-        return evidence.affinity[..., None]
 
     def _check(self, affinity: Affinity) -> None:
         affinity.check()
