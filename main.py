@@ -41,54 +41,41 @@ def _parse(arguments: list[str]) -> list[str]:
     try:
         rest = flags.FLAGS(arguments)
         _CONFIG.value.keys()  # ml_collections reports a file that it could not load at first use
-    except flags.Error as error:
-        _fail(str(_cause(error)).splitlines()[0])
-    except errors.InputError as error:
-        _fail(str(error))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        _fail(_explain(error, arguments))
-    except OSError as error:
-        _fail(f"--config: {str(error).strip().splitlines()[-1].strip()}")
-    else:
         if len(rest) == 1:
             return rest
-        _fail(f"unexpected argument {rest[1]!r}; fields are set with --config.FIELD=VALUE")
-    raise AssertionError("unreachable")
+        said = f"unexpected argument {rest[1]!r}; fields are set with --config.FIELD=VALUE"
+    except OSError as error:
+        said = f"--config: {str(error).strip().splitlines()[-1].strip()}"
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
+        chain: list[BaseException] = [error]
+        while cause := chain[-1].__cause__ or chain[-1].__context__:
+            chain.append(cause)
+        # What a configuration file raised, whatever wraps it.
+        told = [str(each) for each in chain if isinstance(each, errors.InputError)]
+        if not told:
+            told = [_unknown_field(arguments) or str(error).strip() or type(error).__name__]
+        said = told[-1]
+    print(f"fdc_jax: error: {said.splitlines()[0]}", file=sys.stderr)
+    sys.exit(2)
 
 
-def _cause(error: BaseException | None) -> BaseException | None:
-    """Returns what a configuration file raised, whatever wraps it, or the error itself."""
-    chain = [error]
-    while error := error and (error.__cause__ or error.__context__):
-        chain.append(error)
-    return next((each for each in chain[::-1] if isinstance(each, errors.InputError)), chain[0])
+def _unknown_field(arguments: list[str]) -> str | None:
+    """Says which flag is no field of the configuration, and the nearest that is."""
+    flagged = (argument for argument in arguments if argument.startswith("--"))
+    given = {name: value for name, _, value in (each[2:].partition("=") for each in flagged)}
+    try:
+        from fdc_jax import configuration
 
-
-def _explain(error: Exception, arguments: list[str]) -> str:
-    """Says in one line which flag ml_collections could not apply, and the nearest that it could."""
-    parts = [argument.lstrip("-").partition("=") for argument in arguments]
-    given = {name: value for name, _, value in parts}
-    config = runpy.run_path(given["config"])["get_config"]() if given.get("config") else None
-    known = [f"config.{field}" for field in _fields(config.to_dict())] if config else []
+        config = runpy.run_path(given["config"])["get_config"]()
+        fields = [f"config.{field}" for field in configuration.flatten(config)]
+    except Exception:  # whatever a file raises that is no configuration
+        return None
     for flag in given:
-        if config and flag.startswith("config.") and flag not in known:
-            nearest = difflib.get_close_matches(flag, known, 1)
+        if "." in flag and flag not in fields:
+            nearest = difflib.get_close_matches(flag, fields, 1)
             hint = f"did you mean --{nearest[0]}" if nearest else "configs/base.py lists them all"
             return f"--{flag}: the configuration has no such field; {hint}"
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _fields(tree: dict) -> list[str]:
-    return [
-        ".".join((name, *rest))
-        for name, value in tree.items()
-        for rest in ([(each,) for each in _fields(value)] if isinstance(value, dict) else [()])
-    ]
-
-
-def _fail(message: str) -> None:
-    print(f"fdc_jax: error: {message}", file=sys.stderr)
-    sys.exit(2)
+    return None
 
 
 def main(stop: interruption.StopRequest) -> None:

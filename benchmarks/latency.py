@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.calibration import Features, Point
 from benchmarks.measure import check_numbers, run
-from fdc_jax import calibration, devices, store
+from fdc_jax import calibration, devices, results
 from fdc_jax.calibration import fdc, inputs
 from fdc_jax.errors import InputError
 from fdc_jax.files import write_json
@@ -221,7 +221,7 @@ def measure_views(options: argparse.Namespace) -> dict[str, Any]:
         "views": views,
         "equal_labels": {name: float(np.mean(labels[name] == expected[name])) for name in views},
         "device": devices.describe(),
-        "versions": store.versions(),
+        "versions": results.versions(),
     }
 
 

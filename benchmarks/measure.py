@@ -292,7 +292,7 @@ def finish(
 
 def write_report(program: str, options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Writes what was found, with the command, settings and versions, where --output asks."""
-    from fdc_jax import store
+    from fdc_jax import results
 
     if options.output:
         report = {
@@ -300,7 +300,7 @@ def write_report(program: str, options: argparse.Namespace, found: dict[str, Any
             "settings": {
                 key: each for key, each in vars(options).items() if key not in _NO_SETTING
             },
-            "versions": store.versions(),
+            "versions": results.versions(),
         }
         write_json(options.output, report | found)
 

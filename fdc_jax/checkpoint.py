@@ -5,12 +5,12 @@ handed to the others when it is read, so that a checkpoint fits any number of de
 and its folder need not be shared between hosts.
 """
 
-import json
+import contextlib
 import logging
 import os
 import re
-import shutil
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,12 @@ import orbax.checkpoint as ocp
 
 from fdc_jax import devices, processes
 from fdc_jax.errors import InputError
-from fdc_jax.files import sha256, write_json
+from fdc_jax.files import read_json, sha256, write_json
 
 _log = logging.getLogger(__name__)
 
-_FIRST_ALONE = ocp.options.MultiprocessingOptions(primary_host=0, active_processes={0})
+# Beside the files of a checkpoint.
+_CHECKSUMS = "checksums.json"
 
 # Orbax reports every step of every save, and asyncio every file of a save that failed; errors
 # that matter are raised.
@@ -45,26 +46,28 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2, read_only: bool = False):
-        self._folder = Path(folder).absolute()
-        self._options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep,
-            enable_async_checkpointing=False,
-            cleanup_tmp_directories=not read_only,
-            create=False,
-            read_only=read_only,
-            multiprocessing_options=_FIRST_ALONE,
-        )
-        self._make()
+        self._folder, self._read_only = Path(folder).absolute(), read_only
+        self._open(keep)
 
     @processes.on_first
-    def _make(self) -> None:
-        if self._options.read_only and not self._folder.is_dir():
+    def _open(self, keep: int) -> None:
+        if self._read_only and not self._folder.is_dir():
             raise InputError(f"{self._folder}: expected the checkpoints of a run, found no folder")
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"cannot make {self._folder}: {error.strerror}") from error
-        self._manager = ocp.CheckpointManager(self._folder, options=self._options)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=not self._read_only,
+            create=False,
+            read_only=self._read_only,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=0, active_processes={0}
+            ),
+        )
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def save(self, number: int, tree: Any, cursor: dict[str, Any]) -> None:
         """Writes a checkpoint; it exists as a whole when this returns, or not at all.
@@ -85,7 +88,11 @@ class Checkpoints:
             tree=ocp.args.StandardSave(tree), cursor=ocp.args.JsonSave(cursor)
         )
         try:
-            _require_space(self._folder, sum(leaf.nbytes for leaf in jax.tree.leaves(tree)))
+            # A disk without room is noticed before; half-written checkpoints fail less legibly.
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+            with tempfile.TemporaryFile(dir=self._folder) as file:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, max(size, 1))
             self._manager.save(number, args=items, force=True)
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
@@ -93,78 +100,57 @@ class Checkpoints:
                 f"cannot write a checkpoint in {self._folder}: {_reason(error)}"
             ) from error
         # Orbax fails in many ways on damaged files; with their checksums it need not read them.
-        write_json(self._manifest(number), _checksums(self._folder / str(number)))
-        for path in self._manifest(number).parent.glob("*.json"):
-            if not (self._folder / path.stem).exists():
-                path.unlink(missing_ok=True)
+        place = self._folder / str(number)
+        write_json(place / _CHECKSUMS, _checksums(place))
 
-    def _manifest(self, number: int) -> Path:
-        return self._folder.with_name(f"{self._folder.name}_manifests") / f"{number}.json"
+    def newest(
+        self, target: Callable[[dict[str, Any]], Any]
+    ) -> Iterator[tuple[int, dict[str, Any], Any]]:
+        """Yields number, cursor and tree of every usable checkpoint, newest first.
 
-    def _is_whole(self, number: int) -> bool:
-        """Compares the files with their checksums; a process may have died before writing those."""
-        try:
-            expected = json.loads(self._manifest(number).read_text())
-        except (OSError, ValueError):
-            return True
-        return expected == _checksums(self._folder / str(number))
-
-    @processes.on_first
-    def cursors(self) -> list[tuple[int, dict[str, Any]]]:
-        """Returns number and cursor of every readable checkpoint, newest first."""
-        found = []
-        for number in sorted(self._manager.all_steps(), reverse=True):
-            if not self._is_whole(number):
-                if found and not self._options.read_only:
-                    # It was being deleted for the newer one when the process died.
-                    shutil.rmtree(self._folder / str(number), ignore_errors=True)
-                    self._reopen()
-                else:
-                    self._move_aside(number, "its files are damaged")
-                continue
-            try:
-                items = self._manager.restore(
-                    number, args=ocp.args.Composite(cursor=ocp.args.JsonRestore())
-                )
-                found.append((number, dict(items["cursor"])))
-            except Exception as error:  # whatever a damaged file makes Orbax raise
-                self._move_aside(number, _reason(error))
-        return found
-
-    def restore(self, number: int, target: Any) -> Any | None:
-        """Reads the tree of a checkpoint.
+        A damaged one is set aside, with a warning.
 
         Args:
-            number: from `cursors`.
-            target: a tree of the wanted structure, shapes and types; its leaves that are JAX arrays
-                come back in their placement, and others as arrays of the host.
-
-        Returns:
-            The tree; None, after a warning, when the checkpoint is damaged and was set aside.
+            target: returns for a cursor a tree of the wanted structure, shapes and types; leaves
+                that are JAX arrays come back in their placement, others as arrays of the host.
         """
-        leaves, structure = jax.tree.flatten(target)
+        for number in self._numbers():
+            if (cursor := self._cursor(number)) is None:
+                continue
+            leaves, structure = jax.tree.flatten(wanted := target(cursor))
+            found = processes.from_first(lambda n=number, w=wanted: self._leaves(n, w))
+            if found is not None:
+                placed = [
+                    devices.put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
+                    for leaf, array in zip(leaves, found.values(), strict=True)
+                ]
+                yield number, cursor, jax.tree.unflatten(structure, placed)
 
-        def read() -> dict[str, np.ndarray] | None:
-            abstract = jax.tree.map(
-                lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), target
-            )
-            try:
-                items = self._manager.restore(
-                    number, args=ocp.args.Composite(tree=ocp.args.StandardRestore(abstract))
-                )
-            except Exception as error:  # whatever a damaged file makes Orbax raise
-                self._move_aside(number, _reason(error))
-                return None
-            return {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(items["tree"]))}
+    @processes.on_first
+    def _numbers(self) -> list[int]:
+        return sorted(self._manager.all_steps(), reverse=True)
 
-        found = processes.from_first(read)
-        if found is None:
-            return None
-        placed = [
-            devices.put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
-            for leaf, array in zip(leaves, found.values(), strict=True)
-        ]
-        return jax.tree.unflatten(structure, placed)
+    @processes.on_first
+    def _cursor(self, number: int) -> dict[str, Any] | None:
+        place = self._folder / str(number)
+        # A process may have died before it wrote the checksums.
+        with contextlib.suppress(InputError):
+            if read_json(place / _CHECKSUMS) != _checksums(place):
+                return self._move_aside(number, "its files are damaged")
+        return self._read(number, "cursor", ocp.args.JsonRestore())
+
+    def _leaves(self, number: int, target: Any) -> dict[str, np.ndarray] | None:
+        abstract = jax.tree.map(
+            lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), target
+        )
+        tree = self._read(number, "tree", ocp.args.StandardRestore(abstract))
+        return tree and {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
+
+    def _read(self, number: int, item: str, restore: Any) -> Any:
+        try:
+            return self._manager.restore(number, args=ocp.args.Composite(**{item: restore}))[item]
+        except Exception as error:  # whatever a damaged file makes Orbax raise
+            return self._move_aside(number, _reason(error))
 
     @processes.on_first
     def set_aside(self, number: int, reason: str) -> None:
@@ -173,7 +159,7 @@ class Checkpoints:
 
     def _move_aside(self, number: int, reason: str) -> None:
         place = self._folder / str(number)
-        if self._options.read_only:
+        if self._read_only:
             _log.warning("checkpoint %s is unusable (%s)", place, reason)
             return
         aside = self._folder.with_name(f"{self._folder.name}_unusable_{number}")
@@ -186,11 +172,7 @@ class Checkpoints:
             aside.name,
         )
         os.replace(place, aside)
-        self._reopen()
-
-    def _reopen(self) -> None:
-        self._manager.close()
-        self._manager = ocp.CheckpointManager(self._folder, options=self._options)
+        self._manager.reload()
 
     def close(self) -> None:
         """Waits for everything to be written."""
@@ -199,17 +181,8 @@ class Checkpoints:
 
 
 def _checksums(folder: Path) -> dict[str, str]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != _CHECKSUMS)
     return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
-
-
-def _require_space(folder: Path, size: int) -> None:
-    """Raises OSError when the disk has no room; half-written checkpoints fail less legibly."""
-    with tempfile.TemporaryFile(dir=folder) as file:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, max(size, 1))
-        else:
-            file.truncate(size)
 
 
 def _reason(error: Exception) -> str:

@@ -20,6 +20,7 @@ from fdc_jax.configuration import Config
 from fdc_jax.errors import InputError, Interrupted, TrainingError, counted
 from fdc_jax.files import check_writable_folder, write_json
 from fdc_jax.interruption import StopRequest, stop_on_signals
+from fdc_jax.preparation import Experiment
 from fdc_jax.progress import Progress
 from fdc_jax.report import console
 from fdc_jax.store import Store, locked
@@ -28,7 +29,6 @@ _log = logging.getLogger(__name__)
 
 # Settings that may differ between the hosts of one run.
 _OF_A_HOST = ("cache_dir", "data.dir", "encoder.weights", "data.workers", "data.cache_gib")
-
 
 # Exit codes. 75 is EX_TEMPFAIL: the same command goes on from where this one stopped.
 _CODES: dict[type[Exception], int] = {InputError: 2, TrainingError: 3, Interrupted: 75}
@@ -44,13 +44,7 @@ def main(
 ) -> None:
     """Does what `run` does as a program: errors are one line and an exit code.
 
-    Args:
-        config: of the run.
-        workdir: folder that receives everything.
-        stop: whether the program was asked to.
-        quiet: print nothing but errors.
-        show_traceback: show where an error arose, too.
-        join: arguments of `processes.start`.
+    `join` are arguments of `processes.start`.
     """
     devices.keep_freed_memory()
     _plain_warnings()
@@ -120,38 +114,29 @@ def run(
         with stop_on_signals() as stop:
             return run(config, workdir, quiet, stop)
     configuration.validate(config)
-    seeds = tuple(config.seed)
-    folder = Path(workdir)
-    places = {seed: folder if len(seeds) == 1 else folder / f"seed_{seed}" for seed in seeds}
+    folder, several = Path(workdir), len(config.seed) > 1
+    places = {seed: folder / f"seed_{seed}" if several else folder for seed in config.seed}
     quiet = quiet or not processes.is_first()
-    _check_workdir(folder, len(seeds))
+    _check_workdir(folder, several)
     stop.poll()
     with _explained(config):
-        return _run(config, folder, places, quiet, stop)
-
-
-def _run(
-    config: Config, folder: Path, places: dict[int, Path], quiet: bool, stop: StopRequest
-) -> dict[str, Any]:
-    prepared = experiment.prepare(config, quiet)
-    processes.check_same(_common(prepared))
-    if not quiet:
-        for line in describe(prepared):
-            print(line, file=sys.stderr, flush=True)
-    with locked(*places.values()):
-        per_seed = []
-        for seed, place in places.items():
-            stop.poll()
-            per_seed.append(_run_seed(prepared, config, seed, place, stop, quiet))
-        several = len(per_seed) > 1
-        outcome = evaluation.summarise(per_seed) if several else per_seed[0]
-        if several:
-            processes.on_first(write_json)(folder / "summary.json", outcome)
+        e = processes.together(lambda: Experiment(config, quiet))
+        processes.check_same(_common(e))
         if not quiet:
-            console.show(per_seed)
-            print(f"results: {folder / ('summary.json' if several else 'results.json')}")
-        _report(config, folder, quiet)
-        return outcome
+            print(describe(e), file=sys.stderr, flush=True)
+        with locked(*places.values()):
+            per_seed = []
+            for seed, place in places.items():
+                stop.poll()
+                per_seed.append(_run_seed(e, seed, place, stop, quiet))
+            outcome = evaluation.summarise(per_seed) if several else per_seed[0]
+            if several:
+                processes.on_first(write_json)(folder / "summary.json", outcome)
+            if not quiet:
+                console.show(per_seed)
+                print(f"results: {folder / ('summary.json' if several else 'results.json')}")
+            _report(config, folder, quiet)
+            return outcome
 
 
 @contextlib.contextmanager
@@ -181,12 +166,12 @@ def _explained(config: Config) -> Iterator[None]:
         raise InputError(f"learner.name: {config.learner.name}: {place}") from error
 
 
-def _common(prepared: experiment.Experiment) -> dict[str, Any]:
+def _common(e: Experiment) -> dict[str, Any]:
     """Returns what processes that run together must not differ in, by name."""
-    settings = configuration.flatten(prepared.config)
+    settings = configuration.flatten(e.config)
     return {
         **{f"config.{name}": value for name, value in settings.items() if name not in _OF_A_HOST},
-        **prepared.checksums,
+        **e.checksums,
         "the package": fdc_jax.__version__,
         "jax": jax.__version__,
     }
@@ -209,43 +194,38 @@ def _report(config: Config, folder: Path, quiet: bool) -> None:
 
 
 @processes.on_first
-def _check_workdir(folder: Path, num_seeds: int) -> None:
+def _check_workdir(folder: Path, several: bool) -> None:
     """Refuses, before any work, a folder that cannot be written or holds another kind of run."""
     check_writable_folder("--workdir", folder)
-    if num_seeds > 1 and (folder / "config.json").exists():
+    if several and (folder / "config.json").exists():
         raise InputError(
             f"{folder} holds a run of a single seed; several seeds need another --workdir"
         )
-    if num_seeds == 1 and (any(folder.glob("seed_*")) or (folder / "summary.json").exists()):
+    if not several and (any(folder.glob("seed_*")) or (folder / "summary.json").exists()):
         raise InputError(
             f"{folder} holds runs of several seeds; a single seed needs another --workdir"
         )
 
 
 def _run_seed(
-    prepared: experiment.Experiment,
-    config: Config,
-    seed: int,
-    folder: Path,
-    stop: StopRequest,
-    quiet: bool,
+    e: Experiment, seed: int, folder: Path, stop: StopRequest, quiet: bool
 ) -> dict[str, Any]:
     """Returns the results of a seed, which is trained where it is not finished."""
-    of_seed = ml_collections.ConfigDict(config)
+    of_seed = ml_collections.ConfigDict(e.config)
     of_seed.seed = (seed,)
-    store = Store(folder, of_seed, prepared.checksums)
+    store = Store(folder, of_seed, e.checksums)
     finished = store.finished()
     if finished is not None:
         if not quiet:
             print(f"{folder}: finished before, not done again", file=sys.stderr)
         return finished
-    progress = Progress(quiet, f"seed {seed}, " if len(config.seed) > 1 else "")
-    checkpoints = Checkpoints(store.checkpoints_folder, config.checkpoint.keep)
+    progress = Progress(quiet, f"seed {seed}, " if len(e.config.seed) > 1 else "")
+    checkpoints = Checkpoints(store.checkpoints_folder, e.config.checkpoint.keep)
     with contextlib.closing(progress), contextlib.closing(checkpoints):
-        return experiment.run(prepared, seed, store, checkpoints, stop, progress)
+        return experiment.run(e, seed, store, checkpoints, stop, progress)
 
 
-def describe(e: experiment.Experiment) -> list[str]:
+def describe(e: Experiment) -> str:
     """Returns the lines that a run starts with: device, precision, parameters, weights, data."""
     config, data = e.config, e.config.data
     part = ""
@@ -256,14 +236,14 @@ def describe(e: experiment.Experiment) -> list[str]:
         )
     positions = ", position embeddings resized" if e.pretrained.resized_positions else ""
     train = sum(len(indices) for indices in e.tasks.train_indices)
-    return [
-        f"device     {devices.describe()}, precision {config.precision}",
-        f"learner    {config.learner.name}, {e.trained_parameters:,} trained parameters a task",
+    return (
+        f"device     {devices.describe()}, precision {config.precision}\n"
+        f"learner    {config.learner.name}, {e.trained_parameters:,} trained parameters a task\n"
         f"encoder    {config.encoder.variant} at {config.encoder.image_size} px, input range "
-        f"{data.input_range}{positions}",
-        f"weights    {e.pretrained.path.name}, sha256 {e.pretrained.sha256[:16]}",
+        f"{data.input_range}{positions}\n"
+        f"weights    {e.pretrained.path.name}, sha256 {e.pretrained.sha256[:16]}\n"
         f"data       {config.benchmark} ({e.tasks.test.partition} split{part}), "
         f"{counted(e.setup.num_tasks, 'task')}, {train:,} training and "
         f"{counted(len(e.tasks.test_indices), 'test image')}, "
-        f"sha256 {e.tasks.train.checksum[:8]}, {e.tasks.test.checksum[:8]}",
-    ]
+        f"sha256 {e.tasks.train.checksum[:8]}, {e.tasks.test.checksum[:8]}"
+    )

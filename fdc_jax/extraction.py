@@ -1,161 +1,17 @@
-"""From images to features: batches on the devices, and features of any encoder E_t.
+"""The images of one run: batches to train on, features to fit and to score."""
 
-What depends on the images and the pretrained weights alone, the features of E_0, is kept on disk.
-"""
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-import collections
-import contextlib
-import hashlib
-import json
-import os
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
-
-import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Float
 
-from fdc_jax import devices, files, processes
+from fdc_jax import devices
 from fdc_jax.data.batches import Batch, EvaluationBatches, TrainBatches
-from fdc_jax.errors import InputError
+from fdc_jax.features import Extraction
 from fdc_jax.learners import training
 from fdc_jax.model import vit
-from fdc_jax.model.vit import VisionTransformer
-
-if TYPE_CHECKING:
-    from fdc_jax.experiment import Experiment
-
-# Batches whose features may be on the device before the oldest is fetched.
-_IN_FLIGHT = 2
-
-
-class Extraction(NamedTuple):
-    """Features and what they cost."""
-
-    features: Float[np.ndarray, "n d"]
-    seconds: float
-    input_wait_seconds: float
-    from_cache: bool = False
-
-
-class Extractor:
-    """Runs encoders over batches of images; compiled once per batch shape.
-
-    Args:
-        model: the encoder.
-        mesh: devices that share each batch.
-    """
-
-    def __init__(self, model: VisionTransformer, mesh: Mesh):
-        self._mesh = mesh
-
-        def encode(backbone, images, kernels):
-            count, side = images.shape[:2]
-            size = vit.images_together(count, side, model.variant.patch)
-            if size == count:
-                return model.apply({"params": backbone}, images, kernels)
-            # In portions, on a processor.
-            cut = images.reshape(-1, size, *images.shape[1:])
-            return jax.lax.map(lambda part: encode(backbone, part, kernels), cut).reshape(count, -1)
-
-        # Each of several processes gets the features of all.
-        self._encode = jax.jit(encode, out_shardings=devices.everywhere(mesh))
-
-    def __call__(
-        self,
-        backbone: Any,
-        views: Sequence[Any],
-        batches: Iterable[Batch],
-        poll: Callable[[], None] = lambda: None,
-    ) -> list[Extraction]:
-        """Returns float32 features by several encoders, one row per image, padding removed.
-
-        Each image is read, decoded and placed once; the features are bit for bit those of separate
-        passes.
-
-        Args:
-            backbone: pretrained parameters.
-            views: key and value kernels, one pair per encoder, E_0 to E_T.
-            batches: images in evaluation preprocessing.
-            poll: called before each batch; raises to stop.
-        """
-        start = time.perf_counter()
-        found = [[np.zeros((0, kernels["key"].shape[-1]), np.float32)] for kernels in views]
-        pending: collections.deque = collections.deque()
-
-        def fetch() -> None:
-            features, count = pending.popleft()
-            for rows, of_view in zip(found, features, strict=True):
-                rows.append(np.asarray(of_view)[:count])
-
-        for batch in batches:
-            poll()
-            images = devices.split(self._mesh, batch.images)
-            features = [self._encode(backbone, images, kernels) for kernels in views]
-            pending.append((features, int(batch.weights.sum())))
-            if len(pending) > _IN_FLIGHT:
-                fetch()
-        while pending:
-            fetch()
-        # The views' shares of one pass.
-        seconds = (time.perf_counter() - start) / len(views)
-        waited = getattr(batches, "input_wait_seconds", 0.0) / len(views)
-        return [Extraction(np.concatenate(rows), seconds, waited) for rows in found]
-
-
-class FeatureCache:
-    """Features of the pretrained encoder on disk; they depend on images and weights alone.
-
-    Args:
-        folder: where the files lie.
-        key: everything that the features depend on; JSON values.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], key: dict[str, Any]):
-        text = json.dumps(key, sort_keys=True)
-        self._folder = Path(folder) / hashlib.sha256(text.encode()).hexdigest()[:16]
-        if not (self._folder / "key.json").exists():
-            # A cache that cannot be written costs time, not results.
-            with (
-                contextlib.suppress(InputError),
-                files.write_atomically(self._folder / "key.json") as f,
-            ):
-                f.write(text.encode())
-
-    def find(self, name: str, indices: np.ndarray) -> Extraction | None:
-        """Returns cached features of these images, or None unless every process finds them."""
-        start = time.perf_counter()
-        found = _read(self._path(name, indices), len(indices))
-        if not processes.agreed(found is not None) or found is None:
-            return None
-        return Extraction(found, time.perf_counter() - start, 0.0, from_cache=True)
-
-    def keep(self, name: str, indices: np.ndarray, extraction: Extraction) -> None:
-        """Writes features of these images to the cache."""
-        arrays = {"features": extraction.features, "sha256": _digest(extraction.features)}
-        with contextlib.suppress(InputError):
-            files.write_npz(self._path(name, indices), arrays)
-
-    def _path(self, name: str, indices: np.ndarray) -> Path:
-        digest = hashlib.sha256(np.ascontiguousarray(indices, np.int64).tobytes()).hexdigest()
-        return self._folder / f"{name}_{digest[:16]}.npz"
-
-
-def _read(path: Path, rows: int) -> Float[np.ndarray, "n d"] | None:
-    """Returns cached features; None where there are none, or damaged ones to be made again."""
-    with contextlib.suppress(InputError, KeyError):
-        arrays = files.read_npz(path)
-        features, expected = arrays["features"], str(arrays["sha256"])
-        if _digest(features) == expected and len(features) == rows:
-            return features
-    return None
-
-
-def _digest(features: np.ndarray) -> str:
-    return hashlib.sha256(np.ascontiguousarray(features).tobytes()).hexdigest()
+from fdc_jax.preparation import Experiment
 
 
 class RunImages:
@@ -167,7 +23,7 @@ class RunImages:
         poll: called before each batch that is not a training step's; raises to stop.
     """
 
-    def __init__(self, experiment: "Experiment", seed: int, poll: Callable[[], None]):
+    def __init__(self, experiment: Experiment, seed: int, poll: Callable[[], None]):
         self._experiment, self._seed, self._poll = experiment, seed, poll
         # Training images of the current task, in the memory that test images leave.
         self._decoded = experiment.test_images.beside()

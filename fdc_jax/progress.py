@@ -3,7 +3,8 @@
 import math
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import tqdm
 
@@ -11,9 +12,6 @@ from fdc_jax import devices
 from fdc_jax.configuration import Config
 from fdc_jax.data.batches import Batch, TrainBatches
 from fdc_jax.errors import TrainingError
-
-if TYPE_CHECKING:
-    from fdc_jax.store import Store
 
 # Seconds between plain lines when the output is no terminal.
 _LINE_EVERY = 30.0
@@ -84,7 +82,7 @@ class StepLog:
 
     Args:
         config: the run's configuration.
-        store: where the events of a run are kept.
+        event: keeps an event of a kind with its values.
         progress: the screen.
         timing: of the task in work, as `cursor` gave it.
     """
@@ -94,11 +92,11 @@ class StepLog:
     def __init__(
         self,
         config: Config,
-        store: "Store",
+        event: Callable[..., None],
         progress: Progress,
         timing: dict[str, float] | None = None,
     ):
-        self._config, self._store, self._progress = config, store, progress
+        self._config, self._event, self._progress = config, event, progress
         # The first step of a process, which compiles, stands apart.
         self._time = timing or {}
         self._compiled = False
@@ -113,7 +111,7 @@ class StepLog:
         if first == 0:
             names = ("images", "seconds", "compile_seconds", "input_wait_seconds")
             self._time = dict.fromkeys(names, 0.0)
-        self._store.event("training", task=task, step=first)
+        self._event("training", task=task, step=first)
         self._restart(first)
 
     def _restart(self, first: int) -> None:
@@ -150,7 +148,7 @@ class StepLog:
         speed = images / (time.perf_counter() - self._clock)
         if (step + 1) % self._batches.steps_per_epoch == 0:
             numbers = {"loss": value, "images_per_second": round(speed, 1)}
-            self._store.event("epoch", task=self._task, epoch=epoch, **numbers)
+            self._event("epoch", task=self._task, epoch=epoch, **numbers)
         self._progress.step(
             f"{self._name} epoch {epoch + 1}/{self._epochs}",
             loss=f"{value:.3f}",

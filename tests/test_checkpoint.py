@@ -28,6 +28,14 @@ def assert_equal_trees(one, other):
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 
+def newest(checkpoints):
+    return next(checkpoints.newest(lambda cursor: make_tree()))
+
+
+def numbers(checkpoints):
+    return [number for number, _, _ in checkpoints.newest(lambda cursor: make_tree())]
+
+
 @pytest.fixture
 def filled(tmp_path):
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
@@ -38,9 +46,8 @@ def filled(tmp_path):
 
 
 def test_round_trip_keeps_types_values_and_cursor(filled):
-    (number, cursor), *_ = filled.cursors()
+    number, cursor, restored = newest(filled)
     assert (number, cursor["tasks_done"]) == (3, 3)
-    restored = filled.restore(number, make_tree())
     assert_equal_trees(restored, make_tree(3))
     assert isinstance(restored["trained"]["head"], LinearHead)
     assert isinstance(restored["optimizer"], optax.ScaleByAdamState)
@@ -52,10 +59,9 @@ def test_numpy_arrays_come_back_as_numpy_arrays(tmp_path):
     large = np.random.default_rng(0).normal(size=(50, 40, 10)).astype(np.float32)
     tree = {"host": large, "device": jnp.arange(3.0), "both": LinearHead(large[0], jnp.ones(40))}
     checkpoints.save(1, tree, {"tasks_done": 1})
-    ((number, _cursor),) = checkpoints.cursors()
     target = tree | {"host": np.zeros_like(large)}
     before = {id(array) for array in jax.live_arrays()}
-    restored = checkpoints.restore(number, target)
+    ((_, _, restored),) = checkpoints.newest(lambda cursor: target)
     assert_equal_trees(restored, tree)
     assert type(restored["host"]) is type(restored["both"].weight) is np.ndarray
     assert isinstance(restored["device"], jax.Array)
@@ -67,11 +73,10 @@ def test_numpy_arrays_come_back_as_numpy_arrays(tmp_path):
 
 def test_only_the_newest_stay_and_a_new_process_finds_them(filled, tmp_path):
     again = Checkpoints(tmp_path / "checkpoints", keep=2)
-    assert [number for number, _ in again.cursors()] == [3, 2]
-    assert_equal_trees(again.restore(2, make_tree()), make_tree(2))
+    found = {number: tree for number, _, tree in again.newest(lambda cursor: make_tree())}
+    assert list(found) == [3, 2]
+    assert_equal_trees(found[2], make_tree(2))
     again.close()
-    names = {path.name for path in (tmp_path / "checkpoints_manifests").iterdir()}
-    assert names == {"2.json", "3.json"}
 
 
 def data_files(folder: Path):
@@ -87,44 +92,42 @@ def flip_bytes(path: Path):
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "deleted", "cursor"])
 def test_a_damaged_checkpoint_is_set_aside(filled, tmp_path, caplog, damage):
-    newest = tmp_path / "checkpoints" / "3"
+    newest_folder = tmp_path / "checkpoints" / "3"
     if damage == "cursor":
-        for path in (newest / "cursor").rglob("*"):
+        for path in (newest_folder / "cursor").rglob("*"):
             if path.is_file():
                 path.write_bytes(b"{")
     elif damage == "deleted":
-        shutil.rmtree(newest / "tree")
+        shutil.rmtree(newest_folder / "tree")
     else:
-        assert data_files(newest)
-        for path in data_files(newest):
+        assert data_files(newest_folder)
+        for path in data_files(newest_folder):
             path.write_bytes(path.read_bytes()[:40]) if damage == "truncated" else flip_bytes(path)
     with caplog.at_level(logging.WARNING):
-        used = None
-        for number, _cursor in filled.cursors():
-            used = filled.restore(number, make_tree())
-            if used is not None:
-                break
+        number, _, used = newest(filled)
     assert number == 2
     assert_equal_trees(used, make_tree(2))
-    assert "is unusable (its files are damaged)" in caplog.text
+    assert f"checkpoint {newest_folder} is unusable (its files are damaged)" in caplog.text
     assert (tmp_path / "checkpoints_unusable_3").is_dir()
     # Its number is free again.
     filled.save(3, make_tree(7), {"tasks_done": 3})
-    number, _cursor = filled.cursors()[0]
+    number, _, used = newest(filled)
     assert number == 3
-    assert_equal_trees(filled.restore(number, make_tree()), make_tree(7))
+    assert_equal_trees(used, make_tree(7))
 
 
 def test_remains_of_a_checkpoint_that_was_being_deleted_are_not_reported(filled, tmp_path, caplog):
     shutil.rmtree(tmp_path / "checkpoints" / "2" / "tree")
     with caplog.at_level(logging.WARNING):
-        (number, _cursor), *_ = filled.cursors()
+        again = Checkpoints(tmp_path / "checkpoints", keep=2)
+        number, _, tree = newest(again)
+        again.save(4, make_tree(4), {"tasks_done": 4})
     assert number == 3 and not caplog.text
     assert not (tmp_path / "checkpoints" / "2").exists()
     assert not list(tmp_path.glob("checkpoints_unusable*"))
-    assert_equal_trees(filled.restore(3, make_tree(3)), make_tree(3))
-    filled.save(4, make_tree(4), {"tasks_done": 4})
-    assert [number for number, _ in filled.cursors()] == [4, 3]
+    assert_equal_trees(tree, make_tree(3))
+    assert numbers(again) == [4, 3]
+    again.close()
 
 
 def test_an_interrupted_save_leaves_nothing(filled, tmp_path, monkeypatch):
@@ -134,12 +137,12 @@ def test_an_interrupted_save_leaves_nothing(filled, tmp_path, monkeypatch):
     monkeypatch.setattr(filled._manager, "save", fail)
     with pytest.raises(ValueError, match=r"cannot write a checkpoint in .*No space left"):
         filled.save(4, make_tree(), {"tasks_done": 4})
-    assert [number for number, _ in filled.cursors()] == [3, 2]
+    assert numbers(filled) == [3, 2]
 
 
 def test_without_checksums_orbax_decides(filled, tmp_path):
     """A process may die between a checkpoint and its checksums."""
-    shutil.rmtree(tmp_path / "checkpoints_manifests")
-    (number, _cursor), *_ = filled.cursors()
+    (tmp_path / "checkpoints" / "3" / "checksums.json").unlink()
+    number, _, tree = newest(filled)
     assert number == 3
-    assert_equal_trees(filled.restore(number, make_tree()), make_tree(3))
+    assert_equal_trees(tree, make_tree(3))

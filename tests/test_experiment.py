@@ -121,7 +121,7 @@ def test_features_of_the_pretrained_encoder_are_shared(whole, cache, tmp_path):
         (dict(fdc__neighbours=6), "config.fdc.neighbours: expected at most 5, the classes of task"),
         (dict(fdc__affinity_scope="class"), "config.fdc.affinity_scope: expected"),
         (dict(fdc__affinity_reference="pooled"), "config.fdc.affinity_reference: expected"),
-        (dict(train__batch_size=10**12), "config.train.batch_size: expected batches that fit"),
+        (dict(train__batch_size=10**9), "config.train.batch_size: expected batches that fit"),
         (dict(evaluation__batch_size=10**12), "config.evaluation.batch_size: expected batches"),
         (dict(seed=(2**32,)), "config.seed: expected"),
         (dict(class_order_seed=-1), "config.class_order_seed: expected"),

@@ -218,6 +218,10 @@ def test_signals_count_from_the_start(tmp_path, cache):
             "--config.train.epochs",
         ),
         (
+            "--confg.seed=1",
+            "--confg.seed: the configuration has no such field; did you mean --config.seed",
+        ),
+        (
             "--config.train.rank=97",
             "config.train.rank: expected at most 96, the width of encoder digits",
         ),

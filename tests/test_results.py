@@ -4,20 +4,20 @@ import jax
 import numpy as np
 import pytest
 
-from fdc_jax import devices, evaluation, store
+from fdc_jax import devices, evaluation, results
 from fdc_jax.calibration.components import WHITENED
 from tests.calibration import streams
 
 
 def test_memory_is_that_of_the_first_training_and_what_came_on_top():
     per_task = [{"training": 700, "task": 710}, {"training": 710, "task": 725}]
-    assert store._peak_memory(per_task) == {"training": 700, "fdc_and_evaluation": 25}
+    assert results._peak_memory(per_task) == {"training": 700, "fdc_and_evaluation": 25}
 
 
 def test_memory_that_nobody_recorded_is_none():
     nothing = {"training": None, "fdc_and_evaluation": None}
-    assert store._peak_memory([{"training": None, "task": None}]) == nothing
-    assert store._peak_memory([None, {"training": 1, "task": 2}]) == nothing
+    assert results._peak_memory([{"training": None, "task": None}]) == nothing
+    assert results._peak_memory([None, {"training": 1, "task": 2}]) == nothing
 
 
 def test_the_fullest_device_counts(monkeypatch):

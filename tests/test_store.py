@@ -14,6 +14,7 @@ import pytest
 import fdc_jax
 from fdc_jax import command, store
 from fdc_jax.calibration.components import WHITENED
+from fdc_jax.data.batches import evaluation_images
 from fdc_jax.errors import InputError
 from tests import interruptions, small_runs
 
@@ -149,6 +150,11 @@ def test_what_only_training_gives_is_not_trained_again_unasked(copy, cache):
     (copy / "features").rmdir()
     assert go(config(cache), copy) == results
     (copy / "predictions.npz").unlink()
+    assert go(config(cache), copy)["accuracy"] == results["accuracy"]
+    # Half of the features, without those of training, would be of no use.
+    assert not (copy / "features").exists()
+    assert go(config(cache), copy)["accuracy"] == results["accuracy"]
+    (copy / "predictions.npz").unlink()
     for path in (copy / "checkpoints").iterdir():
         path.rename(copy / f"elsewhere_{path.name}")
     with pytest.raises(InputError, match=r"no checkpoint to make it from; remove .*results.json"):
@@ -259,7 +265,7 @@ def test_a_finished_run_is_opened_without_a_change(whole, cache):
         np.testing.assert_array_equal(run.features(images, t), run.features(rows, t))
     train = np.load(whole / "features" / "train_adapted_0.npy")
     tasks = run.experiment.tasks
-    first = store.evaluation_images(tasks.train, tasks.train_indices[0][:4], 32)
+    first = evaluation_images(tasks.train, tasks.train_indices[0][:4], 32)
     np.testing.assert_allclose(run.features(first, 1), train[:4], atol=1e-5)
     adapted, pretrained = (
         np.load(whole / "features" / f"test_{view}.npy") for view in ("adapted", "pretrained")

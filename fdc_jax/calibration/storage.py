@@ -77,18 +77,22 @@ def save(path: str | os.PathLike[str], calibrator: FDC) -> None:
     write_npz(path, {name: np.asarray(value) for name, value in arrays.items()})
 
 
-def load(path: str | os.PathLike[str], heads: Sequence[Any] | None = None) -> FDC:
+def load(
+    path: str | os.PathLike[str] | Mapping[str, np.ndarray], heads: Sequence[Any] | None = None
+) -> FDC:
     """Reads a calibrator that `save` wrote, of this or an earlier schema; it scores as it did.
 
     Args:
-        path: the file.
+        path: the file, or its arrays by name.
         heads: heads to predict with instead of the stored ones; needed when these are functions,
             which are not stored.
 
     Raises:
         InputError: the file is missing, damaged, of another kind or schema, or needs `heads`.
     """
-    stored = _Fields(path, read_npz(path))
+    arrays = path if isinstance(path, Mapping) else read_npz(path)
+    path = "calibrator" if isinstance(path, Mapping) else path
+    stored = _Fields(path, arrays)
     if stored.text("format") != FORMAT:
         raise stored.error(f"format: expected {FORMAT!r}, found {stored.text('format')!r}")
     if not 1 <= (schema := stored.whole("schema")) <= SCHEMA:

@@ -3,9 +3,9 @@
 A learner is a module that declares its `TITLE` and, where it has them, its `OPTIONS` (a dictionary
 of `Option`), the components of FDC that the paper enables for it (`SELECTED`, a key of
 `results.json`'s `components`; everything on by default), its row in the paper's tables
-(`PAPER_ROW`), other learners whose options it reads (`READS`), and by benchmark the settings of the
-authors' own runs that no preset sets (`AUTHORS_RUNS`). It answers five questions; what it leaves
-out it answers as Cumulative-LoRA does:
+(`PAPER_ROW`), other learners whose options it reads (`READS`), and by benchmark the fields, or own
+options, of the authors' runs that no preset sets (`AUTHORS_RUNS`). It answers five questions; what
+it leaves out it answers as Cumulative-LoRA does:
 
 1. What does it keep between tasks?
    `initial_state(setup) -> state`
@@ -264,19 +264,6 @@ def deviations(name: str, flat: Mapping[str, Any]) -> list[str]:
             words = f"{words:g}" if isinstance(words, float) else words
             phrases.append(f"{field.rpartition('.')[2].replace('_', ' ')} {words}")
     return phrases
-
-
-def authors_run(name: str, benchmark: str) -> list[str]:
-    """Returns the flags of the authors' run on a benchmark, empty where none is published."""
-    settings = getattr(_declared(name), "AUTHORS_RUNS", {}).get(benchmark)
-    if settings is None:
-        return []
-    fields = {
-        f"learner.{section(name)}.{field}" if "." not in field else field: value
-        for field, value in settings.items()
-    }
-    chosen = {"learner.name": name, "learner.preset": "native"} | fields
-    return [f"--config.{field}={value}" for field, value in chosen.items()]
 
 
 def check_state(name: str, question: str, before: Any, after: Any) -> None:

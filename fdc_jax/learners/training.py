@@ -11,7 +11,6 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Float64, Int
 
-from fdc_jax.configuration import Config
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import LinearHead
 from fdc_jax.model import increments, vit
@@ -30,7 +29,7 @@ class Setup:
 
     model: VisionTransformer
     classes_per_task: tuple[int, ...]
-    config: Config
+    config: Any
 
     @property
     def variant(self) -> Variant:

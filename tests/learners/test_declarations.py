@@ -99,21 +99,23 @@ BESIDE = {
 }
 
 
-def test_flags_of_the_authors_runs():
-    """They are valid, choose learner and native preset, and set what the table says."""
+def test_settings_of_the_authors_runs():
+    """They are valid, of the types of the fields, and set what the table says."""
     published = set()
     for benchmark in ("cifar100", "imagenet_r", "imagenet_a", "cub200", "omnibench"):
         for name in learners.names():
-            flags = learners.authors_run(name, benchmark)
-            if not flags:
+            settings = getattr(learners.find(name), "AUTHORS_RUNS", {}).get(benchmark)
+            if settings is None:
                 continue
             config = importlib.import_module(f"configs.{benchmark}").get_config()
             default = configuration.flatten(config)
-            given = dict(flag.removeprefix("--config.").split("=") for flag in flags)
-            changed = {field: type(default[field])(text) for field, text in given.items()}
+            changed = {"learner.name": name, "learner.preset": "native"}
+            for field, value in settings.items():
+                full = field if "." in field else f"learner.{name}.{field}"
+                assert type(value) is type(default[full]), full
+                changed[full] = value
             config.update_from_flattened_dict(changed)
             configuration.validate(config)
-            assert (changed["learner.name"], changed["learner.preset"]) == (name, "native")
             assert BESIDE.get((name, benchmark), {}).items() <= changed.items()
             published.add((name, benchmark))
     assert published > BESIDE.keys() and len(published) == 25
