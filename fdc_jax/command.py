@@ -17,7 +17,7 @@ import fdc_jax
 from fdc_jax import configuration, devices, evaluation, experiment, learners, processes
 from fdc_jax.checkpoint import Checkpoints
 from fdc_jax.configuration import Config
-from fdc_jax.errors import InputError, Interrupted, TrainingError, counted
+from fdc_jax.errors import InputError, Interrupted, TrainingError, counted, plain_warnings
 from fdc_jax.files import check_writable_folder, write_json
 from fdc_jax.interruption import StopRequest, stop_on_signals
 from fdc_jax.preparation import Experiment
@@ -47,31 +47,22 @@ def main(
     `join` are arguments of `processes.start`.
     """
     devices.keep_freed_memory()
-    _plain_warnings()
-    try:
-        processes.start(*join)
-        if processes.count() > 1:
-            stop.agree = processes.Agreement()
-            faulthandler.disable()  # JAX ends those whom another one left, and says so
-        if not processes.is_first():
-            logging.getLogger("fdc_jax").setLevel(logging.ERROR)
-        run(config, workdir, quiet, stop)
-    except Exception as error:
-        _end(error, show_traceback)
+    # JAX tells of every kind of device that it looked for in vain, and of every connection;
+    # matplotlib of the fonts that it found, in the first report of a machine.
+    for name in ("jax._src.xla_bridge", "jax._src.distributed", "matplotlib"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    with plain_warnings("fdc_jax"):
+        try:
+            processes.start(*join)
+            if processes.count() > 1:
+                stop.agree = processes.Agreement()
+                faulthandler.disable()  # JAX ends those whom another one left, and says so
+            if not processes.is_first():
+                logging.getLogger("fdc_jax").setLevel(logging.ERROR)
+            run(config, workdir, quiet, stop)
+        except Exception as error:
+            _end(error, show_traceback)
     processes.leave()
-
-
-def _plain_warnings() -> None:
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("fdc_jax: %(levelname)s: %(message)s"))
-    logger = logging.getLogger("fdc_jax")
-    logger.addHandler(handler)
-    logger.propagate = False
-    # JAX tells of every kind of device that it looked for in vain, and of every connection.
-    for name in ("xla_bridge", "distributed"):
-        logging.getLogger(f"jax._src.{name}").setLevel(logging.WARNING)
-    # And matplotlib of the fonts that it found, in the first report of a machine.
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)
 
 
 def _end(error: Exception, show_traceback: bool) -> None:

@@ -3,7 +3,6 @@
 import ctypes
 import importlib.metadata
 import importlib.util
-import os
 import sys
 from typing import Any
 
@@ -108,11 +107,6 @@ def to_host(tree: Any) -> Any:
     return jax.tree.map(fetch, tree)
 
 
-def use_compilation_cache(folder: str | os.PathLike[str]) -> None:
-    """Keeps compiled programs in a folder, so that the next start skips compilation."""
-    jax.config.update("jax_compilation_cache_dir", os.fspath(folder))
-
-
 def peak_memory() -> int | None:
     """Returns the most bytes that were in use on the fullest device so far, None on a CPU."""
     statistics = [device.memory_stats() for device in jax.local_devices()]
@@ -125,17 +119,15 @@ def describe() -> str:
     return f"{jax.device_count()} x {jax.devices()[0].device_kind}"
 
 
-def keep_freed_memory() -> bool:
-    """Tells the allocator to keep what is freed; must run before any thread starts.
+def keep_freed_memory() -> None:
+    """Tells glibc to keep what is freed, unless there is an accelerator; before any thread starts.
 
     XLA frees its buffers after every step, glibc gives blocks of that size back to the system, and
     the next step takes them again page by page: a quarter of the time of a training step.
-
-    Returns:
-        Whether it did: not beside an accelerator, and not on a system without glibc.
     """
     accelerated = importlib.metadata.entry_points(group="jax_plugins")
     if accelerated or importlib.util.find_spec("libtpu") or not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and all([mallopt(*option) for option in _OPTIONS.values()])
+        return
+    if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
+        for option in _OPTIONS.values():
+            mallopt(*option)

@@ -28,6 +28,21 @@ def counted(number: float, noun: str) -> str:
     return f"{number:,.0f} {noun if round(number) == 1 else plural}"
 
 
+@contextlib.contextmanager
+def plain_warnings(title: str, level: int = logging.WARNING) -> Iterator[None]:
+    """Prints what the package warns of as lines on standard error, while a program runs."""
+    handler, logger = logging.StreamHandler(), logging.getLogger("fdc_jax")
+    handler.setFormatter(logging.Formatter(f"{title}: %(levelname)s: %(message)s"))
+    handler.setLevel(level)
+    before, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = before
+
+
 class Program(argparse.ArgumentParser):
     """The command line of a program, with the flags --quiet and --traceback.
 
@@ -62,7 +77,7 @@ class Program(argparse.ArgumentParser):
         arguments = sys.argv[1:] if arguments is None else list(arguments)
         try:
             options = self.parse_args(arguments)
-            with self._plain_warnings(options.quiet):
+            with plain_warnings(self.title, logging.ERROR if options.quiet else logging.WARNING):
                 body(options)
         except (InputError, MemoryError) as error:
             if "--traceback" in arguments:
@@ -70,19 +85,3 @@ class Program(argparse.ArgumentParser):
             print(f"{self.title}: {str(error) or 'out of memory'}", file=sys.stderr)
             return 2
         return 0
-
-    @contextlib.contextmanager
-    def _plain_warnings(self, quiet: bool) -> Iterator[None]:
-        """Prints what the library warns of as lines on standard error, while the program runs."""
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter(f"{self.title}: %(levelname)s: %(message)s"))
-        handler.setLevel(logging.ERROR if quiet else logging.WARNING)
-        logger = logging.getLogger("fdc_jax")
-        before = logger.propagate
-        logger.addHandler(handler)
-        logger.propagate = False
-        try:
-            yield
-        finally:
-            logger.removeHandler(handler)
-            logger.propagate = before

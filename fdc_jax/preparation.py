@@ -47,7 +47,7 @@ class Experiment:
         if config.cache_dir:
             check_writable_folder("config.cache_dir", cache)
         self._cache = cache
-        devices.use_compilation_cache(cache / "compiled")
+        jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
         known = classes_per_task is not None
         classes_per_task = classes_per_task or self.tasks.classes_per_task
         wanted = encoder.weights, encoder.variant, cache, not quiet
@@ -99,21 +99,14 @@ class Experiment:
     @functools.cached_property
     def pretrained_features(self) -> FeatureCache:
         """Features of E_0, which depend on nothing else than these."""
-        config = self.config
-        depend_on = {
-            "weights": self.pretrained.sha256,
-            "train": self.tasks.train.checksum,
-            "test": self.tasks.test.checksum,
-            "variant": config.encoder.variant,
-            "image_size": config.encoder.image_size,
-            "input_range": config.data.input_range,
-            "precision": config.precision,
-            "attention": config.encoder.attention,
-            "batch_size": config.evaluation.batch_size,
-            "devices": devices.describe(),
-            "jax": jax.__version__,
+        settings = {
+            field: value
+            for field, value in configuration.flatten(self.config).items()
+            if field in ("precision", "data.input_range", "evaluation.batch_size")
+            or (field.startswith("encoder.") and field != "encoder.weights")
         }
-        return FeatureCache(self._cache / "features", depend_on)
+        computed = {"devices": devices.describe(), "jax": jax.__version__}
+        return FeatureCache(self._cache / "features", self.checksums | settings | computed)
 
     @property
     def checksums(self) -> dict[str, str]:

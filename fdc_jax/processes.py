@@ -68,8 +68,23 @@ def start(
     if detect and len(missing) < len(given):
         raise InputError("--distributed finds the processes itself; expected no other flag of them")
     if not detect:
-        _check(missing, str(coordinator_address), num_processes, process_id)
-        _reach(str(coordinator_address), listens=process_id == 0)
+        if coordinator_address is None or num_processes is None or process_id is None:
+            raise InputError(
+                f"expected --coordinator_address, --num_processes and --process_id together, "
+                f"found no {' and no '.join(missing)}"
+            )
+        if not re.fullmatch(r".+:\d{1,5}", coordinator_address):
+            raise InputError(
+                f"--coordinator_address: expected host:port, found {coordinator_address!r}"
+            )
+        if num_processes < 1:
+            raise InputError(f"--num_processes: expected at least 1, found {num_processes}")
+        if not 0 <= process_id < num_processes:
+            raise InputError(
+                f"--process_id: expected 0 to {num_processes - 1} of {num_processes} processes, "
+                f"found {process_id}"
+            )
+        _reach(coordinator_address, listens=process_id == 0)
     # SIGTERM is ours: JAX's own notice of it would replace our handler.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -85,25 +100,6 @@ def start(
             f"--coordinator_address={coordinator_address}: cannot join the other processes "
             f"({reason})"
         ) from error
-
-
-def _check(
-    missing: list[str], address: str, num_processes: int | None, process_id: int | None
-) -> None:
-    if missing or num_processes is None or process_id is None:
-        raise InputError(
-            f"expected --coordinator_address, --num_processes and --process_id together, "
-            f"found no {' and no '.join(missing)}"
-        )
-    if not re.fullmatch(r".+:\d{1,5}", address):
-        raise InputError(f"--coordinator_address: expected host:port, found {address!r}")
-    if num_processes < 1:
-        raise InputError(f"--num_processes: expected at least 1, found {num_processes}")
-    if not 0 <= process_id < num_processes:
-        raise InputError(
-            f"--process_id: expected 0 to {num_processes - 1} of {num_processes} processes, "
-            f"found {process_id}"
-        )
 
 
 def _reach(address: str, listens: bool) -> None:
@@ -182,7 +178,7 @@ def from_first(
 
 
 def _broadcast(array: np.ndarray) -> np.ndarray:
-    # As bytes: sums of floats would turn -0 into 0.
+    """As bytes: sums of floats would turn -0 into 0."""
     flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     received = np.asarray(multihost_utils.broadcast_one_to_all(flat), np.uint8)
     return received.view(array.dtype).reshape(array.shape)

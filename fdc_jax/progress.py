@@ -80,11 +80,7 @@ class Progress:
 class StepLog:
     """Watches training steps: losses, which must be finite, speed, and the time of each task.
 
-    Args:
-        config: the run's configuration.
-        event: keeps an event of a kind with its values.
-        progress: the screen.
-        timing: of the task in work, as `cursor` gave it.
+    `event` keeps an event of a kind with its values; `timing` of the task in work is from `cursor`.
     """
 
     peak_memory: int | None = None  # bytes on the fullest device after the last training here

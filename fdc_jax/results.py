@@ -22,6 +22,9 @@ def collect(
     points = ("task", "accuracy", "routing_accuracy", "components", "task_accuracy", *BEYOND)
     curve = [{name: record[name] for name in points if name in record} for record in records]
     complete = len(records) == e.setup.num_tasks
+    selected = learners.selected(config.learner.name)
+    if selected not in last["components"]:  # Without the pretrained view, the other is all.
+        selected = selected.removesuffix("_adapted_view")
 
     def average(accuracies: list[float]) -> float | None:
         # Without the accuracy after every task there is no average over them.
@@ -43,7 +46,7 @@ def collect(
             name: average([point["accuracy"][name] for point in curve]) for name in ("raw", "fdc")
         },
         "components": last["components"],
-        "selected": _selected(config.learner.name, last["components"]),
+        "selected": {"components": selected, "accuracy": last["components"].get(selected)},
         "decomposition": last["decomposition"],
         **{
             entry: {
@@ -71,14 +74,6 @@ def collect(
         "config": configuration.flatten(config) | {"seed": [seed]},
         "versions": versions(),
     }
-
-
-def _selected(learner: str, components: dict[str, float]) -> dict[str, Any]:
-    """Returns what the paper enables for the learner, and its accuracy."""
-    name = learners.selected(learner)
-    # Without the pretrained view, the adapted one is all there is.
-    name = name if name in components else name.removesuffix("_adapted_view")
-    return {"components": name, "accuracy": components.get(name)}
 
 
 def _peak_memory(per_task: list[dict[str, int | None] | None]) -> dict[str, int | None]:

@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import ml_collections
@@ -144,9 +143,13 @@ class Run(Places):
         images = np.asarray(images)
         if images.ndim == 1:
             images = self.test_images(images)
-        size = min(self.config.evaluation.batch_size, max(1, len(images)))
+        parts = np.split(images, range(0, len(images), self.config.evaluation.batch_size)[1:])
+        batches = [
+            Batch(part, np.zeros(len(part), np.int32), np.ones(len(part), np.float32))
+            for part in parts
+        ]
         e, kernels = self.experiment, self.encoder(t)
-        return e.extract(e.backbone, [kernels], _batches(images, size))[0].features
+        return e.extract(e.backbone, [kernels], batches)[0].features
 
     def test_images(self, rows: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n s s 3"]:
         """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled.
@@ -175,12 +178,3 @@ def _configuration(saved: dict[str, Any]) -> Config:
                 place = place.setdefault(parent, {})
             place[name] = tuple(value) if isinstance(value, list) else value
     return ml_collections.ConfigDict(nested)
-
-
-def _batches(images: np.ndarray, size: int) -> Iterator[Batch]:
-    for start in range(0, len(images), size):
-        part = images[start : start + size]
-        rows = np.zeros((size, *images.shape[1:]), np.uint8)
-        rows[: len(part)] = part
-        weights = (np.arange(size) < len(part)).astype(np.float32)
-        yield Batch(rows, np.zeros(size, np.int32), weights)

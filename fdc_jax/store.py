@@ -376,13 +376,7 @@ def locked(*folders: Path) -> Iterator[None]:
         InputError: a run of another process is there; names it.
     """
     with contextlib.ExitStack() as held:
-
-        @processes.on_first
-        def take() -> None:
-            for folder in folders:
-                _lock(folder, held)
-
-        take()
+        processes.on_first(lambda: [_lock(folder, held) for folder in folders])()
         yield
 
 

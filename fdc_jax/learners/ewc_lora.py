@@ -164,7 +164,10 @@ def _add_squared_gradients(
         gradients = jax.vmap(jax.grad(image_loss), in_axes=(None, 0, 0))(
             kernels, part.images, part.labels
         )
-        return jax.tree.map(partial(_add_weighted_squares, part.weights), total, gradients), None
+        summed = partial(
+            jnp.einsum, "n,nlde->lde", part.weights, precision=jax.lax.Precision.HIGHEST
+        )
+        return jax.tree.map(lambda sums, each: sums + summed(each**2), total, gradients), None
 
     if fisher == "batch_mean":
         gradient = jax.grad(mean_loss)(kernels, batch)
@@ -175,10 +178,6 @@ def _add_squared_gradients(
     # Every part takes images from all over the batch, and so from every device.
     parts = jax.tree.map(lambda leaf: leaf.reshape(size, -1, *leaf.shape[1:]).swapaxes(0, 1), batch)
     return jax.lax.scan(add_images, total, parts)[0]
-
-
-def _add_weighted_squares(weights, total, each):
-    return total + jnp.einsum("n,nlde->lde", weights, each**2, precision=jax.lax.Precision.HIGHEST)
 
 
 # 5. What it offers for inference.

@@ -149,18 +149,21 @@ def retraining(
     transformation: optax.GradientTransformation,
     samples: int,
     batch_size: int,
+    rate_field: str,
 ) -> Callable[..., Any]:
     """Returns a function that trains the heads of all tasks on drawn features.
 
     In every epoch it draws `samples` features of each class seen, shuffles them and goes over them
     in batches; the last batch may be smaller. It is compiled once for all tasks. In
     `loss(heads, features, labels, weights, seen)` labels are positions in the flattened slots
-    [t * c], rows of weight 0 are padding; `transformation` makes directions of gradients.
+    [t * c], rows of weight 0 are padding; `transformation` makes directions of gradients;
+    `rate_field` is the option to lower where they diverge.
 
     Returns:
         `retrain(heads, gaussians, seen, scales, rates, key) -> heads`, where `heads` is a pytree
         whose leaves lead with [t], `seen` [t, c] marks the classes to draw, `scales` [t] are
-        factors on their means, and `rates` [epochs] are learning rates.
+        factors on their means, and `rates` [epochs] are learning rates. It raises TrainingError
+        when a head is not finite afterwards.
     """
 
     @jax.jit
@@ -212,6 +215,11 @@ def retraining(
                 seen,
                 rate,
                 key_of_order,
+            )
+        if not all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(heads)):
+            raise TrainingError(
+                f"classifier alignment after task {tasks_done} diverged; a smaller "
+                f"{rate_field} may help"
             )
         return heads
 

@@ -124,9 +124,7 @@ def update(setup: training.Setup) -> training.Update:
 
 
 # 4. What it does when a task ends.
-def after_task(
-    setup: training.Setup, backbone, state: State, task: int, frozen, trained, images
-) -> State:
+def after_task(setup, backbone, state: State, task: int, frozen, trained, images) -> State:
     """Returns the state with B and head in the task's slot and the task's inputs in the memory."""
     state = cumulative_lora.after_task(setup, backbone, state, task, frozen, trained, images)
     kernels = cumulative_lora.encoder(setup, backbone, state, task + 1)

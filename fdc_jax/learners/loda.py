@@ -169,8 +169,7 @@ def isolated_directions(
     root, jitter = cholesky(old)
     half = scipy.linalg.solve_triangular(root, new, lower=True)
     ratios = _symmetric(scipy.linalg.solve_triangular(root, half.T, lower=True))
-    leading = np.linalg.eigh(ratios)[1][:, ::-1][:, :rank]
-    directions = scipy.linalg.solve_triangular(root.T, leading)
+    directions = scipy.linalg.solve_triangular(root.T, general_directions(ratios, rank))
     return np.linalg.qr(directions)[0], jitter
 
 
@@ -379,9 +378,7 @@ def first_group(key: Array, present: Bool[Array, " c"]) -> Bool[Array, " c"]:
 
 
 # 4. What it does when a task ends.
-def after_task(
-    setup: training.Setup, backbone, state: State, task: int, frozen, trained, images
-) -> State:
+def after_task(setup, backbone, state: State, task: int, frozen, trained, images) -> State:
     """Returns the state with the increment shrunk and stored, the head, and both new moments."""
 
     def moments_under(increment):

@@ -173,9 +173,7 @@ def milestones(epoch: int, epochs: int) -> float:
 
 
 # 4. What it does when a task ends.
-def after_task(
-    setup: training.Setup, backbone, state: State, task: int, frozen, trained, images
-) -> State:
+def after_task(setup, backbone, state: State, task: int, frozen, trained, images) -> State:
     """Returns the state with increment and head in the task's slot, and the inputs split anew."""
     state = cumulative_lora.after_task(setup, backbone, state, task, frozen, trained, images)
     kernels = cumulative_lora.encoder(setup, backbone, state, task + 1)

@@ -87,11 +87,9 @@ def learning_rate_factor(schedule: str, epoch: int, epochs: int) -> float:
     `constant` is 1; `cosine` falls from 1 along half a wave and would reach 0 after the last epoch;
     `quarter_cosine` is InfLoRA's.
     """
-    if schedule == "constant":
-        return 1.0
     if schedule == "quarter_cosine":
         return quarter_cosine(epoch, epochs)
-    return 0.5 * (1.0 + math.cos(math.pi * epoch / epochs))
+    return 1.0 if schedule == "constant" else 0.5 * (1.0 + math.cos(math.pi * epoch / epochs))
 
 
 def quarter_cosine(epoch: int, epochs: int) -> float:
@@ -136,10 +134,8 @@ def with_directions(
     stack: vit.Increment, task: int, directions: Float64[np.ndarray, "l d r"]
 ) -> vit.Increment:
     """Returns the increments of all tasks with A of one task set, the same for key and value."""
-    A, slot = jnp.asarray(directions, jnp.float32), increments.select(stack, task)
-    filled = vit.Increment(
-        key=vit.Factors(A=A, B=slot["key"]["B"]), value=vit.Factors(A=A, B=slot["value"]["B"])
-    )
+    A, filled = jnp.asarray(directions, jnp.float32), increments.select(stack, task)
+    filled["key"]["A"] = filled["value"]["A"] = A
     return increments.store(stack, task, filled)
 
 
@@ -244,10 +240,8 @@ def gradient_update(
             )
 
         count, side = batch.images.shape[:2]
-        size = count
-        if mean_over_images:
-            size = vit.images_together(count, side, setup.variant.patch)
-        if size < count:
+        size = vit.images_together(count, side, setup.variant.patch)
+        if mean_over_images and size < count:
             value, gradients = mean_over_portions(value_and_gradients, batch, size)
         else:
             value, gradients = value_and_gradients(batch)

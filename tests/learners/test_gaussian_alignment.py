@@ -162,7 +162,7 @@ def counting(samples, batch_size, transformation=None):
         return -jnp.sum(weights * chosen) - heads["steps"][0]
 
     return gaussian_alignment.retraining(
-        loss, transformation or optax.identity(), samples, batch_size
+        loss, transformation or optax.identity(), samples, batch_size, "rate"
     )
 
 

@@ -230,5 +230,5 @@ def test_a_calibration_that_diverged_says_so():
     heads, gaussians = calibration_problem()
     gaussians = gaussians._replace(means=gaussians.means.at[0].set(jnp.nan))
     options = settings(calibration_batch_size=20)
-    with pytest.raises(TrainingError, match="calibration after task 2 diverged"):
+    with pytest.raises(TrainingError, match="alignment after task 2 diverged"):
         rsiat.calibrate(options, heads, gaussians, seen(2), 0.5, 0.3, KEY)
