@@ -5,7 +5,8 @@ from typing import Any, TypeAlias
 
 from fdc_jax import calibration, learners
 from fdc_jax.errors import InputError
-from fdc_jax.model.vit import VARIANTS
+from fdc_jax.model import weights
+from fdc_jax.model.vit import VARIANTS, Variant
 
 # An ml_collections.ConfigDict; no type checker knows its fields.
 Config: TypeAlias = Any
@@ -31,6 +32,7 @@ _ALLOWED: dict[str, str | tuple[str, ...]] = {
     "class_order_seed": "[0, 4294967295]",
     "classes_per_task": "[0, inf)",
     "precision": ("parity", "fast"),
+    "encoder.image_size": "[0, inf)",
     "data.train_per_class": "[0, inf)",
     "data.test_per_class": "[0, inf)",
     "data.workers": "[0, inf)",
@@ -92,11 +94,8 @@ def validate(config: Config) -> None:
         wanted = learners.expected(allowed, flat[field])
         if wanted is not None:
             refuse(field, wanted)
-    variant = VARIANTS.get(config.encoder.variant)
-    if variant is not None and config.train.rank > variant.width:
-        refuse(
-            "train.rank", f"at most {variant.width}, the width of encoder {config.encoder.variant}"
-        )
+    if config.encoder.weights in weights.NAMED and config.encoder.variant in VARIANTS:
+        check_rank(config, VARIANTS[config.encoder.variant])
     learners.check_options(name, flat)
     try:
         calibration.check(config.fdc.to_dict())
@@ -106,6 +105,19 @@ def validate(config: Config) -> None:
     pair = isinstance(scale, list) and [type(each) in (int, float) for each in scale] == [True] * 2
     if not pair or not 0 < scale[0] <= scale[1] <= 1:
         refuse("data.crop_scale", "two ascending shares of at most 1, such as 0.05,1.0")
+
+
+def check_rank(config: Config, variant: Variant) -> None:
+    """Checks that increments are no wider than the encoder.
+
+    Raises:
+        InputError: they are.
+    """
+    if config.train.rank > variant.width:
+        raise InputError(
+            f"config.train.rank: expected at most {variant.width}, the width of encoder "
+            f"{config.encoder.variant}, found {config.train.rank}"
+        )
 
 
 def differences(

@@ -38,11 +38,13 @@ class Experiment:
         self.config, encoder = config, config.encoder
         self._benchmark = benchmarks.find(config.benchmark)
         self.learner = learners.find(config.learner.name)
-        size, data = encoder.image_size, config.data
-        model = vit.build(
-            encoder.variant, size, data.input_range, config.precision, encoder.attention
-        )
-        _check_memory(config)
+        # What a file of weights says itself stands in the configuration from here on.
+        encoder.variant, variant = weights.recognise(encoder.weights, encoder.variant)
+        encoder.image_size = size = encoder.image_size or variant.image_size
+        configuration.check_rank(config, variant)
+        data = config.data
+        model = vit.build(variant, size, data.input_range, config.precision, encoder.attention)
+        _check_memory(config, variant)
         cache = Path(config.cache_dir).expanduser() if config.cache_dir else weights.cache_folder()
         if config.cache_dir:
             check_writable_folder("config.cache_dir", cache)
@@ -54,7 +56,7 @@ class Experiment:
         # A download is the first process's alone where all share a cache.
         processes.on_first(lambda: str(weights.locate(*wanted)))()
         path = weights.locate(*wanted)
-        self.pretrained = weights.load(path, encoder.variant, size)
+        self.pretrained = weights.load(path, variant, size)
         self.setup = training.Setup(model, classes_per_task, config)
         self.update = self.learner.update(self.setup)
         self.mesh = devices.data_mesh()
@@ -204,15 +206,14 @@ class Experiment:
         )
 
 
-def _check_memory(config: Config) -> None:
+def _check_memory(config: Config, variant: vit.Variant) -> None:
     """Refuses batches whose pixels and tokens, in training of every block, exceed the memory."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    encoder = config.encoder
-    variant = vit.VARIANTS[encoder.variant]
-    tokens = (encoder.image_size // variant.patch) ** 2 * variant.width
+    side = config.encoder.image_size
+    tokens = (side // variant.patch) ** 2 * variant.width
     for section, copies in (("train", variant.depth), ("evaluation", 1)):
         size = config[section].batch_size
-        needed = size * (3 * encoder.image_size**2 + 4 * tokens * copies)
+        needed = size * (3 * side**2 + 4 * tokens * copies)
         if needed > memory:
             raise InputError(
                 f"config.{section}.batch_size: expected batches that fit into memory, found "

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Float, Float64, Int
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import LinearHead
 from fdc_jax.model import increments, vit
-from fdc_jax.model.vit import VARIANTS, Variant, VisionTransformer
+from fdc_jax.model.vit import Variant, VisionTransformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Setup:
     @property
     def variant(self) -> Variant:
         """Sizes of the encoder."""
-        return VARIANTS[self.config.encoder.variant]
+        return self.model.variant
 
     @property
     def num_tasks(self) -> int:

@@ -1,6 +1,6 @@
-"""The Vision Transformer of the AugReg checkpoints, from images to the head input.
+"""The Vision Transformer, from images to the head input, for every family in `layouts`.
 
-Module names are the keys of the AugReg files, so that a checkpoint is the parameter tree. The
+Module names are the keys of the AugReg files, so that such a checkpoint is the parameter tree. The
 encoder sees the same images under different key and value kernels: the pretrained ones (E_0), or
 those with the increments of the first t tasks added (E_t). A learner that leaves the kernels alone
 passes an adapter beside them instead. They are passed as arguments; one compiled function serves
@@ -8,12 +8,14 @@ every view.
 """
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any, NotRequired, TypedDict
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, UInt8
 
 from fdc_jax.errors import InputError
@@ -21,28 +23,86 @@ from fdc_jax.errors import InputError
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The sizes that define an encoder."""
+    """What defines an encoder besides its parameters; by default as in the AugReg checkpoints.
+
+    Attributes:
+        width: of the tokens.
+        depth: number of blocks.
+        heads: of every attention.
+        patch: side of a patch, in pixels.
+        hidden: units of every MLP; 0: four times the width.
+        tokens: learned tokens before the patches, the class token first.
+        registers: learned tokens behind these, without a position.
+        pre_norm: whether the tokens are normalised before the first block.
+        activation: of every MLP, a key of `ACTIVATIONS`.
+        pooling: what becomes the feature, one of `POOLINGS`.
+        rotary: base of the rotary positions of the patches; 0: learned positions.
+        epsilon: of every norm.
+        image_size: side of the images of the pre-training, in pixels.
+        mean: of the pixels in [0, 1] of the pre-training, by channel; None: not known.
+        std: likewise, what centred pixels are divided by.
+    """
 
     width: int
     depth: int
     heads: int
     patch: int = 16
+    hidden: int = 0
+    tokens: int = 1
+    registers: int = 0
+    pre_norm: bool = False
+    activation: str = "gelu"
+    pooling: str = "token"
+    rotary: float = 0.0
+    epsilon: float = 1e-6
+    image_size: int = 224
+    mean: tuple[float, ...] | None = (0.5, 0.5, 0.5)
+    std: tuple[float, ...] | None = (0.5, 0.5, 0.5)
 
     @property
     def mlp_width(self) -> int:
         """Hidden units of the MLP of each block."""
-        return 4 * self.width
+        return self.hidden or 4 * self.width
 
 
 VARIANTS = {
     "Ti/16": Variant(width=192, depth=12, heads=3),
+    "S/32": Variant(width=384, depth=12, heads=6, patch=32),
     "S/16": Variant(width=384, depth=12, heads=6),
+    "B/32": Variant(width=768, depth=12, heads=12, patch=32),
     "B/16": Variant(width=768, depth=12, heads=12),
+    "B/8": Variant(width=768, depth=12, heads=12, patch=8),
     "L/16": Variant(width=1024, depth=24, heads=16),
-    "digits": Variant(width=96, depth=4, heads=3, patch=8),
+    "digits": Variant(
+        width=96, depth=4, heads=3, patch=8, image_size=32, mean=(0.0,) * 3, std=(1.0,) * 3
+    ),
 }
 
+
+def _gelu(x):
+    # The exact GELU; jax.nn.gelu goes through erfc, which is several times slower on a CPU.
+    return 0.5 * x * (1.0 + jax.lax.erf(x * jnp.asarray(0.5**0.5, x.dtype)))
+
+
+def _swiglu(x):
+    gate, value = jnp.split(x, 2, axis=-1)
+    return jax.nn.silu(gate) * value
+
+
+# What follows the first layer of an MLP; swiglu takes twice the hidden units, gates first.
+ACTIVATIONS = {
+    "gelu": _gelu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
+    "swiglu": _swiglu,
+}
+
+# token: the class token; prefix: the mean of all learned tokens with a position; mean: of the
+# patches, behind the final norm or before it; attention: of a learned query over the patches.
+POOLINGS = ("token", "prefix", "mean", "mean_then_norm", "attention")
+
 # Offset and divisor applied to pixels in [0, 1]: PILOT feeds them as they are, AugReg in [-1, 1].
+# The third, `model`, is what the checkpoint was trained with.
 INPUT_RANGES = {"pilot01": (0.0, 1.0), "augreg": (0.5, 0.5)}
 
 # Parity: float32 with exact products. Fast: bfloat16 activations, float32 parameters and norms.
@@ -204,8 +264,26 @@ def _attend_fused(q, k, v):
     )[:, :tokens]
 
 
+def _rotary_angles(variant: Variant, grid: int) -> Float[np.ndarray, "t h"]:
+    """Returns by what the halves of a head turn, for each token; zero for learned ones (DINOv3)."""
+    quarter = variant.width // variant.heads // 4
+    centres = 2.0 * (np.arange(grid) + 0.5) / grid - 1.0
+    places = np.stack(np.meshgrid(centres, centres, indexing="ij"), axis=-1).reshape(-1, 2, 1)
+    angles = 2.0 * math.pi * places * variant.rotary ** -(np.arange(quarter) / quarter)
+    return np.pad(angles.reshape(grid**2, -1), ((variant.tokens + variant.registers, 0), (0, 0)))
+
+
+def _rotated(x: Float[Array, "n t k d"], angles: Float[np.ndarray, "t h"]) -> Any:
+    """Turns the first tokens' queries or keys, pairs of entries half a head apart, in float32."""
+    angles = angles[: x.shape[1], None]
+    cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
+    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = [left * cos - right * sin, right * cos + left * sin]
+    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+
+
 class _Attention(nn.Module):
-    """Multi-head attention of `queries` over `tokens`."""
+    """Multi-head attention of `queries`, the first of `tokens` or others, over `tokens`."""
 
     heads: int
     dtype: Any
@@ -213,7 +291,7 @@ class _Attention(nn.Module):
     attention: str
 
     @nn.compact
-    def __call__(self, queries, tokens, kernels, increment):
+    def __call__(self, queries, tokens, kernels=None, increment=None, angles=None):
         def project(name, inputs, *given):
             projection = _Projection(self.heads, self.dtype, self.precision, name=name)
             return projection(inputs, *(None if tree is None else tree[name] for tree in given))
@@ -221,6 +299,8 @@ class _Attention(nn.Module):
         q = project("query", queries)
         k = project("key", tokens, kernels, increment)
         v = project("value", tokens, kernels, increment)
+        if angles is not None:
+            q, k = _rotated(q, angles), _rotated(k, angles)
         # One query an image, in the last block, leaves a fused kernel nothing to gain.
         if self.attention == "cudnn" and q.shape[1] > 1:
             mixed = _attend_fused(q, k, v)
@@ -231,18 +311,19 @@ class _Attention(nn.Module):
 
 
 class _Mlp(nn.Module):
-    """Two dense layers with the exact GELU between them."""
+    """Two dense layers with an activation between them."""
 
     hidden: int
+    activation: str
     dtype: Any
     precision: jax.lax.Precision
 
     @nn.compact
     def __call__(self, x):
         width = x.shape[-1]
-        x = nn.Dense(self.hidden, dtype=self.dtype, precision=self.precision)(x)
-        # The exact GELU; jax.nn.gelu goes through erfc, which is several times slower on a CPU.
-        x = 0.5 * x * (1.0 + jax.lax.erf(x * jnp.asarray(0.5**0.5, x.dtype)))
+        units = 2 * self.hidden if self.activation == "swiglu" else self.hidden
+        x = nn.Dense(units, dtype=self.dtype, precision=self.precision)(x)
+        x = ACTIVATIONS[self.activation](x)
         return nn.Dense(width, dtype=self.dtype, precision=self.precision)(x)
 
 
@@ -288,31 +369,32 @@ def _adapted(x, adapter, dropout_key, dropout_rate: float, precision):
 
 
 class _Block(nn.Module):
-    """Pre-norm transformer block; with `class_token_only` it returns just the first token."""
+    """Transformer block with the norms first; returns the first `kept` tokens, None for all."""
 
     variant: Variant
     dtype: Any
     precision: jax.lax.Precision
-    class_token_only: bool
+    kept: int | None
     attention: str
 
     @nn.compact
-    def __call__(self, x, kernels, increment, dropout_key, dropout_rate):
-        norm: dict[str, Any] = {"epsilon": 1e-6, "dtype": self.dtype}
+    def __call__(self, x, angles, kernels, increment, dropout_key, dropout_rate):
+        norm: dict[str, Any] = {"epsilon": self.variant.epsilon, "dtype": self.dtype}
         tokens = nn.LayerNorm(name="LayerNorm_0", **norm)(x)
         self.sow("intermediates", "attention_input", tokens)
         queries = tokens
-        if self.class_token_only:
-            queries, x = tokens[:, :1], x[:, :1]
+        if self.kept is not None:
+            queries, x = tokens[:, : self.kept], x[:, : self.kept]
         x = x + _Attention(
             self.variant.heads,
             self.dtype,
             self.precision,
             self.attention,
             name="MultiHeadDotProductAttention_1",
-        )(queries, tokens, kernels, increment)
+        )(queries, tokens, kernels, increment, angles)
         y = nn.LayerNorm(name="LayerNorm_2", **norm)(x)
-        out = x + _Mlp(self.variant.mlp_width, self.dtype, self.precision, name="MlpBlock_3")(y)
+        kind = (self.variant.mlp_width, self.variant.activation, self.dtype, self.precision)
+        out = x + _Mlp(*kind, name="MlpBlock_3")(y)
         if kernels is None or "adapter" not in kernels:
             return out
         adapter = kernels["adapter"]
@@ -329,8 +411,28 @@ class _PositionEmbedding(nn.Module):
         return x + embedding.astype(x.dtype)
 
 
+class _AttentionPooling(nn.Module):
+    """A learned query's attention over tokens, and an MLP behind it (SigLIP)."""
+
+    variant: Variant
+    dtype: Any
+    precision: jax.lax.Precision
+
+    @nn.compact
+    def __call__(self, tokens):
+        variant, kind = self.variant, (self.dtype, self.precision)
+        probe = self.param("probe", nn.initializers.zeros, (1, 1, variant.width))
+        x = jnp.broadcast_to(probe.astype(self.dtype), (len(tokens), 1, variant.width))
+        # One query an image leaves a fused kernel nothing to gain.
+        attention = _Attention(variant.heads, *kind, "xla", name="MultiHeadDotProductAttention_0")
+        x = attention(x, tokens.astype(self.dtype))
+        y = nn.LayerNorm(epsilon=variant.epsilon, dtype=self.dtype, name="LayerNorm_0")(x)
+        y = _Mlp(variant.mlp_width, variant.activation, *kind, name="MlpBlock_0")(y)
+        return (x + y)[:, 0].astype(jnp.float32)
+
+
 class _Transformer(nn.Module):
-    """Position embedding, blocks, final norm; returns the class token."""
+    """Positions, registers, blocks, final norm and pooling of the learned tokens and patches."""
 
     variant: Variant
     dtype: Any
@@ -339,15 +441,44 @@ class _Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, x, kernels, increment, dropout_key, dropout_rate):
-        keys = None if dropout_key is None else jax.random.split(dropout_key, self.variant.depth)
-        x = _PositionEmbedding(name="posembed_input")(x)
-        for block in range(self.variant.depth):
-            # Nothing reads the other tokens of the last block.
-            last = block == self.variant.depth - 1
+        variant, angles = self.variant, None
+        keys = None if dropout_key is None else jax.random.split(dropout_key, variant.depth)
+        if variant.rotary:
+            angles = _rotary_angles(variant, math.isqrt(x.shape[1] - variant.tokens))
+        else:
+            x = _PositionEmbedding(name="posembed_input")(x)
+        if variant.registers:
+            shape = (1, variant.registers, variant.width)
+            registers = self.param("registers", nn.initializers.zeros, shape).astype(x.dtype)
+            registers = jnp.broadcast_to(registers, (len(x), *shape[1:]))
+            parts = [x[:, : variant.tokens], registers, x[:, variant.tokens :]]
+            x = jnp.concatenate(parts, axis=1)
+        if variant.pre_norm:
+            x = nn.LayerNorm(epsilon=variant.epsilon, dtype=self.dtype, name="pre_norm")(x)
+        # Nothing reads the other tokens of the last block.
+        read = {"token": 1, "prefix": variant.tokens}.get(variant.pooling)
+        for block in range(variant.depth):
+            kept = read if block == variant.depth - 1 else None
             of_block = [_at_block(tree, block) for tree in (kernels, increment, keys)]
-            kind = (self.variant, self.dtype, self.precision, last, self.attention)
-            x = _Block(*kind, name=f"encoderblock_{block}")(x, *of_block, dropout_rate)
-        return nn.LayerNorm(epsilon=1e-6, dtype=jnp.float32, name="encoder_norm")(x[:, 0])
+            kind = (variant, self.dtype, self.precision, kept, self.attention)
+            x = _Block(*kind, name=f"encoderblock_{block}")(x, angles, *of_block, dropout_rate)
+        return self._pooled(x)
+
+    def _pooled(self, x):
+        variant = self.variant
+        before = variant.pooling == "mean_then_norm"
+        name = "fc_norm" if before else "encoder_norm"
+        norm = nn.LayerNorm(epsilon=variant.epsilon, dtype=jnp.float32, name=name)
+        if variant.pooling == "token":
+            return norm(x[:, 0])
+        if variant.pooling == "prefix":
+            return norm(x).mean(axis=1)
+        x = x[:, variant.tokens + variant.registers :]
+        if before:
+            return norm(x.astype(jnp.float32).mean(axis=1))
+        if variant.pooling == "mean":
+            return norm(x).mean(axis=1)
+        return _AttentionPooling(variant, self.dtype, self.precision, name="MAPHead_0")(norm(x))
 
 
 class _PatchEmbedding(nn.Module):
@@ -361,6 +492,9 @@ class _PatchEmbedding(nn.Module):
     def __call__(self, images):
         batch, height, width, channels = images.shape
         size, out = self.variant.patch, self.variant.width
+        if height % size:  # As a convolution without padding: what is left over goes.
+            height, width = height - height % size, width - width % size
+            images = images[:, :height, :width]
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (size, size, channels, out))
         bias = self.param("bias", nn.initializers.zeros, (out,))
         patches = images.reshape(batch, height // size, size, width // size, size, channels)
@@ -373,8 +507,9 @@ class VisionTransformer(nn.Module):
     """Images to head-input features.
 
     Attributes:
-        variant: sizes of the encoder.
-        input_range: `pilot01` for pixels in [0, 1], `augreg` for [-1, 1].
+        variant: the architecture.
+        input_range: `pilot01` for pixels in [0, 1], `augreg` for [-1, 1], `model` for what the
+            checkpoint was trained with.
         precision: `parity` (float32, exact products) or `fast` (bfloat16 activations).
         attention: `xla` or `cudnn`; see `ATTENTIONS`.
     """
@@ -393,7 +528,7 @@ class VisionTransformer(nn.Module):
         dropout_key: Array | None = None,
         dropout_rate: float = 0.0,
     ) -> Float[Array, "n d"]:
-        """Returns the class token after the final norm, in float32.
+        """Returns what the pooling makes of the tokens after the final norm, in float32.
 
         Args:
             images: square RGB images, side a multiple of the patch size.
@@ -404,50 +539,64 @@ class VisionTransformer(nn.Module):
             dropout_rate: share of hidden units to drop, less than 1.
         """
         dtype, precision = PRECISIONS[self.precision]
-        offset, divisor = INPUT_RANGES[self.input_range]
+        offset: Any
+        divisor: Any
+        if self.input_range == "model":
+            offset, divisor = jnp.asarray(self.variant.mean), jnp.asarray(self.variant.std)
+        else:
+            offset, divisor = INPUT_RANGES[self.input_range]
         pixels = (images.astype(jnp.float32) / 255.0 - offset) / divisor
         x = _PatchEmbedding(self.variant, dtype, precision, name="embedding")(pixels.astype(dtype))
-        token = self.param("cls", nn.initializers.zeros, (1, 1, self.variant.width))
-        token = jnp.broadcast_to(token.astype(dtype), (x.shape[0], 1, x.shape[-1]))
-        x = jnp.concatenate([token, x], axis=1)
+        if self.variant.tokens:
+            shape = (1, self.variant.tokens, self.variant.width)
+            tokens = self.param("cls", nn.initializers.zeros, shape).astype(dtype)
+            tokens = jnp.broadcast_to(tokens, (x.shape[0], *shape[1:]))
+            x = jnp.concatenate([tokens, x], axis=1)
         return _Transformer(self.variant, dtype, precision, self.attention, name="Transformer")(
             x, kernels, increment, dropout_key, dropout_rate
         )
 
 
 def build(
-    variant: str,
+    variant: str | Variant,
     image_size: int,
     input_range: str = "pilot01",
     precision: str = "parity",
     attention: str = "xla",
 ) -> VisionTransformer:
-    """Returns the encoder named by a configuration.
+    """Returns the encoder of a configuration, its architecture given by name or in full.
 
     Raises:
-        InputError: a name is unknown, the image side is no multiple of the patch size, or cuDNN's
+        InputError: a name is unknown, the image side is no multiple of the patch size nor that of
+            the checkpoint, whose mean and deviation are asked for but not known, or cuDNN's
             attention is asked for in float32 or without an NVIDIA GPU.
     """
     for field, value, known in (
         ("encoder.variant", variant, VARIANTS),
-        ("data.input_range", input_range, INPUT_RANGES),
+        ("data.input_range", input_range, (*INPUT_RANGES, "model")),
         ("precision", precision, PRECISIONS),
         ("encoder.attention", attention, ATTENTIONS),
     ):
-        if value not in known:
+        if isinstance(value, str) and value not in known:
             raise InputError(f"{field}: expected one of {', '.join(known)}, found {value!r}")
-    patch = VARIANTS[variant].patch
-    if image_size < patch or image_size % patch:
+    variant = VARIANTS[variant] if isinstance(variant, str) else variant
+    patch = variant.patch
+    if image_size != variant.image_size and (image_size < patch or image_size % patch):
         raise InputError(
             f"encoder.image_size: expected a positive multiple of the patch size {patch}, "
             f"found {image_size}"
+        )
+    if input_range == "model" and variant.mean is None:
+        raise InputError(
+            "data.input_range: model needs the mean and the deviation of the pre-training, which "
+            "nothing beside encoder.weights says"
         )
     if attention == "cudnn" and (precision != "fast" or jax.default_backend() != "gpu"):
         raise InputError(
             f"encoder.attention: cudnn needs precision=fast and an NVIDIA GPU, found "
             f"precision={precision} and {jax.default_backend()}"
         )
-    return VisionTransformer(VARIANTS[variant], input_range, precision, attention)
+    return VisionTransformer(variant, input_range, precision, attention)
 
 
 def in_float32(model: VisionTransformer) -> VisionTransformer:

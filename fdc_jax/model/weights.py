@@ -1,4 +1,4 @@
-"""Pretrained weights: AugReg `.npz` and timm `.safetensors` files to parameter trees, strictly."""
+"""Pretrained weights: `.npz` and `.safetensors` files to parameter trees, strictly."""
 
 import base64
 import dataclasses
@@ -22,39 +22,25 @@ from safetensors.numpy import load_file
 
 from fdc_jax.errors import InputError
 from fdc_jax.files import sha256, write_atomically
-from fdc_jax.model import vit
+from fdc_jax.model import layouts, vit
 
 AUGREG_BUCKET = "https://storage.googleapis.com/vit_models/augreg/"
 # The ImageNet-21k checkpoints that timm calls `*_patch16_224.augreg_in21k`.
 AUGREG_FILES = {
     "Ti/16": "Ti_16-i21k-300ep-lr_0.001-aug_none-wd_0.03-do_0.0-sd_0.0.npz",
+    "S/32": "S_32-i21k-300ep-lr_0.001-aug_light1-wd_0.03-do_0.0-sd_0.0.npz",
     "S/16": "S_16-i21k-300ep-lr_0.001-aug_light1-wd_0.03-do_0.0-sd_0.0.npz",
+    "B/32": "B_32-i21k-300ep-lr_0.001-aug_medium1-wd_0.03-do_0.0-sd_0.0.npz",
     "B/16": "B_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0.npz",
+    "B/8": "B_8-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.0-sd_0.0.npz",
     "L/16": "L_16-i21k-300ep-lr_0.001-aug_medium1-wd_0.1-do_0.1-sd_0.1.npz",
 }
+NAMED = ("augreg", "digits")
 DIGITS_WEIGHTS = Path(__file__).resolve().parents[1] / "assets" / "digits_vit.npz"
 
 # What the two readers raise on files that are cut short, changed or of another type.
 _DAMAGED = (OSError, ValueError, TypeError, EOFError, KeyError, NotImplementedError)
 _DAMAGED += (struct.error, zipfile.BadZipFile, zlib.error, SafetensorError)
-
-_POSITIONS = "Transformer/posembed_input/pos_embedding"
-
-# timm's names of layers and AugReg's.
-_BLOCK, _ATTENTION = r"Transformer/encoderblock_\1", "MultiHeadDotProductAttention_1"
-_TIMM_NAMES = (
-    ("cls_token", "cls"),
-    ("pos_embed", _POSITIONS),
-    (r"patch_embed\.proj", "embedding"),
-    (r"blocks\.(\d+)\.norm1", f"{_BLOCK}/LayerNorm_0"),
-    (r"blocks\.(\d+)\.attn\.qkv", f"{_BLOCK}/{_ATTENTION}/qkv"),
-    (r"blocks\.(\d+)\.attn\.proj", f"{_BLOCK}/{_ATTENTION}/out"),
-    (r"blocks\.(\d+)\.norm2", f"{_BLOCK}/LayerNorm_2"),
-    (r"blocks\.(\d+)\.mlp\.fc1", f"{_BLOCK}/MlpBlock_3/Dense_0"),
-    (r"blocks\.(\d+)\.mlp\.fc2", f"{_BLOCK}/MlpBlock_3/Dense_1"),
-    ("norm", "Transformer/encoder_norm"),
-    ("head", "head"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,13 +78,8 @@ def locate(
     """
     if weights == "digits":
         return DIGITS_WEIGHTS
-    if weights != "augreg":
-        path = Path(weights).expanduser()
-        if not path.is_file():
-            raise InputError(
-                f"encoder.weights: expected 'augreg', 'digits' or a file, found no file {path}"
-            )
-        return path
+    if weights not in NAMED:
+        return _file(weights)
     if variant not in AUGREG_FILES:
         raise InputError(
             f"encoder.weights: 'augreg' has no file for encoder.variant {variant!r}, "
@@ -108,6 +89,35 @@ def locate(
     path = Path(folder) / name
     if not path.is_file():
         download(AUGREG_BUCKET + name, path, show_progress)
+    return path
+
+
+def recognise(weights: str, variant: str) -> tuple[str, vit.Variant]:
+    """Returns the name and the architecture of the encoder that a configuration asks for.
+
+    Args:
+        weights: as in `locate`.
+        variant: name of the architecture, which a file says itself.
+
+    Raises:
+        InputError: there is no such name or file, or it holds no encoder that is known.
+    """
+    if weights not in NAMED:
+        path = _file(weights)
+        return layouts.describe(_read(path), path)
+    if variant not in vit.VARIANTS:
+        raise InputError(
+            f"encoder.variant: expected one of {', '.join(vit.VARIANTS)}, found {variant!r}"
+        )
+    return variant, vit.VARIANTS[variant]
+
+
+def _file(weights: str) -> Path:
+    path = Path(weights).expanduser()
+    if not path.is_file():
+        raise InputError(
+            f"encoder.weights: expected 'augreg', 'digits' or a file, found no file {path}"
+        )
     return path
 
 
@@ -141,35 +151,34 @@ def download(url: str, path: Path, show_progress: bool = True) -> None:
         raise InputError(f"cannot download weights ({reason}): {by_hand}") from error
 
 
-def load(path: str | os.PathLike[str], variant: str, image_size: int) -> Weights:
+def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: int) -> Weights:
     """Reads a checkpoint into the parameter tree of an encoder.
 
-    Every array of the file is used or named in `skipped` (the classification head); position
-    embeddings are resized only when the patch grid differs.
+    Every array of the file is used or named in `skipped`; position embeddings are resized only when
+    the patch grid differs.
 
     Args:
-        path: AugReg `.npz` (keys with or without `opt/target/`) or timm `.safetensors`.
-        variant: name of the encoder.
+        path: `.npz` (keys with or without `opt/target/`) or `.safetensors`, in a known layout.
+        variant: the architecture, or its name.
         image_size: side of the images in pixels.
 
     Raises:
         InputError: the file is unreadable, an array is missing, unknown or of another shape.
     """
     path = Path(path)
-    shapes = vit.parameter_shapes(vit.build(variant, image_size), image_size)
+    model = vit.build(variant, image_size)
+    shapes = vit.parameter_shapes(model, image_size)
     expected: dict[str, Any] = dict(traverse_util.flatten_dict(shapes, sep="/"))
-    arrays = _read(path)
-    if path.suffix == ".safetensors":
-        arrays = _from_timm(arrays, path, vit.VARIANTS[variant])
-    skipped = tuple(sorted(name for name in arrays if name.startswith("head/")))
-    arrays = {name: array for name, array in arrays.items() if name not in skipped}
-
-    given = arrays.get(_POSITIONS)
-    if given is not None and given.ndim == 3:
-        arrays[_POSITIONS] = resize_positions(given, expected[_POSITIONS].shape[1], path)
-    resized = given is not arrays.get(_POSITIONS)
+    read = _read(path)
+    arrays = layouts.in_heads(layouts.rename(read, path), model.variant, path)
+    given = arrays.get(layouts.POSITIONS)
+    if given is not None and given.ndim == 3 and not model.variant.rotary:
+        length, tokens = expected[layouts.POSITIONS].shape[1], model.variant.tokens
+        arrays[layouts.POSITIONS] = resize_positions(given, length, path, tokens)
+    resized = given is not arrays.get(layouts.POSITIONS)
     missing, unknown = sorted({*expected} - {*arrays}), sorted({*arrays} - {*expected})
-    another = f"{path}: not the weights of encoder.variant {variant}:"
+    of = variant if isinstance(variant, str) else f"{model.variant.width} wide"
+    another = f"{path}: not the weights of encoder.variant {of}:"
     if missing or unknown:
         raise InputError(
             f"{another} {len(missing)} arrays missing{_first(missing)}, "
@@ -189,7 +198,7 @@ def load(path: str | os.PathLike[str], variant: str, image_size: int) -> Weights
     params = traverse_util.unflatten_dict(
         {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}, sep="/"
     )
-    return Weights(params, path, sha256(path), skipped, resized)
+    return Weights(params, path, sha256(path), layouts.skipped(read), resized)
 
 
 def _first(names: list[str]) -> str:
@@ -224,63 +233,27 @@ def _read(path: Path) -> dict[str, np.ndarray]:
         raise InputError(f"{path}: unreadable weights ({error})") from error
 
 
-def resize_positions(embedding: np.ndarray, length: int, path: Path) -> np.ndarray:
-    """Resizes position embeddings [1, 1 + g*g, d] to `length` positions, as timm does.
+def resize_positions(embedding: np.ndarray, length: int, path: Path, tokens: int = 1) -> np.ndarray:
+    """Resizes position embeddings [1, tokens + g*g, d] to `length` positions, as timm does.
 
-    The class token's embedding stays; the grid is resized by antialiased bicubic interpolation.
-    The same array comes back when the length is right already.
+    Those of the learned tokens stay; the grid is resized by antialiased bicubic interpolation. The
+    same array comes back when the length is right already.
 
     Raises:
         InputError: the number of patch positions is not a square.
     """
     if embedding.shape[1] == length:
         return embedding
-    old, new = (math.isqrt(max(n - 1, 0)) for n in (embedding.shape[1], length))
-    if old < 1 or old**2 != embedding.shape[1] - 1:
+    old, new = (math.isqrt(max(n - tokens, 0)) for n in (embedding.shape[1], length))
+    if old < 1 or old**2 != embedding.shape[1] - tokens:
         raise InputError(
-            f"{path}: {_POSITIONS} has {embedding.shape[1]} positions, "
-            f"expected one plus a square number"
+            f"{path}: {layouts.POSITIONS} has {embedding.shape[1]} positions, "
+            f"expected {'one' if tokens == 1 else tokens} plus a square number"
         )
-    grid = embedding[:, 1:].reshape(1, old, old, -1).astype(np.float32)
+    grid = embedding[:, tokens:].reshape(1, old, old, -1).astype(np.float32)
     grid = jax.image.resize(grid, (1, new, new, grid.shape[-1]), "cubic", antialias=True)
-    return np.concatenate([embedding[:, :1], np.asarray(grid).reshape(1, new * new, -1)], axis=1)
-
-
-def _from_timm(
-    arrays: dict[str, np.ndarray], path: Path, variant: vit.Variant
-) -> dict[str, np.ndarray]:
-    """Renames and reshapes the arrays of a timm Vision Transformer to AugReg's keys."""
-    split = (variant.heads, variant.width // variant.heads)
-    renamed: dict[str, np.ndarray] = {}
-    for name, array in arrays.items():
-        stem, _, kind = name.rpartition(".")
-        known = [(re.fullmatch(old, stem or name), new) for old, new in _TIMM_NAMES]
-        target = next((match.expand(new) for match, new in known if match), None)
-        try:
-            if target is None or (stem and kind not in ("weight", "bias")):
-                renamed[name] = array
-            elif not stem:
-                renamed[target] = array
-            elif target.endswith("qkv"):
-                for part, rows in zip(("query", "key", "value"), np.split(array, 3), strict=True):
-                    prefix = target.removesuffix("qkv") + part
-                    if kind == "bias":
-                        renamed[f"{prefix}/bias"] = rows.reshape(split)
-                    else:
-                        renamed[f"{prefix}/kernel"] = rows.T.reshape(-1, *split)
-            elif kind == "bias":
-                renamed[f"{target}/bias"] = array
-            elif "norm" in target.lower():
-                renamed[f"{target}/scale"] = array
-            elif target == "embedding":
-                renamed["embedding/kernel"] = array.transpose(2, 3, 1, 0)
-            elif target.endswith("out"):
-                renamed[f"{target}/kernel"] = array.T.reshape(*split, -1)
-            else:
-                renamed[f"{target}/kernel"] = array.T
-        except ValueError as error:
-            raise InputError(f"{path}: {name} has the unexpected shape {array.shape}") from error
-    return renamed
+    kept = embedding[:, :tokens]
+    return np.concatenate([kept, np.asarray(grid).reshape(1, new * new, -1)], axis=1)
 
 
 def save(params: Any, path: str | os.PathLike[str]) -> None:

@@ -71,17 +71,7 @@ RATES: dict[str, Any] = {"rsiat": (100.0, 1.0), "inflora_ca": 10.0, "splitlora":
 RATE = 100.0
 
 
-@dataclasses.dataclass(frozen=True)
-class TinySetup(training.Setup):
-    """A set-up around an encoder of 2 blocks that are 24 wide."""
-
-    @property
-    def variant(self) -> vit.Variant:
-        """Sizes of the encoder."""
-        return TINY
-
-
-def make_setup(name="cumulative_lora", classes_per_task=CLASSES, **fields) -> TinySetup:
+def make_setup(name="cumulative_lora", classes_per_task=CLASSES, **fields) -> training.Setup:
     """Returns a set-up of a learner; `fields` are configuration fields with `__` for dots."""
     config = digits.get_config()
     config.learner.name = name
@@ -90,7 +80,7 @@ def make_setup(name="cumulative_lora", classes_per_task=CLASSES, **fields) -> Ti
         {f"learner.{field}": value for field, value in FIELDS.get(name, {}).items()}
         | {field.replace("__", "."): value for field, value in fields.items()}
     )
-    return TinySetup(vit.VisionTransformer(TINY), tuple(classes_per_task), config)
+    return training.Setup(vit.VisionTransformer(TINY), tuple(classes_per_task), config)
 
 
 @functools.cache
@@ -158,7 +148,7 @@ class Trajectory(NamedTuple):
     """
 
     learner: Any
-    setup: TinySetup
+    setup: training.Setup
     update: training.Update
     steps: list[Step]
     asked: list[str]
@@ -233,7 +223,8 @@ class ModelSpy:
     """An encoder that remembers what it was asked beside images and kernels, and its features."""
 
     def __init__(self, model):
-        self.model, self.asked, self.returned = model, [], []
+        self.model, self.variant = model, model.variant
+        self.asked, self.returned = [], []
 
     def apply(self, parameters, images, kernels, *rest, **options):
         """Passes everything on."""

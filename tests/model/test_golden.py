@@ -37,7 +37,7 @@ def test_the_safetensors_of_timm_hold_the_same_parameters():
         for name in ("timm.safetensors", "augreg.npz")
     )
     jax.tree.map(np.testing.assert_array_equal, found.params, expected.params)
-    assert found.skipped == expected.skipped
+    assert found.skipped == ("head.bias", "head.weight")
 
 
 def some_are_slow(input_range, precision):

@@ -73,7 +73,7 @@ def test_other_forms_of_a_checkpoint(tmp_path, arrays):
     ("name", "wrong", "message"),
     [
         ("blocks.0.attn.qkv.weight", (71, 24), "unexpected shape"),
-        ("blocks.1.attn.proj.weight", (24, 21), r"out/kernel has shape \(3, 8, 21\)"),
+        ("blocks.1.attn.proj.weight", (24, 21), r"out/kernel has the unexpected shape \(21, 24\)"),
         ("blocks.0.mlp.fc3.weight", (96, 24), r"1 unknown \(first: blocks.0.mlp.fc3.weight\)"),
         ("blocks.2.norm1.weight", (24,), r"1 unknown \(first: Transformer/encoderblock_2/"),
     ],

@@ -1,0 +1,417 @@
+"""What a file of weights holds: the layouts of AugReg, timm and Hugging Face, in one table.
+
+The arrays get AugReg's names, and the architecture is read off their shapes. What shapes cannot
+tell, such as heads and activation, stands in `config.json` beside the file, as the library that
+wrote it puts it there.
+"""
+
+import collections
+import dataclasses
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from fdc_jax.errors import InputError
+from fdc_jax.model import vit
+
+POSITIONS = "Transformer/posembed_input/pos_embedding"
+
+_TO = r"Transformer/encoderblock_\1"
+_TO_ATTENTION = f"{_TO}/MultiHeadDotProductAttention_1"
+_TO_POOLING = "Transformer/MAPHead_0"
+_BLOCK = r"(?:blocks|layer|encoder\.layers?)\.(\d+)\."
+_ATTENTION = rf"{_BLOCK}(?:attn|self_attn|attention|attention\.attention)"
+
+# The libraries' names of layers, and AugReg's. A sum of names: one matrix for several layers; a
+# star: factors on the outputs of a layer.
+_LAYERS = (
+    (r"cls_token|embeddings\.(?:cls_token|class_embedding)", "cls"),
+    (r"dist_token|embeddings\.distillation_token", "distillation"),
+    (r"reg_token|embeddings\.register_tokens", "Transformer/registers"),
+    (r"pos_embed|embeddings\.position_embeddings?", POSITIONS),
+    (r"patch_embed\.proj|embeddings\.patch_embeddings?(?:\.projection)?", "embedding"),
+    (r"norm_pre|pre_layrnorm", "Transformer/pre_norm"),
+    (rf"{_BLOCK}(?:norm1|layernorm_before|layer_norm1)", f"{_TO}/LayerNorm_0"),
+    (rf"{_BLOCK}(?:norm2|layernorm_after|layer_norm2)", f"{_TO}/LayerNorm_2"),
+    (rf"{_ATTENTION}\.qkv", f"{_TO_ATTENTION}/query+key+value"),
+    (rf"{_ATTENTION}\.(?:query|q_proj|q)", f"{_TO_ATTENTION}/query"),
+    (rf"{_ATTENTION}\.(?:key|k_proj)", f"{_TO_ATTENTION}/key"),
+    (rf"{_ATTENTION}\.(?:value|v_proj|v)", f"{_TO_ATTENTION}/value"),
+    (rf"{_ATTENTION}\.(?:proj|out_proj|o_proj|output\.dense)", f"{_TO_ATTENTION}/out"),
+    (rf"{_BLOCK}(?:ls1\.gamma|gamma_1|layer_scale1\.lambda1)", f"{_TO_ATTENTION}/out*"),
+    (rf"{_BLOCK}mlp\.(?:fc1|up_proj|fc1_x|weights_in)", f"{_TO}/MlpBlock_3/Dense_0"),
+    (rf"{_BLOCK}intermediate\.dense", f"{_TO}/MlpBlock_3/Dense_0"),
+    (rf"{_BLOCK}mlp\.(?:gate_proj|fc1_g)", f"{_TO}/MlpBlock_3/gate"),
+    (rf"{_BLOCK}(?:mlp\.(?:fc2|down_proj|weights_out)|output\.dense)", f"{_TO}/MlpBlock_3/Dense_1"),
+    (rf"{_BLOCK}(?:ls2\.gamma|gamma_2|layer_scale2\.lambda1)", f"{_TO}/MlpBlock_3/Dense_1*"),
+    (r"norm|layernorm|post_layernorm", "Transformer/encoder_norm"),
+    (r"fc_norm", "Transformer/fc_norm"),
+    (r"attn_pool\.latent|head\.probe", f"{_TO_POOLING}/probe"),
+    (r"attn_pool\.q", f"{_TO_POOLING}/MultiHeadDotProductAttention_0/query"),
+    (r"attn_pool\.kv", f"{_TO_POOLING}/MultiHeadDotProductAttention_0/key+value"),
+    (r"head\.attention\.in_proj", f"{_TO_POOLING}/MultiHeadDotProductAttention_0/query+key+value"),
+    (
+        r"attn_pool\.proj|head\.attention\.out_proj",
+        f"{_TO_POOLING}/MultiHeadDotProductAttention_0/out",
+    ),
+    (r"attn_pool\.norm|head\.layernorm", f"{_TO_POOLING}/LayerNorm_0"),
+    (r"(?:attn_pool|head)\.mlp\.fc1", f"{_TO_POOLING}/MlpBlock_0/Dense_0"),
+    (r"(?:attn_pool|head)\.mlp\.fc2", f"{_TO_POOLING}/MlpBlock_0/Dense_1"),
+)
+
+# Before the names of a model within another one of Hugging Face.
+_PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers|dinov3_vit|vision_model)\.")
+
+# What no feature comes from: classifiers, projections, text towers, decoders, masks.
+_SKIPPED = re.compile(
+    r"head/.*|(head|head_dist|\w*classifier|pooler|decoder|text_model)\..*"
+    r"|(text_projection|visual_projection)\.\w+|logit_(scale|bias)"
+    r"|(embeddings\.)?(mask_token|position_ids)"
+)
+
+# timm writes neither heads nor activation, but a name from which they follow.
+_NOT_KNOWN = "_rpn_|_rope_|_pe_|_radio_|base_patch16_gap_"
+_TIMM_NAMES = re.compile(rf"(?!.*({_NOT_KNOWN}))((flexi)?vit|deit3?)_")
+_TIMM_HEADS = {width: width // 64 for width in (192, 256, 320, 384, 512, 640, 768, 832, 896, 1024)}
+_TIMM_HEADS |= {1152: 16, 1280: 16, 1408: 16, 1536: 24, 1664: 16}
+_TIMM_TANH = r"giantopt|so400m_patch16_siglip|base_patch32_siglip|large_patch16_siglip_(gap_)?512"
+
+_ACTIVATIONS = {name: name for name in vit.ACTIVATIONS} | {
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "quickgelu": "quick_gelu",
+    "silu": "swiglu",
+}
+
+# What a configuration of Hugging Face leaves out where it is so.
+_OF_VIT = {"num_attention_heads": 12, "hidden_act": "gelu", "layer_norm_eps": 1e-12}
+_MODEL_TYPES: dict[str, dict[str, Any]] = {
+    "vit": _OF_VIT,
+    "deit": _OF_VIT,
+    "vit_mae": _OF_VIT,
+    "dinov2": _OF_VIT | {"layer_norm_eps": 1e-6},
+    "dinov2_with_registers": _OF_VIT | {"layer_norm_eps": 1e-6},
+    "dinov3_vit": _OF_VIT
+    | {"num_attention_heads": 6, "layer_norm_eps": 1e-5, "rope_theta": 100.0, "image_size": 224},
+    "clip": _OF_VIT | {"hidden_act": "quick_gelu", "layer_norm_eps": 1e-5},
+    "siglip": _OF_VIT | {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6},
+}
+
+
+# Arrays -------------------------------------------------------------------------------------------
+
+
+def rename(arrays: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
+    """Returns what features come from, under AugReg's names; names that do not fit stay.
+
+    Kernels and biases of attentions are not divided into heads, but for AugReg's own. Layer scale
+    is multiplied into the layer before it; absent biases of projections, and absent positions of
+    learned tokens, become zero.
+
+    Args:
+        arrays: of a file, by name.
+        path: the file, for messages.
+
+    Raises:
+        InputError: an array has a shape that its name does not allow.
+    """
+    used = {name: array for name, array in arrays.items() if not _is_skipped(name)}
+    if "embedding/kernel" in arrays:
+        return used
+    found: dict[str, np.ndarray] = {}
+    for name, array in used.items():
+        try:
+            found |= _renamed(name, array)
+        except (ValueError, IndexError) as error:
+            raise InputError(f"{path}: {name} has the unexpected shape {array.shape}") from error
+    try:
+        return _completed(found)
+    except ValueError as error:
+        raise InputError(f"{path}: its arrays do not fit together ({error})") from error
+
+
+def skipped(arrays: Mapping[str, np.ndarray]) -> tuple[str, ...]:
+    """Returns the names of arrays that no feature comes from; a text tower is one name."""
+    groups = collections.defaultdict(list)
+    for name in filter(_is_skipped, arrays):
+        groups[name.split(".")[0]].append(name)
+    names = ([f"{first}.*"] if len(all_) > 4 else all_ for first, all_ in groups.items())
+    return tuple(sorted(itertools.chain(*names)))
+
+
+def in_heads(
+    arrays: Mapping[str, np.ndarray], variant: vit.Variant, path: Path
+) -> dict[str, np.ndarray]:
+    """Returns the arrays with those of attentions divided into heads, where they are not yet.
+
+    Raises:
+        InputError: one cannot be divided.
+    """
+    split, found = (variant.heads, variant.width // variant.heads), dict(arrays)
+    for name, array in arrays.items():
+        *_, layer, kind = ("", *name.split("/"))
+        try:
+            if layer in ("query", "key", "value") and array.ndim == (2 if kind == "kernel" else 1):
+                found[name] = array.reshape(*array.shape[:-1], *split)
+            elif layer == "out" and kind == "kernel" and array.ndim == 2:
+                found[name] = array.reshape(*split, array.shape[-1])
+        except ValueError as error:
+            raise InputError(f"{path}: {name} has the unexpected shape {array.shape}") from error
+    return found
+
+
+def _is_skipped(name: str) -> bool:
+    name = _PREFIX.sub("", name)
+    return _target(name)[0] is None and _SKIPPED.fullmatch(name) is not None
+
+
+def _target(name: str) -> tuple[str | None, str]:
+    """Returns AugReg's name of a layer, and which array of it is meant: weight, bias or the one."""
+    name = re.sub(r"\.(q|v|in_proj)_(weight|bias)$", r".\1.\2", _PREFIX.sub("", name))
+    stem, _, kind = name.rpartition(".")
+    if kind not in ("weight", "bias"):
+        stem, kind = name, ""
+    known = ((re.fullmatch(pattern, stem), target) for pattern, target in _LAYERS)
+    return next((match.expand(target) for match, target in known if match), None), kind
+
+
+def _renamed(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    target, kind = _target(name)
+    if target is None:
+        return {name: array}
+    before, _, last = target.rpartition("/")
+    if last in ("cls", "distillation", "registers", "probe", "pos_embedding"):
+        return {target: array.reshape(1, -1, array.shape[-1])}
+    if not kind:
+        return {target: array}
+    if kind == "weight":
+        kind = "scale" if "norm" in last.lower() else "kernel"
+    names = last.split("+")
+    parts = [array] if len(names) == 1 else np.split(array, len(names))
+    before = f"{before}/" if before else ""
+    return {
+        f"{before}{each}/{kind}": part.transpose(2, 3, 1, 0) if part.ndim == 4 else part.T
+        for each, part in zip(names, parts, strict=True)
+    }
+
+
+def _completed(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns renamed arrays in the form that the encoder has them."""
+    found = {name: array for name, array in found.items() if array.size}
+    for name in [name for name in found if name.endswith(("/gate/kernel", "/gate/bias"))]:
+        values = name.replace("/gate/", "/Dense_0/")
+        if values in found:
+            found[values] = np.concatenate([found.pop(name), found[values]], axis=-1)
+    for name in [name for name in found if name.endswith("*")]:
+        layers = [layer for layer in (f"{name[:-1]}/kernel", f"{name[:-1]}/bias") if layer in found]
+        if layers:
+            factors = found.pop(name).astype(np.float32)
+            found |= {layer: found[layer] * factors for layer in layers}
+    for name in [name for name in found if name.endswith("/kernel")]:
+        layer = name.removesuffix("/kernel")
+        if layer.split("/")[-1] in ("embedding", "query", "key", "value"):
+            found.setdefault(f"{layer}/bias", np.zeros(found[name].shape[-1], np.float32))
+    if {"cls", "distillation"} <= found.keys():
+        found["cls"] = np.concatenate([found["cls"], found.pop("distillation")], axis=1)
+    if POSITIONS in found:
+        found |= _placed(found)
+    return found
+
+
+def _placed(found: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns positions of class tokens and patches, and registers with theirs added."""
+    positions, registers = found[POSITIONS], found.get("Transformer/registers")
+    _, length, width = positions.shape
+    tokens = found["cls"].shape[1] if "cls" in found else 0
+    if _is_square(length - tokens):
+        return {}
+    if _is_square(length):
+        return {POSITIONS: np.concatenate([np.zeros((1, tokens, width)), positions], axis=1)}
+    if registers is not None and _is_square(length - tokens - registers.shape[1]):
+        first, own, others = np.split(positions, [tokens, tokens + registers.shape[1]], axis=1)
+        return {
+            POSITIONS: np.concatenate([first, others], axis=1),
+            "Transformer/registers": registers.astype(np.float32) + own,
+        }
+    return {}
+
+
+def _is_square(number: int) -> bool:
+    return number > 0 and math.isqrt(number) ** 2 == number
+
+
+# The architecture ---------------------------------------------------------------------------------
+
+
+def describe(arrays: Mapping[str, np.ndarray], path: Path) -> tuple[str, vit.Variant]:
+    """Returns the name and the architecture of the encoder in a file.
+
+    Args:
+        arrays: of the file, by name.
+        path: the file; a configuration is looked for beside it.
+
+    Raises:
+        InputError: the arrays are not those of an encoder known here, or their configuration is
+            missing, belongs to another file, or asks for what this encoder does not do.
+    """
+    own = rename(arrays, path)
+    strangers = [name for name in own if "/" not in name.removesuffix("*") and name != "cls"]
+    block = "Transformer/encoderblock_0"
+    needed = ("embedding/kernel", f"{block}/MlpBlock_3/Dense_0/kernel")
+    needed += (f"{block}/MlpBlock_3/Dense_1/kernel",)
+    if strangers or any(name not in own for name in needed):
+        listed = ", ".join(sorted(strangers or arrays)[:3])
+        what = f"{len(strangers)} of its {len(arrays)} arrays do not fit" if strangers else "it has"
+        raise InputError(f"{path}: not recognised as a Vision Transformer: {what}, first {listed}")
+    patch, width = own["embedding/kernel"].shape[0], own["embedding/kernel"].shape[-1]
+    units, hidden = (own[name].shape for name in needed[1:])
+    numbers = (re.match(r"Transformer/encoderblock_(\d+)/", name) for name in own)
+    tokens = own["cls"].shape[1] if "cls" in own else 0
+    grid = math.isqrt(own[POSITIONS].shape[1] - tokens) if POSITIONS in own else 0
+    variant = vit.Variant(
+        width=width,
+        depth=1 + max(int(each[1]) for each in numbers if each),
+        heads=1,
+        patch=patch,
+        hidden=0 if hidden[0] == 4 * width else hidden[0],
+        tokens=tokens,
+        registers=own.get("Transformer/registers", np.zeros((1, 0))).shape[1],
+        pre_norm="Transformer/pre_norm/scale" in own,
+        pooling="attention" if f"{_TO_POOLING}/probe" in own else "token" if tokens else "mean",
+        image_size=patch * grid,
+    )
+    if "embedding/kernel" in arrays:
+        query = f"{block}/MultiHeadDotProductAttention_1/query/kernel"
+        family, facts = "augreg", {"heads": own[query].shape[1] if query in own else 1}
+    else:
+        of_timm = any(name.startswith("patch_embed.") for name in arrays)
+        family, facts = (_of_timm if of_timm else _of_hugging_face)(own, variant, path)
+    gated = units[-1] == 2 * hidden[0]
+    facts["activation"] = "swiglu" if gated else facts.get("activation", "gelu")
+    if facts["activation"] == "swiglu" and not gated:
+        raise InputError(f"{path}: expected twice as many gates as hidden units, found {units}")
+    if grid and facts.get("image_size", 0) // patch != grid:
+        facts["image_size"] = patch * grid
+    variant = dataclasses.replace(variant, **facts)
+    if variant.heads < 1 or width % variant.heads:
+        raise InputError(f"{path}: {variant.heads} heads do not divide its width {width}")
+    return _name(family, variant), variant
+
+
+def _of_timm(
+    own: Mapping[str, np.ndarray], variant: vit.Variant, path: Path
+) -> tuple[str, dict[str, Any]]:
+    config, place = _json(path, "config.json")
+    arguments, given = config.get("model_args", {}), config.get("pretrained_cfg", config)
+    name = config.get("architecture", "")
+    if config and not _TIMM_NAMES.match(name):
+        _refuse(place, "architecture", "a Vision Transformer known here", name)
+    plain = POSITIONS in own and variant.pooling == "token" and not variant.pre_norm
+    heads = arguments.get("num_heads", _TIMM_HEADS.get(variant.width))
+    if "giantopt" in name:
+        heads = 16
+    facts: dict[str, Any] = {"mean": _triple(given.get("mean")), "std": _triple(given.get("std"))}
+    if POSITIONS not in own:
+        if config and "dinov3" not in name:
+            _refuse(place, "architecture", "one with rotary positions of DINOv3", name)
+        facts["rotary"] = float(arguments.get("rope_temperature", 100.0))
+        heads = arguments.get("num_heads", 32 if variant.width == 4096 else variant.width // 64)
+    if not config and not (plain and heads):
+        raise InputError(f"{path}: expected timm's config.json beside it, found none")
+    if not heads:
+        _refuse(place, "model_args.num_heads", "the number of heads", None)
+    facts["heads"] = heads
+    activation = "quick_gelu" if "quickgelu" in name else "gelu"
+    activation = "gelu_tanh" if re.search(_TIMM_TANH, name) else activation
+    facts["activation"] = _activation(arguments.get("act_layer", activation), place, "act_layer")
+    if variant.pre_norm or "rotary" in facts:
+        facts["epsilon"] = 1e-5
+    pool = arguments.get("global_pool", config.get("global_pool", "token"))
+    averaged = "mean_then_norm" if "Transformer/fc_norm/scale" in own else "mean"
+    poolings = {"token": "token", "avg": averaged, "map": "attention"}
+    if pool not in poolings:
+        _refuse(place, "global_pool", " or ".join(poolings), pool)
+    facts["pooling"] = "prefix" if variant.tokens == 2 else poolings[pool]
+    facts["image_size"] = _side(arguments.get("img_size", given.get("input_size", 0)))
+    return name or "timm", facts
+
+
+def _of_hugging_face(
+    own: Mapping[str, np.ndarray], variant: vit.Variant, path: Path
+) -> tuple[str, dict[str, Any]]:
+    config, place = _json(path, "config.json")
+    if not config:
+        raise InputError(f"{path}: expected the config.json of the model beside it, found none")
+    family = str(config.get("model_type", "")).removesuffix("_vision_model")
+    config = config.get("vision_config", config)
+    if family not in _MODEL_TYPES:
+        _refuse(place, "model_type", f"one of {', '.join(_MODEL_TYPES)}", family)
+    for field, found in (
+        ("hidden_size", variant.width),
+        ("num_hidden_layers", variant.depth),
+        ("patch_size", variant.patch),
+    ):
+        if _side(config.get(field, found)) != found:
+            _refuse(place, field, f"{found} as in {path.name}", config[field])
+    config = _MODEL_TYPES[family] | config
+    if variant.pooling == "mean":
+        raise InputError(f"{path}: expected a class token or attention pooling, found neither")
+    facts = {
+        "heads": config["num_attention_heads"],
+        "activation": _activation(config["hidden_act"], place, "hidden_act"),
+        "epsilon": config["layer_norm_eps"],
+        "rotary": 0.0 if POSITIONS in own else float(config.get("rope_theta", 100.0)),
+        "image_size": _side(config.get("image_size", 0)),
+    }
+    images, _ = _json(path, "preprocessor_config.json")
+    names = {"mean": "image_mean", "std": "image_std"}
+    return family, facts | {ours: _triple(images.get(name)) for ours, name in names.items()}
+
+
+def _name(family: str, variant: vit.Variant) -> str:
+    """Returns the AugReg name of an architecture, or else a name of its family and sizes."""
+    size = f"{variant.width}x{variant.depth}"
+    for name, known in vit.VARIANTS.items():
+        images = {each: getattr(known, each) for each in ("image_size", "mean", "std")}
+        if dataclasses.replace(variant, **images) == known:
+            return name
+        if (known.width, known.depth, known.heads) == (variant.width, variant.depth, variant.heads):
+            size = name.split("/")[0]
+    return family if "patch" in family else f"{family} {size}/{variant.patch}"
+
+
+def _json(path: Path, name: str) -> tuple[dict[str, Any], Path]:
+    """Returns what a file beside another one says, nothing where there is none, and its place."""
+    place = path.with_name(name)
+    if not place.exists():
+        return {}, place
+    try:
+        found = json.loads(place.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{place}: unreadable configuration ({error})") from error
+    if not isinstance(found, dict):
+        raise InputError(f"{place}: expected a JSON object, found {type(found).__name__}")
+    return found, place
+
+
+def _activation(name: Any, place: Path, field: str) -> str:
+    if name not in _ACTIVATIONS:
+        _refuse(place, field, f"one of {', '.join(_ACTIVATIONS)}", name)
+    return _ACTIVATIONS[name]
+
+
+def _triple(values: Any) -> tuple[float, ...] | None:
+    return None if values is None else tuple(float(each) for each in values)
+
+
+def _side(size: Any) -> int:
+    return int(size[-1] if isinstance(size, list) else size)
+
+
+def _refuse(place: Path, field: str, expected: str, found: Any) -> NoReturn:
+    raise InputError(f"{place}: {field}: expected {expected}, found {found!r}")

@@ -1,0 +1,326 @@
+"""Encoders of every family against what timm and transformers make of them; see `make_encoders`."""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from fdc_jax.errors import InputError
+from fdc_jax.model import layouts, vit, weights
+from tests.model import make_encoders
+from tests.model.make_encoders import DEPTH, FOLDER, HIDDEN, PATCH, SIDE, WIDTH
+
+# The name, and what is not as in a small AugReg encoder.
+IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+PIXELS_OF_CLIP = {
+    "mean": (0.48145466, 0.4578275, 0.40821073),
+    "std": (0.26862954, 0.26130258, 0.27577711),
+}
+SIGLIP = {"tokens": 0, "pooling": "attention", "activation": "gelu_tanh"}
+CLIP = {"pre_norm": True, "activation": "quick_gelu", "epsilon": 1e-5, **PIXELS_OF_CLIP}
+DINOV3 = {"rotary": 100.0, "epsilon": 1e-5, **IMAGENET}
+HALF = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+EXPECTED = {
+    "timm_vit": ("vit_small_patch16_224", IMAGENET),
+    "timm_deit": (
+        "deit_tiny_distilled_patch16_224",
+        {"tokens": 2, "pooling": "prefix", **IMAGENET},
+    ),
+    "timm_dinov2": ("vit_small_patch14_dinov2", IMAGENET),
+    "timm_dinov2_gated": (
+        "vit_giant_patch14_dinov2",
+        {"activation": "swiglu", "hidden": 10, **IMAGENET},
+    ),
+    "timm_dinov2_registers": ("vit_small_patch14_reg4_dinov2", {"registers": 4, **IMAGENET}),
+    "timm_clip": ("vit_base_patch32_clip_quickgelu_224", CLIP),
+    "timm_siglip": ("vit_base_patch32_siglip_256", SIGLIP | HALF),
+    "timm_positions": (
+        "vit_so150m_patch16_reg4_map_256",
+        {"tokens": 0, "registers": 4, "pooling": "attention", **HALF},
+    ),
+    "timm_gap": (
+        "vit_medium_patch16_reg4_gap_256",
+        {"tokens": 0, "registers": 4, "pooling": "mean_then_norm", **HALF},
+    ),
+    "timm_dinov3": ("vit_small_patch16_dinov3_qkvb", DINOV3 | {"registers": 4, "pooling": "mean"}),
+    "timm_dinov3_gated": (
+        "vit_small_plus_patch16_dinov3",
+        DINOV3 | {"registers": 4, "pooling": "mean", "activation": "swiglu", "hidden": 24},
+    ),
+    "hf_vit": ("vit 24x2/4", {"epsilon": 1e-12, **HALF}),
+    "hf_deit": ("deit 24x2/4", {"tokens": 2, "epsilon": 1e-12, **HALF}),
+    "hf_mae": ("vit_mae 24x2/4", {"epsilon": 1e-12, **HALF}),
+    "hf_dinov2": ("dinov2 24x2/4", {"hidden": 24, **PIXELS_OF_CLIP}),
+    "hf_dinov2_gated": ("dinov2 24x2/4", {"activation": "swiglu", "hidden": 16, **PIXELS_OF_CLIP}),
+    "hf_dinov2_registers": (
+        "dinov2_with_registers 24x2/4",
+        {"hidden": 24, "registers": 4, **PIXELS_OF_CLIP},
+    ),
+    "hf_clip": ("clip 24x2/4", CLIP),
+    "hf_siglip": ("siglip 24x2/4", SIGLIP | HALF),
+    "hf_dinov3": ("dinov3_vit 24x2/4", DINOV3 | {"registers": 4}),
+    "hf_dinov3_gated": ("dinov3_vit 24x2/4", DINOV3 | {"activation": "swiglu"}),
+}
+
+
+@functools.cache
+def golden():
+    return dict(np.load(make_encoders.FEATURES))
+
+
+def weights_of(family):
+    return FOLDER / family / "model.safetensors"
+
+
+def recognise(path):
+    return weights.recognise(str(path), "ignored")
+
+
+@functools.cache
+def encoder(family):
+    """Returns parameters and the function of them, images and an increment."""
+    _, variant = recognise(weights_of(family))
+    model = vit.build(variant, SIDE, "model")
+    params = weights.load(weights_of(family), variant, SIDE).params
+    kernels = vit.pretrained_kernels(params)
+    encode = jax.jit(lambda images, added: model.apply({"params": params}, images, kernels, added))
+    return params, encode
+
+
+# Other files of their layout hold the same keys.
+SLOW = ("timm_dinov2_gated", "timm_gap", "hf_mae", "hf_dinov3_gated")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in EXPECTED],
+)
+def test_features_and_those_with_an_increment_are_the_librarys(family):
+    _, encode = encoder(family)
+    added, images = make_encoders.increment(), make_encoders.images()
+    nothing = jax.tree.map(np.zeros_like, added)
+    for name, factors in ((family, nothing), (f"{family} with an increment", added)):
+        found = np.asarray(encode(images, factors))
+        np.testing.assert_allclose(found, golden()[name], rtol=0, atol=2e-5, err_msg=name)
+    moved = np.abs(golden()[name] - golden()[family]).max()
+    assert moved > 0.3
+
+
+@pytest.mark.parametrize("family", EXPECTED)
+def test_what_a_file_holds_is_recognised(family):
+    name, differences = EXPECTED[family]
+    usual = vit.Variant(WIDTH, DEPTH, heads=2, patch=PATCH, hidden=HIDDEN, image_size=SIDE)
+    expected = dataclasses.replace(usual, **differences)
+    assert recognise(weights_of(family)) == (name, expected)
+    mean_and_std = golden()[f"{family} mean and std"]
+    np.testing.assert_allclose([expected.mean, expected.std], mean_and_std)
+
+
+def test_every_family_has_its_golden_features():
+    assert {*EXPECTED} == {*make_encoders.TIMM, *make_encoders.HUGGING_FACE}
+
+
+def test_other_arrays_are_named_and_large_groups_shortly():
+    found = {name: layouts.skipped(load_file(weights_of(name))) for name in ("hf_clip", "hf_mae")}
+    projections = ("text_projection.weight", "visual_projection.weight")
+    assert found == {
+        "hf_clip": ("logit_scale", "text_model.*", *projections),
+        "hf_mae": ("decoder.*",),
+    }
+
+
+def test_an_npz_holds_the_same(tmp_path):
+    """Of the form of timm, whose configuration lies beside it."""
+    np.savez(tmp_path / "mine.npz", **load_file(weights_of("timm_clip")))
+    shutil.copy(FOLDER / "timm_clip" / "config.json", tmp_path)
+    expected = recognise(weights_of("timm_clip"))
+    assert recognise(tmp_path / "mine.npz") == expected
+    found = weights.load(tmp_path / "mine.npz", expected[1], SIDE).params
+    jax.tree.map(np.testing.assert_array_equal, found, encoder("timm_clip")[0])
+
+
+def plain_timm(width, depth=1):
+    """Returns arrays under timm's names that say as little as those of AugReg's encoders."""
+    shapes = {
+        "cls_token": (1, 1, width),
+        "pos_embed": (1, 5, width),
+        "patch_embed.proj.weight": (width, 3, 16, 16),
+        "patch_embed.proj.bias": (width,),
+        "norm.weight": (width,),
+        "norm.bias": (width,),
+    }
+    for number in range(depth):
+        rows = {"attn.qkv": (3, 1), "attn.proj": (1, 1), "mlp.fc1": (4, 1), "mlp.fc2": (1, 4)}
+        for layer, (outputs, inputs) in rows.items():
+            shapes[f"blocks.{number}.{layer}.weight"] = (outputs * width, inputs * width)
+            shapes[f"blocks.{number}.{layer}.bias"] = (outputs * width,)
+        for layer in ("norm1", "norm2"):
+            shapes |= {f"blocks.{number}.{layer}.{kind}": (width,) for kind in ("weight", "bias")}
+    return {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+
+
+def test_without_a_configuration_what_leaves_no_choice_is_taken(tmp_path):
+    path = tmp_path / "plain.safetensors"
+    save_file(plain_timm(192), path)
+    unknown = {"image_size": 32, "mean": None, "std": None}
+    assert recognise(path) == ("timm 192x1/16", vit.Variant(192, 1, 3, **unknown))
+    save_file(plain_timm(192, depth=12), path)
+    name, variant = recognise(path)
+    assert name == "Ti/16" and variant == dataclasses.replace(vit.VARIANTS["Ti/16"], **unknown)
+    with pytest.raises(InputError, match=r"data\.input_range: model needs the mean"):
+        vit.build(variant, 32, "model")
+
+
+def test_a_side_of_the_pretraining_that_patches_do_not_divide():
+    """What is left over goes, as in the libraries' convolutions."""
+    variant = dataclasses.replace(recognise(weights_of("hf_siglip"))[1], image_size=SIDE + 2)
+    model = vit.build(variant, SIDE + 2, "model")
+    params, images = (
+        encoder("hf_siglip")[0],
+        np.pad(make_encoders.images(), ((0, 0), (0, 2), (0, 2), (0, 0))),
+    )
+    found = jax.jit(model.apply)({"params": params}, images)
+    np.testing.assert_allclose(found, golden()["hf_siglip"], atol=2e-5)
+    with pytest.raises(InputError, match=f"multiple of the patch size {PATCH}, found {SIDE + 1}"):
+        vit.build(variant, SIDE + 1)
+
+
+@pytest.mark.parametrize(("side", "same"), [(SIDE, True), (2 * SIDE, False)])
+def test_positions_of_patches_are_resized_and_others_stay(side, same):
+    _, variant = recognise(weights_of("timm_deit"))
+    loaded = weights.load(weights_of("timm_deit"), variant, side)
+    positions = loaded.params["Transformer"]["posembed_input"]["pos_embedding"]
+    given = load_file(weights_of("timm_deit"))["pos_embed"]
+    assert loaded.resized_positions is not same
+    assert positions.shape == (1, 2 + (side // PATCH) ** 2, WIDTH)
+    np.testing.assert_array_equal(positions[:, :2], given[:, :2].astype(np.float32))
+
+
+@pytest.mark.parametrize("family", ["timm_dinov2_registers", "hf_siglip", "timm_dinov3"])
+def test_fast_precision_stays_near_parity(family):
+    params, _ = encoder(family)
+    model = vit.build(recognise(weights_of(family))[1], SIDE, "model", "fast")
+    fast = jax.jit(model.apply)({"params": params}, make_encoders.images())
+    parity = golden()[family]
+    assert fast.dtype == np.float32
+    error = np.linalg.norm(fast - parity, axis=1) / np.linalg.norm(parity, axis=1)
+    assert 1e-4 < error.max() < 0.05
+
+
+# Refusals -----------------------------------------------------------------------------------------
+
+
+def changed(tmp_path, family, arrays=(), config=()):
+    """Copies a family; None removes an array or a field, `config=None` the configuration."""
+    folder = tmp_path / family
+    shutil.copytree(FOLDER / family, folder)
+    path, place = folder / "model.safetensors", folder / "config.json"
+    kept = {name: a for name, a in (load_file(path) | dict(arrays)).items() if a is not None}
+    save_file(kept, path)
+    fields = json.loads(place.read_text())
+    place.unlink()
+    if config is not None:
+        for name, value in dict(config).items():
+            *parents, last = name.split("/")
+            functools.reduce(dict.__getitem__, parents, fields)[last] = value
+        place.write_text(json.dumps(fields))
+    return path
+
+
+ARRAY = np.zeros((3, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "arrays", "config", "message"),
+    [
+        (
+            "hf_vit",
+            {"zebra": ARRAY, "encoder.layer.0.gate": ARRAY, "x.y.weight": ARRAY, "yak": ARRAY},
+            (),
+            r"4 of its \d+ arrays do not fit, first encoder.layer.0.gate, x.y.weight, yak$",
+        ),
+        ("timm_vit", {"patch_embed.proj.weight": None}, (), "not recognised as a Vision"),
+        ("hf_vit", (), None, "expected the config.json of the model beside it, found none"),
+        ("timm_clip", (), None, "expected timm's config.json beside it, found none"),
+        ("timm_vit", (), None, "expected timm's config.json beside it, found none"),
+        (
+            "hf_vit",
+            (),
+            {"model_type": "swin"},
+            "config.json: model_type: expected .*, found 'swin'",
+        ),
+        ("hf_vit", (), {"hidden_size": 32}, "hidden_size: expected 24 as in .*, found 32"),
+        ("hf_clip", (), {"vision_config/patch_size": 8}, "patch_size: expected 4 .*, found 8"),
+        ("hf_vit", (), {"hidden_act": "relu"}, "hidden_act: expected one of .*, found 'relu'"),
+        ("hf_vit", (), {"hidden_act": "silu"}, "expected twice as many gates as hidden units"),
+        ("hf_vit", (), {"num_attention_heads": 5}, "5 heads do not divide its width 24"),
+        ("timm_vit", (), {"architecture": "swin_tiny"}, "architecture: expected .*'swin_tiny'"),
+        ("timm_vit", (), {"architecture": "vit_base_patch16_rpn_224"}, "architecture: expected"),
+        ("timm_dinov3", (), {"architecture": "vit_small_patch16_lingbot"}, "expected .* DINOv3"),
+        ("timm_vit", (), {"model_args": {}}, "model_args.num_heads: expected the number of heads"),
+        ("timm_vit", (), {"model_args/global_pool": "max"}, "global_pool: expected token or avg"),
+        (
+            "hf_siglip",
+            {name: None for name in load_file(weights_of("hf_siglip")) if ".head." in name},
+            (),
+            "expected a class token or attention pooling, found neither",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, family, arrays, config, message):
+    path = changed(tmp_path, family, arrays, config)
+    with pytest.raises(InputError, match=message) as caught:
+        recognise(path)
+    assert str(path.parent) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "found"), [("{", "unreadable"), ("[]", "found list")])
+def test_a_damaged_configuration_is_refused(tmp_path, text, found):
+    path = changed(tmp_path, "hf_vit", config=None)
+    path.with_name("config.json").write_text(text)
+    with pytest.raises(InputError, match=rf"config\.json: .*{found}"):
+        recognise(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "arrays", "message"),
+    [
+        ("hf_dinov2", {"layernorm.bias": None}, r"1 arrays missing \(first: .*encoder_norm/bias\)"),
+        ("timm_dinov2", {"blocks.1.mlp.fc2.weight": None}, "1 arrays missing, 0 unknown|missing"),
+        ("timm_siglip", {"attn_pool.kv.weight": ARRAY}, "attn_pool.kv.weight has the unexpected"),
+        ("hf_clip", {"vision_model.pre_layrnorm.bias": ARRAY}, r"bias has shape \(3, 3\), expect"),
+    ],
+)
+def test_missing_arrays_and_other_shapes_are_refused(tmp_path, family, arrays, message):
+    path = changed(tmp_path, family, arrays)
+    with pytest.raises(InputError, match=message) as caught:
+        weights.load(path, recognise(weights_of(family))[1], SIDE)
+    assert str(path) in str(caught.value)
+
+
+def test_named_weights_are_of_the_variant_that_is_asked_for():
+    assert weights.recognise("augreg", "B/32") == ("B/32", vit.VARIANTS["B/32"])
+    with pytest.raises(
+        InputError, match=r"encoder\.variant: expected one of Ti/16, .*found 'X/16'"
+    ):
+        weights.recognise("augreg", "X/16")
+    with pytest.raises(InputError, match="expected 'augreg', 'digits' or a file, found no file"):
+        weights.recognise("absent.npz", "B/16")
+
+
+@pytest.mark.parametrize("name", vit.VARIANTS)
+def test_augreg_files_of_every_size_are_recognised(name):
+    variant = vit.VARIANTS[name]
+    shapes = vit.parameter_shapes(vit.build(variant, variant.image_size), variant.image_size)
+    flat = {
+        "/".join(key.key for key in keys): np.broadcast_to(np.float32(0), leaf.shape)
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes)
+    }
+    found, recognised = layouts.describe(flat, FOLDER / "augreg.npz")
+    pixels = {"mean": variant.mean, "std": variant.std}
+    assert (found, dataclasses.replace(recognised, **pixels)) == (name, variant)
