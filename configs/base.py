@@ -23,14 +23,14 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.report = True  # write tables, figures and a page into the work directory at the end
 
     config.encoder = ml_collections.ConfigDict()
-    config.encoder.variant = "B/16"  # Ti/16, S/16, B/16, L/16, digits
-    config.encoder.weights = "augreg"  # augreg: public ImageNet-21k file; digits; or a path
-    config.encoder.image_size = 224  # pixels; the test transform resizes to 256/224 of it first
+    config.encoder.variant = "B/16"  # of augreg, Ti/16 to L/16; a file says itself what it holds
+    config.encoder.weights = "augreg"  # the public file; digits; or a path, see docs/encoders.md
+    config.encoder.image_size = 224  # pixels, 0: the file's; tests resize to 256/224 of it first
     config.encoder.attention = "xla"  # or cudnn: one fused kernel, on NVIDIA GPUs in fast precision
 
     config.data = ml_collections.ConfigDict()
     config.data.dir = ""  # prepared data; empty: $TFDS_DATA_DIR or ~/tensorflow_datasets
-    config.data.input_range = "pilot01"  # pilot01: pixels in [0, 1]; augreg: in [-1, 1]
+    config.data.input_range = "pilot01"  # pixels in [0, 1]; augreg: in [-1, 1]; model: the file's
     config.data.train_per_class = 0  # images of each class, 0: all
     config.data.test_per_class = 0  # likewise
     config.data.crop_scale = (0.05, 1.0)  # share of the image that a training crop covers

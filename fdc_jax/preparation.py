@@ -1,5 +1,6 @@
 """What the seeds of one configuration share, checked before any work."""
 
+import dataclasses
 import functools
 import os
 from pathlib import Path
@@ -108,7 +109,17 @@ class Experiment:
             or (field.startswith("encoder.") and field != "encoder.weights")
         }
         computed = {"devices": devices.describe(), "jax": jax.__version__}
-        return FeatureCache(self._cache / "features", self.checksums | settings | computed)
+        depend_on = self.checksums | settings | computed | {"architecture": self.architecture}
+        return FeatureCache(self._cache / "features", depend_on)
+
+    @property
+    def architecture(self) -> dict[str, Any]:
+        """What the weights alone do not say of the encoder; JSON values."""
+        fields = dataclasses.asdict(self.setup.variant)
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in fields.items()
+        }
 
     @property
     def checksums(self) -> dict[str, str]:

@@ -68,6 +68,7 @@ def collect(
             "input_range": config.data.input_range,
             "skipped": list(e.pretrained.skipped),
             "resized_positions": e.pretrained.resized_positions,
+            "architecture": e.architecture,
         },
         "data": {"train_sha256": e.tasks.train.checksum, "test_sha256": e.tasks.test.checksum},
         "device": devices.describe(),

@@ -11,6 +11,7 @@ from fdc_jax import command
 from fdc_jax.data.batches import ByteCache
 from fdc_jax.errors import InputError, TrainingError
 from tests import interruptions, small_runs
+from tests.model import make_encoders
 
 # Two tasks of 8 steps, with checkpoints within them.
 FIELDS = dict(train__batch_size=16, train__epochs=2, checkpoint__every_steps=3)
@@ -40,6 +41,22 @@ def test_stopped_anywhere_it_ends_the_same(whole, cache, tmp_path, looks):
     go(config(cache), tmp_path / "run")
     interruptions.same_outcome(whole, tmp_path / "run")
     interruptions.nothing_done_twice(tmp_path / "run")
+
+
+def test_a_file_of_weights_says_itself_what_it_holds(cache, tmp_path):
+    """Size, mean and deviation, too; the same command finds the run finished."""
+    file = make_encoders.FOLDER / "hf_clip" / "model.safetensors"
+    fields = {"encoder__weights": str(file), "encoder__image_size": 0, "train__epochs": 1}
+    fields |= {"data__input_range": "model", "evaluation__every_task": False}
+    results = go(config(cache, **fields), tmp_path / "run")
+    assert go(config(cache, **fields), tmp_path / "run") == results
+    encoder, saved = results["encoder"], results["config"]
+    assert encoder["variant"] == saved["encoder.variant"] == "clip 24x2/4"
+    assert saved["encoder.image_size"] == encoder["architecture"]["image_size"] == 12
+    assert encoder["architecture"]["std"] == pytest.approx([0.26862954, 0.26130258, 0.27577711])
+    assert np.load(tmp_path / "run" / "features" / "test_adapted.npy").shape == (60, 24)
+    with pytest.raises(InputError, match=r"train\.rank: expected at most 24, .* clip 24x2/4"):
+        go(config(cache, **fields, train__rank=25), tmp_path / "wide")
 
 
 def test_the_steps_of_every_task_are_taken_once(whole):
