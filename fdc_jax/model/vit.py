@@ -378,7 +378,7 @@ class _Block(nn.Module):
     attention: str
 
     @nn.compact
-    def __call__(self, x, angles, kernels, increment, dropout_key, dropout_rate):
+    def __call__(self, x, angles, dropout_rate, kernels, increment, dropout_key):
         norm: dict[str, Any] = {"epsilon": self.variant.epsilon, "dtype": self.dtype}
         tokens = nn.LayerNorm(name="LayerNorm_0", **norm)(x)
         self.sow("intermediates", "attention_input", tokens)
@@ -459,9 +459,10 @@ class _Transformer(nn.Module):
         read = {"token": 1, "prefix": variant.tokens}.get(variant.pooling)
         for block in range(variant.depth):
             kept = read if block == variant.depth - 1 else None
-            of_block = [_at_block(tree, block) for tree in (kernels, increment, keys)]
+            of_block = (_at_block(tree, block) for tree in (kernels, increment, keys))
             kind = (variant, self.dtype, self.precision, kept, self.attention)
-            x = _Block(*kind, name=f"encoderblock_{block}")(x, angles, *of_block, dropout_rate)
+            function = _Block(*kind, name=f"encoderblock_{block}")
+            x = function(x, angles, dropout_rate, *of_block)
         return self._pooled(x)
 
     def _pooled(self, x):
