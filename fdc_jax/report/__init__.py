@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from fdc_jax.errors import InputError, counted
@@ -43,34 +43,39 @@ def write(
             written.
     """
     # Plotting and pandas take seconds to import, which tables on the screen should not wait for.
+    import tqdm
+
     from fdc_jax.report import analysis, figures, page, reference, runs, tables
 
-    folder = Path(output)
+    def say(text: str) -> None:
+        if not quiet:
+            print(f"fdc_jax.report: {text}", file=sys.stderr, flush=True)
+
+    folder, hidden = Path(output), quiet or not sys.stderr.isatty()
     check_writable_folder("--output", folder)
     # Everything that the caller gave is read before anything is computed.
     compared = {reference.name_of(path): (path, reference.read(path)) for path in references}
     measured = [tables.read_latency(path) for path in latency]
     groups, skipped = runs.load(paths)
     for each in skipped:
-        _say(f"skipped {each.path}: {each.reason}", quiet)
+        say(f"skipped {each.path}: {each.reason}")
     if not groups:
         reason = f"{skipped[0].path}: {skipped[0].reason}" if skipped else "none was given"
         raise InputError(f"no usable run among {counted(len(skipped), 'folder')}: {reason}")
-    found = [run for group in groups for run in group.runs]
-    for run in (bar := _bar(found, "analyses", quiet)):
-        bar.set_postfix_str(str(run.path))
-        analysis.analyse(run, sweep)
+    found = [(run, run is group.runs[0]) for group in groups for run in group.runs]
+    for run, first in tqdm.tqdm(found, "analyses", disable=hidden, leave=False):
+        analysis.analyse(run, sweep, first)
         for reason in run.missing:
-            _say(f"{run.path}: {reason}", quiet)
+            say(f"{run.path}: {reason}")
     built = tables.build(groups, measured, paper)
     built += [reference.table(path, lines, groups) for path, lines in compared.values()]
     for table in built:
         table.write(folder / "tables")
     drawn = []
-    for name in _bar(figures.FIGURES, "figures", quiet):
-        for drawing in figures.draw(name, groups):
-            figures.write(drawing, folder / "figures")
-            drawn.append(drawing)
+    for name in tqdm.tqdm(figures.FIGURES, "figures", disable=hidden, leave=False):
+        drawn += figures.draw(name, groups)
+    for drawing in drawn:
+        figures.write(drawing, folder / "figures")
     origin = runs.provenance(groups)
     write_json(folder / "provenance.json", origin)
     path = page.write(folder, groups, skipped, built, drawn, origin)
@@ -78,16 +83,3 @@ def write(
         counts = counted(len(found), "run"), counted(len(groups), "group")
         print(f"{' in '.join(counts)}: {path}")
     return path
-
-
-def _say(text: str, quiet: bool) -> None:
-    if not quiet:
-        print(f"fdc_jax.report: {text}", file=sys.stderr, flush=True)
-
-
-def _bar(items: Iterable, label: str, quiet: bool):
-    """Iterates with a bar on a terminal."""
-    import tqdm
-
-    hidden = quiet or not sys.stderr.isatty()
-    return tqdm.tqdm(items, desc=label, disable=hidden, leave=False, dynamic_ncols=True)

@@ -15,32 +15,18 @@ def parser() -> Program:
         "Write a report about finished runs: report.html, tables (CSV, Markdown, "
         "LaTeX) and figures (SVG, PNG). Nothing is trained.",
     )
-    made.add_argument(
-        "runs", nargs="*", help="run folders; one of several seeds stands for its seed_* folders"
-    )
-    made.add_argument("--output", default="report", help="folder to write (default report)")
-    made.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        choices=[*report.SWEEPS, "all"],
-        help="refit FDC on the saved features over the paper's values of a setting; repeatable",
-    )
-    made.add_argument("--paper", action="store_true", help="all of the paper's rows and tables")
-    made.add_argument(
-        "--reference",
-        action="append",
-        default=[],
-        metavar="CSV",
-        help="numbers to line up with these runs; repeatable (format: fdc_jax/report/reference.py)",
-    )
-    made.add_argument(
-        "--latency",
-        action="append",
-        default=[],
-        metavar="JSON",
-        help="a file that benchmarks/latency.py wrote; repeatable",
-    )
+    add = made.add_argument
+    folders = "run folders; one of several seeds stands for its seed_* folders"
+    add("runs", nargs="*", help=folders)
+    add("--output", default="report", help="folder to write (default report)")
+    sweeps = "refit FDC on the saved features over the paper's values of a setting; repeatable"
+    add("--sweep", action="append", default=[], choices=[*report.SWEEPS, "all"], help=sweeps)
+    add("--paper", action="store_true", help="all of the paper's rows and tables")
+    for name, kind, text in (
+        ("reference", "CSV", "numbers to line up with these runs (fdc_jax/report/reference.py)"),
+        ("latency", "JSON", "a file that benchmarks/latency.py wrote"),
+    ):
+        add(f"--{name}", action="append", default=[], metavar=kind, help=f"{text}; repeatable")
     return made
 
 

@@ -1,11 +1,12 @@
 """What is computed anew from the saved features of a run."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Bool, Int
 
 from fdc_jax import calibration, evaluation, feature_files
@@ -13,25 +14,44 @@ from fdc_jax.calibration import FDC, Affinity, Terms, WhitenedTerms
 from fdc_jax.calibration.components import WHITENED, fuse_all
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
-from fdc_jax.report import diagnostics, sweeps
+from fdc_jax.report import diagnostics
 from fdc_jax.report.runs import RunFolder
 
+# What the paper varies, each with everything else at its default ("Hyperparameter Analysis of TSF
+# and PAC").
+VALUES = {
+    "attenuation": (0.0, 0.25, 0.375, 0.5, 0.625, 0.75, 1.0),
+    "retained_energy": (0.5, 0.65, 0.70, 0.75, 0.80, 0.85, 0.95),
+}
 
-def analyse(run: RunFolder, sweep: Sequence[str] = ()) -> None:
+
+def analyse(run: RunFolder, sweep: Sequence[str] = (), first: bool = True) -> None:
     """Fills the analyses of a run, and a line for each reason why some are missing.
 
     Args:
         run: a finished run.
         sweep: of `fdc_jax.report.SWEEPS`.
+        first: whether it is the first of its group, for which alone some figures are drawn.
     """
     missing: dict[str, list[str]] = {}
     fitted = _Fitted(run)
-    for name, compute in (_ANALYSES | {f"sweep_{name}": _sweep(name) for name in sweep}).items():
+    compute: dict[str, Callable[[_Fitted], Any]] = {
+        name: lambda of, name=name: getattr(diagnostics, name)(of.features, of.calibrator)
+        for name in (*_DIAGNOSED, *_OF_THE_FIRST * first)
+    }
+    compute |= {"selection": _selection, "beyond": _beyond}
+    for name in sweep:
+        compute[f"sweep_{name}"] = lambda of, name=name: vary(of.features, of.settings, name)
+    for name, function in compute.items():
         try:
-            run.analyses[name] = compute(fitted)
+            run.analyses[name] = function(fitted)
         except InputError as error:
             missing.setdefault(str(error), []).append(name)
     run.missing[:] = [f"no {', '.join(names)}: {reason}" for reason, names in missing.items()]
+
+
+_DIAGNOSED = ("similarity", "residual_contributions", "logit_standardisation")
+_OF_THE_FIRST = ("residual_distributions", "prototype_geometry")
 
 
 class _Fitted:
@@ -88,22 +108,16 @@ def _selection(of: _Fitted) -> dict[str, dict[str, float]]:
     scores = fuse_all(of.terms)
     if of.features.test_pretrained is None:
         scores |= {"pac+rlc_adapted_view": scores["pac+rlc"], "adapted_view": scores["full"]}
+    halves = {"first": chosen, "second": ~chosen}
     return {
-        half: {
-            name: evaluation.accuracy(labels[mask], each.label[mask])
-            for name, each in scores.items()
-        }
-        for half, mask in (("first", chosen), ("second", ~chosen))
+        half: {k: evaluation.accuracy(labels[mask], each.label[mask]) for k, each in scores.items()}
+        for half, mask in halves.items()
     }
 
 
 def first_half(labels: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
     """Returns which samples are the first, third, ... of their class in the order of the file."""
-    order = np.argsort(labels, kind="stable")
-    _, starts, counts = np.unique(labels[order], return_index=True, return_counts=True)
-    place = np.empty(len(labels), np.int64)
-    place[order] = np.arange(len(labels)) - np.repeat(starts, counts)
-    return place % 2 == 0
+    return (pd.Series(labels).groupby(labels).cumcount() % 2 == 0).to_numpy()
 
 
 def _beyond(of: _Fitted) -> dict[str, dict[str, float]]:
@@ -129,20 +143,44 @@ def _beyond(of: _Fitted) -> dict[str, dict[str, float]]:
     }
 
 
-def _sweep(parameter: str) -> Callable[[_Fitted], dict[str, Any]]:
-    return lambda of: sweeps.sweep(of.features, of.settings, parameter)
+def vary(
+    features: FeatureSet,
+    settings: Mapping[str, Any],
+    parameter: str,
+    values: Sequence[float] | None = None,
+) -> dict[str, Any]:
+    """Fits FDC anew at every value of a setting.
 
+    Args:
+        features: of a whole stream, with test labels.
+        settings: arguments of `calibration.FDC` that are not varied.
+        parameter: `attenuation`, `retained_energy` or `neighbours`.
+        values: those of the paper when None; for `neighbours`, all that are feasible.
 
-def _diagnosed(diagnostic: Callable[[FeatureSet, FDC], dict[str, Any]]):
-    return lambda of: diagnostic(of.features, of.calibrator)
+    Returns:
+        `values` and `default`, the setting of the run; then, one number in percent for each value,
+        `accuracy` and `routing_accuracy`. For `neighbours` these two stand under `own`, where
+        affinities are standardised by the tasks' own training affinities for each K, and under
+        `nearest`, by the affinities of the candidate tasks to the same input.
+    """
+    labels, tasks = features.test_labels, features.test_tasks
+    assert labels is not None  # Else there are no tasks of them, either.
+    if values is None:
+        # Classes without images have no prototype.
+        feasible = min(len(np.unique(task.labels)) for task in features.tasks)
+        values = VALUES.get(parameter) or range(1, feasible + 1)
 
+    def accuracies(**others: Any) -> dict[str, list[float]]:
+        found: dict[str, list[float]] = {"accuracy": [], "routing_accuracy": []}
+        for value in values:
+            calibrator = features.fit(calibration.FDC(**{**settings, **others, parameter: value}))
+            scores = calibrator.score(features.test_adapted, features.test_pretrained)
+            found["accuracy"].append(evaluation.accuracy(labels, scores.label))
+            found["routing_accuracy"].append(evaluation.accuracy(tasks, scores.task))
+        return found
 
-_ANALYSES: dict[str, Callable[[_Fitted], dict[str, Any]]] = {
-    "similarity": _diagnosed(diagnostics.similarity),
-    "residual_contributions": _diagnosed(diagnostics.residual_contributions),
-    "residual_distributions": _diagnosed(diagnostics.residual_distributions),
-    "prototype_geometry": _diagnosed(diagnostics.prototype_geometry),
-    "logit_standardisation": _diagnosed(diagnostics.logit_standardisation),
-    "selection": _selection,
-    "beyond": _beyond,
-}
+    default = getattr(calibration.FDC(**settings).settings, parameter)
+    result: dict[str, Any] = {"values": list(values), "default": default}
+    if parameter != "neighbours":
+        return result | accuracies()
+    return result | {name: accuracies(affinity_reference=name) for name in ("own", "nearest")}

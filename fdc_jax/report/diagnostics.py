@@ -46,11 +46,10 @@ def measured(
     ratio, distance = batching.fetch(found, [len(part) for part in parts])
     kept = [task.views[view] for task in calibrator.tasks]
     ratio, distance = (each[:, : len(kept)].astype(np.float64) for each in (ratio, distance))
-    residual = (ratio - [each.residual_mean for each in kept]) / [
-        each.residual_std for each in kept
-    ]
+    residual = ratio - [each.residual_mean for each in kept]
     gain = np.array([each.distance_mean for each in kept]) - distance
-    return residual, gain / [each.distance_std for each in kept]
+    stds = ([each.residual_std for each in kept], [each.distance_std for each in kept])
+    return residual / stds[0], gain / stds[1]
 
 
 def similarity(features: FeatureSet, calibrator: FDC) -> dict[str, Any]:
@@ -93,14 +92,13 @@ def similarity(features: FeatureSet, calibrator: FDC) -> dict[str, Any]:
         "spearman": {},
     }
     for view, name in enumerate(inputs.VIEWS[: calibrator.num_views]):
-        fits: dict[str, list[np.ndarray]] = {"residual": [], "affinity": []}
+        fits = []
         for task in features.tasks:
             residual, affinity = measured(calibrator, view, (task.adapted, task.pretrained)[view])
-            fits["residual"].append(-residual.mean(axis=0))
-            fits["affinity"].append(affinity.mean(axis=0))
+            fits.append((-residual.mean(axis=0), affinity.mean(axis=0)))
         pairs = {
-            kind: (np.stack(rows) - np.diag(np.stack(rows))[:, None])[first, second]
-            for kind, rows in fits.items()
+            kind: (fit - np.diag(fit)[:, None])[first, second]
+            for kind, fit in zip(("residual", "affinity"), np.stack(fits, axis=1), strict=True)
         }
         result[name] = {kind: values.tolist() for kind, values in pairs.items()}
         result["spearman"][name] = {
@@ -177,27 +175,18 @@ def _densities(
 ) -> dict[str, Any]:
     low, high = np.quantile(residual, _GRID_RANGE)
     margin = 0.1 * max(high - low, fdc.SCALE_FLOOR)
-    grid = np.linspace(low - margin, high + margin, _GRID_POINTS)
-    densities = {
-        int(task): density
-        for task in np.unique(true_tasks)
-        if (density := _density(residual[true_tasks == task], grid)) is not None
-    }
+    grid, densities = np.linspace(low - margin, high + margin, _GRID_POINTS), {}
+    for task in np.unique(true_tasks):
+        of = residual[true_tasks == task]
+        if len(of) > 1 and np.ptp(of) > 1e-9 * max(1.0, np.abs(of).max()):
+            densities[int(task)] = stats.gaussian_kde(of)(grid).tolist()
     mine = densities.pop(own, None)
     return {
         "grid": grid.tolist(),
-        "own": None if mine is None else mine.tolist(),
-        "foreign": {str(task): density.tolist() for task, density in densities.items()},
+        "own": mine,
+        "foreign": {str(task): density for task, density in densities.items()},
         "foreign_mean": np.mean(list(densities.values()), axis=0).tolist() if densities else None,
     }
-
-
-def _density(
-    values: Float[np.ndarray, " n"], grid: Float[np.ndarray, " g"]
-) -> Float[np.ndarray, " g"] | None:
-    if len(values) < 2 or np.ptp(values) <= 1e-9 * max(1.0, np.abs(values).max()):
-        return None
-    return stats.gaussian_kde(values)(grid)
 
 
 def prototype_geometry(features: FeatureSet, calibrator: FDC) -> dict[str, Any]:
@@ -227,17 +216,10 @@ def prototype_geometry(features: FeatureSet, calibrator: FDC) -> dict[str, Any]:
         ]
         points = np.concatenate([*classes, unit(np.stack([rows.mean(axis=0) for rows in classes]))])
         # The exact method, unlike the approximate one, has no threads that wait for each other.
-        embedding = TSNE(
-            init="pca",
-            method="exact",
-            perplexity=min(30.0, (len(points) - 1) / 3),
-            random_state=0,
-        )
-        plane = np.asarray(embedding.fit_transform(points), np.float64)
-        result[name] = {
-            "classes": plane[: -len(labels)].tolist(),
-            "tasks": plane[-len(labels) :].tolist(),
-        }
+        perplexity = min(30.0, (len(points) - 1) / 3)
+        embedding = TSNE(init="pca", method="exact", perplexity=perplexity, random_state=0)
+        plane, count = np.asarray(embedding.fit_transform(points), np.float64), len(labels)
+        result[name] = {"classes": plane[:-count].tolist(), "tasks": plane[-count:].tolist()}
     return result
 
 

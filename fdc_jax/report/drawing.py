@@ -6,8 +6,8 @@ Figures are made without pyplot, so nothing is shown and no global state changes
 import io
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,13 @@ from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from fdc_jax.learners import title as learner_title
-from fdc_jax.report import paper, words
+from fdc_jax.report import paper
 from fdc_jax.report.runs import Group
 
 # Inches.
@@ -45,11 +46,9 @@ ADAPTED, PRETRAINED = "#4b3f8f", "#b58900"
 _STYLE = Path(__file__).with_name("fdc.mplstyle")
 
 
-@contextmanager
-def style() -> Iterator[None]:
+def style() -> AbstractContextManager[None]:
     """Draws or saves with this package's style, whatever the user's own settings are."""
-    with matplotlib.rc_context(fname=_STYLE):
-        yield
+    return matplotlib.rc_context(fname=_STYLE)
 
 
 def panels(
@@ -73,6 +72,19 @@ def panels(
     for spare in axes[count:]:
         spare.set_axis_off()
     return figure, list(axes[:count])
+
+
+def lines_only(axes: Axes, across: str) -> None:
+    """Leaves the ticks of an axis of names without marks and without a grid."""
+    getattr(axes, f"{across}axis").grid(visible=False)
+    axes.tick_params(axis=across, length=0)  # pyright: ignore[reportArgumentType]
+
+
+def colour_bar(figure: Figure, colours: ScalarMappable, panels: Sequence[Axes], label: str, **look):
+    """Adds a bar of colours beside all panels and returns it."""
+    bar = figure.colorbar(colours, ax=panels, pad=0.02, label=label, **look)
+    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+    return bar
 
 
 # Words --------------------------------------------------------------------------------------------
@@ -101,11 +113,6 @@ def title(axes: Axes, text: str, inches: float) -> None:
     axes.set_title("\n".join(textwrap.wrap(text, width, max_lines=3, placeholder=" …")))
 
 
-def number(value: float, digits: int, signed: bool = False) -> str:
-    """Says a number with a minus sign in place of a hyphen."""
-    return words.minus(words.number(value, digits, signed))
-
-
 # Marks --------------------------------------------------------------------------------------------
 
 
@@ -124,6 +131,12 @@ def band(
         axes.fill_between(places, mean - std, mean + std, color=colour, alpha=0.2, linewidth=0)
 
 
+def marks(axes: Axes, x: Any, y: Any, colour: str, marker: str, size: float, **look: Any) -> None:
+    """Draws points that may lie on each other."""
+    line = {"linestyle": "none", "markersize": size, "markeredgewidth": 0}
+    axes.plot(x, y, color=colour, marker=marker, **(line | look))
+
+
 def whole_numbers(axis: Axis) -> None:
     """Puts ticks at whole numbers alone."""
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
@@ -134,10 +147,14 @@ def legend(figure: Figure, handles: Sequence[Any], columns: int | None = None) -
     figure.legend(handles=handles, loc="outside upper center", ncols=columns or len(handles))
 
 
-def key(name: str, line: bool = False) -> Line2D:
-    """Returns a legend entry of raw, FDC or oracle."""
-    look: dict[str, Any] = {"color": COLOURS[name], "marker": MARKERS[name]}
-    return Line2D([], [], linestyle="-" if line else "none", label=TITLES[name], **look)
+def key(label: str, colour: str, **look: Any) -> Line2D:
+    """Returns a legend entry."""
+    return Line2D([], [], color=colour, label=label, **look)
+
+
+def key_of(kind: str, **look: Any) -> Line2D:
+    """Returns a legend entry of raw, FDC or the given task."""
+    return key(TITLES[kind], COLOURS[kind], marker=MARKERS[kind], **look)
 
 
 def hollow(marker: str, colour: str, label: str | None = None) -> dict[str, Any]:
@@ -149,19 +166,13 @@ def hollow(marker: str, colour: str, label: str | None = None) -> dict[str, Any]
 # Files --------------------------------------------------------------------------------------------
 
 
-def lay_out(figure: Figure) -> None:
-    """Places everything once, which every file would otherwise do again."""
-    layout = figure.get_layout_engine()
+def finished(figure: Figure) -> str:
+    """Places everything once for all files; returns SVG text, the same for the same figure."""
+    layout, buffer = figure.get_layout_engine(), io.BytesIO()
     assert layout is not None
     layout.execute(figure)
     figure.set_layout_engine("none")
-
-
-def svg(figure: Figure) -> str:
-    """Returns a figure as SVG text, the same for the same figure."""
-    buffer = io.BytesIO()
-    with style():
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     return buffer.getvalue().decode("utf-8")
 
 
@@ -184,7 +195,7 @@ def inline_svg(text: str, prefix: str, label: str) -> str:
     colours become the variables of the page's style sheet.
 
     Args:
-        text: what `svg` returned.
+        text: what `finished` returned.
         prefix: a name unique in the page: letters, digits, `_` and `-`.
         label: ids of the elements that name and describe the figure.
     """

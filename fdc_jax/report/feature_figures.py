@@ -1,7 +1,7 @@
 """Figures of what FDC reads from features: the paper's diagnostics and sweeps.
 
 Every function draws the groups that have the analysis it shows, and returns None where none has.
-What the analyses hold is said in `fdc_jax.report.diagnostics` and `fdc_jax.report.sweeps`.
+What the analyses hold is said in `fdc_jax.report.diagnostics` and `fdc_jax.report.analysis`.
 """
 
 import functools
@@ -17,7 +17,7 @@ from matplotlib.colors import LinearSegmentedColormap, Normalize
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from fdc_jax.report import drawing, paper
+from fdc_jax.report import drawing, paper, words
 from fdc_jax.report.runs import Group
 
 # Colour, marker, title.
@@ -47,10 +47,6 @@ def _mean(rows: Sequence[Sequence[float | None]]) -> np.ndarray:
     return np.array(rows, dtype=np.float64).mean(axis=0)
 
 
-def _key(colour: str, label: str, **look: Any) -> Line2D:
-    return Line2D([], [], color=colour, label=label, **look)
-
-
 def _name_panels(panels: Sequence[Axes], groups: Sequence[Group], inches: float) -> None:
     """Names panels after what tells their groups apart; a single group is named by the caption."""
     if len(groups) > 1:
@@ -77,29 +73,20 @@ def similarity(groups: Sequence[Group]) -> Figure | None:
     figure, panels = drawing.panels(2, 2.6, 2, sharey="row")
     error = _mean([each["routing_error_percent"] for each in results])
     kinds = {"residual": "residuals", "affinity": "affinities"}
+    shown = [view for view in _VIEWS if all(view in each for each in results)]
+    size = 2.6 if len(error) > _MANY_PAIRS else 4
     for axes, (kind, label) in zip(panels, kinds.items(), strict=True):
-        shown = [view for view in _VIEWS if all(view in each for each in results)]
         for line, view in enumerate(shown):
             colour, marker, name = _VIEWS[view]
             alike = _mean([each[view][kind] for each in results])
-            look: dict[str, Any] = {"marker": marker, "color": colour, "linestyle": "none"}
-            size = 2.6 if len(error) > _MANY_PAIRS else 4
-            look |= {"markersize": size, "alpha": 0.5, "markeredgewidth": 0}
-            axes.plot(alike, error, gid=view, **look)
+            drawing.marks(axes, alike, error, colour, marker, size, alpha=0.5, gid=view)
             known = [each["spearman"][view][kind]["correlation"] for each in results]
             known = [value for value in known if value is not None]
-            rank = f", ρ = {drawing.number(float(np.mean(known)), 2)}" if known else ""
-            axes.annotate(
-                f"{name}{rank}",
-                (0, 1),
-                (3, -3 - 9 * line),
-                xycoords="axes fraction",
-                textcoords="offset points",
-                color=colour,
-                fontsize=7,
-                fontweight="bold",
-                verticalalignment="top",
-            )
+            if known:
+                name += f", ρ = {words.minus(words.number(float(np.mean(known))))}"
+            place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
+            look: dict[str, Any] = {"fontsize": 7, "fontweight": "bold", "va": "top"}
+            axes.annotate(name, (0, 1), (3, -3 - 9 * line), color=colour, **place, **look)
         axes.set_xlabel(f"Similarity by {label} (std of the other task)")
     panels[0].set_ylabel("Routing error (%)")
     panels[0].set_ylim(top=1.22 * panels[0].get_ylim()[1])  # room for the notes
@@ -129,20 +116,18 @@ def residual_contributions(groups: Sequence[Group]) -> Figure | None:
             values = _mean([each[side] for each in results])
             # From the first task at the left to the last at the right.
             spread = np.linspace(-0.13, 0.13, len(values)) if len(values) > 1 else np.zeros(1)
-            look: dict[str, Any] = {"marker": marker, "markersize": 3.4, "color": colour}
-            look |= {"alpha": 0.75, "markeredgewidth": 0, "linestyle": "none"}
-            axes.plot(place + offset + spread, values, gid=side, **look)
+            x = place + offset + spread
+            drawing.marks(axes, x, values, colour, marker, 3.4, alpha=0.75, gid=side)
             mean = float(np.nanmean(values)) if np.isfinite(values).any() else np.nan
             axes.plot([place + offset - 0.17, place + offset + 0.17], [mean] * 2, color=colour)
     names = drawing.names([group for group, _ in found])
     inches = (width - 0.5) / len(found)
     axes.set_xticks(range(len(found)), [drawing.shortened(name, inches) for name in names])
     axes.set_xlim(-0.5, len(found) - 0.5)
-    axes.grid(axis="x", visible=False)
-    axes.tick_params(axis="x", length=0)
+    drawing.lines_only(axes, "x")
     axes.set_ylabel("Residual contribution\n(std of own logits)")
-    look = {"linestyle": "none"}
-    keys = [_key(colour, label, marker=m, **look) for _, colour, m, label in _SIDES.values()]
+    looks = [(label, colour, marker) for _, colour, marker, label in _SIDES.values()]
+    keys = [drawing.key(text, colour, marker=m, linestyle="none") for text, colour, m in looks]
     drawing.legend(figure, keys)
     return figure
 
@@ -180,9 +165,9 @@ def residual_distributions(groups: Sequence[Group]) -> Figure | None:
         if place == "first":
             axes.set_ylabel(f"Density,\n{_VIEWS[view][2]}")
     handles = [
-        _key(drawing.OWN, "Own task", linewidth=1.8),
-        _key(drawing.FOREIGN, "Mean of foreign tasks", linestyle=(0, (4, 2))),
-        _key(drawing.FOREIGN, "Single foreign tasks", linewidth=0.7, alpha=0.5),
+        drawing.key("Own task", drawing.OWN, linewidth=1.8),
+        drawing.key("Mean of foreign tasks", drawing.FOREIGN, linestyle=(0, (4, 2))),
+        drawing.key("Single foreign tasks", drawing.FOREIGN, linewidth=0.7, alpha=0.5),
     ]
     drawing.legend(figure, handles)
     return figure
@@ -211,20 +196,18 @@ def prototype_geometry(groups: Sequence[Group]) -> Figure | None:
         Normalize(1, max(count, 2)), LinearSegmentedColormap.from_list("tasks", shades)
     )
     look: dict[str, Any] = {"edgecolors": drawing.INK}
+    of_class, of_task = np.array(results[0]["class_tasks"]) + 1, np.arange(1, count + 1)
     for axes, view in zip(panels, views, strict=True):
-        classes, tasks = (np.array(results[0][view][name]) for name in ("classes", "tasks"))
-        c = colours.to_rgba(np.array(results[0]["class_tasks"]) + 1)
-        axes.scatter(*classes.T, s=13, c=c, linewidths=0.25, gid="classes", **look)
-        c = colours.to_rgba(np.arange(1, count + 1))
-        axes.scatter(*tasks.T, s=75, c=c, linewidths=0.6, gid="tasks", marker="*", **look)
+        classes, tasks = (np.array(results[0][view][name]).T for name in ("classes", "tasks"))
+        c = [colours.to_rgba(each) for each in (of_class, of_task)]
+        axes.scatter(*classes, s=13, c=c[0], linewidths=0.25, gid="classes", **look)
+        axes.scatter(*tasks, s=75, c=c[1], linewidths=0.6, gid="tasks", marker="*", **look)
         axes.set_xticks([])
         axes.set_yticks([])
         axes.spines[:].set_visible(True)
         axes.set_xlabel(f"t-SNE, {_VIEWS[view][2]}")
-    bar = figure.colorbar(colours, ax=panels, shrink=0.7, pad=0.02)
-    bar.set_label("Task")
+    bar = drawing.colour_bar(figure, colours, panels, "Task", shrink=0.7)
     drawing.whole_numbers(bar.ax.yaxis)
-    bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
     return figure
 
 
@@ -261,7 +244,7 @@ def sweeps(groups: Sequence[Group]) -> Figure | None:
             axes.set_yticks([])
             continue
         _swept(axes, results, ("accuracy",), drawing.FDC, "s", "accuracy")
-        reference = paper.accuracy(group.learner, "fdc").get(group.benchmark)
+        reference = paper.row("benchmark", group.learner, "fdc").get(group.benchmark)
         if group.follows_protocol and reference is not None:
             default = results[0]["default"]
             axes.plot([default], [reference.mean], **drawing.hollow("s", drawing.FDC))
@@ -293,8 +276,8 @@ def neighbours(groups: Sequence[Group]) -> Figure | None:
         axes.set_ylabel("FDC accuracy (%)")
         drawing.whole_numbers(axes.xaxis)
     _name_panels(panels, [group for group, _ in found], figure.get_figwidth() / columns - 0.35)
-    look = {"markersize": 3.5}
-    keys = [_key(colour, label, marker=m, **look) for colour, m, label in _REFERENCES.values()]
+    looks = _REFERENCES.values()
+    keys = [drawing.key(text, colour, marker=m, markersize=3.5) for colour, m, text in looks]
     drawing.legend(figure, keys)
     return figure
 

@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 from fdc_jax import evaluation
 from fdc_jax.files import write_atomically
 from fdc_jax.learners import title as learner_title
-from fdc_jax.report import drawing, feature_figures, overview, paper
+from fdc_jax.report import drawing, feature_figures, overview, paper, words
 from fdc_jax.report.overview import KINDS
 from fdc_jax.report.runs import Group
 
@@ -54,15 +54,15 @@ def accuracy_curve(groups: Sequence[Group]) -> Figure | None:
     rows = [[[point["accuracy"][kind] for kind in KINDS] for point in curve] for curve in curves]
     values = np.array(rows, dtype=np.float64)
     figure, (axes,) = drawing.panels(1, 2.5, 1)
-    for place, kind in enumerate(KINDS):
-        look: dict[str, Any] = {"marker": drawing.MARKERS[kind], "markersize": 3, "gid": kind}
-        places = np.arange(1.0, values.shape[1] + 1)
-        drawing.band(axes, places, values[:, :, place], drawing.COLOURS[kind], **look)
+    places = np.arange(1.0, values.shape[1] + 1)
+    for of_kind, kind in zip(np.moveaxis(values, 2, 0), KINDS, strict=True):
+        look = {"marker": drawing.MARKERS[kind], "markersize": 3, "gid": kind}
+        drawing.band(axes, places, of_kind, drawing.COLOURS[kind], **look)
     axes.set_xlabel("Tasks learned")
     axes.set_ylabel("Accuracy (%)")
     axes.set_ylim(top=min(axes.get_ylim()[1], 101))
     drawing.whole_numbers(axes.xaxis)
-    drawing.legend(figure, [drawing.key(kind, line=True) for kind in KINDS])
+    drawing.legend(figure, [drawing.key_of(kind) for kind in KINDS])
     return figure
 
 
@@ -92,8 +92,7 @@ def decomposition(groups: Sequence[Group]) -> Figure | None:
     axes.set_xticks(places, [*map(str, range(1, count)), "all"])
     axes.set_xlim(0.4, places[-1] + 0.6)
     axes.set_ylim(0, 100)
-    axes.grid(axis="x", visible=False)
-    axes.tick_params(axis="x", length=0)
+    drawing.lines_only(axes, "x")
     axes.set_xlabel("Task (left bar raw, right bar FDC)")
     axes.set_ylabel("Share of test images (%)")
     handles = [
@@ -122,11 +121,9 @@ def task_confusion(groups: Sequence[Group]) -> Figure | None:
         axes.set_xlabel(f"Task chosen by {'raw logits' if kind == 'raw' else 'FDC'}")
         axes.set_ylabel("True task")
     if len(found["raw"]) > _MOST_NUMBERS:
-        colours = ScalarMappable(scale, "Blues")
-        ticks = (0, 1, 5, 20, 50, 100)
-        bar = figure.colorbar(colours, ax=panels, shrink=0.8, ticks=ticks, pad=0.02)
-        bar.set_label("Images of the true task (%)")
-        bar.outline.set_visible(False)  # pyright: ignore[reportCallIssue]
+        colours, ticks = ScalarMappable(scale, "Blues"), (0, 1, 5, 20, 50, 100)
+        label = "Images of the true task (%)"
+        drawing.colour_bar(figure, colours, panels, label, shrink=0.8, ticks=ticks)
     return figure
 
 
@@ -142,21 +139,15 @@ def _matrix(axes: Axes, values: Float[np.ndarray, "tasks tasks"], scale: PowerNo
         return
     axes.set_xticks(range(1, count + 1))
     axes.set_yticks(range(1, count + 1))
-    axes.tick_params(length=0, labelsize=7 if count <= _FEW_TASKS else 6)
+    few = count <= _FEW_TASKS
+    axes.tick_params(length=0, labelsize=7 if few else 6)
+    look: dict[str, Any] = {"fontsize": 7 if few else 5, "ha": "center", "va": "center"}
     for (row, column), value in np.ndenumerate(values):
         # Only what is exactly all or nothing reads as such.
         text = f"{value:.0f}" if value in (0, 100) else f"{np.clip(value, 1, 99):.0f}"
-        text = "<1" if 0 < value < 1 else text
-        axes.text(
-            column + 1,
-            row + 1,
-            text,
-            fontsize=7 if count <= _FEW_TASKS else 5,
-            color="#ffffff" if scale(value) > 0.55 else "#1d2126",
-            alpha=1.0 if value else 0.35,
-            horizontalalignment="center",
-            verticalalignment="center",
-        )
+        look |= {"alpha": 1.0 if value else 0.35}
+        look |= {"color": "#ffffff" if scale(value) > 0.55 else "#1d2126"}
+        axes.text(column + 1, row + 1, "<1" if 0 < value < 1 else text, **look)
 
 
 # Lists of learners --------------------------------------------------------------------------------
@@ -172,14 +163,13 @@ def _lists(groups: Sequence[Group], label: str) -> tuple[Figure, list[tuple[Axes
     figure, panels = drawing.panels(len(lists), _FRAME + _ROW * most, columns)
     width = figure.get_figwidth() / columns - _NAMES
     for axes, ((benchmark, settings), members) in zip(panels, lists.items(), strict=True):
-        words = [paper.benchmark_title(benchmark), *[settings] * bool(settings)]
-        drawing.title(axes, ", ".join(words), width)
+        title = [paper.benchmark_title(benchmark), *[settings] * bool(settings)]
+        drawing.title(axes, ", ".join(title), width)
         learners = [learner_title(group.learner) for group in members]
         ticks = [drawing.shortened(name, _NAMES) for name in learners]
         axes.set_yticks(range(len(members)), ticks)
         axes.set_ylim(most - 0.4, -0.6)
-        axes.grid(axis="y", visible=False)
-        axes.tick_params(axis="y", length=0)
+        drawing.lines_only(axes, "y")
         axes.spines["left"].set_visible(False)
         axes.set_xlabel(label)
     return figure, list(zip(panels, lists.values(), strict=True))
@@ -199,7 +189,7 @@ def task_identity(groups: Sequence[Group]) -> Figure | None:
     published = False
     for axes, members in lists:
         for row, group in enumerate(members):
-            spans = {k: evaluation.mean_and_std(group.values("accuracy", k)) for k in KINDS}
+            spans = {kind: evaluation.mean_and_std(group.values(kind)) for kind in KINDS}
             means = [mean for mean, _ in spans.values()]
             axes.plot([min(means), max(means)], [row, row], color=drawing.GRID, linewidth=0.9)
             for kind, (mean, std) in spans.items():
@@ -208,13 +198,14 @@ def task_identity(groups: Sequence[Group]) -> Figure | None:
                     ends = [mean - std, mean + std]
                     axes.plot(ends, [row, row], linewidth=2.2, alpha=0.45, **look)
                 axes.plot([mean], [row], marker=drawing.MARKERS[kind], gid=f"{kind}-{row}", **look)
-                value = paper.accuracy(group.learner, kind).get(group.benchmark)
-                if kind != "oracle" and group.follows_protocol and value is not None:
+                value = paper.row("benchmark", group.learner, kind).get(group.benchmark)
+                if group.follows_protocol and value is not None:
                     hollow = drawing.hollow(drawing.MARKERS[kind], drawing.COLOURS[kind])
                     axes.plot([value.mean], [row], **hollow)
                     published = True
     key = Line2D([], [], **drawing.hollow("o", drawing.INK, "Paper"))
-    drawing.legend(figure, [*map(drawing.key, KINDS), *[key] * published])
+    keys = [drawing.key_of(kind, linestyle="none") for kind in KINDS]
+    drawing.legend(figure, [*keys, *[key] * published])
     return figure
 
 
@@ -226,7 +217,7 @@ def gains(groups: Sequence[Group]) -> Figure | None:
     seed. A cross marks the components that the paper selects for a learner, where those are not
     all. Empty markers are the paper's numbers, where runs follow its protocol.
     """
-    measured = [group for group in groups if group.gains("full")]
+    measured = [group for group in groups if group.values("gain")]
     if not measured:
         return None
     figure, lists = _lists(measured, "Gain of FDC over raw (percentage points)")
@@ -246,16 +237,10 @@ def gains(groups: Sequence[Group]) -> Figure | None:
             used |= marks.keys()
             for name, places in marks.items():
                 axes.plot(places, [row] * len(places), gid=f"{name}-{row}", **look[name])
-            axes.annotate(
-                drawing.number(marks["gain"][0], 1, signed=True),
-                (1, row),
-                (3, 0),
-                xycoords=axes.get_yaxis_transform(),
-                textcoords="offset points",
-                fontsize=7,
-                verticalalignment="center",
-                annotation_clip=False,
-            )
+            place: dict[str, Any] = {"xycoords": axes.get_yaxis_transform(), "fontsize": 7}
+            place |= {"textcoords": "offset points", "va": "center", "annotation_clip": False}
+            text = words.minus(words.number(marks["gain"][0], 1, signed=True))
+            axes.annotate(text, (1, row), (3, 0), **place)
         low, high = axes.get_xlim()
         axes.set_xlim(min(low, -0.5), max(high, 0.5))
     drawing.legend(figure, [Line2D([], [], **look[name]) for name in look if name in used])
@@ -268,10 +253,9 @@ def _gain_marks(group: Group) -> dict[str, list[float]]:
     interval = overview.gain_interval(group)
     if interval.of:
         marks[interval.of] = [interval.low, interval.high]
-    marks["gain"] = [float(np.mean(group.gains("full")))]
-    chosen = group.runs[0].selected
-    if chosen != "full" and group.gains(chosen):
-        marks["selected"] = [float(np.mean(group.gains(chosen)))]
+    marks["gain"] = [float(np.mean(group.values("gain")))]
+    if group.runs[0].selected != "full" and (gains := group.values("selected_gain")):
+        marks["selected"] = [float(np.mean(gains))]
     published = paper.plugin(group.learner, "full") or paper.plugin(group.learner, "selected")
     if group.follows_protocol and published and group.benchmark in published.gains:
         marks["paper"] = [published.gains[group.benchmark].mean]
@@ -337,7 +321,7 @@ def draw(name: str, groups: Sequence[Group]) -> list[Drawing]:
             figure = function(members)
             if figure is None:
                 continue
-            drawing.lay_out(figure)
+            svg = drawing.finished(figure)
         title, _, caption = (function.__doc__ or "").partition(".\n\n")
         caption = " ".join(caption.split())
         if not any(group.follows_protocol for group in members):
@@ -347,13 +331,13 @@ def draw(name: str, groups: Sequence[Group]) -> list[Drawing]:
         if size == _SEVERAL:
             seeds = [f"{each.name} (seeds {', '.join(map(str, each.seeds))})" for each in members]
             caption = f"{caption} {'; '.join(seeds)}."
-        words = [name]
+        parts = [name]
         if size != _ALL and len(members) == 1:
-            title, words = f"{title}: {members[0].name}", [name, *members[0][:2]]
-        stem = file = re.sub(r"[^a-z0-9_-]+", "-", "_".join(words).lower())[:80]
+            title, parts = f"{title}: {members[0].name}", [name, *members[0][:2]]
+        stem = file = re.sub(r"[^a-z0-9_-]+", "-", "_".join(parts).lower())[:80]
         while any(file == each.name for each in found):
             file = f"{stem}_{len(found) + 1}"
-        found.append(Drawing(file, name, title, caption, members, figure, drawing.svg(figure)))
+        found.append(Drawing(file, name, title, caption, members, figure, svg))
     return found
 
 

@@ -1,4 +1,4 @@
-"""What came out of the runs of a group: headline, accuracies by task, forgetting, routes, command.
+"""What came out of the runs of a group: intervals, accuracies by task, forgetting, routes, command.
 
 Accuracies and shares are in percent, differences of accuracies in percentage points.
 """
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from jaxtyping import Float, Int
 
 from fdc_jax import configuration, evaluation
@@ -27,31 +28,9 @@ Predictions = Mapping[str, Int[np.ndarray, " n"]]
 class Interval(NamedTuple):
     """A 95 % interval in percentage points; `of` is "seeds", "images", or "" for none."""
 
-    low: float
-    high: float
-    of: str
-
-
-class TaskRow(NamedTuple):
-    """A task: accuracies on its test images, by raw logits, FDC and with the task given.
-
-    Attributes:
-        task: counted from 0.
-        classes: labels of its classes, positions in the class order.
-        num_images: test images.
-        learned: accuracy right after the task was learned, among the classes so far; empty where
-            it was not recorded.
-        final: accuracy after the last task, among all classes.
-    """
-
-    task: int
-    classes: list[int]
-    num_images: int
-    learned: dict[str, float]
-    final: dict[str, float]
-
-
-# Over seeds ---------------------------------------------------------------------------------------
+    low: float = math.nan
+    high: float = math.nan
+    of: str = ""
 
 
 def gain_interval(group: Group) -> Interval:
@@ -60,20 +39,17 @@ def gain_interval(group: Group) -> Interval:
     Several seeds: Student's t over gains paired within seeds. One seed: a percentile bootstrap
     over test images, where predictions were kept.
     """
-    raw, fdc = group.values("accuracy", "raw"), group.values("accuracy", "fdc")
-    if len(raw) == len(fdc) > 1:
+    raw, fdc = group.values("raw"), group.values("fdc")
+    if len(raw) > 1:
         gain = evaluation.paired_gain(raw, fdc)
         return Interval(gain.low, gain.high, "seeds")
-    columns = group.runs[0].predictions()
-    if not columns:
-        return Interval(math.nan, math.nan, "")
-    gain = evaluation.bootstrap_gain(columns["label"], columns["raw_label"], columns["fdc_label"])
-    return Interval(gain.low, gain.high, "images")
+    gain = group.runs[0].gain_over_images
+    return Interval() if gain is None else Interval(gain.low, gain.high, "images")
 
 
 def _mean_over_runs(group: Group, read: Callable[[Predictions], np.ndarray]) -> np.ndarray | None:
     """Mean over the runs that kept their predictions; None where none did."""
-    found = [read(columns) for run in group.runs if (columns := run.predictions())]
+    found = [read(run.predictions) for run in group.runs if run.predictions]
     return np.mean(found, axis=0) if found else None
 
 
@@ -85,17 +61,12 @@ def accuracy_matrix(run: RunFolder, kind: str) -> Float[np.ndarray, "tasks tasks
 
     NaN above the diagonal and for a task without images; None where the run did not record it.
     """
-    rows = [
-        (point.get("task_accuracy") or {}).get(kind) or []
-        for point in run.results.get("curve") or ()
-    ]
+    curve = run.results.get("curve") or ()
+    rows = [(point.get("task_accuracy") or {}).get(kind) or [] for point in curve]
     count = len(rows)
     if count != run.results.get("num_tasks") or [*map(len, rows)] != [*range(1, count + 1)]:
         return None
-    matrix = np.full((count, count), np.nan)
-    for t, row in enumerate(rows):
-        matrix[t, : t + 1] = np.array(row, dtype=np.float64)
-    return matrix
+    return np.array([row + [np.nan] * (count - len(row)) for row in rows], dtype=np.float64)
 
 
 def forgetting(matrix: Float[np.ndarray, "tasks tasks"]) -> float:
@@ -128,36 +99,33 @@ def over_tasks(
     return found
 
 
-def tasks(group: Group) -> list[TaskRow]:
-    """Returns a row per task, means over seeds; empty where no run kept its predictions."""
-    columns = next((found for run in group.runs if (found := run.predictions())), None)
+def tasks(group: Group) -> pd.DataFrame:
+    """Returns a row per task, counted from 0; empty where no run kept its predictions.
+
+    Columns: `classes`, labels of its classes; of each of `KINDS` the accuracy on its test images,
+    mean over seeds: `raw` after the last task among all classes, and, where it was recorded,
+    `raw_learned` right after the task was learned among the classes so far.
+    """
+    columns = next((run.predictions for run in group.runs if run.predictions), None)
     if columns is None:
-        return []
-    task, label = columns["task"], columns["label"]
-    count = int(task.max()) + 1
-    final: dict[str, Any] = {}
-    learned: dict[str, Any] = {}
+        return pd.DataFrame()
+    count = int(columns["task"].max()) + 1
+    found: dict[str, Any] = {
+        "classes": [
+            np.unique(columns["label"][columns["task"] == t]).tolist() for t in range(count)
+        ]
+    }
     for kind in KINDS:
 
-        def read(columns: Predictions, name: str = f"{kind}_label") -> np.ndarray:
-            given = columns["task"], columns["label"], columns[name]
-            return evaluation.task_accuracies(*given, count)
+        def read(of: Predictions, name: str = f"{kind}_label") -> np.ndarray:
+            return evaluation.task_accuracies(of["task"], of["label"], of[name], count)
 
-        final[kind] = _mean_over_runs(group, read)
+        found[kind] = _mean_over_runs(group, read)
         matrices = [accuracy_matrix(run, kind) for run in group.runs]
         known = [np.diag(each) for each in matrices if each is not None and len(each) == count]
         if known:
-            learned[kind] = np.mean(known, axis=0)
-    return [
-        TaskRow(
-            t,
-            np.unique(label[task == t]).tolist(),
-            int(np.sum(task == t)),
-            {kind: float(values[t]) for kind, values in learned.items()},
-            {kind: float(values[t]) for kind, values in final.items()},
-        )
-        for t in range(count)
-    ]
+            found[f"{kind}_learned"] = np.mean(known, axis=0)
+    return pd.DataFrame(found)
 
 
 # Routes -------------------------------------------------------------------------------------------
@@ -206,24 +174,19 @@ def sentences(group: Group) -> list[str]:
     """Says what FDC did to single images, and what knowing the task would do."""
     said = []
     changes = [
-        evaluation.flips(columns["label"], columns["raw_label"], columns["fdc_label"])
+        evaluation.flips(of["label"], of["raw_label"], of["fdc_label"])
         for run in group.runs
-        if (columns := run.predictions())
+        if (of := run.predictions)
     ]
     if changes:
-        fixed = sum(change.wrong_to_right for change in changes) / len(changes)
-        broken = sum(change.right_to_wrong for change in changes) / len(changes)
+        fixed, broken, *_ = np.mean(changes, axis=0)
         average = ", on average over seeds" if len(changes) > 1 else ""
         said.append(
             f"FDC puts right {counted(fixed, 'image')} that the raw logits get wrong, and "
             f"spoils {counted(broken, 'image')} that they get right{average}."
         )
-    found = [run.results["accuracy"] for run in group.runs]
-    repaired = [
-        100 * (each["oracle"] - each["raw"]) / (100 - each["raw"])
-        for each in found
-        if each["raw"] < 100
-    ]
+    pairs = zip(group.values("raw"), group.values("oracle"), strict=True)
+    repaired = [100 * (given - raw) / (100 - raw) for raw, given in pairs if raw < 100]
     if repaired:
         said.append(
             f"Knowing the task of every image would put right {np.mean(repaired):.0f} % of the "
@@ -245,18 +208,18 @@ def command(group: Group) -> str | None:
         return None
     config = group.runs[0].results["config"] | {"seed": group.seeds}
     learner = config.get("learner.name", group.learner)
-    flags = ["python main.py", f"--config=configs/{name}.py"]
+    flags = []
     for field, value in config.items():
         part = field.split(".")
         option = part[0] == "learner" and len(part) == 3
-        own = option and learner.startswith(part[1])
+        of_ours = learner.startswith(part[1]) if option else field in known
         named = field in ("data.dir", "encoder.weights")
-        if (option and not own) or value == known.get(field) or not (own or field in known):
-            continue
-        if field in configuration.WITHOUT_EFFECT and not named:
+        effective = named or field not in configuration.WITHOUT_EFFECT
+        if not of_ours or not effective or value == known.get(field):
             continue
         text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         if named:  # Where things lie on a machine is nobody's business.
             text = "FOLDER" if field == "data.dir" else text.rpartition("/")[2]
         flags.append(f"--config.{field}={shlex.quote(text)}")
-    return " \\\n    ".join([" ".join(flags[:2]), *flags[2:], "--workdir=runs/again"])
+    first = f"python main.py --config=configs/{name}.py"
+    return " \\\n    ".join([first, *flags, "--workdir=runs/again"])

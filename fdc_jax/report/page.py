@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jinja2
 from markupsafe import Markup, escape
@@ -22,18 +22,6 @@ _FOLDER = Path(__file__).parent
 _MOST_CLASSES = 4  # of a task that are named in a table
 
 
-class Material(NamedTuple):
-    """What comes from the work directory of a run, beyond its numbers.
-
-    Attributes:
-        class_names: in class-order positions; empty where they are not known.
-        pictures: of images that FDC put right or spoiled.
-    """
-
-    class_names: Sequence[str] = ()
-    pictures: Pictures = Pictures()
-
-
 def write(
     folder: Path,
     groups: Sequence[Group],
@@ -50,13 +38,12 @@ def write(
     return folder / "report.html"
 
 
-def material(run: RunFolder) -> Material:
+def material(run: RunFolder) -> Pictures:
     """Opens the work directory of a run for class names and pictures."""
     try:
-        opened = fdc_jax.open_run(run.path)
-        return Material(list(opened.class_names), pictures.load(run, opened))
+        return pictures.load(run, fdc_jax.open_run(run.path))
     except InputError as error:
-        return Material(pictures=Pictures(missing=f"The work directory does not open: {error}"))
+        return Pictures(missing=f"The work directory does not open: {error}")
 
 
 def render(
@@ -65,7 +52,7 @@ def render(
     tables: Sequence[Table],
     drawings: Sequence[Drawing],
     provenance: Sequence[Mapping[str, Any]],
-    found: Sequence[Material],
+    found: Sequence[Pictures],
 ) -> str:
     """Returns the page; everything that comes from files is escaped.
 
@@ -85,15 +72,8 @@ def render(
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters |= {
-        "words": _words,
-        "minus": words.minus,
-        "rows": _rows,
-        "spread": _spread,
-        "drawn": _drawn,
-        "bar": _bar,
-        "subscripts": _subscripts,
-    }
+    for function in (_words, _rows, _spread, _drawn, _bar, _subscripts, words.minus):
+        environment.filters[function.__name__.lstrip("_")] = function
     own = [each for each in drawings if each.kind in figures.OF_A_RUN]
     return environment.get_template("page.html.jinja").render(
         heading=_heading(groups),
@@ -116,31 +96,33 @@ def _title(group: Group) -> str:
     return f"{learner_title(group.learner)} on {paper.benchmark_title(group.benchmark)}"
 
 
-def _section(group: Group, own: Sequence[Drawing], found: Material) -> dict[str, Any]:
+def _section(group: Group, own: Sequence[Drawing], found: Pictures) -> dict[str, Any]:
     """Returns what the page says of a group."""
-    sizes = ("num_classes", "num_tasks", "num_test_images")
+    tasks = overview.tasks(group)
+    if len(tasks):
+        tasks["names"] = [_named(labels, found.class_names) for labels in tasks["classes"]]
     return {
         "group": group,
         "title": _title(group),
-        "sizes": {name: group.runs[0].results.get(name) for name in sizes},
-        "accuracy": {kind: group.values("accuracy", kind) for kind in overview.KINDS},
-        "gain": group.gains("full"),
+        "results": group.runs[0].results,
+        "accuracy": {kind: group.values(kind) for kind in overview.KINDS},
+        "gain": group.values("gain"),
         "interval": overview.gain_interval(group),
         "sentences": overview.sentences(group),
-        "tasks": [(row, _named(row.classes, found.class_names)) for row in overview.tasks(group)],
+        "tasks": tasks.to_dict("records"),
         "forgetting": overview.over_tasks(group, overview.forgetting),
         "backward_transfer": overview.over_tasks(group, overview.backward_transfer),
         "command": overview.command(group),
         "drawings": [each for each in own if each.groups == [group]],
-        "pictures": found.pictures,
+        "pictures": found,
     }
 
 
 def _named(labels: Sequence[int], names: Sequence[str]) -> str:
     known = [names[label] for label in labels if label < len(names)]
-    more = f" and {len(known) - _MOST_CLASSES + 1} more"
     if len(known) > _MOST_CLASSES:
-        return ", ".join(known[: _MOST_CLASSES - 1]) + more
+        rest = len(known) - _MOST_CLASSES + 1
+        return f"{', '.join(known[: _MOST_CLASSES - 1])} and {rest} more"
     return ", ".join(known)
 
 
@@ -149,15 +131,11 @@ def _named(labels: Sequence[int], names: Sequence[str]) -> str:
 
 def _rows(table: Table) -> list[tuple[list[str], list[str]]]:
     """Returns labels and cells of a table's rows as text; what the row above says is empty."""
-    rows, before = [], []
-    for index, cells in zip(table.frame.index, table.shown.itertuples(index=False), strict=True):
-        labels = [str(label) for label in (index if isinstance(index, tuple) else (index,))]
-        same = 0
-        while same < len(labels) - 1 and labels[same : same + 1] == before[same : same + 1]:
-            same += 1
-        shown, before = [""] * same + labels[same:], labels
-        rows.append((shown, [words.minus(str(cell)) for cell in cells]))
-    return rows
+    labels = table.frame.index.to_frame(index=False).astype(str)
+    same = labels.eq(labels.shift()).astype(int).cummin(axis=1).astype(bool)
+    same.isetitem(-1, False)
+    cells = table.shown.map(lambda cell: words.minus(str(cell)))
+    return list(zip(labels.mask(same, "").values.tolist(), cells.values.tolist(), strict=True))
 
 
 def _spread(values: Sequence[float], digits: int = 1, signed: bool = False) -> str:

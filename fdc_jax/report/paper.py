@@ -9,17 +9,7 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-BENCHMARK_TITLES = {
-    "cifar100": "CIFAR-100",
-    "imagenet_a": "ImageNet-A",
-    "imagenet_r": "ImageNet-R",
-    "cub200": "CUB-200",
-    "omnibench": "OmniBenchmark",
-    "imagenet_a_random80": "ImageNet-A, random 80/20",
-    "imagenet_r_random80": "ImageNet-R, random 80/20",
-    "cub200_random80": "CUB-200, random 80/20",
-    "digits": "Digits",
-}
+from fdc_jax.data.benchmarks import BENCHMARKS
 
 # Keys of `fdc_jax.calibration.components.COMPONENTS`, in the order of Table current-ablation.
 COMPONENT_TITLES = {
@@ -46,10 +36,9 @@ class Published(NamedTuple):
     count: int = 3
 
 
-class PublishedGain(NamedTuple):
-    """A row of Table plugin: switches (TSF, E_0, E_T), gains by benchmark, and their average."""
+class Plugged(NamedTuple):
+    """A row of Table plugin: gains by benchmark, and their average."""
 
-    switches: tuple[int, int, int]
     gains: dict[str, Published]
     average: float
 
@@ -67,58 +56,37 @@ def benchmarks() -> list[str]:
 
 def benchmark_title(name: str) -> str:
     """Returns how tables call a benchmark; an unknown name stays itself."""
-    return BENCHMARK_TITLES.get(name, name)
+    return BENCHMARKS[name].title if name in BENCHMARKS else name
 
 
-def _row(table: str, *path: str) -> dict[str, Published]:
-    """Returns a row by benchmark, empty where the paper has none."""
-    found = numbers()["tables"][table]
-    for name in path:
+def row(table: str, learner: str, *keys: str) -> dict[str, Published]:
+    """Returns a row by benchmark, empty where the paper has none.
+
+    Args:
+        table: `benchmark`, with "raw" or "fdc", which has the components that the paper selects
+            (Table current-benchmark); `ablation`, with a component combination
+            (current-ablation: gains, but for "raw"); `plugin`, with "selected" or "full" and
+            "gain" (plugin); `logit_standardisation`; `average_incremental_accuracy`, without FDC.
+        learner: as in configurations.
+        keys: what the table asks for.
+    """
+    found = numbers()["tables"][table]["rows"]
+    for name in (learner, *keys):
         found = found.get(name, {})
     return {name: Published(*pair) for name, pair in zip(benchmarks(), found, strict=bool(found))}
 
 
-def accuracy(learner: str, kind: str) -> dict[str, Published]:
-    """Final accuracy by benchmark (Table current-benchmark); `kind` is "raw" or "fdc".
+def plugin(learner: str, kind: str) -> Plugged | None:
+    """Returns gains with the "selected" or the "full" components, None for other learners.
 
-    The latter has the components that the paper selects.
-    """
-    return _row("benchmark", "rows", learner, kind)
-
-
-def ablation(components: str) -> dict[str, Published]:
-    """Raw accuracy, or the gain of a component combination, of Cumulative-LoRA by benchmark."""
-    return _row("ablation", "rows", components)
-
-
-def logit_standardisation() -> dict[str, Published]:
-    """Change of accuracy of Cumulative-LoRA by benchmark (Table logit_standardization)."""
-    return _row("logit_standardisation", "row")
-
-
-def average_incremental_accuracy(learner: str) -> dict[str, Published]:
-    """Without FDC, by benchmark (Table current-aia)."""
-    return _row("average_incremental_accuracy", "rows", learner)
-
-
-def plugin(learner: str, kind: str) -> PublishedGain | None:
-    """Gains with the selected or with all components (Table plugin), None for other learners.
-
-    Cumulative-LoRA has no row there: all its components are on, and its gains are those of the
-    full combination in Table current-ablation.
-
-    Args:
-        learner: as in configurations.
-        kind: "selected" or "full".
+    Cumulative-LoRA has no row in Table plugin: all its components are on, and its gains are those
+    of the full combination in Table current-ablation.
     """
     if learner == "cumulative_lora":
-        gains = ablation("full")
-        return PublishedGain((1, 1, 1), gains, sum(each.mean for each in gains.values()) / 5)
-    row = numbers()["tables"]["plugin"]["rows"].get(learner, {}).get(kind)
-    if row is None:
-        return None
-    gains = _row("plugin", "rows", learner, kind, "gain")
-    return PublishedGain(tuple(row["switches"]), gains, row["average"])
+        gains = row("ablation", learner, "full")
+        return Plugged(gains, sum(each.mean for each in gains.values()) / 5)
+    found = numbers()["tables"]["plugin"]["rows"].get(learner, {}).get(kind)
+    return found and Plugged(row("plugin", learner, kind, "gain"), found["average"])
 
 
 def columns(table: str, benchmark: str) -> dict[str, float]:
@@ -131,5 +99,5 @@ def columns(table: str, benchmark: str) -> dict[str, float]:
         benchmark: as in configurations.
     """
     found = numbers()["tables"][table]
-    row = found["rows"].get(benchmark)
-    return {} if row is None else dict(zip(found["columns"], row, strict=True))
+    cells = found["rows"].get(benchmark, ())
+    return dict(zip(found["columns"], cells, strict=bool(cells)))

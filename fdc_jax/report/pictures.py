@@ -58,8 +58,18 @@ class Picture(NamedTuple):
 
 
 class Pictures(NamedTuple):
-    """Pictures of both kinds, and how many images there are of each; or why there are none."""
+    """What the work directory of a run shows beyond its numbers.
 
+    Attributes:
+        class_names: in class-order positions; empty where they are not known.
+        repaired: on which FDC chose the right class and raw logits a wrong task.
+        num_repaired: how many images there are of these.
+        broken: on which raw logits chose the right class and FDC a wrong task.
+        num_broken: likewise.
+        missing: why there are no pictures.
+    """
+
+    class_names: Sequence[str] = ()
     repaired: Sequence[Picture] = ()
     num_repaired: int = 0
     broken: Sequence[Picture] = ()
@@ -68,35 +78,32 @@ class Pictures(NamedTuple):
 
 
 def load(run: RunFolder, opened: Any) -> Pictures:
-    """Returns pictures of both kinds, evenly spaced over the test images.
-
-    Images whose task both predictions chose alike are left out.
+    """Returns class names and pictures of both kinds, evenly spaced over the test images.
 
     Args:
         run: one seed.
         opened: the same, as `fdc_jax.open_run` returns it.
     """
-    columns = run.predictions()
+    columns, names = run.predictions, list(opened.class_names)
     if not columns:
-        return Pictures(missing="The run kept no predictions.")
+        return Pictures(names, missing="The run kept no predictions.")
     task, label = columns["task"], columns["label"]
-    repaired = (columns["raw_task"] != task) & (columns["fdc_label"] == label)
-    broken = (columns["raw_label"] == label) & (columns["fdc_task"] != task)
-    found = [np.flatnonzero(repaired), np.flatnonzero(broken)]
-    chosen = [rows[_spaced(len(rows))] for rows in found]
-    rows = np.concatenate(chosen)
+    repaired = np.flatnonzero((columns["raw_task"] != task) & (columns["fdc_label"] == label))
+    broken = np.flatnonzero((columns["raw_label"] == label) & (columns["fdc_task"] != task))
+    first = _spaced(repaired)
+    rows = np.concatenate([first, _spaced(broken)])
     if not len(rows):
-        return Pictures(missing="FDC changed the task of no image to or from the true one.")
+        why = "FDC changed the task of no image to or from the true one."
+        return Pictures(names, missing=why)
     try:
         images = opened.test_images(rows)
         evidence = _evidence(run, opened, columns, rows)
     except InputError as error:
-        return Pictures(missing=f"The test images could not be read: {error}")
+        return Pictures(names, missing=f"The test images could not be read: {error}")
 
     def said(kind: str, row: int) -> Said:
         label, task = (int(columns[kind + name][row]) for name in ("label", "task"))
-        known = label < len(opened.class_names)
-        return Said(opened.class_names[label] if known else f"class {label + 1}", task + 1)
+        return Said(names[label] if label < len(names) else f"class {label + 1}", task + 1)
 
     drawn = [
         Picture(
@@ -108,14 +115,13 @@ def load(run: RunFolder, opened: Any) -> Pictures:
         )
         for row, image, lines in zip(rows.tolist(), images, evidence, strict=True)
     ]
-    first = len(chosen[0])
-    return Pictures(drawn[:first], len(found[0]), drawn[first:], len(found[1]))
+    return Pictures(names, drawn[: len(first)], len(repaired), drawn[len(first) :], len(broken))
 
 
-def _spaced(count: int) -> Int[np.ndarray, " k"]:
-    """Returns up to `PICTURES` places among `count`, evenly spaced."""
-    most = min(count, PICTURES)
-    return ((np.arange(most) + 0.5) * count / max(most, 1)).astype(int)
+def _spaced(rows: Int[np.ndarray, " n"]) -> Int[np.ndarray, " k"]:
+    """Returns up to `PICTURES` of these, evenly spaced."""
+    most = min(len(rows), PICTURES)
+    return rows[((np.arange(most) + 0.5) * len(rows) / max(most, 1)).astype(int)]
 
 
 def _evidence(
@@ -134,12 +140,13 @@ def _evidence(
     each, true = np.arange(len(rows)), columns["task"][rows]
     raw, fdc = columns["raw_task"][rows], columns["fdc_task"][rows]
     names, scores = split(terms, views[1] is not None)
-    values = scores[:, each, true].T, scores[:, each, np.where(raw != true, raw, fdc)].T
+    values = np.stack([scores[:, each, t] for t in (true, np.where(raw != true, raw, fdc))], axis=2)
+    agrees = terms.fuse().task == fdc
     return [
-        [Evidence(*line) for line in zip(names, *sides, strict=True)] if agrees else []
-        for agrees, *sides in zip(
-            terms.fuse().task == fdc, *(side.tolist() for side in values), strict=True
-        )
+        [Evidence(name, *pair) for name, pair in zip(names, values[:, i].tolist(), strict=True)]
+        if agrees[i]
+        else []
+        for i in each
     ]
 
 

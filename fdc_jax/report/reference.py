@@ -28,27 +28,16 @@ import pandas as pd
 from scipy import stats
 
 from fdc_jax import evaluation, learners
-from fdc_jax.calibration.components import COMPONENTS
+from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError
 from fdc_jax.report import paper
-from fdc_jax.report.runs import Group, RunFolder
+from fdc_jax.report.runs import QUANTITIES, Group
 from fdc_jax.report.tables import Layout, Table, frame, number, spread
 
 _KEY = ["benchmark", "learner", "quantity"]
 _OPTIONAL = ["seed", "std", "n", "source"]
 # Columns of numbers and the least that they may be.
 _LEAST = {"value": -math.inf, "seed": 0, "std": 0, "n": 1}
-_RESULTS = {
-    "raw": ("accuracy", "raw"),
-    "fdc": ("accuracy", "fdc"),
-    "oracle": ("accuracy", "oracle"),
-    "routing_raw": ("routing_accuracy", "raw"),
-    "routing_fdc": ("routing_accuracy", "fdc"),
-    "aia": ("average_incremental_accuracy", "raw"),
-    "aia_fdc": ("average_incremental_accuracy", "fdc"),
-}
-QUANTITIES = (*_RESULTS, "selected", "gain", "selected_gain")
-QUANTITIES += tuple(prefix + name for prefix in ("", "gain:") for name in COMPONENTS)
 
 
 class Comparison(NamedTuple):
@@ -61,15 +50,6 @@ class Comparison(NamedTuple):
     low: float = math.nan
     high: float = math.nan
     paired: Sequence[int] = ()
-
-
-def quantity(run: RunFolder, name: str) -> float | None:
-    """Returns a quantity of a run under the name that it has in a file."""
-    if name in _RESULTS:
-        return run.value(*_RESULTS[name])
-    chosen = {"gain": "full", "selected": run.selected, "selected_gain": run.selected}
-    combination = chosen.get(name, name.removeprefix("gain:"))
-    return run.gain(combination) if "gain" in name else run.component(combination)
 
 
 def read(path: str | Path) -> pd.DataFrame:
@@ -114,7 +94,7 @@ def read(path: str | Path) -> pd.DataFrame:
         check(good, column, "a number" + f" from {least}" * math.isfinite(least))
         rows[column] = values
     for column, titles in (
-        ("benchmark", paper.BENCHMARK_TITLES),
+        ("benchmark", {name: each.title for name, each in BENCHMARKS.items()}),
         ("learner", {name: learners.title(name) for name in learners.names()}),
     ):
         by_title = {title.lower(): name for name, title in titles.items()}
@@ -169,8 +149,10 @@ def table(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group]) -> Tab
             "learner": learners.title(learner),
             "quantity": name,
         }
-        for each in [g for g in layout.of(learner) if g.benchmark == benchmark] or [None]:
-            values = {run.seed: quantity(run, name) for run in each.runs} if each else {}
+        for each in [g for g in groups if (g.learner, g.benchmark) == (learner, benchmark)] or [
+            None
+        ]:
+            values = {run.seed: run.quantity(name) for run in each.runs} if each else {}
             ours = {seed: value for seed, value in values.items() if value is not None}
             found = compare(ours, of) if ours else Comparison(math.nan)
             if found.paired:  # The two sides are shown as they are compared.

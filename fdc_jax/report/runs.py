@@ -3,16 +3,19 @@
 import contextlib
 import dataclasses
 import fnmatch
+import functools
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from fdc_jax import learners
+from fdc_jax import evaluation, learners
+from fdc_jax.calibration.components import COMPONENTS
 from fdc_jax.configuration import WITHOUT_EFFECT
+from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError, counted
 from fdc_jax.files import read_npz
 from fdc_jax.report import paper
@@ -45,8 +48,9 @@ class RunFolder:
         folder = self.path / "features"
         return folder if (folder / "test_adapted.npy").exists() else None
 
+    @functools.cached_property
     def predictions(self) -> dict[str, np.ndarray]:
-        """Returns the columns of `predictions.npz`, one row per test image; empty without it.
+        """The columns of `predictions.npz`, one row per test image; empty without it.
 
         Raises:
             InputError: the file is damaged or belongs to another run.
@@ -66,40 +70,50 @@ class RunFolder:
                 )
         return columns
 
+    @functools.cached_property
+    def gain_over_images(self) -> evaluation.Gain | None:
+        """Gain of FDC over raw with a bootstrap interval; None without predictions."""
+        of = self.predictions
+        return (
+            evaluation.bootstrap_gain(of["label"], of["raw_label"], of["fdc_label"]) if of else None
+        )
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """Everything that the numbers depend on but the seed, by field."""
+        return settings(self.results)
+
+    @property
+    def experiment(self) -> str:
+        """What runs of one group have in common."""
+        names = [self.results["benchmark"], self.results["learner"]]
+        return json.dumps([*names, self.settings], sort_keys=True)
+
     def value(self, *keys: str) -> float | None:
         """Returns a number of the results by its path, such as ("accuracy", "raw"), or None."""
         found: Any = self.results
         for key in keys:
             found = found.get(key) if isinstance(found, dict) else None
-        if isinstance(found, bool) or not isinstance(found, int | float):
-            return None
-        return float(found) if np.isfinite(found) else None
+        return _number(found)
 
-    def component(self, name: str) -> float | None:
-        """Returns the final accuracy of a component combination.
+    def quantity(self, name: str) -> float | None:
+        """Returns a number of `QUANTITIES`, or None where the run has not recorded it.
 
         Without a pretrained view, what is called the adapted view of a combination is all of it.
         """
-        value = self.value("components", name)
-        if value is None and not self.dual and name.endswith("adapted_view"):
-            name = name.removesuffix("adapted_view").removesuffix("_") or "full"
-            value = self.value("components", name)
-        return value
-
-    def gain(self, name: str) -> float | None:
-        """Returns the gain of a component combination over raw."""
-        value = self.component(name)
-        return None if value is None else value - self.results["accuracy"]["raw"]
-
-    def incremental(self, name: str) -> float | None:
-        """Returns the average incremental accuracy; None where a task was not evaluated with it."""
-        if self.value("average_incremental_accuracy", "raw") is None:
-            return None
-        curve = [
-            dataclasses.replace(self, results=each) for each in self.results.get("curve") or ()
-        ]
-        values = [point.component(name) for point in curve]
-        return None if None in values or not values else sum(values) / len(values)
+        if name in _RESULTS:
+            return self.value(*_RESULTS[name])
+        if name == "logit_standardisation":
+            return self.analyses.get(name, {}).get("change")
+        kind, _, combination = _LONG.get(name, name).rpartition(":")
+        combination = self.selected if combination == "selected" else combination
+        if kind == "aia":
+            if self.quantity("aia") is None:  # Not every task was evaluated.
+                return None
+            values = [_component(point, combination) for point in self.results.get("curve") or ()]
+            return None if None in values or not values else sum(values) / len(values)
+        value = _component(self.results, combination)
+        return value if value is None or not kind else value - self.results["accuracy"]["raw"]
 
     @property
     def dual(self) -> bool:
@@ -112,6 +126,38 @@ class RunFolder:
         return learners.selected(self.results["learner"])
 
 
+# Quantities that lie in the results as they are: final accuracy in percent, task-routing accuracy,
+# average incremental accuracy.
+_RESULTS = {
+    "raw": ("accuracy", "raw"),
+    "fdc": ("accuracy", "fdc"),
+    "oracle": ("accuracy", "oracle"),
+    "routing_raw": ("routing_accuracy", "raw"),
+    "routing_fdc": ("routing_accuracy", "fdc"),
+    "aia": ("average_incremental_accuracy", "raw"),
+    "aia_fdc": ("average_incremental_accuracy", "fdc"),
+}
+_LONG = {"gain": "gain:full", "selected_gain": "gain:selected"}
+# Of full FDC, of the components that the paper selects for the learner ("selected"), and of a
+# combination such as tsf+rlc: accuracy, and gain over raw in points ("gain:tsf+rlc"). "aia:tsf+rlc"
+# and "logit_standardisation", a change in points, are asked for by tables alone.
+QUANTITIES = (*_RESULTS, "selected", *_LONG)
+QUANTITIES += tuple(prefix + name for prefix in ("", "gain:") for name in COMPONENTS)
+
+
+def _number(found: Any) -> float | None:
+    good = isinstance(found, int | float) and not isinstance(found, bool) and np.isfinite(found)
+    return float(found) if good else None
+
+
+def _component(of: dict[str, Any], name: str) -> float | None:
+    """The accuracy of a combination in results, or in a point of their curve."""
+    found = of["components"]
+    if name not in found and "pretrained_view" not in found and name.endswith("adapted_view"):
+        name = name.removesuffix("adapted_view").removesuffix("_") or "full"
+    return _number(found.get(name))
+
+
 class Group(NamedTuple):
     """Runs that differ in nothing but the seed.
 
@@ -121,7 +167,6 @@ class Group(NamedTuple):
         title: what differs from the paper's protocol, in words; empty when nothing does. Of a
             benchmark that the paper does not have, differences of the method alone.
         follows_protocol: whether the paper's numbers are of the same experiment.
-        settings: everything that numbers depend on, by field of the configuration.
         runs: by ascending seed.
     """
 
@@ -129,7 +174,6 @@ class Group(NamedTuple):
     learner: str
     title: str
     follows_protocol: bool
-    settings: dict[str, Any]
     runs: list[RunFolder]
 
     @property
@@ -143,17 +187,9 @@ class Group(NamedTuple):
         parts = (learners.title(self.learner), paper.benchmark_title(self.benchmark))
         return ", ".join((*parts, self.title) if self.title else parts)
 
-    def of_runs(self, read: Callable[[RunFolder], float | None]) -> list[float]:
-        """Returns a number of every run that has it, by ascending seed."""
-        return [value for run in self.runs if (value := read(run)) is not None]
-
-    def values(self, *keys: str) -> list[float]:
-        """Returns a number of the results of every run that has it."""
-        return self.of_runs(lambda run: run.value(*keys))
-
-    def gains(self, name: str) -> list[float]:
-        """Returns the gain of a component combination over raw, paired within each seed."""
-        return self.of_runs(lambda run: run.gain(name))
+    def values(self, name: str) -> list[float]:
+        """Returns a quantity of every run that has it."""
+        return [value for run in self.runs if (value := run.quantity(name)) is not None]
 
     def analyses(self, name: str) -> list[dict[str, Any]]:
         """Returns an analysis of every run that has it."""
@@ -202,19 +238,11 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> Loaded:
         except InputError as error:
             skipped.append(Skipped(path, str(error)))
             continue
-        with contextlib.suppress(InputError):  # One of the user's own may not be at hand.
-            learners.find(run.results["learner"])
-        first = runs.setdefault((_experiment(run), run.seed), run)
+        first = runs.setdefault((run.experiment, run.seed), run)
         if first is not run:
             reason = f"same benchmark, learner, seed and settings as {first.path}"
             skipped.append(Skipped(path, f"{reason}, but for what moves no number of the paper's"))
     return Loaded(group(list(runs.values())), skipped)
-
-
-def _experiment(run: RunFolder) -> str:
-    """Returns what runs of one group have in common."""
-    names = [run.results["benchmark"], run.results["learner"]]
-    return json.dumps([*names, settings(run.results)], sort_keys=True)
 
 
 def _expand(path: Path) -> list[Path]:
@@ -242,7 +270,9 @@ def _read(path: Path) -> RunFolder:
     except InputError as error:
         raise InputError(f"results.json: {error}") from None
     run = RunFolder(path, results)
-    run.predictions()  # Refuses a damaged file now rather than in the middle of the tables.
+    _ = run.predictions  # A damaged file is refused now rather than in the middle of the tables.
+    with contextlib.suppress(InputError):  # A learner of the user's own may not be at hand.
+        learners.find(results["learner"])
     return run
 
 
@@ -261,33 +291,29 @@ def _check(results: Any) -> None:
             raise InputError(
                 f"curve: expected accuracies of components after every task, found {point!r:.60}"
             )
-    run = RunFolder(Path(), results)
-    places = [("accuracy", name) for name in ("raw", "fdc", "oracle")]
-    for section, name in [*places, *(("components", name) for name in results["components"])]:
-        value = run.value(section, name)
-        if value is None or not 0 <= value <= 100:
-            found = results[section].get(name)
-            raise InputError(f"{section}.{name}: expected percent, found {found!r:.60}")
+    for section, names in (("accuracy", ("raw", "fdc", "oracle")), ("components", None)):
+        for name in names or results[section]:
+            value = _number(found := results[section].get(name))
+            if value is None or not 0 <= value <= 100:
+                raise InputError(f"{section}.{name}: expected percent, found {found!r:.60}")
 
 
 def group(runs: Sequence[RunFolder]) -> list[Group]:
     """Puts together the runs that differ in nothing but the seed, in the order of `Loaded`."""
     members: dict[str, list[RunFolder]] = {}
-    for run in runs:
-        members.setdefault(_experiment(run), []).append(run)
+    for run in sorted(runs, key=lambda run: run.seed):
+        members.setdefault(run.experiment, []).append(run)
     groups = []
     for alike in members.values():
-        results, found = alike[0].results, settings(alike[0].results)
-        benchmark, learner = results["benchmark"], results["learner"]
-        title = ", ".join(deviations(benchmark, learner, found))
+        benchmark, learner = (alike[0].results[name] for name in ("benchmark", "learner"))
+        title = ", ".join(deviations(benchmark, learner, alike[0].settings))
         follows = not title and benchmark in paper.benchmarks()
-        in_order = sorted(alike, key=lambda run: run.seed)
-        groups.append(Group(benchmark, learner, title, follows, found, in_order))
+        groups.append(Group(benchmark, learner, title, follows, alike))
     return sorted((_told_apart(each, groups) for each in groups), key=_order)
 
 
 def _order(each: Group) -> tuple[Any, ...]:
-    names, benchmarks = learners.names(), list(paper.BENCHMARK_TITLES)
+    names, benchmarks = learners.names(), list(BENCHMARKS)
     return (
         names.index(each.learner) if each.learner in names else len(names),
         each.learner,
@@ -300,16 +326,13 @@ def _order(each: Group) -> tuple[Any, ...]:
 
 def _told_apart(each: Group, groups: Sequence[Group]) -> Group:
     """Adds to a title the fields in which groups of the same title differ."""
-    alike = [
-        other.settings
-        for other in groups
-        if other[:3] == each[:3] and other.settings is not each.settings
-    ]
-    fields = sorted({f for other in alike for f in each.settings | other} - {"encoder.weights"})
+    alike = [other.runs[0].settings for other in groups if other[:3] == each[:3]]
+    mine = each.runs[0].settings
+    fields = sorted({field for other in alike for field in other} - {"encoder.weights"})
     differing = [
-        f"{field} {str(each.settings.get(field, 'not recorded'))[:16]}"
+        f"{field} {str(mine.get(field, 'not recorded'))[:16]}"
         for field in fields
-        if any(other.get(field) != each.settings.get(field) for other in alike)
+        if any(other.get(field) != mine.get(field) for other in alike)
     ]
     return each._replace(title=", ".join([each.title] * bool(each.title) + differing))
 
@@ -437,14 +460,16 @@ def provenance(groups: Sequence[Group]) -> list[dict[str, Any]]:
         of_seeds = {f"seed {run.seed}": _origin(run) for run in group.runs}
         parts: dict[str, dict[str, Any]] = {}
         for title, fields in _origin(group.runs[0]).items():
-            parts[title] = {}
-            for name in fields:
-                values = {seed: of[title].get(name) for seed, of in of_seeds.items()}
-                same = all(value == fields[name] for value in values.values())
-                parts[title][name] = fields[name] if same else values
+            values = {
+                name: {seed: of[title].get(name) for seed, of in of_seeds.items()}
+                for name in fields
+            }
+            parts[title] = {
+                name: fields[name] if all(one == fields[name] for one in each.values()) else each
+                for name, each in values.items()
+            }
         parts["runs"] |= {"settings": group.title or "the paper's protocol", "seeds": group.seeds}
-        absent = {f"seed {run.seed}": run.missing for run in group.runs if run.missing}
-        if absent:
+        if absent := {f"seed {run.seed}": run.missing for run in group.runs if run.missing}:
             parts["not computed"] = absent
         found.append({"group": group.name, "parts": parts})
     return found

@@ -1,5 +1,6 @@
 """All tables of the report, one pandas frame each: ours beside the paper's, statistics, costs."""
 
+import functools
 import math
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -79,7 +80,7 @@ def build(
     """
     layout = Layout(groups, whole)
     built = [
-        *(_beside(layout, name) for name in _QUANTITIES),
+        *(_beside(layout, name) for name in _BESIDE),
         _selection(layout),
         _significance(layout),
         _partitions(layout),
@@ -96,9 +97,9 @@ def frame(rows: Iterable[Row], labels: Sequence[str], columns: Sequence[str]) ->
     return made.set_index(list(labels)).dropna(how="all")
 
 
-def spread(values: Sequence[float], digits: int = 2, signed: bool = False) -> Any:
+def spread(values: Sequence[float] | pd.Series, digits: int = 2, signed: bool = False) -> Any:
     """Returns mean and sample standard deviation over seeds, in brackets how many; NaN of none."""
-    return f"{words.spread(values, digits, signed)} ({len(values)})" if values else math.nan
+    return f"{words.spread(values, digits, signed)} ({len(values)})" if len(values) else math.nan
 
 
 def number(value: float | None, digits: int = 2, signed: bool = False) -> Any:
@@ -106,19 +107,19 @@ def number(value: float | None, digits: int = 2, signed: bool = False) -> Any:
     return math.nan if value is None else words.number(value, digits, signed)
 
 
-def difference(values: Sequence[float], reference: Published | None) -> float | None:
+def difference(values: Sequence[float], published: Published) -> float | None:
     """Returns ours minus the paper's mean in standard deviations of that difference.
 
     The variance of the difference of two means is s²/n of the one plus s²/n of the other. With one
-    seed of ours its deviation is not known; the paper's then stands for it. None where a number is
-    missing or nothing varies.
+    seed of ours its deviation is not known; the paper's then stands for it. None where there is no
+    number or nothing varies.
     """
-    if not values or reference is None:
+    if not values:
         return None
     mean, std = evaluation.mean_and_std(values)
-    std = reference.std if math.isnan(std) else std
-    error = math.sqrt(std**2 / len(values) + reference.std**2 / reference.count)
-    return (mean - reference.mean) / error if error > 0 else None
+    std = published.std if math.isnan(std) else std
+    error = math.sqrt(std**2 / len(values) + published.std**2 / published.count)
+    return (mean - published.mean) / error if error > 0 else None
 
 
 _OURS_NOTE = "Ours: mean ± sample standard deviation over training seeds, in brackets how many"
@@ -143,18 +144,22 @@ class Layout:
     def __init__(self, groups: Sequence[Group], whole: bool = False):
         self.groups, self.whole = groups, whole
         present = dict.fromkeys(each.benchmark for each in groups)
-        benchmarks = [name for name in present if name not in paper.benchmarks()]
-        benchmarks += [name for name in paper.benchmarks() if whole or name in present]
-        self.benchmarks = {name: paper.benchmark_title(name) for name in benchmarks}
+        names = [name for name in present if name not in paper.benchmarks()]
+        names += [name for name in paper.benchmarks() if whole or name in present]
+        self.benchmarks = {name: paper.benchmark_title(name) for name in names}
         known = learners.names() if whole else ()
         self.learners = list(dict.fromkeys([*known, *(each.learner for each in groups)]))
         titles = dict.fromkeys(each.title for each in groups if each.title)
-        names = [*string.ascii_uppercase, *map(str, range(1, len(titles)))]
-        self.letters = dict(zip(titles, names, strict=False))
+        letters = [*string.ascii_uppercase, *map(str, range(1, len(titles)))]
+        self.letters = dict(zip(titles, letters, strict=False))
 
-    def of(self, learner: str) -> list[Group]:
-        """Returns the groups of a learner."""
-        return [each for each in self.groups if each.learner == learner]
+    def of(self, learner: str) -> dict[str, list[Group]]:
+        """Returns the groups of a learner by their title."""
+        found: dict[str, list[Group]] = {}
+        for each in self.groups:
+            if each.learner == learner:
+                found.setdefault(each.title, []).append(each)
+        return found
 
     def ours(self, title: str) -> str:
         """Returns what rows of a setting are called."""
@@ -167,120 +172,35 @@ class Layout:
 
     def labels(self, group: Group) -> Row:
         """Returns learner, benchmark and settings of a group as rows name them."""
-        return {
-            "learner": learners.title(group.learner),
-            "benchmark": paper.benchmark_title(group.benchmark),
-            "numbers": self.ours(group.title),
-        }
+        benchmark, numbers = paper.benchmark_title(group.benchmark), self.ours(group.title)
+        learner = learners.title(group.learner)
+        return {"learner": learner, "benchmark": benchmark, "numbers": numbers}
 
 
 # A column per benchmark, ours above the paper's ---------------------------------------------------
 
 
-class Quantity(NamedTuple):
-    """What a few rows show of a learner.
-
-    Attributes:
-        labels: of its rows.
-        values: one number per seed of a group.
-        published: the paper's, by benchmark.
-        signed: whether it is a gain.
-        average: the paper's over its benchmarks.
-    """
+class Line(NamedTuple):
+    """What a few rows show of a learner: a quantity of its runs beside the paper's by benchmark."""
 
     labels: Row
-    values: Callable[[Group], list[float]]
-    published: Mapping[str, Published] | None = None
-    signed: bool = False
-    average: float | None = None
+    quantity: str
+    published: Mapping[str, Published] = {}
+    average: float | None = None  # The paper's, over its benchmarks.
 
 
-def _raw(group: Group) -> list[float]:
-    return group.values("accuracy", "raw")
-
-
-def _gains(combination: str) -> Callable[[Group], list[float]]:
-    return lambda group: group.gains(combination)
-
-
-def _benchmark(learner: str) -> list[Quantity]:
-    title, raw, fdc = (
-        learners.title(learner),
-        *(paper.accuracy(learner, kind) for kind in ("raw", "fdc")),
-    )
-    return [
-        Quantity({"method": title}, _raw, raw),
-        Quantity(
-            {"method": f"{title} + FDC"},
-            lambda group: group.of_runs(lambda run: run.component(run.selected)),
-            fdc,
-        ),
-    ]
-
-
-def _ablation(learner: str) -> list[Quantity]:
-    return [
-        Quantity(
-            {"learner": learners.title(learner), "components": text},
-            _raw if key == "raw" else _gains(key),
-            paper.ablation(key) if learner == "cumulative_lora" else None,
-            signed=key != "raw",
-        )
-        for key, text in paper.COMPONENT_TITLES.items()
-    ]
-
-
-def _plugin(learner: str) -> list[Quantity]:
-    selected, quantities = learners.selected(learner), []
-    for combination in dict.fromkeys((selected, "full")):
-        published = paper.plugin(learner, "selected" if combination == selected else "full")
-        of_paper = (published.gains, True, published.average) if published else (None, True)
-        labels = _switched(learner, combination)
-        quantities.append(Quantity(labels, _gains(combination), *of_paper))
-    return quantities
-
-
-def _logit_standardisation(learner: str) -> list[Quantity]:
-    return [
-        Quantity(
-            {"learner": learners.title(learner)},
-            lambda group: [each["change"] for each in group.analyses("logit_standardisation")],
-            paper.logit_standardisation() if learner == "cumulative_lora" else None,
-            signed=True,
-        )
-    ]
-
-
-def _average_incremental_accuracy(learner: str) -> list[Quantity]:
-    title = learners.title(learner)
-    return [
-        Quantity(
-            {"method": title},
-            lambda group: group.of_runs(lambda run: run.incremental("raw")),
-            paper.average_incremental_accuracy(learner),
-        ),
-        Quantity(
-            {"method": f"{title} + FDC"},
-            lambda group: group.of_runs(lambda run: run.incremental(run.selected)),
-        ),
-    ]
-
-
-# By name: quantities of a learner, title, how to read it. In the paper's order.
-_QUANTITIES: dict[str, tuple[Callable[[str], list[Quantity]], str, str]] = {
+# Title and how to read it, in the paper's order.
+_BESIDE = {
     "benchmark": (  # Table current-benchmark
-        _benchmark,
         "Final accuracy before and after FDC",
         "Percent of test images. FDC has the components that the paper selects for the learner.",
     ),
     "ablation": (  # Table current-ablation
-        _ablation,
         "Components and views: Raw accuracy and gains",
         "Raw: final accuracy in percent; all others: gain over Raw in points, paired within each "
         "seed. The paper has this table for Cumulative-LoRA.",
     ),
     "plugin": (  # Table plugin
-        _plugin,
         "Plug-and-play: gains with selected and with all components",
         "Gains over Raw in points, paired within each seed. Switches: TSF filters; E_0 and E_T "
         "calibrate with RLC and PAC in the pretrained and in the adapted view. First the "
@@ -288,14 +208,12 @@ _QUANTITIES: dict[str, tuple[Callable[[str], list[Quantity]], str, str]] = {
         "over the paper's five benchmarks and a gap unless all are there.",
     ),
     "logit_standardisation": (  # Table logit_standardization
-        _logit_standardisation,
         "Logit standardisation alone",
         "Change of final accuracy in points when the largest logit of each head is centred and "
         "scaled by its moments on the head's own training images. From the saved features of a "
         "run.",
     ),
     "average_incremental_accuracy": (  # Table current-aia
-        _average_incremental_accuracy,
         "Average incremental accuracy",
         "Percent. The paper reports it without FDC; ours with FDC has the components that the "
         "paper selects for the learner and calibrates after every task.",
@@ -303,50 +221,68 @@ _QUANTITIES: dict[str, tuple[Callable[[str], list[Quantity]], str, str]] = {
 }
 
 
+def _lines(table: str, learner: str) -> list[Line]:
+    """Returns what a table of `_BESIDE` shows of a learner."""
+    title, row = learners.title(learner), functools.partial(paper.row, table, learner)
+    before, after = {"method": title}, {"method": f"{title} + FDC"}
+    if table == "benchmark":
+        return [Line(before, "raw", row("raw")), Line(after, "selected", row("fdc"))]
+    if table == "average_incremental_accuracy":
+        return [Line(before, "aia:raw", row()), Line(after, "aia:selected")]
+    if table == "logit_standardisation":
+        return [Line({"learner": title}, table, row())]
+    if table == "ablation":
+        names = {key: key if key == "raw" else f"gain:{key}" for key in paper.COMPONENT_TITLES}
+        labels = [{"learner": title, "components": s} for s in paper.COMPONENT_TITLES.values()]
+        pairs = zip(labels, names.items(), strict=True)
+        return [Line(label, name, row(key)) for label, (key, name) in pairs]
+    lines, kinds = [], {"full": "full", learners.selected(learner): "selected"}
+    for combination, kind in reversed(kinds.items()):
+        published = paper.plugin(learner, kind) or ({},)
+        lines.append(Line(_switched(learner, combination), f"gain:{combination}", *published))
+    return lines
+
+
 def _beside(layout: Layout, name: str) -> Table:
-    """Returns a table of `_QUANTITIES`."""
-    quantities, title, note = _QUANTITIES[name]
-    of_learners = [(learner, quantities(learner)) for learner in layout.learners]
-    rows = [
-        row for learner, of in of_learners for each in of for row in _rows(layout, learner, each)
-    ]
+    """Returns a table of `_BESIDE`."""
+    title, note = _BESIDE[name]
+    pairs = [(learner, line) for learner in layout.learners for line in _lines(name, learner)]
+    rows = [row for learner, line in pairs for row in _rows(layout, learner, line)]
     columns = [*layout.benchmarks.values(), *["Avg."] * (name == "plugin")]
-    made = frame(rows, [*of_learners[0][1][0].labels, "numbers"], columns)
+    made = frame(rows, [*pairs[0][1].labels, "numbers"], columns)
     kinds = set(made.index.get_level_values("numbers"))
     note = f"{note} {_OURS_NOTE}{'; the paper has three' * ('paper' in kinds)}."
     note += _DIFFERENCE_NOTE * ("difference, std" in kinds)
     return Table(name, title, made, note + layout.legend())
 
 
-def _rows(layout: Layout, learner: str, of: Quantity) -> list[Row]:
+def _rows(layout: Layout, learner: str, of: Line) -> Iterable[Row]:
     """Puts a quantity of a learner beside the paper's; averages stand under "Avg."."""
-    groups, published, five = layout.of(learner), of.published or {}, paper.benchmarks()
-    numbers = {(each.title, each.benchmark): of.values(each) for each in groups}
-    measured = {benchmark for (_, benchmark), found in numbers.items() if found}
-    rows = []
-    for title in dict.fromkeys(each.title for each in groups):
-        found = {name: numbers.get((title, name), []) for name in layout.benchmarks}
-        cells = {layout.benchmarks[name]: spread(found[name], signed=of.signed) for name in found}
+    headings, five, measured = layout.benchmarks, paper.benchmarks(), set()
+    signed = of.quantity.startswith(("gain", "logit"))
+    distances: Row = {}
+    for title, groups in layout.of(learner).items():
+        found = {each.benchmark: each.values(of.quantity) for each in groups}
+        measured |= {name for name, values in found.items() if values}
+        cells = {headings[name]: spread(values, signed=signed) for name, values in found.items()}
         if all(found.get(name) for name in five):
             means = [sum(found[name]) / len(found[name]) for name in five]
-            cells["Avg."] = number(sum(means) / len(five), signed=of.signed)
-        rows.append(of.labels | {"numbers": layout.ours(title)} | cells)
+            cells["Avg."] = number(sum(means) / len(five), signed=signed)
+        yield of.labels | {"numbers": layout.ours(title)} | cells
+        for each in groups:
+            published = of.published.get(each.benchmark)
+            if each.follows_protocol and published:
+                distance = difference(found[each.benchmark], published)
+                distances[headings[each.benchmark]] = number(distance, 1, signed=True)
     of_paper = {
-        layout.benchmarks[name]: f"{number(each.mean, signed=of.signed)} ± {each.std:.2f}"
-        for name, each in published.items()
+        headings[name]: f"{number(each.mean, signed=signed)} ± {each.std:.2f}"
+        for name, each in of.published.items()
         if layout.whole or name in measured
     }
     if of.average is not None and len(of_paper) == len(five):
-        of_paper["Avg."] = number(of.average, signed=of.signed)
-    distances = {
-        layout.benchmarks[each.benchmark]: number(distance, 1, signed=True)
-        for each in groups
-        if each.follows_protocol
-        and (distance := difference(of.values(each), published.get(each.benchmark))) is not None
-    }
-    rows.append(of.labels | {"numbers": "paper"} | of_paper)
-    rows.append(of.labels | {"numbers": "difference, std"} | distances)
-    return rows
+        of_paper["Avg."] = number(of.average, signed=signed)
+    yield of.labels | {"numbers": "paper"} | of_paper
+    yield of.labels | {"numbers": "difference, std"} | distances
 
 
 # FDC plugged into learners, and the rule that selects components ----------------------------------
@@ -386,19 +322,18 @@ def select(gains: Sequence[Mapping[str, Sequence[float]]], dual: bool = True) ->
     Returns:
         The combination; None where a standalone gain is not known.
     """
-    switches = []
-    for component, name in STANDALONE.items():
-        if component == "E_0" and not dual:
-            switches.append(0)
-        elif not gains or not all(each.get(name) for each in gains):
-            return None
-        else:
-            switches.append(int(all(sum(each[name]) > 0 for each in gains)))
-    return COMBINATIONS[tuple(switches)]
+    wanted = [name for component, name in STANDALONE.items() if dual or component != "E_0"]
+    if not gains or not all(each.get(name) for each in gains for name in wanted):
+        return None
+    on = {name for name in wanted if all(sum(each[name]) > 0 for each in gains)}
+    return COMBINATIONS[tuple(int(name in on) for name in STANDALONE.values())]
 
 
 def _selection(layout: Layout) -> Table:
     """The rule of the paper applied to our runs, and evaluated on images that it did not see."""
+
+    def all_images(group: Group, name: str) -> list[float]:
+        return group.values(f"gain:{name}")
 
     def half(which: str) -> Callable[[Group, str], list[float]]:
         def gains(group: Group, name: str) -> list[float]:
@@ -409,40 +344,36 @@ def _selection(layout: Layout) -> Table:
 
     rows, first, second = [], half("first"), half("second")
     ways = {
-        "by the rule, on all test images": (Group.gains, Group.gains),
+        "by the rule, on all test images": (all_images, all_images),
         "by the rule, on the first half": (first, second),
         "by the rule, on the second half": (second, first),
     }
     for learner in layout.learners:
-        for title in dict.fromkeys(each.title for each in layout.of(learner)):
-            alike = [each for each in layout.of(learner) if each.title == title]
-            dual = all(run.dual for each in alike for run in each.runs)
+        for title, groups in layout.of(learner).items():
+            dual = all(run.dual for each in groups for run in each.runs)
             chosen = {}
             if paper.plugin(learner, "selected"):
-                chosen["the paper's selection"] = learners.selected(learner), Group.gains
+                chosen["the paper's selection"] = learners.selected(learner), all_images
             for text, (seen, reported) in ways.items():
-                standalone = [
-                    {name: seen(each, name) for name in STANDALONE.values()} for each in alike
-                ]
-                chosen[text] = select(standalone, dual), reported
+                gains = [{name: seen(of, name) for name in STANDALONE.values()} for of in groups]
+                chosen[text] = select(gains, dual), reported
             for text, (combination, gains) in chosen.items():
-                labels = _switched(learner, combination) | {"what": text}
                 cells = {
                     layout.benchmarks[each.benchmark]: spread(gains(each, combination), signed=True)
-                    for each in alike
+                    for each in groups
                     if combination is not None
                 }
+                labels = _switched(learner, combination) | {"what": text}
                 rows.append(labels | {"numbers": layout.ours(title)} | cells)
     note = (
         "Gains over Raw in points, paired within each seed. The rule enables every component whose "
         "standalone gain, averaged over seeds, is positive on all benchmarks with runs at the same "
         "settings. The paper applies it to the test images on which it reports the gain; the last "
-        "two lines choose on every other test image of a class and report on the rest."
+        "two lines choose on every other test image of a class and report on the rest. "
     )
-    made = frame(
-        rows, ["baseline", *STANDALONE, "what", "numbers"], list(layout.benchmarks.values())
-    )
-    note += f" {_OURS_NOTE}." + layout.legend()
+    labels = ["baseline", *STANDALONE, "what", "numbers"]
+    made = frame(rows, labels, list(layout.benchmarks.values()))
+    note += f"{_OURS_NOTE}.{layout.legend()}"
     return Table("selection", "The selection rule applied to these runs", made, note)
 
 
@@ -459,16 +390,15 @@ def _significance(layout: Layout) -> Table:
     for place, group in enumerate(layout.groups):
         labels, p_values, of_seeds = layout.labels(group), [], []
         for run in group.runs:
-            if columns := run.predictions():
-                labelled = (columns["label"], columns["raw_label"], columns["fdc_label"])
-                p_values.append(evaluation.mcnemar(*labelled))
-                gain = evaluation.bootstrap_gain(*labelled)
+            if gain := run.gain_over_images:
+                of = run.predictions
+                p_values.append(evaluation.mcnemar(of["label"], of["raw_label"], of["fdc_label"]))
                 cells = {"gain": number(gain.mean, signed=True), "p": _p(p_values[-1])}
                 of_seeds.append(labels | {"seeds": f"seed {run.seed}"} | cells | _interval(gain))
         if len(p_values) == len(group.runs):
             largest[place] = max(p_values)
-        gain = evaluation.paired_gain(_raw(group), group.values("accuracy", "fdc"))
-        cells = {"gain": spread(group.gains("full"), signed=True), "p": _p(largest.get(place))}
+        gain = evaluation.paired_gain(group.values("raw"), group.values("fdc"))
+        cells = {"gain": spread(group.values("gain"), signed=True), "p": _p(largest.get(place))}
         rows.append((place, labels | {"seeds": f"all {len(group.runs)}"} | cells | _interval(gain)))
         rows += [(None, row) for row in of_seeds]
     corrected = dict(zip(largest, evaluation.holm(list(largest.values())), strict=True))
@@ -508,13 +438,12 @@ def _partitions(layout: Layout) -> Table:
     for name, title in layout.benchmarks.items():
         published = tuple(paper.columns("partitions", name).values())
         lines: dict[tuple[float | None, ...], str] = {}
-        for each in layout.groups:
+        for each in (group for group in layout.groups if group.benchmark == name):
             of = each.runs[0].results
             classes, tasks, *images = (of.get(f"num_{part}") for part in _COUNTED)
             sizes = (classes, tasks, -(-classes // tasks) if classes and tasks else None, *images)
-            if each.benchmark == name:
-                split = f", {of['split']} split" if of.get("split") else ""
-                lines.setdefault(sizes, layout.ours(each.title) + split)
+            split = f", {of['split']} split" if of.get("split") else ""
+            lines.setdefault(sizes, layout.ours(each.title) + split)
         for sizes, numbers in [*lines.items(), (published, "paper")]:
             cells = dict(zip(_SIZES, (number(size, 0) for size in sizes), strict=False))
             if published and numbers != "paper":
@@ -562,12 +491,17 @@ def _cost(layout: Layout) -> Table:
     rows, name = [], "cumulative_lora"
     for each in layout.groups:
         devices = sorted({str(run.results.get("device", "unknown")) for run in each.runs})
-        cells = {heading: spread(each.of_runs(read)) for heading, (_, read) in _COSTS.items()}
+        cells = {
+            heading: spread([value for run in each.runs if (value := read(run)) is not None])
+            for heading, (_, read) in _COSTS.items()
+        }
         rows.append(layout.labels(each) | {"device": ", ".join(devices)} | cells)
     labels = {"learner": learners.title(name), "numbers": "paper"}
     labels["device"] = paper.numbers()["tables"]["cost"]["device"]
     for benchmark in paper.benchmarks():
-        if layout.whole or benchmark in {each.benchmark for each in layout.of(name)}:
+        if layout.whole or benchmark in {
+            each.benchmark for each in layout.groups if each.learner == name
+        }:
             published = paper.columns("cost", benchmark)
             cells = {heading: number(published[key]) for heading, (key, _) in _COSTS.items()}
             rows.append(labels | {"benchmark": paper.benchmark_title(benchmark)} | cells)
@@ -616,41 +550,40 @@ _LATENCY = {
 
 def _latency(files: Sequence[Mapping[str, Any]], whole: bool) -> Table:
     """Time and memory of a batch without FDC, with one view and with two (Table app-latency)."""
-    rows, shown = [], set()
-    for found in files:
-        benchmark, views = str(found.get("benchmark") or "random weights"), found["views"]
-        shown.add(benchmark)
+    found = []  # Benchmark, label, device, numbers.
+    for each in files:
         numbers: dict[str, float] = {}
-        for view, entry in views.items():
+        for view, entry in each["views"].items():
             numbers[f"{view}_ms"], _ = evaluation.mean_and_std(entry["milliseconds"])
-            memory = entry.get("peak_memory_bytes")
-            if memory is not None:
-                numbers[f"{view}_mib"] = memory / 2**20
+            if entry.get("peak_memory_bytes") is not None:
+                base = 0 if view == "raw" else numbers["raw_mib"]
+                numbers[f"{view}_mib"] = entry["peak_memory_bytes"] / 2**20 - base
             if view != "raw":
                 increase = 100 * (numbers[f"{view}_ms"] / numbers["raw_ms"] - 1)
                 numbers[f"{view}_increase_percent"] = increase
-                if memory is not None:
-                    numbers[f"{view}_mib"] -= numbers["raw_mib"]
         names = ("encoder", "batch_size", "device")
-        encoder, size, device = (str(found.get(name, "unknown")) for name in names)
-        rows.append(_timed(benchmark, f"ours, {encoder}, batches of {size}", device, numbers))
-    device = paper.numbers()["tables"]["latency"]["device"]
+        encoder, size, device = (str(each.get(name, "unknown")) for name in names)
+        label, benchmark = f"ours, {encoder}, batches of {size}", each.get("benchmark")
+        found.append((str(benchmark or "random weights"), label, device, numbers))
+    shown, device = {each[0] for each in found}, paper.numbers()["tables"]["latency"]["device"]
     for benchmark in paper.benchmarks():
         if whole or benchmark in shown:
-            rows.append(_timed(benchmark, "paper", device, paper.columns("latency", benchmark)))
+            found.append((benchmark, "paper", device, paper.columns("latency", benchmark)))
     note = (
         "Milliseconds for a batch, image loading excluded; the paper's are of 64 images in "
         "float32, 3 repeats of 20 batches after 10 for warming up. Memory: peak, for ours as the "
         "compiler plans it. Single: adapted view; dual: a second forward pass for the pretrained "
         "view."
     )
-    made = frame(rows, ["benchmark", "numbers", "device"], list(_LATENCY.values()))
-    return Table("latency", "Inference time and memory", made, note)
-
-
-def _timed(benchmark: str, label: str, device: str, numbers: Mapping[str, float]) -> Row:
-    labels = {"benchmark": paper.benchmark_title(benchmark), "numbers": label, "device": device}
-    return labels | {_LATENCY[key]: number(value, 1) for key, value in numbers.items()}
+    labels = ["benchmark", "numbers", "device"]
+    rows = [
+        dict(zip(labels, (paper.benchmark_title(benchmark), *texts), strict=True))
+        | {_LATENCY[key]: number(value, 1) for key, value in numbers.items()}
+        for benchmark, *texts, numbers in found
+    ]
+    return Table(
+        "latency", "Inference time and memory", frame(rows, labels, list(_LATENCY.values())), note
+    )
 
 
 # Beyond the paper ---------------------------------------------------------------------------------
@@ -669,21 +602,23 @@ def _beyond(layout: Layout) -> Table:
     for group in layout.groups:
         found = group.analyses("beyond")
         for name, title in _METHODS.items():
-            own, fdc = (
-                pd.DataFrame([each[key] for each in found if name in each]) for key in (name, "fdc")
-            )
-            if own.empty:
+            of = [each for each in found if name in each]
+            if not of:
                 continue
+            accuracy, given, storage = (
+                pd.Series([each[name][key] for each in of])
+                for key in ("accuracy", "oracle", "storage_bytes")
+            )
+            fdc = [each["fdc"]["accuracy"] for each in of]
             cells = {
-                "accuracy": spread(list(own.accuracy)),
-                "task given": spread(list(own.oracle)),
-                "storage, MiB": spread(list(own.storage_bytes / 2**20), 3),
-                "times FDC's": spread(list(own.storage_bytes / fdc.storage_bytes)),
+                "accuracy": spread(accuracy),
+                "task given": spread(given),
+                "storage, MiB": spread(storage / 2**20, 3),
+                "times FDC's": spread(storage / [each["fdc"]["storage_bytes"] for each in of]),
             }
             if name != "fdc":
-                cells["gain over FDC"] = spread(list(own.accuracy - fdc.accuracy), signed=True)
-                gain = evaluation.paired_gain(list(fdc.accuracy), list(own.accuracy))
-                cells |= _interval(gain)
+                cells["gain over FDC"] = spread(accuracy - fdc, signed=True)
+                cells |= _interval(evaluation.paired_gain(fdc, accuracy))
             rows.append(layout.labels(group) | {"method": title} | cells)
     note = (
         "Nothing here is in the paper. The whitened affinity replaces PAC's (docs/beyond.md), with "

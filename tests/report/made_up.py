@@ -30,6 +30,7 @@ def predictions(seed: int, num_tasks: int = 4, per_task: int = 30) -> dict[str, 
 class MadeUpRun(RunFolder):
     """A run whose predictions are made up rather than read."""
 
+    @property
     def predictions(self) -> dict[str, np.ndarray]:
         return predictions(self.seed, self.results["num_tasks"])
 

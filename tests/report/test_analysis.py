@@ -9,7 +9,7 @@ from hypothesis.extra import numpy as arrays
 from fdc_jax import calibration
 from fdc_jax.calibration.components import COMPONENTS, WHITENED, WHITENED_CLASSES
 from fdc_jax.errors import InputError
-from fdc_jax.report import analysis, runs, sweeps
+from fdc_jax.report import analysis, runs
 from tests.report.feature_sets import feature_set, reference_of, write_features
 from tests.report.run_folders import write_run
 
@@ -52,15 +52,15 @@ def check(features, found, place, **settings):
 )
 def test_a_sweep_is_the_reference_at_every_value(parameter, value, keyword):
     features = feature_set()
-    found = sweeps.sweep(features, {}, parameter, (value,))
+    found = analysis.vary(features, {}, parameter, (value,))
     check(features, found, 0, **{keyword: value})
     assert found["default"] == {"attenuation": 0.5, "retained_energy": 0.75}[parameter]
-    assert found["default"] in sweeps.VALUES[parameter]
+    assert found["default"] in analysis.VALUES[parameter]
 
 
 def test_neighbourhoods_are_the_reference_s():
     features = feature_set()
-    found = sweeps.sweep(features, {}, "neighbours")
+    found = analysis.vary(features, {}, "neighbours")
     assert found["values"] == [1, 2] and found["default"] == 1
     for place, count in enumerate(found["values"]):
         for name in ("own", "nearest"):
@@ -70,11 +70,11 @@ def test_neighbourhoods_are_the_reference_s():
 def test_bad_sweeps_are_refused():
     features = feature_set()
     with pytest.raises(InputError, match="attenuation: expected 0 <= x <= 1"):
-        sweeps.sweep(features, {}, "attenuation", (1.5,))
+        analysis.vary(features, {}, "attenuation", (1.5,))
     with pytest.raises(InputError, match="neighbours"):
-        sweeps.sweep(features, {}, "neighbours", (4,))
+        analysis.vary(features, {}, "neighbours", (4,))
     with pytest.raises(InputError, match="test_labels: absent"):
-        sweeps.sweep(features._replace(test_labels=None), {}, "attenuation")
+        analysis.vary(features._replace(test_labels=None), {}, "attenuation")
 
 
 # Halves and what is beyond the paper --------------------------------------------------------------

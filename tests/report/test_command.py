@@ -21,7 +21,7 @@ def folder(tmp_path):
 def test_a_report_has_a_page_tables_figures_and_provenance(folder, tmp_path, capsys, monkeypatch):
     output, found = tmp_path / "out", {"logit_standardisation": {"change": 0.5}}
 
-    def analyse(run, sweep):
+    def analyse(run, sweep, first):
         if run.path.name == "a":
             run.analyses.update(found)
         else:
@@ -78,7 +78,7 @@ def test_references_and_latency_become_tables_quietly(folder, tmp_path, capsys):
 )
 def test_only_sweeps_that_are_asked_for_are_computed(folder, tmp_path, monkeypatch, flags, sweep):
     asked = []
-    monkeypatch.setattr(analysis, "analyse", lambda run, sweep: asked.append(sweep))
+    monkeypatch.setattr(analysis, "analyse", lambda run, sweep, first: asked.append(sweep))
     given = [str(folder / "b"), f"--output={tmp_path / 'o'}", "--quiet"]
     assert __main__.main([*given, *flags]) == 0
     assert list(asked[0]) == list(sweep)

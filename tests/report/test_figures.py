@@ -80,10 +80,12 @@ def test_accuracies_stand_where_they_belong(protocol, drawn):
     assert [text.get_text() for text in axes.get_yticklabels()] == ["Cumulative-LoRA"]
     for name in ("raw", "fdc", "oracle"):
         point = the_line(axes, f"{name}-0")
-        assert point.get_xdata() == pytest.approx([np.mean(group.values("accuracy", name))])
+        assert point.get_xdata() == pytest.approx([np.mean(group.values(name))])
         assert point.get_color() == drawing.COLOURS[name]
     published = sorted(float(line.get_xdata()[0]) for line in hollow(axes))
-    expected = [paper.accuracy("cumulative_lora", name)["cifar100"].mean for name in ("raw", "fdc")]
+    expected = [
+        paper.row("benchmark", "cumulative_lora", name)["cifar100"].mean for name in ("raw", "fdc")
+    ]
     assert published == expected
 
 
@@ -99,7 +101,7 @@ def test_other_settings_stand_apart_without_the_papers_numbers():
 
 def test_gains_have_the_interval_over_seeds(protocol, drawn):
     (group,), (axes,) = protocol, drawn["gains"].figure.axes
-    mean = np.mean(group.gains("full"))
+    mean = np.mean(group.values("gain"))
     assert the_line(axes, "gain-0").get_xdata() == pytest.approx([mean])
     assert f"{mean:+.1f}" in [text.get_text() for text in axes.texts]
     interval = overview.gain_interval(group)
@@ -111,13 +113,13 @@ def test_gains_have_the_interval_over_seeds(protocol, drawn):
 def test_the_gain_of_one_seed_has_the_interval_over_images_and_of_the_selection_a_cross():
     figure = draw("gains", made_up.run(2, learner="splitlora"))
     (group,), (axes,) = made_up.groups(made_up.run(2, learner="splitlora")), figure.axes
-    columns = group.runs[0].predictions()
+    columns = group.runs[0].predictions
     labels = [columns[f"{name}label"] for name in ("", "raw_", "fdc_")]
     expected = evaluation.bootstrap_gain(*labels)
     dashed = the_line(axes, "images-0")
     assert dashed.is_dashed() and list(dashed.get_xdata()) == [expected.low, expected.high]
     cross = the_line(axes, "selected-0")
-    assert cross.get_xdata() == pytest.approx(group.gains("pac+rlc_adapted_view"))
+    assert cross.get_xdata() == pytest.approx(group.values("gain:pac+rlc_adapted_view"))
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == ["FDC", "95 % over images", "Selected components", "Paper"]
 
@@ -243,7 +245,7 @@ def test_sweeps_are_means_with_the_default_dotted(protocol, drawn):
         default = the_line(axes, "default")
         assert (default.get_xdata()[0], default.get_linestyle()) == (found["default"], ":")
         (published,) = hollow(axes)
-        expected = paper.accuracy("cumulative_lora", "fdc")["cifar100"].mean
+        expected = paper.row("benchmark", "cumulative_lora", "fdc")["cifar100"].mean
         assert (published.get_xdata(), published.get_ydata()) == ([found["default"]], [expected])
 
 

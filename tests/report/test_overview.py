@@ -14,8 +14,9 @@ from tests.report import made_up
 class Predicted(RunFolder):
     """A run whose predictions lie in its results."""
 
+    @property
     def predictions(self):
-        """Returns the columns."""
+        """The columns."""
         return self.results["columns"]
 
 
@@ -26,7 +27,7 @@ def group(*columns, **results):
         Predicted(f"seed_{seed}", {"seed": seed, "accuracy": accuracy, "columns": c, **results})
         for seed, c in enumerate(columns, 1)
     ]
-    return Group("cifar100", "cumulative_lora", "", True, {}, found)
+    return Group("cifar100", "cumulative_lora", "", True, found)
 
 
 def by_hand():
@@ -118,15 +119,15 @@ def test_a_task_without_images_is_left_out():
 
 def test_a_row_for_each_task():
     columns = made_up.predictions(1, num_tasks=3)
-    first, second, third = overview.tasks(group(columns, **recorded()))
-    assert (second.task, second.classes, second.num_images) == (1, [3, 4, 5], 30)
-    assert [row.learned["fdc"] for row in (first, second, third)] == [90.0, 80.0, 70.0]
+    found = overview.tasks(group(columns, **recorded()))
+    assert found["classes"].tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert found["fdc_learned"].tolist() == [90.0, 80.0, 70.0]
     mine = columns["task"] == 2
     for kind in overview.KINDS:
         right = columns[f"{kind}_label"] == columns["label"]
-        assert third.final[kind] == pytest.approx(100 * right[mine].mean())
-    assert overview.tasks(group(columns))[0].learned == {}
-    assert overview.tasks(group({})) == []
+        assert found[kind][2] == pytest.approx(100 * right[mine].mean())
+    assert "fdc_learned" not in overview.tasks(group(columns))
+    assert overview.tasks(group({})).empty
 
 
 def test_sentences_count_images():
@@ -142,10 +143,10 @@ def test_sentences_count_images():
 def test_the_interval_is_over_seeds_or_over_images():
     one, three = made_up.groups(made_up.run(1)), made_up.groups()
     interval = overview.gain_interval(three[0])
-    accuracies = [three[0].values("accuracy", kind) for kind in ("raw", "fdc")]
+    accuracies = [three[0].values(kind) for kind in ("raw", "fdc")]
     expected = evaluation.paired_gain(*accuracies)
     assert interval == (expected.low, expected.high, "seeds")
-    columns = one[0].runs[0].predictions()
+    columns = one[0].runs[0].predictions
     labels = [columns[f"{name}label"] for name in ("", "raw_", "fdc_")]
     expected = evaluation.bootstrap_gain(*labels)
     assert overview.gain_interval(one[0]) == (expected.low, expected.high, "images")

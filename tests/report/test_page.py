@@ -11,7 +11,6 @@ import pytest
 
 from fdc_jax.errors import InputError
 from fdc_jax.report import drawing, figures, page, pictures, words
-from fdc_jax.report.page import Material
 from fdc_jax.report.pictures import Evidence, Picture, Pictures, Said
 from fdc_jax.report.runs import Skipped
 from fdc_jax.report.tables import Table
@@ -73,8 +72,8 @@ def picture(name="ant", row=3):
 
 
 def material(name="ant"):
-    found = Pictures([picture(name), picture(name, 5)], 12, [picture(name, 6)], 1)
-    return Material([name, "bee", "cat", "dog", "emu", "fox"], found)
+    names = [name, "bee", "cat", "dog", "emu", "fox"]
+    return Pictures(names, [picture(name), picture(name, 5)], 12, [picture(name, 6)], 1)
 
 
 def rendered(members, tables=(), skipped=(), kinds=figures.OF_A_RUN, found=None, provenance=()):
@@ -193,7 +192,7 @@ def test_several_configurations_have_a_summary_and_a_section_each(read):
     assert read.texts("h1") == ["FDC on 2 configurations"]
     sections = ["Summary", "Cumulative-LoRA on CIFAR-100", "SplitLoRA on CIFAR-100"]
     assert read.texts("h2")[:3] == sections
-    raw = made_up.groups()[0].values("accuracy", "raw")
+    raw = made_up.groups()[0].values("raw")
     assert f"{np.mean(raw):.1f} ± {np.std(raw, ddof=1):.1f}" in read.texts("td")
     assert any("over 3 seeds" in text for text in read.texts("p"))
     assert any("5 epochs" in text for text in read.texts("p"))
@@ -224,7 +223,7 @@ def test_what_is_missing_is_said(monkeypatch):
     run = made_up.run(1)
     for point in run.results["curve"]:
         del point["task_accuracy"]
-    read = Reader(rendered([run], kinds=(), found=[Material(pictures=Pictures(missing="Gone."))]))
+    read = Reader(rendered([run], kinds=(), found=[Pictures(missing="Gone.")]))
     assert "Gone." in read.texts("p") and "learned" not in read.texts("th")
     assert any("forgetting is not known" in text for text in read.texts("p"))
 
@@ -232,7 +231,7 @@ def test_what_is_missing_is_said(monkeypatch):
         raise InputError("no weights")
 
     monkeypatch.setattr("fdc_jax.open_run", refuse, raising=False)
-    assert page.material(run).pictures.missing == "The work directory does not open: no weights"
+    assert page.material(run).missing == "The work directory does not open: no weights"
 
 
 def test_names_from_files_are_text():

@@ -95,9 +95,9 @@ def test_quantities_are_those_of_the_results(tmp_path):
         "tsf+rlc": found["components"]["tsf+rlc"],
         "gain:pac": found["components"]["pac"] - raw,
     }.items():
-        assert reference.quantity(run, name) == value
+        assert run.quantity(name) == value
     for name in reference.QUANTITIES:
-        assert reference.quantity(run, name) is not None
+        assert run.quantity(name) is not None
 
 
 # Comparing ----------------------------------------------------------------------------------------
@@ -170,10 +170,10 @@ def test_the_example_holds_the_paper_s_numbers():
     assert set(given.learner) == {"cumulative_lora"}
     by_name = given.set_index(["quantity", "benchmark"])[["value", "std", "n"]]
     for quantity, published in {
-        "raw": paper.accuracy("cumulative_lora", "raw"),
-        "fdc": paper.accuracy("cumulative_lora", "fdc"),
-        "gain": paper.ablation("full"),
-        "aia": paper.average_incremental_accuracy("cumulative_lora"),
+        "raw": paper.row("benchmark", "cumulative_lora", "raw"),
+        "fdc": paper.row("benchmark", "cumulative_lora", "fdc"),
+        "gain": paper.row("ablation", "cumulative_lora", "full"),
+        "aia": paper.row("average_incremental_accuracy", "cumulative_lora"),
     }.items():
         found = {name: tuple(row) for name, row in by_name.loc[quantity].iterrows()}
         assert found == published

@@ -34,8 +34,8 @@ def test_a_folder_of_seeds_stands_for_its_seeds_in_order(tmp_path):
     assert group.seeds == [1, 2, 10]
     assert group.follows_protocol and group.title == ""
     assert group.name == "Cumulative-LoRA, CIFAR-100"
-    assert group.values("accuracy", "raw") == [run.results["accuracy"]["raw"] for run in group.runs]
-    assert group.gains("tsf") == [
+    assert group.values("raw") == [run.results["accuracy"]["raw"] for run in group.runs]
+    assert group.values("gain:tsf") == [
         run.results["components"]["tsf"] - run.results["accuracy"]["raw"] for run in group.runs
     ]
 
@@ -114,9 +114,9 @@ def test_predictions_are_checked_when_a_run_is_read(tmp_path):
     assert "column fdc_label" in why["c"]
     assert "expected a column raw_label" in why["d"]
     assert set(why) == {"b", "c", "d", "e"}
-    for name, column in runs_of(read)[0].predictions().items():
+    for name, column in runs_of(read)[0].predictions.items():
         np.testing.assert_array_equal(column, columns[name])
-    assert runs_of(read)[1].predictions() == {}
+    assert runs_of(read)[1].predictions == {}
 
 
 def test_of_equal_runs_the_first_counts(tmp_path):
@@ -233,9 +233,9 @@ def test_without_the_pretrained_view_the_adapted_view_is_all_there_is(tmp_path):
     (run,) = runs_of(loaded(tmp_path))
     assert not run.dual
     assert run.selected == "pac+rlc_adapted_view"
-    assert run.component(run.selected) == found["components"]["pac+rlc"]
-    assert run.component("adapted_view") == found["components"]["full"]
-    assert run.component("pac+rlc_pretrained_view") is None
+    assert run.quantity(run.selected) == found["components"]["pac+rlc"]
+    assert run.quantity("adapted_view") == found["components"]["full"]
+    assert run.quantity("pac+rlc_pretrained_view") is None
 
 
 def test_results_of_an_older_version_have_gaps_and_no_guesses(tmp_path):
@@ -248,8 +248,8 @@ def test_results_of_an_older_version_have_gaps_and_no_guesses(tmp_path):
         del found[name]
     write_run(tmp_path / "a", found)
     (group,) = loaded(tmp_path).groups
-    assert group.gains("pac+rlc_adapted_view") == []
-    assert group.runs[0].incremental("pac+rlc_adapted_view") is None
+    assert group.values("gain:pac+rlc_adapted_view") == []
+    assert group.runs[0].quantity("aia:pac+rlc_adapted_view") is None
     assert group.follows_protocol  # Fields that it does not know had the paper's values.
 
 
@@ -260,8 +260,8 @@ def test_the_average_over_tasks_needs_every_task(tmp_path):
     write_run(tmp_path / "b", results(seed=2, average_incremental_accuracy=partial))
     full, part = runs_of(loaded(tmp_path))
     expected = np.mean([point["components"]["tsf"] for point in found["curve"]])
-    np.testing.assert_allclose(full.incremental("tsf"), expected)
-    assert part.incremental("tsf") is None
+    np.testing.assert_allclose(full.quantity("aia:tsf"), expected)
+    assert part.quantity("aia:tsf") is None
 
 
 def test_provenance_says_where_runs_differ(tmp_path):
