@@ -11,44 +11,29 @@ encodes it twice, at about 2 times `jax`.
 """
 
 import argparse
-import os
 import sys
-from pathlib import Path
 from typing import Any
-
-# Run as a file, the repository's root is not on the path.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import measure
 
 PROGRAM = "benchmarks.extraction"
-TOLERANCE = 1e-4
 
 
-class Batches:
-    """The same images over and over, without reading them."""
+class Batches(list):
+    """Batches that nobody reads and waits for."""
 
-    def __init__(self, images, count: int):
-        import numpy as np
-
-        from fdc_jax.data.batches import Batch
-
-        size = len(images)
-        batch = Batch(images, np.zeros(size, np.int32), np.ones(size, np.float32))
-        self._batches = [batch] * count
-        self.input_wait_seconds = 0.0
-
-    def __iter__(self):
-        return iter(self._batches)
+    input_wait_seconds = 0.0
 
 
 def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
     """Returns the extraction of `extraction.Extractor`."""
     import jax
     import jax.numpy as jnp
+    import numpy as np
 
     from benchmarks import flops, synthetic
     from fdc_jax import devices
+    from fdc_jax.data.batches import Batch
     from fdc_jax.features import Extractor
     from fdc_jax.model import vit
 
@@ -60,10 +45,10 @@ def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
     )
     views = (kernels, vit.pretrained_kernels(backbone)) if dual else (kernels,)
     extract: Any = Extractor(problem.model, mesh)
+    batch = Batch(problem.images, np.zeros(count, np.int32), np.ones(count, np.float32))
 
     def repeat(batches: int = options.batches):
-        images = Batches(problem.images, batches)
-        return extract(backbone, views, images)
+        return extract(backbone, views, Batches([batch] * batches))
 
     names = ("adapted", "pretrained")
     outputs = {name: found.features for name, found in zip(names, repeat(1), strict=False)}
@@ -76,37 +61,24 @@ def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
     return measure.Contender(repeat, outputs, about)
 
 
-def contender(options: argparse.Namespace) -> measure.Contender:
+def contender(options: argparse.Namespace, name: str) -> measure.Contender:
     """Returns the contender that a child process was started for."""
-    if options.contender in ("jax", "jax_dual"):
-        return ours(options, options.contender == "jax_dual")
-    from benchmarks import pytorch_contenders
+    if name.startswith("jax"):
+        return ours(options, dual=name == "jax_dual")
+    from benchmarks import pytorch
 
-    return pytorch_contenders.extraction(options)
+    return pytorch.extraction(options)
 
 
 def main() -> None:
     """Measures and prints one line per contender."""
-    parser = measure.arguments(__doc__, PROGRAM)
-    parser.add_argument("--batches", type=int, default=2, help="that a repeat takes")
-    parser.add_argument(
-        "--pytorch", nargs="?", const="eager,compiled", default="", help="beside PyTorch"
+    flags = {**measure.ENCODER, **measure.TURNS, "batches": 2}
+    parser = measure.parser_of(__doc__, PROGRAM, **flags)
+    names = ("jax", "jax_dual")
+    measure.contest(
+        PROGRAM, parser, contender, names, "eager,compiled", lambda o: o.batches * o.batch_size
     )
-    options = parser.parse_args()
-    if options.contender:
-        from fdc_jax import devices
-
-        if options.contender.startswith("jax"):
-            devices.keep_freed_memory()
-        measure.serve(lambda: contender(options), options.cores)
-        return
-    measure.check(options, "batches")
-    names = ["jax", "jax_dual", *measure.pytorch_names(options.pytorch)]
-    tolerance = TOLERANCE if options.precision == "parity" else None
-    found = measure.compare(PROGRAM, names, options, tolerance)
-    measure.finish(PROGRAM, options, found, options.batches * options.batch_size)
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.exit(measure.run(PROGRAM, main))

@@ -68,7 +68,7 @@ def training_step(variant: vit.Variant, image_size: int, rank: int, batch_size: 
     return batch_size * per_image + depth * 4 * width**2 * rank
 
 
-def peak(precision: str, tflops: float | None = None) -> float | None:
+def peak(precision: str, tflops: float = 0.0) -> float | None:
     """Returns the peak operations per second of all devices, None where it is not known.
 
     That of a processor is measured: a product of large matrices in the same precision, per second
@@ -76,9 +76,9 @@ def peak(precision: str, tflops: float | None = None) -> float | None:
 
     Args:
         precision: `parity` or `fast`.
-        tflops: the peak where the user knows it.
+        tflops: the peak where the user knows it, else 0.
     """
-    if tflops is not None:
+    if tflops:
         return 1e12 * tflops
     if jax.default_backend() == "cpu":
         return _measured(precision)

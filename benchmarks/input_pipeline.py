@@ -15,10 +15,9 @@ which other programs change little. Medians after a warm-up, which fills the cac
 """
 
 import argparse
-import statistics
+import collections
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -26,16 +25,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-# Run as a file, the repository's root is not on the path.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from benchmarks.measure import check_numbers, run, write_report
+from benchmarks.measure import numbers, parsed, parser_of, run, timed, write_report
 from fdc_jax import devices
 from fdc_jax.data import batches, dataset
 from fdc_jax.data.batches import ByteCache
 from fdc_jax.data.dataset import Dataset
-from fdc_jax.errors import InputError
 
+PROGRAM = "benchmarks.input_pipeline"
 JPEG_SIZE = (500, 375)
 
 
@@ -72,43 +68,32 @@ def contenders(
 
     def training(kept: ByteCache | None) -> batches.TrainBatches:
         batch_size = min(options.batch_size, number)
-        arguments = (source, indices, None, batch_size, 0, 0)
-        return batches.TrainBatches(*arguments, image_size=size, workers=workers, decoded=kept)
+        given = (source, indices, None, batch_size, 0, 0)
+        return batches.TrainBatches(*given, image_size=size, workers=workers, decoded=kept)
 
     def evaluation(kept: ByteCache | None) -> batches.EvaluationBatches:
-        arguments = (source, indices, None, options.batch_size)
-        return batches.EvaluationBatches(*arguments, image_size=size, workers=workers, decoded=kept)
+        given = (source, indices, None, options.batch_size)
+        return batches.EvaluationBatches(*given, image_size=size, workers=workers, decoded=kept)
 
-    found = {
+    return {
         "training": lambda: training(None),
         "training_kept": lambda: training(decoded),
         "evaluation": lambda: evaluation(None),
         "evaluation_kept": lambda: evaluation(decoded),
     }
-    return found
-
-
-def walk(start: Callable[[], Iterable[Any]]) -> tuple[float, float]:
-    """Walks over all images; returns the seconds of the clock and of the processor."""
-    clock, processor = time.perf_counter(), time.process_time()
-    for _ in start():
-        pass
-    return time.perf_counter() - clock, time.process_time() - processor
 
 
 def measure(source: Dataset, workers: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns one record per contender."""
     number = min(options.images, len(source))
     starts = contenders(source, number, workers, options)
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in starts}
-    for turn in range(1 + options.repeats):
+    seconds: dict[str, list[np.ndarray]] = {name: [] for name in starts}
+    for _ in range(1 + options.repeats):
         for name, start in starts.items():
-            taken = walk(start)
-            if turn:
-                seconds[name].append(taken)
+            seconds[name].append(timed(lambda walk=start: collections.deque(walk(), 0))[1])
     records = []
     for name, each in seconds.items():
-        clock, processor = (statistics.median(values) for values in zip(*each, strict=True))
+        clock, processor = np.median(each[1:], axis=0)
         records.append(
             {
                 "data": source.name,
@@ -135,23 +120,10 @@ def line(record: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measures all data with all numbers of threads and writes the records as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
-    parser.add_argument("--data", default="cifar100,jpeg", help="of cifar100, jpeg, digits, ...")
-    parser.add_argument("--data_dir", default="", help="as config.data.dir")
-    parser.add_argument("--workers", default="1,2", help="numbers of threads")
-    parser.add_argument("--images", type=int, default=512)
-    parser.add_argument("--image_size", type=int, default=224)
-    parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--output", help="a .json file for the measurements")
-    options = parser.parse_args()
-    try:
-        workers = [int(each) for each in options.workers.split(",")]
-    except ValueError:
-        workers = [0]
-    if min(workers) < 1:
-        raise InputError(f"--workers: expected numbers of at least 1, found {options.workers}")
-    check_numbers(options, "images", "image_size", "batch_size", "repeats")
+    sizes = {"images": 512, "image_size": 224, "batch_size": 64, "repeats": 5}
+    flags = {"data": "cifar100,jpeg", "data_dir": "", "workers": "1,2", **sizes}
+    options = parsed(parser_of(__doc__, PROGRAM, **flags))
+    workers = numbers(options, "workers")
     records = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.data.split(","):
@@ -164,8 +136,8 @@ def main() -> None:
                     print(line(record), flush=True)
                     records.append(record)
     found = {"device": devices.describe(), "cores": dataset.default_workers(), "records": records}
-    write_report("benchmarks.input_pipeline", options, found)
+    write_report(PROGRAM, options, found)
 
 
 if __name__ == "__main__":
-    sys.exit(run("benchmarks/input_pipeline.py", main))
+    sys.exit(run(PROGRAM, main))

@@ -27,30 +27,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Run as a file, the repository's root is not on the path.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks import synthetic
 from benchmarks.calibration import Features, Point
-from benchmarks.measure import check_numbers, run
-from fdc_jax import calibration, devices, results
+from benchmarks.measure import ENCODER, parsed, parser_of, run, write_report
+from fdc_jax import calibration, devices
 from fdc_jax.calibration import fdc, inputs
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_json
 from fdc_jax.model import vit
 
-VIEWS = ("raw", "single", "dual")
-
-
-def random_encoder(variant: str, image_size: int, precision: str) -> tuple[Any, Any, Any]:
-    """Returns a model, parameters of its shapes, and key and value kernels apart from them."""
-    model = vit.build(variant, image_size, precision=precision)
-    shapes = vit.parameter_shapes(model, image_size)
-    rng = np.random.default_rng(0)
-    parameters = jax.tree.map(
-        lambda leaf: jnp.asarray(0.02 * rng.standard_normal(leaf.shape, np.float32)), shapes
-    )
-    kernels = jax.tree.map(lambda leaf: 1.01 * leaf, vit.pretrained_kernels(parameters))
-    return model, parameters, kernels
+PROGRAM = "benchmarks.latency"
 
 
 def fitted(num_tasks: int, num_classes: int, width: int) -> calibration.FDC:
@@ -135,11 +120,8 @@ def measure(
     """Returns milliseconds a batch of each repeat with the peak memory, and the labels."""
     compiled = jax.jit(function).lower(arguments, images).compile()
     planned = compiled.memory_analysis()
-    peak = None
-    if planned is not None:
-        peak = sum(
-            getattr(planned, f"{part}_size_in_bytes") for part in ("argument", "output", "temp")
-        )
+    parts = ("argument", "output", "temp")
+    peak = planned and sum(getattr(planned, f"{part}_size_in_bytes") for part in parts)
     for _ in range(options.warm_up):
         found = compiled(arguments, images)
     found.block_until_ready()
@@ -161,13 +143,8 @@ def of_run(folder: str) -> tuple[calibration.FDC, dict[str, Any]]:
     """
     try:
         found = json.loads((Path(folder) / "results.json").read_text(encoding="utf-8"))
-        config = found["config"]
-        about = {
-            "benchmark": found["benchmark"],
-            "learner": found["learner"],
-            "variant": config["encoder.variant"],
-            "image_size": config["encoder.image_size"],
-        }
+        about = {name: found[name] for name in ("benchmark", "learner")}
+        about |= {name: found["config"][f"encoder.{name}"] for name in ("variant", "image_size")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"--run={folder}: expected a finished run ({error!r})") from error
     if about["learner"] == "rsiat":
@@ -188,16 +165,14 @@ def measure_views(options: argparse.Namespace) -> dict[str, Any]:
             known = ", ".join(vit.VARIANTS)
             raise InputError(f"--variant: expected one of {known}, found {options.variant}")
         calibrator = fitted(num_tasks, num_classes, vit.VARIANTS[options.variant].width)
-        about = {
-            "benchmark": None,
-            "learner": None,
-            "variant": options.variant,
-            "image_size": options.image_size,
-        }
-    size = about["image_size"]
-    model, parameters, kernels = random_encoder(about["variant"], size, options.precision)
-    pixels = np.random.default_rng(1).integers(0, 256, (options.batch_size, size, size, 3))
-    images = jax.device_put(jnp.asarray(pixels, jnp.uint8))
+        about = {"benchmark": None, "learner": None}
+        about |= {"variant": options.variant, "image_size": options.image_size}
+    size, variant = about["image_size"], about["variant"]
+    problem = synthetic.problem(variant, size, options.batch_size, options.precision)
+    model = problem.model
+    parameters, kernels, images = jax.tree.map(
+        jnp.asarray, (problem.parameters, problem.kernels, problem.images)
+    )
     views, labels = {}, {}
     for name, (function, arguments) in programs(model, parameters, kernels, calibrator).items():
         views[name], labels[name] = measure(function, arguments, images, options)
@@ -211,7 +186,7 @@ def measure_views(options: argparse.Namespace) -> dict[str, Any]:
     }
     ranks = [len(view.basis) for task in calibrator.tasks for view in task.views]
     return about | {
-        "encoder": f"{about['variant']}, {size} px, {options.precision}",
+        "encoder": f"{variant}, {size} px, {options.precision}",
         "batch_size": options.batch_size,
         "warm_up_batches": options.warm_up,
         "batches": options.batches,
@@ -221,22 +196,18 @@ def measure_views(options: argparse.Namespace) -> dict[str, Any]:
         "views": views,
         "equal_labels": {name: float(np.mean(labels[name] == expected[name])) for name in views},
         "device": devices.describe(),
-        "versions": results.versions(),
     }
 
 
 def line(found: dict[str, Any]) -> str:
     """A result for the screen."""
-    mean = {name: np.mean(each["milliseconds"]) for name, each in found["views"].items()}
-    peak = {name: each["peak_memory_bytes"] for name, each in found["views"].items()}
     parts = []
-    for name, value in mean.items():
-        increase = "" if name == "raw" else f" ({100 * (value / mean['raw'] - 1):+.1f} %)"
-        memory = ""
-        if peak[name] is not None and peak["raw"] is not None:
-            base = 0 if name == "raw" else peak["raw"]
-            memory = f", {(peak[name] - base) / 2**20:{'.1f' if name == 'raw' else '+.1f'}} MiB"
-        parts.append(f"{name} {value:.1f} ms{increase}{memory}")
+    for name, each in found["views"].items():
+        mean, raw = (np.mean(of["milliseconds"]) for of in (each, found["views"]["raw"]))
+        increase = "" if name == "raw" else f" ({100 * (mean / raw - 1):+.1f} %)"
+        memory = each["peak_memory_bytes"]
+        memory = "" if memory is None else f", {memory / 2**20:.1f} MiB"
+        parts.append(f"{name} {mean:.1f} ms{increase}{memory}")
     return (
         f"{found['encoder']}, batch {found['batch_size']}, {found['num_tasks']} tasks, "
         f"{found['num_classes']} classes, {found['device']}: {'; '.join(parts)}"
@@ -245,24 +216,13 @@ def line(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measures, prints a line and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
-    parser.add_argument("--run", help="folder of a finished run")
-    parser.add_argument("--variant", default="B/16", help="without --run (default B/16)")
-    parser.add_argument("--image_size", type=int, default=224, help="without --run (default 224)")
-    parser.add_argument("--case", default="20x100", help="without --run: TASKSxCLASSES")
-    parser.add_argument("--precision", default="parity", choices=tuple(vit.PRECISIONS))
-    parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--warm_up", type=int, default=10)
-    parser.add_argument("--batches", type=int, default=20)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--output", help="a .json file for the measurements")
-    options = parser.parse_args()
-    check_numbers(options, "image_size", "batch_size", "warm_up", "batches", "repeats")
+    turns = {"warm_up": 10, "batches": 20, "repeats": 3}
+    parser = parser_of(__doc__, PROGRAM, **ENCODER, **turns, run="", case="20x100")
+    options = parsed(parser)
     found = measure_views(options)
-    if options.output:
-        write_json(options.output, found)
     print(line(found))
+    write_report(PROGRAM, options, found)
 
 
 if __name__ == "__main__":
-    sys.exit(run("benchmarks/latency.py", main))
+    sys.exit(run(PROGRAM, main))

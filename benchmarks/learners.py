@@ -1,7 +1,7 @@
 """Training speed of every learner, beside Cumulative-LoRA's.
 
-    python benchmarks/learners.py --output=learners.json
-    python benchmarks/learners.py --variant=B/16 --image_size=224 --precision=fast --epochs=20
+    python -m benchmarks.learners --output=learners.json
+    python -m benchmarks.learners --variant=B/16 --image_size=224 --precision=fast --epochs=20
 
 Each learner learns one task as a warm-up, which compiles, and is measured in the next: what it does
 before the task, its training steps, and what it does after it. The steps of the learners take
@@ -11,34 +11,24 @@ Times are medians; `processor` counts the seconds of all cores, which other prog
 
 import argparse
 import itertools
-import statistics
 import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-# Run as a file, the repository's root is not on the path.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import jax
 import numpy as np
+import tabulate
 import tqdm
 
-from benchmarks.measure import check_numbers, noise, run, write_report
+from benchmarks import measure
+from benchmarks.measure import ENCODER, named, noise, parsed, run, timed, write_report
 from configs import base
 from fdc_jax import devices, learners
 from fdc_jax.learners import training
 from fdc_jax.model import vit
 
+PROGRAM = "benchmarks.learners"
 REFERENCE = "cumulative_lora"
-
-
-def timed(function: Callable[[], Any]) -> tuple[Any, tuple[float, float]]:
-    """Returns a result once it is there, and the seconds of the clock and of the processor."""
-    clock, processor = time.perf_counter(), time.process_time()
-    result = jax.block_until_ready(function())
-    return result, (time.perf_counter() - clock, time.process_time() - processor)
+_WHAT = ("step", "task")
 
 
 class Trial:
@@ -59,14 +49,13 @@ class Trial:
         classes = arguments.classes
         self.setup = training.Setup(model, (classes, classes), config)
         self.update = self.learner.update(self.setup)
-        self.rate = 1.0
-        if self.update.schedule:
-            self.rate = self.update.schedule(0, arguments.epochs)
+        schedule = self.update.schedule
+        self.rate = schedule(0, arguments.epochs) if schedule else 1.0
         first = self._learn(0, self.learner.initial_state(self.setup), arguments)
         # The first time may still compile something.
         for _ in range(2):
             self._learn(1, first, arguments)
-        self.steps: list[tuple[float, float]] = []
+        self.steps: list[np.ndarray] = []
 
     def _learn(self, task: int, state: Any, arguments: argparse.Namespace) -> Any:
         """Learns a task in two steps, times what surrounds them, and returns the state."""
@@ -84,7 +73,7 @@ class Trial:
         )
         return state
 
-    def step(self) -> tuple[float, float]:
+    def step(self) -> np.ndarray:
         """Makes one training step and returns its seconds."""
         batch = next(self.batches)
         (self.trained, self.optimizer, _), seconds = timed(
@@ -104,7 +93,7 @@ def _images(arguments: argparse.Namespace, task: int) -> training.TaskImages:
     return training.TaskImages(lambda: iter(batches), lambda: iter(batches))
 
 
-def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def trials_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns one record per learner, the reference first."""
     model = vit.build(arguments.variant, arguments.image_size, precision=arguments.precision)
     backbone = vit.initialise(model, arguments.image_size, jax.random.key(0))
@@ -117,66 +106,39 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for trial in trials.values():
             trial.steps.append(trial.step())
     num_steps = arguments.epochs * -(-arguments.images // arguments.batch_size)
-    records = [_record(name, trial, num_steps, arguments) for name, trial in trials.items()]
-    for record in records:
-        for kind in ("clock", "processor"):
-            for what in ("step", "task"):
-                record[f"{what}_relative_{kind}"] = (
-                    record[f"{what}_seconds"][kind] / records[0][f"{what}_seconds"][kind]
-                )
+    records, first = [], {}
+    for name, trial in trials.items():
+        step = np.median(trial.steps, axis=0)
+        seconds = {"step": step, "before_task": trial.before, "after_task": trial.after}
+        seconds["task"] = trial.before + num_steps * step + trial.after
+        first = first or seconds
+        speed = {"learner": name, "images_per_second": arguments.batch_size / step[0]}
+        relative = {
+            f"{what}_relative_{kind}": value
+            for what in _WHAT
+            for kind, value in named(seconds[what] / first[what]).items()
+        }
+        times = {f"{what}_seconds": named(each) for what, each in seconds.items()}
+        records.append(speed | times | relative)
     return records
-
-
-def _record(
-    name: str, trial: Trial, num_steps: int, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    kinds = ("clock", "processor")
-    step = {kind: statistics.median(s[i] for s in trial.steps) for i, kind in enumerate(kinds)}
-    before, after = (dict(zip(kinds, s, strict=True)) for s in (trial.before, trial.after))
-    return {
-        "learner": name,
-        "images_per_second": arguments.batch_size / step["clock"],
-        "step_seconds": step,
-        "before_task_seconds": before,
-        "after_task_seconds": after,
-        "task_seconds": {
-            kind: before[kind] + num_steps * step[kind] + after[kind] for kind in kinds
-        },
-    }
 
 
 def main() -> None:
     """Measures and prints one line per learner."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--learners", default=",".join(learners.names()), help="of these alone")
-    parser.add_argument("--variant", default="Ti/16")
-    parser.add_argument("--image_size", type=int, default=128)
-    parser.add_argument("--precision", default="parity", help="parity or fast")
-    parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--classes", type=int, default=5, help="of a task")
-    parser.add_argument("--images", type=int, default=300, help="of a task")
-    parser.add_argument("--epochs", type=int, default=5, help="that the time of a task counts")
-    parser.add_argument("--repeats", type=int, default=9, help="steps of each learner")
-    parser.add_argument("--output", help="a .json file for the measurements")
-    arguments = parser.parse_args()
-    check_numbers(arguments, "image_size", "batch_size", "classes", "images", "epochs", "repeats")
+    flags = {"variant": "Ti/16", "image_size": 128, "classes": 5, "images": 300, "epochs": 5}
+    flags = ENCODER | flags | {"repeats": 9, "learners": ",".join(learners.names())}
+    arguments = parsed(measure.parser_of(__doc__, PROGRAM, **flags))
     devices.keep_freed_memory()
     arguments.learners = [name for name in arguments.learners.split(",") if name]
-    records = measure(arguments)
-    header = ("learner", "images/s", "step", "task", "step, processor", "task, processor")
-    print(f"{header[0]:18}" + "".join(f"{name:>17}" for name in header[1:]))
-    for record in records:
-        ratios = [
-            f"{record[f'{what}_relative_{kind}']:.2f}"
-            for kind in ("clock", "processor")
-            for what in ("step", "task")
-        ]
-        cells = [f"{record['images_per_second']:.1f}", *ratios]
-        print(f"{record['learner']:18}" + "".join(f"{cell:>17}" for cell in cells))
+    records = trials_of(arguments)
+    header = ["learner", "images/s", "step", "task", "step, processor", "task, processor"]
+    fields = [f"{what}_relative_{kind}" for kind in ("clock", "processor") for what in _WHAT]
+    rows = [[each[name] for name in ("learner", "images_per_second", *fields)] for each in records]
+    print(tabulate.tabulate(rows, header, tablefmt="plain", floatfmt=".2f"))
     print(f"times relative to {REFERENCE}; {devices.describe()}, {arguments.precision}")
     found = {"device": devices.describe(), "learners": records}
-    write_report("benchmarks.learners", arguments, found)
+    write_report(PROGRAM, arguments, found)
 
 
 if __name__ == "__main__":
-    sys.exit(run("benchmarks/learners.py", main))
+    sys.exit(run(PROGRAM, main))

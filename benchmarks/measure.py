@@ -26,8 +26,27 @@ from fdc_jax.files import check_writable_folder, write_json
 
 PYTORCH = ("eager", "factors", "compiled")
 
+# What JAX and PyTorch do in float32 differs by the order of sums.
+TOLERANCE = 1e-4
+
+# An encoder and what it is given.
+ENCODER = {"variant": "B/16", "image_size": 224, "batch_size": 64, "precision": "parity"}
+# How contenders are measured.
+TURNS = {"warm_up": 3, "repeats": 10, "cores": 0, "peak_tflops": 0.0}
+
+_HELP = {
+    "batches": "that a repeat takes",
+    "cores": "of the processor; 0: all",
+    "epochs": "that the time of a task counts",
+    "peak_tflops": "of all devices, for the utilisation; 0: looked up or measured",
+    "precision": "parity or fast",
+    "run": "folder of a finished run",
+    "run_step": "run the compiled step once",
+    "variant": "Ti/16, S/16, B/16, L/16 or digits",
+}
+
 # Where things lie, and what a program tells its own children.
-_NO_SETTING = ("output", "data_dir", "contender", "here", "child", "started")
+_NO_SETTING = ("output", "data_dir", "contender", "here")
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -46,49 +65,71 @@ class Contender(NamedTuple):
     about: dict[str, Any]
 
 
-def arguments(description: str | None, program: str) -> argparse.ArgumentParser:
-    """Returns a parser with the flags that the programs share."""
-    parser = argparse.ArgumentParser(prog=program, description=(description or "").split("\n")[0])
-    parser.add_argument("--variant", default="B/16", help="Ti/16, S/16, B/16, L/16 or digits")
-    parser.add_argument("--image_size", type=int, default=224)
-    parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--precision", default="parity", help="parity or fast")
-    parser.add_argument("--warm_up", type=int, default=3)
-    parser.add_argument("--repeats", type=int, default=10)
-    parser.add_argument("--cores", type=int, default=0, help="of the processor; 0: all")
-    parser.add_argument("--peak_tflops", type=float, help="of all devices, for the utilisation")
+def parser_of(description: str | None, program: str, **defaults: Any) -> argparse.ArgumentParser:
+    """Returns a parser with a flag for each default, of its type; False is a switch."""
+    parser = argparse.ArgumentParser(
+        prog=program,
+        description=(description or "").split("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    for name, default in defaults.items():
+        kind: dict[str, Any] = {
+            "default": default,
+            "type": str if default is None else type(default),
+        }
+        if default is False:
+            kind = {"action": "store_true"}
+        parser.add_argument(f"--{name}", help=_HELP.get(name, " "), **kind)
     parser.add_argument("--output", help="a .json file for the measurements")
-    parser.add_argument("--contender", help=argparse.SUPPRESS)
     return parser
 
 
-def check(options: argparse.Namespace, *positive: str) -> None:
-    """Checks what `arguments` offers, before any work, and that more numbers are at least 1."""
-    check_numbers(options, "image_size", "batch_size", "warm_up", "repeats", *positive)
-    if options.cores < 0:
-        raise InputError(f"--cores: expected 0 or more, found {options.cores}")
-    if options.peak_tflops is not None and not options.peak_tflops > 0:
-        raise InputError(f"--peak_tflops: expected more than 0, found {options.peak_tflops}")
-
-
-def check_numbers(options: argparse.Namespace, *names: str) -> None:
-    """Checks that numbers are at least 1, and that --output can be written.
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parses the command line; whole numbers are at least 1, and --output can be written.
 
     Raises:
         InputError: names the flag.
     """
-    for name in names:
-        if getattr(options, name) < 1:
-            raise InputError(f"--{name}: expected at least 1, found {getattr(options, name)}")
-    check_output(options)
-
-
-def check_output(options: argparse.Namespace) -> None:
-    """Raises InputError where --output cannot be written."""
+    options = parser.parse_args()
+    for name, value in vars(options).items():
+        least = 0 if name in ("cores", "peak_tflops") else 1
+        if type(value) in (int, float) and value < least:
+            raise InputError(f"--{name}: expected at least {least}, found {value}")
     if options.output:
         if not options.output.endswith(".json"):
             raise InputError(f"--output: expected a .json file, found {options.output}")
         check_writable_folder("--output", Path(options.output).absolute().parent)
+    return options
+
+
+def numbers(options: argparse.Namespace, name: str) -> list[int]:
+    """Returns the numbers of a flag such as --tasks=1,10.
+
+    Raises:
+        InputError: one is no whole number from 1.
+    """
+    text = getattr(options, name)
+    try:
+        found = [int(each) for each in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise InputError(f"--{name}: expected numbers of at least 1, found {text}")
+    return found
+
+
+def timed(call: Callable[[], Any]) -> tuple[Any, np.ndarray]:
+    """Returns a result once it is there, and the seconds of the clock and of the processor."""
+    import jax
+
+    start = np.array([time.perf_counter(), time.process_time()])
+    result = jax.block_until_ready(call())
+    return result, np.array([time.perf_counter(), time.process_time()]) - start
+
+
+def named(seconds: np.ndarray, unit: float = 1.0) -> dict[str, float]:
+    """Names what `timed` returns, in another unit."""
+    return dict(zip(("clock", "processor"), (unit * seconds).tolist(), strict=True))
 
 
 def pytorch_names(chosen: str) -> list[str]:
@@ -121,12 +162,16 @@ def use_cores(cores: int) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 
 
-def serve(make: Callable[[], Contender], cores: int) -> None:
+def _serve(make: Callable[[str], Contender], options: argparse.Namespace) -> None:
     """Is the child process: makes a contender and does what the parent asks for."""
+    from fdc_jax import devices
+
     replies, sys.stdout = sys.stdout, sys.stderr
-    use_cores(cores)
+    if options.contender.startswith("jax"):
+        devices.keep_freed_memory()
+    use_cores(options.cores)
     try:
-        contender = make()
+        contender = make(options.contender)
     except InputError as error:
         print(json.dumps({"error": str(error)}), file=replies, flush=True)
         return
@@ -136,33 +181,21 @@ def serve(make: Callable[[], Contender], cores: int) -> None:
             np.savez(line.split(" ", 1)[1].strip(), **contender.outputs)  # pyright: ignore
             print("{}", file=replies, flush=True)
             continue
-        clock, processor = time.perf_counter(), time.process_time()
-        contender.repeat()
-        seconds = {
-            "clock": time.perf_counter() - clock,
-            "processor": time.process_time() - processor,
-        }
-        print(json.dumps(seconds), file=replies, flush=True)
+        print(json.dumps(named(timed(contender.repeat)[1])), file=replies, flush=True)
 
 
 class _Child:
     def __init__(self, program: str, name: str):
         self.name = name
+        # Contenders share the accelerator.
+        ours = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": _path()}
         self.process = subprocess.Popen(
             [sys.executable, "-m", program, *sys.argv[1:], f"--contender={name}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ
-            | {
-                "PYTHONPATH": os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")]),
-                # Contenders share the accelerator.
-                "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-            },
+            env=os.environ | ours,
         )
-        self.about: dict[str, Any] = {}
-
-    def wait(self) -> None:
         self.about = self._reply()
 
     def ask(self, question: str) -> dict[str, Any]:
@@ -182,6 +215,10 @@ class _Child:
         return reply
 
 
+def _path() -> str:
+    return os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
+
+
 @contextlib.contextmanager
 def _children(program: str, names: list[str]) -> Iterator[list[_Child]]:
     children: list[_Child] = []
@@ -189,36 +226,46 @@ def _children(program: str, names: list[str]) -> Iterator[list[_Child]]:
         # The last are those that a machine may not be able to run; others need not compile first.
         for name in reversed(names):
             children.insert(0, _Child(program, name))
-            children[0].wait()
         yield children
     finally:
         for child in children:
             child.process.communicate()
 
 
-def compare(
+def contest(
     program: str,
-    names: list[str],
-    options: argparse.Namespace,
-    tolerance: float | None,
-) -> dict[str, dict[str, Any]]:
-    """Returns what was measured, by contender, relative to the first.
+    parser: argparse.ArgumentParser,
+    make: Callable[[argparse.Namespace, str], Contender],
+    ours: Sequence[str],
+    pytorch: str,
+    unit: Callable[[argparse.Namespace], int],
+) -> None:
+    """Is the program of contenders: measures, prints a line for each and writes the report.
 
     Args:
-        program: module that serves a contender by its name.
-        names: of the contenders.
-        options: of the command.
-        tolerance: how far outputs may be from the first contender's; None: not compared.
+        program: its module.
+        parser: with the flags `ENCODER` and `TURNS`.
+        make: returns a contender by its name; runs in the contender's process.
+        ours: names of our contenders, to the first of which all others are compared.
+        pytorch: names of PyTorch's that --pytorch without a value stands for.
+        unit: images that a repeat takes.
 
     Raises:
         InputError: a contender cannot run, or its outputs are others.
     """
+    add = parser.add_argument
+    add("--pytorch", nargs="?", const=pytorch, default="", help=f"beside PyTorch: {PYTORCH}")
+    add("--contender", help=argparse.SUPPRESS)
+    options = parsed(parser)
+    if options.contender:
+        return _serve(lambda name: make(options, name), options)
+    names = [*ours, *pytorch_names(options.pytorch)]
+    tolerance = TOLERANCE if options.precision == "parity" else np.inf
     with _children(program, names) as children:
         found = {child.name: dict(child.about) for child in children}
-        differences = _differences(children)
-        for name, difference in differences.items():
+        for name, difference in _differences(children).items():
             found[name]["largest_difference"] = difference
-            if tolerance is not None and not difference <= tolerance:
+            if not difference <= tolerance:
                 raise InputError(
                     f"{name}: expected the outputs of {names[0]} to {tolerance:g}, "
                     f"found a difference of {difference:.3g}"
@@ -229,34 +276,37 @@ def compare(
                 reply = child.ask("run")
                 if turn >= options.warm_up:
                     seconds[child.name].append(reply)
-    for name in names:
-        found[name]["seconds"] = {
-            kind: summary([each[kind] for each in seconds[name]]) for kind in ("clock", "processor")
-        }
-    first = found[names[0]]["seconds"]
-    for name in names[1:]:
-        found[name]["times_the_first"] = {
-            kind: found[name]["seconds"][kind]["median"] / first[kind]["median"] for kind in first
-        }
-    return found
+    for name, each in found.items():
+        clock, processor = (summary([s[k] for s in seconds[name]]) for k in ("clock", "processor"))
+        each["seconds"] = {"clock": clock, "processor": processor}
+        if name != names[0]:
+            first = found[names[0]]["seconds"]
+            each["times_the_first"] = {
+                kind: each["seconds"][kind]["median"] / first[kind]["median"] for kind in first
+            }
+        each["images_per_second"] = unit(options) / clock["median"]
+        # A processor is shared; what its peak was measured by is its time.
+        of = processor if each.get("device", "").endswith("cpu") else clock
+        each["utilisation"] = None
+        if each.get("flops") and each.get("peak_flops"):
+            each["utilisation"] = each["flops"] / of["median"] / each["peak_flops"]
+        print(_line(name, each), flush=True)
+    write_report(program, options, {"contenders": found})
 
 
 def _differences(children: list[_Child]) -> dict[str, float]:
-    arrays = {}
+    arrays: dict[str, dict[str, np.ndarray]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for number, child in enumerate(children):
             path = Path(folder) / f"{number}.npz"
             child.ask(f"outputs {path}")
             with np.load(path) as file:
                 arrays[child.name] = dict(file)
-    reference = arrays[children[0].name]
+    first, *others = arrays.values()
     return {
-        name: max(
-            float(np.abs(each[key] - reference[key]).max(initial=0.0))
-            for key in each.keys() & reference.keys()
-        )
-        for name, each in arrays.items()
-        if name != children[0].name and each.keys() & reference.keys()
+        name: max(float(np.abs(each[key] - first[key]).max(initial=0)) for key in shared)
+        for name, each in zip(list(arrays)[1:], others, strict=True)
+        if (shared := each.keys() & first.keys())
     }
 
 
@@ -265,29 +315,6 @@ def summary(seconds: list[float]) -> dict[str, Any]:
     median = statistics.median(seconds)
     spread = float(np.subtract(*np.percentile(seconds, [75, 25]))) / median
     return {"median": median, "relative_spread": spread, "all": seconds}
-
-
-def finish(
-    program: str, options: argparse.Namespace, found: dict[str, dict[str, Any]], unit: int
-) -> None:
-    """Prints a line per contender and writes the report.
-
-    Args:
-        program: module of the command.
-        options: of the command.
-        found: of `compare`, the first contender ours.
-        unit: images that a repeat takes.
-    """
-    for name, each in found.items():
-        seconds = each["seconds"]
-        each["images_per_second"] = unit / seconds["clock"]["median"]
-        # A processor is shared; what its peak was measured by is its time.
-        kind = "processor" if each.get("device", "").endswith("cpu") else "clock"
-        each["utilisation"] = None
-        if each.get("flops") and each.get("peak_flops"):
-            each["utilisation"] = each["flops"] / seconds[kind]["median"] / each["peak_flops"]
-        print(_line(name, each), flush=True)
-    write_report(program, options, {"contenders": found})
 
 
 def write_report(program: str, options: argparse.Namespace, found: dict[str, Any]) -> None:
@@ -320,25 +347,21 @@ def _line(name: str, each: dict[str, Any]) -> str:
     return text + f"; {each['device']}"
 
 
-def in_a_process(
-    program: str, arguments: Sequence[str], name: str, **environment: str
-) -> dict[str, Any]:
-    """Returns what a benchmark, started in a fresh process, prints last, as JSON.
+def in_a_process(program: str, flag: str, name: str) -> dict[str, Any]:
+    """Returns what this command with a further flag, in a fresh process, prints last, as JSON.
 
     Args:
         program: module of the benchmark.
-        arguments: of the command.
+        flag: that is added.
         name: by which an error calls it.
-        environment: variables, where not set already.
 
     Raises:
         InputError: the process failed.
     """
     done = subprocess.run(
-        [sys.executable, "-m", program, *arguments],
+        [sys.executable, "-m", program, *sys.argv[1:], flag],
         stdout=subprocess.PIPE,
         text=True,
-        env=environment | os.environ,
         cwd=_ROOT,
         check=False,
     )
@@ -349,6 +372,7 @@ def in_a_process(
 
 def run(program: str, body: Callable[[], None]) -> int:
     """Runs a program; an input error is one line and 2."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     try:
         body()
     except InputError as error:

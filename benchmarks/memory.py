@@ -14,22 +14,24 @@ import argparse
 import json
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-# Run as a file, the repository's root is not on the path.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
+from benchmarks import measure
 from benchmarks.calibration import Features, Point, peak_bytes
-from benchmarks.measure import check_numbers, in_a_process, noise, run, write_report
 from configs import base
 from fdc_jax import calibration, devices, learners
-from fdc_jax.errors import InputError
 from fdc_jax.learners import training
 from fdc_jax.model import vit
+
+PROGRAM = "benchmarks.memory"
+# Names here and in what the compiler plans.
+_OF_A_STEP = {
+    **{"arguments": "argument", "outputs": "output", "aliased": "alias"},
+    **{"temporary": "temp", "program": "generated_code"},
+}
 
 
 def tree_bytes(tree: Any) -> int:
@@ -46,7 +48,7 @@ def live_bytes() -> int:
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-def measure(options: argparse.Namespace, tasks: int) -> dict[str, Any]:
+def of_tasks(options: argparse.Namespace, tasks: int) -> dict[str, Any]:
     """Measures one number of tasks in this process."""
     started = peak_bytes()
     config: Any = base.get_config()
@@ -66,16 +68,15 @@ def measure(options: argparse.Namespace, tasks: int) -> dict[str, Any]:
     frozen, trained = jax.tree.map(jnp.asarray, (frozen, trained))
     optimizer = jax.block_until_ready(update.initialise(trained))
     live = live_bytes()
-    task = {
-        name: tree_bytes(t) for name, t in zip(_TASK, (trained, frozen, optimizer), strict=True)
-    }
+    parts = {"trained": trained, "frozen": frozen, "optimizer": optimizer}
+    task = {name: tree_bytes(tree) for name, tree in parts.items()}
     rate = 1.0 if update.schedule is None else update.schedule(0, config.train.epochs)
-    batch = noise(options.batch_size, options.image_size, options.classes, seed=0)
+    batch = measure.noise(options.batch_size, options.image_size, options.classes, seed=0)
     arguments = (backbone, frozen, trained, optimizer, batch, rate)
     report: Any = update.step.lower(*arguments).compile().memory_analysis()
     if options.run_step:
         jax.block_until_ready(update.step(*arguments))
-    del arguments, trained, optimizer
+    del arguments, parts, trained, optimizer
     trained_peak = peak_bytes()
     return {
         "tasks": tasks,
@@ -84,11 +85,7 @@ def measure(options: argparse.Namespace, tasks: int) -> dict[str, Any]:
         "state_bytes": {"abstract": tree_bytes(state), "live": with_state - encoder},
         "task_bytes": task | {"live": live - with_state},
         "step_bytes": {
-            "arguments": report.argument_size_in_bytes,
-            "outputs": report.output_size_in_bytes,
-            "aliased": report.alias_size_in_bytes,
-            "temporary": report.temp_size_in_bytes,
-            "program": report.generated_code_size_in_bytes,
+            name: getattr(report, f"{of}_size_in_bytes") for name, of in _OF_A_STEP.items()
         },
         "calibrator": calibrator_bytes(options, tasks, setup.variant.width),
         "peak_bytes": {
@@ -98,9 +95,6 @@ def measure(options: argparse.Namespace, tasks: int) -> dict[str, Any]:
             "device": devices.peak_memory(),
         },
     }
-
-
-_TASK = ("trained", "frozen", "optimizer")
 
 
 def calibrator_bytes(options: argparse.Namespace, tasks: int, width: int) -> dict[str, int]:
@@ -138,37 +132,19 @@ def line(record: dict[str, Any]) -> str:
 
 def main() -> None:
     """Prints a line per number of tasks and writes them as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # pyright: ignore
-    parser.add_argument("--tasks", default="1,10,100")
-    parser.add_argument("--learner", default="cumulative_lora")
-    parser.add_argument("--variant", default="B/16", help="Ti/16, S/16, B/16, L/16 or digits")
-    parser.add_argument("--image_size", type=int, default=224)
-    parser.add_argument("--batch_size", type=int, default=64)
-    parser.add_argument("--precision", default="parity", help="parity or fast")
-    parser.add_argument("--classes", type=int, default=10, help="of a task")
-    parser.add_argument("--images", type=int, default=100, help="of a task, for the calibrator")
-    parser.add_argument("--run_step", action="store_true", help="run the compiled step once")
-    parser.add_argument("--output", help="a .json file for the measurements")
+    flags = {"tasks": "1,10,100", "learner": "cumulative_lora", "classes": 10, "images": 100}
+    parser = measure.parser_of(__doc__, PROGRAM, **flags, **measure.ENCODER, run_step=False)
     parser.add_argument("--here", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = measure.parsed(parser)
     if options.here:
-        print(json.dumps(measure(options, options.here)))
-        return
-    try:
-        numbers = [int(each) for each in options.tasks.split(",")]
-    except ValueError:
-        numbers = [0]
-    if min(numbers) < 1:
-        raise InputError(f"--tasks: expected numbers of at least 1, found {options.tasks}")
-    check_numbers(options, "image_size", "batch_size", "classes", "images")
+        return print(json.dumps(of_tasks(options, options.here)))
     learners.find(options.learner)
     records = []
-    for tasks in numbers:
-        arguments = [*sys.argv[1:], f"--here={tasks}"]
-        records.append(in_a_process("benchmarks.memory", arguments, f"{tasks} tasks"))
+    for tasks in measure.numbers(options, "tasks"):
+        records.append(measure.in_a_process(PROGRAM, f"--here={tasks}", f"{tasks} tasks"))
         print(line(records[-1]), flush=True)
-    write_report("benchmarks.memory", options, {"records": records})
+    measure.write_report(PROGRAM, options, {"records": records})
 
 
 if __name__ == "__main__":
-    sys.exit(run("benchmarks/memory.py", main))
+    sys.exit(measure.run(PROGRAM, main))

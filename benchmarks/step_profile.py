@@ -10,16 +10,12 @@ last of them belongs to. What the repeats take beyond that is `between operation
 
 import argparse
 import collections
-import os
 import re
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
-
-# Run as a file, the repository's root is not on the path.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import measure, training_step
 
@@ -117,9 +113,8 @@ def profile(options: argparse.Namespace) -> dict[str, float]:
 
 def main() -> None:
     """Prints a line per part."""
-    parser = measure.arguments(__doc__, PROGRAM)
-    options = parser.parse_args()
-    measure.check(options)
+    parser = measure.parser_of(__doc__, PROGRAM, **measure.ENCODER, **measure.TURNS)
+    options = measure.parsed(parser)
     measure.use_cores(options.cores)
     from fdc_jax import devices
 
@@ -134,5 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.exit(measure.run(PROGRAM, main))

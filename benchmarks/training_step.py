@@ -12,35 +12,17 @@ is the operations of the formula in `benchmarks/flops.py` over what the device c
 """
 
 import argparse
-import os
 import sys
-from pathlib import Path
-from typing import Any, NamedTuple
-
-# Run as a file, the repository's root is not on the path.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from typing import Any
 
 from benchmarks import measure
 
 PROGRAM = "benchmarks.training_step"
 RATES = {"increment": 5e-4, "head": 5e-3}
-# Sums of squares in the gradients of float32 differ by their order.
-TOLERANCE = 1e-4
 
 
-class Prepared(NamedTuple):
-    """A step of Cumulative-LoRA and what it takes, on the devices."""
-
-    setup: Any
-    update: Any
-    backbone: Any
-    frozen: Any
-    trained: Any
-    batch: Any
-
-
-def prepared(options: argparse.Namespace) -> Prepared:
-    """Returns the step of `learners.cumulative_lora` with random weights and images."""
+def prepared(options: argparse.Namespace) -> tuple[Any, ...]:
+    """Returns set-up and step of `learners.cumulative_lora`, and random weights and images."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -67,7 +49,7 @@ def prepared(options: argparse.Namespace) -> Prepared:
     frozen, trained = devices.replicate(mesh, (frozen, trained))
     batch = Batch(problem.images, problem.labels, np.ones(count, np.float32))
     batch = devices.split(mesh, batch)
-    return Prepared(setup, cumulative_lora.update(setup), backbone, frozen, trained, batch)
+    return setup, cumulative_lora.update(setup), backbone, frozen, trained, batch
 
 
 def ours(options: argparse.Namespace) -> measure.Contender:
@@ -103,37 +85,21 @@ def ours(options: argparse.Namespace) -> measure.Contender:
     return measure.Contender(repeat, outputs, about)
 
 
-def contender(options: argparse.Namespace) -> measure.Contender:
+def contender(options: argparse.Namespace, name: str) -> measure.Contender:
     """Returns the contender that a child process was started for."""
-    if options.contender == "jax":
+    if name == "jax":
         return ours(options)
-    from benchmarks import pytorch_contenders
+    from benchmarks import pytorch
 
-    return pytorch_contenders.training_step(options, RATES)
+    return pytorch.training_step(options, RATES)
 
 
 def main() -> None:
     """Measures and prints one line per contender."""
-    parser = measure.arguments(__doc__, PROGRAM)
-    parser.add_argument(
-        "--pytorch", nargs="?", const="eager,factors,compiled", default="", help="beside PyTorch"
-    )
-    options = parser.parse_args()
-    if options.contender:
-        from fdc_jax import devices
-
-        if options.contender == "jax":
-            devices.keep_freed_memory()
-        measure.serve(lambda: contender(options), options.cores)
-        return
-    measure.check(options)
-    names = ["jax", *measure.pytorch_names(options.pytorch)]
-    tolerance = TOLERANCE if options.precision == "parity" else None
-    found = measure.compare(PROGRAM, names, options, tolerance)
-    measure.finish(PROGRAM, options, found, options.batch_size)
+    parser = measure.parser_of(__doc__, PROGRAM, **measure.ENCODER, **measure.TURNS)
+    everything = ",".join(measure.PYTORCH)
+    measure.contest(PROGRAM, parser, contender, ["jax"], everything, lambda o: o.batch_size)
 
 
 if __name__ == "__main__":
-    # Importing nothing that starts a thread before the allocator's options are set.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.exit(measure.run(PROGRAM, main))

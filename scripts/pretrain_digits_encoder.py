@@ -42,21 +42,9 @@ LETTER_SIZE = 32
 
 _FONT_FOLDER = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 _DEJAVU = tuple(
-    f"DejaVu{face}"
-    for face in (
-        "Sans",
-        "Sans-Bold",
-        "Sans-Oblique",
-        "Sans-BoldOblique",
-        "SansMono",
-        "SansMono-Bold",
-        "SansMono-Oblique",
-        "SansMono-BoldOblique",
-        "Serif",
-        "Serif-Bold",
-        "Serif-Italic",
-        "Serif-BoldItalic",
-    )
+    f"DejaVu{family}{style}"
+    for family, slanted in (("Sans", "Oblique"), ("SansMono", "Oblique"), ("Serif", "Italic"))
+    for style in ("", "-Bold", f"-{slanted}", f"-Bold{slanted}")
 )
 _STIX = ("STIXGeneral", "STIXGeneralBol", "STIXGeneralItalic", "STIXGeneralBolIta")
 _COMPUTER_MODERN = ("cmr10", "cmb10", "cmss10", "cmtt10", "cmti10", "cmmi10")
@@ -326,24 +314,16 @@ def accuracy(
     return jnp.mean(_logits(settings, state.params, state.head, images).argmax(-1) == classes)
 
 
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Reads the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--output", type=Path, default=weights.DIGITS_WEIGHTS, help="file to write")
-    parser.add_argument("--steps", type=int, default=4000)
-    parser.add_argument("--batch_size", type=int, default=128)
-    parser.add_argument("--learning_rate", type=float, default=2e-3)
-    parser.add_argument("--seed", type=int, default=0)
-    flags = parser.parse_args(arguments)
-    for name in ("steps", "batch_size"):
-        if getattr(flags, name) < 1:
-            parser.error(f"--{name}: expected a positive number, found {getattr(flags, name)}")
-    return flags
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains, prints the accuracy on letters and writes the encoder."""
-    flags = parse(arguments)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--output", type=Path, default=weights.DIGITS_WEIGHTS, help="file to write")
+    for name, default in (("steps", 4000), ("batch_size", 128), ("seed", 0)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--learning_rate", type=float, default=2e-3)
+    flags = parser.parse_args(arguments)
+    if min(flags.steps, flags.batch_size) < 1:
+        parser.error("--steps, --batch_size: expected positive numbers")
     glyphs = render()
     settings = Settings(
         vit.build(VARIANT, IMAGE_SIZE),
