@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fdc_jax.errors import InputError, counted
-from fdc_jax.files import check_writable_folder, write_json
+from fdc_jax.files import check_writable_folder, write_atomically, write_json
 
 # Settings that can be varied; each fits FDC anew at every value.
 SWEEPS = ("attenuation", "retained_energy", "neighbours")
@@ -78,8 +78,11 @@ def write(
         figures.write(drawing, folder / "figures")
     origin = runs.provenance(groups)
     write_json(folder / "provenance.json", origin)
-    path = page.write(folder, groups, skipped, built, drawn, origin)
+    shown = [page.material(group.runs[0]) for group in groups]
+    text = page.render(groups, skipped, built, drawn, origin, shown)
+    with write_atomically(folder / "report.html") as file:
+        file.write(text.encode())
     if not quiet:
         counts = counted(len(found), "run"), counted(len(groups), "group")
-        print(f"{' in '.join(counts)}: {path}")
-    return path
+        print(f"{' in '.join(counts)}: {folder / 'report.html'}")
+    return folder / "report.html"

@@ -26,44 +26,36 @@ def show(per_seed: Sequence[dict[str, Any]]) -> None:
     Args:
         per_seed: `results.json` of every seed of one configuration.
     """
-    first = per_seed[0]
+    first, several = per_seed[0], len(per_seed) > 1
     seeds = ", ".join(str(each["seed"]) for each in per_seed)
+    sizes = (("num_tasks", "task"), ("num_classes", "class"), ("num_test_images", "test image"))
     heading = (
-        f"{first['benchmark']}, {title(first['learner'])}, "
-        f"{'seed' if len(per_seed) == 1 else 'seeds'} {seeds}: "
-        f"{counted(first['num_tasks'], 'task')}, {counted(first['num_classes'], 'class')}, "
-        f"{counted(first['num_test_images'], 'test image')}"
+        f"{first['benchmark']}, {title(first['learner'])}, seed{'s' * several} {seeds}: "
+        f"{', '.join(counted(first[name], noun) for name, noun in sizes)}"
     )
     table = Table(title=heading, box=box.SIMPLE, title_justify="left", title_style="bold")
     table.add_column("percent", no_wrap=True)
     for name in ("raw", "FDC", "gain", "task given"):
         table.add_column(name, justify="right", no_wrap=True)
+
+    def add(name: str, raw: Sequence[float], fdc: Sequence[float], *others: str) -> None:
+        gains = [after - before for before, after in zip(raw, fdc, strict=True)]
+        table.add_row(name, *others[:1], spread(fdc), spread(gains, signed=True), *others[1:])
+
     for section, name in _ROWS.items():
         found = [each[section] for each in per_seed]
-        if found[0]["raw"] is None:
-            continue
-        raw, fdc = ([each[kind] for each in found] for kind in ("raw", "fdc"))
-        given = [each["oracle"] for each in found if "oracle" in each]
-        cells = spread(raw), spread(fdc), _gain(raw, fdc), spread(given) if given else ""
-        table.add_row(name, *cells)
-    chosen = first["selected"]["components"]
-    if chosen != "full":
-        raw, own = ([each["components"][name] for each in per_seed] for name in ("raw", chosen))
-        table.add_row("the paper's choice for it", "", spread(own), _gain(raw, own), "")
-    for entry in BEYOND:
-        if entry in first:
-            own = [each[entry]["accuracy"] for each in per_seed]
-            raw = [each["accuracy"]["raw"] for each in per_seed]
-            table.add_row(f"{entry} affinity", "", spread(own), _gain(raw, own), "")
+        if found[0]["raw"] is not None:
+            raw, fdc = ([each[kind] for each in found] for kind in ("raw", "fdc"))
+            given = [each["oracle"] for each in found if "oracle" in each]
+            add(name, raw, fdc, spread(raw), spread(given) if given else "")
+    raw, fdc = ([each["accuracy"][kind] for each in per_seed] for kind in ("raw", "fdc"))
+    if (chosen := first["selected"]["components"]) != "full":
+        add("the paper's choice for it", raw, [each["components"][chosen] for each in per_seed], "")
+    for entry in (name for name in BEYOND if name in first):
+        add(f"{entry} affinity", raw, [each[entry]["accuracy"] for each in per_seed], "")
     # Plain where it is not a terminal; numbers are never cut.
     console = Console(highlight=False, soft_wrap=True, width=120)
     console.print(table)
-    if len(per_seed) > 1:
-        raw, fdc = ([each["accuracy"][kind] for each in per_seed] for kind in ("raw", "fdc"))
+    if several:
         gain = evaluation.paired_gain(raw, fdc)
         console.print(f"gain: 95 % t interval over seeds {gain.low:+.2f} to {gain.high:+.2f}")
-
-
-def _gain(before: Sequence[float], after: Sequence[float]) -> str:
-    """Gains within each seed."""
-    return spread([b - a for a, b in zip(before, after, strict=True)], signed=True)

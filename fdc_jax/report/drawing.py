@@ -87,9 +87,6 @@ def colour_bar(figure: Figure, colours: ScalarMappable, panels: Sequence[Axes], 
     return bar
 
 
-# Words --------------------------------------------------------------------------------------------
-
-
 def names(groups: Sequence[Group]) -> list[str]:
     """Returns what tells groups apart: benchmark, learner, settings, as far as they differ."""
     parts = [
@@ -113,15 +110,8 @@ def title(axes: Axes, text: str, inches: float) -> None:
     axes.set_title("\n".join(textwrap.wrap(text, width, max_lines=3, placeholder=" …")))
 
 
-# Marks --------------------------------------------------------------------------------------------
-
-
 def band(
-    axes: Axes,
-    places: Float[np.ndarray, " n"] | Sequence[float],
-    values: Float[np.ndarray, "seeds n"],
-    colour: str,
-    **line: Any,
+    axes: Axes, places: Any, values: Float[np.ndarray, "seeds n"], colour: str, **line: Any
 ) -> None:
     """Draws the mean over seeds and, for several seeds, one sample standard deviation around it."""
     mean = values.mean(axis=0)
@@ -163,9 +153,6 @@ def hollow(marker: str, colour: str, label: str | None = None) -> dict[str, Any]
     return look | {"markerfacecolor": "none", "markersize": 7, "markeredgewidth": 0.9}
 
 
-# Files --------------------------------------------------------------------------------------------
-
-
 def finished(figure: Figure) -> str:
     """Places everything once for all files; returns SVG text, the same for the same figure."""
     layout, buffer = figure.get_layout_engine(), io.BytesIO()
@@ -188,7 +175,7 @@ VARIABLES = {
 }
 
 
-def inline_svg(text: str, prefix: str, label: str) -> str:
+def inline_svg(text: str, name: str) -> str:
     """Returns SVG for use inside a page that holds other figures and has two themes.
 
     Names within the drawing get a prefix, since those of several drawings would clash, and
@@ -196,9 +183,9 @@ def inline_svg(text: str, prefix: str, label: str) -> str:
 
     Args:
         text: what `finished` returned.
-        prefix: a name unique in the page: letters, digits, `_` and `-`.
-        label: ids of the elements that name and describe the figure.
+        name: unique in the page, which has a title and a caption of the figure.
     """
+    prefix = f"drawing-{name}"
     text = text[text.index("<svg") :]
     # Remarks, and a style sheet that would hold for the whole page.
     for part in ("<metadata>.*?</metadata>", "<defs>\\s*<style.*?</defs>", "<!--.*?-->"):
@@ -210,10 +197,9 @@ def inline_svg(text: str, prefix: str, label: str) -> str:
 
     text = re.sub(r' id="([^"]+)"', rename, text)
     text = re.sub(r'(href="#|url\(#)', rf"\1{prefix}-", text)
-    text = text.replace("xlink:href", "href").replace(
-        ' xmlns:xlink="http://www.w3.org/1999/xlink"', ""
-    )
-    for colour, variable in VARIABLES.items():
-        text = text.replace(colour, variable)
+    changed = {' xmlns:xlink="http://www.w3.org/1999/xlink"': "", "xlink:href": "href"}
+    for old, new in (changed | VARIABLES).items():
+        text = text.replace(old, new)
+    label = f"figure-{name}-title figure-{name}-caption"
     opening = f'<svg role="img" aria-labelledby="{label}" style="stroke-linejoin: round" '
     return text.replace("<svg ", opening, 1)

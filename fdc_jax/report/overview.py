@@ -53,9 +53,6 @@ def _mean_over_runs(group: Group, read: Callable[[Predictions], np.ndarray]) -> 
     return np.mean(found, axis=0) if found else None
 
 
-# Tasks --------------------------------------------------------------------------------------------
-
-
 def accuracy_matrix(run: RunFolder, kind: str) -> Float[np.ndarray, "tasks tasks"] | None:
     """Returns the accuracy on the images of each task (column) after each task (row).
 
@@ -128,9 +125,6 @@ def tasks(group: Group) -> pd.DataFrame:
     return pd.DataFrame(found)
 
 
-# Routes -------------------------------------------------------------------------------------------
-
-
 def confusion(group: Group, kind: str) -> Float[np.ndarray, "tasks tasks"] | None:
     """Percent of each task's test images (row) that each head wins (column); mean over seeds."""
 
@@ -165,9 +159,6 @@ def shares(group: Group, kind: str) -> Float[np.ndarray, "tasks_and_all 4"] | No
         return np.array([[each[name] for name in SHARES] for each in cells])
 
     return _mean_over_runs(group, read)
-
-
-# Words --------------------------------------------------------------------------------------------
 
 
 def sentences(group: Group) -> list[str]:

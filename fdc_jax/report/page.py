@@ -10,7 +10,6 @@ from markupsafe import Markup, escape
 
 import fdc_jax
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_atomically
 from fdc_jax.learners import title as learner_title
 from fdc_jax.report import drawing, figures, overview, paper, pictures, words
 from fdc_jax.report.figures import Drawing
@@ -20,22 +19,6 @@ from fdc_jax.report.tables import Table
 
 _FOLDER = Path(__file__).parent
 _MOST_CLASSES = 4  # of a task that are named in a table
-
-
-def write(
-    folder: Path,
-    groups: Sequence[Group],
-    skipped: Sequence[Skipped],
-    tables: Sequence[Table],
-    drawings: Sequence[Drawing],
-    provenance: Sequence[Mapping[str, Any]],
-) -> Path:
-    """Writes `report.html` into a folder that has `tables/` and `figures/`; returns its path."""
-    found = [material(group.runs[0]) for group in groups]
-    text = render(groups, skipped, tables, drawings, provenance, found)
-    with write_atomically(folder / "report.html") as file:
-        file.write(text.encode())
-    return folder / "report.html"
 
 
 def material(run: RunFolder) -> Pictures:
@@ -76,7 +59,6 @@ def render(
         environment.filters[function.__name__.lstrip("_")] = function
     own = [each for each in drawings if each.kind in figures.OF_A_RUN]
     return environment.get_template("page.html.jinja").render(
-        heading=_heading(groups),
         stylesheet=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
         sections=[_section(group, own, each) for group, each in zip(groups, found, strict=True)],
         skipped=skipped,
@@ -84,12 +66,6 @@ def render(
         figures=[each for each in drawings if each not in own],
         provenance=provenance,
     )
-
-
-def _heading(groups: Sequence[Group]) -> str:
-    if len(groups) == 1:
-        return f"{_title(groups[0])}, with FDC"
-    return f"FDC on {len(groups)} configurations" if groups else "No run could be read"
 
 
 def _title(group: Group) -> str:
@@ -126,9 +102,6 @@ def _named(labels: Sequence[int], names: Sequence[str]) -> str:
     return ", ".join(known)
 
 
-# Words and marks ----------------------------------------------------------------------------------
-
-
 def _rows(table: Table) -> list[tuple[list[str], list[str]]]:
     """Returns labels and cells of a table's rows as text; what the row above says is empty."""
     labels = table.frame.index.to_frame(index=False).astype(str)
@@ -159,13 +132,12 @@ def _words(value: Any) -> str:
 
 
 def _drawn(figure: Drawing) -> Markup:
-    label = f"figure-{figure.name}-title figure-{figure.name}-caption"
-    return Markup(drawing.inline_svg(figure.svg, f"drawing-{figure.name}", label))
+    return Markup(drawing.inline_svg(figure.svg, figure.name))
 
 
 def _bar(value: float, lines: Sequence[Any]) -> tuple[float, float]:
     """Returns start and length of a bar, in percent of a row that fits all of some evidence."""
-    values = [0.0, *(each for line in lines for each in (line.true, line.wrong))]
+    values = [0.0, *(each for line in lines for each in line[1:])]
     low, high = min(values), max(values)
     unit = 100.0 / ((high - low) or 1.0)
     return (min(value, 0.0) - low) * unit, abs(value) * unit

@@ -11,22 +11,6 @@ from typing import Any, NamedTuple
 
 from fdc_jax.data.benchmarks import BENCHMARKS
 
-# Keys of `fdc_jax.calibration.components.COMPONENTS`, in the order of Table current-ablation.
-COMPONENT_TITLES = {
-    "raw": "Raw",
-    "tsf": "TSF",
-    "pac": "Dual PAC",
-    "rlc": "Dual RLC",
-    "tsf+pac": "TSF + Dual PAC",
-    "tsf+rlc": "TSF + Dual RLC",
-    "pac+rlc": "Dual PAC + Dual RLC",
-    "full": "Full (Dual FDC)",
-    "adapted_view": "FDC (E_T calibration)",
-    "pretrained_view": "FDC (E_0 calibration)",
-    "pac+rlc_adapted_view": "PAC + RLC (E_T)",
-    "pac+rlc_pretrained_view": "PAC + RLC (E_0)",
-}
-
 
 class Published(NamedTuple):
     """A number of the paper with its sample standard deviation over `count` seeds."""
@@ -47,6 +31,10 @@ class Plugged(NamedTuple):
 def numbers() -> dict[str, Any]:
     """Returns the content of `paper.json`; not to be changed."""
     return json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
+
+
+# Of `fdc_jax.calibration.components.COMPONENTS`, in the order of Table current-ablation.
+COMPONENT_TITLES: dict[str, str] = numbers()["components"]
 
 
 def benchmarks() -> list[str]:

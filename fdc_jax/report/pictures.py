@@ -93,8 +93,8 @@ def load(run: RunFolder, opened: Any) -> Pictures:
     first = _spaced(repaired)
     rows = np.concatenate([first, _spaced(broken)])
     if not len(rows):
-        why = "FDC changed the task of no image to or from the true one."
-        return Pictures(names, missing=why)
+        reason = "FDC changed the task of no image to or from the true one."
+        return Pictures(names, missing=reason)
     try:
         images = opened.test_images(rows)
         evidence = _evidence(run, opened, columns, rows)

@@ -32,7 +32,7 @@ from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError
 from fdc_jax.report import paper
 from fdc_jax.report.runs import QUANTITIES, Group
-from fdc_jax.report.tables import Layout, Table, frame, number, spread
+from fdc_jax.report.tables import Layout, Table, frame, interval, number, spread
 
 _KEY = ["benchmark", "learner", "quantity"]
 _OPTIONAL = ["seed", "std", "n", "source"]
@@ -70,11 +70,8 @@ def read(path: str | Path) -> pd.DataFrame:
     if missing or unknown:
         expected = f"expected a column {missing[0]}" if missing else f"unknown column {unknown[0]}"
         raise InputError(f"{path}: line 1: {expected}, found {', '.join(rows)}")
-    rows = (
-        rows.reindex(columns=[*_KEY, "value", *_OPTIONAL])
-        .astype(object)
-        .apply(lambda column: column.str.strip())
-    )
+    rows = rows.reindex(columns=[*_KEY, "value", *_OPTIONAL]).astype(object)
+    rows = rows.apply(lambda column: column.str.strip())
 
     def check(good: pd.Series, column: str, expected: str) -> None:
         if not good.all():
@@ -144,21 +141,15 @@ def table(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group]) -> Tab
     """Lines a file up with the groups."""
     layout, rows = Layout(groups), []
     for (benchmark, learner, name), of in lines.groupby(_KEY, sort=False):
-        labels = {
-            "benchmark": paper.benchmark_title(benchmark),
-            "learner": learners.title(learner),
-            "quantity": name,
-        }
-        for each in [g for g in groups if (g.learner, g.benchmark) == (learner, benchmark)] or [
-            None
-        ]:
+        labels = (paper.benchmark_title(benchmark), learners.title(learner), name)
+        signed, place = "gain" in name, (learner, benchmark)
+        for each in [g for g in groups if (g.learner, g.benchmark) == place] or [None]:
             values = {run.seed: run.quantity(name) for run in each.runs} if each else {}
             ours = {seed: value for seed, value in values.items() if value is not None}
             found = compare(ours, of) if ours else Comparison(math.nan)
             if found.paired:  # The two sides are shown as they are compared.
                 ours = {seed: ours[seed] for seed in found.paired}
             mean, std, count = _summary(of[of.seed.isin(found.paired)] if found.paired else of)
-            signed = "gain" in name
             deviation = "" if math.isnan(std) else f" ± {std:.2f}"
             seeds = "" if math.isnan(count) else f" ({count:.0f})"
             cells = {
@@ -170,9 +161,7 @@ def table(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group]) -> Tab
             }
             if ours:
                 cells["difference"] = number(found.difference, signed=True)
-            if not math.isnan(found.low):
-                cells["95 % interval"] = f"{found.low:+.2f} to {found.high:+.2f}"
-            rows.append(labels | cells)
+            rows.append(dict(zip(_KEY, labels, strict=True)) | cells | interval(found))
     note = (
         f"From {Path(path).name}. Percent and points. Difference: ours minus the reference, with "
         "its 95 % interval: over differences within seeds where the reference has two or more "
@@ -181,5 +170,5 @@ def table(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group]) -> Tab
         + layout.legend()
     )
     columns = ["ours", "reference", "paired seeds", "difference", "95 % interval", "source"]
-    made = frame(rows, ["benchmark", "learner", "quantity", "numbers"], columns)
+    made = frame(rows, [*_KEY, "numbers"], columns)
     return Table(name_of(path), "Comparison with a reference", made, note)

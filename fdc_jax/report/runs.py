@@ -210,8 +210,6 @@ class Loaded(NamedTuple):
     skipped: list[Skipped]
 
 
-# Reading ------------------------------------------------------------------------------------------
-
 _PREDICTIONS = (
     "label", "raw_label", "fdc_label", "oracle_label", "task", "raw_task", "fdc_task"
 )  # fmt: skip
@@ -263,12 +261,11 @@ def _read(path: Path) -> RunFolder:
         raise InputError(f"unfinished: no results.json, {counted(done, 'task')} done")
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"results.json: unreadable ({error})") from error
-    try:
         _check(results)
     except InputError as error:
         raise InputError(f"results.json: {error}") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise InputError(f"results.json: unreadable ({error})") from error
     run = RunFolder(path, results)
     _ = run.predictions  # A damaged file is refused now rather than in the middle of the tables.
     with contextlib.suppress(InputError):  # A learner of the user's own may not be at hand.
@@ -313,15 +310,12 @@ def group(runs: Sequence[RunFolder]) -> list[Group]:
 
 
 def _order(each: Group) -> tuple[Any, ...]:
-    names, benchmarks = learners.names(), list(BENCHMARKS)
-    return (
-        names.index(each.learner) if each.learner in names else len(names),
-        each.learner,
-        benchmarks.index(each.benchmark) if each.benchmark in benchmarks else len(benchmarks),
-        each.benchmark,
-        not each.follows_protocol,
-        each.title,
-    )
+    def place(name: str, known: Iterable[str]) -> tuple[Any, ...]:
+        names = list(known)
+        return names.index(name) if name in names else len(names), name
+
+    learner, benchmark = place(each.learner, learners.names()), place(each.benchmark, BENCHMARKS)
+    return *learner, *benchmark, not each.follows_protocol, each.title
 
 
 def _told_apart(each: Group, groups: Sequence[Group]) -> Group:
@@ -337,43 +331,12 @@ def _told_apart(each: Group, groups: Sequence[Group]) -> Group:
     return each._replace(title=", ".join([each.title] * bool(each.title) + differing))
 
 
-# Settings against the paper's protocol ------------------------------------------------------------
-
-# Fields of a configuration that no accuracy of the paper's FDC depends on.
+# Fields of a configuration that no accuracy of the paper's FDC depends on: of today, of earlier
+# versions, and of the whitened affinity, which stands beside the paper's numbers.
 _IGNORED = WITHOUT_EFFECT | {
-    "seed",
-    "report",
-    "save_features",
-    "evaluation.batch_size",
-    "evaluation.every_task",
-    # Of earlier versions.
-    "data.augment_on_device",
-    "train.seeds_together",
-    # The whitened affinity stands beside the paper's numbers and leaves them as they are.
-    "fdc.affinity_metric",
-    "fdc.affinity_evidence",
-    "fdc.affinity_scope",
-    "fdc.affinity_shrinkage",
-}
-
-# With a noun where a number is counted.
-_PHRASES: dict[str, str | tuple[str, str]] = {
-    "encoder.variant": "{}",
-    "encoder.image_size": "{} px",
-    "classes_per_task": ("class", "{} a task"),
-    "class_order_seed": "class order {}",
-    "learner.preset": "{} preset",
-    "train.epochs": ("epoch", "{}"),
-    "train.first_epochs": ("epoch", "{} in the first task"),
-    "train.batch_size": "batches of {}",
-    "train.rank": "rank {}",
-    "train.increment_learning_rate": "increment learning rate {}",
-    "train.head_learning_rate": "head learning rate {}",
-    "train.schedule": "{} schedule",
-    "precision": "{} precision",
-    "data.input_range": "{} inputs",
-    "data.train_per_class": ("training image", "{} a class"),
-    "data.test_per_class": ("test image", "{} a class"),
+    *("seed", "report", "save_features", "evaluation.batch_size", "evaluation.every_task"),
+    *("data.augment_on_device", "train.seeds_together"),
+    *(f"fdc.affinity_{name}" for name in ("metric", "evidence", "scope", "shrinkage")),
 }
 
 
@@ -393,13 +356,14 @@ def settings(results: dict[str, Any]) -> dict[str, Any]:
             found[field] = value
     if found["fdc.affinity_reference"] == "pooled":  # Of the whitened affinity alone.
         found["fdc.affinity_reference"] = "own"
-    sections = {"encoder": ("sha256", "weights"), "data": ("train_sha256", "test_sha256")}
-    for section, names in sections.items():
+    for section, names in (("encoder", ("sha256", "weights")), ("data", _CHECKSUMS)):
         of_section = results.get(section) or {}
         found |= {f"{section}.{name}": of_section.get(name) for name in names}
-    for name in ("split", "num_train_images", "num_test_images"):
-        found[name] = results.get(name)
+    found |= {name: results.get(name) for name in ("split", "num_train_images", "num_test_images")}
     return dict(sorted(found.items()))
+
+
+_CHECKSUMS = ("train_sha256", "test_sha256")
 
 
 def deviations(benchmark: str, learner: str, found: dict[str, Any]) -> list[str]:
@@ -411,14 +375,13 @@ def deviations(benchmark: str, learner: str, found: dict[str, Any]) -> list[str]
     if not sizes:
         method = ("learner.preset", "fdc.")
         expected = {name: value for name, value in expected.items() if name.startswith(method)}
-    phrases = []
+    # Where the name of the field and the value do not do; with a noun where a number is counted.
+    phrases, known = [], paper.numbers()["protocol"]["words"]
     for field, value in expected.items():
         if found[field] != value:
-            phrase = _PHRASES.get(field, field.split(".")[-1].replace("_", " ") + " {}")
-            words = _words(found[field])
-            if isinstance(phrase, tuple):
-                noun, phrase = phrase
-                words = counted(found[field], noun)
+            phrase = known.get(field, field.split(".")[-1].replace("_", " ") + " {}")
+            noun, phrase = (None, phrase) if isinstance(phrase, str) else phrase
+            words = counted(found[field], noun) if noun else _words(found[field])
             phrases.append(phrase.format(words))
     for part, word in (("train", "training"), ("test", "test")):
         count = found[f"num_{part}_images"]
@@ -443,9 +406,6 @@ def _words(value: Any) -> str:
     if isinstance(value, list):
         return " to ".join(_words(each) for each in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-# Where numbers come from --------------------------------------------------------------------------
 
 
 def provenance(groups: Sequence[Group]) -> list[dict[str, Any]]:
@@ -480,15 +440,13 @@ def _origin(run: RunFolder) -> dict[str, dict[str, Any]]:
     whole = ("benchmark", "learner", "class_order_seed", "split", "device")
     # The end of the path alone: a page that is passed on should not tell of a machine.
     folder = "/".join(run.path.absolute().parts[-2:])
+    parts = {"weights": "encoder", "data": "data", "versions": "versions"}
     return {
         "runs": {name: results.get(name) for name in whole} | {"folder": folder},
-        "weights": results.get("encoder") or {},
-        "data": results.get("data") or {},
-        "versions": results.get("versions") or {},
+        **{title: results.get(section) or {} for title, section in parts.items()},
         # Where things lie on a machine is nobody's business and moves no number.
         "configuration": {
-            name: value
-            for name, value in sorted(results["config"].items())
-            if name not in WITHOUT_EFFECT | {"seed"}
+            name: results["config"][name]
+            for name in sorted(results["config"].keys() - WITHOUT_EFFECT - {"seed"})
         },
     }

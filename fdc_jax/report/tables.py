@@ -11,7 +11,6 @@ import pandas as pd
 
 from fdc_jax import evaluation, learners
 from fdc_jax.errors import InputError
-from fdc_jax.evaluation import Gain
 from fdc_jax.files import read_json, write_atomically
 from fdc_jax.report import paper, words
 from fdc_jax.report.paper import Published
@@ -81,12 +80,12 @@ def build(
     layout = Layout(groups, whole)
     built = [
         *(_beside(layout, name) for name in _BESIDE),
-        _selection(layout),
-        _significance(layout),
-        _partitions(layout),
-        _cost(layout),
-        _latency(latency, whole),
-        _beyond(layout),
+        _made("selection", layout, _selection(layout)),
+        _made("significance", layout, _significance(layout)),
+        _made("partitions", layout, _partitions(layout)),
+        _made("cost", layout, _cost(layout)),
+        _made("latency", Layout([]), _latency(latency, whole)),
+        _made("beyond", layout, _beyond(layout)),
     ]
     return [table for table in built if not table.frame.empty]
 
@@ -120,14 +119,6 @@ def difference(values: Sequence[float], published: Published) -> float | None:
     std = published.std if math.isnan(std) else std
     error = math.sqrt(std**2 / len(values) + published.std**2 / published.count)
     return (mean - published.mean) / error if error > 0 else None
-
-
-_OURS_NOTE = "Ours: mean ± sample standard deviation over training seeds, in brackets how many"
-_DIFFERENCE_NOTE = (
-    " Differences are ours minus the paper's mean, in standard deviations of that difference, "
-    "√(s²/n + s²/n) with the sample deviations s and numbers of seeds n of both; with one seed of "
-    "ours the paper's s stands for ours. Only runs that follow the paper's protocol are compared."
-)
 
 
 class Layout:
@@ -177,7 +168,19 @@ class Layout:
         return {"learner": learner, "benchmark": benchmark, "numbers": numbers}
 
 
-# A column per benchmark, ours above the paper's ---------------------------------------------------
+# Titles, headings, and how to read each table.
+_TEXTS: dict[str, Any] = read_json(Path(__file__).with_name("tables.json"))
+
+
+def _made(name: str, layout: Layout, rows: Iterable[Row], more: str = "") -> Table:
+    """Returns a table of rows; `more` is added to its note."""
+    text = _TEXTS[name]
+    columns = text.get("columns", layout.benchmarks.values())
+    made = frame(rows, text["labels"], [*columns, *["Avg."] * (name == "plugin")])
+    if name == "partitions":  # Of benchmarks that the paper does not have.
+        made = made.dropna(axis=1, how="all")
+    note = text["note"].replace("{ours}", _TEXTS["ours"])
+    return Table(name, text["title"], made, note + more + layout.legend())
 
 
 class Line(NamedTuple):
@@ -189,36 +192,11 @@ class Line(NamedTuple):
     average: float | None = None  # The paper's, over its benchmarks.
 
 
-# Title and how to read it, in the paper's order.
-_BESIDE = {
-    "benchmark": (  # Table current-benchmark
-        "Final accuracy before and after FDC",
-        "Percent of test images. FDC has the components that the paper selects for the learner.",
-    ),
-    "ablation": (  # Table current-ablation
-        "Components and views: Raw accuracy and gains",
-        "Raw: final accuracy in percent; all others: gain over Raw in points, paired within each "
-        "seed. The paper has this table for Cumulative-LoRA.",
-    ),
-    "plugin": (  # Table plugin
-        "Plug-and-play: gains with selected and with all components",
-        "Gains over Raw in points, paired within each seed. Switches: TSF filters; E_0 and E_T "
-        "calibrate with RLC and PAC in the pretrained and in the adapted view. First the "
-        "components that the paper selects, then all where it leaves some out. Avg. is the mean "
-        "over the paper's five benchmarks and a gap unless all are there.",
-    ),
-    "logit_standardisation": (  # Table logit_standardization
-        "Logit standardisation alone",
-        "Change of final accuracy in points when the largest logit of each head is centred and "
-        "scaled by its moments on the head's own training images. From the saved features of a "
-        "run.",
-    ),
-    "average_incremental_accuracy": (  # Table current-aia
-        "Average incremental accuracy",
-        "Percent. The paper reports it without FDC; ours with FDC has the components that the "
-        "paper selects for the learner and calibrates after every task.",
-    ),
-}
+# Tables current-benchmark, current-ablation, plugin, logit_standardization and current-aia.
+_BESIDE = (
+    *("benchmark", "ablation", "plugin", "logit_standardisation"),
+    "average_incremental_accuracy",
+)
 
 
 def _lines(table: str, learner: str) -> list[Line]:
@@ -245,15 +223,12 @@ def _lines(table: str, learner: str) -> list[Line]:
 
 def _beside(layout: Layout, name: str) -> Table:
     """Returns a table of `_BESIDE`."""
-    title, note = _BESIDE[name]
     pairs = [(learner, line) for learner in layout.learners for line in _lines(name, learner)]
     rows = [row for learner, line in pairs for row in _rows(layout, learner, line)]
-    columns = [*layout.benchmarks.values(), *["Avg."] * (name == "plugin")]
-    made = frame(rows, [*pairs[0][1].labels, "numbers"], columns)
-    kinds = set(made.index.get_level_values("numbers"))
-    note = f"{note} {_OURS_NOTE}{'; the paper has three' * ('paper' in kinds)}."
-    note += _DIFFERENCE_NOTE * ("difference, std" in kinds)
-    return Table(name, title, made, note + layout.legend())
+    kinds = set(_made(name, layout, rows).frame.index.get_level_values("numbers"))
+    more = f" {_TEXTS['ours']}{'; the paper has three' * ('paper' in kinds)}."
+    more += f" {_TEXTS['difference']}" * ("difference, std" in kinds)
+    return _made(name, layout, rows, more)
 
 
 def _rows(layout: Layout, learner: str, of: Line) -> Iterable[Row]:
@@ -284,8 +259,6 @@ def _rows(layout: Layout, learner: str, of: Line) -> Iterable[Row]:
     yield of.labels | {"numbers": "paper"} | of_paper
     yield of.labels | {"numbers": "difference, std"} | distances
 
-
-# FDC plugged into learners, and the rule that selects components ----------------------------------
 
 # The combination that each component alone makes, in the order of the switches TSF, E_0, E_T.
 STANDALONE = {"TSF": "tsf", "E_0": "pac+rlc_pretrained_view", "E_T": "pac+rlc_adapted_view"}
@@ -329,7 +302,7 @@ def select(gains: Sequence[Mapping[str, Sequence[float]]], dual: bool = True) ->
     return COMBINATIONS[tuple(int(name in on) for name in STANDALONE.values())]
 
 
-def _selection(layout: Layout) -> Table:
+def _selection(layout: Layout) -> Iterable[Row]:
     """The rule of the paper applied to our runs, and evaluated on images that it did not see."""
 
     def all_images(group: Group, name: str) -> list[float]:
@@ -342,7 +315,7 @@ def _selection(layout: Layout) -> Table:
 
         return gains
 
-    rows, first, second = [], half("first"), half("second")
+    first, second = half("first"), half("second")
     ways = {
         "by the rule, on all test images": (all_images, all_images),
         "by the rule, on the first half": (first, second),
@@ -364,23 +337,10 @@ def _selection(layout: Layout) -> Table:
                     if combination is not None
                 }
                 labels = _switched(learner, combination) | {"what": text}
-                rows.append(labels | {"numbers": layout.ours(title)} | cells)
-    note = (
-        "Gains over Raw in points, paired within each seed. The rule enables every component whose "
-        "standalone gain, averaged over seeds, is positive on all benchmarks with runs at the same "
-        "settings. The paper applies it to the test images on which it reports the gain; the last "
-        "two lines choose on every other test image of a class and report on the rest. "
-    )
-    labels = ["baseline", *STANDALONE, "what", "numbers"]
-    made = frame(rows, labels, list(layout.benchmarks.values()))
-    note += f"{_OURS_NOTE}.{layout.legend()}"
-    return Table("selection", "The selection rule applied to these runs", made, note)
+                yield labels | {"numbers": layout.ours(title)} | cells
 
 
-# Statistics ---------------------------------------------------------------------------------------
-
-
-def _significance(layout: Layout) -> Table:
+def _significance(layout: Layout) -> list[Row]:
     """Gains of full FDC with intervals and p-values: a row for all seeds of a group, and per seed.
 
     A group's p-value is the largest of its runs': below a level only when each seed's own p-value
@@ -394,30 +354,19 @@ def _significance(layout: Layout) -> Table:
                 of = run.predictions
                 p_values.append(evaluation.mcnemar(of["label"], of["raw_label"], of["fdc_label"]))
                 cells = {"gain": number(gain.mean, signed=True), "p": _p(p_values[-1])}
-                of_seeds.append(labels | {"seeds": f"seed {run.seed}"} | cells | _interval(gain))
+                of_seeds.append(labels | {"seeds": f"seed {run.seed}"} | cells | interval(gain))
         if len(p_values) == len(group.runs):
             largest[place] = max(p_values)
         gain = evaluation.paired_gain(group.values("raw"), group.values("fdc"))
         cells = {"gain": spread(group.values("gain"), signed=True), "p": _p(largest.get(place))}
-        rows.append((place, labels | {"seeds": f"all {len(group.runs)}"} | cells | _interval(gain)))
+        rows.append((place, labels | {"seeds": f"all {len(group.runs)}"} | cells | interval(gain)))
         rows += [(None, row) for row in of_seeds]
     corrected = dict(zip(largest, evaluation.holm(list(largest.values())), strict=True))
-    note = (
-        "Gain of FDC with all components over Raw in points. One seed: percentile bootstrap over "
-        "test images, paired by image; p of the exact two-sided McNemar test. All seeds: gains "
-        "within each seed, Student t interval; p is the largest of the seeds', so that it is small "
-        "only when every seed's is. Holm: corrected over the groups of this report. Intervals are "
-        "not corrected." + layout.legend()
-    )
-    made = frame(
-        (row | {"p, Holm": _p(corrected.get(place))} for place, row in rows),
-        ["learner", "benchmark", "numbers", "seeds"],
-        ["gain", "95 % interval", "p", "p, Holm"],
-    )
-    return Table("significance", "Gains with intervals and p-values", made, note)
+    return [row | {"p, Holm": _p(corrected.get(place))} for place, row in rows]
 
 
-def _interval(gain: Gain) -> Row:
+def interval(gain: Any) -> Row:
+    """Returns the cell of what has a `low` and a `high`; none where they are not known."""
     known = not math.isnan(gain.low)
     return {"95 % interval": f"{gain.low:+.2f} to {gain.high:+.2f}"} if known else {}
 
@@ -426,15 +375,12 @@ def _p(value: float | None) -> Any:
     return math.nan if value is None else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
 
 
-# Data and costs -----------------------------------------------------------------------------------
-
 _COUNTED = ("classes", "tasks", "train_images", "test_images")
-_SIZES = ["classes", "tasks", "classes a task", "training images", "test images"]
 
 
-def _partitions(layout: Layout) -> Table:
+def _partitions(layout: Layout) -> Iterable[Row]:
     """Classes, tasks and images of the runs against the paper's (Table training)."""
-    rows = []
+    headings = _TEXTS["partitions"]["columns"]
     for name, title in layout.benchmarks.items():
         published = tuple(paper.columns("partitions", name).values())
         lines: dict[tuple[float | None, ...], str] = {}
@@ -445,16 +391,10 @@ def _partitions(layout: Layout) -> Table:
             split = f", {of['split']} split" if of.get("split") else ""
             lines.setdefault(sizes, layout.ours(each.title) + split)
         for sizes, numbers in [*lines.items(), (published, "paper")]:
-            cells = dict(zip(_SIZES, (number(size, 0) for size in sizes), strict=False))
+            cells = dict(zip(headings, (number(size, 0) for size in sizes), strict=False))
             if published and numbers != "paper":
                 cells["against the paper"] = "equal" if sizes == published else "differs"
-            rows.append({"benchmark": title, "numbers": numbers} | cells)
-    note = (
-        "Sizes of the class-disjoint tasks and of the data sets, from the results of the runs; "
-        "settings with the same numbers share a line." + layout.legend()
-    )
-    made = frame(rows, ["benchmark", "numbers"], [*_SIZES, "against the paper"])
-    return Table("partitions", "Data partitions", made.dropna(axis=1, how="all"), note)
+            yield {"benchmark": title, "numbers": numbers} | cells
 
 
 def _scaled(unit: float, *keys: str) -> Callable[[RunFolder], float | None]:
@@ -473,46 +413,33 @@ def _fdc_minutes(run: RunFolder) -> float | None:
     return sum(parts) / 60 if recorded and len(parts) == len(names) else None
 
 
-# Headings, the paper's columns, and ours.
-_COSTS: dict[str, tuple[str, Callable[[RunFolder], float | None]]] = {
-    "training, min": ("training_minutes", _scaled(60, "timing", "training_seconds")),
-    "FDC, min": ("fdc_minutes", _fdc_minutes),
-    "peak memory, GiB": ("peak_memory_gib", _scaled(2**30, "peak_memory_bytes", "training")),
-    "FDC peak memory, GiB": (
-        "fdc_peak_memory_gib",
-        _scaled(2**30, "peak_memory_bytes", "fdc_and_evaluation"),
-    ),
-    "FDC storage, MiB": ("storage_mib", _scaled(2**20, "fdc_storage_bytes")),
+# By the paper's columns, in the order of the headings.
+_COSTS: dict[str, Callable[[RunFolder], float | None]] = {
+    "training_minutes": _scaled(60, "timing", "training_seconds"),
+    "fdc_minutes": _fdc_minutes,
+    "peak_memory_gib": _scaled(2**30, "peak_memory_bytes", "training"),
+    "fdc_peak_memory_gib": _scaled(2**30, "peak_memory_bytes", "fdc_and_evaluation"),
+    "storage_mib": _scaled(2**20, "fdc_storage_bytes"),
 }
 
 
-def _cost(layout: Layout) -> Table:
+def _cost(layout: Layout) -> Iterable[Row]:
     """Time of training and of FDC's statistics, and their storage (Table app-cost)."""
-    rows, name = [], "cumulative_lora"
+    headings, name = dict(zip(_COSTS, _TEXTS["cost"]["columns"], strict=True)), "cumulative_lora"
     for each in layout.groups:
         devices = sorted({str(run.results.get("device", "unknown")) for run in each.runs})
-        cells = {
-            heading: spread([value for run in each.runs if (value := read(run)) is not None])
-            for heading, (_, read) in _COSTS.items()
-        }
-        rows.append(layout.labels(each) | {"device": ", ".join(devices)} | cells)
+        found = {key: [read(run) for run in each.runs] for key, read in _COSTS.items()}
+        known = {key: [v for v in values if v is not None] for key, values in found.items()}
+        cells = {headings[key]: spread(values) for key, values in known.items()}
+        yield layout.labels(each) | {"device": ", ".join(devices)} | cells
     labels = {"learner": learners.title(name), "numbers": "paper"}
     labels["device"] = paper.numbers()["tables"]["cost"]["device"]
+    shown = {each.benchmark for each in layout.groups if each.learner == name}
     for benchmark in paper.benchmarks():
-        if layout.whole or benchmark in {
-            each.benchmark for each in layout.groups if each.learner == name
-        }:
+        if layout.whole or benchmark in shown:
             published = paper.columns("cost", benchmark)
-            cells = {heading: number(published[key]) for heading, (key, _) in _COSTS.items()}
-            rows.append(labels | {"benchmark": paper.benchmark_title(benchmark)} | cells)
-    note = (
-        "Training without compilation and evaluation. FDC: extraction of the training features in "
-        "both views and fitting, of runs that did not find pretrained features in the cache. "
-        "Storage: bases, prototypes, means and scalars. Memory is the device's; a CPU tells none. "
-        f"{_OURS_NOTE}; the paper measured one, on another device." + layout.legend()
-    )
-    made = frame(rows, ["learner", "benchmark", "numbers", "device"], list(_COSTS))
-    return Table("cost", "Training-stage time and storage", made, note)
+            cells = {heading: number(published[key]) for key, heading in headings.items()}
+            yield labels | {"benchmark": paper.benchmark_title(benchmark)} | cells
 
 
 def read_latency(path: str) -> dict[str, Any]:
@@ -536,20 +463,9 @@ def read_latency(path: str) -> dict[str, Any]:
     return found
 
 
-_LATENCY = {
-    "raw_ms": "baseline, ms",
-    "single_ms": "single, ms",
-    "single_increase_percent": "single, + %",
-    "dual_ms": "dual, ms",
-    "dual_increase_percent": "dual, + %",
-    "raw_mib": "baseline, MiB",
-    "single_mib": "single, + MiB",
-    "dual_mib": "dual, + MiB",
-}
-
-
-def _latency(files: Sequence[Mapping[str, Any]], whole: bool) -> Table:
+def _latency(files: Sequence[Mapping[str, Any]], whole: bool) -> Iterable[Row]:
     """Time and memory of a batch without FDC, with one view and with two (Table app-latency)."""
+    columns = _TEXTS["latency"]["columns"]
     found = []  # Benchmark, label, device, numbers.
     for each in files:
         numbers: dict[str, float] = {}
@@ -569,24 +485,11 @@ def _latency(files: Sequence[Mapping[str, Any]], whole: bool) -> Table:
     for benchmark in paper.benchmarks():
         if whole or benchmark in shown:
             found.append((benchmark, "paper", device, paper.columns("latency", benchmark)))
-    note = (
-        "Milliseconds for a batch, image loading excluded; the paper's are of 64 images in "
-        "float32, 3 repeats of 20 batches after 10 for warming up. Memory: peak, for ours as the "
-        "compiler plans it. Single: adapted view; dual: a second forward pass for the pretrained "
-        "view."
-    )
-    labels = ["benchmark", "numbers", "device"]
-    rows = [
-        dict(zip(labels, (paper.benchmark_title(benchmark), *texts), strict=True))
-        | {_LATENCY[key]: number(value, 1) for key, value in numbers.items()}
-        for benchmark, *texts, numbers in found
-    ]
-    return Table(
-        "latency", "Inference time and memory", frame(rows, labels, list(_LATENCY.values())), note
-    )
+    headings = dict(zip(paper.numbers()["tables"]["latency"]["columns"], columns, strict=True))
+    for benchmark, label, device, numbers in found:
+        labels = {"benchmark": paper.benchmark_title(benchmark), "numbers": label, "device": device}
+        yield labels | {headings[key]: number(value, 1) for key, value in numbers.items()}
 
-
-# Beyond the paper ---------------------------------------------------------------------------------
 
 _METHODS = {
     "raw": "Raw",
@@ -596,9 +499,8 @@ _METHODS = {
 }
 
 
-def _beyond(layout: Layout) -> Table:
+def _beyond(layout: Layout) -> Iterable[Row]:
     """The whitened affinity beside FDC: accuracies, gain, storage."""
-    rows = []
     for group in layout.groups:
         found = group.analyses("beyond")
         for name, title in _METHODS.items():
@@ -618,16 +520,5 @@ def _beyond(layout: Layout) -> Table:
             }
             if name != "fdc":
                 cells["gain over FDC"] = spread(accuracy - fdc, signed=True)
-                cells |= _interval(evaluation.paired_gain(fdc, accuracy))
-            rows.append(layout.labels(group) | {"method": title} | cells)
-    note = (
-        "Nothing here is in the paper. The whitened affinity replaces PAC's (docs/beyond.md), with "
-        "all components. Percent of test images; gains over FDC in points, paired within each "
-        "seed, with Student's t interval over seeds. Task given: among the classes of the true "
-        f"task. Storage as the paper counts it. {_OURS_NOTE}. From the saved features of a run."
-        + layout.legend()
-    )
-    labels = ["learner", "benchmark", "numbers", "method"]
-    columns = ["accuracy", "gain over FDC", "95 % interval", "task given"]
-    made = frame(rows, labels, [*columns, "storage, MiB", "times FDC's"])
-    return Table("beyond", "Beyond the paper: the whitened affinity", made, note)
+                cells |= interval(evaluation.paired_gain(fdc, accuracy))
+            yield layout.labels(group) | {"method": title} | cells
