@@ -281,5 +281,5 @@ def lost(error: Exception) -> str | None:
         return None
     if "RESOURCE_EXHAUSTED" in str(error):
         return None
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    reason = str(error).strip().partition("\n")[0][:200]
     return f"lost another process of this run ({reason}); start all of them again"

@@ -86,11 +86,7 @@ class StepLog:
     peak_memory: int | None = None  # bytes on the fullest device after the last training here
 
     def __init__(
-        self,
-        config: Config,
-        event: Callable[..., None],
-        progress: Progress,
-        timing: dict[str, float] | None = None,
+        self, config: Config, event: Callable[..., None], progress: Progress, timing: Any = None
     ):
         self._config, self._event, self._progress = config, event, progress
         # The first step of a process, which compiles, stands apart.
