@@ -42,7 +42,7 @@ class Checkpoints:
         read_only: change nothing, pass over what is damaged.
 
     Raises:
-        InputError: the folder cannot be made; or, to be read only, is missing.
+        InputError: the folder is to be read only, and missing.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2, read_only: bool = False):
@@ -53,10 +53,7 @@ class Checkpoints:
     def _open(self, keep: int) -> None:
         if self._read_only and not self._folder.is_dir():
             raise InputError(f"{self._folder}: expected the checkpoints of a run, found no folder")
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(f"cannot make {self._folder}: {error.strerror}") from error
+        self._folder.mkdir(parents=True, exist_ok=True)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=keep,
             enable_async_checkpointing=False,

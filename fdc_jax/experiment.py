@@ -26,14 +26,6 @@ def run(
 ) -> dict[str, Any]:
     """Does what is left of one seed and returns its results (Algorithm 1).
 
-    Args:
-        e: what it shares with other seeds.
-        seed: training seed.
-        store: its work directory.
-        checkpoints: those there.
-        stop: polled in every loop.
-        progress: the screen.
-
     Raises:
         InputError: the work directory lacks what it would need to go on.
         TrainingError: a loss is not finite.

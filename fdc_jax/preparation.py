@@ -86,13 +86,10 @@ class Experiment:
     def tasks(self) -> task_stream.TaskStream:
         """The images, divided into tasks."""
         config, folder = self.config, dataset.data_folder(self.config.data.dir)
-        splits = [
-            dataset.open_dataset(config.benchmark, split, folder, self._cache)
-            for split in ("train", "test")
-        ]
         return task_stream.build(
             self._benchmark,
-            *splits,
+            dataset.open_dataset(config.benchmark, "train", folder, self._cache),
+            dataset.open_dataset(config.benchmark, "test", folder, self._cache),
             config.class_order_seed,
             config.classes_per_task,
             config.data.train_per_class,

@@ -166,9 +166,10 @@ def from_first(
     arrays: dict[str, np.ndarray] = {}
 
     def describe() -> dict[str, Any] | None:
-        found = read()
-        arrays.update(found or {})
-        return found and {name: [str(a.dtype), list(a.shape)] for name, a in found.items()}
+        if (found := read()) is None:
+            return None
+        arrays.update(found)
+        return {name: [str(a.dtype), list(a.shape)] for name, a in found.items()}
 
     described = _run(describe, is_first())[0]
     return described and {

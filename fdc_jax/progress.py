@@ -44,8 +44,13 @@ class Progress:
         if self._clock is None:
             self._clock, self._first, self._last_line = now, self._done, -math.inf
             if not self._quiet and sys.stderr.isatty():
-                shown = dict(unit="step", dynamic_ncols=True, smoothing=0.05)
-                self._bar = tqdm.tqdm(total=self._total, initial=self._done, **shown)
+                self._bar = tqdm.tqdm(
+                    total=self._total,
+                    initial=self._done,
+                    unit="step",
+                    dynamic_ncols=True,
+                    smoothing=0.05,
+                )
         elif self._bar is not None:
             self._bar.set_description_str(self._label + stage, refresh=False)
             self._bar.set_postfix(values, refresh=False)
