@@ -66,6 +66,7 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.fdc.affinity_reference = "own"  # nearest (cosine) or pooled (whitened) moments
     config.fdc.affinity_scope = "task"  # or class, of the whitened metric
     config.fdc.affinity_shrinkage = 0.05  # lambda, of the within-class covariance
+    config.fdc.transport = False  # class Gaussians that follow the encoder: beyond the paper, too
 
     config.evaluation = ml_collections.ConfigDict()
     config.evaluation.batch_size = 256  # images per forward pass without gradients

@@ -50,6 +50,9 @@ _ALLOWED: dict[str, str | tuple[str, ...]] = {
     "checkpoint.keep": "[1, inf)",
 }
 
+# What a run did before there was such a field.
+_CAME_LATER: dict[str, Any] = {"fdc.transport": False}
+
 
 def flatten(config: Config) -> dict[str, Any]:
     """Returns `{"train.epochs": 20, ...}` with tuples as lists, as JSON would give them back."""
@@ -101,6 +104,9 @@ def validate(config: Config) -> None:
         calibration.check(config.fdc.to_dict())
     except InputError as error:
         raise InputError(f"config.fdc.{error}") from error
+    if config.fdc.transport and not config.save_features:
+        # A kill must not lose those of the encoder before the task.
+        refuse("save_features", "True with config.fdc.transport")
     scale = flat["data.crop_scale"]
     pair = isinstance(scale, list) and [type(each) in (int, float) for each in scale] == [True] * 2
     if not pair or not 0 < scale[0] <= scale[1] <= 1:
@@ -126,8 +132,9 @@ def differences(
     """Returns (field, saved value, new value) where a result would be another one.
 
     Fields of an earlier version that are gone, and options of learners that are, do not count;
-    checksums of weights and images, by name, do.
+    checksums of weights and images, by name, do. A field that came later was as in `_CAME_LATER`.
     """
+    saved = _CAME_LATER | saved
     new = flatten(config) | checksums
     return [
         (field, saved.get(field), value)

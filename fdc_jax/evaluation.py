@@ -20,11 +20,12 @@ from scipy import stats
 
 from fdc_jax.calibration import Terms
 from fdc_jax.calibration.components import fuse_all
+from fdc_jax.calibration.whitened import WhitenedSettings
 from fdc_jax.errors import InputError
 
 # Entries of results that stand beside the paper's numbers: the affinity in the whitened metric, or
 # the paper's without tanh.
-BEYOND = ("whitened", "linear")
+BEYOND = ("whitened", "linear", "transported")
 
 
 class Decomposition(NamedTuple):
@@ -330,15 +331,16 @@ def measure(
         raw_task=raw.task,
         fdc_task=fdc.task,
     )
-    for entry, found in terms.beyond().items():
-        beyond = fuse_all(terms, terms.scores)
+    for entry, beyond in terms.beyond().items():
+        found = beyond["full"]
         accuracies[entry] = {
-            "affinity": terms.settings.affinity._asdict(),
             "accuracy": accuracy(labels, found.label),
             "oracle": accuracy(labels, found.label_in_task(tasks)),
             "routing_accuracy": accuracy(tasks, found.task),
             "components": {name: accuracy(labels, each.label) for name, each in beyond.items()},
         }
+        if isinstance(terms.settings, WhitenedSettings) and entry == terms.settings.affinity_entry:
+            accuracies[entry]["affinity"] = terms.settings.affinity._asdict()
         predictions |= {f"{entry}_label": found.label, f"{entry}_task": found.task}
     return accuracies, {name: column.astype(np.int32) for name, column in predictions.items()}
 
@@ -384,7 +386,7 @@ def summarise(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
         "selected": {"components": first["selected"]["components"]},
         **{
             entry: {
-                "affinity": first[entry]["affinity"],
+                **{name: first[entry][name] for name in ("affinity",) if name in first[entry]},
                 "accuracy": over_seeds(column(entry, "accuracy")),
                 "gain_over_fdc": paired_gain(fdc, column(entry, "accuracy"))._asdict(),
             }

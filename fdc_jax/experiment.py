@@ -41,6 +41,12 @@ def run(
         # Line 3: learn the increment and the head of the task.
         if task >= saved.tasks_done:
             first = saved.step if task == saved.tasks_done else 0
+            if task and e.config.fdc.transport and store.previous_features(task) is None:
+                progress.stage(f"task {task + 1}/{num_tasks} previous encoder")
+                kernels = learner.encoder(setup, backbone, state, task)
+                before = images.previous_features(task, kernels)
+                store.save_previous_features(task, before.features)
+                store.event("previous", task=task, previous_extraction_seconds=before.seconds)
             around = images.of_task(task)
             if first == 0:
                 new = learner.before_task(setup, backbone, state, task, around)
@@ -78,10 +84,15 @@ def run(
             kept, took = store.task_features(task) if task < saved.tasks_done else None, {}
             if kept is None:
                 kept, took = _extract(e, task, state, images)
+                if task and e.config.fdc.transport:
+                    kept = kept._replace(previous=store.previous_features(task))
                 if e.config.save_features:
                     store.save_task_features(task, kept)
             clock = time.perf_counter()
-            fdc.fit_task(kept.adapted, kept.labels, kept.head, kept.pretrained, kept.classes)
+            before = {"previous": kept.previous} if fdc.follows_encoder else {}
+            fdc.fit_task(
+                kept.adapted, kept.labels, kept.head, kept.pretrained, kept.classes, **before
+            )
             fdc.finalize()
             took["fit_seconds"] = time.perf_counter() - clock
             store.save_calibrator(fdc, e.config.checkpoint.keep)

@@ -66,6 +66,15 @@ class RunImages:
             augmented=lambda: placed(self.batches(task)), plain=lambda: placed(plain())
         )
 
+    def previous_features(self, task: int, kernels: Any) -> Extraction:
+        """Returns features of a task's training images by the encoder before the task.
+
+        Where memory allows, the images stay decoded for the task.
+        """
+        e, indices = self._experiment, self._experiment.tasks.train_indices[task]
+        batches = e.evaluation_batches(e.tasks.train, indices, decoded=self._decoded)
+        return e.extract(e.backbone, [kernels], batches, self._poll)[0]
+
     def train_features(self, task: int, kernels: Any) -> tuple[Extraction, Extraction | None]:
         """Returns features of a task's training images (Algorithm 1, line 4) in both views.
 

@@ -10,6 +10,8 @@ each task t = 0 .. T-1:
     head_classes_t      [c_t]      optional, the label of each row of the head
     head_scale_t        scalar     optional, cosine heads only, 1 when absent
     train_pretrained_t  [n_t, d']  optional, by the pretrained encoder; in all tasks or none
+    train_previous_t    [n_t, d]   optional, by the encoder after task t - 1, of the same images in
+                                   the same order; for all t >= 1 or none
     final_head_weight_t [c_t, d]   optional, where the learner changed the head after task t: what
                                    test images meet; with final_head_bias_t or final_head_scale_t
                                    as above, rows in the same order
@@ -53,7 +55,7 @@ _BESIDE = {
 _HEAD = ("head_weight", "head_bias", "head_scale")
 _FINAL = tuple(f"final_{name}" for name in _HEAD)
 _TRAIN = ("train_adapted", "train_pretrained", "train_labels")
-_PER_TASK = (*_TRAIN, "head_classes", *_HEAD, *_FINAL)
+_PER_TASK = (*_TRAIN, "train_previous", "head_classes", *_HEAD, *_FINAL)
 _WHOLE = ("test_adapted", "test_pretrained", "test_labels", "head_kind")
 _TASK_NAME = re.compile(rf"({'|'.join(_PER_TASK)})_(0|[1-9][0-9]{{0,5}})")
 _CHECKED_ROWS = 4096
@@ -64,7 +66,8 @@ Arrays = Mapping[str, np.ndarray]
 class TaskFeatures(NamedTuple):
     """One task: training features, labels, head, and the label of each row of the head.
 
-    `final_head` is None where the head stayed what it was.
+    `final_head` is None where the head stayed what it was; `previous` are features of the same
+    images by the encoder before the task, None in the first task and where nobody asked.
     """
 
     adapted: Float[np.ndarray, "n d"]
@@ -73,6 +76,7 @@ class TaskFeatures(NamedTuple):
     head: heads.Head
     classes: Int[np.ndarray, " c"]
     final_head: heads.Head | None = None
+    previous: Float[np.ndarray, "n d"] | None = None
 
 
 class FeatureSet(NamedTuple):
@@ -109,7 +113,11 @@ class FeatureSet(NamedTuple):
             InputError: the calibrator refuses a task or a head.
         """
         for task in self.tasks:
-            calibrator.fit_task(task.adapted, task.labels, task.head, task.pretrained, task.classes)
+            follows = getattr(calibrator, "follows_encoder", False)
+            before = {"previous": task.previous} if follows else {}
+            calibrator.fit_task(
+                task.adapted, task.labels, task.head, task.pretrained, task.classes, **before
+            )
         calibrator.finalize()
         if self.final_heads is not None and hasattr(calibrator, "replace_heads"):
             calibrator.replace_heads(self.final_heads)
@@ -146,6 +154,7 @@ def read_task(arrays: Arrays, t: int) -> TaskFeatures:
         labels,
         _read_head(arrays, t),
         arrays.get(f"head_classes_{t}", np.unique(labels)),
+        previous=arrays.get(f"train_previous_{t}"),
     )
 
 
@@ -158,17 +167,20 @@ def _check(arrays: Arrays) -> FeatureSet:
     classes = _classes(arrays, labels)
     tasks, two_views = [], "test_pretrained" in arrays
     for t in range(num_tasks):
-        rows, pretrained, final = f"train_labels_{t}", None, None
+        rows, pretrained, final, previous = f"train_labels_{t}", None, None, None
         adapted = _matrix(arrays, f"train_adapted_{t}", "train_adapted_0", rows)
         if two_views:
             pretrained = _matrix(arrays, f"train_pretrained_{t}", "train_pretrained_0", rows)
         head = _checked_head(arrays, "", t, labels, classes)
+        if f"train_previous_{t}" in arrays:
+            previous = _matrix(arrays, f"train_previous_{t}", "train_adapted_0", rows)
         beside = [f"{name}_{t}" for name in _FINAL[1:] if f"{name}_{t}" in arrays]
         if f"final_head_weight_{t}" in arrays:
             final = _checked_head(arrays, "final_", t, labels, classes)
         elif beside:
             raise InputError(f"final_head_weight_{t}: missing, but there is a {beside[0]}")
-        tasks.append(TaskFeatures(adapted, pretrained, labels[t], head, classes[t], final))
+        of_task = (adapted, pretrained, labels[t], head, classes[t], final, previous)
+        tasks.append(TaskFeatures(*of_task))
     test = _matrix(arrays, "test_adapted", "train_adapted_0")
     pretrained = test_labels = None
     if two_views:
@@ -199,6 +211,14 @@ def _check_names(arrays: Arrays) -> int:
             raise InputError(f"{printable(name)}: unknown array{_suggestion(name[:80])}")
     two_views = any(name.startswith(("train_pretrained", "test_pretrained")) for name in arrays)
     train = [name for name in (*_TRAIN, "head_weight") if two_views or name != "train_pretrained"]
+    moved = [t for t in range(1, last + 1) if f"train_previous_{t}" in arrays]
+    if moved and len(moved) < last:
+        lacking = next(t for t in range(1, last + 1) if t not in moved)
+        raise InputError(
+            f"train_previous_{lacking}: missing; expected for every task from t = 1 on or for none"
+        )
+    if "train_previous_0" in arrays:
+        raise InputError("train_previous_0: expected from t = 1 on; nothing precedes task 0")
     test = ["test_adapted", "test_pretrained"] if two_views else ["test_adapted"]
 
     def expected() -> Iterator[str]:
@@ -415,6 +435,7 @@ def write_task(
     head: heads.Head,
     pretrained: ArrayLike | None = None,
     classes: ArrayLike | None = None,
+    previous: ArrayLike | None = None,
 ) -> None:
     """Writes the arrays of one task into a folder, each file whole or not at all.
 
@@ -428,6 +449,7 @@ def write_task(
         head: of a kind that can be stored; all tasks of a folder need the same kind.
         pretrained: [n, d'] features of the pretrained encoder, in all tasks or none.
         classes: [c] label of each row of the head; ascending distinct labels when None.
+        previous: [n, d] features of the encoder before this task, from the second task on.
 
     Raises:
         InputError: the head is of another kind, or the disk refuses.
@@ -437,7 +459,8 @@ def write_task(
     if task > 0:
         _check_stored_kind(folder, kind, f"the head of task {task}")
     write_npy(folder / "head_kind.npy", np.array(kind))
-    given |= dict(zip(_TRAIN, (adapted, pretrained, labels), strict=True), head_classes=classes)
+    given |= dict(zip(_TRAIN, (adapted, pretrained, labels), strict=True))
+    given |= {"head_classes": classes, "train_previous": previous}
     for name in _PER_TASK:
         _write_or_remove(folder / f"{name}_{task}.npy", given.get(name))
 

@@ -52,7 +52,7 @@ def collect(
             entry: {
                 **last[entry],
                 "average_incremental_accuracy": average([p[entry]["accuracy"] for p in curve]),
-                "storage_bytes": calibrator.storage_bytes,
+                "storage_bytes": calibrator.beyond_storage_bytes[entry],
             }
             for entry in BEYOND
             if entry in last

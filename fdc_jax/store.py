@@ -20,7 +20,7 @@ from jaxtyping import Float, Int
 from fdc_jax import calibration, configuration, feature_files, processes
 from fdc_jax.configuration import Config
 from fdc_jax.errors import InputError
-from fdc_jax.files import read_json, read_npy, read_npz, write_atomically, write_json
+from fdc_jax.files import read_json, read_npy, read_npz, write_atomically, write_json, write_npy
 
 _log = logging.getLogger(__name__)
 
@@ -172,7 +172,10 @@ class Store(Places):
         heads = {path.stem.rpartition("_")[0] for path in self.features_folder.glob("head_*_*.npy")}
         needed = ["train_adapted", "train_labels", "head_weight", *sorted(heads)]
         needed += ["train_pretrained"] * self._two_views
-        names = (*(f"{name}_{task}.npy" for task in tasks for name in needed), "head_kind.npy")
+        names = [f"{name}_{task}.npy" for task in tasks for name in needed]
+        if self._config.fdc.transport:
+            names += [f"train_previous_{task}.npy" for task in tasks if task]
+        names.append("head_kind.npy")
         return next((name for name in names if not (self.features_folder / name).exists()), None)
 
     def calibrator(self, tasks_done: int, step: int, due: Sequence[int]) -> Any | None:
@@ -189,6 +192,10 @@ class Store(Places):
             for num_tasks in range(newest, -1, -1):
                 found = _calibrator_arrays(self.fitted_file(num_tasks)) if num_tasks else {}
                 again = range(num_tasks, tasks_done if step else tasks_done - 1)
+                if self._config.fdc.transport and num_tasks < tasks_done > 1:
+                    # The encoder before the last trained task is gone.
+                    if not _is_whole(self._previous_file(tasks_done - 1)):
+                        continue
                 if found is not None and not (again and self._lacking(again)):
                     return found
             return None
@@ -216,6 +223,15 @@ class Store(Places):
         arrays = processes.from_first(read)
         return None if arrays is None else feature_files.read_task(arrays, task)
 
+    def previous_features(self, task: int) -> Float[np.ndarray, "n d"] | None:
+        """Returns saved features of a task's images by the encoder before it, if they are there."""
+        path = self._previous_file(task)
+        arrays = processes.from_first(lambda: {"n": read_npy(path)} if _is_whole(path) else None)
+        return None if arrays is None else arrays["n"]
+
+    def _previous_file(self, task: int) -> Path:
+        return self.features_folder / f"train_previous_{task}.npy"
+
     # What a run adds -----------------------------------------------------------------------------
 
     def event(self, kind: str, **values: Any) -> None:
@@ -236,6 +252,11 @@ class Store(Places):
         calibrator.save(self.fitted_file(calibrator.num_tasks))
         for num_tasks in range(1, calibrator.num_tasks - keep):
             self.fitted_file(num_tasks).unlink(missing_ok=True)
+
+    @processes.on_first
+    def save_previous_features(self, task: int, features: Float[np.ndarray, "n d"]) -> None:
+        """Writes them before the task is learned, after which that encoder may be gone."""
+        write_npy(self._previous_file(task), features)
 
     @processes.on_first
     def save_task_features(self, task: int, features: feature_files.TaskFeatures) -> None:

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 
+import fdc_jax
 from fdc_jax import command
 from fdc_jax.data.batches import ByteCache
 from fdc_jax.errors import InputError, TrainingError
@@ -57,6 +58,54 @@ def test_a_file_of_weights_says_itself_what_it_holds(cache, tmp_path):
     assert np.load(tmp_path / "run" / "features" / "test_adapted.npy").shape == (60, 24)
     with pytest.raises(InputError, match=r"train\.rank: expected at most 24, .* clip 24x2/4"):
         go(config(cache, **fields, train__rank=25), tmp_path / "wide")
+
+
+@pytest.fixture(scope="module")
+def following(tmp_path_factory, cache):
+    """A run whose statistics follow the encoder, that nobody stopped."""
+    workdir = tmp_path_factory.mktemp("runs") / "following"
+    go(config(cache, fdc__transport=True), workdir)
+    return workdir
+
+
+def test_statistics_that_follow_the_encoder_stand_beside_the_papers(whole, following):
+    results, plain = (
+        json.loads((each / "results.json").read_text()) for each in (following, whole)
+    )
+    for section in ("accuracy", "components", "routing_accuracy"):
+        assert results[section] == plain[section]
+    components = results["transported"]["components"]
+    assert set(components) == {"raw", "full", "adapted_view", "pretrained_view"}
+    found = np.load(following / "predictions.npz")
+    right = 100 * (found["transported_label"] == found["label"]).mean()
+    assert results["transported"]["accuracy"] == right
+    assert results["curve"][-1]["transported"]["accuracy"] == right
+    # The features of the second task's images by the encoder after the first one.
+    run = fdc_jax.open_run(following)
+    e = run.experiment
+    batches = e.evaluation_batches(e.tasks.train, e.tasks.train_indices[1])
+    (expected,) = e.extract(e.backbone, [run.encoder(1)], batches)
+    saved = np.load(following / "features" / "train_previous_1.npy")
+    np.testing.assert_array_equal(saved, expected.features)
+    assert not (following / "features" / "train_previous_0.npy").exists()
+
+
+@pytest.mark.parametrize("looks", [12, 26])
+def test_with_them_it_ends_the_same_too(following, cache, tmp_path, looks):
+    fields = config(cache, fdc__transport=True)
+    small_runs.stopped(fields, tmp_path / "run", looks)
+    go(fields, tmp_path / "run")
+    interruptions.same_outcome(following, tmp_path / "run")
+
+
+def test_a_task_is_learned_again_whose_encoder_before_is_gone(following, cache, tmp_path):
+    run = small_runs.copied(following, tmp_path / "run")
+    (run / "features" / "train_previous_1.npy").unlink()
+    for name in ("results.json", "calibrator.npz", "calibrators/calibrator_002.npz"):
+        (run / name).unlink()
+    go(config(cache, fdc__transport=True), run)
+    interruptions.same_outcome(following, run)
+    assert len([e for e in small_runs.events(run, "epoch") if e["task"] == 1]) > 2
 
 
 def test_the_steps_of_every_task_are_taken_once(whole):

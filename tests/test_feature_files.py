@@ -56,7 +56,7 @@ def same(found, expected):
 
 
 def test_round_trip(target):
-    arrays = example()
+    arrays = example() | {"train_previous_1": np.ones((5, 4), np.float32)}
     features = feature_files.load(save(target, arrays))
     assert len(features.tasks) == 2
     for t, task in enumerate(features.tasks):
@@ -66,6 +66,8 @@ def test_round_trip(target):
         same(task.head.weight, arrays[f"head_weight_{t}"])
         same(task.head.bias, arrays[f"head_bias_{t}"])
         same(task.classes, [10 * t, 10 * t + 1])
+    assert features.tasks[0].previous is None
+    same(features.tasks[1].previous, np.ones((5, 4)))
     same(features.test_tasks, [0, 0, 1, 1, 0, 1])
     mapped = isinstance(features.tasks[0].adapted, np.memmap)
     assert mapped == (target.suffix != ".npz")
@@ -263,6 +265,15 @@ FAULTS = {
                          "final_head_weight_1: missing, but there is a final_head_bias_1"),
     "final scale of linear": (change(final_head_weight_0=zeros(2, 4), final_head_scale_0=zeros()),
                               "final_head_scale_0: expected only for cosine heads"),
+    "previous before the first": (change(train_previous_0=zeros(5, 4)),
+                                  "train_previous_0: expected from t = 1 on"),
+    "previous of some": (
+        lambda a: a.update(example(3), train_previous_2=zeros(5, 4)),
+        "train_previous_1: missing; expected for every task from t = 1 on or for none"),
+    "previous rows": (change(train_previous_1=zeros(4, 4)),
+                      "train_previous_1: expected 5 rows as in train_labels_1, found 4"),
+    "previous width": (change(train_previous_1=zeros(5, 3)),
+                       "train_previous_1: expected 4 columns as in train_adapted_0, found 3"),
 }  # fmt: skip
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fdc_jax import calibration, feature_files
-from fdc_jax.calibration import comparators
-from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES
+from fdc_jax.calibration import comparators, drift
+from fdc_jax.calibration.components import TRANSPORTED, WHITENED, WHITENED_CLASSES
 from fdc_jax.posthoc.__main__ import main
 from fdc_jax.posthoc.methods import METHODS
 from fdc_jax.posthoc.template import example
@@ -184,7 +184,7 @@ def test_all_methods_in_one_table(source, tmp_path):
     code, out, error = run(source, "--method=all", "--projections=50", f"--output={output}")
     assert (code, error) == (0, "")
     rows = {line.split()[0] for line in out.splitlines()[2:]}
-    assert set(METHODS) <= rows
+    assert set(METHODS) - {"transported"} <= rows  # It needs more features than there are.
     reports = json.loads(output.with_suffix(".json").read_text())["methods"]
     assert [report["method"] for report in reports] == list(METHODS)
     by_name = {report["method"]: report for report in reports}
@@ -430,3 +430,62 @@ def test_the_command_as_a_process_imports_no_encoder_and_no_data(source, tmp_pat
     )  # fmt: skip
     assert done.returncode == 2
     assert done.stderr == "fdc_jax.posthoc: absent.npz: no such file or folder\n"
+
+
+# Statistics that follow the encoder --------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def followed(tmp_path_factory, arrays):
+    """The features, and those of each task's samples by the encoder before it."""
+    path, rng = tmp_path_factory.mktemp("features") / "followed.npz", np.random.default_rng(3)
+    before = {
+        name.replace("adapted", "previous"): array + rng.normal(size=array.shape[1]) / 2
+        for name, array in arrays.items()
+        if name.startswith("train_adapted") and not name.endswith("_0")
+    }
+    np.savez(path, **arrays, **{name: array.astype(np.float32) for name, array in before.items()})
+    return path
+
+
+def test_the_transported_method_reads_the_features_before_each_task(followed, tmp_path):
+    output, saved = tmp_path / "x.npz", tmp_path / "calibrator.npz"
+    arguments = (f"--output={output}", f"--calibrator={saved}", "--method=transported")
+    code, _, error = run(followed, *arguments)
+    assert (code, error) == (0, "")
+    features = feature_files.load(followed)
+    calibrator = features.fit(calibration.from_settings(TRANSPORTED))
+    inputs = (features.test_adapted, features.test_pretrained)
+    scores = calibrator.score(*inputs)
+    np.testing.assert_array_equal(np.load(output)["label"], scores.label)
+    np.testing.assert_array_equal(calibration.load(saved).score(*inputs).label, scores.label)
+    report = json.loads(output.with_suffix(".json").read_text())
+    assert report["storage_bytes"] == calibrator.storage_bytes
+    assert report["component_accuracy"]["full"] == report["accuracy"]["calibrated"]
+
+
+def test_transport_moves_the_features_of_every_other_method(followed, tmp_path):
+    labels = {}
+    for name in ("plain", "moved"):
+        output = tmp_path / f"{name}.npz"
+        extra = ["--transport"] if name == "moved" else []
+        assert run(followed, "--method=ncm", f"--output={output}", *extra)[0] == 0
+        labels[name] = np.load(output)["label"]
+    features = feature_files.load(followed)
+    tasks = [task.adapted.astype(np.float64) for task in features.tasks]
+    for t, task in enumerate(features.tasks[1:], start=1):
+        by = drift.fit_map(task.previous, task.adapted)
+        tasks[:t] = [by.move(each) for each in tasks[:t]]
+    found = comparators.NearestClassMean()
+    for task, adapted in zip(features.tasks, tasks, strict=True):
+        found.fit_task(adapted, task.labels, classes=task.classes)
+    found.finalize()
+    expected = found.score(features.test_adapted).label
+    np.testing.assert_array_equal(labels["moved"], expected)
+    assert (labels["plain"] != expected).any()
+
+
+@pytest.mark.parametrize("method", ["transported", "ncm"])
+def test_what_lacks_for_transport_is_named(source, method):
+    error = fails(source, f"--method={method}", "--transport")
+    assert "train_previous_1" in error

@@ -22,14 +22,15 @@ COMPONENTS = {
     "pac+rlc_pretrained_view": {"tsf": False, "adapted_view": False},
 }
 
-# Beyond the paper (docs/beyond.md), as arguments of `from_settings`: the whitened affinity, and
-# that affinity class by class.
+# Beyond the paper (docs/beyond.md), as arguments of `from_settings`: the whitened affinity, that
+# affinity class by class, and class Gaussians that follow the encoder.
 WHITENED: dict[str, Any] = {"affinity_metric": "whitened", "affinity_evidence": "linear"}
 WHITENED_CLASSES: dict[str, Any] = {
     **WHITENED,
     "affinity_reference": "pooled",
     "affinity_scope": "class",
 }
+TRANSPORTED: dict[str, Any] = {"transport": True}
 
 
 def fuse_all(terms: Terms, fuse: Callable[..., Scores] | None = None) -> dict[str, Scores]:

@@ -80,10 +80,15 @@ class Settings:
 
     REFERENCES: ClassVar[tuple[str, ...]] = ("own", "nearest")
 
+    @property
+    def entry(self) -> str:
+        """Name of what is beyond the paper in `score`; of the paper's FDC, none."""
+        return ""
+
     def __post_init__(self):
         for field in fields(self):
             value, kind = getattr(self, field.name), type(field.default)
-            if kind is str:
+            if kind in (str, bool):
                 continue
             least, what = (1, "count") if kind is int else (0, "finite number")
             real = isinstance(value, Real) and not isinstance(value, bool)
@@ -201,7 +206,14 @@ class Sums:
         return unit(np.stack([self._directions.get(label, none) for label in classes.tolist()]))
 
     def basis(self, share: float) -> Float[np.ndarray, "r d"]:
-        """Returns U_t, which keeps a share eta of the variance, as rows (Eq. task-pca).
+        """Returns U_t, which keeps a share eta of the variance, as rows (Eq. task-pca)."""
+        energies, directions = self.decomposed()
+        return directions(retained_rank(energies, share, self.count))
+
+    def decomposed(
+        self,
+    ) -> tuple[Float[np.ndarray, " k"], Callable[[int], Float[np.ndarray, "r d"]]]:
+        """Returns variances, descending, and what gives so many of their directions as rows.
 
         The covariance, or with fewer samples than dimensions the matrix of inner products, is
         decomposed in float32 (`jnp.linalg.eigh`). With X the centred samples and X X^T v = s v, the
@@ -211,11 +223,15 @@ class Sums:
         shift = self._total / self.count
         if self._held is None:
             energies, vectors = eigh(self._scatter / self.count - np.outer(shift, shift))
-            return vectors[: retained_rank(energies, share, self.count)].copy()
+            return energies, lambda rank: vectors[:rank].copy()
         centred = np.concatenate(self._held) - shift
         energies, vectors = eigh(gram(centred) / self.count)
-        leading = vectors[: retained_rank(energies, share, self.count)] @ centred
-        return np.ascontiguousarray(np.linalg.qr(leading.T)[0].T, np.float32)
+
+        def directions(rank: int) -> Float[np.ndarray, "r d"]:
+            leading = vectors[:rank] @ centred
+            return np.ascontiguousarray(np.linalg.qr(leading.T)[0].T, np.float32)
+
+        return energies, directions
 
 
 def gram(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n n"]:
@@ -684,8 +700,11 @@ class Terms:
         """Returns the scores that the calibrator is set to give; of the paper's FDC, `fuse`'s."""
         return self.fuse(**switches)
 
-    def beyond(self, **switches: bool) -> dict[str, Scores]:
-        """Returns what is given beyond the paper by name; by the paper's FDC, nothing."""
+    def beyond(self) -> dict[str, dict[str, Scores]]:
+        """Returns what is given beyond the paper, by name and component (`full` for all of them).
+
+        The paper's FDC gives nothing.
+        """
         return {}
 
 
@@ -710,6 +729,8 @@ class FDC:
     """
 
     settings_type: ClassVar[type[Settings]] = Settings
+    # Whether `fit_task` takes features of the encoder before the task.
+    follows_encoder: ClassVar[bool] = False
     _all_rows: bool = False  # Whether scores need the logits of all classes.
 
     def __init__(self, **settings: Any):
@@ -956,8 +977,13 @@ class FDC:
 
     @property
     def storage_bytes(self) -> int:
-        """Returns the bytes of all statistics in use; of the paper's FDC, `paper_storage_bytes`."""
-        return self.paper_storage_bytes
+        """Returns the bytes of the statistics that `score` uses."""
+        return self.beyond_storage_bytes.get(self.settings.entry, self.paper_storage_bytes)
+
+    @property
+    def beyond_storage_bytes(self) -> dict[str, int]:
+        """Returns the bytes that each entry of `Terms.beyond` needs."""
+        return {}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the finalized calibrator to one `.npz` file, whole or not at all.

@@ -22,20 +22,27 @@ from fdc_jax.calibration.fdc import (
     ViewStatistics,
 )
 from fdc_jax.calibration.inputs import VIEWS, common_kind, host_array
+from fdc_jax.calibration.transported import (
+    RANK,
+    Gaussians,
+    TransportedFDC,
+    TransportedSettings,
+    from_settings,
+)
 from fdc_jax.calibration.whitened import (
     DEVIATION_FLOOR,
     TaskAffinity,
     WhitenedFDC,
     WhitenedSettings,
-    from_settings,
 )
 from fdc_jax.errors import InputError
 from fdc_jax.files import read_npz, write_npz
 from fdc_jax.heads import KINDS
 
 FORMAT = "fdc_jax calibrator"
-# 1 had no within-class metric; it is still read.
-SCHEMA = 2
+# 1 had no within-class metric, 2 no Gaussians; both are still read.
+SCHEMA = 3
+_SETTINGS = {1: Settings, 2: WhitenedSettings, 3: TransportedSettings}
 MOMENTS = ("residual_mean", "residual_std", "distance_mean", "distance_std")
 # How far lengths and inner products of unit vectors may be off in a file.
 UNIT_TOLERANCE = 1e-3
@@ -45,7 +52,7 @@ def save(path: str | os.PathLike[str], calibrator: FDC) -> None:
     """Writes a finalized calibrator to one file, whole or not at all; see `FDC.save`."""
     calibrator.require_finalized()
     tasks = calibrator.tasks
-    settings = {field.name: field.default for field in fields(WhitenedSettings)}
+    settings = {field.name: field.default for field in fields(TransportedSettings)}
     arrays: dict[str, Any] = {"format": FORMAT, "schema": SCHEMA}
     arrays |= settings | asdict(calibrator.settings)
     arrays["class_sizes"] = [len(task.classes) for task in tasks]
@@ -66,11 +73,16 @@ def save(path: str | os.PathLike[str], calibrator: FDC) -> None:
         reference = calibrator.references[index]
         arrays[f"{name}_foreign_fit"] = np.array(reference or (), np.float64)
         if isinstance(calibrator, WhitenedFDC) and calibrator.shared:
-            scatter, own = calibrator.shared[index], [each[index] for each in calibrator.affinities]
-            arrays[f"{name}_within_scatter"] = scatter[np.triu_indices(len(scatter))]
+            own = [each[index] for each in calibrator.affinities]
+            arrays[f"{name}_within_scatter"] = _half(calibrator.shared[index])
             arrays[f"{name}_class_means"] = np.concatenate([each.class_means for each in own])
             arrays[f"{name}_cosine_mean"] = [each.mean for each in own]
             arrays[f"{name}_cosine_std"] = [each.std for each in own]
+        if isinstance(calibrator, TransportedFDC):
+            known = calibrator.gaussians[index]
+            arrays[f"{name}_moved_means"] = known.means
+            arrays[f"{name}_moved_factors"] = known.factors
+            arrays[f"{name}_moved_scatter"] = _half(known.scatter)
         if calibrator.foreign is not None:
             residuals = [task[index].ravel() for task in calibrator.foreign]
             arrays[f"{name}_foreign"] = np.concatenate(residuals)
@@ -130,7 +142,12 @@ def load(
         ]
         calibrator.affinities = [list(task) for task in zip(*affinities, strict=True)]
         calibrator.shared = [
-            _read_scatter(stored, name, len(view[0].mean))
+            _read_scatter(stored, f"{name}_within_scatter", len(view[0].mean))
+            for name, view in zip(names, views, strict=True)
+        ]
+    if isinstance(calibrator, TransportedFDC):
+        calibrator.gaussians = [
+            _read_gaussians(stored, name, rows, len(view[0].mean))
             for name, view in zip(names, views, strict=True)
         ]
     try:
@@ -143,20 +160,32 @@ def load(
 
 
 def _read_settings(stored: _Fields, schema: int) -> dict[str, Any]:
-    read = {float: stored.number, int: stored.whole, str: stored.text}
-    known = fields(Settings if schema == 1 else WhitenedSettings)
+    read = {float: stored.number, int: stored.whole, str: stored.text, bool: stored.truth}
+    known = fields(_SETTINGS[schema])
     return {field.name: read[type(field.default)](field.name) for field in known}
+
+
+def _half(symmetric: np.ndarray) -> np.ndarray:
+    return symmetric[np.triu_indices(len(symmetric))]
 
 
 def _read_scatter(stored: _Fields, name: str, width: int) -> np.ndarray:
     size = width * (width + 1) // 2
     upper = np.zeros((width, width), np.float32)
-    upper[np.triu_indices(width)] = stored.array(f"{name}_within_scatter", np.float32, (size,))
+    upper[np.triu_indices(width)] = stored.array(name, np.float32, (size,))
     if upper.diagonal().min() < 0:
         raise stored.error(
-            f"{name}_within_scatter: expected no variance below 0, found {upper.diagonal().min():g}"
+            f"{name}: expected no variance below 0, found {upper.diagonal().min():g}"
         )
     return upper + np.triu(upper, 1).T
+
+
+def _read_gaussians(stored: _Fields, name: str, rows: int, width: int) -> Gaussians:
+    return Gaussians(
+        stored.array(f"{name}_moved_means", np.float32, (rows, width)),
+        stored.array(f"{name}_moved_factors", np.float32, (rows, RANK, width)),
+        _read_scatter(stored, f"{name}_moved_scatter", width),
+    )
 
 
 def _read_affinities(
@@ -312,6 +341,9 @@ class _Fields:
 
     def number(self, name: str) -> float:
         return float(self.array(name, np.float64, ()))
+
+    def truth(self, name: str) -> bool:
+        return bool(self.array(name, np.bool_, ()))
 
     def whole(self, name: str) -> int:
         return int(self.array(name, np.int64, ()))

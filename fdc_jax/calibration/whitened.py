@@ -11,14 +11,15 @@ classes instead of tasks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from fdc_jax.calibration import fdc, inputs
 from fdc_jax.calibration.batching import fetch, stack
+from fdc_jax.calibration.components import fuse_all
 from fdc_jax.calibration.scores import Scores
 from fdc_jax.errors import InputError
 from fdc_jax.heads import namespace, products, unit
@@ -102,6 +103,18 @@ class WhitenedSettings(fdc.Settings):
             )
 
     @property
+    def affinity_entry(self) -> str:
+        """`whitened` or `linear`, after what differs from the paper's affinity, if anything."""
+        if self.affinity == self.paper_affinity:
+            return ""
+        return "whitened" if self.affinity_metric == "whitened" else "linear"
+
+    @property
+    def entry(self) -> str:
+        """See `fdc.Settings.entry`."""
+        return self.affinity_entry
+
+    @property
     def affinity(self) -> Affinity:
         """What these settings say about affinities."""
         return Affinity(
@@ -118,7 +131,8 @@ class WhitenedSettings(fdc.Settings):
         return PAPER_AFFINITY._replace(reference="nearest" if nearest else "own")
 
 
-def _functions_by_class(name: str) -> InputError:
+def functions_by_class(name: str) -> InputError:
+    """Returns the error of heads, by their name, that give no logit of every class."""
     return InputError(
         f"{name}: affinity_scope class needs the logit of every class; expected built-in heads, "
         "found functions"
@@ -247,10 +261,10 @@ class WhitenedTerms(fdc.Terms):
         """Returns the scores that the calibrator is set to give."""
         return self.fuse_affinity(**switches)
 
-    def beyond(self, **switches: bool) -> dict[str, Scores]:
-        """Returns the scores by the affinity that is set, under `whitened` or `linear`."""
-        name = "whitened" if self.settings.affinity_metric == "whitened" else "linear"
-        return {name: self.fuse_affinity(**switches)}
+    def beyond(self) -> dict[str, dict[str, Scores]]:
+        """Returns the scores by the affinity that is set, if any, under `whitened` or `linear`."""
+        entry = self.settings.affinity_entry
+        return {entry: fuse_all(self, self.fuse_affinity)} if entry else {}
 
     def fuse_affinity(
         self,
@@ -307,7 +321,7 @@ class WhitenedTerms(fdc.Terms):
                 f"{affinity.reference}"
             )
         if affinity.scope == "class" and self.raw_rows is None:
-            raise _functions_by_class("affinity")
+            raise functions_by_class("affinity")
 
 
 # The calibrator ----------------------------------------------------------------------------------
@@ -437,60 +451,21 @@ class WhitenedFDC(fdc.FDC):
     def _check_kind(self, head: Any, name: str) -> str:
         kind = super()._check_kind(head, name)
         if kind == "function" and self.settings.affinity_scope == "class":
-            raise _functions_by_class(name)
+            raise functions_by_class(name)
         return kind
 
     @property
-    def storage_bytes(self) -> int:
-        """Returns the bytes of all statistics in use; of the symmetric scatter, half counts.
+    def beyond_storage_bytes(self) -> dict[str, int]:
+        """See `fdc.FDC.beyond_storage_bytes`; of the symmetric scatter, half counts.
 
         Class means stand for prototypes.
         """
+        if not (entry := self.settings.affinity_entry):
+            return {}
         weights = (self.settings.adapted_view_weight, self.settings.pretrained_view_weight)
         numbers = sum(
             len(scatter) * (len(scatter) + 1) // 2 + 1
             for scatter, weight in zip(self.shared, weights, strict=False)
             if weight
         )
-        return self.paper_storage_bytes + 4 * numbers
-
-
-# Either calibrator from one set of settings ------------------------------------------------------
-
-
-def check(
-    settings: Mapping[str, Any],
-    classes_per_task: Sequence[int] | None = None,
-    function_heads: bool = False,
-) -> WhitenedSettings:
-    """Returns settings, paper's and others, after all checks that need no features.
-
-    Args:
-        settings: some or all fields of `WhitenedSettings`, as in `config.fdc`.
-        classes_per_task: where they are known, how many classes each task has.
-        function_heads: whether the heads are functions of the user's own.
-    """
-    known = [field.name for field in fields(WhitenedSettings)]
-    for name in settings:
-        fdc.check_word("setting of FDC", name, known)
-    found = WhitenedSettings(**settings)
-    for task, count in enumerate(classes_per_task or ()):
-        if count < found.neighbours:
-            raise InputError(
-                f"neighbours: expected at most {count}, the classes of task {task}, found "
-                f"{found.neighbours}"
-            )
-    if function_heads and found.affinity_scope == "class":
-        raise _functions_by_class("heads")
-    return found
-
-
-def from_settings(settings: Mapping[str, Any]) -> fdc.FDC:
-    """Returns the paper's FDC or, where the settings ask for another affinity, one with that.
-
-    `settings` are some or all fields of `WhitenedSettings`, as in `config.fdc`.
-    """
-    found = check(settings)
-    if found.affinity != found.paper_affinity:
-        return WhitenedFDC(**asdict(found))
-    return fdc.FDC(**{f.name: getattr(found, f.name) for f in fields(fdc.Settings)})
+        return {entry: self.paper_storage_bytes + 4 * numbers}

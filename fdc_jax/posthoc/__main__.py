@@ -15,7 +15,7 @@ from fdc_jax.calibration import Scores
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.files import write_json, write_npz
-from fdc_jax.posthoc.methods import FDC_METHODS, METHODS, Settings, run
+from fdc_jax.posthoc.methods import FDC_METHODS, METHODS, Settings, moved, run
 from fdc_jax.posthoc.summary import ERRORS, summarise, warn_of_weak_heads
 from fdc_jax.posthoc.template import write_template
 
@@ -29,6 +29,8 @@ FDC_SETTINGS = {
     "neighbours": "K, class prototypes that the affinity averages",
     "affinity_shrinkage": "lambda of the methods whitened and whitened-classes",
 }
+# Raw reads no statistics; the other moves its own.
+_UNMOVED = ("raw", "transported")
 _DEFAULTS = {name: getattr(calibration.check({}), name) for name in FDC_SETTINGS}
 
 
@@ -48,6 +50,11 @@ def _program() -> Program:
     for name, text in FDC_SETTINGS.items():
         default = _DEFAULTS[name]
         add(f"--{name}", type=type(default), help=f"FDC: {text} (default {default})")
+    text = (
+        "move what the methods know of the adapted view along with the encoder "
+        "(needs train_previous_t; the method transported always does)"
+    )
+    add("--transport", action="store_true", help=text)
     size = "ranpac and anacp: random features (default 2000; the papers use 10000 and 5000)"
     add("--projections", type=int, default=2000, help=size)
     add("--seed", type=int, default=0, help="ranpac and anacp (default 0)")
@@ -81,10 +88,12 @@ def _run(options: argparse.Namespace) -> None:
         )
     warn_of_weak_heads(features)
     raw = run("raw", features, settings).scores
+    stored, features = features, moved(features) if options.transport else features
     reports: list[dict[str, Any]] = []
     for method in METHODS if every else [options.method]:
         try:
-            outcome = run(method, features, settings)
+            seen = stored if method in _UNMOVED else features
+            outcome = run(method, seen, settings)
         except InputError as error:
             if not every:
                 raise

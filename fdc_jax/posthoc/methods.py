@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fdc_jax import calibration
-from fdc_jax.calibration import Scores, Terms, comparators
-from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES
+from fdc_jax.calibration import Scores, Terms, comparators, drift
+from fdc_jax.calibration.components import TRANSPORTED, WHITENED, WHITENED_CLASSES
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
 
@@ -44,6 +44,7 @@ FDC_METHODS: dict[str, dict[str, Any]] = {
     "fdc": {},
     "whitened": WHITENED,
     "whitened-classes": WHITENED_CLASSES,
+    "transported": TRANSPORTED,
 }
 
 # In the order of the table. A suffix names the view or the variant; see each class for formulas.
@@ -74,6 +75,28 @@ METHODS: dict[str, Callable[..., Any]] = {
     "anacp": comparators.AnaCP,
     "anacp-pretrained": lambda **settings: comparators.AnaCP("pretrained", **settings),
 }
+
+
+def moved(features: FeatureSet) -> FeatureSet:
+    """Returns features of which those of earlier encoders are moved to where the last one has them.
+
+    Every task's map (`calibration.drift`) moves the adapted features of all tasks before it. So any
+    method sees statistics that follow the encoder, also those that an affine map cannot move.
+
+    Raises:
+        InputError: the file lacks `train_previous_t`.
+    """
+    adapted = [task.adapted for task in features.tasks]
+    for t, task in enumerate(features.tasks[1:], start=1):
+        if task.previous is None:
+            raise InputError(
+                f"train_previous_{t}: missing; expected, as statistics follow the encoder, "
+                "features of the task's samples by the encoder before it"
+            )
+        by = drift.fit_map(np.asarray(task.previous), np.asarray(task.adapted))
+        adapted[:t] = [by.move(each).astype(np.float32) for each in adapted[:t]]
+    pairs = zip(features.tasks, adapted, strict=True)
+    return features._replace(tasks=tuple(task._replace(adapted=each) for task, each in pairs))
 
 
 def run(name: str, features: FeatureSet, settings: Settings) -> Outcome:

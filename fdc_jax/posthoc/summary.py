@@ -69,9 +69,9 @@ def summarise(
         }.items():
             report.setdefault(key, {})[name] = value
     if terms is not None:
+        components = terms.beyond().get(terms.settings.entry) or fuse_all(terms)
         report["component_accuracy"] = {
-            name: evaluation.accuracy(truth, scores.label)
-            for name, scores in fuse_all(terms, terms.scores).items()
+            name: evaluation.accuracy(truth, scores.label) for name, scores in components.items()
         }
     return report
 

@@ -116,7 +116,7 @@ def changed(saved, path, **fields):
 
 
 REFUSALS = [
-    ({"schema": np.int64(3)}, "schema: expected version 1 to 2, found 3"),
+    ({"schema": np.int64(4)}, "schema: expected version 1 to 3, found 4"),
     ({"format": "other"}, "format: expected 'fdc_jax calibrator', found 'other'"),
     ({"format": None}, "format: expected a word"),
     ({"attenuation": np.float64(7)}, "attenuation: expected 0 <= x <= 1"),

@@ -159,7 +159,7 @@ def test_scores_and_what_is_beyond_are_what_was_set():
     wanted = terms.fuse_affinity(affinity=Affinity("whitened", "linear", "pooled", "class"))
     np.testing.assert_array_equal(fitted.score(*inputs).task_scores, wanted.task_scores)
     assert (wanted.task_scores != terms.fuse().task_scores).any()
-    without = terms.beyond(tsf=False)["whitened"].task_scores
+    without = terms.beyond()["whitened"]["pac+rlc"].task_scores
     np.testing.assert_array_equal(without, terms.fuse_affinity(tsf=False).task_scores)
     paper = terms.fuse_affinity(affinity=terms.settings.paper_affinity)
     assert streams.relative_error(paper.task_scores, terms.fuse().task_scores) < 1e-6
@@ -173,7 +173,7 @@ def test_cosines_with_linear_evidence():
     np.testing.assert_allclose(np.tanh(terms.adapted.affinity), bounded.adapted.pac, rtol=1e-6)
     base = terms.fuse(rlc=False, pac=False).task_scores
     q = terms.adapted.affinity + terms.pretrained.affinity
-    found = terms.beyond(rlc=False)["linear"].task_scores
+    found = terms.beyond()["linear"]["tsf+pac"].task_scores
     np.testing.assert_allclose(found, base + terms.filtered_scale * q, rtol=1e-4, atol=1e-4)
 
 
