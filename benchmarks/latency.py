@@ -165,7 +165,7 @@ def measure_views(options: argparse.Namespace) -> dict[str, Any]:
             known = ", ".join(vit.VARIANTS)
             raise InputError(f"--variant: expected one of {known}, found {options.variant}")
         calibrator = fitted(num_tasks, num_classes, vit.VARIANTS[options.variant].width)
-        about = {"benchmark": None, "learner": None}
+        about: dict[str, Any] = {"benchmark": None, "learner": None}
         about |= {"variant": options.variant, "image_size": options.image_size}
     size, variant = about["image_size"], about["variant"]
     problem = synthetic.problem(variant, size, options.batch_size, options.precision)

@@ -209,14 +209,16 @@ def average_incremental_accuracy(accuracies: Sequence[float]) -> float:
     return float(np.mean(np.asarray(accuracies, np.float64)))
 
 
-def mean_and_std(values: Sequence[float]) -> tuple[float, float]:
+def mean_and_std(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Mean and sample standard deviation over seeds; the latter is NaN for one seed."""
     array = np.asarray(values, np.float64)
     std = float(np.std(array, ddof=1)) if array.size > 1 else float("nan")
     return float(np.mean(array)), std
 
 
-def paired_gain(before: Sequence[float], after: Sequence[float], confidence: float = 0.95) -> Gain:
+def paired_gain(
+    before: Sequence[float], after: Sequence[float] | np.ndarray, confidence: float = 0.95
+) -> Gain:
     """Gain within each seed, its mean, sample std and Student t interval; NaN for one seed.
 
     Args:
@@ -225,7 +227,7 @@ def paired_gain(before: Sequence[float], after: Sequence[float], confidence: flo
         confidence: probability of the interval.
     """
     gains = np.asarray(after, np.float64) - np.asarray(before, np.float64)
-    mean, std = mean_and_std(list(gains))
+    mean, std = mean_and_std(gains)
     if gains.size < 2:  # SciPy warns of no degrees of freedom
         return Gain(mean, std, float("nan"), float("nan"), confidence)
     reach = float(stats.t.ppf(0.5 + confidence / 2, gains.size - 1)) * std / gains.size**0.5

@@ -111,7 +111,8 @@ class RunFolder:
             if self.quantity("aia") is None:  # Not every task was evaluated.
                 return None
             values = [_component(point, combination) for point in self.results.get("curve") or ()]
-            return None if None in values or not values else sum(values) / len(values)
+            known = [value for value in values if value is not None]
+            return sum(known) / len(known) if known and len(known) == len(values) else None
         value = _component(self.results, combination)
         return value if value is None or not kind else value - self.results["accuracy"]["raw"]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pandas as pd
 
 from fdc_jax import evaluation, learners
@@ -96,7 +97,7 @@ def frame(rows: Iterable[Row], labels: Sequence[str], columns: Sequence[str]) ->
     return made.set_index(list(labels)).dropna(how="all")
 
 
-def spread(values: Sequence[float] | pd.Series, digits: int = 2, signed: bool = False) -> Any:
+def spread(values: Sequence[float] | np.ndarray, digits: int = 2, signed: bool = False) -> Any:
     """Returns mean and sample standard deviation over seeds, in brackets how many; NaN of none."""
     return f"{words.spread(values, digits, signed)} ({len(values)})" if len(values) else math.nan
 
@@ -216,8 +217,9 @@ def _lines(table: str, learner: str) -> list[Line]:
         return [Line(label, name, row(key)) for label, (key, name) in pairs]
     lines, kinds = [], {"full": "full", learners.selected(learner): "selected"}
     for combination, kind in reversed(kinds.items()):
-        published = paper.plugin(learner, kind) or ({},)
-        lines.append(Line(_switched(learner, combination), f"gain:{combination}", *published))
+        gains, average = paper.plugin(learner, kind) or paper.Plugged({}, math.nan)
+        labels = _switched(learner, combination)
+        lines.append(Line(labels, f"gain:{combination}", gains, average))
     return lines
 
 
@@ -262,7 +264,7 @@ def _rows(layout: Layout, learner: str, of: Line) -> Iterable[Row]:
 
 # The combination that each component alone makes, in the order of the switches TSF, E_0, E_T.
 STANDALONE = {"TSF": "tsf", "E_0": "pac+rlc_pretrained_view", "E_T": "pac+rlc_adapted_view"}
-COMBINATIONS = {
+COMBINATIONS: dict[tuple[int, ...], str] = {
     (0, 0, 0): "raw",
     (1, 0, 0): "tsf",
     (0, 1, 0): "pac+rlc_pretrained_view",
@@ -508,7 +510,7 @@ def _beyond(layout: Layout) -> Iterable[Row]:
             if not of:
                 continue
             accuracy, given, storage = (
-                pd.Series([each[name][key] for each in of])
+                np.array([each[name][key] for each in of])
                 for key in ("accuracy", "oracle", "storage_bytes")
             )
             fdc = [each["fdc"]["accuracy"] for each in of]

@@ -3,6 +3,8 @@
 import re
 from collections.abc import Sequence
 
+import numpy as np
+
 from fdc_jax import evaluation
 
 
@@ -11,7 +13,7 @@ def number(value: float, digits: int = 2, signed: bool = False) -> str:
     return f"{round(value, digits) + 0.0:{'+' * signed},.{digits}f}"
 
 
-def spread(values: Sequence[float], digits: int = 2, signed: bool = False) -> str:
+def spread(values: Sequence[float] | np.ndarray, digits: int = 2, signed: bool = False) -> str:
     """Says a mean over seeds and, of several, the sample standard deviation."""
     mean, std = evaluation.mean_and_std(values)
     return number(mean, digits, signed) + (f" ± {std:.{digits}f}" if len(values) > 1 else "")
