@@ -1,4 +1,4 @@
-"""Shared by all tests: CPU, and the optional folder of real weights and images."""
+"""Shared by all tests: CPU, quick compilation, one small run, and optional real assets."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,12 @@ from pathlib import Path
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Threads of small decompositions wait for each other on busy machines, a hundred times too long.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Programs of tests are tiny: compiling them well takes longer than running them does, and
+# compiling them anew in every process and test longer still.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+import jax
 import pytest
 
 SHARED_ASSETS = Path(__file__).resolve().parents[2] / "shared" / "assets"
@@ -25,18 +30,25 @@ def shared_asset():
     return find
 
 
-@pytest.fixture(scope="session")
-def compiled(tmp_path_factory):
-    """A folder for compiled programs, the same for all workers of one test run."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
-    folder.mkdir(exist_ok=True)
-    return folder
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """A folder for what runs share: features of the pretrained encoder, and compiled programs.
 
-
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory, compiled):
-    """A folder for what runs share: compiled programs, features of the pretrained encoder."""
-    folder = tmp_path_factory.mktemp("cache")
+    These are also those of all other tests, and of all workers of one test run.
+    """
+    base, folder = tmp_path_factory.getbasetemp(), tmp_path_factory.mktemp("cache")
+    compiled = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled"
+    compiled.mkdir(exist_ok=True)
     (folder / "compiled").symlink_to(compiled)
+    jax.config.update("jax_compilation_cache_dir", str(compiled))
     return folder
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory, cache):
+    """The work directory of a small run that nobody stopped; tests change copies of it."""
+    from tests import small_runs
+
+    workdir = tmp_path_factory.mktemp("runs") / "whole"
+    small_runs.run(small_runs.config(cache), workdir)
+    return workdir

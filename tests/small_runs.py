@@ -1,33 +1,46 @@
-"""Runs that take seconds, in this process: two epochs of mid-task checkpoints, five tasks."""
+"""A run of seconds: in this process or in another, stopped and killed, compared with others."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
 
 from configs import digits
-from fdc_jax import command
+from fdc_jax import command, configuration
 from fdc_jax.errors import Interrupted
 from fdc_jax.interruption import StopRequest
 
+REPOSITORY = Path(__file__).resolve().parents[1]
+# Two tasks of eight steps, with checkpoints within them; four devices share no batch evenly.
+FIELDS = {
+    "classes_per_task": 5,
+    "data.train_per_class": 12,
+    "data.test_per_class": 6,
+    "train.epochs": 2,
+    "train.batch_size": 18,
+    "checkpoint.every_steps": 3,
+    "evaluation.batch_size": 64,
+    "report": False,
+}
 
-def config(cache, train_per_class, test_per_class, **fields):
-    """Two tasks of five digits, one epoch, no report, with a cache folder.
 
-    Args:
-        cache: the folder.
-        train_per_class: images.
-        test_per_class: images.
-        fields: others, with `__` for the dot.
-    """
+def config(cache, **fields):
+    """Returns the configuration with a cache folder; others of its fields with `__` for the dot."""
     found = digits.get_config()
-    found.cache_dir = str(cache)
-    found.classes_per_task = 5
-    found.data.train_per_class = train_per_class
-    found.data.test_per_class = test_per_class
-    found.train.epochs = 1
-    found.report = False
-    for field, value in fields.items():
-        found.update_from_flattened_dict({field.replace("__", "."): value})
+    named = {name.replace("__", "."): value for name, value in fields.items()}
+    found.update_from_flattened_dict(FIELDS | {"cache_dir": str(cache)} | named)
     return found
+
+
+def run(config, workdir):
+    """Runs or goes on in this process, and returns the results."""
+    return command.run(config, str(workdir), quiet=True)
 
 
 class StopsAt(StopRequest):
@@ -52,13 +65,117 @@ def stopped(config, workdir, looks):
     raise AssertionError("the run ended before it was stopped")
 
 
+# Processes ----------------------------------------------------------------------------------------
+
+
+def start(workdir, *options, cache, devices=1, before=(), cwd=None):
+    """Starts the command in a process of its own; later options hold.
+
+    Args:
+        workdir: the work directory, or None for the one that the command chooses.
+        options: further flags.
+        cache: the folder for what runs share.
+        devices: how many the process has.
+        before: a command that ends in running another.
+        cwd: the current folder.
+    """
+    program = [sys.executable, str(REPOSITORY / "main.py")]
+    given = [f"--config={REPOSITORY / 'configs' / 'digits.py'}"]
+    given += [f"--config.{name}={value}" for name, value in FIELDS.items()]
+    given += [f"--workdir={workdir}"] if workdir else []
+    return subprocess.Popen(
+        [*before, *program, *given, *options],
+        cwd=cwd,
+        env=os.environ
+        | {"JAX_PLATFORMS": "cpu", "FDC_JAX_CACHE": str(cache)}
+        | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process, expected=0):
+    """Waits for the process and returns what it printed."""
+    output, errors = process.communicate()
+    assert process.returncode == expected, f"exit code {process.returncode}:\n{errors}"
+    return output, errors
+
+
+def wait_for(workdir, event, process, count=1):
+    """Waits until a run has written an event that many times."""
+    while process.poll() is None:
+        if len(events(workdir, event)) >= count:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"ended before {event}: {process.communicate()[1]}")
+
+
+def kill_after(process, seconds):
+    """Sends SIGKILL after a while; False when the process was done by then."""
+    try:
+        process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        return True
+    return False
+
+
+# What a run leaves behind -------------------------------------------------------------------------
+
+
+def results(workdir):
+    """Returns what `results.json` holds."""
+    return json.loads((workdir / "results.json").read_text())
+
+
+def predictions(workdir):
+    """Returns the columns of `predictions.npz`."""
+    with np.load(workdir / "predictions.npz") as file:
+        return dict(file)
+
+
 def events(workdir, kind):
-    """Returns the events of a kind."""
-    lines = (workdir / "metrics.jsonl").read_text().splitlines()
-    return [each for each in map(json.loads, lines) if each["event"] == kind]
+    """Returns the events of a kind that were written so far."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    found = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [each for each in found if kind in ("", each["event"])]
 
 
 def copied(workdir, target):
     """Returns a copy of a work directory."""
     shutil.copytree(workdir, target)
     return target
+
+
+def same_outcome(one, other):
+    """Asserts that two work directories hold the same results, bit for bit."""
+    ours, theirs = results(one), results(other)
+    for each in (ours, theirs):
+        for field in configuration.WITHOUT_EFFECT:
+            each["config"].pop(field, None)
+        del each["versions"]["commit"], each["timing"]
+    assert ours == theirs
+    assert_equal(predictions(one), predictions(other))
+
+
+def assert_equal(found, expected):
+    """Asserts that two dictionaries hold the same arrays."""
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+
+
+def nothing_done_twice(workdir):
+    """Asserts from the events that each finished task was trained and evaluated once."""
+    tasks_done = 0
+    for event in events(workdir, ""):
+        if event["event"] == "resume":
+            assert event["tasks_done"] >= tasks_done
+            tasks_done = event["tasks_done"]
+        if event["event"] == "training":
+            assert event["task"] >= tasks_done
+    evaluated = [event["task"] for event in events(workdir, "evaluation")]
+    assert len(evaluated) == len(set(evaluated))

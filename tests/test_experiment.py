@@ -1,6 +1,5 @@
 """Algorithm 1 from start to end: stopped anywhere it goes on to the same numbers."""
 
-import json
 import logging
 import shutil
 
@@ -8,40 +7,21 @@ import numpy as np
 import pytest
 
 import fdc_jax
-from fdc_jax import command
 from fdc_jax.data.batches import ByteCache
 from fdc_jax.errors import InputError, TrainingError
-from tests import interruptions, small_runs
+from tests import small_runs
 from tests.model import make_encoders
-
-# Two tasks of 8 steps, with checkpoints within them.
-FIELDS = dict(train__batch_size=16, train__epochs=2, checkpoint__every_steps=3)
-
-
-def config(cache, **fields):
-    return small_runs.config(cache, 12, 6, **FIELDS | fields)
-
-
-def go(configuration, workdir):
-    return command.run(configuration, str(workdir), quiet=True)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, cache):
-    """A run that nobody stopped."""
-    workdir = tmp_path_factory.mktemp("runs") / "whole"
-    go(config(cache), workdir)
-    return workdir
+from tests.small_runs import config, events, predictions, results, run, same_outcome, stopped
 
 
 # After preparation a run looks once, then at every step, and at every batch of an extraction.
 @pytest.mark.parametrize("looks", [9, 20])
 def test_stopped_anywhere_it_ends_the_same(whole, cache, tmp_path, looks):
-    small_runs.stopped(config(cache), tmp_path / "run", looks)
+    stopped(config(cache), tmp_path / "run", looks)
     assert not (tmp_path / "run" / "results.json").exists()
-    go(config(cache), tmp_path / "run")
-    interruptions.same_outcome(whole, tmp_path / "run")
-    interruptions.nothing_done_twice(tmp_path / "run")
+    run(config(cache), tmp_path / "run")
+    same_outcome(whole, tmp_path / "run")
+    small_runs.nothing_done_twice(tmp_path / "run")
 
 
 def test_a_file_of_weights_says_itself_what_it_holds(cache, tmp_path):
@@ -49,42 +29,40 @@ def test_a_file_of_weights_says_itself_what_it_holds(cache, tmp_path):
     file = make_encoders.FOLDER / "hf_clip" / "model.safetensors"
     fields = {"encoder__weights": str(file), "encoder__image_size": 0, "train__epochs": 1}
     fields |= {"data__input_range": "model", "evaluation__every_task": False}
-    results = go(config(cache, **fields), tmp_path / "run")
-    assert go(config(cache, **fields), tmp_path / "run") == results
-    encoder, saved = results["encoder"], results["config"]
+    found = run(config(cache, **fields), tmp_path / "run")
+    assert run(config(cache, **fields), tmp_path / "run") == found
+    encoder, saved = found["encoder"], found["config"]
     assert encoder["variant"] == saved["encoder.variant"] == "clip 24x2/4"
     assert saved["encoder.image_size"] == encoder["architecture"]["image_size"] == 12
     assert encoder["architecture"]["std"] == pytest.approx([0.26862954, 0.26130258, 0.27577711])
     assert np.load(tmp_path / "run" / "features" / "test_adapted.npy").shape == (60, 24)
     with pytest.raises(InputError, match=r"train\.rank: expected at most 24, .* clip 24x2/4"):
-        go(config(cache, **fields, train__rank=25), tmp_path / "wide")
+        run(config(cache, **fields, train__rank=25), tmp_path / "wide")
 
 
 @pytest.fixture(scope="module")
 def following(tmp_path_factory, cache):
     """A run whose statistics follow the encoder, that nobody stopped."""
     workdir = tmp_path_factory.mktemp("runs") / "following"
-    go(config(cache, fdc__transport=True), workdir)
+    run(config(cache, fdc__transport=True), workdir)
     return workdir
 
 
 def test_statistics_that_follow_the_encoder_stand_beside_the_papers(whole, following):
-    results, plain = (
-        json.loads((each / "results.json").read_text()) for each in (following, whole)
-    )
+    found, plain = results(following), results(whole)
     for section in ("accuracy", "components", "routing_accuracy"):
-        assert results[section] == plain[section]
-    components = results["transported"]["components"]
+        assert found[section] == plain[section]
+    components = found["transported"]["components"]
     assert set(components) == {"raw", "full", "adapted_view", "pretrained_view"}
-    found = np.load(following / "predictions.npz")
-    right = 100 * (found["transported_label"] == found["label"]).mean()
-    assert results["transported"]["accuracy"] == right
-    assert results["curve"][-1]["transported"]["accuracy"] == right
+    columns = predictions(following)
+    right = 100 * (columns["transported_label"] == columns["label"]).mean()
+    assert found["transported"]["accuracy"] == right
+    assert found["curve"][-1]["transported"]["accuracy"] == right
     # The features of the second task's images by the encoder after the first one.
-    run = fdc_jax.open_run(following)
-    e = run.experiment
+    opened = fdc_jax.open_run(following)
+    e = opened.experiment
     batches = e.evaluation_batches(e.tasks.train, e.tasks.train_indices[1])
-    (expected,) = e.extract(e.backbone, [run.encoder(1)], batches)
+    (expected,) = e.extract(e.backbone, [opened.encoder(1)], batches)
     saved = np.load(following / "features" / "train_previous_1.npy")
     np.testing.assert_array_equal(saved, expected.features)
     assert not (following / "features" / "train_previous_0.npy").exists()
@@ -93,33 +71,33 @@ def test_statistics_that_follow_the_encoder_stand_beside_the_papers(whole, follo
 @pytest.mark.parametrize("looks", [12, 26])
 def test_with_them_it_ends_the_same_too(following, cache, tmp_path, looks):
     fields = config(cache, fdc__transport=True)
-    small_runs.stopped(fields, tmp_path / "run", looks)
-    go(fields, tmp_path / "run")
-    interruptions.same_outcome(following, tmp_path / "run")
+    stopped(fields, tmp_path / "run", looks)
+    run(fields, tmp_path / "run")
+    same_outcome(following, tmp_path / "run")
 
 
 def test_a_task_is_learned_again_whose_encoder_before_is_gone(following, cache, tmp_path):
-    run = small_runs.copied(following, tmp_path / "run")
-    (run / "features" / "train_previous_1.npy").unlink()
+    workdir = small_runs.copied(following, tmp_path / "run")
+    (workdir / "features" / "train_previous_1.npy").unlink()
     for name in ("results.json", "calibrator.npz", "calibrators/calibrator_002.npz"):
-        (run / name).unlink()
-    go(config(cache, fdc__transport=True), run)
-    interruptions.same_outcome(following, run)
-    assert len([e for e in small_runs.events(run, "epoch") if e["task"] == 1]) > 2
+        (workdir / name).unlink()
+    run(config(cache, fdc__transport=True), workdir)
+    same_outcome(following, workdir)
+    assert len([each for each in events(workdir, "epoch") if each["task"] == 1]) > 2
 
 
 def test_the_steps_of_every_task_are_taken_once(whole):
-    epochs = [(each["task"], each["epoch"]) for each in small_runs.events(whole, "epoch")]
+    epochs = [(each["task"], each["epoch"]) for each in events(whole, "epoch")]
     assert epochs == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    timing = json.loads((whole / "results.json").read_text())["timing"]
+    timing = results(whole)["timing"]
     # The first step of a process compiles and does not count.
-    assert timing["training_images"] == 4 * 60 - 16
+    assert timing["training_images"] == 4 * 60 - 18
     assert timing["test_extraction_images"] == 30 + 60
     assert 0 < timing["fit_seconds"] and 0 < timing["training_seconds"]
 
 
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, cache, tmp_path, caplog):
-    small_runs.stopped(config(cache), tmp_path / "run", 18)
+    stopped(config(cache), tmp_path / "run", 18)
     folder = tmp_path / "run" / "checkpoints"
     newest = max(
         (path for path in folder.iterdir() if path.name.isdigit()), key=lambda p: int(p.name)
@@ -128,56 +106,49 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, cache, 
         if path.is_file() and path.parent.name == "d":
             path.write_bytes(path.read_bytes()[:20])
     with caplog.at_level(logging.WARNING):
-        go(config(cache), tmp_path / "run")
+        run(config(cache), tmp_path / "run")
     assert f"checkpoint {newest} is unusable" in caplog.text
     assert (tmp_path / "run" / f"checkpoints_unusable_{newest.name}").is_dir()
-    interruptions.same_outcome(whole, tmp_path / "run")
+    same_outcome(whole, tmp_path / "run")
 
 
-@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("saved", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_lost_calibrators_are_fitted_again_where_features_are_saved(whole, cache, tmp_path, saved):
     found = config(cache, save_features=saved)
-    small_runs.stopped(found, tmp_path / "run", 18)
-    before = len(small_runs.events(tmp_path / "run", "training"))
+    stopped(found, tmp_path / "run", 18)
+    before = len(events(tmp_path / "run", "training"))
     shutil.rmtree(tmp_path / "run" / "calibrators")
-    go(found, tmp_path / "run")
-    started = [
-        each["step"] == 0 for each in small_runs.events(tmp_path / "run", "training")[before:]
-    ]
+    run(found, tmp_path / "run")
+    started = [each["step"] == 0 for each in events(tmp_path / "run", "training")[before:]]
     assert started == ([False] if saved else [True, True])
-    with (
-        np.load(whole / "predictions.npz") as expected,
-        np.load(tmp_path / "run" / "predictions.npz") as ours,
-    ):
-        np.testing.assert_array_equal(ours["fdc_label"], expected["fdc_label"])
+    ours, expected = predictions(tmp_path / "run"), predictions(whole)
+    np.testing.assert_array_equal(ours["fdc_label"], expected["fdc_label"])
 
 
 def test_a_loss_that_is_not_finite_names_task_and_learning_rate(cache, tmp_path):
     with pytest.raises(TrainingError, match=r"nan in task 1, epoch 1, step .* 1e\+38 \(head\)"):
-        go(config(cache, train__head_learning_rate=1e38), tmp_path / "run")
+        run(config(cache, train__head_learning_rate=1e38), tmp_path / "run")
     assert not (tmp_path / "run" / "results.json").exists()
 
 
-def test_images_are_kept_for_one_task_and_without_effect(whole, cache, tmp_path, monkeypatch):
+def test_images_are_kept_for_one_task(cache, tmp_path, monkeypatch):
     held, clear = [], ByteCache.clear
     monkeypatch.setattr(ByteCache, "clear", lambda self: held.append(self.bytes) or clear(self))
-    go(config(cache, data__cache_gib=0.0), tmp_path / "none")
-    interruptions.same_outcome(whole, tmp_path / "none")
-    go(config(cache, train__first_epochs=1), tmp_path / "run")
-    assert held == [0, 0, 60 * 3 * 32 * 32, 60 * 3 * 32 * 32]
-    epochs = [each["task"] for each in small_runs.events(tmp_path / "run", "epoch")]
-    assert epochs == [0, 1, 1]
+    run(config(cache, train__first_epochs=1), tmp_path / "run")
+    assert held == [60 * 3 * 32 * 32] * 2
+    assert [each["task"] for each in events(tmp_path / "run", "epoch")] == [0, 1, 1]
 
 
-def test_features_of_the_pretrained_encoder_are_shared(whole, cache, tmp_path):
-    found = config(cache, evaluation__every_task=False)
-    results = go(found, tmp_path / "run")
-    assert results["timing"] is None
-    assert results["average_incremental_accuracy"] == {"raw": None, "fdc": None}
-    assert [point["task"] for point in results["curve"]] == [1]
-    expected = json.loads((whole / "results.json").read_text())
-    assert results["accuracy"] == expected["accuracy"]
-    cached = [e["pretrained_from_cache"] for e in small_runs.events(tmp_path / "run", "statistics")]
+def test_what_is_kept_and_evaluated_on_the_way_has_no_effect(whole, cache, tmp_path):
+    """Neither images nor accuracies; features of the pretrained encoder are shared with others."""
+    found = run(config(cache, evaluation__every_task=False, data__cache_gib=0.0), tmp_path / "run")
+    assert found["timing"] is None
+    assert found["average_incremental_accuracy"] == {"raw": None, "fdc": None}
+    assert [point["task"] for point in found["curve"]] == [1]
+    assert found["accuracy"] == results(whole)["accuracy"]
+    for name, column in predictions(whole).items():
+        np.testing.assert_array_equal(predictions(tmp_path / "run")[name], column)
+    cached = [each["pretrained_from_cache"] for each in events(tmp_path / "run", "statistics")]
     assert cached == [1.0, 1.0]
 
 
@@ -199,7 +170,7 @@ def test_features_of_the_pretrained_encoder_are_shared(whole, cache, tmp_path):
 )
 def test_what_cannot_go_well_is_refused_in_one_line(cache, tmp_path, fields, message):
     with pytest.raises(InputError, match=message) as caught:
-        go(config(cache, **fields), tmp_path / "run")
+        run(config(cache, **fields), tmp_path / "run")
     assert "\n" not in str(caught.value)
     # Nothing was trained, or even begun where the settings alone say it.
     assert "learner__name" in fields or not (tmp_path / "run").exists()
@@ -212,10 +183,10 @@ def test_memory_that_runs_out_names_what_to_lower(cache, tmp_path, monkeypatch):
 
     monkeypatch.setattr("fdc_jax.experiment._extract", fail)
     with pytest.raises(InputError, match=r"Unable to allocate 3 TiB\); lower config.train.batch_s"):
-        go(config(cache), tmp_path / "run")
+        run(config(cache), tmp_path / "run")
 
 
 def test_a_cache_folder_that_cannot_be_made_is_refused(cache, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"config.cache_dir=.*: expected a folder to write in"):
-        go(config(tmp_path / "file" / "cache"), tmp_path / "run")
+        run(config(tmp_path / "file" / "cache"), tmp_path / "run")

@@ -2,38 +2,35 @@
 
 import contextlib
 import io
-import json
 import logging
 
 import numpy as np
 import pytest
 
-from fdc_jax import calibration, command, feature_files
+from fdc_jax import calibration, feature_files
 from fdc_jax.posthoc.__main__ import main
 from fdc_jax.posthoc.methods import METHODS, Settings
 from fdc_jax.posthoc.methods import run as fit
-from tests import interruptions, small_runs
+from tests import small_runs
 
 
 def config(cache, **fields):
-    aligned = dict(learner__name="inflora_ca", classes_per_task=4, **fields)
-    found = small_runs.config(cache, 12, 6, **aligned)
-    found.learner.inflora_ca.update(epochs=2, samples_per_class=64)
-    return found
+    aligned = dict(learner__name="inflora_ca", classes_per_task=4, train__epochs=1)
+    alignment = dict(learner__inflora_ca__epochs=2, learner__inflora_ca__samples_per_class=64)
+    return small_runs.config(cache, **aligned, **alignment, **fields)
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, cache):
-    """A small run of InfLoRA+CA, which aligns all heads after every task."""
+    """A run of InfLoRA+CA, which aligns all heads after every task."""
     workdir = tmp_path_factory.mktemp("runs") / "whole"
-    command.run(config(cache), str(workdir), quiet=True)
+    small_runs.run(config(cache), workdir)
     return workdir
 
 
 @pytest.fixture(scope="module")
 def predictions(whole):
-    with np.load(whole / "predictions.npz") as file:
-        return {name: file[name] for name in file.files}
+    return small_runs.predictions(whole)
 
 
 def test_final_heads_of_aligned_tasks_are_saved(whole):
@@ -75,26 +72,26 @@ def test_with_other_settings_the_curve_has_what_the_final_state_repeats(
     """The heads that earlier test images met are gone; those of the last task are there."""
     workdir = small_runs.copied(whole, tmp_path / "copy")
     with caplog.at_level(logging.WARNING):
-        found = command.run(config(cache, fdc__attenuation=0.0), str(workdir), quiet=True)
-    expected = json.loads((whole / "results.json").read_text())
+        found = small_runs.run(config(cache, fdc__attenuation=0.0), workdir)
+    expected = small_runs.results(whole)
     assert found["accuracy"]["raw"] == expected["accuracy"]["raw"]
     assert len(expected["curve"]) == 3
     lost = caplog.text.count("does not repeat the accuracies after task")
     assert len(found["curve"]) == 3 - lost and lost > 0
     assert found["average_incremental_accuracy"] == {"raw": None, "fdc": None}
-    with np.load(workdir / "predictions.npz") as file:
-        np.testing.assert_array_equal(file["raw_label"], predictions["raw_label"])
+    again = small_runs.predictions(workdir)
+    np.testing.assert_array_equal(again["raw_label"], predictions["raw_label"])
     # Asked again, it is finished.
     events = (workdir / "metrics.jsonl").read_text()
-    assert command.run(config(cache, fdc__attenuation=0.0), str(workdir), quiet=True) == found
+    assert small_runs.run(config(cache, fdc__attenuation=0.0), workdir) == found
     assert (workdir / "metrics.jsonl").read_text() == events
 
 
 @pytest.mark.slow
 def test_a_stopped_run_ends_with_the_same_features(whole, tmp_path, cache):
     small_runs.stopped(config(cache), tmp_path / "run", 12)
-    command.run(config(cache), str(tmp_path / "run"), quiet=True)
-    interruptions.same_outcome(whole, tmp_path / "run")
+    small_runs.run(config(cache), tmp_path / "run")
+    small_runs.same_outcome(whole, tmp_path / "run")
     names = {file.name for file in (whole / "features").iterdir()}
     assert {file.name for file in (tmp_path / "run" / "features").iterdir()} == names
     for name in names:

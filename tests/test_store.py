@@ -1,6 +1,5 @@
 """Work directories: other settings of FDC, repair, locks, and opening them again."""
 
-import json
 import logging
 import os
 import signal
@@ -12,25 +11,13 @@ import numpy as np
 import pytest
 
 import fdc_jax
-from fdc_jax import command, store
+from fdc_jax import store
 from fdc_jax.calibration.components import WHITENED
 from fdc_jax.data.batches import evaluation_images
 from fdc_jax.errors import InputError
-from tests import interruptions, small_runs
-
-FIELDS = dict(train__batch_size=16, train__epochs=2, checkpoint__every_steps=3)
-
-
-def config(cache, **fields):
-    return small_runs.config(cache, 12, 6, **FIELDS | fields)
-
-
-def go(configuration, workdir):
-    return command.run(configuration, str(workdir), quiet=True)
-
-
-def read(workdir):
-    return json.loads((workdir / "results.json").read_text())
+from tests import small_runs
+from tests.small_runs import config, results, same_outcome
+from tests.small_runs import run as go
 
 
 def contents(workdir):
@@ -42,14 +29,6 @@ def contents(workdir):
     }
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory, cache):
-    """A finished run."""
-    workdir = tmp_path_factory.mktemp("runs") / "whole"
-    go(config(cache), workdir)
-    return workdir
-
-
 @pytest.fixture
 def copy(whole, tmp_path):
     return small_runs.copied(whole, tmp_path / "copy")
@@ -58,10 +37,20 @@ def copy(whole, tmp_path):
 # Other settings of FDC ---------------------------------------------------------------------------
 
 
+OTHER = dict(fdc__retained_energy=0.9, fdc__attenuation=0.25)
+
+
+@pytest.fixture(scope="module")
+def anew(tmp_path_factory, cache):
+    """A run with other settings from its start."""
+    workdir = tmp_path_factory.mktemp("runs") / "anew"
+    go(config(cache, **OTHER), workdir)
+    return workdir
+
+
 @pytest.mark.parametrize("looks", [None, 18])
-def test_other_settings_of_fdc_refit_what_was_trained(whole, cache, tmp_path, caplog, looks):
+def test_other_settings_of_fdc_refit_what_was_trained(whole, anew, cache, tmp_path, caplog, looks):
     """A finished run and one that stopped end as if they had been run with the new settings."""
-    other = dict(fdc__retained_energy=0.9, fdc__attenuation=0.25)
     workdir = tmp_path / "run"
     if looks is None:
         small_runs.copied(whole, workdir)
@@ -69,25 +58,23 @@ def test_other_settings_of_fdc_refit_what_was_trained(whole, cache, tmp_path, ca
         small_runs.stopped(config(cache), workdir, looks)
     trained = len(small_runs.events(workdir, "epoch"))
     with caplog.at_level(logging.WARNING):
-        go(config(cache, **other), workdir)
+        go(config(cache, **OTHER), workdir)
     assert "fitted again from saved features: fdc.attenuation was 0.5, is 0.25" in caplog.text
     assert len(small_runs.events(workdir, "epoch")) == max(4, trained)
-    go(config(cache, **other), tmp_path / "anew")
-    interruptions.same_outcome(tmp_path / "anew", workdir)
-    assert read(workdir)["timing"].keys() == read(whole)["timing"].keys()
+    same_outcome(anew, workdir)
+    assert results(workdir)["timing"].keys() == results(whole)["timing"].keys()
 
 
 def test_the_whitened_affinity_leaves_the_papers_numbers(whole, copy, cache):
     fields = {f"fdc__{name}": value for name, value in WHITENED.items()}
-    found, expected = go(config(cache, **fields), copy), read(whole)
+    found, expected = go(config(cache, **fields), copy), results(whole)
     assert found.keys() - expected.keys() == {"whitened"}
     for key in expected.keys() - {"timing", "config", "versions", "curve"}:
         assert found[key] == expected[key], key
-    with np.load(copy / "predictions.npz") as after, np.load(whole / "predictions.npz") as before:
-        assert set(after.files) - set(before.files) == {"whitened_label", "whitened_task"}
-        for name in before.files:
-            np.testing.assert_array_equal(after[name], before[name], err_msg=name)
-        right = 100 * np.mean(after["whitened_label"] == after["label"])
+    after = small_runs.predictions(copy)
+    right = 100 * np.mean(after.pop("whitened_label") == after["label"])
+    after.pop("whitened_task")
+    small_runs.assert_equal(after, small_runs.predictions(whole))
     assert found["whitened"]["accuracy"] == pytest.approx(right)
     assert found["whitened"]["storage_bytes"] > found["fdc_storage_bytes"]
 
@@ -124,7 +111,7 @@ def test_a_finished_run_makes_again_what_is_missing(whole, copy, cache, caplog, 
         go(config(cache), copy)
     assert "made again: " in caplog.text and names[0] in caplog.text
     assert len(small_runs.events(copy, "epoch")) == 4
-    interruptions.same_outcome(whole, copy)
+    same_outcome(whole, copy)
     expected = contents(whole)
     for name in ("features/test_adapted.npy", "features/train_adapted_1.npy"):
         assert contents(copy)[name] == expected[name]
@@ -134,7 +121,7 @@ def test_a_finished_run_makes_again_what_is_missing(whole, copy, cache, caplog, 
 
 
 def test_what_only_training_gives_is_not_trained_again_unasked(copy, cache):
-    results = read(copy)
+    finished = results(copy)
     for name in ("head_kind", "head_bias_1", "head_classes_0"):
         path = copy / "features" / f"{name}.npy"
         content = path.read_bytes()
@@ -148,7 +135,7 @@ def test_what_only_training_gives_is_not_trained_again_unasked(copy, cache):
     for path in (copy / "features").iterdir():
         path.unlink()
     (copy / "features").rmdir()
-    assert go(config(cache), copy) == results
+    assert go(config(cache), copy) == finished
     (copy / "predictions.npz").unlink()
     assert go(config(cache), copy)["accuracy"] == results["accuracy"]
     # Half of the features, without those of training, would be of no use.
@@ -194,7 +181,7 @@ def test_unreadable_json_names_the_remedy(whole, copy, cache, name, remedy):
     if name != "config.json":
         (copy / name).unlink()
         go(config(cache), copy)
-        interruptions.same_outcome(whole, copy)
+        same_outcome(whole, copy)
 
 
 # Whose directory it is ---------------------------------------------------------------------------
@@ -204,7 +191,7 @@ def test_another_run_is_refused(copy, cache, tmp_path):
     with pytest.raises(InputError, match=r"of another configuration: train.rank was 10, is 3;"):
         go(config(cache, train__rank=3), copy)
     weights = tmp_path / "weights.npz"
-    with np.load(interruptions.REPOSITORY / "fdc_jax/assets/digits_vit.npz") as file:
+    with np.load(small_runs.REPOSITORY / "fdc_jax/assets/digits_vit.npz") as file:
         np.savez(weights, **{name: file[name] * 1.01 for name in file.files})
     with pytest.raises(InputError, match="weights sha256 was "):
         go(config(cache, encoder__weights=str(weights)), copy)
@@ -254,7 +241,7 @@ def test_a_finished_run_is_opened_without_a_change(whole, cache):
     before = contents(whole)
     run = fdc_jax.open_run(whole)
     assert (run.num_tasks, run.config.train.rank) == (2, 10)
-    assert run.results == read(whole)
+    assert run.results == results(whole)
     assert sorted(run.class_names) == [str(digit) for digit in range(10)]
     rows = np.array([3, 0, 58])
     images = run.test_images(rows)
@@ -297,7 +284,7 @@ def test_what_is_no_run_or_another_one_is_refused(copy, tmp_path):
     with pytest.raises(InputError, match=r"found no config.json"):
         fdc_jax.open_run(tmp_path)
     weights = tmp_path / "weights.npz"
-    with np.load(interruptions.REPOSITORY / "fdc_jax/assets/digits_vit.npz") as file:
+    with np.load(small_runs.REPOSITORY / "fdc_jax/assets/digits_vit.npz") as file:
         np.savez(weights, **{name: file[name] * 1.01 for name in file.files})
     with pytest.raises(InputError, match=r"expected the weights that .* was run with"):
         fdc_jax.open_run(copy, weights=str(weights)).encoder(0)

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from configs import base
-from fdc_jax import command, configuration, learners
+from fdc_jax import configuration, learners
 from fdc_jax.errors import InputError
 from fdc_jax.learners import Option, check_state
-from tests import small_runs
 
 NAN = float("nan")
 IMPOSSIBLE = {
@@ -206,11 +205,3 @@ STATE = {"heads": jnp.zeros((3, 4)), "host": np.zeros(2, np.float32)}
 def test_another_state_is_named(state, found):
     with pytest.raises(InputError, match=rf"^learner.name: mine: after_task must return .*{found}"):
         check_state("mine", "after_task", STATE, state)
-
-
-@pytest.mark.slow
-def test_a_run_stops_at_a_state_that_grows(cache, tmp_path):
-    config = small_runs.config(cache, train_per_class=4, test_per_class=2)
-    config.learner.name = "tests.learners.grows"
-    with pytest.raises(InputError, match=r"tests\.learners\.grows: after_task must "):
-        command.run(config, str(tmp_path / "run"), quiet=True)
