@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ENCODER = ("--variant=digits", "--image_size=32", "--batch_size=4")
 STEP = (*ENCODER, "--warm_up=1", "--repeats=2")
 PYTORCH = ("--pytorch=eager",) if importlib.util.find_spec("torch") else ()
-SIZES = ("--tasks=2,5", "--images=330", "--classes=22", "--width=16", "--repeats=1")
+SIZES = ("--tasks=2,3", "--images=330", "--classes=22", "--width=16", "--repeats=1")
 
 
 def tiny(name, *arguments, slow=True):
@@ -59,7 +59,7 @@ def test_a_benchmark_prints_lines_and_writes_numbers(tmp_path, name, arguments):
 
 
 def check_calibration(found):
-    for result, tasks in zip(found["results"], (2, 5), strict=True):
+    for result, tasks in zip(found["results"], (2, 3), strict=True):
         assert (result["tasks"], result["images"], result["views"]) == (tasks, 330, 2)
         images = calibration.Point(tasks, 330, 22, 16, 2).images_of
         scalars = sum(2 * task * images(task) for task in range(tasks))
@@ -161,7 +161,7 @@ def test_samples_depend_on_their_position_alone():
 SMALL = vit.Variant(width=192, depth=3, heads=3)
 
 
-@pytest.mark.parametrize("rank", [0, 4, 32])
+@pytest.mark.parametrize("rank", [0, 4])
 def test_operations_of_a_forward_pass_and_of_a_training_step(rank):
     model, images = vit.VisionTransformer(SMALL), np.zeros((4, 64, 64, 3), np.uint8)
     params = jax.tree.map(

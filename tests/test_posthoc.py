@@ -167,18 +167,6 @@ def test_screen_shows_the_numbers(fdc):
     assert "wrote" in lines[-1]
 
 
-def test_without_its_terms_fdc_is_raw(source, tmp_path):
-    output = tmp_path / "x.npz"
-    weights = ("--attenuation=0", "--rlc_weight=0", "--pac_weight=0")
-    assert run(source, f"--output={output}", *weights, "--neighbours=2", "--quiet") == (0, "", "")
-    with np.load(output) as result:
-        np.testing.assert_array_equal(result["label"], result["raw_label"])
-    report = json.loads(output.with_suffix(".json").read_text())
-    assert report["settings"]["attenuation"] == 0
-    assert report["settings"]["neighbours"] == 2
-    assert report["flips"]["unchanged"] == 48
-
-
 def test_all_methods_in_one_table(source, tmp_path):
     output = tmp_path / "all.npz"
     code, out, error = run(source, "--method=all", "--projections=50", f"--output={output}")
@@ -325,27 +313,17 @@ def test_heads_that_know_nothing_are_named(tmp_path, damage, start):
     assert run(path, "--method=raw", "--quiet")[2] == ""
 
 
-@pytest.mark.parametrize(
-    ("num_classes", "bound"), [(1, 0), (2, 0.75), (4, 0.625), (5, 0.6), (10, 0.3)]
-)
+@pytest.mark.parametrize(("num_classes", "bound"), [(2, 0.75), (4, 0.625), (5, 0.6), (10, 0.3)])
 def test_heads_are_weak_below_three_times_chance_or_half_way_to_certainty(
     num_classes, bound, tmp_path
 ):
     """One-hot features and an identity as head: as many labels are right as are kept."""
-    count = 200
-    rows = np.arange(count) % num_classes
-    for right, warned in ((int(np.ceil(bound * count)), False), (int(bound * count) - 1, True)):
-        if right < 0:
-            continue
-        features = np.roll(np.eye(num_classes), 1, axis=0)[rows]
-        features[:right] = np.eye(num_classes)[rows[:right]]
-        np.savez(
-            tmp_path / "x.npz",
-            train_adapted_0=features,
-            train_labels_0=rows,
-            head_weight_0=np.eye(num_classes),
-            test_adapted=features[:4],
-        )
+    one_hot, rows = np.eye(num_classes), np.arange(200) % num_classes
+    arrays = dict(train_labels_0=rows, head_weight_0=one_hot, test_adapted=one_hot)
+    for right, warned in ((int(np.ceil(bound * 200)), False), (int(bound * 200) - 1, True)):
+        features = np.roll(one_hot, 1, axis=0)[rows]
+        features[:right] = one_hot[rows[:right]]
+        np.savez(tmp_path / "x.npz", train_adapted_0=features, **arrays)
         output = f"--output={tmp_path / 'y.npz'}"
         assert (OWN in run(tmp_path / "x.npz", "--method=raw", output)[2]) == warned
 
@@ -407,28 +385,25 @@ def test_the_dumping_recipe_runs_and_is_short(tmp_path, arrays):
 
 
 def test_the_command_as_a_process_imports_no_encoder_and_no_data(source, tmp_path):
-    script = (
-        "import sys\n"
-        "from fdc_jax.posthoc.__main__ import main\n"
-        "code = main(sys.argv[1:])\n"
-        "heavy = ('flax', 'orbax', 'tensorflow', 'tensorflow_datasets', 'grain', 'optax',\n"
-        "         'PIL', 'fdc_jax.model', 'fdc_jax.data', 'fdc_jax.learners',\n"
-        "         'sklearn', 'torch', 'rich')\n"
-        "print(sorted(set(heavy) & set(sys.modules)))\n"
-        "sys.exit(code)\n"
-    )
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    heavy = {"flax", "orbax", "tensorflow", "tensorflow_datasets", "grain", "optax", "PIL"}
+    heavy |= {"fdc_jax.model", "fdc_jax.data", "fdc_jax.learners", "sklearn", "torch", "rich"}
+    script = f"""
+import runpy, sys
+for sys.argv[1:] in (sys.argv[1:], ["absent.npz"]):
+    try:
+        runpy.run_module("fdc_jax.posthoc", run_name="__main__")
+    except SystemExit as ended:
+        print(ended.code, sorted({heavy} & set(sys.modules)))
+"""
     arguments = [str(source), f"--output={tmp_path / 'x.npz'}", "--quiet"]
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script, *arguments],
-        capture_output=True, text=True, env=environment, cwd=tmp_path, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
-    done = subprocess.run(
-        [sys.executable, "-m", "fdc_jax.posthoc", "absent.npz"],
-        capture_output=True, text=True, env=environment, cwd=tmp_path, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
+        capture_output=True,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+    )
+    assert done.stdout == "0 []\n2 []\n"
     assert done.stderr == "fdc_jax.posthoc: absent.npz: no such file or folder\n"
 
 

@@ -1,20 +1,18 @@
 """Every command of the README and of docs/: it parses, its files exist, the short ones are run."""
 
 import importlib.util
-import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from fdc_jax import configuration, learners
 from fdc_jax.data import benchmarks
+from fdc_jax.posthoc import __main__ as posthoc
 from fdc_jax.report import __main__ as report
 from fdc_jax.report import reference
+from tests import small_runs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = (REPOSITORY / "README.md").read_text()
@@ -25,7 +23,6 @@ PAGES = {
         *sorted((REPOSITORY / "docs").glob("*.md")),
     )
 }
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
 
 
 def commands(text):
@@ -105,18 +102,14 @@ def test_benchmarks_exist(page):
         assert (REPOSITORY / "benchmarks" / f"{program}.py").is_file(), program
 
 
-def test_posthoc_commands_run_in_order(tmp_path):
+def test_posthoc_commands_run_in_order(tmp_path, monkeypatch):
     runs = [words for words in arguments_of("fdc_jax.posthoc") if "example.npz" in words[0]]
     assert len(runs) >= 2
+    monkeypatch.chdir(tmp_path)
     for arguments in runs:
-        done = subprocess.run(
-            [sys.executable, "-m", "fdc_jax.posthoc", *arguments],
-            cwd=tmp_path,
-            env=ENVIRONMENT,
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
+        # Ten thousand random features, the default, take most of the time.
+        fewer = ["--projections=100"] if "--method=all" in arguments else []
+        assert posthoc.main([*arguments, *fewer]) == 0
 
 
 @pytest.mark.parametrize("arguments", arguments_of("fdc_jax.report"), ids=" ".join)
@@ -153,7 +146,7 @@ def test_the_table_of_learners_is_what_the_learners_declare():
     assert rows == [(name, learners.summary(name)) for name in learners.names()]
 
 
-def test_the_learner_that_the_readme_shows_runs(tmp_path):
+def test_the_learner_that_the_readme_shows_runs(tmp_path, cache):
     (code,) = [
         block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "TITLE" in block
     ]
@@ -163,19 +156,9 @@ def test_the_learner_that_the_readme_shows_runs(tmp_path):
         if "linear_probe" in " ".join(words)
     ]
     (tmp_path / "linear_probe.py").write_text(code)
-    arguments = [
-        *(f"--config={REPOSITORY}/configs/digits.py", *arguments[1:]),
-        *("--quiet", "--config.train.epochs=2", "--config.data.train_per_class=20"),
-    ]
-    done = subprocess.run(
-        [sys.executable, str(REPOSITORY / "main.py"), *arguments],
-        cwd=tmp_path,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "runs" / "probe" / "results.json").read_text())
+    process = small_runs.start(None, *arguments[1:], "--quiet", cache=cache, cwd=tmp_path)
+    small_runs.finish(process)
+    found = small_runs.results(tmp_path / "runs" / "probe")
     assert found["learner"] == "linear_probe"
     assert found["config"]["learner.linear_probe.temperature"] == 0.5
     assert found["accuracy"]["oracle"] > 80

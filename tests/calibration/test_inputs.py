@@ -20,6 +20,10 @@ def linear(task):
 SECOND_HEAD = linear(SECOND)
 
 
+def head_of(weight=SECOND.weight, bias=SECOND.bias):
+    return heads.LinearHead(weight, bias)
+
+
 def spoiled(array, row, value):
     copy = np.array(array)
     copy[row, 0] = value
@@ -48,86 +52,52 @@ def fit(
     return calibrator
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"adapted": spoiled(SECOND.adapted, 7, np.nan)},
-            "adapted features of task 1: row 7 is not",
-        ),
-        (
-            {"adapted": spoiled(SECOND.adapted, 44, 1e30)},
-            "adapted features of task 1: row 44 is not",
-        ),
-        (
-            {"pretrained": spoiled(SECOND.pretrained, 3, np.inf)},
-            "pretrained features of task 1: row 3",
-        ),
-        ({"adapted": SECOND.adapted[:, :-1]}, "adapted features of task 1: expected width 16"),
-        ({"pretrained": SECOND.adapted}, "pretrained features of task 1: expected width 12"),
-        (
-            {"adapted": SECOND.adapted[0]},
-            r"adapted features of task 1: expected shape .* found \[16\]",
-        ),
-        ({"adapted": SECOND.adapted.astype(complex)}, "expected real numbers, found complex"),
-        ({"adapted": "features"}, "adapted features of task 1: cannot be read as an array"),
-        ({"labels": SECOND.labels[:-1]}, "labels of task 1: expected 45 rows .* found 44"),
-        ({"pretrained": SECOND.pretrained[1:]}, "pretrained features of task 1: expected 45 rows"),
-        (
-            {"labels": SECOND.labels.astype(float)},
-            "labels of task 1: expected integers, found float64",
-        ),
-        ({"labels": SECOND.labels[:, None]}, "labels of task 1: expected shape"),
-        ({"labels": SECOND.labels - 1}, "label 2 already belongs to task 0"),
-        (
-            {"labels": np.where(SECOND.labels == 3, 99, SECOND.labels)[:1].repeat(45)},
-            "found 1 classes",
-        ),
-        ({"labels": np.arange(45) + 3}, "label 7 at row 4 is one more than the 4 classes"),
-        ({"classes": [3, 4, 5, 9]}, "label 6 at row 3 is none of the head's classes"),
-        ({"classes": [3, 4, 5]}, "classes of task 1: expected 4 labels"),
-        ({"classes": [3, 4, 5, 5]}, "classes of task 1: label 5 is named twice"),
-        ({"classes": [3, 4, 5, 0]}, "label 0 already belongs to task 0"),
-        ({"classes": [3.0, 4, 5, 6]}, "classes of task 1: expected integers"),
-        (
-            {
-                "adapted": SECOND.adapted[:0],
-                "labels": SECOND.labels[:0],
-                "pretrained": SECOND.pretrained[:0],
-            },
-            "task 1: expected at least one sample",
-        ),
-        (
-            {"pretrained": None},
-            "pretrained features of task 1: earlier samples had some, these have none",
-        ),
-        (
-            {"head": heads.LinearHead(SECOND.weight[:, 1:], SECOND.bias)},
-            "head of task 1: weight: expected shape",
-        ),
-        (
-            {"head": heads.LinearHead(SECOND.weight, SECOND.bias[1:])},
-            "head of task 1: bias: expected shape",
-        ),
-        (
-            {"head": heads.LinearHead(spoiled(SECOND.weight, 2, np.nan), SECOND.bias)},
-            "head of task 1: weights: row 2",
-        ),
-        (
-            {"head": heads.LinearHead(SECOND.weight, np.full(4, np.nan))},
-            "head of task 1: bias: row 0",
-        ),
-        (
-            {"head": heads.LinearHead(SECOND.weight[:3], SECOND.bias[:3])},
-            "label 6 at row 3 is one more",
-        ),
-        (
-            {"head": heads.CosineHead(SECOND.weight)},
-            "head of task 1: expected a linear head like task 0, found cosine",
-        ),
-        ({"head": SECOND.weight}, "head of task 1: expected a head with a method logits"),
-    ],
-)
+BAD_TASKS = [
+    (dict(adapted=spoiled(SECOND.adapted, 7, np.nan)), "adapted features of task 1: row 7 is not"),
+    (dict(adapted=spoiled(SECOND.adapted, 44, 1e30)), "adapted features of task 1: row 44 is not"),
+    (
+        dict(pretrained=spoiled(SECOND.pretrained, 3, np.inf)),
+        "pretrained features of task 1: row 3",
+    ),
+    (dict(adapted=SECOND.adapted[:, :-1]), "adapted features of task 1: expected width 16"),
+    (dict(pretrained=SECOND.adapted), "pretrained features of task 1: expected width 12"),
+    (dict(adapted=SECOND.adapted[0]), r"features of task 1: expected shape .* found \[16\]"),
+    (dict(adapted=SECOND.adapted.astype(complex)), "expected real numbers, found complex"),
+    (dict(adapted="features"), "adapted features of task 1: cannot be read as an array"),
+    (dict(labels=SECOND.labels[:-1]), "labels of task 1: expected 45 rows .* found 44"),
+    (dict(pretrained=SECOND.pretrained[1:]), "pretrained features of task 1: expected 45 rows"),
+    (
+        dict(labels=SECOND.labels.astype(float)),
+        "labels of task 1: expected integers, found fl",
+    ),
+    (dict(labels=SECOND.labels[:, None]), "labels of task 1: expected shape"),
+    (dict(labels=SECOND.labels - 1), "label 2 already belongs to task 0"),
+    (dict(labels=np.full(45, 99)), "found 1 classes"),
+    (dict(labels=np.arange(45) + 3), "label 7 at row 4 is one more than the 4 classes"),
+    (dict(classes=[3, 4, 5, 9]), "label 6 at row 3 is none of the head's classes"),
+    (dict(classes=[3, 4, 5]), "classes of task 1: expected 4 labels"),
+    (dict(classes=[3, 4, 5, 5]), "classes of task 1: label 5 is named twice"),
+    (dict(classes=[3, 4, 5, 0]), "label 0 already belongs to task 0"),
+    (dict(classes=[3.0, 4, 5, 6]), "classes of task 1: expected integers"),
+    (
+        dict(adapted=SECOND.adapted[:0], labels=SECOND.labels[:0], pretrained=np.zeros((0, 12))),
+        "task 1: expected at least one sample",
+    ),
+    (dict(pretrained=None), "of task 1: earlier samples had some, these have none"),
+    (dict(head=head_of(weight=SECOND.weight[:, 1:])), "head of task 1: weight: expected shape"),
+    (dict(head=head_of(bias=SECOND.bias[1:])), "head of task 1: bias: expected shape"),
+    (dict(head=head_of(spoiled(SECOND.weight, 2, np.nan))), "head of task 1: weights: row 2"),
+    (dict(head=head_of(bias=np.full(4, np.nan))), "head of task 1: bias: row 0"),
+    (dict(head=head_of(SECOND.weight[:3], SECOND.bias[:3])), "label 6 at row 3 is one more"),
+    (
+        dict(head=heads.CosineHead(SECOND.weight)),
+        "head of task 1: expected a linear head like task 0, found cosine",
+    ),
+    (dict(head=SECOND.weight), "head of task 1: expected a head with a method logits"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_TASKS)
 def test_messages_of_fit_task(change, message):
     with pytest.raises(InputError, match=message) as caught:
         fit(**change)
@@ -166,18 +136,10 @@ def test_pretrained_features_for_later_tasks_only():
 def test_neighbours_beyond_the_classes_of_a_task():
     with pytest.raises(InputError, match=r"task 0: 4 neighbours need .* found 3"):
         fit(neighbours=4)
-    names = [3, 4, 5, 6, 7]
-    head = heads.LinearHead(np.zeros((5, 16)), np.zeros(5))
-    keep = SECOND.rows < 2
+    keep, head = SECOND.rows < 2, head_of(np.zeros((5, 16)), np.zeros(5))
+    views = SECOND.adapted[keep], SECOND.labels[keep], head, SECOND.pretrained[keep]
     with pytest.raises(InputError, match=r"task 1: 3 neighbours need .* found 2"):
-        fit(
-            SECOND.adapted[keep],
-            SECOND.labels[keep],
-            head,
-            SECOND.pretrained[keep],
-            names,
-            neighbours=3,
-        )
+        fit(*views, [3, 4, 5, 6, 7], neighbours=3)
 
 
 def test_scoring_needs_finalized_tasks():
@@ -226,10 +188,7 @@ def test_pretrained_features_without_a_pretrained_view():
     [
         ([linear(FIRST)], "heads: expected one per task, 2, found 1"),
         ([linear(FIRST), linear(FIRST)], "head of task 1: expected 4 classes, found 3"),
-        (
-            [linear(FIRST), heads.CosineHead(SECOND.weight)],
-            "head of task 1: expected a linear head",
-        ),
+        ([linear(FIRST), heads.CosineHead(SECOND.weight)], "task 1: expected a linear head"),
     ],
 )
 def test_messages_of_replace_heads(new_heads, message):

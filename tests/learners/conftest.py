@@ -4,7 +4,6 @@ import pytest
 
 from fdc_jax import learners
 from tests.learners import trajectories
-from tests.model.conftest import few_optimizations  # noqa: F401
 
 learners.names()  # gives every file the answers that it leaves to Cumulative-LoRA
 

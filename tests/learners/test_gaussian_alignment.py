@@ -98,47 +98,6 @@ def test_newest_means_stay_and_the_oldest_shrink():
 # The loss ----------------------------------------------------------------------------------------
 
 
-def reference_loss(logits, labels, seen, temperature):
-    """The mean over samples of the cross-entropy over all classes seen, one after the other."""
-    losses = []
-    for sample, label in zip(np.asarray(logits, np.float64), labels, strict=True):
-        if temperature:
-            tasks = [task for task in range(len(seen)) if seen[task].any()]
-            norms = [np.linalg.norm(sample[task][seen[task]]) + 1e-7 for task in tasks]
-            sample = sample / np.mean(norms) / temperature
-        z = sample[seen]
-        peak = z.max()
-        log_sum = peak + np.log(np.exp(z - peak).sum())
-        losses.append(log_sum - sample.reshape(-1)[label])
-    return np.mean(losses)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.1])
-def test_cross_entropy_over_all(temperature):
-    rng = np.random.default_rng(0)
-    seen = np.array([[True, True, False], [True, True, True], [False] * 3])
-    logits = rng.normal(size=(6, 3, 3))
-    labels = np.array([0, 1, 3, 4, 5, 0])
-    weights = np.array([1.0, 1, 1, 1, 1, 0])
-    expected = reference_loss(logits[:5], labels[:5], seen, temperature)
-
-    def loss(logits):
-        return gaussian_alignment.cross_entropy_over_all(logits, labels, weights, seen, temperature)
-
-    value, gradient = jax.value_and_grad(loss)(jnp.asarray(logits, jnp.float32))
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    assert np.isfinite(gradient).all()
-    np.testing.assert_array_equal(gradient[:, 2], 0)
-    np.testing.assert_array_equal(gradient[:, 0, 2], 0)
-    np.testing.assert_array_equal(gradient[5], 0)
-    # The gradient flows through the norm.
-    step, direction = 1e-6, rng.normal(size=logits.shape)
-    ahead = reference_loss((logits + step * direction)[:5], labels[:5], seen, temperature)
-    behind = reference_loss((logits - step * direction)[:5], labels[:5], seen, temperature)
-    slope = np.sum(np.asarray(gradient, np.float64) * direction)
-    np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=1e-4)
-
-
 def test_cross_entropy_of_logits_that_are_zero():
     """The norm has no derivative there; the loss of a head of zeros still has a finite one."""
     seen, labels = np.ones((2, 2), bool), np.array([0, 1, 2])

@@ -98,35 +98,6 @@ def unit_rows(rng, count, width=6):
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
 
-def triplet(features, labels, means, margin, padding=0, masked=1):
-    """The loss with `padding` images and `masked` means that must not count."""
-    rng = np.random.default_rng(9)
-    weights = np.repeat([1, 0], [len(features), padding])
-    features = np.concatenate([features, features[:1].repeat(padding, 0)])
-    labels = np.concatenate([labels, np.zeros(padding, int)])
-    counts = np.arange(len(means) + masked) < len(means)
-    means = np.concatenate([means.reshape(-1, features.shape[1]), unit_rows(rng, masked)])
-    return lora_subtraction.triplet_loss(
-        jnp.asarray(features, jnp.float32),
-        jnp.asarray(labels),
-        jnp.asarray(weights, jnp.float32),
-        jnp.asarray(means, jnp.float32),
-        jnp.asarray(counts),
-        margin,
-    )
-
-
-@pytest.mark.parametrize(("margin", "num_means"), [(0.1, 3), (1.0, 0), (2.0, 3)])
-def test_triplet_loss_pair_by_pair(margin, num_means):
-    rng = np.random.default_rng(num_means)
-    features, means = unit_rows(rng, 7), unit_rows(rng, num_means)
-    labels = np.array([0, 1, 2, 0, 1, 0, 2])
-    expected = reference_triplet(features, labels, means, margin)
-    assert expected > 0
-    found = triplet(features, labels, means, margin, padding=2, masked=4)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
-
-
 def test_slopes_of_the_triplet_loss_reach_both_images_of_a_pair():
     """Against central differences in float64 of features before they are normalised."""
     rng = np.random.default_rng(3)

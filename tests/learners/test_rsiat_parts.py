@@ -9,9 +9,8 @@ from configs import digits
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import rsiat
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
-from fdc_jax.learners.training import cosface
 from tests.learners import rsiat_reference
-from tests.learners.trajectories import float64, random_like
+from tests.learners.trajectories import float64
 
 LABELS = np.array([0, 1, 2, 0, 1, 2, 0, 0])
 # The last two rows are padding, labelled as padding is.
@@ -23,36 +22,7 @@ def random_features(seed, count=8):
     return jnp.asarray(np.random.default_rng(seed).normal(size=(count, WIDTH)), jnp.float32)
 
 
-# CosFace -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("scale", "margin"), [(30.0, 0.3), (20.0, 0.0)])
-def test_cosface_against_its_formula(scale, margin):
-    """Rows that are no classes and images of weight zero count for nothing."""
-    rng = np.random.default_rng(0)
-    features, rows = rng.normal(size=(8, WIDTH)), rng.normal(size=(5, WIDTH))
-    units = [each / np.linalg.norm(each, axis=1, keepdims=True) for each in (features, rows)]
-
-    def loss(cosines):
-        return cosface(cosines, LABELS, np.arange(5) < 3, WEIGHTS, scale, margin)
-
-    value, gradient = jax.value_and_grad(loss)(jnp.asarray(units[0] @ units[1].T, jnp.float32))
-    expected = rsiat_reference.cosface(features[:6], rows[:3], LABELS[:6], scale, margin)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    np.testing.assert_array_equal(gradient[6:], 0)
-    np.testing.assert_array_equal(gradient[:, 3:], 0)
-    assert np.isfinite(gradient).all() and np.abs(np.asarray(gradient)[:6, :3]).max() > 0
-
-
-# Steering ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("weight", "threshold"), [(0.5, 0.3), (2.0, -0.2)])
-def test_steering_against_its_formula(weight, threshold):
-    features = random_features(0)
-    expected = rsiat_reference.steering(float64(features)[:6], LABELS[:6], weight, threshold)
-    found = rsiat.steering_loss(features, LABELS, WEIGHTS, weight, threshold)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+# Losses at their edges; test_rsiat.py has the losses ----------------------------------------------
 
 
 def test_steering_without_pairs_of_a_kind_is_finite():
@@ -65,58 +35,21 @@ def test_steering_without_pairs_of_a_kind_is_finite():
     np.testing.assert_allclose(one, expected, rtol=1e-5)
 
 
-# Alignment and repulsion -------------------------------------------------------------------------
-
-MEAN_MASK = np.array([True, True, True, False, False])
-
-
-@pytest.fixture(scope="module")
-def layers():
-    return random_like(jax.eval_shape(lambda: rsiat.new_projector(jax.random.key(0), WIDTH, 7)), 3)
-
-
-def means():
-    """Means of three classes, and slots of none, which are zero."""
-    return random_features(5, 5) * MEAN_MASK[:, None]
-
-
-def losses(layers, features, earlier, mean_rows, bounded=True):
-    return rsiat.projection_losses(
-        lambda rows: rsiat.project(layers, rows, bounded),
-        *(features, earlier, WEIGHTS, mean_rows, MEAN_MASK),
-    )
-
-
-def test_alignment_and_repulsion_against_their_formulas(layers):
-    features, earlier = random_features(1), random_features(2)
-    alignment, repulsion = losses(layers, features, earlier, means())
-    projected, projected_means = (
-        rsiat_reference.project(float64(layers), float64(rows))
-        for rows in (earlier[:6], means()[:3])
-    )
-    expected = rsiat_reference.alignment(float64(features)[:6], projected)
-    np.testing.assert_allclose(alignment, expected, rtol=1e-5)
-    expected = rsiat_reference.repulsion(projected_means, projected)
-    np.testing.assert_allclose(repulsion, expected, rtol=1e-4)
-
-
-def test_where_the_gradients_go(layers):
-    """Repulsion has one for the projector alone; padding has none."""
-    features, earlier = random_features(1), random_features(2)
-    for which in range(2):
-        of_projector, of_features = jax.jit(
-            jax.grad(lambda p, f, w=which: losses(p, f, earlier, means())[w], argnums=(0, 1))
-        )(layers, features)
-        assert min(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(of_projector)) > 0
-        np.testing.assert_array_equal(of_features[6 * (1 - which) :], 0)
-        assert which or np.abs(np.asarray(of_features)[:6]).min() > 0
-
-
-def test_slots_without_a_class_have_finite_gradients(layers):
+def test_slots_without_a_class_have_finite_gradients():
     """The unbounded projector maps zero to zero, whose norm has no derivative."""
-    nothing, earlier = jax.tree.map(jnp.zeros_like, layers), random_features(2)
-    gradients = jax.jit(jax.grad(lambda p: losses(p, earlier, earlier, means(), False)[1]))
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients(nothing)))
+    shapes = jax.eval_shape(lambda: rsiat.new_projector(jax.random.key(0), WIDTH, 7))
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape), shapes)
+    features, is_class = random_features(2), np.arange(5) < 3
+    means = random_features(5, 5) * is_class[:, None]
+
+    def repulsion(layers):
+        return rsiat.projection_losses(
+            lambda rows: rsiat.project(layers, rows, False),
+            *(features, features, WEIGHTS, means, is_class),
+        )[1]
+
+    gradients = jax.jit(jax.grad(repulsion))(nothing)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
 
 
 # The projector -----------------------------------------------------------------------------------

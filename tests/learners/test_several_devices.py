@@ -11,12 +11,6 @@ from fdc_jax import learners
 
 # RSIAT's loss pairs images, which lie on different devices.
 FAST = ("rsiat",)
-# The programs are tiny; nearly all the time goes into compiling them.
-FLAGS = (
-    "--xla_force_host_platform_device_count=4",
-    "--xla_backend_optimization_level=0",
-    "--xla_llvm_disable_expensive_passes=true",
-)
 
 
 @pytest.mark.parametrize(
@@ -24,11 +18,13 @@ FLAGS = (
     [FAST, pytest.param(sorted({*learners.names()} - {*FAST}), marks=pytest.mark.slow)],
     ids=["fast", "slow"],
 )
-def test_four_devices_leave_what_one_leaves(names):
+def test_four_devices_leave_what_one_leaves(names, cache):
     done = subprocess.run(
         [sys.executable, "-m", "tests.learners.several_devices", *names],
         cwd=Path(__file__).resolve().parents[2],
-        env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(FLAGS)},
+        env=os.environ
+        | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache / "compiled")}
+        | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
         capture_output=True,
         text=True,
     )
