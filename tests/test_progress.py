@@ -31,25 +31,6 @@ def test_time_left_is_shown_from_the_second_step_on_without_compilation(clock, c
     assert capsys.readouterr().err == line
 
 
-def test_a_bar_in_a_terminal_leaves_the_compilation_out_too(clock, monkeypatch):
-    made = []
-    bar = types.SimpleNamespace(
-        set_description_str=lambda *a, **b: None,
-        set_postfix=lambda *a, **b: None,
-        update=lambda: made.append("step"),
-        close=lambda: None,
-    )
-    monkeypatch.setattr(progress.tqdm, "tqdm", lambda **options: made.append(options) or bar)
-    monkeypatch.setattr(progress.sys, "stderr", types.SimpleNamespace(isatty=lambda: True))
-    shown = progress.Progress()
-    shown.start(total=10, done=4)
-    for _ in range(3):
-        shown.step("task 1/2 epoch 1/1")
-    # tqdm's clock begins with the bar, and its rate leaves out the initial steps.
-    assert made[0]["initial"] == 5 and made[0]["total"] == 10
-    assert made[1:] == ["step", "step"]
-
-
 def test_lines_come_every_half_minute_after_a_resume(clock, capsys):
     shown = progress.Progress(label="seed 2, ")
     shown.start(total=100, done=40)

@@ -137,10 +137,10 @@ def test_what_only_training_gives_is_not_trained_again_unasked(copy, cache):
     (copy / "features").rmdir()
     assert go(config(cache), copy) == finished
     (copy / "predictions.npz").unlink()
-    assert go(config(cache), copy)["accuracy"] == results["accuracy"]
+    assert go(config(cache), copy)["accuracy"] == finished["accuracy"]
     # Half of the features, without those of training, would be of no use.
     assert not (copy / "features").exists()
-    assert go(config(cache), copy)["accuracy"] == results["accuracy"]
+    assert go(config(cache), copy)["accuracy"] == finished["accuracy"]
     (copy / "predictions.npz").unlink()
     for path in (copy / "checkpoints").iterdir():
         path.rename(copy / f"elsewhere_{path.name}")

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 
 from fdc_jax import calibration
+from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
 KINDS = ("linear", "normalised_linear", "cosine", "nearest_mean")
+PAPER = {"attenuation": 0.3, "rlc_weight": 0.9, "neighbours": 2}
 
 
 def load(path, heads=None):
@@ -27,37 +29,29 @@ def refit(calibrator, task, kind="linear"):
     calibrator.finalize()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("dual", "tasks"), [(True, 4), (False, 1)])
-def test_a_loaded_calibrator_is_the_saved_one(tmp_path, kind, dual, tasks):
-    stream = streams.stream(0, tasks)
-    saved = streams.fitted(stream, kind, dual, attenuation=0.3, rlc_weight=0.9, neighbours=2)
-    saved.save(tmp_path / "calibrator.npz")
-    loaded = load(tmp_path / "calibrator.npz")
-    assert loaded.settings == saved.settings
-    assert loaded.storage_bytes == saved.storage_bytes
-    adapted, pretrained = streams.probe_inputs(stream)
-    given = (adapted, pretrained) if dual else (adapted,)
-    first, second = saved.score(*given), loaded.score(*given)
-    np.testing.assert_array_equal(first.task_scores, second.task_scores)
-    np.testing.assert_array_equal(first.label, second.label)
-
-
-def test_a_loaded_calibrator_takes_further_tasks(tmp_path):
-    stream = streams.stream(1, 5)
-    begun = streams.fitted(stream[:3])
-    begun.save(tmp_path / "three.npz")
-    loaded = load(tmp_path / "three.npz")
-    assert loaded.foreign is not None and begun.foreign is not None
-    for first, second in zip(loaded.foreign, begun.foreign, strict=True):
-        for view in range(2):
-            np.testing.assert_array_equal(first[view], second[view])
-    for task in stream[3:]:
-        refit(loaded, task)
-    inputs = streams.probe_inputs(stream)
-    np.testing.assert_array_equal(
-        loaded.score(*inputs).task_scores, streams.fitted(stream).score(*inputs).task_scores
-    )
+@pytest.mark.parametrize("settings", [PAPER, WHITENED, WHITENED_CLASSES])
+@pytest.mark.parametrize(("kind", "dual"), [*((kind, True) for kind in KINDS), ("linear", False)])
+def test_saved_continued_and_scored_on_a_device(tmp_path, settings, kind, dual):
+    stream = streams.stream(8, 4)
+    inputs = streams.probe_inputs(stream)[: 1 + dual]
+    streams.fitted(stream[:3], kind, dual, **settings).save(tmp_path / "three.npz")
+    loaded, last = load(tmp_path / "three.npz"), stream[3]
+    pretrained = last.pretrained if dual else None
+    loaded.fit_task(last.adapted, last.labels, streams.head_of(last, kind), pretrained)
+    loaded.finalize()
+    whole = streams.fitted(stream, kind, dual, **settings)
+    assert loaded.settings == whole.settings
+    assert loaded.storage_bytes == whole.storage_bytes
+    ours, theirs = loaded.score(*inputs), whole.score(*inputs)
+    np.testing.assert_array_equal(ours.task_scores, theirs.task_scores)
+    np.testing.assert_array_equal(ours.label, theirs.label)
+    whole.save(tmp_path / "four.npz")
+    device = calibration.load(tmp_path / "four.npz")
+    for switches in ({}, {"tsf": False}, {"rlc": False}, {"pac": False}, {"adapted_view": False}):
+        found = device.terms(*inputs).scores(**switches)
+        wanted = whole.terms(*inputs).scores(**switches)
+        assert streams.relative_error(found.task_scores, wanted.task_scores) < 1e-4
+        assert (found.label == wanted.label).mean() > 0.99
 
 
 def test_released_residuals_are_not_stored(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 
 from fdc_jax import heads
 from fdc_jax.calibration import inputs
+from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
@@ -34,28 +35,32 @@ def chunked(task, size, pretrained=True, calls=None):
     return source
 
 
-def fitted_from(tasks, source_of, kind="linear"):
-    calibrator = streams.new()
+def fitted_from(tasks, source_of, **settings):
+    calibrator = streams.new(**settings)
     for task in tasks:
-        calibrator.fit_task(source_of(task), None, streams.head_of(task, kind))
+        calibrator.fit_task(source_of(task), None, streams.head_of(task, "linear"))
     calibrator.finalize()
     return calibrator
 
 
-@pytest.mark.parametrize("offset", [0.0, 30.0])
 @pytest.mark.parametrize("size", [64, inputs.BLOCK_ROWS, 5000])
-def test_a_source_equals_arrays(size, offset):
-    stream = streams.stream(0, 3, samples=LONG, offset=offset)
+@pytest.mark.parametrize("settings", [{}, WHITENED, WHITENED_CLASSES])
+@pytest.mark.parametrize("dual", [True, False])
+def test_a_source_equals_arrays(dual, settings, size):
+    stream = streams.stream(0, 3, samples=LONG, offset=0.0 if size == 64 else 30.0)
     calls: list[int] = []
-    found = fitted_from(stream, lambda task: chunked(task, size, calls=calls))
+    found = fitted_from(stream, lambda task: chunked(task, size, dual, calls), **settings)
     assert len(calls) == 2 * len(stream)
-    whole = streams.fitted(stream)
-    assert [len(task.views[0].basis) for task in found.tasks] == [
-        len(task.views[0].basis) for task in whole.tasks
-    ]
-    probe = streams.probe_inputs(stream)
+    whole = streams.fitted(stream, dual=dual, **settings)
+    probe = streams.probe_inputs(stream)[: 1 + dual]
     # Blocks are the same whatever the chunks, hence so are the scores.
     np.testing.assert_array_equal(found.score(*probe).task_scores, whole.score(*probe).task_scores)
+    # What is known of a task never changes when others follow.
+    first = streams.fitted(stream[:1], dual=dual, **settings)
+    for ours, theirs in zip(first.tasks[0].views, whole.tasks[0].views, strict=True):
+        np.testing.assert_array_equal(ours.basis, theirs.basis)
+    if settings:
+        assert first.affinities[0][0][1:] == whole.affinities[0][0][1:]
 
 
 def test_long_tasks_equal_the_reference():
@@ -65,14 +70,6 @@ def test_long_tasks_equal_the_reference():
         expected = streams.fitted_reference(stream, kind).score(*probe)[0]
         found = streams.fitted(stream, kind).score(*probe).task_scores
         assert streams.relative_error(found, expected) < 1e-4
-
-
-def test_a_source_of_one_view():
-    stream = streams.stream(3, 2)
-    found = fitted_from(stream, lambda task: chunked(task, 20, pretrained=False))
-    adapted = streams.probe_inputs(stream)[0]
-    expected = streams.fitted(stream, dual=False).score(adapted)
-    np.testing.assert_array_equal(found.score(adapted).task_scores, expected.task_scores)
 
 
 def test_messages_of_sources():

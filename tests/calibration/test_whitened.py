@@ -123,15 +123,13 @@ def test_components_and_views_apart(affinity):
 def test_weights_multiply_the_evidence():
     stream = streams.stream(5, 3)
     inputs = streams.probe_inputs(stream)
-    once = streams.fitted(stream, rlc_weight=0.0, **WHITENED).terms(*inputs)
-    twice = streams.fitted(stream, rlc_weight=0.0, pac_weight=2.0, **WHITENED).terms(*inputs)
-    base = once.fuse(pac=False).task_scores
-    np.testing.assert_allclose(
-        twice.scores().task_scores - base,
-        2 * (once.scores().task_scores - base),
-        rtol=1e-4,
-        atol=1e-5,
+    once, twice = (
+        streams.fitted(stream, rlc_weight=0.0, pac_weight=weight, **WHITENED).terms(*inputs)
+        for weight in (1.0, 2.0)
     )
+    base = once.fuse(pac=False).task_scores
+    found, expected = (each.scores().task_scores - base for each in (twice, once))
+    np.testing.assert_allclose(found, 2 * expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_papers_numbers_stay_what_they_are():
@@ -175,53 +173,6 @@ def test_cosines_with_linear_evidence():
     q = terms.adapted.affinity + terms.pretrained.affinity
     found = terms.beyond()["linear"]["tsf+pac"].task_scores
     np.testing.assert_allclose(found, base + terms.filtered_scale * q, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("variant", [WHITENED, WHITENED_CLASSES])
-@pytest.mark.parametrize("dual", [True, False])
-def test_streams_in_chunks_and_one_after_the_other(variant, dual):
-    """Sources give what arrays give; a task's own moments never change when others follow."""
-    stream = streams.stream(0, 3, samples=(1300, 40, 700))
-    whole = streams.fitted(stream, dual=dual, **variant)
-    chunked = streams.new(**variant)
-    for task in stream:
-
-        def source(task=task):
-            for start in range(0, len(task.rows), 333):
-                rows = slice(start, start + 333)
-                pretrained = task.pretrained[rows] if dual else None
-                yield task.adapted[rows], pretrained, task.labels[rows]
-
-        chunked.fit_task(source, None, streams.head_of(task, "linear"))
-    chunked.finalize()
-    inputs = streams.probe_inputs(stream)[: 2 if dual else 1]
-    np.testing.assert_array_equal(chunked.score(*inputs).label, whole.score(*inputs).label)
-    first = streams.fitted(stream[:1], dual=dual, **variant)
-    own = [each.affinities[0][0] for each in (first, whole)]
-    assert own[0][1:] == own[1][1:]
-
-
-@pytest.mark.parametrize("variant", [WHITENED, WHITENED_CLASSES])
-@pytest.mark.parametrize("kind", ["linear", "cosine", "nearest_mean", "normalised_linear"])
-def test_saved_continued_and_scored_with_numpy(tmp_path, variant, kind):
-    stream = streams.stream(8, 4)
-    inputs = streams.probe_inputs(stream)
-    streams.fitted(stream[:3], kind, **variant).save(tmp_path / "three.npz")
-    loaded = calibration.load(tmp_path / "three.npz").to_numpy()
-    last = stream[3]
-    loaded.fit_task(last.adapted, last.labels, streams.head_of(last, kind), last.pretrained)
-    loaded.finalize()
-    whole = streams.fitted(stream, kind, **variant)
-    expected = whole.score(*inputs)
-    np.testing.assert_array_equal(loaded.score(*inputs).task_scores, expected.task_scores)
-    assert loaded.storage_bytes == whole.storage_bytes
-    whole.save(tmp_path / "four.npz")
-    device = calibration.load(tmp_path / "four.npz")
-    for switches in ({}, {"tsf": False}, {"rlc": False}, {"pac": False}, {"adapted_view": False}):
-        found = device.terms(*inputs).scores(**switches)
-        wanted = whole.terms(*inputs).scores(**switches)
-        assert streams.relative_error(found.task_scores, wanted.task_scores) < 1e-4
-        assert (found.label == wanted.label).mean() > 0.99
 
 
 @pytest.mark.parametrize(
@@ -304,25 +255,17 @@ def test_heads_that_are_functions():
 
 def test_a_class_without_an_image_is_ignored():
     stream = streams.stream(3, 3)
-    task = stream[1]
-    named = streams.new(**WHITENED_CLASSES)
-    bigger = streams.new(**WHITENED_CLASSES)
-    for place, each in enumerate(stream):
-        head = streams.head_of(each, "linear")
-        named.fit_task(each.adapted, each.labels, head, each.pretrained)
-        if place == 1:
-            rows = np.concatenate([task.weight, np.ones((1, task.weight.shape[1]))])
-            head = type(head)(rows.astype(np.float32), np.append(task.bias, 99.0))
-            classes = [*range(task.first, task.first + len(task.weight)), 77]
-            bigger.fit_task(each.adapted, each.labels, head, each.pretrained, classes)
-        else:
-            bigger.fit_task(each.adapted, each.labels, head, each.pretrained)
-    named.finalize(), bigger.finalize()
-    inputs = streams.probe_inputs(stream)
+    named, bigger = streams.fitted(stream, **WHITENED_CLASSES), streams.new(**WHITENED_CLASSES)
+    for task in stream:
+        weight = np.concatenate([task.weight, np.ones_like(task.weight[:1])])
+        head = streams.heads.LinearHead(weight, np.append(task.bias, np.float32(99)))
+        classes = [*np.unique(task.labels), 70 + task.first]
+        bigger.fit_task(task.adapted, task.labels, head, task.pretrained, classes)
+    bigger.finalize()
     own = [each.affinities[1][0] for each in (named, bigger)]
     assert own[0][1:] == own[1][1:]
-    found = bigger.score(*inputs)
-    assert np.isfinite(found.task_scores).all() and (found.label != 77).all()
+    found = bigger.score(*streams.probe_inputs(stream))
+    assert np.isfinite(found.task_scores).all() and (found.label < 70).all()
 
 
 @pytest.mark.parametrize("variant", [WHITENED, WHITENED_CLASSES])
