@@ -240,8 +240,8 @@ def gradient_update(
             )
 
         count, side = batch.images.shape[:2]
-        size = vit.images_together(count, side, setup.variant.patch)
-        if mean_over_images and size < count:
+        size = vit.images_together(count, side, setup.variant.patch) if mean_over_images else count
+        if size < count:
             value, gradients = mean_over_portions(value_and_gradients, batch, size)
         else:
             value, gradients = value_and_gradients(batch)
