@@ -69,6 +69,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "fecam": comparators.FeCAM,
     "fecam-pretrained": lambda: comparators.FeCAM("pretrained"),
     "fecam-pilot": lambda: comparators.FeCAM(variant="pilot"),
+    "ridge": lambda: comparators.RanPAC(variant="linear"),
+    "ridge-pretrained": lambda: comparators.RanPAC("pretrained", variant="linear"),
     "ranpac": comparators.RanPAC,
     "ranpac-pretrained": lambda **settings: comparators.RanPAC("pretrained", **settings),
     "ranpac-pilot": lambda **settings: comparators.RanPAC(variant="pilot", **settings),

@@ -190,17 +190,22 @@ def test_best_ridge_is_sklearns_best(split):
     assert 1e-8 < best < 1e8
 
 
-@pytest.mark.parametrize("variant", ["original", "pilot"])
+@pytest.mark.parametrize("variant", ["original", "pilot", "linear"])
 def test_ranpac_is_sklearns_ridge_on_the_same_features(data, variant):
     comparator, again = (
         fitted(comparators.RanPAC(variant=variant, projections=50, seed=3), data.tasks)
         for _ in range(2)
     )
     features, labels, classes = stacked(data, "adapted")
-    projection = np.asarray(comparator._projection, np.float64)
+
+    def expanded(rows):
+        if variant == "linear":
+            return np.column_stack([rows, np.ones(len(rows))])
+        return np.maximum(rows @ np.asarray(comparator._projection, np.float64), 0)
+
     reference = linear_model.Ridge(comparator.ridge, fit_intercept=False)
-    reference.fit(np.maximum(features @ projection, 0), (labels[:, None] == classes).astype(float))
-    test = np.maximum(data.adapted.astype(np.float64) @ projection, 0)
+    reference.fit(expanded(features), (labels[:, None] == classes).astype(float))
+    test = expanded(data.adapted.astype(np.float64))
     scores = reference.predict(test)
     if variant == "pilot":
         scores = unit(test) @ unit(reference.coef_).T
@@ -290,6 +295,10 @@ METHODS = {
     "fecam": (comparators.FeCAM, C * (D * D + D)),
     "pilot": (lambda view: comparators.FeCAM(view, "pilot"), C * (D * D + D)),
     "ranpac": (lambda view: comparators.RanPAC(view, projections=40), 40 * 40 + 40 * C),
+    "linear": (
+        lambda view: comparators.RanPAC(view, "linear"),
+        (D + 1) * (D + 1) + (D + 1) * C,
+    ),
     "anacp": (
         lambda view: comparators.AnaCP(view, projections=40),
         3 * (40 * 40 + 40 * C) + C * D + C + D * D,

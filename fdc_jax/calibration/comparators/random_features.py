@@ -43,13 +43,15 @@ class RanPAC(Comparator):
     Args:
         view: "adapted" or "pretrained".
         variant: of the class score: "original" is h W; "pilot", the port in PILOT, which scores
-            through a cosine layer, the cosine of h and each column of W.
+            through a cosine layer, the cosine of h and each column of W; "linear" is h W with
+            h = (g, 1), ridge regression on the features themselves, as ACIL has it (Zhuang et al.,
+            2022) behind a random layer.
         projections: M. The paper's 10,000 takes 0.8 GB of host memory while fitting.
         seed: of R, which is not stored, and of the shuffles.
     """
 
     name = "ranpac"
-    variants = ("original", "pilot")
+    variants = ("original", "pilot", "linear")
 
     def __init__(
         self,
@@ -63,16 +65,15 @@ class RanPAC(Comparator):
         self.ridge = 1.0
         self._random = np.random.default_rng(seed)
         self._projection: Any = None
-        self.total = np.zeros((projections, projections))
 
     def _collect(self, features, rows, head) -> Float[np.ndarray, "m c"]:
-        if self._projection is None:
+        if self._projection is None and self.variant != "linear":
             self._projection = _gaussian(self._random, features.shape[1], self.projections)
         order = self._random.permutation(len(rows))
         onehot = _onehot(rows[order])
-        hidden = in_blocks(partial(relu_features, self._projection), features[order])
+        hidden = in_blocks(partial(_hidden, self._projection), features[order])
         gram, sums = _moments(hidden, onehot)
-        self.total += gram
+        self.total = gram if self.total is None else self.total + gram
         split = int(0.8 * len(onehot))
         if split > 0:
             self.ridge = best_ridge(hidden, onehot, split)
@@ -84,7 +85,7 @@ class RanPAC(Comparator):
         return jnp.asarray(solve_ridge(self.total, self.ridge, targets), jnp.float32)
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
-        score = partial(_ranpac_scores, cosine=self.variant == "pilot")
+        score = partial(_ridge_scores, cosine=self.variant == "pilot")
         return in_blocks(partial(score, self._projection, self._solved), features)
 
 
@@ -217,6 +218,15 @@ def relu_features(
     return jax.nn.relu(products(features, matrix.T))
 
 
+def _hidden(
+    projection: Float[Array, "d m"] | None, features: Float[Array, "n d"]
+) -> Float[Array, "n m"]:
+    """Returns RanPAC's h."""
+    if projection is None:
+        return jnp.pad(features, ((0, 0), (0, 1)), constant_values=1.0)
+    return relu_features(projection, features)
+
+
 @jax.jit
 def gelu_features(
     matrix: Float[Array, "d m"], features: Float[Array, "n d"]
@@ -226,13 +236,13 @@ def gelu_features(
 
 
 @partial(jax.jit, static_argnames="cosine")
-def _ranpac_scores(
-    projection: Float[Array, "d m"],
+def _ridge_scores(
+    projection: Float[Array, "d m"] | None,
     weight: Float[Array, "m classes"],
     features: Float[Array, "n d"],
     cosine: bool,
 ) -> Float[Array, "n classes"]:
-    hidden, rows = relu_features(projection, features), weight.T
+    hidden, rows = _hidden(projection, features), weight.T
     return products(unit(hidden), unit(rows)) if cosine else products(hidden, rows)
 
 
