@@ -51,7 +51,7 @@ _ALLOWED: dict[str, str | tuple[str, ...]] = {
 }
 
 # What a run did before there was such a field.
-_CAME_LATER: dict[str, Any] = {"fdc.transport": False}
+CAME_LATER: dict[str, Any] = {"fdc.transport": False}
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -132,9 +132,9 @@ def differences(
     """Returns (field, saved value, new value) where a result would be another one.
 
     Fields of an earlier version that are gone, and options of learners that are, do not count;
-    checksums of weights and images, by name, do. A field that came later was as in `_CAME_LATER`.
+    checksums of weights and images, by name, do. A field that came later was as in `CAME_LATER`.
     """
-    saved = _CAME_LATER | saved
+    saved = CAME_LATER | saved
     new = flatten(config) | checksums
     return [
         (field, saved.get(field), value)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int, UInt8
 
 from fdc_jax import calibration, devices
 from fdc_jax.checkpoint import Checkpoints
-from fdc_jax.configuration import Config
+from fdc_jax.configuration import CAME_LATER, Config
 from fdc_jax.data.batches import Batch, evaluation_images
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError
@@ -170,7 +170,7 @@ class Run(Places):
 def _configuration(saved: dict[str, Any]) -> Config:
     """Returns the configuration that a run has stored; names with a space are checksums."""
     nested: dict[str, Any] = {}
-    for field, value in saved.items():
+    for field, value in (CAME_LATER | saved).items():
         if " " not in field:
             *parents, name = field.split(".")
             place = nested
