@@ -260,14 +260,32 @@ def describe(arrays: Mapping[str, np.ndarray], path: Path) -> tuple[str, vit.Var
             missing, belongs to another file, or asks for what this encoder does not do.
     """
     own = rename(arrays, path)
+    try:
+        return _described(arrays, own, path)
+    except InputError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InputError(
+            f"{path}: its arrays, or what config.json beside it says of them, are not those of an "
+            f"encoder known here ({error})"
+        ) from error
+
+
+def _described(
+    arrays: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], path: Path
+) -> tuple[str, vit.Variant]:
     strangers = [name for name in own if "/" not in name.removesuffix("*") and name != "cls"]
     block = "Transformer/encoderblock_0"
     needed = ("embedding/kernel", f"{block}/MlpBlock_3/Dense_0/kernel")
     needed += (f"{block}/MlpBlock_3/Dense_1/kernel",)
     if strangers or any(name not in own for name in needed):
-        listed = ", ".join(sorted(strangers or arrays)[:3])
-        what = f"{len(strangers)} of its {len(arrays)} arrays do not fit" if strangers else "it has"
-        raise InputError(f"{path}: not recognised as a Vision Transformer: {what}, first {listed}")
+        names = sorted(strangers or arrays)
+        what = f"{len(strangers)} of its {len(arrays)} arrays do not fit, first"
+        raise InputError(
+            f"{path}: not recognised as a Vision Transformer: "
+            f"{what if strangers else 'its arrays are'} {', '.join(names[:3])}"
+            f"{' and others' if len(names) > 3 else ''}"
+        )
     patch, width = own["embedding/kernel"].shape[0], own["embedding/kernel"].shape[-1]
     units, hidden = (own[name].shape for name in needed[1:])
     numbers = (re.match(r"Transformer/encoderblock_(\d+)/", name) for name in own)
@@ -300,14 +318,18 @@ def describe(arrays: Mapping[str, np.ndarray], path: Path) -> tuple[str, vit.Var
     variant = dataclasses.replace(variant, **facts)
     if variant.heads < 1 or width % variant.heads:
         raise InputError(f"{path}: {variant.heads} heads do not divide its width {width}")
-    return _name(family, variant), variant
+    name = _name(family, variant)
+    if family == "augreg" and name in vit.VARIANTS:
+        known = vit.VARIANTS[name]
+        variant = dataclasses.replace(variant, mean=known.mean, std=known.std)
+    return name, variant
 
 
 def _of_timm(
     own: Mapping[str, np.ndarray], variant: vit.Variant, path: Path
 ) -> tuple[str, dict[str, Any]]:
     config, place = _json(path, "config.json")
-    arguments, given = config.get("model_args", {}), config.get("pretrained_cfg", config)
+    arguments, given = config.get("model_args") or {}, config.get("pretrained_cfg") or config
     name = config.get("architecture", "")
     if config and not _TIMM_NAMES.match(name):
         _refuse(place, "architecture", "a Vision Transformer known here", name)
