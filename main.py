@@ -84,6 +84,7 @@ def main(stop: interruption.StopRequest) -> None:
 
     flag: Any = flags.FLAGS["config"]
     name = Path(flag.config_filename.partition(":")[0]).stem
+    name = _CONFIG.value.benchmark if name == "own" else name
     command.main(
         _CONFIG.value,
         _WORKDIR.value or f"runs/{name}",

@@ -27,7 +27,7 @@ from PIL import Image
 
 from benchmarks.measure import numbers, parsed, parser_of, run, timed, write_report
 from fdc_jax import devices
-from fdc_jax.data import batches, dataset
+from fdc_jax.data import batches, dataset, task_stream
 from fdc_jax.data.batches import ByteCache
 from fdc_jax.data.dataset import Dataset
 
@@ -130,7 +130,7 @@ def main() -> None:
             if name == "jpeg":
                 source = photographs(Path(folder), options.images)
             else:
-                source = dataset.open_dataset(name, "train", options.data_dir)
+                source = task_stream.open_dataset(name, "train", options.data_dir)
             for number in workers:
                 for record in measure(source, number, options):
                     print(line(record), flush=True)

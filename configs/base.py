@@ -5,6 +5,7 @@ import re
 import sys
 
 import ml_collections
+from ml_collections import config_dict
 
 from fdc_jax import learners
 
@@ -13,10 +14,12 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     """Returns the settings for a benchmark, on which some learners' options depend."""
     config = ml_collections.ConfigDict()
 
-    config.benchmark = benchmark  # cifar100, imagenet_a, imagenet_r, cub200, omnibench, digits
+    config.benchmark = benchmark  # as in docs/data.md, or a name of your own
     config.seed = (1,)  # training seeds, one run each: --config.seed=1,2,3
-    config.class_order_seed = 1993  # PILOT's permutation of the classes
-    config.classes_per_task = 0  # 0: the paper's number for the benchmark
+    config.class_order_seed = 1993  # PILOT's permutation of the classes; -1: the order given
+    config.class_order = ()  # with -1: a file with all class names, one a line, or the names
+    # A number, or a list of one for each task; 0: the paper's number for the benchmark.
+    config.classes_per_task = config_dict.FieldReference(0, field_type=object)
     config.precision = "parity"  # parity: float32, exact products; fast: bfloat16 activations
     config.cache_dir = ""  # downloads, compiled programs, E_0 features; empty: the user's cache
     config.save_features = True  # keep features under the work directory, for refits and sweeps

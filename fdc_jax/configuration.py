@@ -1,6 +1,7 @@
 """What a configuration must satisfy, and how two of them differ."""
 
 import json
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from fdc_jax import calibration, learners
@@ -27,10 +28,12 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 
+# Fields that earlier versions lack, and what they did.
+_LATER = {"class_order": []}
+
 # What values may be, as in `learners.Option`.
 _ALLOWED: dict[str, str | tuple[str, ...]] = {
-    "class_order_seed": "[0, 4294967295]",
-    "classes_per_task": "[0, inf)",
+    "class_order_seed": "[-1, 4294967295]",
     "precision": ("parity", "fast"),
     "encoder.image_size": "[0, inf)",
     "data.train_per_class": "[0, inf)",
@@ -82,10 +85,20 @@ def validate(config: Config) -> None:
     missing = learners.defaults(config.benchmark, name).keys() - config.learner.keys()
     with config.unlocked():
         config.learner.update(learners.defaults(config.benchmark, name) if missing else {})
+    _read_class_order(config)
     flat = flatten(config)
 
     def refuse(field: str, expected: str) -> None:
         raise InputError(f"config.{field}: expected {expected}, found {flat[field]!r}")
+
+    if not config.benchmark:
+        refuse("benchmark", "the name of a prepared data set")
+    sizes = flat["classes_per_task"]
+    several = isinstance(sizes, list) and len(sizes) > 0
+    if not all(type(n) is int and n >= several for n in (sizes if several else [sizes])):
+        refuse("classes_per_task", "a whole number, or a list of them such as 10,5,5")
+    if flat.get("class_order") and flat["class_order_seed"] != -1:
+        refuse("class_order_seed", "-1 beside config.class_order")
 
     seeds = flat["seed"]
     whole = isinstance(seeds, list) and all(type(each) is int for each in seeds)
@@ -126,6 +139,31 @@ def check_rank(config: Config, variant: Variant) -> None:
         )
 
 
+def _read_class_order(config: Config) -> None:
+    """Puts names in the place of the file that holds them, so that a run is tied to the names.
+
+    Raises:
+        InputError: the file cannot be read.
+    """
+    names = tuple(map(str, config.get("class_order", ())))
+    if len(names) == 1:
+        path = Path(names[0]).expanduser()
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(
+                f"config.class_order: cannot read {path}: {getattr(error, 'strerror', error)}"
+            ) from error
+        names = tuple(line.strip() for line in lines if line.strip())
+        if len(names) < 2:
+            raise InputError(
+                f"config.class_order: expected a class name on each line of {path}, found "
+                + (names[0] if names else "nothing")
+            )
+    if names:
+        config.class_order = names
+
+
 def differences(
     saved: dict[str, Any], config: Config, checksums: dict[str, str]
 ) -> list[tuple[str, Any, Any]]:
@@ -139,5 +177,5 @@ def differences(
     return [
         (field, saved.get(field), value)
         for field, value in sorted(new.items())
-        if field not in WITHOUT_EFFECT and saved.get(field) != value
+        if field not in WITHOUT_EFFECT and saved.get(field, _LATER.get(field)) != value
     ]

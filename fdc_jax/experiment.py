@@ -179,7 +179,7 @@ def _evaluate(
         terms, e.tasks.test_labels[seen], e.tasks.test_tasks[seen]
     )
     if task + 1 == e.setup.num_tasks:
-        store.save_predictions(predictions)
+        store.save_predictions(predictions, e.tasks.class_names)
         if e.config.save_features:
             store.save_test_features(adapted.features, pretrained, predictions["label"], heads)
     return {

@@ -37,7 +37,6 @@ class Experiment:
     ):
         configuration.validate(config)
         self.config, encoder = config, config.encoder
-        self._benchmark = benchmarks.find(config.benchmark)
         self.learner = learners.find(config.learner.name)
         # What a file of weights says itself stands in the configuration from here on.
         encoder.variant, variant = weights.recognise(encoder.weights, encoder.variant)
@@ -87,13 +86,14 @@ class Experiment:
         """The images, divided into tasks."""
         config, folder = self.config, dataset.data_folder(self.config.data.dir)
         return task_stream.build(
-            self._benchmark,
-            dataset.open_dataset(config.benchmark, "train", folder, self._cache),
-            dataset.open_dataset(config.benchmark, "test", folder, self._cache),
-            config.class_order_seed,
-            config.classes_per_task,
-            config.data.train_per_class,
-            config.data.test_per_class,
+            benchmarks.find(config.benchmark, folder),
+            task_stream.open_dataset(config.benchmark, "train", folder, self._cache),
+            task_stream.open_dataset(config.benchmark, "test", folder, self._cache),
+            class_order_seed=config.class_order_seed,
+            class_order=config.get("class_order", ()),
+            classes_per_task=config.classes_per_task,
+            train_per_class=config.data.train_per_class,
+            test_per_class=config.data.test_per_class,
         )
 
     @functools.cached_property

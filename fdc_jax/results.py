@@ -38,6 +38,7 @@ def collect(
         "class_order_seed": config.class_order_seed,
         "num_tasks": e.setup.num_tasks,
         "num_classes": sum(e.setup.classes_per_task),
+        "class_names": e.tasks.class_names,
         "num_train_images": sum(len(indices) for indices in e.tasks.train_indices),
         "num_test_images": len(e.tasks.test_indices),
         "accuracy": last["accuracy"],

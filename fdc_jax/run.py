@@ -12,7 +12,7 @@ from fdc_jax import calibration, devices
 from fdc_jax.checkpoint import Checkpoints
 from fdc_jax.configuration import CAME_LATER, Config
 from fdc_jax.data.batches import Batch, evaluation_images
-from fdc_jax.data.benchmarks import BENCHMARKS
+from fdc_jax.data.benchmarks import task_sizes
 from fdc_jax.errors import InputError
 from fdc_jax.files import read_npz
 from fdc_jax.model import vit
@@ -66,8 +66,7 @@ class Run(Places):
         try:
             if self.results is not None:
                 config, classes = self.config, self.results["num_classes"]
-                size = config.classes_per_task or BENCHMARKS[config.benchmark].classes_per_task
-                known = tuple(min(size, classes - first) for first in range(0, classes, size))
+                known = task_sizes(config.benchmark, classes, config.classes_per_task)
             e = Experiment(self.config, quiet=True, classes_per_task=known)
         except (AttributeError, KeyError) as error:
             raise InputError(
@@ -87,8 +86,9 @@ class Run(Places):
 
     @property
     def class_names(self) -> list[str]:
-        """Names of the classes by class-order position; needs the data."""
-        return self.experiment.tasks.class_names
+        """Names of the classes by class-order position; unless the run is finished, needs data."""
+        kept = (self.results or {}).get("class_names")
+        return self.experiment.tasks.class_names if kept is None else kept
 
     @functools.cached_property
     def _saved(self) -> tuple[Any, int]:

@@ -287,10 +287,10 @@ class Store(Places):
         return lacking is None
 
     @processes.on_first
-    def save_predictions(self, columns: dict[str, Any]) -> None:
-        """Writes `predictions.npz`, one row per test image in each column."""
+    def save_predictions(self, columns: dict[str, Any], class_names: Sequence[str]) -> None:
+        """Writes `predictions.npz`: columns of a row per test image, and what their labels mean."""
         with write_atomically(self.predictions_file) as file:
-            np.savez_compressed(file, **columns)
+            np.savez_compressed(file, **columns, class_names=np.array(class_names))
 
     @processes.on_first
     def finish(self, calibrator: Any, results: dict[str, Any]) -> None:

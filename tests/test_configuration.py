@@ -57,7 +57,7 @@ IMPOSSIBLE = {
     "data.crop_scale": ((1.0, 0.5), (0.5,), ("a", "b")),
     "checkpoint.keep": (0,),
     "seed": ((), (1, 1), ("one",), (-1,), (1, 2**32)),
-    "class_order_seed": (-1, 2**32),
+    "class_order_seed": (-2, 2**32),
     "evaluation.batch_size": (0,),
 }
 

@@ -101,6 +101,7 @@ def test_results_follow_the_contract(whole):
 
 def test_predictions_give_the_accuracies_of_the_results(whole):
     found, columns = results(whole), predictions(whole)
+    assert columns.pop("class_names").tolist() == found["class_names"]
     assert columns.keys() == {
         *("label", "raw_label", "fdc_label", "oracle_label", "fdc_oracle_label"),
         *("task", "raw_task", "fdc_task"),

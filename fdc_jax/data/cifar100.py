@@ -82,7 +82,7 @@ def read(archive: Path) -> RawData:
             return images.png(Image.fromarray(np.ascontiguousarray(pixels)))
 
         fields = {"id": name, "coarse_label": int(record[0])}
-        return RawImage(name, fine[record[1]], name, encoded, fields)
+        return RawImage(name, fine[record[1]], name, encoded, fields, _RECORD_BYTES)
 
     splits = {
         split: [image(f"{split}_{index:05d}", record) for index, record in enumerate(each)]

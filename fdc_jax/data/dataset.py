@@ -6,16 +6,22 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from fdc_jax.data import benchmarks
+SPLITS = ("train", "test")
+# What they may be called where images come from: of these the first that is there is for testing.
+SPLIT_NAMES = ("train", "test", "val", "validation")
 
-SPLITS: tuple[str, ...] = ("train", "test")
+
+def name_of(split: str, there: Container[str]) -> str:
+    """Returns what a split is called among the names that are there."""
+    names = SPLIT_NAMES[:1] if split == "train" else SPLIT_NAMES[1:]
+    return next((name for name in names if name in there), split)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,9 +31,9 @@ class Dataset:
     name: str  # of the benchmark
     split: str  # "train" or "test"
     partition: str  # which division into train and test: see `benchmarks.Benchmark`
-    labels: Int[np.ndarray, " n"]  # class index per image, rank of the class name in string order
+    labels: Int[np.ndarray, " n"]  # class index per image
     ids: tuple[str, ...]  # file name or record id per image
-    class_names: tuple[str, ...]  # per class index
+    class_names: tuple[str, ...]  # per class index, which is the order given
     read: Callable[[int], bytes]  # image index to the encoded image; safe from any thread
     compute_checksum: Callable[[], str]
 
@@ -52,13 +58,14 @@ class RawImage(NamedTuple):
     place: str  # where it lies, for messages
     read: Callable[[], bytes]  # returns the encoded image; safe from any thread
     fields: dict[str, Any]  # of its record, beside image and label
+    size: int  # bytes, or somewhat more
 
 
 class RawData(NamedTuple):
     """A data set to be prepared."""
 
     splits: dict[str, list[RawImage]]  # "train" and "test"
-    class_names: list[str]  # in the order of their labels
+    class_names: list[str]  # in the order of their labels, the order given
     superclass_names: list[str] | None = None  # of CIFAR-100
 
     def labels(self, split: str) -> Int[np.ndarray, " n"]:
@@ -78,36 +85,6 @@ def default_workers() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def open_dataset(
-    benchmark_name: str,
-    split: str,
-    data_dir: str | os.PathLike[str] = "",
-    cache_dir: str | os.PathLike[str] | None = None,
-) -> Dataset:
-    """Opens one split of a benchmark.
-
-    Images come by record identifier for CIFAR-100, else by class and file name.
-
-    Args:
-        benchmark_name: key of `benchmarks.BENCHMARKS`.
-        split: "train" or "test".
-        data_dir: as in `data_folder`; not looked at for the embedded digits.
-        cache_dir: keeps what reading a data set found where its own folder is closed to writing.
-
-    Raises:
-        InputError: the benchmark is unknown or not prepared there, or its files are damaged.
-    """
-    benchmark = benchmarks.find(benchmark_name)
-    if benchmark.partition == "embedded":
-        from fdc_jax.data import digits
-
-        return digits.open_digits(split)
-    # Importing TFDS takes seconds, which the digits do not need.
-    from fdc_jax.data import tfds_format
-
-    return tfds_format.open_prepared(benchmark, split, data_folder(data_dir), cache_dir)
 
 
 def images_sha256(class_names: Iterable[str], records: Iterable[tuple[str, int, bytes]]) -> str:

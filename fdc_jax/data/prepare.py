@@ -1,9 +1,10 @@
-"""Prepares a benchmark for reading: image folders and archives to TFDS array_record.
+"""Prepares images for reading: folders, archives and lists of files to TFDS array_record.
 
-    python -m fdc_jax.data.prepare BENCHMARK --source=FOLDER_OR_ARCHIVE --data_dir=DIR
+    python -m fdc_jax.data.prepare NAME --source=FOLDER_ARCHIVE_OR_LIST --data_dir=DIR
 
-Every image is decoded once; nothing is left that a reader would accept unless all of it is well.
-Beside the data, `duplicates.csv` lists images that occur more than once.
+NAME is a benchmark of the table, or a new word for images of your own. Every image is decoded once;
+nothing is left that a reader would accept unless all of it is well. Beside the data,
+`duplicates.csv` lists images that occur more than once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import os
 import shutil
@@ -32,24 +34,27 @@ from fdc_jax.files import write_json
 
 
 def prepare(
-    benchmark_name: str,
+    name: str,
     source: str | os.PathLike[str] | None = None,
     data_dir: str | os.PathLike[str] = "",
     *,
+    test_share: float | None = None,
+    split_seed: int = 0,
     workers: int | None = None,
-    allow_other_split: bool = False,
     quiet: bool = False,
 ) -> Path | None:
-    """Prepares a benchmark below `data_dir`, once.
+    """Prepares a benchmark, or images of one's own, below `data_dir`, once.
 
     Args:
-        benchmark_name: key of `benchmarks.BENCHMARKS`.
-        source: folder or archive with the raw data; may be None for CIFAR-100, which is then
-            downloaded, for the embedded digits, and for what is prepared already.
+        name: key of `benchmarks.BENCHMARKS`, or a new word.
+        source: folder, archive or list (.csv) of the images, see `folders.read`; may be None for
+            CIFAR-100, which is then downloaded, for the embedded digits, and for what is prepared
+            already.
         data_dir: as in `dataset.data_folder`.
+        test_share: of one's own images without a division into train and test: the share of each
+            class that is for testing, see `folders.stratified`.
+        split_seed: of that division.
         workers: decoding threads; None for one per core.
-        allow_other_split: accepts a division into train and test that is not PILOT's, as the
-            benchmark "NAME_other".
         quiet: says nothing but errors.
 
     Returns:
@@ -59,7 +64,6 @@ def prepare(
         InputError: the raw data are not there, are damaged, are not what the table says, or are
             others than those that are prepared already.
     """
-    benchmark = benchmarks.find(benchmark_name)
     raw = None if source is None else Path(source)
     if raw is not None and not (raw.is_dir() or raw.is_file()):
         found = "neither" if raw.exists() else "nothing"
@@ -67,41 +71,88 @@ def prepare(
     workers = dataset.default_workers() if workers is None else workers
     if workers < 1:
         raise InputError(f"workers must be at least 1, found {workers}")
-    job = _Job(benchmark, dataset.data_folder(data_dir), workers, quiet)
+    partition, divide = "given", None
+    if test_share is not None:
+        if not 0 < test_share < 1 or not 0 <= split_seed < 2**32:
+            raise InputError(
+                "expected a test_share between 0 and 1 and a split_seed from 0 to 4294967295, "
+                f"found {test_share} and {split_seed}"
+            )
+        if name in benchmarks.BENCHMARKS:
+            raise InputError(f"{name} has a division of its own: test_share does not apply")
+        partition = f"{test_share:g} of each class, seed {split_seed}"
+        divide = functools.partial(folders.stratified, share=test_share, seed=split_seed)
+    place = dataset.data_folder(data_dir)
+    known = raw is None or name in benchmarks.BENCHMARKS
+    found = benchmarks.look_up(name, place) if known else None
+    benchmark = found or benchmarks.own(name, partition)
+    job = _Job(benchmark, place, workers, quiet)
     if benchmark.partition == "embedded":
-        job.say(f"{benchmark.name} is embedded: nothing to prepare")
+        job.say(f"{name} is embedded: nothing to prepare")
         return None
-    if allow_other_split and benchmark.partition not in ("pilot", "other"):
-        raise InputError(f"{benchmark.name} has one split only: --allow_other_split does not apply")
-    folder = job.prepared(benchmark)
+    if benchmark.partition == "random80":
+        divide = folders.random80
+    folder = job.prepared()
     if raw is None and folder is not None:
-        return job.keep(benchmark, folder)
-    if raw is None and benchmark.name != "cifar100":
-        raise InputError(f"{benchmark.name} needs --source=PATH, where PATH is {benchmark.obtain}")
-    try:
-        with job.workplace() as scratch, contextlib.ExitStack() as stack:
-            if benchmark.name == "cifar100":
-                archive = (
-                    cifar100.download(benchmark, job.data_dir / "downloads", quiet)
-                    if raw is None
-                    else cifar100.find(benchmark, raw)
-                )
-                data = cifar100.read(archive)
-            else:
-                assert raw is not None
-                if raw.is_file() and not quiet:
-                    job.note_checksum(raw)
-                root = stack.enter_context(folders.unpacked(raw, scratch))
-                data, notes = folders.read(root, split=benchmark.partition != "random80")
-                for note in notes:
-                    job.say(note)
-            benchmark = job.choose(data, allow_other_split)
-            if folder := job.prepared(benchmark):
-                job.compare(benchmark, data, folder, raw)
-                return job.keep(benchmark, folder)
-            return job.write(benchmark, data, scratch)
-    except OSError as error:
-        raise InputError(f"cannot prepare {benchmark.name}: {error}") from error
+        return job.keep(folder)
+    if raw is None and name != "cifar100":
+        raise InputError(f"{name} needs --source=PATH, where PATH is {benchmark.obtain}")
+    with job.workplace() as scratch, contextlib.ExitStack() as stack:
+        if name == "cifar100":
+            archive = (
+                cifar100.download(benchmark, place / "downloads", quiet)
+                if raw is None
+                else cifar100.find(benchmark, raw)
+            )
+            data = cifar100.read(archive)
+        else:
+            assert raw is not None
+            if raw.is_file() and not quiet:
+                job.note_checksum(raw)
+            root = stack.enter_context(folders.unpacked(raw, scratch))
+            data, notes = folders.read(root, divide)
+            for note in notes:
+                job.say(note)
+        job.verify(data)
+        if folder := job.prepared():
+            job.compare(data, folder, raw)
+            return job.keep(folder)
+        return job.write(data, scratch)
+
+
+def remove(name: str, data_dir: str | os.PathLike[str] = "", quiet: bool = False) -> None:
+    """Removes prepared data, all at once.
+
+    Raises:
+        InputError: there are none, or this program did not make them.
+    """
+    place = dataset.data_folder(data_dir)
+    job = _Job(benchmarks.find(name, place), place, 1, quiet)
+    with job.workplace() as scratch:
+        folder = job.prepared()
+        if folder is None:
+            raise InputError(f"{name} is not prepared in {place}")
+        if not benchmarks.metadata(folder):
+            raise InputError(f"{folder} was prepared by another program; remove it by hand")
+        # Out of readers' sight in one step; the rest goes with the workplace.
+        os.rename(folder, scratch / "removed")
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()
+    job.say(f"removed {folder}")
+
+
+def describe(data_dir: str | os.PathLike[str] = "") -> list[str]:
+    """Returns a line for everything that is prepared in the data folder."""
+    place = dataset.data_folder(data_dir)
+
+    def number(value: int | None) -> str:
+        return "?" if value is None else f"{value:,}"
+
+    return [
+        f"{each.name}: {number(each.num_classes)} classes, {number(each.num_train)} train and "
+        f"{number(each.num_test)} test images, partition {each.partition}, in {each.folder(place)}"
+        for each in benchmarks.prepared(place)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,10 +168,11 @@ class _Job:
         if not self.quiet:
             print(line, file=sys.stderr, flush=True)
 
-    def prepared(self, benchmark: benchmarks.Benchmark) -> Path | None:
-        """Returns where a benchmark is prepared already, if it is."""
-        folder = tfds_format.dataset_folder(benchmark, self.data_dir)
-        if (folder / "dataset_info.json").is_file():
+    def prepared(self) -> Path | None:
+        """Returns where the data are prepared already, if they are."""
+        found = benchmarks.look_up(self.benchmark.name, self.data_dir) or self.benchmark
+        folder = found.folder(self.data_dir)
+        if found.is_prepared(self.data_dir):
             return folder
         if folder.exists():
             raise InputError(
@@ -129,8 +181,11 @@ class _Job:
             )
         return None
 
-    def keep(self, benchmark: benchmarks.Benchmark, folder: Path) -> Path:
-        self.say(f"{benchmark.name} is already prepared in {folder}")
+    def keep(self, folder: Path) -> Path:
+        if self.benchmark.partition == "tfds":
+            for split in dataset.SPLITS:  # Decodes every image, once.
+                assert tfds_format.open_prepared(self.benchmark, split, self.data_dir).checksum
+        self.say(f"{self.benchmark.name} is already prepared in {folder}")
         return folder
 
     def note_checksum(self, archive: Path) -> None:
@@ -145,22 +200,16 @@ class _Job:
                 f"note: MD5 {found} of {archive} {told} for PILOT's archive; the images decide"
             )
 
-    def choose(self, raw: dataset.RawData, allow_other_split: bool) -> benchmarks.Benchmark:
-        """Returns the benchmark that the images are: the one asked for, or its "other" split."""
-        labels = raw.labels("train"), raw.labels("test")
+    def verify(self, raw: dataset.RawData) -> None:
+        """Refuses images that are not what the table says of a benchmark."""
         try:
+            labels = raw.labels("train"), raw.labels("test")
             benchmarks.verify(self.benchmark, *labels, raw.class_names)
-            return self.benchmark
         except InputError as error:
-            other = benchmarks.BENCHMARKS.get(f"{self.benchmark.name}_other")
-            if other is None:
+            if self.benchmark.partition != "pilot":
                 raise
-            if not allow_other_split:
-                hint = f"--allow_other_split prepares it as benchmark {other.name} all the same"
-                raise InputError(f"{error}; {hint}") from error
-            benchmarks.verify(other, *labels, raw.class_names)
-            self.say(f"{error}; preparing it as benchmark {other.name}")
-            return other
+            hint = "under another name, such as my_set, any division can be prepared"
+            raise InputError(f"{error}; {hint}") from error
 
     def in_order(self, load: Callable[[Any], Any], items: Sequence[Any], what: str) -> Generator:
         """Loads items in threads and yields results in order, with a bar."""
@@ -176,14 +225,9 @@ class _Job:
                     yield result
                     bar.update()
 
-    def compare(
-        self,
-        benchmark: benchmarks.Benchmark,
-        raw: dataset.RawData,
-        folder: Path,
-        source: Path | None,
-    ) -> None:
+    def compare(self, raw: dataset.RawData, folder: Path, source: Path | None) -> None:
         """Refuses images that are not those prepared in `folder`: other names, labels or pixels."""
+        benchmark = benchmarks.find(self.benchmark.name, self.data_dir)
         for split, items in raw.splits.items():
             prepared = tfds_format.open_prepared(benchmark, split, self.data_dir)
             position = {name: index for index, name in enumerate(prepared.ids)}
@@ -204,13 +248,15 @@ class _Job:
                     names = filter(None, [next(filter(None, each), "")])
             for name in names:
                 raise InputError(
-                    f"{folder} holds other images than {source}, such as {name} of {split}; remove "
-                    f"that folder to prepare {benchmark.name} anew, or give another --data_dir"
+                    f"{folder} holds other images than {source}, such as {name} of {split}; choose "
+                    f"another name, remove them with --remove, or give another --data_dir"
                 )
 
-    def write(self, benchmark: benchmarks.Benchmark, raw: dataset.RawData, scratch: Path) -> Path:
+    def write(self, raw: dataset.RawData, scratch: Path) -> Path:
         """Writes all images below `scratch`, on the data folder's disk, and moves them there."""
-        staged = tfds_format.dataset_folder(benchmark, scratch)
+        benchmark, items = self.benchmark, [item for each in raw.splits.values() for item in each]
+        folders.check_space(scratch, sum(item.size for item in items))
+        staged = benchmark.folder(scratch)
         staged.mkdir(parents=True)
         label = {name: index for index, name in enumerate(raw.class_names)}
         unreadable: list[str] = []
@@ -238,21 +284,25 @@ class _Job:
         each = {split: records(split) for split in raw.splits}
         tfds_format.write(staged, benchmark, raw.class_names, raw.superclass_names, each)
         if unreadable:
-            total = sum(map(len, raw.splits.values()))
             raise InputError(
-                f"{benchmark.name}: {len(unreadable)} of {total} images cannot be read: "
+                f"{benchmark.name}: {len(unreadable)} of {len(items)} images cannot be read: "
                 + "; ".join(unreadable)
             )
         repeated = _write_duplicates(staged / "duplicates.csv", written, raw.class_names)
         checksums = {
             split: dataset.images_sha256(raw.class_names, facts) for split, facts in written.items()
         }
-        described = {"partition": benchmark.partition, "images_sha256": checksums}
+        described = {
+            "partition": benchmark.partition,
+            "num_classes": len(raw.class_names),
+            **{f"num_{split}": len(items) for split, items in raw.splits.items()},
+            "images_sha256": checksums,
+        }
         write_json(staged / "metadata.json", described)
         for split in raw.splits:
             # Reads everything back, and leaves the index beside the data.
             tfds_format.open_prepared(benchmark, split, scratch)
-        folder = tfds_format.dataset_folder(benchmark, self.data_dir)
+        folder = benchmark.folder(self.data_dir)
         folder.parent.mkdir(parents=True, exist_ok=True)
         os.rename(staged, folder)
         self.say(
@@ -273,20 +323,23 @@ class _Job:
         """
         name = self.benchmark.tfds_name
         path = self.data_dir / f".{name}.lock"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self.say(f"waiting for another process that holds {path}")
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            prefix = f".{name}.incomplete-"
-            for stale in self.data_dir.glob(f"{prefix}*"):
-                shutil.rmtree(stale, ignore_errors=True)
-            with tempfile.TemporaryDirectory(
-                dir=self.data_dir, prefix=prefix, ignore_cleanup_errors=True
-            ) as scratch:
-                yield Path(scratch)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "w") as lock:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    self.say(f"waiting for another process that holds {path}")
+                    fcntl.flock(lock, fcntl.LOCK_EX)
+                prefix = f".{name}.incomplete-"
+                for stale in self.data_dir.glob(f"{prefix}*"):
+                    shutil.rmtree(stale, ignore_errors=True)
+                with tempfile.TemporaryDirectory(
+                    dir=self.data_dir, prefix=prefix, ignore_cleanup_errors=True
+                ) as scratch:
+                    yield Path(scratch)
+        except OSError as error:
+            raise InputError(f"cannot prepare {self.benchmark.name}: {error}") from error
 
 
 def _write_duplicates(
@@ -320,34 +373,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit status, 2 for bad input."""
     parser = Program(
         "data.prepare",
-        "Prepares a benchmark: images are checked and stored as TFDS array_record.",
+        "Prepares images: they are checked and stored as TFDS array_record.",
     )
     parser.epilog = "benchmarks and where their data are: " + " | ".join(
         f"{item.name}: {item.obtain}" for item in benchmarks.BENCHMARKS.values()
     )
-    parser.add_argument("benchmark", help="one of " + ", ".join(benchmarks.BENCHMARKS))
-    parser.add_argument("--source", help="folder or archive with the raw data")
+    known = ", ".join(benchmarks.BENCHMARKS)
+    parser.add_argument("name", nargs="?", help=f"one of {known}, or a new word for your images")
+    parser.add_argument(
+        "--source",
+        help="folder or archive with train/CLASS/IMAGE and test/CLASS/IMAGE (or val), or with "
+        "CLASS/IMAGE; or a list.csv with the columns file, label and split",
+    )
     parser.add_argument(
         "--data_dir",
         default="",
         help="folder of prepared data sets; default: $TFDS_DATA_DIR or ~/tensorflow_datasets",
     )
+    parser.add_argument("--test_share", type=float, help="share of each class to draw for testing")
+    parser.add_argument("--split_seed", type=int, default=0, help="of that draw; default 0")
     parser.add_argument("--workers", type=int, help="decoding threads; default one per core")
-    parser.add_argument(
-        "--allow_other_split",
-        action="store_true",
-        help="accept another division into train and test, as benchmark NAME_other",
-    )
+    parser.add_argument("--remove", action="store_true", help="remove what is prepared as NAME")
+    parser.add_argument("--list", action="store_true", help="list what is prepared")
 
     def body(options: argparse.Namespace) -> None:
-        prepare(
-            options.benchmark,
-            options.source,
-            options.data_dir,
-            workers=options.workers,
-            allow_other_split=options.allow_other_split,
-            quiet=options.quiet,
-        )
+        if options.list:
+            print("\n".join(describe(options.data_dir)) or "nothing is prepared")
+        elif options.name is None:
+            raise InputError("expected the NAME of a data set, or --list")
+        elif options.remove:
+            remove(options.name, options.data_dir, options.quiet)
+        else:
+            prepare(
+                options.name,
+                options.source,
+                options.data_dir,
+                test_share=options.test_share,
+                split_seed=options.split_seed,
+                workers=options.workers,
+                quiet=options.quiet,
+            )
 
     return parser.run(body, arguments)
 

@@ -1,16 +1,51 @@
-"""The stream of a run: which images belong to which task, with labels in class-order positions."""
+"""The stream of a run: its images, and which belong to which task.
+
+Labels are positions in the class order.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
 
 from fdc_jax.data import benchmarks
-from fdc_jax.data.dataset import Dataset
+from fdc_jax.data.dataset import Dataset, data_folder
 from fdc_jax.errors import InputError
+
+
+def open_dataset(
+    benchmark_name: str,
+    split: str,
+    data_dir: str | os.PathLike[str] = "",
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> Dataset:
+    """Opens one split of a benchmark.
+
+    Images come by record identifier for CIFAR-100, else by class and file name.
+
+    Args:
+        benchmark_name: as in `benchmarks.find`.
+        split: "train" or "test".
+        data_dir: as in `dataset.data_folder`; not looked at for the embedded digits.
+        cache_dir: keeps what reading a data set found where its own folder is closed to writing.
+
+    Raises:
+        InputError: the benchmark is unknown or not prepared there, or its files are damaged.
+    """
+    folder = data_folder(data_dir)
+    benchmark = benchmarks.find(benchmark_name, folder)
+    if benchmark.partition == "embedded":
+        from fdc_jax.data import digits
+
+        return digits.open_digits(split)
+    # Importing TFDS takes seconds, which the digits do not need.
+    from fdc_jax.data import tfds_format
+
+    return tfds_format.open_prepared(benchmark, split, folder, cache_dir)
 
 
 def task_indices(
@@ -74,34 +109,44 @@ def build(
     train: Dataset,
     test: Dataset,
     class_order_seed: int,
-    classes_per_task: int = 0,
+    classes_per_task: int | Sequence[int] = 0,
     train_per_class: int = 0,
     test_per_class: int = 0,
+    class_order: Sequence[str] = (),
 ) -> TaskStream:
-    """Checks the data against the benchmark's table and divides them into tasks.
+    """Checks the data against the benchmark's entry and divides them into tasks.
 
     Args:
-        benchmark: row of the table.
+        benchmark: entry of the benchmark.
         train: all training images.
         test: all test images.
-        class_order_seed: PILOT uses 1993.
-        classes_per_task: 0 for the benchmark's own number.
+        class_order_seed: as in `benchmarks.class_order`; PILOT uses 1993.
+        classes_per_task: as in `benchmarks.task_sizes`.
         train_per_class: images of each class, 0 for all.
         test_per_class: likewise.
+        class_order: names of all classes in the order in which they arrive; empty for the seed's.
 
     Raises:
-        InputError: counts differ from the table, or a task has more classes than there are.
+        InputError: counts differ from the entry; classes, names or task sizes do not add up; a
+            task has no test images.
     """
-    benchmarks.verify(benchmark, train.labels, test.labels, train.class_names)
-    num_classes = len(train.class_names)
-    if classes_per_task > num_classes:
-        raise InputError(
-            f"config.classes_per_task: expected at most the {num_classes} classes of "
-            f"{benchmark.name}, found {classes_per_task}"
-        )
-    order = benchmarks.class_order(num_classes, class_order_seed)
-    tasks = benchmarks.task_classes(order, classes_per_task or benchmark.classes_per_task)
+    names = train.class_names
+    benchmarks.verify(benchmark, train.labels, test.labels, names)
+    sizes = benchmarks.task_sizes(
+        benchmark.name, len(names), classes_per_task or benchmark.classes_per_task
+    )
+    if class_order:
+        order = benchmarks.named_order(names, class_order)
+    else:
+        order = benchmarks.class_order(len(names), class_order_seed)
+    tasks = np.split(order, np.cumsum(sizes)[:-1])
     test_indices = [task_indices(test.labels, classes, test_per_class) for classes in tasks]
+    for task, indices in enumerate(test_indices):
+        if not len(indices):
+            raise InputError(
+                f"{benchmark.name}: expected test images in every task, found none in task "
+                f"{task + 1}, of class {', '.join(names[label] for label in tasks[task][:5])}"
+            )
     return TaskStream(
         train=train,
         test=test,

@@ -6,15 +6,16 @@ TensorFlow is neither needed nor imported: data are stored as array_record files
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -22,15 +23,10 @@ from tensorflow_datasets.core import dataset_info
 
 from fdc_jax.data import benchmarks, dataset, images
 from fdc_jax.errors import InputError
-from fdc_jax.files import read_json, read_npz, write_npz
+from fdc_jax.files import read_npz, write_npz
 
 _CHUNK = 256
 _IMAGES_PER_FILE = 5000
-
-
-def dataset_folder(benchmark: benchmarks.Benchmark, data_dir: str | os.PathLike[str]) -> Path:
-    """Returns the folder that holds the prepared benchmark below the data folder."""
-    return Path(data_dir) / benchmark.tfds_name / benchmark.tfds_version
 
 
 def open_prepared(
@@ -39,9 +35,9 @@ def open_prepared(
     data_dir: Path,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> dataset.Dataset:
-    """Opens one split of a prepared benchmark; see `dataset.open_dataset`."""
-    folder = dataset_folder(benchmark, data_dir)
-    if not (folder / "dataset_info.json").is_file():
+    """Opens one split of a prepared benchmark; see `task_stream.open_dataset`."""
+    folder = benchmark.folder(data_dir)
+    if not benchmark.is_prepared(data_dir):
         raise InputError(
             f"{benchmark.name} is not prepared: expected it in {folder}; prepare it with: "
             f"python -m fdc_jax.data.prepare {benchmark.name} --data_dir={data_dir} --source=PATH, "
@@ -49,11 +45,10 @@ def open_prepared(
         )
     try:
         builder: Any = tfds.builder_from_directory(str(folder))
-        stored = builder.info.splits[split]
-        records = builder.as_data_source(
-            split=split, decoders={"image": tfds.decode.SkipDecoding()}
-        )
-        class_names = tuple(builder.info.features["label"].names)
+        stored = builder.info.splits[dataset.name_of(split, builder.info.splits)]
+        keys = _Keys.of(builder.info)
+        records = _records(builder, stored, {keys.image: tfds.decode.SkipDecoding()})
+        class_names = tuple(builder.info.features[keys.label].names)
         shards = [Path(path) for path in stored.filepaths]
     except Exception as error:
         # TFDS raises many types here, all of them about the files of this folder.
@@ -61,15 +56,22 @@ def open_prepared(
     missing = ", ".join(shard.name for shard in shards if not shard.is_file())
     if missing:
         raise InputError(f"{folder}: expected the files {missing}, found none")
-    kept = _metadata(benchmark, folder / "metadata.json")
+    kept = benchmarks.metadata(folder)
+    found = kept.get("partition", benchmark.partition)
+    if found != benchmark.partition:
+        raise InputError(
+            f"{folder / 'metadata.json'}: expected partition {benchmark.partition} for "
+            f"{benchmark.name}, found {found}"
+        )
     index = _remembered(
-        *(shards, f"{split}-index", cache_dir), lambda: _index(folder, split, records)
+        *(shards, f"{split}-index", cache_dir),
+        lambda: _index(f"{folder}: split {split}", records, keys, benchmark.partition == "tfds"),
     )
     labels, positions, ids = index["labels"], index["positions"], tuple(index["ids"].tolist())
 
     def read(index: int) -> bytes:
         try:
-            return records[int(positions[index])]["image"]
+            return records[int(positions[index])][keys.image]
         except Exception as error:
             described = f"{opened.describe(index)}: cannot read the record in {folder}"
             raise InputError(f"{described}: {_one_line(error)}") from error
@@ -97,23 +99,74 @@ def open_prepared(
     return opened
 
 
+class _Keys(NamedTuple):
+    """What the fields of a record are called."""
+
+    image: str
+    label: str
+    name: str  # of the image; empty where records have no names
+
+    @staticmethod
+    def of(info: Any) -> _Keys:
+        """Returns the fields of a data set, if it is one of classified images."""
+        features = dict(info.features.items())
+        supervised = info.supervised_keys or ("image", "label")
+        image, label = (key if isinstance(key, str) else "" for key in supervised[:2])
+        kinds = (tfds.features.Image, tfds.features.ClassLabel)
+        for key, kind in zip((image, label), kinds, strict=True):
+            if not isinstance(features.get(key), kind):
+                fields = ", ".join(sorted(features))
+                raise InputError(f"expected images and their classes, found the fields {fields}")
+        names = [key for key in ("file_name", "id") if isinstance(features.get(key), _TEXT)]
+        return _Keys(image, label, next(iter(names), ""))
+
+
+_TEXT = tfds.features.Text
+
+
+def _records(builder: Any, stored: Any, decoders: dict[str, Any]) -> Any:
+    """Returns the records of a split for random access."""
+    if builder.info.file_format is tfds.core.FileFormat.TFRECORD:
+        return _TFRecords(builder.info, stored.name, decoders)
+    return builder.as_data_source(split=stored.name, decoders=decoders)
+
+
+class _TFRecords:
+    """TFDS's usual format, a mere sequence: its records by their places in the files."""
+
+    def __init__(self, info: Any, split: str, decoders: dict[str, Any]):
+        paths = [path for path in info.splits[split].filepaths if os.path.getsize(path)]
+        files = [np.memmap(path, np.uint8, "r") for path in paths]
+        self._places = [(file, *place) for file in files for place in _places(file)]
+        self._decode = functools.partial(info.features.deserialize_example_np, decoders=decoders)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Any:
+        file, first, after = self._places[index]
+        return self._decode(file[first:after].tobytes())
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def _places(file: np.memmap) -> Iterator[tuple[int, int]]:
+    """Yields where each record of a TFRecord file begins and ends.
+
+    Before a record are its length, in 8 bytes, and 4 bytes of a checksum; 4 more come after it.
+    """
+    start = 0
+    while start < len(file):
+        length = int.from_bytes(file[start : start + 8].tobytes(), "little")
+        first, start = start + 12, start + 16 + length
+        if start > len(file):
+            raise InputError(f"{file.filename}: expected whole records, found a part of one")
+        yield first, first + length
+
+
 def _one_line(error: BaseException) -> str:
     return re.sub(r"\s+", " ", str(error)).strip()[:300] or type(error).__name__
-
-
-def _metadata(benchmark: benchmarks.Benchmark, path: Path) -> dict[str, Any]:
-    """Returns what was noted of data when they were prepared; nothing where TFDS did it.
-
-    Raises:
-        InputError: it cannot be read, or is of another division into train and test.
-    """
-    noted = read_json(path) if path.is_file() else {}
-    found = noted.get("partition", benchmark.partition) if isinstance(noted, dict) else noted
-    if found != benchmark.partition:
-        raise InputError(
-            f"{path}: expected partition {benchmark.partition} for {benchmark.name}, found {found}"
-        )
-    return noted
 
 
 def _decoded_sha256(opened: dataset.Dataset) -> str:
@@ -159,22 +212,28 @@ def _remembered(
     return found
 
 
-def _index(folder: Path, split: str, records: Any) -> dict[str, np.ndarray]:
-    """Reads labels, identifiers and stored positions of all records, in the canonical order."""
-    labels, ids, key = [], [], "file_name"
+def _index(place: str, records: Any, keys: _Keys, any_names: bool) -> dict[str, np.ndarray]:
+    """Reads labels, identifiers and stored positions of all records, in the canonical order.
+
+    Records without a name of their own are called by their position, if `any_names` will do.
+    """
+    labels, ids = [], []
     try:
         for start in range(0, len(records), _CHUNK):
             chunk = range(start, min(start + _CHUNK, len(records)))
             for record in records.__getitems__(list(chunk)):
-                key = "file_name" if "file_name" in record else "id"
-                labels.append(record["label"])
-                ids.append(record[key].decode())
+                labels.append(record[keys.label])
+                ids.append(record[keys.name].decode() if keys.name else "")
     except Exception as error:
-        raise InputError(f"{folder}: cannot read split {split}: {_one_line(error)}") from error
+        raise InputError(f"{place}: cannot read: {_one_line(error)}") from error
     if len(set(ids)) != len(ids):
-        raise InputError(f"{folder}: split {split}: expected distinct record names, found repeats")
+        if not any_names:
+            raise InputError(f"{place}: expected distinct record names, found repeats")
+        ids = [f"{position:09d}{name and '_'}{name}" for position, name in enumerate(ids)]
     names, label = np.array(ids, np.str_), np.array(labels, np.int32)
-    positions = np.argsort(names) if key == "id" else np.lexsort((names, label))
+    if (label < 0).any():
+        raise InputError(f"{place}: expected the class of every image, found images without")
+    positions = np.argsort(names) if keys.name == "id" else np.lexsort((names, label))
     return {"labels": label[positions], "ids": names[positions], "positions": positions}
 
 
@@ -216,7 +275,7 @@ def write(
             data_dir=str(folder),
             module_name=__name__,
         ),
-        description=f"{benchmark.title}, {benchmark.partition} split.",
+        description=f"{benchmark.name}, {benchmark.partition} split.",
         features=features(class_names, superclass_names),
         supervised_keys=("image", "label"),
         disable_shuffling=True,

@@ -208,7 +208,8 @@ def command(group: Group) -> str | None:
         effective = named or field not in configuration.WITHOUT_EFFECT
         if not of_ours or not effective or value == known.get(field):
             continue
-        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        each = repr if field == "class_order" else str  # Names may look like numbers.
+        text = ",".join(map(each, value)) if isinstance(value, list) else str(value)
         if named:  # Where things lie on a machine is nobody's business.
             text = "FOLDER" if field == "data.dir" else text.rpartition("/")[2]
         flags.append(f"--config.{field}={shlex.quote(text)}")

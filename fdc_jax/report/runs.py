@@ -382,7 +382,9 @@ def deviations(benchmark: str, learner: str, found: dict[str, Any]) -> list[str]
         if found[field] != value:
             phrase = known.get(field, field.split(".")[-1].replace("_", " ") + " {}")
             noun, phrase = (None, phrase) if isinstance(phrase, str) else phrase
-            words = counted(found[field], noun) if noun else _words(found[field])
+            values = found[field] if isinstance(found[field], list) else [found[field]]
+            counts = [*map(str, values[:-1]), counted(values[-1], noun)] if noun else []
+            words = ", ".join(counts) or _words(found[field])
             phrases.append(phrase.format(words))
     for part, word in (("train", "training"), ("test", "test")):
         count = found[f"num_{part}_images"]

@@ -1,4 +1,5 @@
 import dataclasses
+import re
 
 import numpy as np
 import pytest
@@ -43,15 +44,13 @@ def test_rows_are_consistent(name):
     if row.task_test_counts is not None:
         assert len(row.task_test_counts) * row.classes_per_task == row.num_classes
         assert sum(row.task_test_counts) == row.num_test
-    assert (row.num_train is None) == (row.partition == "other")
     if row.partition == "random80":
         totals = {"imagenet_r": 30000, "imagenet_a": 7500, "cub200": 11788}
         total = totals[name.removesuffix("_random80")]
         assert (row.num_train, row.num_test) == (total * 4 // 5, total - total * 4 // 5)
     assert row.partition in ("pilot", "official") or not row.checksums
-    if row.partition in ("other", "random80"):
-        assert name.endswith(row.partition)
-        assert name.removesuffix(f"_{row.partition}") in PAPER
+    if row.partition != "embedded":
+        assert name.removesuffix("_random80") in PAPER
     assert [each.tfds_name for each in benchmarks.BENCHMARKS.values()].count(row.tfds_name) == 1
 
 
@@ -62,9 +61,13 @@ def test_task_counts_agree_with_finer_ones(name):
     np.testing.assert_array_equal(fine.sum(axis=1), row.task_test_counts)
 
 
-def test_unknown_benchmark_lists_the_known():
-    with pytest.raises(InputError, match=r"one of cifar100, .*found 'imagenet'"):
-        benchmarks.find("imagenet")
+@pytest.mark.parametrize("name", ["imagenet", "../imagenet", ""])
+def test_unknown_benchmark_lists_the_known(tmp_path, name):
+    (tmp_path / "imagenet" / "1.0.0").mkdir(parents=True)
+    (tmp_path / "data").mkdir()
+    message = re.escape("one of cifar100, ") + f".* prepared in {tmp_path}/data; found '{name}'"
+    with pytest.raises(InputError, match=message):
+        benchmarks.find(name, tmp_path / "data")
 
 
 ROW = dataclasses.replace(
@@ -80,7 +83,7 @@ TEST = np.array([0, 1, 2, 3, 4, 4, 4, 1])
 
 
 def test_verify_accepts_what_the_table_says():
-    benchmarks.verify(benchmarks.BENCHMARKS["cub200_other"], np.arange(2), np.array([1]), "AB")
+    benchmarks.verify(benchmarks.own("mine", "given"), np.arange(2), np.array([1]), "AB")
     order = benchmarks.class_order(5, 1993)
     counts = tuple(int(np.isin(TEST, order[i : i + 2]).sum()) for i in (0, 2, 4))
     row = dataclasses.replace(ROW, task_test_counts=counts)

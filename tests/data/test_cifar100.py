@@ -14,7 +14,7 @@ import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from fdc_jax.data import benchmarks, cifar100, dataset, prepare
+from fdc_jax.data import benchmarks, cifar100, prepare, task_stream
 from fdc_jax.errors import InputError
 
 FINE = sorted(f"class_{i:03d}" for i in range(100))
@@ -67,7 +67,7 @@ def cifar(tmp_path, tiny_benchmark):
 
 def assert_is_cifar(data_dir, pixels):
     for split in ("train", "test"):
-        source = dataset.open_dataset("cifar100", split, data_dir)
+        source = task_stream.open_dataset("cifar100", split, data_dir)
         assert list(source.ids) == [f"{split}_{i:05d}" for i in range(len(LABELS[split]))]
         assert source.labels.tolist() == LABELS[split]
         assert source.class_names == tuple(FINE)

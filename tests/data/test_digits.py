@@ -1,7 +1,7 @@
 import numpy as np
 from sklearn.datasets import load_digits
 
-from fdc_jax.data import benchmarks, dataset, digits, images
+from fdc_jax.data import benchmarks, digits, images, task_stream
 
 
 def test_splits_are_those_of_the_table():
@@ -23,7 +23,7 @@ def test_every_third_scan_of_a_class_is_held_out():
 
 def test_images_are_enlarged_scans(tmp_path):
     scans, labels = load_digits(return_X_y=True)
-    source = dataset.open_dataset("digits", "test", tmp_path / "nothing here")
+    source = task_stream.open_dataset("digits", "test", tmp_path / "nothing here")
     assert (source.name, source.split, source.partition) == ("digits", "test", "embedded")
     assert source.checksum != digits.open_digits("train").checksum
     for index in (0, 100, 595):

@@ -18,7 +18,7 @@ import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from fdc_jax.data import benchmarks, dataset, folders, prepare
+from fdc_jax.data import benchmarks, folders, prepare, task_stream
 from fdc_jax.errors import InputError
 
 # As strings "10" and "100" come before "4"; one class has a single training image.
@@ -47,7 +47,6 @@ def pilot(tmp_path, encode, tiny_benchmark):
     counts = tuple(sum(TEST[ORDERED[c]] for c in order[i : i + 2]) for i in (0, 2))
     shrunk = dict(num_classes=4, classes_per_task=2)
     tiny_benchmark("omnibench", num_train=8, num_test=5, task_test_counts=counts, **shrunk)
-    tiny_benchmark("omnibench_other", **shrunk)
     return root
 
 
@@ -61,7 +60,7 @@ def refused(source, tmp_path, message, name="omnibench"):
 
 def assert_reads_back(root, data_dir, name="omnibench"):
     for split, counts in [("train", TRAIN), ("test", TEST)]:
-        source = dataset.open_dataset(name, split, data_dir)
+        source = task_stream.open_dataset(name, split, data_dir)
         expected = sorted(
             (path.parent.name, path.name) for path in (root / split).rglob("*.*") if path.is_file()
         )
@@ -115,7 +114,7 @@ def test_end_to_end(tmp_path, pilot, pack, name):
 
 
 def checksums(data_dir, name="omnibench"):
-    return [dataset.open_dataset(name, split, data_dir).checksum for split in ("train", "test")]
+    return [task_stream.open_dataset(name, split, data_dir).checksum for split in ("train", "test")]
 
 
 def test_two_preparations_of_the_same_images_agree(tmp_path, pilot, encode):
@@ -151,18 +150,18 @@ def test_two_preparations_of_the_same_images_agree(tmp_path, pilot, encode):
     ],
     ids=["pixels", "name", "label", "class"],
 )
-def test_other_images_have_another_checksum(tmp_path, pilot, tiny_benchmark, encode, change):
-    prepare.prepare("omnibench_other", pilot, tmp_path / "a", quiet=True)
+def test_other_images_have_another_checksum(tmp_path, pilot, encode, change):
+    prepare.prepare("mine", pilot, tmp_path / "a", quiet=True)
     change(pilot / "train", encode)
     if not (pilot / "train/44").exists():
         (pilot / "test/44").rename(pilot / "test/45")
-    prepare.prepare("omnibench_other", pilot, tmp_path / "b", quiet=True)
-    found, other = (checksums(tmp_path / each, "omnibench_other") for each in "ab")
+    prepare.prepare("mine", pilot, tmp_path / "b", quiet=True)
+    found, other = (checksums(tmp_path / each, "mine") for each in "ab")
     assert found[0] != other[0]
     assert (found[1] == other[1]) == (pilot / "train/44").exists()
     # Under the same name they are no second preparation.
     with pytest.raises(InputError, match=r"holds other images than .*omnibenchmark, such as"):
-        prepare.prepare("omnibench_other", pilot, tmp_path / "a", quiet=True)
+        prepare.prepare("mine", pilot, tmp_path / "a", quiet=True)
 
 
 def test_prepared_data_are_compared_with_their_source(tmp_path, pilot, encode, capsys):
@@ -172,7 +171,7 @@ def test_prepared_data_are_compared_with_their_source(tmp_path, pilot, encode, c
         assert prepare.prepare("omnibench", source, tmp_path) == folder
         assert "omnibench is already prepared" in capsys.readouterr().err
     (pilot / "test/4/0.JPEG").write_bytes(encode(image_of(1, 1), "JPEG"))
-    with pytest.raises(InputError, match=r"pilot_omnibench.* such as 4/0.JPEG of test; remove"):
+    with pytest.raises(InputError, match=r"pilot_omnibench.* such as 4/0.JPEG of test; choose"):
         prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
     assert prepare.main(["omnibench", f"--source={pilot}", f"--data_dir={tmp_path}"]) == 2
     # After the bar, on a line of its own.
@@ -372,7 +371,7 @@ def of_the_other_task():
         ("omnibench", "train/44", "train/45", "expected 4 classes, found 5"),
         ("omnibench", "test/44/0.JPEG", "test/10/9.JPEG", "expected images in this class folder"),
         ("omnibench", "test/100/1.png", of_the_other_task(), "of class order 1993, found"),
-        ("omnibench_other", "train/44", "elsewhere/44", "of every class, found none of 44"),
+        ("mine", "train/44", "elsewhere/44", "of every class, found none of 44"),
     ],
 )
 def test_another_split_is_refused(tmp_path, pilot, name, old, new, message):
@@ -380,27 +379,39 @@ def test_another_split_is_refused(tmp_path, pilot, name, old, new, message):
     refused(pilot, tmp_path, message, name)
 
 
-def test_another_split_can_be_prepared_under_its_own_name(tmp_path, pilot, capsys):
-    right = prepare.prepare("omnibench", pilot, tmp_path / "a", allow_other_split=True)
-    assert right.parent.name == "pilot_omnibench"
+def test_another_split_can_be_prepared_under_its_own_name(tmp_path, pilot):
     move(pilot, "train/10/0.JPEG", "test/10/9.JPEG")
-    with pytest.raises(InputError, match=r"--allow_other_split prepares it as .*omnibench_other"):
+    with pytest.raises(InputError, match=r"under another name, such as my_set, any division"):
         prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
-    folder = prepare.prepare("omnibench", pilot, tmp_path, allow_other_split=True)
-    assert folder == tmp_path / "omnibench_other" / "1.0.0"
-    assert "expected 8 training images, found 7; preparing it as" in capsys.readouterr().err
-    source = dataset.open_dataset("omnibench_other", "test", tmp_path)
-    assert (source.name, source.partition, len(source)) == ("omnibench_other", "other", 6)
-    assert prepare.prepare("omnibench", pilot, tmp_path, allow_other_split=True) == folder
-    assert "omnibench_other is already prepared" in capsys.readouterr().err
+    prepare.prepare("mine", pilot, tmp_path, quiet=True)
+    source = task_stream.open_dataset("mine", "test", tmp_path)
+    assert (source.name, source.partition, len(source)) == ("mine", "given", 6)
+
+
+def test_data_of_another_split_that_an_earlier_version_prepared(tmp_path, pilot):
+    folder = prepare.prepare("omnibench_other", pilot, tmp_path, quiet=True)
+    noted = json.loads((folder / "metadata.json").read_text())
+    earlier = {"partition": "other", "images_sha256": noted["images_sha256"]}
+    (folder / "metadata.json").write_text(json.dumps(earlier))
+    source = task_stream.open_dataset("omnibench_other", "test", tmp_path)
+    assert (source.name, source.partition, len(source)) == ("omnibench_other", "other", 5)
+    assert benchmarks.task_sizes("omnibench_other", 4) == (2, 2)
 
 
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("nothing", {}, "benchmark must be one of"),
+        (
+            "nothing",
+            {},
+            "nothing needs --source=PATH, where PATH is a folder, an archive",
+        ),
         ("imagenet_r", {}, "needs --source=PATH, where PATH is the ImageNet-R archive behind"),
-        ("cifar100", {"allow_other_split": True}, "has one split only"),
+        ("cifar100", {"test_share": 0.2}, "has a division of its own: test_share does not apply"),
+        ("mine", {"source": ".", "test_share": 1.0}, "a test_share between 0 and 1"),
+        ("mine", {"source": ".", "test_share": 0.5, "split_seed": -1}, "a split_seed from 0"),
+        ("my-set", {"source": "."}, "name of letters, digits and _ .* found 'my-set'"),
+        ("pilot_cub200", {"source": "."}, "the name pilot_cub200 is taken by benchmark cub200"),
         ("cifar100", {"workers": 0}, "workers must be at least 1, found 0"),
         ("cifar100", {"source": "."}, "expected the archive cifar-100-binary.tar.gz"),
         ("omnibench", {"source": "."}, r"^\.: expected the folders train and test, found no"),
@@ -425,9 +436,9 @@ def test_command_line(tmp_path, pilot, capsys, monkeypatch):
     assert_reads_back(pilot, "")
     assert left_over(tmp_path / "default") == ["pilot_omnibench"]
     capsys.readouterr()
-    assert prepare.main(["omnibench_other", f"--data_dir={tmp_path}", "--quiet"]) == 2
+    assert prepare.main(["cub200", f"--data_dir={tmp_path}", "--quiet"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("fdc_jax.data.prepare: omnibench_other needs --source")
+    assert error.startswith("fdc_jax.data.prepare: cub200 needs --source")
     assert error.count("\n") == 1
     assert prepare.main(["omnibench", f"--sorce={pilot}"]) == 2
     assert capsys.readouterr().err.endswith("; did you mean --source?\n")
@@ -452,7 +463,7 @@ def test_the_substitute_split_follows_its_rule(tmp_path, encode, tiny_benchmark)
     names = sorted([f"001.B/{i}.jpg" for i in range(9)] + [f"002.A/{i}.jpg" for i in range(6)])
     order = np.random.RandomState(1993).permutation(15)
     for split, chosen in [("train", order[:12]), ("test", order[12:])]:
-        source = dataset.open_dataset("cub200_random80", split, tmp_path / "a")
+        source = task_stream.open_dataset("cub200_random80", split, tmp_path / "a")
         assert list(source.ids) == sorted(names[i] for i in chosen)
         assert (source.name, source.partition) == ("cub200_random80", "random80")
     (root / "images" / "002.A" / "5.jpg").unlink()
@@ -502,7 +513,7 @@ def test_a_killed_process_leaves_nothing_that_is_accepted(tmp_path, pilot):
     assert child.returncode == -signal.SIGKILL, said
     assert any("incomplete" in name for name in left_over(data_dir))
     with pytest.raises(InputError, match="is not prepared"):
-        dataset.open_dataset("omnibench", "train", data_dir)
+        task_stream.open_dataset("omnibench", "train", data_dir)
     prepare.prepare("omnibench", pilot, data_dir, quiet=True)
     assert left_over(data_dir) == ["pilot_omnibench"]
     assert_reads_back(pilot, data_dir)

@@ -24,13 +24,10 @@ def test_class_order_is_pilots(num_classes, digest, first, last):
 
 @pytest.mark.parametrize(
     ("num_classes", "per_task", "sizes"),
-    [(6, 2, [2, 2, 2]), (7, 3, [3, 3, 1]), (3, 1, [1, 1, 1]), (3, 5, [3])],
+    [(6, 2, (2, 2, 2)), (7, 3, (3, 3, 1)), (3, 1, (1, 1, 1)), (6, (3, 1, 2), (3, 1, 2))],
 )
-def test_tasks_are_slices_of_the_order(num_classes, per_task, sizes):
-    order = benchmarks.class_order(num_classes, 0)
-    tasks = benchmarks.task_classes(order, per_task)
-    assert [len(task) for task in tasks] == sizes
-    np.testing.assert_array_equal(np.concatenate(tasks), order)
+def test_task_sizes(num_classes, per_task, sizes):
+    assert benchmarks.task_sizes("mine", num_classes, per_task) == sizes
 
 
 @pytest.mark.parametrize("per_class", range(4))
@@ -45,9 +42,7 @@ def test_task_indices_are_the_first_of_class_after_class(size, per_class):
 
 
 def test_a_stream_numbers_classes_as_they_arrive(plain_source):
-    row = dataclasses.replace(
-        benchmarks.BENCHMARKS["cub200_other"], num_classes=5, classes_per_task=2
-    )
+    row = dataclasses.replace(benchmarks.own("mine", "given"), num_classes=5, classes_per_task=2)
     stream = task_stream.build(row, plain_source(23), plain_source(11), 4, train_per_class=3)
     order = benchmarks.class_order(5, 4)
     assert stream.class_names == [str(label) for label in order]
@@ -64,5 +59,49 @@ def test_a_stream_numbers_classes_as_they_arrive(plain_source):
     )
     assert sorted(stream.test_indices) == list(range(11))
     np.testing.assert_array_equal(stream.test_labels // 2, stream.test_tasks)
-    with pytest.raises(InputError, match="at most the 5 classes of cub200_other, found 6"):
+    with pytest.raises(InputError, match="at most the 5 classes of mine, found 6"):
         task_stream.build(row, plain_source(23), plain_source(11), 4, classes_per_task=6)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ((2, 2), r"add up to the 5 classes of mine, found 2 \+ 2 = 4$"),
+        ((2, 2, 2), r"add up to the 5 classes of mine, found 2 \+ 2 \+ 2 = 6$"),
+        (6, "at most the 5 classes of mine, found 6$"),
+        (0, "the number of classes of each task of mine, or a list such as 10,5,5; found 0$"),
+    ],
+)
+def test_task_sizes_that_do_not_add_up(wanted, message):
+    with pytest.raises(InputError, match="config.classes_per_task: expected .*" + message):
+        benchmarks.task_sizes("mine", 5, wanted)
+
+
+def test_classes_arrive_in_the_order_of_their_names_or_of_a_list(plain_source):
+    row = benchmarks.own("mine", "given")
+    given = task_stream.build(row, plain_source(23), plain_source(11), -1, (1, 4))
+    assert given.class_names == list("01234") and given.classes_per_task == (1, 4)
+    listed = task_stream.build(
+        row, plain_source(23), plain_source(11), -1, (2, 1, 2), class_order=list("30142")
+    )
+    assert listed.class_names == list("30142")
+    assert [task.tolist() for task in listed.tasks] == [[3, 0], [1], [4, 2]]
+    assert listed.train_labels(1).tolist() == [2] * 5
+    # The last classes have no test image.
+    with pytest.raises(InputError, match="test images in every task, found none in task 2, of cla"):
+        task_stream.build(row, plain_source(23), plain_source(3), -1, (3, 2))
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("0124", "it lacks 3$"),
+        ("01234" * 2, "it names twice 0, 1, 2, 3, 4$"),
+        ("012344", "it names twice 4$"),
+        ("01235", "it names, unlike the data, 5$"),
+        ("012345678", "it names, unlike the data, 5, 6, 7, 8$"),
+    ],
+)
+def test_an_order_must_name_every_class_once(names, message):
+    with pytest.raises(InputError, match="config.class_order: expected each of the 5 .*" + message):
+        benchmarks.named_order("01234", names)

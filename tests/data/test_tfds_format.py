@@ -11,7 +11,7 @@ import pytest
 import tensorflow_datasets as tfds
 from array_record.python.array_record_module import ArrayRecordReader
 
-from fdc_jax.data import benchmarks, dataset, images, tfds_format
+from fdc_jax.data import benchmarks, dataset, images, task_stream, tfds_format
 from fdc_jax.errors import InputError
 
 # As a string "a-b/1.png" comes before "a/9.png", but class "a" before class "a-b".
@@ -29,7 +29,7 @@ def write(folder, examples, class_names=CLASSES):
 @pytest.fixture
 def written(tmp_path, encode):
     """Writes a small imagenet_a below tmp_path; returns its folder and its examples."""
-    folder = tfds_format.dataset_folder(benchmarks.BENCHMARKS["imagenet_a"], tmp_path)
+    folder = benchmarks.BENCHMARKS["imagenet_a"].folder(tmp_path)
     examples = [
         {
             "image": encode(np.full((5, 4, 3), 10 * number, np.uint8)),
@@ -44,7 +44,7 @@ def written(tmp_path, encode):
 
 
 def opened(data_dir, split="train", **options):
-    return dataset.open_dataset("imagenet_a", split, data_dir, **options)
+    return task_stream.open_dataset("imagenet_a", split, data_dir, **options)
 
 
 def test_images_are_sorted_by_class_and_name(tmp_path, written):
@@ -112,7 +112,7 @@ def test_a_folder_closed_to_writing_stays_as_it_is(tmp_path, written):
 
 def test_missing_data_tell_how_to_prepare_them(tmp_path):
     with pytest.raises(InputError) as caught:
-        dataset.open_dataset("imagenet_r", "test", tmp_path)
+        task_stream.open_dataset("imagenet_r", "test", tmp_path)
     message = str(caught.value)
     assert str(tmp_path / "pilot_imagenet_r" / "1.0.0") in message
     assert f"python -m fdc_jax.data.prepare imagenet_r --data_dir={tmp_path}" in message
@@ -155,7 +155,7 @@ def test_damaged_shards(tmp_path, written):
 
 def test_large_splits_have_several_files_of_single_records(tmp_path, monkeypatch):
     monkeypatch.setattr(tfds_format, "_IMAGES_PER_FILE", 3)
-    folder = tfds_format.dataset_folder(benchmarks.BENCHMARKS["imagenet_a"], tmp_path)
+    folder = benchmarks.BENCHMARKS["imagenet_a"].folder(tmp_path)
     examples = [{"image": bytes([i]), "label": 0, "file_name": f"a/{i:02d}"} for i in range(11)]
     write(folder, examples, ["a"])
     shards = list(folder.glob("*-train.array_record-0000?"))
@@ -187,10 +187,10 @@ def test_tensorflow_is_never_imported(tmp_path, encode):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(f"raise AssertionError('{name} imported')")
     program = f"""
-from fdc_jax.data import dataset, prepare
+from fdc_jax.data import prepare, task_stream
 from fdc_jax.data.batches import TrainBatches
-prepare.prepare("cub200_other", {str(tmp_path / "raw")!r}, {str(tmp_path)!r}, quiet=True)
-source = dataset.open_dataset("cub200_other", "train", {str(tmp_path)!r})
+prepare.prepare("mine", {str(tmp_path / "raw")!r}, {str(tmp_path)!r}, quiet=True)
+source = task_stream.open_dataset("mine", "train", {str(tmp_path)!r})
 assert next(iter(TrainBatches(source, [0, 1], None, 4, 0, 0, image_size=8))).weights.sum() == 2
 """
     subprocess.run(
@@ -203,7 +203,7 @@ assert next(iter(TrainBatches(source, [0, 1], None, 4, 0, 0, image_size=8))).wei
 
 def test_real_cifar100(shared_asset, tmp_path):
     data_dir = shared_asset("tensorflow_datasets")
-    source = dataset.open_dataset("cifar100", "test", data_dir, tmp_path)
+    source = task_stream.open_dataset("cifar100", "test", data_dir, tmp_path)
     assert np.bincount(source.labels).tolist() == [100] * 100
     assert list(source.ids) == [f"test_{i:05d}" for i in range(10000)]
     assert source.class_names[:2] == ("apple", "aquarium_fish")

@@ -1,0 +1,410 @@
+"""Data sets of a user's own: every kind of source, and what is refused."""
+
+import csv
+import hashlib
+import json
+import re
+import shutil
+import struct
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+
+from fdc_jax.data import prepare, task_stream
+from fdc_jax.errors import InputError
+
+CLASSES = {"ant": 5, "Bee": 4, "cat 10": 7}
+
+
+@pytest.fixture
+def photos(tmp_path, photo):
+    """A folder of classes of photographs, not divided."""
+    root = tmp_path / "photos"
+    for seed, (name, count) in enumerate(CLASSES.items()):
+        for number in range(count):
+            path = root / name / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            photo(9 + number, 12, 100 * seed + number).save(path)
+    return root
+
+
+@pytest.fixture
+def divided(photos, tmp_path):
+    """The same in train/CLASS and test/CLASS: the first two of each class are for testing."""
+    for path in sorted(photos.rglob("*.jpg")):
+        split = "test" if int(path.stem) < 2 else "train"
+        place = tmp_path / "divided" / split / path.parent.name
+        place.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, place)
+    return tmp_path / "divided"
+
+
+def prepared(tmp_path, source, name="mine", **options):
+    return prepare.prepare(name, source, tmp_path / "data", quiet=True, **options)
+
+
+def refused(tmp_path, source, message, name="mine", **options):
+    """Expects one line that says what is wrong, and nothing left behind."""
+    with pytest.raises(InputError, match=message) as caught:
+        prepared(tmp_path, source, name, **options)
+    assert "\n" not in str(caught.value)
+    assert [path for path in (tmp_path / "data").glob("*") if path.suffix != ".lock"] == []
+
+
+def opened(tmp_path, name="mine"):
+    return [task_stream.open_dataset(name, split, tmp_path / "data") for split in ("train", "test")]
+
+
+def ids(tmp_path, name="mine"):
+    return [list(each.ids) for each in opened(tmp_path, name)]
+
+
+# Sources ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["test", "val", "validation"])
+@pytest.mark.parametrize("packed", [False, True], ids=["folder", "zip"])
+def test_a_folder_with_its_own_division(tmp_path, divided, other, packed):
+    (divided / "test").rename(divided / other)
+    source = divided
+    if packed:
+        source = Path(shutil.make_archive(str(tmp_path / "packed"), "zip", tmp_path, "divided"))
+    folder = prepared(tmp_path, source)
+    assert folder == tmp_path / "data" / "mine" / "1.0.0"
+    train, test = opened(tmp_path)
+    assert train.class_names == test.class_names == ("Bee", "ant", "cat 10")
+    assert np.bincount(train.labels).tolist() == [2, 3, 5]
+    assert np.bincount(test.labels).tolist() == [2, 2, 2]
+    for split, each in (("train", train), (other, test)):
+        for index, name in enumerate(each.ids):
+            assert each.read(index) == (divided / split / name).read_bytes()
+            assert each.class_names[each.labels[index]] == name.partition("/")[0]
+    noted = json.loads((folder / "metadata.json").read_text())
+    assert noted.pop("images_sha256") == {"train": train.checksum, "test": test.checksum}
+    assert noted == {"partition": "given", "num_classes": 3, "num_train": 10, "num_test": 6}
+    assert prepared(tmp_path, source) == prepared(tmp_path, None) == folder
+
+
+def test_a_third_split_is_left_out_and_said(tmp_path, divided, capsys):
+    shutil.copytree(divided / "test" / "ant", divided / "val" / "ant")
+    shutil.copytree(divided / "test" / "ant", divided / "val" / "dog")
+    prepare.prepare("mine", divided, tmp_path / "data")
+    assert "left out: 4 images of val\n" in capsys.readouterr().err
+    train, test = opened(tmp_path)
+    assert (len(train), len(test), len(train.class_names)) == (10, 6, 3)
+
+
+def test_one_folder_is_divided_within_each_class(tmp_path, photos):
+    folder = prepared(tmp_path, photos, test_share=0.3, split_seed=7)
+    train, test = ids(tmp_path)
+    for name, count in CLASSES.items():
+        words = np.frombuffer(hashlib.sha256(f"7 {name}".encode()).digest(), np.uint32)
+        chosen = np.random.RandomState(words).permutation(count)[: round(0.3 * count)]
+        assert [each for each in test if each.startswith(name)] == [
+            f"{name}/{number}.jpg" for number in sorted(chosen)
+        ]
+    assert len(train) + len(test) == sum(CLASSES.values()) and not set(train) & set(test)
+    noted = json.loads((folder / "metadata.json").read_text())
+    assert noted["partition"] == opened(tmp_path)[0].partition == "0.3 of each class, seed 7"
+    assert prepared(tmp_path, photos, test_share=0.3, split_seed=7) == folder
+    with pytest.raises(InputError, match=r"holds other images than .* choose another name"):
+        prepared(tmp_path, photos, test_share=0.3, split_seed=8)
+    # The division of a class stays when others come.
+    shutil.copytree(photos / "ant", photos / "aardvark")
+    prepared(tmp_path, photos, "more", test_share=0.3, split_seed=7)
+    assert [each for each in ids(tmp_path, "more")[1] if not each.startswith("aardvark")] == test
+
+
+@pytest.mark.parametrize("share", [0.01, 0.99])
+def test_no_class_is_without_images_for_training_or_testing(tmp_path, photos, share):
+    prepared(tmp_path, photos, test_share=share)
+    for each, counts in zip(opened(tmp_path), ([3, 4, 6], [1, 1, 1]), strict=True):
+        expected = counts if share < 0.5 else [[1, 1, 1], [3, 4, 6]][each.split == "test"]
+        assert np.bincount(each.labels).tolist() == expected
+
+
+def write_list(path, rows, columns=("file", "label", "split")):
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(columns)
+        table.writerows(rows)
+    return path
+
+
+def test_a_list_of_files(tmp_path, photos):
+    rows = [
+        *(("cat 10/0.jpg", "Große Katze", "train"), ("ant/1.jpg", "ant", "val")),
+        *(("ant/0.jpg", "ant", "train"), (photos / "Bee/0.jpg", "Große Katze", "val")),
+    ]
+    prepared(tmp_path, write_list(photos / "list.csv", rows))
+    train, test = opened(tmp_path)
+    # In the order of their first lines.
+    assert train.class_names == ("Große Katze", "ant")
+    assert train.ids == ("cat 10/0.jpg", "ant/0.jpg")
+    assert test.ids == (str(photos / "Bee/0.jpg"), "ant/1.jpg")
+    assert test.read(0) == (photos / "Bee/0.jpg").read_bytes()
+    assert test.labels.tolist() == [0, 1]
+
+
+def test_a_list_that_is_not_divided(tmp_path, photos):
+    rows = [(path.relative_to(photos), path.parent.name) for path in photos.rglob("*.jpg")]
+    write_list(photos / "list.csv", sorted(rows, reverse=True), ("file", "label"))
+    prepared(tmp_path, photos, test_share=0.25)
+    prepared(tmp_path, photos / "list.csv", "listed", test_share=0.25)
+    found = [sorted(each) for each in ids(tmp_path, "listed")]
+    assert found == [sorted(each) for each in ids(tmp_path)]
+    assert opened(tmp_path, "listed")[0].class_names == ("cat 10", "ant", "Bee")
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda root: (root / "train" / "dog").mkdir(), "train/dog: expected images in this class"),
+        (
+            lambda root: shutil.move(root / "train" / "ant", root.parent),
+            "mine: expected training images of every class, found none of ant",
+        ),
+        (
+            lambda root: shutil.move(root / "test", root.parent),
+            "divided: expected the folders train and test, found train$",
+        ),
+        (
+            lambda root: (root / "test" / "ant").rename(root / "test" / " ant"),
+            "expected class names of one line, found ' ant'",
+        ),
+        (
+            lambda root: [
+                (root / "train" / name).write_bytes(b"damaged")
+                for name in ("ant/2.jpg", "Bee/3.jpg")
+            ],
+            "2 of 16 images cannot be read: .*Bee/3.jpg: .*; .*ant/2.jpg: ",
+        ),
+    ],
+    ids=["empty class", "class only in test", "no test", "name", "unreadable"],
+)
+def test_folders_that_are_refused(tmp_path, divided, change, message):
+    change(divided)
+    refused(tmp_path, divided, message)
+
+
+def test_what_cannot_be_divided(tmp_path, photos, divided):
+    refused(tmp_path, divided, "expected folders of classes to divide, found train", test_share=0.5)
+    refused(tmp_path, photos, "expected the folders train and test, found Bee, ant, cat 10$")
+    for path in list((photos / "ant").iterdir())[1:]:
+        path.unlink()
+    refused(tmp_path, photos, "class ant: expected two images or more", test_share=0.5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "message"),
+    [
+        ([("ant/0.jpg", "a", "tset")], None, "line 2: expected a split of train, test.* 'tset'$"),
+        ([("ant/0.jpg", "a", "")], None, "line 2: expected a split of train, test.* found ''$"),
+        ([("ant/0.jpg", "", "train")], None, "line 2: expected a file and its label, found ant/0"),
+        ([("ant/0.jpg", "a", "train")] * 2, None, "line 3: ant/0.jpg is in line 2, too"),
+        ([("ant/99.jpg", "a", "train")], None, "ant/99.jpg: cannot read: No such file"),
+        ([("ant/0.jpg", "a")], ("file", "label"), "columns file, label, split; found file, label$"),
+        ([], None, "expected images for train, found none"),
+        ([("ant/0.jpg", "a", "train")], None, "expected images for test, found none"),
+        ([("ant/0.jpg", "a", "train"), ("ant/1.jpg", "b", "test")], None, "found none of b$"),
+    ],
+)
+def test_lists_that_are_refused(tmp_path, photos, rows, columns, message):
+    path = write_list(photos / "list.csv", rows, columns or ("file", "label", "split"))
+    refused(tmp_path, path, message)
+
+
+def test_a_list_that_has_a_division_is_not_divided_anew(tmp_path, photos):
+    path = write_list(photos / "list.csv", [("ant/0.jpg", "a", "train")])
+    refused(tmp_path, path, "no split, which is to be drawn; found file", test_share=0.5)
+    (photos / "list.csv").write_bytes(b'file,label,split\n"ant/0.jpg')
+    refused(tmp_path, path, "list.csv: cannot read this list: ")
+    (photos / "list.csv").write_bytes(b"\xff\xfe")
+    refused(tmp_path, path, "list.csv: cannot read this list: ")
+
+
+def test_names_that_are_taken(tmp_path, divided, photos):
+    for name in ("Digits", "pilot_cub200"):
+        refused(tmp_path, divided, f"name {name} is taken by benchmark (digits|cub200)$", name)
+    prepared(tmp_path, divided)
+    message = "mine/1.0.0 holds other images than .*, such as .*; choose another name, remove them"
+    with pytest.raises(InputError, match=message):
+        prepared(tmp_path, photos, test_share=0.2)
+
+
+def larger_than_the_disk(path):
+    """Makes a file that would need more room than there is, without taking any."""
+    with open(path, "wb") as file:
+        file.truncate(shutil.disk_usage(path).free + 2**30)
+
+
+def test_space_is_looked_for_before(tmp_path, divided):
+    larger_than_the_disk(divided / "train" / "ant" / "9.jpg")
+    refused(tmp_path, divided, r"expected \d+\.\d+ GiB of free space, found \d+\.\d+$")
+
+
+def test_space_for_what_an_archive_holds_is_looked_for_before(tmp_path):
+    archive = tmp_path / "packed.tar"
+    member = tarfile.TarInfo("train/ant/1.jpg")
+    member.size = shutil.disk_usage(tmp_path).free // 2 + 2**29
+    with open(archive, "wb") as file:
+        file.write(member.tobuf())
+        file.truncate(2**20 * (member.size // 2**20 + 1))
+    refused(
+        tmp_path, archive, r"packed.tar/?: expected \d+\.\d+ GiB of free space, found \d+\.\d+$"
+    )
+
+
+# What is there ------------------------------------------------------------------------------------
+
+
+def test_list_and_remove(tmp_path, divided, capsys):
+    where = f"--data_dir={tmp_path / 'data'}"
+    assert prepare.main(["--list", where]) == 0
+    assert capsys.readouterr().out == "nothing is prepared\n"
+    folder = prepared(tmp_path, divided)
+    prepared(tmp_path, divided, "other")
+    assert prepare.main(["--list", where]) == 0
+    line = "mine: 3 classes, 10 train and 6 test images, partition given, in "
+    assert capsys.readouterr().out.splitlines()[0] == f"{line}{folder}"
+    assert prepare.main(["mine", "--remove", where]) == 0
+    assert f"removed {folder}" in capsys.readouterr().err
+    assert not folder.parent.exists()
+    assert [path.name for path in (tmp_path / "data").iterdir() if path.is_dir()] == ["other"]
+    for arguments, message in (
+        (["mine", "--remove", where], "benchmark must be one of .* found 'mine'"),
+        (["cub200", "--remove", where], "cub200 is not prepared in "),
+        ([where], "expected the NAME of a data set, or --list"),
+    ):
+        assert prepare.main(arguments) == 2
+        assert re.fullmatch(f"fdc_jax.data.prepare: {message}.*\n", capsys.readouterr().err)
+    prepared(tmp_path, divided)
+
+
+# Data that TFDS prepared --------------------------------------------------------------------------
+
+
+def crc32c(content):
+    """The checksum of TFRecord files, bit by bit."""
+    value = 0xFFFFFFFF
+    for byte in content:
+        value ^= byte
+        for _ in range(8):
+            value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
+    value ^= 0xFFFFFFFF
+    return struct.pack("<I", ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def by_tfds(
+    folder, photo, encode, file_format="array_record", splits=("train", "test"), label="label"
+):
+    """Prepares ten images of three classes as TFDS does, of a builder that names no images."""
+    features = tfds.features.FeaturesDict(
+        {
+            "image": tfds.features.Image(shape=(None, None, 3)),
+            "label": tfds.features.ClassLabel(names=["tulip", "rose", "lily"]),
+            "bright": tfds.features.Scalar(np.float32),
+        }
+    )
+    info = tfds.core.DatasetInfo(
+        builder=tfds.core.dataset_info.DatasetIdentity(
+            name="flowers", version=tfds.core.Version("2.1.1"), data_dir=str(folder), module_name=""
+        ),
+        features=features,
+        supervised_keys=("image", label),
+        disable_shuffling=True,
+    )
+    folder.mkdir(parents=True)
+    examples = [
+        {"image": encode(photo(8, 9, seed)), "label": seed % 3, "bright": seed / 10}
+        for seed in range(10)
+    ]
+    by_split = dict(zip(splits, (examples[:6], examples[6:]), strict=True))
+    if file_format == "array_record":
+        writer = tfds.core.SequentialWriter(info, 4, file_format=file_format)
+        writer.initialize_splits(list(by_split))
+        writer.add_examples(by_split)
+        writer.close_all()
+        return examples
+    found = []
+    for split, of_split in by_split.items():
+        template = tfds.core.ShardedFileTemplate(
+            folder, dataset_name="flowers", split=split, filetype_suffix="tfrecord"
+        )
+        shards = [of_split[:4], of_split[4:]]
+        for number, shard in enumerate(shards):
+            content = b""
+            for example in shard:
+                record = features.serialize_example(features.encode_example(example))
+                length = struct.pack("<Q", len(record))
+                content += length + crc32c(length) + record + crc32c(record)
+            name = f"flowers-{split}.tfrecord-{number:05d}-of-00002"
+            (folder / name).write_bytes(content)
+        found.append(
+            tfds.core.SplitInfo(
+                name=split,
+                shard_lengths=[len(shard) for shard in shards],
+                num_bytes=1,
+                filename_template=template,
+            )
+        )
+    info.set_splits(tfds.core.splits.SplitDict(found))
+    info.set_file_format("tfrecord")
+    info.write_to_directory(folder)
+    return examples
+
+
+@pytest.mark.parametrize("file_format", ["array_record", "tfrecord"])
+@pytest.mark.parametrize("place", ["flowers/2.1.1", "flowers/small/2.1.1"])
+def test_data_of_tfds_are_read_where_they_lie(tmp_path, photo, encode, capsys, file_format, place):
+    folder = tmp_path / "data" / place
+    examples = by_tfds(folder, photo, encode, file_format)
+    train, test = opened(tmp_path, "flowers")
+    assert train.class_names == ("tulip", "rose", "lily")
+    assert (train.name, train.partition) == ("flowers", "tfds")
+    assert train.labels.tolist() == [0, 0, 1, 1, 2, 2] and test.labels.tolist() == [0, 0, 1, 2]
+    expected = [examples[i]["image"] for i in (6, 9, 7, 8)]
+    assert [test.read(i) for i in range(4)] == expected
+    assert len(test.checksum) == 64
+    assert prepare.main(["flowers", f"--data_dir={tmp_path / 'data'}"]) == 0
+    assert "flowers is already prepared" in capsys.readouterr().err
+    assert prepare.main(["--list", f"--data_dir={tmp_path / 'data'}"]) == 0
+    assert f"partition tfds, in {folder}" in capsys.readouterr().out
+    assert prepare.main(["flowers", "--remove", f"--data_dir={tmp_path / 'data'}"]) == 2
+    assert "prepared by another program; remove it by hand" in capsys.readouterr().err
+    assert folder.exists()
+
+
+def test_tfrecords_that_were_cut(tmp_path, photo, encode):
+    by_tfds(tmp_path / "data/flowers/2.1.1", photo, encode, "tfrecord")
+    (path,) = (tmp_path / "data/flowers/2.1.1").glob("*train*-00001-*")
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(InputError, match=r"split train: .*00001-of-00002: expected whole records"):
+        opened(tmp_path, "flowers")
+
+
+def test_validation_stands_for_a_test_that_is_missing(tmp_path, photo, encode):
+    folder = tmp_path / "data/flowers/2.1.1"
+    by_tfds(folder, photo, encode, splits=("train", "validation"))
+    assert [len(each) for each in opened(tmp_path, "flowers")] == [6, 4]
+
+
+def test_which_data_of_tfds_are_refused(tmp_path, photo, encode):
+    by_tfds(tmp_path / "data/flowers/one/2.1.1", photo, encode)
+    shutil.copytree(tmp_path / "data/flowers/one", tmp_path / "data/flowers/two")
+    with pytest.raises(InputError, match="flowers: expected one configuration, found one, two"):
+        prepared(tmp_path, None, "flowers")
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(InputError, match="flowers: expected one configuration, found one, two"):
+        prepared(tmp_path, tmp_path / "photos", "flowers")
+    by_tfds(tmp_path / "data/bright/1.0.0", photo, encode, label="bright")
+    with pytest.raises(
+        InputError, match=r"expected images and their classes, found .* bright, image, label$"
+    ):
+        prepared(tmp_path, None, "bright")
