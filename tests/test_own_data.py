@@ -1,7 +1,6 @@
 """Photographs of a user's own, from a folder to the report, through the commands."""
 
 import csv
-import json
 import os
 import shutil
 import signal
@@ -14,10 +13,10 @@ from PIL import Image
 
 import fdc_jax
 from configs import own
-from fdc_jax import command, configuration
+from fdc_jax import configuration
 from fdc_jax.data import prepare
 from fdc_jax.errors import InputError
-from tests import interruptions
+from tests import small_runs
 
 CLASSES = ("oak", "ash", "elm", "fir", "yew", "box")
 ORDER = ("fir", "box", "oak", "yew", "ash", "elm")
@@ -67,7 +66,7 @@ def start(data, cache, workdir):
             *(f"--config.class_order={data / 'order.txt'}", f"--config.data.dir={data / 'data'}"),
             *(f"--config.{field}={value}" for field, value in SETTINGS.items()),
         ],
-        cwd=interruptions.REPOSITORY,
+        cwd=small_runs.REPOSITORY,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "FDC_JAX_CACHE": str(cache)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -80,26 +79,26 @@ def killed(data, cache, tmp_path_factory):
     """The work directory of a run that was killed in its second task and went on."""
     workdir = tmp_path_factory.mktemp("run") / "trees"
     process = start(data, cache, workdir)
-    interruptions.wait_for(workdir, "evaluation", process)
+    small_runs.wait_for(workdir, "evaluation", process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (workdir / "results.json").exists()
-    interruptions.finish(start(data, cache, workdir))
+    small_runs.finish(start(data, cache, workdir))
     return workdir
 
 
 def test_a_killed_run_goes_on_under_the_name(killed):
-    interruptions.nothing_done_twice(killed)
-    results = json.loads((killed / "results.json").read_text())
+    small_runs.nothing_done_twice(killed)
+    results = small_runs.results(killed)
     assert (results["benchmark"], results["split"]) == ("trees", "given")
     assert results["class_names"] == list(ORDER)
     assert results["config"]["class_order"] == list(ORDER)
     assert results["config"]["classes_per_task"] == list(SIZES)
     assert (results["num_tasks"], results["num_classes"], results["num_test_images"]) == (3, 6, 30)
-    with np.load(killed / "predictions.npz") as columns:
-        assert columns["class_names"].tolist() == list(ORDER)
-        assert np.bincount(columns["label"]).tolist() == [5] * 6
-        assert np.bincount(columns["task"]).tolist() == [5 * size for size in SIZES]
+    columns = small_runs.predictions(killed)
+    assert columns["class_names"].tolist() == list(ORDER)
+    assert np.bincount(columns["label"]).tolist() == [5] * 6
+    assert np.bincount(columns["task"]).tolist() == [5 * size for size in SIZES]
 
 
 def test_the_report_has_the_names_and_no_number_of_the_paper(killed):
@@ -138,12 +137,12 @@ def config(data, **fields):
 def test_a_finished_run_is_tied_to_its_classes(killed, data, cache, tmp_path):
     again = shutil.copytree(killed, tmp_path / "again")
     known = dict(cache_dir=str(cache), report=False)
-    results = command.run(config(data, **known), str(again), quiet=True)
-    assert results == json.loads((killed / "results.json").read_text())
+    results = small_runs.run(config(data, **known), again)
+    assert results == small_runs.results(killed)
     for field, value in (("class_order", CLASSES), ("classes_per_task", 2)):
         other = config(data, **known, **{field: value})
         with pytest.raises(InputError, match=f"holds a run of another configuration: {field} was"):
-            command.run(other, str(again), quiet=True)
+            small_runs.run(other, again)
 
 
 @pytest.mark.parametrize(
