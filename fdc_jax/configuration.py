@@ -28,9 +28,6 @@ WITHOUT_EFFECT = frozenset(
     }
 )
 
-# Fields that earlier versions lack, and what they did.
-_LATER = {"class_order": []}
-
 # What values may be, as in `learners.Option`.
 _ALLOWED: dict[str, str | tuple[str, ...]] = {
     "class_order_seed": "[-1, 4294967295]",
@@ -54,7 +51,7 @@ _ALLOWED: dict[str, str | tuple[str, ...]] = {
 }
 
 # What a run did before there was such a field.
-CAME_LATER: dict[str, Any] = {"fdc.transport": False}
+CAME_LATER: dict[str, Any] = {"fdc.transport": False, "class_order": []}
 
 
 def flatten(config: Config) -> dict[str, Any]:
@@ -97,7 +94,7 @@ def validate(config: Config) -> None:
     several = isinstance(sizes, list) and len(sizes) > 0
     if not all(type(n) is int and n >= several for n in (sizes if several else [sizes])):
         refuse("classes_per_task", "a whole number, or a list of them such as 10,5,5")
-    if flat.get("class_order") and flat["class_order_seed"] != -1:
+    if flat["class_order"] and flat["class_order_seed"] != -1:
         refuse("class_order_seed", "-1 beside config.class_order")
 
     seeds = flat["seed"]
@@ -145,7 +142,7 @@ def _read_class_order(config: Config) -> None:
     Raises:
         InputError: the file cannot be read.
     """
-    names = tuple(map(str, config.get("class_order", ())))
+    names = tuple(map(str, config.class_order))
     if len(names) == 1:
         path = Path(names[0]).expanduser()
         try:
@@ -177,5 +174,5 @@ def differences(
     return [
         (field, saved.get(field), value)
         for field, value in sorted(new.items())
-        if field not in WITHOUT_EFFECT and saved.get(field, _LATER.get(field)) != value
+        if field not in WITHOUT_EFFECT and saved.get(field) != value
     ]

@@ -90,7 +90,7 @@ class Experiment:
             task_stream.open_dataset(config.benchmark, "train", folder, self._cache),
             task_stream.open_dataset(config.benchmark, "test", folder, self._cache),
             class_order_seed=config.class_order_seed,
-            class_order=config.get("class_order", ()),
+            class_order=config.class_order,
             classes_per_task=config.classes_per_task,
             train_per_class=config.data.train_per_class,
             test_per_class=config.data.test_per_class,
