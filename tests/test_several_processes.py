@@ -124,7 +124,7 @@ def test_a_run_goes_on_with_another_number_of_devices(whole, tmp_path, cache, be
 @pytest.mark.parametrize(
     ("second", "line"),
     [
-        ("--config.encoder.weights=none.npz", "process 1: config.encoder.weights: "),
+        ("--config.encoder.weights=none.npz", "process 1: encoder.weights: expected "),
         (
             "--config.train.rank=3",
             "process 1 has config.train.rank 3, process 0 has 10; expected the same on all",
