@@ -35,12 +35,14 @@ class AffineMap(NamedTuple):
         ridge: lambda.
         unexplained: squared error on left-out images over that of a shift, in [0, 1]; 0 where
             nothing but a shift happened.
+        residual: covariance of these errors.
     """
 
     matrix: Float[np.ndarray, "d d"]
     offset: Float[np.ndarray, " d"]
     ridge: float
     unexplained: float
+    residual: Float[np.ndarray, "d d"]
 
     def move(self, rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
         """Returns features, or means of features, where the newer encoder has them."""
@@ -76,18 +78,22 @@ def fit_map(before: Float[np.ndarray, "n d"], after: Float[np.ndarray, "n d"]) -
 
     some = np.unique(np.linspace(0, count - 1, min(count, LEFT_OUT)).astype(int))
     inputs, truth = centred[some] @ vectors, change[some]
-    errors = []
-    for ridge in RIDGES:
+
+    def left_out(ridge: float) -> Float[np.ndarray, "n d"]:
         gains = _gains(energies, ridge)
         # An image's own share of its prediction: of the map, and of the mean.
         leverage = (inputs**2) @ gains + 1.0 / count
         kept = np.maximum(1.0 - leverage, 1e-6)[:, None]
-        errors.append(float((((truth - (inputs * gains) @ rotated) / kept) ** 2).sum()))
+        return (truth - (inputs * gains) @ rotated) / kept
+
+    errors = [float((left_out(ridge) ** 2).sum()) for ridge in RIDGES]
     best = int(np.argmin(errors))
+    residual = left_out(RIDGES[best])
     delta = vectors @ (_gains(energies, RIDGES[best])[:, None] * rotated)
     matrix = np.eye(width) + delta
     unexplained = errors[best] / errors[-1] if errors[-1] > 0 else 0.0
-    return AffineMap(matrix, target - mean @ matrix, RIDGES[best], unexplained)
+    offset, covariance = target - mean @ matrix, residual.T @ residual / len(some)
+    return AffineMap(matrix, offset, RIDGES[best], unexplained, covariance)
 
 
 def _gains(energies: Float[np.ndarray, " d"], ridge: float) -> Float[np.ndarray, " d"]:

@@ -3,7 +3,8 @@
 Of each view are kept the mean mu_c of every class c, the within-class scatter S of all classes
 together, and of each class's own covariance the leading directions, as rows of a factor B_c. When a
 task is learned, what is kept of earlier ones in the adapted view is carried along by the affine map
-of `drift`; the pretrained encoder does not move. With N images of C classes in width d, a class
+of `drift`, and S grows by what that map does not explain; the pretrained encoder does not move.
+With N images of C classes in width d, a class
 scores minus half the squared distance
 
     (g - mu_c)' [ (1 - a) S / N + lambda (tr S / (N d)) I + a B_c' B_c ]^-1 (g - mu_c),
@@ -77,12 +78,15 @@ class Gaussians(NamedTuple):
     factors: Float[np.ndarray, "c r d"]
     scatter: Float[np.ndarray, "d d"]
 
-    def moved(self, by: drift.AffineMap) -> Gaussians:
-        """Returns the classes as a newer encoder has them."""
+    def moved(self, by: drift.AffineMap, images: int) -> Gaussians:
+        """Returns the classes, of so many images, as a newer encoder has them.
+
+        What the map leaves unexplained varies within classes from then on.
+        """
         return Gaussians(
             by.move(self.means).astype(np.float32),
             by.move_directions(self.factors).astype(np.float32),
-            by.move_scatter(self.scatter).astype(np.float32),
+            (by.move_scatter(self.scatter) + images * by.residual).astype(np.float32),
         )
 
     def joined(self, other: Gaussians) -> Gaussians:
@@ -258,7 +262,8 @@ class TransportedFDC(WhitenedFDC):
         super().fit_task(adapted, labels, head, pretrained, classes)
         earlier = self.gaussians
         if by is not None:
-            earlier = [earlier[0].moved(by), *earlier[1:]]
+            images = sum(task.samples for task in self.tasks[:-1])
+            earlier = [earlier[0].moved(by, images), *earlier[1:]]
         pairs = zip(earlier, self._learned, strict=True) if earlier else ()
         self.gaussians = [known.joined(new) for known, new in pairs] or self._learned
         del self._of_class, self._learned

@@ -64,6 +64,7 @@ def test_the_map_is_the_ridge_of_least_left_out_error(count, width):
     errors = [left_out_error(before, after, ridge) for ridge in drift.RIDGES]
     assert found.ridge == drift.RIDGES[int(np.argmin(errors))]
     np.testing.assert_allclose(found.unexplained, min(errors) / errors[-1], rtol=1e-6)
+    np.testing.assert_allclose(np.trace(found.residual), min(errors) / count, rtol=1e-6)
     matrix, offset = by_hand(before, after, found.ridge)
     np.testing.assert_allclose(found.matrix, matrix, atol=1e-9)
     np.testing.assert_allclose(found.offset, offset, atol=1e-8)

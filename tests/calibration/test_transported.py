@@ -45,14 +45,17 @@ def moved(tasks, previous):
     return found
 
 
-def distances(tasks, features, inputs):
-    """Minus half the squared distances of the module's docstring [n, classes], in float64."""
+def distances(tasks, features, added):
+    """The covariance that all classes share, and of each class label, mean and deviations.
+
+    `added` is what maps left unexplained, summed over images.
+    """
     width, labels = features[0].shape[1], np.concatenate([task.labels for task in tasks])
     rows = np.concatenate(features).astype(np.float64)
     names = np.unique(labels)
     means = np.stack([rows[labels == c].mean(axis=0) for c in names])
     dev = rows - means[np.searchsorted(names, labels)]
-    shared = dev.T @ dev / len(rows)
+    shared = (dev.T @ dev + added) / len(rows)
     ridge = 0.1 + width / (len(rows) - len(names))
     base = 0.9 * shared + ridge * np.trace(shared) / width * np.eye(width)
     scores = []
@@ -71,7 +74,13 @@ def expected(tasks, previous, adapted, pretrained):
         ([t.pretrained for t in tasks], [t.pretrained for t in tasks], None, pretrained, 0.5),
     ]
     for features, at_the_time, before, inputs, weight in views:
-        base, classes = distances(tasks, features, inputs)
+        unexplained, images = np.zeros((inputs.shape[1],) * 2), 0
+        for task, x in zip(tasks, before or [], strict=False):
+            if x is not None:
+                by = drift.fit_map(x, task.adapted)
+                unexplained = by.move_scatter(unexplained) + images * by.residual
+            images += len(task.labels)
+        base, classes = distances(tasks, features, unexplained)
         columns = []
         for c, mean, _ in classes:
             t = next(i for i, task in enumerate(tasks) if c in task.labels)
