@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from fdc_jax import configuration, evaluation
 from fdc_jax.errors import counted
 from fdc_jax.report.runs import Group, RunFolder
+from fdc_jax.report.tables import METHODS
 
 KINDS = ("raw", "fdc", "oracle")
 
@@ -182,6 +183,20 @@ def sentences(group: Group) -> list[str]:
         said.append(
             f"Knowing the task of every image would put right {np.mean(repaired):.0f} % of the "
             "errors of the raw logits."
+        )
+    entries = [run.analyses["beyond"] for run in group.runs if "beyond" in run.analyses]
+    above = {
+        name: np.mean([each[name]["accuracy"] - each["fdc"]["accuracy"] for each in entries])
+        for name in (entries[0] if entries else ())
+        if all(name in each for each in entries)
+    }
+    best = max(above, key=lambda name: above[name], default="fdc")
+    if entries and above[best] > 0:
+        others = sum(gain > 0 for gain in above.values())
+        said.append(
+            f"{counted(others, 'method')} of the table of closed-form heads and calibrators "
+            f"{'stands' if others == 1 else 'stand'} above FDC here, most of all "
+            f"{METHODS[best]}, by {above[best]:.2f} points."
         )
     return said
 

@@ -493,19 +493,27 @@ def _latency(files: Sequence[Mapping[str, Any]], whole: bool) -> Iterable[Row]:
         yield labels | {headings[key]: number(value, 1) for key, value in numbers.items()}
 
 
-_METHODS = {
+METHODS = {
     "raw": "Raw",
     "fdc": "FDC",
+    "ncm-pretrained": "nearest class mean, frozen features",
+    "mahalanobis-pretrained": "Mahalanobis, frozen features",
+    "ridge-pretrained": "ridge regression, frozen features",
+    "ranpac-pretrained": "RanPAC, frozen features",
+    "ncm": "nearest class mean",
+    "mahalanobis": "Mahalanobis",
+    "ranpac": "RanPAC",
     "whitened": "whitened affinity",
-    "whitened_classes": "whitened affinity, class by class",
+    "whitened-classes": "whitened affinity, class by class",
+    "transported": "transported class Gaussians",
 }
 
 
 def _beyond(layout: Layout) -> Iterable[Row]:
-    """The whitened affinity beside FDC: accuracies, gain, storage."""
+    """Closed-form heads and calibrators beside FDC: accuracies, gain, storage."""
     for group in layout.groups:
         found = group.analyses("beyond")
-        for name, title in _METHODS.items():
+        for name, title in METHODS.items():
             of = [each for each in found if name in each]
             if not of:
                 continue
@@ -522,5 +530,8 @@ def _beyond(layout: Layout) -> Iterable[Row]:
             }
             if name != "fdc":
                 cells["gain over FDC"] = spread(accuracy - fdc, signed=True)
-                cells |= interval(evaluation.paired_gain(fdc, accuracy))
+                gain = evaluation.paired_gain(fdc, accuracy)
+                if len(of) == 1 and "low" in of[0][name]:
+                    gain = gain._replace(low=of[0][name]["low"], high=of[0][name]["high"])
+                cells |= interval(gain)
             yield layout.labels(group) | {"method": title} | cells

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.extra import numpy as arrays
 
-from fdc_jax import calibration
+from fdc_jax import calibration, evaluation
+from fdc_jax.calibration import comparators
 from fdc_jax.calibration.components import COMPONENTS, WHITENED, WHITENED_CLASSES
 from fdc_jax.errors import InputError
 from fdc_jax.report import analysis, runs
@@ -112,21 +113,33 @@ def test_accuracies_are_those_of_calibrators_of_their_own(tmp_path, dual):
     for name, affinity in (
         ("fdc", {}),
         ("whitened", WHITENED),
-        ("whitened_classes", WHITENED_CLASSES),
+        ("whitened-classes", WHITENED_CLASSES),
     ):
         calibrator = features.fit(calibration.from_settings(own | affinity))
         scores = calibrator.score(*noisy)
+        fdc = features.fit(calibration.FDC(**own)).score(*noisy)
+        gain = evaluation.bootstrap_gain(labels, fdc.label, scores.label)
         assert found["beyond"][name] == {
             "accuracy": percent(scores.label == labels),
             "oracle": percent(scores.label_in_task(tasks) == labels),
             "storage_bytes": calibrator.storage_bytes,
+            "low": gain.low,
+            "high": gain.high,
         }
-    assert len({each["accuracy"] for each in found["beyond"].values()}) == 4
+    frozen = comparators.RanPAC("pretrained", "linear")
+    if dual:
+        scores = features.fit(frozen).score(*noisy)
+        ridge = found["beyond"]["ridge-pretrained"]
+        assert ridge["accuracy"] == percent(scores.label == labels)
+        assert ridge["storage_bytes"] == frozen.storage_bytes
+    assert ("ncm-pretrained" in found["beyond"]) == dual
+    assert "transported" not in found["beyond"]  # It needs features of the encoder before.
 
 
 def test_what_a_run_does_not_allow_is_missing_with_the_reason(tmp_path):
-    _, missing = analysed(tmp_path / "a", feature_set(), {"fdc.neighbours": 2})
-    assert len(missing) == 1 and missing[0].startswith("no beyond: neighbours")
+    found, missing = analysed(tmp_path / "a", feature_set(), {"fdc.neighbours": 2})
+    assert missing == []
+    assert "whitened" not in found["beyond"] and "mahalanobis" in found["beyond"]
     one_each, rows = np.unique(feature_set().test_labels, return_index=True)
     few = feature_set(dual=False)
     few = few._replace(test_adapted=few.test_adapted[rows], test_labels=one_each)

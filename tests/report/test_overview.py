@@ -140,6 +140,21 @@ def test_sentences_count_images():
     assert overview.sentences(group({}, accuracy=perfect)) == []
 
 
+def test_a_sentence_says_what_stands_above_fdc():
+    runs = group(by_hand())
+    for run, better in zip(runs.runs, (3.0, 1.0, 5.0), strict=False):
+        entries = {"raw": 40.0, "fdc": 60.0, "ncm": 60.5, "transported": 60.0 + better}
+        run.analyses["beyond"] = {name: {"accuracy": value} for name, value in entries.items()}
+    best = np.mean([3.0, 1.0, 5.0][: len(runs.runs)])
+    assert overview.sentences(runs)[-1] == (
+        "2 methods of the table of closed-form heads and calibrators stand above FDC here, most "
+        f"of all transported class Gaussians, by {best:.2f} points."
+    )
+    for run in runs.runs:
+        run.analyses["beyond"]["fdc"]["accuracy"] = 70.0
+    assert "stand above" not in " ".join(overview.sentences(runs))
+
+
 def test_the_interval_is_over_seeds_or_over_images():
     one, three = made_up.groups(made_up.run(1)), made_up.groups()
     interval = overview.gain_interval(three[0])
