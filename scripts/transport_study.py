@@ -403,6 +403,73 @@ def ages(problem: Problem) -> dict[str, list[float]]:
     return found
 
 
+CURVE = (2, 5, 10, 15, 20)
+
+
+def curve(run: Any, test: Problem) -> dict[str, list[float]]:
+    """Accuracy after some of the tasks, with and without the maps, and with re-extraction.
+
+    Needs a learner that keeps the encoder of every task.
+    """
+    e, task_of = run.experiment, np.asarray(run.experiment.tasks.test_tasks)
+    counts = [count for count in CURVE if count <= run.num_tasks]
+    found: dict[str, list[float]] = {"tasks": [float(count) for count in counts]}
+    for count in counts:
+        rows = np.flatnonzero(task_of < count)
+
+        def extract(source: Any, indices: np.ndarray, t: int = count) -> np.ndarray:
+            batches = e.evaluation_batches(source, indices)
+            return e.extract(e.backbone, [run.encoder(t)], batches)[0].features
+
+        trained = np.concatenate(e.tasks.train_indices[:count])
+        part = test._replace(
+            adapted=test.adapted[:count],
+            previous=test.previous[:count],
+            pretrained=test.pretrained[:count],
+            labels=test.labels[:count],
+        )
+        inputs = extract(e.tasks.test, e.tasks.test_indices[rows])
+        frozen = 0.5 * gaussians(part.pretrained, part.labels, test.inputs[1][rows])
+        ends = np.cumsum([len(each) for each in part.labels])[:-1]
+        known = {
+            "stored": part.adapted,
+            "moved": moved(part, affine),
+            "bound": np.split(extract(e.tasks.train, trained), ends),
+        }
+        for kind, features in known.items():
+            scores = gaussians(features, part.labels, inputs) + frozen
+            right = evaluation.accuracy(test.truth[rows], scores.argmax(axis=1))
+            found.setdefault(kind, []).append(right)
+    return found
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    """Draws the curve, and accuracy and distance of class means against a task's age."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams |= {"svg.hashsalt": "fdc_jax", "svg.fonttype": "none", "font.size": 8}
+    from matplotlib import pyplot
+
+    titles = {"stored": "as stored", "moved": "transported", "bound": "re-extracted"}
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(9, 2.8), layout="constrained")
+    first = next(each["curve"] for each in found["runs"].values() if "curve" in each)
+    for kind, title in titles.items():
+        left.plot(first["tasks"], first[kind], marker="o", markersize=3, label=title)
+    left.set(xlabel="tasks learned", ylabel="accuracy, %", title="Cumulative-LoRA, seed 1")
+    for name, axis, label in (
+        ("accuracy", middle, "accuracy of the task, %"),
+        ("distance", right, "distance of class means"),
+    ):
+        for kind in ("stored", "moved"):
+            rows = np.array([each["by_task"][f"{name}, {kind}"] for each in found["runs"].values()])
+            mean = rows.mean(axis=0)[::-1]
+            axis.plot(np.arange(len(mean)), mean, marker="o", markersize=3, label=titles[kind])
+        axis.set(xlabel="tasks learned since", ylabel=label, title=f"mean of {len(rows)} runs")
+    left.legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+
+
 def study(held: Problem, test: Problem) -> dict[str, Any]:
     """Returns all numbers of one run."""
     tried = {
@@ -431,6 +498,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--curve", type=Path, help="a run to measure after several of its tasks")
+    parser.add_argument("--figure", type=Path, help="where to draw what the output holds (.svg)")
     options = parser.parse_args(arguments)
     found = files.read_json(options.output) if options.output.exists() else {"runs": {}}
     for folder in options.runs:
@@ -438,7 +507,12 @@ def main(arguments: list[str] | None = None) -> None:
         if name not in found["runs"]:
             found["runs"][name] = study(held, test)
             files.write_json(options.output, found)
+        if folder == options.curve and "curve" not in found["runs"][name]:
+            found["runs"][name]["curve"] = curve(fdc_jax.open_run(folder), test)
+            files.write_json(options.output, found)
         print(name, json.dumps(found["runs"][name]["test"]), file=sys.stderr)
+    if options.figure is not None:
+        draw(found, options.figure)
     files.write_json(options.output, found | {"versions": results.versions()})
 
 
