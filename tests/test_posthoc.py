@@ -172,7 +172,7 @@ def test_all_methods_in_one_table(source, tmp_path):
     code, out, error = run(source, "--method=all", "--projections=50", f"--output={output}")
     assert (code, error) == (0, "")
     rows = {line.split()[0] for line in out.splitlines()[2:]}
-    assert set(METHODS) - {"transported"} <= rows  # It needs more features than there are.
+    assert set(METHODS) <= rows
     reports = json.loads(output.with_suffix(".json").read_text())["methods"]
     assert [report["method"] for report in reports] == list(METHODS)
     by_name = {report["method"]: report for report in reports}
@@ -269,7 +269,7 @@ def test_a_traceback_on_request(tmp_path):
 
 def test_warnings_are_plain_lines(tmp_path, arrays):
     path = tmp_path / "tiny.npz"
-    names = ("train_adapted_2", "train_pretrained_2", "train_labels_2")
+    names = ("train_adapted_2", "train_previous_2", "train_pretrained_2", "train_labels_2")
     tiny = {name: arrays[name][[0, -1]] for name in names}
     np.savez(path, **arrays | tiny)
     code, _, error = run(path)
@@ -410,25 +410,12 @@ for sys.argv[1:] in (sys.argv[1:], ["absent.npz"]):
 # Statistics that follow the encoder --------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def followed(tmp_path_factory, arrays):
-    """The features, and those of each task's samples by the encoder before it."""
-    path, rng = tmp_path_factory.mktemp("features") / "followed.npz", np.random.default_rng(3)
-    before = {
-        name.replace("adapted", "previous"): array + rng.normal(size=array.shape[1]) / 2
-        for name, array in arrays.items()
-        if name.startswith("train_adapted") and not name.endswith("_0")
-    }
-    np.savez(path, **arrays, **{name: array.astype(np.float32) for name, array in before.items()})
-    return path
-
-
-def test_the_transported_method_reads_the_features_before_each_task(followed, tmp_path):
+def test_the_transported_method_reads_the_features_before_each_task(source, tmp_path):
     output, saved = tmp_path / "x.npz", tmp_path / "calibrator.npz"
     arguments = (f"--output={output}", f"--calibrator={saved}", "--method=transported")
-    code, _, error = run(followed, *arguments)
+    code, _, error = run(source, *arguments)
     assert (code, error) == (0, "")
-    features = feature_files.load(followed)
+    features = feature_files.load(source)
     calibrator = features.fit(calibration.from_settings(TRANSPORTED))
     inputs = (features.test_adapted, features.test_pretrained)
     scores = calibrator.score(*inputs)
@@ -439,14 +426,14 @@ def test_the_transported_method_reads_the_features_before_each_task(followed, tm
     assert report["component_accuracy"]["full"] == report["accuracy"]["calibrated"]
 
 
-def test_transport_moves_the_features_of_every_other_method(followed, tmp_path):
+def test_transport_moves_the_features_of_every_other_method(source, tmp_path):
     labels = {}
     for name in ("plain", "moved"):
         output = tmp_path / f"{name}.npz"
         extra = ["--transport"] if name == "moved" else []
-        assert run(followed, "--method=ncm", f"--output={output}", *extra)[0] == 0
+        assert run(source, "--method=ncm", f"--output={output}", *extra)[0] == 0
         labels[name] = np.load(output)["label"]
-    features = feature_files.load(followed)
+    features = feature_files.load(source)
     tasks = [task.adapted.astype(np.float64) for task in features.tasks]
     for t, task in enumerate(features.tasks[1:], start=1):
         by = drift.fit_map(task.previous, task.adapted)
@@ -461,6 +448,8 @@ def test_transport_moves_the_features_of_every_other_method(followed, tmp_path):
 
 
 @pytest.mark.parametrize("method", ["transported", "ncm"])
-def test_what_lacks_for_transport_is_named(source, method):
-    error = fails(source, f"--method={method}", "--transport")
+def test_what_lacks_for_transport_is_named(tmp_path, arrays, method):
+    path = tmp_path / "without.npz"
+    np.savez(path, **{name: a for name, a in arrays.items() if "previous" not in name})
+    error = fails(path, f"--method={method}", "--transport")
     assert "train_previous_1" in error

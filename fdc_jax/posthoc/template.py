@@ -29,8 +29,9 @@ Dump the same arrays from PyTorch (encoder: images -> head-input features; in ev
 task_loader must not shuffle. Rows of a head stand in ascending order of their labels; of one head
 that grows or covers all classes, save the task's own rows, such as weight[10:20]. They are copied,
 since the head may be trained on. If it was, in later tasks or by an alignment of all heads,
-add what it ended as, after the last task: final_head_weight_{{t}} and final_head_bias_{{t}}. All
-arrays are described in fdc_jax/feature_files.py."""
+add what it ended as, after the last task: final_head_weight_{{t}} and final_head_bias_{{t}}.
+For --method=transported, train_previous_{{t}} is what encoder gives for the same images just before
+training task t = 1, 2, ... All arrays are described in fdc_jax/feature_files.py."""
 
 
 def write_template(path: str | os.PathLike[str]) -> str:
@@ -93,6 +94,9 @@ def example(
         adapted = pretrained @ (np.eye(width) + drifts[: t + 1].sum(axis=0))
         weight, bias = _ridge_head(adapted, rows, classes_per_task)
         arrays[f"train_adapted_{t}"] = adapted.astype(np.float32)
+        if t:
+            before = pretrained @ (np.eye(width) + drifts[:t].sum(axis=0))
+            arrays[f"train_previous_{t}"] = before.astype(np.float32)
         arrays[f"train_pretrained_{t}"] = pretrained.astype(np.float32)
         arrays[f"train_labels_{t}"] = t * classes_per_task + rows
         arrays[f"head_weight_{t}"] = weight.astype(np.float32)
