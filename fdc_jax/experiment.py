@@ -38,6 +38,7 @@ def run(
     progress.start(e.steps_before(num_tasks), e.steps_before(saved.tasks_done) + saved.step)
 
     for task in range(num_tasks):
+        took: dict[str, float] = {}
         # Line 3: learn the increment and the head of the task.
         if task >= saved.tasks_done:
             first = saved.step if task == saved.tasks_done else 0
@@ -46,7 +47,7 @@ def run(
                 kernels = learner.encoder(setup, backbone, state, task)
                 before = images.previous_features(task, kernels)
                 store.save_previous_features(task, before.features)
-                store.event("previous", task=task, previous_extraction_seconds=before.seconds)
+                took["previous_extraction_seconds"] = before.seconds
             around = images.of_task(task)
             if first == 0:
                 new = learner.before_task(setup, backbone, state, task, around)
@@ -81,17 +82,18 @@ def run(
         # Lines 4 to 13: fit FDC on the features of the task's images in both views.
         if task >= fdc.num_tasks:
             progress.stage(f"task {task + 1}/{num_tasks} statistics")
-            kept, took = store.task_features(task) if task < saved.tasks_done else None, {}
+            kept = store.task_features(task) if task < saved.tasks_done else None
             if kept is None:
-                kept, took = _extract(e, task, state, images)
+                kept, seconds = _extract(e, task, state, images)
+                took |= seconds
                 if task and e.config.fdc.transport:
                     kept = kept._replace(previous=store.previous_features(task))
                 if e.config.save_features:
                     store.save_task_features(task, kept)
             clock = time.perf_counter()
-            before = {"previous": kept.previous} if fdc.follows_encoder else {}
+            also = {"previous": kept.previous} if fdc.follows_encoder else {}
             fdc.fit_task(
-                kept.adapted, kept.labels, kept.head, kept.pretrained, kept.classes, **before
+                kept.adapted, kept.labels, kept.head, kept.pretrained, kept.classes, **also
             )
             fdc.finalize()
             took["fit_seconds"] = time.perf_counter() - clock
