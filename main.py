@@ -18,7 +18,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 from absl import app, flags
 from ml_collections import config_flags
 
-from fdc_jax import errors, interruption
+from fdc_jax import errors
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The configuration file.")
 _WORKDIR = flags.DEFINE_string(
@@ -78,7 +78,7 @@ def _unknown_field(arguments: list[str]) -> str | None:
     return None
 
 
-def main(stop: interruption.StopRequest) -> None:
+def main(stop: errors.StopRequest) -> None:
     """Runs the configured experiment; see `fdc_jax.command`."""
     from fdc_jax import command  # takes seconds
 
@@ -97,5 +97,5 @@ def main(stop: interruption.StopRequest) -> None:
 
 if __name__ == "__main__":
     sys.path.append(os.getcwd())  # where a learner of the user's own may lie
-    with interruption.stop_on_signals() as requested:
+    with errors.stop_on_signals() as requested:
         app.run(lambda arguments: main(requested), flags_parser=_parse)

@@ -6,7 +6,7 @@ __version__ = "0.1.0"
 
 
 def open_run(path: Any, data_dir: str | None = None, weights: str | None = None) -> Any:
-    """Opens a work directory without training anything; see `fdc_jax.run.Run`."""
-    from fdc_jax import run  # takes seconds
+    """Opens a work directory without training anything; see `fdc_jax.store.Run`."""
+    from fdc_jax import store  # takes seconds
 
-    return run.Run(path, data_dir, weights)
+    return store.Run(path, data_dir, weights)

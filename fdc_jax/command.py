@@ -17,10 +17,17 @@ import fdc_jax
 from fdc_jax import configuration, devices, evaluation, experiment, learners, processes
 from fdc_jax.checkpoint import Checkpoints
 from fdc_jax.configuration import Config
-from fdc_jax.errors import InputError, Interrupted, TrainingError, counted, plain_warnings
+from fdc_jax.errors import (
+    InputError,
+    Interrupted,
+    StopRequest,
+    TrainingError,
+    counted,
+    plain_warnings,
+    stop_on_signals,
+)
 from fdc_jax.files import check_writable_folder, write_json
-from fdc_jax.interruption import StopRequest, stop_on_signals
-from fdc_jax.preparation import Experiment
+from fdc_jax.ingredients import Experiment
 from fdc_jax.progress import Progress
 from fdc_jax.report import console
 from fdc_jax.store import Store, locked
@@ -159,9 +166,8 @@ def _explained(config: Config) -> Iterator[None]:
 
 def _common(e: Experiment) -> dict[str, Any]:
     """Returns what processes that run together must not differ in, by name."""
-    settings = configuration.flatten(e.config)
     return {
-        **{f"config.{name}": value for name, value in settings.items() if name not in _OF_A_HOST},
+        **{f"config.{name}": value for name, value in e.fields.items() if name not in _OF_A_HOST},
         **e.checksums,
         "the package": fdc_jax.__version__,
         "jax": jax.__version__,

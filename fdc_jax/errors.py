@@ -1,13 +1,20 @@
-"""Failures that a user can act on, and how the programs `python -m fdc_jax.NAME` print them."""
+"""How work ends early: failures, requests to stop, and what `python -m fdc_jax.NAME` prints then.
+
+Imported before JAX, which takes seconds, so that a signal counts from the start.
+"""
 
 import argparse
 import contextlib
 import difflib
 import logging
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class InputError(ValueError):
@@ -20,6 +27,51 @@ class TrainingError(RuntimeError):
 
 class Interrupted(RuntimeError):
     """The process was asked to stop; what was done is saved."""
+
+
+class StopRequest:
+    """Whether the process, or one that runs with it, has been asked to stop; every loop polls it.
+
+    Attributes:
+        signal: what this process was sent, 0 for nothing.
+        agree: turns that number into the one that all processes act upon.
+    """
+
+    def __init__(self) -> None:
+        self.signal = 0
+        self.agree: Callable[[int], int] = int
+
+    def requested(self) -> bool:
+        """Tells whether to stop; where several processes run, all ask equally often."""
+        return bool(self.agree(self.signal))
+
+    def poll(self) -> None:
+        """Raises `Interrupted` when a stop was requested; asks as `requested` does."""
+        if number := self.agree(self.signal):
+            raise Interrupted(f"stopped by {signal.Signals(number).name}")
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Turns the first SIGTERM or Ctrl-C into a request; a second one ends the process at once."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    previous = {number: signal.getsignal(number) for number in _SIGNALS}
+
+    def handle(number, frame):
+        request.signal = number
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+    for number in _SIGNALS:
+        signal.signal(number, handle)
+    try:
+        yield request
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def counted(number: float, noun: str) -> str:

@@ -6,12 +6,11 @@ Everything finished is on disk before the next thing starts, and what is on disk
 import time
 from typing import Any, NamedTuple
 
-from fdc_jax import calibration, devices, evaluation, results
+from fdc_jax import calibration, devices, evaluation
 from fdc_jax.checkpoint import Checkpoints
-from fdc_jax.extraction import RunImages
+from fdc_jax.errors import StopRequest
 from fdc_jax.feature_files import TaskFeatures
-from fdc_jax.interruption import StopRequest
-from fdc_jax.preparation import Experiment
+from fdc_jax.ingredients import Experiment, RunImages
 from fdc_jax.progress import Progress, StepLog
 from fdc_jax.store import Store
 
@@ -112,7 +111,7 @@ def run(
 
     fdc.replace_heads(e.heads(state, num_tasks))
     fdc.finalize(release=True)
-    outcome = results.collect(e, seed, fdc, store.records())
+    outcome = evaluation.collect(e, seed, fdc, store.records())
     store.finish(fdc, outcome)
     return outcome
 
@@ -134,7 +133,8 @@ def _resume(e: Experiment, seed: int, store: Store, checkpoints: Checkpoints) ->
     for number, cursor, tree in checkpoints.newest(lambda cursor: e.checkpoint(cursor, seed)):
         tasks_done, step = cursor["tasks_done"], cursor["step"]
         due = [task for task in range(tasks_done) if e.evaluates_after(task)]
-        fdc = store.calibrator(tasks_done, step, due)
+        heads = e.heads(tree["state"], tasks_done)
+        fdc = store.calibrator(tasks_done, step, due, heads)
         if fdc is None:
             checkpoints.set_aside(number, "its calibrator is missing or damaged")
             continue

@@ -1,114 +1,134 @@
-"""The images of one run: batches to train on, features to fit and to score."""
+"""Features of any encoder E_t; those of E_0, of images and weights alone, are kept on disk."""
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import collections
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Float
 
-from fdc_jax import devices
-from fdc_jax.data.batches import Batch, EvaluationBatches, TrainBatches
-from fdc_jax.features import Extraction
-from fdc_jax.learners import training
+from fdc_jax import devices, files, processes
+from fdc_jax.data.batches import Batch
+from fdc_jax.errors import InputError
 from fdc_jax.model import vit
-from fdc_jax.preparation import Experiment
+from fdc_jax.model.vit import VisionTransformer
+
+# Batches whose features may be on the device before the oldest is fetched.
+_IN_FLIGHT = 2
 
 
-class RunImages:
-    """The images of one run: batches to train on, features in both views to fit and to score.
+class Extraction(NamedTuple):
+    """Features and what they cost."""
+
+    features: Float[np.ndarray, "n d"]
+    seconds: float
+    input_wait_seconds: float
+    from_cache: bool = False
+
+
+class Extractor:
+    """Runs encoders over batches of images; compiled once per batch shape.
 
     Args:
-        experiment: images, encoder, devices.
-        seed: of augmentations and their order.
-        poll: called before each batch that is not a training step's; raises to stop.
+        model: the encoder.
+        mesh: devices that share each batch.
     """
 
-    def __init__(self, experiment: Experiment, seed: int, poll: Callable[[], None]):
-        self._experiment, self._seed, self._poll = experiment, seed, poll
-        # Training images of the current task, in the memory that test images leave.
-        self._decoded = experiment.test_images.beside()
+    def __init__(self, model: VisionTransformer, mesh: Mesh):
+        self._mesh = mesh
 
-    def batches(self, task: int, epochs: int = 1, start_step: int = 0) -> TrainBatches:
-        """Returns the augmented batches of a task from a step on, before they are placed."""
-        e, config = self._experiment, self._experiment.config
-        return TrainBatches(
-            e.tasks.train,
-            e.tasks.train_indices[task],
-            e.tasks.train_labels(task) - e.tasks.first_position[task],
-            config.train.batch_size,
-            self._seed,
-            task,
-            image_size=config.encoder.image_size,
-            epochs=epochs,
-            start_step=start_step,
-            crop_scale=tuple(config.data.crop_scale),
-            flip=config.data.flip,
-            workers=config.data.workers or None,
-            own_rows=devices.own_rows(e.mesh, config.train.batch_size),
-            decoded=self._decoded,
-        )
+        def encode(backbone, images, kernels):
+            count, side = images.shape[:2]
+            size = vit.images_together(count, side, model.variant.patch)
+            if size == count:
+                return model.apply({"params": backbone}, images, kernels)
+            # In portions, on a processor.
+            cut = images.reshape(-1, size, *images.shape[1:])
+            return jax.lax.map(lambda part: encode(backbone, part, kernels), cut).reshape(count, -1)
 
-    def of_task(self, task: int) -> training.TaskImages:
-        """Returns what a learner may look at before and after the steps of a task."""
-        e = self._experiment
+        # Each of several processes gets the features of all.
+        self._encode = jax.jit(encode, out_shardings=devices.everywhere(mesh))
 
-        def placed(batches: Iterable[Batch]) -> Iterator[Batch]:
-            for batch in batches:
-                self._poll()
-                yield devices.split(e.mesh, batch)
+    def __call__(
+        self,
+        backbone: Any,
+        views: Sequence[Any],
+        batches: Iterable[Batch],
+        poll: Callable[[], None] = lambda: None,
+    ) -> list[Extraction]:
+        """Returns float32 features by several encoders, one row per image, padding removed.
 
-        def plain() -> EvaluationBatches:
-            labels = e.tasks.train_labels(task) - e.tasks.first_position[task]
-            indices = e.tasks.train_indices[task]
-            return e.evaluation_batches(e.tasks.train, indices, labels, decoded=self._decoded)
+        Each image is read, decoded and placed once; the features are bit for bit those of separate
+        passes.
 
-        return training.TaskImages(
-            augmented=lambda: placed(self.batches(task)), plain=lambda: placed(plain())
-        )
-
-    def previous_features(self, task: int, kernels: Any) -> Extraction:
-        """Returns features of a task's training images by the encoder before the task.
-
-        Where memory allows, the images stay decoded for the task.
+        Args:
+            backbone: pretrained parameters.
+            views: key and value kernels, one pair per encoder, E_0 to E_T.
+            batches: images in evaluation preprocessing.
+            poll: called before each batch; raises to stop.
         """
-        e, indices = self._experiment, self._experiment.tasks.train_indices[task]
-        batches = e.evaluation_batches(e.tasks.train, indices, decoded=self._decoded)
-        return e.extract(e.backbone, [kernels], batches, self._poll)[0]
+        start = time.perf_counter()
+        found = [[np.zeros((0, kernels["key"].shape[-1]), np.float32)] for kernels in views]
+        pending: collections.deque = collections.deque()
 
-    def train_features(self, task: int, kernels: Any) -> tuple[Extraction, Extraction | None]:
-        """Returns features of a task's training images (Algorithm 1, line 4) in both views.
+        def fetch() -> None:
+            features, count = pending.popleft()
+            for rows, of_view in zip(found, features, strict=True):
+                rows.append(np.asarray(of_view)[:count])
 
-        Those of E_0, None where FDC does without, are kept for other seeds and learners; the
-        decoded images are forgotten.
-        """
-        e, name = self._experiment, f"train_{task:03d}"
-        indices, views, pretrained = e.tasks.train_indices[task], [kernels], None
-        if e.uses_pretrained:
-            pretrained = e.pretrained_features.find(name, indices)
-            if pretrained is None:
-                views.append(vit.pretrained_kernels(e.backbone))
-        batches = e.evaluation_batches(e.tasks.train, indices, decoded=self._decoded)
-        adapted, *others = e.extract(e.backbone, views, batches, self._poll)
-        for pretrained in others:
-            e.pretrained_features.keep(name, indices, pretrained)
-        self._decoded.clear()
-        return adapted, pretrained
+        for batch in batches:
+            poll()
+            images = devices.split(self._mesh, batch.images)
+            features = [self._encode(backbone, images, kernels) for kernels in views]
+            pending.append((features, int(batch.weights.sum())))
+            if len(pending) > _IN_FLIGHT:
+                fetch()
+        while pending:
+            fetch()
+        # The views' shares of one pass.
+        seconds = (time.perf_counter() - start) / len(views)
+        waited = getattr(batches, "input_wait_seconds", 0.0) / len(views)
+        return [Extraction(np.concatenate(rows), seconds, waited) for rows in found]
 
-    def test_features(
-        self, count: int, kernels: Any
-    ) -> tuple[Extraction, Float[np.ndarray, "n d"] | None]:
-        """Returns features of the first `count` test images (line 14) in both views."""
-        e, every = self._experiment, self._experiment.tasks.test_indices
 
-        def extract(kernels: Any, indices: np.ndarray) -> Extraction:
-            batches = e.evaluation_batches(e.tasks.test, indices, cache=e.test_images)
-            return e.extract(e.backbone, [kernels], batches, self._poll)[0]
+class FeatureCache:
+    """Features of the pretrained encoder on disk.
 
-        adapted = extract(kernels, every[:count])
-        if not e.uses_pretrained:
-            return adapted, None
-        pretrained = e.pretrained_features.find("test", every)
-        if pretrained is None:
-            pretrained = extract(vit.pretrained_kernels(e.backbone), every)
-            e.pretrained_features.keep("test", every, pretrained)
-        return adapted, pretrained.features[:count]
+    Args:
+        folder: where the files lie.
+        key: everything that the features depend on; JSON values.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], key: dict[str, Any]):
+        self._folder = Path(folder) / _digest(json.dumps(key, sort_keys=True).encode())
+
+    def find(self, name: str, indices: np.ndarray) -> Extraction | None:
+        """Returns cached features of these images, or None unless every process finds them."""
+        start, found = time.perf_counter(), None
+        # Damaged ones are made again.
+        with contextlib.suppress(InputError, KeyError):
+            found = files.read_npz(self._path(name, indices))["features"]
+        if not processes.agreed(found is not None) or found is None:
+            return None
+        return Extraction(found, time.perf_counter() - start, 0.0, from_cache=True)
+
+    def keep(self, name: str, indices: np.ndarray, extraction: Extraction) -> None:
+        """Writes features of these images to the cache."""
+        # A cache that cannot be written costs time, not results.
+        with contextlib.suppress(InputError):
+            files.write_npz(self._path(name, indices), {"features": extraction.features})
+
+    def _path(self, name: str, indices: np.ndarray) -> Path:
+        return self._folder / f"{name}_{_digest(np.ascontiguousarray(indices, np.int64))}.npz"
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]

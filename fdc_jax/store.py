@@ -1,32 +1,40 @@
-"""The files of a work directory while a run fills it; of several processes the first alone does.
+"""The files of a work directory: what a run keeps there, and what anybody finds there later.
 
-What they are made of comes from above; `run` opens them again.
+While a run fills it (`Store`), of several processes the first alone does. `Run` opens it again and
+changes nothing.
 """
 
 import contextlib
 import fcntl
+import functools
 import json
 import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import ml_collections
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, UInt8
 
 from fdc_jax import calibration, configuration, feature_files, processes
-from fdc_jax.configuration import Config
+from fdc_jax.checkpoint import Checkpoints
+from fdc_jax.configuration import CAME_LATER, Config
+from fdc_jax.data.batches import Batch, evaluation_images
+from fdc_jax.data.benchmarks import task_sizes
 from fdc_jax.errors import InputError
 from fdc_jax.files import read_json, read_npy, read_npz, write_atomically, write_json, write_npy
+from fdc_jax.ingredients import Experiment
+from fdc_jax.model import vit
 
 _log = logging.getLogger(__name__)
 
 # Images that rounding on another device may move over an edge.
 _ON_THE_EDGE = 2
-WRITTEN_AGAIN = "remove it, and the run writes it again"
+_WRITTEN_AGAIN = "remove it, and the run writes it again"
 _MEASURED_AGAIN = "remove it, and its accuracies are measured again"
 
 
@@ -51,7 +59,7 @@ class Places:
         return sorted(self.folder.glob("calibrators/calibrator_*.npz"))
 
 
-def read_object(path: Path, remedy: str) -> dict[str, Any]:
+def _read_object(path: Path, remedy: str) -> dict[str, Any]:
     """Reads a JSON object of the work directory; an InputError says what to do."""
     try:
         found = read_json(path)
@@ -89,9 +97,9 @@ class Store(Places):
                 )
             write_json(self.config_file, own)
             return
-        saved = read_object(self.config_file, "put it back, or choose another --workdir")
+        saved = _read_object(self.config_file, "put it back, or choose another --workdir")
         if self.results_file.exists():
-            results = read_object(self.results_file, WRITTEN_AGAIN)
+            results = _read_object(self.results_file, _WRITTEN_AGAIN)
             for name, value in results.get("config", {}).items():
                 if name not in configuration.WITHOUT_EFFECT and saved.get(name, value) != value:
                     raise InputError(
@@ -137,10 +145,10 @@ class Store(Places):
         """
         if not self.results_file.exists():
             return None
-        results = read_object(self.results_file, WRITTEN_AGAIN)
+        results = _read_object(self.results_file, _WRITTEN_AGAIN)
         if "num_tasks" not in results:
             raise InputError(
-                f"{self.results_file}: expected num_tasks, found none; {WRITTEN_AGAIN}"
+                f"{self.results_file}: expected num_tasks, found none; {_WRITTEN_AGAIN}"
             )
         tasks = range(results["num_tasks"])
         evaluated = [self.predictions_file]
@@ -158,7 +166,7 @@ class Store(Places):
         missing = [str(p.relative_to(self.folder)) for p in evaluated if not _is_whole(p)]
         if missing and tasks[-1] in self._recorded_tasks():
             self._mark_stale(tasks[-1])  # They come from the last evaluation, which is repeated.
-        if _calibrator_arrays(self.calibrator_file) is None:
+        if not _is_whole(self.calibrator_file):
             missing.append(self.calibrator_file.name)
         if missing:
             _log.warning("%s: made again: %s", self.folder, ", ".join(missing))
@@ -178,19 +186,31 @@ class Store(Places):
         names.append("head_kind.npy")
         return next((name for name in names if not (self.features_folder / name).exists()), None)
 
-    def calibrator(self, tasks_done: int, step: int, due: Sequence[int]) -> Any | None:
+    def calibrator(
+        self, tasks_done: int, step: int, due: Sequence[int], heads: Sequence[Any]
+    ) -> Any | None:
         """Returns the calibrator to go on with, fitted on as many tasks as possible, if any.
 
         Tasks that it lacks have saved features, but for the last trained one, whose encoder is at
         hand after `tasks_done` tasks and no step of the next one. Those in `due` are to be scored.
+        `heads` are of all tasks done, for a calibrator that lacks them as they are functions.
         """
+
+        def loaded(arrays: Mapping[str, np.ndarray]) -> Any:
+            return calibration.load(arrays, lambda num_tasks: heads[:num_tasks])
+
+        def loadable(path: Path) -> dict[str, np.ndarray] | None:
+            with contextlib.suppress(InputError):
+                loaded(arrays := read_npz(path))
+                return arrays
+            return None
 
         def usable() -> dict[str, np.ndarray] | None:
             """Returns the arrays of a calibrator, none for one before its first task."""
             unrecorded = (task for task in due if not self._is_recorded(task))
             newest = min(tasks_done, next(unrecorded, tasks_done) + 1)
             for num_tasks in range(newest, -1, -1):
-                found = _calibrator_arrays(self.fitted_file(num_tasks)) if num_tasks else {}
+                found = loadable(self.fitted_file(num_tasks)) if num_tasks else {}
                 again = range(num_tasks, tasks_done if step else tasks_done - 1)
                 if self._config.fdc.transport and num_tasks < tasks_done > 1:
                     # The encoder before the last trained task is gone.
@@ -205,7 +225,7 @@ class Store(Places):
             return None
         if not arrays:
             return calibration.from_settings(self._config.fdc.to_dict())
-        return calibration.load(arrays)
+        return loaded(arrays)
 
     def task_features(self, task: int) -> feature_files.TaskFeatures | None:
         """Returns the saved features of a task; None unless all are there."""
@@ -316,7 +336,7 @@ class Store(Places):
         return self.folder / "tasks" / f"task_{task:03d}.json"
 
     def _record(self, task: int) -> dict[str, Any]:
-        return read_object(self._record_file(task), _MEASURED_AGAIN)
+        return _read_object(self._record_file(task), _MEASURED_AGAIN)
 
     def _mark_stale(self, task: int) -> None:
         write_json(self._record_file(task), self._record(task) | {"stale": True})
@@ -370,16 +390,6 @@ class Store(Places):
                 self._record_file(task).unlink()
 
 
-def _calibrator_arrays(path: Path) -> dict[str, np.ndarray] | None:
-    """Returns the arrays of a calibrator's file, None unless it can be loaded."""
-    try:
-        arrays = read_npz(path)
-        calibration.load(arrays)
-    except InputError:
-        return None
-    return arrays
-
-
 def _is_whole(path: Path) -> bool:
     """Tells whether an array file or archive is there and can be read."""
     try:
@@ -387,6 +397,167 @@ def _is_whole(path: Path) -> bool:
     except InputError:
         return False
     return True
+
+
+class Run(Places):
+    """A finished or stopped work directory of one seed; nothing is trained or changed.
+
+    Args:
+        folder: the work directory.
+        data_dir: where the images lie, if no longer where they did.
+        weights: file of the pretrained encoder, if no longer where it was.
+
+    Attributes:
+        config: the run's configuration.
+        results: what `results.json` holds, None before the run is finished.
+
+    Raises:
+        InputError: no run lies there. What else it needs, data or weights or a checkpoint, is
+            looked for when it is asked for.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        data_dir: str | None = None,
+        weights: str | None = None,
+    ):
+        super().__init__(folder)
+        if not self.config_file.exists():
+            raise InputError(
+                f"{self.folder}: expected the work directory of a run, found no config.json"
+            )
+        saved = _read_object(self.config_file, "it says what the run is")
+        self.config = _configuration(saved)
+        self._weights_sha256 = saved.get("weights sha256")
+        if data_dir is not None:
+            self.config.data.dir = data_dir
+        if weights is not None:
+            self.config.encoder.weights = weights
+        self.results: dict[str, Any] | None = None
+        if self.results_file.exists():
+            self.results = _read_object(self.results_file, _WRITTEN_AGAIN)
+
+    @functools.cached_property
+    def experiment(self) -> Experiment:
+        """Learner, encoder, devices and, when asked for, data."""
+        known = None
+        try:
+            if self.results is not None:
+                config, classes = self.config, self.results["num_classes"]
+                known = task_sizes(config.benchmark, classes, config.classes_per_task)
+            e = Experiment(self.config, quiet=True, classes_per_task=known)
+        except (AttributeError, KeyError) as error:
+            raise InputError(
+                f"{self.config_file}: lacks a field of this version: {error}"
+            ) from error
+        if self._weights_sha256 not in (None, e.pretrained.sha256):
+            raise InputError(
+                f"{e.pretrained.path}: expected the weights that {self.folder} was run with, "
+                f"sha256 {self._weights_sha256}, found {e.pretrained.sha256}"
+            )
+        return e
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks of the stream."""
+        return self.results["num_tasks"] if self.results else self.experiment.setup.num_tasks
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes by class-order position; unless the run is finished, needs data."""
+        kept = (self.results or {}).get("class_names")
+        return self.experiment.tasks.class_names if kept is None else kept
+
+    @functools.cached_property
+    def _saved(self) -> tuple[Any, int]:
+        """State of the learner from the newest readable checkpoint, and its number of tasks."""
+        e, seed = self.experiment, next(iter(self.config.seed))
+        checkpoints = Checkpoints(self.checkpoints_folder, read_only=True)
+        try:
+            for _, cursor, tree in checkpoints.newest(lambda cursor: e.checkpoint(cursor, seed)):
+                return tree["state"], cursor["tasks_done"]
+        finally:
+            checkpoints.close()
+        raise InputError(f"{self.checkpoints_folder}: expected a checkpoint of the run, found none")
+
+    def encoder(self, t: int) -> vit.KeyValueKernels:
+        """Returns the kernels of E_t: after t tasks, 0 being the pretrained encoder.
+
+        Raises:
+            InputError: so many tasks were not trained, the learner does not keep that encoder, or
+                there is no checkpoint.
+        """
+        e = self.experiment
+        if t == 0:
+            return vit.pretrained_kernels(e.backbone)
+        state, tasks_done = self._saved
+        if not 0 < t <= tasks_done:
+            raise InputError(f"{self.folder}: expected E_0 to E_{tasks_done}, found E_{t}")
+        return e.learner.encoder(e.setup, e.backbone, state, t)
+
+    def heads(self, num_tasks: int | None = None) -> list[Any]:
+        """Returns the heads of the first tasks, by default of all that were trained."""
+        e, (state, tasks_done) = self.experiment, self._saved
+        num_tasks = tasks_done if num_tasks is None else num_tasks
+        if not 0 <= num_tasks <= tasks_done:
+            raise InputError(f"{self.folder}: expected up to {tasks_done} heads, found {num_tasks}")
+        return e.heads(state, num_tasks)
+
+    def calibrator(self) -> Any:
+        """Returns FDC as it was fitted, on all tasks or on those of a run that stopped."""
+        found = self.fitted_files() + [self.calibrator_file] * self.calibrator_file.exists()
+        if not found:
+            raise InputError(f"{self.folder}: expected a calibrator, found none")
+        return calibration.load(found[-1], self.heads)
+
+    @functools.cached_property
+    def predictions(self) -> dict[str, np.ndarray]:
+        """Columns of `predictions.npz`, one row per test image."""
+        return read_npz(self.predictions_file)
+
+    def features(
+        self, images: UInt8[np.ndarray, "n s s 3"] | Int[np.ndarray, " n"], t: int
+    ) -> Float[np.ndarray, "n d"]:
+        """Returns features by E_t of images, or of the test images of some rows of predictions."""
+        images = np.asarray(images)
+        if images.ndim == 1:
+            images = self.test_images(images)
+        parts = np.split(images, range(0, len(images), self.config.evaluation.batch_size)[1:])
+        batches = [
+            Batch(part, np.zeros(len(part), np.int32), np.ones(len(part), np.float32))
+            for part in parts
+        ]
+        e, kernels = self.experiment, self.encoder(t)
+        return e.extract(e.backbone, [kernels], batches)[0].features
+
+    def test_images(self, rows: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n s s 3"]:
+        """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled.
+
+        Raises:
+            InputError: the data cannot be read, or are not those of the run.
+        """
+        tasks = self.experiment.tasks
+        if not np.array_equal(tasks.test_labels, self.predictions["label"]):
+            raise InputError(
+                f"{self.folder}: its predictions are not of the test images of "
+                f"{self.config.benchmark} that were found"
+            )
+        indices = tasks.test_indices[np.asarray(rows)]
+        return evaluation_images(tasks.test, indices, self.config.encoder.image_size)
+
+
+def _configuration(saved: dict[str, Any]) -> Config:
+    """Returns the configuration that a run has stored; names with a space are checksums."""
+    nested: dict[str, Any] = {}
+    for field, value in (CAME_LATER | saved).items():
+        if " " not in field:
+            *parents, name = field.split(".")
+            place = nested
+            for parent in parents:
+                place = place.setdefault(parent, {})
+            place[name] = tuple(value) if isinstance(value, list) else value
+    return ml_collections.ConfigDict(nested)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from sklearn.linear_model import LogisticRegression
 
 import fdc_jax
-from fdc_jax import evaluation, feature_files, files, results
+from fdc_jax import evaluation, feature_files, files
 from fdc_jax.calibration import drift, fdc, transported
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
@@ -513,7 +513,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(name, json.dumps(found["runs"][name]["test"]), file=sys.stderr)
     if options.figure is not None:
         draw(found, options.figure)
-    files.write_json(options.output, found | {"versions": results.versions()})
+    files.write_json(options.output, found | {"versions": evaluation.versions()})
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ import pytest
 from fdc_jax import devices
 from fdc_jax.data import digits
 from fdc_jax.data.batches import EvaluationBatches
-from fdc_jax.errors import Interrupted
-from fdc_jax.features import Extraction, Extractor, FeatureCache
-from fdc_jax.interruption import StopRequest
+from fdc_jax.errors import Interrupted, StopRequest
+from fdc_jax.extraction import Extraction, Extractor, FeatureCache
 from fdc_jax.model import vit
 
 

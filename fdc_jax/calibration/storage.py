@@ -7,7 +7,7 @@ padding. Everything is checked when it is read: a file that loads is one that a 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -90,14 +90,15 @@ def save(path: str | os.PathLike[str], calibrator: FDC) -> None:
 
 
 def load(
-    path: str | os.PathLike[str] | Mapping[str, np.ndarray], heads: Sequence[Any] | None = None
+    path: str | os.PathLike[str] | Mapping[str, np.ndarray],
+    heads: Sequence[Any] | Callable[[int], Sequence[Any]] | None = None,
 ) -> FDC:
     """Reads a calibrator that `save` wrote, of this or an earlier schema; it scores as it did.
 
     Args:
         path: the file, or its arrays by name.
         heads: heads to predict with instead of the stored ones; needed when these are functions,
-            which are not stored.
+            which are not stored. Or what gives those of the first tasks, asked only then.
 
     Raises:
         InputError: the file is missing, damaged, of another kind or schema, or needs `heads`.
@@ -151,6 +152,8 @@ def load(
             for name, view in zip(names, views, strict=True)
         ]
     try:
+        if callable(heads):
+            heads = heads(tasks) if stored.text("head_kind") == "function" else None
         calibrator.replace_heads(_read_heads(stored, ends, views[0]) if heads is None else heads)
     except InputError as error:
         known = heads is not None or str(error).startswith(f"{path}")

@@ -19,6 +19,8 @@ it leaves out it answers as Cumulative-LoRA does:
 5. Which encoder and which heads does it offer for inference?
    `encoder(setup, backbone, state, num_tasks) -> kernels`,
    `heads(setup, state, num_tasks) -> list of heads`
+   A state after t tasks is asked for E_0 and E_t; a learner that keeps no others refuses them with
+   `InputError`.
 
 `state`, `frozen` and `trained` are pytrees of arrays whose shapes never depend on the task, so
 that one compilation serves all tasks. `state` is what a checkpoint holds; `frozen` must follow from

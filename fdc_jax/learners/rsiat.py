@@ -49,7 +49,7 @@ from jaxtyping import Array, Bool, Float, Float64, Int
 
 from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
-from fdc_jax.errors import TrainingError
+from fdc_jax.errors import InputError, TrainingError
 from fdc_jax.learners import Option, gaussian_alignment, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
 from fdc_jax.model import vit
@@ -515,14 +515,21 @@ def _calibration(optimizer: str, scale: float, decay: float, samples: int, batch
 
 # 5. What it offers for inference.
 def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernels:
-    """Returns the pretrained kernels with the newest adapter, which adds nothing before a task.
+    """Returns the pretrained kernels with the newest adapter, for 0 with one that adds nothing.
 
-    No other encoder is kept than that after the tasks of `state`.
+    Raises:
+        InputError: it is neither E_0 nor that after the tasks of `state`: no other is kept.
     """
-    pretrained = vit.pretrained_kernels(backbone)
-    return vit.KeyValueKernels(
-        key=pretrained["key"], value=pretrained["value"], adapter=state.adapter
-    )
+    pretrained, adapter = vit.pretrained_kernels(backbone), state.adapter
+    if num_tasks == 0:
+        adapter = jax.tree.map(jnp.zeros_like, adapter)
+    # A head is zero until its task is learned.
+    elif num_tasks != (newest := int(np.any(state.heads, axis=(1, 2)).sum())):
+        raise InputError(
+            f"RSIAT keeps no encoder but its newest: expected E_0 or E_{newest}, found "
+            f"E_{num_tasks}"
+        )
+    return vit.KeyValueKernels(key=pretrained["key"], value=pretrained["value"], adapter=adapter)
 
 
 def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.CosineHead]:

@@ -1,19 +1,23 @@
-"""What the seeds of one configuration share, checked before any work."""
+"""What goes into a run: what the seeds of a configuration share, and the images of one seed."""
 
 import dataclasses
 import functools
 import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
 
 from fdc_jax import calibration, configuration, devices, learners, processes
 from fdc_jax.configuration import Config
-from fdc_jax.data import batches, benchmarks, dataset, task_stream
+from fdc_jax.data import benchmarks, dataset, task_stream
+from fdc_jax.data.batches import Batch, ByteCache, EvaluationBatches, TrainBatches
 from fdc_jax.errors import InputError
-from fdc_jax.features import Extractor, FeatureCache
+from fdc_jax.extraction import Extraction, Extractor, FeatureCache
 from fdc_jax.files import check_writable_folder
 from fdc_jax.heads import FunctionHead
 from fdc_jax.learners import training
@@ -62,7 +66,7 @@ class Experiment:
         self.mesh = devices.data_mesh()
         self.backbone = devices.replicate(self.mesh, self.pretrained.params)
         self.extract = Extractor(model, self.mesh)
-        self.test_images = batches.ByteCache(int(data.cache_gib * 2**30))
+        self.test_images = ByteCache(int(data.cache_gib * 2**30))
         if not known:
             self._check_calibrator()
 
@@ -101,7 +105,7 @@ class Experiment:
         """Features of E_0, which depend on nothing else than these."""
         settings = {
             field: value
-            for field, value in configuration.flatten(self.config).items()
+            for field, value in self.fields.items()
             if field in ("precision", "data.input_range", "evaluation.batch_size")
             or (field.startswith("encoder.") and field != "encoder.weights")
         }
@@ -117,6 +121,11 @@ class Experiment:
             name: list(value) if isinstance(value, tuple) else value
             for name, value in fields.items()
         }
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The configuration by field, such as `train.rank`."""
+        return configuration.flatten(self.config)
 
     @property
     def checksums(self) -> dict[str, str]:
@@ -183,7 +192,8 @@ class Experiment:
 
     def heads(self, state: Any, num_tasks: int) -> list[Any]:
         """Returns the heads of the first tasks as arrays of the host."""
-        return devices.to_host(self.learner.heads(self.setup, state, num_tasks))
+        heads = self.learner.heads(self.setup, state, num_tasks) if num_tasks else []
+        return devices.to_host(heads)
 
     def first_state(self) -> Any:
         """Returns the learner's state before the first task, on the devices."""
@@ -199,10 +209,10 @@ class Experiment:
         return tree
 
     def evaluation_batches(
-        self, source, indices, labels=None, **caches: batches.ByteCache
-    ) -> batches.EvaluationBatches:
+        self, source, indices, labels=None, **caches: ByteCache
+    ) -> EvaluationBatches:
         """Images in evaluation preprocessing, with the labels of the source unless others come."""
-        return batches.EvaluationBatches(
+        return EvaluationBatches(
             source,
             indices,
             labels,
@@ -228,3 +238,103 @@ def _check_memory(config: Config, variant: vit.Variant) -> None:
                 f"{size:,} images, which take {needed / 2**30:,.0f} GiB with "
                 f"{memory / 2**30:.0f} GiB here"
             )
+
+
+class RunImages:
+    """The images of one run: batches to train on, features in both views to fit and to score.
+
+    Args:
+        experiment: images, encoder, devices.
+        seed: of augmentations and their order.
+        poll: called before each batch that is not a training step's; raises to stop.
+    """
+
+    def __init__(self, experiment: Experiment, seed: int, poll: Callable[[], None]):
+        self._experiment, self._seed, self._poll = experiment, seed, poll
+        # Training images of the current task, in the memory that test images leave.
+        self._decoded = experiment.test_images.beside()
+
+    def batches(self, task: int, epochs: int = 1, start_step: int = 0) -> TrainBatches:
+        """Returns the augmented batches of a task from a step on, before they are placed."""
+        e, config = self._experiment, self._experiment.config
+        return TrainBatches(
+            e.tasks.train,
+            e.tasks.train_indices[task],
+            e.tasks.train_labels(task) - e.tasks.first_position[task],
+            config.train.batch_size,
+            self._seed,
+            task,
+            image_size=config.encoder.image_size,
+            epochs=epochs,
+            start_step=start_step,
+            crop_scale=tuple(config.data.crop_scale),
+            flip=config.data.flip,
+            workers=config.data.workers or None,
+            own_rows=devices.own_rows(e.mesh, config.train.batch_size),
+            decoded=self._decoded,
+        )
+
+    def of_task(self, task: int) -> training.TaskImages:
+        """Returns what a learner may look at before and after the steps of a task."""
+        e = self._experiment
+
+        def placed(batches: Iterable[Batch]) -> Iterator[Batch]:
+            for batch in batches:
+                self._poll()
+                yield devices.split(e.mesh, batch)
+
+        def plain() -> EvaluationBatches:
+            labels = e.tasks.train_labels(task) - e.tasks.first_position[task]
+            indices = e.tasks.train_indices[task]
+            return e.evaluation_batches(e.tasks.train, indices, labels, decoded=self._decoded)
+
+        return training.TaskImages(
+            augmented=lambda: placed(self.batches(task)), plain=lambda: placed(plain())
+        )
+
+    def previous_features(self, task: int, kernels: Any) -> Extraction:
+        """Returns features of a task's training images by the encoder before the task.
+
+        Where memory allows, the images stay decoded for the task.
+        """
+        e, indices = self._experiment, self._experiment.tasks.train_indices[task]
+        batches = e.evaluation_batches(e.tasks.train, indices, decoded=self._decoded)
+        return e.extract(e.backbone, [kernels], batches, self._poll)[0]
+
+    def train_features(self, task: int, kernels: Any) -> tuple[Extraction, Extraction | None]:
+        """Returns features of a task's training images (Algorithm 1, line 4) in both views.
+
+        Those of E_0, None where FDC does without, are kept for other seeds and learners; the
+        decoded images are forgotten.
+        """
+        e, name = self._experiment, f"train_{task:03d}"
+        indices, views, pretrained = e.tasks.train_indices[task], [kernels], None
+        if e.uses_pretrained:
+            pretrained = e.pretrained_features.find(name, indices)
+            if pretrained is None:
+                views.append(vit.pretrained_kernels(e.backbone))
+        batches = e.evaluation_batches(e.tasks.train, indices, decoded=self._decoded)
+        adapted, *others = e.extract(e.backbone, views, batches, self._poll)
+        for pretrained in others:
+            e.pretrained_features.keep(name, indices, pretrained)
+        self._decoded.clear()
+        return adapted, pretrained
+
+    def test_features(
+        self, count: int, kernels: Any
+    ) -> tuple[Extraction, Float[np.ndarray, "n d"] | None]:
+        """Returns features of the first `count` test images (line 14) in both views."""
+        e, every = self._experiment, self._experiment.tasks.test_indices
+
+        def extract(kernels: Any, indices: np.ndarray) -> Extraction:
+            batches = e.evaluation_batches(e.tasks.test, indices, cache=e.test_images)
+            return e.extract(e.backbone, [kernels], batches, self._poll)[0]
+
+        adapted = extract(kernels, every[:count])
+        if not e.uses_pretrained:
+            return adapted, None
+        pretrained = e.pretrained_features.find("test", every)
+        if pretrained is None:
+            pretrained = extract(vit.pretrained_kernels(e.backbone), every)
+            e.pretrained_features.keep("test", every, pretrained)
+        return adapted, pretrained.features[:count]
