@@ -179,7 +179,7 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
     of_adapter, of_projector, of_head, of_dropout, of_calibration = jax.random.split(key, 5)
     width, ours = setup.variant.width, setup.config.learner.rsiat
     frozen = {
-        "kernels": encoder(setup, backbone, state, task),
+        "kernels": _kernels(backbone, state.adapter),
         "class_mask": setup.class_mask(task),
         "means": jnp.asarray(state.gaussians.means).reshape(-1, width),
         "mean_mask": jnp.asarray(setup.classes_of_first(task)).ravel(),
@@ -520,15 +520,20 @@ def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernel
     Raises:
         InputError: it is neither E_0 nor that after the tasks of `state`: no other is kept.
     """
-    pretrained, adapter = vit.pretrained_kernels(backbone), state.adapter
     if num_tasks == 0:
-        adapter = jax.tree.map(jnp.zeros_like, adapter)
+        return _kernels(backbone, jax.tree.map(jnp.zeros_like, state.adapter))
     # A head is zero until its task is learned.
-    elif num_tasks != (newest := int(np.any(state.heads, axis=(1, 2)).sum())):
+    newest = int(np.any(state.heads, axis=(1, 2)).sum())
+    if num_tasks != newest:
         raise InputError(
-            f"RSIAT keeps no encoder but its newest: expected E_0 or E_{newest}, found "
-            f"E_{num_tasks}"
+            f"RSIAT keeps no encoder but its newest: expected E_0 or E_{newest}, found E_{num_tasks}"
         )
+    return _kernels(backbone, state.adapter)
+
+
+def _kernels(backbone, adapter: vit.Adapter) -> vit.KeyValueKernels:
+    """Returns the pretrained kernels with an adapter."""
+    pretrained = vit.pretrained_kernels(backbone)
     return vit.KeyValueKernels(key=pretrained["key"], value=pretrained["value"], adapter=adapter)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from configs import base
 from fdc_jax import learners
+from fdc_jax.errors import InputError
 from fdc_jax.learners import training
 from fdc_jax.model import vit
 from tests.learners import trajectories
@@ -151,18 +152,22 @@ def test_a_task_starts_where_the_last_one_ended(run, backbone):
 
 
 def test_encoders_of_all_tasks_can_be_had_again(run, backbone):
-    """But RSIAT's, which keeps the newest adapter alone."""
-    pretrained = run.learner.encoder(run.setup, backbone, run.steps[0].before, 0)
-    expected = encode(run.setup, PROBE)
-    np.testing.assert_allclose(encode(run.setup, PROBE, pretrained), expected, atol=1e-6)
+    """But RSIAT's, which keeps the newest adapter alone and says so."""
+    final, expected = run.steps[-1].after, encode(run.setup, PROBE)
+    for state in (run.steps[0].before, final):
+        pretrained = run.learner.encoder(run.setup, backbone, state, 0)
+        np.testing.assert_allclose(encode(run.setup, PROBE, pretrained), expected, atol=1e-6)
+    for task, step in enumerate(run.steps):
+        own = run.learner.encoder(run.setup, backbone, step.after, task + 1)
+        if name_of(run) != "rsiat" or step is run.steps[-1]:
+            again = run.learner.encoder(run.setup, backbone, final, task + 1)
+            assert_equal(own, again)
+        else:
+            wanted = rf"expected E_0 or E_{len(CLASSES)}, found E_{task + 1}"
+            with pytest.raises(InputError, match=wanted):
+                run.learner.encoder(run.setup, backbone, final, task + 1)
     if name_of(run) != "rsiat":
         assert_equal(pretrained, vit.pretrained_kernels(backbone))
-        for task, step in enumerate(run.steps):
-            encoders = [
-                run.learner.encoder(run.setup, backbone, state, task + 1)
-                for state in (step.after, run.steps[-1].after)
-            ]
-            assert_equal(*encoders)
 
 
 def test_heads_are_without_padding(run):
