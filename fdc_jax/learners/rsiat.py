@@ -526,7 +526,8 @@ def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernel
     newest = int(np.any(state.heads, axis=(1, 2)).sum())
     if num_tasks != newest:
         raise InputError(
-            f"RSIAT keeps no encoder but its newest: expected E_0 or E_{newest}, found E_{num_tasks}"
+            f"RSIAT keeps no encoder but its newest: expected E_0 or E_{newest}, "
+            f"found E_{num_tasks}"
         )
     return _kernels(backbone, state.adapter)
 
