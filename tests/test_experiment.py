@@ -58,7 +58,7 @@ def test_statistics_that_follow_the_encoder_stand_beside_the_papers(whole, follo
     right = 100 * (columns["transported_label"] == columns["label"]).mean()
     assert found["transported"]["accuracy"] == right
     assert found["curve"][-1]["transported"]["accuracy"] == right
-    assert results["timing"]["previous_extraction_seconds"] > 0
+    assert found["timing"]["previous_extraction_seconds"] > 0
     # The features of the second task's images by the encoder after the first one.
     opened = fdc_jax.open_run(following)
     e = opened.experiment
