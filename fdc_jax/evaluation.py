@@ -296,7 +296,10 @@ def holm(p_values: Sequence[float]) -> Float[np.ndarray, " m"]:
     values = np.asarray(p_values, np.float64)
     if not ((values >= 0) & (values <= 1)).all():
         raise InputError(f"Holm's correction: expected probabilities, found {values.tolist()}")
-    return multipletests(values, method="holm")[1] if values.size else values
+    if not values.size:
+        return values
+    adjusted: Any = multipletests(values, method="holm")[1]
+    return adjusted
 
 
 # A run --------------------------------------------------------------------------------------------
