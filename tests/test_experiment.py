@@ -90,7 +90,7 @@ def test_a_task_is_learned_again_whose_encoder_before_is_gone(following, cache, 
 def test_the_encoder_before_a_task_can_be_had_of_a_learner_that_keeps_the_newest(cache, tmp_path):
     """Which RSIAT does: other encoders are refused when the run is opened."""
     fields = config(cache, learner__name="rsiat", fdc__transport=True)
-    stopped(fields, tmp_path / "run", 28)
+    stopped(fields, tmp_path / "run", 23)
     before, e = fdc_jax.open_run(tmp_path / "run"), fdc_jax.open_run(tmp_path / "run").experiment
     images = evaluation_images(e.tasks.train, e.tasks.train_indices[1], 32)
     saved = np.load(tmp_path / "run" / "features" / "train_previous_1.npy")
