@@ -25,7 +25,7 @@ from numpy.typing import ArrayLike
 from scipy import stats
 
 import fdc_jax
-from fdc_jax import devices, learners
+from fdc_jax import devices
 from fdc_jax.calibration import Terms
 from fdc_jax.calibration.components import fuse_all
 from fdc_jax.calibration.whitened import WhitenedSettings
@@ -433,7 +433,7 @@ def collect(
     points = ("task", "accuracy", "routing_accuracy", "components", "task_accuracy", *BEYOND)
     curve = [{name: record[name] for name in points if name in record} for record in records]
     complete = len(records) == e.setup.num_tasks
-    selected = learners.selected(config.learner.name)
+    selected = e.selected
     if selected not in last["components"]:  # Without the pretrained view, the other is all.
         selected = selected.removesuffix("_adapted_view")
 

@@ -128,6 +128,11 @@ class Experiment:
         return configuration.flatten(self.config)
 
     @property
+    def selected(self) -> str:
+        """The components that the paper enables for the learner."""
+        return learners.selected(self.config.learner.name)
+
+    @property
     def checksums(self) -> dict[str, str]:
         """What a run depends on besides its configuration, by name."""
         return {
