@@ -11,7 +11,7 @@ from fdc_jax import evaluation
 from fdc_jax.errors import counted
 from fdc_jax.evaluation import BEYOND
 from fdc_jax.learners import title
-from fdc_jax.report.words import spread
+from fdc_jax.report.words import METHODS, spread
 
 _ROWS = {
     "accuracy": "final accuracy",
@@ -52,7 +52,8 @@ def show(per_seed: Sequence[dict[str, Any]]) -> None:
     if (chosen := first["selected"]["components"]) != "full":
         add("the paper's choice for it", raw, [each["components"][chosen] for each in per_seed], "")
     for entry in (name for name in BEYOND if name in first):
-        add(f"{entry} affinity", raw, [each[entry]["accuracy"] for each in per_seed], "")
+        name = METHODS.get(entry, f"{entry} affinity")
+        add(name, raw, [each[entry]["accuracy"] for each in per_seed], "")
     # Plain where it is not a terminal; numbers are never cut.
     console = Console(highlight=False, soft_wrap=True, width=120)
     console.print(table)

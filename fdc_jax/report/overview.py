@@ -16,7 +16,7 @@ from jaxtyping import Float, Int
 from fdc_jax import configuration, evaluation
 from fdc_jax.errors import counted
 from fdc_jax.report.runs import Group, RunFolder
-from fdc_jax.report.tables import METHODS
+from fdc_jax.report.words import METHODS
 
 KINDS = ("raw", "fdc", "oracle")
 

@@ -493,27 +493,11 @@ def _latency(files: Sequence[Mapping[str, Any]], whole: bool) -> Iterable[Row]:
         yield labels | {headings[key]: number(value, 1) for key, value in numbers.items()}
 
 
-METHODS = {
-    "raw": "Raw",
-    "fdc": "FDC",
-    "ncm-pretrained": "nearest class mean, frozen features",
-    "mahalanobis-pretrained": "Mahalanobis, frozen features",
-    "ridge-pretrained": "ridge regression, frozen features",
-    "ranpac-pretrained": "RanPAC, frozen features",
-    "ncm": "nearest class mean",
-    "mahalanobis": "Mahalanobis",
-    "ranpac": "RanPAC",
-    "whitened": "whitened affinity",
-    "whitened-classes": "whitened affinity, class by class",
-    "transported": "transported class Gaussians",
-}
-
-
 def _beyond(layout: Layout) -> Iterable[Row]:
     """Closed-form heads and calibrators beside FDC: accuracies, gain, storage."""
     for group in layout.groups:
         found = group.analyses("beyond")
-        for name, title in METHODS.items():
+        for name, title in words.METHODS.items():
             of = [each for each in found if name in each]
             if not of:
                 continue

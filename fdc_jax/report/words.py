@@ -7,6 +7,22 @@ import numpy as np
 
 from fdc_jax import evaluation
 
+# Methods that stand beside each other in a report.
+METHODS = {
+    "raw": "Raw",
+    "fdc": "FDC",
+    "ncm-pretrained": "nearest class mean, frozen features",
+    "mahalanobis-pretrained": "Mahalanobis, frozen features",
+    "ridge-pretrained": "ridge regression, frozen features",
+    "ranpac-pretrained": "RanPAC, frozen features",
+    "ncm": "nearest class mean",
+    "mahalanobis": "Mahalanobis",
+    "ranpac": "RanPAC",
+    "whitened": "whitened affinity",
+    "whitened-classes": "whitened affinity, class by class",
+    "transported": "transported class Gaussians",
+}
+
 
 def number(value: float, digits: int = 2, signed: bool = False) -> str:
     """Says a number, without a minus before a zero."""

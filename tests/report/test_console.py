@@ -44,11 +44,13 @@ def test_one_seed(capsys):
 
 def test_what_a_run_has_or_lacks(capsys):
     whitened = {"accuracy": 88.0}
-    found = results(chosen="pac+rlc", every_task=False, whitened=whitened)
+    moved = {"accuracy": 90.0}
+    found = results(chosen="pac+rlc", every_task=False, whitened=whitened, transported=moved)
     _, rows = shown(capsys, found)
     assert "average over tasks" not in rows
     assert rows["the paper's choice for it"][-2:] == ["77.00", "+7.00"]
     assert rows["whitened affinity"][-2:] == ["88.00", "+18.00"]
+    assert rows["transported class Gaussians"][-2:] == ["90.00", "+20.00"]
 
 
 def test_several_seeds_with_deviations_paired_within_each(capsys):
