@@ -123,6 +123,12 @@ class Store(Places):
         fitted = self.fitted_files()
         if fitted:
             if lacking := self._lacking(range(int(fitted[-1].stem.removeprefix("calibrator_")))):
+                if lacking.startswith("train_previous"):
+                    raise InputError(
+                        f"{self.folder} was trained without fdc.transport, which needs features of "
+                        "the encoder before each task and so must be on from the first one; choose "
+                        "another --workdir or the old values"
+                    )
                 raise InputError(
                     f"{self.folder} was trained with other settings of FDC ({fields}), and its "
                     f"features, to fit FDC again, were not all saved ({lacking} is missing; see "

@@ -424,6 +424,11 @@ def test_the_transported_method_reads_the_features_before_each_task(source, tmp_
     report = json.loads(output.with_suffix(".json").read_text())
     assert report["storage_bytes"] == calibrator.storage_bytes
     assert report["component_accuracy"]["full"] == report["accuracy"]["calibrated"]
+    weights = {"adapted_view_weight": 1.0, "pretrained_view_weight": 1.0}
+    assert report["settings"] == weights | {"transport": True}
+    assert "is a setting of FDC, not of transported" in fails(
+        source, "--method=transported", "--attenuation=0.0"
+    )
 
 
 def test_transport_moves_the_features_of_every_other_method(source, tmp_path):
@@ -431,7 +436,10 @@ def test_transport_moves_the_features_of_every_other_method(source, tmp_path):
     for name in ("plain", "moved"):
         output = tmp_path / f"{name}.npz"
         extra = ["--transport"] if name == "moved" else []
-        assert run(source, "--method=ncm", f"--output={output}", *extra)[0] == 0
+        code, out, _ = run(source, "--method=ncm", f"--output={output}", *extra)
+        assert code == 0 and ("ncm --transport" in out) == bool(extra)
+        report = json.loads(output.with_suffix(".json").read_text())
+        assert report["transport"] == bool(extra)
         labels[name] = np.load(output)["label"]
     features = feature_files.load(source)
     tasks = [task.adapted.astype(np.float64) for task in features.tasks]

@@ -88,6 +88,13 @@ def test_without_saved_features_other_settings_are_refused(copy, cache, lost):
     assert contents(copy) == before
 
 
+def test_transport_must_be_on_from_the_first_task(copy, cache):
+    before = contents(copy)
+    with pytest.raises(InputError, match=r"was trained without fdc.transport, .* the first one"):
+        go(config(cache, fdc__transport=True), copy)
+    assert contents(copy) == before
+
+
 # Repair ------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from fdc_jax.calibration import Scores
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.files import write_json, write_npz
-from fdc_jax.posthoc.methods import FDC_METHODS, METHODS, Settings, moved, run
+from fdc_jax.posthoc.methods import FDC_METHODS, METHODS, VIEW_WEIGHTS, Settings, moved, run
 from fdc_jax.posthoc.summary import ERRORS, summarise, warn_of_weak_heads
 from fdc_jax.posthoc.template import write_template
 
@@ -100,6 +100,7 @@ def _run(options: argparse.Namespace) -> None:
             reports.append({"method": method, "not_applicable": str(error)})
             continue
         reports.append(summarise(method, features, settings, raw, outcome))
+        reports[-1]["transport"] = options.transport and method not in _UNMOVED
         # Of all methods, FDC's predictions are written.
         if output is not None and method in (options.method, "fdc"):
             scores = outcome.scores
@@ -122,6 +123,9 @@ def _settings(options: argparse.Namespace) -> Settings:
     """Refuses methods and values that are none before any file is read."""
     given = {name: getattr(options, name) for name in FDC_SETTINGS}
     given = {name: value for name, value in given.items() if value is not None}
+    others = [name for name in given if name not in VIEW_WEIGHTS]
+    if options.method == "transported" and others:
+        raise InputError(f"--{others[0]}: is a setting of FDC, not of transported")
     if given and options.method not in (*FDC_METHODS, "all"):
         raise InputError(f"--{next(iter(given))}: is a setting of FDC, not of {options.method}")
     if options.seed < 0:
@@ -182,11 +186,15 @@ def _terms(features: FeatureSet, terms: Any, raw: Scores) -> dict[str, np.ndarra
     return arrays
 
 
+def _name(report: dict[str, Any]) -> str:
+    return report["method"] + " --transport" * report.get("transport", False)
+
+
 def _comparison(reports: list[dict[str, Any]]) -> list[str]:
     """What is said on screen of all methods."""
     rows, refused = [], []
     for report in reports:
-        method = report["method"]
+        method = _name(report)
         if "not_applicable" in report:
             refused.append(f"{method}: not applicable: {report['not_applicable']}")
             continue
@@ -204,7 +212,7 @@ def _comparison(reports: list[dict[str, Any]]) -> list[str]:
 
 def _details(report: dict[str, Any]) -> list[str]:
     """What is said on screen of one method."""
-    method, samples = report["method"], report["num_test_samples"]
+    method, samples = _name(report), report["num_test_samples"]
     sizes = f"{counted(report['num_tasks'], 'task')}, {counted(report['num_classes'], 'class')}"
     if "accuracy" not in report:
         return [

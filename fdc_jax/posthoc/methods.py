@@ -12,6 +12,8 @@ from fdc_jax.calibration.components import TRANSPORTED, WHITENED, WHITENED_CLASS
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
 
+VIEW_WEIGHTS = ("adapted_view_weight", "pretrained_view_weight")
+
 
 class Settings(NamedTuple):
     """What the command line says about methods: FDC's arguments, and two of RanPAC and AnaCP."""
@@ -22,6 +24,8 @@ class Settings(NamedTuple):
 
     def of(self, method: str) -> dict[str, Any]:
         """Returns those that a method has."""
+        if method == "transported":  # Of FDC's, the weights of the views.
+            return {name: self.fdc[name] for name in VIEW_WEIGHTS if name in self.fdc} | TRANSPORTED
         if method in FDC_METHODS:
             return self.fdc | FDC_METHODS[method]
         if method.startswith(("ranpac", "anacp")):

@@ -336,7 +336,7 @@ def _told_apart(each: Group, groups: Sequence[Group]) -> Group:
 # versions, and of the whitened affinity, which stands beside the paper's numbers.
 _IGNORED = WITHOUT_EFFECT | {
     *("seed", "report", "save_features", "evaluation.batch_size", "evaluation.every_task"),
-    *("data.augment_on_device", "train.seeds_together"),
+    *("data.augment_on_device", "train.seeds_together", "fdc.transport"),
     *(f"fdc.affinity_{name}" for name in ("metric", "evidence", "scope", "shrinkage")),
 }
 
@@ -431,7 +431,10 @@ def provenance(groups: Sequence[Group]) -> list[dict[str, Any]]:
                 name: fields[name] if all(one == fields[name] for one in each.values()) else each
                 for name, each in values.items()
             }
-        parts["runs"] |= {"settings": group.title or "the paper's protocol", "seeds": group.seeds}
+        alike = (
+            "the paper's protocol" if group.follows_protocol else "the paper's of learner and FDC"
+        )
+        parts["runs"] |= {"settings": group.title or alike, "seeds": group.seeds}
         if absent := {f"seed {run.seed}": run.missing for run in group.runs if run.missing}:
             parts["not computed"] = absent
         found.append({"group": group.name, "parts": parts})

@@ -160,7 +160,7 @@ class Layout:
     def legend(self) -> str:
         """Returns what the letters stand for, as the end of a note."""
         meanings = "; ".join(f"{letter}: {title}" for title, letter in self.letters.items())
-        return f" Settings other than the paper's: {meanings}." if meanings else ""
+        return f" Settings: {meanings}." if meanings else ""
 
     def labels(self, group: Group) -> Row:
         """Returns learner, benchmark and settings of a group as rows name them."""
