@@ -251,8 +251,13 @@ class Store(Places):
 
     def previous_features(self, task: int) -> Float[np.ndarray, "n d"] | None:
         """Returns saved features of a task's images by the encoder before it, if they are there."""
-        path = self._previous_file(task)
-        arrays = processes.from_first(lambda: {"n": read_npy(path)} if _is_whole(path) else None)
+
+        def read() -> dict[str, np.ndarray] | None:
+            with contextlib.suppress(InputError):  # Missing or damaged: made again.
+                return {"n": read_npy(self._previous_file(task))}
+            return None
+
+        arrays = processes.from_first(read)
         return None if arrays is None else arrays["n"]
 
     def _previous_file(self, task: int) -> Path:

@@ -256,19 +256,21 @@ class TransportedFDC(WhitenedFDC):
         Raises:
             InputError: as there, or `previous` is missing or not of the form of `adapted`.
         """
-        by = self._map(adapted, labels, pretrained, previous) if self.tasks else None
+        self._before = self._check_previous(previous) if self.tasks else None
+        self._after: list[Float[np.ndarray, "n d"]] = []
+        self._by: drift.AffineMap | None = None
         self._of_class: list[dict[int, fdc.Sums]] = [{}, {}]
         self._learned: list[Gaussians] = []
         super().fit_task(adapted, labels, head, pretrained, classes)
         earlier = self.gaussians
-        if by is not None:
+        if self._by is not None:
             images = sum(task.samples for task in self.tasks[:-1])
-            earlier = [earlier[0].moved(by, images), *earlier[1:]]
+            earlier = [earlier[0].moved(self._by, images), *earlier[1:]]
         pairs = zip(earlier, self._learned, strict=True) if earlier else ()
         self.gaussians = [known.joined(new) for known, new in pairs] or self._learned
-        del self._of_class, self._learned
+        del self._before, self._after, self._by, self._of_class, self._learned
 
-    def _map(self, adapted: Any, labels: Any, pretrained: Any, previous: Any) -> drift.AffineMap:
+    def _check_previous(self, previous: Any) -> Float[np.ndarray, "n d"]:
         task, name = self.num_tasks, f"previous features of task {self.num_tasks}"
         if previous is None:
             raise InputError(
@@ -276,23 +278,17 @@ class TransportedFDC(WhitenedFDC):
                 f"features of the task's samples by the encoder before it (previous=, or "
                 f"train_previous_{task} in a feature file)"
             )
-        source = inputs.task_source(adapted, labels, pretrained, task)
-        blocks = inputs.blocks(source, task, self.widths)
-        after = [block.views[0][: block.rows] for block in blocks]
-        count = sum(map(len, after))
         before = inputs.float32(inputs.feature_array(previous, name, self.widths[0]))
-        if len(before) != count or not count:
-            raise InputError(
-                f"{name}: expected {count} rows like the adapted features, found {len(before)}"
-            )
         with np.errstate(over="ignore", invalid="ignore"):
             inputs.check_rows(name, fdc.energy(before))
-        return drift.fit_map(before, np.concatenate(after))
+        return before
 
     def _first_walk(
         self, view: int, features: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"]
     ) -> None:
         super()._first_walk(view, features, labels)
+        if view == 0 and self._before is not None:
+            self._after.append(features)
         for label in np.unique(labels).tolist():
             sums = self._of_class[view].setdefault(label, fdc.Sums(features.shape[1]))
             members = features[labels == label]
@@ -302,6 +298,14 @@ class TransportedFDC(WhitenedFDC):
         self, sums: list[fdc.Sums], classes: Int[np.ndarray, " c"], counts: Int[np.ndarray, " c"]
     ) -> None:
         super()._between_walks(sums, classes, counts)
+        if self._before is not None:
+            count = sums[0].count
+            if len(self._before) != count:
+                raise InputError(
+                    f"previous features of task {self.num_tasks}: expected {count} rows like the "
+                    f"adapted features, found {len(self._before)}"
+                )
+            self._by = drift.fit_map(self._before, np.concatenate(self._after))
         for each, of_class in zip(sums, self._of_class, strict=False):
             members = [of_class.get(label) for label in classes.tolist()]
             self._learned.append(gaussians(members, each.width))
@@ -316,11 +320,7 @@ class TransportedFDC(WhitenedFDC):
 
     def _measure_batch(self, adapted: Any, pretrained: Any) -> dict[str, Any]:
         found = super()._measure_batch(adapted, pretrained)
-        views = zip(inputs.VIEWS, self._metrics, (adapted, pretrained), strict=False)
-        for name, known, features in views:
-            if features is not None:
-                found[f"{name}_classes"] = self.run(class_scores, known, features)
-        return found
+        return found | self._by_view("classes", class_scores, self._metrics, adapted, pretrained)
 
     def _terms(self, found: dict[str, np.ndarray]) -> TransportedTerms:
         settings = self.settings

@@ -11,7 +11,7 @@ classes instead of tasks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -427,11 +427,17 @@ class WhitenedFDC(fdc.FDC):
 
     def _measure_batch(self, adapted: Any, pretrained: Any) -> dict[str, Any]:
         found = super()._measure_batch(adapted, pretrained)
-        views = zip(inputs.VIEWS, self._prototypes, (adapted, pretrained), strict=False)
-        for name, known, features in views:
-            if features is not None:
-                found[f"{name}_cosines"] = self.run(cosines, known, features)
-        return found
+        return found | self._by_view("cosines", cosines, self._prototypes, adapted, pretrained)
+
+    def _by_view(
+        self, what: str, kernel: Callable[..., Any], known: Sequence[Any], *features: Any
+    ) -> dict[str, Any]:
+        """Returns `VIEW_what` of each view that is given: a kernel of what is known of it."""
+        return {
+            f"{name}_{what}": self.run(kernel, own, of_view)
+            for name, own, of_view in zip(inputs.VIEWS, known, features, strict=False)
+            if of_view is not None
+        }
 
     def _terms(self, found: dict[str, np.ndarray]) -> WhitenedTerms:
         count, views = self.num_tasks, []

@@ -88,7 +88,9 @@ def _run(options: argparse.Namespace) -> None:
         )
     warn_of_weak_heads(features)
     raw = run("raw", features, settings).scores
-    stored, features = features, moved(features) if options.transport else features
+    stored = features
+    if options.transport and options.method not in _UNMOVED:
+        features = moved(features)
     reports: list[dict[str, Any]] = []
     for method in METHODS if every else [options.method]:
         try:
