@@ -90,10 +90,7 @@ def run(
                 if e.config.save_features:
                     store.save_task_features(task, kept)
             clock = time.perf_counter()
-            also = {"previous": kept.previous} if fdc.follows_encoder else {}
-            fdc.fit_task(
-                kept.adapted, kept.labels, kept.head, kept.pretrained, kept.classes, **also
-            )
+            kept.fit(fdc)
             fdc.finalize()
             took["fit_seconds"] = time.perf_counter() - clock
             store.save_calibrator(fdc, e.config.checkpoint.keep)

@@ -78,6 +78,14 @@ class TaskFeatures(NamedTuple):
     final_head: heads.Head | None = None
     previous: Float[np.ndarray, "n d"] | None = None
 
+    def fit(self, calibrator: Any) -> None:
+        """Gives a calibrator this task, as the next one; see `FeatureSet.fit`."""
+        follows = getattr(calibrator, "follows_encoder", False)
+        before = {"previous": self.previous} if follows else {}
+        calibrator.fit_task(
+            self.adapted, self.labels, self.head, self.pretrained, self.classes, **before
+        )
+
 
 class FeatureSet(NamedTuple):
     """A checked feature file; arrays of a folder are memory-mapped, of an npz in memory."""
@@ -113,11 +121,7 @@ class FeatureSet(NamedTuple):
             InputError: the calibrator refuses a task or a head.
         """
         for task in self.tasks:
-            follows = getattr(calibrator, "follows_encoder", False)
-            before = {"previous": task.previous} if follows else {}
-            calibrator.fit_task(
-                task.adapted, task.labels, task.head, task.pretrained, task.classes, **before
-            )
+            task.fit(calibrator)
         calibrator.finalize()
         if self.final_heads is not None and hasattr(calibrator, "replace_heads"):
             calibrator.replace_heads(self.final_heads)
