@@ -28,7 +28,6 @@ from fdc_jax.feature_files import FeatureSet
 from fdc_jax.heads import unit
 from fdc_jax.posthoc import methods
 
-HELD_OUT = 20  # images a class
 SETTINGS = methods.Settings({}, projections=2000, seed=0)
 # Whose statistics of the adapted view are moved, too.
 CALIBRATORS = ("fdc", "whitened", "whitened-classes", "ncm", "mahalanobis", "fecam", "ranpac")
@@ -78,14 +77,14 @@ class Problem(NamedTuple):
 # Features ----------------------------------------------------------------------------------------
 
 
-def problems(folder: Path, cache: Path) -> tuple[str, Problem, Problem]:
-    """Returns the name of a run, and its held-out and its test images as problems."""
+def problems(folder: Path, cache: Path, held_out: int) -> tuple[str, Problem | None, Problem]:
+    """Returns the name of a run, and its held-out (if any) and its test images as problems."""
     run = fdc_jax.open_run(folder)
     config = run.config
     name = f"{config.benchmark}, {config.learner.name}, seed {next(iter(config.seed))}"
     kept = cache / f"{name.replace(', ', '_').replace(' ', '_')}.npz"
     if not kept.exists():
-        files.write_npz(kept, _extract(run))
+        files.write_npz(kept, _extract(run, held_out))
     extra = files.read_npz(kept)
     features = feature_files.load(folder / "features")
     tasks = features.tasks
@@ -100,6 +99,8 @@ def problems(folder: Path, cache: Path) -> tuple[str, Problem, Problem]:
         features,
         np.split(extra["train_final"], ends),
     )
+    if not held_out:
+        return name, None, test
     inputs = extra["adapted"], extra["pretrained"]
     held = test._replace(
         inputs=inputs,
@@ -111,26 +112,29 @@ def problems(folder: Path, cache: Path) -> tuple[str, Problem, Problem]:
     return name, held, test
 
 
-def _extract(run: Any) -> dict[str, np.ndarray]:
+def _extract(run: Any, held_out: int) -> dict[str, np.ndarray]:
     """Returns held-out features in both views, and features of all training images by E_T."""
     e, last = run.experiment, run.num_tasks
-    chosen, labels = [], []
-    for classes, used in zip(e.tasks.tasks, e.tasks.train_indices, strict=True):
-        for c in classes:
-            rest = np.setdiff1d(np.flatnonzero(np.asarray(e.tasks.train.labels) == c), used)
-            chosen.append(rest[:HELD_OUT])
-            labels += [int(e.tasks.positions[c])] * len(chosen[-1])
-    rows = np.concatenate(chosen)
 
     def extract(indices: np.ndarray, t: int) -> np.ndarray:
         batches = e.evaluation_batches(e.tasks.train, indices)
         return e.extract(e.backbone, [run.encoder(t)], batches)[0].features
 
-    return {
+    found = {"train_final": extract(np.concatenate(e.tasks.train_indices), last)}
+    if not held_out:
+        return found
+    chosen, labels = [], []
+    for classes, used in zip(e.tasks.tasks, e.tasks.train_indices, strict=True):
+        for c in classes:
+            rest = np.setdiff1d(np.flatnonzero(np.asarray(e.tasks.train.labels) == c), used)
+            chosen.append(rest[:held_out])
+            labels += [int(e.tasks.positions[c])] * len(chosen[-1])
+    rows = np.concatenate(chosen)
+
+    return found | {
         "labels": np.array(labels),
         "adapted": extract(rows, last),
         "pretrained": extract(rows, 0),
-        "train_final": extract(np.concatenate(e.tasks.train_indices), last),
     }
 
 
@@ -470,14 +474,19 @@ def draw(found: dict[str, Any], path: Path) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
-def study(held: Problem, test: Problem) -> dict[str, Any]:
-    """Returns all numbers of one run."""
-    tried = {
+def choice(held: Problem) -> dict[str, float]:
+    """Returns the accuracies that the choice was made by."""
+    found = {
         name: evaluation.accuracy(held.truth, scores.argmax(axis=1))
         for name, scores in variants(held)
     }
     for kind in ("stored", "moved"):
-        tried |= dict(calibrated(held, CALIBRATORS, kind))
+        found |= dict(calibrated(held, CALIBRATORS, kind))
+    return found
+
+
+def confirmation(test: Problem, few: bool) -> dict[str, float]:
+    """Returns accuracies on test images; `few` also with fewer training images."""
     confirmed = dict(calibrated(test, ("raw", *CALIBRATORS, "transported", *FROZEN), "stored"))
     confirmed |= dict(calibrated(test, CALIBRATORS, "moved"))
     confirmed |= dict(calibrated(test, CALIBRATORS, "bound"))
@@ -485,11 +494,11 @@ def study(held: Problem, test: Problem) -> dict[str, Any]:
     bound = gaussians(test.final, test.labels, test.inputs[0]) + 0.5 * frozen
     confirmed["transported, bound"] = evaluation.accuracy(test.truth, bound.argmax(axis=1))
     confirmed["one joint head"] = joint(test)
-    for images in (20, 10, 5):
+    for images in (20, 10, 5) if few else ():
         names = ("fdc", "whitened-classes", "transported")
-        few = calibrated(test.first(images), names, "stored")
-        confirmed |= {f"{name.split(',')[0]}, {images} images": value for name, value in few}
-    return {"held_out": tried, "test": confirmed, "by_task": ages(test)}
+        each = calibrated(test.first(images), names, "stored")
+        confirmed |= {f"{name.split(',')[0]}, {images} images": value for name, value in each}
+    return confirmed
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -498,14 +507,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("runs", nargs="+", type=Path)
     parser.add_argument("--cache", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--held_out", type=int, default=20, help="images a class to choose by")
     parser.add_argument("--curve", type=Path, help="a run to measure after several of its tasks")
     parser.add_argument("--figure", type=Path, help="where to draw what the output holds (.svg)")
     options = parser.parse_args(arguments)
     found = files.read_json(options.output) if options.output.exists() else {"runs": {}}
     for folder in options.runs:
-        name, held, test = problems(folder, options.cache)
+        name, held, test = problems(folder, options.cache, options.held_out)
         if name not in found["runs"]:
-            found["runs"][name] = study(held, test)
+            numbers: dict[str, Any] = {} if held is None else {"held_out": choice(held)}
+            numbers |= {"test": confirmation(test, held is not None), "by_task": ages(test)}
+            found["runs"][name] = numbers
             files.write_json(options.output, found)
         if folder == options.curve and "curve" not in found["runs"][name]:
             found["runs"][name]["curve"] = curve(fdc_jax.open_run(folder), test)
