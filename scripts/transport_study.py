@@ -501,6 +501,38 @@ def confirmation(test: Problem, few: bool) -> dict[str, float]:
     return confirmed
 
 
+def table(runs: dict[str, Any]) -> str:
+    """Returns the learners' accuracies on test images over their seeds, as Markdown.
+
+    Best other is the one with the best mean over the seeds, of all that was there before.
+    """
+    learners: dict[str, list[dict[str, float]]] = {}
+    for name, numbers in runs.items():
+        learners.setdefault(name.split(", ")[1], []).append(numbers["test"])
+    columns = {"Raw": "raw, stored", "FDC": "fdc, stored"}
+    columns |= {"class by class": "whitened-classes, stored", "transported": "transported, stored"}
+    columns |= {"bound": "transported, bound", "joint head": "one joint head"}
+    lines = ["| | seeds | best other | " + " | ".join(columns) + " |", "|---" * 9 + "|"]
+
+    def over(tests: list[dict[str, float]], name: str) -> str:
+        values = [test[name] for test in tests]
+        spread = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
+        return f"{np.mean(values):.2f}{spread}"
+
+    for learner, tests in learners.items():
+        others = [
+            name
+            for name in sorted(set.intersection(*map(set, tests)))
+            if name.partition(",")[0] in ("raw", *CALIBRATORS, *FROZEN) and "bound" not in name
+            if not name.endswith("images")
+        ]
+        best = max(others, key=lambda name: np.mean([test[name] for test in tests]))
+        cells = [learner, str(len(tests)), f"{over(tests, best)} ({best})"]
+        cells += [over(tests, name) for name in columns.values()]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Writes the study of all runs; those that are in the output are not done again."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -523,6 +555,7 @@ def main(arguments: list[str] | None = None) -> None:
             found["runs"][name]["curve"] = curve(fdc_jax.open_run(folder), test)
             files.write_json(options.output, found)
         print(name, json.dumps(found["runs"][name]["test"]), file=sys.stderr)
+    print(table(found["runs"]))
     if options.figure is not None:
         draw(found, options.figure)
     files.write_json(options.output, found | {"versions": evaluation.versions()})
