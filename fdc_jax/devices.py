@@ -27,6 +27,15 @@ def data_mesh() -> Mesh:
     return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
 
 
+def takes_portions(mesh: Mesh) -> bool:
+    """Tells whether batches are cut into portions: by a processor that has them to itself.
+
+    What a program depends on is asked of its mesh, never of the devices of this process, so that
+    it can be compiled for others.
+    """
+    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+
+
 def everywhere(mesh: Mesh) -> NamedSharding:
     """Returns the placement of what every device has a copy of."""
     return NamedSharding(mesh, PartitionSpec())

@@ -47,15 +47,16 @@ class Extractor:
 
         def encode(backbone, images, kernels):
             count, side = images.shape[:2]
-            size = vit.images_together(count, side, model.variant.patch)
+            size = count
+            if devices.takes_portions(mesh):
+                size = vit.images_together(count, side, model.variant.patch)
             if size == count:
                 return model.apply({"params": backbone}, images, kernels)
-            # In portions, on a processor.
             cut = images.reshape(-1, size, *images.shape[1:])
             return jax.lax.map(lambda part: encode(backbone, part, kernels), cut).reshape(count, -1)
 
         # Each of several processes gets the features of all.
-        self._encode = jax.jit(encode, out_shardings=devices.everywhere(mesh))
+        self.encode = jax.jit(encode, out_shardings=devices.everywhere(mesh))
 
     def __call__(
         self,
@@ -87,7 +88,7 @@ class Extractor:
         for batch in batches:
             poll()
             images = devices.split(self._mesh, batch.images)
-            features = [self._encode(backbone, images, kernels) for kernels in views]
+            features = [self.encode(backbone, images, kernels) for kernels in views]
             pending.append((features, int(batch.weights.sum())))
             if len(pending) > _IN_FLIGHT:
                 fetch()

@@ -1,6 +1,10 @@
-"""Memory of devices; how arrays are split between them is tested with learners and processes."""
+"""Kinds and memory of devices; how they share arrays is tested with learners and processes."""
+
+from types import SimpleNamespace
 
 import jax
+import numpy as np
+import pytest
 
 from fdc_jax import devices
 
@@ -17,3 +21,13 @@ def test_the_fullest_device_counts(monkeypatch):
     assert devices.peak_memory() == 9
     monkeypatch.setattr(jax, "local_devices", lambda: [Device(None)])
     assert devices.peak_memory() is None
+
+
+@pytest.mark.parametrize(
+    ("platforms", "expected"),
+    [(["cpu"], True), (["gpu"], False), (["tpu"], False), (["cpu"] * 2, False)],
+)
+def test_a_single_processor_alone_takes_portions(platforms, expected):
+    """An accelerator is faster with the whole batch, and several devices have it divided."""
+    each = np.array([SimpleNamespace(platform=name) for name in platforms])
+    assert devices.takes_portions(SimpleNamespace(devices=each, size=len(each))) is expected

@@ -50,7 +50,7 @@ def test_the_kernels_choose_the_encoder_without_another_compilation(model, backb
     first = extract(backbone, [kernels], batches(9))[0].features
     second = extract(backbone, [other], batches(12))[0].features
     assert np.abs(first - second[:9]).max() > 1e-3
-    assert extract._encode._cache_size() == 1
+    assert extract.encode._cache_size() == 1
     again = model.apply({"params": backbone}, next(iter(batches(8))).images, other)
     np.testing.assert_allclose(second[:8], again, atol=2e-5)
 
@@ -78,7 +78,7 @@ def test_both_views_in_one_pass(model, backbone, monkeypatch, count, tokens):
         (expected,) = extract(backbone, [view], batches(count))
         np.testing.assert_array_equal(found.features, expected.features)
         assert found.seconds > found.input_wait_seconds >= 0
-    assert extract._encode._cache_size() <= 1
+    assert extract.encode._cache_size() <= 1
 
 
 def test_a_stop_request_ends_the_loop(model, backbone):

@@ -309,7 +309,8 @@ def aligned_update(
         def one_pass(carried, kind):
             trained, optimizer, ahead = carried
             weights, descends = kind
-            value, gradients = of_group(slopes, ahead, batch._replace(weights=weights))
+            part = batch._replace(weights=weights)
+            value, gradients = of_group(slopes, ahead, part, alone=setup.mesh.size == 1)
             moved = jax.tree.map(
                 lambda leaf, gradient: leaf + against(gradient, length),
                 trained["increment"],
@@ -344,15 +345,15 @@ def aligned_update(
     return training.Update(initialise, jax.jit(step, donate_argnums=(2, 3)), schedule)
 
 
-def of_group(function: Callable[..., Any], leaves, batch: Batch) -> Any:
+def of_group(function: Callable[..., Any], leaves, batch: Batch, alone: bool) -> Any:
     """Returns `function(leaves, part)`, the part being the rows of the batch with a weight.
 
     Shapes have to be known beforehand: the part has the smallest of a few sizes that holds the
-    rows, others of weight 0 fill it up. With several devices it is the whole batch, which stays
-    divided between them.
+    rows, others of weight 0 fill it up. Unless a device is `alone` it is the whole batch, which
+    stays divided between the devices.
     """
     rows = len(batch.labels)
-    if jax.device_count() > 1:
+    if not alone:
         return function(leaves, batch)
     sizes = sorted({-(-rows * eighths // 8) for eighths in PART_SIZES})
     order = jnp.argsort(batch.weights == 0, stable=True)

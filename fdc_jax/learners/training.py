@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float64, Int
 
+from fdc_jax import devices
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import LinearHead
 from fdc_jax.model import increments, vit
@@ -25,11 +27,13 @@ class Setup:
         model: the encoder.
         classes_per_task: number of classes of each task.
         config: the run's configuration; a learner reads `train` and its own `learner` fields.
+        mesh: the devices that share every batch; by default all.
     """
 
     model: VisionTransformer
     classes_per_task: tuple[int, ...]
     config: Any
+    mesh: Mesh = dataclasses.field(default_factory=devices.data_mesh)
 
     @property
     def variant(self) -> Variant:
@@ -240,7 +244,9 @@ def gradient_update(
             )
 
         count, side = batch.images.shape[:2]
-        size = vit.images_together(count, side, setup.variant.patch) if mean_over_images else count
+        size = count
+        if mean_over_images and devices.takes_portions(setup.mesh):
+            size = vit.images_together(count, side, setup.variant.patch)
         if size < count:
             value, gradients = mean_over_portions(value_and_gradients, batch, size)
         else:

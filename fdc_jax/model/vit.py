@@ -635,9 +635,8 @@ def images_together(images: int, side: int, patch: int) -> int:
     """Returns how many images of a batch a processor takes through the encoder together.
 
     A core's caches hold the activations of some images, not those of a batch: a batch in portions
-    is faster than at once. An accelerator, and several devices that share a batch, take all of it.
-    The size divides the batch. It depends on shapes and on the kind of device, never on the number
-    of cores, so that results are the same on any of them.
+    is faster than at once. The size divides the batch. It depends on shapes alone, never on the
+    number of cores, so that results are the same on any of them.
 
     Args:
         images: of the batch.
@@ -645,7 +644,7 @@ def images_together(images: int, side: int, patch: int) -> int:
         patch: side of a patch.
     """
     most = max(1, PORTION_TOKENS // ((side // patch) ** 2 + 1))
-    if images <= most or jax.default_backend() != "cpu" or jax.device_count() > 1:
+    if images <= most:
         return images
     best = max(size for size in range(1, most + 1) if images % size == 0)
     # Portions far below what fits are slower than the batch.

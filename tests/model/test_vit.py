@@ -173,10 +173,3 @@ def test_fused_attention_needs_fast_precision(monkeypatch):
 )
 def test_a_portion_divides_the_batch_and_fits(images, side, patch, expected):
     assert vit.images_together(images, side, patch) == expected
-
-
-@pytest.mark.parametrize(("backend", "count"), [("gpu", 1), ("cpu", 2)])
-def test_accelerators_and_several_devices_take_the_batch(monkeypatch, backend, count):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(jax, "device_count", lambda: count)
-    assert vit.images_together(64, 128, 16) == 64
