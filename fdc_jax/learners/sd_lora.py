@@ -83,7 +83,7 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
     _, trained = cumulative_lora.start(setup, backbone, state, task, key)
     frozen = {
         "kernels": vit.pretrained_kernels(backbone),
-        "directions": _normalised_directions(state.increments, task),
+        "directions": _directions(state.increments, task),
         "task": jnp.asarray(task, jnp.int32),
         "class_mask": setup.class_mask(task),
     }
@@ -101,10 +101,11 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
 def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
     """Returns the cross-entropy over the task's own classes."""
     magnitudes = trained["magnitudes"]
-    kernels = _add_directions(frozen["kernels"], frozen["directions"], magnitudes)
-    current = _scaled(trained["increment"], magnitudes[frozen["task"]])
-    frozen, trained = frozen | {"kernels": kernels}, trained | {"increment": current}
-    return cumulative_lora.loss(setup, backbone, frozen, trained, batch)
+    increment = (
+        _weighted(frozen["directions"], magnitudes),
+        _weighted(trained["increment"], magnitudes[frozen["task"]][None]),
+    )
+    return cumulative_lora.loss(setup, backbone, frozen, trained | {"increment": increment}, batch)
 
 
 def update(setup: training.Setup) -> training.Update:
@@ -136,42 +137,41 @@ def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernel
         return kernels
     last = num_tasks - 1
     magnitudes = state.magnitudes[last]
-    directions = _normalised_directions(state.increments, last)
-    current = _scaled(increments.select(state.increments, last), magnitudes[last])
-    return increments.merge(_add_directions(kernels, directions, magnitudes), current)
+    kernels = increments.merge(kernels, _weighted(_directions(state.increments, last), magnitudes))
+    current = increments.select(state.increments, last)
+    return increments.merge(kernels, _weighted(current, magnitudes[last:num_tasks]))
 
 
 @jax.jit
-def _normalised_directions(stack: vit.Increment, num_tasks) -> vit.Increment:
-    """Returns the first `num_tasks` slots with factors of norm one, and zeros after them."""
+def _directions(stack: vit.Increment, num_tasks) -> vit.Increment:
+    """Returns the first `num_tasks` slots with factors of norm one, and zeros after them.
+
+    The slots lie side by side, as one increment of their summed rank.
+    """
 
     def normalised(factors):
         norm = jnp.sqrt(jnp.sum(factors**2, axis=(-2, -1), keepdims=True))
         earlier = jnp.arange(len(factors))[:, None, None, None] < num_tasks
         return jnp.where(earlier, factors / jnp.maximum(norm, NORM_FLOOR), 0.0)
 
-    return jax.tree.map(normalised, stack)
+    def joined(factors):
+        A, B = (jnp.moveaxis(normalised(factors[name]), 0, -3) for name in ("A", "B"))
+        blocks, tasks, rank, width = B.shape
+        A = jnp.swapaxes(A, 1, 2).reshape(blocks, width, tasks * rank)
+        return vit.Factors(A=A, B=B.reshape(blocks, tasks * rank, width))
+
+    return vit.Increment(key=joined(stack["key"]), value=joined(stack["value"]))
 
 
-@jax.jit
-def _add_directions(kernels, directions: vit.Increment, magnitudes) -> vit.KeyValueKernels:
-    """Returns the kernels plus the sum of magnitude times A B over the slots of a stack."""
+def _weighted(increment: vit.Increment, magnitudes: Float[Array, " t"]) -> vit.Increment:
+    """Returns the increment scaled by a magnitude for each of t equal parts of its rank.
 
-    def total(factors):
-        scaled = magnitudes[:, None, None, None] * factors["A"]
-        return jnp.einsum(
-            "tldr,tlre->lde", scaled, factors["B"], precision=jax.lax.Precision.HIGHEST
-        )
+    As a scale of the columns, the gradient of a magnitude is summed without that of a kernel.
+    """
 
-    return vit.KeyValueKernels(
-        key=kernels["key"] + total(directions["key"]),
-        value=kernels["value"] + total(directions["value"]),
-    )
+    def scaled(factors):
+        blocks, _, rank = factors["A"].shape
+        scale = jnp.repeat(magnitudes, rank // len(magnitudes))
+        return vit.Factors(**factors, scale=jnp.broadcast_to(scale, (blocks, rank)))
 
-
-def _scaled(increment: vit.Increment, magnitude) -> vit.Increment:
-    """Returns the increment with A times the magnitude."""
-    return vit.Increment(
-        key=vit.Factors(A=magnitude * increment["key"]["A"], B=increment["key"]["B"]),
-        value=vit.Factors(A=magnitude * increment["value"]["A"], B=increment["value"]["B"]),
-    )
+    return vit.Increment(key=scaled(increment["key"]), value=scaled(increment["value"]))

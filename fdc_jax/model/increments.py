@@ -52,7 +52,8 @@ def products(increment: Increment) -> KeyValueKernels:
 
     def product(factors: Factors) -> Float[Array, "l d d"]:
         highest = jax.lax.Precision.HIGHEST
-        return jnp.einsum("ldr,lre->lde", factors["A"], factors["B"], precision=highest)
+        scaled = factors["A"] * factors["scale"][:, None] if "scale" in factors else factors["A"]
+        return jnp.einsum("ldr,lre->lde", scaled, factors["B"], precision=highest)
 
     return KeyValueKernels(key=product(increment["key"]), value=product(increment["value"]))
 

@@ -143,10 +143,14 @@ class KeyValueKernels(TypedDict):
 
 
 class Factors(TypedDict):
-    """Factors of a low-rank kernel update A B, the transpose of the paper's B_k A_k."""
+    """Factors of a low-rank kernel update A B, the transpose of the paper's B_k A_k.
+
+    With a scale, one number a column of A, the update is A diag(scale) B.
+    """
 
     A: Float[Array, "l d r"]
     B: Float[Array, "l r d"]
+    scale: NotRequired[Float[Array, "l r"]]
 
 
 class Increment(TypedDict):
@@ -160,66 +164,72 @@ def _at_block(tree: Any, block: int) -> Any:
     return None if tree is None else jax.tree.map(lambda leaf: leaf[block], tree)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def product_with_update(
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def product_with_updates(
     x: Float[Array, "*n d"],
     kernel: Float[Array, "d e"],
-    a: Float[Array, "d r"],
-    b: Float[Array, "r e"],
+    updates: tuple[Factors, ...],
     precision: jax.lax.Precision,
 ) -> Float[Array, "*n e"]:
-    """Returns x (W + A B) in the dtype of x, with the sum of the kernels taken in their own.
+    """Returns x (W + sum of A B) in the dtype of x, with the sum of the kernels taken in their own.
 
-    The sum is made once, so that the update costs no product over tokens. The gradients of the
-    factors take the way over the rank, and none is as large as the kernel's.
+    The sum is made once, so that an update costs no product over tokens. The gradients of factors
+    and scales take the way over the rank, and none is as large as the kernel's, so that devices
+    have little to add up.
 
     Args:
         x: tokens, on any leading axes.
         kernel: W.
-        a: A.
-        b: B.
+        updates: factors of one block.
         precision: of the products over tokens.
     """
-    return _product_forward(x, kernel, a, b, precision)[0]
+    return _product_forward(x, kernel, updates, precision)[0]
 
 
-def _product_forward(x, kernel, a, b, precision):
-    update = jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
-    merged = (kernel + update).astype(x.dtype)
+def _product_forward(x, kernel, updates, precision):
+    for each in updates:
+        scaled = each["A"] * each["scale"] if "scale" in each else each["A"]
+        kernel = kernel + jnp.matmul(scaled, each["B"], precision=jax.lax.Precision.HIGHEST)
+    merged = kernel.astype(x.dtype)
     # A value without elements, for the dtype of the kernel's gradient.
-    return jnp.matmul(x, merged, precision=precision), (x, merged, kernel[:0], a, b)
+    return jnp.matmul(x, merged, precision=precision), (x, merged, kernel[:0], updates)
 
 
 def _product_backward(precision, residuals, gradient):
-    x, merged, kernel, a, b = residuals
+    x, merged, kernel, updates = residuals
     rows = x.reshape(-1, x.shape[-1])
     gradients = gradient.reshape(-1, gradient.shape[-1])
 
     def times(left, right, dtype=x.dtype):
         return jnp.matmul(left, right, precision=precision, preferred_element_type=dtype)
 
-    in_rank = times(gradients, b.astype(x.dtype).T)
-    return (
-        times(gradient, merged.T),
-        # Compiled away where nothing asks for it.
-        times(rows.T, gradients, kernel.dtype),
-        times(rows.T, in_rank, a.dtype),
-        times(times(rows, a.astype(x.dtype)).T, gradients, b.dtype),
-    )
+    def of_factors(factors):
+        a, b = factors["A"], factors["B"]
+        before, behind = times(rows, a.astype(x.dtype)), times(gradients, b.astype(x.dtype).T)
+        found = {"A": times(rows.T, behind, a.dtype), "B": times(before.T, gradients, b.dtype)}
+        if "scale" in factors:
+            scale = factors["scale"]
+            found = {"A": found["A"] * scale, "B": found["B"] * scale[:, None]}
+            found["scale"] = jnp.sum(before.astype(scale.dtype) * behind, axis=0)
+        return found
+
+    # What nothing asks for is compiled away.
+    of_kernel = times(rows.T, gradients, kernel.dtype)
+    return times(gradient, merged.T), of_kernel, tuple(map(of_factors, updates))
 
 
-product_with_update.defvjp(_product_forward, _product_backward)
+product_with_updates.defvjp(_product_forward, _product_backward)
 
 
 class _Projection(nn.Module):
-    """One of query, key, value: x W + b, or x (W + A B) + b when an increment is given."""
+    """One of query, key, value: x W + b, or x (W + A B) + b when there are updates."""
 
     heads: int
     dtype: Any
     precision: jax.lax.Precision
 
     @nn.compact
-    def __call__(self, x, kernel=None, increment=None):
+    def __call__(self, x, kernel=None, updates=()):
         width = x.shape[-1]
         shape = (width, self.heads, width // self.heads)
         own = self.param(
@@ -228,10 +238,10 @@ class _Projection(nn.Module):
         bias = self.param("bias", nn.initializers.zeros, shape[1:])
         kernel = own.reshape(width, width) if kernel is None else kernel
         y: Any
-        if increment is None:
+        if not updates:
             y = jnp.matmul(x, kernel.astype(self.dtype), precision=self.precision)
         else:
-            y = product_with_update(x, kernel, increment["A"], increment["B"], self.precision)
+            y = product_with_updates(x, kernel, updates, self.precision)
         y = y + bias.reshape(width).astype(self.dtype)
         return y.reshape(*y.shape[:-1], *shape[1:])
 
@@ -291,14 +301,15 @@ class _Attention(nn.Module):
     attention: str
 
     @nn.compact
-    def __call__(self, queries, tokens, kernels=None, increment=None, angles=None):
-        def project(name, inputs, *given):
+    def __call__(self, queries, tokens, kernels=None, increments=(), angles=None):
+        def project(name, inputs, kernels=None, increments=()):
             projection = _Projection(self.heads, self.dtype, self.precision, name=name)
-            return projection(inputs, *(None if tree is None else tree[name] for tree in given))
+            kernel = None if kernels is None else kernels[name]
+            return projection(inputs, kernel, tuple(each[name] for each in increments))
 
         q = project("query", queries)
-        k = project("key", tokens, kernels, increment)
-        v = project("value", tokens, kernels, increment)
+        k = project("key", tokens, kernels, increments)
+        v = project("value", tokens, kernels, increments)
         if angles is not None:
             q, k = _rotated(q, angles), _rotated(k, angles)
         # One query an image, in the last block, leaves a fused kernel nothing to gain.
@@ -378,7 +389,7 @@ class _Block(nn.Module):
     attention: str
 
     @nn.compact
-    def __call__(self, x, angles, dropout_rate, kernels, increment, dropout_key):
+    def __call__(self, x, angles, dropout_rate, kernels, increments, dropout_key):
         norm: dict[str, Any] = {"epsilon": self.variant.epsilon, "dtype": self.dtype}
         tokens = nn.LayerNorm(name="LayerNorm_0", **norm)(x)
         self.sow("intermediates", "attention_input", tokens)
@@ -391,7 +402,7 @@ class _Block(nn.Module):
             self.precision,
             self.attention,
             name="MultiHeadDotProductAttention_1",
-        )(queries, tokens, kernels, increment, angles)
+        )(queries, tokens, kernels, increments, angles)
         y = nn.LayerNorm(name="LayerNorm_2", **norm)(x)
         kind = (self.variant.mlp_width, self.variant.activation, self.dtype, self.precision)
         out = x + _Mlp(*kind, name="MlpBlock_3")(y)
@@ -440,7 +451,7 @@ class _Transformer(nn.Module):
     attention: str
 
     @nn.compact
-    def __call__(self, x, kernels, increment, dropout_key, dropout_rate):
+    def __call__(self, x, kernels, increments, dropout_key, dropout_rate):
         variant, angles = self.variant, None
         keys = None if dropout_key is None else jax.random.split(dropout_key, variant.depth)
         if variant.rotary:
@@ -459,7 +470,7 @@ class _Transformer(nn.Module):
         read = {"token": 1, "prefix": variant.tokens}.get(variant.pooling)
         for block in range(variant.depth):
             kept = read if block == variant.depth - 1 else None
-            of_block = (_at_block(tree, block) for tree in (kernels, increment, keys))
+            of_block = (_at_block(tree, block) for tree in (kernels, increments, keys))
             kind = (variant, self.dtype, self.precision, kept, self.attention)
             function = _Block(*kind, name=f"encoderblock_{block}")
             x = function(x, angles, dropout_rate, *of_block)
@@ -525,7 +536,7 @@ class VisionTransformer(nn.Module):
         self,
         images: UInt8[Array, "n s s 3"],
         kernels: KeyValueKernels | None = None,
-        increment: Increment | None = None,
+        increment: Increment | tuple[Increment, ...] | None = None,
         dropout_key: Array | None = None,
         dropout_rate: float = 0.0,
     ) -> Float[Array, "n d"]:
@@ -535,7 +546,7 @@ class VisionTransformer(nn.Module):
             images: square RGB images, side a multiple of the patch size.
             kernels: key and value kernels to use instead of the pretrained ones, and an adapter
                 where there is one.
-            increment: factors whose product is added to the key and value kernels.
+            increment: factors whose product is added to the key and value kernels, or several.
             dropout_key: drops hidden units of the adapter, in training; None: keeps them all.
             dropout_rate: share of hidden units to drop, less than 1.
         """
@@ -547,6 +558,8 @@ class VisionTransformer(nn.Module):
         else:
             offset, divisor = INPUT_RANGES[self.input_range]
         pixels = (images.astype(jnp.float32) / 255.0 - offset) / divisor
+        several = isinstance(increment, tuple)
+        increments = increment if several else () if increment is None else (increment,)
         x = _PatchEmbedding(self.variant, dtype, precision, name="embedding")(pixels.astype(dtype))
         if self.variant.tokens:
             shape = (1, self.variant.tokens, self.variant.width)
@@ -554,7 +567,7 @@ class VisionTransformer(nn.Module):
             tokens = jnp.broadcast_to(tokens, (x.shape[0], *shape[1:]))
             x = jnp.concatenate([tokens, x], axis=1)
         return _Transformer(self.variant, dtype, precision, self.attention, name="Transformer")(
-            x, kernels, increment, dropout_key, dropout_rate
+            x, kernels, increments, dropout_key, dropout_rate
         )
 
 

@@ -7,9 +7,10 @@ import numpy as np
 from fdc_jax.learners import sd_lora
 from fdc_jax.model import vit
 from tests.learners.trajectories import (
+    CLASSES,
     PARTS,
+    RANK,
     TINY,
-    assert_equal,
     float64,
     inner,
     make_batch,
@@ -77,8 +78,11 @@ def test_loss_and_gradients_in_float64(backbone):
 
 
 def test_a_direction_of_zeros_is_no_quotient_of_zeros():
-    empty = sd_lora.initial_state(make_setup("sd_lora")).increments
-    assert_equal(sd_lora._normalised_directions(empty, 2), empty)
+    directions = sd_lora._directions(sd_lora.initial_state(make_setup("sd_lora")).increments, 2)
+    for part in PARTS:
+        for name, axis in (("A", -1), ("B", -2)):
+            assert directions[part][name].shape[axis] == len(CLASSES) * RANK
+            np.testing.assert_array_equal(directions[part][name], 0)
 
 
 def test_encoders_follow_the_formula(backbone):

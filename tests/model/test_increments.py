@@ -93,7 +93,7 @@ def operands():
 
 
 def product(x, kernel, a, b):
-    return vit.product_with_update(x, kernel, a, b, HIGHEST)
+    return vit.product_with_updates(x, kernel, ({"A": a, "B": b},), HIGHEST)
 
 
 def test_values_and_gradients_are_those_of_the_sum(operands):
@@ -106,6 +106,32 @@ def test_values_and_gradients_are_those_of_the_sum(operands):
     for found, reference in zip(pull(jnp.asarray(weight, jnp.float32)), expected, strict=True):
         assert found.dtype == jnp.float32
         np.testing.assert_allclose(found, reference, atol=2e-5)
+
+
+def test_updates_add_up_and_scales_have_gradients(operands):
+    """Two updates, one of them with a number for each column, against the sum of kernels."""
+    x, kernel, a, b = operands
+    rng, scale = np.random.default_rng(2), np.float32([0.5, -2.0])
+    weight = rng.normal(size=(3, 5, 6))
+    updates = ({"A": a, "B": b}, {"A": 2 * a, "B": b[::-1], "scale": scale})
+    value, pull = jax.vjp(
+        lambda *each: vit.product_with_updates(*each, HIGHEST), x, kernel, updates
+    )
+    of_sum = np.einsum("ntd,nte->de", x, weight)
+    merged = kernel + a @ b + 2.0 * (a * scale) @ b[::-1]
+    np.testing.assert_allclose(value, x @ merged, atol=1e-5)
+    of_x, of_kernel, (first, second) = pull(jnp.asarray(weight, jnp.float32))
+    expected = {
+        "A": of_sum @ b[::-1].T * scale,
+        "B": scale[:, None] * (2 * a.T @ of_sum),
+        "scale": np.einsum("dr,de,re->r", 2 * a, of_sum, b[::-1]),
+    }
+    np.testing.assert_allclose(of_x, weight @ merged.T, atol=2e-5)
+    np.testing.assert_allclose(of_kernel, of_sum, atol=2e-5)
+    for found, reference in ((first, {"A": of_sum @ b.T, "B": a.T @ of_sum}), (second, expected)):
+        assert found.keys() == reference.keys()
+        for name, each in found.items():
+            np.testing.assert_allclose(each, reference[name], atol=5e-5)
 
 
 def test_one_gradient_per_image(operands):
