@@ -18,24 +18,25 @@ _LINE_EVERY = 30.0
 
 
 class Progress:
-    """One bar over the training steps of all tasks, with the time left.
+    """One bar over steps, such as those of the training of all tasks, with the time left.
 
     Args:
         quiet: show nothing.
         label: starts every line.
+        unit: what a step is.
     """
 
-    def __init__(self, quiet: bool = False, label: str = ""):
-        self._quiet, self._label = quiet, label
+    def __init__(self, quiet: bool = False, label: str = "", unit: str = "step"):
+        self._quiet, self._label, self._unit = quiet, label, unit
         self._bar: Any = None
 
     def start(self, total: int, done: int) -> None:
-        """Sets the number of training steps of the run, and of those taken by now."""
+        """Sets the number of steps, and of those taken by now."""
         self._total, self._done = total, done
         self._clock: float | None = None
 
     def step(self, stage: str, **values: Any) -> None:
-        """Counts one training step and shows what it measured.
+        """Counts one step and shows what it measured.
 
         The time left follows from the second step on, as the first one compiles.
         """
@@ -47,7 +48,7 @@ class Progress:
                 self._bar = tqdm.tqdm(
                     total=self._total,
                     initial=self._done,
-                    unit="step",
+                    unit=self._unit,
                     dynamic_ncols=True,
                     smoothing=0.05,
                 )
@@ -61,7 +62,7 @@ class Progress:
             unit, size = ("min", 60) if left >= 60 else ("s", 1)
             numbers = ", ".join(f"{name} {value}" for name, value in values.items())
             self.line(
-                f"{stage}: step {self._done} of {self._total}, {numbers}, "
+                f"{stage}: {self._unit} {self._done} of {self._total}, {numbers}, "
                 f"about {left / size:.0f} {unit} left"
             )
 

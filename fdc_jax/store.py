@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -519,7 +519,10 @@ class Run(Places):
         """Returns FDC as it was fitted, on all tasks or on those of a run that stopped."""
         found = self.fitted_files() + [self.calibrator_file] * self.calibrator_file.exists()
         if not found:
-            raise InputError(f"{self.folder}: expected a calibrator, found none")
+            raise InputError(
+                f"{self.folder}: expected a calibrator, found none; the command of the run "
+                "makes it again"
+            )
         return calibration.load(found[-1], self.heads)
 
     @functools.cached_property
@@ -541,6 +544,19 @@ class Run(Places):
         ]
         e, kernels = self.experiment, self.encoder(t)
         return e.extract(e.backbone, [kernels], batches)[0].features
+
+    def stream(
+        self, batches: Iterable[Batch], *encoders: int
+    ) -> Iterator[list[Float[np.ndarray, "n d"]]]:
+        """Yields the features of batch after batch by encoders E_t, given by t."""
+        e, views = self.experiment, [self.encoder(t) for t in encoders]
+        return e.extract.stream(e.backbone, views, batches)
+
+    def predict(self, images: Any, top: int = 5, method: str = "fdc") -> Any:
+        """Says the classes of images, and why; see `fdc_jax.predict.predict`."""
+        from fdc_jax import predict
+
+        return predict.predict(self, images, top, method)
 
     def test_images(self, rows: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n s s 3"]:
         """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled.

@@ -178,3 +178,13 @@ def nothing_done_twice(workdir):
             assert event["task"] >= tasks_done
     evaluated = [event["task"] for event in events(workdir, "evaluation")]
     assert len(evaluated) == len(set(evaluated))
+
+
+def test_files(opened, folder):
+    """Writes the files of the test images of an opened run, in the order of `predictions.npz`."""
+    tasks = opened.experiment.tasks
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{row:04d}.png" for row in range(len(tasks.test_indices))]
+    for path, index in zip(paths, tasks.test_indices.tolist(), strict=True):
+        path.write_bytes(tasks.test.read(index))
+    return paths

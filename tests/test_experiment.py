@@ -121,6 +121,8 @@ def test_heads_that_are_functions_come_from_the_state(cache, tmp_path, caplog):
     views = [opened.features(rows, t) for t in (2, 0)]
     found = opened.calibrator().score(*views)
     assert (found.label == opened.predictions["fdc_label"]).mean() > 0.98
+    said = opened.predict(small_runs.test_files(opened, tmp_path / "images"))
+    assert (said["task"] - 1 == opened.predictions["fdc_task"]).mean() > 0.98
     np.testing.assert_allclose(
         opened.heads()[1].logits(views[0]), 2 * opened.heads()[1].parameters.logits(views[0])
     )

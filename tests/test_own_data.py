@@ -122,6 +122,18 @@ def test_a_run_opens_without_its_data(killed, data, cache, monkeypatch):
         gone.test_images(np.arange(4))
 
 
+def test_its_photographs_get_the_names_that_the_run_gave_them(killed, data, cache, monkeypatch):
+    monkeypatch.setenv("FDC_JAX_CACHE", str(cache))
+    run = fdc_jax.open_run(killed, data_dir=str(data / "nowhere"))
+    found = run.predict(data / "photos" / "val").set_index("image")
+    assert len(found) == 30
+    labels = np.array(ORDER)[run.predictions["fdc_label"]]
+    for row, label in enumerate(labels):
+        name, index = ORDER[row // 5], row % 5
+        path = data / "photos" / "val" / name / f"{index}.{('jpg', 'png')[index % 2]}"
+        assert found["class"][str(path)] == label, path
+
+
 def config(data, **fields):
     found = own.get_config()
     found.benchmark = "trees"

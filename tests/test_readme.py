@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fdc_jax import configuration, learners
+from fdc_jax import configuration, learners, predict
 from fdc_jax.data import benchmarks
 from fdc_jax.posthoc import __main__ as posthoc
 from fdc_jax.report import __main__ as report
@@ -125,6 +125,12 @@ def test_report_commands_have_known_options_and_files(arguments):
     assert options.runs == ["runs/*"]
     for path in options.reference:
         reference.read(REPOSITORY / path)
+
+
+@pytest.mark.parametrize("arguments", arguments_of("fdc_jax.predict"), ids=" ".join)
+def test_predictions_have_known_options(arguments):
+    options = predict.parser().parse_args(arguments)
+    assert options.workdir.startswith("runs/") and options.images
 
 
 def test_requirement_files_exist():

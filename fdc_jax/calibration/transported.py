@@ -200,11 +200,18 @@ class TransportedTerms(WhitenedTerms):
 
     class_scores: list[tuple[float, Float[np.ndarray, "n tasks c"]]]
 
-    def scores(self, adapted_view: bool = True, pretrained_view: bool = True) -> Scores:
-        """Returns the scores by the distances to the classes; those of no view are all zero."""
+    def by_class(
+        self, adapted_view: bool = True, pretrained_view: bool = True
+    ) -> Float[np.ndarray, "n tasks c"]:
+        """Returns the scores of all classes by the views switched on; all zero by none."""
         on = zip((adapted_view, pretrained_view), self.class_scores, strict=False)
         used = [np.float32(weight) * found for use, (weight, found) in on if use and weight]
         total: Any = sum(used) if used else np.zeros_like(self.class_scores[0][1])
+        return total
+
+    def scores(self, adapted_view: bool = True, pretrained_view: bool = True) -> Scores:
+        """Returns the scores by the distances to the classes; those of no view are all zero."""
+        total = self.by_class(adapted_view, pretrained_view)
         return Scores(total.max(axis=2), total.argmax(axis=2).astype(np.int32), self.classes)
 
     def beyond(self) -> dict[str, dict[str, Scores]]:

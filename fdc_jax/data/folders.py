@@ -197,6 +197,23 @@ def list_images(folder: Path) -> tuple[list[RawImage], list[str]]:
     return sorted(found, key=lambda image: (image.class_name, image.name)), others
 
 
+def find_images(folder: Path) -> list[Path]:
+    """Returns the images at and below a folder, in the order of their names.
+
+    Raises:
+        InputError: there are none, or a folder cannot be read.
+    """
+    try:
+        files = list(_files(folder))
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot read: {error.strerror}") from error
+    found = [path for path in files if _is_image(path.name)]
+    if not found:
+        expected = f"{folder}: expected images in this folder, found none"
+        raise InputError("; ".join([expected, *_skipped(path.name for path in files)]))
+    return found
+
+
 def _image(path: Path, name: str, class_name: str) -> RawImage:
     """Returns an image that is a file; not read yet."""
     try:

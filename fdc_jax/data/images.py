@@ -7,6 +7,7 @@ does in PILOT. Of 16 bits the upper eight are kept, in grey (which `convert` cli
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import math
@@ -39,22 +40,27 @@ _SIXTEEN_BITS = (("I", "PNG"), ("I", "PPM"))
 _REFUSED = {"F": "floating-point numbers", "I": "32-bit integers"}
 
 
-def decode(encoded: bytes, description: str) -> Image.Image:
+def decode(encoded: bytes | Image.Image, description: str) -> Image.Image:
     """Returns the image in mode RGB, all pixels read.
 
-    `description` names the image in the error message.
+    Args:
+        encoded: content of a file, or what Pillow opened, which stays as it is.
+        description: names the image in the error message.
 
     Raises:
         InputError: the bytes are empty, truncated or no image that Pillow reads, or its pixels
             have neither 8 nor 16 bits.
     """
-    if not encoded:
+    opened = isinstance(encoded, Image.Image)
+    if not opened and not encoded:
         raise InputError(f"{description}: expected an image, found 0 bytes")
     try:
-        with Image.open(io.BytesIO(encoded)) as image:
+        with (
+            contextlib.nullcontext(encoded) if opened else Image.open(io.BytesIO(encoded)) as image
+        ):
             if image.mode == "P":
                 # Only silences Pillow's advice to convert to RGBA; the RGB pixels are the same.
-                image.load()
+                image = image.copy()
                 image.info.pop("transparency", None)
             if image.mode.startswith("I;16") or (image.mode, image.format) in _SIXTEEN_BITS:
                 return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
@@ -65,11 +71,10 @@ def decode(encoded: bytes, description: str) -> Image.Image:
         reason = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, Image.UnidentifiedImageError):
             reason = "not a known image format"
-            if encoded.startswith((b"II*\0", b"MM\0*")):
+            if not opened and encoded.startswith((b"II*\0", b"MM\0*")):
                 reason = "a TIFF of a kind that is not read, such as floating-point colours"
-        raise InputError(
-            f"{description}: cannot decode these {len(encoded)} bytes: {reason}"
-        ) from error
+        what = "this image" if opened else f"these {len(encoded)} bytes"
+        raise InputError(f"{description}: cannot decode {what}: {reason}") from error
     raise InputError(f"{description}: expected pixels of 8 or 16 bits, found {refused}")
 
 

@@ -9,7 +9,7 @@ import jinja2
 from markupsafe import Markup, escape
 
 import fdc_jax
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, counted
 from fdc_jax.learners import title as learner_title
 from fdc_jax.report import drawing, figures, overview, paper, pictures, words
 from fdc_jax.report.figures import Drawing
@@ -47,19 +47,9 @@ def render(
         provenance: by group, what its numbers come from.
         found: of each group.
     """
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_FOLDER),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    for function in (_words, _rows, _spread, _drawn, _bar, _subscripts, words.minus):
-        environment.filters[function.__name__.lstrip("_")] = function
     own = [each for each in drawings if each.kind in figures.OF_A_RUN]
-    return environment.get_template("page.html.jinja").render(
-        stylesheet=Markup((_FOLDER / "page.css").read_text(encoding="utf-8")),
+    return _fill(
+        "page",
         sections=[_section(group, own, each) for group, each in zip(groups, found, strict=True)],
         skipped=skipped,
         tables=tables,
@@ -68,8 +58,34 @@ def render(
     )
 
 
-def _title(group: Group) -> str:
-    return f"{learner_title(group.learner)} on {paper.benchmark_title(group.benchmark)}"
+def render_predictions(learner: str, benchmark: str, **material: Any) -> str:
+    """Returns a page of images and what a run says of them.
+
+    Args:
+        learner: its name.
+        benchmark: likewise.
+        material: what the template `predictions.html.jinja` shows.
+    """
+    return _fill("predictions", title=_title(learner, benchmark), **material)
+
+
+def _fill(template: str, **material: Any) -> str:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_FOLDER),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    for function in (_words, _rows, _spread, _drawn, _bar, _subscripts, words.minus, counted):
+        environment.filters[function.__name__.lstrip("_")] = function
+    style = Markup((_FOLDER / "page.css").read_text(encoding="utf-8"))
+    return environment.get_template(f"{template}.html.jinja").render(stylesheet=style, **material)
+
+
+def _title(learner: str, benchmark: str) -> str:
+    return f"{learner_title(learner)} on {paper.benchmark_title(benchmark)}"
 
 
 def _section(group: Group, own: Sequence[Drawing], found: Pictures) -> dict[str, Any]:
@@ -79,7 +95,7 @@ def _section(group: Group, own: Sequence[Drawing], found: Pictures) -> dict[str,
         tasks["names"] = [_named(labels, found.class_names) for labels in tasks["classes"]]
     return {
         "group": group,
-        "title": _title(group),
+        "title": _title(group.learner, group.benchmark),
         "results": group.runs[0].results,
         "accuracy": {kind: group.values(kind) for kind in overview.KINDS},
         "gain": group.values("gain"),

@@ -19,11 +19,14 @@ from fdc_jax.report.runs import RunFolder
 
 PICTURES = 4  # of each kind
 _SIDE = 160  # pixels, beyond which a picture is made smaller
-_SMALL = 64  # pixels, up to which every one of them counts
+SMALL = 64  # pixels, up to which every one of them counts
 
 
 class Evidence(NamedTuple):
-    """One line of evidence: what it says for the true and for the wrongly chosen task."""
+    """One line of evidence: what it says for the true and for the wrongly chosen task.
+
+    Of a new image, for the chosen task and for the next one.
+    """
 
     name: str
     true: float
@@ -54,6 +57,28 @@ class Picture(NamedTuple):
     true: Said
     raw: Said
     fdc: Said
+    evidence: list[Evidence]
+
+
+class Prediction(NamedTuple):
+    """An image and what was said of it.
+
+    Attributes:
+        name: where it came from.
+        uri: as of `Picture`.
+        small: likewise.
+        chosen: the answer; `rival`: that of the next task, `raw`: that of the heads alone.
+        changed: whether `raw` is another class.
+        evidence: empty where there is one task alone.
+    """
+
+    name: str
+    uri: str
+    small: bool
+    chosen: Said
+    rival: Said | None
+    raw: Said
+    changed: bool
     evidence: list[Evidence]
 
 
@@ -109,7 +134,7 @@ def load(run: RunFolder, opened: Any) -> Pictures:
         Picture(
             row,
             data_uri(image),
-            max(image.shape[:2]) <= _SMALL,
+            max(image.shape[:2]) <= SMALL,
             *(said(kind, row) for kind in ("", "raw_", "fdc_")),
             lines,
         )
@@ -166,7 +191,7 @@ def split(terms: Any, dual: bool) -> tuple[list[str], Float[np.ndarray, "parts n
 def data_uri(image: UInt8[np.ndarray, "h w 3"]) -> str:
     """Returns a PNG of a small image, or a JPEG of a larger one at a smaller size."""
     picture, file = Image.fromarray(np.asarray(image)), io.BytesIO()
-    kind = "png" if max(picture.size) <= _SMALL else "jpeg"
+    kind = "png" if max(picture.size) <= SMALL else "jpeg"
     picture.thumbnail((_SIDE, _SIDE))
     picture.save(file, kind, quality=85, optimize=True)
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"

@@ -213,6 +213,30 @@ def test_pixels_without_a_white_are_refused(encode, pixels, found):
         images.decode(encoded, "a/b.tif")
 
 
+@pytest.mark.parametrize("mode", ["P", "L", "LA", "RGBA", "1", "CMYK", "I;16"])
+def test_what_pillow_opened_is_like_its_file_and_stays_as_it_is(photo, encode, mode):
+    image = photo(20, 12).convert("L" if mode == "I;16" else mode)
+    if mode == "I;16":
+        image = Image.fromarray(np.asarray(image).astype(np.uint16) * 257)
+    options = {"transparency": bytes([0, 128])} if mode == "P" else {}
+    content = encode(image, "TIFF" if mode == "CMYK" else "PNG", **options)
+    opened = Image.open(io.BytesIO(content))
+    found = images.decode(opened, "it")
+    assert found.mode == "RGB"
+    np.testing.assert_array_equal(found, images.decode(content, "file"))
+    assert opened.mode == mode and opened.size == (20, 12)
+    assert opened.info.get("transparency") == options.get("transparency")
+
+
+def test_opened_images_that_are_damaged_or_refused_are_named(photo, encode):
+    content = encode(photo(64, 64), "JPEG")
+    opened = Image.open(io.BytesIO(content[: len(content) // 2]))
+    with pytest.raises(InputError, match="it: cannot decode this image: image file is truncated"):
+        images.decode(opened, "it")
+    with pytest.raises(InputError, match="it: expected pixels of 8 or 16 bits, found floating"):
+        images.decode(Image.new("F", (4, 4)), "it")
+
+
 def test_the_checksum_is_of_size_and_pixels(photo, encode):
     image = photo(20, 10)
     stored = images.decode(encode(image, "PNG", compress_level=1), "x")

@@ -1,0 +1,422 @@
+"""What a run says of new images, and why.
+
+    python -m fdc_jax.predict WORKDIR IMAGE_OR_FOLDER... [--top=5] [--output=predictions.csv]
+
+Images go through the evaluation path of the run: its transform, its encoders, its final heads and
+its calibrator, as `fdc_jax.open_run` gives them. They are decoded in threads and said batch by
+batch, so that memory does not grow with their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from jaxtyping import Float, UInt8
+from PIL import Image
+
+import fdc_jax
+from fdc_jax.calibration import Scores, Terms
+from fdc_jax.calibration.fdc import filter_features
+from fdc_jax.calibration.inputs import function_logits
+from fdc_jax.calibration.transported import TransportedTerms
+from fdc_jax.data import folders
+from fdc_jax.data.batches import ReadableBatches
+from fdc_jax.data.dataset import Dataset
+from fdc_jax.errors import InputError, Program, counted
+from fdc_jax.files import check_writable_folder, write_atomically
+from fdc_jax.heads import FunctionHead
+from fdc_jax.progress import Progress
+from fdc_jax.report import pictures
+
+_log = logging.getLogger("fdc_jax.predict")  # also where it is the program
+
+METHODS = {"fdc": "FDC", "transported": "The transported class Gaussians"}
+# What a score is the sum of: columns, and what the page calls them.
+EVIDENCE = {
+    "raw_logit": "Raw logit",
+    "filtered_logit": "Filtered logit",
+    "residual_adapted": "Residual, E_T",
+    "affinity_adapted": "Affinity, E_T",
+    "residual_pretrained": "Residual, E_0",
+    "affinity_pretrained": "Affinity, E_0",
+    "gaussian_adapted": "Class Gaussian, E_T",
+    "gaussian_pretrained": "Class Gaussian, E_0",
+}
+_COLUMNS = {title: column for column, title in EVIDENCE.items()}
+_ON_SCREEN = 10  # images
+_ON_PAGE = 100  # likewise
+
+
+class Predictions:
+    """What a run says of images: iterating yields batch after batch of them.
+
+    Each is a table as of `predict`, and the images as the encoder sees them unscaled.
+
+    Args:
+        run: what `fdc_jax.open_run` returns.
+        images: as of `predict`.
+        top: as of `predict`.
+        method: as of `predict`.
+
+    Attributes:
+        unreadable: what is wrong with images that could not be read so far.
+
+    Raises:
+        InputError: as of `predict`.
+    """
+
+    def __init__(self, run: Any, images: Any, top: int = 5, method: str = "fdc"):
+        if method not in METHODS:
+            raise InputError(f"method: expected one of {', '.join(METHODS)}, found {method}")
+        if top < 1:
+            raise InputError(f"top: expected at least 1, found {top}")
+        named = list(_gather(images))
+        if not named:
+            raise InputError("expected images, found none")
+        self.run, self.top, self.method = run, top, method
+        self.images = _Loose(
+            *("images", "", "", np.zeros(len(named), np.int32)),
+            ids=tuple(name for name, _ in named),
+            class_names=(),
+            read=lambda index: _read(*named[index]),
+            compute_checksum=str,
+        )
+        self.calibrator = run.calibrator()
+        self.num_tasks = self.calibrator.num_tasks
+        # One fitted before later tasks has the heads of then.
+        self.calibrator.replace_heads(run.heads(self.num_tasks))
+        if method == "transported" and not self.calibrator.follows_encoder:
+            raise InputError("method: transported needs a run with config.fdc.transport=True")
+        self.class_names = np.array(run.class_names, object)
+        # A single image does not take the time of a whole batch; powers of two compile seldom.
+        self.batch_size = min(run.config.evaluation.batch_size, 1 << (len(named) - 1).bit_length())
+        self.unreadable: list[str] = []
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return -(-len(self.images) // self.batch_size)
+
+    def __iter__(self) -> Iterator[tuple[pd.DataFrame, UInt8[np.ndarray, "n s s 3"]]]:
+        config = self.run.config
+        batches = ReadableBatches(
+            self.images,
+            np.arange(len(self.images)),
+            None,
+            self.batch_size,
+            image_size=config.encoder.image_size,
+            workers=config.data.workers or None,
+        )
+        waiting: list[np.ndarray] = []
+
+        def watched() -> Iterator[Any]:
+            for batch in batches:
+                waiting.append(batch.images)
+                yield batch
+
+        first, encoders = 0, (self.num_tasks, 0)[: self.calibrator.num_views]
+        for views in self.run.stream(watched(), *encoders):
+            rows, pixels = np.arange(first, first + len(views[0])), waiting.pop(0)
+            readable = np.array([row not in batches.unreadable for row in rows.tolist()])
+            for row in rows[~readable].tolist():
+                self.unreadable.append(batches.unreadable[row])
+                _log.error("%s", self.unreadable[-1])
+            first += len(rows)
+            if readable.any():
+                table = self._table(*(view[readable] for view in views))
+                table.insert(0, "image", [self.images.ids[row] for row in rows[readable]])
+                yield table.set_index(rows[readable]), pixels[: len(rows)][readable]
+
+    def _table(
+        self, adapted: Float[np.ndarray, "n d"], pretrained: Float[np.ndarray, "n e"] | None = None
+    ) -> pd.DataFrame:
+        """Returns all columns but the name of the image."""
+        terms = self.calibrator.terms(adapted, pretrained)
+        if self.method == "transported":
+            said, by_class, parts = _transported(terms)
+        else:
+            said, by_class, parts = self._fdc(terms, adapted)
+        raw, label, task = terms.raw(), said.label, said.task
+        each, labels = np.arange(len(label)), np.concatenate(said.classes)
+        tasks = np.repeat(np.arange(self.num_tasks), [len(own) for own in said.classes])
+        # Whatever ties: the first is the prediction.
+        order = np.where(labels == label[:, None], np.inf, by_class)
+        ranked = np.argsort(-order, axis=1, kind="stable")[:, : self.top].T
+        columns: dict[str, Any] = {}
+        for place, best in enumerate(ranked, start=1):
+            suffix = f"_{place}" if place > 1 else ""
+            columns[f"class{suffix}"] = self.class_names[labels[best]]
+            columns[f"task{suffix}"] = tasks[best] + 1
+            columns[f"score{suffix}"] = by_class[each, best]
+        columns["raw_class"] = self.class_names[raw.label]
+        columns["raw_task"] = raw.task + 1
+        columns["changed"] = raw.label != label
+        for title, values in parts.items():
+            columns[_COLUMNS[title]] = values[each, task]
+        if self.num_tasks > 1:
+            others = said.task_scores.copy()
+            others[each, task] = -np.inf
+            rival = others.argmax(axis=1)
+            columns["rival_class"] = self.class_names[said.label_in_task(rival)]
+            columns["rival_task"] = rival + 1
+            columns["rival_score"] = others[each, rival]
+            for title, values in parts.items():
+                columns[f"rival_{_COLUMNS[title]}"] = values[each, rival]
+        return pd.DataFrame(columns)
+
+    def _fdc(
+        self, terms: Terms, adapted: Float[np.ndarray, "n d"]
+    ) -> tuple[Scores, Float[np.ndarray, "n classes"], dict[str, np.ndarray]]:
+        """Returns FDC's scores, those of all classes and what they are the sum of.
+
+        The classes of a task share its corrections and differ in their filtered logits.
+        """
+        said, gamma = terms.fuse(), np.float32(self.calibrator.settings.attenuation)
+        by_class = []
+        for t, (head, task) in enumerate(
+            zip(self.calibrator.heads, self.calibrator.tasks, strict=True)
+        ):
+            filtered = filter_features(adapted, task.views[0].basis, gamma)
+            logits = _logits(head, filtered, len(task.classes), f"head of task {t}")
+            best = np.take_along_axis(logits, said.local_class[:, t, None], axis=1)
+            by_class.append(said.task_scores[:, t, None] + np.minimum(logits - best, 0.0))
+        titles, values = pictures.split(terms, terms.pretrained is not None)
+        parts = dict(zip(titles[:-1], values, strict=False))
+        return said, np.concatenate(by_class, axis=1), parts
+
+
+def _transported(
+    terms: TransportedTerms,
+) -> tuple[Scores, Float[np.ndarray, "n classes"], dict[str, np.ndarray]]:
+    """Returns the same as `_fdc`, by class Gaussians that follow the encoder."""
+    said, found = terms.scores(), terms.by_class()
+    by_class = [found[:, t, : len(own)] for t, own in enumerate(said.classes)]
+    parts = {}
+    for title, off in (("E_T", "pretrained_view"), ("E_0", "adapted_view")):
+        view = terms.by_class(**{off: False})
+        best = np.take_along_axis(view, said.local_class[..., None], axis=2)[..., 0]
+        parts[f"Class Gaussian, {title}"] = best
+    return said, np.concatenate(by_class, axis=1), parts
+
+
+def _logits(
+    head: Any, features: Float[np.ndarray, "n d"], classes: int, name: str
+) -> Float[np.ndarray, "n c"]:
+    if isinstance(head, FunctionHead):
+        return function_logits(head, features, classes, name)
+    return np.asarray(head.logits(features))
+
+
+def predict(run: Any, images: Any, top: int = 5, method: str = "fdc") -> pd.DataFrame:
+    """Says the classes of images by a run.
+
+    Args:
+        run: what `fdc_jax.open_run` returns.
+        images: a file, a folder, whose images at any depth count, a uint8 array [h, w], [h, w, 3]
+            or [n, h, w, 3] or an image of Pillow, or a sequence of these. All get the transform of
+            test images.
+        top: how many classes to name.
+        method: "fdc", the paper's scores; or "transported", where the run has `fdc.transport`.
+
+    Returns:
+        A row per image under its position; an image that cannot be read is logged and has none.
+        `image`; `class`, `task` (from 1) and `score`, and the same of the next classes with `_2`,
+        `_3` and so on; `raw_class` and `raw_task`, what the heads alone say, and whether that was
+        `changed`; the parts of the score, see `EVIDENCE`; and after `rival_` class, score and parts
+        of the best other task.
+
+    Raises:
+        InputError: there is no such image, or what the run needs to answer is missing.
+    """
+    found = Predictions(run, images, top, method)
+    tables = [table for table, _ in found]
+    if not tables:
+        raise InputError(f"no image could be read: {found.unreadable[0]}")
+    return pd.concat(tables)
+
+
+# Images from anywhere -----------------------------------------------------------------------------
+
+
+class _Loose(Dataset):
+    """Images that belong to no data set, by their own names."""
+
+    def describe(self, index: int) -> str:
+        return self.ids[index]
+
+
+def _gather(images: Any, position: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yields the names of images with their files, arrays or images of Pillow."""
+    name = f"image {position}"
+    if isinstance(images, str | os.PathLike):
+        path = Path(images)
+        if not path.exists():
+            raise InputError(f"{path}: no such image or folder")
+        for file in folders.find_images(path) if path.is_dir() else [path]:
+            yield os.fsencode(file).decode("utf-8", "backslashreplace"), file
+    elif isinstance(images, Image.Image):
+        yield name, images
+    elif hasattr(images, "__array__"):
+        array = np.asarray(images)
+        several = array.ndim == 4
+        shape = array.shape[several:]
+        if array.dtype != np.uint8 or len(shape) not in (2, 3) or shape[2:] not in ((), (3,)):
+            raise InputError(
+                f"{name}: expected a uint8 array [h, w], [h, w, 3] or [n, h, w, 3], found "
+                f"{array.dtype} of shape {[*array.shape]}"
+            )
+        for each in array if several else [array]:
+            yield f"image {position}", each
+            position += 1
+    elif isinstance(images, Sequence):
+        for each in images:
+            for found in _gather(each, position):
+                yield found
+                position += 1
+    else:
+        raise InputError(f"expected paths, arrays or images, found {type(images).__name__}")
+
+
+def _read(name: str, source: Any) -> Any:
+    """Returns what `images.decode` takes."""
+    if not isinstance(source, Path):
+        return Image.fromarray(source) if isinstance(source, np.ndarray) else source
+    try:
+        return source.read_bytes()
+    except OSError as error:
+        raise InputError(f"{name}: cannot read: {error.strerror}") from error
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def parser() -> Program:
+    """Returns the options of the command."""
+    made = Program(
+        "predict",
+        "Say the classes of new images by a run, and why. Columns: docs/predict.md.",
+    )
+    add = made.add_argument
+    add("workdir", help="work directory of a run of one seed")
+    add("images", nargs="+", help="images, or folders of images at any depth")
+    add("--top", type=int, default=5, help="how many classes to name (default 5)")
+    add("--output", default="predictions.csv", help="CSV to write (default predictions.csv)")
+    add("--html", metavar="FILE", help=f"also a page with pictures, of {_ON_PAGE} images at most")
+    add("--method", default="fdc", choices=[*METHODS], help="default fdc")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line; returns 0, or 2 after an error, also where an image was unreadable."""
+    return parser().run(_run, arguments)
+
+
+def _run(options: argparse.Namespace) -> None:
+    for flag, suffix in (("output", ".csv"), ("html", ".html")):
+        if (given := getattr(options, flag)) is not None:
+            if Path(given).suffix != suffix or Path(given).is_dir():
+                raise InputError(f"--{flag}: expected a file that ends in {suffix}, found {given}")
+            check_writable_folder(f"--{flag}", Path(given).parent)
+    run = fdc_jax.open_run(options.workdir)
+    found = Predictions(run, options.images, options.top, options.method)
+    images = counted(len(found.images), "image")
+    progress, said, changed = Progress(options.quiet, unit="batch"), 0, 0
+    first: list[pd.DataFrame] = []
+    shown = _Shown(len(found.images))
+    if found.num_tasks < run.num_tasks:
+        progress.line(
+            f"the run has learned {found.num_tasks} of its {run.num_tasks} tasks; it knows no "
+            "class of the others"
+        )
+    progress.start(len(found), 0)
+    clock = time.perf_counter()
+    with contextlib.closing(progress), write_atomically(options.output) as file:
+        for table, pixels in found:
+            text = table.to_csv(index=False, header=not said, float_format="%.6g")
+            file.write(text.encode())
+            if said < _ON_SCREEN:
+                first.append(table)
+            if options.html:
+                shown.add(table, pixels)
+            said, changed = said + len(table), changed + int(table["changed"].sum())
+            speed = (said + len(found.unreadable)) / (time.perf_counter() - clock)
+            progress.step("predict", images_per_second=f"{speed:.0f}")
+        if not said:
+            raise InputError(f"none of {images} could be read")
+    if options.html:
+        shown.write(options.html, found, said, changed)
+    if not options.quiet:
+        printed = pd.concat(first).head(_ON_SCREEN)
+        print(printed[["image", "class", "task", "score", "raw_class"]].to_string(index=False))
+        more = f"{said - len(printed):,} more; " if said > len(printed) else ""
+        files = " and ".join(filter(None, (options.output, options.html)))
+        print(
+            f"{more}of {counted(changed, 'image')} the heads alone would have said another class; "
+            f"wrote {files}"
+        )
+    if found.unreadable:
+        raise InputError(f"{len(found.unreadable)} of {images} could not be read")
+
+
+class _Shown:
+    """Images for the page, evenly spaced."""
+
+    def __init__(self, total: int):
+        most = min(total, _ON_PAGE)
+        self._rows = {int((place + 0.5) * total / most) for place in range(most)}
+        self._pictures: list[pictures.Prediction] = []
+
+    def add(self, table: pd.DataFrame, pixels: UInt8[np.ndarray, "n s s 3"]) -> None:
+        """Keeps those of a batch that are to be shown."""
+        for (row, line), image in zip(table.iterrows(), pixels, strict=True):
+            if row in self._rows:
+                self._pictures.append(_picture(line.to_dict(), image))
+
+    def write(self, path: str, found: Predictions, said: int, changed: int) -> None:
+        """Writes the page."""
+        from fdc_jax.report import page  # plotting takes seconds to import
+
+        text = page.render_predictions(
+            learner=found.run.config.learner.name,
+            benchmark=found.run.config.benchmark,
+            num_tasks=found.num_tasks,
+            num_classes=sum(map(len, found.calibrator.classes)),
+            method=METHODS[found.method],
+            gaussians=found.method == "transported",
+            images=said,
+            changed=changed,
+            unreadable=len(found.unreadable),
+            shown=self._pictures,
+        )
+        with write_atomically(path) as file:
+            file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def _picture(line: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> pictures.Prediction:
+    chosen, raw = (pictures.Said(line[f"{p}class"], line[f"{p}task"]) for p in ("", "raw_"))
+    rival, evidence = None, []
+    if "rival_class" in line:
+        rival = pictures.Said(line["rival_class"], line["rival_task"])
+        titles = {**EVIDENCE, "score": "Score"}
+        evidence = [
+            pictures.Evidence(title, line[column], line[f"rival_{column}"])
+            for column, title in titles.items()
+            if column in line
+        ]
+    uri, small = pictures.data_uri(image), max(image.shape[:2]) <= pictures.SMALL
+    # A page that is passed on should not tell of a machine.
+    name = "/".join(Path(line["image"]).parts[-2:])
+    return pictures.Prediction(name, uri, small, chosen, rival, raw, line["changed"], evidence)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,332 @@
+"""Answers for new images: those of the evaluation, with what they are made of, from anywhere."""
+
+import re
+import shutil
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+import fdc_jax
+from fdc_jax import predict
+from fdc_jax.data.images import decode
+from fdc_jax.errors import InputError
+from tests import small_runs
+from tests.report.test_page import HOSTILE, Reader
+
+
+@pytest.fixture(scope="module")
+def opened(whole, cache):
+    return fdc_jax.open_run(whole)
+
+
+@pytest.fixture(scope="module")
+def files(opened, tmp_path_factory):
+    return small_runs.test_files(opened, tmp_path_factory.mktemp("images"))
+
+
+@pytest.fixture(scope="module")
+def said(opened, files):
+    return opened.predict(files, top=10)
+
+
+def same(found, expected):
+    """Equal but for the names of images, and rounding where batches are of another size."""
+    pd.testing.assert_frame_equal(
+        found.drop(columns="image").reset_index(drop=True),
+        expected.drop(columns="image").reset_index(drop=True),
+        check_dtype=False,
+        atol=1e-4,
+    )
+
+
+# The same as in the evaluation -------------------------------------------------------------------
+
+
+def agrees(table, opened, method="fdc"):
+    """Labels and tasks are those of `predictions.npz`."""
+    columns, names = opened.predictions, np.array(opened.class_names)
+    for prefix, kind in (("", method), ("raw_", "raw")):
+        assert table[f"{prefix}class"].tolist() == names[columns[f"{kind}_label"]].tolist()
+        np.testing.assert_array_equal(table[f"{prefix}task"], columns[f"{kind}_task"] + 1)
+    np.testing.assert_array_equal(
+        table["changed"], columns["raw_label"] != columns[f"{method}_label"]
+    )
+
+
+def test_files_of_test_images_get_the_predictions_of_the_run(whole, opened, files, said):
+    agrees(said, opened)
+    assert 0 < said["changed"].sum() < 60
+    pixels = np.concatenate([images for _, images in predict.Predictions(opened, files)])
+    np.testing.assert_array_equal(pixels, opened.test_images(np.arange(60)))
+    views = [np.load(whole / "features" / f"test_{v}.npy") for v in ("adapted", "pretrained")]
+    scores = opened.calibrator().score(*views)
+    np.testing.assert_allclose(said["score"], scores.task_scores.max(axis=1), atol=1e-4)
+    np.testing.assert_allclose(said["rival_score"], scores.task_scores.min(axis=1), atol=1e-4)
+    assert said["image"].tolist() == [str(path) for path in files]
+
+
+def test_parts_add_up_and_classes_are_ranked_by_the_formulas(whole, opened, said):
+    """In float64, from the statistics and the saved features."""
+    fdc = opened.calibrator()
+    terms = fdc.terms(
+        *(np.load(whole / "features" / f"test_{view}.npy") for view in ("adapted", "pretrained"))
+    )
+    adapted = np.load(whole / "features" / "test_adapted.npy").astype(np.float64)
+    scores, logits = [], []
+    for t, (head, task) in enumerate(zip(fdc.heads, fdc.tasks, strict=True)):
+        basis = task.views[0].basis.astype(np.float64)
+        filtered = 0.5 * adapted + 0.5 * (adapted @ basis.T) @ basis
+        z = filtered @ head.weight.T.astype(np.float64) + head.bias
+        correction = sum(
+            view.pac[:, t] - view.rlc[:, t] for view in (terms.adapted, terms.pretrained)
+        )
+        logits.append(z.max(axis=1))
+        scores.append(z + task.filtered_scale * correction[:, None])
+    by_class, logits, rows = np.concatenate(scores, axis=1), np.array(logits), np.arange(60)
+    labels = np.concatenate(fdc.classes)
+    order = np.argsort(-by_class, axis=1)
+    for place in range(10):
+        suffix = f"_{place + 1}" if place else ""
+        best = order[:, place]
+        expected = by_class[rows, best]
+        np.testing.assert_allclose(said[f"score{suffix}"], expected, atol=1e-3)
+        names = np.array(opened.class_names)[labels[best]]
+        # Scores nearer than rounding may change places.
+        gaps = np.abs(np.diff(np.take_along_axis(by_class, order, axis=1), axis=1)).min(axis=1)
+        clear = gaps > 1e-3
+        assert clear.sum() > 50
+        assert (said[f"class{suffix}"] == names)[clear].all()
+    chosen = said["task"].to_numpy() - 1
+    np.testing.assert_allclose(said["filtered_logit"], logits[chosen, rows], atol=1e-3)
+    np.testing.assert_allclose(said["rival_filtered_logit"], logits[1 - chosen, rows], atol=1e-3)
+    parts = ["filtered_logit"]
+    parts += [f"{part}_{v}" for part in ("residual", "affinity") for v in ("adapted", "pretrained")]
+    for prefix in ("", "rival_"):
+        total = sum(said[prefix + part] for part in parts)
+        np.testing.assert_allclose(total, said[f"{prefix}score"], atol=1e-4)
+    affinity = 1.0 * terms.filtered_scale * np.tanh(terms.adapted.affinity)
+    np.testing.assert_allclose(said["affinity_adapted"], affinity[rows, chosen], atol=1e-4)
+
+
+def test_statistics_that_follow_the_encoder_answer_too(cache, tmp_path):
+    workdir = tmp_path / "run"
+    small_runs.run(small_runs.config(cache, fdc__transport=True), workdir)
+    opened = fdc_jax.open_run(workdir)
+    files = small_runs.test_files(opened, tmp_path / "images")
+    found = opened.predict(files, top=10, method="transported")
+    agrees(found, opened, "transported")
+    agrees(opened.predict(tmp_path / "images"), opened)
+    for prefix in ("", "rival_"):
+        total = found[f"{prefix}gaussian_adapted"] + found[f"{prefix}gaussian_pretrained"]
+        np.testing.assert_allclose(total, found[f"{prefix}score"], rtol=1e-4)
+    scores = found[["score", *(f"score_{place}" for place in range(2, 11))]].to_numpy()
+    assert (np.diff(scores, axis=1) <= 0).all()
+
+
+def test_a_stopped_run_answers_with_the_tasks_that_it_has(cache, tmp_path, capsys):
+    small_runs.stopped(small_runs.config(cache), tmp_path / "run", 18)
+    opened = fdc_jax.open_run(tmp_path / "run")
+    files = small_runs.test_files(opened, tmp_path / "images")
+    found = opened.predict(files)
+    assert set(found["class"]) == set(opened.class_names[:5])
+    assert (found["task"] == 1).all() and "rival_task" not in found
+    right = found["class"][:30] == np.repeat(opened.class_names[:5], 6)
+    assert right.mean() > 0.9
+    output = tmp_path / "out.csv"
+    page = tmp_path / "out.html"
+    arguments = [str(tmp_path / "run"), *map(str, files[:3]), f"--output={output}"]
+    assert predict.main([*arguments, f"--html={page}"]) == 0
+    assert "the run has learned 1 of its 2 tasks" in capsys.readouterr().err
+    shown = Reader(page.read_text())
+    assert len(shown.all("img")) == 3 and not shown.all("table")
+
+
+# From anywhere -----------------------------------------------------------------------------------
+
+
+def test_images_come_as_files_folders_arrays_and_from_pillow(opened, files, said, tmp_path):
+    first = said.iloc[:4]
+    arrays = [np.asarray(decode(path.read_bytes(), "")) for path in files[:4]]
+    mixed = [files[0], arrays[1], Image.open(files[2]), str(files[3])]
+    for images in (arrays, np.stack(arrays), mixed, [np.stack(arrays[:3]), files[3]]):
+        same(opened.predict(images, top=10), first)
+    assert opened.predict(mixed)["image"].tolist() == [
+        *(str(files[0]), "image 1", "image 2", str(files[3])),
+    ]
+    same(opened.predict(arrays[0], top=10), first[:1])
+    same(opened.predict(Image.open(files[0]), top=10), first[:1])
+    (tmp_path / "deep" / "deeper").mkdir(parents=True)
+    for path, name in zip(files, ("b.PNG", "deep/c.png", "deep/deeper/a.png"), strict=False):
+        shutil.copy(path, tmp_path / name)
+    (tmp_path / "notes.txt").write_text("none")
+    (tmp_path / ".hidden.png").write_bytes(b"")
+    # Explicitly, whatever it is called.
+    other = shutil.copy(files[3], tmp_path / "deep" / "d.unknown")
+    found = opened.predict([tmp_path, other], top=10)
+    names = ("b.PNG", "deep/c.png", "deep/deeper/a.png", "deep/d.unknown")
+    assert found["image"].tolist() == [str(tmp_path / name) for name in names]
+    same(found, first)
+
+
+def test_a_single_image_does_not_take_a_whole_batch(opened, files):
+    sizes = [predict.Predictions(opened, files[:n]).batch_size for n in (1, 2, 3, 60)]
+    assert sizes == [1, 2, 4, 64]
+
+
+def test_thousands_are_never_in_memory_at_once(whole, files, monkeypatch):
+    opened = fdc_jax.open_run(whole)
+    opened.config.evaluation.batch_size = 2
+    reads = []
+    read = predict._read
+    monkeypatch.setattr(predict, "_read", lambda *a: reads.append(a) or read(*a))
+    found = predict.Predictions(opened, files)
+    assert len(found) == 30
+    ahead = [len(reads) - 2 * batch for batch, _ in enumerate(found, start=1)]
+    assert len(reads) == 60 and max(ahead) <= 2 * 10
+
+
+def test_unreadable_images_are_named_and_the_rest_goes_on(opened, files, said, tmp_path, caplog):
+    broken = tmp_path / "broken.jpg"
+    broken.write_bytes(files[0].read_bytes()[:60])
+    found = opened.predict([files[0], broken, files[1]], top=10)
+    assert found.index.tolist() == [0, 2]
+    same(found, said.iloc[:2])
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{broken}: cannot decode these 60 bytes: image file is truncated"
+    ]
+    with pytest.raises(InputError, match=r"no image could be read: .*broken.jpg: cannot decode"):
+        opened.predict(broken)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ([], "expected images, found none"),
+        ("nowhere", "nowhere: no such image or folder"),
+        (np.zeros((4, 4, 3)), r"image 0: expected a uint8 array .* found float64 of shape \[4, 4"),
+        (np.zeros((4, 4, 2), np.uint8), r"image 0: expected .* found uint8 of shape \[4, 4, 2\]"),
+        ([np.zeros((4, 4), np.uint8), np.zeros(3, np.uint8)], r"image 1: expected .* \[3\]"),
+        (7, "expected paths, arrays or images, found int"),
+    ],
+)
+def test_what_is_no_image_is_refused(opened, images, message):
+    with pytest.raises(InputError, match=message):
+        opened.predict(images)
+
+
+def test_settings_that_do_not_apply_are_refused(opened, files):
+    with pytest.raises(InputError, match="top: expected at least 1, found 0"):
+        opened.predict(files, top=0)
+    with pytest.raises(InputError, match="method: expected one of fdc, transported, found raw"):
+        opened.predict(files, method="raw")
+    with pytest.raises(InputError, match=r"needs a run with config.fdc.transport=True"):
+        opened.predict(files, method="transported")
+
+
+# The command -------------------------------------------------------------------------------------
+
+
+def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(predict, "_ON_PAGE", 7)
+    folder = tmp_path / "images"
+    folder.mkdir()
+    for path in files:
+        shutil.copy(path, folder / path.name)
+    name = HOSTILE.replace("/", "") + ".png"
+    (folder / "0010.png").rename(folder / f"0010 {name}")
+    (folder / "zero.png").write_bytes(b"")
+    output, page = tmp_path / "out.csv", tmp_path / "out.html"
+    shown = (4, 13, 21, 30, 39, 47, 56)
+    arguments = [str(whole), str(folder), f"--output={output}", f"--html={page}", "--top=10"]
+    assert predict.main(arguments) == 2
+    printed = capsys.readouterr()
+    errors = printed.err.splitlines()
+    assert errors[-1] == "fdc_jax.predict: 1 of 61 images could not be read"
+    assert f"{folder / 'zero.png'}: expected an image, found 0 bytes" in printed.err
+    changed = int(said["changed"].sum())
+    assert f"50 more; of {changed} images the heads alone would have said" in printed.out
+    table = pd.read_csv(output, dtype={name: str for name in said if "class" in name})
+    same(table, said)
+    text = page.read_text()
+    read = Reader(text)
+    assert "60 images, by Cumulative-LoRA on " in " ".join(read.texts("h1"))
+    assert "7 of them, evenly spaced" in read.texts("h2")
+    assert "Beside these, 1 image could not be read." in " ".join(read.texts("p"))
+    pictures = read.all("img")
+    assert len(pictures) == 7 and all(each["src"].startswith("data:image/") for each in pictures)
+    expected = [f"images/{path.name}" for path in sorted(folder.iterdir())]
+    assert [each["alt"] for each in pictures] == [expected[row] for row in shown]
+    assert "<script" not in text and str(tmp_path) not in text
+    assert {tag for tag, _ in read.elements}.isdisjoint({"script", "link", "iframe", "object"})
+    assert not re.search(r"(src|href)=\"(?!#|data:)", text)
+    ids = {each["id"] for _, each in read.elements if "id" in each}
+    for _, each in read.elements:
+        assert set(each.get("aria-labelledby", "").split()) <= ids
+        assert each.get("href", "#")[1:] in ids | {""}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "out.csv", "out.html"]
+
+
+def test_progress_is_plain_where_it_is_no_terminal_and_quiet_says_errors_alone(
+    whole, files, tmp_path, capsys, monkeypatch
+):
+    configured = fdc_jax.open_run
+
+    def small(path):
+        run = configured(path)
+        run.config.evaluation.batch_size = 16
+        return run
+
+    monkeypatch.setattr(fdc_jax, "open_run", small)
+    images = [str(path) for path in files]
+    output = f"--output={tmp_path / 'out.csv'}"
+    assert predict.main([str(whole), *images, output]) == 0
+    found = capsys.readouterr().err
+    assert re.match(r"predict: batch 2 of 4, images_per_second \d+, about \d+ s left\n", found)
+    assert predict.main([str(whole), *images, output, "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+    (tmp_path / "bad.png").write_bytes(b"bad")
+    before = (tmp_path / "out.csv").read_bytes()
+    bad = str(tmp_path / "bad.png")
+    assert predict.main([str(whole), bad, output, "--quiet"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].endswith("bad.png: cannot decode these 3 bytes: not a known image format")
+    assert lines[1:] == ["fdc_jax.predict: none of 1 image could be read"]
+    assert (tmp_path / "out.csv").read_bytes() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.png", "out.csv"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere", "x.png"], "nowhere: expected the work directory of a run, found no config"),
+        (["WHOLE", "x.png"], "x.png: no such image or folder"),
+        (["WHOLE", "EMPTY"], "empty: expected images in this folder, found none; skipped, as no"),
+        (["WHOLE"], "the following arguments are required: images"),
+        (["WHOLE", "EMPTY", "--output=x.png"], "--output: expected a file that ends in .csv, fou"),
+        (["WHOLE", "EMPTY", "--html=x"], "--html: expected a file that ends in .html, found x"),
+        (
+            ["WHOLE", "EMPTY", "--output=empty/notes.txt/x.csv"],
+            "notes.txt: expected a folder to write",
+        ),
+        (["WHOLE", "IMAGE", "--top=0"], "top: expected at least 1, found 0"),
+        (["WHOLE", "IMAGE", "--method=raw"], "argument --method: invalid choice: 'raw' (choose"),
+        (["WHOLE", "IMAGE", "--method=transported"], "method: transported needs a run with config"),
+        (["WITHOUT", "IMAGE"], "expected a calibrator, found none; the command of the run makes"),
+    ],
+)
+def test_bad_input_is_one_line(whole, files, tmp_path, capsys, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "notes.txt").write_text("none")
+    places = {"WHOLE": whole, "EMPTY": tmp_path / "empty", "IMAGE": files[0]}
+    if "WITHOUT" in arguments:
+        places["WITHOUT"] = small_runs.copied(whole, tmp_path / "without")
+        (tmp_path / "without" / "calibrator.npz").unlink()
+        shutil.rmtree(tmp_path / "without" / "calibrators")
+    assert predict.main([str(places.get(word, word)) for word in arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1
+    assert printed.err.startswith("fdc_jax.predict: ") and message in printed.err
+    assert not list(tmp_path.glob("*.csv"))
