@@ -32,6 +32,14 @@ WHITENED_CLASSES: dict[str, Any] = {
 }
 TRANSPORTED: dict[str, Any] = {"transport": True}
 
+# FDC and what is beyond it by the names that users give, as arguments of `from_settings`.
+CALIBRATORS: dict[str, dict[str, Any]] = {
+    "fdc": {},
+    "whitened": WHITENED,
+    "whitened-classes": WHITENED_CLASSES,
+    "transported": TRANSPORTED,
+}
+
 
 def fuse_all(terms: Terms, fuse: Callable[..., Scores] | None = None) -> dict[str, Scores]:
     """Returns the scores of every combination; those of one view only where there are two.

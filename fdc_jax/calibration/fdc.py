@@ -643,7 +643,8 @@ class Terms:
     """Everything the score of a sample and task is made of, so that any combination costs no pass.
 
     `raw_logits` and `raw_scale` are without TSF, `filtered_logits` and `filtered_scale` with it;
-    `pretrained` is None when that view is not in use.
+    `pretrained` is None when that view is not in use. `raw_rows` and `filtered_rows` are the logits
+    of every class of every head, minus infinity beyond; None unless measured.
     """
 
     raw_logits: TaskLogits
@@ -654,6 +655,8 @@ class Terms:
     filtered_scale: Float[np.ndarray, " tasks"]
     settings: Settings
     classes: Sequence[Int[np.ndarray, " c"]]
+    raw_rows: Float[np.ndarray, "n tasks c"] | None
+    filtered_rows: Float[np.ndarray, "n tasks c"] | None
 
     def fuse(
         self,
@@ -699,6 +702,15 @@ class Terms:
     def scores(self, **switches: bool) -> Scores:
         """Returns the scores that the calibrator is set to give; of the paper's FDC, `fuse`'s."""
         return self.fuse(**switches)
+
+    def by_class(self) -> Float[np.ndarray, "n tasks c"]:
+        """Returns the score of every class: its task's, less what its logit lacks of the largest.
+
+        The largest one decides as `scores` does; minus infinity where there is no class.
+        """
+        assert self.filtered_rows is not None
+        behind = self.filtered_rows - self.filtered_logits.logit[..., None]
+        return self.scores().task_scores[..., None] + behind
 
     def beyond(self) -> dict[str, dict[str, Scores]]:
         """Returns what is given beyond the paper, by name and component (`full` for all of them).
@@ -791,7 +803,6 @@ class FDC:
         if self.foreign is None:
             raise InputError("the foreign residuals were released: no further task can be fitted")
         task, settings, xp = self.num_tasks, self.settings, self._xp
-        self._check_kind(head, f"head of task {task}")
         inputs.common_kind([*self.heads, head])
         source = inputs.task_source(adapted, labels, pretrained, task)
         blocks = inputs.blocks(source, task, self.widths)
@@ -850,9 +861,9 @@ class FDC:
                     neighbours=settings.neighbours,
                 )
                 if view == 0 and rows is None:
-                    found += self._largest_logits(
+                    found += self._function_logits(
                         head, task, num_classes, batch[: block.rows], own[0].basis[0]
-                    )
+                    )[:4]
                 ratios = (self.run(residual_ratios, *group, batch) for group in earlier[view])
                 measured[view].append((*found, *ratios))
                 self._second_walk(view, batch, block.rows)
@@ -936,6 +947,20 @@ class FDC:
             found |= self._logits_of_functions(views[0])
         return self._terms(found)
 
+    def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
+        """Returns a score of every class, tasks one after the other; see `Terms.by_class`.
+
+        Column i is of label `np.concatenate(classes)[i]`; arguments and errors as of `score`.
+        """
+        self.require_finalized()
+        self.arrays  # noqa: B018  places what the copy shares
+        every = copy.copy(self)
+        every._all_rows = True
+        scores = every.terms(adapted, pretrained).by_class()
+        return np.concatenate(
+            [scores[:, task, : len(rows)] for task, rows in enumerate(self.classes)], axis=1
+        )
+
     def replace_heads(self, heads: Sequence[Any]) -> None:
         """Predicts with other heads from now on, for learners that rewrite old heads.
 
@@ -946,7 +971,6 @@ class FDC:
             raise InputError(f"heads: expected one per task, {self.num_tasks}, found {len(heads)}")
         inputs.common_kind(heads)
         for index, (head, task) in enumerate(zip(heads, self.tasks, strict=True)):
-            self._check_kind(head, "heads")
             found = self._read_head(head, index, self.widths[0])[1]
             if found != len(task.classes):
                 raise InputError(
@@ -1083,6 +1107,8 @@ class FDC:
             filtered_scale=np.array([task.filtered_scale for task in self.tasks], np.float32),
             settings=self.settings,
             classes=self.classes,
+            raw_rows=kept.get("raw_rows"),
+            filtered_rows=kept.get("filtered_rows"),
         )
 
     def _earlier_tasks(self, view: int) -> list[tuple[Any, Any]]:
@@ -1115,10 +1141,6 @@ class FDC:
 
     # Heads, built in or functions of the user's own, which are scored one after the other.
 
-    def _check_kind(self, head: Any, name: str) -> str:
-        """Returns the kind of a head; for subclasses that do not work with all."""
-        return inputs.head_kind(head, name)
-
     def _read_head(self, head: Any, task: int, width: int) -> tuple[inputs.HeadRows | None, int]:
         """Returns a built-in head in its affine form, None for a function; and its class count."""
         name = f"head of task {task}"
@@ -1128,7 +1150,7 @@ class FDC:
         one = self._xp.ones((1, width), np.float32)
         return None, inputs.function_logits(head, one, None, name).shape[1]
 
-    def _largest_logits(
+    def _function_logits(
         self,
         head: Any,
         task: int,
@@ -1136,21 +1158,27 @@ class FDC:
         features: Float[Array, "n d"],
         basis: Float[Array, "r d"],
     ) -> tuple[np.ndarray, ...]:
-        """Returns a function's largest logit and its row, raw and with TSF at its input, [n, 1]."""
+        """Returns what `LOGITS` names of a function: four columns [n, 1], two arrays [n, c]."""
         filtered = self.run(filter_features, features, basis, np.float32(self.settings.attenuation))
-        columns = []
+        columns, rows = [], []
         for each in (features, filtered):
             logits = inputs.function_logits(head, each, num_classes, f"head of task {task}")
             columns += [logits.max(axis=1)[:, None], logits.argmax(axis=1)[:, None]]
-        return tuple(columns)
+            rows.append(logits)
+        return *columns, *rows
 
     def _logits_of_functions(self, adapted: Float[Any, "n d"]) -> dict[str, np.ndarray]:
         features = self._xp.asarray(adapted, np.float32)
         columns = [
-            self._largest_logits(head, task, len(classes), features, basis)
+            self._function_logits(head, task, len(classes), features, basis)
             for task, (head, classes, basis) in enumerate(
                 zip(self.heads, self.classes, self.arrays.views[0].basis, strict=False)
             )
         ]
-        joined = (np.concatenate(parts, axis=1) for parts in zip(*columns, strict=True))
+        *largest, raw, filtered = zip(*columns, strict=True)
+        joined = [np.concatenate(parts, axis=1) for parts in largest]
+        for rows in (raw, filtered) if self._all_rows else ():
+            # Classes first, to be padded like statistics.
+            padded = stack([each.T for each in rows], 4, -np.inf)
+            joined.append(padded.transpose(2, 0, 1))
         return dict(zip(LOGITS, joined, strict=False))

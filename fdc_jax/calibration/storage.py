@@ -50,6 +50,11 @@ UNIT_TOLERANCE = 1e-3
 
 def save(path: str | os.PathLike[str], calibrator: FDC) -> None:
     """Writes a finalized calibrator to one file, whole or not at all; see `FDC.save`."""
+    write_npz(path, to_arrays(calibrator))
+
+
+def to_arrays(calibrator: FDC) -> dict[str, np.ndarray]:
+    """Returns what `load` makes the same calibrator of, but for heads that are functions."""
     calibrator.require_finalized()
     tasks = calibrator.tasks
     settings = {field.name: field.default for field in fields(TransportedSettings)}
@@ -86,7 +91,7 @@ def save(path: str | os.PathLike[str], calibrator: FDC) -> None:
         if calibrator.foreign is not None:
             residuals = [task[index].ravel() for task in calibrator.foreign]
             arrays[f"{name}_foreign"] = np.concatenate(residuals)
-    write_npz(path, {name: np.asarray(value) for name, value in arrays.items()})
+    return {name: np.asarray(value) for name, value in arrays.items()}
 
 
 def load(

@@ -24,12 +24,7 @@ import numpy as np
 from fdc_jax.calibration import drift, fdc, inputs
 from fdc_jax.calibration.batching import stack
 from fdc_jax.calibration.scores import Scores
-from fdc_jax.calibration.whitened import (
-    WhitenedFDC,
-    WhitenedSettings,
-    WhitenedTerms,
-    functions_by_class,
-)
+from fdc_jax.calibration.whitened import WhitenedFDC, WhitenedSettings, WhitenedTerms
 from fdc_jax.errors import InputError
 from fdc_jax.heads import namespace, products
 
@@ -359,14 +354,12 @@ class TransportedFDC(WhitenedFDC):
 def check(
     settings: Mapping[str, Any],
     classes_per_task: Sequence[int] | None = None,
-    function_heads: bool = False,
 ) -> TransportedSettings:
     """Returns settings, paper's and others, after all checks that need no features.
 
     Args:
         settings: some or all fields of `TransportedSettings`, as in `config.fdc`.
         classes_per_task: where they are known, how many classes each task has.
-        function_heads: whether the heads are functions of the user's own.
     """
     known = [field.name for field in fields(TransportedSettings)]
     for name in settings:
@@ -378,8 +371,6 @@ def check(
                 f"neighbours: expected at most {count}, the classes of task {task}, found "
                 f"{found.neighbours}"
             )
-    if function_heads and found.affinity_scope == "class":
-        raise functions_by_class("heads")
     return found
 
 

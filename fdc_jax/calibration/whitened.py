@@ -131,14 +131,6 @@ class WhitenedSettings(fdc.Settings):
         return PAPER_AFFINITY._replace(reference="nearest" if nearest else "own")
 
 
-def functions_by_class(name: str) -> InputError:
-    """Returns the error of heads, by their name, that give no logit of every class."""
-    return InputError(
-        f"{name}: affinity_scope class needs the logit of every class; expected built-in heads, "
-        "found functions"
-    )
-
-
 # The metric --------------------------------------------------------------------------------------
 
 
@@ -248,14 +240,11 @@ class WhitenedView(NamedTuple):
 class WhitenedTerms(fdc.Terms):
     """The paper's terms, and those of other affinities.
 
-    `whitened` has one entry a view, none with the cosine alone. `raw_rows` and `filtered_rows` are
-    the logits of every class of every head, minus infinity beyond; None for functions.
+    `whitened` has one entry a view, none with the cosine alone.
     """
 
     settings: WhitenedSettings
     whitened: list[WhitenedView]
-    raw_rows: Float[np.ndarray, "n tasks c"] | None
-    filtered_rows: Float[np.ndarray, "n tasks c"] | None
 
     def scores(self, **switches: bool) -> Scores:
         """Returns the scores that the calibrator is set to give."""
@@ -283,32 +272,46 @@ class WhitenedTerms(fdc.Terms):
         affinity = affinity or self.settings.affinity
         self._check(affinity)
         base = self.fuse(tsf, rlc, False, adapted_view, pretrained_view)
-        used = self.used_views(adapted_view, pretrained_view)
-        if not pac or not used:
+        if not pac or not self.used_views(adapted_view, pretrained_view):
             return base
+        closeness = self._closeness(affinity, adapted_view, pretrained_view)
+        if affinity.scope == "class":
+            each = self._by_class(base, closeness, tsf)
+            return Scores(each.max(axis=2), each.argmax(axis=2).astype(np.int32), self.classes)
+        scale = self.filtered_scale if tsf else self.raw_scale
+        size = (*base.task_scores.shape, 1)
+        scores = base.task_scores + scale * np.broadcast_to(closeness, size)[..., 0]
+        return Scores(scores, base.local_class, self.classes)
+
+    def by_class(self) -> Float[np.ndarray, "n tasks c"]:
+        """See `fdc.Terms.by_class`; with scope `class` the scores that decide."""
+        affinity = self.settings.affinity
+        if affinity.scope == "task":
+            return super().by_class()
+        return self._by_class(self.fuse(pac=False), self._closeness(affinity, True, True), True)
+
+    def _closeness(self, affinity: Affinity, adapted_view: bool, pretrained_view: bool) -> Any:
+        """Returns the evidence of the affinity in all views, [n, tasks, c] or [n, tasks, 1]."""
         closeness: Any = np.float32(0.0)
-        for view, weight, evidence in used:
+        for view, weight, evidence in self.used_views(adapted_view, pretrained_view):
             if weight * self.settings.pac_weight:
                 found = evidence.affinity[..., None]
                 if affinity.metric == "whitened":
                     found = self.whitened[view].affinity(affinity.reference, affinity.scope)
                 found = np.tanh(found) if affinity.evidence == "tanh" else found
                 closeness = closeness + np.float32(weight * self.settings.pac_weight) * found
+        return closeness
+
+    def _by_class(self, base: Scores, closeness: Any, tsf: bool) -> Float[np.ndarray, "n tasks c"]:
+        """Returns the scores of all classes, each by its own affinity."""
         scale = self.filtered_scale if tsf else self.raw_scale
-        if affinity.scope == "task":
-            scores = (
-                base.task_scores
-                + scale * np.broadcast_to(closeness, (*base.task_scores.shape, 1))[..., 0]
-            )
-            return Scores(scores, base.local_class, self.classes)
         rows = self.filtered_rows if tsf else self.raw_rows
         logits = (self.filtered_logits if tsf else self.raw_logits).logit
         assert rows is not None
         # In units of the score scale, so that no head counts more; but a head that says the same of
         # all its images, as of a single one, must not count without end.
         units = np.maximum(scale, np.float32(LEAST_UNIT) * scale.mean())[:, None]
-        each = (rows + (base.task_scores - logits)[..., None]) / units + closeness
-        return Scores(each.max(axis=2), each.argmax(axis=2).astype(np.int32), self.classes)
+        return (rows + (base.task_scores - logits)[..., None]) / units + closeness
 
     def _check(self, affinity: Affinity) -> None:
         affinity.check()
@@ -320,8 +323,6 @@ class WhitenedTerms(fdc.Terms):
                 f"affinity_reference: expected {paper}, as the calibrator was set, found "
                 f"{affinity.reference}"
             )
-        if affinity.scope == "class" and self.raw_rows is None:
-            raise functions_by_class("affinity")
 
 
 # The calibrator ----------------------------------------------------------------------------------
@@ -446,19 +447,7 @@ class WhitenedFDC(fdc.FDC):
                 own = [task[view] for task in self.affinities]
                 mean, std = np.array([each[1:] for each in own], np.float32).T
                 views.append(WhitenedView(found[f"{name}_cosines"][:, :count], mean, std))
-        raw, filtered = (found.get(f"{each}_rows") for each in ("raw", "filtered"))
-        return WhitenedTerms(
-            **vars(super()._terms(found)),
-            whitened=views,
-            raw_rows=None if raw is None else raw[:, :count],
-            filtered_rows=None if filtered is None else filtered[:, :count],
-        )
-
-    def _check_kind(self, head: Any, name: str) -> str:
-        kind = super()._check_kind(head, name)
-        if kind == "function" and self.settings.affinity_scope == "class":
-            raise functions_by_class(name)
-        return kind
+        return WhitenedTerms(**vars(super()._terms(found)), whitened=views)
 
     @property
     def beyond_storage_bytes(self) -> dict[str, int]:

@@ -11,11 +11,11 @@ import numpy as np
 from tabulate import tabulate
 
 from fdc_jax import calibration, feature_files
-from fdc_jax.calibration import Scores
+from fdc_jax.calibration import CALIBRATORS, Scores
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.files import write_json, write_npz
-from fdc_jax.posthoc.methods import FDC_METHODS, METHODS, VIEW_WEIGHTS, Settings, moved, run
+from fdc_jax.posthoc.methods import METHODS, VIEW_WEIGHTS, Settings, moved, run
 from fdc_jax.posthoc.summary import ERRORS, summarise, warn_of_weak_heads
 from fdc_jax.posthoc.template import write_template
 
@@ -128,13 +128,13 @@ def _settings(options: argparse.Namespace) -> Settings:
     others = [name for name in given if name not in VIEW_WEIGHTS]
     if options.method == "transported" and others:
         raise InputError(f"--{others[0]}: is a setting of FDC, not of transported")
-    if given and options.method not in (*FDC_METHODS, "all"):
+    if given and options.method not in (*CALIBRATORS, "all"):
         raise InputError(f"--{next(iter(given))}: is a setting of FDC, not of {options.method}")
     if options.seed < 0:
         raise InputError(f"--seed: expected a whole number from 0, found {options.seed}")
     if options.projections < 1:
         raise InputError(f"--projections: expected at least 1, found {options.projections}")
-    calibration.check(_DEFAULTS | given | FDC_METHODS.get(options.method, {}))
+    calibration.check(_DEFAULTS | given | CALIBRATORS.get(options.method, {}))
     return Settings(_DEFAULTS | given, options.projections, options.seed)
 
 
@@ -143,9 +143,9 @@ def _output(options: argparse.Namespace) -> Path | None:
     output = None if options.output is None else Path(options.output)
     if options.terms and (options.method != "fdc" or output is None):
         raise InputError("--terms: expected together with --method=fdc and --output")
-    if options.calibrator is not None and options.method not in FDC_METHODS:
+    if options.calibrator is not None and options.method not in CALIBRATORS:
         raise InputError(
-            f"--calibrator: expected together with --method, one of {', '.join(FDC_METHODS)}"
+            f"--calibrator: expected together with --method, one of {', '.join(CALIBRATORS)}"
         )
     files = {}
     if output is not None:

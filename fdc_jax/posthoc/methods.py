@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fdc_jax import calibration
-from fdc_jax.calibration import Scores, Terms, comparators, drift
-from fdc_jax.calibration.components import TRANSPORTED, WHITENED, WHITENED_CLASSES
+from fdc_jax.calibration import CALIBRATORS, Scores, Terms, comparators, drift
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
 
@@ -25,9 +24,11 @@ class Settings(NamedTuple):
     def of(self, method: str) -> dict[str, Any]:
         """Returns those that a method has."""
         if method == "transported":  # Of FDC's, the weights of the views.
-            return {name: self.fdc[name] for name in VIEW_WEIGHTS if name in self.fdc} | TRANSPORTED
-        if method in FDC_METHODS:
-            return self.fdc | FDC_METHODS[method]
+            return {
+                name: self.fdc[name] for name in VIEW_WEIGHTS if name in self.fdc
+            } | CALIBRATORS[method]
+        if method in CALIBRATORS:
+            return self.fdc | CALIBRATORS[method]
         if method.startswith(("ranpac", "anacp")):
             return {"projections": self.projections, "seed": self.seed}
         return {}
@@ -43,18 +44,10 @@ class Outcome(NamedTuple):
     score_seconds: float
 
 
-# FDC and its variants beyond the paper (docs/beyond.md), as further settings of FDC.
-FDC_METHODS: dict[str, dict[str, Any]] = {
-    "fdc": {},
-    "whitened": WHITENED,
-    "whitened-classes": WHITENED_CLASSES,
-    "transported": TRANSPORTED,
-}
-
 # In the order of the table. A suffix names the view or the variant; see each class for formulas.
 METHODS: dict[str, Callable[..., Any]] = {
     "raw": comparators.Raw,
-    **dict.fromkeys(FDC_METHODS, lambda **settings: calibration.from_settings(settings)),
+    **dict.fromkeys(CALIBRATORS, lambda **settings: calibration.from_settings(settings)),
     "ls": comparators.LogitStandardisation,
     "energy": comparators.Energy,
     "msp": comparators.MaximumSoftmax,
@@ -115,7 +108,7 @@ def run(name: str, features: FeatureSet, settings: Settings) -> Outcome:
     start = time.perf_counter()
     features.fit(method)
     fitted = time.perf_counter()
-    if name in FDC_METHODS:
+    if name in CALIBRATORS:
         terms = method.terms(features.test_adapted, features.test_pretrained)
         scores = terms.scores()
     else:

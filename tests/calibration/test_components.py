@@ -36,6 +36,8 @@ def make_terms(pretrained=True):
         filtered_scale=np.full(3, 2, np.float32),
         settings=Settings(),
         classes=tuple(np.array([task]) for task in range(3)),
+        raw_rows=None,
+        filtered_rows=None,
     )
 
 

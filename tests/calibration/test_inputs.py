@@ -202,15 +202,11 @@ def test_messages_of_replace_heads(new_heads, message):
         ({"neighbours": 3}, "neighbours: expected at most 2, the classes of task 1, found 3"),
         ({"eta": 1}, "setting of FDC: expected one of retained_energy, .*, found 'eta'"),
         ({"attenuation": 2}, "attenuation: expected 0 <= x <= 1, found 2"),
-        (
-            {**WHITENED_CLASSES},
-            "heads: affinity_scope class needs the logit of every class; expected built-in heads",
-        ),
     ],
 )
 def test_settings_are_checked_against_tasks_before_any_is_fitted(settings, message):
     with pytest.raises(InputError, match=f"^{message}"):
-        calibration.check(settings, (4, 2, 5), function_heads=True)
+        calibration.check(settings, (4, 2, 5))
 
 
 def test_settings_that_suit_the_tasks_are_returned_whole():

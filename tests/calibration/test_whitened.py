@@ -229,28 +229,37 @@ def test_affinities_that_cannot_be_fused_are_refused(affinity, message):
         terms.fuse_affinity(affinity=affinity)
 
 
-def test_functions_never_replace_heads_that_are_needed_by_class(tmp_path):
-    stream = streams.stream(2, 3)
-    fitted = streams.fitted(stream, **WHITENED_CLASSES)
-    functions = [streams.head_of(task, "function") for task in stream]
-    with pytest.raises(InputError, match=r"heads: affinity_scope class .* found functions"):
-        fitted.replace_heads(functions)
-    fitted.save(tmp_path / "classes.npz")
-    with pytest.raises(InputError, match=r"heads: affinity_scope class .* found functions"):
-        calibration.load(tmp_path / "classes.npz", heads=functions)
-    terms = streams.fitted(stream, "function", **WHITENED).terms(*streams.probe_inputs(stream))
-    with pytest.raises(InputError, match=r"affinity_scope class .* found functions"):
-        terms.fuse_affinity(affinity=Affinity("whitened", "linear", "pooled", "class"))
-
-
-def test_heads_that_are_functions():
+@pytest.mark.parametrize("settings", [WHITENED, WHITENED_CLASSES])
+def test_heads_that_are_functions(settings):
     stream = streams.stream(2, 3)
     inputs = streams.probe_inputs(stream)
-    found = streams.fitted(stream, "function", **WHITENED).score(*inputs)
-    affinity = Affinity("whitened", "linear")
-    assert_scores(found, expected_scores(stream, "function", inputs, affinity))
-    with pytest.raises(InputError, match=r"affinity_scope class .* found functions"):
-        streams.fitted(stream, "function", **WHITENED_CLASSES)
+    fitted = streams.fitted(stream, "function", **settings)
+    expected = expected_scores(stream, "function", inputs, fitted.settings.affinity)
+    assert_scores(fitted.score(*inputs), expected)
+
+
+@pytest.mark.parametrize("kind", ["linear", "nearest_mean", "function"])
+@pytest.mark.parametrize("settings", [{}, WHITENED, WHITENED_CLASSES])
+def test_scores_of_classes(settings, kind):
+    stream = streams.stream(3, 3)
+    inputs = streams.probe_inputs(stream)
+    fitted = streams.fitted(stream, kind, **settings)
+    found, scores = fitted.class_scores(*inputs), fitted.score(*inputs)
+    np.testing.assert_array_equal(
+        np.concatenate(fitted.classes)[found.argmax(axis=1)], scores.label
+    )
+    ends = np.cumsum([len(each) for each in fitted.classes])[:-1]
+    for t, part in enumerate(np.split(found, ends, axis=1)):
+        np.testing.assert_array_equal(part.max(axis=1), scores.task_scores[:, t])
+        if "affinity_scope" in settings:
+            continue
+        # A task's classes differ as their filtered logits do.
+        logits = streams.fitted_reference(stream, kind).logits(
+            t, inputs[0].astype(np.float64), True
+        )
+        behind = part - part.max(axis=1, keepdims=True)
+        expected = logits - logits.max(axis=1, keepdims=True)
+        assert np.abs(behind - expected).max() < 1e-4 * np.abs(expected).max()
 
 
 def test_a_class_without_an_image_is_ignored():
