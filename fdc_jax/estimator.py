@@ -1,0 +1,290 @@
+"""FDC as an estimator of scikit-learn.
+
+A task is one call of `partial_fit`, or the samples of one value of `tasks` in `fit`. This is the
+only file of the package that imports scikit-learn.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils.multiclass import check_classification_targets, unique_labels
+from sklearn.utils.validation import (
+    check_array,
+    check_consistent_length,
+    check_is_fitted,
+    column_or_1d,
+    validate_data,
+)
+
+from fdc_jax import calibration
+from fdc_jax.calibration.fdc import check_word
+from fdc_jax.calibration.inputs import common_kind
+from fdc_jax.errors import InputError
+from fdc_jax.heads import LinearHead, NearestMeanHead
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int, Shaped
+
+    from fdc_jax.heads import Head
+
+HEADS = ("ridge", "nearest_mean")
+
+
+class FDCClassifier(ClassifierMixin, BaseEstimator):
+    """Classifies features among the classes of all tasks, with calibrated task heads.
+
+    Features X are rows, [n, d], or two views of the same samples: a tuple (adapted [n, d],
+    pretrained [n, e]), or columns of one array that `views` picks.
+
+    Args:
+        calibrator: `fdc`, the paper's; or of those beyond it `whitened`, `whitened-classes` or
+            `transported`.
+        head: of tasks that come without one: `ridge`, regression to one-hot labels whose penalty
+            is chosen on a fifth of the samples, or `nearest_mean`, the cosine to class means.
+        views: the columns of X with the adapted and with the pretrained features, such as
+            `(slice(0, 768), slice(768, None))`; None for one view, or for two as a tuple.
+        retained_energy: eta, share of the variance that a task's subspace keeps.
+        attenuation: gamma, how much of a feature outside the subspace TSF removes.
+        rlc_weight: alpha, weight of the residual correction.
+        pac_weight: beta, weight of the prototype correction.
+        adapted_view_weight: w_T.
+        pretrained_view_weight: w_0.
+        neighbours: K, class prototypes that the affinity averages.
+        affinity_shrinkage: lambda of `whitened` and `whitened-classes`.
+
+    Attributes:
+        classes_: labels of all tasks so far, ascending.
+        class_tasks_: the task of each, counted from 0.
+        calibrator_: an `FDC`, in which a class goes by its place in the order of arrival.
+        n_features_in_: columns of X, those of both views together.
+        feature_names_in_: where X is a data frame.
+    """
+
+    def __init__(
+        self,
+        calibrator: str = "fdc",
+        head: str = "ridge",
+        views: tuple[Any, Any] | None = None,
+        retained_energy: float = 0.75,
+        attenuation: float = 0.5,
+        rlc_weight: float = 1.0,
+        pac_weight: float = 1.0,
+        adapted_view_weight: float = 1.0,
+        pretrained_view_weight: float = 1.0,
+        neighbours: int = 1,
+        affinity_shrinkage: float = 0.05,
+    ):
+        self.calibrator = calibrator
+        self.head = head
+        self.views = views
+        self.retained_energy = retained_energy
+        self.attenuation = attenuation
+        self.rlc_weight = rlc_weight
+        self.pac_weight = pac_weight
+        self.adapted_view_weight = adapted_view_weight
+        self.pretrained_view_weight = pretrained_view_weight
+        self.neighbours = neighbours
+        self.affinity_shrinkage = affinity_shrinkage
+
+    def fit(self, X: Any, y: Any, tasks: Any = None) -> FDCClassifier:
+        """Forgets everything and fits features of one encoder.
+
+        Args:
+            X: features of the samples of all tasks.
+            y: labels [n], numbers or strings.
+            tasks: the task of each sample [n], in the order of their values. By default one task
+                has all classes; nothing competes with its head then, which TSF alone changes.
+
+        Raises:
+            ValueError: as of `partial_fit`.
+        """
+        X, y = self._validated(True, X, y)
+        tasks = np.zeros(len(y), int) if tasks is None else column_or_1d(tasks)
+        check_consistent_length(X, y, tasks)
+        calibrator, labels = self._new()
+        for task in np.unique(tasks):
+            rows = tasks == task
+            # The encoder has not moved since the task before.
+            previous = self._split(X[rows])[0]
+            labels = self._fit_task(calibrator, labels, X[rows], y[rows], previous=previous)
+        return self._keep(calibrator, labels)
+
+    def partial_fit(
+        self, X: Any, y: Any, classes: Any = None, head: Head | None = None, previous: Any = None
+    ) -> FDCClassifier:
+        """Fits one more task, whose classes are new. Nothing is fitted again.
+
+        Args:
+            X: features of the task's samples, by the encoder after the task.
+            y: their labels [n].
+            classes: the label of each row of `head`; by default those in y, ascending. Unlike
+                elsewhere in scikit-learn, these are the classes of this task alone.
+            head: of the task, such as `fdc_jax.heads.LinearHead(weight, bias)`, of one type for all
+                tasks; by default one in closed form.
+            previous: adapted features of the same samples by the encoder before the task [n, d];
+                `transported` needs them for all tasks but the first.
+
+        Raises:
+            ValueError: input that is malformed, unlike that of earlier tasks, or of a class that an
+                earlier task has; what was fitted before stays as it was.
+        """
+        first = not hasattr(self, "calibrator_")
+        X, y = self._validated(first, X, y)
+        calibrator, labels = self._new() if first else (self.calibrator_, self._labels)
+        labels = self._fit_task(calibrator, labels, X, y, classes, head, previous)
+        return self._keep(calibrator, labels)
+
+    def predict(self, X: Any) -> Shaped[np.ndarray, " n"]:
+        """Returns the label of each sample among all classes [n]."""
+        views = self._test_views(X)
+        return self._labels[self.calibrator_.score(*views).label]
+
+    def predict_task(self, X: Any) -> Int[np.ndarray, " n"]:
+        """Returns the task of the label that `predict` returns, counted from 0 [n]."""
+        views = self._test_views(X)
+        return self.calibrator_.score(*views).task
+
+    def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
+        """Returns calibrated scores of all classes, [n, classes], of which the largest decides.
+
+        Columns are those of `classes_`. Of two classes, as elsewhere in scikit-learn, one number
+        per sample [n], above 0 for the second.
+        """
+        views = self._test_views(X)
+        scores = self.calibrator_.class_scores(*views)[:, np.argsort(self._labels)]
+        return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickles the calibrator as the arrays that files of it hold, without what is on devices.
+
+        They can be read where JAX is not installed.
+        """
+        state: Any = super().__getstate__()
+        state = dict(state)
+        if calibrator := state.pop("calibrator_", None):
+            functions = common_kind(calibrator.heads) == "function"
+            heads = calibrator.heads if functions else None
+            state["_stored"] = calibration.to_arrays(calibrator), heads
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        if stored := state.pop("_stored", None):
+            state["calibrator_"] = calibration.load(*stored)
+        super().__setstate__(state)
+
+    # Samples -------------------------------------------------------------------------------------
+
+    def _validated(self, reset: bool, X: Any, *y: Any) -> Any:
+        """Returns X in float32, two views side by side, and y if there is one."""
+        joined: Any = X
+        widths = None
+        if isinstance(X, tuple) and len(X) == 2 and np.ndim(X[0]) == 2:
+            if self.views is not None:
+                raise InputError("X: expected one array, of which views picks columns; found two")
+            views = [np.asarray(check_array(view, estimator=self)) for view in X]
+            check_consistent_length(*views)
+            joined, widths = np.hstack(views), [view.shape[1] for view in views]
+        with np.errstate(over="ignore"):  # What is too large for float32 is reported.
+            checked: Any = validate_data(self, joined, *y, reset=reset, dtype=np.float32)
+        if reset:
+            self._widths = widths
+        elif widths not in (None, self._widths):
+            raise InputError(f"X: expected views as when fitted, {self._widths}, found {widths}")
+        if y:
+            check_classification_targets(checked[1])
+        return checked
+
+    def _split(self, X: Float[np.ndarray, "n d"]) -> list[Float[np.ndarray, "n _"]]:
+        """Returns the views of X, one or two."""
+        if self.views is not None:
+            return [X[:, columns] for columns in self.views]
+        return [X] if self._widths is None else np.split(X, self._widths[:1], axis=1)
+
+    def _test_views(self, X: Any) -> list[Float[np.ndarray, "n _"]]:
+        check_is_fitted(self, "calibrator_")
+        return self._split(self._validated(False, X))
+
+    # Tasks ---------------------------------------------------------------------------------------
+
+    def _new(self) -> tuple[calibration.FDC, Shaped[np.ndarray, " 0"]]:
+        """Returns a calibrator before its first task, and no labels."""
+        check_word("calibrator", self.calibrator, tuple(calibration.CALIBRATORS))
+        check_word("head", self.head, HEADS)
+        settings = self.get_params()
+        for name in ("calibrator", "head", "views"):
+            del settings[name]
+        named = calibration.CALIBRATORS[self.calibrator]
+        return calibration.from_settings(settings | named), np.array([], int)
+
+    def _fit_task(
+        self,
+        calibrator: calibration.FDC,
+        labels: Shaped[np.ndarray, " known"],
+        X: Float[np.ndarray, "n d"],
+        y: Shaped[np.ndarray, " n"],
+        classes: Any = None,
+        head: Head | None = None,
+        previous: Any = None,
+    ) -> Shaped[np.ndarray, " more"]:
+        """Fits a task and returns the labels of all classes, in the order of arrival."""
+        names = np.unique(y) if classes is None else column_or_1d(classes)
+        every = unique_labels(labels, names) if len(labels) else names
+        if len(np.unique(names)) < len(names):
+            raise InputError(f"classes: expected each label once, found {names.tolist()}")
+        if (known := np.isin(names, labels)).any():
+            raise InputError(
+                f"y: class {names[known].tolist()[0]!r} belongs to an earlier task; a task's "
+                "classes must be new, and fit starts anew"
+            )
+        if not (within := np.isin(y, names)).all():
+            raise InputError(f"y: {y[~within].tolist()[0]!r} is none of classes")
+        order = np.argsort(names)
+        rows = order[np.searchsorted(names[order], y)]
+        adapted, *pretrained = self._split(X)
+        if head is None:
+            if len(np.unique(rows)) < len(names):
+                raise InputError("classes: each needs a sample where no head is given")
+            if len(names) == 1 and self.head == "ridge":
+                raise InputError(
+                    "head: ridge cannot fit a task of one class; expected nearest_mean"
+                )
+            head = closed_form_head(self.head, adapted, rows)
+        places = np.arange(len(labels), len(labels) + len(names))
+        moved = {"previous": previous} if calibrator.follows_encoder else {}
+        calibrator.fit_task(adapted, places[rows], head, *pretrained, classes=places, **moved)
+        return np.concatenate([labels.astype(every.dtype), names.astype(every.dtype)])
+
+    def _keep(self, calibrator: calibration.FDC, labels: Shaped[np.ndarray, " c"]) -> FDCClassifier:
+        calibrator.finalize()
+        order = np.argsort(labels)
+        tasks = np.repeat(range(calibrator.num_tasks), [len(each) for each in calibrator.classes])
+        self.calibrator_, self._labels = calibrator, labels
+        self.classes_, self.class_tasks_ = labels[order], tasks[order]
+        return self
+
+
+def closed_form_head(
+    kind: str, features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"]
+) -> LinearHead | NearestMeanHead:
+    """Returns a head of one of `HEADS`, fitted to features whose samples are of the given rows.
+
+    The penalty of ridge regression is chosen as that of RanPAC, on a fifth of the samples.
+    """
+    from fdc_jax.calibration.comparators import base, random_features  # These need JAX.
+
+    weight: Any
+    if kind == "nearest_mean":
+        weight = base.class_means(features, rows).astype(np.float32)
+        return NearestMeanHead(weight)
+    inputs = np.column_stack([features, np.ones(len(features))]).astype(np.float64)
+    targets = np.eye(rows.max() + 1)[rows]
+    gram, order = inputs.T @ inputs, np.random.default_rng(0).permutation(len(rows))
+    split, penalty = int(0.8 * len(rows)), 1.0
+    if split:
+        penalty = random_features.best_ridge(inputs[order], targets[order], split)
+    weight = random_features.solve_ridge(gram, penalty, inputs.T @ targets).T.astype(np.float32)
+    return LinearHead(weight[:, :-1], weight[:, -1])

@@ -1,0 +1,313 @@
+"""The estimator: scikit-learn's own checks, and the same numbers as the calibrators by hand."""
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import joblib
+import numpy as np
+import pandas as pd
+import pytest
+import scipy.sparse
+from sklearn.base import clone
+from sklearn.linear_model import Ridge
+from sklearn.metrics.pairwise import cosine_similarity
+from sklearn.model_selection import GridSearchCV
+from sklearn.utils.estimator_checks import check_estimator, parametrize_with_checks
+
+import fdc_jax
+from fdc_jax import FDCClassifier, calibration
+from fdc_jax.calibration import CALIBRATORS
+from fdc_jax.errors import InputError
+from fdc_jax.estimator import closed_form_head
+from tests.calibration import streams
+
+EXPECTED = {
+    "check_fit_score_takes_y": "calls partial_fit after fit with the same classes; those of a task "
+    "must be new, since no sample of an earlier task is kept"
+}
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """Has NumPy compute, without whose compilation most tests take milliseconds."""
+    made, loaded = calibration.from_settings, calibration.load
+    monkeypatch.setattr(calibration, "from_settings", lambda each: made(each).to_numpy())
+    monkeypatch.setattr(calibration, "load", lambda *each: loaded(*each).to_numpy())
+
+
+@parametrize_with_checks(
+    [FDCClassifier(name) for name in CALIBRATORS], expected_failed_checks=lambda _: EXPECTED
+)
+def test_the_checks_of_scikit_learn(estimator, check, plain):
+    check(estimator)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALIBRATORS)
+def test_the_checks_of_scikit_learn_on_a_device(name):
+    estimator = FDCClassifier(name, head="nearest_mean")
+    check_estimator(estimator, expected_failed_checks=EXPECTED, on_skip=None)
+
+
+NAMES = np.array([f"class {c}" for c in (7, 3, 9, 1, 0, 5, 8, 2, 4)])
+
+
+@pytest.fixture(scope="module")
+def tasks():
+    return streams.stream(3, 3)
+
+
+def by_hand(tasks, calibrator):
+    """The calibrator fitted without the estimator, on labels that count from 0."""
+    fitted = calibration.from_settings(CALIBRATORS[calibrator])
+    for task in tasks:
+        moved = {"previous": task.adapted} if calibrator == "transported" else {}
+        head = streams.head_of(task, "linear")
+        fitted.fit_task(task.adapted, task.labels, head, task.pretrained, **moved)
+    fitted.finalize()
+    return fitted
+
+
+@pytest.mark.parametrize("calibrator", CALIBRATORS)
+def test_tasks_one_by_one_give_the_calibrators_scores(tasks, calibrator, plain):
+    estimator = FDCClassifier(calibrator)
+    for task in tasks:
+        classes = NAMES[task.first :][: len(task.weight)]
+        estimator.partial_fit(
+            (task.adapted, task.pretrained),
+            NAMES[task.labels],
+            classes=classes,
+            head=streams.head_of(task, "linear"),
+            previous=task.adapted,
+        )
+    expected, inputs = by_hand(tasks, calibrator), streams.probe_inputs(tasks)
+    scores, by_class = expected.score(*inputs), expected.class_scores(*inputs)
+    np.testing.assert_array_equal(estimator.predict(inputs), NAMES[scores.label])
+    np.testing.assert_array_equal(estimator.predict_task(inputs), scores.task)
+    assert estimator.classes_.tolist() == sorted(NAMES)
+    np.testing.assert_array_equal(
+        estimator.decision_function(inputs), by_class[:, np.argsort(NAMES)]
+    )
+    of_class = dict(zip(estimator.classes_, estimator.class_tasks_, strict=True))
+    assert [of_class[name] for name in NAMES] == np.repeat([0, 1, 2], [3, 4, 2]).tolist()
+    assert estimator.score(inputs, NAMES[scores.label]) == 1.0
+
+
+def together(tasks):
+    """Samples of all tasks in random order: two views, labels, tasks."""
+    parts = [
+        (t.adapted, t.pretrained, t.labels, np.full(len(t.rows), n)) for n, t in enumerate(tasks)
+    ]
+    order = np.random.default_rng(0).permutation(sum(len(t.rows) for t in tasks))
+    return [np.concatenate(part)[order] for part in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("calibrator", CALIBRATORS)
+def test_all_tasks_at_once_are_the_same_as_one_by_one(tasks, calibrator, plain):
+    adapted, pretrained, labels, of_task = together(tasks)
+    whole = FDCClassifier(calibrator).fit((adapted, pretrained), labels, tasks=10.0 * of_task)
+    parts = FDCClassifier(calibrator, views=(slice(12, None), slice(0, 12)))
+    columns = np.hstack([pretrained, adapted])
+    for task in range(3):
+        rows = of_task == task
+        parts.partial_fit(columns[rows], labels[rows], previous=adapted[rows])
+    np.testing.assert_array_equal(
+        whole.decision_function((adapted, pretrained)), parts.decision_function(columns)
+    )
+    assert whole.score((adapted, pretrained), labels) > 0.7
+    # Without tasks there is one, whose classes no other competes with.
+    alone = FDCClassifier(calibrator).fit(adapted, labels)
+    assert not alone.predict_task(adapted).any()
+    assert not alone.class_tasks_.any()
+
+
+def test_the_heads_are_ridge_regression_and_class_means(tasks):
+    features, rows = tasks[0].adapted, tasks[0].rows
+    ones, targets = np.hstack([features, np.ones((len(rows), 1))]), np.eye(3)[rows]
+    order, split = np.random.default_rng(0).permutation(len(rows)), int(0.8 * len(rows))
+    fitted, left = order[:split], order[split:]
+
+    def ridge(penalty, some):
+        return Ridge(penalty, fit_intercept=False, solver="svd").fit(ones[some], targets[some])
+
+    errors = {
+        p: ((ridge(p, fitted).predict(ones[left]) - targets[left]) ** 2).mean()
+        for p in 10.0 ** np.arange(-8, 9)
+    }
+    best = ridge(min(errors, key=errors.get), slice(None))
+    found = closed_form_head("ridge", features, rows).logits(features)
+    np.testing.assert_allclose(found, best.predict(ones), atol=1e-5)
+    means = np.stack([features[rows == c].mean(axis=0, dtype=np.float64) for c in range(3)])
+    found = closed_form_head("nearest_mean", features, rows).logits(features)
+    np.testing.assert_allclose(found, 2 * cosine_similarity(features, means) - 2, atol=1e-5)
+
+
+def test_two_classes_have_one_score(tasks, plain):
+    labels = np.where(tasks[2].rows == 0, "no", "yes")
+    estimator = FDCClassifier().fit(tasks[2].adapted, labels)
+    found = estimator.decision_function(tasks[2].adapted)
+    assert found.shape == (80,)
+    np.testing.assert_array_equal(
+        np.where(found > 0, "yes", "no"), estimator.predict(tasks[2].adapted)
+    )
+
+
+@pytest.mark.parametrize("kind", ["linear", "function"])
+def test_joblib_keeps_what_further_tasks_need(tasks, kind, tmp_path, plain):
+    estimator = FDCClassifier("whitened")
+    for task in tasks[:2]:
+        estimator.partial_fit(task.adapted, task.labels, head=streams.head_of(task, kind))
+    joblib.dump(estimator, tmp_path / "estimator.joblib")
+    again = joblib.load(tmp_path / "estimator.joblib")
+    inputs = streams.probe_inputs(tasks)[0]
+    for each in (estimator, again):
+        each.partial_fit(tasks[2].adapted, tasks[2].labels, head=streams.head_of(tasks[2], kind))
+    np.testing.assert_array_equal(
+        again.decision_function(inputs), estimator.decision_function(inputs)
+    )
+    assert again.calibrator_.num_tasks == 3
+
+
+def test_pickles_score_where_jax_is_not_installed(tasks, tmp_path):
+    adapted, pretrained, labels, of_task = together(tasks)
+    estimator = FDCClassifier().fit((adapted, pretrained), labels, tasks=of_task)
+    (tmp_path / "estimator").write_bytes(pickle.dumps(estimator))
+    np.savez(tmp_path / "inputs.npz", adapted=adapted, pretrained=pretrained)
+    script = """
+import pickle, sys
+sys.modules["jax"] = None
+import numpy as np
+estimator = pickle.load(open("estimator", "rb"))
+with np.load("inputs.npz") as views:
+    np.save("labels.npy", estimator.predict((views["adapted"], views["pretrained"])))
+"""
+    path = {"PYTHONPATH": str(Path(fdc_jax.__file__).parents[1])}
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, env=os.environ | path)
+    np.testing.assert_array_equal(
+        np.load(tmp_path / "labels.npy"), estimator.predict((adapted, pretrained))
+    )
+
+
+def test_settings_are_searched_and_cloned(tasks, plain):
+    adapted, _, labels, of_task = together(tasks)
+    frame = pd.DataFrame(adapted, columns=[f"f{i}" for i in range(16)])
+    grid = {"pac_weight": [0.0, 2.0], "calibrator": ["fdc", "whitened"]}
+    search = GridSearchCV(FDCClassifier(attenuation=0.25), grid, cv=2, error_score="raise")
+    search.fit(frame, labels, tasks=of_task)
+    found = search.best_estimator_
+    assert found.calibrator_.settings.attenuation == 0.25
+    assert found.calibrator_.settings.pac_weight == search.best_params_["pac_weight"]
+    assert found.calibrator_.num_tasks == 3
+    assert found.feature_names_in_.tolist() == list(frame)
+    copied = clone(FDCClassifier(views=(slice(0, 4), [5, 6])))
+    assert copied.get_params()["views"] == (slice(0, 4), [5, 6])
+
+
+def one_class(estimator, task):
+    estimator.partial_fit(task.adapted[task.rows == 0], task.labels[task.rows == 0])
+
+
+MISTAKES = {
+    "again": (
+        lambda e, first, _: e.partial_fit(first.adapted, first.labels),
+        "class 0 belongs to an earlier task; a task's classes must be new, and fit starts anew",
+    ),
+    "classes": (
+        lambda e, _, task: e.partial_fit(task.adapted, task.labels, classes=[3, 4, 5]),
+        "y: 6 is none of classes",
+    ),
+    "twice": (
+        lambda e, _, task: e.partial_fit(task.adapted, task.labels, classes=[3, 4, 5, 6, 6]),
+        "classes: expected each label once",
+    ),
+    "empty": (
+        lambda e, _, task: e.partial_fit(task.adapted, task.labels, classes=[3, 4, 5, 6, 7]),
+        "classes: each needs a sample where no head is given",
+    ),
+    "head": (
+        lambda e, first, task: e.partial_fit(
+            task.adapted, task.labels, head=streams.head_of(first, "linear")
+        ),
+        "expected 4 labels|found 4|expected 3 labels",
+    ),
+    "one": (lambda e, _, task: one_class(e, task), "head: ridge cannot fit a task of one class"),
+    "kind": (
+        lambda e, _, task: e.set_params(head="nearest_mean").partial_fit(task.adapted, task.labels),
+        "expected a linear head like task 0",
+    ),
+    "words": (
+        lambda e, _, task: e.partial_fit(task.adapted, task.labels.astype(str)),
+        "Mix of label input types",
+    ),
+    "two views": (
+        lambda e, _, task: e.partial_fit((task.adapted, task.pretrained), task.labels),
+        "X has 28 features, but FDCClassifier is expecting 16",
+    ),
+    "cut": (
+        lambda e, _, task: e.predict((task.adapted[:, :8], task.adapted[:, 8:])),
+        r"X: expected views as when fitted, None, found \[8, 8\]",
+    ),
+    "columns": (
+        lambda e, _, task: e.set_params(views=(slice(8), slice(8))).predict(
+            (task.adapted[:, :8], task.adapted[:, 8:])
+        ),
+        "X: expected one array, of which views picks columns; found two",
+    ),
+    "nan": (lambda e, _, task: e.predict(np.full((2, 16), np.nan)), "contains NaN"),
+    "large": (lambda e, _, task: e.predict(np.full((2, 16), 1e300)), "infinity|too large"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_change_nothing(tasks, mistake, plain):
+    do, message = MISTAKES[mistake]
+    estimator = FDCClassifier().partial_fit(tasks[0].adapted, tasks[0].labels)
+    before = estimator.predict(tasks[0].adapted)
+    with pytest.raises(ValueError, match=message):
+        do(estimator, *tasks[:2])
+    estimator.set_params(views=None, head="ridge")
+    np.testing.assert_array_equal(estimator.predict(tasks[0].adapted), before)
+    estimator.partial_fit(tasks[1].adapted, tasks[1].labels)
+    assert estimator.calibrator_.num_tasks == 2
+
+
+def test_words_and_forms_that_are_none(tasks, plain):
+    X, y = tasks[0].adapted, tasks[0].labels
+    for wrong, message in (
+        ({"calibrator": "fcd"}, "calibrator: expected one of fdc, whitened, .*, found 'fcd'"),
+        ({"head": "linear"}, "head: expected one of ridge, nearest_mean, found 'linear'"),
+        ({"attenuation": 2.0}, "attenuation: expected 0 <= x <= 1"),
+    ):
+        with pytest.raises(InputError, match=message):
+            FDCClassifier(**wrong).fit(X, y)
+    with pytest.raises(TypeError, match=r"[Ss]parse data"):
+        FDCClassifier().fit(scipy.sparse.csr_matrix(X), y)
+    with pytest.raises(TypeError, match=r"[Ss]parse data"):
+        FDCClassifier().fit((X, scipy.sparse.csr_matrix(X)), y)
+    with pytest.raises(ValueError, match="inconsistent numbers of samples"):
+        FDCClassifier().fit(X, y, tasks=[0, 1])
+    with pytest.raises(ValueError, match="class 0 belongs to an earlier task"):
+        FDCClassifier().fit(X, y, tasks=np.arange(len(y)) % 2)
+    moving = FDCClassifier("transported").partial_fit(X, y)
+    with pytest.raises(InputError, match="previous features of task 1: expected"):
+        moving.partial_fit(tasks[1].adapted, tasks[1].labels)
+
+
+def test_importing_the_package_loads_nothing_heavy():
+    script = """
+import sys, fdc_jax
+assert "FDCClassifier" in dir(fdc_jax) and "calibration" in dir(fdc_jax)
+heavy = {"jax", "numpy", "sklearn", "flax", "fdc_jax.calibration"} & set(sys.modules)
+assert not heavy, heavy
+fdc_jax.heads, fdc_jax.calibration.FDC
+heavy = {"sklearn", "flax", "fdc_jax.estimator"} & set(sys.modules)
+assert not heavy, heavy
+fdc_jax.FDCClassifier
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+    assert set(fdc_jax.__all__) <= set(dir(fdc_jax))
+    with pytest.raises(AttributeError, match="has no attribute 'FDCClasifier'"):
+        fdc_jax.FDCClasifier  # noqa: B018
