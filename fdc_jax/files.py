@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import safetensors.numpy
 from numpy.typing import ArrayLike
 
 from fdc_jax.errors import InputError
@@ -157,6 +158,27 @@ def write_npz(path: str | os.PathLike[str], arrays: Mapping[str, ArrayLike]) -> 
     """Writes named arrays as one uncompressed `.npz`, whole or not at all."""
     with write_atomically(path) as file:
         np.savez(file, allow_pickle=False, **{k: np.asarray(v) for k, v in arrays.items()})
+
+
+def read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Reads every array of a `.safetensors` file into memory.
+
+    Raises:
+        InputError: the file is absent or damaged.
+    """
+    try:
+        return safetensors.numpy.load_file(path)
+    except Exception as error:  # As above.
+        raise InputError(
+            f"{path}: not a readable .safetensors file: {_reason(error, path)}"
+        ) from error
+
+
+def write_safetensors(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
+    """Writes named arrays as `.safetensors`, whole or not at all; PyTorch reads it, too."""
+    dense = {name: np.asarray(array, order="C") for name, array in arrays.items()}
+    with write_atomically(path) as file:
+        file.write(safetensors.numpy.save(dense, metadata={"format": "pt"}))
 
 
 def printable(text: str, limit: int = 80) -> str:

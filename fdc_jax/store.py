@@ -16,17 +16,28 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import ml_collections
 import numpy as np
+from flax import traverse_util
 from jaxtyping import Float, Int, UInt8
 
-from fdc_jax import calibration, configuration, feature_files, processes
+from fdc_jax import calibration, configuration, devices, feature_files, processes
 from fdc_jax.checkpoint import Checkpoints
 from fdc_jax.configuration import CAME_LATER, Config
 from fdc_jax.data.batches import Batch, evaluation_images
 from fdc_jax.data.benchmarks import task_sizes
 from fdc_jax.errors import InputError
-from fdc_jax.files import read_json, read_npy, read_npz, write_atomically, write_json, write_npy
+from fdc_jax.files import (
+    read_json,
+    read_npy,
+    read_npz,
+    read_safetensors,
+    write_atomically,
+    write_json,
+    write_npy,
+)
 from fdc_jax.ingredients import Experiment
 from fdc_jax.model import vit
 
@@ -49,6 +60,10 @@ class Places:
         self.results_file = self.folder / "results.json"  # the last one that a run writes
         self.predictions_file = self.folder / "predictions.npz"
         self.calibrator_file = self.folder / "calibrator.npz"
+        # In the place of checkpoints and of a file elsewhere, where the folder was exported.
+        self.state_file = self.folder / "state.safetensors"
+        self.merged_file = self.folder / "merged.safetensors"  # or else
+        self.weights_file = self.folder / "pretrained" / "model.safetensors"
 
     def fitted_file(self, num_tasks: int) -> Path:
         """File of the calibrator fitted on the first `num_tasks` tasks, ready for more."""
@@ -414,7 +429,7 @@ class Run(Places):
     """A finished or stopped work directory of one seed; nothing is trained or changed.
 
     Args:
-        folder: the work directory.
+        folder: the work directory, or what `fdc_jax.export` made of it.
         data_dir: where the images lie, if no longer where they did.
         weights: file of the pretrained encoder, if no longer where it was.
 
@@ -441,6 +456,8 @@ class Run(Places):
         saved = _read_object(self.config_file, "it says what the run is")
         self.config = _configuration(saved)
         self._weights_sha256 = saved.get("weights sha256")
+        if self.weights_file.exists():
+            self.config.encoder.weights = str(self.weights_file)
         if data_dir is not None:
             self.config.data.dir = data_dir
         if weights is not None:
@@ -483,7 +500,14 @@ class Run(Places):
     @functools.cached_property
     def _saved(self) -> tuple[Any, int]:
         """State of the learner from the newest readable checkpoint, and its number of tasks."""
+        if self.merged_file.exists():
+            raise InputError(
+                f"{self.folder} was exported with --merge and keeps E_0 and E_{self.num_tasks} "
+                "alone, not what other encoders follow from"
+            )
         e, seed = self.experiment, next(iter(self.config.seed))
+        if self.state_file.exists():
+            return _read_state(self.state_file, e.first_state()), self.num_tasks
         checkpoints = Checkpoints(self.checkpoints_folder, read_only=True)
         try:
             for _, cursor, tree in checkpoints.newest(lambda cursor: e.checkpoint(cursor, seed)):
@@ -502,6 +526,9 @@ class Run(Places):
         e = self.experiment
         if t == 0:
             return vit.pretrained_kernels(e.backbone)
+        if t == self.num_tasks and self.merged_file.exists():
+            arrays = traverse_util.unflatten_dict(read_safetensors(self.merged_file), sep="/")
+            return devices.replicate(e.mesh, jax.tree.map(jnp.asarray, arrays))
         state, tasks_done = self._saved
         if not 0 < t <= tasks_done:
             raise InputError(f"{self.folder}: expected E_0 to E_{tasks_done}, found E_{t}")
@@ -509,11 +536,19 @@ class Run(Places):
 
     def heads(self, num_tasks: int | None = None) -> list[Any]:
         """Returns the heads of the first tasks, by default of all that were trained."""
-        e, (state, tasks_done) = self.experiment, self._saved
+        merged = self.merged_file.exists()
+        state, tasks_done = (None, self.num_tasks) if merged else self._saved
         num_tasks = tasks_done if num_tasks is None else num_tasks
         if not 0 <= num_tasks <= tasks_done:
             raise InputError(f"{self.folder}: expected up to {tasks_done} heads, found {num_tasks}")
-        return e.heads(state, num_tasks)
+        if merged:
+            return calibration.load(self.calibrator_file).heads[:num_tasks]
+        return self.experiment.heads(state, num_tasks)
+
+    @property
+    def state(self) -> Any:
+        """What the learner has kept after the last trained task."""
+        return self._saved[0]
 
     def calibrator(self) -> Any:
         """Returns FDC as it was fitted, on all tasks or on those of a run that stopped."""
@@ -572,6 +607,25 @@ class Run(Places):
             )
         indices = tasks.test_indices[np.asarray(rows)]
         return evaluation_images(tasks.test, indices, self.config.encoder.image_size)
+
+
+def _read_state(path: Path, first: Any) -> Any:
+    """Returns an exported state in the form of a learner's first one.
+
+    What was left out, as nothing but training reads it, stays as it is in the first one.
+    """
+    arrays = read_safetensors(path)
+
+    def stored(place: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(place, simple=True, separator="/")
+        found = arrays.get(name)
+        if found is not None and found.size == 0 < leaf.size:
+            return leaf
+        if found is None or (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
+            raise InputError(f"{path}: {name}: missing, or not as the learner has it")
+        return devices.put(found, leaf.sharding) if isinstance(leaf, jax.Array) else found
+
+    return jax.tree_util.tree_map_with_path(stored, first)
 
 
 def _configuration(saved: dict[str, Any]) -> Config:

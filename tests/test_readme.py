@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fdc_jax import configuration, learners, predict
+from fdc_jax import configuration, export, learners, predict
 from fdc_jax.data import benchmarks
 from fdc_jax.posthoc import __main__ as posthoc
 from fdc_jax.report import __main__ as report
@@ -101,6 +101,11 @@ def test_preparations_name_known_benchmarks_and_flags(arguments):
         assert name in benchmarks.BENCHMARKS or benchmarks.own(name, "given")
     known = r"--(source|data_dir|test_share)=\S+|--(list|remove)"
     assert all(re.fullmatch(known, flag) for flag in arguments if flag not in names)
+
+
+@pytest.mark.parametrize("arguments", arguments_of("fdc_jax.export"), ids=" ".join)
+def test_export_commands_have_known_options(arguments):
+    assert export.parser().parse_args(arguments).workdir.startswith("runs/")
 
 
 @pytest.mark.parametrize("page", PAGES)

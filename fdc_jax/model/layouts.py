@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
+from flax import traverse_util
 
 from fdc_jax.errors import InputError
 from fdc_jax.model import vit
@@ -120,11 +121,11 @@ def rename(arrays: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray
     Raises:
         InputError: an array has a shape that its name does not allow.
     """
-    used = {name: array for name, array in arrays.items() if not _is_skipped(name)}
+    needed = used(arrays)
     if "embedding/kernel" in arrays:
-        return used
+        return needed
     found: dict[str, np.ndarray] = {}
-    for name, array in used.items():
+    for name, array in needed.items():
         try:
             found |= _renamed(name, array)
         except (ValueError, IndexError) as error:
@@ -133,6 +134,11 @@ def rename(arrays: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray
         return _completed(found)
     except ValueError as error:
         raise InputError(f"{path}: its arrays do not fit together ({error})") from error
+
+
+def used(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns the arrays that features come from, under their names."""
+    return {name: array for name, array in arrays.items() if not _is_skipped(name)}
 
 
 def skipped(arrays: Mapping[str, np.ndarray]) -> tuple[str, ...]:
@@ -437,3 +443,146 @@ def _side(size: Any) -> int:
 
 def _refuse(place: Path, field: str, expected: str, found: Any) -> NoReturn:
     raise InputError(f"{place}: {field}: expected {expected}, found {found!r}")
+
+
+# timm's layout, written ---------------------------------------------------------------------------
+
+
+def as_timm(
+    params: Any, variant: vit.Variant, kernels: vit.KeyValueKernels, image_size: int
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Returns an encoder's arrays and configuration as timm has them, without a classifier.
+
+    `rename` and `describe` take them back.
+
+    Args:
+        params: the pretrained parameters.
+        variant: the architecture; its mean and deviation are of the pixels that it gets.
+        kernels: key and value kernels in the place of the pretrained ones.
+        image_size: side of the images in pixels.
+
+    Raises:
+        InputError: timm has no such model.
+    """
+    own = {
+        name: np.asarray(array)
+        for name, array in traverse_util.flatten_dict(params, sep="/").items()
+    }
+    for part, stacked in (("key", kernels["key"]), ("value", kernels["value"])):
+        for block, kernel in enumerate(np.asarray(stacked)):
+            name = f"Transformer/encoderblock_{block}/MultiHeadDotProductAttention_1/{part}/kernel"
+            own[name] = kernel
+    architecture, arguments = _timm_model(own, variant, "adapter" in kernels)
+    layers = ["patch_embed.proj", "norm_pre", "norm", "fc_norm"]
+    of_block = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+    layers += [f"blocks.{block}.{layer}" for block in range(variant.depth) for layer in of_block]
+    layers += [f"attn_pool.{layer}" for layer in ("q", "kv", "proj", "norm", "mlp.fc1", "mlp.fc2")]
+    found = _timm_tokens(own, variant)
+    for layer in layers:
+        for kind in ("weight", "bias"):
+            array = _timm_array(own, variant.width, f"{layer}.{kind}")
+            if array is not None:
+                found[f"{layer}.{kind}"] = array
+    if variant.pre_norm:
+        del found["patch_embed.proj.bias"]
+    if variant.pooling == "attention":
+        found["attn_pool.latent"] = own[f"{_TO_POOLING}/probe"]
+    pixels = {"mean": variant.mean, "std": variant.std, "crop_pct": 0.875}
+    return found, {
+        "architecture": architecture,
+        "num_classes": 0,
+        "num_features": variant.width,
+        "global_pool": arguments["global_pool"],
+        "model_args": {"img_size": image_size, **arguments, "num_classes": 0},
+        "pretrained_cfg": {
+            "input_size": [3, image_size, image_size],
+            "fixed_input_size": True,
+            "interpolation": "bicubic",
+            **pixels,
+            "num_classes": 0,
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
+        },
+    }
+
+
+def _timm_model(
+    own: Mapping[str, np.ndarray], variant: vit.Variant, adapted: bool
+) -> tuple[str, dict[str, Any]]:
+    """Returns a model of timm and the arguments with which it is this encoder."""
+    distilled, gated = variant.pooling == "prefix", variant.activation == "swiglu"
+    for what, holds in (
+        ("an adapter", adapted),
+        ("rotary positions", variant.rotary > 0),
+        ("gated MLPs behind a norm of the tokens", variant.pre_norm and gated),
+        ("a bias before that norm", variant.pre_norm and own["embedding/bias"].any()),
+        ("a mean of other learned tokens", distilled and variant.tokens + variant.registers != 2),
+    ):
+        if holds:
+            raise InputError(f"timm's layout: no plain Vision Transformer of timm has {what}")
+    name = "vit_base_patch16_clip_224" if variant.pre_norm else "vit_base_patch16_224"
+    name = "vit_giant_patch14_dinov2" if gated else name
+    name = "deit_base_distilled_patch16_224" if distilled else name
+    hidden = variant.mlp_width * (2 if gated else 1)
+    ratio = hidden / variant.width
+    pools = {"token": "token", "prefix": "token", "attention": "map"}
+    arguments: dict[str, Any] = {
+        "patch_size": variant.patch,
+        "embed_dim": variant.width,
+        "depth": variant.depth,
+        "num_heads": variant.heads,
+        # timm takes the whole part of the product.
+        "mlp_ratio": ratio
+        if int(variant.width * ratio) == hidden
+        else (hidden + 0.5) / variant.width,
+        "global_pool": pools.get(variant.pooling, "avg"),
+    }
+    if arguments["global_pool"] == "avg":
+        arguments["fc_norm"] = variant.pooling == "mean_then_norm"
+    if gated:
+        arguments["init_values"] = 0  # No layer scale, which is part of the layers before it.
+    else:
+        arguments["act_layer"] = variant.activation
+    if not variant.tokens:
+        arguments["class_token"] = False
+    if registers := _timm_registers(variant):
+        arguments |= {"reg_tokens": registers, "no_embed_class": True}
+    return name, arguments
+
+
+def _timm_registers(variant: vit.Variant) -> int:
+    """Returns the number of learned tokens beside those that timm's model has a name for."""
+    named = 2 if variant.pooling == "prefix" else min(variant.tokens, 1)
+    return variant.tokens + variant.registers - named
+
+
+def _timm_tokens(own: Mapping[str, np.ndarray], variant: vit.Variant) -> dict[str, np.ndarray]:
+    """Returns learned tokens and positions; where there are registers, patches alone have these."""
+    positions, tokens = own[POSITIONS], own.get("cls", np.zeros((1, 0, variant.width), np.float32))
+    found = {}
+    if _timm_registers(variant):
+        first, positions = np.split(positions, [variant.tokens], axis=1)
+        others = own.get("Transformer/registers", tokens[:, :0])
+        tokens, registers = np.split(tokens + first, [min(variant.tokens, 1)], axis=1)
+        found["reg_token"] = np.concatenate([registers, others], axis=1)
+    found["pos_embed"] = positions
+    names = ("cls_token", "dist_token")
+    return found | {name: tokens[:, [n]] for n, name in enumerate(names[: tokens.shape[1]])}
+
+
+def _timm_array(own: Mapping[str, np.ndarray], width: int, name: str) -> np.ndarray | None:
+    """Returns the array that timm has under a name, as `_renamed` takes it apart; None for none."""
+    target, kind = _target(name)
+    before, _, last = f"/{target}".rpartition("/")
+    kind = "bias" if kind == "bias" else "scale" if "norm" in last.lower() else "kernel"
+    names = [f"{before}/{each}/{kind}"[1:] for each in last.split("+")]
+    if any(each not in own for each in names):
+        return None
+    parts = [own[each] for each in names]
+    if kind != "kernel":
+        return np.concatenate([part.reshape(-1) for part in parts])
+    if last == "embedding":
+        return parts[0].transpose(3, 2, 0, 1)
+    # Of attentions: outputs are divided into heads, but for `out`, whose inputs are.
+    rows = (-1, width) if last == "out" else (len(parts[0]), -1)
+    return np.concatenate([part.reshape(rows).T for part in parts])

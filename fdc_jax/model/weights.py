@@ -201,6 +201,11 @@ def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: i
     return Weights(params, path, sha256(path), layouts.skipped(read), resized)
 
 
+def used(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Returns the arrays of a checkpoint that `load` makes parameters of, as they lie there."""
+    return layouts.used(_read(Path(path)))
+
+
 def _first(names: list[str]) -> str:
     return f" (first: {names[0]})" if names else ""
 

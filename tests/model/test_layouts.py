@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fdc_jax.errors import InputError
-from fdc_jax.model import layouts, vit, weights
+from fdc_jax.model import increments, layouts, vit, weights
 from tests.model import make_encoders
 from tests.model.make_encoders import DEPTH, FOLDER, HIDDEN, PATCH, SIDE, WIDTH
 
@@ -142,6 +142,66 @@ def test_an_npz_holds_the_same(tmp_path):
     assert recognise(tmp_path / "mine.npz") == expected
     found = weights.load(tmp_path / "mine.npz", expected[1], SIDE).params
     jax.tree.map(np.testing.assert_array_equal, found, encoder("timm_clip")[0])
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW))
+        for each in EXPECTED
+        if "dinov3" not in each
+    ],
+)
+def test_written_in_timms_layout_an_encoder_is_the_same(tmp_path, family):
+    """With its increment merged; names are those of timm's own file, but for layer scale."""
+    params, _ = encoder(family)
+    _, variant = recognise(weights_of(family))
+    kernels = increments.merge(vit.pretrained_kernels(params), make_encoders.increment())
+    arrays, config = layouts.as_timm(params, variant, kernels, SIDE)
+    path = tmp_path / "model.safetensors"
+    save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
+    path.with_name("config.json").write_text(json.dumps(config))
+    _, found = recognise(path)
+    assert (found.mean, found.std, found.image_size) == (variant.mean, variant.std, SIDE)
+    model = vit.build(found, SIDE, "model")
+    features = model.apply(
+        {"params": weights.load(path, found, SIDE).params}, make_encoders.images()
+    )
+    expected = golden()[f"{family} with an increment"]
+    np.testing.assert_allclose(features, expected, rtol=0, atol=2e-5)
+    if family.startswith("timm"):
+        given = layouts.used(load_file(weights_of(family)))
+        assert {*arrays} == {name for name in given if not name.endswith(".gamma")}
+
+
+@pytest.mark.parametrize("family", ["timm_vit", "timm_deit", "timm_clip", "timm_siglip"])
+def test_a_file_of_timm_is_written_as_it_was(family):
+    params, _ = encoder(family)
+    _, variant = recognise(weights_of(family))
+    found, config = layouts.as_timm(params, variant, vit.pretrained_kernels(params), SIDE)
+    given = layouts.used(load_file(weights_of(family)))
+    assert found.keys() == given.keys()
+    for name, array in given.items():
+        np.testing.assert_array_equal(found[name], array.astype(np.float32), err_msg=name)
+    own = json.loads(weights_of(family).with_name("config.json").read_text())
+    for name in ("embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "global_pool"):
+        assert config["model_args"][name] == own["model_args"][name], name
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("timm_dinov3", {}, "has rotary positions"),
+        ("timm_clip", {"activation": "swiglu"}, "has gated MLPs behind a norm of the tokens"),
+        ("timm_deit", {"registers": 1}, "has a mean of other learned tokens"),
+        ("timm_vit", {"pre_norm": True}, "has a bias before that norm"),
+    ],
+)
+def test_an_encoder_that_timm_has_not_is_not_written(family, change, message):
+    params, _ = encoder(family)
+    variant = dataclasses.replace(recognise(weights_of(family))[1], **change)
+    with pytest.raises(InputError, match=message):
+        layouts.as_timm(params, variant, vit.pretrained_kernels(params), SIDE)
 
 
 def plain_timm(width, depth=1):

@@ -1,0 +1,363 @@
+"""A finished run as one folder that needs neither its images nor the file of its encoder.
+
+python -m fdc_jax.export WORKDIR OUT [--merge] [--timm]
+
+`fdc_jax.open_run(OUT)` reads it. Prediction takes E_T and E_0 alone (Algorithm 1, line 15): the
+statistics of earlier tasks were collected with their own E_t and lie in the calibrator.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import traverse_util
+
+from fdc_jax import learners
+from fdc_jax.errors import InputError, Program, counted
+from fdc_jax.files import (
+    check_writable_folder,
+    printable,
+    read_json,
+    sha256,
+    write_atomically,
+    write_json,
+    write_safetensors,
+)
+from fdc_jax.heads import FunctionHead
+from fdc_jax.model import layouts, vit, weights
+from fdc_jax.store import Places, Run
+
+# What a configuration says of the machine that a run was on.
+_PLACES = {"data.dir": "", "cache_dir": "", "encoder.weights": "pretrained/model.safetensors"}
+_BESIDE_WEIGHTS = ("config.json", "preprocessor_config.json")
+_TIMM_FOLDER = "timm"
+# Files of an export.
+WHAT = {
+    "config.json": "settings of the run",
+    "results.json": "its results, with the names of the classes",
+    "calibrator.npz": "FDC as it was fitted, and the heads",
+    "predictions.npz": "predicted and true labels of the test images",
+    "state.safetensors": "what the learner has kept, from which every encoder follows that it has",
+    "merged.safetensors": "key and value kernels of E_T, or its adapters",
+    "pretrained/model.safetensors": "the pretrained encoder E_0",
+    "timm/config.json": "how timm makes its model",
+    "timm/model.safetensors": "E_T as a state dict of timm",
+}
+
+
+def write(
+    workdir: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    merge: bool = False,
+    timm: bool = False,
+    weights_file: str | None = None,
+) -> dict[str, int]:
+    """Writes a finished run as one folder, whole or not at all; the same run gives the same bytes.
+
+    Args:
+        workdir: of one seed; or such a folder.
+        output: the folder to make.
+        merge: keep the kernels of E_T alone in the place of the learner's state.
+        timm: write E_T in timm's layout, too.
+        weights_file: the file of the pretrained encoder, if no longer where it was.
+
+    Returns:
+        The bytes of every file, by its name in the folder.
+
+    Raises:
+        InputError: the folder exists or cannot be written, the run is not finished or something of
+            it is missing, or there is no such form of its encoder or heads.
+    """
+    output = Path(output)
+    if output.exists() or output.is_symlink():
+        raise InputError(f"{output}: exists already; name a folder that does not")
+    check_writable_folder("OUT", output.absolute().parent)
+    run = Run(workdir, weights=weights_file)
+    if run.results is None:
+        raise InputError(f"{run.folder}: expected a finished run, found no results.json")
+    if merge and isinstance(run.calibrator().heads[0], FunctionHead):
+        raise InputError(
+            f"--merge: the heads of {run.config.learner.name} are functions, which follow from the "
+            "learner's state alone; export without it"
+        )
+    kernels = run.encoder(run.num_tasks)
+    with _made_whole(output) as folder:
+        target = Places(folder)
+        _write_pretrained(run, target)
+        own = _PLACES | {"weights sha256": sha256(target.weights_file)}
+        write_json(target.config_file, read_json(run.config_file) | own)
+        config = run.results["config"] | _PLACES
+        names = {"class_names": run.class_names, "config": config}
+        write_json(target.results_file, run.results | names)
+        _copy(run.calibrator_file, target.calibrator_file)
+        _copy(run.predictions_file, target.predictions_file)
+        if merge:
+            write_safetensors(target.merged_file, _flat(kernels))
+        else:
+            write_safetensors(target.state_file, _read_of_state(run))
+        if timm:
+            _write_timm(run, kernels, folder / _TIMM_FOLDER)
+        sizes = _sizes(folder)
+        with write_atomically(folder / "README.md") as file:
+            file.write(_card(run, folder, sizes).encode())
+        return _sizes(folder)
+
+
+@contextlib.contextmanager
+def _made_whole(folder: Path) -> Iterator[Path]:
+    """Yields a temporary folder, which is renamed to `folder` when the block succeeds."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as place:
+            inner = Path(place) / "whole"  # in the usual mode, unlike the temporary one
+            inner.mkdir()
+            yield inner
+            os.rename(inner, folder)
+    except OSError as error:
+        raise InputError(f"cannot write {folder}: {error.strerror or error}") from error
+
+
+def _flat(tree: Any) -> dict[str, np.ndarray]:
+    return {
+        name: np.asarray(array) for name, array in traverse_util.flatten_dict(tree, sep="/").items()
+    }
+
+
+def _copy(source: Path, target: Path) -> None:
+    try:
+        shutil.copyfile(source, target)
+    except OSError as error:
+        raise InputError(f"cannot copy {source}: {error.strerror or error}") from error
+
+
+# What lies in it ----------------------------------------------------------------------------------
+
+
+def _write_pretrained(run: Run, target: Places) -> None:
+    """Writes the arrays of the pretrained encoder as they are named, and their configuration."""
+    path = run.experiment.pretrained.path
+    arrays = weights.used(path)
+    write_safetensors(target.weights_file, arrays)
+    if "embedding/kernel" not in arrays:  # AugReg's layout has no configuration.
+        for name in _BESIDE_WEIGHTS:
+            if path.with_name(name).exists():
+                _copy(path.with_name(name), target.weights_file.with_name(name))
+
+
+def _read_of_state(run: Run) -> dict[str, np.ndarray]:
+    """Returns the leaves of the learner's state, those without elements that it does without.
+
+    Large things of training are arrays of the host, such as covariances. They are left out where
+    every encoder and all heads are had without them.
+    """
+    e, state = run.experiment, run.state
+    bare = jax.tree.map(lambda leaf: object() if isinstance(leaf, np.ndarray) else leaf, state)
+    try:
+        for t in range(1, run.num_tasks + 1):
+            with contextlib.suppress(InputError):  # It does not keep that encoder.
+                e.learner.encoder(e.setup, e.backbone, bare, t)
+        e.learner.heads(e.setup, bare, run.num_tasks)
+    except Exception:  # whatever a function raises that finds no array
+        bare = state
+    found = {}
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    for (place, leaf), known in zip(leaves, jax.tree.leaves(bare), strict=True):
+        name = jax.tree_util.keystr(place, simple=True, separator="/")
+        leaf = np.asarray(leaf)
+        found[name] = np.zeros(0, leaf.dtype) if type(known) is object else leaf
+    return found
+
+
+def _write_timm(run: Run, kernels: vit.KeyValueKernels, folder: Path) -> None:
+    """Writes E_T as timm has it; the pixels that it gets are those of the run."""
+    e = run.experiment
+    model = e.setup.model
+    offset, divisor = vit.INPUT_RANGES.get(model.input_range, (None, None))
+    pixels = {} if offset is None else {"mean": (offset,) * 3, "std": (divisor,) * 3}
+    variant = dataclasses.replace(model.variant, **pixels)
+    arrays, config = layouts.as_timm(e.backbone, variant, kernels, run.config.encoder.image_size)
+    write_safetensors(folder / "model.safetensors", arrays)
+    write_json(folder / "config.json", config)
+
+
+def _sizes(folder: Path) -> dict[str, int]:
+    """Returns the bytes of every file of a folder, by its name in there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+
+
+# The model card -----------------------------------------------------------------------------------
+
+
+def _card(run: Run, folder: Path, sizes: dict[str, int]) -> str:
+    """Returns a description in Markdown, with the fields that model hubs read."""
+    results: Any = run.results
+    fields, encoder = results["config"], results["encoder"]
+    accuracy, routing, average = (
+        {name: "" if value is None else f"{value:.2f}" for name, value in results[entry].items()}
+        for entry in ("accuracy", "routing_accuracy", "average_incremental_accuracy")
+    )
+    licence, source = _licence(run, folder)
+    tasks, classes = counted(results["num_tasks"], "task"), counted(results["num_classes"], "class")
+    settings = {
+        "learner": f"{results['learner']}, preset {fields['learner.preset']}",
+        "encoder": f"{encoder['variant']} at {fields['encoder.image_size']} pixels, "
+        f"{encoder['weights']}, sha256 {encoder['sha256']}",
+        "pixels": fields["data.input_range"],
+        "training": f"{counted(fields['train.epochs'], 'epoch')}, batches of "
+        f"{fields['train.batch_size']}, rank {fields['train.rank']}, learning rates "
+        f"{fields['train.increment_learning_rate']:g} and {fields['train.head_learning_rate']:g}",
+        "FDC": ", ".join(
+            f"{name.removeprefix('fdc.').replace('_', ' ')} {value}"
+            for name, value in fields.items()
+            if name.startswith("fdc.")
+        ),
+        "seeds": f"{results['seed']}, of the order of classes {results['class_order_seed']}",
+        "made with": ", ".join(f"{k} {v}" for k, v in results["versions"].items() if v),
+    }
+    merged = Places(folder).merged_file.exists()
+    kept = "only" if merged else "and, where the learner keeps them, those after earlier tasks"
+    lines = [
+        "---",
+        "library_name: fdc_jax",
+        *([f"license: {licence.lower()}"] if licence else []),
+        "tags: [class-incremental-learning, image-classification]",
+        "---",
+        "",
+        f"# {learners.title(results['learner'])} with FDC: {results['benchmark']}",
+        "",
+        f"A Vision Transformer that learned {classes} in {tasks}, one after the other, and Feature "
+        "Distribution Calibration, which chooses the task of a new image. It holds the pretrained "
+        f"encoder E_0 and E_{results['num_tasks']} after the last task {kept}.",
+        "",
+        "## Accuracies",
+        "",
+        f"In percent, of {counted(results['num_test_images'], 'test image')}.",
+        "",
+        "| | raw heads | FDC | task given |",
+        "|---|---|---|---|",
+        f"| all classes | {accuracy['raw']} | {accuracy['fdc']} | {accuracy['oracle']} |",
+        f"| right task | {routing['raw']} | {routing['fdc']} | |",
+        f"| mean over tasks | {average['raw']} | {average['fdc']} | |",
+        "",
+        "## Data",
+        "",
+        f"{results['benchmark']}, {results.get('split', 'official')} split: {classes}, "
+        f"{counted(results['num_train_images'], 'training image')}. Images are not part of this "
+        "folder; the names of the classes, by position, stand in results.json.",
+        "",
+        "## Settings",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {name} | {text} |" for name, text in settings.items()),
+        "",
+        "All of them stand in config.json.",
+        "",
+        "## Use",
+        "",
+        "```python",
+        "import fdc_jax",
+        "",
+        'run = fdc_jax.open_run("this folder")',
+        "# uint8 [n, s, s, 3]: short side to s * 256 / 224, centre",
+        *_scoring(run),
+        "[run.class_names[label] for label in scores.label]",
+        "```",
+        "",
+        *_timm_use(folder),
+        "## Files",
+        "",
+        "| file | bytes | |",
+        "|---|---|---|",
+        *(f"| {name} | {size:,} | {WHAT.get(name, '')} |" for name, size in sizes.items()),
+        "",
+        "## Licence",
+        "",
+        f"Pretrained weights: {source}. What was trained on top follows from them and from the "
+        "images, whose terms may bind it, too. fdc_jax: Apache-2.0.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _scoring(run: Run) -> list[str]:
+    """Returns the lines of Python that score images."""
+    adapted = f"run.features(images, {run.num_tasks})"
+    if run.config.fdc.pretrained_view_weight > 0:
+        adapted += ", run.features(images, 0)"
+    return [f"scores = run.calibrator().score({adapted})"]
+
+
+def _timm_use(folder: Path) -> list[str]:
+    if not (folder / _TIMM_FOLDER).exists():
+        return []
+    return [
+        "E_T alone, in PyTorch; the configuration has the mean and the deviation of its pixels:",
+        "",
+        "```python",
+        "import json, safetensors.torch, timm",
+        "",
+        'config = json.load(open("timm/config.json"))',
+        'model = timm.create_model(config["architecture"], **config["model_args"]).eval()',
+        'model.load_state_dict(safetensors.torch.load_file("timm/model.safetensors"), strict=True)',
+        "```",
+        "",
+    ]
+
+
+def _licence(run: Run, folder: Path) -> tuple[str, str]:
+    """Returns the licence of the pretrained weights, empty if not known, and who says so."""
+    results: Any = run.results
+    name, digest = results["encoder"]["weights"], results["encoder"]["sha256"]
+    if digest == sha256(weights.DIGITS_WEIGHTS):
+        return "Apache-2.0", "Apache-2.0, a part of fdc_jax"
+    if name in weights.AUGREG_FILES.values():
+        return "Apache-2.0", f"Apache-2.0, as {name} of google-research/vision_transformer is"
+    beside = Places(folder).weights_file.with_name("config.json")
+    known = read_json(beside).get("pretrained_cfg", {}).get("license") if beside.exists() else None
+    if isinstance(known, str):
+        return known, f"{printable(known)}, as the configuration beside them says"
+    return "", f"not known; ask where {name} came from"
+
+
+# The command --------------------------------------------------------------------------------------
+
+
+def parser() -> Program:
+    """Returns the options of the command."""
+    program = Program("export", "Write a finished run as one folder that fdc_jax.open_run reads.")
+    add = program.add_argument
+    add("workdir", help="the work directory of one seed")
+    add("out", help="the folder to make")
+    add("--merge", action="store_true", help="keep E_0 and E_T alone, which predictions need")
+    add("--timm", action="store_true", help="write E_T as a state dict of timm, too")
+    add("--weights", metavar="FILE", help="the pretrained encoder, if it was moved")
+    return program
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns 0, or 2 after an error that has been printed as one line."""
+    return parser().run(_run, arguments)
+
+
+def _run(options: argparse.Namespace) -> None:
+    sizes = write(options.workdir, options.out, options.merge, options.timm, options.weights)
+    if options.quiet:
+        return
+    for name, size in sizes.items():
+        print(f"{size / 1e6:10.2f} MB  {name}")
+    print(f"{sum(sizes.values()) / 1e6:10.2f} MB  {options.out}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

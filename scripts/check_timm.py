@@ -1,0 +1,88 @@
+"""Compares encoders in timm's layout with timm: of every family, and of an export.
+
+python -m scripts.check_timm [OUT]
+
+Needs torch and timm beside the package. Of each family in `tests/model/golden/encoders` an
+increment is merged, the state dict loaded strictly into timm's model, and features are compared
+with those that timm or transformers computed in double precision. OUT is a folder that
+`python -m fdc_jax.export WORKDIR OUT --timm` wrote; images of noise go through both encoders.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import fdc_jax
+from fdc_jax.errors import InputError
+from fdc_jax.files import write_json, write_safetensors
+from fdc_jax.model import increments, layouts, vit, weights
+from tests.model import make_encoders
+
+LARGEST = 2e-4
+
+
+def timm_features(folder: Path, images: np.ndarray) -> np.ndarray:
+    """Returns timm's features of uint8 images, [n, d], with the model of a folder."""
+    import safetensors.torch
+    import timm
+    import torch
+
+    config = json.loads((folder / "config.json").read_text())
+    model = timm.create_model(config["architecture"], **config["model_args"]).eval()
+    state = safetensors.torch.load_file(folder / "model.safetensors")
+    model.load_state_dict(state, strict=True)
+    pixels = config["pretrained_cfg"]
+    scaled = (images / 255.0 - pixels["mean"]) / pixels["std"]
+    inputs = torch.from_numpy(scaled.astype(np.float32)).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        found = model.forward_head(model.forward_features(inputs), pre_logits=True)
+        np.testing.assert_array_equal(found, model(inputs))
+    return found.numpy()
+
+
+def family_difference(family: str) -> float:
+    """Returns the largest difference of features in one family."""
+    path = make_encoders.FOLDER / family / "model.safetensors"
+    _, variant = weights.recognise(str(path), "")
+    params = weights.load(path, variant, make_encoders.SIDE).params
+    added: Any = make_encoders.increment()
+    kernels = increments.merge(vit.pretrained_kernels(params), added)
+    arrays, config = layouts.as_timm(params, variant, kernels, make_encoders.SIDE)
+    with tempfile.TemporaryDirectory() as folder:
+        write_safetensors(Path(folder) / "model.safetensors", arrays)
+        write_json(Path(folder) / "config.json", config)
+        found = timm_features(Path(folder), make_encoders.images())
+    with np.load(make_encoders.FEATURES) as golden:
+        return np.abs(found - golden[f"{family} with an increment"]).max()
+
+
+def export_difference(folder: Path) -> float:
+    """Returns the largest difference of features between an export and its timm model."""
+    run = fdc_jax.open_run(folder)
+    images = make_encoders.images(run.config.encoder.image_size)
+    ours = run.features(images, run.num_tasks)
+    return np.abs(timm_features(folder / "timm", images) - ours).max()
+
+
+def main(arguments: list[str]) -> int:
+    """Prints a line an encoder; returns 1 where one differs by more than 2e-4."""
+    found = {}
+    for family in (*make_encoders.TIMM, *make_encoders.HUGGING_FACE):
+        try:
+            found[family] = family_difference(family)
+        except InputError as error:
+            print(f"{family:24} {error}")
+            continue
+        print(f"{family:24} {found[family]:.1e}", flush=True)
+    for folder in arguments:
+        found[folder] = export_difference(Path(folder))
+        print(f"{folder:24} {found[folder]:.1e}")
+    return int(max(found.values()) > LARGEST)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
