@@ -9,6 +9,7 @@ not save are extracted once and kept in FOLDER.
 """
 
 import argparse
+import functools
 import itertools
 import json
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Float, Int
 from sklearn.linear_model import LogisticRegression
@@ -112,6 +114,17 @@ def problems(folder: Path, cache: Path, held_out: int) -> tuple[str, Problem | N
     return name, held, test
 
 
+def held_out_rows(run: Any, images: int) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+    """Returns the first images of each class that were not trained on, and their labels."""
+    tasks, chosen, labels = run.experiment.tasks, [], []
+    for classes, used in zip(tasks.tasks, tasks.train_indices, strict=True):
+        for c in classes:
+            rest = np.setdiff1d(np.flatnonzero(np.asarray(tasks.train.labels) == c), used)
+            chosen.append(rest[:images])
+            labels += [int(tasks.positions[c])] * len(chosen[-1])
+    return np.concatenate(chosen), np.array(labels)
+
+
 def _extract(run: Any, held_out: int) -> dict[str, np.ndarray]:
     """Returns held-out features in both views, and features of all training images by E_T."""
     e, last = run.experiment, run.num_tasks
@@ -123,16 +136,9 @@ def _extract(run: Any, held_out: int) -> dict[str, np.ndarray]:
     found = {"train_final": extract(np.concatenate(e.tasks.train_indices), last)}
     if not held_out:
         return found
-    chosen, labels = [], []
-    for classes, used in zip(e.tasks.tasks, e.tasks.train_indices, strict=True):
-        for c in classes:
-            rest = np.setdiff1d(np.flatnonzero(np.asarray(e.tasks.train.labels) == c), used)
-            chosen.append(rest[:held_out])
-            labels += [int(e.tasks.positions[c])] * len(chosen[-1])
-    rows = np.concatenate(chosen)
-
+    rows, labels = held_out_rows(run, held_out)
     return found | {
-        "labels": np.array(labels),
+        "labels": labels,
         "adapted": extract(rows, last),
         "pretrained": extract(rows, 0),
     }
@@ -376,6 +382,21 @@ def calibrated(problem: Problem, names: tuple[str, ...], kind: str) -> Iterator[
         yield f"{name}, {kind}", evaluation.accuracy(problem.truth, found)
 
 
+def drawn(problem: Problem) -> Problem:
+    """Returns the problem with moved training features replaced by draws from class Gaussians.
+
+    They share one covariance. What is kept of the tasks is then enough to make them.
+    """
+    carried, rng = moved(problem, affine), np.random.default_rng(0)
+    known = classes(carried, problem.labels)
+    factor = np.linalg.cholesky(known.covariance + 1e-6 * np.eye(len(known.covariance)))
+    tasks = []
+    for task, labels in zip(problem.features.tasks, problem.labels, strict=True):
+        noise = rng.standard_normal((len(labels), len(factor))) @ factor.T
+        tasks.append(task._replace(adapted=(known.means[labels] + noise).astype(np.float32)))
+    return problem._replace(features=problem.features._replace(tasks=tuple(tasks)))
+
+
 def joint(problem: Problem) -> float:
     """One head for all classes, trained on features of all tasks' images by E_T."""
     rows, labels = np.concatenate(problem.final), np.concatenate(problem.labels)
@@ -447,6 +468,62 @@ def curve(run: Any, test: Problem) -> dict[str, list[float]]:
     return found
 
 
+EARLIER = 3  # blocks before the last one
+
+
+def layers(run: Any, held: Problem, kept: Path) -> dict[str, float]:
+    """Accuracy with the class tokens of earlier layers, each with a map and Gaussians of its own.
+
+    Layers count from the end of the encoder, 0 being the features of all else.
+    """
+    e, last = run.experiment, run.num_tasks
+    model, trained = e.setup.model, e.tasks.train_indices
+
+    @jax.jit
+    def encode(backbone: Any, images: Any, kernels: Any) -> list[Any]:
+        apply = functools.partial(model.apply, {"params": backbone}, mutable=["intermediates"])
+        features, found = apply(images, kernels)
+        blocks = found["intermediates"]["Transformer"]
+        names = (f"encoderblock_{model.variant.depth - back}" for back in range(1, EARLIER + 1))
+        return [features, *(blocks[name]["attention_input"][0][:, 0] for name in names)]
+
+    def extract(name: str, indices: np.ndarray, t: int) -> dict[str, np.ndarray]:
+        rows = []
+        for batch in e.evaluation_batches(e.tasks.train, indices):
+            found = encode(e.backbone, batch.images, run.encoder(t))
+            rows.append([np.asarray(each)[: int(batch.weights.sum())] for each in found])
+        columns = zip(*rows, strict=True)
+        return {f"{name}, {back}": np.concatenate(each) for back, each in enumerate(columns)}
+
+    if not kept.exists():
+        rows = held_out_rows(run, len(held.truth) // run.results["num_classes"])[0]
+        arrays = extract("held", rows, last) | extract("held pretrained", rows, 0)
+        for t, indices in enumerate(trained):
+            arrays |= extract(f"before {t}", indices, t) | extract(f"after {t}", indices, t + 1)
+            arrays |= extract(f"pretrained {t}", indices, 0)
+        files.write_npz(kept, arrays)
+    arrays = files.read_npz(kept)
+    adapted, frozen = [], []
+    for back in range(EARLIER + 1):
+        after, before, pretrained = (
+            [arrays[f"{name} {t}, {back}"] for t in range(last)]
+            for name in ("after", "before", "pretrained")
+        )
+        carried = moved(held._replace(adapted=after, previous=[*before]), affine)
+        adapted.append(gaussians(carried, held.labels, arrays[f"held, {back}"]))
+        frozen.append(gaussians(pretrained, held.labels, arrays[f"held pretrained, {back}"]))
+    found = {f"layer {back}": scores for back, scores in enumerate(adapted)}
+    found |= {f"layer {back}, pretrained": scores for back, scores in enumerate(frozen)}
+    found["both views"] = both = adapted[0] + 0.5 * frozen[0]
+    for weight in (0.1, 0.25, 0.5):
+        found[f"both views, earlier adapted x {weight}"] = both + weight * sum(adapted[1:])
+        found[f"both views, earlier pretrained x {weight}"] = both + weight * sum(frozen[1:])
+    return {
+        name: evaluation.accuracy(held.truth, scores.argmax(axis=1))
+        for name, scores in found.items()
+    }
+
+
 def draw(found: dict[str, Any], path: Path) -> None:
     """Draws the curve, and accuracy and distance of class means against a task's age."""
     import matplotlib
@@ -482,6 +559,9 @@ def choice(held: Problem) -> dict[str, float]:
     }
     for kind in ("stored", "moved"):
         found |= dict(calibrated(held, CALIBRATORS, kind))
+    for name in ("ridge", "ranpac"):
+        scores = methods.run(name, drawn(held).features, SETTINGS).scores
+        found[f"{name}, drawn"] = evaluation.accuracy(held.truth, scores.label)
     return found
 
 
@@ -541,6 +621,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--held_out", type=int, default=20, help="images a class to choose by")
     parser.add_argument("--curve", type=Path, help="a run to measure after several of its tasks")
+    parser.add_argument("--layers", type=Path, help="a run to measure with earlier layers, too")
     parser.add_argument("--figure", type=Path, help="where to draw what the output holds (.svg)")
     options = parser.parse_args(arguments)
     found = files.read_json(options.output) if options.output.exists() else {"runs": {}}
@@ -553,6 +634,10 @@ def main(arguments: list[str] | None = None) -> None:
             files.write_json(options.output, found)
         if folder == options.curve and "curve" not in found["runs"][name]:
             found["runs"][name]["curve"] = curve(fdc_jax.open_run(folder), test)
+            files.write_json(options.output, found)
+        if folder == options.layers and held and "layers" not in found["runs"][name]:
+            kept = options.cache / f"layers_{folder.name}.npz"
+            found["runs"][name]["layers"] = layers(fdc_jax.open_run(folder), held, kept)
             files.write_json(options.output, found)
         print(name, json.dumps(found["runs"][name]["test"]), file=sys.stderr)
     print(table(found["runs"]))
