@@ -15,7 +15,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +117,7 @@ class Predictions:
             workers=config.data.workers or None,
         )
         waiting: list[np.ndarray] = []
+        self.unreadable.clear()
 
         def watched() -> Iterator[Any]:
             for batch in batches:
@@ -269,7 +270,8 @@ def _gather(images: Any, position: int = 0) -> Iterator[tuple[str, Any]]:
         array = np.asarray(images)
         several = array.ndim == 4
         shape = array.shape[several:]
-        if array.dtype != np.uint8 or len(shape) not in (2, 3) or shape[2:] not in ((), (3,)):
+        kind = len(shape) in (2, 3) and shape[2:] in ((), (3,)) and 0 not in shape
+        if array.dtype != np.uint8 or not kind:
             raise InputError(
                 f"{name}: expected a uint8 array [h, w], [h, w, 3] or [n, h, w, 3], found "
                 f"{array.dtype} of shape {[*array.shape]}"
@@ -277,7 +279,7 @@ def _gather(images: Any, position: int = 0) -> Iterator[tuple[str, Any]]:
         for each in array if several else [array]:
             yield f"image {position}", each
             position += 1
-    elif isinstance(images, Sequence):
+    elif isinstance(images, Iterable):
         for each in images:
             for found in _gather(each, position):
                 yield found
@@ -377,9 +379,8 @@ class _Shown:
 
     def add(self, table: pd.DataFrame, pixels: UInt8[np.ndarray, "n s s 3"]) -> None:
         """Keeps those of a batch that are to be shown."""
-        for (row, line), image in zip(table.iterrows(), pixels, strict=True):
-            if row in self._rows:
-                self._pictures.append(_picture(line.to_dict(), image))
+        for place in np.flatnonzero(table.index.isin(self._rows)):
+            self._pictures.append(_picture(table.iloc[place].to_dict(), pixels[place]))
 
     def write(self, path: str, found: Predictions, said: int, changed: int) -> None:
         """Writes the page."""

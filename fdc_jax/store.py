@@ -450,8 +450,10 @@ class Run(Places):
     ):
         super().__init__(folder)
         if not self.config_file.exists():
+            seeds = sorted(self.folder.glob("seed_*"))
+            hint = f"; of several seeds, open one: {seeds[0]}" if seeds else ""
             raise InputError(
-                f"{self.folder}: expected the work directory of a run, found no config.json"
+                f"{self.folder}: expected the work directory of a run, found no config.json{hint}"
             )
         saved = _read_object(self.config_file, "it says what the run is")
         self.config = _configuration(saved)

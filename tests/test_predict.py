@@ -150,7 +150,13 @@ def test_images_come_as_files_folders_arrays_and_from_pillow(opened, files, said
     first = said.iloc[:4]
     arrays = [np.asarray(decode(path.read_bytes(), "")) for path in files[:4]]
     mixed = [files[0], arrays[1], Image.open(files[2]), str(files[3])]
-    for images in (arrays, np.stack(arrays), mixed, [np.stack(arrays[:3]), files[3]]):
+    for images in (
+        arrays,
+        np.stack(arrays),
+        mixed,
+        iter(files[:4]),
+        [np.stack(arrays[:3]), files[3]],
+    ):
         same(opened.predict(images, top=10), first)
     assert opened.predict(mixed)["image"].tolist() == [
         *(str(files[0]), "image 1", "image 2", str(files[3])),
@@ -207,6 +213,7 @@ def test_unreadable_images_are_named_and_the_rest_goes_on(opened, files, said, t
         ("nowhere", "nowhere: no such image or folder"),
         (np.zeros((4, 4, 3)), r"image 0: expected a uint8 array .* found float64 of shape \[4, 4"),
         (np.zeros((4, 4, 2), np.uint8), r"image 0: expected .* found uint8 of shape \[4, 4, 2\]"),
+        (np.zeros((0, 4, 3), np.uint8), r"image 0: expected .* found uint8 of shape \[0, 4, 3\]"),
         ([np.zeros((4, 4), np.uint8), np.zeros(3, np.uint8)], r"image 1: expected .* \[3\]"),
         (7, "expected paths, arrays or images, found int"),
     ],

@@ -290,6 +290,9 @@ def test_a_stopped_run_is_opened_as_far_as_it_went(cache, tmp_path):
 def test_what_is_no_run_or_another_one_is_refused(copy, tmp_path):
     with pytest.raises(InputError, match=r"found no config.json"):
         fdc_jax.open_run(tmp_path)
+    (tmp_path / "seed_2").mkdir()
+    with pytest.raises(InputError, match=r"of several seeds, open one: .*seed_2"):
+        fdc_jax.open_run(tmp_path)
     weights = tmp_path / "weights.npz"
     with np.load(small_runs.REPOSITORY / "fdc_jax/assets/digits_vit.npz") as file:
         np.savez(weights, **{name: file[name] * 1.01 for name in file.files})
