@@ -74,12 +74,11 @@ class Experiment:
         """Refuses what FDC would refuse after a training."""
         present = [len(set(self.tasks.train.labels[rows])) for rows in self.tasks.train_indices]
         head = self.heads(self.learner.initial_state(self.setup), 1)[0]
-        is_function = isinstance(head, FunctionHead)
         try:
-            calibration.check(self.config.fdc.to_dict(), present, is_function)
+            calibration.check(self.config.fdc.to_dict(), present)
         except InputError as error:
             raise InputError(f"config.fdc.{error}") from error
-        if is_function and self.config.save_features:
+        if isinstance(head, FunctionHead) and self.config.save_features:
             raise InputError(
                 f"config.save_features: expected False, as the heads of {self.config.learner.name} "
                 "are functions, which no file can hold"
