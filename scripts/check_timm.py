@@ -28,8 +28,8 @@ LARGEST = 2e-4
 def timm_features(folder: Path, images: np.ndarray) -> np.ndarray:
     """Returns timm's features of uint8 images, [n, d], with the model of a folder."""
     import safetensors.torch
-    import timm
-    import torch
+    import timm  # pyright: ignore[reportMissingImports]
+    import torch  # pyright: ignore[reportMissingImports]
 
     config = json.loads((folder / "config.json").read_text())
     model = timm.create_model(config["architecture"], **config["model_args"]).eval()
