@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pandas as pd
@@ -26,15 +26,12 @@ from PIL import Image
 
 import fdc_jax
 from fdc_jax.calibration import Scores, Terms
-from fdc_jax.calibration.fdc import filter_features
-from fdc_jax.calibration.inputs import function_logits
 from fdc_jax.calibration.transported import TransportedTerms
 from fdc_jax.data import folders
 from fdc_jax.data.batches import ReadableBatches
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.files import check_writable_folder, write_atomically
-from fdc_jax.heads import FunctionHead
 from fdc_jax.progress import Progress
 from fdc_jax.report import pictures
 
@@ -91,12 +88,13 @@ class Predictions:
             read=lambda index: _read(*named[index]),
             compute_checksum=str,
         )
-        self.calibrator = run.calibrator()
-        self.num_tasks = self.calibrator.num_tasks
-        # One fitted before later tasks has the heads of then.
-        self.calibrator.replace_heads(run.heads(self.num_tasks))
-        if method == "transported" and not self.calibrator.follows_encoder:
+        calibrator = run.calibrator()
+        self.num_tasks = calibrator.num_tasks
+        if method == "transported" and not calibrator.follows_encoder:
             raise InputError("method: transported needs a run with config.fdc.transport=True")
+        # One fitted before later tasks has the heads of then.
+        calibrator.replace_heads(run.heads(self.num_tasks))
+        self.calibrator = calibrator.with_rows()
         self.class_names = np.array(run.class_names, object)
         # A single image does not take the time of a whole batch; powers of two compile seldom.
         self.batch_size = min(run.config.evaluation.batch_size, 1 << (len(named) - 1).bit_length())
@@ -142,13 +140,12 @@ class Predictions:
     ) -> pd.DataFrame:
         """Returns all columns but the name of the image."""
         terms = self.calibrator.terms(adapted, pretrained)
-        if self.method == "transported":
-            said, by_class, parts = _transported(terms)
-        else:
-            said, by_class, parts = self._fdc(terms, adapted)
+        said, every, parts = (_transported if self.method == "transported" else _fdc)(terms)
+        sizes = [len(own) for own in said.classes]
+        by_class = np.concatenate([every[:, t, :size] for t, size in enumerate(sizes)], axis=1)
         raw, label, task = terms.raw(), said.label, said.task
         each, labels = np.arange(len(label)), np.concatenate(said.classes)
-        tasks = np.repeat(np.arange(self.num_tasks), [len(own) for own in said.classes])
+        tasks = np.repeat(np.arange(self.num_tasks), sizes)
         # Whatever ties: the first is the prediction.
         order = np.where(labels == label[:, None], np.inf, by_class)
         ranked = np.argsort(-order, axis=1, kind="stable")[:, : self.top].T
@@ -174,47 +171,32 @@ class Predictions:
                 columns[f"rival_{_COLUMNS[title]}"] = values[each, rival]
         return pd.DataFrame(columns)
 
-    def _fdc(
-        self, terms: Terms, adapted: Float[np.ndarray, "n d"]
-    ) -> tuple[Scores, Float[np.ndarray, "n classes"], dict[str, np.ndarray]]:
-        """Returns FDC's scores, those of all classes and what they are the sum of.
 
-        The classes of a task share its corrections and differ in their filtered logits.
-        """
-        said, gamma = terms.fuse(), np.float32(self.calibrator.settings.attenuation)
-        by_class = []
-        for t, (head, task) in enumerate(
-            zip(self.calibrator.heads, self.calibrator.tasks, strict=True)
-        ):
-            filtered = filter_features(adapted, task.views[0].basis, gamma)
-            logits = _logits(head, filtered, len(task.classes), f"head of task {t}")
-            best = np.take_along_axis(logits, said.local_class[:, t, None], axis=1)
-            by_class.append(said.task_scores[:, t, None] + np.minimum(logits - best, 0.0))
-        titles, values = pictures.split(terms, terms.pretrained is not None)
-        parts = dict(zip(titles[:-1], values, strict=False))
-        return said, np.concatenate(by_class, axis=1), parts
+# Task scores, those of all classes, and what those of tasks are the sum of.
+_Said: TypeAlias = tuple[Scores, Float[np.ndarray, "n tasks c"], dict[str, np.ndarray]]
 
 
-def _transported(
-    terms: TransportedTerms,
-) -> tuple[Scores, Float[np.ndarray, "n classes"], dict[str, np.ndarray]]:
-    """Returns the same as `_fdc`, by class Gaussians that follow the encoder."""
-    said, found = terms.scores(), terms.by_class()
-    by_class = [found[:, t, : len(own)] for t, own in enumerate(said.classes)]
-    parts = {}
-    for title, off in (("E_T", "pretrained_view"), ("E_0", "adapted_view")):
-        view = terms.by_class(**{off: False})
-        best = np.take_along_axis(view, said.local_class[..., None], axis=2)[..., 0]
-        parts[f"Class Gaussian, {title}"] = best
-    return said, np.concatenate(by_class, axis=1), parts
+def _fdc(terms: Terms) -> _Said:
+    """Returns FDC's; classes of a task share its corrections and differ in filtered logits."""
+    said, logits = terms.fuse(), terms.filtered_rows
+    assert logits is not None
+    behind = logits - terms.filtered_logits.logit[..., None]
+    titles, values = pictures.split(terms, terms.pretrained is not None)
+    parts = dict(zip(titles[:-1], values, strict=False))
+    return said, said.task_scores[..., None] + behind, parts
 
 
-def _logits(
-    head: Any, features: Float[np.ndarray, "n d"], classes: int, name: str
-) -> Float[np.ndarray, "n c"]:
-    if isinstance(head, FunctionHead):
-        return function_logits(head, features, classes, name)
-    return np.asarray(head.logits(features))
+def _transported(terms: TransportedTerms) -> _Said:
+    """Returns those by class Gaussians that follow the encoder."""
+    said, views = terms.scores(), {"E_T": terms.by_class(pretrained_view=False)}
+    if terms.pretrained is not None:
+        views["E_0"] = terms.by_class(adapted_view=False)
+    best = said.local_class[..., None]
+    parts = {
+        f"Class Gaussian, {view}": np.take_along_axis(found, best, axis=2)[..., 0]
+        for view, found in views.items()
+    }
+    return said, terms.by_class(), parts
 
 
 def predict(run: Any, images: Any, top: int = 5, method: str = "fdc") -> pd.DataFrame:

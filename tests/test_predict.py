@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 import fdc_jax
-from fdc_jax import predict
+from fdc_jax import export, predict
 from fdc_jax.data.images import decode
 from fdc_jax.errors import InputError
 from tests import small_runs
@@ -141,6 +141,12 @@ def test_a_stopped_run_answers_with_the_tasks_that_it_has(cache, tmp_path, capsy
     assert "the run has learned 1 of its 2 tasks" in capsys.readouterr().err
     shown = Reader(page.read_text())
     assert len(shown.all("img")) == 3 and not shown.all("table")
+
+
+def test_an_exported_run_answers_alike(whole, opened, files, said, tmp_path):
+    export.write(whole, tmp_path / "out", merge=True)
+    found = fdc_jax.open_run(tmp_path / "out").predict(files, top=10)
+    pd.testing.assert_frame_equal(found, said)
 
 
 # From anywhere -----------------------------------------------------------------------------------

@@ -952,14 +952,18 @@ class FDC:
 
         Column i is of label `np.concatenate(classes)[i]`; arguments and errors as of `score`.
         """
+        scores = self.with_rows().terms(adapted, pretrained).by_class()
+        return np.concatenate(
+            [scores[:, task, : len(rows)] for task, rows in enumerate(self.classes)], axis=1
+        )
+
+    def with_rows(self) -> FDC:
+        """Returns the same calibrator, whose `terms` have the logits of every class."""
         self.require_finalized()
         self.arrays  # noqa: B018  places what the copy shares
         every = copy.copy(self)
         every._all_rows = True
-        scores = every.terms(adapted, pretrained).by_class()
-        return np.concatenate(
-            [scores[:, task, : len(rows)] for task, rows in enumerate(self.classes)], axis=1
-        )
+        return every
 
     def replace_heads(self, heads: Sequence[Any]) -> None:
         """Predicts with other heads from now on, for learners that rewrite old heads.

@@ -51,13 +51,11 @@ def decode(encoded: bytes | Image.Image, description: str) -> Image.Image:
         InputError: the bytes are empty, truncated or no image that Pillow reads, or its pixels
             have neither 8 nor 16 bits.
     """
-    opened = isinstance(encoded, Image.Image)
-    if not opened and not encoded:
+    what = "this image" if isinstance(encoded, Image.Image) else f"these {len(encoded)} bytes"
+    if encoded == b"":
         raise InputError(f"{description}: expected an image, found 0 bytes")
     try:
-        with (
-            contextlib.nullcontext(encoded) if opened else Image.open(io.BytesIO(encoded)) as image
-        ):
+        with _opened(encoded) as image:
             if image.mode == "P":
                 # Only silences Pillow's advice to convert to RGBA; the RGB pixels are the same.
                 image = image.copy()
@@ -71,11 +69,16 @@ def decode(encoded: bytes | Image.Image, description: str) -> Image.Image:
         reason = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, Image.UnidentifiedImageError):
             reason = "not a known image format"
-            if not opened and encoded.startswith((b"II*\0", b"MM\0*")):
+            if isinstance(encoded, bytes) and encoded.startswith((b"II*\0", b"MM\0*")):
                 reason = "a TIFF of a kind that is not read, such as floating-point colours"
-        what = "this image" if opened else f"these {len(encoded)} bytes"
         raise InputError(f"{description}: cannot decode {what}: {reason}") from error
     raise InputError(f"{description}: expected pixels of 8 or 16 bits, found {refused}")
+
+
+def _opened(encoded: bytes | Image.Image) -> contextlib.AbstractContextManager[Image.Image]:
+    if isinstance(encoded, Image.Image):
+        return contextlib.nullcontext(encoded)
+    return Image.open(io.BytesIO(encoded))
 
 
 def pixels_sha256(image: Image.Image) -> bytes:
