@@ -8,7 +8,7 @@ The classes arrive in the order given: that of their names, or of the lines of a
 
 import ml_collections
 
-from configs import base
+from fdc_jax.configs import base
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -1,5 +1,6 @@
 """What people look at: tables on the screen, and the report about finished runs."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,13 @@ from fdc_jax.files import check_writable_folder, write_atomically, write_json
 
 # Settings that can be varied; each fits FDC anew at every value.
 SWEEPS = ("attenuation", "retained_energy", "neighbours")
+
+
+def require_packages() -> None:
+    """Raises InputError where the extra `report` of the package is not installed."""
+    for name in ("jinja2", "matplotlib", "statsmodels"):
+        if importlib.util.find_spec(name) is None:
+            raise InputError(f"a report needs {name}: pip install 'fdc_jax[report]'")
 
 
 def write(
@@ -42,6 +50,7 @@ def write(
         InputError: no folder is usable, a file given is not as expected, or `output` cannot be
             written.
     """
+    require_packages()
     # Plotting and pandas take seconds to import, which tables on the screen should not wait for.
     import tqdm
 

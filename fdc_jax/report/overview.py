@@ -208,8 +208,10 @@ def command(group: Group) -> str | None:
     """
     name = group.benchmark if group.benchmark.isidentifier() else "base"
     try:
-        name = name if importlib.util.find_spec(f"configs.{name}") else "base"
-        known = configuration.flatten(importlib.import_module(f"configs.{name}").get_config())
+        name = name if importlib.util.find_spec(f"fdc_jax.configs.{name}") else "base"
+        known = configuration.flatten(
+            importlib.import_module(f"fdc_jax.configs.{name}").get_config()
+        )
     except (ImportError, AttributeError):
         return None
     config = group.runs[0].results["config"] | {"seed": group.seeds}

@@ -1,0 +1,39 @@
+"""The command `fdc`: `fdc NAME ...` is `python -m fdc_jax.NAME ...`, and takes `--help`, too."""
+
+import difflib
+import runpy
+import sys
+
+import fdc_jax
+
+PROGRAMS = {
+    "run": ("fdc_jax.run", "learn a stream of tasks, calibrate and evaluate on the way"),
+    "report": ("fdc_jax.report", "write a report about runs"),
+    "predict": ("fdc_jax.predict", "say the classes of new images by a run"),
+    "export": ("fdc_jax.export", "make a run one folder that predicts"),
+    "posthoc": ("fdc_jax.posthoc", "calibrate heads from a file of features"),
+    "prepare": ("fdc_jax.data.prepare", "prepare images for runs"),
+}
+
+
+def main() -> None:
+    """Runs the program that the first word of the command line names."""
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name in ("-h", "--help"):
+        width = max(map(len, PROGRAMS))
+        lines = (f"  {each:<{width}}  {text}" for each, (_, text) in PROGRAMS.items())
+        print("\n".join(["usage: fdc NAME ...", "", *lines]))
+    elif name == "--version":
+        print(fdc_jax.__version__)
+    elif name not in PROGRAMS:
+        near = difflib.get_close_matches(name, PROGRAMS, 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        print(f"fdc: expected one of {', '.join(PROGRAMS)}, found {name}{hint}", file=sys.stderr)
+        sys.exit(2)
+    else:
+        sys.argv[1:] = arguments
+        runpy.run_module(PROGRAMS[name][0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()
