@@ -1,0 +1,139 @@
+"""The command `fdc`, from the checkout and from a wheel."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import fdc_jax
+from fdc_jax import __main__ as command
+from fdc_jax import report, run
+from fdc_jax.errors import InputError
+from tests import small_runs
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+def test_every_name_is_a_program():
+    for module, _ in command.PROGRAMS.values():
+        assert importlib.util.find_spec(module), module
+
+
+def test_a_name_runs_its_module(tmp_path):
+    program = [sys.executable, "-m", "fdc_jax", "posthoc", "--template=example.npz", "--quiet"]
+    path = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+    subprocess.run(program, cwd=tmp_path, check=True, env=os.environ | path)
+    assert (tmp_path / "example.npz").exists()
+
+
+def test_what_is_no_name(monkeypatch, capsys):
+    def said(*words):
+        monkeypatch.setattr(sys, "argv", ["fdc", *words])
+        command.main()
+        return capsys.readouterr().out
+
+    assert said() == said("--help")
+    assert re.findall(r"^  (\w+) ", said("-h"), re.MULTILINE) == list(command.PROGRAMS)
+    assert said("--version") == f"{fdc_jax.__version__}\n"
+    with pytest.raises(SystemExit, match="2"):
+        said("posthic")
+    assert "found posthic; did you mean posthoc?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("given", ["omnibench", "configs/omnibench.py"])
+def test_configurations_are_found_by_name(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flag, path = run._located(f"--config={given}").split("=")
+    assert flag == "--config"
+    assert Path(path).read_text() == (REPOSITORY / "configs" / "omnibench.py").read_text()
+    for kept in ("--config=nowhere", "--config=nowhere.py", "--config.seed=1", "omnibench"):
+        assert run._located(kept) == kept
+    # A file of the user's own comes first.
+    (tmp_path / "configs").mkdir()
+    for own in ("omnibench", "configs/omnibench.py"):
+        (tmp_path / own).touch()
+        assert run._located(f"--config={own}") == f"--config={own}"
+
+
+def test_the_report_says_what_it_needs(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: sys.modules.get(name))
+    with pytest.raises(InputError, match=r"a report needs jinja2: pip install 'fdc_jax\[report\]'"):
+        report.write([tmp_path], tmp_path / "report")
+    assert not (tmp_path / "report").exists()
+
+
+def test_the_extra_is_what_the_requirements_say():
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    core, *rest = (REPOSITORY / "requirements.txt").read_text().splitlines()
+    assert core == "-r requirements-core.txt"
+    wanted = [line for line in rest if not line.startswith("#")]
+    assert project["optional-dependencies"]["report"] == wanted
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of a clean copy of the repository, built without the network."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("wheel")
+    kept = ("fdc_jax", "configs", "README.md", "LICENSE", "pyproject.toml", "requirements-core.txt")
+    for name in kept:
+        if (REPOSITORY / name).is_dir():
+            unkept = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(REPOSITORY / name, folder / "copy" / name, symlinks=True, ignore=unkept)
+        else:
+            shutil.copy(REPOSITORY / name, folder / "copy" / name)
+    pip = [sys.executable, "-m", "pip", "--quiet", "wheel", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*pip, f"--wheel-dir={folder}", folder / "copy"], check=True)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_the_whole_package(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if name.startswith("fdc_jax/")}
+    files = [*(REPOSITORY / "fdc_jax").rglob("*"), *(REPOSITORY / "fdc_jax/configs").glob("*")]
+    ours = {
+        path.relative_to(REPOSITORY).as_posix()
+        for path in files
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert held == ours
+
+
+@pytest.mark.slow
+def test_a_wheel_works_outside_of_the_checkout(wheel, tmp_path, cache):
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "--quiet", "install", "--no-deps", f"--target={site}"]
+    subprocess.run([*pip, wheel], check=True)
+    paths = {"PYTHONPATH": str(site), "JAX_PLATFORMS": "cpu", "FDC_JAX_CACHE": str(cache)}
+
+    def fdc(*words):
+        done = subprocess.run(
+            *([site / "bin" / "fdc", *words],),
+            cwd=tmp_path,
+            env=os.environ | paths,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    for name in command.PROGRAMS:
+        assert "usage" in fdc(name, "--help" if name != "run" else "--helpfull"), name
+    fields = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
+    fdc("run", "--config=digits", *fields, "--config.report=True", "--quiet")
+    found = small_runs.results(tmp_path / "runs" / "digits")
+    assert found["versions"]["commit"] is None
+    page = (tmp_path / "runs" / "digits" / "report" / "report.html").read_text()
+    assert "python main.py --config=configs/digits.py" in page
+    fdc("posthoc", "runs/digits/features", "--output=again.npz", "--quiet")
+    assert (tmp_path / "again.json").exists()
