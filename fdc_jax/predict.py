@@ -25,6 +25,7 @@ from jaxtyping import Float, UInt8
 from PIL import Image
 
 import fdc_jax
+from fdc_jax import report
 from fdc_jax.calibration import Scores, Terms
 from fdc_jax.calibration.transported import TransportedTerms
 from fdc_jax.data import folders
@@ -310,6 +311,8 @@ def _run(options: argparse.Namespace) -> None:
             if Path(given).suffix != suffix or Path(given).is_dir():
                 raise InputError(f"--{flag}: expected a file that ends in {suffix}, found {given}")
             check_writable_folder(f"--{flag}", Path(given).parent)
+    if options.html:
+        report.require_packages()
     run = fdc_jax.open_run(options.workdir)
     found = Predictions(run, options.images, options.top, options.method)
     images = counted(len(found.images), "image")
