@@ -28,7 +28,7 @@ from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.memory"
 # Names here and in what the compiler plans.
-_OF_A_STEP = {
+OF_A_STEP = {
     **{"arguments": "argument", "outputs": "output", "aliased": "alias"},
     **{"temporary": "temp", "program": "generated_code"},
 }
@@ -56,7 +56,8 @@ def of_tasks(options: argparse.Namespace, tasks: int) -> dict[str, Any]:
     config.encoder.image_size = options.image_size
     config.learner.name = options.learner
     config.train.batch_size = options.batch_size
-    model = vit.build(options.variant, options.image_size, precision=options.precision)
+    kind = {"precision": options.precision, "cudnn": devices.have_cudnn(devices.data_mesh())}
+    model = vit.build(options.variant, options.image_size, **kind)
     backbone = vit.initialise(model, options.image_size, jax.random.key(0))
     setup = training.Setup(model, (options.classes,) * tasks, config)
     learner = learners.find(options.learner)
@@ -85,7 +86,7 @@ def of_tasks(options: argparse.Namespace, tasks: int) -> dict[str, Any]:
         "state_bytes": {"abstract": tree_bytes(state), "live": with_state - encoder},
         "task_bytes": task | {"live": live - with_state},
         "step_bytes": {
-            name: getattr(report, f"{of}_size_in_bytes") for name, of in _OF_A_STEP.items()
+            name: getattr(report, f"{of}_size_in_bytes") for name, of in OF_A_STEP.items()
         },
         "calibrator": calibrator_bytes(options, tasks, setup.variant.width),
         "peak_bytes": {

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from fdc_jax import devices
 from fdc_jax.heads import LinearHead
 from fdc_jax.model import increments, vit
 
@@ -31,7 +32,8 @@ def problem(variant: str, image_size: int, images: int, precision: str) -> Probl
     Raises:
         InputError: of `vit.build`.
     """
-    model = vit.build(variant, image_size, precision=precision)
+    cudnn = devices.have_cudnn(devices.data_mesh())
+    model = vit.build(variant, image_size, precision=precision, cudnn=cudnn)
     rng = np.random.default_rng(0)
 
     def random(path, leaf):

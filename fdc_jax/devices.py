@@ -36,6 +36,14 @@ def takes_portions(mesh: Mesh) -> bool:
     return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
 
 
+def have_cudnn(mesh: Mesh) -> bool:
+    """Tells whether cuDNN's fused attention runs on the devices: NVIDIA's from Ampere on."""
+    device = mesh.devices.flat[0]
+    # AMD's are called otherwise, such as gfx90a.
+    major = str(getattr(device, "compute_capability", "")).partition(".")[0]
+    return device.platform == "gpu" and major.isdigit() and int(major) >= 8
+
+
 def everywhere(mesh: Mesh) -> NamedSharding:
     """Returns the placement of what every device has a copy of."""
     return NamedSharding(mesh, PartitionSpec())

@@ -47,7 +47,9 @@ class Experiment:
         encoder.image_size = size = encoder.image_size or variant.image_size
         configuration.check_rank(config, variant)
         data = config.data
-        model = vit.build(variant, size, data.input_range, config.precision, encoder.attention)
+        self.mesh = devices.data_mesh()
+        kind = (data.input_range, config.precision, encoder.attention)
+        model = vit.build(variant, size, *kind, cudnn=devices.have_cudnn(self.mesh))
         _check_memory(config, variant)
         cache = Path(config.cache_dir).expanduser() if config.cache_dir else weights.cache_folder()
         if config.cache_dir:
@@ -61,7 +63,6 @@ class Experiment:
         processes.on_first(lambda: str(weights.locate(*wanted)))()
         path = weights.locate(*wanted)
         self.pretrained = weights.load(path, variant, size)
-        self.mesh = devices.data_mesh()
         self.setup = training.Setup(model, classes_per_task, config, self.mesh)
         self.update = self.learner.update(self.setup)
         self.backbone = devices.replicate(self.mesh, self.pretrained.params)
@@ -108,6 +109,7 @@ class Experiment:
             if field in ("precision", "data.input_range", "evaluation.batch_size")
             or (field.startswith("encoder.") and field != "encoder.weights")
         }
+        settings["encoder.attention"] = self.setup.model.attention
         computed = {"devices": devices.describe(), "jax": jax.__version__}
         depend_on = self.checksums | settings | computed | {"architecture": self.architecture}
         return FeatureCache(self._cache / "features", depend_on)

@@ -31,3 +31,15 @@ def test_a_single_processor_alone_takes_portions(platforms, expected):
     """An accelerator is faster with the whole batch, and several devices have it divided."""
     each = np.array([SimpleNamespace(platform=name) for name in platforms])
     assert devices.takes_portions(SimpleNamespace(devices=each, size=len(each))) is expected
+
+
+@pytest.mark.parametrize(
+    ("platform", "capability", "expected"),
+    [
+        *(("gpu", "9.0", True), ("gpu", "12.0", True), ("gpu", "7.5", False)),
+        *(("gpu", "gfx90a", False), ("tpu", "", False), ("cpu", "", False)),
+    ],
+)
+def test_fused_attention_runs_on_recent_gpus_of_nvidia(platform, capability, expected):
+    device = SimpleNamespace(platform=platform, compute_capability=capability)
+    assert devices.have_cudnn(SimpleNamespace(devices=np.array([device]))) is expected

@@ -9,6 +9,7 @@ every view.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NotRequired, TypedDict
 
@@ -89,6 +90,25 @@ def _swiglu(x):
     return jax.nn.silu(gate) * value
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def activated(function: Callable[[Array], Array], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns a function of every entry, whose slope is kept for the gradient instead of x.
+
+    Both are computed in float32, together, and kept in the dtype of x: memory is the same, and the
+    backward pass has one product an entry instead of erf and exp.
+    """
+    return function(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def _activated_forward(function, x):
+    wide = x.astype(jnp.float32)
+    value, slope = jax.jvp(function, (wide,), (jnp.ones_like(wide),))
+    return value.astype(x.dtype), slope.astype(x.dtype)
+
+
+activated.defvjp(_activated_forward, lambda function, slope, gradient: (slope * gradient,))
+
+
 # What follows the first layer of an MLP; swiglu takes twice the hidden units, gates first.
 ACTIVATIONS = {
     "gelu": _gelu,
@@ -111,8 +131,9 @@ PRECISIONS = {
     "fast": (jnp.bfloat16, jax.lax.Precision.DEFAULT),
 }
 
-# xla: products and softmax as XLA compiles them; cudnn: one kernel of NVIDIA's, for 16-bit floats.
-ATTENTIONS = ("xla", "cudnn")
+# xla: products and softmax as XLA compiles them; cudnn: one kernel of NVIDIA's, for 16-bit floats;
+# auto: cudnn in fast precision where it runs, which needs half of the memory, else xla.
+ATTENTIONS = ("auto", "xla", "cudnn")
 
 # Of a portion of a batch. Measured in training ViT-Ti/16: half of it costs 2 %, twice as much 8 %,
 # a batch of 64 images at once 27 %.
@@ -246,8 +267,8 @@ class _Projection(nn.Module):
         return y.reshape(*y.shape[:-1], *shape[1:])
 
 
-def _attend(q, k, v, precision):
-    """Returns softmax(q k / sqrt(d)) v, [n, queries, heads, d], the softmax in float32."""
+def _attention_weights(q, k, precision):
+    """Returns softmax(q k / sqrt(d)), [n, heads, queries, keys], computed in float32."""
     scores = jnp.einsum(
         "bqhd,bkhd->bhqk",
         q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype),
@@ -255,8 +276,46 @@ def _attend(q, k, v, precision):
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    return jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+
+
+def _attend(q, k, v, precision):
+    """Returns softmax(q k / sqrt(d)) v, [n, queries, heads, d]."""
+    weights = _attention_weights(q, k, precision)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision=precision)
+
+
+@jax.custom_vjp
+def attend_in_bfloat16(
+    q: Float[Array, "n q h d"], k: Float[Array, "n t h d"], v: Float[Array, "n t h d"]
+) -> Float[Array, "n q h d"]:
+    """Returns softmax(q k / sqrt(d)) v; no product of its gradients has float32 operands.
+
+    Without this the gradients of scores, which are float32, would be multiplied as such.
+    """
+    return _attend(q, k, v, jax.lax.Precision.DEFAULT)
+
+
+def _attend_forward(q, k, v):
+    weights = _attention_weights(q, k, jax.lax.Precision.DEFAULT)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v), (q, k, v, weights)
+
+
+def _attend_backward(residuals, gradient):
+    q, k, v, weights = residuals
+    of_weights = jnp.einsum("bqhd,bkhd->bhqk", gradient, v, preferred_element_type=jnp.float32)
+    wide = weights.astype(jnp.float32)
+    mean = jnp.sum(of_weights * wide, axis=-1, keepdims=True)
+    of_scores = (wide * (of_weights - mean)).astype(q.dtype)
+    scale = jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
+    return (
+        jnp.einsum("bhqk,bkhd->bqhd", of_scores, k) * scale,
+        jnp.einsum("bhqk,bqhd->bkhd", of_scores, q * scale),
+        jnp.einsum("bhqk,bqhd->bkhd", weights, gradient),
+    )
+
+
+attend_in_bfloat16.defvjp(_attend_forward, _attend_backward)
 
 
 def _attend_fused(q, k, v):
@@ -315,6 +374,8 @@ class _Attention(nn.Module):
         # One query an image, in the last block, leaves a fused kernel nothing to gain.
         if self.attention == "cudnn" and q.shape[1] > 1:
             mixed = _attend_fused(q, k, v)
+        elif self.dtype == jnp.bfloat16:
+            mixed = attend_in_bfloat16(q, k, v)
         else:
             mixed = _attend(q, k, v, self.precision)
         kind: dict[str, Any] = {"dtype": self.dtype, "precision": self.precision, "name": "out"}
@@ -334,7 +395,10 @@ class _Mlp(nn.Module):
         width = x.shape[-1]
         units = 2 * self.hidden if self.activation == "swiglu" else self.hidden
         x = nn.Dense(units, dtype=self.dtype, precision=self.precision)(x)
-        x = ACTIVATIONS[self.activation](x)
+        function = ACTIVATIONS[self.activation]
+        # In parity mode nothing is rounded, and the slope is computed where it is used.
+        entries = self.dtype == jnp.bfloat16 and self.activation != "swiglu"
+        x = activated(function, x) if entries else function(x)
         return nn.Dense(width, dtype=self.dtype, precision=self.precision)(x)
 
 
@@ -523,7 +587,7 @@ class VisionTransformer(nn.Module):
         input_range: `pilot01` for pixels in [0, 1], `augreg` for [-1, 1], `model` for what the
             checkpoint was trained with.
         precision: `parity` (float32, exact products) or `fast` (bfloat16 activations).
-        attention: `xla` or `cudnn`; see `ATTENTIONS`.
+        attention: `xla` or `cudnn`, see `ATTENTIONS`.
     """
 
     variant: Variant
@@ -576,9 +640,18 @@ def build(
     image_size: int,
     input_range: str = "pilot01",
     precision: str = "parity",
-    attention: str = "xla",
+    attention: str = "auto",
+    cudnn: bool = False,
 ) -> VisionTransformer:
     """Returns the encoder of a configuration, its architecture given by name or in full.
+
+    Args:
+        variant: the architecture.
+        image_size: side of the images, in pixels.
+        input_range: of `VisionTransformer`.
+        precision: of `VisionTransformer`.
+        attention: one of `ATTENTIONS`.
+        cudnn: whether the devices have cuDNN's attention (`devices.have_cudnn`).
 
     Raises:
         InputError: a name is unknown, the image side is no multiple of the patch size nor that of
@@ -605,10 +678,13 @@ def build(
             "data.input_range: model needs the mean and the deviation of the pre-training, which "
             "nothing beside encoder.weights says"
         )
-    if attention == "cudnn" and (precision != "fast" or jax.default_backend() != "gpu"):
+    fits = precision == "fast" and cudnn
+    if attention == "auto":
+        attention = "cudnn" if fits else "xla"
+    if attention == "cudnn" and not fits:
         raise InputError(
-            f"encoder.attention: cudnn needs precision=fast and an NVIDIA GPU, found "
-            f"precision={precision} and {jax.default_backend()}"
+            "encoder.attention: cudnn needs precision=fast and NVIDIA GPUs from Ampere on, found "
+            f"precision={precision} and {'such' if cudnn else 'no such'} GPUs"
         )
     return VisionTransformer(variant, input_range, precision, attention)
 

@@ -141,7 +141,7 @@ def test_fused_attention_is_given_the_same_arrays(monkeypatch, side):
         (("Ti/16", 224, "pilot01", "double"), "precision: expected .*found 'double'"),
         (("Ti/16", 230), "encoder.image_size: expected .*found 230"),
         (("Ti/16", 224, "pilot01", "fast", "flash"), "encoder.attention: expected .*'flash'"),
-        (("Ti/16", 224, "pilot01", "fast", "cudnn"), "cudnn needs .* found .*fast and cpu"),
+        (("Ti/16", 224, "pilot01", "fast", "cudnn"), "cudnn needs .* found .*fast and no"),
     ],
 )
 def test_unknown_names_and_sizes_are_refused(arguments, message):
@@ -149,12 +149,50 @@ def test_unknown_names_and_sizes_are_refused(arguments, message):
         vit.build(*arguments)
 
 
-def test_fused_attention_needs_fast_precision(monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    with pytest.raises(InputError, match="found precision=parity and gpu"):
-        vit.build("Ti/16", 224, "pilot01", "parity", "cudnn")
-    model = vit.build("Ti/16", 224, "pilot01", "fast", "cudnn")
+def test_fused_attention_needs_fast_precision():
+    with pytest.raises(InputError, match="found precision=parity and such"):
+        vit.build("Ti/16", 224, "pilot01", "parity", "cudnn", cudnn=True)
+    model = vit.build("Ti/16", 224, "pilot01", "fast", "cudnn", cudnn=True)
     assert model.attention == "cudnn" and vit.in_float32(model).attention == "xla"
+
+
+@pytest.mark.parametrize(
+    ("precision", "cudnn", "expected"),
+    [("fast", True, "cudnn"), ("fast", False, "xla"), ("parity", True, "xla")],
+)
+def test_attention_is_fused_where_it_can_be(precision, cudnn, expected):
+    assert vit.build("Ti/16", 224, precision=precision, cudnn=cudnn).attention == expected
+
+
+@pytest.mark.parametrize("queries", [5, 1])
+def test_attention_in_bfloat16_has_values_and_gradients_of_the_plain_form(queries):
+    """Against the same numbers in float32, where JAX differentiates."""
+    rng = np.random.default_rng(0)
+    shapes = [(2, queries, 3, 8), (2, 5, 3, 8), (2, 5, 3, 8)]
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
+    gradient = jnp.asarray(rng.normal(size=shapes[0]), jnp.bfloat16)
+    found, pull = jax.vjp(vit.attend_in_bfloat16, *arrays)
+    wide = [array.astype(jnp.float32) for array in arrays]
+    plain, plain_pull = jax.vjp(lambda *each: vit._attend(*each, jax.lax.Precision.HIGHEST), *wide)
+    expected = (plain, *plain_pull(gradient.astype(jnp.float32)))
+    for one, other in zip((found, *pull(gradient)), expected, strict=True):
+        assert one.dtype == jnp.bfloat16
+        one, other = np.asarray(one, np.float32), np.asarray(other)
+        assert np.linalg.norm(one - other) <= 2**-7 * np.linalg.norm(other)
+
+
+@pytest.mark.parametrize("name", sorted({*vit.ACTIVATIONS} - {"swiglu"}))
+def test_activations_with_kept_slopes(name):
+    """Values and gradients of the plain form: in float32 its own, in bfloat16 but for rounding."""
+    function, x = vit.ACTIVATIONS[name], jnp.linspace(-6.0, 6.0, 1201)
+    for dtype, tolerance in ((jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)):
+        entries = x.astype(dtype)
+        value, pull = jax.vjp(lambda x: vit.activated(function, x), entries)
+        expected, slope = jax.jvp(function, (entries.astype(jnp.float32),), (jnp.ones_like(x),))
+        assert value.dtype == dtype
+        np.testing.assert_allclose(value, expected, rtol=tolerance, atol=1e-6)
+        (found,) = pull(jnp.full_like(entries, 2.0))
+        np.testing.assert_allclose(found, 2.0 * slope, rtol=tolerance, atol=1e-6)
 
 
 # Portions of a batch ------------------------------------------------------------------------------
