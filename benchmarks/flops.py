@@ -17,7 +17,7 @@ PEAKS: tuple[tuple[str, float, float | None], ...] = (
     ("TPU v4", 275.0, None),
     ("TPU v5 lite", 197.0, None),
     ("TPU v5e", 197.0, None),
-    ("TPU v5p", 459.0, None),
+    ("TPU v5", 459.0, None),
     ("TPU v6 lite", 918.0, None),
 )
 

@@ -119,6 +119,7 @@ def check_input_pipeline(found):
 @pytest.mark.parametrize(
     ("name", "arguments", "message"),
     [
+        ("ahead_of_time", ["--target=b9"], "--target: expected one of v5e, v6e, v5p, h100"),
         ("calibration", ["--tasks=1"], "expected at least two tasks"),
         ("calibration", ["--images=3"], "expected at least two tasks"),
         ("latency", ["--run=nowhere"], "--run=nowhere: expected a finished run"),

@@ -1,0 +1,340 @@
+"""Compiles the programs of a run for a TPU or GPU that is not there, and says what it would do.
+
+    python -m benchmarks.ahead_of_time --target=v5e --output=v5e.json
+    python -m benchmarks.ahead_of_time --target=h100 --devices=4 --learner=sd_lora --batches=64
+
+Targets are described in `benchmarks/targets.json`. XLA compiles for them on any Linux machine: for
+TPUs with `jax[tpu]` installed, for GPUs with `jax[cuda12]`, both of the version of jax. Nothing
+runs: memory is what the compiler plans, and times, of TPUs alone, are sums of its estimated cycles.
+A file of --output that has a program already is gone on with.
+"""
+
+import argparse
+import collections
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import math
+import os
+import re
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks import measure, memory, step_profile
+from fdc_jax.errors import InputError
+
+PROGRAM = "benchmarks.ahead_of_time"
+TARGETS = Path(__file__).with_name("targets.json")
+
+
+class Program(NamedTuple):
+    """A jitted function of a run, shapes and places of its arguments, and the images of a call."""
+
+    function: Any
+    arguments: tuple[Any, ...]
+    images: int
+
+
+def step(mesh: Any, model: Any, learner: str, batch_size: int, tasks: int, classes: int) -> Program:
+    """Returns the training step of a learner on a mesh."""
+    import jax
+    import numpy as np
+
+    from configs import base
+    from fdc_jax import learners
+    from fdc_jax.learners import training
+
+    config: Any = base.get_config()
+    config.learner.name = learner
+    module: Any = learners.find(learner)
+    setup = training.Setup(model, (classes,) * tasks, config, mesh)
+    update = module.update(setup)
+
+    def start(backbone):
+        state = module.initial_state(setup)
+        frozen, trained = module.start(setup, backbone, state, 0, jax.random.key(0))
+        return frozen, trained, update.initialise(trained)
+
+    backbone = _parameters(model)
+    batch = measure.noise(batch_size, model.variant.image_size, classes, seed=0)
+    rate = update.schedule(0, config.train.epochs) if update.schedule else 1.0
+    fixed = _placed(mesh, (backbone, *jax.eval_shape(start, backbone)))
+    arguments = (*fixed, _placed(mesh, batch, np.ndarray), rate)
+    return Program(update.step, arguments, batch_size)
+
+
+def extraction(mesh: Any, model: Any, batch_size: int) -> Program:
+    """Returns the extraction of features by one encoder."""
+    import jax
+    import numpy as np
+
+    from fdc_jax.extraction import Extractor
+    from fdc_jax.model import vit
+
+    backbone = _parameters(model)
+    fixed = _placed(mesh, (backbone, jax.eval_shape(vit.pretrained_kernels, backbone)))
+    images = measure.noise(batch_size, model.variant.image_size, 1, seed=0).images
+    function = Extractor(model, mesh).encode
+    arguments = (fixed[0], _placed(mesh, images, np.ndarray), fixed[1])
+    return Program(function, arguments, batch_size)
+
+
+def scoring(mesh: Any, width: int, tasks: int, classes: int, rows: int) -> Program:
+    """Returns FDC's scoring of a batch with two views, by subspaces of 128 directions a task."""
+    import jax
+    import jax.numpy as jnp
+
+    from fdc_jax.calibration import batching, fdc
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    tasks, classes = batching.padded_size(tasks, 4), batching.padded_size(classes, 4)
+    each = [(width,), (128, width), (width,), (classes, width), (classes,), *[()] * 5]
+    view = fdc.ViewArrays(*(array(tasks, *shape) for shape in each))
+    heads = fdc.HeadArrays(*(array(tasks, classes, *shape) for shape in ((width,), (width,), ())))
+    arrays = fdc.Arrays([view, view], heads, array(2, 3), array())
+    fixed = {"normalised": False, "neighbours": 1, "nearest": False}
+    function = jax.jit(lambda *given: fdc.score_batch(*given, **fixed))
+    first = jax.sharding.Mesh(mesh.devices.ravel()[:1], mesh.axis_names)
+    arguments = _placed(first, (arrays, array(rows, width), array(rows, width)))
+    return Program(function, arguments, rows)
+
+
+def _parameters(model: Any) -> Any:
+    from fdc_jax.model import vit
+
+    return vit.parameter_shapes(model, model.variant.image_size)
+
+
+def _placed(mesh: Any, tree: Any, split: type | tuple = ()) -> Any:
+    """Returns shapes with places: on every device, or leaves of a type split between them."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    def place(leaf):
+        spec = PartitionSpec("data") if isinstance(leaf, split) else PartitionSpec()
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(place, tree)
+
+
+# The device ---------------------------------------------------------------------------------------
+
+
+def mesh_of(target: str, count: int) -> Any:
+    """Returns a mesh of described devices.
+
+    Raises:
+        InputError: no such target or number of devices, or a package is missing; says which.
+    """
+    described = json.loads(TARGETS.read_text())
+    if target not in described:
+        raise InputError(f"--target: expected one of {', '.join(described)}, found {target}")
+    found = described[target]
+    tpu = "topologies" in found
+    module, extra = ("libtpu", "tpu") if tpu else ("jax_plugins.xla_cuda12", "cuda12")
+    version = importlib.metadata.version("jax")
+    if importlib.util.find_spec(module) is None:
+        raise InputError(
+            f"--target={target}: expected {module} to be installed (pip install "
+            f"'jax[{extra}]=={version}')"
+        )
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
+    os.environ |= {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+
+    if tpu:
+        names = {int(most): name for most, name in found["topologies"].items()}
+        if count > max(names):
+            raise InputError(f"--devices: expected at most {max(names)}, found {count}")
+        name = names[min(most for most in names if most >= count)]
+        topology = topologies.get_topology_desc(name, "tpu")
+    else:
+        shape = {"target_config": found["description"], "topology": f"1x1x{count}"}
+        topology = topologies.get_topology_desc("", "cuda", **shape)
+    kind = (jax.sharding.AxisType.Auto,)
+    return jax.sharding.Mesh(np.array(topology.devices[:count]), ("data",), axis_types=kind)
+
+
+# What a program says ------------------------------------------------------------------------------
+
+
+class Product(NamedTuple):
+    """A matrix product in lowered text: shapes of its operands, and the name of its place."""
+
+    shapes: list[list[int]]
+    name: str
+
+
+def float32_products(lowered: str) -> list[Product]:
+    """Returns the products in lowered text for which an operand is float32, or becomes it."""
+    known = dict(re.findall(r'^(#loc\d+) = loc\("(.*?)"', lowered, re.MULTILINE))
+    pattern = r"stablehlo\.(?:dot_general|convolution).* : \((.*)\) -> .* loc\((#loc\d*)\)"
+    found = []
+    for types, place in re.findall(pattern, lowered):
+        operands = re.findall(r"tensor<((?:\d+x)*)(\w+)>", types)
+        if any(dtype == "f32" for _, dtype in operands):
+            shapes = [[int(each) for each in shape.split("x") if each] for shape, _ in operands]
+            found.append(Product(shapes, known.get(place, "")))
+    return found
+
+
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
+_COLLECTIVE = (
+    r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+)
+
+
+def collectives(compiled: str) -> list[tuple[str, int]]:
+    """Returns kind and bytes of what devices exchange, one for every exchanged array."""
+    found = []
+    for types, kind in re.findall(_COLLECTIVE, compiled):
+        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", types):
+            size = math.prod(int(each) for each in shape.split(",") if each)
+            found.append((kind, size * _BYTES[dtype]))
+    return found
+
+
+def cycles(compiled: str) -> dict[str, int]:
+    """Returns a TPU's estimated cycles by part of the encoder, copies apart."""
+    named = step_profile.names(compiled)
+    own: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+    calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
+    computation = entry = ""
+    for line in compiled.splitlines():
+        if opened := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            computation = opened.group(2)
+            entry = computation if opened.group(1) else entry
+        elif instruction := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = ", line):
+            name = instruction.group(1)
+            if estimate := re.search(r'estimated_cycles":"?(\d+)', line):
+                copies = re.match(r"copy|bitcast|transpose", name)
+                part = "copies" if copies else step_profile.part_of(named.get(name, ""))
+                own[computation][part] += int(estimate.group(1))
+            if body := re.search(r"\bbody=%?([\w.-]+)", line):
+                count = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+                calls[computation].append((body.group(1), int(count.group(1)) if count else 1))
+            if branches := re.search(r"branch_computations=\{(.*?)\}", line):
+                # The last is the largest, and taken on several devices.
+                calls[computation].append((branches.group(1).split(", ")[-1].strip("%"), 1))
+
+    def total(name: str) -> collections.Counter:
+        found = collections.Counter(own[name])
+        for callee, times in calls[name]:
+            for part, each in total(callee).items():
+                found[part] += times * each
+        return found
+
+    return dict(total(entry).most_common())
+
+
+def record_of(program: Program, target: str) -> dict[str, Any]:
+    """Compiles a program and returns what the compiler plans and estimates."""
+    described = json.loads(TARGETS.read_text())[target]
+    clock = time.process_time()
+    lowered = program.function.lower(*program.arguments)
+    # Without a device to try them on, some products find no tile sizes.
+    options = {} if "topologies" in described else {"xla_gpu_enable_triton_gemm": False}
+    executable = lowered.compile(compiler_options=options)
+    seconds = time.process_time() - clock
+    plan, cost = executable.memory_analysis(), executable.cost_analysis() or {}
+    sizes = {name: getattr(plan, f"{of}_size_in_bytes") for name, of in memory.OF_A_STEP.items()}
+    sizes["peak"] = sum(sizes.values()) - 2 * sizes["aliased"]
+    exchanged: collections.Counter = collections.Counter()
+    for kind, size in collectives(executable.as_text()):
+        exchanged[kind] += size
+    found = {
+        "compile_processor_seconds": seconds,
+        "memory_bytes": sizes | {"of_the_device": described["memory_bytes"]},
+        "operations": cost.get("flops"),
+        "bytes_accessed": cost.get("bytes accessed"),
+        "collective_bytes": dict(exchanged),
+        "float32_products": len(float32_products(lowered.as_text(debug_info=True))),
+    }
+    if "gigahertz" in described:
+        hertz = 1e9 * described["gigahertz"]
+        parts = {name: 1e3 * each / hertz for name, each in cycles(executable.as_text()).items()}
+        total = 1e-3 * sum(parts.values())
+        found |= {"milliseconds": parts, "images_per_second": program.images / total}
+        if found["operations"]:
+            found["share_of_peak"] = found["operations"] / total / (1e12 * described["teraflops"])
+    return found
+
+
+def line(record: dict[str, Any]) -> str:
+    """Returns a record for the screen."""
+    gibibytes = {name: each / 2**30 for name, each in record["memory_bytes"].items()}
+    text = (
+        f"{record['program']}, batch {record['batch_size']}, {record['devices']} x "
+        f"{record['target']}: compiled in {record['compile_processor_seconds']:.0f} s; "
+        f"{gibibytes['temporary']:.2f} GiB temporary, {gibibytes['peak']:.2f} of "
+        f"{gibibytes['of_the_device']:.0f} at most; {record['float32_products']} float32 products"
+    )
+    if "milliseconds" in record:
+        milliseconds = sum(record["milliseconds"].values())
+        text += f"; {milliseconds:.2f} ms, {record['images_per_second']:.0f} images/s"
+    if record.get("share_of_peak"):
+        text += f", {100 * record['share_of_peak']:.0f} % of peak"
+    for kind, size in record["collective_bytes"].items():
+        text += f"; {kind} {size / 2**20:.2f} MiB"
+    return text
+
+
+def main() -> None:
+    """Prints a line per program, and writes all of them after each."""
+    flags = {"target": "v5e", "devices": "1", "learner": "all", "batch_sizes": "64,256"}
+    encoder = {"variant": "B/16", "image_size": 224, "precision": "fast", "attention": "auto"}
+    parser = measure.parser_of(__doc__, PROGRAM, **flags, **encoder, tasks=20, classes=5)
+    options = measure.parsed(parser)
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    meshes = [mesh_of(options.target, count) for count in measure.numbers(options, "devices")]
+    from fdc_jax import devices, learners
+    from fdc_jax.model import vit
+
+    names = learners.names() if options.learner == "all" else options.learner.split(",")
+    for name in names:
+        learners.find(name)
+    variant = options.variant
+    if variant in vit.VARIANTS:
+        variant = dataclasses.replace(vit.VARIANTS[variant], image_size=options.image_size)
+    encoder = {"precision": options.precision, "attention": options.attention}
+    records = _earlier(options)
+    for mesh in meshes:
+        cudnn = devices.have_cudnn(mesh)
+        model = vit.build(variant, options.image_size, **encoder, cudnn=cudnn)
+        stream = (options.tasks, options.classes)
+        for size in measure.numbers(options, "batch_sizes"):
+            makers = {name: partial(step, mesh, model, name, size, *stream) for name in names}
+            makers["extraction"] = partial(extraction, mesh, model, size)
+            makers["scoring"] = partial(scoring, mesh, model.variant.width, *stream, size)
+            for name, make in makers.items():
+                what = {"program": name, "batch_size": size, "devices": mesh.size}
+                what |= {"target": options.target, "precision": options.precision}
+                what["attention"] = model.attention
+                if not any(what.items() <= each.items() for each in records):
+                    records.append(what | record_of(make(), options.target))
+                    measure.write_report(PROGRAM, options, {"records": records})
+                found = next(each for each in records if what.items() <= each.items())
+                print(line(found), flush=True)
+
+
+def _earlier(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns the records of the same versions that --output has already."""
+    from fdc_jax import evaluation
+    from fdc_jax.files import read_json
+
+    if not options.output or not Path(options.output).exists():
+        return []
+    found = read_json(options.output)
+    return found["records"] if found["versions"] == evaluation.versions() else []
+
+
+if __name__ == "__main__":
+    sys.exit(measure.run(PROGRAM, main))

@@ -1,0 +1,81 @@
+"""Lowers the programs of a run for TPUs and GPUs, and looks at what four devices exchange.
+
+XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tests.lowered_programs
+"""
+
+from types import SimpleNamespace
+
+import jax
+from jax._src.cudnn import fused_attention_stablehlo
+
+from benchmarks import ahead_of_time
+from fdc_jax import devices, learners
+from fdc_jax.model import vit
+
+# Sizes of which none is one that another could be taken for.
+VARIANT = vit.Variant(width=128, depth=2, heads=2, patch=8, image_size=32)
+BATCH, TOKENS, TASKS, CLASSES = 12, 17, 3, 5
+ACTIVATIONS = {BATCH, TOKENS, BATCH * TOKENS}
+PLATFORMS = ("cuda", "tpu")
+# Code for a processor need not be fast here.
+QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+
+def model_for(platform: str) -> vit.VisionTransformer:
+    return vit.build(VARIANT, VARIANT.image_size, precision="fast", cudnn=platform == "cuda")
+
+
+def lowered(program: ahead_of_time.Program, platform: str) -> str:
+    traced = program.function.trace(*program.arguments)
+    return traced.lower(lowering_platforms=(platform,)).as_text(debug_info=True)
+
+
+def check_products(text: str, where: str) -> None:
+    """Asserts that no product in the encoder has float32 activations.
+
+    Those of kernels with increments are of parameters alone. Heads and losses are float32, one row
+    an image.
+    """
+    for product in ahead_of_time.float32_products(text):
+        dimensions = {each for shape in product.shapes for each in shape}
+        if dimensions & ACTIVATIONS:
+            assert "Transformer" not in product.name, (where, product)
+            assert not dimensions & {TOKENS, BATCH * TOKENS}, (where, product)
+
+
+def check_exchange(program: ahead_of_time.Program, where: str) -> None:
+    """Asserts that devices add up one gradient, and gather nothing larger than features."""
+    compiled = program.function.lower(*program.arguments).compile(compiler_options=QUICK)
+    features = 4 * BATCH * VARIANT.width
+    trained = jax.tree.leaves(program.arguments[2])
+    # Sums over the batch beside it are as small.
+    most = sum(leaf.size * leaf.dtype.itemsize for leaf in trained) + 4 * features
+    exchanged = ahead_of_time.collectives(compiled.as_text())
+    reduced = sum(size for kind, size in exchanged if kind == "all-reduce")
+    assert 0 < reduced <= most, (where, reduced, most)
+    for kind, size in exchanged:
+        assert kind == "all-reduce" or size <= features, (where, kind, size)
+
+
+def forbidden():
+    raise AssertionError("what is traced asks for the devices of this process")
+
+
+if __name__ == "__main__":
+    mesh = devices.data_mesh()
+    assert mesh.size == 4
+    jax.default_backend = jax.device_count = forbidden
+    # All that tracing asks of cuDNN, which need not be here, is its version.
+    fused_attention_stablehlo.cuda_versions = SimpleNamespace(cudnn_get_version=lambda: 91002)
+    for name in learners.names():
+        for platform in PLATFORMS:
+            given = (name, BATCH, TASKS, CLASSES)
+            program = ahead_of_time.step(mesh, model_for(platform), *given)
+            check_products(lowered(program, platform), f"{name}, {platform}")
+        # That for TPUs, which a processor can compile, too.
+        check_exchange(program, name)
+    for platform in PLATFORMS:
+        program = ahead_of_time.extraction(mesh, model_for(platform), BATCH)
+        check_products(lowered(program, platform), f"extraction, {platform}")
+        assert lowered(ahead_of_time.scoring(mesh, VARIANT.width, TASKS, CLASSES, BATCH), platform)
+    print("no program surprises")
