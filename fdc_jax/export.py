@@ -224,8 +224,9 @@ def _card(run: Run, folder: Path, sizes: dict[str, int]) -> str:
         "seeds": f"{results['seed']}, of the order of classes {results['class_order_seed']}",
         "made with": ", ".join(f"{k} {v}" for k, v in results["versions"].items() if v),
     }
-    merged = Places(folder).merged_file.exists()
-    kept = "only" if merged else "and, where the learner keeps them, those after earlier tasks"
+    earlier = ""
+    if Places(folder).state_file.exists():
+        earlier = ", and, where the learner keeps them, those after earlier tasks"
     lines = [
         "---",
         "library_name: fdc_jax",
@@ -237,7 +238,7 @@ def _card(run: Run, folder: Path, sizes: dict[str, int]) -> str:
         "",
         f"A Vision Transformer that learned {classes} in {tasks}, one after the other, and Feature "
         "Distribution Calibration, which chooses the task of a new image. It holds the pretrained "
-        f"encoder E_0 and E_{results['num_tasks']} after the last task {kept}.",
+        f"encoder E_0 and E_{results['num_tasks']} after the last task{earlier}.",
         "",
         "## Accuracies",
         "",
@@ -269,9 +270,7 @@ def _card(run: Run, folder: Path, sizes: dict[str, int]) -> str:
         "import fdc_jax",
         "",
         'run = fdc_jax.open_run("this folder")',
-        "# uint8 [n, s, s, 3]: short side to s * 256 / 224, centre",
-        *_scoring(run),
-        "[run.class_names[label] for label in scores.label]",
+        'run.predict("a folder of images")[["image", "class", "task", "score"]]',
         "```",
         "",
         *_timm_use(folder),
@@ -288,14 +287,6 @@ def _card(run: Run, folder: Path, sizes: dict[str, int]) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def _scoring(run: Run) -> list[str]:
-    """Returns the lines of Python that score images."""
-    adapted = f"run.features(images, {run.num_tasks})"
-    if run.config.fdc.pretrained_view_weight > 0:
-        adapted += ", run.features(images, 0)"
-    return [f"scores = run.calibrator().score({adapted})"]
 
 
 def _timm_use(folder: Path) -> list[str]:
