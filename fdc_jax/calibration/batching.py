@@ -6,7 +6,9 @@ over tasks and compiles them once per shape; NumPy takes one task after the othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +25,8 @@ except ImportError:  # NumPy alone scores, too.
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float
+
+_LOGGER = logging.getLogger("fdc_jax.calibration")
 
 # Tasks that a kernel takes at once, which bounds its memory.
 TASK_GROUP = 64
@@ -84,6 +88,34 @@ def over_tasks(function: Callable[..., tuple[Any, ...]], *arrays: Any) -> tuple[
 def compiled(kernel: Callable[..., Any], static: tuple[str, ...] = ()) -> Callable[..., Any]:
     """Returns a kernel as JAX compiles it, once per shape."""
     return jax.jit(kernel, static_argnames=static)
+
+
+@contextlib.contextmanager
+def off_tpus() -> Iterator[None]:
+    """Computes on the host's processor inside, where the device is a TPU.
+
+    XLA compiles an eigendecomposition for a TPU for minutes, and for every size anew.
+    """
+    if jax is None or jax.default_backend() != "tpu" or (host := _host()) is None:
+        yield
+        return
+    with jax.default_device(host):
+        yield
+
+
+@cache
+def _host() -> Any:
+    """Returns the processor as a device, or None where JAX has none; says so once."""
+    try:
+        host = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        _LOGGER.warning(
+            "statistics are fitted on the TPU, for which decompositions compile for minutes; "
+            "JAX_PLATFORMS=tpu,cpu lets them be fitted on the host"
+        )
+        return None
+    _LOGGER.warning("statistics are fitted on the host's processor, since the device is a TPU")
+    return host
 
 
 def fetch(batches: Sequence[tuple[Any, ...]], sizes: Sequence[int]) -> list[np.ndarray]:

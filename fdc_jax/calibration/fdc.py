@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 
 from fdc_jax.calibration import inputs
-from fdc_jax.calibration.batching import fetch, jnp, over_tasks, place, run, stack
+from fdc_jax.calibration.batching import fetch, jnp, off_tpus, over_tasks, place, run, stack
 from fdc_jax.calibration.scores import Scores
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, namespace, products, unit
@@ -778,6 +778,7 @@ class FDC:
         """Returns the feature width of each view, once there is a task."""
         return [len(view.mean) for view in self.tasks[0].views] if self.tasks else []
 
+    @off_tpus()
     def fit_task(
         self, adapted: Any, labels: Any, head: Any, pretrained: Any = None, classes: Any = None
     ) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 
+import jax
 import numpy as np
 import pytest
 
@@ -319,3 +320,36 @@ def test_storage_bytes_by_the_paper():
     frozen = streams.fitted(stream, adapted_view_weight=0.0)
     without = 16 * adapted + 12 * (pretrained + 3 + classes) + 2 * 3 + 4 * 3 + 3
     assert frozen.storage_bytes == 4 * without
+
+
+@pytest.mark.parametrize("processor", [True, False])
+def test_statistics_are_fitted_on_the_host_of_a_tpu(monkeypatch, caplog, processor):
+    """Where JAX has the host's processor; scores are computed on the device."""
+    used, eigh, measured = [], fdc.eigh, fdc.score_batch
+
+    def seen(function):
+        def call(*arguments, **options):
+            used.append((function.__name__, jax.config.jax_default_device))
+            return function(*arguments, **options)
+
+        return call
+
+    def local_devices(backend):
+        if processor:
+            return [host]
+        raise RuntimeError("no such backend")
+
+    host = jax.devices()[0]
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    monkeypatch.setattr(fdc, "eigh", seen(eigh))
+    monkeypatch.setattr(fdc, "score_batch", seen(measured))
+    batching._host.cache_clear()
+    stream = streams.stream(2, 5)
+    calibrator = streams.fitted(stream, "linear")
+    calibrator.score(*streams.probe_inputs(stream))
+    batching._host.cache_clear()
+    where = host if processor else None
+    assert set(used) == {("eigh", where), ("score_batch", None)}
+    (message,) = (each.getMessage() for each in caplog.records)
+    assert ("on the host's processor" if processor else "JAX_PLATFORMS=tpu,cpu") in message
