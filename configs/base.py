@@ -20,6 +20,7 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.class_order = ()  # with -1: a file with all class names, one a line, or the names
     # A number, or a list of one for each task; 0: the paper's number for the benchmark.
     config.classes_per_task = config_dict.FieldReference(0, field_type=object)
+    config.num_tasks = 0  # stop after so many, and go on later with more; 0: all
     config.precision = "parity"  # parity: float32, exact products; fast: bfloat16 activations
     config.cache_dir = ""  # downloads, compiled programs, E_0 features; empty: the user's cache
     config.save_features = True  # keep features under the work directory, for refits and sweeps

@@ -210,7 +210,7 @@ def _run_seed(
     """Returns the results of a seed, which is trained where it is not finished."""
     of_seed = ml_collections.ConfigDict(e.config)
     of_seed.seed = (seed,)
-    store = Store(folder, of_seed, e.checksums)
+    store = Store(folder, of_seed, e)
     finished = store.finished()
     if finished is not None:
         if not quiet:
@@ -240,7 +240,7 @@ def describe(e: Experiment) -> str:
         f"{data.input_range}{positions}\n"
         f"weights    {e.pretrained.path.name}, sha256 {e.pretrained.sha256[:16]}\n"
         f"data       {config.benchmark} ({e.tasks.test.partition} split{part}), "
-        f"{counted(e.setup.num_tasks, 'task')}, {train:,} training and "
+        f"{counted(e.num_tasks, 'task')}, {train:,} training and "
         f"{counted(len(e.tasks.test_indices), 'test image')}, "
         f"sha256 {e.tasks.train.checksum[:8]}, {e.tasks.test.checksum[:8]}"
     )

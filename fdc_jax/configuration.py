@@ -31,6 +31,7 @@ WITHOUT_EFFECT = frozenset(
 # What values may be, as in `learners.Option`.
 _ALLOWED: dict[str, str | tuple[str, ...]] = {
     "class_order_seed": "[-1, 4294967295]",
+    "num_tasks": "[0, inf)",
     "precision": ("parity", "fast"),
     "encoder.image_size": "[0, inf)",
     "data.train_per_class": "[0, inf)",
@@ -51,7 +52,10 @@ _ALLOWED: dict[str, str | tuple[str, ...]] = {
 }
 
 # What a run did before there was such a field.
-CAME_LATER: dict[str, Any] = {"fdc.transport": False, "class_order": []}
+CAME_LATER: dict[str, Any] = {"fdc.transport": False, "class_order": [], "num_tasks": 0}
+
+# What says which classes a run learns in which task; a run may grow by further tasks.
+TASKS = frozenset({"class_order", "classes_per_task", "num_tasks"})
 
 
 def flatten(config: Config) -> dict[str, Any]:

@@ -432,7 +432,7 @@ def collect(
     config, last = e.config, records[-1]
     points = ("task", "accuracy", "routing_accuracy", "components", "task_accuracy", *BEYOND)
     curve = [{name: record[name] for name in points if name in record} for record in records]
-    complete = len(records) == e.setup.num_tasks
+    complete = len(records) == e.num_tasks
     selected = e.selected
     if selected not in last["components"]:  # Without the pretrained view, the other is all.
         selected = selected.removesuffix("_adapted_view")
@@ -447,8 +447,8 @@ def collect(
         "learner": config.learner.name,
         "seed": seed,
         "class_order_seed": config.class_order_seed,
-        "num_tasks": e.setup.num_tasks,
-        "num_classes": sum(e.setup.classes_per_task),
+        "num_tasks": e.num_tasks,
+        "num_classes": len(e.tasks.order),
         "class_names": e.tasks.class_names,
         "num_train_images": sum(len(indices) for indices in e.tasks.train_indices),
         "num_test_images": len(e.tasks.test_indices),

@@ -30,10 +30,12 @@ def run(
         TrainingError: a loss is not finite.
         Interrupted: a stop was requested; the same call in a new process goes on from there.
     """
-    learner, setup, backbone, num_tasks = e.learner, e.setup, e.backbone, e.setup.num_tasks
+    learner, setup, backbone, num_tasks = e.learner, e.setup, e.backbone, e.num_tasks
     images = RunImages(e, seed, stop.poll)
     saved = _resume(e, seed, store, checkpoints)
     state, fdc, log = saved.state, saved.fdc, StepLog(e.config, store.event, progress, saved.timing)
+    # The slots of a checkpoint.
+    planned = {"classes_per_task": setup.classes_per_task}
     progress.start(e.steps_before(num_tasks), e.steps_before(saved.tasks_done) + saved.step)
 
     for task in range(num_tasks):
@@ -67,13 +69,15 @@ def run(
                 if due and step + 1 < stream.num_steps:
                     log.pause()
                     tree = {"state": state, "trained": trained, "optimizer": optimizer}
-                    checkpoints.save(e.place(task, step + 1), tree, log.cursor(task, step + 1))
+                    cursor = log.cursor(task, step + 1) | planned
+                    checkpoints.save(e.place(task, step + 1), tree, cursor)
                     stop.poll()
             log.look()
             new = learner.after_task(setup, backbone, state, task, frozen, trained, around)
             state = e.accept(state, new, "after_task")
             log.end()
-            checkpoints.save(e.place(task + 1, 0), {"state": state}, log.cursor(task + 1, 0))
+            cursor = log.cursor(task + 1, 0) | planned
+            checkpoints.save(e.place(task + 1, 0), {"state": state}, cursor)
         # The training of earlier tasks was timed by an earlier process.
         first_timed = saved.tasks_done - (saved.step == 0)
         timing = log.timing if task >= first_timed else {}
@@ -127,7 +131,7 @@ class _Saved(NamedTuple):
 
 def _resume(e: Experiment, seed: int, store: Store, checkpoints: Checkpoints) -> _Saved:
     """Returns the newest state that all else in the work directory goes with, or the first one."""
-    for number, cursor, tree in checkpoints.newest(lambda cursor: e.checkpoint(cursor, seed)):
+    for number, cursor, tree in e.checkpoints(checkpoints, seed):
         tasks_done, step = cursor["tasks_done"], cursor["step"]
         due = [task for task in range(tasks_done) if e.evaluates_after(task)]
         heads = e.heads(tree["state"], tasks_done)
@@ -177,7 +181,7 @@ def _evaluate(
     accuracies, predictions = evaluation.measure(
         terms, e.tasks.test_labels[seen], e.tasks.test_tasks[seen]
     )
-    if task + 1 == e.setup.num_tasks:
+    if task + 1 == e.num_tasks:
         store.save_predictions(predictions, e.tasks.class_names)
         if e.config.save_features:
             store.save_test_features(adapted.features, pretrained, predictions["label"], heads)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from fdc_jax import calibration, configuration, devices, learners, processes
+from fdc_jax.checkpoint import Checkpoints
 from fdc_jax.configuration import Config
 from fdc_jax.data import benchmarks, dataset, task_stream
 from fdc_jax.data.batches import Batch, ByteCache, EvaluationBatches, TrainBatches
@@ -30,7 +31,8 @@ class Experiment:
     Args:
         config: the configuration.
         quiet: show no download.
-        classes_per_task: number of classes of each task, where data need not be at hand.
+        classes_per_task: number of classes of each task, also of those that follow later, where
+            data need not be at hand.
 
     Raises:
         InputError: configuration, data or weights are not as expected.
@@ -57,7 +59,8 @@ class Experiment:
         self._cache = cache
         jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
         known = classes_per_task is not None
-        classes_per_task = classes_per_task or self.tasks.classes_per_task
+        classes_per_task = classes_per_task or self.tasks.planned
+        self.num_tasks = config.num_tasks or len(classes_per_task)
         wanted = encoder.weights, encoder.variant, cache, not quiet
         # A download is the first process's alone where all share a cache.
         processes.on_first(lambda: str(weights.locate(*wanted)))()
@@ -98,6 +101,7 @@ class Experiment:
             classes_per_task=config.classes_per_task,
             train_per_class=config.data.train_per_class,
             test_per_class=config.data.test_per_class,
+            num_tasks=config.num_tasks,
         )
 
     @functools.cached_property
@@ -143,6 +147,14 @@ class Experiment:
         }
 
     @property
+    def earlier_checksums(self) -> list[dict[str, str]]:
+        """What `checksums` said of the images before further classes were appended, each time."""
+        names = ("training images sha256", "test images sha256")
+        tasks = self.tasks
+        earlier = zip(tasks.train.earlier_checksums, tasks.test.earlier_checksums, strict=True)
+        return [dict(zip(names, each, strict=True)) for each in earlier]
+
+    @property
     def uses_pretrained(self) -> bool:
         """Whether FDC has a pretrained view."""
         return self.config.fdc.pretrained_view_weight > 0
@@ -160,7 +172,7 @@ class Experiment:
 
     def evaluates_after(self, task: int) -> bool:
         """Tells whether test images are scored after a task."""
-        return self.config.evaluation.every_task or task + 1 == self.setup.num_tasks
+        return self.config.evaluation.every_task or task + 1 == self.num_tasks
 
     def epochs(self, task: int) -> int:
         """Passes over the images of one task."""
@@ -183,10 +195,12 @@ class Experiment:
             return self.update.schedule(epoch, epochs)
         return training.learning_rate_factor(self.config.train.schedule, epoch, epochs)
 
-    def start(self, state: Any, task: int, seed: int) -> tuple[Any, Any, Any]:
+    def start(
+        self, state: Any, task: int, seed: int, setup: training.Setup | None = None
+    ) -> tuple[Any, Any, Any]:
         """Returns what stays frozen in a task, what is trained, and the optimiser's state."""
         key = jax.random.fold_in(jax.random.key(seed), task)
-        started = self.learner.start(self.setup, self.backbone, state, task, key)
+        started = self.learner.start(setup or self.setup, self.backbone, state, task, key)
         # Every step reads these, so that none of them may stay on the host.
         frozen, trained = devices.replicate(self.mesh, jax.tree.map(jnp.asarray, started))
         return frozen, trained, devices.replicate(self.mesh, self.update.initialise(trained))
@@ -205,14 +219,32 @@ class Experiment:
         """Returns the learner's state before the first task, on the devices."""
         return devices.replicate(self.mesh, self.learner.initial_state(self.setup))
 
-    def checkpoint(self, cursor: dict[str, Any], seed: int) -> dict[str, Any]:
-        """Returns a tree of the form of the checkpoint that a cursor belongs to."""
-        tree = {"state": self.first_state()}
-        if cursor["step"]:
-            _, tree["trained"], tree["optimizer"] = self.start(
-                tree["state"], cursor["tasks_done"], seed
-            )
-        return tree
+    def checkpoints(
+        self, folder: Checkpoints, seed: int
+    ) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
+        """Yields number, cursor and tree of every usable checkpoint, newest first.
+
+        Trees of a run that knew of fewer tasks have slots for those of now.
+        """
+
+        def form(cursor: dict[str, Any], setup: training.Setup) -> dict[str, Any]:
+            tree = {"state": devices.replicate(self.mesh, self.learner.initial_state(setup))}
+            if cursor["step"]:
+                _, tree["trained"], tree["optimizer"] = self.start(
+                    tree["state"], cursor["tasks_done"], seed, setup
+                )
+            return tree
+
+        def setup_of(cursor: dict[str, Any]) -> training.Setup:
+            planned = cursor.get("classes_per_task", self.setup.classes_per_task)
+            return dataclasses.replace(self.setup, classes_per_task=tuple(planned))
+
+        found = folder.newest(lambda cursor: form(cursor, setup_of(cursor)))
+        for number, cursor, tree in found:
+            if setup_of(cursor).classes_per_task != self.setup.classes_per_task:
+                grown = training.in_slots(tree, form(cursor, self.setup))
+                tree = devices.replicate(self.mesh, grown)
+            yield number, cursor, tree
 
     def evaluation_batches(
         self, source, indices, labels=None, **caches: ByteCache

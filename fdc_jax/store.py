@@ -7,6 +7,7 @@ changes nothing.
 import contextlib
 import fcntl
 import functools
+import itertools
 import json
 import logging
 import os
@@ -47,6 +48,8 @@ _log = logging.getLogger(__name__)
 _ON_THE_EDGE = 2
 _WRITTEN_AGAIN = "remove it, and the run writes it again"
 _MEASURED_AGAIN = "remove it, and its accuracies are measured again"
+# In config.json: names of the classes of each task, and numbers of those of all tasks to come, too.
+_TASKS, _PLANNED = "classes of tasks", "classes of planned tasks"
 
 
 class Places:
@@ -91,19 +94,24 @@ class Store(Places):
     Args:
         folder: made when missing.
         config: the run's configuration, `seed` being this run's alone.
-        checksums: of the weights and images, by name.
+        e: what its seeds share.
 
     Raises:
         InputError: the folder belongs to another configuration; the differing fields are named.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], config: Config, checksums: dict[str, str]):
+    def __init__(self, folder: str | os.PathLike[str], config: Config, e: Experiment):
         super().__init__(folder)
         self._config, self._two_views = config, config.fdc.pretrained_view_weight > 0
-        self._claim(configuration.flatten(config) | checksums, checksums)
+        self._num_tasks = e.num_tasks
+        self._claim(e)
 
     @processes.on_first
-    def _claim(self, own: dict[str, Any], checksums: dict[str, str]) -> None:
+    def _claim(self, e: Experiment) -> None:
+        names = iter(e.tasks.class_names)
+        tasks = [list(itertools.islice(names, size)) for size in e.tasks.classes_per_task]
+        own = configuration.flatten(self._config) | e.checksums
+        own |= {_TASKS: tasks, _PLANNED: list(e.setup.classes_per_task)}
         if not self.config_file.exists():
             if self.results_file.exists() or self.checkpoints_folder.exists():
                 raise InputError(
@@ -116,13 +124,16 @@ class Store(Places):
         if self.results_file.exists():
             results = _read_object(self.results_file, _WRITTEN_AGAIN)
             for name, value in results.get("config", {}).items():
-                if name not in configuration.WITHOUT_EFFECT and saved.get(name, value) != value:
+                known = configuration.WITHOUT_EFFECT | configuration.TASKS  # These may have grown.
+                if name not in known and saved.get(name, value) != value:
                     raise InputError(
                         f"{self.folder}: config.json says {name} {saved[name]!r}, results.json "
                         f"{value!r}; put back the file that was changed, or choose another "
                         "--workdir"
                     )
-        differing = configuration.differences(saved, self._config, checksums)
+        differing = configuration.differences(saved, self._config, e.checksums)
+        grown = self._grown(saved, tasks, {name for name, *_ in differing}, e)
+        differing = [each for each in differing if each[0] not in grown]
         fields = ", ".join(f"{name} was {old!r}, is {new!r}" for name, old, new in differing)
         if not all(name.startswith("fdc.") for name, _, _ in differing):
             raise InputError(
@@ -131,7 +142,45 @@ class Store(Places):
             )
         if differing:
             self._begin_refit(fields)
+        if grown:
+            self._tell_of_growth(len(saved[_TASKS]), len(saved[_PLANNED]), e)
+        if differing or grown:
             write_json(self.config_file, own)
+
+    def _grown(
+        self, saved: dict[str, Any], tasks: list[list[str]], differing: set[str], e: Experiment
+    ) -> set[str]:
+        """Returns the differing fields that say no more than that the run grows by further tasks.
+
+        Raises:
+            InputError: an earlier task has other classes, though no field says so.
+        """
+        before: list[list[str]] | None = saved.get(_TASKS)
+        if before is None:  # Of an earlier version.
+            return set()
+        changed = [task for task, old in enumerate(before) if tasks[task : task + 1] != [old]]
+        images = {"training images sha256", "test images sha256"}
+        if changed and not differing - images:
+            old, new = before[changed[0]], tasks[changed[0]]
+            raise InputError(
+                f"{self.folder}: expected in task {changed[0] + 1} the classes {', '.join(old)}, "
+                f"as before; found {', '.join(new)}; give the size of every task as "
+                "config.classes_per_task, or choose another --workdir"
+            )
+        if changed:
+            return set()
+        known = ({name: saved.get(name) for name in each} == each for each in e.earlier_checksums)
+        return differing & (configuration.TASKS | images if any(known) else configuration.TASKS)
+
+    def _tell_of_growth(self, tasks: int, planned: int, e: Experiment) -> None:
+        if tasks < e.num_tasks:
+            _log.warning("%s: goes on from %d tasks to %d", self.folder, tasks, e.num_tasks)
+        if planned != e.setup.num_tasks and e.learner.TASK_COUNT:
+            _log.warning(
+                "%s: was planned for %d tasks, is for %d; %s: a run that knew them all from the "
+                "start would end otherwise",
+                *(self.folder, planned, e.setup.num_tasks, e.learner.TASK_COUNT),
+            )
 
     def _begin_refit(self, fields: str) -> None:
         """Makes FDC be fitted and evaluated again, in other settings, from saved features."""
@@ -172,6 +221,8 @@ class Store(Places):
                 f"{self.results_file}: expected num_tasks, found none; {_WRITTEN_AGAIN}"
             )
         tasks = range(results["num_tasks"])
+        if len(tasks) < self._num_tasks:
+            return None
         evaluated = [self.predictions_file]
         if self._config.save_features and self.features_folder.exists():
             saved = (path for t in tasks for path in self.features_folder.glob(f"*_{t}.npy"))
@@ -457,7 +508,7 @@ class Run(Places):
             )
         saved = _read_object(self.config_file, "it says what the run is")
         self.config = _configuration(saved)
-        self._weights_sha256 = saved.get("weights sha256")
+        self._weights_sha256, self._planned = saved.get("weights sha256"), saved.get(_PLANNED)
         if self.weights_file.exists():
             self.config.encoder.weights = str(self.weights_file)
         if data_dir is not None:
@@ -471,9 +522,9 @@ class Run(Places):
     @functools.cached_property
     def experiment(self) -> Experiment:
         """Learner, encoder, devices and, when asked for, data."""
-        known = None
+        known = None if self._planned is None else tuple(self._planned)
         try:
-            if self.results is not None:
+            if known is None and self.results is not None:
                 config, classes = self.config, self.results["num_classes"]
                 known = task_sizes(config.benchmark, classes, config.classes_per_task)
             e = Experiment(self.config, quiet=True, classes_per_task=known)
@@ -491,7 +542,7 @@ class Run(Places):
     @property
     def num_tasks(self) -> int:
         """Number of tasks of the stream."""
-        return self.results["num_tasks"] if self.results else self.experiment.setup.num_tasks
+        return self.results["num_tasks"] if self.results else self.experiment.num_tasks
 
     @property
     def class_names(self) -> list[str]:
@@ -512,7 +563,7 @@ class Run(Places):
             return _read_state(self.state_file, e.first_state()), self.num_tasks
         checkpoints = Checkpoints(self.checkpoints_folder, read_only=True)
         try:
-            for _, cursor, tree in checkpoints.newest(lambda cursor: e.checkpoint(cursor, seed)):
+            for _, cursor, tree in e.checkpoints(checkpoints, seed):
                 return tree["state"], cursor["tasks_done"]
         finally:
             checkpoints.close()
@@ -601,8 +652,8 @@ class Run(Places):
         Raises:
             InputError: the data cannot be read, or are not those of the run.
         """
-        tasks = self.experiment.tasks
-        if not np.array_equal(tasks.test_labels, self.predictions["label"]):
+        tasks, labels = self.experiment.tasks, self.predictions["label"]
+        if not np.array_equal(tasks.test_labels[: len(labels)], labels):  # More tasks may follow.
             raise InputError(
                 f"{self.folder}: its predictions are not of the test images of "
                 f"{self.config.benchmark} that were found"

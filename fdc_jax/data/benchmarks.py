@@ -6,6 +6,7 @@ A data set of the user's own is one more entry, which lies beside its prepared d
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,6 +38,7 @@ class Benchmark:
     task_test_counts: tuple[int, ...] | None = None  # in class order seed 1993, where known
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)  # of the raw archive
     tfds_version: str = "1.0.0"  # folder of the prepared data below that of their name
+    earlier_classes: tuple[int, ...] = ()  # numbers of classes before others were appended
 
     @property
     def tfds_name(self) -> str:
@@ -210,6 +212,7 @@ def look_up(name: str, data_dir: Path) -> Benchmark | None:
     noted = metadata(newest)
     fields = ("partition", "num_classes", "num_train", "num_test")
     known = {field: noted[field] for field in fields if field in noted}
+    known["earlier_classes"] = tuple(each["num_classes"] for each in noted.get("earlier", []))
     return dataclasses.replace(entry, tfds_version=str(newest.relative_to(below)), **known)
 
 
@@ -242,15 +245,19 @@ def prepared(data_dir: Path) -> list[Benchmark]:
 # Classes and tasks --------------------------------------------------------------------------------
 
 
-def class_order(num_classes: int, seed: int) -> Int[np.ndarray, " c"]:
+def class_order(num_classes: int, seed: int, earlier: Sequence[int] = ()) -> Int[np.ndarray, " c"]:
     """Returns the class labels in the order in which they arrive (PILOT: seed 1993).
 
     Equal to `numpy.random.seed(seed)` followed by `numpy.random.permutation(num_classes)`; for a
-    seed of -1 the order given, which is that of the labels.
+    seed of -1 the order given, which is that of the labels. Classes that were appended when there
+    were `earlier` ones come after those, in such an order among themselves.
     """
     if seed == -1:
         return np.arange(num_classes)
-    return np.random.RandomState(seed).permutation(num_classes)
+    limits = itertools.pairwise((0, *earlier, num_classes))
+    return np.concatenate(
+        [first + np.random.RandomState(seed).permutation(after - first) for first, after in limits]
+    )
 
 
 def named_order(class_names: Sequence[str], names: Sequence[str]) -> Int[np.ndarray, " c"]:

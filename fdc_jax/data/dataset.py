@@ -36,6 +36,8 @@ class Dataset:
     class_names: tuple[str, ...]  # per class index, which is the order given
     read: Callable[[int], bytes]  # image index to the encoded image; safe from any thread
     compute_checksum: Callable[[], str]
+    # What the checksum was before images of further classes were appended, each time.
+    earlier_checksums: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.labels)

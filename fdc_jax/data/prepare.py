@@ -1,6 +1,6 @@
 """Prepares images for reading: folders, archives and lists of files to TFDS array_record.
 
-    python -m fdc_jax.data.prepare NAME --source=FOLDER_ARCHIVE_OR_LIST --data_dir=DIR
+    python -m fdc_jax.data.prepare NAME --source=FOLDER_ARCHIVE_OR_LIST --data_dir=DIR [--append]
 
 NAME is a benchmark of the table, or a new word for images of your own. Every image is decoded once;
 nothing is left that a reader would accept unless all of it is well. Beside the data,
@@ -15,6 +15,7 @@ import dataclasses
 import fcntl
 import functools
 import hashlib
+import itertools
 import os
 import shutil
 import sys
@@ -40,6 +41,7 @@ def prepare(
     *,
     test_share: float | None = None,
     split_seed: int = 0,
+    append: bool = False,
     workers: int | None = None,
     quiet: bool = False,
 ) -> Path | None:
@@ -54,6 +56,8 @@ def prepare(
         test_share: of one's own images without a division into train and test: the share of each
             class that is for testing, see `folders.stratified`.
         split_seed: of that division.
+        append: put images of new classes to those of one's own that are prepared under this name;
+            the new classes come after the others.
         workers: decoding threads; None for one per core.
         quiet: says nothing but errors.
 
@@ -62,7 +66,7 @@ def prepare(
 
     Raises:
         InputError: the raw data are not there, are damaged, are not what the table says, or are
-            others than those that are prepared already.
+            others than those that are prepared already; there is nothing to append to.
     """
     raw = None if source is None else Path(source)
     if raw is not None and not (raw.is_dir() or raw.is_file()):
@@ -87,13 +91,15 @@ def prepare(
     found = benchmarks.look_up(name, place) if known else None
     benchmark = found or benchmarks.own(name, partition)
     job = _Job(benchmark, place, workers, quiet)
+    if append and (name in benchmarks.BENCHMARKS or job.prepared() is None):
+        raise InputError(f"{name}: expected prepared images of your own to append to, found none")
     if benchmark.partition == "embedded":
         job.say(f"{name} is embedded: nothing to prepare")
         return None
     if benchmark.partition == "random80":
         divide = folders.random80
     folder = job.prepared()
-    if raw is None and folder is not None:
+    if raw is None and folder is not None and not append:
         return job.keep(folder)
     if raw is None and name != "cifar100":
         raise InputError(f"{name} needs --source=PATH, where PATH is {benchmark.obtain}")
@@ -114,7 +120,10 @@ def prepare(
             for note in notes:
                 job.say(note)
         job.verify(data)
-        if folder := job.prepared():
+        folder = job.prepared()
+        if append and folder is not None:
+            return job.append(data, folder, raw, scratch)
+        if folder is not None:
             job.compare(data, folder, raw)
             return job.keep(folder)
         return job.write(data, scratch)
@@ -135,6 +144,7 @@ def remove(name: str, data_dir: str | os.PathLike[str] = "", quiet: bool = False
         if not benchmarks.metadata(folder):
             raise InputError(f"{folder} was prepared by another program; remove it by hand")
         # Out of readers' sight in one step; the rest goes with the workplace.
+        job.drop_others(folder, scratch)
         os.rename(folder, scratch / "removed")
         with contextlib.suppress(OSError):
             folder.parent.rmdir()
@@ -230,7 +240,14 @@ class _Job:
         benchmark = benchmarks.find(self.benchmark.name, self.data_dir)
         for split, items in raw.splits.items():
             prepared = tfds_format.open_prepared(benchmark, split, self.data_dir)
-            position = {name: index for index, name in enumerate(prepared.ids)}
+            came = _came_together(benchmark, prepared.class_names, raw.class_names)
+            position = {
+                name: index
+                for index, (name, label) in enumerate(
+                    zip(prepared.ids, prepared.labels.tolist(), strict=True)
+                )
+                if label in came
+            }
 
             def differs(item: dataset.RawImage, prepared=prepared, position=position) -> str:
                 found, kept = item.read(), prepared.read(position[item.name])
@@ -252,8 +269,63 @@ class _Job:
                     f"another name, remove them with --remove, or give another --data_dir"
                 )
 
-    def write(self, raw: dataset.RawData, scratch: Path) -> Path:
-        """Writes all images below `scratch`, on the data folder's disk, and moves them there."""
+    def append(
+        self, new: dataset.RawData, folder: Path, source: Path | None, scratch: Path
+    ) -> Path:
+        """Writes the prepared images again, and those of new classes after them.
+
+        That is a newer version of the data, found as soon as it is whole; the older one goes then.
+        """
+        noted = benchmarks.metadata(folder)
+        if not noted:
+            raise InputError(f"{folder} was prepared by another program; nothing can be appended")
+        known = benchmarks.find(self.benchmark.name, self.data_dir)
+        opened = [tfds_format.open_prepared(known, s, self.data_dir) for s in dataset.SPLITS]
+        names = opened[0].class_names
+        if there := [name for name in new.class_names if name in names]:
+            came = _came_together(known, names, new.class_names)
+            if len(came) == len(new.class_names) and 0 not in came:
+                self.compare(new, folder, source)  # This command was finished before.
+                self.drop_others(folder, scratch)
+                return self.keep(folder)
+            raise InputError(
+                f"{source}: expected classes that {known.name} does not have, found "
+                f"{', '.join(there[:5])}"
+            )
+        size = sum(path.stat().st_size for path in folder.iterdir()) // sum(map(len, opened))
+        both: dict[str, list[dataset.RawImage]] = {}
+        for each in opened:
+            taken = set(each.ids)
+            for item in new.splits[each.split]:
+                if item.name in taken:
+                    raise InputError(
+                        f"{item.place}: expected the name of an image that {known.name} does not "
+                        f"have, found {item.name}"
+                    )
+            both[each.split] = _as_raw(each, size) + new.splits[each.split]
+        earlier = [*noted.pop("earlier", []), noted]
+        parts = dict.fromkeys((*known.partition.split(" + "), self.benchmark.partition))
+        grown = dataclasses.replace(
+            self.benchmark, partition=" + ".join(parts), tfds_version=f"1.{len(earlier)}.0"
+        )
+        raw = dataset.RawData(both, [*names, *new.class_names])
+        written = dataclasses.replace(self, benchmark=grown).write(raw, scratch, earlier)
+        self.drop_others(written, scratch)
+        return written
+
+    def drop_others(self, folder: Path, scratch: Path) -> None:
+        """Removes versions that one with more classes replaces."""
+        for path in folder.parent.glob("*/metadata.json"):
+            if path.parent != folder:
+                os.rename(path.parent, scratch / f"replaced_{path.parent.name}")
+
+    def write(
+        self, raw: dataset.RawData, scratch: Path, earlier: Sequence[dict[str, Any]] = ()
+    ) -> Path:
+        """Writes all images below `scratch`, on the data folder's disk, and moves them there.
+
+        `earlier` is what was noted of them before classes were appended, each time.
+        """
         benchmark, items = self.benchmark, [item for each in raw.splits.values() for item in each]
         folders.check_space(scratch, sum(item.size for item in items))
         staged = benchmark.folder(scratch)
@@ -292,11 +364,25 @@ class _Job:
         checksums = {
             split: dataset.images_sha256(raw.class_names, facts) for split, facts in written.items()
         }
+        for before in earlier[-1:]:
+            count = before["num_classes"]
+            kept = {
+                split: dataset.images_sha256(
+                    raw.class_names[:count], [fact for fact in facts if fact[1] < count]
+                )
+                for split, facts in written.items()
+            }
+            if kept != before["images_sha256"]:
+                raise InputError(
+                    f"{benchmark.name}: expected the prepared images with SHA-256 "
+                    f"{before['images_sha256']}, found {kept}; they were changed or damaged"
+                )
         described = {
             "partition": benchmark.partition,
             "num_classes": len(raw.class_names),
             **{f"num_{split}": len(items) for split, items in raw.splits.items()},
             "images_sha256": checksums,
+            **({"earlier": list(earlier)} if earlier else {}),
         }
         write_json(staged / "metadata.json", described)
         for split in raw.splits:
@@ -340,6 +426,31 @@ class _Job:
                     yield Path(scratch)
         except OSError as error:
             raise InputError(f"cannot prepare {self.benchmark.name}: {error}") from error
+
+
+def _came_together(
+    benchmark: benchmarks.Benchmark, known: Sequence[str], names: Sequence[str]
+) -> range:
+    """Returns the labels of the prepared classes of these names if they came at once, else all."""
+    limits = itertools.pairwise((0, *benchmark.earlier_classes, len(known)))
+    parts = [range(first, after) for first, after in limits]
+    every = range(len(known))
+    return next((part for part in parts if {known[i] for i in part} == set(names)), every)
+
+
+def _as_raw(opened: dataset.Dataset, size: int) -> list[dataset.RawImage]:
+    """Returns prepared images, of about so many bytes each, as ones to be prepared."""
+    return [
+        dataset.RawImage(
+            name,
+            opened.class_names[label],
+            opened.describe(index),
+            functools.partial(opened.read, index),
+            {"file_name": name},
+            size,
+        )
+        for index, (name, label) in enumerate(zip(opened.ids, opened.labels.tolist(), strict=True))
+    ]
 
 
 def _write_duplicates(
@@ -392,6 +503,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--test_share", type=float, help="share of each class to draw for testing")
     parser.add_argument("--split_seed", type=int, default=0, help="of that draw; default 0")
+    parser.add_argument(
+        "--append", action="store_true", help="put images of new classes to those of NAME"
+    )
     parser.add_argument("--workers", type=int, help="decoding threads; default one per core")
     parser.add_argument("--remove", action="store_true", help="remove what is prepared as NAME")
     parser.add_argument("--list", action="store_true", help="list what is prepared")
@@ -410,6 +524,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.data_dir,
                 test_share=options.test_share,
                 split_seed=options.split_seed,
+                append=options.append,
                 workers=options.workers,
                 quiet=options.quiet,
             )

@@ -68,16 +68,19 @@ class TaskStream:
 
     train: Dataset  # all training images
     test: Dataset  # all test images
-    order: Int[np.ndarray, " c"]  # class labels in the order in which they arrive
+    order: Int[np.ndarray, " c"]  # class labels of the tasks in the order in which they arrive
     tasks: list[Int[np.ndarray, " k"]]  # class labels of each task
     train_indices: list[Int[np.ndarray, " n"]]  # into `train`, per task
     test_indices: Int[np.ndarray, " m"]  # into `test`, task after task
     test_tasks: Int[np.ndarray, " m"]  # task of each test image
+    planned: tuple[int, ...]  # number of classes of each task, and of those that follow later
 
     @property
-    def positions(self) -> Int[np.ndarray, " c"]:
-        """Class-order position of each class label; the label that results use."""
-        return np.argsort(self.order)
+    def positions(self) -> Int[np.ndarray, " k"]:
+        """Class-order position of each class label, the label that results use; -1: no task's."""
+        found = np.full(len(self.train.class_names), -1)
+        found[self.order] = np.arange(len(self.order))
+        return found
 
     @property
     def class_names(self) -> list[str]:
@@ -113,6 +116,7 @@ def build(
     train_per_class: int = 0,
     test_per_class: int = 0,
     class_order: Sequence[str] = (),
+    num_tasks: int = 0,
 ) -> TaskStream:
     """Checks the data against the benchmark's entry and divides them into tasks.
 
@@ -125,6 +129,7 @@ def build(
         train_per_class: images of each class, 0 for all.
         test_per_class: likewise.
         class_order: names of all classes in the order in which they arrive; empty for the seed's.
+        num_tasks: how many of the tasks there are for now, 0 for all.
 
     Raises:
         InputError: counts differ from the entry; classes, names or task sizes do not add up; a
@@ -138,8 +143,13 @@ def build(
     if class_order:
         order = benchmarks.named_order(names, class_order)
     else:
-        order = benchmarks.class_order(len(names), class_order_seed)
-    tasks = np.split(order, np.cumsum(sizes)[:-1])
+        order = benchmarks.class_order(len(names), class_order_seed, benchmark.earlier_classes)
+    if num_tasks > len(sizes):
+        raise InputError(
+            f"config.num_tasks: expected at most the {len(sizes)} tasks of {benchmark.name}, found "
+            f"{num_tasks}"
+        )
+    tasks = np.split(order, np.cumsum(sizes)[:-1])[: num_tasks or None]
     test_indices = [task_indices(test.labels, classes, test_per_class) for classes in tasks]
     for task, indices in enumerate(test_indices):
         if not len(indices):
@@ -150,9 +160,10 @@ def build(
     return TaskStream(
         train=train,
         test=test,
-        order=order,
+        order=np.concatenate(tasks),
         tasks=tasks,
         train_indices=[task_indices(train.labels, classes, train_per_class) for classes in tasks],
         test_indices=np.concatenate(test_indices),
         test_tasks=np.repeat(np.arange(len(tasks)), [len(part) for part in test_indices]),
+        planned=sizes,
     )

@@ -95,6 +95,7 @@ def open_prepared(
         class_names=class_names,
         read=read,
         compute_checksum=checksum,
+        earlier_checksums=tuple(each["images_sha256"][split] for each in kept.get("earlier", [])),
     )
     return opened
 

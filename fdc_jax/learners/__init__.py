@@ -3,9 +3,10 @@
 A learner is a module that declares its `TITLE` and, where it has them, its `OPTIONS` (a dictionary
 of `Option`), the components of FDC that the paper enables for it (`SELECTED`, a key of
 `results.json`'s `components`; everything on by default), its row in the paper's tables
-(`PAPER_ROW`), other learners whose options it reads (`READS`), and by benchmark the fields, or own
-options, of the authors' runs that no preset sets (`AUTHORS_RUNS`). It answers five questions; what
-it leaves out it answers as Cumulative-LoRA does:
+(`PAPER_ROW`), other learners whose options it reads (`READS`), by benchmark the fields, or own
+options, of the authors' runs that no preset sets (`AUTHORS_RUNS`), and what in the learning of a
+task depends on how many there will be (`TASK_COUNT`, words for a notice). It answers five
+questions; what it leaves out it answers as Cumulative-LoRA does:
 
 1. What does it keep between tasks?
    `initial_state(setup) -> state`
@@ -126,6 +127,8 @@ def _own() -> dict[str, types.ModuleType]:
 
 def _complete(module: Any) -> None:
     """Gives a learner Cumulative-LoRA's answers to the questions that it leaves out."""
+    if not hasattr(module, "TASK_COUNT"):
+        module.TASK_COUNT = ""
     default, training = (
         importlib.import_module(f"{__name__}.{name}") for name in ("cumulative_lora", "training")
     )

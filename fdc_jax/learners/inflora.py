@@ -38,6 +38,7 @@ from fdc_jax.model import increments, vit
 
 TITLE = "InfLoRA"
 PAPER_ROW = 4
+TASK_COUNT = "the energy that is protected goes from lamb to lame in proportion to their number"
 OPTIONS = {
     "lamb": Option(
         0.98, "(0, 1]", "energy of the inputs to protect, at the first task", on={"cifar100": 0.95}

@@ -38,6 +38,7 @@ from fdc_jax.model import vit
 TITLE = "InfLoRA+CA"
 PAPER_ROW = 5
 READS = ("inflora",)
+TASK_COUNT = inflora.TASK_COUNT
 OPTIONS = {
     "epochs": Option(5, "[1, inf)", "of classifier alignment, from the second task on"),
     "learning_rate": Option(5e-3, "(0, inf)", "of Adam; native: SGD with 1e-2"),

@@ -134,6 +134,25 @@ def unpadded(setup: Setup, stack: Any, num_tasks: int) -> list[Any]:
     ]
 
 
+def in_slots(tree: Any, wanted: Any) -> Any:
+    """Returns the arrays of a tree in the leading slots of one with other numbers of them.
+
+    These are the slots of tasks and of the rows of padded heads, for a run that grows by tasks.
+    """
+
+    def placed(old: Any, new: Any) -> Any:
+        if old.shape == new.shape:
+            return old
+        corner = tuple(map(slice, np.minimum(old.shape, new.shape)))
+        if isinstance(new, jax.Array):
+            return new.at[corner].set(old[corner])
+        new = new.copy()
+        new[corner] = old[corner]
+        return new
+
+    return jax.tree.map(placed, tree, wanted)
+
+
 def with_directions(
     stack: vit.Increment, task: int, directions: Float64[np.ndarray, "l d r"]
 ) -> vit.Increment:

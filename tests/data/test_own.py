@@ -5,7 +5,10 @@ import hashlib
 import json
 import re
 import shutil
+import signal
 import struct
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 
@@ -13,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from fdc_jax.data import prepare, task_stream
+from fdc_jax.data import benchmarks, dataset, images, prepare, task_stream
 from fdc_jax.errors import InputError
 
 CLASSES = {"ant": 5, "Bee": 4, "cat 10": 7}
@@ -285,6 +288,129 @@ def test_list_and_remove(tmp_path, divided, capsys):
         assert prepare.main(arguments) == 2
         assert re.fullmatch(f"fdc_jax.data.prepare: {message}.*\n", capsys.readouterr().err)
     prepared(tmp_path, divided)
+
+
+# Classes that come later --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def later(tmp_path, photo):
+    """A divided folder of two classes more, whose names come before some of the others."""
+    for seed, (name, split) in enumerate((n, s) for n in ("bat", "Ape") for s in ("train", "val")):
+        for number in range(2):
+            path = tmp_path / "later" / split / name / f"{number}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            photo(9 + number, 12, 7000 + 10 * seed + number).save(path)
+    return tmp_path / "later"
+
+
+def versions(tmp_path):
+    return sorted(path.name for path in (tmp_path / "data" / "mine").iterdir())
+
+
+def sha256_of(opened):
+    """The hash over names, labels and pixels, from the images themselves."""
+    pixels = [images.decode(opened.read(index), "it") for index in range(len(opened))]
+    hashes = map(images.pixels_sha256, pixels)
+    facts = zip(opened.ids, opened.labels.tolist(), hashes, strict=True)
+    return dataset.images_sha256(opened.class_names, facts)
+
+
+def test_appended_classes_come_after_the_others(tmp_path, divided, later, capsys):
+    prepared(tmp_path, divided)
+    before = opened(tmp_path)
+    read = [[each.read(index) for index in range(len(each))] for each in before]
+    arguments = ["mine", f"--source={later}", f"--data_dir={tmp_path / 'data'}", "--append"]
+    assert prepare.main([*arguments, "--workers=2"]) == 0
+    assert "mine: 14 train images, 10 test images, partition given, in " in capsys.readouterr().err
+    assert versions(tmp_path) == ["1.1.0"]
+    for old, kept, new in zip(before, read, opened(tmp_path), strict=True):
+        assert new.class_names == ("Bee", "ant", "cat 10", "Ape", "bat")
+        assert new.ids == (*old.ids, "Ape/0.jpg", "Ape/1.jpg", "bat/0.jpg", "bat/1.jpg")
+        assert new.labels.tolist() == [*old.labels.tolist(), 3, 3, 4, 4]
+        assert [new.read(index) for index in range(len(old))] == kept
+        assert new.earlier_checksums == (old.checksum,)
+        assert new.checksum == sha256_of(new)
+    # Both commands may be repeated; neither does anything.
+    assert prepared(tmp_path, divided) == prepared(tmp_path, later, append=True)
+    (later / "val" / "bat" / "0.jpg").write_bytes((later / "val" / "Ape" / "0.jpg").read_bytes())
+    with pytest.raises(InputError, match=r"mine/1.1.0 holds other images .* bat/0.jpg of test"):
+        prepared(tmp_path, later, append=True)
+    # A third time, divided by chance; the lot of seeds leaves every part where it is.
+    for path in sorted(later.rglob("*.jpg")):
+        path.rename(later / f"{path.parent.name}_2_{path.parts[-3]}_{path.name}")
+    for name in ("Ape", "bat"):
+        (later / "third" / f"{name} 2").mkdir(parents=True)
+        for path in later.glob(f"{name}_2_*"):
+            path.rename(later / "third" / f"{name} 2" / path.name)
+    prepared(tmp_path, later / "third", append=True, test_share=0.5)
+    train, test = opened(tmp_path)
+    assert train.class_names == ("Bee", "ant", "cat 10", "Ape", "bat", "Ape 2", "bat 2")
+    assert train.partition == test.partition == "given + 0.5 of each class, seed 0"
+    assert (len(train.earlier_checksums), versions(tmp_path)) == (2, ["1.2.0"])
+    entry = benchmarks.find("mine", tmp_path / "data")
+    assert (entry.num_classes, entry.earlier_classes) == (7, (3, 5))
+    order = task_stream.build(entry, train, test, 4, 7).order
+    parts = [np.random.RandomState(4).permutation(size) for size in (3, 2, 2)]
+    assert order.tolist() == [*parts[0], *(3 + parts[1]), *(5 + parts[2])]
+    assert task_stream.build(entry, train, test, -1, 7).order.tolist() == list(range(7))
+    prepare.remove("mine", tmp_path / "data", quiet=True)
+    assert not (tmp_path / "data" / "mine").exists()
+
+
+def test_what_cannot_be_appended(tmp_path, divided, later, photos):
+    def refuse(message, source=later, name="mine", **options):
+        with pytest.raises(InputError, match=message):
+            prepared(tmp_path, source, name, append=True, **options)
+
+    nothing = "expected prepared images of your own to append to, found none"
+    refuse(f"mine: {nothing}")
+    prepared(tmp_path, divided)
+    refuse(f"digits: {nothing}", name="digits")
+    refuse("mine needs --source=PATH", source=None)
+    refuse("expected classes that mine does not have, found Bee, ant, cat 10", source=divided)
+    shutil.copytree(photos / "ant", later / "train" / "ant")
+    refuse("expected classes that mine does not have, found ant")
+    shutil.rmtree(later / "train" / "ant")
+    rows = [
+        (later / "train" / "bat" / f"{n}.jpg", "bat", s) for n, s in enumerate(("train", "val"))
+    ]
+    listed = write_list(later / "list.csv", [*rows, ("ant/0.jpg", "bat", "val")])
+    (later / "ant").mkdir()
+    shutil.copy(photos / "ant" / "0.jpg", later / "ant")
+    refuse("expected the name of an image that mine does not have, found ant/0.jpg", source=listed)
+    (later / "train" / "bat" / "0.jpg").write_bytes(b"none")
+    refuse(r"mine: 1 of 24 images cannot be read: .*train/bat/0.jpg")
+    larger_than_the_disk(later / "train" / "bat" / "0.jpg")
+    refuse(r"expected \d+\.\d+ GiB of free space")
+    assert versions(tmp_path) == ["1.0.0"]
+    noted = tmp_path / "data" / "mine" / "1.0.0" / "metadata.json"
+    noted.write_text(noted.read_text().replace(opened(tmp_path)[0].checksum, "0" * 64))
+    shutil.copy(photos / "ant" / "1.jpg", later / "train" / "bat" / "0.jpg")
+    refuse("mine: expected the prepared images with SHA-256 .* changed or damaged")
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["before", "after"])
+def test_a_killed_append_leaves_the_old_or_the_new(tmp_path, divided, later, times):
+    """Killed as the new data take their place, and as the old ones go."""
+    prepared(tmp_path, divided)
+    program = f"""
+import os, signal
+from fdc_jax.data import prepare
+rename, calls = os.rename, []
+def die(*places):
+    calls.append(places)
+    os.kill(os.getpid(), signal.SIGKILL) if len(calls) == {times} else rename(*places)
+os.rename = die
+prepare.prepare("mine", {str(later)!r}, {str(tmp_path / "data")!r}, append=True, quiet=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=600)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert len(opened(tmp_path)[0].class_names) == (3, 5)[times - 1]
+    assert prepared(tmp_path, later, append=True).name == "1.1.0"
+    assert len(opened(tmp_path)[0].class_names) == 5
+    assert versions(tmp_path) == ["1.1.0"]
+    assert [path.name for path in (tmp_path / "data").iterdir() if path.is_dir()] == ["mine"]
 
 
 # Data that TFDS prepared --------------------------------------------------------------------------

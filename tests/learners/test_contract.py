@@ -188,6 +188,48 @@ def test_heads_are_without_padding(run):
         assert np.abs(early[1].weight - found[1].weight).max() > 1e-3
 
 
+# Tasks to come ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("known", [1, 2])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(each, marks=() if each in ("cumulative_lora", "rsiat") else pytest.mark.slow)
+        for each in NAMES
+    ],
+)
+def test_tasks_that_nobody_knew_of_change_nothing_before_them(backbone, name, known):
+    """Bit for bit, in more slots for tasks and longer heads."""
+    whole = trajectories.trajectory(name)
+    few = trajectories.make_setup(name, CLASSES[:known])
+    assert (few.num_tasks, few.head_rows) == (known, max(CLASSES[:known]))
+    learner, update = whole.learner, whole.learner.update(few)
+    state, rate = learner.initial_state(few), trajectories.RATES.get(name, trajectories.RATE)
+    for task, step in enumerate(whole.steps[:known]):
+        designed = learner.before_task(few, backbone, state, task, step.images)
+        frozen, trained = learner.start(few, backbone, designed, task, jax.random.key(task))
+        progress = update.initialise(trained)
+        for batch in trajectories.augmented_of(task, CLASSES[task]):
+            trained, progress, _ = update.step(backbone, frozen, trained, progress, batch, rate)
+        assert_equal(training.in_slots(trained, step.started), step.trained)
+        state = learner.after_task(few, backbone, designed, task, frozen, trained, step.images)
+    grown = training.in_slots(state, learner.initial_state(whole.setup))
+    expected = whole.steps[known - 1].after
+    assert_equal(
+        *(learner.heads(whole.setup, each, known) for each in (grown, expected)),
+    )
+
+    def compare(path, found, leaf):
+        name = jax.tree_util.keystr(path)
+        # Of heads, rows beyond the classes were compared with none. And how much of the inputs
+        # InfLoRA protects depends on how many tasks it plans for.
+        if ".heads" not in name and not (learner.TASK_COUNT and ".memory" in name):
+            np.testing.assert_array_equal(found, leaf, err_msg=name)
+
+    jax.tree_util.tree_map_with_path(compare, grown, expected)
+
+
 # Interruptions and padding ------------------------------------------------------------------------
 
 

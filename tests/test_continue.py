@@ -1,0 +1,179 @@
+"""A run that stops after some tasks and goes on later, also with classes that came meanwhile."""
+
+import csv
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import fdc_jax
+from configs import own
+from fdc_jax.data import prepare
+from fdc_jax.errors import InputError
+from fdc_jax.learners import inflora
+from tests import small_runs
+from tests.small_runs import stopped
+
+# By name, those that come later lie between the others.
+OLD, NEW = ("oak", "ash", "yew", "box"), ("elm", "fir", "bay")
+SIZES = (2, 2, 3)
+SETTINGS = {
+    "encoder.variant": "digits",
+    "encoder.weights": "digits",
+    "encoder.image_size": 32,
+    "train.epochs": 2,
+    "train.batch_size": 6,
+    "checkpoint.every_steps": 3,
+    "report": False,
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Photographs, with lists of the old, the new and all of them."""
+    root, rng = tmp_path_factory.mktemp("own"), np.random.default_rng(0)
+    for names, listed in ((OLD, "old.csv"), (NEW, "new.csv"), (OLD + NEW, "all.csv")):
+        with open(root / listed, "w", newline="") as file:
+            table = csv.writer(file)
+            table.writerow(["file", "label", "split"])
+            for name in names:
+                rows = [(f"{name}_{n}.png", name, ("train", "test")[n > 5]) for n in range(9)]
+                table.writerows(rows)
+    for number, name in enumerate(OLD + NEW):
+        for index in range(9):
+            y, x = np.mgrid[:36, :40] / 3
+            angle = number * np.pi / 7
+            waves = np.sin(x * np.cos(angle) + y * np.sin(angle) + rng.uniform(0, 6))
+            pixels = 128 + 60 * waves[..., None] * np.eye(3)[number % 3]
+            pixels += rng.normal(0, 25, pixels.shape)
+            picture = Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
+            picture.save(root / f"{name}_{index}.png")
+    prepare.prepare("trees", root / "all.csv", root / "whole", quiet=True)
+    return root
+
+
+def config(data, cache, **fields):
+    found = own.get_config()
+    found.benchmark, found.data.dir, found.cache_dir = "trees", str(data), str(cache)
+    found.classes_per_task = SIZES
+    found.update_from_flattened_dict(SETTINGS)
+    found.update_from_flattened_dict({k.replace("__", "."): v for k, v in fields.items()})
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(root, cache, tmp_path_factory):
+    """A run that knew all classes from the start."""
+    workdir = tmp_path_factory.mktemp("whole")
+    small_runs.run(config(root / "whole", cache), workdir)
+    return workdir
+
+
+@pytest.fixture(scope="module")
+def grown(root, cache, tmp_path_factory):
+    """A run that stopped after a task, was killed in the second, got classes and was killed again.
+
+    Returns the work directory of the end, and copies of it after the first task and amid the third.
+    """
+    data, place = root / "data", tmp_path_factory.mktemp("grown")
+    workdir = place / "end"
+    prepare.prepare("trees", root / "old.csv", data, quiet=True)
+    few = dict(classes_per_task=SIZES[:2])
+    first = small_runs.run(config(data, cache, num_tasks=1, **few), workdir)
+    assert (first["num_tasks"], first["class_names"], first["num_classes"]) == (1, [*OLD[:2]], 2)
+    assert first["num_test_images"] == 6
+    small_runs.copied(workdir, place / "first")
+    stopped(config(data, cache, **few), workdir, 2)
+    assert small_runs.events(workdir, "training")[-1]["task"] == 1
+    prepare.prepare("trees", root / "new.csv", data, append=True, quiet=True)
+    second = small_runs.run(config(data, cache, num_tasks=2), workdir)
+    assert (second["num_tasks"], second["class_names"]) == (2, [*OLD])
+    stopped(config(data, cache), workdir, 2)
+    assert small_runs.events(workdir, "training")[-1]["task"] == 2
+    small_runs.copied(workdir, place / "amid")
+    small_runs.run(config(data, cache), workdir)
+    return workdir, place / "first", place / "amid"
+
+
+def test_it_ends_as_if_all_had_been_known(whole, grown):
+    end, first, amid = grown
+    small_runs.same_outcome(whole, end)
+    small_runs.nothing_done_twice(end)
+    for name in ("calibrator.npz", "calibrators/calibrator_003.npz"):
+        with np.load(whole / name) as expected, np.load(end / name) as found:
+            small_runs.assert_equal(dict(found), dict(expected))
+    names = sorted(path.name for path in (whole / "features").iterdir())
+    assert names == sorted(path.name for path in (end / "features").iterdir())
+    for name in names:
+        ours, theirs = (np.load(place / "features" / name) for place in (end, whole))
+        np.testing.assert_array_equal(ours, theirs, err_msg=name)
+    # What was measured early stays as it was, to the byte.
+    assert small_runs.results(amid)["curve"] == small_runs.results(end)["curve"][:2]
+    for name in ("tasks/task_000.json", "features/train_adapted_0.npy"):
+        assert (first / name).read_bytes() == (end / name).read_bytes()
+
+
+def test_its_earlier_results_stand_while_it_goes_on(grown, cache, monkeypatch):
+    monkeypatch.setenv("FDC_JAX_CACHE", str(cache))
+    run = fdc_jax.open_run(grown[2])
+    assert (run.num_tasks, run.class_names) == (2, [*OLD])
+    assert len(run.heads()) == run.calibrator().num_tasks == 2
+    assert run.encoder(2)["key"].shape == run.encoder(1)["key"].shape
+    assert len(run.test_images(np.arange(3))) == 3
+
+
+REFUSED = [
+    (dict(num_tasks=2), "holds a run of another configuration: num_tasks was 0, is 2; choose"),
+    (dict(num_tasks=4), r"config.num_tasks: expected at most the 3 tasks of trees, found 4"),
+    (dict(num_tasks=-1), r"config.num_tasks: expected a whole number in \[0, inf\), found -1"),
+    (dict(classes_per_task=(2, 3, 2)), r"classes_per_task was \[2, 2, 3\], is \[2, 3, 2\];"),
+    (dict(class_order=(*OLD[1::-1], *OLD[2:], *NEW)), r"class_order was \[\], is \['ash', 'oak',"),
+    (dict(class_order_seed=7), "class_order_seed was -1, is 7;"),
+    (dict(train__epochs=3), "another configuration: train.epochs was 2, is 3;"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED, ids=lambda each: str(each)[:30])
+def test_what_is_no_continuation_is_refused(root, grown, cache, tmp_path, fields, message):
+    workdir = small_runs.copied(grown[0], tmp_path / "run")
+    before = (workdir / "config.json").read_bytes()
+    with pytest.raises(InputError, match=message):
+        small_runs.run(config(root / "data", cache, **fields), workdir)
+    assert (workdir / "config.json").read_bytes() == before
+    small_runs.same_outcome(workdir, grown[0])
+
+
+def test_other_images_and_other_sizes_are_refused(root, grown, cache, tmp_path):
+    """Of data that did not grow from those of the run, and where the last task would get more."""
+    first = small_runs.copied(grown[1], tmp_path / "first")
+    with pytest.raises(InputError, match=r"configuration: test images sha256 was '.*', is '.*'"):
+        small_runs.run(config(root / "whole", cache), first)
+    workdir = tmp_path / "uneven"
+    prepare.prepare("trees", root / "new.csv", tmp_path / "data", quiet=True)
+    uneven = config(tmp_path / "data", cache, classes_per_task=2)
+    stopped(uneven, workdir, 2)
+    prepare.prepare("trees", root / "old.csv", tmp_path / "data", append=True, quiet=True)
+    message = r"expected in task 2 the classes bay, as before; found bay, oak; give the size of ev"
+    with pytest.raises(InputError, match=message):
+        small_runs.run(uneven, workdir)
+
+
+def test_the_same_tasks_in_other_words_are_the_same(root, grown, cache, tmp_path):
+    workdir = small_runs.copied(grown[0], tmp_path / "run")
+    same = config(root / "data", cache, num_tasks=3, class_order=OLD + NEW)
+    assert small_runs.run(same, workdir) == small_runs.results(grown[0])
+
+
+def test_who_plans_ahead_says_so(root, grown, cache, tmp_path, caplog):
+    """InfLoRA protects the more the more of its tasks are done."""
+    data = tmp_path / "data"
+    prepare.prepare("trees", root / "old.csv", data, quiet=True)
+    few = config(data, cache, classes_per_task=SIZES[:2], learner__name="inflora")
+    stopped(few, tmp_path / "run", 2)
+    prepare.prepare("trees", root / "new.csv", data, append=True, quiet=True)
+    more = config(data, cache, learner__name="inflora")
+    stopped(more, tmp_path / "run", 2)
+    assert f"was planned for 2 tasks, is for 3; {inflora.TASK_COUNT}: a run that" in caplog.text
+    caplog.clear()
+    stopped(more, tmp_path / "run", 2)
+    assert "planned" not in caplog.text
