@@ -36,8 +36,13 @@ from fdc_jax.heads import FunctionHead
 from fdc_jax.model import layouts, vit, weights
 from fdc_jax.store import Places, Run
 
-# What a configuration says of the machine that a run was on.
-_PLACES = {"data.dir": "", "cache_dir": "", "encoder.weights": "pretrained/model.safetensors"}
+# Fields of a configuration that were of the machine, and what they are of any.
+_ANYWHERE = {
+    "data.dir": "",
+    "cache_dir": "",
+    "encoder.weights": "pretrained/model.safetensors",
+    "encoder.attention": "auto",
+}
 _BESIDE_WEIGHTS = ("config.json", "preprocessor_config.json")
 _TIMM_FOLDER = "timm"
 # Files of an export.
@@ -84,6 +89,11 @@ def write(
     run = Run(workdir, weights=weights_file)
     if run.results is None:
         raise InputError(f"{run.folder}: expected a finished run, found no results.json")
+    if (trained := len(run.heads())) != run.num_tasks:
+        raise InputError(
+            f"{run.folder}: its results are of {counted(run.num_tasks, 'task')}, and it has "
+            f"learned {trained}; let it finish first"
+        )
     if merge and isinstance(run.calibrator().heads[0], FunctionHead):
         raise InputError(
             f"--merge: the heads of {run.config.learner.name} are functions, which follow from the "
@@ -93,9 +103,9 @@ def write(
     with _made_whole(output) as folder:
         target = Places(folder)
         _write_pretrained(run, target)
-        own = _PLACES | {"weights sha256": sha256(target.weights_file)}
+        own = _ANYWHERE | {"weights sha256": sha256(target.weights_file)}
         write_json(target.config_file, read_json(run.config_file) | own)
-        config = run.results["config"] | _PLACES
+        config = run.results["config"] | _ANYWHERE
         names = {"class_names": run.class_names, "config": config}
         write_json(target.results_file, run.results | names)
         _copy(run.calibrator_file, target.calibrator_file)
