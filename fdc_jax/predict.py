@@ -334,7 +334,7 @@ def _run(options: argparse.Namespace) -> None:
                 first.append(table)
             if options.html:
                 shown.add(table, pixels)
-            said, changed = said + len(table), changed + int(table["changed"].sum())
+            said, changed = said + len(table), changed + np.count_nonzero(table["changed"])
             speed = (said + len(found.unreadable)) / (time.perf_counter() - clock)
             progress.step("predict", images_per_second=f"{speed:.0f}")
         if not said:
