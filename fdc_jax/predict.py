@@ -405,4 +405,5 @@ def _picture(line: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> picture
 
 
 if __name__ == "__main__":
+    sys.path.append(os.getcwd())  # where a learner of the user's own may lie
     sys.exit(main())
