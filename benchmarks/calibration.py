@@ -101,6 +101,15 @@ class Features:
             yield self.chunk(start, min(CHUNK, self.count - start))
 
 
+def fitted(point: Point) -> calibration.FDC:
+    """Returns a calibrator of all tasks of a point that more tasks may follow."""
+    calibrator = calibration.FDC()
+    for task in range(point.tasks):
+        features = Features(point, task)
+        calibrator.fit_task(features.source, None, features.head)
+    return calibrator
+
+
 def peak_bytes() -> int:
     """Largest resident memory of this process so far."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

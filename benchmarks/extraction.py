@@ -38,7 +38,7 @@ def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
     from fdc_jax.model import vit
 
     size, count = options.image_size, options.batch_size
-    problem = synthetic.problem(options.variant, size, count, options.precision)
+    problem = synthetic.problem(options)
     mesh = devices.data_mesh()
     backbone, kernels = devices.replicate(
         mesh, jax.tree.map(jnp.asarray, (problem.parameters, problem.kernels))

@@ -1,10 +1,10 @@
 """Floating-point operations of an encoder, by formula, and what devices can do in a second."""
 
-import time
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from benchmarks import measure
 from fdc_jax.model import vit
 
 # Peaks in 10^12 operations a second by part of a device's name: (bfloat16 dense, float32 without
@@ -81,7 +81,7 @@ def peak(precision: str, tflops: float = 0.0) -> float | None:
     if tflops:
         return 1e12 * tflops
     if jax.default_backend() == "cpu":
-        return _measured(precision)
+        return float(product_rate(precision)[1])
     kind = jax.devices()[0].device_kind
     for name, low, single in PEAKS:
         if name in kind:
@@ -90,14 +90,11 @@ def peak(precision: str, tflops: float = 0.0) -> float | None:
     return None
 
 
-def _measured(precision: str, size: int = 1536) -> float:
+def product_rate(precision: str, size: int = 1536) -> np.ndarray:
+    """Returns the operations of a product of large matrices per second of clock and processor."""
     dtype, exactness = vit.PRECISIONS[precision]
     left = jnp.ones((size, size), dtype)
     product = jax.jit(lambda left, right: jnp.matmul(left, right, precision=exactness))
     product(left, left).block_until_ready()
-    seconds = []
-    for _ in range(5):
-        start = time.process_time()
-        product(left, left).block_until_ready()
-        seconds.append(time.process_time() - start)
-    return 2 * size**3 / min(seconds)
+    seconds = [measure.timed(lambda: product(left, left))[1] for _ in range(5)]
+    return 2 * size**3 / np.min(seconds, axis=0)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import synthetic
-from benchmarks.calibration import Features, Point
+from benchmarks.calibration import Point, fitted
 from benchmarks.measure import ENCODER, parsed, parser_of, run, write_report
 from fdc_jax import calibration, devices
 from fdc_jax.calibration import fdc, inputs
@@ -36,18 +36,6 @@ from fdc_jax.errors import InputError
 from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.latency"
-
-
-def fitted(num_tasks: int, num_classes: int, width: int) -> calibration.FDC:
-    """Returns a calibrator of random features, of ranks like a Vision Transformer's."""
-    calibrator = calibration.FDC()
-    images = max(20 * num_classes, 2 * width * num_tasks // 3)
-    point = Point(num_tasks, images, num_classes, width, views=2)
-    for task in range(num_tasks):
-        features = Features(point, task)
-        calibrator.fit_task(features.source, None, features.head)
-    calibrator.finalize()
-    return calibrator
 
 
 def programs(
@@ -164,11 +152,15 @@ def measure_views(options: argparse.Namespace) -> dict[str, Any]:
         if options.variant not in vit.VARIANTS:
             known = ", ".join(vit.VARIANTS)
             raise InputError(f"--variant: expected one of {known}, found {options.variant}")
-        calibrator = fitted(num_tasks, num_classes, vit.VARIANTS[options.variant].width)
+        width = vit.VARIANTS[options.variant].width
+        images = max(20 * num_classes, 2 * width * num_tasks // 3)
+        calibrator = fitted(Point(num_tasks, images, num_classes, width, views=2))
+        calibrator.finalize()
         about: dict[str, Any] = {"benchmark": None, "learner": None}
         about |= {"variant": options.variant, "image_size": options.image_size}
     size, variant = about["image_size"], about["variant"]
-    problem = synthetic.problem(variant, size, options.batch_size, options.precision)
+    encoder = argparse.Namespace(**vars(options) | {"variant": variant, "image_size": size})
+    problem = synthetic.problem(encoder)
     model = problem.model
     parameters, kernels, images = jax.tree.map(
         jnp.asarray, (problem.parameters, problem.kernels, problem.images)

@@ -95,8 +95,7 @@ def _images(arguments: argparse.Namespace, task: int) -> training.TaskImages:
 
 def trials_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Returns one record per learner, the reference first."""
-    kind = {"precision": arguments.precision, "cudnn": devices.have_cudnn(devices.data_mesh())}
-    model = vit.build(arguments.variant, arguments.image_size, **kind)
+    model = measure.encoder(arguments)
     backbone = vit.initialise(model, arguments.image_size, jax.random.key(0))
     names = dict.fromkeys([REFERENCE, *arguments.learners])
     for name in names:

@@ -1,6 +1,7 @@
-"""Timing of contenders that take turns, each in a process of its own.
+"""Timing of contenders that take turns: ours in one process, each of PyTorch's in one of its own.
 
 Whatever else a machine does then slows all of them alike, and the ratio of medians can be quoted.
+A TPU serves one process alone, so that ours share theirs.
 `clock` is time as it passes, `processor` what all cores spent, which other programs change little.
 """
 
@@ -31,10 +32,12 @@ TOLERANCE = 1e-4
 
 # An encoder and what it is given.
 ENCODER = {"variant": "B/16", "image_size": 224, "batch_size": 64, "precision": "parity"}
+ENCODER |= {"attention": "auto"}
 # How contenders are measured.
 TURNS = {"warm_up": 3, "repeats": 10, "cores": 0, "peak_tflops": 0.0}
 
 _HELP = {
+    "attention": "config.encoder.attention, for fast precision",
     "batches": "that a repeat takes",
     "cores": "of the processor; 0: all",
     "epochs": "that the time of a task counts",
@@ -147,6 +150,16 @@ def pytorch_names(chosen: str) -> list[str]:
     return [f"pytorch_{kind}" for kind in kinds]
 
 
+def encoder(options: argparse.Namespace) -> Any:
+    """Returns the encoder of the flags `ENCODER`; raises InputError as `vit.build` does."""
+    from fdc_jax import devices
+    from fdc_jax.model import vit
+
+    kind = {name: getattr(options, name) for name in ("precision", "attention")}
+    cudnn = devices.have_cudnn(devices.data_mesh())
+    return vit.build(options.variant, options.image_size, **kind, cudnn=cudnn)
+
+
 def noise(size: int, side: int, classes: int, seed: int) -> Any:
     """Returns a training batch of random pixels."""
     from fdc_jax.data.batches import Batch
@@ -163,34 +176,36 @@ def use_cores(cores: int) -> None:
 
 
 def _serve(make: Callable[[str], Contender], options: argparse.Namespace) -> None:
-    """Is the child process: makes a contender and does what the parent asks for."""
+    """Is the child process: makes its contenders and does what the parent asks of one."""
     from fdc_jax import devices
 
     replies, sys.stdout = sys.stdout, sys.stderr
     if options.contender.startswith("jax"):
         devices.keep_freed_memory()
     use_cores(options.cores)
+
+    def reply(value: dict[str, Any]) -> None:
+        print(json.dumps(value), file=replies, flush=True)
+
     try:
-        contender = make(options.contender)
+        made = {name: make(name) for name in options.contender.split(",")}
     except InputError as error:
-        print(json.dumps({"error": str(error)}), file=replies, flush=True)
-        return
-    print(json.dumps(contender.about), file=replies, flush=True)
+        return reply({"error": str(error)})
+    reply({name: each.about for name, each in made.items()})
     for line in sys.stdin:
-        if line.startswith("outputs "):
-            np.savez(line.split(" ", 1)[1].strip(), **contender.outputs)  # pyright: ignore
-            print("{}", file=replies, flush=True)
-            continue
-        print(json.dumps(named(timed(contender.repeat)[1])), file=replies, flush=True)
+        name, _, path = line.strip().partition(" ")
+        if path:
+            np.savez(path, **made[name].outputs)  # pyright: ignore
+        reply({} if path else named(timed(made[name].repeat)[1]))
 
 
 class _Child:
-    def __init__(self, program: str, name: str):
-        self.name = name
+    def __init__(self, program: str, names: Sequence[str]):
+        self.names = names
         # Contenders share the accelerator.
         ours = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": _path()}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", program, *sys.argv[1:], f"--contender={name}"],
+            [sys.executable, "-m", program, *sys.argv[1:], f"--contender={','.join(names)}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -208,7 +223,7 @@ class _Child:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise InputError(f"{self.name}: the process ended, see above")
+            raise InputError(f"{', '.join(self.names)}: the process ended, see above")
         reply = json.loads(line)
         if "error" in reply:
             raise InputError(reply["error"])
@@ -220,13 +235,14 @@ def _path() -> str:
 
 
 @contextlib.contextmanager
-def _children(program: str, names: list[str]) -> Iterator[list[_Child]]:
+def _children(program: str, groups: list[Sequence[str]]) -> Iterator[dict[str, _Child]]:
+    """Starts a process for every group and yields them by contender."""
     children: list[_Child] = []
     try:
         # The last are those that a machine may not be able to run; others need not compile first.
-        for name in reversed(names):
-            children.insert(0, _Child(program, name))
-        yield children
+        for names in reversed(groups):
+            children.insert(0, _Child(program, names))
+        yield {name: child for child in children for name in child.names}
     finally:
         for child in children:
             child.process.communicate()
@@ -259,10 +275,11 @@ def contest(
     options = parsed(parser)
     if options.contender:
         return _serve(lambda name: make(options, name), options)
-    names = [*ours, *pytorch_names(options.pytorch)]
+    groups = [ours, *([name] for name in pytorch_names(options.pytorch))]
     tolerance = TOLERANCE if options.precision == "parity" else np.inf
-    with _children(program, names) as children:
-        found = {child.name: dict(child.about) for child in children}
+    with _children(program, groups) as children:
+        names = list(children)
+        found = {name: dict(child.about[name]) for name, child in children.items()}
         for name, difference in _differences(children).items():
             found[name]["largest_difference"] = difference
             if not difference <= tolerance:
@@ -272,10 +289,10 @@ def contest(
                 )
         seconds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         for turn in range(options.warm_up + options.repeats):
-            for child in children:
-                reply = child.ask("run")
+            for name, child in children.items():
+                reply = child.ask(name)
                 if turn >= options.warm_up:
-                    seconds[child.name].append(reply)
+                    seconds[name].append(reply)
     for name, each in found.items():
         clock, processor = (summary([s[k] for s in seconds[name]]) for k in ("clock", "processor"))
         each["seconds"] = {"clock": clock, "processor": processor}
@@ -294,14 +311,14 @@ def contest(
     write_report(program, options, {"contenders": found})
 
 
-def _differences(children: list[_Child]) -> dict[str, float]:
+def _differences(children: dict[str, _Child]) -> dict[str, float]:
     arrays: dict[str, dict[str, np.ndarray]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for number, child in enumerate(children):
-            path = Path(folder) / f"{number}.npz"
-            child.ask(f"outputs {path}")
+        for name, child in children.items():
+            path = Path(folder) / f"{name}.npz"
+            child.ask(f"{name} {path}")
             with np.load(path) as file:
-                arrays[child.name] = dict(file)
+                arrays[name] = dict(file)
     first, *others = arrays.values()
     return {
         name: max(float(np.abs(each[key] - first[key]).max(initial=0)) for key in shared)

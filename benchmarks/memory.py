@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import measure
-from benchmarks.calibration import Features, Point, peak_bytes
+from benchmarks.calibration import Features, Point, fitted, peak_bytes
 from configs import base
-from fdc_jax import calibration, devices, learners
+from fdc_jax import devices, learners
 from fdc_jax.learners import training
 from fdc_jax.model import vit
 
@@ -56,8 +56,7 @@ def of_tasks(options: argparse.Namespace, tasks: int) -> dict[str, Any]:
     config.encoder.image_size = options.image_size
     config.learner.name = options.learner
     config.train.batch_size = options.batch_size
-    kind = {"precision": options.precision, "cudnn": devices.have_cudnn(devices.data_mesh())}
-    model = vit.build(options.variant, options.image_size, **kind)
+    model = measure.encoder(options)
     backbone = vit.initialise(model, options.image_size, jax.random.key(0))
     setup = training.Setup(model, (options.classes,) * tasks, config)
     learner = learners.find(options.learner)
@@ -102,10 +101,7 @@ def calibrator_bytes(options: argparse.Namespace, tasks: int, width: int) -> dic
     """Fits a calibrator on random features and returns what it holds."""
     before = live_bytes()
     point = Point(tasks, tasks * options.images, tasks * options.classes, width, 2)
-    calibrator = calibration.FDC()
-    for task in range(tasks):
-        features = Features(point, task)
-        calibrator.fit_task(features.source, None, features.head)
+    calibrator = fitted(point)
     foreign = sum(view.nbytes for each in calibrator.foreign or [] for view in each)
     calibrator.finalize(release=True)
     calibrator.score(*Features(point, 0).chunk(0, min(64, options.images))[:2])

@@ -166,6 +166,7 @@ def _prepare(options: argparse.Namespace) -> tuple[Any, Any]:
     """Returns the device and what runs in the precision that is asked for."""
     # JAX converts weights alone here: the accelerator is PyTorch's.
     jax.config.update("jax_platforms", "cpu")
+    options.attention = "xla"
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.set_float32_matmul_precision("highest")
@@ -202,9 +203,7 @@ def _encoder(options: argparse.Namespace, device, kernels, problem, increment=No
 def training_step(options: argparse.Namespace, rates: dict[str, float]) -> measure.Contender:
     """Returns a step of Adam on increments and head."""
     device, context = _prepare(options)
-    problem = synthetic.problem(
-        options.variant, options.image_size, options.batch_size, options.precision
-    )
+    problem = synthetic.problem(options)
     net, encode = _encoder(options, device, problem.pretrained, problem, problem.increment)
     head = torch.nn.Linear(problem.model.variant.width, synthetic.CLASSES)
     with torch.no_grad():
@@ -248,9 +247,7 @@ def training_step(options: argparse.Namespace, rates: dict[str, float]) -> measu
 def extraction(options: argparse.Namespace) -> measure.Contender:
     """Returns the features of one view."""
     device, context = _prepare(options)
-    problem = synthetic.problem(
-        options.variant, options.image_size, options.batch_size, options.precision
-    )
+    problem = synthetic.problem(options)
     _, encode = _encoder(options, device, problem.kernels, problem)
 
     def repeat(batches: int = options.batches):

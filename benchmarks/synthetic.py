@@ -1,11 +1,12 @@
 """Random encoders, images and labels, the same in every process that asks for them."""
 
+import argparse
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fdc_jax import devices
+from benchmarks import measure
 from fdc_jax.heads import LinearHead
 from fdc_jax.model import increments, vit
 
@@ -26,14 +27,16 @@ class Problem(NamedTuple):
     labels: np.ndarray
 
 
-def problem(variant: str, image_size: int, images: int, precision: str) -> Problem:
+def problem(options: argparse.Namespace) -> Problem:
     """Returns an encoder with random weights, an increment, a head, images and labels.
+
+    Args:
+        options: with the flags `measure.ENCODER`; a batch of images is made.
 
     Raises:
         InputError: of `vit.build`.
     """
-    cudnn = devices.have_cudnn(devices.data_mesh())
-    model = vit.build(variant, image_size, precision=precision, cudnn=cudnn)
+    model, image_size = measure.encoder(options), options.image_size
     rng = np.random.default_rng(0)
 
     def random(path, leaf):
@@ -67,8 +70,8 @@ def problem(variant: str, image_size: int, images: int, precision: str) -> Probl
         kernels,
         increment,
         LinearHead(weight, bias),
-        rng.integers(0, 256, (images, image_size, image_size, 3), np.uint8),
-        rng.integers(0, CLASSES, images).astype(np.int32),
+        rng.integers(0, 256, (options.batch_size, image_size, image_size, 3), np.uint8),
+        rng.integers(0, CLASSES, options.batch_size).astype(np.int32),
     )
 
 

@@ -33,8 +33,7 @@ def prepared(options: argparse.Namespace) -> tuple[Any, ...]:
     from fdc_jax.data.batches import Batch
     from fdc_jax.learners import cumulative_lora, training
 
-    size, count = options.image_size, options.batch_size
-    problem = synthetic.problem(options.variant, size, count, options.precision)
+    problem = synthetic.problem(options)
     config: Any = base.get_config()
     config.encoder.variant = options.variant
     config.train.increment_learning_rate = RATES["increment"]
@@ -47,7 +46,7 @@ def prepared(options: argparse.Namespace) -> tuple[Any, ...]:
     )
     trained = jax.tree.map(jnp.asarray, {"increment": problem.increment, "head": problem.head})
     frozen, trained = devices.replicate(mesh, (frozen, trained))
-    batch = Batch(problem.images, problem.labels, np.ones(count, np.float32))
+    batch = Batch(problem.images, problem.labels, np.ones(options.batch_size, np.float32))
     batch = devices.split(mesh, batch)
     return setup, cumulative_lora.update(setup), backbone, frozen, trained, batch
 
