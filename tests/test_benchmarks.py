@@ -131,6 +131,7 @@ def check_input_pipeline(found):
         ("training_step", ["--pytorch=fast"], "--pytorch: expected some of eager"),
         ("extraction", ["--repeats=0"], "--repeats: expected at least 1, found 0"),
         ("input_pipeline", ["--workers=a"], "--workers"),
+        ("first_hour", ["--output=x", "--budget_minutes=1"], "--budget_minutes: expected"),
     ],
 )
 def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, name, arguments, message):

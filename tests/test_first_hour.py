@@ -1,0 +1,174 @@
+"""The first hour: order, budget, kills; at a tiny size every part measures what the table has."""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import first_hour
+from fdc_jax import learners
+from fdc_jax.errors import InputError, StopRequest
+from tests import small_runs
+
+ROOT = Path(__file__).resolve().parents[1]
+GPU = {"attentions": ["xla", "cudnn"], "pytorch": True, "lacking": None}
+FAILS = first_hour.Part("fails", 0, ["-m", "benchmarks.calibration", "--tasks=1"])
+DEVICE = first_hour.Part("device", 0, ["-m", "benchmarks.first_hour", "--here", "--rehearse"])
+
+
+def options(rehearse=False):
+    return argparse.Namespace(rehearse=rehearse, weights="my file.npz", data_dir="/data")
+
+
+@pytest.mark.parametrize("rehearse", [False, True])
+def test_parts(rehearse):
+    names = learners.names()
+    found = first_hour.parts(options(rehearse), GPU | {"learners": names})
+    order = [part.name for part in found]
+    assert len(set(order)) == len(order)
+    firsts = ("step_parity", "step_fast_xla", "step_fast_cudnn", "extraction_parity")
+    assert tuple(order[:4]) == firsts
+    assert order[-3:] == ["run_1", "run_2", "run_3"]
+    assert all(60 * part.minutes < first_hour.LIMIT < 600 for part in found)
+    flags = [flag for part in found for flag in part.command if flag.startswith("--learners=")]
+    assert sorted(",".join(flags).replace("--learners=", "").split(",")) == sorted(names)
+    assert ("--config.encoder.weights=my file.npz" in found[-1].command) != rehearse
+    absent = {"pytorch": False, "lacking": "no images", "attentions": ["xla"], "learners": names}
+    fewer = [part.name for part in first_hour.parts(options(rehearse), absent)]
+    left_out = {name for name in order if name.startswith("run_") or "pytorch" in name}
+    assert set(order) - set(fewer) == left_out | {"step_fast_cudnn", "extraction_fast_cudnn"}
+
+
+def test_a_budget_ends_parts_and_begins_none_that_it_has_no_room_for(tmp_path):
+    long = [f"--tasks={number}" for number in ("50", "2")]
+    todo = [
+        first_hour.Part(f"part_{minutes}", minutes, ["-m", "benchmarks.calibration", flag])
+        for minutes, flag in zip((0, 2), long, strict=True)
+    ]
+    state = first_hour.work(todo, tmp_path, first_hour.GRACE + 1, StopRequest())
+    assert [each["state"] for each in state.values()] == ["stopped", "not begun"]
+    assert [each["failures"] for each in state.values()] == [1, 0]
+    assert not (tmp_path / "part_2.log").exists()
+    asked = StopRequest()
+    asked.signal = signal.SIGTERM
+    assert first_hour.work(todo, tmp_path, 1000, asked) == state
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="children end on Linux alone")
+def test_a_killed_hour_goes_on(tmp_path, cache, capsys, monkeypatch):
+    fields = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
+    fields += [f"--config.cache_dir={cache}", "--quiet"]
+    run = first_hour.Part("run", 0, ["main.py", "--config=configs/digits.py", *fields])
+    todo = [FAILS, DEVICE, run]
+    call = (
+        "import sys; from pathlib import Path; from benchmarks import first_hour as hour;"
+        "from fdc_jax.errors import StopRequest;"
+        f"hour.work([hour.Part(*each) for each in {[tuple(part) for part in todo]}],"
+        f"Path({str(tmp_path)!r}), 1000, StopRequest())"
+    )
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    hour = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT, env=environment)
+    small_runs.wait_for(tmp_path / "run", "epoch", hour)
+    hour.kill()
+    hour.wait()
+    # What it had started ends, too, and saves before.
+    while "stopped by SIGTERM" not in (tmp_path / "run.log").read_text():
+        time.sleep(0.05)
+    written = DEVICE.report(tmp_path).stat()
+    capsys.readouterr()
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    state = first_hour.work(todo, tmp_path, 1000, StopRequest())
+    # What failed once comes behind what never did.
+    told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert told == ["run", "fails"]
+    assert [each["state"] for each in state.values()] == ["failed", "done", "done"]
+    assert state["fails"]["failures"] == 2
+    assert "expected at least two tasks" in state["fails"]["said"]
+    assert DEVICE.report(tmp_path).stat() == written
+    small_runs.nothing_done_twice(tmp_path / "run")
+    # Another command, or a report that is gone, makes a part be done again.
+    other = DEVICE._replace(command=[*DEVICE.command, "--weights=other"])
+    asked = StopRequest()
+    asked.signal = signal.SIGTERM
+    assert first_hour.work([other], tmp_path, 1000, asked)["device"]["state"] == "not begun"
+    run.report(tmp_path).unlink()
+    assert first_hour.work([run], tmp_path, 1000, asked)["run"]["state"] == "not begun"
+
+
+def test_a_folder_is_of_one_device(tmp_path, monkeypatch):
+    before = {"device": "8 x TPU v6 lite"}
+    (tmp_path / "device.json").write_text(json.dumps(before))
+    arguments = ["first_hour", "--rehearse", "--budget_minutes=2", f"--output={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(InputError, match=r"expected 8 x TPU v6 lite, found \d x cpu"):
+        first_hour.main()
+    assert json.loads((tmp_path / "device.json").read_text()) == before
+    assert not (tmp_path / "parts.json").exists()
+
+
+def rows(name):
+    found = json.loads((ROOT / "results" / "performance" / f"{name}.json").read_text())
+    return {what: rest for what, *rest in first_hour.rows(found)}
+
+
+def test_rows_of_published_measurements(whole):
+    step, views = rows("training_step_128"), rows("extraction_128")
+    assert step["jax"] == ["23.5 images/s, 76 % of peak", ""]
+    assert step["pytorch_eager"][0].endswith("images/s")
+    assert views["jax"] == ["54.7 images/s, 93 % of peak", ""]
+    assert rows("learners")["cumulative_lora"][0].startswith("22.3 images/s, 1.00 times")
+    # On a processor, what the compiler plans.
+    assert rows("memory")["10 tasks, peak"] == ["1.11 GiB", "6.51 GiB"]
+    assert rows("step_profile_128")["GELU"][0].endswith(" ms")
+    latency = {
+        name: {"milliseconds": [1.0, 3.0], "peak_memory_bytes": 2**20}
+        for name in ("raw", "single", "dual")
+    }
+    assert list(first_hour.rows({"views": latency})) == [
+        ("raw", "2.0 ms, 1.0 MiB", "170.5 ms, 980.9 MiB"),
+        ("single", "2.0 ms, 1.0 MiB", "173.3 ms, 985.6 MiB"),
+        ("dual", "2.0 ms, 1.0 MiB", "323.1 ms, 992.8 MiB"),
+    ]
+    run = {what: rest for what, *rest in first_hour.rows(small_runs.results(whole))}
+    assert run["accuracy, percent"][0].startswith("raw ")
+    assert run["training"][1] == "ViT-B/16: 132.2 minutes"
+
+
+@pytest.mark.slow
+def test_a_rehearsal_that_is_killed_measures_every_part(tmp_path, cache):
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "FDC_JAX_CACHE": str(cache)}
+    command = [sys.executable, "-m", "benchmarks.first_hour", "--rehearse", f"--output={tmp_path}"]
+    command += ["--budget_minutes=100"]
+
+    def start():
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+        )
+
+    hour = start()
+    while "memory_parity" not in (line := hour.stdout.readline()):
+        assert line
+    hour.send_signal(signal.SIGTERM)
+    hour.communicate()
+    assert hour.returncode == first_hour.UNFINISHED
+    known = json.loads((tmp_path / "parts.json").read_text())
+    hour = start()
+    output, _ = hour.communicate()
+    assert hour.returncode == 0, output
+    state = json.loads((tmp_path / "parts.json").read_text())
+    assert {each["state"] for each in state.values()} == {"done"}
+    assert [
+        name for name in known if known[name]["state"] == "done" and known[name] != state[name]
+    ] == []
+    table = (tmp_path / "table.md").read_text()
+    assert output.endswith(table + "\n")
+    assert all(f"| {name} " in table for name in state)
