@@ -6,8 +6,9 @@
 Parts of less than ten minutes run one after the other, the most valuable first, each in a process
 of its own. The folder receives NAME.json (of a run the folder NAME), NAME.log with what was
 printed, `parts.json` with the state of every part, and `table.md`: what was measured beside the
-paper's figures. Killed or out of time (75), the same command goes on where it was; parts that
-failed are tried again behind all others. --rehearse has the same parts at a tiny size.
+paper's figures and the estimates of `benchmarks.ahead_of_time`. Killed or out of time (75), the
+same command goes on where it was; parts that failed are tried again behind all others. --rehearse
+has the same parts at a tiny size.
 """
 
 import argparse
@@ -36,6 +37,12 @@ PROGRAM = "benchmarks.first_hour"
 LIMIT, GRACE = 540, 45
 UNFINISHED = 75  # also what main.py ends with where the same command goes on
 _PR_SET_PDEATHSIG = 1
+# Estimates by part of a device's name, the first that fits.
+_ESTIMATES = Path(__file__).resolve().parents[1] / "results" / "ahead_of_time"
+_TARGETS = {
+    **{"TPU v5 lite": "v5e", "TPU v6 lite": "v6e", "TPU v5": "v5p"},
+    **{"H100": "h100", "H200": "h200", "A100": "a100"},
+}
 
 # What each measures, the most valuable first: name, minutes without which it is not begun, program
 # and flags. {form} stands for every attention that the device has, {some} for a third of the
@@ -128,10 +135,10 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
     from fdc_jax.model import vit, weights
 
     device, attentions, lacking, pytorch = jax.devices()[0], [], None, False
+    given = {"precision": "fast", "cudnn": devices.have_cudnn(devices.data_mesh())}
     for form in vit.ATTENTIONS:
         with contextlib.suppress(InputError):
-            vit.build("B/16", 224, precision="fast", attention=form)
-            attentions.append(form)
+            attentions.append(vit.build("B/16", 224, attention=form, **given).attention)
     if importlib.util.find_spec("torch"):
         import torch  # pyright: ignore[reportMissingImports]
 
@@ -146,9 +153,6 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
     rates = {each: flops.product_rate(each, size)[0] for each in vit.PRECISIONS}
     installed = {each.name: each.version for each in importlib.metadata.distributions()}
     kinds = ("jax", "libtpu", "nvidia", "torch")
-    query = "--query-gpu=name,driver_version,power.limit,clocks.max.sm"
-    with contextlib.suppress(OSError):
-        subprocess.run(["nvidia-smi", query, "--format=csv"], timeout=30)
     return {
         "device": devices.describe(),
         "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
@@ -156,7 +160,7 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
         "versions": evaluation.versions(),
         "packages": {each: installed[each] for each in installed if each.startswith(kinds)},
         "product_tflops": {each: 1e-12 * float(rate) for each, rate in rates.items()},
-        "attentions": attentions,
+        "attentions": list(dict.fromkeys(attentions)),
         "learners": learners.names(),
         "pytorch": pytorch,
         "lacking": lacking,
@@ -245,60 +249,88 @@ def _last_line(part: Part, folder: Path) -> str:
 # What was found -----------------------------------------------------------------------------------
 
 
-def rows(found: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yields what a report has measured, its value, and the paper's on an A100 in float32."""
+def rows(
+    found: dict[str, Any], records: Sequence[dict[str, Any]] = ()
+) -> Iterator[tuple[str, str, str, str]]:
+    """Yields what a report has measured, its value, the paper's on an A100, and an estimate.
+
+    Args:
+        found: the report of a part.
+        records: of `benchmarks.ahead_of_time`, for the same devices.
+    """
     from fdc_jax.report import paper
 
+    given = found.get("settings", {})
+
+    def estimate(program: str) -> str:
+        for each in records:
+            same = all(each[name] == given[name] for name in ("batch_size", "precision"))
+            if (
+                each["program"] == program
+                and same
+                and given["attention"] in ("auto", each["attention"])
+            ):
+                speed = each.get("images_per_second")
+                text = f"{each['memory_bytes']['peak'] / 2**30:.2f} GiB"
+                return text if speed is None else f"{speed:.0f} images/s, {text}"
+        return ""
+
     latency, cost = (paper.columns(table, "cifar100") for table in ("latency", "cost"))
-    for contender, each in found.get("contenders", {}).items():
-        share = each["utilisation"]
-        share = "" if share is None else f", {100 * share:.0f} % of peak"
-        yield contender, f"{each['images_per_second']:.1f} images/s{share}", ""
-    for view, each in found.get("views", {}).items():
-        memory = latency["raw_mib"] + (view != "raw") * latency[f"{view}_mib"]
-        published = f"{latency[f'{view}_ms']:.1f} ms, {memory:.1f} MiB"
-        milliseconds, memory = (
-            np.mean(each["milliseconds"]),
-            (each["peak_memory_bytes"] or 0) / 2**20,
-        )
-        yield view, f"{milliseconds:.1f} ms, {memory:.1f} MiB", published
+    for name, each in found.get("contenders", {}).items():
+        share = f", {100 * each['utilisation']:.0f} % of peak" if each["utilisation"] else ""
+        program = "extraction" if "benchmarks.extraction" in found["command"] else "cumulative_lora"
+        known = estimate(program) if name == "jax" else ""
+        yield name, f"{each['images_per_second']:.1f} images/s{share}", "", known
+    for name, each in found.get("views", {}).items():
+        memory = latency["raw_mib"] + (name != "raw") * latency[f"{name}_mib"]
+        published = f"{latency[f'{name}_ms']:.1f} ms, {memory:.1f} MiB"
+        memory = (each["peak_memory_bytes"] or 0) / 2**20
+        yield name, f"{np.mean(each['milliseconds']):.1f} ms, {memory:.1f} MiB", published, ""
     for each in found.get("learners", ()):
+        name, speed = each["learner"], f"{each['images_per_second']:.1f} images/s"
         relative = f"{each['step_relative_clock']:.2f} times {found['learners'][0]['learner']}"
-        yield each["learner"], f"{each['images_per_second']:.1f} images/s, {relative}", ""
+        yield f"step of {name}", f"{speed}, {relative}", "", estimate(name)
     for each in found.get("records", ()):
         peak = each["peak_bytes"]["device"] or sum(each["step_bytes"].values())
         published = f"{cost['peak_memory_gib']:.2f} GiB"
-        yield f"{each['tasks']} tasks, peak", f"{peak / 2**30:.2f} GiB", published
+        known = estimate(given["learner"])
+        yield f"peak at {each['tasks']} tasks", f"{peak / 2**30:.2f} GiB", published, known
     for each in found.get("results", ()):
-        milliseconds = 1e3 * each["fit_seconds_last_task"]["clock"]
-        yield f"{each['images'] // each['tasks']} images", f"{milliseconds:.0f} ms", ""
-    for each, milliseconds in found.get("milliseconds", {}).items():
-        yield each, f"{milliseconds:.2f} ms", ""
+        name, seconds = f"{each['images'] // each['tasks']} images", each["fit_seconds_last_task"]
+        yield f"fit of {name}", f"{1e3 * seconds['clock']:.0f} ms", "", ""
+    for name, milliseconds in found.get("milliseconds", {}).items():
+        yield name, f"{milliseconds:.2f} ms", "", ""
     if "accuracy" in found:
         text = ", ".join(f"{kind} {value:.2f}" for kind, value in found["accuracy"].items())
-        yield "accuracy, percent", text, ""
-        minutes, speed = (
-            found["timing"][f"training_{each}"] for each in ("seconds", "images_per_second")
-        )
-        text = f"{minutes / 60:.1f} minutes, {speed:.0f} images/s"
-        yield "training", text, f"ViT-B/16: {cost['training_minutes']} minutes"
+        yield "accuracy, percent", text, "", ""
+        minutes = found["timing"]["training_seconds"] / 60
+        speed = f"{found['timing']['training_images_per_second']:.0f} images/s"
+        published = f"ViT-B/16: {cost['training_minutes']} minutes"
+        yield "training", f"{minutes:.1f} minutes, {speed}", published, ""
 
 
 def summary(todo: Sequence[Part], state: dict[str, Any], folder: Path, device: Any) -> str:
     """Returns the table of what is done, and a line for each part that is left."""
+    count, _, kind = device["device"].split(" ", 2)
+    target = next((target for name, target in _TARGETS.items() if name in kind), "")
+    path = _ESTIMATES / f"{target}.json"
+    records = read_json(path)["records"] if path.exists() else []
+    records = [each for each in records if each["devices"] == int(count)]
     done = [part for part in todo if state[part.name]["state"] == "done"]
-    table = [(part.name, *row) for part in done for row in rows(read_json(part.report(folder)))]
-    reached = ", ".join(f"{kind} {rate:.1f}" for kind, rate in device["product_tflops"].items())
-    left = [
-        f"left: {part.name} ({state[part.name]['state']}) {state[part.name]['said']}".rstrip()
-        for part in todo
-        if part not in done
+    table = [
+        (part.name, *row) for part in done for row in rows(read_json(part.report(folder)), records)
     ]
+    reached = ", ".join(f"{kind} {rate:.1f}" for kind, rate in device["product_tflops"].items())
+    left = [(part.name, *map(state[part.name].get, ("state", "said"))) for part in todo]
+    left = [row for row in left if row[1] != "done"]
     if device["lacking"]:
-        left.append(f"left: runs of CIFAR-100: {device['lacking']}")
-    head = f"{device['device']}; large products: {reached} TFLOP/s"
-    text = tabulate.tabulate(table, ["", "", "measured", "paper, A100"], tablefmt="github")
-    return "\n".join([head, "", text, "", *left, ""])
+        left.append(("runs of CIFAR-100", "not begun", device["lacking"]))
+    header = ["", "", "measured", "paper, A100, float32", f"estimate, {target or 'none'}"]
+    return "\n\n".join(
+        [f"{device['device']}; large products in 10^12 operations a second: {reached}"]
+        + [tabulate.tabulate(table, header, tablefmt="github")]
+        + [tabulate.tabulate(left, ["left", "", ""], tablefmt="github")] * bool(left)
+    )
 
 
 def main() -> None:
@@ -333,10 +365,10 @@ def main() -> None:
         todo = parts(options, device)
         left = 60 * options.budget_minutes - (time.monotonic() - start)
         state = work(todo, folder, left, stop)
-    text = summary(todo, state, folder, device)
+    text = summary(todo, state, folder, device) + "\n"
     with write_atomically(folder / "table.md") as file:
         file.write(text.encode())
-    print(text)
+    print(text, end="")
     if any(each["state"] in ("not begun", "stopped") for each in state.values()):
         sys.exit(UNFINISHED)
 
