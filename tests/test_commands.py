@@ -118,7 +118,7 @@ def test_a_wheel_works_outside_of_the_checkout(wheel, tmp_path, cache):
 
     def fdc(*words):
         done = subprocess.run(
-            *([site / "bin" / "fdc", *words],),
+            [site / "bin" / "fdc", *words],
             cwd=tmp_path,
             env=os.environ | paths,
             capture_output=True,
@@ -127,8 +127,8 @@ def test_a_wheel_works_outside_of_the_checkout(wheel, tmp_path, cache):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    for name in command.PROGRAMS:
-        assert "usage" in fdc(name, "--help" if name != "run" else "--helpfull"), name
+    for name in command.PROGRAMS.keys() - {"run"}:
+        assert "usage" in fdc(name, "--help"), name
     fields = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
     fdc("run", "--config=digits", *fields, "--config.report=True", "--quiet")
     found = small_runs.results(tmp_path / "runs" / "digits")
