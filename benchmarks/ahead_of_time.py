@@ -150,6 +150,8 @@ def mesh_of(target: str, count: int) -> Any:
     import numpy as np
     from jax.experimental import topologies
 
+    # Else plugins look for devices of their own.
+    jax.config.update("jax_platforms", "cpu")
     if tpu:
         names = {int(most): name for most, name in found["topologies"].items()}
         if count > max(names):
@@ -293,7 +295,6 @@ def main() -> None:
     encoder = {"variant": "B/16", "image_size": 224, "precision": "fast", "attention": "auto"}
     parser = measure.parser_of(__doc__, PROGRAM, **flags, **encoder, tasks=20, classes=5)
     options = measure.parsed(parser)
-    os.environ["JAX_PLATFORMS"] = "cpu"
     meshes = [mesh_of(options.target, count) for count in measure.numbers(options, "devices")]
     from fdc_jax import devices, learners
     from fdc_jax.model import vit
