@@ -205,10 +205,10 @@ class TrainBatches(_Batches):
     """The training batches of one task, over all its epochs.
 
     Iterating yields `Batch` after `Batch` from `start_step`, counted over all epochs, to the end
-    of the last epoch. Each epoch visits every image once; its last batch is padded.
+    of the last epoch. Each epoch visits every image once; its last batch is padded. What is not
+    listed is as of `_Batches`.
 
     Args:
-        dataset, indices, labels, batch_size, options: as of `_Batches`.
         seed: training seed.
         task: index of the task, from 0.
         epochs: number of passes.
@@ -262,8 +262,9 @@ class TrainBatches(_Batches):
 class EvaluationBatches(_Batches):
     """Images with the test transform, in the order given, the last batch padded.
 
+    What is not listed is as of `_Batches`.
+
     Args:
-        arguments, options: as of `_Batches`.
         cache: keeps transformed images for later passes; may be shared between data sets.
     """
 
