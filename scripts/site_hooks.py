@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "fdc_jax"
 _LINK = re.compile(r"(?<=\]\()[^()#:\s]+")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
-# A name in the code but for fields of the configuration; first what has a place in the API, which
-# of what a class holds is the class.
+# A dotted name in the code but for fields of the configuration: first what has a place in the API,
+# which of what a class holds is the class.
 _NAME = re.compile(
     r"`((?!config\.)(?=\w+\.)[a-z]\w*(?:\.[a-z]\w*)*(?:\.(?![A-Z]+_)[A-Z]\w*)?)((?:\.\w+)?)`"
 )
@@ -76,7 +76,7 @@ def _mathml(found: re.Match[str]) -> str:
 def _notebook(path: Path) -> Iterator[tuple[str, str | bytes]]:
     """Yields the page of a notebook, which offers the notebook itself, and its pictures."""
     place = {"unique_key": path.stem, "output_files_dir": f"{path.stem}_files"}
-    text, found = nbconvert.MarkdownExporter().from_filename(path, place)
+    text, found = nbconvert.MarkdownExporter().from_filename(str(path), place)
     folder = path.parent.relative_to(DOCS)
     link = f'\n\n<a href="{path.name}" download>This page as a notebook</a>\n'
     yield f"{folder}/{path.stem}.md", text + link
@@ -88,9 +88,10 @@ def _api() -> Iterator[tuple[str, str]]:
     """Yields a page of docstrings for every package."""
     for init in sorted(PACKAGE.rglob("__init__.py")):
         package = ".".join(init.parent.relative_to(ROOT).parts)
-        # What it has from its modules stands there.
-        own = "false" if "__all__" in init.read_text() else "true"
-        text = f"::: {package}\n    options: {{heading_level: 1, members: {own}}}\n\n"
+        # What it takes from its modules stands there.
+        own = re.findall(r"^(?:class|def) ([a-zA-Z]\w*)", init.read_text(), re.MULTILINE)
+        options = f"{{heading_level: 1, members: [{', '.join(own)}]}}"
+        text = f"::: {package}\n    options: {options}\n\n"
         modules = sorted(each.stem for each in init.parent.glob("[!_]*.py"))
         yield f"api/{package}.md", text + "".join(f"::: {package}.{each}\n\n" for each in modules)
 
@@ -126,5 +127,6 @@ def _linked(text: str, folder: Path) -> dict[str, Path]:
 
 def _placed(text: str, links: dict[str, Path], uri: str) -> str:
     """Returns the text of a page with its links as the site has them."""
-    places = {link: os.path.relpath(_uri(path), os.path.dirname(uri)) for link, path in links.items()}
+    folder = os.path.dirname(uri)
+    places = {link: os.path.relpath(_uri(path), folder) for link, path in links.items()}
     return _LINK.sub(lambda found: places.get(found[0], found[0]), text)

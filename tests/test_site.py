@@ -1,0 +1,178 @@
+"""The site of docs/: navigation, notation, notebooks; that it builds, and loads nothing else."""
+
+import dataclasses
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+import yaml
+
+from configs import base
+from fdc_jax import calibration, configuration
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+DOCS, PACKAGE = REPOSITORY / "docs", REPOSITORY / "fdc_jax"
+NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
+NOTATION = re.findall(r"`([a-z]\w*(?:\.\w+)+)`", (DOCS / "notation.md").read_text())
+
+
+def leaves(nav):
+    """Places in a navigation, which is a list of pages and of lists under a title."""
+    if isinstance(nav, str):
+        return [nav]
+    parts = nav if isinstance(nav, list) else nav.values()
+    return [leaf for part in parts for leaf in leaves(part)]
+
+
+def test_every_page_and_every_package_is_in_the_navigation_once():
+    pages = (*DOCS.rglob("*.md"), *NOTEBOOKS)
+    expected = [page.relative_to(DOCS).with_suffix(".md").as_posix() for page in pages]
+    for init in PACKAGE.rglob("__init__.py"):
+        expected.append(f"api/{'.'.join(init.parent.relative_to(REPOSITORY).parts)}.md")
+    found = leaves(yaml.safe_load((REPOSITORY / "mkdocs.yml").read_text())["nav"])
+    found = [place for place in found if not place.startswith("repository/")]
+    assert sorted(found) == sorted(expected)
+
+
+def is_there(name):
+    """Tells whether a dotted name below the package is a module or something that one holds."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(["fdc_jax", *parts[:count]]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[count:]:
+            named = part in getattr(found, "__annotations__", ())
+            if not (named or hasattr(found, part)):
+                return found is calibration.FDC and part in vars(found())
+            found = getattr(found, part, None)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", sorted(set(NOTATION)))
+def test_names_of_the_notation_exist(name):
+    if name.startswith("config."):
+        assert name.removeprefix("config.") in configuration.flatten(base.get_config("cifar100"))
+    else:
+        assert is_there(name)
+
+
+def test_the_notation_has_every_setting_of_the_paper():
+    for field in dataclasses.fields(calibration.Settings):
+        if field.name != "affinity_reference":  # without a symbol
+            assert f"calibration.fdc.Settings.{field.name}" in NOTATION
+            assert f"config.fdc.{field.name}" in NOTATION
+
+
+# Notebooks ---------------------------------------------------------------------------------------
+
+
+def is_unexpected(output):
+    """Tells whether a cell failed, or warned; what a command says on refusal is expected."""
+    said = output.get("name") == "stderr" and not output["text"][0].startswith("fdc_jax: error: ")
+    return said or output["output_type"] == "error"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_compile_and_hold_what_their_cells_gave(path):
+    transformers = pytest.importorskip("IPython.core.inputtransformer2")
+    assert path.stat().st_size < 400_000
+    notebook = json.loads(path.read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell["outputs"]]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert not any(map(is_unexpected, outputs))
+    assert not re.search(r"/(home|root|tmp|work|Users)/", json.dumps(outputs))
+    for cell in cells:
+        source = "".join(cell["source"])
+        compile(transformers.TransformerManager().transform_cell(source), path.name, "exec")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebooks_run(path, tmp_path):
+    pytest.importorskip("nbconvert")
+    for name in ("main.py", "configs", "fdc_jax"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    folder = tmp_path / "docs" / "tutorials"
+    folder.mkdir(parents=True)
+    (folder / path.name).write_bytes(path.read_bytes())
+    command = [sys.executable, "-m", "nbconvert", "--execute", "--inplace", folder / path.name]
+    bin_first = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    ran = subprocess.run(
+        command, env=os.environ | {"PATH": bin_first}, capture_output=True, text=True
+    )
+    assert ran.returncode == 0, ran.stderr
+    for cell in json.loads((folder / path.name).read_text())["cells"]:
+        for output in cell.get("outputs", ()):
+            assert not is_unexpected(output), output
+
+
+# The site ----------------------------------------------------------------------------------------
+
+
+class Page(HTMLParser):
+    """What a page loads (`loaded`), what it links to, and what its elements are called."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.loaded, self.linked, self.ids, self.tags = [], [], set(), set()
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        given = dict(attributes)
+        self.tags.add(tag)
+        self.ids.add(given.get("id"))
+        loads = tag != "a" and given.get("rel") not in ("prev", "next", "canonical")
+        place = given.get("src") or given.get("href")
+        if place:
+            (self.loaded if loads else self.linked).append(place)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "--site-dir", folder]
+    built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    return {path: Page(path) for path in folder.rglob("*.html") if path.name != "404.html"}, folder
+
+
+def test_pages_of_the_site_load_nothing_from_elsewhere_and_link_to_what_is_there(site):
+    pages, folder = site
+    assert len(pages) > 40
+    for path, page in pages.items():
+        for place in page.loaded:
+            assert not urlsplit(place).netloc and not place.startswith("//"), (path, place)
+        for place in (*page.loaded, *page.linked):
+            found = urlsplit(place)
+            if found.scheme or found.netloc:
+                continue
+            target = path.parent / unquote(found.path) if found.path else path
+            assert target.resolve().is_file(), (path, place)
+            if found.fragment and target.resolve() in pages:
+                assert unquote(found.fragment) in pages[target.resolve()].ids, (path, place)
+    for sheet in folder.rglob("*.css"):
+        assert not re.search(r"(url\(|@import )[\"']?(https?:)?//", sheet.read_text()), sheet
+
+
+def test_the_site_has_formulas_notebooks_and_the_api(site):
+    pages, folder = site
+    assert "math" in pages[folder / "notation.html"].tags
+    for path in NOTEBOOKS:
+        page = pages[folder / path.relative_to(DOCS).with_suffix(".html")]
+        assert any(place.startswith(f"{path.stem}_files/") for place in page.loaded)
+        assert path.name in page.linked
+    names = pages[folder / "api" / "fdc_jax.calibration.html"].ids
+    assert "fdc_jax.calibration.fdc.FDC.fit_task" in names
