@@ -99,7 +99,7 @@ def test_preparations_name_known_benchmarks_and_flags(arguments):
     assert len(names) == 1 or arguments == ["--list"]
     for name in names:
         assert name in benchmarks.BENCHMARKS or benchmarks.own(name, "given")
-    known = r"--(source|data_dir|test_share)=\S+|--(list|remove)"
+    known = r"--(source|data_dir|test_share)=\S+|--(list|remove|append)"
     assert all(re.fullmatch(known, flag) for flag in arguments if flag not in names)
 
 

@@ -175,8 +175,11 @@ def retraining(
         labels = jnp.repeat(jnp.arange(slots), samples)
         counted = jnp.repeat(seen.reshape(-1), samples)
         padding = jnp.zeros(-total % batch_size, jnp.int32)
+        # By the number of the class, which padded slots and tasks to come leave as it is.
+        lots = jax.random.uniform(key_of_order, (total,)).reshape(slots, samples)
+        lots = lots[jnp.cumsum(seen.reshape(-1)) - 1].reshape(-1)
         # Whatever was not drawn goes behind everything that was.
-        order = jnp.argsort(jnp.where(counted, jax.random.uniform(key_of_order, (total,)), 2.0))
+        order = jnp.argsort(jnp.where(counted, lots, 2.0))
         order = jnp.concatenate([order.astype(jnp.int32), padding])
 
         def step(number, carry):

@@ -130,6 +130,32 @@ def zero_heads():
     return {name: jnp.zeros(shape) for name, shape in shapes.items()}
 
 
+def test_slots_of_tasks_and_classes_to_come_change_nothing():
+    """Neither what is drawn nor the order in which it is met, bit for bit."""
+
+    def heads_in(tasks, classes):
+        seen = np.zeros((tasks, classes), bool)
+        seen[:2, :2] = True
+        gaussians = gaussian_alignment.empty(tasks, classes, 4)
+        known = random_gaussians(tasks=2)
+        gaussians.factors[:2, :2] = known.factors
+        gaussians = gaussians._replace(means=gaussians.means.at[:2, :2].set(known.means))
+
+        def loss(rows, features, labels, weights, seen):
+            logits = jnp.einsum("nd,tcd->ntc", features, rows)
+            return gaussian_alignment.cross_entropy_over_all(logits, labels, weights, seen)
+
+        retrain = gaussian_alignment.retraining(loss, optax.scale_by_adam(), 5, 3, "rate")
+        scales = gaussian_alignment.mean_scales(0.9, tasks, 2)
+        rows = jnp.zeros((tasks, classes, 4))
+        return retrain(rows, gaussians, seen, scales, np.ones(2), jax.random.key(0))[:2, :2]
+
+    found = heads_in(2, 2)
+    assert np.abs(found).min() > 1e-3
+    for more in ((3, 2), (2, 3), (5, 4)):
+        np.testing.assert_array_equal(heads_in(*more), found)
+
+
 @pytest.mark.parametrize(("batch_size", "steps"), [(4, 4), (64, 1)])
 def test_an_epoch_meets_every_drawn_feature_once(batch_size, steps):
     gaussians = random_gaussians()
