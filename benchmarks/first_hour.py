@@ -135,6 +135,8 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
     from fdc_jax.model import vit, weights
 
     device, attentions, lacking, pytorch = jax.devices()[0], [], None, False
+    if device.platform == "cpu" and not options.rehearse:
+        raise InputError("expected an accelerator, found a CPU alone; see docs/accelerators.md")
     given = {"precision": "fast", "cudnn": devices.have_cudnn(devices.data_mesh())}
     for form in vit.ATTENTIONS:
         with contextlib.suppress(InputError):

@@ -102,16 +102,21 @@ def test_a_killed_hour_goes_on(tmp_path, cache, capsys, monkeypatch):
     assert first_hour.work([run], tmp_path, 1000, asked)["run"]["state"] == "not begun"
 
 
-def test_a_folder_is_of_one_device(tmp_path, monkeypatch):
+def test_a_folder_is_of_one_accelerator(tmp_path, monkeypatch):
     before = {"device": "8 x TPU v6 lite"}
     (tmp_path / "device.json").write_text(json.dumps(before))
-    arguments = ["first_hour", "--rehearse", "--budget_minutes=2", f"--output={tmp_path}"]
-    monkeypatch.setattr(sys, "argv", arguments)
+    arguments = ["first_hour", "--budget_minutes=2", f"--output={tmp_path}"]
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [*arguments, "--rehearse"])
     with pytest.raises(InputError, match=r"expected 8 x TPU v6 lite, found \d x cpu"):
         first_hour.main()
     assert json.loads((tmp_path / "device.json").read_text()) == before
+    (tmp_path / "device.json").unlink()
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(InputError, match="expected an accelerator, found a CPU alone"):
+        first_hour.main()
+    assert not (tmp_path / "device.json").exists()
     assert not (tmp_path / "parts.json").exists()
 
 
