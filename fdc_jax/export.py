@@ -1,6 +1,6 @@
 """A finished run as one folder that needs neither its images nor the file of its encoder.
 
-python -m fdc_jax.export WORKDIR OUT [--merge] [--timm]
+    python -m fdc_jax.export WORKDIR OUT [--merge] [--timm]
 
 `fdc_jax.open_run(OUT)` reads it. Prediction takes E_T and E_0 alone (Algorithm 1, line 15): the
 statistics of earlier tasks were collected with their own E_t and lie in the calibrator.

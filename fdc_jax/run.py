@@ -1,6 +1,6 @@
 """Learns a stream of tasks, fits FDC on the way, and reports accuracy with and without it.
 
-fdc run --config=digits [--workdir=FOLDER] [--config.FIELD=VALUE ...]
+    fdc run --config=digits [--workdir=FOLDER] [--config.FIELD=VALUE ...]
 
 A configuration is a file, or the name of one of the package; in a clone `python main.py` is the
 same as `fdc run`.
