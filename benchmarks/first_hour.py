@@ -157,6 +157,7 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
     kinds = ("jax", "libtpu", "nvidia", "torch")
     return {
         "device": devices.describe(),
+        "rehearsal": options.rehearse,
         "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
         "platform_version": device.client.platform_version,
         "versions": evaluation.versions(),
@@ -322,14 +323,15 @@ def summary(todo: Sequence[Part], state: dict[str, Any], folder: Path, device: A
     table = [
         (part.name, *row) for part in done for row in rows(read_json(part.report(folder)), records)
     ]
-    reached = ", ".join(f"{kind} {rate:.1f}" for kind, rate in device["product_tflops"].items())
+    reached = ", ".join(f"{kind} {rate:.3g}" for kind, rate in device["product_tflops"].items())
     left = [(part.name, *map(state[part.name].get, ("state", "said"))) for part in todo]
     left = [row for row in left if row[1] != "done"]
     if device["lacking"]:
         left.append(("runs of CIFAR-100", "not begun", device["lacking"]))
     header = ["", "", "measured", "paper, A100, float32", f"estimate, {target or 'none'}"]
     return "\n\n".join(
-        [f"{device['device']}; large products in 10^12 operations a second: {reached}"]
+        ["A rehearsal at a tiny size, which measures nothing."] * device["rehearsal"]
+        + [f"{device['device']}; large products in 10^12 operations a second: {reached}"]
         + [tabulate.tabulate(table, header, tablefmt="github")]
         + [tabulate.tabulate(left, ["left", "", ""], tablefmt="github")] * bool(left)
     )
