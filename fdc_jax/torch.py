@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fdc_jax import heads
 from fdc_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
     from fdc_jax.calibration import FDC
 
-# As in `calibration.fdc` and `heads`, of which scoring imports neither.
-SCALE_FLOOR, ENERGY_FLOOR, NORM_FLOOR = 1e-6, 1e-12, 1e-12
+# As in `calibration.fdc`, which scoring does not import.
+SCALE_FLOOR, ENERGY_FLOOR = 1e-6, 1e-12
 # From a model and images to one or two views, [n, d] and [n, e].
 Views = Callable[[Any, torch.Tensor], Any]
 
@@ -87,6 +88,17 @@ def collect(
         raise InputError("loader: expected at least one batch, found none")
     adapted, *pretrained, labels = (np.concatenate(parts) for parts in zip(*columns, strict=True))
     return adapted, pretrained[0] if pretrained else None, labels
+
+
+def head_of(layer: Any, rows: Any = slice(None)) -> heads.LinearHead:
+    """Returns rows of a linear layer, such as those of a task's classes, as a head for `fit_task`.
+
+    With or without a bias; `rows` is a slice or an array of indices.
+    """
+    weight, bias = layer.weight.detach().float().cpu().numpy(), np.zeros(len(layer.weight))
+    if layer.bias is not None:
+        bias = layer.bias.detach().float().cpu().numpy()
+    return heads.LinearHead(weight[rows], bias[rows].astype(np.float32))
 
 
 def _pair(features: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -188,8 +200,8 @@ class _Fused(nn.Module):
         unit, gain = np.ones_like(scale), scale
         if self.scope == "class":
             unit, gain = np.maximum(scale, LEAST_UNIT * scale.mean()), unit
-        heads = {"rows": arrays.heads.folded, "bias": arrays.heads.bias}
-        self.heads = _Arrays(**heads, scale=scale, unit=unit, gain=gain)
+        own = {"rows": arrays.heads.folded, "bias": arrays.heads.bias}
+        self.heads = _Arrays(**own, scale=scale, unit=unit, gain=gain)
         self.known = nn.ModuleList()
         for index, view in enumerate(arrays.views[:count]):
             parts = view._asdict() | {"coefficients": arrays.coefficients[index]}
@@ -202,21 +214,21 @@ class _Fused(nn.Module):
             self.known.append(_Arrays(**parts))
 
     def forward(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
-        heads, scores = self.heads, torch.zeros(())
+        own, scores = self.heads, torch.zeros(())
         for index, features in enumerate(views):
             known: Any = self.known[index]
             centred = features[:, None] - known.mean
             coordinates = torch.einsum("ntd,trd->ntr", centred, known.basis)
             if index == 0:
-                scores = self._logits(features, coordinates, known) / heads.unit[:, None]
+                scores = self._logits(features, coordinates, known) / own.unit[:, None]
             total = _energy(centred)
             outside = (total - _energy(coordinates)).clamp_min(0.0)
             u = outside / total.clamp_min(ENERGY_FLOOR) - known.residual_mean
             u, (a, b, c) = u / known.residual_std, known.coefficients.unbind()
             rlc = self.weights[index] * self.rlc * torch.tanh((a * u + b) * u + c)
-            scores = scores - (heads.scale / heads.unit * rlc)[..., None]
+            scores = scores - (own.scale / own.unit * rlc)[..., None]
             if weight := self.weights[index] * self.pac:
-                scores = scores + weight * heads.gain[:, None] * self._closeness(features, known)
+                scores = scores + weight * own.gain[:, None] * self._closeness(features, known)
         return scores
 
     def _logits(
@@ -227,7 +239,7 @@ class _Fused(nn.Module):
         if self.normalised:
             inside = _energy(coordinates + torch.einsum("td,trd->tr", known.mean, known.basis))
             filtered = self.kept * _energy(features)[:, None] + (1.0 - self.kept) * inside
-            logits = logits / filtered.sqrt().clamp_min(NORM_FLOOR)[..., None]
+            logits = logits / filtered.sqrt().clamp_min(heads.NORM_FLOOR)[..., None]
         return logits + self.heads.bias
 
     def _closeness(self, features: torch.Tensor, known: Any) -> torch.Tensor:
@@ -285,4 +297,6 @@ def _energy(vectors: torch.Tensor) -> torch.Tensor:
 
 
 def _unit(vectors: torch.Tensor) -> torch.Tensor:
-    return vectors / torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_min(NORM_FLOOR)
+    return vectors / torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_min(
+        heads.NORM_FLOOR
+    )

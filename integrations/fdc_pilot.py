@@ -1,0 +1,99 @@
+"""FDC on top of any learner of PILOT, and feature files of PILOT's and InfLoRA's checkpoints.
+
+`class Learner(FDCLearner, finetune.Learner)` is one; see docs/integrations.md. Labels are PILOT's
+own positions in the class order.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fdc_jax import calibration, feature_files, heads
+from fdc_jax import torch as fdc_torch
+
+
+class FDCLearner:
+    """Comes before a learner; `args["calibrator"]` may have settings of `from_settings`."""
+
+    def __init__(self: Any, args: dict[str, Any]) -> None:
+        super().__init__(args)  # pyright: ignore[reportCallIssue]
+        self.calibrator = calibration.from_settings(args.get("calibrator", {}))
+        self.frozen = copy.deepcopy(self._network)
+
+    def incremental_train(self: Any, data_manager: Any) -> None:
+        """Trains, then collects the statistics of the task."""
+        task, previous = self._cur_task + 1, {}
+        total = self._known_classes + data_manager.get_task_size(task)
+        loader = _loader(data_manager, self._known_classes, total)
+        if task and self.calibrator.follows_encoder:
+            previous = {"previous": self._extract_vectors(loader)[0]}
+        super().incremental_train(data_manager)  # pyright: ignore
+        adapted, frozen, labels = _views(self, self.frozen, loader)
+        head = _head(self._network, task, np.unique(labels))
+        self.calibrator.fit_task(adapted, labels, head, frozen, **previous)
+        self.calibrator.finalize()
+        # Training goes on to change the rows of earlier classes.
+        known = enumerate(self.calibrator.classes)
+        self.calibrator.replace_heads([_head(self._network, t, c) for t, c in known])
+
+    def _eval_cnn(self: Any, loader: Any) -> tuple[np.ndarray, np.ndarray]:
+        *views, labels = _views(self, self.frozen, loader)
+        calibrated = fdc_torch.Calibrated(nn.Identity(), self.calibrator)
+        scores = calibrated([torch.from_numpy(each) for each in views])
+        return scores.topk(self.topk).indices.numpy(), labels
+
+
+@torch.no_grad()
+def dump(folder: str, learner: Any, data_manager: Any, checkpoints: Sequence[str]) -> None:
+    """Writes a folder that `python -m fdc_jax.posthoc` reads, from checkpoints of every task.
+
+    `learner` is a new one, with `args` and `data_manager` of the training; checkpoints are files of
+    PILOT's `save_checkpoint` (`NAME_0.pkl`, ...) or of InfLoRA's trainer (`task_0.pth`, ...).
+    """
+    network = learner._network.to(learner._device)
+    initial, classes, known = copy.deepcopy(network), [], 0
+    for task, path in enumerate(checkpoints):
+        total = known + data_manager.get_task_size(task)
+        loader = _loader(data_manager, known, total)
+        previous = learner._extract_vectors(loader)[0] if task else None
+        network.update_fc(total)
+        stored = torch.load(path, map_location="cpu")
+        network.load_state_dict(stored.get("model_state_dict", stored))
+        adapted, frozen, labels = _views(learner, initial, loader)
+        classes, known = [*classes, np.unique(labels)], total
+        head = _head(network, task, classes[-1])
+        feature_files.write_task(folder, task, adapted, labels, head, frozen, None, previous)
+    final = [_head(network, t, c) for t, c in enumerate(classes)]
+    feature_files.write_final_heads(folder, final)
+    feature_files.write_test(
+        folder, *_views(learner, initial, _loader(data_manager, 0, known, "test"))
+    )
+
+
+def _loader(data_manager: Any, first: int, end: int, source: str = "train") -> DataLoader:
+    images = data_manager.get_dataset(np.arange(first, end), source=source, mode="test")
+    own = torch.Generator()  # Training draws what it would without.
+    return DataLoader(images, 64, generator=own)
+
+
+def _views(learner: Any, frozen: nn.Module, loader: Any) -> tuple[np.ndarray, ...]:
+    """Returns features by the network and by the frozen one, and labels."""
+    adapted, labels = learner._extract_vectors(loader)
+    current, learner._network = learner._network, frozen.to(learner._device)
+    vectors, learner._network = learner._extract_vectors(loader)[0], current
+    return adapted, vectors, labels
+
+
+def _head(network: Any, task: int, classes: np.ndarray) -> Any:
+    """Returns a task's part of the classifier, which is one or a list of one per task."""
+    pool = getattr(network, "classifier_pool", None) or getattr(network.fc, "heads", None)
+    layer, rows = (pool[task], slice(None)) if pool else (network.fc, classes)
+    layer = layer[-1] if isinstance(layer, nn.Sequential) else layer
+    if getattr(layer, "sigma", None) is None:
+        return fdc_torch.head_of(layer, rows)
+    return heads.CosineHead(layer.weight.detach().cpu().numpy()[rows], float(layer.sigma))

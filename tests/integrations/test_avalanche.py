@@ -1,0 +1,136 @@
+"""The plugin in the real Avalanche, on scanned digits in five experiences."""
+
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+from fdc_jax import calibration, heads
+from fdc_jax.calibration.components import TRANSPORTED, WHITENED_CLASSES
+
+torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
+pytestmark = pytest.mark.filterwarnings("ignore:::avalanche", "ignore:No loggers specified")
+
+
+@pytest.fixture(scope="module")
+def avalanche():
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Of its own imports.
+        return pytest.importorskip("avalanche", reason="needs avalanche-lib", exc_type=ImportError)
+
+
+def network(growing):
+    """A small network that ends in Avalanche's growing classifier, or in a fixed one."""
+    from avalanche.models import IncrementalClassifier, SimpleMLP
+
+    torch.manual_seed(0)
+    if not growing:
+        return SimpleMLP(input_size=64, hidden_size=32, drop_rate=0.2), "classifier"
+    layers = {"body": torch.nn.Linear(64, 32), "act": torch.nn.ReLU()}
+    layers["classifier"] = IncrementalClassifier(32)
+    return torch.nn.Sequential(OrderedDict(layers)), "classifier.classifier"
+
+
+def trained(digits, plugins, model):
+    """Trains on five experiences; returns the strategy and the benchmark."""
+    from avalanche.benchmarks.scenarios.supervised import class_incremental_benchmark
+    from avalanche.benchmarks.utils import as_classification_dataset
+    from avalanche.evaluation.metrics import accuracy_metrics
+    from avalanche.training import Naive
+    from avalanche.training.plugins import EvaluationPlugin
+
+    train, test, train_labels, test_labels = digits
+
+    def dataset(images, labels):
+        found = torch.utils.data.TensorDataset(torch.tensor(images), torch.tensor(labels))
+        found.targets = labels.tolist()
+        return as_classification_dataset(found)
+
+    benchmark = class_incremental_benchmark(
+        {"train": dataset(train, train_labels), "test": dataset(test, test_labels)},
+        class_order=[3, 8, 1, 0, 9, 2, 7, 5, 4, 6],
+        num_experiences=5,
+    )
+    torch.manual_seed(1)
+    strategy = Naive(
+        model=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        train_mb_size=32,
+        eval_mb_size=64,
+        train_epochs=4,
+        plugins=plugins,
+        evaluator=EvaluationPlugin(accuracy_metrics(stream=True), loggers=[]),
+    )
+    for experience in benchmark.train_stream:
+        strategy.train(experience)
+    return strategy, benchmark
+
+
+def accuracy(strategy, benchmark):
+    (found,) = [v for k, v in strategy.eval(benchmark.test_stream).items() if "Stream" in k]
+    return found
+
+
+@pytest.mark.parametrize("growing", [False, True])
+@pytest.mark.parametrize("settings", [{}, WHITENED_CLASSES, TRANSPORTED])
+def test_calibrated_accuracy(avalanche, digits, settings, growing):
+    from fdc_avalanche import FDCPlugin
+
+    model, layer = network(growing)
+    plugin = FDCPlugin(calibration.from_settings(settings).to_numpy(), layer)
+    strategy, benchmark = trained(digits, [plugin], model)
+    calibrated = accuracy(strategy, benchmark)
+    assert [c.tolist() for c in plugin.calibrator.classes] == [
+        [3, 8],
+        [0, 1],
+        [2, 9],
+        [5, 7],
+        [4, 6],
+    ]
+
+    # Without the plugin, the same training gives the same network.
+    raw_model, _ = network(growing)
+    raw = accuracy(*trained(digits, [], raw_model))
+    images, labels = torch.tensor(digits[1]), digits[3]
+    model.eval(), raw_model.eval()
+    torch.testing.assert_close(model(images)[:, :10], raw_model(images)[:, :10])
+    assert raw == pytest.approx((raw_model(images).argmax(1).numpy() == labels).mean())
+
+    body = model[:2] if growing else model.features
+    start = network(growing)[0].eval()
+    start = start[:2] if growing else start.features
+    with torch.no_grad():
+        views = body(images).numpy(), start(images).numpy()
+    classifier = model.get_submodule(layer)
+    final = [
+        heads.LinearHead(*(p.detach().numpy()[c] for p in (classifier.weight, classifier.bias)))
+        for c in plugin.calibrator.classes
+    ]
+    plugin.calibrator.replace_heads(final)  # By hand, those that the plugin must have taken.
+    expected = (plugin.calibrator.score(*views).label == labels).mean()
+    assert calibrated == pytest.approx(expected)
+    assert calibrated > raw + 0.3
+
+
+def test_one_view_and_classes_not_seen_yet(avalanche, digits):
+    from fdc_avalanche import FDCPlugin
+
+    model, layer = network(growing=False)
+    plugin = FDCPlugin(calibration.FDC().to_numpy(), layer, pretrained=False)
+    trained(digits, [plugin], model)
+    assert plugin.calibrator.num_views == 1
+    found = plugin.calibrated
+
+    class Seen:  # The least of a strategy that the hook looks at.
+        mb_x, mb_output = torch.tensor(digits[1][:5]), torch.zeros(5, 14)
+
+    with torch.no_grad():
+        plugin.after_eval_forward(Seen)
+    assert Seen.mb_output.shape == (5, 14)
+    np.testing.assert_array_equal(
+        Seen.mb_output[:, :10], found(torch.tensor(digits[1][:5])).detach()
+    )
+    assert Seen.mb_output[:, 10:].max() < Seen.mb_output[:, :10].min()
+    assert np.isfinite(Seen.mb_output.numpy()).all()

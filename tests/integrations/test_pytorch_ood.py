@@ -1,0 +1,68 @@
+"""The detector in the real pytorch-ood, on scanned digits of which some classes are unknown."""
+
+import numpy as np
+import pytest
+
+from fdc_jax import calibration, heads
+
+torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
+ood = pytest.importorskip("pytorch_ood", reason="needs pytorch-ood", exc_type=ImportError)
+
+from pytorch_ood.metrics import OODMetrics  # noqa: E402
+
+
+def test_outlier_scores(digits):
+    from fdc_pytorch_ood import FDCDetector
+
+    train, test, train_labels, test_labels = digits
+    known = train_labels < 6
+    torch.manual_seed(0)
+    body = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU())
+    head = torch.nn.Linear(32, 6)
+    model = torch.nn.Sequential(body, head)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    images, labels = torch.tensor(train[known]), torch.tensor(train_labels[known])
+    for _ in range(60):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    tasks = [[0, 3], [5, 1, 2], [4]]
+    detector = FDCDetector(body, head, tasks)
+    with pytest.raises(ood.api.RequiresFittingException):
+        detector.predict(images)
+    batches = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 50)
+    assert detector.to("cpu").fit(batches) is detector
+    unknown = torch.tensor(np.where(test_labels < 6, test_labels, -1))
+    scores = detector(torch.tensor(test))
+    metrics = OODMetrics()
+    metrics.update(scores, unknown)
+    assert metrics.compute()["AUROC"] > 0.85
+
+    with torch.no_grad():
+        z, z_test = body(images), body(torch.tensor(test))
+    torch.testing.assert_close(detector.predict_features(z_test), scores)
+    calibrator = calibration.FDC().to_numpy()
+    for task in tasks:
+        rows = np.isin(labels, task)
+        weight, bias = (each.detach().numpy()[task] for each in (head.weight, head.bias))
+        linear = heads.LinearHead(weight, bias)
+        calibrator.fit_task(z.numpy()[rows], labels.numpy()[rows], linear, classes=np.array(task))
+    calibrator.finalize()
+    expected = -calibrator.score(z_test.numpy()).task_scores.max(axis=1)
+    np.testing.assert_allclose(scores, expected, atol=1e-5 * abs(expected).max())
+    # Features of inputs that are unknown while fitting are left out.
+    extra = torch.cat([z, 5 + z[:9]]), torch.cat([labels, torch.full((9,), -1)])
+    again = FDCDetector(None, head, tasks).fit_features(*extra)
+    torch.testing.assert_close(again.predict_features(z_test), scores)
+    with pytest.raises(ood.api.ModelNotSetException):
+        again.predict(images)
+
+
+def test_one_task_by_default(digits):
+    from fdc_pytorch_ood import FDCDetector
+
+    images, labels = torch.tensor(digits[0]), torch.tensor(digits[2])
+    head = torch.nn.Linear(64, 10, bias=False)
+    detector = FDCDetector(torch.nn.Identity(), head).fit_features(images, labels)
+    scores = detector(torch.cat([images, torch.rand(200, 64)]))
+    assert scores[:-200].median() < scores[-200:].median()
