@@ -54,11 +54,10 @@ class FDCPlugin(SupervisedPlugin):
         """Collects the statistics of the experience."""
         adapted, frozen, labels = self._collect(strategy)
         classes = np.unique(labels)
-        head = self._head(strategy, classes)
+        # Of this time: later experiences push the logits of classes without images down.
+        head = fdc_torch.head_of(strategy.model.get_submodule(self.layer), classes)
         self.calibrator.fit_task(adapted, labels, head, frozen, classes, **self.previous)
         self.calibrator.finalize()
-        # Training goes on to change the rows of earlier classes.
-        self.calibrator.replace_heads([self._head(strategy, c) for c in self.calibrator.classes])
         encoders = self._encoders(strategy)
         self.calibrated = fdc_torch.Calibrated(encoders, self.calibrator, self.views)
         self.calibrated.to(strategy.device)
@@ -82,6 +81,3 @@ class FDCPlugin(SupervisedPlugin):
         own = torch.Generator()
         loader = torch.utils.data.DataLoader(dataset, self.batch_size, generator=own)
         return fdc_torch.collect(self._encoders(strategy), loader, self.views)
-
-    def _head(self, strategy: Any, classes: np.ndarray) -> Any:
-        return fdc_torch.head_of(strategy.model.get_submodule(self.layer), classes)

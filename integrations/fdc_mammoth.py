@@ -51,11 +51,10 @@ class FDCModel:
         super().end_task(dataset)
         adapted, frozen, labels = self._collect(dataset)
         classes = np.arange(*dataset.get_offsets(self.current_task))
-        given = (adapted, labels, self._head(classes), frozen, classes)
-        self._calibrator.fit_task(*given, **self._previous)
+        # Of this time: later tasks push the logits of classes without images down.
+        head = fdc_torch.head_of(self.net.get_submodule(self.LAYER), classes)
+        self._calibrator.fit_task(adapted, labels, head, frozen, classes, **self._previous)
         self._calibrator.finalize()
-        # Training goes on to change the rows of earlier classes.
-        self._calibrator.replace_heads([self._head(c) for c in self._calibrator.classes])
         fitted = fdc_torch.Calibrated(self._encoders(), self._calibrator, self._views())
         self._calibrated = [fitted.to(self.device)]
 
@@ -86,6 +85,3 @@ class FDCModel:
             return fdc_torch.collect(self._encoders(), loader, self._views())
         finally:
             images.transform = training
-
-    def _head(self: Any, classes: np.ndarray) -> Any:
-        return fdc_torch.head_of(self.net.get_submodule(self.LAYER), classes)
