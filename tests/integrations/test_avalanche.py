@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fdc_jax import calibration
-from fdc_jax.calibration.components import TRANSPORTED, WHITENED_CLASSES
+from fdc_jax.calibration.components import TRANSPORTED
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
 pytestmark = pytest.mark.filterwarnings("ignore:::avalanche", "ignore:No loggers specified")
@@ -73,9 +73,7 @@ def accuracy(strategy, benchmark):
     return found
 
 
-@pytest.mark.parametrize(
-    ("settings", "growing"), [({}, False), (WHITENED_CLASSES, True), (TRANSPORTED, False)]
-)
+@pytest.mark.parametrize(("settings", "growing"), [({}, False), (TRANSPORTED, False)])
 def test_calibrated_accuracy(avalanche, digits, settings, growing):
     from fdc_avalanche import FDCPlugin
 
