@@ -9,10 +9,8 @@ runs: memory is what the compiler plans, and times, of TPUs alone, are sums of i
 A file of --output that has a program already is gone on with.
 """
 
-import argparse
 import collections
 import dataclasses
-import importlib.metadata
 import importlib.util
 import json
 import math
@@ -24,8 +22,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
 from benchmarks import measure, memory, step_profile
+from configs import base
+from fdc_jax import devices, evaluation, learners
+from fdc_jax.calibration import batching, fdc
 from fdc_jax.errors import InputError
+from fdc_jax.extraction import Extractor
+from fdc_jax.files import read_json
+from fdc_jax.learners import training
+from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.ahead_of_time"
 TARGETS = Path(__file__).with_name("targets.json")
@@ -39,15 +50,10 @@ class Program(NamedTuple):
     images: int
 
 
-def step(mesh: Any, model: Any, learner: str, batch_size: int, tasks: int, classes: int) -> Program:
+def step(
+    mesh: Mesh, model: Any, learner: str, batch_size: int, tasks: int, classes: int
+) -> Program:
     """Returns the training step of a learner on a mesh."""
-    import jax
-    import numpy as np
-
-    from configs import base
-    from fdc_jax import learners
-    from fdc_jax.learners import training
-
     config: Any = base.get_config()
     config.learner.name = learner
     module: Any = learners.find(learner)
@@ -59,7 +65,7 @@ def step(mesh: Any, model: Any, learner: str, batch_size: int, tasks: int, class
         frozen, trained = module.start(setup, backbone, state, 0, jax.random.key(0))
         return frozen, trained, update.initialise(trained)
 
-    backbone = _parameters(model)
+    backbone = vit.parameter_shapes(model, model.variant.image_size)
     batch = measure.noise(batch_size, model.variant.image_size, classes, seed=0)
     rate = update.schedule(0, config.train.epochs) if update.schedule else 1.0
     fixed = _placed(mesh, (backbone, *jax.eval_shape(start, backbone)))
@@ -67,15 +73,9 @@ def step(mesh: Any, model: Any, learner: str, batch_size: int, tasks: int, class
     return Program(update.step, arguments, batch_size)
 
 
-def extraction(mesh: Any, model: Any, batch_size: int) -> Program:
+def extraction(mesh: Mesh, model: Any, batch_size: int) -> Program:
     """Returns the extraction of features by one encoder."""
-    import jax
-    import numpy as np
-
-    from fdc_jax.extraction import Extractor
-    from fdc_jax.model import vit
-
-    backbone = _parameters(model)
+    backbone = vit.parameter_shapes(model, model.variant.image_size)
     fixed = _placed(mesh, (backbone, jax.eval_shape(vit.pretrained_kernels, backbone)))
     images = measure.noise(batch_size, model.variant.image_size, 1, seed=0).images
     function = Extractor(model, mesh).encode
@@ -83,12 +83,8 @@ def extraction(mesh: Any, model: Any, batch_size: int) -> Program:
     return Program(function, arguments, batch_size)
 
 
-def scoring(mesh: Any, width: int, tasks: int, classes: int, rows: int) -> Program:
+def scoring(mesh: Mesh, width: int, tasks: int, classes: int, rows: int) -> Program:
     """Returns FDC's scoring of a batch with two views, by subspaces of 128 directions a task."""
-    import jax
-    import jax.numpy as jnp
-
-    from fdc_jax.calibration import batching, fdc
 
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -100,21 +96,13 @@ def scoring(mesh: Any, width: int, tasks: int, classes: int, rows: int) -> Progr
     arrays = fdc.Arrays([view, view], heads, array(2, 3), array())
     fixed = {"normalised": False, "neighbours": 1, "nearest": False}
     function = jax.jit(lambda *given: fdc.score_batch(*given, **fixed))
-    first = jax.sharding.Mesh(mesh.devices.ravel()[:1], mesh.axis_names)
+    first = Mesh(mesh.devices.ravel()[:1], mesh.axis_names)
     arguments = _placed(first, (arrays, array(rows, width), array(rows, width)))
     return Program(function, arguments, rows)
 
 
-def _parameters(model: Any) -> Any:
-    from fdc_jax.model import vit
-
-    return vit.parameter_shapes(model, model.variant.image_size)
-
-
-def _placed(mesh: Any, tree: Any, split: type | tuple = ()) -> Any:
+def _placed(mesh: Mesh, tree: Any, split: type | tuple = ()) -> Any:
     """Returns shapes with places: on every device, or leaves of a type split between them."""
-    import jax
-    from jax.sharding import NamedSharding, PartitionSpec
 
     def place(leaf):
         spec = PartitionSpec("data") if isinstance(leaf, split) else PartitionSpec()
@@ -126,7 +114,7 @@ def _placed(mesh: Any, tree: Any, split: type | tuple = ()) -> Any:
 # The device ---------------------------------------------------------------------------------------
 
 
-def mesh_of(target: str, count: int) -> Any:
+def mesh_of(target: str, count: int) -> Mesh:
     """Returns a mesh of described devices.
 
     Raises:
@@ -137,32 +125,24 @@ def mesh_of(target: str, count: int) -> Any:
         raise InputError(f"--target: expected one of {', '.join(described)}, found {target}")
     found = described[target]
     tpu = "topologies" in found
-    module, extra = ("libtpu", "tpu") if tpu else ("jax_plugins.xla_cuda12", "cuda12")
-    version = importlib.metadata.version("jax")
+    module, extra = ("libtpu", "tpu") if tpu else ("jax_cuda12_plugin", "cuda12")
     if importlib.util.find_spec(module) is None:
         raise InputError(
             f"--target={target}: expected {module} to be installed (pip install "
-            f"'jax[{extra}]=={version}')"
+            f"'jax[{extra}]=={jax.__version__}')"
         )
     os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost"}
     os.environ |= {"TPU_ACCELERATOR_TYPE": "v5litepod-4", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    import jax
-    import numpy as np
-    from jax.experimental import topologies
-
     # Else plugins look for devices of their own.
     jax.config.update("jax_platforms", "cpu")
     if tpu:
-        names = {int(most): name for most, name in found["topologies"].items()}
-        if count > max(names):
-            raise InputError(f"--devices: expected at most {max(names)}, found {count}")
-        name = names[min(most for most in names if most >= count)]
-        topology = topologies.get_topology_desc(name, "tpu")
+        if count > 8:
+            raise InputError(f"--devices: expected at most 8, found {count}")
+        topology = topologies.get_topology_desc(found["topologies"][count > 4], "tpu")
     else:
         shape = {"target_config": found["description"], "topology": f"1x1x{count}"}
         topology = topologies.get_topology_desc("", "cuda", **shape)
-    kind = (jax.sharding.AxisType.Auto,)
-    return jax.sharding.Mesh(np.array(topology.devices[:count]), ("data",), axis_types=kind)
+    return Mesh(np.array(topology.devices[:count]), ("data",), axis_types=(AxisType.Auto,))
 
 
 # What a program says ------------------------------------------------------------------------------
@@ -249,15 +229,15 @@ def record_of(program: Program, target: str) -> dict[str, Any]:
     plan, cost = executable.memory_analysis(), executable.cost_analysis() or {}
     sizes = {name: getattr(plan, f"{of}_size_in_bytes") for name, of in memory.OF_A_STEP.items()}
     sizes["peak"] = sum(sizes.values()) - 2 * sizes["aliased"]
-    exchanged: collections.Counter = collections.Counter()
-    for kind, size in collectives(executable.as_text()):
-        exchanged[kind] += size
+    exchanged = collectives(executable.as_text())
     found = {
         "compile_processor_seconds": seconds,
         "memory_bytes": sizes | {"of_the_device": described["memory_bytes"]},
         "operations": cost.get("flops"),
         "bytes_accessed": cost.get("bytes accessed"),
-        "collective_bytes": dict(exchanged),
+        "collective_bytes": {
+            kind: sum(size for each, size in exchanged if each == kind) for kind, _ in exchanged
+        },
         "float32_products": len(float32_products(lowered.as_text(debug_info=True))),
     }
     if "gigahertz" in described:
@@ -272,18 +252,17 @@ def record_of(program: Program, target: str) -> dict[str, Any]:
 
 def line(record: dict[str, Any]) -> str:
     """Returns a record for the screen."""
-    gibibytes = {name: each / 2**30 for name, each in record["memory_bytes"].items()}
+    temporary, peak, own = (
+        record["memory_bytes"][name] / 2**30 for name in ("temporary", "peak", "of_the_device")
+    )
     text = (
         f"{record['program']}, batch {record['batch_size']}, {record['devices']} x "
-        f"{record['target']}: compiled in {record['compile_processor_seconds']:.0f} s; "
-        f"{gibibytes['temporary']:.2f} GiB temporary, {gibibytes['peak']:.2f} of "
-        f"{gibibytes['of_the_device']:.0f} at most; {record['float32_products']} float32 products"
+        f"{record['target']}: {temporary:.2f} GiB temporary, {peak:.2f} of {own:.0f} at most; "
+        f"{record['float32_products']} float32 products"
     )
     if "milliseconds" in record:
         milliseconds = sum(record["milliseconds"].values())
         text += f"; {milliseconds:.2f} ms, {record['images_per_second']:.0f} images/s"
-    if record.get("share_of_peak"):
-        text += f", {100 * record['share_of_peak']:.0f} % of peak"
     for kind, size in record["collective_bytes"].items():
         text += f"; {kind} {size / 2**20:.2f} MiB"
     return text
@@ -296,20 +275,19 @@ def main() -> None:
     parser = measure.parser_of(__doc__, PROGRAM, **flags, **encoder, tasks=20, classes=5)
     options = measure.parsed(parser)
     meshes = [mesh_of(options.target, count) for count in measure.numbers(options, "devices")]
-    from fdc_jax import devices, learners
-    from fdc_jax.model import vit
-
     names = learners.names() if options.learner == "all" else options.learner.split(",")
     for name in names:
         learners.find(name)
     variant = options.variant
     if variant in vit.VARIANTS:
         variant = dataclasses.replace(vit.VARIANTS[variant], image_size=options.image_size)
-    encoder = {"precision": options.precision, "attention": options.attention}
-    records = _earlier(options)
+    kind = {"precision": options.precision, "attention": options.attention}
+    records: list[dict[str, Any]] = []
+    if options.output and Path(options.output).exists():
+        earlier = read_json(options.output)
+        records = earlier["records"] if earlier["versions"] == evaluation.versions() else []
     for mesh in meshes:
-        cudnn = devices.have_cudnn(mesh)
-        model = vit.build(variant, options.image_size, **encoder, cudnn=cudnn)
+        model = vit.build(variant, options.image_size, **kind, cudnn=devices.have_cudnn(mesh))
         stream = (options.tasks, options.classes)
         for size in measure.numbers(options, "batch_sizes"):
             makers = {name: partial(step, mesh, model, name, size, *stream) for name in names}
@@ -324,17 +302,6 @@ def main() -> None:
                     measure.write_report(PROGRAM, options, {"records": records})
                 found = next(each for each in records if what.items() <= each.items())
                 print(line(found), flush=True)
-
-
-def _earlier(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the records of the same versions that --output has already."""
-    from fdc_jax import evaluation
-    from fdc_jax.files import read_json
-
-    if not options.output or not Path(options.output).exists():
-        return []
-    found = read_json(options.output)
-    return found["records"] if found["versions"] == evaluation.versions() else []
 
 
 if __name__ == "__main__":
