@@ -284,7 +284,7 @@ def main() -> None:
     kind = {"precision": options.precision, "attention": options.attention}
     records: list[dict[str, Any]] = []
     if options.output and Path(options.output).exists():
-        earlier = read_json(options.output)
+        earlier = read_json(Path(options.output))
         records = earlier["records"] if earlier["versions"] == evaluation.versions() else []
     for mesh in meshes:
         model = vit.build(variant, options.image_size, **kind, cudnn=devices.have_cudnn(mesh))
