@@ -78,7 +78,9 @@ def test_a_killed_hour_goes_on(tmp_path, cache, capsys, monkeypatch):
     hour.kill()
     hour.wait()
     # What it had started ends, too, and saves before.
-    while "stopped by SIGTERM" not in (tmp_path / "run.log").read_text():
+    log = tmp_path / "run.log"
+    while "stopped by SIGTERM" not in log.read_text():
+        assert not run.report(tmp_path).exists()
         time.sleep(0.05)
     written = DEVICE.report(tmp_path).stat()
     capsys.readouterr()
@@ -165,31 +167,29 @@ def test_estimates_of_the_same_program():
 
 
 @pytest.mark.slow
-def test_a_rehearsal_that_is_killed_measures_every_part(tmp_path, cache):
+def test_a_rehearsal_that_is_stopped_measures_every_part(tmp_path, cache):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "FDC_JAX_CACHE": str(cache)}
     command = [sys.executable, "-m", "benchmarks.first_hour", "--rehearse", f"--output={tmp_path}"]
     command += ["--budget_minutes=100"]
 
     def start():
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
-        )
+        given = {"stdout": subprocess.PIPE, "text": True, "cwd": ROOT, "env": environment}
+        return subprocess.Popen(command, **given)
 
     hour = start()
-    while "memory_parity" not in (line := hour.stdout.readline()):
+    while "latency_fast" not in (line := hour.stdout.readline()):
         assert line
     hour.send_signal(signal.SIGTERM)
     hour.communicate()
     assert hour.returncode == first_hour.UNFINISHED
     known = json.loads((tmp_path / "parts.json").read_text())
+    done = {name: each for name, each in known.items() if each["state"] == "done"}
     hour = start()
     output, _ = hour.communicate()
     assert hour.returncode == 0, output
     state = json.loads((tmp_path / "parts.json").read_text())
     assert {each["state"] for each in state.values()} == {"done"}
-    assert [
-        name for name in known if known[name]["state"] == "done" and known[name] != state[name]
-    ] == []
+    assert {name: state[name] for name in done} == done and "step_parity" in done
     table = (tmp_path / "table.md").read_text()
-    assert output.endswith(table + "\n")
+    assert output.endswith(table)
     assert all(f"| {name} " in table for name in state)
