@@ -15,7 +15,9 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks import measure, training_step
 
@@ -75,10 +77,16 @@ def seconds_by_operation(folder: str) -> dict[str, float]:
     for plane in jax.profiler.ProfileData.from_file(str(path)).planes:
         for line in plane.lines:
             for event in line.events:
-                operation = dict(event.stats).get("hlo_op")
-                if operation and not str(operation).startswith(_CONTROL):
-                    found[str(operation)] += event.duration_ns * 1e-9
+                operation = recorded(line.name, event.name, dict(event.stats))
+                if operation and not operation.startswith(_CONTROL):
+                    found[operation] += event.duration_ns * 1e-9
     return found
+
+
+def recorded(line: str, event: str, stats: Mapping[str, Any]) -> str:
+    """Returns the compiled operation that an event is of; TPUs have its text for a name."""
+    operation = stats.get("hlo_op", event if line == "XLA Ops" else "")
+    return str(operation).split(" = ")[0].removeprefix("%")
 
 
 def profile(options: argparse.Namespace) -> dict[str, float]:

@@ -209,3 +209,10 @@ ENTRY %main (a: f32[2]) -> f32[2] {
     assert found["fusion.1"] == found["sine"]
     assert step_profile.part_of(found["sine"]) == "products of the MLP"
     assert step_profile.part_of("jit(step)/sqrt") == step_profile.OTHER
+
+
+def test_operations_of_recorded_events():
+    assert step_profile.recorded("Stream #13", "gemm_kernel", {"hlo_op": "dot.3"}) == "dot.3"
+    text = "%fusion.7 = bf16[64,768]{1,0} fusion(%a, %b), kind=kLoop"
+    assert step_profile.recorded("XLA Ops", text, {"hlo_category": "fusion"}) == "fusion.7"
+    assert step_profile.recorded("XLA Modules", "jit_step(123)", {}) == ""
