@@ -9,6 +9,7 @@ every view.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NotRequired, TypedDict
 
@@ -87,6 +88,25 @@ def _gelu(x):
 def _swiglu(x):
     gate, value = jnp.split(x, 2, axis=-1)
     return jax.nn.silu(gate) * value
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def activated(function: Callable[[Array], Array], x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns a function of every entry, whose slope is kept for the gradient instead of x.
+
+    Both are computed in float32, together, and kept in the dtype of x: memory is the same, and the
+    backward pass has one product an entry instead of erf and exp.
+    """
+    return function(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def _activated_forward(function, x):
+    wide = x.astype(jnp.float32)
+    value, slope = jax.jvp(function, (wide,), (jnp.ones_like(wide),))
+    return value.astype(x.dtype), slope.astype(x.dtype)
+
+
+activated.defvjp(_activated_forward, lambda function, slope, gradient: (slope * gradient,))
 
 
 # What follows the first layer of an MLP; swiglu takes twice the hidden units, gates first.
@@ -375,7 +395,10 @@ class _Mlp(nn.Module):
         width = x.shape[-1]
         units = 2 * self.hidden if self.activation == "swiglu" else self.hidden
         x = nn.Dense(units, dtype=self.dtype, precision=self.precision)(x)
-        x = ACTIVATIONS[self.activation](x)
+        function = ACTIVATIONS[self.activation]
+        # In parity mode nothing is rounded, and the slope is computed where it is used.
+        entries = self.dtype == jnp.bfloat16 and self.activation != "swiglu"
+        x = activated(function, x) if entries else function(x)
         return nn.Dense(width, dtype=self.dtype, precision=self.precision)(x)
 
 

@@ -181,6 +181,20 @@ def test_attention_in_bfloat16_has_values_and_gradients_of_the_plain_form(querie
         assert np.linalg.norm(one - other) <= 2**-7 * np.linalg.norm(other)
 
 
+@pytest.mark.parametrize("name", sorted({*vit.ACTIVATIONS} - {"swiglu"}))
+def test_activations_with_kept_slopes(name):
+    """Values and gradients of the plain form: in float32 its own, in bfloat16 but for rounding."""
+    function, x = vit.ACTIVATIONS[name], jnp.linspace(-6.0, 6.0, 1201)
+    for dtype, tolerance in ((jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)):
+        entries = x.astype(dtype)
+        value, pull = jax.vjp(lambda x: vit.activated(function, x), entries)
+        expected, slope = jax.jvp(function, (entries.astype(jnp.float32),), (jnp.ones_like(x),))
+        assert value.dtype == dtype
+        np.testing.assert_allclose(value, expected, rtol=tolerance, atol=1e-6)
+        (found,) = pull(jnp.full_like(entries, 2.0))
+        np.testing.assert_allclose(found, 2.0 * slope, rtol=tolerance, atol=1e-6)
+
+
 # Portions of a batch ------------------------------------------------------------------------------
 
 
