@@ -124,7 +124,7 @@ class Program(argparse.ArgumentParser):
         """Parses the command line (`sys.argv` when None) and runs a program.
 
         Returns:
-            0, or 2 after an error that has been printed as one line.
+            0; 2 after an error that has been printed as one line; 130 after Ctrl-C.
         """
         arguments = sys.argv[1:] if arguments is None else list(arguments)
         try:
@@ -136,4 +136,7 @@ class Program(argparse.ArgumentParser):
                 traceback.print_exc()
             print(f"{self.title}: {str(error) or 'out of memory'}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:
+            print(f"{self.title}: stopped by SIGINT", file=sys.stderr)
+            return 130
         return 0

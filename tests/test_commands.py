@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -15,7 +16,7 @@ import pytest
 import fdc_jax
 from fdc_jax import __main__ as command
 from fdc_jax import report, run
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, Program
 from tests import small_runs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -31,6 +32,14 @@ def test_a_name_runs_its_module(tmp_path):
     path = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
     subprocess.run(program, cwd=tmp_path, check=True, env=os.environ | path)
     assert (tmp_path / "example.npz").exists()
+
+
+def test_an_interrupt_is_one_line(capsys):
+    def body(options):
+        signal.raise_signal(signal.SIGINT)
+
+    assert Program("predict", "").run(body, []) == 130
+    assert capsys.readouterr().err == "fdc_jax.predict: stopped by SIGINT\n"
 
 
 def test_what_is_no_name(monkeypatch, capsys):

@@ -70,13 +70,16 @@ def _skipped(names: Iterable[str]) -> list[str]:
 Division = Callable[[list[RawImage]], tuple[list[RawImage], list[RawImage]]]
 
 
-def read(source: Path, divide: Division | None = None) -> tuple[RawData, list[str]]:
+def read(
+    source: Path, divide: Division | None = None, one_class: bool = False
+) -> tuple[RawData, list[str]]:
     """Finds images, and which of them are for training.
 
     Args:
         source: a folder that holds `train` and `test`, or the folders of classes, up to two levels
             below it; or a list of files with the columns `file`, `label` and `split`.
         divide: divides the images where the source does not.
+        one_class: the folder of a single class is enough for it, where there are no more.
 
     Returns:
         The images, and notes on what was left out. Classes are in the order of their names as
@@ -89,7 +92,7 @@ def read(source: Path, divide: Division | None = None) -> tuple[RawData, list[st
     if source.is_file():
         (found, class_names), others = _read_list(source, divided=divide is not None), []
     else:
-        found, others = _read_folder(source, divided=divide is not None)
+        found, others = _read_folder(source, divide is not None, one_class)
         class_names = sorted({each.class_name for images in found.values() for each in images})
     notes = _skipped(others)
     if divide is not None:
@@ -107,7 +110,9 @@ def read(source: Path, divide: Division | None = None) -> tuple[RawData, list[st
     return RawData(splits, [name for name in class_names if name in kept]), notes
 
 
-def _read_folder(source: Path, divided: bool) -> tuple[dict[str, list[RawImage]], list[str]]:
+def _read_folder(
+    source: Path, divided: bool, one_class: bool
+) -> tuple[dict[str, list[RawImage]], list[str]]:
     """Lists the images by the name of their split, "" where they are to be divided."""
 
     def splits(folder: Path) -> list[str]:
@@ -123,7 +128,11 @@ def _read_folder(source: Path, divided: bool) -> tuple[dict[str, list[RawImage]]
         found = ", ".join(path.name for path in _subfolders(source)[:10]) or "no folder"
         raise InputError(f"{source}: expected the folders train and test, found {found}")
     else:
-        top = _nearest(source, lambda folder: sum(map(_holds_images, _subfolders(folder))) > 1)
+        for least in (2, 1) if one_class else (2,):
+            top = top or _nearest(
+                source,
+                lambda folder, n=least: sum(map(_holds_images, _subfolders(folder))) >= n,
+            )
         if top is None:
             names = (path.name for path in _files(source) if not _is_image(path.name))
             expected = f"{source}: expected one folder of images per class, found none"

@@ -116,7 +116,7 @@ def prepare(
             if raw.is_file() and not quiet:
                 job.note_checksum(raw)
             root = stack.enter_context(folders.unpacked(raw, scratch))
-            data, notes = folders.read(root, divide)
+            data, notes = folders.read(root, divide, one_class=append)
             for note in notes:
                 job.say(note)
         job.verify(data)
@@ -503,12 +503,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--test_share", type=float, help="share of each class to draw for testing")
     parser.add_argument("--split_seed", type=int, default=0, help="of that draw; default 0")
-    parser.add_argument(
+    actions = parser.add_mutually_exclusive_group()
+    actions.add_argument(
         "--append", action="store_true", help="put images of new classes to those of NAME"
     )
     parser.add_argument("--workers", type=int, help="decoding threads; default one per core")
-    parser.add_argument("--remove", action="store_true", help="remove what is prepared as NAME")
-    parser.add_argument("--list", action="store_true", help="list what is prepared")
+    actions.add_argument("--remove", action="store_true", help="remove what is prepared as NAME")
+    actions.add_argument("--list", action="store_true", help="list what is prepared")
 
     def body(options: argparse.Namespace) -> None:
         if options.list:

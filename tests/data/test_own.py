@@ -358,6 +358,32 @@ def test_appended_classes_come_after_the_others(tmp_path, divided, later, capsys
     assert not (tmp_path / "data" / "mine").exists()
 
 
+def test_a_single_class_can_be_appended(tmp_path, divided, later, photos):
+    prepared(tmp_path, divided)
+    alone = tmp_path / "alone"
+    shutil.copytree(later / "train" / "bat", alone / "bat")
+    prepared(tmp_path, alone, append=True, test_share=0.5)
+    assert opened(tmp_path)[1].class_names == ("Bee", "ant", "cat 10", "bat")
+    # Two folders of classes come before one that stands beside them.
+    shutil.copytree(later / "train", tmp_path / "many" / "of" / "us")
+    shutil.copytree(photos / "ant", tmp_path / "many" / "us")
+    (tmp_path / "many" / "of" / "us" / "bat").rename(tmp_path / "many" / "of" / "us" / "cow")
+    prepared(tmp_path, tmp_path / "many", append=True, test_share=0.5)
+    assert opened(tmp_path)[1].class_names[4:] == ("Ape", "cow")
+    # A new data set of one class is no folder of classes.
+    with pytest.raises(InputError, match="alone: expected one folder of images per class"):
+        prepared(tmp_path, alone, "new", test_share=0.5)
+
+
+def test_actions_exclude_each_other(tmp_path, divided, capsys):
+    folder = prepared(tmp_path, divided)
+    arguments = ["mine", "--remove", "--append", f"--data_dir={tmp_path / 'data'}"]
+    assert prepare.main(arguments) == 2
+    message = "fdc_jax.data.prepare: argument --append: not allowed with argument --remove\n"
+    assert capsys.readouterr().err == message
+    assert folder.exists()
+
+
 def test_what_cannot_be_appended(tmp_path, divided, later, photos):
     def refuse(message, source=later, name="mine", **options):
         with pytest.raises(InputError, match=message):
