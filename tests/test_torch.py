@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -246,3 +247,23 @@ def test_any_timm_vit():
         np.testing.assert_allclose(
             scores.max(dim=1).values, expected.task_scores.max(axis=1), rtol=1e-4, atol=1e-4
         )
+
+
+def test_program_of_the_page(capsys):
+    pytest.importorskip("timm", reason="needs timm, which the package does not require")
+    page = (Path(__file__).parents[1] / "docs" / "integrations.md").read_text()
+    program = page.split("```python\n")[1].split("```")[0]
+    found = {}
+    exec(compile(program, "docs/integrations.md", "exec"), found)
+    assert set(found["accuracies"]) == {"raw", *CALIBRATORS} == set(found["predicted"])
+    assert str(found["accuracies"]) in capsys.readouterr().out
+    features = fdc_torch.collect(found["both"], [(found["images"], found["labels"])])[:2]
+    for name, calibrator in found["calibrators"].items():
+        expected = calibrator.score(*(each[found["test"]] for each in features)).label
+        same = np.mean(expected == found["predicted"][name].numpy())
+        assert same > 0.99  # But for ties within rounding.
+    # More than three standard errors of a paired difference each.
+    labels, order = found["labels"][found["test"]], ("raw", "fdc", "transported")
+    right = [(found["predicted"][name] == labels).numpy() for name in order]
+    for worse, better in itertools.pairwise(right):
+        assert np.sum(better) - np.sum(worse) > 3 * np.sqrt(np.sum(better != worse))

@@ -1,11 +1,12 @@
 """The plugin in the real Avalanche, on scanned digits in five experiences."""
 
+import copy
 from collections import OrderedDict
 
 import numpy as np
 import pytest
 
-from fdc_jax import calibration
+from fdc_jax import calibration, heads
 from fdc_jax.calibration.components import TRANSPORTED, WHITENED_CLASSES
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
@@ -73,6 +74,42 @@ def accuracy(strategy, benchmark):
     return found
 
 
+class Copies:
+    """The model before and after each experience, as a plugin keeps them."""
+
+    def __init__(self):
+        self.before, self.after = [], []
+
+    def plugin(self):
+        from avalanche.training.plugins import SupervisedPlugin
+
+        class Watch(SupervisedPlugin):
+            def before_training_exp(_, strategy, **kwargs):
+                self.before.append(copy.deepcopy(strategy.model).eval())
+
+            def after_training_exp(_, strategy, **kwargs):
+                self.after.append(copy.deepcopy(strategy.model).eval())
+
+        return Watch()
+
+
+def fitted_again(settings, digits, copies, layer, body):
+    """Fits from the arrays of copies of the model, with no part of the adapter."""
+    calibrator = calibration.from_settings(settings).to_numpy()
+    for task, classes in enumerate([[3, 8], [0, 1], [2, 9], [5, 7], [4, 6]]):
+        rows = np.isin(digits[2], classes)
+        models = copies.after[task], copies.before[0], copies.before[task]
+        adapted, frozen, previous = (body(each)(torch.tensor(digits[0][rows])) for each in models)
+        last = copies.after[task].get_submodule(layer)
+        head = heads.LinearHead(last.weight[classes].numpy(), last.bias[classes].numpy())
+        before = {"previous": previous.numpy()} if task and calibrator.follows_encoder else {}
+        calibrator.fit_task(
+            adapted.numpy(), digits[2][rows], head, frozen.numpy(), np.array(classes), **before
+        )
+    calibrator.finalize()
+    return calibrator
+
+
 @pytest.mark.parametrize(
     ("settings", "growing"), [({}, False), (WHITENED_CLASSES, True), (TRANSPORTED, False)]
 )
@@ -80,25 +117,29 @@ def test_calibrated_accuracy(avalanche, digits, settings, growing):
     from fdc_avalanche import FDCPlugin
 
     model, layer = network(growing)
-    plugin = FDCPlugin(calibration.from_settings(settings).to_numpy(), layer)
-    strategy, benchmark = trained(digits, [plugin], model)
+    plugin, copies = FDCPlugin(calibration.from_settings(settings).to_numpy(), layer), Copies()
+    strategy, benchmark = trained(digits, [plugin, copies.plugin()], model)
     calibrated = accuracy(strategy, benchmark)
     fitted, plugin.calibrated = plugin.calibrator, None
     raw = accuracy(strategy, benchmark)
     assert [c.tolist() for c in fitted.classes] == [[3, 8], [0, 1], [2, 9], [5, 7], [4, 6]]
-    rows = model.get_submodule(layer).weight.detach().numpy()
-    np.testing.assert_array_equal(fitted.heads[-1].weight, rows[[4, 6]])
-    assert abs(fitted.heads[0].weight - rows[[3, 8]]).max() > 0.01  # Trained since.
+
+    def body(each):
+        return each[:2] if growing else each.features
 
     images, labels = torch.tensor(digits[1]), digits[3]
-    start = network(growing)[0]
     with torch.no_grad():
-        bodies = [each[:2] if growing else each.features for each in (model.eval(), start.eval())]
-        expected = fitted.score(*(body(images).numpy() for body in bodies)).label
-        logits = model(images).numpy()
-    assert calibrated == pytest.approx((expected == labels).mean())
-    assert raw == pytest.approx((logits.argmax(axis=1) == labels).mean())
-    assert calibrated > raw + 0.05
+        again = fitted_again(settings, digits, copies, layer, body)
+        probe = [body(each)(images).numpy() for each in (copies.after[-1], copies.before[0])]
+        logits = model.eval()(images).numpy()
+    expected = again.class_scores(*probe)
+    scale = abs(expected[np.isfinite(expected)]).max()
+    np.testing.assert_allclose(fitted.class_scores(*probe), expected, atol=1e-3 * scale)
+    right, before = fitted.score(*probe).label == labels, logits.argmax(axis=1) == labels
+    assert calibrated == pytest.approx(right.mean())
+    assert raw == pytest.approx(before.mean())
+    # More than three standard errors of a paired difference.
+    assert np.sum(right) - np.sum(before) > 3 * np.sqrt(np.sum(right != before))
     if not settings:  # Training goes as it would without the plugin.
         other, _ = network(growing)
         trained(digits, [], other)
@@ -126,3 +167,13 @@ def test_one_view_and_classes_not_seen_yet(avalanche, digits):
     )
     assert Seen.mb_output[:, 10:].max() < Seen.mb_output[:, :10].min()
     assert np.isfinite(Seen.mb_output.numpy()).all()
+
+
+def test_program_of_the_page(avalanche, program, capsys):
+    found = program("Avalanche")
+    images, labels = (found[each][found["test"]] for each in ("images", "labels"))
+    printed = found["metrics"]["Top1_Acc_Stream/eval_phase/test_stream/Task000"]
+    assert str(printed) in capsys.readouterr().out
+    with torch.no_grad():
+        raw = found["model"].eval()(images).argmax(dim=1) == labels
+    assert printed > raw.float().mean() + 0.5

@@ -66,3 +66,13 @@ def test_one_task_by_default(digits):
     detector = FDCDetector(torch.nn.Identity(), head).fit_features(images, labels)
     scores = detector(torch.cat([images, torch.rand(200, 64)]))
     assert scores[:-200].median() < scores[-200:].median()
+
+
+def test_program_of_the_page(program, capsys):
+    found = program("pytorch-ood")
+    unknown = found["labels"][found["test"]] >= 6
+    pairs = found["outlier"][unknown][:, None] - found["outlier"][~unknown]
+    auroc = ((pairs > 0).float() + (pairs == 0).float() / 2).mean()
+    torch.testing.assert_close(found["metrics"].compute()["AUROC"], float(auroc), atol=1e-4, rtol=0)
+    assert auroc > 0.85
+    assert str(found["metrics"].compute()["AUROC"]) in capsys.readouterr().out
