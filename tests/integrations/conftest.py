@@ -57,8 +57,11 @@ def checkout(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Of its own code.
         yield enter
+    gone = []
     for name in set(sys.modules) - known:
         module = sys.modules[name]
         places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", [])]
         if any(place.startswith(folder) for place in places for folder in entered):
-            del sys.modules[name]
+            gone.append(name)
+    for name in gone:  # All at once, since a path of a package is asked of its parent.
+        del sys.modules[name]

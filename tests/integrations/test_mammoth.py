@@ -1,0 +1,83 @@
+"""The model in a checkout of Mammoth, which `MAMMOTH` names, on scanned digits in five tasks."""
+
+import copy
+import struct
+import sys
+
+import numpy as np
+import pytest
+
+from fdc_jax import calibration, heads
+
+torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def write_digits(folder, digits):
+    """Writes digits, scaled to 28 pixels, as the files of MNIST that Mammoth reads."""
+    for kind in ("MyMNIST", "MNIST"):
+        (folder / "MNIST" / kind / "raw").mkdir(parents=True)
+        for name, images, labels in (("train", *digits[::2]), ("t10k", *digits[1::2])):
+            small = (images * 255).astype(np.uint8).reshape(-1, 8, 8)
+            large = np.pad(np.kron(small, np.ones((1, 3, 3), np.uint8)), [(0, 0), (2, 2), (2, 2)])
+            start = folder / "MNIST" / kind / "raw" / name
+            head = struct.pack(">iiii", 2051, *large.shape)
+            start.with_name(f"{name}-images-idx3-ubyte").write_bytes(head + large.tobytes())
+            head = struct.pack(">ii", 2049, len(labels))
+            rest = labels.astype(np.uint8).tobytes()
+            start.with_name(f"{name}-labels-idx1-ubyte").write_bytes(head + rest)
+
+
+@pytest.mark.parametrize("settings", [{}, {"transport": True}])
+def test_model(checkout, digits, tmp_path, monkeypatch, settings):
+    model_type = checkout("MAMMOTH", "Mammoth")["SgdFDC"]
+    write_digits(tmp_path, digits)
+    options = "--model=sgd --dataset=seq-mnist --lr=0.05 --n_epochs=2 --batch_size=32 --seed=1"
+    options = [*options.split(), "--num_workers=0", "--non_verbose=1", f"--base_path={tmp_path}"]
+    monkeypatch.setattr(sys, "argv", ["main.py", *options])
+    from utils.training import train
+
+    import main
+
+    plain, dataset, args = main.initialize()
+    networks, seen = [], []
+
+    class Watched(model_type):
+        SETTINGS = settings
+
+        def begin_task(self, dataset):
+            networks.append(copy.deepcopy(self.net).eval())
+            super().begin_task(dataset)
+
+        def end_task(self, dataset):
+            images = dataset.train_loader.dataset
+            seen.append((images.data.clone(), np.array(images.targets)))
+            super().end_task(dataset)
+
+    model = Watched(plain.net, plain.loss, args, dataset.get_transform(), dataset)
+    train(model, dataset, args)
+    networks.append(copy.deepcopy(model.net).eval())
+
+    def features(network, images):
+        with torch.no_grad():
+            return network(images.float()[:, None] / 255, returnt="features").numpy()
+
+    again = calibration.from_settings(settings)
+    for task, (images, labels) in enumerate(seen):
+        classes, last = np.array([2 * task, 2 * task + 1]), networks[task + 1].classifier
+        rows = (each.detach().numpy()[classes] for each in (last.weight, last.bias))
+        adapted, frozen = (features(each, images) for each in (networks[task + 1], networks[0]))
+        before = {"previous": features(networks[task], images)} if task and settings else {}
+        again.fit_task(adapted, labels, heads.LinearHead(*rows), frozen, classes, **before)
+    again.finalize()
+    images = torch.cat([each.dataset.data for each in dataset.test_loaders])
+    labels = np.concatenate([each.dataset.targets for each in dataset.test_loaders])
+    expected = again.class_scores(*(features(networks[i], images) for i in (-1, 0)))
+    model.net.eval()
+    with torch.no_grad():
+        found = model(images.float()[:, None] / 255).numpy()
+        raw = model.net(images.float()[:, None] / 255).numpy().argmax(axis=1)
+    np.testing.assert_allclose(found, expected, atol=1e-3 * abs(expected).max())
+    right, before = found.argmax(axis=1) == labels, raw == labels
+    # More than three standard errors of a paired difference.
+    assert np.sum(right) - np.sum(before) > 3 * np.sqrt(np.sum(right != before))
