@@ -508,6 +508,15 @@ class Run(Places):
             )
         saved = _read_object(self.config_file, "it says what the run is")
         self.config = _configuration(saved)
+        if lacking := {"benchmark", "encoder", "data"} - set(self.config.keys()):
+            raise InputError(
+                f"{self.config_file}: expected the settings of a run, found no {min(lacking)}"
+            )
+        learned = self.merged_file if self.merged_file.exists() else self.state_file
+        if exported := learned.exists() or self.weights_file.exists():
+            for path in (learned, self.weights_file, self.results_file, self.calibrator_file):
+                if not path.exists():
+                    raise InputError(f"{path}: expected this file of an export, found none")
         self._weights_sha256, self._planned = saved.get("weights sha256"), saved.get(_PLANNED)
         if self.weights_file.exists():
             self.config.encoder.weights = str(self.weights_file)
@@ -517,7 +526,10 @@ class Run(Places):
             self.config.encoder.weights = weights
         self.results: dict[str, Any] | None = None
         if self.results_file.exists():
-            self.results = _read_object(self.results_file, _WRITTEN_AGAIN)
+            remedy = "export the run again" if exported else _WRITTEN_AGAIN
+            self.results = _read_object(self.results_file, remedy)
+            if exported and not {"num_tasks", "class_names"} <= self.results.keys():
+                raise InputError(f"{self.results_file}: lacks num_tasks or class_names; {remedy}")
 
     @functools.cached_property
     def experiment(self) -> Experiment:

@@ -81,6 +81,21 @@ def test_an_export_answers_alone_as_the_run_does(runs, tmp_path, monkeypatch, le
         exported.encoder(3)
 
 
+def test_a_damaged_export_is_refused_in_a_line(whole, tmp_path):
+    export.write(whole, tmp_path / "out")
+    for name in ("state.safetensors", "pretrained/model.safetensors", "results.json"):
+        (tmp_path / "out" / name).rename(tmp_path / "elsewhere")
+        with pytest.raises(InputError, match=f"{name}: expected this file of an export, found no"):
+            fdc_jax.open_run(tmp_path / "out")
+        (tmp_path / "elsewhere").rename(tmp_path / "out" / name)
+    (tmp_path / "out" / "results.json").write_text("{}")
+    with pytest.raises(InputError, match="lacks num_tasks or class_names; export the run again"):
+        fdc_jax.open_run(tmp_path / "out")
+    (tmp_path / "out" / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"config.json: expected the settings of a run, found"):
+        fdc_jax.open_run(tmp_path / "out")
+
+
 def test_what_only_training_reads_is_left_out(runs, tmp_path):
     for learner in ("rsiat", "inflora_ca"):
         export.write(runs(learner), tmp_path / learner)

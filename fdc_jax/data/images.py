@@ -22,6 +22,8 @@ from fdc_jax.errors import InputError
 
 # Pillow loads its rarer formats at the first file that needs them, which is not safe in threads.
 Image.init()
+# Programs in PostScript would be run by Ghostscript.
+_FORMATS = sorted(set(Image.OPEN) - {"EPS"})
 
 CROP_SCALE = (0.05, 1.0)  # of the image's area
 _CROP_RATIO = (3 / 4, 4 / 3)  # of width to height
@@ -79,7 +81,7 @@ def decode(encoded: bytes | Image.Image, description: str) -> Image.Image:
 def _opened(encoded: bytes | Image.Image) -> contextlib.AbstractContextManager[Image.Image]:
     if isinstance(encoded, Image.Image):
         return contextlib.nullcontext(encoded)
-    return Image.open(io.BytesIO(encoded))
+    return Image.open(io.BytesIO(encoded), formats=_FORMATS)
 
 
 def pixels_sha256(image: Image.Image) -> bytes:

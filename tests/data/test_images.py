@@ -296,3 +296,10 @@ def test_any_damage_is_an_image_or_an_input_error(photo, encode, file_format, da
         content[place % min(len(content), 200)] = value
     with warnings.catch_warnings(action="ignore"), contextlib.suppress(InputError):
         assert images.decode(bytes(content), "x").mode == "RGB"
+
+
+def test_programs_in_postscript_are_not_run():
+    file = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(file, "EPS")
+    with pytest.raises(InputError, match=r"photo\.jpg: .*not a known image format"):
+        images.decode(file.getvalue(), "photo.jpg")
