@@ -13,7 +13,6 @@ has the same parts at a tiny size.
 
 import argparse
 import contextlib
-import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -36,7 +35,14 @@ PROGRAM = "benchmarks.first_hour"
 # Seconds that a part may take at most, and that it has to save once it is asked to end.
 LIMIT, GRACE = 540, 45
 UNFINISHED = 75  # also what main.py ends with where the same command goes on
-_PR_SET_PDEATHSIG = 1
+# Has Linux end a part when its parent is killed (PR_SET_PDEATHSIG), and becomes the program that
+# follows; a part that goes on alone would keep the device busy.
+_END_WITH_PARENT = (
+    "-c",
+    "import ctypes, os, sys\n"
+    "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, 15)\n"
+    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
+)
 # Estimates by part of a device's name, the first that fits.
 _ESTIMATES = Path(__file__).resolve().parents[1] / "results" / "ahead_of_time"
 _TARGETS = {
@@ -219,9 +225,9 @@ def _run(part: Part, folder: Path, seconds: float, stop: StopRequest) -> tuple[i
     deadline, ended = time.monotonic() + seconds, False
     with open(folder / f"{part.name}.log", "ab") as log:
         process = subprocess.Popen(
-            [sys.executable, *part.command, into],
+            [sys.executable, *_END_WITH_PARENT, *part.command, into],
             **{"stdout": log, "stderr": subprocess.STDOUT, "env": environment},
-            **{"start_new_session": True, "preexec_fn": _end_with_parent},
+            start_new_session=True,
         )
         try:
             while process.poll() is None and not ended:
@@ -236,12 +242,6 @@ def _run(part: Part, folder: Path, seconds: float, stop: StopRequest) -> tuple[i
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     return process.wait(), ended
-
-
-def _end_with_parent() -> None:
-    """Has Linux end this process when its parent is killed; it would keep the device busy."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _last_line(part: Part, folder: Path) -> str:
