@@ -38,7 +38,12 @@ def test_an_interrupt_is_one_line(capsys):
     def body(options):
         signal.raise_signal(signal.SIGINT)
 
-    assert Program("predict", "").run(body, []) == 130
+    # Where the tests run in the background, SIGINT is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert Program("predict", "").run(body, []) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().err == "fdc_jax.predict: stopped by SIGINT\n"
 
 

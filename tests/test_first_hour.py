@@ -60,6 +60,7 @@ def test_a_budget_ends_parts_and_begins_none_that_it_has_no_room_for(tmp_path):
     assert first_hour.work(todo, tmp_path, 1000, asked) == state
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="children end on Linux alone")
 def test_a_killed_hour_goes_on(tmp_path, cache, capsys, monkeypatch):
     fields = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
