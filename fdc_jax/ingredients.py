@@ -215,9 +215,9 @@ class Experiment:
         heads = self.learner.heads(self.setup, state, num_tasks) if num_tasks else []
         return devices.to_host(heads)
 
-    def first_state(self) -> Any:
+    def first_state(self, setup: training.Setup | None = None) -> Any:
         """Returns the learner's state before the first task, on the devices."""
-        return devices.replicate(self.mesh, self.learner.initial_state(self.setup))
+        return devices.replicate(self.mesh, self.learner.initial_state(setup or self.setup))
 
     def checkpoints(
         self, folder: Checkpoints, seed: int
@@ -228,7 +228,7 @@ class Experiment:
         """
 
         def form(cursor: dict[str, Any], setup: training.Setup) -> dict[str, Any]:
-            tree = {"state": devices.replicate(self.mesh, self.learner.initial_state(setup))}
+            tree = {"state": self.first_state(setup)}
             if cursor["step"]:
                 _, tree["trained"], tree["optimizer"] = self.start(
                     tree["state"], cursor["tasks_done"], seed, setup

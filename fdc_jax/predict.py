@@ -179,12 +179,10 @@ _Said: TypeAlias = tuple[Scores, Float[np.ndarray, "n tasks c"], dict[str, np.nd
 
 def _fdc(terms: Terms) -> _Said:
     """Returns FDC's; classes of a task share its corrections and differ in filtered logits."""
-    said, logits = terms.fuse(), terms.filtered_rows
-    assert logits is not None
-    behind = logits - terms.filtered_logits.logit[..., None]
+    said = terms.fuse()
     titles, values = pictures.split(terms, terms.pretrained is not None)
     parts = dict(zip(titles[:-1], values, strict=False))
-    return said, said.task_scores[..., None] + behind, parts
+    return said, terms.of_classes(said), parts
 
 
 def _transported(terms: TransportedTerms) -> _Said:
@@ -398,7 +396,7 @@ def _picture(line: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> picture
             for column, title in titles.items()
             if column in line
         ]
-    uri, small = pictures.data_uri(image), max(image.shape[:2]) <= pictures.SMALL
+    uri, small = pictures.data_uri(image), pictures.is_small(image)
     # A page that is passed on should not tell of a machine.
     name = "/".join(Path(line["image"]).parts[-2:])
     return pictures.Prediction(name, uri, small, chosen, rival, raw, line["changed"], evidence)

@@ -164,6 +164,21 @@ class Calibrated(nn.Module):
         return scores.flatten(1)[:, self.columns]
 
 
+def by_label(
+    scores: torch.Tensor, classes: torch.Tensor, count: int
+) -> Float[torch.Tensor, "n count"]:
+    """Returns scores of classes in the columns of their labels; other columns are below them all.
+
+    Args:
+        scores: of `Calibrated`, [n, classes].
+        classes: the label of each column.
+        count: of the columns to return, more than the largest label.
+    """
+    found = scores.new_full((len(scores), count), float(scores.min()) - 1.0)
+    found[:, classes] = scores
+    return found
+
+
 class _Arrays(nn.Module):
     """Arrays by name, as buffers."""
 

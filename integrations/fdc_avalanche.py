@@ -69,8 +69,7 @@ class FDCPlugin(SupervisedPlugin):
         self.calibrated.eval()
         scores, classes = self.calibrated(strategy.mb_x), self.calibrated.classes
         width = max(strategy.mb_output.shape[1], int(classes.max()) + 1)
-        strategy.mb_output = scores.new_full((len(scores), width), float(scores.min()) - 1.0)
-        strategy.mb_output[:, classes] = scores
+        strategy.mb_output = fdc_torch.by_label(scores, classes, width)
 
     def _encoders(self, strategy: Any) -> nn.ModuleList:
         return nn.ModuleList([strategy.model, *self.frozen])

@@ -63,10 +63,7 @@ class FDCModel:
         if self.net.training or not getattr(self, "_calibrated", None):
             return super().forward(x)
         (calibrated,) = self._calibrated
-        scores = calibrated.eval()(x)
-        found = scores.new_full((len(x), self.num_classes), float(scores.min()) - 1.0)
-        found[:, calibrated.classes] = scores
-        return found
+        return fdc_torch.by_label(calibrated.eval()(x), calibrated.classes, self.num_classes)
 
     def _views(self) -> fdc_torch.Views:
         return functools.partial(fdc_torch.pooled, layer=self.LAYER)

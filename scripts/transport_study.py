@@ -125,22 +125,24 @@ def held_out_rows(run: Any, images: int) -> tuple[Int[np.ndarray, " n"], Int[np.
     return np.concatenate(chosen), np.array(labels)
 
 
+def _encoded(run: Any, images: Any, indices: np.ndarray, t: int) -> Float[np.ndarray, "n d"]:
+    """Returns features by E_t of some images of a data set of the run."""
+    e = run.experiment
+    batches = e.evaluation_batches(images, indices)
+    return e.extract(e.backbone, [run.encoder(t)], batches)[0].features
+
+
 def _extract(run: Any, held_out: int) -> dict[str, np.ndarray]:
     """Returns held-out features in both views, and features of all training images by E_T."""
-    e, last = run.experiment, run.num_tasks
-
-    def extract(indices: np.ndarray, t: int) -> np.ndarray:
-        batches = e.evaluation_batches(e.tasks.train, indices)
-        return e.extract(e.backbone, [run.encoder(t)], batches)[0].features
-
-    found = {"train_final": extract(np.concatenate(e.tasks.train_indices), last)}
+    tasks, last = run.experiment.tasks, run.num_tasks
+    found = {"train_final": _encoded(run, tasks.train, np.concatenate(tasks.train_indices), last)}
     if not held_out:
         return found
     rows, labels = held_out_rows(run, held_out)
     return found | {
         "labels": labels,
-        "adapted": extract(rows, last),
-        "pretrained": extract(rows, 0),
+        "adapted": _encoded(run, tasks.train, rows, last),
+        "pretrained": _encoded(run, tasks.train, rows, 0),
     }
 
 
@@ -436,30 +438,26 @@ def curve(run: Any, test: Problem) -> dict[str, list[float]]:
 
     Needs a learner that keeps the encoder of every task.
     """
-    e, task_of = run.experiment, np.asarray(run.experiment.tasks.test_tasks)
+    tasks = run.experiment.tasks
+    task_of = np.asarray(tasks.test_tasks)
     counts = [count for count in CURVE if count <= run.num_tasks]
     found: dict[str, list[float]] = {"tasks": [float(count) for count in counts]}
     for count in counts:
         rows = np.flatnonzero(task_of < count)
-
-        def extract(source: Any, indices: np.ndarray, t: int = count) -> np.ndarray:
-            batches = e.evaluation_batches(source, indices)
-            return e.extract(e.backbone, [run.encoder(t)], batches)[0].features
-
-        trained = np.concatenate(e.tasks.train_indices[:count])
+        trained = np.concatenate(tasks.train_indices[:count])
         part = test._replace(
             adapted=test.adapted[:count],
             previous=test.previous[:count],
             pretrained=test.pretrained[:count],
             labels=test.labels[:count],
         )
-        inputs = extract(e.tasks.test, e.tasks.test_indices[rows])
+        inputs = _encoded(run, tasks.test, tasks.test_indices[rows], count)
         frozen = 0.5 * gaussians(part.pretrained, part.labels, test.inputs[1][rows])
         ends = np.cumsum([len(each) for each in part.labels])[:-1]
         known = {
             "stored": part.adapted,
             "moved": moved(part, affine),
-            "bound": np.split(extract(e.tasks.train, trained), ends),
+            "bound": np.split(_encoded(run, tasks.train, trained, count), ends),
         }
         for kind, features in known.items():
             scores = gaussians(features, part.labels, inputs) + frozen
@@ -488,9 +486,9 @@ def layers(run: Any, held: Problem, kept: Path) -> dict[str, float]:
         return [features, *(blocks[name]["attention_input"][0][:, 0] for name in names)]
 
     def extract(name: str, indices: np.ndarray, t: int) -> dict[str, np.ndarray]:
-        rows = []
+        rows, kernels = [], run.encoder(t)
         for batch in e.evaluation_batches(e.tasks.train, indices):
-            found = encode(e.backbone, batch.images, run.encoder(t))
+            found = encode(e.backbone, batch.images, kernels)
             rows.append([np.asarray(each)[: int(batch.weights.sum())] for each in found])
         columns = zip(*rows, strict=True)
         return {f"{name}, {back}": np.concatenate(each) for back, each in enumerate(columns)}
@@ -559,8 +557,9 @@ def choice(held: Problem) -> dict[str, float]:
     }
     for kind in ("stored", "moved"):
         found |= dict(calibrated(held, CALIBRATORS, kind))
+    draws = drawn(held).features
     for name in ("ridge", "ranpac"):
-        scores = methods.run(name, drawn(held).features, SETTINGS).scores
+        scores = methods.run(name, draws, SETTINGS).scores
         found[f"{name}, drawn"] = evaluation.accuracy(held.truth, scores.label)
     return found
 

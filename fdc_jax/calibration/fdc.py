@@ -704,13 +704,17 @@ class Terms:
         return self.fuse(**switches)
 
     def by_class(self) -> Float[np.ndarray, "n tasks c"]:
+        """Returns the score of every class, the largest of which decides as `scores` does."""
+        return self.of_classes(self.scores())
+
+    def of_classes(self, scores: Scores) -> Float[np.ndarray, "n tasks c"]:
         """Returns the score of every class: its task's, less what its logit lacks of the largest.
 
-        The largest one decides as `scores` does; minus infinity where there is no class.
+        Minus infinity where there is no class.
         """
         assert self.filtered_rows is not None
         behind = self.filtered_rows - self.filtered_logits.logit[..., None]
-        return self.scores().task_scores[..., None] + behind
+        return scores.task_scores[..., None] + behind
 
     def beyond(self) -> dict[str, dict[str, Scores]]:
         """Returns what is given beyond the paper, by name and component (`full` for all of them).

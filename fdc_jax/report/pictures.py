@@ -19,7 +19,7 @@ from fdc_jax.report.runs import RunFolder
 
 PICTURES = 4  # of each kind
 _SIDE = 160  # pixels, beyond which a picture is made smaller
-SMALL = 64  # pixels, up to which every one of them counts
+_SMALL = 64  # pixels, up to which every one of them counts
 
 
 class Evidence(NamedTuple):
@@ -134,7 +134,7 @@ def load(run: RunFolder, opened: Any) -> Pictures:
         Picture(
             row,
             data_uri(image),
-            max(image.shape[:2]) <= SMALL,
+            is_small(image),
             *(said(kind, row) for kind in ("", "raw_", "fdc_")),
             lines,
         )
@@ -188,10 +188,15 @@ def split(terms: Any, dual: bool) -> tuple[list[str], Float[np.ndarray, "parts n
     return list(parts), np.stack([np.asarray(part) for part in parts.values()])
 
 
+def is_small(image: UInt8[np.ndarray, "h w 3"]) -> bool:
+    """Tells whether every pixel of an image counts."""
+    return max(image.shape[:2]) <= _SMALL
+
+
 def data_uri(image: UInt8[np.ndarray, "h w 3"]) -> str:
     """Returns a PNG of a small image, or a JPEG of a larger one at a smaller size."""
     picture, file = Image.fromarray(np.asarray(image)), io.BytesIO()
-    kind = "png" if max(picture.size) <= SMALL else "jpeg"
+    kind = "png" if is_small(image) else "jpeg"
     picture.thumbnail((_SIDE, _SIDE))
     picture.save(file, kind, quality=85, optimize=True)
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
