@@ -298,6 +298,7 @@ def main() -> None:
                 what |= {"target": options.target, "precision": options.precision}
                 what["attention"] = model.attention
                 if not any(what.items() <= each.items() for each in records):
+                    what |= {"command": measure.command_of(PROGRAM)}
                     records.append(what | record_of(make(), options.target))
                     measure.write_report(PROGRAM, options, {"records": records})
                 found = next(each for each in records if what.items() <= each.items())
