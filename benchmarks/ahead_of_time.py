@@ -1,7 +1,7 @@
 """Compiles the programs of a run for a TPU or GPU that is not there, and says what it would do.
 
     python -m benchmarks.ahead_of_time --target=v5e --output=v5e.json
-    python -m benchmarks.ahead_of_time --target=h100 --devices=4 --learner=sd_lora --batches=64
+    python -m benchmarks.ahead_of_time --target=h100 --devices=4 --learner=sd_lora --batch_sizes=64
 
 Targets are described in `benchmarks/targets.json`. XLA compiles for them on any Linux machine: for
 TPUs with `jax[tpu]` installed, for GPUs with `jax[cuda12]`, both of the version of jax. Nothing
@@ -250,26 +250,35 @@ def record_of(program: Program, target: str) -> dict[str, Any]:
     return found
 
 
-def line(record: dict[str, Any]) -> str:
-    """Returns a record for the screen."""
-    temporary, peak, own = (
-        record["memory_bytes"][name] / 2**30 for name in ("temporary", "peak", "of_the_device")
-    )
-    text = (
-        f"{record['program']}, batch {record['batch_size']}, {record['devices']} x "
-        f"{record['target']}: {temporary:.2f} GiB temporary, {peak:.2f} of {own:.0f} at most; "
-        f"{record['float32_products']} float32 products"
-    )
-    if "milliseconds" in record:
-        milliseconds = sum(record["milliseconds"].values())
-        text += f"; {milliseconds:.2f} ms, {record['images_per_second']:.0f} images/s"
+def lines(record: dict[str, Any]) -> str:
+    """Returns a record for the screen: the program, then what it needs, then where time goes."""
+    memory_bytes = record["memory_bytes"]
+    kinds = ("arguments", "outputs", "temporary", "peak", "of_the_device")
+    memory_text = ", ".join(f"{name} {memory_bytes[name] / 2**30:.2f}" for name in kinds)
+    work = [f"{record['float32_products']} float32 products"]
+    if record["operations"]:
+        work.append(f"{1e-9 * record['operations']:.0f} GFLOP")
+        work.append(f"{record['bytes_accessed'] / 2**30:.2f} GiB read and written")
     for kind, size in record["collective_bytes"].items():
-        text += f"; {kind} {size / 2**20:.2f} MiB"
-    return text
+        work.append(f"{kind} {size / 2**20:.2f} MiB")
+    found = [
+        f"{record['program']}, batch {record['batch_size']}, {record['devices']} x "
+        f"{record['target']}, compiled in {record['compile_processor_seconds']:.0f} s",
+        f"GiB: {memory_text.replace('_', ' ')}",
+        ", ".join(work),
+    ]
+    if "milliseconds" in record:
+        parts = record["milliseconds"]
+        share = record.get("share_of_peak")
+        peak = f", {100 * share:.0f} % of peak" if share else ""
+        where = ", ".join(f"{name} {each:.2f}" for name, each in parts.items())
+        speed = f"{record['images_per_second']:.0f} images/s{peak}"
+        found.append(f"estimated {sum(parts.values()):.2f} ms ({where}), {speed}")
+    return "\n    ".join(found)
 
 
 def main() -> None:
-    """Prints a line per program, and writes all of them after each."""
+    """Prints some lines per program, and writes all of them after each."""
     flags = {"target": "v5e", "devices": "1", "learner": "all", "batch_sizes": "64,256"}
     encoder = {"variant": "B/16", "image_size": 224, "precision": "fast", "attention": "auto"}
     parser = measure.parser_of(__doc__, PROGRAM, **flags, **encoder, tasks=20, classes=5)
@@ -302,7 +311,7 @@ def main() -> None:
                     records.append(what | record_of(make(), options.target))
                     measure.write_report(PROGRAM, options, {"records": records})
                 found = next(each for each in records if what.items() <= each.items())
-                print(line(found), flush=True)
+                print(lines(found), flush=True)
 
 
 if __name__ == "__main__":
