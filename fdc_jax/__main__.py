@@ -5,6 +5,7 @@ import runpy
 import sys
 
 import fdc_jax
+from fdc_jax.errors import Program
 
 PROGRAMS = {
     "run": ("fdc_jax.run", "learn a stream of tasks, calibrate and evaluate on the way"),
@@ -31,6 +32,7 @@ def main() -> None:
         print(f"fdc: expected one of {', '.join(PROGRAMS)}, found {name}{hint}", file=sys.stderr)
         sys.exit(2)
     else:
+        Program.front = "python -m fdc_jax" if sys.argv[0] == __file__ else "fdc"
         sys.argv[1:] = arguments
         runpy.run_module(PROGRAMS[name][0], run_name="__main__", alter_sys=True)
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -101,15 +101,26 @@ class Program(argparse.ArgumentParser):
     Args:
         name: after `fdc_jax.`; starts every line of error or warning.
         description: for --help.
+
+    Attributes:
+        front: the command that started the program by its name, such as `fdc`; None for a module
+            of its own.
     """
 
+    front: ClassVar[str | None] = None
+
     def __init__(self, name: str, description: str):
-        super().__init__(
-            prog=f"python -m fdc_jax.{name}", allow_abbrev=False, description=description
-        )
+        super().__init__(prog=self.typed(name), allow_abbrev=False, description=description)
         self.title = f"fdc_jax.{name}"
         self.add_argument("--quiet", action="store_true", help="print nothing but errors")
         self.add_argument("--traceback", action="store_true", help="show where an error arose")
+
+    @classmethod
+    def typed(cls, name: str) -> str:
+        """Returns what a user types to start a program, in the way that this one was started."""
+        if cls.front is None:
+            return f"python -m fdc_jax.{name}"
+        return f"{cls.front} {name.rpartition('.')[2]}"
 
     def error(self, message: str) -> NoReturn:
         """Raises InputError, with the flag that a mistyped one resembles."""

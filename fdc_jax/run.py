@@ -39,7 +39,26 @@ _COORDINATOR = flags.DEFINE_string(
 )
 _NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Elsewhere: how many there are.")
 _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Elsewhere: which one this is, from 0.")
-flags.mark_flag_as_required("config")
+
+
+def _expected() -> str:
+    """Says what --config may be."""
+    known = sorted(path.stem for path in (Path(__file__).parent / "configs").glob("*.py"))
+    return f"expected a file, or one of {', '.join(known)}"
+
+
+flags.register_validator("config", lambda value: value is not None, _expected())
+
+
+def _joined(arguments: list[str]) -> list[str]:
+    """Makes `--config=NAME` of `--config NAME`."""
+    found: list[str] = []
+    for argument in arguments:
+        if found and found[-1] == "--config":
+            found[-1] += f"={argument}"
+        else:
+            found.append(argument)
+    return found
 
 
 def _located(argument: str) -> str:
@@ -54,7 +73,7 @@ def _located(argument: str) -> str:
 
 
 def _parse(arguments: list[str]) -> list[str]:
-    arguments = [_located(argument) for argument in arguments]
+    arguments = [_located(argument) for argument in _joined(arguments)]
     try:
         rest = flags.FLAGS(arguments)
         _CONFIG.value.keys()  # ml_collections reports a file that it could not load at first use
@@ -62,9 +81,8 @@ def _parse(arguments: list[str]) -> list[str]:
             return rest
         said = f"unexpected argument {rest[1]!r}; fields are set with --config.FIELD=VALUE"
     except OSError as error:
-        known = sorted(path.stem for path in (Path(__file__).parent / "configs").glob("*.py"))
         said = str(error).strip().splitlines()[-1].strip()
-        said = f"--config: {said}; expected a file, or one of {', '.join(known)}"
+        said = f"--config: {said}; {_expected()}"
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError) as error:
         chain: list[BaseException] = [error]
         while cause := chain[-1].__cause__ or chain[-1].__context__:

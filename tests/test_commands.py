@@ -16,7 +16,9 @@ import pytest
 import fdc_jax
 from fdc_jax import __main__ as command
 from fdc_jax import report, run
+from fdc_jax.data import prepare
 from fdc_jax.errors import InputError, Program
+from fdc_jax.posthoc import __main__ as posthoc
 from tests import small_runs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -28,10 +30,31 @@ def test_every_name_is_a_program():
 
 
 def test_a_name_runs_its_module(tmp_path):
-    program = [sys.executable, "-m", "fdc_jax", "posthoc", "--template=example.npz", "--quiet"]
-    path = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
-    subprocess.run(program, cwd=tmp_path, check=True, env=os.environ | path)
-    assert (tmp_path / "example.npz").exists()
+    def said(*program):
+        path = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+        words = [sys.executable, *program]
+        given = {"cwd": tmp_path, "env": os.environ | path, "text": True}
+        return subprocess.run(words, check=True, capture_output=True, **given).stdout
+
+    # And tells the user to go on as he began.
+    assert "    python -m fdc_jax posthoc one.npz" in said(
+        *("-m", "fdc_jax", "posthoc", "--template=one.npz")
+    )
+    assert (tmp_path / "one.npz").exists()
+    # As the file that pip makes of an entry point.
+    (tmp_path / "fdc").write_text("from fdc_jax.__main__ import main\nmain()\n")
+    assert said("fdc", "posthoc", "--help").startswith("usage: fdc posthoc ")
+
+
+@pytest.mark.parametrize("front", [None, "fdc"])
+def test_usage_says_what_the_user_typed(front, monkeypatch, capsys):
+    monkeypatch.setattr(Program, "front", front)
+    typed = {"posthoc": "python -m fdc_jax.posthoc", "prepare": "python -m fdc_jax.data.prepare"}
+    for (name, module), program in zip(typed.items(), (posthoc, prepare), strict=True):
+        with pytest.raises(SystemExit, match="0"):
+            program.main(["--help"])
+        usage = f"usage: {module if front is None else f'fdc {name}'} "
+        assert capsys.readouterr().out.startswith(usage)
 
 
 def test_an_interrupt_is_one_line(capsys):
@@ -74,6 +97,23 @@ def test_configurations_are_found_by_name(given, tmp_path, monkeypatch):
     for own in ("omnibench", "configs/omnibench.py"):
         (tmp_path / own).touch()
         assert run._located(f"--config={own}") == f"--config={own}"
+
+
+def test_a_configuration_may_follow_a_space():
+    found = run._joined(["fdc", "--config", "omnibench", "--config.seed", "1", "--quiet"])
+    assert found == ["fdc", "--config=omnibench", "--config.seed", "1", "--quiet"]
+    assert run._joined(["fdc", "--config"]) == ["fdc", "--config"]
+
+
+@pytest.mark.parametrize("words", [[], ["--config", "omnibnch"]])
+def test_a_run_without_a_configuration_says_which_there_are(words, tmp_path):
+    module = [sys.executable, "-m", "fdc_jax.run", *words]
+    path = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
+    given = {"cwd": tmp_path, "env": os.environ | path, "text": True}
+    done = subprocess.run(module, capture_output=True, **given)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("fdc_jax: error: ") and "omnibench, own" in line
 
 
 def test_the_report_says_what_it_needs(tmp_path, monkeypatch):
@@ -142,9 +182,9 @@ def test_a_wheel_works_outside_of_the_checkout(wheel, tmp_path, cache):
         return done.stdout
 
     for name in command.PROGRAMS.keys() - {"run"}:
-        assert "usage" in fdc(name, "--help"), name
+        assert f"usage: fdc {name} " in fdc(name, "--help")
     fields = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
-    fdc("run", "--config=digits", *fields, "--config.report=True", "--quiet")
+    fdc("run", "--config", "digits", *fields, "--config.report=True", "--quiet")
     found = small_runs.results(tmp_path / "runs" / "digits")
     assert found["versions"]["commit"] is None
     page = (tmp_path / "runs" / "digits" / "report" / "report.html").read_text()

@@ -22,7 +22,7 @@ import tensorflow_datasets as tfds
 from tensorflow_datasets.core import dataset_info
 
 from fdc_jax.data import benchmarks, dataset, images
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, Program
 from fdc_jax.files import read_npz, write_npz
 
 _CHUNK = 256
@@ -40,8 +40,8 @@ def open_prepared(
     if not benchmark.is_prepared(data_dir):
         raise InputError(
             f"{benchmark.name} is not prepared: expected it in {folder}; prepare it with: "
-            f"python -m fdc_jax.data.prepare {benchmark.name} --data_dir={data_dir} --source=PATH, "
-            f"where PATH is {benchmark.obtain}"
+            f"{Program.typed('data.prepare')} {benchmark.name} --data_dir={data_dir} "
+            f"--source=PATH, where PATH is {benchmark.obtain}"
         )
     try:
         builder: Any = tfds.builder_from_directory(str(folder))

@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, Program
 from fdc_jax.files import write_npy, write_npz
 
 HOW_TO = """\
 wrote {path}: {num_tasks} tasks with {num_classes} classes of made-up features. Try it:
 
-    python -m fdc_jax.posthoc {path} --output=calibrated.npz
+    {program} {path} --output=calibrated.npz
 
 Dump the same arrays from PyTorch (encoder: images -> head-input features; in eval mode):
 
@@ -55,7 +55,8 @@ def write_template(path: str | os.PathLike[str]) -> str:
             write_npy(path / f"{name}.npy", array)
     tasks = sum(name.startswith("head_weight") for name in arrays)
     classes = sum(len(np.unique(arrays[f"train_labels_{t}"])) for t in range(tasks))
-    return HOW_TO.format(path=path, num_tasks=tasks, num_classes=classes)
+    program = Program.typed("posthoc")
+    return HOW_TO.format(program=program, path=path, num_tasks=tasks, num_classes=classes)
 
 
 def example(
