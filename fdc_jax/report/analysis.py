@@ -7,12 +7,9 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import pandas as pd
-from jaxtyping import Bool, Int
 
 from fdc_jax import calibration, evaluation, feature_files
 from fdc_jax.calibration import FDC, Terms
-from fdc_jax.calibration.components import fuse_all
 from fdc_jax.errors import InputError
 from fdc_jax.feature_files import FeatureSet
 from fdc_jax.posthoc import methods
@@ -41,7 +38,7 @@ def analyse(run: RunFolder, sweep: Sequence[str] = (), first: bool = True) -> No
         name: lambda of, name=name: getattr(diagnostics, name)(of.features, of.calibrator)
         for name in (*_DIAGNOSED, *_OF_THE_FIRST * first)
     }
-    compute |= {"selection": _selection, "beyond": _beyond}
+    compute["beyond"] = _beyond
     for name in sweep:
         compute[f"sweep_{name}"] = lambda of, name=name: vary(of.features, of.settings, name)
     for name, function in compute.items():
@@ -92,30 +89,6 @@ class _Fitted:
     def terms(self) -> Terms:
         """Its terms of the test images."""
         return self.calibrator.terms(self.features.test_adapted, self.features.test_pretrained)
-
-
-def _selection(of: _Fitted) -> dict[str, dict[str, float]]:
-    """Returns accuracies in percent of all component combinations on the `first` half and `second`.
-
-    A combination of one view has the name that it has where there are two.
-    """
-    labels = np.asarray(of.features.test_labels)
-    chosen = first_half(labels)
-    if chosen.all():
-        raise InputError("test_labels: expected a class with two test images, found none")
-    scores = fuse_all(of.terms)
-    if of.features.test_pretrained is None:
-        scores |= {"pac+rlc_adapted_view": scores["pac+rlc"], "adapted_view": scores["full"]}
-    halves = {"first": chosen, "second": ~chosen}
-    return {
-        half: {k: evaluation.accuracy(labels[mask], each.label[mask]) for k, each in scores.items()}
-        for half, mask in halves.items()
-    }
-
-
-def first_half(labels: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
-    """Returns which samples are the first, third, ... of their class in the order of the file."""
-    return (pd.Series(labels).groupby(labels).cumcount() % 2 == 0).to_numpy()
 
 
 # What a run is compared with: closed-form heads on features that nobody trained, and calibrators.

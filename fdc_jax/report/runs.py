@@ -117,11 +117,6 @@ class RunFolder:
         return value if value is None or not kind else value - self.results["accuracy"]["raw"]
 
     @property
-    def dual(self) -> bool:
-        """Whether FDC had the pretrained view beside the adapted one."""
-        return "pretrained_view" in self.results["components"]
-
-    @property
     def selected(self) -> str:
         """Component combination that the paper selects for the learner."""
         return learners.selected(self.results["learner"])

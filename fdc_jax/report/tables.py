@@ -81,7 +81,6 @@ def build(
     layout = Layout(groups, whole)
     built = [
         *(_beside(layout, name) for name in _BESIDE),
-        _made("selection", layout, _selection(layout)),
         _made("significance", layout, _significance(layout)),
         _made("partitions", layout, _partitions(layout)),
         _made("cost", layout, _cost(layout)),
@@ -218,7 +217,8 @@ def _lines(table: str, learner: str) -> list[Line]:
     lines, kinds = [], {"full": "full", learners.selected(learner): "selected"}
     for combination, kind in reversed(kinds.items()):
         gains, average = paper.plugin(learner, kind) or paper.Plugged({}, math.nan)
-        labels = _switched(learner, combination)
+        switches = zip(SWITCHES, map(str, COMBINATIONS[combination]), strict=True)
+        labels = {"baseline": title} | dict(switches)
         lines.append(Line(labels, f"gain:{combination}", gains, average))
     return lines
 
@@ -262,84 +262,18 @@ def _rows(layout: Layout, learner: str, of: Line) -> Iterable[Row]:
     yield of.labels | {"numbers": "difference, std"} | distances
 
 
-# The combination that each component alone makes, in the order of the switches TSF, E_0, E_T.
-STANDALONE = {"TSF": "tsf", "E_0": "pac+rlc_pretrained_view", "E_T": "pac+rlc_adapted_view"}
-COMBINATIONS: dict[tuple[int, ...], str] = {
-    (0, 0, 0): "raw",
-    (1, 0, 0): "tsf",
-    (0, 1, 0): "pac+rlc_pretrained_view",
-    (0, 0, 1): "pac+rlc_adapted_view",
-    (0, 1, 1): "pac+rlc",
-    (1, 1, 0): "pretrained_view",
-    (1, 0, 1): "adapted_view",
-    (1, 1, 1): "full",
+# What TSF, E_0 and E_T, switched off or on, are called.
+SWITCHES = ("TSF", "E_0", "E_T")
+COMBINATIONS = {
+    "raw": (0, 0, 0),
+    "tsf": (1, 0, 0),
+    "pac+rlc_pretrained_view": (0, 1, 0),
+    "pac+rlc_adapted_view": (0, 0, 1),
+    "pac+rlc": (0, 1, 1),
+    "pretrained_view": (1, 1, 0),
+    "adapted_view": (1, 0, 1),
+    "full": (1, 1, 1),
 }
-
-
-def _switched(learner: str, combination: str | None) -> Row:
-    """Returns a learner and what is switched on as rows name them."""
-    known = {name: switches for switches, name in COMBINATIONS.items()}
-    switches = ("?", "?", "?") if combination is None else known[combination]
-    labels = dict(zip(STANDALONE, map(str, switches), strict=True))
-    return {"baseline": learners.title(learner)} | labels
-
-
-def select(gains: Sequence[Mapping[str, Sequence[float]]], dual: bool = True) -> str | None:
-    """Applies the paper's rule ("Plug-and-Play Calibration").
-
-    It enables TSF, and RLC with PAC in either view, where the standalone gain of the component,
-    averaged over seeds, is positive on all benchmarks.
-
-    Args:
-        gains: for each benchmark, the gains of combinations over raw, one number per seed.
-        dual: whether there is a pretrained view; if not, E_0 stays off.
-
-    Returns:
-        The combination; None where a standalone gain is not known.
-    """
-    wanted = [name for component, name in STANDALONE.items() if dual or component != "E_0"]
-    if not gains or not all(each.get(name) for each in gains for name in wanted):
-        return None
-    on = {name for name in wanted if all(sum(each[name]) > 0 for each in gains)}
-    return COMBINATIONS[tuple(int(name in on) for name in STANDALONE.values())]
-
-
-def _selection(layout: Layout) -> Iterable[Row]:
-    """The rule of the paper applied to our runs, and evaluated on images that it did not see."""
-
-    def all_images(group: Group, name: str) -> list[float]:
-        return group.values(f"gain:{name}")
-
-    def half(which: str) -> Callable[[Group, str], list[float]]:
-        def gains(group: Group, name: str) -> list[float]:
-            found = [each[which] for each in group.analyses("selection")]
-            return [each[name] - each["raw"] for each in found if name in each]
-
-        return gains
-
-    first, second = half("first"), half("second")
-    ways = {
-        "by the rule, on all test images": (all_images, all_images),
-        "by the rule, on the first half": (first, second),
-        "by the rule, on the second half": (second, first),
-    }
-    for learner in layout.learners:
-        for title, groups in layout.of(learner).items():
-            dual = all(run.dual for each in groups for run in each.runs)
-            chosen = {}
-            if paper.plugin(learner, "selected"):
-                chosen["the paper's selection"] = learners.selected(learner), all_images
-            for text, (seen, reported) in ways.items():
-                gains = [{name: seen(of, name) for name in STANDALONE.values()} for of in groups]
-                chosen[text] = select(gains, dual), reported
-            for text, (combination, gains) in chosen.items():
-                cells = {
-                    layout.benchmarks[each.benchmark]: spread(gains(each, combination), signed=True)
-                    for each in groups
-                    if combination is not None
-                }
-                labels = _switched(learner, combination) | {"what": text}
-                yield labels | {"numbers": layout.ours(title)} | cells
 
 
 def _significance(layout: Layout) -> list[Row]:

@@ -25,7 +25,7 @@ def test_a_report_has_a_page_tables_figures_and_provenance(folder, tmp_path, cap
         if run.path.name == "a":
             run.analyses.update(found)
         else:
-            run.missing.append("no selection: why")
+            run.missing.append("no similarity: why")
 
     monkeypatch.setattr(analysis, "analyse", analyse)
     given = [str(each) for each in sorted(folder.iterdir())]
@@ -35,7 +35,7 @@ def test_a_report_has_a_page_tables_figures_and_provenance(folder, tmp_path, cap
     assert printed.err.splitlines() == [
         f"fdc_jax.report: skipped {folder / 'notes'}: not a run folder: no results.json, "
         "config.json or seed_* folders",
-        f"fdc_jax.report: {folder / 'b'}: no selection: why",
+        f"fdc_jax.report: {folder / 'b'}: no similarity: why",
     ]
     page = (output / "report.html").read_text()
     assert "Digits" in page and "notes" in page and list((output / "figures").glob("*.svg"))
@@ -47,7 +47,7 @@ def test_a_report_has_a_page_tables_figures_and_provenance(folder, tmp_path, cap
         assert of.with_suffix(".csv").exists() and of.with_suffix(".tex").exists()
         assert table.title.replace("'", "&#39;") in page
     origin = json.loads((output / "provenance.json").read_text())
-    assert origin[0]["parts"]["not computed"] == {"seed 2": ["no selection: why"]}
+    assert origin[0]["parts"]["not computed"] == {"seed 2": ["no similarity: why"]}
     # Nothing is written where the run is.
     assert sorted(path.name for path in (folder / "b").iterdir()) == [
         "predictions.npz", "results.json"

@@ -231,7 +231,6 @@ def test_without_the_pretrained_view_the_adapted_view_is_all_there_is(tmp_path):
             del found["components"][name]
     write_run(tmp_path / "a", found)
     (run,) = runs_of(loaded(tmp_path))
-    assert not run.dual
     assert run.selected == "pac+rlc_adapted_view"
     assert run.quantity(run.selected) == found["components"]["pac+rlc"]
     assert run.quantity("adapted_view") == found["components"]["full"]
@@ -270,7 +269,7 @@ def test_provenance_says_where_runs_differ(tmp_path):
     write_run(tmp_path / "b", results(seed=2, device="1 x gpu", versions=versions))
     groups = loaded(tmp_path).groups
     assert "not computed" not in runs.provenance(groups)[0]["parts"]
-    groups[0].runs[1].missing.append("no selection: why")
+    groups[0].runs[1].missing.append("no similarity: why")
     (found,) = runs.provenance(groups)
     assert found["group"] == "Cumulative-LoRA, CIFAR-100"
     parts = found["parts"]
@@ -283,7 +282,7 @@ def test_provenance_says_where_runs_differ(tmp_path):
     assert parts["data"]["train_sha256"] == "cd" * 32
     assert parts["configuration"]["train.epochs"] == 20
     assert {"seed", "data.dir"}.isdisjoint(parts["configuration"])
-    assert parts["not computed"] == {"seed 2": ["no selection: why"]}
+    assert parts["not computed"] == {"seed 2": ["no similarity: why"]}
     assert parts["runs"]["seeds"] == [1, 2] and "/" in parts["runs"]["folder"]["seed 1"]
 
 

@@ -15,7 +15,7 @@ from fdc_jax import learners
 from fdc_jax.errors import InputError
 from fdc_jax.report import paper, runs, tables
 from fdc_jax.report.paper import Published
-from fdc_jax.report.tables import STANDALONE, Table
+from fdc_jax.report.tables import Table
 from tests.report.run_folders import predictions, results, write_run
 
 
@@ -58,7 +58,7 @@ def lines(table, *labels):
 def test_only_rows_with_a_number_of_ours_unless_all_are_asked_for(groups):
     found = built(groups)
     assert list(found) == [
-        "benchmark", "ablation", "plugin", "average_incremental_accuracy", "selection",
+        "benchmark", "ablation", "plugin", "average_incremental_accuracy",
         "significance", "partitions", "cost",
     ]  # fmt: skip
     frame = found["benchmark"].frame
@@ -144,55 +144,6 @@ def test_logit_standardisation_comes_from_the_analyses(groups):
     found = lines(built(groups)["logit_standardisation"], "Cumulative-LoRA")
     assert found["ours"]["CIFAR-100"] == written(list(changes.values()), signed=True)
     assert found["paper"]["CIFAR-100"] == "+0.35 ± 0.85"
-
-
-# The selection rule -------------------------------------------------------------------------------
-
-NAMES = tuple(STANDALONE.values())
-GAINS = st.fixed_dictionaries({name: st.lists(st.integers(-3, 3), min_size=1) for name in NAMES})
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.lists(GAINS, min_size=1, max_size=5))
-def test_the_rule_wants_a_positive_mean_everywhere(gains):
-    expected = tuple(
-        int(all(sum(each[name]) / len(each[name]) > 0 for each in gains)) for name in NAMES
-    )
-    assert tables.select(gains) == tables.COMBINATIONS[expected]
-
-
-def test_the_rule_guesses_nothing():
-    known = {name: [1.0] for name in NAMES}
-    assert tables.select([known]) == "full"
-    assert tables.select([known, known | {"tsf": []}]) is None
-    assert tables.select([{"tsf": [1.0], "pac+rlc_adapted_view": [1.0]}]) is None
-    assert tables.select([]) is None
-    single = {"tsf": [1.0], "pac+rlc_adapted_view": [-1.0]}
-    assert tables.select([single], dual=False) == "tsf"
-
-
-def test_the_rule_reports_on_images_that_it_did_not_see(tmp_path):
-    accuracies = {
-        # On the first half TSF hurts and both views help; on the second only E_0 does.
-        "first": {"raw": 50, "tsf": 49, NAMES[1]: 51, NAMES[2]: 52, "pac+rlc": 56},
-        "second": {"raw": 40, "tsf": 39, NAMES[1]: 44, NAMES[2]: 39, "pac+rlc": 47},
-    }
-    for seed in (1, 2):
-        write_run(tmp_path / str(seed), results(learner="rsiat", seed=seed))
-    (group,) = runs.load(sorted(tmp_path.iterdir())).groups
-    for run in group.runs:
-        run.analyses["selection"] = accuracies
-    frame = built([group])["selection"].frame.reset_index().set_index("what")
-    expected = {
-        "the paper's selection": ("0 1 0", written(group.values(f"gain:{NAMES[1]}"), True)),
-        # All made-up gains are positive.
-        "by the rule, on all test images": ("1 1 1", written(group.values("gain"), True)),
-        "by the rule, on the first half": ("0 1 1", "+7.00 ± 0.00 (2)"),
-        "by the rule, on the second half": ("0 1 0", "+1.00 ± 0.00 (2)"),
-    }
-    assert {
-        what: (" ".join(row[list(STANDALONE)]), row["CIFAR-100"]) for what, row in frame.iterrows()
-    } == expected
 
 
 # Statistics, data, costs --------------------------------------------------------------------------
