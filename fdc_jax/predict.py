@@ -95,7 +95,7 @@ class Predictions:
             raise InputError("method: transported needs a run with config.fdc.transport=True")
         # One fitted before later tasks has the heads of then.
         calibrator.replace_heads(run.heads(self.num_tasks))
-        self.calibrator = calibrator.with_rows()
+        self.calibrator = calibrator
         self.class_names = np.array(run.class_names, object)
         # A single image does not take the time of a whole batch; powers of two compile seldom.
         self.batch_size = min(run.config.evaluation.batch_size, 1 << (len(named) - 1).bit_length())
@@ -140,7 +140,7 @@ class Predictions:
         self, adapted: Float[np.ndarray, "n d"], pretrained: Float[np.ndarray, "n e"] | None = None
     ) -> pd.DataFrame:
         """Returns all columns but the name of the image."""
-        terms = self.calibrator.terms(adapted, pretrained)
+        terms = self.calibrator.terms(adapted, pretrained, all_rows=True)
         said, every, parts = (_transported if self.method == "transported" else _fdc)(terms)
         sizes = [len(own) for own in said.classes]
         by_class = np.concatenate([every[:, t, :size] for t, size in enumerate(sizes)], axis=1)

@@ -10,12 +10,11 @@ from fdc_jax.calibration.fdc import FDC, Settings, Terms
 from fdc_jax.calibration.scores import Scores
 from fdc_jax.calibration.storage import load, to_arrays
 from fdc_jax.calibration.transported import TransportedFDC, check, from_settings
-from fdc_jax.calibration.whitened import Affinity, WhitenedFDC, WhitenedTerms
+from fdc_jax.calibration.whitened import WhitenedFDC, WhitenedTerms
 
 __all__ = [
     "CALIBRATORS",
     "FDC",
-    "Affinity",
     "Scores",
     "Settings",
     "Terms",

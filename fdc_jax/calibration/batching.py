@@ -143,7 +143,14 @@ def run(xp: Any, kernel: Callable[..., Any], *arguments: Any, **static: Any) -> 
 
 
 def place(xp: Any, features: Float[Any, "n d"], least: int) -> Float[Array, "padded d"]:
-    """Returns features for the kernels, padded to a power of two, at least `least`, for JAX."""
+    """Returns float32 features for the kernels; for JAX zero rows fill up a power of two.
+
+    That is at least `least`.
+    """
     if xp is np:
         return inputs.float32(np.asarray(features))
-    return inputs.padded_rows(features, max(least, 1 << max(len(features) - 1, 0).bit_length()))
+    rows = max(least, 1 << max(len(features) - 1, 0).bit_length())
+    missing = ((0, rows - len(features)), (0, 0))
+    if isinstance(features, jax.Array):
+        return jnp.pad(features.astype(jnp.float32), missing)
+    return jnp.asarray(np.pad(inputs.float32(features), missing))

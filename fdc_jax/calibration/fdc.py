@@ -13,7 +13,6 @@ row, a prototype at infinite distance and a bias of minus infinity change nothin
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 import math
 import os
@@ -43,8 +42,6 @@ ENERGY_FLOOR = 1e-12
 ENERGY_TOLERANCE = 1e-6
 # Rows per call of the scoring kernel; fewer are padded to a power of two, at least 8.
 MAX_ROWS = 256
-# Earlier tasks per call when a new task's features are measured against them.
-EARLIER_GROUP = 16
 
 
 # Settings ----------------------------------------------------------------------------------------
@@ -569,7 +566,7 @@ class Arrays(NamedTuple):
 def score_batch(
     arrays: Arrays,
     adapted: Float[Array, "n d"],
-    pretrained: Float[Array, "n e"] | None,
+    pretrained: Float[Array, "n e"] | None = None,
     *,
     normalised: bool,
     neighbours: int,
@@ -747,7 +744,7 @@ class FDC:
     settings_type: ClassVar[type[Settings]] = Settings
     # Whether `fit_task` takes features of the encoder before the task.
     follows_encoder: ClassVar[bool] = False
-    _all_rows: bool = False  # Whether scores need the logits of all classes.
+    needs_all_rows: bool = False  # Whether scores need the logits of all classes.
 
     def __init__(self, **settings: Any):
         self.settings = self.settings_type(**settings)
@@ -760,7 +757,6 @@ class FDC:
         self._xp: Any = jnp
         self._arrays: Arrays | None = None
         self.normalised = False  # Whether the heads divide their input by its norm.
-        self._earlier: dict[int, list[tuple[Any, Any]]] = {}
 
     @property
     def num_tasks(self) -> int:
@@ -810,52 +806,47 @@ class FDC:
         task, settings, xp = self.num_tasks, self.settings, self._xp
         inputs.common_kind([*self.heads, head])
         source = inputs.task_source(adapted, labels, pretrained, task)
-        blocks = inputs.blocks(source, task, self.widths)
-        start = next(blocks, None)
-        if start is None:
-            raise InputError(f"task {task}: expected at least one sample, found none")
-        rows, num_classes = self._read_head(head, task, start.views[0].shape[1])
-        if classes is not None:
-            classes = inputs.class_labels(classes, f"classes of task {task}")
-            if len(classes) != num_classes:
-                raise InputError(
-                    f"classes of task {task}: expected {num_classes} labels, one per row of the "
-                    f"head, found {len(classes)}"
-                )
 
         # Line 6, the first walk: mean, PCA basis, class prototypes.
-        seen = inputs.TaskLabels(task, num_classes, classes, self.classes)
-        sums = [Sums(features.shape[1]) for features in start.views]
-        for block in itertools.chain([start], blocks):
-            seen.add(block.labels)
-            for view, features in enumerate(block.views):
-                sums[view].add(features[: block.rows], block.labels)
-                self._first_walk(view, features[: block.rows], block.labels)
-        classes, counts = seen.finish()
-        if (present := int((counts > 0).sum())) < settings.neighbours:
-            raise InputError(
-                f"task {task}: {settings.neighbours} neighbours need as many classes with "
-                f"samples, found {present}"
+        sums: list[Sums] = []
+        seen: list[np.ndarray] = []
+        for views, own_labels in inputs.blocks(source, task, self.widths):
+            sums = sums or [Sums(features.shape[1]) for features in views]
+            seen.append(own_labels)
+            for view, features in enumerate(views):
+                sums[view].add(features, own_labels)
+                self._first_walk(view, features, own_labels)
+        if not sums:
+            raise InputError(f"task {task}: expected at least one sample, found none")
+        rows, num_classes = self._read_head(head, task, sums[0].width)
+        labels = np.concatenate(seen)
+        classes, counts = self._classes_of(labels, classes, num_classes)
+        drafts = [
+            ViewStatistics(
+                each.mean.astype(np.float32),
+                each.basis(settings.retained_energy),
+                each.prototypes(classes).astype(np.float32),
+                counts,
             )
-        drafts = []
-        for each in sums:
-            prototypes = each.prototypes(classes).astype(np.float32)
-            basis = each.basis(settings.retained_energy)
-            drafts.append(ViewStatistics(each.mean.astype(np.float32), basis, prototypes, counts))
+            for each in sums
+        ]
         self._between_walks(sums, classes, counts)
 
         # Lines 6, 7 and 10, the second walk: the samples against their own task and earlier ones.
         own = [stack_view([draft], xp) for draft in drafts]
         heads = None if rows is None else stack_heads([rows], own[0].basis, settings.attenuation)
-        earlier = [self._earlier_tasks(view) for view in range(len(drafts))]
+        earlier = [[each.views[view] for each in self.tasks] for view in range(len(drafts))]
+        known = [
+            (stack([each.mean for each in of], xp=xp), stack([each.basis for each in of], 8, xp=xp))
+            for of in earlier
+            if of
+        ]
         measured: list[list[tuple[Any, ...]]] = [[] for _ in drafts]
-        sizes: list[int] = []
-        again = np.zeros_like(counts)
-        for block in inputs.blocks(source, task, [each.width for each in sums]):
-            sizes.append(block.rows)
-            again += (block.labels[:, None] == classes).sum(axis=0)
-            for view, features in enumerate(block.views):
-                batch = place(xp, features[: block.rows], 128)
+        again = [labels[:0]]
+        for views, own_labels in inputs.blocks(source, task, [each.width for each in sums]):
+            again.append(own_labels)
+            for view, features in enumerate(views):
+                batch = place(xp, features, 128)
                 found = self.run(
                     measure,
                     own[view],
@@ -866,32 +857,33 @@ class FDC:
                     neighbours=settings.neighbours,
                 )
                 if view == 0 and rows is None:
-                    found += self._function_logits(
-                        head, task, num_classes, batch[: block.rows], own[0].basis[0]
-                    )[:4]
-                ratios = (self.run(residual_ratios, *group, batch) for group in earlier[view])
-                measured[view].append((*found, *ratios))
-                self._second_walk(view, batch, block.rows)
-        if (again != counts).any() or sum(sizes) != sums[0].count:
+                    features = batch[: len(own_labels)]
+                    given = ([head], [classes], features, own[0].basis, task)
+                    found += (*self._function_logits(*given).values(),)[:4]
+                if known:
+                    found += (self.run(residual_ratios, *known[view], batch),)
+                measured[view].append(found)
+                self._second_walk(view, batch, len(own_labels))
+        if not np.array_equal(np.sort(np.concatenate(again)), np.sort(labels)):
             raise InputError(
                 f"source of task {task}: the second pass gave other samples than the first "
-                f"({sum(sizes)} rows, {sums[0].count} before); it must start again at every call"
+                f"({sum(map(len, again))} rows, {len(labels)} before); it must start again at "
+                "every call"
             )
-        views, foreign, scales = [], [], []
+        statistics, foreign, scales = [], [], []
         for view, draft in enumerate(drafts):
-            ratio, distance, *others = fetch(measured[view], sizes)
+            ratio, distance, *others = fetch(measured[view], [len(each) for each in again[1:]])
             if view == 0:
                 raw, _, filtered, _, *others = others
                 scales = [population_moments(raw)[1], population_moments(filtered)[1]]
             moments = (*population_moments(ratio), *population_moments(distance))
-            views.append(ViewStatistics(*draft[:4], *moments))
+            statistics.append(ViewStatistics(*draft[:4], *moments))
             # u_j of every earlier task j, by j's own moments.
-            known = [each.views[view] for each in self.tasks]
-            ratios = np.concatenate([np.zeros((sum(sizes), 0)), *others], axis=1)[:, :task].T
-            means = np.array([each.residual_mean for each in known])[:, None]
-            stds = np.array([each.residual_std for each in known])[:, None]
+            ratios = np.concatenate([np.zeros((len(labels), 0)), *others], axis=1)[:, :task].T
+            means = np.array([each.residual_mean for each in earlier[view]])[:, None]
+            stds = np.array([each.residual_std for each in earlier[view]])[:, None]
             foreign.append(np.ascontiguousarray((ratios - means) / stds, np.float32))
-        self.tasks = [*self.tasks, Task(views, classes, sum(sizes), *scales)]
+        self.tasks = [*self.tasks, Task(statistics, classes, len(labels), *scales)]
         self.heads = [*self.heads, head]
         self.foreign = [*self.foreign, foreign]
         self._finalized = False
@@ -914,7 +906,7 @@ class FDC:
             self._arrays = None
         self._finalized = True
         if release:
-            self.foreign, self._earlier = None, {}
+            self.foreign = None
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
         """Returns calibrated scores of a batch of any size (lines 14 to 20), all components on.
@@ -933,23 +925,30 @@ class FDC:
         """Returns the largest raw logit of each head as its score (Eq. raw)."""
         return self.terms(adapted, pretrained).raw()
 
-    def terms(self, adapted: Any, pretrained: Any = None) -> Terms:
-        """Returns what scores are made of, for all component combinations; see `score`."""
+    def terms(self, adapted: Any, pretrained: Any = None, all_rows: bool = False) -> Terms:
+        """Returns what scores are made of, for all component combinations; see `score`.
+
+        With `all_rows` they have the logits of every class.
+        """
         self.require_finalized()
         needed = self.settings.pretrained_view_weight != 0.0
         views = inputs.score_views(adapted, pretrained, self.widths, needed)
+        all_rows |= self.needs_all_rows
         batches, sizes = [], []
         for start in range(0, max(len(views[0]), 1), MAX_ROWS):
-            parts = [None if view is None else view[start : start + MAX_ROWS] for view in views]
+            parts = [view[start : start + MAX_ROWS] for view in views]
             sizes.append(len(parts[0]))
-            placed = [None if part is None else place(self._xp, part, 8) for part in parts]
-            batches.append(self._measure_batch(*placed))
+            placed = [place(self._xp, part, 8) for part in parts]
+            batches.append(self._measure_batch(placed, all_rows))
         columns = fetch([tuple(batch.values()) for batch in batches], sizes)
         found = dict(zip(batches[0], columns, strict=True))
-        for name in inputs.VIEWS[: 1 if views[1] is None else 2]:
+        for name in inputs.VIEWS[: len(views)]:
             inputs.check_rows(f"{name} features", found[f"{name}_energy"])
         if self.arrays.heads is None:
-            found |= self._logits_of_functions(views[0])
+            features = self._xp.asarray(views[0], np.float32)
+            bases = self.arrays.views[0].basis
+            logits = self._function_logits(self.heads, self.classes, features, bases)
+            found |= dict(list(logits.items())[: 6 if all_rows else 4])
         return self._terms(found)
 
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
@@ -957,18 +956,10 @@ class FDC:
 
         Column i is of label `np.concatenate(classes)[i]`; arguments and errors as of `score`.
         """
-        scores = self.with_rows().terms(adapted, pretrained).by_class()
+        scores = self.terms(adapted, pretrained, all_rows=True).by_class()
         return np.concatenate(
             [scores[:, task, : len(rows)] for task, rows in enumerate(self.classes)], axis=1
         )
-
-    def with_rows(self) -> FDC:
-        """Returns the same calibrator, whose `terms` have the logits of every class."""
-        self.require_finalized()
-        self.arrays  # noqa: B018  places what the copy shares
-        every = copy.copy(self)
-        every._all_rows = True
-        return every
 
     def replace_heads(self, heads: Sequence[Any]) -> None:
         """Predicts with other heads from now on, for learners that rewrite old heads.
@@ -1031,7 +1022,7 @@ class FDC:
     def to_numpy(self) -> FDC:
         """Returns the same calibrator computing with NumPy alone, as where JAX is not installed."""
         plain = copy.copy(self)
-        plain._xp, plain._arrays, plain._earlier = np, None, {}
+        plain._xp, plain._arrays = np, None
         return plain
 
     @property
@@ -1080,21 +1071,17 @@ class FDC:
         """Sees every block of the second walk, on the device; for subclasses."""
 
     def _measure_batch(
-        self, adapted: Float[Array, "n d"], pretrained: Float[Array, "n e"] | None
+        self, views: Sequence[Float[Array, "n _"]], all_rows: bool
     ) -> dict[str, Float[Array, "n ..."]]:
         """Returns what a batch is measured by, without waiting for it."""
-        arrays, settings = self.arrays, self.settings
-        if pretrained is None:
-            arrays = arrays._replace(views=arrays.views[:1])
         return self.run(
             score_batch,
-            arrays,
-            adapted,
-            pretrained,
+            self.arrays,
+            *views,
             normalised=self.normalised,
-            neighbours=settings.neighbours,
-            nearest=settings.affinity_reference == "nearest",
-            all_rows=self._all_rows,
+            neighbours=self.settings.neighbours,
+            nearest=self.settings.affinity_reference == "nearest",
+            all_rows=all_rows,
         )
 
     def _terms(self, found: dict[str, np.ndarray]) -> Terms:
@@ -1120,23 +1107,6 @@ class FDC:
             filtered_rows=kept.get("filtered_rows"),
         )
 
-    def _earlier_tasks(self, view: int) -> list[tuple[Any, Any]]:
-        """Returns means and bases of the tasks so far in groups, of which the full ones stay."""
-        groups = self._earlier.setdefault(view, [])
-        del groups[self.num_tasks // EARLIER_GROUP :]
-        found = list(groups)
-        for start in range(EARLIER_GROUP * len(groups), self.num_tasks, EARLIER_GROUP):
-            views = [task.views[view] for task in self.tasks[start : start + EARLIER_GROUP]]
-            # Coarser than elsewhere, since every task asks anew.
-            rank = -(-max(len(each.basis) for each in views) // 32) * 32
-            size = 1 << (len(views) - 1).bit_length()
-            means = stack([each.mean for each in views], xp=self._xp, tasks=size)
-            bases = stack([each.basis for each in views], rank, xp=self._xp, tasks=size)
-            found.append((means, bases))
-            if len(views) == EARLIER_GROUP:
-                groups.append(found[-1])
-        return found
-
     def _warn_of_constant_residuals(self, task: int) -> None:
         for name, view in zip(inputs.VIEWS, self.tasks[task].views, strict=False):
             # A subspace that is the whole space leaves no residual to anybody.
@@ -1148,46 +1118,48 @@ class FDC:
                 "reference, which all tasks share, will be dominated by this task"
             )
 
-    # Heads, built in or functions of the user's own, which are scored one after the other.
+    def _classes_of(
+        self, labels: Int[np.ndarray, " n"], named: Any, num_classes: int
+    ) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
+        """Returns the label and the number of samples of each head row of the next task."""
+        task = self.num_tasks
+        if named is not None:
+            named = inputs.class_labels(named, f"classes of task {task}")
+            if len(named) != num_classes:
+                raise InputError(
+                    f"classes of task {task}: expected {num_classes} labels, one per row of the "
+                    f"head, found {len(named)}"
+                )
+        classes, counts = inputs.task_classes(labels, task, num_classes, named, self.classes)
+        if (present := int((counts > 0).sum())) < self.settings.neighbours:
+            raise InputError(
+                f"task {task}: {self.settings.neighbours} neighbours need as many classes with "
+                f"samples, found {present}"
+            )
+        return classes, counts
 
     def _read_head(self, head: Any, task: int, width: int) -> tuple[inputs.HeadRows | None, int]:
-        """Returns a built-in head in its affine form, None for a function; and its class count."""
-        name = f"head of task {task}"
-        if inputs.head_kind(head, name) != "function":
-            rows = inputs.head_rows(head, name, width)
-            return rows, len(rows.rows)
-        one = self._xp.ones((1, width), np.float32)
-        return None, inputs.function_logits(head, one, None, name).shape[1]
+        return inputs.read_head(head, f"head of task {task}", self._xp.ones((1, width), np.float32))
 
     def _function_logits(
         self,
-        head: Any,
-        task: int,
-        num_classes: int,
+        heads: Sequence[Any],
+        classes: Sequence[np.ndarray],
         features: Float[Array, "n d"],
-        basis: Float[Array, "r d"],
-    ) -> tuple[np.ndarray, ...]:
-        """Returns what `LOGITS` names of a function: four columns [n, 1], two arrays [n, c]."""
-        filtered = self.run(filter_features, features, basis, np.float32(self.settings.attenuation))
-        columns, rows = [], []
-        for each in (features, filtered):
-            logits = inputs.function_logits(head, each, num_classes, f"head of task {task}")
-            columns += [logits.max(axis=1)[:, None], logits.argmax(axis=1)[:, None]]
-            rows.append(logits)
-        return *columns, *rows
-
-    def _logits_of_functions(self, adapted: Float[Any, "n d"]) -> dict[str, np.ndarray]:
-        features = self._xp.asarray(adapted, np.float32)
-        columns = [
-            self._function_logits(head, task, len(classes), features, basis)
-            for task, (head, classes, basis) in enumerate(
-                zip(self.heads, self.classes, self.arrays.views[0].basis, strict=False)
-            )
-        ]
-        *largest, raw, filtered = zip(*columns, strict=True)
-        joined = [np.concatenate(parts, axis=1) for parts in largest]
-        for rows in (raw, filtered) if self._all_rows else ():
-            # Classes first, to be padded like statistics.
-            padded = stack([each.T for each in rows], 4, -np.inf)
-            joined.append(padded.transpose(2, 0, 1))
-        return dict(zip(LOGITS, joined, strict=False))
+        bases: Float[Array, "tasks r d"],
+        first: int = 0,
+    ) -> dict[str, np.ndarray]:
+        """Returns what `LOGITS` names of heads that are functions, those of tasks from `first`."""
+        kinds: tuple[list[np.ndarray], list[np.ndarray]] = [], []
+        gamma = np.float32(self.settings.attenuation)
+        for task, (head, own, basis) in enumerate(zip(heads, classes, bases, strict=False), first):
+            filtered = self.run(filter_features, features, basis, gamma)
+            for kind, given in zip(kinds, (features, filtered), strict=True):
+                name = f"head of task {task}"
+                kind.append(inputs.function_logits(head, given, len(own), name))
+        # Classes first, to be padded like statistics.
+        raw, filtered = (
+            stack([each.T for each in kind], 4, -np.inf).transpose(2, 0, 1) for kind in kinds
+        )
+        largest = (each for z in (raw, filtered) for each in (z.max(axis=2), z.argmax(axis=2)))
+        return dict(zip(LOGITS, (*largest, raw, filtered), strict=True))

@@ -33,14 +33,6 @@ Chunk = tuple[Any, Any, Any]
 Source = Callable[[], Iterable[Chunk]]
 
 
-class Block(NamedTuple):
-    """Up to `BLOCK_ROWS` samples of one task in one or two views; rows past `rows` are zero."""
-
-    views: list[Float[np.ndarray, "block _"]]
-    labels: Int[np.ndarray, " rows"]
-    rows: int
-
-
 def host_array(value: Any, name: str) -> np.ndarray:
     """Returns a NumPy view or copy of an array of any library; memory maps stay unread.
 
@@ -178,86 +170,70 @@ def task_source(adapted: Any, labels: Any, pretrained: Any, task: int) -> Source
     return chunks
 
 
-def score_features(value: Any, name: str, width: int) -> np.ndarray | Array:
-    """Returns features [n, width] to be scored, on the device if they are there."""
-    if _is_of_jax(value) and value.devices() == sys.modules["jax"].numpy.zeros(()).devices():
-        check_feature_shape(value.shape, value.dtype, name, width)
-        return value
-    return feature_array(value, name, width)
-
-
 def score_views(
     adapted: Any, pretrained: Any, widths: Sequence[int], needs_pretrained: bool
-) -> tuple[np.ndarray | Array, np.ndarray | Array | None]:
-    """Returns the features of both views to be scored; see `score_features`.
+) -> list[np.ndarray | Array]:
+    """Returns the features of one or both views to be scored, on the device if they are there.
 
     `widths` are d and, where the tasks have a pretrained view, e; `needs_pretrained` tells whether
     such a view must be given where the tasks have it.
     """
-    adapted = score_features(adapted, "adapted features", widths[0])
-    if pretrained is None:
-        if len(widths) == 2 and needs_pretrained:
-            raise InputError(
-                "pretrained features: expected, since the tasks were fitted with them; leave them "
-                "out only with pretrained_view_weight 0"
-            )
-        return adapted, None
-    if len(widths) == 1:
-        raise InputError("pretrained features: the tasks were fitted without a pretrained view")
-    pretrained = score_features(pretrained, "pretrained features", widths[1])
-    if len(pretrained) != len(adapted):
+    if pretrained is None and len(widths) == 2 and needs_pretrained:
         raise InputError(
-            f"pretrained features: expected {len(adapted)} rows like the adapted features, "
-            f"found {len(pretrained)}"
+            "pretrained features: expected, since the tasks were fitted with them; leave them "
+            "out only with pretrained_view_weight 0"
         )
-    return adapted, pretrained
+    if pretrained is not None and len(widths) == 1:
+        raise InputError("pretrained features: the tasks were fitted without a pretrained view")
+    views = []
+    for view, value, width in zip(VIEWS, (adapted, pretrained), widths, strict=False):
+        if value is None and view == "pretrained":
+            continue
+        name = f"{view} features"
+        if _is_of_jax(value) and value.devices() == sys.modules["jax"].numpy.zeros(()).devices():
+            check_feature_shape(value.shape, value.dtype, name, width)
+        else:
+            value = feature_array(value, name, width)
+        views.append(value)
+    if len(views[-1]) != len(views[0]):
+        raise InputError(
+            f"pretrained features: expected {len(views[0])} rows like the adapted features, "
+            f"found {len(views[1])}"
+        )
+    return views
 
 
-def padded_rows(features: np.ndarray | Array, rows: int) -> Float[Array, "rows d"]:
-    """Returns features in float32 on the device, with zero rows added."""
-    import jax.numpy as jnp
-
-    missing = ((0, rows - len(features)), (0, 0))
-    if _is_of_jax(features):
-        features = features.astype(jnp.float32)
-        return features if len(features) == rows else jnp.pad(features, missing)
-    return jnp.asarray(np.pad(float32(features), missing))
-
-
-def blocks(source: Source, task: int, widths: Sequence[int] = ()) -> Iterator[Block]:
-    """Walks over a source once, in full blocks and a padded last one.
+def blocks(
+    source: Source, task: int, widths: Sequence[int] = ()
+) -> Iterator[tuple[list[Float[np.ndarray, "block _"]], Int[np.ndarray, " block"]]]:
+    """Walks over a source once; yields the views and the labels of `BLOCK_ROWS` samples at a time.
 
     Chunks of any length are gathered into blocks, so the blocks, and with them all statistics, do
     not depend on how the source cuts its samples. Views must be those of earlier tasks, of these
     `widths`, if there are any.
     """
-    block: Block | None = None
-    seen = 0
     chunks = source()
     if not isinstance(chunks, Iterable):
         raise InputError(
             f"source of task {task}: expected an iterable of chunks, found {type(chunks).__name__}"
         )
+    waiting: list[np.ndarray] = []
+    seen = 0
     for chunk in chunks:
         views, labels = _checked_chunk(chunk, task, seen, widths)
         widths = [each.shape[1] for each in views]
         seen += len(labels)
-        taken = 0
-        while taken < len(labels):
-            if block is None:
-                # Fresh buffers: on a CPU the device may read those of earlier blocks in place.
-                fresh = [np.zeros((BLOCK_ROWS, width), np.float32) for width in widths]
-                block = Block(fresh, np.zeros(BLOCK_ROWS, np.int64), 0)
-            count = min(len(labels) - taken, BLOCK_ROWS - block.rows)
-            for buffer, values in zip((*block.views, block.labels), (*views, labels), strict=True):
-                buffer[block.rows : block.rows + count] = values[taken : taken + count]
-            block = block._replace(rows=block.rows + count)
-            taken += count
-            if block.rows == BLOCK_ROWS:
-                yield block
-                block = None
-    if block is not None:
-        yield block._replace(labels=block.labels[: block.rows])
+        parts = [*views, labels]
+        waiting = waiting or [part[:0] for part in parts]
+        # Copies, since a source may fill its arrays anew for the next chunk.
+        parts = [np.concatenate(pair) for pair in zip(waiting, parts, strict=True)]
+        whole = len(parts[-1]) // BLOCK_ROWS * BLOCK_ROWS
+        for start in range(0, whole, BLOCK_ROWS):
+            *views, labels = (part[start : start + BLOCK_ROWS] for part in parts)
+            yield views, labels
+        waiting = [part[whole:] for part in parts]
+    if waiting and len(waiting[-1]):
+        yield waiting[:-1], waiting[-1]
 
 
 def _checked_chunk(
@@ -300,52 +276,46 @@ def _check_length(array: np.ndarray, adapted: np.ndarray, name: str, task: int) 
 # Labels ------------------------------------------------------------------------------------------
 
 
-class TaskLabels:
-    """The classes of a task as its labels come in.
+def task_classes(
+    labels: Int[np.ndarray, " n"],
+    task: int,
+    num_classes: int,
+    named: Int[np.ndarray, " c"] | None,
+    earlier: Sequence[Int[np.ndarray, " _"]],
+) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
+    """Returns the label and the number of samples of each head row.
 
-    `classes` is the label of each head row, by default the distinct labels, ascending; `earlier`
-    those of earlier tasks.
+    Args:
+        labels: of all samples of the task.
+        task: its number, for messages.
+        num_classes: rows of its head.
+        named: the label of each row; None for the distinct labels, ascending.
+        earlier: labels of earlier tasks.
+
+    Raises:
+        InputError: a label is an earlier task's or no row's, or a row has no label.
     """
-
-    def __init__(
-        self, task: int, num_classes: int, classes: np.ndarray | None, earlier: Sequence[np.ndarray]
-    ):
-        self.task, self.num_classes, self.named, self.earlier = task, num_classes, classes, earlier
-        self._counts: dict[int, int] = {}
-        self._rows = 0
-        if classes is not None:
-            check_disjoint(classes, earlier, task)
-            self._counts = dict.fromkeys(classes.tolist(), 0)
-
-    def add(self, labels: Int[np.ndarray, " n"]) -> None:
-        """Counts the labels of one more block."""
-        values, counts = np.unique(labels, return_counts=True)
-        for label, count in zip(values.tolist(), counts.tolist(), strict=True):
-            if label not in self._counts:
-                where = (
-                    f"labels of task {self.task}: label {label} at row "
-                    f"{self._rows + int(np.argmax(labels == label))}"
-                )
-                if self.named is not None:
-                    raise InputError(f"{where} is none of the head's classes")
-                check_disjoint(np.array([label]), self.earlier, self.task)
-                if len(self._counts) == self.num_classes:
-                    raise InputError(
-                        f"{where} is one more than the {self.num_classes} classes of the head"
-                    )
-            self._counts[label] = self._counts.get(label, 0) + count
-        self._rows += len(labels)
-
-    def finish(self) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
-        """Returns the label and the number of samples of each head row."""
-        if len(self._counts) != self.num_classes:
-            raise InputError(
-                f"labels of task {self.task}: found {len(self._counts)} classes, the head has "
-                f"{self.num_classes} rows; name their labels with classes"
-            )
-        labels = np.array(sorted(self._counts)) if self.named is None else self.named
-        counts = [self._counts[label] for label in labels.tolist()]
-        return labels.astype(np.int64), np.array(counts, np.int64)
+    values, first, counts = np.unique(labels, return_index=True, return_counts=True)
+    if named is not None:
+        check_disjoint(named, earlier, task)
+        strangers = ~np.isin(values, named)
+    else:
+        check_disjoint(values, earlier, task)
+        strangers = np.argsort(np.argsort(first)) >= num_classes
+    if strangers.any():
+        row = first[strangers].min()
+        where = f"labels of task {task}: label {labels[row]} at row {row}"
+        if named is not None:
+            raise InputError(f"{where} is none of the head's classes")
+        raise InputError(f"{where} is one more than the {num_classes} classes of the head")
+    if named is None and len(values) < num_classes:
+        raise InputError(
+            f"labels of task {task}: found {len(values)} classes, the head has {num_classes} rows; "
+            "name their labels with classes"
+        )
+    known = dict(zip(values.tolist(), counts.tolist(), strict=True))
+    classes = values if named is None else named
+    return classes, np.array([known.get(label, 0) for label in classes.tolist()], np.int64)
 
 
 # Heads -------------------------------------------------------------------------------------------
@@ -418,6 +388,20 @@ def head_rows(head: Any, name: str, width: int) -> HeadRows:
             row = int(np.argmin(np.isfinite(values.reshape(len(rows), -1)).all(axis=1)))
             raise InputError(f"{name}: {part}: row {row} is not finite")
     return result
+
+
+def read_head(head: Any, name: str, one: Float[Array, "1 d"]) -> tuple[HeadRows | None, int]:
+    """Returns a head's affine form, None of a function; and how many classes it has.
+
+    `one` is any input of a head.
+
+    Raises:
+        InputError: of `head_kind`, `head_rows` and `function_logits`.
+    """
+    if head_kind(head, name) == "function":
+        return None, function_logits(head, one, None, name).shape[1]
+    rows = head_rows(head, name, one.shape[1])
+    return rows, len(rows.rows)
 
 
 def function_logits(

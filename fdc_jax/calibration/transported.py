@@ -320,9 +320,9 @@ class TransportedFDC(WhitenedFDC):
             self._metrics = [metric(known, counts, self._xp) for known in self.gaussians]
         return super().arrays
 
-    def _measure_batch(self, adapted: Any, pretrained: Any) -> dict[str, Any]:
-        found = super()._measure_batch(adapted, pretrained)
-        return found | self._by_view("classes", class_scores, self._metrics, adapted, pretrained)
+    def _measure_batch(self, views: Sequence[Any], all_rows: bool) -> dict[str, Any]:
+        found = super()._measure_batch(views, all_rows)
+        return found | self._by_view("classes", class_scores, self._metrics, views)
 
     def _terms(self, found: dict[str, np.ndarray]) -> TransportedTerms:
         settings = self.settings

@@ -55,21 +55,6 @@ class Affinity(NamedTuple):
     reference: str = "own"
     scope: str = "task"
 
-    def check(self) -> None:
-        """Raises InputError unless the four words are known and go together."""
-        fdc.check_word("affinity_metric", self.metric, tuple(REFERENCES))
-        fdc.check_word("affinity_evidence", self.evidence, ("tanh", "linear"))
-        fdc.check_word("affinity_scope", self.scope, ("task", "class"))
-        if self.reference not in REFERENCES[self.metric]:
-            raise InputError(
-                f"affinity_reference: expected one of {', '.join(REFERENCES[self.metric])} with "
-                f"affinity_metric {self.metric}, found {self.reference!r}"
-            )
-        if self.scope == "class" and self.metric != "whitened":
-            raise InputError(
-                "affinity_scope: expected task with affinity_metric cosine, found class"
-            )
-
 
 PAPER_AFFINITY = Affinity()
 
@@ -89,7 +74,18 @@ class WhitenedSettings(fdc.Settings):
     REFERENCES: ClassVar[tuple[str, ...]] = ("own", "nearest", "pooled")
 
     def __post_init__(self):
-        self.affinity.check()
+        fdc.check_word("affinity_metric", self.affinity_metric, tuple(REFERENCES))
+        fdc.check_word("affinity_evidence", self.affinity_evidence, ("tanh", "linear"))
+        fdc.check_word("affinity_scope", self.affinity_scope, ("task", "class"))
+        if self.affinity_reference not in (known := REFERENCES[self.affinity_metric]):
+            raise InputError(
+                f"affinity_reference: expected one of {', '.join(known)} with affinity_metric "
+                f"{self.affinity_metric}, found {self.affinity_reference!r}"
+            )
+        if self.affinity_scope == "class" and self.affinity_metric != "whitened":
+            raise InputError(
+                "affinity_scope: expected task with affinity_metric cosine, found class"
+            )
         super().__post_init__()
         least, most = SHRINKAGES
         if not least <= self.affinity_shrinkage <= most:
@@ -262,20 +258,13 @@ class WhitenedTerms(fdc.Terms):
         pac: bool = True,
         adapted_view: bool = True,
         pretrained_view: bool = True,
-        affinity: Affinity | None = None,
     ) -> Scores:
-        """Returns the scores by `affinity`, by default the one that is set; else as `fuse`.
-
-        Raises:
-            InputError: an affinity for which the calibrator was not fitted.
-        """
-        affinity = affinity or self.settings.affinity
-        self._check(affinity)
+        """Returns the scores by the affinity that is set; else as `fuse`."""
         base = self.fuse(tsf, rlc, False, adapted_view, pretrained_view)
         if not pac or not self.used_views(adapted_view, pretrained_view):
             return base
-        closeness = self._closeness(affinity, adapted_view, pretrained_view)
-        if affinity.scope == "class":
+        closeness = self._closeness(adapted_view, pretrained_view)
+        if self.settings.affinity_scope == "class":
             each = self._by_class(base, closeness, tsf)
             return Scores(each.max(axis=2), each.argmax(axis=2).astype(np.int32), self.classes)
         scale = self.filtered_scale if tsf else self.raw_scale
@@ -285,14 +274,13 @@ class WhitenedTerms(fdc.Terms):
 
     def by_class(self) -> Float[np.ndarray, "n tasks c"]:
         """See `fdc.Terms.by_class`; with scope `class` the scores that decide."""
-        affinity = self.settings.affinity
-        if affinity.scope == "task":
+        if self.settings.affinity_scope == "task":
             return super().by_class()
-        return self._by_class(self.fuse(pac=False), self._closeness(affinity, True, True), True)
+        return self._by_class(self.fuse(pac=False), self._closeness(True, True), True)
 
-    def _closeness(self, affinity: Affinity, adapted_view: bool, pretrained_view: bool) -> Any:
+    def _closeness(self, adapted_view: bool, pretrained_view: bool) -> Any:
         """Returns the evidence of the affinity in all views, [n, tasks, c] or [n, tasks, 1]."""
-        closeness: Any = np.float32(0.0)
+        affinity, closeness = self.settings.affinity, np.float32(0.0)
         for view, weight, evidence in self.used_views(adapted_view, pretrained_view):
             if weight * self.settings.pac_weight:
                 found = evidence.affinity[..., None]
@@ -313,17 +301,6 @@ class WhitenedTerms(fdc.Terms):
         units = np.maximum(scale, np.float32(LEAST_UNIT) * scale.mean())[:, None]
         return (rows + (base.task_scores - logits)[..., None]) / units + closeness
 
-    def _check(self, affinity: Affinity) -> None:
-        affinity.check()
-        if affinity.metric == "whitened" and not self.whitened:
-            raise InputError("affinity: expected a calibrator fitted with affinity_metric whitened")
-        paper = self.settings.paper_affinity.reference
-        if affinity.metric == "cosine" and affinity.reference != paper:
-            raise InputError(
-                f"affinity_reference: expected {paper}, as the calibrator was set, found "
-                f"{affinity.reference}"
-            )
-
 
 # The calibrator ----------------------------------------------------------------------------------
 
@@ -343,7 +320,7 @@ class WhitenedFDC(fdc.FDC):
         # cosine.
         self.affinities: list[list[TaskAffinity]] = []
         self.shared: list[Float[np.ndarray, "d d"]] = []
-        self._all_rows = self.uses_metric
+        self.needs_all_rows = self.uses_metric
         self._prototypes: list[Prototypes] = []
 
     @property
@@ -426,18 +403,17 @@ class WhitenedFDC(fdc.FDC):
             ]
         return super().arrays
 
-    def _measure_batch(self, adapted: Any, pretrained: Any) -> dict[str, Any]:
-        found = super()._measure_batch(adapted, pretrained)
-        return found | self._by_view("cosines", cosines, self._prototypes, adapted, pretrained)
+    def _measure_batch(self, views: Sequence[Any], all_rows: bool) -> dict[str, Any]:
+        found = super()._measure_batch(views, all_rows)
+        return found | self._by_view("cosines", cosines, self._prototypes, views)
 
     def _by_view(
-        self, what: str, kernel: Callable[..., Any], known: Sequence[Any], *features: Any
+        self, what: str, kernel: Callable[..., Any], known: Sequence[Any], views: Sequence[Any]
     ) -> dict[str, Any]:
         """Returns `VIEW_what` of each view that is given: a kernel of what is known of it."""
         return {
-            f"{name}_{what}": self.run(kernel, own, of_view)
-            for name, own, of_view in zip(inputs.VIEWS, known, features, strict=False)
-            if of_view is not None
+            f"{name}_{what}": self.run(kernel, own, features)
+            for name, own, features in zip(inputs.VIEWS, known, views, strict=False)
         }
 
     def _terms(self, found: dict[str, np.ndarray]) -> WhitenedTerms:

@@ -7,6 +7,7 @@ on the same features.
 
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 from scipy import stats
@@ -36,7 +37,7 @@ def measured(
             fdc.measure,
             arrays.views[view],
             None,
-            inputs.padded_rows(part, _ROWS),
+            batching.place(jnp, part, _ROWS),
             arrays.attenuation,
             normalised=False,
             neighbours=settings.neighbours,

@@ -193,10 +193,8 @@ def test_labels_get_rows_in_ascending_order_unless_they_are_named():
         ([5, 9, 7, -2], [5, 9, 7, -2], [9, 0, 11, 10]),
     ):
         named = None if classes is None else np.array(classes)
-        seen = inputs.TaskLabels(0, len(wanted), named, [])
-        seen.add(np.repeat([7, -2, 5], [10, 10, 4]))
-        seen.add(np.repeat([5, 7], [5, 1]))
-        found = seen.finish()
+        labels = np.repeat([7, -2, 5, 7], [10, 10, 9, 1])
+        found = inputs.task_classes(labels, 0, len(wanted), named, [])
         assert found[0].tolist() == wanted and found[1].tolist() == counts
 
 

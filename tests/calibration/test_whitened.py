@@ -1,5 +1,6 @@
 """The whitened affinity against a float64 rendering of its formulas, and its edge cases."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from sklearn.discriminant_analysis import LinearDiscriminantAnalysis
 
 from fdc_jax import calibration
-from fdc_jax.calibration import Affinity, fdc, whitened
+from fdc_jax.calibration import fdc, whitened
 from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES, fuse_all
 from fdc_jax.errors import InputError
 from tests.calibration import streams
@@ -89,8 +90,15 @@ def assert_scores(found, expected, tolerance=2e-4):
     assert (found.local_class == rows).mean() > 0.99
 
 
+def by_affinity(terms, affinity):
+    """The same terms, to be fused by another affinity than the one that was set."""
+    words = {f"affinity_{name}": word for name, word in affinity._asdict().items()}
+    chosen = dataclasses.replace(terms.settings, **words)
+    return dataclasses.replace(terms, settings=chosen)
+
+
 AFFINITIES = [
-    Affinity("whitened", *rest)
+    whitened.Affinity("whitened", *rest)
     for rest in itertools.product(("tanh", "linear"), ("own", "pooled"), ("task", "class"))
 ]
 
@@ -102,7 +110,7 @@ def test_scores_equal_the_reference(kind, offset):
     inputs = streams.probe_inputs(stream)
     terms = streams.fitted(stream, kind, device=offset > 0, **WHITENED).terms(*inputs)
     for affinity in AFFINITIES:
-        found = terms.fuse_affinity(affinity=affinity)
+        found = by_affinity(terms, affinity).scores()
         assert_scores(found, expected_scores(stream, kind, inputs, affinity))
 
 
@@ -112,7 +120,9 @@ def test_components_and_views_apart(affinity):
     inputs = streams.probe_inputs(stream)
     terms = streams.fitted(stream, **WHITENED).terms(*inputs)
     for tsf, rlc, first, second in itertools.product((True, False), repeat=4):
-        found = terms.fuse_affinity(tsf, rlc, True, first, second, affinity)
+        found = by_affinity(terms, affinity).scores(
+            tsf=tsf, rlc=rlc, adapted_view=first, pretrained_view=second
+        )
         if not first and not second:
             assert not (found.task_scores - terms.fuse(tsf, False, False).task_scores).any()
             continue
@@ -144,9 +154,6 @@ def test_the_papers_numbers_stay_what_they_are():
     extra = sum(4 * (d * (d + 1) // 2 + 1) for d in (16, 12))
     assert beyond.storage_bytes == paper.storage_bytes + extra
     assert not paper.terms(*inputs).beyond()
-    linear = streams.fitted(stream, affinity_evidence="linear").terms(*inputs)
-    with pytest.raises(InputError, match="affinity_metric whitened"):
-        linear.fuse_affinity(affinity=AFFINITIES[0])
 
 
 def test_scores_and_what_is_beyond_are_what_was_set():
@@ -154,12 +161,13 @@ def test_scores_and_what_is_beyond_are_what_was_set():
     inputs = streams.probe_inputs(stream)
     fitted = streams.fitted(stream, **WHITENED_CLASSES)
     terms = fitted.terms(*inputs)
-    wanted = terms.fuse_affinity(affinity=Affinity("whitened", "linear", "pooled", "class"))
+    chosen = whitened.Affinity("whitened", "linear", "pooled", "class")
+    wanted = by_affinity(terms, chosen).scores()
     np.testing.assert_array_equal(fitted.score(*inputs).task_scores, wanted.task_scores)
     assert (wanted.task_scores != terms.fuse().task_scores).any()
     without = terms.beyond()["whitened"]["pac+rlc"].task_scores
-    np.testing.assert_array_equal(without, terms.fuse_affinity(tsf=False).task_scores)
-    paper = terms.fuse_affinity(affinity=terms.settings.paper_affinity)
+    np.testing.assert_array_equal(without, terms.scores(tsf=False).task_scores)
+    paper = by_affinity(terms, whitened.Affinity()).scores()
     assert streams.relative_error(paper.task_scores, terms.fuse().task_scores) < 1e-6
 
 
@@ -209,24 +217,6 @@ def test_damaged_files_are_refused(tmp_path, fields, message):
 def test_settings_out_of_range_are_refused(arguments, message):
     with pytest.raises(InputError, match=message):
         calibration.from_settings(arguments)
-
-
-@pytest.mark.parametrize(
-    ("affinity", "message"),
-    [
-        (Affinity("euclidean"), "affinity_metric: expected one of"),
-        (Affinity("whitened", "log"), "affinity_evidence: expected one of"),
-        (Affinity("whitened", "linear", "nearest"), "affinity_reference: .* own, pooled with"),
-        (Affinity("cosine", "tanh", "pooled"), "affinity_reference: .* own, nearest with"),
-        (Affinity("cosine", "tanh", "nearest"), "affinity_reference: expected own, as the"),
-        (Affinity("cosine", "linear", "own", "class"), "affinity_scope: expected task"),
-    ],
-)
-def test_affinities_that_cannot_be_fused_are_refused(affinity, message):
-    stream = streams.stream(2, 3)
-    terms = streams.fitted(stream, **WHITENED).terms(*streams.probe_inputs(stream))
-    with pytest.raises(InputError, match=message):
-        terms.fuse_affinity(affinity=affinity)
 
 
 @pytest.mark.parametrize("settings", [WHITENED, WHITENED_CLASSES])
