@@ -8,6 +8,7 @@ import pytest
 
 from fdc_jax import heads
 from fdc_jax.calibration import batching, fdc
+from fdc_jax.calibration.components import COMPONENTS, fuse_all
 from tests.calibration import streams
 
 TOLERANCE = 1e-4
@@ -34,9 +35,8 @@ def reference_ranks(expected):
     return [[task.basis.shape[1] for task in view] for view, _ in expected.views]
 
 
-@pytest.mark.parametrize("device", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("offset", [0.0, 30.0])
+@pytest.mark.parametrize(("offset", "device"), [(0.0, False), (30.0, True)])
 def test_statistics_and_scores_equal_the_reference(kind, offset, device):
     stream = streams.stream(3, 5, offset=offset)
     found = streams.fitted(stream, kind, device=device)
@@ -62,10 +62,11 @@ def test_statistics_and_scores_equal_the_reference(kind, offset, device):
     assert_equal_scores(terms.fuse(), expected.score(adapted, pretrained))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("affinity_reference", "offset"), [("own", 30.0), ("nearest", 0.0)])
-def test_numpy_and_the_device_score_alike(kind, affinity_reference, offset):
-    stream = streams.stream(6, 5, offset=offset)
+@pytest.mark.parametrize(
+    ("kind", "affinity_reference"), [*((kind, "own") for kind in KINDS), ("linear", "nearest")]
+)
+def test_numpy_and_the_device_score_alike(kind, affinity_reference):
+    stream = streams.stream(6, 5, offset=30.0 if affinity_reference == "own" else 0.0)
     weights = {"rlc_weight": 0.6, "pretrained_view_weight": 1.7}
     choices = {"neighbours": 2, "affinity_reference": affinity_reference}
     found = streams.fitted(stream, kind, device=True, **weights, **choices)
@@ -93,40 +94,50 @@ def test_every_combination_of_components(kind):
         assert_equal_scores(
             scores, expected.score(adapted, pretrained, tsf, rlc, pac, (first, second))
         )
+    # All components off: the heads' own choice.
+    raw = found.raw(adapted, pretrained)
+    np.testing.assert_array_equal(scores.task_scores, raw.task_scores)
+    np.testing.assert_array_equal(scores.label, raw.label)
+    logits = [expected.heads[task].logits(adapted.astype(np.float64)) for task in range(4)]
+    np.testing.assert_array_equal(raw.label, np.concatenate(logits, axis=1).argmax(axis=1))
 
 
-@pytest.mark.parametrize("eta", [0.5, 0.95])
-@pytest.mark.parametrize("gamma", [0.0, 0.3, 1.0])
+def test_named_combinations_are_different_scores_and_those_of_one_view_need_two():
+    stream = streams.stream(7, 3)
+    inputs = streams.probe_inputs(stream)
+    scores = fuse_all(streams.fitted(stream).terms(*inputs))
+    assert scores.keys() == COMPONENTS.keys()
+    assert len({each.task_scores.tobytes() for each in scores.values()}) == len(COMPONENTS)
+    single = fuse_all(streams.fitted(stream, dual=False).terms(inputs[0]))
+    assert single.keys() == {name for name in COMPONENTS if "view" not in name}
+
+
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
-def test_settings_equal_the_reference(kind, eta, gamma):
-    stream = streams.stream(8, 3)
+@pytest.mark.parametrize(
+    ("eta", "gamma", "neighbours", "nearest"),
+    [(0.5, 0.0, 1, True), (0.95, 0.3, 2, True), (0.75, 1.0, 3, False), (0.95, 0.5, 2, False)],
+)
+def test_settings_equal_the_reference(kind, eta, gamma, neighbours, nearest):
+    stream = streams.stream(8, 3, classes=(3, 5, 4))
     found = streams.fitted(
         stream,
         kind,
         retained_energy=eta,
         attenuation=gamma,
+        neighbours=neighbours,
+        affinity_reference="nearest" if nearest else "own",
         rlc_weight=0.7,
         pac_weight=1.3,
         adapted_view_weight=0.4,
         pretrained_view_weight=2.0,
     )
-    expected = streams.fitted_reference(stream, kind, eta=eta, gamma=gamma)
+    expected = streams.fitted_reference(
+        stream, kind, eta=eta, gamma=gamma, neighbours=neighbours, nearest=nearest
+    )
     inputs = streams.probe_inputs(stream)
     assert_equal_scores(
         found.score(*inputs), expected.score(*inputs, alpha=0.7, beta=1.3, weights=(0.4, 2.0))
     )
-
-
-@pytest.mark.parametrize("neighbours", [1, 2, 3])
-@pytest.mark.parametrize("affinity_reference", ["own", "nearest"])
-def test_neighbours_and_affinity_references(neighbours, affinity_reference):
-    stream = streams.stream(9, 3, classes=(3, 5, 4))
-    found = streams.fitted(stream, neighbours=neighbours, affinity_reference=affinity_reference)
-    expected = streams.fitted_reference(
-        stream, neighbours=neighbours, nearest=affinity_reference == "nearest"
-    )
-    inputs = streams.probe_inputs(stream)
-    assert_equal_scores(found.score(*inputs), expected.score(*inputs))
 
 
 @pytest.mark.parametrize("kind", ["linear", "function"])
@@ -141,23 +152,6 @@ def test_adapted_view_alone(kind):
     np.testing.assert_array_equal(dual.task_scores, found.score(adapted).task_scores)
     weighted = streams.fitted(stream, kind, pretrained_view_weight=0.0)
     np.testing.assert_array_equal(weighted.score(adapted).task_scores, dual.task_scores)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_everything_off_is_exactly_raw(kind):
-    stream = streams.stream(12, 3)
-    found = streams.fitted(stream, kind)
-    adapted, pretrained = streams.probe_inputs(stream)
-    terms = found.terms(adapted, pretrained)
-    off = terms.fuse(False, False, False, False, False)
-    raw = found.raw(adapted, pretrained)
-    np.testing.assert_array_equal(off.task_scores, raw.task_scores)
-    np.testing.assert_array_equal(off.label, raw.label)
-    logits = [np.asarray(streams.head_of(task, kind).logits(adapted)) for task in stream]
-    expected = np.stack([each.max(axis=1) for each in logits], axis=1)
-    np.testing.assert_allclose(raw.task_scores, expected, rtol=1e-5, atol=1e-5)
-    labels = np.concatenate([task.first + np.arange(len(task.bias)) for task in stream])
-    np.testing.assert_array_equal(raw.label, labels[np.concatenate(logits, axis=1).argmax(axis=1)])
 
 
 def test_every_increment_scores_like_a_fresh_fit_and_the_reference():
@@ -176,8 +170,10 @@ def test_every_increment_scores_like_a_fresh_fit_and_the_reference():
         assert growing.num_tasks == count == scores.task_scores.shape[1]
 
 
-def test_many_earlier_tasks_cross_the_group_boundary():
-    stream = streams.stream(14, 35, width=6, pretrained_width=5, samples=(12, 9, 15))
+def test_many_tasks_are_taken_group_by_group(monkeypatch):
+    monkeypatch.setattr(batching, "TASK_GROUP", 4)
+    # Shapes of this test alone: what is compiled stays, and so would its groups.
+    stream = streams.stream(14, 10, width=7, pretrained_width=5, samples=(12, 9, 15))
     expected, inputs = streams.fitted_reference(stream), streams.probe_inputs(stream)
     for device in (False, True):
         found = streams.fitted(stream, device=device)
