@@ -171,9 +171,9 @@ def test_every_increment_scores_like_a_fresh_fit_and_the_reference():
 
 
 def test_many_tasks_are_taken_group_by_group(monkeypatch):
-    monkeypatch.setattr(batching, "TASK_GROUP", 4)
+    monkeypatch.setattr(batching, "TASK_GROUP", 3)
     # Shapes of this test alone: what is compiled stays, and so would its groups.
-    stream = streams.stream(14, 10, width=7, pretrained_width=5, samples=(12, 9, 15))
+    stream = streams.stream(14, 6, width=7, pretrained_width=5, samples=(12, 9, 15))
     expected, inputs = streams.fitted_reference(stream), streams.probe_inputs(stream)
     for device in (False, True):
         found = streams.fitted(stream, device=device)
@@ -296,9 +296,9 @@ def test_empty_batches_and_batches_of_every_size_agree():
     adapted, pretrained = streams.probe_inputs(stream, size=10)
     empty = found.score(adapted[:0], pretrained[:0])
     assert empty.task_scores.shape == (0, 3) and empty.label.shape == (0,)
-    long = np.tile(adapted, (60, 1)), np.tile(pretrained, (60, 1))
+    long = np.tile(adapted, (26, 1)), np.tile(pretrained, (26, 1))
     expected = found.score(*long).task_scores
-    for size in (1, 7, 8, 9, 255, 256, 257, 513):
+    for size in (1, 8, 9, 255, 256, 257):
         scores = found.score(long[0][:size], long[1][:size])
         np.testing.assert_allclose(scores.task_scores, expected[:size], rtol=1e-5, atol=1e-5)
 

@@ -160,8 +160,8 @@ class DlpackTensor:
 
 @pytest.mark.parametrize("convert", [ArrayTensor, DlpackTensor, jnp.asarray])
 def test_arrays_of_other_libraries(convert):
-    stream = streams.stream(7, 2)
-    found = streams.new(device=True)
+    stream, device = streams.stream(7, 2), convert is jnp.asarray  # which stays on the device
+    found = streams.new(device)
     for task in stream:
         found.fit_task(
             convert(task.adapted),
@@ -171,7 +171,7 @@ def test_arrays_of_other_libraries(convert):
         )
     found.finalize()
     adapted, pretrained = streams.probe_inputs(stream, size=300)
-    expected = streams.fitted(stream, device=True).score(adapted, pretrained)
+    expected = streams.fitted(stream, device=device).score(adapted, pretrained)
     scores = found.score(convert(adapted), convert(pretrained))
     np.testing.assert_array_equal(scores.task_scores, expected.task_scores)
 
@@ -220,7 +220,7 @@ mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
 split = NamedSharding(mesh, PartitionSpec("data"))
 stream = streams.stream(9, 2, samples=(600, 48))
 probe = streams.probe_inputs(stream)
-expected = streams.fitted(stream, device=True).score(*probe).task_scores
+on_device, on_host = (streams.fitted(stream, device=device) for device in (True, False))
 place = {
     "sharded": lambda array: jax.device_put(array, split),
     "elsewhere": lambda array: jax.device_put(array, jax.devices()[2]),
@@ -229,8 +229,9 @@ for name, put in place.items():
     spread = [
         task._replace(adapted=put(task.adapted), pretrained=put(task.pretrained)) for task in stream
     ]
-    scores = streams.fitted(spread, device=True).score(*map(put, probe)).task_scores
-    np.testing.assert_array_equal(scores, expected, name)
+    for found, expected in ((on_device, on_device), (streams.fitted(spread), on_host)):
+        scores = found.score(*map(put, probe)).task_scores
+        np.testing.assert_array_equal(scores, expected.score(*probe).task_scores, name)
 print("equal")
 """
 

@@ -1,19 +1,25 @@
 """Runs and analyses in the shapes that runs and analyses have, with numbers drawn at random."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fdc_jax.report import runs
+from fdc_jax.report import paper, runs
 from fdc_jax.report.runs import Group, RunFolder
 
-# What makes a configuration follow the paper's protocol.
-_DATA = {"cifar100": (50_000, 10_000), "imagenet_r": (24_000, 6_000), "cub200": (9_430, 2_358)}
+# What a run by the paper's protocol has in its configuration.
+PROTOCOL = {
+    **paper.numbers()["protocol"]["fields"],
+    **paper.numbers()["protocol"]["unstated"],
+}
+
+COMPONENTS = tuple(paper.COMPONENT_TITLES)
 
 
-def predictions(seed: int, num_tasks: int = 4, per_task: int = 30) -> dict[str, np.ndarray]:
-    """Columns of a `predictions.npz` that do not contradict each other."""
+def predictions(seed: int, num_tasks: int = 3, per_task: int = 30) -> dict[str, np.ndarray]:
+    """Columns of a `predictions.npz` that do not contradict each other, three classes a task."""
     rng = np.random.default_rng(seed)
     task = np.repeat(np.arange(num_tasks), per_task)
     label = 3 * task + rng.integers(3, size=len(task))
@@ -25,6 +31,87 @@ def predictions(seed: int, num_tasks: int = 4, per_task: int = 30) -> dict[str, 
         columns[f"{name}_task"] = chosen
         columns[f"{name}_label"] = np.where(chosen == task, oracle, 3 * chosen)
     return {name: column.astype(np.int32) for name, column in columns.items()}
+
+
+def results(
+    benchmark: str = "cifar100",
+    learner: str = "cumulative_lora",
+    seed: int = 1,
+    num_tasks: int = 3,
+    config: dict[str, Any] | None = None,
+    **changed: Any,
+) -> dict[str, Any]:
+    """Content of a results.json; accuracies follow from seed, benchmark and learner.
+
+    `num_tasks` is that of the curve, and of benchmarks that the paper does not have.
+    """
+    rng = np.random.default_rng([seed, len(learner), len(benchmark)])
+    raw = 60.0 + 5 * rng.random()
+    components = {"raw": raw} | {name: raw + 5 * rng.random() for name in COMPONENTS[1:]}
+    own = {"tasks": num_tasks, "classes": 3 * num_tasks}
+    own |= {"train": 30 * num_tasks, "test": 30 * num_tasks}
+    sizes = paper.columns("partitions", benchmark) or own
+    accuracy = {"raw": raw, "fdc": components["full"], "oracle": 95.0}
+    curve = []
+    for task in range(num_tasks):
+        lower = {name: value + 9 - task for name, value in components.items()}
+        reached = {"raw": lower["raw"], "fdc": lower["full"], "oracle": 95.0}
+        point = {
+            "task": task,
+            "accuracy": reached,
+            "routing_accuracy": {"raw": raw + 10 - task, "fdc": lower["full"] + 0.5},
+            "components": lower,
+            "task_accuracy": {kind: [value] * (task + 1) for kind, value in reached.items()},
+        }
+        curve.append(point)
+    found = {
+        "benchmark": benchmark,
+        "split": "official",
+        "learner": learner,
+        "seed": seed,
+        "class_order_seed": 1993,
+        "num_tasks": sizes["tasks"],
+        "num_classes": sizes["classes"],
+        "num_train_images": sizes["train"],
+        "num_test_images": sizes["test"],
+        "accuracy": accuracy,
+        "routing_accuracy": {"raw": raw + 1, "fdc": components["full"] + 0.5},
+        "average_incremental_accuracy": {
+            name: float(np.mean([point["accuracy"][name] for point in curve]))
+            for name in ("raw", "fdc")
+        },
+        "components": components,
+        "curve": curve,
+        "fdc_storage_bytes": 3 * 2**20,
+        "timing": {
+            "training_seconds": 600.0 + seed,
+            "adapted_extraction_seconds": 60.0,
+            "pretrained_extraction_seconds": 30.0,
+            "pretrained_from_cache": float(seed > 1),
+            "fit_seconds": 6.0,
+        },
+        "encoder": {
+            "variant": "B/16",
+            "weights": paper.numbers()["protocol"]["weights"][0],
+            "sha256": "ab" * 32,
+            "input_range": "pilot01",
+        },
+        "data": {"train_sha256": "cd" * 32, "test_sha256": "ef" * 32},
+        "device": "1 x cpu",
+        "config": PROTOCOL | {"learner.name": learner, "seed": [seed]} | (config or {}),
+        "versions": {"commit": "0123abcd", "jax": "0.10.2"},
+    }
+    return found | changed
+
+
+def write_run(folder, found=None, columns=None, **arguments):
+    """Writes a run folder and returns its results."""
+    found = results(**arguments) if found is None else found
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(json.dumps(found))
+    if columns is not None:
+        np.savez(folder / "predictions.npz", **columns)
+    return found
 
 
 class MadeUpRun(RunFolder):
@@ -42,50 +129,11 @@ def run(
     num_tasks: int = 4,
     **config: Any,
 ) -> RunFolder:
-    """A finished run; `config` is what differs from the paper's protocol."""
-    rng = np.random.default_rng([seed, len(benchmark), len(learner)])
-    raw, gain, oracle = 60 + 3 * rng.random(), 8 + 2 * rng.random(), 93 + rng.random()
-    train, test = _DATA.get(benchmark, (100, 120))
-    shares = ("right_task_right_class", "right_task_wrong_class")
-    shares += ("wrong_task_oracle_right", "wrong_task_oracle_wrong")
-    components = {"raw": raw, "tsf": raw + 1, "full": raw + gain, "pretrained_view": raw + 2}
-    components |= {"pac+rlc_adapted_view": raw + 4, "pac+rlc_pretrained_view": raw + 3}
-    curve = []
-    for t in range(num_tasks):
-        accuracy = {"raw": raw - t, "fdc": raw + gain - t, "oracle": oracle - t}
-        lower = {name: value - t for name, value in components.items()}
-        on_tasks = {kind: [value] * (t + 1) for kind, value in accuracy.items()}
-        point = {"task": t, "accuracy": accuracy, "components": lower, "task_accuracy": on_tasks}
-        curve.append(point)
-    results = {
-        "benchmark": benchmark,
-        "split": "official",
-        "learner": learner,
-        "seed": seed,
-        "class_order_seed": 1993,
-        "num_tasks": num_tasks,
-        "num_classes": 3 * num_tasks,
-        "num_train_images": train,
-        "num_test_images": test,
-        "accuracy": {"raw": raw, "fdc": raw + gain, "oracle": oracle},
-        "components": components,
-        "curve": curve,
-        "decomposition": {
-            name: dict(zip(shares, values, strict=True))
-            for name, values in (("raw", (60.0, 2.0, 30.0, 8.0)), ("fdc", (70.0, 3.0, 20.0, 7.0)))
-        },
-        "encoder": {
-            "variant": "B/16",
-            "weights": None,
-            "sha256": "a" * 64,
-            "input_range": "pilot01",
-        },
-        "data": {"train_sha256": "b" * 64, "test_sha256": "c" * 64},
-        "device": "1 x cpu",
-        "versions": {"python": "3.11.7", "commit": "d" * 40, "jax": "0.10.2"},
-        "config": {"learner.preset": "protocol", "seed": [seed], **config},
-    }
-    return MadeUpRun(Path(f"runs/{benchmark}_{learner}/seed_{seed}"), results)
+    """A finished run of so many tasks; `config` is what differs from the paper's protocol."""
+    found = results(benchmark, learner, seed, num_tasks)
+    found["config"] = {"learner.preset": "protocol", "seed": [seed], **config}
+    found |= {"num_tasks": num_tasks, "num_classes": 3 * num_tasks}
+    return MadeUpRun(Path(f"runs/{benchmark}_{learner}/seed_{seed}"), found)
 
 
 def groups(*members: RunFolder) -> list[Group]:

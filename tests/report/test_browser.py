@@ -44,7 +44,7 @@ def browser():
 
 
 @pytest.mark.parametrize(("width", "height", "scheme"), SCREENS)
-def test_the_page_fits_every_screen(report, browser, width, height, scheme):
+def test_the_page_fits_every_screen(browser, report, width, height, scheme):
     size = {"width": width, "height": height}
     page = browser.new_page(viewport=size, color_scheme=scheme)
     said, asked = [], []
@@ -75,7 +75,7 @@ def test_the_page_fits_every_screen(report, browser, width, height, scheme):
     page.close()
 
 
-def test_the_keyboard_reaches_the_results_and_opens_tables(report, browser):
+def test_the_keyboard_reaches_the_results_and_opens_tables(browser, report):
     page = browser.new_page()
     page.goto(report)
     page.keyboard.press("Tab")

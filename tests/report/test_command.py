@@ -4,8 +4,9 @@ import json
 
 import pytest
 
-from fdc_jax.report import SWEEPS, __main__, analysis, runs, tables
-from tests.report.run_folders import predictions, results, write_run
+from fdc_jax import report
+from fdc_jax.report import SWEEPS, __main__, analysis, figures, runs, tables
+from tests.report.made_up import predictions, results, write_run
 
 
 @pytest.fixture
@@ -22,6 +23,7 @@ def test_a_report_has_a_page_tables_figures_and_provenance(folder, tmp_path, cap
     output, found = tmp_path / "out", {"logit_standardisation": {"change": 0.5}}
 
     def analyse(run, sweep, first):
+        assert sweep == ["neighbours"]
         if run.path.name == "a":
             run.analyses.update(found)
         else:
@@ -29,7 +31,7 @@ def test_a_report_has_a_page_tables_figures_and_provenance(folder, tmp_path, cap
 
     monkeypatch.setattr(analysis, "analyse", analyse)
     given = [str(each) for each in sorted(folder.iterdir())]
-    assert __main__.main([*given, f"--output={output}"]) == 0
+    assert __main__.main([*given, f"--output={output}", "--sweep=neighbours"]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"2 runs in 1 group: {output / 'report.html'}\n"
     assert printed.err.splitlines() == [
@@ -54,7 +56,8 @@ def test_a_report_has_a_page_tables_figures_and_provenance(folder, tmp_path, cap
     ]  # fmt: skip
 
 
-def test_references_and_latency_become_tables_quietly(folder, tmp_path, capsys):
+def test_references_and_latency_become_tables_quietly(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(figures, "FIGURES", ())
     rows = "benchmark,learner,quantity,seed,value\ndigits,cumulative_lora,raw,1,50\n"
     (tmp_path / "other code.csv").write_text(rows)
     views = {"raw": {"milliseconds": [1.0]}}
@@ -76,12 +79,11 @@ def test_references_and_latency_become_tables_quietly(folder, tmp_path, capsys):
         (["--sweep=all"], SWEEPS),
     ],
 )
-def test_only_sweeps_that_are_asked_for_are_computed(folder, tmp_path, monkeypatch, flags, sweep):
+def test_sweeps_are_asked_for_by_name(monkeypatch, flags, sweep):
     asked = []
-    monkeypatch.setattr(analysis, "analyse", lambda run, sweep, first: asked.append(sweep))
-    given = [str(folder / "b"), f"--output={tmp_path / 'o'}", "--quiet"]
-    assert __main__.main([*given, *flags]) == 0
-    assert list(asked[0]) == list(sweep)
+    monkeypatch.setattr(report, "write", lambda *runs, **options: asked.append(options["sweep"]))
+    assert __main__.main(["run", *flags]) == 0
+    assert asked == [sweep]
 
 
 @pytest.mark.parametrize(

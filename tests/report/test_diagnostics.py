@@ -13,7 +13,7 @@ from tests.report.feature_sets import feature_set, reference_of
 
 def found_in(diagnostic, features, **settings):
     """What a diagnostic finds with FDC fitted on the features."""
-    return diagnostic(features, features.fit(calibration.FDC(**settings)))
+    return diagnostic(features, features.fit(calibration.FDC(**settings).to_numpy()))
 
 
 def raw_logits(features, fitted):

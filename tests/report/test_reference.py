@@ -12,7 +12,7 @@ from scipy import stats
 from fdc_jax.errors import InputError
 from fdc_jax.report import paper, reference, runs
 from fdc_jax.report.reference import compare
-from tests.report.run_folders import results, write_run
+from tests.report.made_up import results, write_run
 
 HEADER = "benchmark,learner,quantity,seed,value,std,n,source"
 EXAMPLE = Path(__file__).parents[2] / "results" / "reference_example.csv"

@@ -9,7 +9,7 @@ import pytest
 
 from fdc_jax import configuration
 from fdc_jax.report import paper, runs
-from tests.report.run_folders import predictions, results, write_run
+from tests.report.made_up import predictions, results, write_run
 
 
 def loaded(folder):
@@ -110,7 +110,7 @@ def test_predictions_are_checked_when_a_run_is_read(tmp_path):
     read = loaded(tmp_path)
     assert [run.path.name for run in runs_of(read)] == ["a", "f"]
     why = reasons(read)
-    assert "column label: expected 60 integers" in why["b"]
+    assert "column label: expected 90 integers" in why["b"]
     assert "column fdc_label" in why["c"]
     assert "expected a column raw_label" in why["d"]
     assert set(why) == {"b", "c", "d", "e"}

@@ -16,12 +16,13 @@ from fdc_jax.errors import InputError
 from fdc_jax.report import paper, runs, tables
 from fdc_jax.report.paper import Published
 from fdc_jax.report.tables import Table
-from tests.report.run_folders import predictions, results, write_run
+from tests.report.made_up import predictions, results, write_run
 
 
-@pytest.fixture
-def groups(tmp_path):
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory):
     """Three seeds of one learner, two of another, one reduced run, and digits."""
+    tmp_path = tmp_path_factory.mktemp("runs")
     for seed in (1, 2, 3):
         write_run(tmp_path / f"cl{seed}", seed=seed)
     for seed in (1, 2):
@@ -32,6 +33,12 @@ def groups(tmp_path):
     found = runs.load(sorted(tmp_path.iterdir()))
     assert found.skipped == []
     return found.groups
+
+
+@pytest.fixture(scope="module")
+def ours(groups):
+    """The tables of these, by name."""
+    return built(groups)
 
 
 def built(groups, **options):
@@ -55,23 +62,22 @@ def lines(table, *labels):
     return {row.iloc[table.frame.index.nlevels - 1]: row for _, row in frame.iterrows()}
 
 
-def test_only_rows_with_a_number_of_ours_unless_all_are_asked_for(groups):
-    found = built(groups)
-    assert list(found) == [
+def test_only_rows_with_a_number_of_ours_unless_all_are_asked_for(ours, groups):
+    assert list(ours) == [
         "benchmark", "ablation", "plugin", "average_incremental_accuracy",
         "significance", "partitions", "cost",
     ]  # fmt: skip
-    frame = found["benchmark"].frame
+    frame = ours["benchmark"].frame
     assert list(frame.columns) == ["Digits", "CIFAR-100", "ImageNet-R"]
     methods = frame.index.get_level_values("method")
     assert set(methods) == {
         name + suffix for name in ("Cumulative-LoRA", "SplitLoRA") for suffix in ("", " + FDC")
     }
     # The paper's number stands only beside one of ours.
-    row = lines(found["benchmark"], "Cumulative-LoRA")["paper"]
+    row = lines(ours["benchmark"], "Cumulative-LoRA")["paper"]
     assert row["CIFAR-100"] == "84.34 ± 0.15" and pd.isna(row["ImageNet-R"])
     whole = built(groups, whole=True)
-    assert set(whole) - set(found) == {"logit_standardisation", "latency"}
+    assert set(whole) - set(ours) == {"logit_standardisation", "latency"}
     frame = whole["benchmark"].frame
     assert list(frame.columns) == ["Digits", *map(paper.benchmark_title, paper.benchmarks())]
     assert {learners.title(name) for name in learners.names()} <= set(
@@ -81,8 +87,8 @@ def test_only_rows_with_a_number_of_ours_unless_all_are_asked_for(groups):
         assert table.title and table.note.endswith(".") and table.frame.index.is_unique
 
 
-def test_ours_stands_above_the_paper_s_and_the_difference(groups):
-    table = built(groups)["benchmark"]
+def test_ours_stands_above_the_paper_s_and_the_difference(ours):
+    table = ours["benchmark"]
     found = lines(table, "Cumulative-LoRA")
     raw = [each["accuracy"]["raw"] for each in of_seeds()]
     assert list(found) == ["ours", "ours, A", "paper", "difference, std"]
@@ -99,9 +105,9 @@ def test_ours_stands_above_the_paper_s_and_the_difference(groups):
     assert lines(table, "SplitLoRA + FDC")["ours"]["CIFAR-100"] == written(chosen)
 
 
-def test_gains_are_paired_within_each_seed(groups):
+def test_gains_are_paired_within_each_seed(ours):
     gains = [each["components"]["tsf+rlc"] - each["accuracy"]["raw"] for each in of_seeds()]
-    table = built(groups)["ablation"]
+    table = ours["ablation"]
     found = lines(table, "Cumulative-LoRA", "TSF + Dual RLC")
     assert found["ours"]["CIFAR-100"] == written(gains, signed=True)
     assert found["paper"]["CIFAR-100"] == "+3.21 ± 0.16"
@@ -109,8 +115,8 @@ def test_gains_are_paired_within_each_seed(groups):
     assert list(dict.fromkeys(texts)) == list(paper.COMPONENT_TITLES.values())
 
 
-def test_plugin_rows_have_the_paper_s_switches_and_an_average_over_all_five_only(groups, tmp_path):
-    table = built(groups)["plugin"]
+def test_plugin_rows_have_the_paper_s_switches_and_an_average_over_all_five_only(ours, tmp_path):
+    table = ours["plugin"]
     assert list(table.frame.loc["SplitLoRA"].index.droplevel("numbers").unique()) == [
         ("0", "0", "1"), ("1", "1", "1")
     ]  # fmt: skip
@@ -127,20 +133,21 @@ def test_plugin_rows_have_the_paper_s_switches_and_an_average_over_all_five_only
     assert found["ours"]["Avg."] == f"{np.mean(gains):+.2f}" and found["paper"]["Avg."] == "+5.15"
 
 
-def test_the_incremental_average_is_that_of_the_curve(groups):
+def test_the_incremental_average_is_that_of_the_curve(ours):
     curves = [each["curve"] for each in of_seeds("splitlora", seeds=(1, 2))]
     for suffix, name in (("", "raw"), (" + FDC", "pac+rlc_adapted_view")):
         means = [np.mean([point["components"][name] for point in curve]) for curve in curves]
-        found = lines(built(groups)["average_incremental_accuracy"], f"SplitLoRA{suffix}")
+        found = lines(ours["average_incremental_accuracy"], f"SplitLoRA{suffix}")
         assert found["ours"]["CIFAR-100"] == written(means)
         assert ("paper" in found) == (not suffix)
 
 
-def test_logit_standardisation_comes_from_the_analyses(groups):
+def test_logit_standardisation_comes_from_the_analyses(groups, monkeypatch):
     changes = {1: 0.5, 2: -0.25, 3: 1.0}
     (group,) = [each for each in groups if len(each.runs) == 3]
     for run in group.runs:
-        run.analyses["logit_standardisation"] = {"change": changes[run.seed]}
+        change = {"change": changes[run.seed]}
+        monkeypatch.setitem(run.analyses, "logit_standardisation", change)
     found = lines(built(groups)["logit_standardisation"], "Cumulative-LoRA")
     assert found["ours"]["CIFAR-100"] == written(list(changes.values()), signed=True)
     assert found["paper"]["CIFAR-100"] == "+0.35 ± 0.85"
@@ -153,7 +160,7 @@ def test_intervals_and_p_values(tmp_path):
     columns = {}
     for learner in ("cumulative_lora", "loda"):
         for seed in (1, 2):
-            columns[learner, seed] = predictions(seed + 10 * len(learner), 60)
+            columns[learner, seed] = predictions(seed + 10 * len(learner))
             found = results(benchmark="digits", learner=learner, seed=seed)
             write_run(tmp_path / f"{learner}{seed}", found, columns[learner, seed])
     write_run(tmp_path / "without", benchmark="digits", learner="rsiat")
@@ -188,8 +195,8 @@ def test_intervals_and_p_values(tmp_path):
     assert alone["seeds"] == "all 1" and alone[["95 % interval", "p", "p, Holm"]].isna().all()
 
 
-def test_partitions_say_whether_they_are_the_paper_s(groups, tmp_path):
-    found = lines(built(groups)["partitions"], "CIFAR-100")
+def test_partitions_say_whether_they_are_the_paper_s(ours, tmp_path):
+    found = lines(ours["partitions"], "CIFAR-100")
     expected = ["100", "20", "5", "50,000", "10,000"]
     assert list(found["ours, official split"].iloc[2:]) == [*expected, "equal"]
     assert list(found["paper"].iloc[2:-1]) == expected
@@ -198,12 +205,12 @@ def test_partitions_say_whether_they_are_the_paper_s(groups, tmp_path):
     assert list(table.frame.iloc[0])[-3:] == ["49,000", "10,000", "differs"]
 
 
-def test_costs_leave_out_cached_extraction(groups):
-    found = lines(built(groups)["cost"], "Cumulative-LoRA", "CIFAR-100", "ours")["1 x cpu"]
+def test_costs_leave_out_cached_extraction(ours):
+    found = lines(ours["cost"], "Cumulative-LoRA", "CIFAR-100", "ours")["1 x cpu"]
     assert found["training, min"] == written([601 / 60, 602 / 60, 603 / 60])
     assert found["FDC, min"] == f"{96 / 60:.2f} (1)" and pd.isna(found["peak memory, GiB"])
     assert found["FDC storage, MiB"] == "3.00 ± 0.00 (3)"
-    published = lines(built(groups)["cost"], "Cumulative-LoRA", "CIFAR-100", "paper")
+    published = lines(ours["cost"], "Cumulative-LoRA", "CIFAR-100", "paper")
     assert next(iter(published.values()))["FDC storage, MiB"] == "11.86"
 
 
