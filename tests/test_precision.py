@@ -9,7 +9,7 @@ from fdc_jax.posthoc.__main__ import main
 from tests.learners.trajectories import programs_compiled
 
 
-@pytest.mark.parametrize("method", ["fdc", "whitened", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["whitened", pytest.param("all", marks=pytest.mark.slow)])
 def test_no_product_of_a_post_hoc_method_is_left_to_a_device(tmp_path, method):
     """GPUs would round the factors to 10 bits, TPUs to 7; a CPU never shows it."""
     example = str(tmp_path / "example.npz")

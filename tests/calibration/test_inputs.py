@@ -55,10 +55,7 @@ def fit(
 BAD_TASKS = [
     (dict(adapted=spoiled(SECOND.adapted, 7, np.nan)), "adapted features of task 1: row 7 is not"),
     (dict(adapted=spoiled(SECOND.adapted, 44, 1e30)), "adapted features of task 1: row 44 is not"),
-    (
-        dict(pretrained=spoiled(SECOND.pretrained, 3, np.inf)),
-        "pretrained features of task 1: row 3",
-    ),
+    (dict(pretrained=spoiled(SECOND.pretrained, 3, np.inf)), "pretrained features of task 1: row"),
     (dict(adapted=SECOND.adapted[:, :-1]), "adapted features of task 1: expected width 16"),
     (dict(pretrained=SECOND.adapted), "pretrained features of task 1: expected width 12"),
     (dict(adapted=SECOND.adapted[0]), r"features of task 1: expected shape .* found \[16\]"),
@@ -66,10 +63,7 @@ BAD_TASKS = [
     (dict(adapted="features"), "adapted features of task 1: cannot be read as an array"),
     (dict(labels=SECOND.labels[:-1]), "labels of task 1: expected 45 rows .* found 44"),
     (dict(pretrained=SECOND.pretrained[1:]), "pretrained features of task 1: expected 45 rows"),
-    (
-        dict(labels=SECOND.labels.astype(float)),
-        "labels of task 1: expected integers, found fl",
-    ),
+    (dict(labels=SECOND.labels.astype(float)), "labels of task 1: expected integers, found fl"),
     (dict(labels=SECOND.labels[:, None]), "labels of task 1: expected shape"),
     (dict(labels=SECOND.labels - 1), "label 2 already belongs to task 0"),
     (dict(labels=np.full(45, 99)), "found 1 classes"),
@@ -89,10 +83,7 @@ BAD_TASKS = [
     (dict(head=head_of(spoiled(SECOND.weight, 2, np.nan))), "head of task 1: weights: row 2"),
     (dict(head=head_of(bias=np.full(4, np.nan))), "head of task 1: bias: row 0"),
     (dict(head=head_of(SECOND.weight[:3], SECOND.bias[:3])), "label 6 at row 3 is one more"),
-    (
-        dict(head=heads.CosineHead(SECOND.weight)),
-        "head of task 1: expected a linear head like task 0, found cosine",
-    ),
+    (dict(head=heads.CosineHead(SECOND.weight)), "head of task 1: expected a linear head like ta"),
     (dict(head=SECOND.weight), "head of task 1: expected a head with a method logits"),
 ]
 
@@ -124,13 +115,6 @@ def test_ordinary_tasks_are_not_warned_of(caplog):
         fit()
         fit(retained_energy=1.0)
     assert not caplog.records
-
-
-def test_pretrained_features_for_later_tasks_only():
-    calibrator = streams.new()
-    calibrator.fit_task(FIRST.adapted, FIRST.labels, linear(FIRST))
-    with pytest.raises(InputError, match="earlier samples had none, these have some"):
-        calibrator.fit_task(SECOND.adapted, SECOND.labels, linear(SECOND), SECOND.pretrained)
 
 
 def test_neighbours_beyond_the_classes_of_a_task():
@@ -178,6 +162,8 @@ def test_messages_of_score(adapted, pretrained, message):
 def test_pretrained_features_without_a_pretrained_view():
     calibrator = streams.new()
     calibrator.fit_task(FIRST.adapted, FIRST.labels, linear(FIRST))
+    with pytest.raises(InputError, match="earlier samples had none, these have some"):
+        calibrator.fit_task(SECOND.adapted, SECOND.labels, linear(SECOND), SECOND.pretrained)
     calibrator.finalize()
     with pytest.raises(InputError, match="fitted without a pretrained view"):
         calibrator.score(FIRST.adapted, FIRST.pretrained)
@@ -229,21 +215,30 @@ def test_a_function_head_may_fail_later():
         calibrator.score(FIRST.adapted)
 
 
+def giving(logits):
+    return heads.FunctionHead(lambda _, features: logits(features))
+
+
 @pytest.mark.parametrize(
     ("head", "message"),
     [
         (heads.LinearHead(SECOND.weight.astype(complex), SECOND.bias), "weight: .* complex128"),
         (heads.LinearHead(SECOND.weight.astype(object), SECOND.bias), "weight: .* object"),
         (heads.LinearHead(SECOND.weight, SECOND.bias.astype(str)), "bias: .* <U"),
-        (heads.LinearHead(SECOND.weight, SECOND.bias.astype(complex)), "bias: .* complex128"),
-        (heads.CosineHead(SECOND.weight.astype(str)), "weight: .* <U"),
         (heads.CosineHead(SECOND.weight, np.complex64(1)), "scale: .* complex64"),
         (heads.CosineHead(SECOND.weight, True), "scale: .* bool"),
         (heads.CosineHead(SECOND.weight, "one"), "scale: cannot be read as an array"),
         (heads.NearestMeanHead(SECOND.weight > 0), "means: .* bool"),
+        (giving(lambda h: h[:, 0]), r"expected logits of shape \[1, classes\]"),
+        (giving(lambda h: None), "logits: cannot be read as an array"),
+        (giving(lambda h: [[1.0], [2.0, 3.0]]), "logits: cannot be read as an array"),
+        (giving(lambda h: h[:, :4] * 1j), "logits: expected real numbers, found comp"),
+        (giving(lambda h: h[:, :0]), r"expected logits of shape .* found \[1, 0\]"),
+        (giving(lambda h: h[:, :4] * np.nan), "its logits are not finite"),
+        (giving(lambda h: h[:, : 4 if len(h) == 1 else 2]), "expected logits of shape"),
     ],
 )
-def test_heads_of_other_than_real_numbers(head, message):
+def test_heads_without_real_numbers_or_logits(head, message):
     with pytest.raises(InputError, match=f"^head of task 0: {message}"):
         streams.new().fit_task(SECOND.adapted, SECOND.labels, head)
 
@@ -253,42 +248,24 @@ def test_scales_of_any_real_type(scale):
     streams.new().fit_task(SECOND.adapted, SECOND.labels, heads.CosineHead(SECOND.weight, scale))
 
 
-@pytest.mark.parametrize(
-    ("logits", "message"),
-    [
-        (lambda _, h: h[:, 0], r"head of task 0: expected logits of shape \[1, classes\]"),
-        (lambda _, h: None, "head of task 0: logits: cannot be read as an array"),
-        (lambda _, h: [[1.0], [2.0, 3.0]], "head of task 0: logits: cannot be read as an array"),
-        (lambda _, h: h[:, :3] * 1j, "head of task 0: logits: expected real numbers, found comp"),
-        (lambda _, h: h[:, :0], r"head of task 0: expected logits of shape .* found \[1, 0\]"),
-        (lambda _, h: h[:, :3] * np.nan, "head of task 0: its logits are not finite"),
-        (lambda _, h: h[:, : 3 if len(h) == 1 else 2], r"head of task 0: expected logits of shape"),
-    ],
-)
-def test_messages_of_function_heads(logits, message):
-    with pytest.raises(InputError, match=message):
-        streams.new().fit_task(FIRST.adapted, FIRST.labels, heads.FunctionHead(logits))
+SETTINGS = {
+    "retained_energy": (0.0, 1.1),
+    "attenuation": (-0.1, 1.5, True),
+    "rlc_weight": (-1.0, np.bool_(False)),
+    "pac_weight": (float("nan"),),
+    "adapted_view_weight": ("one",),
+    "pretrained_view_weight": (float("inf"),),
+    "neighbours": (0, 1.5, True),
+    "affinity_reference": ("foreign", "pooled"),
+    "affinity_metric": ("euclidean",),
+    "affinity_evidence": ("log",),
+    "affinity_scope": ("class",),
+    "transport": (1,),
+}
 
 
-@pytest.mark.parametrize(
-    ("setting", "value"),
-    [
-        ("retained_energy", 0.0),
-        ("retained_energy", 1.1),
-        ("attenuation", -0.1),
-        ("attenuation", 1.5),
-        ("rlc_weight", -1.0),
-        ("pac_weight", float("nan")),
-        ("adapted_view_weight", "one"),
-        ("pretrained_view_weight", float("inf")),
-        ("neighbours", 0),
-        ("neighbours", 1.5),
-        ("neighbours", True),
-        ("attenuation", True),
-        ("rlc_weight", np.bool_(False)),
-        ("affinity_reference", "foreign"),
-    ],
-)
-def test_settings_outside_their_range(setting, value):
-    with pytest.raises(InputError, match=f"^{setting}: expected"):
-        calibration.FDC(**{setting: value})
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_settings_outside_their_range(setting):
+    for value in SETTINGS[setting]:
+        with pytest.raises(InputError, match=f"^{setting}: expected"):
+            calibration.from_settings({setting: value})

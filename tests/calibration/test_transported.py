@@ -254,9 +254,3 @@ def test_previous_features_that_do_not_fit_change_nothing(before, message):
         fit(calibrator, tasks, [None, before], start=1)
     assert calibrator.num_tasks == 1
     assert calibrator.gaussians is known
-
-
-def test_what_transport_says_is_true_or_false():
-    with pytest.raises(InputError, match="transport: expected True or False, found 1"):
-        calibration.from_settings({"transport": 1})
-    assert type(calibration.from_settings({"transport": False})) is calibration.FDC

@@ -204,10 +204,6 @@ def test_damaged_files_are_refused(tmp_path, fields, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"affinity_metric": "euclidean"}, "affinity_metric: expected one of cosine, whitened"),
-        ({"affinity_evidence": "log"}, "affinity_evidence: expected one of tanh, linear"),
-        ({"affinity_scope": "class"}, "affinity_scope: expected task with affinity_metric cosine"),
-        ({"affinity_reference": "pooled"}, "affinity_reference: expected one of own, nearest"),
         ({**WHITENED, "affinity_reference": "nearest"}, "affinity_reference: .* own, pooled"),
         ({**WHITENED, "affinity_shrinkage": 0.0}, "affinity_shrinkage: expected 0.0001 to 10000"),
         ({**WHITENED, "affinity_shrinkage": 1e300}, "affinity_shrinkage: expected 0.0001 to"),
