@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Int
 from numpy.typing import ArrayLike
-from scipy import stats
 
 import fdc_jax
 from fdc_jax import devices
@@ -238,6 +237,8 @@ def paired_gain(
         after: accuracies of the same seeds in the same order.
         confidence: probability of the interval.
     """
+    from scipy import stats  # takes a second
+
     gains = np.asarray(after, np.float64) - np.asarray(before, np.float64)
     mean, std = mean_and_std(gains)
     if gains.size < 2:  # SciPy warns of no degrees of freedom
@@ -276,6 +277,8 @@ def mcnemar(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> float
 
     Samples on which only one of the two is right favour either equally under the null hypothesis.
     """
+    from scipy import stats  # takes a second
+
     change = flips(true_label, before, after)
     discordant = change.wrong_to_right + change.right_to_wrong
     if not discordant:
