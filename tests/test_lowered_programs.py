@@ -5,12 +5,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from benchmarks import ahead_of_time
+from fdc_jax import learners
 
 
-def test_programs_of_all_learners_for_tpus_and_gpus():
+@pytest.mark.parametrize(
+    "exchanging", [["rsiat"], pytest.param(learners.names(), marks=pytest.mark.slow)], ids=len
+)
+def test_programs_of_all_learners_for_tpus_and_gpus(exchanging):
+    """And what their steps exchange; RSIAT's loss, which pairs images, exchanges most."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.lowered_programs"],
+        [sys.executable, "-m", "tests.lowered_programs", *exchanging],
         cwd=Path(__file__).resolve().parents[1],
         env=os.environ
         | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
