@@ -71,38 +71,26 @@ def test_numpy_arrays_come_back_as_numpy_arrays(tmp_path):
     checkpoints.close()
 
 
-def test_only_the_newest_stay_and_a_new_process_finds_them(filled, tmp_path):
-    again = Checkpoints(tmp_path / "checkpoints", keep=2)
-    found = {number: tree for number, _, tree in again.newest(lambda cursor: make_tree())}
-    assert list(found) == [3, 2]
-    assert_equal_trees(found[2], make_tree(2))
-    again.close()
-
-
 def data_files(folder: Path):
     return [path for path in folder.rglob("*") if path.is_file() and path.parent.name == "d"]
 
 
-def flip_bytes(path: Path):
-    content = bytearray(path.read_bytes())
-    for i in range(len(content) // 2, min(len(content), len(content) // 2 + 16)):
-        content[i] ^= 0xFF
-    path.write_bytes(content)
+def damage(folder, kind):
+    if kind == "deleted":
+        shutil.rmtree(folder / "tree")
+    wanted = (folder / "cursor").rglob("*") if kind == "cursor" else data_files(folder)
+    for path in [path for path in wanted if path.is_file()]:
+        content = bytearray(path.read_bytes())
+        middle = slice(len(content) // 2, len(content) // 2 + 16)
+        content[middle] = bytes(byte ^ 0xFF for byte in content[middle])
+        path.write_bytes({"flipped": content, "truncated": content[:40]}.get(kind, b"{"))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "deleted", "cursor"])
-def test_a_damaged_checkpoint_is_set_aside(filled, tmp_path, caplog, damage):
+@pytest.mark.parametrize("kind", ["truncated", "flipped", "deleted", "cursor"])
+def test_a_damaged_checkpoint_is_set_aside(filled, tmp_path, caplog, kind):
     newest_folder = tmp_path / "checkpoints" / "3"
-    if damage == "cursor":
-        for path in (newest_folder / "cursor").rglob("*"):
-            if path.is_file():
-                path.write_bytes(b"{")
-    elif damage == "deleted":
-        shutil.rmtree(newest_folder / "tree")
-    else:
-        assert data_files(newest_folder)
-        for path in data_files(newest_folder):
-            path.write_bytes(path.read_bytes()[:40]) if damage == "truncated" else flip_bytes(path)
+    assert data_files(newest_folder)
+    damage(newest_folder, kind)
     with caplog.at_level(logging.WARNING):
         number, _, used = newest(filled)
     assert number == 2

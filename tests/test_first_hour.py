@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,8 +17,6 @@ from tests import small_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU = {"attentions": ["xla", "cudnn"], "pytorch": True, "lacking": None}
-FAILS = first_hour.Part("fails", 0, ["-m", "benchmarks.calibration", "--tasks=1"])
-DEVICE = first_hour.Part("device", 0, ["-m", "benchmarks.first_hour", "--here", "--rehearse"])
 
 
 def options(rehearse=False):
@@ -60,49 +57,30 @@ def test_a_budget_ends_parts_and_begins_none_that_it_has_no_room_for(tmp_path):
     assert first_hour.work(todo, tmp_path, 1000, asked) == state
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="children end on Linux alone")
-def test_a_killed_hour_goes_on(tmp_path, cache, capsys, monkeypatch):
-    fields = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
-    fields += [f"--config.cache_dir={cache}", "--quiet"]
-    run = first_hour.Part("run", 0, ["main.py", "--config=configs/digits.py", *fields])
-    todo = [FAILS, DEVICE, run]
-    call = (
-        "import sys; from pathlib import Path; from benchmarks import first_hour as hour;"
-        "from fdc_jax.errors import StopRequest;"
-        f"hour.work([hour.Part(*each) for each in {[tuple(part) for part in todo]}],"
-        f"Path({str(tmp_path)!r}), 1000, StopRequest())"
-    )
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    hour = subprocess.Popen([sys.executable, "-c", call], cwd=ROOT, env=environment)
-    small_runs.wait_for(tmp_path / "run", "epoch", hour)
-    hour.kill()
-    hour.wait()
-    # What it had started ends, too, and saves before.
-    log = tmp_path / "run.log"
-    while "stopped by SIGTERM" not in log.read_text():
-        assert not run.report(tmp_path).exists()
-        time.sleep(0.05)
-    written = DEVICE.report(tmp_path).stat()
-    capsys.readouterr()
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    state = first_hour.work(todo, tmp_path, 1000, StopRequest())
-    # What failed once comes behind what never did.
-    told = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
-    assert told == ["run", "fails"]
-    assert [each["state"] for each in state.values()] == ["failed", "done", "done"]
-    assert state["fails"]["failures"] == 2
-    assert "expected at least two tasks" in state["fails"]["said"]
-    assert DEVICE.report(tmp_path).stat() == written
-    small_runs.nothing_done_twice(tmp_path / "run")
-    # Another command, or a report that is gone, makes a part be done again.
-    other = DEVICE._replace(command=[*DEVICE.command, "--weights=other"])
-    asked = StopRequest()
-    asked.signal = signal.SIGTERM
-    assert first_hour.work([other], tmp_path, 1000, asked)["device"]["state"] == "not begun"
-    run.report(tmp_path).unlink()
-    assert first_hour.work([run], tmp_path, 1000, asked)["run"]["state"] == "not begun"
+def test_what_failed_comes_last_and_what_changed_or_is_gone_again(tmp_path, monkeypatch, capsys):
+    fails, works = (first_hour.Part(name, 0, [name]) for name in ("fails", "works"))
+
+    def run(part, folder, seconds, stop):
+        (folder / f"{part.name}.log").write_text(f"{part.name} at last\n")
+        if part.name == "works":
+            part.report(folder).write_text("{}")
+        return int(part.name == "fails"), False
+
+    monkeypatch.setattr(first_hour, "_run", run)
+
+    def told(*todo):
+        first_hour.work(todo, tmp_path, 1000, StopRequest())
+        return [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+
+    assert told(fails) == ["fails"]
+    assert told(fails, works) == ["works", "fails"]
+    assert told(fails, works) == ["fails"]
+    state = json.loads((tmp_path / "parts.json").read_text())
+    assert [each["state"] for each in state.values()] == ["failed", "done"]
+    assert (state["fails"]["failures"], state["fails"]["said"]) == (3, "fails at last")
+    assert told(works._replace(command=["other"])) == ["works"]
+    works.report(tmp_path).unlink()
+    assert told(works._replace(command=["other"])) == ["works"]
 
 
 def test_a_folder_is_of_one_accelerator(tmp_path, monkeypatch):
@@ -168,7 +146,7 @@ def test_estimates_of_the_same_program():
 
 
 @pytest.mark.slow
-def test_a_rehearsal_that_is_stopped_measures_every_part(tmp_path, cache):
+def test_a_rehearsal_that_is_killed_and_stopped_measures_every_part(tmp_path, cache):
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "FDC_JAX_CACHE": str(cache)}
     command = [sys.executable, "-m", "benchmarks.first_hour", "--rehearse", f"--output={tmp_path}"]
     command += ["--budget_minutes=100"]
@@ -177,6 +155,11 @@ def test_a_rehearsal_that_is_stopped_measures_every_part(tmp_path, cache):
         given = {"stdout": subprocess.PIPE, "text": True, "cwd": ROOT, "env": environment}
         return subprocess.Popen(command, **given)
 
+    hour = start()
+    while "step_parity" not in (line := hour.stdout.readline()):
+        assert line
+    hour.kill()
+    hour.communicate()
     hour = start()
     while "latency_fast" not in (line := hour.stdout.readline()):
         assert line
