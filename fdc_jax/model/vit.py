@@ -10,7 +10,7 @@ every view.
 import dataclasses
 import math
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any, NotRequired, TypedDict
 
 import flax.linen as nn
@@ -700,8 +700,9 @@ def initialise(model: VisionTransformer, image_size: int, key: Array) -> Any:
     return model.init(key, images)["params"]
 
 
+@cache  # Tracing takes as long as everything else that opens a small encoder.
 def parameter_shapes(model: VisionTransformer, image_size: int) -> Any:
-    """Returns the parameter tree as shapes and dtypes, without computing anything."""
+    """Returns the parameter tree as shapes and dtypes, computing nothing; not to be changed."""
     return jax.eval_shape(lambda: initialise(model, image_size, jax.random.key(0)))
 
 
