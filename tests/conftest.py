@@ -41,6 +41,7 @@ def cache(tmp_path_factory):
     compiled.mkdir(exist_ok=True)
     (folder / "compiled").symlink_to(compiled)
     jax.config.update("jax_compilation_cache_dir", str(compiled))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compiled)  # of further processes
     return folder
 
 
@@ -51,4 +52,14 @@ def whole(tmp_path_factory, cache):
 
     workdir = tmp_path_factory.mktemp("runs") / "whole"
     small_runs.run(small_runs.config(cache), workdir)
+    return workdir
+
+
+@pytest.fixture(scope="session")
+def half(tmp_path_factory, cache):
+    """The same run, stopped after its first task."""
+    from tests import small_runs
+
+    workdir = tmp_path_factory.mktemp("runs") / "half"
+    small_runs.stopped(small_runs.config(cache), workdir, 18)
     return workdir

@@ -18,29 +18,6 @@ def test_shipped_configurations_are_valid(name):
     assert config.benchmark == name
 
 
-def test_the_papers_settings():
-    """Table "Common training and FDC hyperparameters"."""
-    flat = configuration.flatten(base.get_config())
-    expected = {
-        "train.epochs": 20,
-        "train.batch_size": 64,
-        "train.increment_learning_rate": 5e-4,
-        "train.head_learning_rate": 5e-3,
-        "train.rank": 10,
-        "class_order_seed": 1993,
-        "fdc.retained_energy": 0.75,
-        "fdc.attenuation": 0.5,
-        "fdc.rlc_weight": 1.0,
-        "fdc.pac_weight": 1.0,
-        "fdc.adapted_view_weight": 1.0,
-        "fdc.pretrained_view_weight": 1.0,
-        "fdc.neighbours": 1,
-        "encoder.variant": "B/16",
-        "encoder.image_size": 224,
-    }
-    assert {name: flat[name] for name in expected} == expected
-
-
 IMPOSSIBLE = {
     "train.rank": (0, 769),
     "train.epochs": (0,),

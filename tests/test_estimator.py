@@ -63,13 +63,8 @@ def tasks():
 
 def by_hand(tasks, calibrator):
     """The calibrator fitted without the estimator, on labels that count from 0."""
-    fitted = calibration.from_settings(CALIBRATORS[calibrator])
-    for task in tasks:
-        moved = {"previous": task.adapted} if calibrator == "transported" else {}
-        head = streams.head_of(task, "linear")
-        fitted.fit_task(task.adapted, task.labels, head, task.pretrained, **moved)
-    fitted.finalize()
-    return fitted
+    previous = [task.adapted for task in tasks] if calibrator == "transported" else None
+    return streams.fit(calibration.from_settings(CALIBRATORS[calibrator]), tasks, previous=previous)
 
 
 @pytest.mark.parametrize("calibrator", CALIBRATORS)
@@ -207,58 +202,58 @@ def test_settings_are_searched_and_cloned(tasks, plain):
     assert copied.get_params()["views"] == (slice(0, 4), [5, 6])
 
 
-def one_class(estimator, task):
-    estimator.partial_fit(task.adapted[task.rows == 0], task.labels[task.rows == 0])
+def part(task=1, **given):
+    """Fits a task once more, or differently."""
+    return lambda e, tasks: e.partial_fit(tasks[task].adapted, tasks[task].labels, **given)
+
+
+def halves(task):
+    return task.adapted[:, :8], task.adapted[:, 8:]
+
+
+def one_class(estimator, tasks):
+    rows = tasks[1].rows == 0
+    estimator.partial_fit(tasks[1].adapted[rows], tasks[1].labels[rows])
 
 
 MISTAKES = {
     "again": (
-        lambda e, first, _: e.partial_fit(first.adapted, first.labels),
+        part(0),
         "class 0 belongs to an earlier task; a task's classes must be new, and fit starts anew",
     ),
-    "classes": (
-        lambda e, _, task: e.partial_fit(task.adapted, task.labels, classes=[3, 4, 5]),
-        "y: 6 is none of classes",
-    ),
-    "twice": (
-        lambda e, _, task: e.partial_fit(task.adapted, task.labels, classes=[3, 4, 5, 6, 6]),
-        "classes: expected each label once",
-    ),
+    "classes": (part(classes=[3, 4, 5]), "y: 6 is none of classes"),
+    "twice": (part(classes=[3, 4, 5, 6, 6]), "classes: expected each label once"),
     "empty": (
-        lambda e, _, task: e.partial_fit(task.adapted, task.labels, classes=[3, 4, 5, 6, 7]),
+        part(classes=[3, 4, 5, 6, 7]),
         "classes: each needs a sample where no head is given",
     ),
     "head": (
-        lambda e, first, task: e.partial_fit(
-            task.adapted, task.labels, head=streams.head_of(first, "linear")
-        ),
+        lambda e, tasks: part(head=streams.head_of(tasks[0], "linear"))(e, tasks),
         "expected 4 labels|found 4|expected 3 labels",
     ),
-    "one": (lambda e, _, task: one_class(e, task), "head: ridge cannot fit a task of one class"),
+    "one": (one_class, "head: ridge cannot fit a task of one class"),
     "kind": (
-        lambda e, _, task: e.set_params(head="nearest_mean").partial_fit(task.adapted, task.labels),
+        lambda e, tasks: part()(e.set_params(head="nearest_mean"), tasks),
         "expected a linear head like task 0",
     ),
     "words": (
-        lambda e, _, task: e.partial_fit(task.adapted, task.labels.astype(str)),
+        lambda e, tasks: e.partial_fit(tasks[1].adapted, tasks[1].labels.astype(str)),
         "Mix of label input types",
     ),
     "two views": (
-        lambda e, _, task: e.partial_fit((task.adapted, task.pretrained), task.labels),
+        lambda e, tasks: e.partial_fit((tasks[1].adapted, tasks[1].pretrained), tasks[1].labels),
         "X has 28 features, but FDCClassifier is expecting 16",
     ),
     "cut": (
-        lambda e, _, task: e.predict((task.adapted[:, :8], task.adapted[:, 8:])),
+        lambda e, tasks: e.predict(halves(tasks[1])),
         r"X: expected views as when fitted, None, found \[8, 8\]",
     ),
     "columns": (
-        lambda e, _, task: e.set_params(views=(slice(8), slice(8))).predict(
-            (task.adapted[:, :8], task.adapted[:, 8:])
-        ),
+        lambda e, tasks: e.set_params(views=(slice(8), slice(8))).predict(halves(tasks[1])),
         "X: expected one array, of which views picks columns; found two",
     ),
-    "nan": (lambda e, _, task: e.predict(np.full((2, 16), np.nan)), "contains NaN"),
-    "large": (lambda e, _, task: e.predict(np.full((2, 16), 1e300)), "infinity|too large"),
+    "nan": (lambda e, _: e.predict(np.full((2, 16), np.nan)), "contains NaN"),
+    "large": (lambda e, _: e.predict(np.full((2, 16), 1e300)), "infinity|too large"),
 }
 
 
@@ -268,7 +263,7 @@ def test_mistakes_change_nothing(tasks, mistake, plain):
     estimator = FDCClassifier().partial_fit(tasks[0].adapted, tasks[0].labels)
     before = estimator.predict(tasks[0].adapted)
     with pytest.raises(ValueError, match=message):
-        do(estimator, *tasks[:2])
+        do(estimator, tasks)
     estimator.set_params(views=None, head="ridge")
     np.testing.assert_array_equal(estimator.predict(tasks[0].adapted), before)
     estimator.partial_fit(tasks[1].adapted, tasks[1].labels)

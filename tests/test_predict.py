@@ -125,10 +125,8 @@ def test_statistics_that_follow_the_encoder_answer_too(cache, tmp_path):
     assert (np.diff(scores, axis=1) <= 0).all()
 
 
-def test_a_stopped_run_answers_with_the_tasks_that_it_has(cache, tmp_path, capsys):
-    small_runs.stopped(small_runs.config(cache), tmp_path / "run", 18)
-    opened = fdc_jax.open_run(tmp_path / "run")
-    files = small_runs.test_files(opened, tmp_path / "images")
+def test_a_stopped_run_answers_with_the_tasks_that_it_has(half, files, tmp_path, capsys):
+    opened = fdc_jax.open_run(half)
     found = opened.predict(files)
     assert set(found["class"]) == set(opened.class_names[:5])
     assert (found["task"] == 1).all() and "rival_task" not in found
@@ -136,7 +134,7 @@ def test_a_stopped_run_answers_with_the_tasks_that_it_has(cache, tmp_path, capsy
     assert right.mean() > 0.9
     output = tmp_path / "out.csv"
     page = tmp_path / "out.html"
-    arguments = [str(tmp_path / "run"), *map(str, files[:3]), f"--output={output}"]
+    arguments = [str(half), *map(str, files[:3]), f"--output={output}"]
     assert predict.main([*arguments, f"--html={page}"]) == 0
     assert "the run has learned 1 of its 2 tasks" in capsys.readouterr().err
     shown = Reader(page.read_text())
@@ -189,14 +187,14 @@ def test_a_single_image_does_not_take_a_whole_batch(opened, files):
 
 def test_thousands_are_never_in_memory_at_once(whole, files, monkeypatch):
     opened = fdc_jax.open_run(whole)
-    opened.config.evaluation.batch_size = 2
+    opened.config.evaluation.batch_size = 4
     reads = []
     read = predict._read
     monkeypatch.setattr(predict, "_read", lambda *a: reads.append(a) or read(*a))
     found = predict.Predictions(opened, files)
-    assert len(found) == 30
-    ahead = [len(reads) - 2 * batch for batch, _ in enumerate(found, start=1)]
-    assert len(reads) == 60 and max(ahead) <= 2 * 10
+    assert len(found) == 15
+    ahead = [len(reads) - 4 * batch for batch, _ in enumerate(found, start=1)]
+    assert len(reads) == 60 and max(ahead) <= 4 * 10
 
 
 def test_unreadable_images_are_named_and_the_rest_goes_on(opened, files, said, tmp_path, caplog):
@@ -288,11 +286,11 @@ def test_progress_is_plain_where_it_is_no_terminal_and_quiet_says_errors_alone(
 
     def small(path):
         run = configured(path)
-        run.config.evaluation.batch_size = 16
+        run.config.evaluation.batch_size = 4
         return run
 
     monkeypatch.setattr(fdc_jax, "open_run", small)
-    images = [str(path) for path in files]
+    images = [str(path) for path in files[:16]]
     output = f"--output={tmp_path / 'out.csv'}"
     assert predict.main([str(whole), *images, output]) == 0
     found = capsys.readouterr().err

@@ -25,14 +25,10 @@ from fdc_jax import torch as fdc_torch  # noqa: E402
 def fitted(tasks, kind="linear", dual=True, device=False, **settings):
     """As `streams.fitted`; the encoder before a task gave about what the one after it gives."""
     calibrator, rng = streams.new(device, **settings), np.random.default_rng(3)
-    for task in tasks:
-        noise = rng.normal(size=task.adapted.shape).astype(np.float32)
-        before = {"previous": task.adapted + 0.2 * noise} if calibrator.follows_encoder else {}
-        pretrained = task.pretrained if dual else None
-        head = streams.head_of(task, kind)
-        calibrator.fit_task(task.adapted, task.labels, head, pretrained, **before)
-    calibrator.finalize()
-    return calibrator
+    noise = [0.2 * rng.normal(size=task.adapted.shape).astype(np.float32) for task in tasks]
+    before = [task.adapted + each for task, each in zip(tasks, noise, strict=True)]
+    previous = before if calibrator.follows_encoder else None
+    return streams.fit(calibrator, tasks, kind, dual, previous)
 
 
 class Split(torch.nn.Module):

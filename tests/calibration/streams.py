@@ -69,6 +69,18 @@ def probe_inputs(tasks, seed=1, size=40):
     )
 
 
+def mapped(tasks, adapted=lambda h: h, pretrained=lambda h: h, weight=lambda w: w):
+    """Returns the tasks with all features and weights transformed."""
+    return [
+        task._replace(
+            adapted=adapted(task.adapted),
+            pretrained=pretrained(task.pretrained),
+            weight=weight(task.weight),
+        )
+        for task in tasks
+    ]
+
+
 def head_of(task, kind):
     """Returns the task's head of a kind for the package."""
     return {
@@ -107,15 +119,22 @@ def new(device=False, **settings):
     return calibrator if device else calibrator.to_numpy()
 
 
-def fitted(tasks, kind="linear", dual=True, device=False, **settings):
-    """Returns a finalized calibrator of the package."""
-    calibrator = new(device, **settings)
-    for task in tasks:
-        calibrator.fit_task(
-            task.adapted, task.labels, head_of(task, kind), task.pretrained if dual else None
-        )
+def fit(calibrator, tasks, kind="linear", dual=True, previous=None):
+    """Fits a calibrator to further tasks and finalizes it; returns it.
+
+    `previous` are, task by task, the adapted features of the encoder before, where it reads them.
+    """
+    for number, task in enumerate(tasks):
+        before = {"previous": previous[number]} if previous else {}
+        pretrained = task.pretrained if dual else None
+        calibrator.fit_task(task.adapted, task.labels, head_of(task, kind), pretrained, **before)
     calibrator.finalize()
     return calibrator
+
+
+def fitted(tasks, kind="linear", dual=True, device=False, previous=None, **settings):
+    """Returns a finalized calibrator of the package."""
+    return fit(new(device, **settings), tasks, kind, dual, previous)
 
 
 def fitted_reference(tasks, kind="linear", dual=True, **settings):
@@ -133,3 +152,10 @@ def relative_error(found, expected):
     """Returns the largest difference as a share of the spread of what is expected."""
     expected = np.asarray(expected)
     return float(np.abs(found - expected).max() / max(expected.std(), 1e-3))
+
+
+def same_scores(found, expected, inputs):
+    """Asserts that two calibrators score inputs the same, bit for bit."""
+    ours, theirs = (each.score(*inputs) for each in (found, expected))
+    np.testing.assert_array_equal(ours.task_scores, theirs.task_scores)
+    np.testing.assert_array_equal(ours.label, theirs.label)

@@ -159,11 +159,8 @@ def test_every_increment_scores_like_a_fresh_fit_and_the_reference():
     inputs = streams.probe_inputs(stream)
     growing = streams.new()
     for count, task in enumerate(stream, 1):
-        head = streams.head_of(task, "linear")
-        growing.fit_task(task.adapted, task.labels, head, task.pretrained)
+        scores = streams.fit(growing, [task]).score(*inputs)
         growing.finalize()
-        growing.finalize()
-        scores = growing.score(*inputs)
         fresh = streams.fitted(stream[:count]).score(*inputs)
         np.testing.assert_array_equal(scores.task_scores, fresh.task_scores)
         assert_equal_scores(scores, streams.fitted_reference(stream[:count]).score(*inputs))
@@ -186,8 +183,7 @@ def test_scoring_compiles_once_per_shape():
     kernel = batching.compiled(fdc.score_batch, ("normalised", "neighbours", "nearest", "all_rows"))
     found, inputs = streams.new(device=True), streams.probe_inputs(stream, size=64)
     for place, task in enumerate(stream):
-        found.fit_task(task.adapted, task.labels, streams.head_of(task, "linear"), task.pretrained)
-        found.finalize()
+        streams.fit(found, [task])
         if place == 8:
             found.score(*inputs)
             before = kernel._cache_size()

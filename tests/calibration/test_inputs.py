@@ -132,11 +132,7 @@ def test_scoring_needs_finalized_tasks():
         calibrator.finalize()
     with pytest.raises(InputError, match="finalize, first"):
         calibrator.score(FIRST.adapted)
-    calibrator.fit_task(FIRST.adapted, FIRST.labels, linear(FIRST))
-    with pytest.raises(InputError, match="finalize, first"):
-        calibrator.score(FIRST.adapted)
-    calibrator.finalize()
-    calibrator.score(FIRST.adapted)
+    streams.fit(calibrator, [FIRST], dual=False).score(FIRST.adapted)
     calibrator.fit_task(SECOND.adapted, SECOND.labels, linear(SECOND))
     with pytest.raises(InputError, match="finalize, first"):
         calibrator.score(FIRST.adapted)

@@ -5,7 +5,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fdc_jax import heads
 from tests.calibration import streams
 
 # Shapes are fixed and content varies, so that few examples compile anew.
@@ -24,25 +23,15 @@ def same(found, expected, tolerance=1e-4):
     np.testing.assert_array_equal(found.local_class, expected.local_class)
 
 
-def mapped(stream, adapted=lambda h: h, pretrained=lambda h: h, weight=lambda w: w):
-    """Returns the stream with all features and weights transformed, in float32."""
-    return [
-        task._replace(
-            adapted=adapted(task.adapted).astype(np.float32),
-            pretrained=pretrained(task.pretrained).astype(np.float32),
-            weight=weight(task.weight).astype(np.float32),
-        )
-        for task in stream
-    ]
-
-
 @few
 @given(seeds)
 def test_rotating_features_and_weights_changes_nothing(seed):
     rng = np.random.default_rng(seed)
     stream = streams.stream(seed)
     first, second = (np.linalg.qr(rng.normal(size=(size, size)))[0] for size in (16, 12))
-    rotated = mapped(stream, lambda h: h @ first.T, lambda h: h @ second.T, lambda w: w @ first.T)
+    rotated = streams.mapped(
+        stream, lambda h: h @ first.T, lambda h: h @ second.T, lambda w: w @ first.T
+    )
     adapted, pretrained = streams.probe_inputs(stream)
     same(
         streams.fitted(rotated).score(adapted @ first.T, pretrained @ second.T),
@@ -54,10 +43,7 @@ def test_rotating_features_and_weights_changes_nothing(seed):
 @given(seeds, scales)
 def test_scores_scale_with_the_heads(seed, scale):
     stream = streams.stream(seed)
-    scaled = [
-        task._replace(weight=np.float32(scale) * task.weight, bias=np.float32(scale) * task.bias)
-        for task in stream
-    ]
+    scaled = [t._replace(weight=scale * t.weight, bias=scale * t.bias) for t in stream]
     inputs = streams.probe_inputs(stream)
     found, expected = streams.fitted(scaled).score(*inputs), streams.fitted(stream).score(*inputs)
     np.testing.assert_allclose(
@@ -70,7 +56,7 @@ def test_scores_scale_with_the_heads(seed, scale):
 @given(seeds, scales)
 def test_the_unit_of_features_does_not_matter(seed, scale):
     stream = streams.stream(seed)
-    scaled = mapped(stream, lambda h: scale * h, lambda h: scale * h, lambda w: w / scale)
+    scaled = streams.mapped(stream, lambda h: scale * h, lambda h: scale * h, lambda w: w / scale)
     adapted, pretrained = streams.probe_inputs(stream)
     same(
         streams.fitted(scaled).score(scale * adapted, scale * pretrained),
@@ -179,14 +165,8 @@ def test_more_foreign_or_less_akin_lowers_the_score(seed):
 @given(seeds)
 def test_duplicated_samples_change_nothing(seed):
     stream = streams.stream(seed, samples=(30, 25, 40))
-    twice = [
-        task._replace(
-            adapted=np.repeat(task.adapted, 2, axis=0),
-            pretrained=np.repeat(task.pretrained, 2, axis=0),
-            rows=np.repeat(task.rows, 2),
-        )
-        for task in stream
-    ]
+    views = streams.mapped(stream, *[lambda view: np.repeat(view, 2, axis=0)] * 2)
+    twice = [task._replace(rows=np.repeat(task.rows, 2)) for task in views]
     inputs = streams.probe_inputs(stream)
     same(streams.fitted(twice).score(*inputs), streams.fitted(stream).score(*inputs))
 
@@ -213,10 +193,8 @@ def test_moving_the_origin_changes_scores(component):
 
 
 def test_cosine_heads_ignore_the_length_of_inputs_even_when_filtered():
-    task = streams.stream(6, 1)[0]
-    calibrator = streams.new(pac_weight=0.0)
-    calibrator.fit_task(task.adapted, task.labels, heads.CosineHead(task.weight, 5.0))
-    calibrator.finalize()
+    (task,) = stream = streams.stream(6, 1)
+    calibrator = streams.fitted(stream, "cosine", dual=False, pac_weight=0.0)
     terms, longer = (calibrator.terms(scale * task.adapted) for scale in (1.0, 50.0))
     np.testing.assert_allclose(
         terms.filtered_logits.logit, longer.filtered_logits.logit, rtol=1e-5, atol=1e-5

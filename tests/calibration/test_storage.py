@@ -24,11 +24,6 @@ def load(path, heads=None):
     return calibration.load(path, heads).to_numpy()
 
 
-def refit(calibrator, task, kind="linear"):
-    calibrator.fit_task(task.adapted, task.labels, streams.head_of(task, kind), task.pretrained)
-    calibrator.finalize()
-
-
 @pytest.mark.parametrize(
     ("settings", "kind", "dual"),
     [
@@ -43,16 +38,11 @@ def test_saved_continued_and_scored_on_a_device(tmp_path, settings, kind, dual):
     stream = streams.stream(8, 4)
     inputs = streams.probe_inputs(stream)[: 1 + dual]
     streams.fitted(stream[:3], kind, dual, **settings).save(tmp_path / "three.npz")
-    loaded, last = load(tmp_path / "three.npz"), stream[3]
-    pretrained = last.pretrained if dual else None
-    loaded.fit_task(last.adapted, last.labels, streams.head_of(last, kind), pretrained)
-    loaded.finalize()
+    loaded = streams.fit(load(tmp_path / "three.npz"), stream[3:], kind, dual)
     whole = streams.fitted(stream, kind, dual, **settings)
     assert loaded.settings == whole.settings
     assert loaded.storage_bytes == whole.storage_bytes
-    ours, theirs = loaded.score(*inputs), whole.score(*inputs)
-    np.testing.assert_array_equal(ours.task_scores, theirs.task_scores)
-    np.testing.assert_array_equal(ours.label, theirs.label)
+    streams.same_scores(loaded, whole, inputs)
     whole.save(tmp_path / "four.npz")
     device = calibration.load(tmp_path / "four.npz")
     for switches in ({}, {"tsf": False}, {"rlc": False}, {"pac": False}, {"adapted_view": False}):
@@ -74,11 +64,9 @@ def test_released_residuals_are_not_stored(tmp_path):
     assert names == {"adapted_foreign", "pretrained_foreign"}
     loaded = load(tmp_path / "released.npz")
     inputs = streams.probe_inputs(stream)
-    np.testing.assert_array_equal(
-        loaded.score(*inputs).task_scores, found.score(*inputs).task_scores
-    )
+    streams.same_scores(loaded, found, inputs)
     with pytest.raises(InputError, match="released"):
-        refit(loaded, stream[0])
+        streams.fit(loaded, stream[:1])
 
 
 def test_a_calibrator_must_be_finalized_to_be_saved(tmp_path):
@@ -97,11 +85,7 @@ def test_function_heads_are_given_again(tmp_path):
     given = [streams.head_of(task, "function") for task in stream]
     with pytest.raises(InputError, match="expected one per task, 3, found 2"):
         calibration.load(path, heads=given[:2])
-    inputs = streams.probe_inputs(stream)
-    np.testing.assert_array_equal(
-        load(path, heads=given).score(*inputs).task_scores,
-        found.score(*inputs).task_scores,
-    )
+    streams.same_scores(load(path, heads=given), found, streams.probe_inputs(stream))
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +231,8 @@ def test_files_of_earlier_versions_score_as_they_did(name):
     fresh = streams.fitted(stream, kind, **beyond)
     scores = fresh.score(*probe).task_scores
     assert streams.relative_error(scores, stored["written_scores"]) < 1e-4
-    refit(found, streams.stream(32, 4, width=6, pretrained_width=5)[3]._replace(first=50), kind)
+    more = streams.stream(32, 4, width=6, pretrained_width=5)[3]._replace(first=50)
+    streams.fit(found, [more], kind)
     assert found.num_tasks == 4
 
 

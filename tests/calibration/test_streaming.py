@@ -54,7 +54,7 @@ def test_a_source_equals_arrays(dual, settings, size):
     whole = streams.fitted(stream, dual=dual, **settings)
     probe = streams.probe_inputs(stream)[: 1 + dual]
     # Blocks are the same whatever the chunks, hence so are the scores.
-    np.testing.assert_array_equal(found.score(*probe).task_scores, whole.score(*probe).task_scores)
+    streams.same_scores(found, whole, probe)
     # What is known of a task never changes when others follow.
     first = streams.fitted(stream[:1], dual=dual, **settings)
     for ours, theirs in zip(first.tasks[0].views, whole.tasks[0].views, strict=True):
@@ -112,11 +112,8 @@ def test_a_source_may_reuse_its_buffers():
 
         return source
 
-    probe = streams.probe_inputs(stream)
-    found = fitted_from(stream, reusing).score(*probe)
-    np.testing.assert_array_equal(
-        found.task_scores, streams.fitted(stream).score(*probe).task_scores
-    )
+    found = fitted_from(stream, reusing)
+    streams.same_scores(found, streams.fitted(stream), streams.probe_inputs(stream))
 
 
 def test_memory_maps_are_read_block_by_block(tmp_path, monkeypatch):
@@ -136,10 +133,7 @@ def test_memory_maps_are_read_block_by_block(tmp_path, monkeypatch):
     found.fit_task(features, task.labels, streams.head_of(task, "linear"))
     assert max(largest) == inputs.BLOCK_ROWS and sum(largest) == 2 * len(features)
     found.finalize()
-    np.testing.assert_array_equal(
-        found.score(features[:9]).task_scores,
-        streams.fitted([task], dual=False).score(task.adapted[:9]).task_scores,
-    )
+    streams.same_scores(found, streams.fitted([task], dual=False), [features[:9]])
 
 
 class ArrayTensor:
@@ -163,16 +157,13 @@ def test_arrays_of_other_libraries(convert):
     stream, device = streams.stream(7, 2), convert is jnp.asarray  # which stays on the device
     found = streams.new(device)
     for task in stream:
-        found.fit_task(
-            convert(task.adapted),
-            convert(task.labels),
-            heads.LinearHead(jnp.asarray(task.weight), jnp.asarray(task.bias)),
-            convert(task.pretrained),
-        )
+        head = heads.LinearHead(jnp.asarray(task.weight), jnp.asarray(task.bias))
+        views = convert(task.adapted), convert(task.labels), head, convert(task.pretrained)
+        found.fit_task(*views)
     found.finalize()
-    adapted, pretrained = streams.probe_inputs(stream, size=300)
-    expected = streams.fitted(stream, device=device).score(adapted, pretrained)
-    scores = found.score(convert(adapted), convert(pretrained))
+    probe = streams.probe_inputs(stream, size=300)
+    expected = streams.fitted(stream, device=device).score(*probe)
+    scores = found.score(*map(convert, probe))
     np.testing.assert_array_equal(scores.task_scores, expected.task_scores)
 
 
@@ -189,25 +180,20 @@ def test_arrays_of_other_libraries(convert):
 def test_number_types_are_widened_before_any_statistic(dtype, convert):
     stream = streams.stream(8, 2, samples=LONG)
 
-    def cast(views, *types):
-        for each in types:
-            views = [view.astype(each) for view in views]
-        return views
+    def given(view):
+        return convert(view.astype(dtype))
 
-    def fitted(change):
-        changed = []
-        for task in stream:
-            adapted, pretrained = change((task.adapted, task.pretrained))
-            changed.append(task._replace(adapted=adapted, pretrained=pretrained))
-        return streams.fitted(changed)
+    def widened(view):
+        return view.astype(dtype).astype(np.float32)
 
-    probe = streams.probe_inputs(stream)
-    widened = fitted(lambda views: cast(views, dtype, np.float32))
-    given = fitted(lambda views: map(convert, cast(views, dtype)))
-    expected = widened.score(*cast(probe, dtype, np.float32)).task_scores
-    scores = given.score(*map(convert, cast(probe, dtype))).task_scores
-    assert scores.dtype == np.float32
-    np.testing.assert_array_equal(scores, expected)
+    found, expected = (
+        streams.fitted(streams.mapped(stream, change, change))
+        .score(*map(change, streams.probe_inputs(stream)))
+        .task_scores
+        for change in (given, widened)
+    )
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, expected)
 
 
 SHARDED = """
@@ -230,10 +216,8 @@ place = {
     "elsewhere": lambda array: jax.device_put(array, jax.devices()[2]),
 }
 for name, put in place.items():
-    spread = [
-        task._replace(adapted=put(task.adapted), pretrained=put(task.pretrained)) for task in stream
-    ]
-    for found, expected in ((on_device, on_device), (streams.fitted(spread), on_host)):
+    spread = streams.fitted(streams.mapped(stream, put, put))
+    for found, expected in ((on_device, on_device), (spread, on_host)):
         scores = found.score(*map(put, probe)).task_scores
         np.testing.assert_array_equal(scores, expected.score(*probe).task_scores, name)
 print("equal")

@@ -21,19 +21,6 @@ def previous_of(tasks, seed=7):
     return found
 
 
-def fit(calibrator, tasks, previous, start=0, dual=True):
-    for task, before in zip(tasks[start:], previous[start:], strict=True):
-        calibrator.fit_task(
-            task.adapted,
-            task.labels,
-            streams.head_of(task, "linear"),
-            task.pretrained if dual else None,
-            previous=before,
-        )
-    calibrator.finalize()
-    return calibrator
-
-
 def moved(tasks, previous):
     """The adapted training features of all tasks, moved as the newest encoder would have them."""
     found = []
@@ -102,7 +89,7 @@ def expected(tasks, previous, adapted, pretrained):
 def test_scores_are_those_of_gaussians_on_moved_features(device, offset):
     tasks = streams.stream(3, 3, offset=offset)
     previous = previous_of(tasks)
-    calibrator = fit(streams.new(device, **TRANSPORTED), tasks, previous)
+    calibrator = streams.fitted(tasks, device=device, previous=previous, **TRANSPORTED)
     inputs = streams.probe_inputs(tasks)
     found = calibrator.score(*inputs)
     scores = expected(tasks, previous, *inputs)
@@ -117,7 +104,7 @@ def test_scores_are_those_of_gaussians_on_moved_features(device, offset):
 
 def test_without_drift_nothing_moves_and_without_transport_it_would_be_worse():
     tasks = streams.stream(5, 3)
-    still = fit(streams.new(**TRANSPORTED), tasks, [None, *(t.adapted for t in tasks[1:])])
+    still = streams.fitted(tasks, previous=[None, *(t.adapted for t in tasks[1:])], **TRANSPORTED)
     own = np.concatenate(
         [[t.adapted[t.labels == c].mean(axis=0) for c in np.unique(t.labels)] for t in tasks]
     )
@@ -139,7 +126,7 @@ def test_without_drift_nothing_moves_and_without_transport_it_would_be_worse():
     labels = np.concatenate([t.labels for t in tasks])
 
     def right(before):
-        fitted = fit(streams.new(**TRANSPORTED), tasks, before, dual=False)
+        fitted = streams.fitted(tasks, dual=False, previous=before, **TRANSPORTED)
         return (fitted.score(test).label == labels).mean()
 
     stale = right([None, *(t.adapted for t in tasks[1:])])
@@ -149,7 +136,9 @@ def test_without_drift_nothing_moves_and_without_transport_it_would_be_worse():
 def test_the_papers_scores_and_the_whitened_ones_stand_beside():
     tasks = streams.stream(4, 3)
     inputs = streams.probe_inputs(tasks)
-    both = fit(streams.new(**TRANSPORTED, **WHITENED), tasks, previous_of(tasks)).terms(*inputs)
+    both = streams.fitted(tasks, previous=previous_of(tasks), **TRANSPORTED, **WHITENED).terms(
+        *inputs
+    )
     paper = streams.fitted(tasks).terms(*inputs)
     whitened = streams.fitted(tasks, **WHITENED).terms(*inputs)
     np.testing.assert_array_equal(both.fuse().task_scores, paper.fuse().task_scores)
@@ -166,7 +155,7 @@ def test_the_papers_scores_and_the_whitened_ones_stand_beside():
 def test_statistics_do_not_depend_on_how_a_source_is_cut():
     tasks = streams.stream(6, 2)
     previous = previous_of(tasks)
-    whole = fit(streams.new(**TRANSPORTED), tasks, previous)
+    whole = streams.fitted(tasks, previous=previous, **TRANSPORTED)
     pieces = streams.new(**TRANSPORTED)
     for task, before in zip(tasks, previous, strict=True):
 
@@ -207,15 +196,13 @@ def test_classes_without_images_and_single_images():
 def test_a_saved_calibrator_scores_the_same_and_takes_further_tasks(tmp_path):
     tasks = streams.stream(9, 4)
     previous, inputs = previous_of(tasks), streams.probe_inputs(tasks)
-    part = fit(streams.new(**TRANSPORTED), tasks[:2], previous[:2])
+    part = streams.fitted(tasks[:2], previous=previous[:2], **TRANSPORTED)
     part.save(tmp_path / "part.npz")
     again = calibration.load(tmp_path / "part.npz").to_numpy()
-    np.testing.assert_array_equal(again.score(*inputs).task_scores, part.score(*inputs).task_scores)
-    fit(again, tasks, previous, start=2)
-    whole = fit(streams.new(**TRANSPORTED), tasks, previous)
-    np.testing.assert_array_equal(
-        again.score(*inputs).task_scores, whole.score(*inputs).task_scores
-    )
+    streams.same_scores(again, part, inputs)
+    streams.fit(again, tasks[2:], previous=previous[2:])
+    whole = streams.fitted(tasks, previous=previous, **TRANSPORTED)
+    streams.same_scores(again, whole, inputs)
     arrays = dict(np.load(tmp_path / "part.npz"))
     arrays["adapted_moved_means"][0, 0] = np.nan
     np.savez(tmp_path / "part.npz", **arrays)
@@ -225,11 +212,13 @@ def test_a_saved_calibrator_scores_the_same_and_takes_further_tasks(tmp_path):
 
 def test_storage_counts_the_gaussians_of_views_in_use():
     tasks = streams.stream(2, 3)
-    counted = fit(streams.new(**TRANSPORTED), tasks, previous_of(tasks))
+    counted = streams.fitted(tasks, previous=previous_of(tasks), **TRANSPORTED)
     classes = 9
     numbers = [classes * d * (1 + transported.RANK) + d * (d + 1) // 2 for d in (16, 12)]
     assert counted.storage_bytes == 4 * (sum(numbers) + classes)
-    one = fit(streams.new(pretrained_view_weight=0, **TRANSPORTED), tasks, previous_of(tasks))
+    one = streams.fitted(
+        tasks, previous=previous_of(tasks), pretrained_view_weight=0, **TRANSPORTED
+    )
     assert one.storage_bytes == 4 * (numbers[0] + classes)
     inputs = streams.probe_inputs(tasks)
     np.testing.assert_array_equal(
@@ -248,9 +237,9 @@ def test_storage_counts_the_gaussians_of_views_in_use():
 )
 def test_previous_features_that_do_not_fit_change_nothing(before, message):
     tasks = streams.stream(1, 2)
-    calibrator = fit(streams.new(**TRANSPORTED), tasks[:1], [None])
+    calibrator = streams.fitted(tasks[:1], previous=[None], **TRANSPORTED)
     known = calibrator.gaussians
     with pytest.raises(InputError, match=message):
-        fit(calibrator, tasks, [None, before], start=1)
+        streams.fit(calibrator, tasks[1:], previous=[before])
     assert calibrator.num_tasks == 1
     assert calibrator.gaussians is known

@@ -103,8 +103,13 @@ AFFINITIES = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["linear", "normalised_linear", "cosine", "nearest_mean"])
-@pytest.mark.parametrize("offset", [0.0, 30.0])
+@pytest.mark.parametrize(
+    ("kind", "offset"),
+    [
+        *((kind, 0.0) for kind in ("linear", "normalised_linear", "cosine", "nearest_mean")),
+        *(("function", 0.0), ("linear", 30.0), ("cosine", 30.0)),
+    ],
+)
 def test_scores_equal_the_reference(kind, offset):
     stream = streams.stream(3, 4, offset=offset)
     inputs = streams.probe_inputs(stream)
@@ -156,21 +161,6 @@ def test_the_papers_numbers_stay_what_they_are():
     assert not paper.terms(*inputs).beyond()
 
 
-def test_scores_and_what_is_beyond_are_what_was_set():
-    stream = streams.stream(6, 3)
-    inputs = streams.probe_inputs(stream)
-    fitted = streams.fitted(stream, **WHITENED_CLASSES)
-    terms = fitted.terms(*inputs)
-    chosen = whitened.Affinity("whitened", "linear", "pooled", "class")
-    wanted = by_affinity(terms, chosen).scores()
-    np.testing.assert_array_equal(fitted.score(*inputs).task_scores, wanted.task_scores)
-    assert (wanted.task_scores != terms.fuse().task_scores).any()
-    without = terms.beyond()["whitened"]["pac+rlc"].task_scores
-    np.testing.assert_array_equal(without, terms.scores(tsf=False).task_scores)
-    paper = by_affinity(terms, whitened.Affinity()).scores()
-    assert streams.relative_error(paper.task_scores, terms.fuse().task_scores) < 1e-6
-
-
 def test_cosines_with_linear_evidence():
     stream = streams.stream(7, 3)
     inputs = streams.probe_inputs(stream)
@@ -213,15 +203,6 @@ def test_damaged_files_are_refused(tmp_path, fields, message):
 def test_settings_out_of_range_are_refused(arguments, message):
     with pytest.raises(InputError, match=message):
         calibration.from_settings(arguments)
-
-
-@pytest.mark.parametrize("settings", [WHITENED, WHITENED_CLASSES])
-def test_heads_that_are_functions(settings):
-    stream = streams.stream(2, 3)
-    inputs = streams.probe_inputs(stream)
-    fitted = streams.fitted(stream, "function", **settings)
-    expected = expected_scores(stream, "function", inputs, fitted.settings.affinity)
-    assert_scores(fitted.score(*inputs), expected)
 
 
 @pytest.mark.parametrize("kind", ["linear", "nearest_mean", "function"])
@@ -323,11 +304,8 @@ def test_cosines_do_not_depend_on_scale_shift_or_rotation(seed, scale, tasks):
 
     found = []
     for change in (lambda features: features, moved):
-        fitted = streams.new(**WHITENED)
-        for task in stream:
-            head = streams.head_of(task, "linear")
-            fitted.fit_task(change(task.adapted), task.labels, head)
-        fitted.finalize()
+        changed = [task._replace(adapted=change(task.adapted)) for task in stream]
+        fitted = streams.fitted(changed, dual=False, **WHITENED)
         found.append(fitted.terms(change(inputs[0])).whitened[0])
     np.testing.assert_allclose(found[0].cosines, found[1].cosines, atol=2e-3)
     np.testing.assert_allclose(found[0].mean, found[1].mean, atol=2e-3)

@@ -64,16 +64,12 @@ def rows_of(task):
     return np.array([list(task.classes).index(label) for label in task.labels])
 
 
-def reference_of(features, kind="linear", **settings):
-    """Returns the reference on the heads of the tasks' own time."""
+def reference_of(features, kind="linear", final=False, **settings):
+    """Returns the reference on the heads of the tasks' own time, or on the final ones."""
     tasks = []
     for task in features.tasks:
-        name = "means" if kind == "nearest_mean" else "weight"
-        head = reference.Head(
-            kind,
-            getattr(task.head, name),
-            getattr(task.head, "bias", None),
-            getattr(task.head, "scale", 1.0),
-        )
+        own = task.final_head if final else task.head
+        bias, scale = getattr(own, "bias", None), getattr(own, "scale", 1.0)
+        head = reference.Head(kind, own.weight, bias, scale)
         tasks.append((task.adapted, rows_of(task), head, task.pretrained))
     return reference.Reference(tasks, **settings)

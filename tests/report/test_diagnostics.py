@@ -75,14 +75,18 @@ def test_similarity_without_variation_has_no_correlation():
         found_in(diagnostics.similarity, feature_set(tasks=1))
 
 
-@pytest.mark.parametrize("kind", ["linear", "cosine"])
-def test_contributions_are_the_papers_formula(kind):
-    features = feature_set(kind)
+@pytest.mark.parametrize(
+    ("kind", "final"), [("linear", False), ("cosine", False), ("linear", True)]
+)
+def test_contributions_are_the_papers_formula(kind, final):
+    """Of the final heads, in the scale of the first ones."""
+    features = feature_set(kind, final=final)
     fitted = reference_of(features, kind)
     found = found_in(diagnostics.residual_contributions, features)
     test = features.test_adapted.astype(np.float64)
-    for t, logits in enumerate(raw_logits(features, fitted)):
-        head = fitted.heads[t]
+    last = reference_of(features, kind, final=final)
+    for t, logits in enumerate(raw_logits(features, last)):
+        head = last.heads[t]
         rows = head.scale * normalise(head.weight) if kind == "cosine" else head.weight
         w = rows[logits.argmax(axis=1)]
         basis = fitted.views[0][0][t].basis
@@ -93,20 +97,6 @@ def test_contributions_are_the_papers_formula(kind):
         own = features.test_tasks == t
         assert found["own"][t] == pytest.approx(contribution[own].mean(), rel=1e-4, abs=1e-5)
         assert found["foreign"][t] == pytest.approx(contribution[~own].mean(), rel=1e-4, abs=1e-5)
-
-
-def test_contributions_are_of_the_final_heads_with_the_scale_of_the_first():
-    features = feature_set(final=True)
-    found = found_in(diagnostics.residual_contributions, features)
-    fitted = reference_of(features)
-    task = features.tasks[0]
-    test = features.test_adapted.astype(np.float64)
-    weight = np.asarray(task.final_head.weight, np.float64)
-    predicted = (test @ weight.T + task.final_head.bias).argmax(axis=1)
-    basis = fitted.views[0][0][0].basis
-    values = (weight[predicted] * (test - test @ basis @ basis.T)).sum(1) / fitted.sigma[False][0]
-    own = features.test_tasks == 0
-    assert found["own"][0] == pytest.approx(values[own].mean(), rel=1e-4)
 
 
 def test_distributions_are_kernel_estimates_of_standardised_residuals():
