@@ -28,14 +28,12 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import measure, memory, step_profile
-from configs import base
+from benchmarks import measure, memory, step_profile, synthetic
 from fdc_jax import devices, evaluation, learners
 from fdc_jax.calibration import batching, fdc
 from fdc_jax.errors import InputError
 from fdc_jax.extraction import Extractor
 from fdc_jax.files import read_json
-from fdc_jax.learners import training
 from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.ahead_of_time"
@@ -54,11 +52,7 @@ def step(
     mesh: Mesh, model: Any, learner: str, batch_size: int, tasks: int, classes: int
 ) -> Program:
     """Returns the training step of a learner on a mesh."""
-    config: Any = base.get_config()
-    config.learner.name = learner
-    module: Any = learners.find(learner)
-    setup = training.Setup(model, (classes,) * tasks, config, mesh)
-    update = module.update(setup)
+    module, setup, update, rate = synthetic.learning(learner, model, (classes,) * tasks, mesh)
 
     def start(backbone):
         state = module.initial_state(setup)
@@ -67,7 +61,6 @@ def step(
 
     backbone = vit.parameter_shapes(model, model.variant.image_size)
     batch = measure.noise(batch_size, model.variant.image_size, classes, seed=0)
-    rate = update.schedule(0, config.train.epochs) if update.schedule else 1.0
     fixed = _placed(mesh, (backbone, *jax.eval_shape(start, backbone)))
     arguments = (*fixed, _placed(mesh, batch, np.ndarray), rate)
     return Program(update.step, arguments, batch_size)
@@ -189,23 +182,17 @@ def cycles(compiled: str) -> dict[str, int]:
     named = step_profile.names(compiled)
     own: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
-    computation = entry = ""
-    for line in compiled.splitlines():
-        if opened := re.match(r"(ENTRY )?%?([\w.-]+) \(.*\{$", line):
-            computation = opened.group(2)
-            entry = computation if opened.group(1) else entry
-        elif instruction := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = ", line):
-            name = instruction.group(1)
-            if estimate := re.search(r'estimated_cycles":"?(\d+)', line):
-                copies = re.match(r"copy|bitcast|transpose", name)
-                part = "copies" if copies else step_profile.part_of(named.get(name, ""))
-                own[computation][part] += int(estimate.group(1))
-            if body := re.search(r"\bbody=%?([\w.-]+)", line):
-                count = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-                calls[computation].append((body.group(1), int(count.group(1)) if count else 1))
-            if branches := re.search(r"branch_computations=\{(.*?)\}", line):
-                # The last is the largest, and taken on several devices.
-                calls[computation].append((branches.group(1).split(", ")[-1].strip("%"), 1))
+    for computation, name, line in step_profile.instructions(compiled):
+        if estimate := re.search(r'estimated_cycles":"?(\d+)', line):
+            copies = re.match(r"copy|bitcast|transpose", name)
+            part = "copies" if copies else step_profile.part_of(named.get(name, ""))
+            own[computation][part] += int(estimate[1])
+        if body := re.search(r"\bbody=%?([\w.-]+)", line):
+            count = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
+            calls[computation].append((body[1], int(count[1]) if count else 1))
+        if branches := re.search(r"branch_computations=\{(.*?)\}", line):
+            # The last is the largest, and taken on several devices.
+            calls[computation].append((branches[1].split(", ")[-1].strip("%"), 1))
 
     def total(name: str) -> collections.Counter:
         found = collections.Counter(own[name])
@@ -214,7 +201,8 @@ def cycles(compiled: str) -> dict[str, int]:
                 found[part] += times * each
         return found
 
-    return dict(total(entry).most_common())
+    entry = re.search(r"^ENTRY %?([\w.-]+)", compiled, re.MULTILINE)
+    return dict(total(entry[1] if entry else "").most_common())
 
 
 def record_of(program: Program, target: str) -> dict[str, Any]:

@@ -8,8 +8,6 @@ as a whole; drawing is timed apart. Every number of tasks is measured in a proce
 largest resident memory is that of the point.
 """
 
-import argparse
-import json
 import resource
 import sys
 from collections.abc import Iterator, Mapping
@@ -199,7 +197,6 @@ def main() -> None:
     flags = {"tasks": "20", "images": 6000, "classes": 100, "width": 768, "views": 2}
     parser = measure.parser_of(__doc__, PROGRAM, **flags, repeats=5)
     parser.add_argument("--method", choices=METHODS, default="fdc")
-    parser.add_argument("--here", type=int, help=argparse.SUPPRESS)
     options = measure.parsed(parser)
     tasks = measure.numbers(options, "tasks")
     if min(tasks) < 2 or options.classes < max(tasks) or options.images < options.classes:
@@ -209,13 +206,10 @@ def main() -> None:
         )
     if options.views > 2:
         raise InputError(f"--views: expected 1 or 2, found {options.views}")
-    if options.here:
-        sizes = (options.images, options.classes, options.width, options.views)
-        found = fit_and_score(Point(options.here, *sizes), METHODS[options.method], options.repeats)
-        return print(json.dumps(found))
-    results = []
+    results, sizes = [], (options.images, options.classes, options.width, options.views)
     for number in tasks:
-        results.append(measure.in_a_process(PROGRAM, f"--here={number}", f"{number} tasks"))
+        given = Point(number, *sizes), METHODS[options.method], options.repeats
+        results.append(measure.in_a_process(fit_and_score, *given))
         print(line(options.method, results[-1]), flush=True)
     device = jax.devices()[0].device_kind
     measure.write_report(PROGRAM, options, {"results": results, "device": device})

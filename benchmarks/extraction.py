@@ -67,7 +67,7 @@ def contender(options: argparse.Namespace, name: str) -> measure.Contender:
         return ours(options, dual=name == "jax_dual")
     from benchmarks import pytorch
 
-    return pytorch.extraction(options)
+    return pytorch.extraction(options, name)
 
 
 def main() -> None:

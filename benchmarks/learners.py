@@ -19,9 +19,8 @@ import numpy as np
 import tabulate
 import tqdm
 
-from benchmarks import measure
+from benchmarks import measure, synthetic
 from benchmarks.measure import ENCODER, named, noise, parsed, run, timed, write_report
-from configs import base
 from fdc_jax import devices, learners
 from fdc_jax.learners import training
 from fdc_jax.model import vit
@@ -42,15 +41,8 @@ class Trial:
     """
 
     def __init__(self, name: str, arguments: argparse.Namespace, model, backbone):
-        self.learner, self.model, self.backbone = learners.find(name), model, backbone
-        config: Any = base.get_config()
-        config.encoder.variant = arguments.variant
-        config.learner.name = name
-        classes = arguments.classes
-        self.setup = training.Setup(model, (classes, classes), config)
-        self.update = self.learner.update(self.setup)
-        schedule = self.update.schedule
-        self.rate = schedule(0, arguments.epochs) if schedule else 1.0
+        self.backbone, stream = backbone, (arguments.classes,) * 2
+        self.learner, self.setup, self.update, self.rate = synthetic.learning(name, model, stream)
         first = self._learn(0, self.learner.initial_state(self.setup), arguments)
         # The first time may still compile something.
         for _ in range(2):

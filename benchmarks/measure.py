@@ -8,15 +8,15 @@ A TPU serves one process alone, so that ours share theirs.
 import argparse
 import contextlib
 import importlib.util
-import json
+import multiprocessing
 import os
 import shlex
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,10 +48,11 @@ _HELP = {
     "variant": "Ti/16, S/16, B/16, L/16 or digits",
 }
 
-# Where things lie, and what a program tells its own children.
-_NO_SETTING = ("output", "data_dir", "contender", "here")
+# Where things lie.
+_NO_SETTING = ("output", "data_dir")
 
-_ROOT = Path(__file__).resolve().parents[1]
+# A process of its own, which imports the program anew.
+_SPAWN = multiprocessing.get_context("spawn")
 
 
 class Contender(NamedTuple):
@@ -175,77 +176,66 @@ def use_cores(cores: int) -> None:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
 
 
-def _serve(make: Callable[[str], Contender], options: argparse.Namespace) -> None:
-    """Is the child process: makes its contenders and does what the parent asks of one."""
+def _serve(
+    connection: Connection,
+    make: Callable[[argparse.Namespace, str], Contender],
+    options: argparse.Namespace,
+    names: Sequence[str],
+) -> None:
+    """Is the process of some contenders: makes them, and repeats the one that is named."""
     from fdc_jax import devices
 
-    replies, sys.stdout = sys.stdout, sys.stderr
-    if options.contender.startswith("jax"):
+    if names[0].startswith("jax"):
         devices.keep_freed_memory()
     use_cores(options.cores)
-
-    def reply(value: dict[str, Any]) -> None:
-        print(json.dumps(value), file=replies, flush=True)
-
     try:
-        made = {name: make(name) for name in options.contender.split(",")}
+        made = {name: make(options, name) for name in names}
     except InputError as error:
-        return reply({"error": str(error)})
-    reply({name: each.about for name, each in made.items()})
-    for line in sys.stdin:
-        name, _, path = line.strip().partition(" ")
-        if path:
-            np.savez(path, **made[name].outputs)  # pyright: ignore
-        reply({} if path else named(timed(made[name].repeat)[1]))
+        return connection.send(error)
+    connection.send({name: (each.about, each.outputs) for name, each in made.items()})
+    for name in iter(connection.recv, None):
+        connection.send(named(timed(made[name].repeat)[1]))
 
 
 class _Child:
-    def __init__(self, program: str, names: Sequence[str]):
+    def __init__(self, names: Sequence[str], *arguments: Any):
         self.names = names
-        # Contenders share the accelerator.
-        ours = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "PYTHONPATH": _path()}
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", program, *sys.argv[1:], f"--contender={','.join(names)}"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | ours,
-        )
-        self.about = self._reply()
+        self.connection, other = _SPAWN.Pipe()
+        self.process = _SPAWN.Process(target=_serve, args=(other, *arguments, names))
+        self.process.start()
+        other.close()
+        self.made = self.reply()
 
-    def ask(self, question: str) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        self.process.stdin.write(question + "\n")
-        self.process.stdin.flush()
-        return self._reply()
-
-    def _reply(self) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            raise InputError(f"{', '.join(self.names)}: the process ended, see above")
-        reply = json.loads(line)
-        if "error" in reply:
-            raise InputError(reply["error"])
+    def reply(self) -> dict[str, Any]:
+        try:
+            reply = self.connection.recv()
+        except EOFError:
+            raise InputError(f"{', '.join(self.names)}: the process ended, see above") from None
+        if isinstance(reply, InputError):
+            raise reply
         return reply
 
-
-def _path() -> str:
-    return os.pathsep.join([str(_ROOT), os.environ.get("PYTHONPATH", "")])
+    def repeat(self, name: str) -> dict[str, Any]:
+        self.connection.send(name)
+        return self.reply()
 
 
 @contextlib.contextmanager
-def _children(program: str, groups: list[Sequence[str]]) -> Iterator[dict[str, _Child]]:
+def _children(groups: list[Sequence[str]], *arguments: Any) -> Iterator[dict[str, _Child]]:
     """Starts a process for every group and yields them by contender."""
     children: list[_Child] = []
+    # Contenders share the accelerator.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     try:
         # The last are those that a machine may not be able to run; others need not compile first.
         for names in reversed(groups):
-            children.insert(0, _Child(program, names))
+            children.insert(0, _Child(names, *arguments))
         yield {name: child for child in children for name in child.names}
     finally:
         for child in children:
-            child.process.communicate()
+            with contextlib.suppress(OSError):
+                child.connection.send(None)
+            child.process.join()
 
 
 def contest(
@@ -271,26 +261,28 @@ def contest(
     """
     add = parser.add_argument
     add("--pytorch", nargs="?", const=pytorch, default="", help=f"beside PyTorch: {PYTORCH}")
-    add("--contender", help=argparse.SUPPRESS)
     options = parsed(parser)
-    if options.contender:
-        return _serve(lambda name: make(options, name), options)
     groups = [ours, *([name] for name in pytorch_names(options.pytorch))]
     tolerance = TOLERANCE if options.precision == "parity" else np.inf
-    with _children(program, groups) as children:
+    with _children(groups, make, options) as children:
         names = list(children)
-        found = {name: dict(child.about[name]) for name, child in children.items()}
-        for name, difference in _differences(children).items():
-            found[name]["largest_difference"] = difference
-            if not difference <= tolerance:
-                raise InputError(
-                    f"{name}: expected the outputs of {names[0]} to {tolerance:g}, "
-                    f"found a difference of {difference:.3g}"
-                )
+        found: dict[str, dict[str, Any]] = {}
+        for name, child in children.items():
+            found[name], outputs = child.made[name]
+            if name == names[0]:
+                first = outputs
+            elif shared := first.keys() & outputs.keys():
+                differences = [np.abs(outputs[key] - first[key]).max(initial=0) for key in shared]
+                found[name]["largest_difference"] = difference = float(max(differences))
+                if not difference <= tolerance:
+                    raise InputError(
+                        f"{name}: expected the outputs of {names[0]} to {tolerance:g}, "
+                        f"found a difference of {difference:.3g}"
+                    )
         seconds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
         for turn in range(options.warm_up + options.repeats):
             for name, child in children.items():
-                reply = child.ask(name)
+                reply = child.repeat(name)
                 if turn >= options.warm_up:
                     seconds[name].append(reply)
     for name, each in found.items():
@@ -309,22 +301,6 @@ def contest(
             each["utilisation"] = each["flops"] / of["median"] / each["peak_flops"]
         print(_line(name, each), flush=True)
     write_report(program, options, {"contenders": found})
-
-
-def _differences(children: dict[str, _Child]) -> dict[str, float]:
-    arrays: dict[str, dict[str, np.ndarray]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, child in children.items():
-            path = Path(folder) / f"{name}.npz"
-            child.ask(f"{name} {path}")
-            with np.load(path) as file:
-                arrays[name] = dict(file)
-    first, *others = arrays.values()
-    return {
-        name: max(float(np.abs(each[key] - first[key]).max(initial=0)) for key in shared)
-        for name, each in zip(list(arrays)[1:], others, strict=True)
-        if (shared := each.keys() & first.keys())
-    }
 
 
 def summary(seconds: list[float]) -> dict[str, Any]:
@@ -369,27 +345,17 @@ def _line(name: str, each: dict[str, Any]) -> str:
     return text + f"; {each['device']}"
 
 
-def in_a_process(program: str, flag: str, name: str) -> dict[str, Any]:
-    """Returns what this command with a further flag, in a fresh process, prints last, as JSON.
-
-    Args:
-        program: module of the benchmark.
-        flag: that is added.
-        name: by which an error calls it.
+def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns what a function of a benchmark returns in a fresh process.
 
     Raises:
-        InputError: the process failed.
+        InputError: the process ended, such as for want of memory; or of the function.
     """
-    done = subprocess.run(
-        [sys.executable, "-m", program, *sys.argv[1:], flag],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=_ROOT,
-        check=False,
-    )
-    if done.returncode:
-        raise InputError(f"{name}: the process ended with code {done.returncode}, see above")
-    return json.loads(done.stdout.splitlines()[-1])
+    with futures.ProcessPoolExecutor(1, _SPAWN) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except futures.BrokenExecutor as error:
+            raise InputError(f"the process of a measurement ended: {error}") from error
 
 
 def run(program: str, body: Callable[[], None]) -> int:

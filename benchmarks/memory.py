@@ -11,7 +11,6 @@ it. The calibrator is fitted on random features of the encoder's width.
 """
 
 import argparse
-import json
 import math
 import sys
 from typing import Any
@@ -19,11 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import measure
+from benchmarks import measure, synthetic
 from benchmarks.calibration import Features, Point, fitted, peak_bytes
-from configs import base
 from fdc_jax import devices, learners
-from fdc_jax.learners import training
 from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.memory"
@@ -51,16 +48,10 @@ def live_bytes() -> int:
 def of_tasks(options: argparse.Namespace, tasks: int) -> dict[str, Any]:
     """Measures one number of tasks in this process."""
     started = peak_bytes()
-    config: Any = base.get_config()
-    config.encoder.variant = options.variant
-    config.encoder.image_size = options.image_size
-    config.learner.name = options.learner
-    config.train.batch_size = options.batch_size
     model = measure.encoder(options)
     backbone = vit.initialise(model, options.image_size, jax.random.key(0))
-    setup = training.Setup(model, (options.classes,) * tasks, config)
-    learner = learners.find(options.learner)
-    update = learner.update(setup)
+    stream = (options.classes,) * tasks
+    learner, setup, update, rate = synthetic.learning(options.learner, model, stream)
     encoder = live_bytes()
     state = jax.block_until_ready(learner.initial_state(setup))
     with_state = live_bytes()
@@ -70,7 +61,6 @@ def of_tasks(options: argparse.Namespace, tasks: int) -> dict[str, Any]:
     live = live_bytes()
     parts = {"trained": trained, "frozen": frozen, "optimizer": optimizer}
     task = {name: tree_bytes(tree) for name, tree in parts.items()}
-    rate = 1.0 if update.schedule is None else update.schedule(0, config.train.epochs)
     batch = measure.noise(options.batch_size, options.image_size, options.classes, seed=0)
     arguments = (backbone, frozen, trained, optimizer, batch, rate)
     report: Any = update.step.lower(*arguments).compile().memory_analysis()
@@ -131,14 +121,11 @@ def main() -> None:
     """Prints a line per number of tasks and writes them as JSON."""
     flags = {"tasks": "1,10,100", "learner": "cumulative_lora", "classes": 10, "images": 100}
     parser = measure.parser_of(__doc__, PROGRAM, **flags, **measure.ENCODER, run_step=False)
-    parser.add_argument("--here", type=int, help=argparse.SUPPRESS)
     options = measure.parsed(parser)
-    if options.here:
-        return print(json.dumps(of_tasks(options, options.here)))
     learners.find(options.learner)
     records = []
     for tasks in measure.numbers(options, "tasks"):
-        records.append(measure.in_a_process(PROGRAM, f"--here={tasks}", f"{tasks} tasks"))
+        records.append(measure.in_a_process(of_tasks, options, tasks))
         print(line(records[-1]), flush=True)
     measure.write_report(PROGRAM, options, {"records": records})
 

@@ -8,7 +8,9 @@ It runs on a GPU where PyTorch sees one.
 """
 
 import argparse
+import collections
 import contextlib
+import itertools
 import os
 from typing import Any
 
@@ -19,7 +21,11 @@ from torch import nn  # pyright: ignore[reportMissingImports]
 from torch.nn import functional  # pyright: ignore[reportMissingImports]
 
 from benchmarks import measure, synthetic
-from fdc_jax.model import vit
+from configs import base
+from fdc_jax.model import layouts, vit
+
+# What PyTorch calls the factors of an increment.
+_FACTORS = {"A": "down", "B": "up"}
 
 
 class LowRank(nn.Module):
@@ -72,14 +78,14 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(width, eps=1e-6)
         self.attn = Attention(width, variant.heads, rank, form)
         self.norm2 = nn.LayerNorm(width, eps=1e-6)
-        self.fc1 = nn.Linear(width, variant.mlp_width)
-        self.act = nn.GELU()
-        self.fc2 = nn.Linear(variant.mlp_width, width)
+        layers = {"fc1": nn.Linear(width, variant.mlp_width), "act": nn.GELU()}
+        layers["fc2"] = nn.Linear(variant.mlp_width, width)
+        self.mlp = nn.Sequential(collections.OrderedDict(layers))
 
     def forward(self, x):
         """Returns [n, tokens, width]."""
         x = x + self.attn(self.norm1(x))
-        return x + self.fc2(self.act(self.fc1(self.norm2(x))))
+        return x + self.mlp(self.norm2(x))
 
 
 class VisionTransformer(nn.Module):
@@ -95,7 +101,8 @@ class VisionTransformer(nn.Module):
     def __init__(self, variant: vit.Variant, image_size: int, rank: int = 0, form="product"):
         super().__init__()
         tokens = (image_size // variant.patch) ** 2 + 1
-        self.patch_embed = nn.Conv2d(3, variant.width, variant.patch, variant.patch)
+        patches = nn.Conv2d(3, variant.width, variant.patch, variant.patch)
+        self.patch_embed = nn.Sequential(collections.OrderedDict(proj=patches))
         self.cls_token = nn.Parameter(torch.zeros(1, 1, variant.width))
         self.pos_embed = nn.Parameter(torch.zeros(1, tokens, variant.width))
         self.blocks = nn.ModuleList([Block(variant, rank, form) for _ in range(variant.depth)])
@@ -109,57 +116,6 @@ class VisionTransformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.norm(x)[:, 0]
-
-
-def _tensor(array: Any) -> torch.Tensor:
-    return torch.from_numpy(np.array(array, np.float32))
-
-
-def converted(params: Any, kernels: vit.KeyValueKernels, increment: vit.Increment | None = None):
-    """Returns the names and tensors of a PyTorch encoder that is the JAX one.
-
-    Args:
-        params: pretrained parameters.
-        kernels: key and value kernels.
-        increment: that the encoder has apart from its kernels.
-    """
-    trunk = params["Transformer"]
-    width = np.shape(params["cls"])[-1]
-
-    def norm(name, leaves):
-        return {f"{name}.weight": leaves["scale"], f"{name}.bias": leaves["bias"]}
-
-    def dense(name, leaves):
-        kernel = np.reshape(leaves["kernel"], (-1, np.shape(leaves["kernel"])[-1]))
-        return {f"{name}.weight": kernel.T, f"{name}.bias": leaves["bias"]}
-
-    state = {
-        "cls_token": params["cls"],
-        "pos_embed": trunk["posembed_input"]["pos_embedding"],
-        "patch_embed.weight": np.transpose(params["embedding"]["kernel"], (3, 2, 0, 1)),
-        "patch_embed.bias": params["embedding"]["bias"],
-        **norm("norm", trunk["encoder_norm"]),
-    }
-    factors: dict[str, Any] = dict(increment or {})
-    for number in range(len(kernels["key"])):
-        block, name = trunk[f"encoderblock_{number}"], f"blocks.{number}"
-        attention = block["MultiHeadDotProductAttention_1"]
-        query = np.reshape(attention["query"]["kernel"], (width, width))
-        fused = [query, kernels["key"][number], kernels["value"][number]]
-        bias = [np.reshape(attention[part]["bias"], -1) for part in ("query", "key", "value")]
-        state |= {
-            f"{name}.attn.qkv.weight": np.concatenate(fused, axis=1).T,
-            f"{name}.attn.qkv.bias": np.concatenate(bias),
-            **dense(f"{name}.attn.proj", attention["out"]),
-            **norm(f"{name}.norm1", block["LayerNorm_0"]),
-            **norm(f"{name}.norm2", block["LayerNorm_2"]),
-            **dense(f"{name}.fc1", block["MlpBlock_3"]["Dense_0"]),
-            **dense(f"{name}.fc2", block["MlpBlock_3"]["Dense_1"]),
-        }
-        for part, each in factors.items():
-            state[f"{name}.attn.{part}.down.weight"] = each["A"][number].T
-            state[f"{name}.attn.{part}.up.weight"] = each["B"][number].T
-    return jax.tree.map(_tensor, state)
 
 
 def _prepare(options: argparse.Namespace) -> tuple[Any, Any]:
@@ -188,34 +144,36 @@ def _about(device: Any) -> dict[str, Any]:
     return {"device": f"1 x {name}", "torch": torch.__version__}
 
 
-def _encoder(options: argparse.Namespace, device, kernels, problem, increment=None):
-    form = "factors" if options.contender == "pytorch_factors" else "product"
+def _encoder(options: argparse.Namespace, name: str, device, kernels, problem, increment=None):
+    form = "factors" if name == "pytorch_factors" else "product"
     rank = 0 if increment is None else synthetic.RANK
     variant = vit.VARIANTS[options.variant]
     net = VisionTransformer(variant, options.image_size, rank, form)
-    net.load_state_dict(converted(problem.parameters, kernels, increment))
-    for name, parameter in net.named_parameters():
-        parameter.requires_grad_(".down." in name or ".up." in name)
+    arrays, _ = layouts.as_timm(problem.parameters, variant, kernels, options.image_size)
+    for part, factors in (increment or {}).items():
+        for (factor, layer), block in itertools.product(_FACTORS.items(), range(variant.depth)):
+            arrays[f"blocks.{block}.attn.{part}.{layer}.weight"] = factors[factor][block].T
+    net.load_state_dict({path: torch.tensor(array) for path, array in arrays.items()})
+    for path, parameter in net.named_parameters():
+        parameter.requires_grad_(".down." in path or ".up." in path)
     net.to(device)
-    return net, torch.compile(net) if options.contender == "pytorch_compiled" else net
+    return net, torch.compile(net) if name == "pytorch_compiled" else net
 
 
-def training_step(options: argparse.Namespace, rates: dict[str, float]) -> measure.Contender:
+def training_step(options: argparse.Namespace, name: str) -> measure.Contender:
     """Returns a step of Adam on increments and head."""
     device, context = _prepare(options)
     problem = synthetic.problem(options)
-    net, encode = _encoder(options, device, problem.pretrained, problem, problem.increment)
+    net, encode = _encoder(options, name, device, problem.pretrained, problem, problem.increment)
     head = torch.nn.Linear(problem.model.variant.width, synthetic.CLASSES)
     with torch.no_grad():
         head.weight.copy_(torch.from_numpy(problem.head.weight))
         head.bias.zero_()
     head.to(device)
-    optimizer = torch.optim.Adam(
-        [
-            {"params": [p for p in net.parameters() if p.requires_grad], "lr": rates["increment"]},
-            {"params": head.parameters(), "lr": rates["head"]},
-        ]
-    )
+    rates, ours = base.get_config().train, [p for p in net.parameters() if p.requires_grad]
+    groups = [{"params": ours, "lr": rates.increment_learning_rate}]
+    groups.append({"params": [*head.parameters()], "lr": rates.head_learning_rate})
+    optimizer = torch.optim.Adam(groups)
     images = torch.from_numpy(problem.images).to(device)
     labels = torch.from_numpy(problem.labels).long().to(device)
 
@@ -230,10 +188,11 @@ def training_step(options: argparse.Namespace, rates: dict[str, float]) -> measu
     first = repeat()
 
     def gradient(part, factor):
-        blocks = [getattr(getattr(block.attn, part), factor) for block in net.blocks]
-        return torch.stack([each.weight.grad.T for each in blocks]).float().cpu().numpy()
+        layers = [net.get_submodule(f"{block}.attn.{part}.{_FACTORS[factor]}") for block in blocks]
+        return torch.stack([each.weight.grad.T for each in layers]).float().cpu().numpy()
 
-    outputs = {"A": gradient("key", "down"), "B": gradient("value", "up")}
+    blocks = [f"blocks.{block}" for block in range(len(net.blocks))]
+    outputs = {"A": gradient("key", "A"), "B": gradient("value", "B")}
     outputs["loss"] = np.array([first, repeat()])
 
     def synchronised():
@@ -244,11 +203,11 @@ def training_step(options: argparse.Namespace, rates: dict[str, float]) -> measu
     return measure.Contender(synchronised, outputs, _about(device))
 
 
-def extraction(options: argparse.Namespace) -> measure.Contender:
+def extraction(options: argparse.Namespace, name: str) -> measure.Contender:
     """Returns the features of one view."""
     device, context = _prepare(options)
     problem = synthetic.problem(options)
-    _, encode = _encoder(options, device, problem.kernels, problem)
+    _, encode = _encoder(options, name, device, problem.kernels, problem)
 
     def repeat(batches: int = options.batches):
         found = []

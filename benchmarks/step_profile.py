@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,16 @@ def part_of(name: str) -> str:
     return next((part for part, pattern in PARTS if re.search(pattern, name)), OTHER)
 
 
+def instructions(program: str) -> Iterator[tuple[str, str, str]]:
+    """Yields the computation, the name and the line of every instruction of a compiled program."""
+    computation = ""
+    for line in program.splitlines():
+        if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            computation = opened[1]
+        elif instruction := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = ", line):
+            yield computation, instruction[1], line
+
+
 def names(program: str) -> dict[str, str]:
     """Returns `op_name` by instruction of a compiled program, as text.
 
@@ -51,20 +61,11 @@ def names(program: str) -> dict[str, str]:
     found: dict[str, str] = {}
     roots: dict[str, str] = {}
     calls: dict[str, str] = {}
-    computation = ""
-    for line in program.splitlines():
-        opened = re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line)
-        if opened:
-            computation = opened.group(1)
-        instruction = re.match(r"\s+(?:ROOT )?%?([\w.-]+) = ", line)
-        if not instruction:
-            continue
-        named = re.search(r'op_name="([^"]+)"', line)
-        if named:
-            found[instruction.group(1)] = roots[computation] = named.group(1)
-        called = re.search(r"calls=%?([\w.-]+)", line)
-        if called and not named:
-            calls[instruction.group(1)] = called.group(1)
+    for computation, name, line in instructions(program):
+        if named := re.search(r'op_name="([^"]+)"', line):
+            found[name] = roots[computation] = named[1]
+        elif called := re.search(r"calls=%?([\w.-]+)", line):
+            calls[name] = called[1]
     return found | {name: roots[to] for name, to in calls.items() if to in roots}
 
 

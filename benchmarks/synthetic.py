@@ -7,7 +7,10 @@ import jax
 import numpy as np
 
 from benchmarks import measure
+from configs import base
+from fdc_jax import devices, learners
 from fdc_jax.heads import LinearHead
+from fdc_jax.learners import training
 from fdc_jax.model import increments, vit
 
 RANK = 10
@@ -25,6 +28,18 @@ class Problem(NamedTuple):
     head: LinearHead
     images: np.ndarray
     labels: np.ndarray
+
+
+def learning(
+    name: str, model: vit.VisionTransformer, classes_per_task: tuple[int, ...], mesh: Any = None
+) -> tuple[Any, training.Setup, training.Update, Any]:
+    """Returns a learner, its set-up and update in the paper's settings, and its first rates."""
+    config: Any = base.get_config()
+    config.learner.name, learner = name, learners.find(name)
+    setup = training.Setup(model, classes_per_task, config, mesh or devices.data_mesh())
+    update = learner.update(setup)
+    rate = update.schedule(0, config.train.epochs) if update.schedule else 1.0
+    return learner, setup, update, rate
 
 
 def problem(options: argparse.Namespace) -> Problem:

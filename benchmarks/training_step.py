@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks import measure
 
 PROGRAM = "benchmarks.training_step"
-RATES = {"increment": 5e-4, "head": 5e-3}
 
 
 def prepared(options: argparse.Namespace) -> tuple[Any, ...]:
@@ -28,27 +27,19 @@ def prepared(options: argparse.Namespace) -> tuple[Any, ...]:
     import numpy as np
 
     from benchmarks import synthetic
-    from configs import base
     from fdc_jax import devices
     from fdc_jax.data.batches import Batch
-    from fdc_jax.learners import cumulative_lora, training
 
-    problem = synthetic.problem(options)
-    config: Any = base.get_config()
-    config.encoder.variant = options.variant
-    config.train.increment_learning_rate = RATES["increment"]
-    config.train.head_learning_rate = RATES["head"]
-    setup = training.Setup(problem.model, (synthetic.CLASSES,) * 2, config)
-    mesh = devices.data_mesh()
+    problem, stream = synthetic.problem(options), (synthetic.CLASSES,) * 2
+    learner, setup, update, _ = synthetic.learning("cumulative_lora", problem.model, stream)
+    mesh, state = setup.mesh, learner.initial_state(setup)
     backbone = devices.replicate(mesh, jax.tree.map(jnp.asarray, problem.parameters))
-    frozen, _ = cumulative_lora.start(
-        setup, backbone, cumulative_lora.initial_state(setup), 0, jax.random.key(0)
-    )
+    frozen, _ = learner.start(setup, backbone, state, 0, jax.random.key(0))
     trained = jax.tree.map(jnp.asarray, {"increment": problem.increment, "head": problem.head})
     frozen, trained = devices.replicate(mesh, (frozen, trained))
     batch = Batch(problem.images, problem.labels, np.ones(options.batch_size, np.float32))
     batch = devices.split(mesh, batch)
-    return setup, cumulative_lora.update(setup), backbone, frozen, trained, batch
+    return setup, update, backbone, frozen, trained, batch
 
 
 def ours(options: argparse.Namespace) -> measure.Contender:
@@ -90,7 +81,7 @@ def contender(options: argparse.Namespace, name: str) -> measure.Contender:
         return ours(options)
     from benchmarks import pytorch
 
-    return pytorch.training_step(options, RATES)
+    return pytorch.training_step(options, name)
 
 
 def main() -> None:
