@@ -5,11 +5,8 @@ import dataclasses
 import math
 import os
 import re
-import struct
 import urllib.error
 import urllib.request
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
-from safetensors import SafetensorError
-from safetensors.numpy import load_file
 
 from fdc_jax.errors import InputError
-from fdc_jax.files import sha256, write_atomically
+from fdc_jax.files import read_npz, read_safetensors, sha256, write_npz
 from fdc_jax.model import layouts, vit
 
 AUGREG_BUCKET = "https://storage.googleapis.com/vit_models/augreg/"
@@ -37,10 +32,6 @@ AUGREG_FILES = {
 }
 NAMED = ("augreg", "digits")
 DIGITS_WEIGHTS = Path(__file__).resolve().parents[1] / "assets" / "digits_vit.npz"
-
-# What the two readers raise on files that are cut short, changed or of another type.
-_DAMAGED = (OSError, ValueError, TypeError, EOFError, KeyError, NotImplementedError)
-_DAMAGED += (struct.error, zipfile.BadZipFile, zlib.error, SafetensorError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,29 +204,11 @@ def _first(names: list[str]) -> str:
 def _read(path: Path) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise InputError(f"encoder.weights: no file {path}")
-    if path.suffix not in (".npz", ".safetensors"):
+    if path.suffix == ".safetensors":
+        return read_safetensors(path)
+    if path.suffix != ".npz":
         raise InputError(f"{path}: expected a .npz or .safetensors file, found {path.suffix!r}")
-    try:
-        with open(path, "rb") as stream:
-            start = stream.read(16)
-            # Of another type; numpy would say to trust it and to load it unsafely. A safetensors
-            # file begins with eight bytes for a length that no more than seven can need.
-            whole = start.startswith(b"PK") if path.suffix == ".npz" else b"\0" in start[:8]
-            if start and not whole:
-                raise InputError(
-                    f"{path}: no weights file: expected a {path.suffix} archive, found a file that "
-                    f"begins with {start!r}; is it a web page, saved in place of the weights?"
-                )
-            if path.suffix == ".safetensors":
-                return load_file(path)
-            # From the open file, since numpy leaves a damaged archive open.
-            stream.seek(0)
-            with np.load(stream, allow_pickle=False) as file:
-                return {name.removeprefix("opt/target/"): file[name] for name in file.files}
-    except InputError:
-        raise
-    except _DAMAGED as error:
-        raise InputError(f"{path}: unreadable weights ({error})") from error
+    return {name.removeprefix("opt/target/"): array for name, array in read_npz(path).items()}
 
 
 def resize_positions(embedding: np.ndarray, length: int, path: Path, tokens: int = 1) -> np.ndarray:
@@ -263,9 +236,4 @@ def resize_positions(embedding: np.ndarray, length: int, path: Path, tokens: int
 
 def save(params: Any, path: str | os.PathLike[str]) -> None:
     """Writes a parameter tree as an AugReg `.npz` that `load` reads back bit for bit."""
-    arrays: dict[str, Any] = {
-        name: np.asarray(array)
-        for name, array in traverse_util.flatten_dict(params, sep="/").items()
-    }
-    with write_atomically(path) as file:
-        np.savez(file, **arrays)
+    write_npz(path, traverse_util.flatten_dict(params, sep="/"))
