@@ -36,6 +36,8 @@ if TYPE_CHECKING:  # Reports need no encoder.
 # Entries of results that stand beside the paper's numbers: the affinity in the whitened metric, or
 # the paper's without tanh.
 BEYOND = ("whitened", "linear", "transported")
+# Of all intervals, and how many samples a bootstrap draws.
+_CONFIDENCE, _RESAMPLES = 0.95, 9999
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-datasets", "numpy")
 
 
@@ -83,7 +85,7 @@ class Gain(NamedTuple):
     std: float
     low: float
     high: float
-    confidence: float
+    confidence: float = _CONFIDENCE
 
 
 def _columns(**arrays: ArrayLike) -> list[Int[np.ndarray, " n"]]:
@@ -131,13 +133,10 @@ def decompose(
     routed = task == chosen
     right = label == predicted
     oracle_right = label == oracle
-    for bad, what in (
-        (
-            routed & (predicted != oracle),
-            "the task is right but the label is not the oracle's",
-        ),
-        (right & ~routed, "the label is right but the task is not"),
-    ):
+    for what, bad in {
+        "the task is right but the label is not the oracle's": routed & (predicted != oracle),
+        "the label is right but the task is not": right & ~routed,
+    }.items():
         if bad.any():
             raise InputError(f"row {bad.argmax()} of the predictions: {what} ({bad.sum()} in all)")
 
@@ -227,33 +226,27 @@ def mean_and_std(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     return float(np.mean(array)), std
 
 
-def paired_gain(
-    before: Sequence[float], after: Sequence[float] | np.ndarray, confidence: float = 0.95
-) -> Gain:
+def paired_gain(before: Sequence[float], after: Sequence[float] | np.ndarray) -> Gain:
     """Gain within each seed, its mean, sample std and Student t interval; NaN for one seed.
 
     Args:
         before: one accuracy per seed.
         after: accuracies of the same seeds in the same order.
-        confidence: probability of the interval.
     """
     from scipy import stats  # takes a second
 
     gains = np.asarray(after, np.float64) - np.asarray(before, np.float64)
     mean, std = mean_and_std(gains)
     if gains.size < 2:  # SciPy warns of no degrees of freedom
-        return Gain(mean, std, float("nan"), float("nan"), confidence)
-    reach = float(stats.t.ppf(0.5 + confidence / 2, gains.size - 1)) * std / gains.size**0.5
-    return Gain(mean, std, mean - reach, mean + reach, confidence)
+        return Gain(mean, std, float("nan"), float("nan"))
+    reach = float(stats.t.ppf(0.5 + _CONFIDENCE / 2, gains.size - 1)) * std / gains.size**0.5
+    return Gain(mean, std, mean - reach, mean + reach)
 
 
 def bootstrap_gain(
     true_label: ArrayLike,
     before: ArrayLike,
     after: ArrayLike,
-    confidence: float = 0.95,
-    num_resamples: int = 9999,
-    seed: int = 0,
 ) -> Gain:
     """Percentile bootstrap interval of the accuracy gain over test samples, paired by sample.
 
@@ -266,10 +259,10 @@ def bootstrap_gain(
     fixed, broken = change.wrong_to_right, change.right_to_wrong
     gain = 100.0 * (fixed - broken) / size
     probabilities = np.array([fixed, broken, size - fixed - broken]) / size
-    draws = np.random.default_rng(seed).multinomial(size, probabilities, size=num_resamples)
+    draws = np.random.default_rng(0).multinomial(size, probabilities, size=_RESAMPLES)
     gains = 100.0 * (draws[:, 0] - draws[:, 1]) / size
-    low, high = np.quantile(gains, [0.5 - confidence / 2, 0.5 + confidence / 2])
-    return Gain(gain, float(np.std(gains, ddof=1)), float(low), float(high), confidence)
+    low, high = np.quantile(gains, [0.5 - _CONFIDENCE / 2, 0.5 + _CONFIDENCE / 2])
+    return Gain(gain, float(np.std(gains, ddof=1)), float(low), float(high))
 
 
 def mcnemar(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> float:
@@ -284,25 +277,6 @@ def mcnemar(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> float
     if not discordant:
         return 1.0
     return float(stats.binomtest(change.wrong_to_right, discordant, 0.5).pvalue)
-
-
-def holm(p_values: Sequence[float]) -> Float[np.ndarray, " m"]:
-    """Holm's step-down adjusted p-values, in the order given.
-
-    Rejecting where the result is at most a level bounds the chance of any false rejection by it.
-
-    Raises:
-        InputError: a value is not a probability.
-    """
-    from statsmodels.stats.multitest import multipletests  # takes a second
-
-    values = np.asarray(p_values, np.float64)
-    if not ((values >= 0) & (values <= 1)).all():
-        raise InputError(f"Holm's correction: expected probabilities, found {values.tolist()}")
-    if not values.size:
-        return values
-    adjusted: Any = multipletests(values, method="holm")[1]
-    return adjusted
 
 
 # A run --------------------------------------------------------------------------------------------

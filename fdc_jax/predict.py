@@ -316,7 +316,8 @@ def _run(options: argparse.Namespace) -> None:
     images = counted(len(found.images), "image")
     progress, said, changed = Progress(options.quiet, unit="batch"), 0, 0
     first: list[pd.DataFrame] = []
-    shown = _Shown(len(found.images))
+    rows = pictures.spaced(np.arange(len(found.images)), _ON_PAGE if options.html else 0)
+    shown: list[dict[str, Any]] = []
     if found.num_tasks < run.num_tasks:
         progress.line(
             f"the run has learned {found.num_tasks} of its {run.num_tasks} tasks; it knows no "
@@ -330,15 +331,15 @@ def _run(options: argparse.Namespace) -> None:
             file.write(text.encode())
             if said < _ON_SCREEN:
                 first.append(table)
-            if options.html:
-                shown.add(table, pixels)
+            for place in np.flatnonzero(table.index.isin(rows)):
+                shown.append(_picture(table.iloc[place].to_dict(), pixels[place]))
             said, changed = said + len(table), changed + np.count_nonzero(table["changed"])
             speed = (said + len(found.unreadable)) / (time.perf_counter() - clock)
             progress.step("predict", images_per_second=f"{speed:.0f}")
         if not said:
             raise InputError(f"none of {images} could be read")
     if options.html:
-        shown.write(options.html, found, said, changed)
+        _write_page(options.html, found, said, changed, shown)
     if not options.quiet:
         printed = pd.concat(first).head(_ON_SCREEN)
         print(printed[["image", "class", "task", "score", "raw_class"]].to_string(index=False))
@@ -352,54 +353,46 @@ def _run(options: argparse.Namespace) -> None:
         raise InputError(f"{len(found.unreadable)} of {images} could not be read")
 
 
-class _Shown:
-    """Images for the page, evenly spaced."""
-
-    def __init__(self, total: int):
-        most = min(total, _ON_PAGE)
-        self._rows = {int((place + 0.5) * total / most) for place in range(most)}
-        self._pictures: list[pictures.Prediction] = []
-
-    def add(self, table: pd.DataFrame, pixels: UInt8[np.ndarray, "n s s 3"]) -> None:
-        """Keeps those of a batch that are to be shown."""
-        for place in np.flatnonzero(table.index.isin(self._rows)):
-            self._pictures.append(_picture(table.iloc[place].to_dict(), pixels[place]))
-
-    def write(self, path: str, found: Predictions, said: int, changed: int) -> None:
-        """Writes the page."""
-        from fdc_jax.report import page  # plotting takes seconds to import
-
-        text = page.render_predictions(
-            learner=found.run.config.learner.name,
-            benchmark=found.run.config.benchmark,
-            num_tasks=found.num_tasks,
-            num_classes=sum(map(len, found.calibrator.classes)),
-            method=METHODS[found.method],
-            gaussians=found.method == "transported",
-            images=said,
-            changed=changed,
-            unreadable=len(found.unreadable),
-            shown=self._pictures,
-        )
-        with write_atomically(path) as file:
-            file.write(text.encode("utf-8", "backslashreplace"))
-
-
-def _picture(line: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> pictures.Prediction:
-    chosen, raw = (pictures.Said(line[f"{p}class"], line[f"{p}task"]) for p in ("", "raw_"))
-    rival, evidence = None, []
-    if "rival_class" in line:
-        rival = pictures.Said(line["rival_class"], line["rival_task"])
-        titles = {**EVIDENCE, "score": "Score"}
-        evidence = [
+def _picture(line: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[str, Any]:
+    """Returns what the page shows of an image; `rival` and evidence where there are more tasks."""
+    shown = {
+        "uri": pictures.data_uri(image),
+        "small": pictures.is_small(image),
+        # A page that is passed on should not tell of a machine.
+        "name": "/".join(Path(line["image"]).parts[-2:]),
+        "changed": line["changed"],
+    }
+    for name, prefix in (("chosen", ""), ("raw", "raw_"), ("rival", "rival_")):
+        if f"{prefix}class" in line:
+            shown[name] = pictures.Said(line[f"{prefix}class"], line[f"{prefix}task"])
+    if "rival" in shown:
+        shown["evidence"] = [
             pictures.Evidence(title, line[column], line[f"rival_{column}"])
-            for column, title in titles.items()
+            for column, title in {**EVIDENCE, "score": "Score"}.items()
             if column in line
         ]
-    uri, small = pictures.data_uri(image), pictures.is_small(image)
-    # A page that is passed on should not tell of a machine.
-    name = "/".join(Path(line["image"]).parts[-2:])
-    return pictures.Prediction(name, uri, small, chosen, rival, raw, line["changed"], evidence)
+    return shown
+
+
+def _write_page(
+    path: str, found: Predictions, said: int, changed: int, shown: list[dict[str, Any]]
+) -> None:
+    from fdc_jax.report import page  # plotting takes seconds to import
+
+    text = page.render_predictions(
+        learner=found.run.config.learner.name,
+        benchmark=found.run.config.benchmark,
+        num_tasks=found.num_tasks,
+        num_classes=sum(map(len, found.calibrator.classes)),
+        method=METHODS[found.method],
+        gaussians=found.method == "transported",
+        images=said,
+        changed=changed,
+        unreadable=len(found.unreadable),
+        shown=shown,
+    )
+    with write_atomically(path) as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
 
 
 if __name__ == "__main__":

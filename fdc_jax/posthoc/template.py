@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from fdc_jax.errors import InputError, Program
 from fdc_jax.files import write_npy, write_npz
@@ -76,6 +75,8 @@ def example(
     Returns:
         The arrays of a feature file with two views, reproducible from the seed.
     """
+    from sklearn.linear_model import Ridge  # takes a second
+
     rng = np.random.default_rng(seed)
     arrays: dict[str, np.ndarray] = {}
     shared = 0.1 * rng.normal(size=width)
@@ -93,15 +94,16 @@ def example(
 
         pretrained, rows = draw(per_class)
         adapted = pretrained @ (np.eye(width) + drifts[: t + 1].sum(axis=0))
-        weight, bias = _ridge_head(adapted, rows, classes_per_task)
+        targets = 10.0 * (np.eye(classes_per_task)[rows] - 1.0 / classes_per_task)
+        head = Ridge(10.0).fit(adapted, targets)
         arrays[f"train_adapted_{t}"] = adapted.astype(np.float32)
         if t:
             before = pretrained @ (np.eye(width) + drifts[:t].sum(axis=0))
             arrays[f"train_previous_{t}"] = before.astype(np.float32)
         arrays[f"train_pretrained_{t}"] = pretrained.astype(np.float32)
         arrays[f"train_labels_{t}"] = t * classes_per_task + rows
-        arrays[f"head_weight_{t}"] = weight.astype(np.float32)
-        arrays[f"head_bias_{t}"] = bias.astype(np.float32)
+        arrays[f"head_weight_{t}"] = head.coef_.astype(np.float32)
+        arrays[f"head_bias_{t}"] = head.intercept_.astype(np.float32)
         tests.append(draw(test_per_class)[0])
     pretrained = np.concatenate(tests)
     adapted = pretrained @ (np.eye(width) + drifts.sum(axis=0))
@@ -109,15 +111,3 @@ def example(
     arrays["test_pretrained"] = pretrained.astype(np.float32)
     arrays["test_labels"] = np.repeat(np.arange(num_tasks * classes_per_task), test_per_class)
     return arrays
-
-
-def _ridge_head(
-    features: np.ndarray, rows: ArrayLike, num_classes: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Weights and biases of a ridge regression to centred one-hot labels."""
-    targets = 10.0 * (np.eye(num_classes)[np.asarray(rows)] - 1.0 / num_classes)
-    mean = features.mean(axis=0)
-    centred = features - mean
-    gram = centred.T @ centred + 10.0 * np.eye(features.shape[1])
-    weight = np.linalg.solve(gram, centred.T @ targets).T
-    return weight, -weight @ mean

@@ -167,7 +167,7 @@ def _matrix(axes: Axes, values: Float[np.ndarray, "tasks tasks"], scale: PowerNo
         axes.text(column + 1, row + 1, "<1" if 0 < value < 1 else text, **look)
 
 
-def _lists(groups: Sequence[Group], label: str) -> tuple[Figure, list[tuple[Axes, list[Group]]]]:
+def _lists(groups: Sequence[Group]) -> tuple[Figure, list[tuple[Axes, list[Group]]]]:
     """Returns a panel per benchmark and settings, with a row per learner, the first on top."""
     lists: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
@@ -185,7 +185,7 @@ def _lists(groups: Sequence[Group], label: str) -> tuple[Figure, list[tuple[Axes
         axes.set_ylim(most - 0.4, -0.6)
         drawing.lines_only(axes, "y")
         axes.spines["left"].set_visible(False)
-        axes.set_xlabel(label)
+        axes.set_xlabel("Final accuracy (%)")
     return figure, list(zip(panels, lists.values(), strict=True))
 
 
@@ -197,7 +197,7 @@ def task_identity(groups: Sequence[Group]) -> Figure | None:
     true task is given. Points are means over seeds, bars one sample standard deviation. Empty
     markers are the paper's numbers, where runs follow its protocol.
     """
-    figure, lists = _lists(groups, "Final accuracy (%)")
+    figure, lists = _lists(groups)
     published = False
     for axes, members in lists:
         for row, group in enumerate(members):
@@ -219,64 +219,6 @@ def task_identity(groups: Sequence[Group]) -> Figure | None:
     keys = [drawing.key_of(kind, linestyle="none") for kind in KINDS]
     drawing.legend(figure, [*keys, *[key] * published])
     return figure
-
-
-def gains(groups: Sequence[Group]) -> Figure | None:
-    """Gain of FDC over raw.
-
-    Gain of full FDC in percentage points, written at the right, with its 95 % interval: Student's
-    t over gains paired within seeds, or, dashed, a bootstrap over test images where there is one
-    seed. A cross marks the components that the paper selects for a learner, where those are not
-    all. Empty markers are the paper's numbers, where runs follow its protocol.
-    """
-    measured = [group for group in groups if group.values("gain")]
-    if not measured:
-        return None
-    figure, lists = _lists(measured, "Gain of FDC over raw (percentage points)")
-    blue: dict[str, Any] = {"color": drawing.FDC}
-    look: dict[str, dict[str, Any]] = {
-        "gain": {"marker": "s", "linestyle": "none", "label": "FDC", **blue},
-        "seeds": {"linestyle": "-", "linewidth": 1.1, "label": "95 % over seeds", **blue},
-        "images": {
-            "linestyle": (0, (2, 1.5)),
-            "linewidth": 1.1,
-            "label": "95 % over images",
-            **blue,
-        },
-        "selected": {"marker": "x", "linestyle": "none", "label": "Selected components", **blue},
-        "paper": drawing.hollow("s", drawing.FDC, "Paper"),
-    }
-    used = {"gain"}
-    for axes, members in lists:
-        axes.axvline(0, color=drawing.INK, linewidth=0.8)
-        for row, group in enumerate(members):
-            marks = _gain_marks(group)
-            used |= marks.keys()
-            for name, places in marks.items():
-                axes.plot(places, [row] * len(places), gid=f"{name}-{row}", **look[name])
-            place: dict[str, Any] = {"xycoords": axes.get_yaxis_transform(), "fontsize": 7}
-            place |= {"textcoords": "offset points", "va": "center", "annotation_clip": False}
-            text = words.minus(words.number(marks["gain"][0], 1, signed=True))
-            axes.annotate(text, (1, row), (3, 0), **place)
-        low, high = axes.get_xlim()
-        axes.set_xlim(min(low, -0.5), max(high, 0.5))
-    drawing.legend(figure, [Line2D([], [], **look[name]) for name in look if name in used])
-    return figure
-
-
-def _gain_marks(group: Group) -> dict[str, list[float]]:
-    """Returns the places of a learner's marks by name, intervals first."""
-    marks = {}
-    interval = overview.gain_interval(group)
-    if interval.of:
-        marks[interval.of] = [interval.low, interval.high]
-    marks["gain"] = [float(np.mean(group.values("gain")))]
-    if group.runs[0].selected != "full" and (gains := group.values("selected_gain")):
-        marks["selected"] = [float(np.mean(gains))]
-    published = paper.plugin(group.learner, "full") or paper.plugin(group.learner, "selected")
-    if group.follows_protocol and published and group.benchmark in published.gains:
-        marks["paper"] = [published.gains[group.benchmark].mean]
-    return marks
 
 
 def _mean(rows: Sequence[Sequence[float | None]]) -> np.ndarray:
@@ -536,7 +478,6 @@ _FIGURES: dict[str, tuple[Callable[[Sequence[Group]], Figure | None], int, tuple
     "decomposition": (decomposition, _ONE, ()),
     "task_confusion": (task_confusion, _ONE, ()),
     "task_identity": (task_identity, _ALL, ()),
-    "gains": (gains, _ALL, ()),
     "similarity": (similarity, _ONE, ("similarity",)),
     "residual_contributions": (residual_contributions, _SEVERAL, ("residual_contributions",)),
     "residual_distributions": (residual_distributions, _ONE, ("residual_distributions",)),

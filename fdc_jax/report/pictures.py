@@ -60,28 +60,6 @@ class Picture(NamedTuple):
     evidence: list[Evidence]
 
 
-class Prediction(NamedTuple):
-    """An image and what was said of it.
-
-    Attributes:
-        name: where it came from.
-        uri: as of `Picture`.
-        small: likewise.
-        chosen: the answer; `rival`: that of the next task, `raw`: that of the heads alone.
-        changed: whether `raw` is another class.
-        evidence: empty where there is one task alone.
-    """
-
-    name: str
-    uri: str
-    small: bool
-    chosen: Said
-    rival: Said | None
-    raw: Said
-    changed: bool
-    evidence: list[Evidence]
-
-
 class Pictures(NamedTuple):
     """What the work directory of a run shows beyond its numbers.
 
@@ -115,8 +93,8 @@ def load(run: RunFolder, opened: Any) -> Pictures:
     task, label = columns["task"], columns["label"]
     repaired = np.flatnonzero((columns["raw_task"] != task) & (columns["fdc_label"] == label))
     broken = np.flatnonzero((columns["raw_label"] == label) & (columns["fdc_task"] != task))
-    first = _spaced(repaired)
-    rows = np.concatenate([first, _spaced(broken)])
+    first = spaced(repaired, PICTURES)
+    rows = np.concatenate([first, spaced(broken, PICTURES)])
     if not len(rows):
         reason = "FDC changed the task of no image to or from the true one."
         return Pictures(names, missing=reason)
@@ -143,9 +121,9 @@ def load(run: RunFolder, opened: Any) -> Pictures:
     return Pictures(names, drawn[: len(first)], len(repaired), drawn[len(first) :], len(broken))
 
 
-def _spaced(rows: Int[np.ndarray, " n"]) -> Int[np.ndarray, " k"]:
-    """Returns up to `PICTURES` of these, evenly spaced."""
-    most = min(len(rows), PICTURES)
+def spaced(rows: Int[np.ndarray, " n"], most: int) -> Int[np.ndarray, " k"]:
+    """Returns all of these, or as many, evenly spaced."""
+    most = min(len(rows), most)
     return rows[((np.arange(most) + 0.5) * len(rows) / max(most, 1)).astype(int)]
 
 

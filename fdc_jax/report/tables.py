@@ -282,6 +282,8 @@ def _significance(layout: Layout) -> list[Row]:
     A group's p-value is the largest of its runs': below a level only when each seed's own p-value
     is, which bounds the chance of a false claim that every seed gains.
     """
+    from statsmodels.stats.multitest import multipletests  # takes a second
+
     rows, largest = [], {}
     for place, group in enumerate(layout.groups):
         labels, p_values, of_seeds = layout.labels(group), [], []
@@ -297,7 +299,8 @@ def _significance(layout: Layout) -> list[Row]:
         cells = {"gain": spread(group.values("gain"), signed=True), "p": _p(largest.get(place))}
         rows.append((place, labels | {"seeds": f"all {len(group.runs)}"} | cells | interval(gain)))
         rows += [(None, row) for row in of_seeds]
-    corrected = dict(zip(largest, evaluation.holm(list(largest.values())), strict=True))
+    corrected: Any = multipletests([*largest.values()], method="holm")[1] if largest else ()
+    corrected = dict(zip(largest, corrected, strict=True))
     return [row | {"p, Holm": _p(corrected.get(place))} for place, row in rows]
 
 

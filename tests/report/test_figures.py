@@ -9,12 +9,11 @@ from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from fdc_jax import evaluation
 from fdc_jax.report import drawing, figures, overview, paper
 from tests.report import made_up
 
 # Those that results and predictions alone can fill.
-WITHOUT_ANALYSES = (*figures.OF_A_RUN, "task_identity", "gains")
+WITHOUT_ANALYSES = (*figures.OF_A_RUN, "task_identity")
 
 
 @pytest.fixture(scope="module")
@@ -97,31 +96,6 @@ def test_other_settings_stand_apart_without_the_papers_numbers():
     assert (len(hollow(first)), len(hollow(second))) == (4, 0)
     assert second.get_title(loc="left") == "CIFAR-100, 5 epochs"
     assert "Paper" not in words(draw("task_identity", reduced))
-
-
-def test_gains_have_the_interval_over_seeds(protocol, drawn):
-    (group,), (axes,) = protocol, drawn["gains"].figure.axes
-    mean = np.mean(group.values("gain"))
-    assert the_line(axes, "gain-0").get_xdata() == pytest.approx([mean])
-    assert f"{mean:+.1f}" in [text.get_text() for text in axes.texts]
-    interval = overview.gain_interval(group)
-    assert the_line(axes, "seeds-0").get_xdata() == pytest.approx([interval.low, interval.high])
-    (published,) = hollow(axes)
-    assert published.get_xdata() == [paper.plugin("cumulative_lora", "full").gains["cifar100"].mean]
-
-
-def test_the_gain_of_one_seed_has_the_interval_over_images_and_of_the_selection_a_cross():
-    figure = draw("gains", made_up.run(2, learner="splitlora"))
-    (group,), (axes,) = made_up.groups(made_up.run(2, learner="splitlora")), figure.axes
-    columns = group.runs[0].predictions
-    labels = [columns[f"{name}label"] for name in ("", "raw_", "fdc_")]
-    expected = evaluation.bootstrap_gain(*labels)
-    dashed = the_line(axes, "images-0")
-    assert dashed.is_dashed() and list(dashed.get_xdata()) == [expected.low, expected.high]
-    cross = the_line(axes, "selected-0")
-    assert cross.get_xdata() == pytest.approx(group.values("gain:pac+rlc_adapted_view"))
-    labels = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert labels == ["FDC", "95 % over images", "Selected components", "Paper"]
 
 
 # One run ------------------------------------------------------------------------------------------
@@ -275,7 +249,9 @@ def test_figures_fit_a_paper(protocol, drawn, name):
         assert figures.draw(name, made_up.groups()) == []
 
 
-@pytest.mark.parametrize("name", ["gains", "residual_contributions", "sweeps", "neighbours"])
+@pytest.mark.parametrize(
+    "name", ["task_identity", "residual_contributions", "sweeps", "neighbours"]
+)
 def test_long_and_odd_names_do_no_harm(name):
     long = r"$\oops{$_a_learner_with_a_name_as_long_as_a_path_" * 4
     figure = draw(name, made_up.run(1, learner=long, benchmark=long), made_up.run(1))

@@ -90,7 +90,7 @@ def several():
     members = [made_up.run(seed) for seed in (1, 2, 3)]
     members.append(made_up.run(1, learner="splitlora", **{"train.epochs": 5}))
     skipped = [Skipped(Path("runs/broken"), "unfinished: no results.json, 3 tasks done")]
-    kinds = ("accuracy_curve", "task_confusion", "gains", "prototype_geometry")
+    kinds = ("accuracy_curve", "task_confusion", "task_identity", "prototype_geometry")
     return rendered(members, [table()], skipped, kinds, provenance=ORIGIN)
 
 
@@ -134,7 +134,7 @@ def test_links_lead_somewhere(text, read):
     assert set(re.findall(r"url\(#([^)]+)", text)) <= set(ids)
     targets = [each.get("href", "") for each in read.all("a")]
     assert {f"tables/accuracy.{suffix}" for suffix in ("csv", "md", "tex")} < set(targets)
-    assert {"figures/gains.svg", "figures/gains.png"} < set(targets)
+    assert {"figures/task_identity.svg", "figures/task_identity.png"} < set(targets)
 
 
 def test_the_page_can_be_read_by_everybody(read):
@@ -204,7 +204,7 @@ def test_several_configurations_have_a_summary_and_a_section_each(read):
         "accuracy_curve_cifar100_splitlora",
         "task_confusion_cifar100_splitlora",
     ]
-    assert names[4] == "figure-gains"
+    assert names[4] == "figure-task_identity"
 
 
 def test_tables_are_folded_frames(read):
