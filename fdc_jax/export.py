@@ -45,6 +45,7 @@ _ANYWHERE = {
 }
 _BESIDE_WEIGHTS = ("config.json", "preprocessor_config.json")
 _TIMM_FOLDER = "timm"
+_ASSETS = Path(__file__).with_name("assets")
 # Files of an export.
 WHAT = {
     "config.json": "settings of the run",
@@ -234,86 +235,33 @@ def _card(run: Run, folder: Path, sizes: dict[str, int]) -> str:
         "seeds": f"{results['seed']}, of the order of classes {results['class_order_seed']}",
         "made with": ", ".join(f"{k} {v}" for k, v in results["versions"].items() if v),
     }
-    earlier = ""
-    if Places(folder).state_file.exists():
-        earlier = ", and, where the learner keeps them, those after earlier tasks"
-    lines = [
-        "---",
-        "library_name: fdc_jax",
-        *([f"license: {licence.lower()}"] if licence else []),
-        "tags: [class-incremental-learning, image-classification]",
-        "---",
-        "",
-        f"# {learners.title(results['learner'])} with FDC: {results['benchmark']}",
-        "",
-        f"A Vision Transformer that learned {classes} in {tasks}, one after the other, and Feature "
-        "Distribution Calibration, which chooses the task of a new image. It holds the pretrained "
-        f"encoder E_0 and E_{results['num_tasks']} after the last task{earlier}.",
-        "",
-        "## Accuracies",
-        "",
-        f"In percent, of {counted(results['num_test_images'], 'test image')}.",
-        "",
-        "| | raw heads | FDC | task given |",
-        "|---|---|---|---|",
-        f"| all classes | {accuracy['raw']} | {accuracy['fdc']} | {accuracy['oracle']} |",
-        f"| right task | {routing['raw']} | {routing['fdc']} | |",
-        f"| mean over tasks | {average['raw']} | {average['fdc']} | |",
-        "",
-        "## Data",
-        "",
-        f"{results['benchmark']}, {results.get('split', 'official')} split: {classes}, "
-        f"{counted(results['num_train_images'], 'training image')}. Images are not part of this "
-        "folder; the names of the classes, by position, stand in results.json.",
-        "",
-        "## Settings",
-        "",
-        "| | |",
-        "|---|---|",
-        *(f"| {name} | {text} |" for name, text in settings.items()),
-        "",
-        "All of them stand in config.json.",
-        "",
-        "## Use",
-        "",
-        "```python",
-        "import fdc_jax",
-        "",
-        'run = fdc_jax.open_run("this folder")',
-        'run.predict("a folder of images")[["image", "class", "task", "score"]]',
-        "```",
-        "",
-        *_timm_use(folder),
-        "## Files",
-        "",
-        "| file | bytes | |",
-        "|---|---|---|",
-        *(f"| {name} | {size:,} | {WHAT.get(name, '')} |" for name, size in sizes.items()),
-        "",
-        "## Licence",
-        "",
-        f"Pretrained weights: {source}. What was trained on top follows from them and from the "
-        "images, whose terms may bind it, too. fdc_jax: Apache-2.0.",
-        "",
-    ]
-    return "\n".join(lines)
-
-
-def _timm_use(folder: Path) -> list[str]:
-    if not (folder / _TIMM_FOLDER).exists():
-        return []
-    return [
-        "E_T alone, in PyTorch; the configuration has the mean and the deviation of its pixels:",
-        "",
-        "```python",
-        "import json, safetensors.torch, timm",
-        "",
-        'config = json.load(open("timm/config.json"))',
-        'model = timm.create_model(config["architecture"], **config["model_args"]).eval()',
-        'model.load_state_dict(safetensors.torch.load_file("timm/model.safetensors"), strict=True)',
-        "```",
-        "",
-    ]
+    timm = _ASSETS / "model_card_timm.md"
+    kept = ", and, where the learner keeps them, those after earlier tasks"
+    return (
+        (_ASSETS / "model_card.md")
+        .read_text(encoding="utf-8")
+        .format(
+            licence=f"\nlicense: {licence.lower()}" if licence else "",
+            learner=learners.title(results["learner"]),
+            benchmark=results["benchmark"],
+            split=results.get("split", "official"),
+            tasks=tasks,
+            classes=classes,
+            last=results["num_tasks"],
+            earlier=kept if Places(folder).state_file.exists() else "",
+            test=counted(results["num_test_images"], "test image"),
+            training=counted(results["num_train_images"], "training image"),
+            accuracy=accuracy,
+            routing=routing,
+            average=average,
+            settings="\n".join(f"| {name} | {text} |" for name, text in settings.items()),
+            timm=timm.read_text(encoding="utf-8") if (folder / _TIMM_FOLDER).exists() else "",
+            files="\n".join(
+                f"| {name} | {size:,} | {WHAT.get(name, '')} |" for name, size in sizes.items()
+            ),
+            source=source,
+        )
+    )
 
 
 def _licence(run: Run, folder: Path) -> tuple[str, str]:
