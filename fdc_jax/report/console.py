@@ -3,9 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from tabulate import tabulate
 
 from fdc_jax import evaluation
 from fdc_jax.errors import counted
@@ -33,14 +31,13 @@ def show(per_seed: Sequence[dict[str, Any]]) -> None:
         f"{first['benchmark']}, {title(first['learner'])}, seed{'s' * several} {seeds}: "
         f"{', '.join(counted(first[name], noun) for name, noun in sizes)}"
     )
-    table = Table(title=heading, box=box.SIMPLE, title_justify="left", title_style="bold")
-    table.add_column("percent", no_wrap=True)
-    for name in ("raw", "FDC", "gain", "task given"):
-        table.add_column(name, justify="right", no_wrap=True)
+    rows: list[tuple[str, ...]] = []
 
-    def add(name: str, raw: Sequence[float], fdc: Sequence[float], *others: str) -> None:
+    def add(
+        name: str, raw: Sequence[float], fdc: Sequence[float], before: str = "", given: str = ""
+    ) -> None:
         gains = [after - before for before, after in zip(raw, fdc, strict=True)]
-        table.add_row(name, *others[:1], spread(fdc), spread(gains, signed=True), *others[1:])
+        rows.append((name, before, spread(fdc), spread(gains, signed=True), given))
 
     for section, name in _ROWS.items():
         found = [each[section] for each in per_seed]
@@ -50,13 +47,13 @@ def show(per_seed: Sequence[dict[str, Any]]) -> None:
             add(name, raw, fdc, spread(raw), spread(given) if given else "")
     raw, fdc = ([each["accuracy"][kind] for each in per_seed] for kind in ("raw", "fdc"))
     if (chosen := first["selected"]["components"]) != "full":
-        add("the paper's choice for it", raw, [each["components"][chosen] for each in per_seed], "")
+        add("the paper's choice for it", raw, [each["components"][chosen] for each in per_seed])
     for entry in (name for name in BEYOND if name in first):
         name = METHODS.get(entry, f"{entry} affinity")
-        add(name, raw, [each[entry]["accuracy"] for each in per_seed], "")
-    # Plain where it is not a terminal; numbers are never cut.
-    console = Console(highlight=False, soft_wrap=True, width=120)
-    console.print(table)
+        add(name, raw, [each[entry]["accuracy"] for each in per_seed])
+    header = ("percent", "raw", "FDC", "gain", "task given")
+    align = ("left", *["right"] * 4)
+    print(f"{heading}\n\n{tabulate(rows, header, disable_numparse=True, colalign=align)}\n")
     if several:
         gain = evaluation.paired_gain(raw, fdc)
-        console.print(f"gain: 95 % t interval over seeds {gain.low:+.2f} to {gain.high:+.2f}")
+        print(f"gain: 95 % t interval over seeds {gain.low:+.2f} to {gain.high:+.2f}")
