@@ -94,18 +94,13 @@ def measure(source: Dataset, workers: int, options: argparse.Namespace) -> list[
     records = []
     for name, each in seconds.items():
         clock, processor = np.median(each[1:], axis=0)
-        records.append(
-            {
-                "data": source.name,
-                "contender": name,
-                "workers": workers,
-                "images": number,
-                "images_per_second": number / clock,
-                "images_per_second_and_worker": number / clock / workers,
-                "images_per_processor_second": number / processor,
-                "seconds": {"clock": clock, "processor": processor},
-            }
-        )
+        about = {"data": source.name, "contender": name, "workers": workers, "images": number}
+        speeds = {
+            "images_per_second": number / clock,
+            "images_per_second_and_worker": number / clock / workers,
+            "images_per_processor_second": number / processor,
+        }
+        records.append(about | speeds | {"seconds": {"clock": clock, "processor": processor}})
     return records
 
 

@@ -29,6 +29,7 @@ from jax.scipy.ndimage import map_coordinates
 from jaxtyping import Array, Bool, Float, Int, Key
 from PIL import Image, ImageDraw, ImageFont
 from scipy.ndimage import distance_transform_edt
+from scipy.sparse.csgraph import connected_components
 from tqdm import tqdm
 
 from fdc_jax.model import vit, weights
@@ -122,14 +123,8 @@ def merge_look_alikes(glyphs: np.ndarray, threshold: float = 0.85) -> np.ndarray
     flat = glyphs.reshape(len(glyphs), -1).astype(np.float32)
     shared = flat @ flat.T
     joint = flat.sum(1)[:, None] + flat.sum(1)[None] - shared
-    alike = shared / joint >= threshold
-    # Look-alikes of look-alikes join too: the smallest index spreads until nothing changes.
-    first = np.arange(len(flat))
-    while True:
-        spread = np.where(alike, first[None], len(flat)).min(1)
-        if np.array_equal(spread, first):
-            return np.unique(first, return_inverse=True)[1]
-        first = spread
+    # Look-alikes of look-alikes join, too.
+    return connected_components(shared / joint >= threshold, directed=False)[1]
 
 
 def render() -> Pool:
