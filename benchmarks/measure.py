@@ -17,13 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from fdc_jax.errors import InputError
-from fdc_jax.files import check_writable_folder, write_json
+from fdc_jax.files import check_writable_file, write_json
 
 PYTORCH = ("eager", "factors", "compiled")
 
@@ -100,9 +99,7 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
         if type(value) in (int, float) and value < least:
             raise InputError(f"--{name}: expected at least {least}, found {value}")
     if options.output:
-        if not options.output.endswith(".json"):
-            raise InputError(f"--output: expected a .json file, found {options.output}")
-        check_writable_folder("--output", Path(options.output).absolute().parent)
+        check_writable_file("--output", options.output, ".json")
     return options
 
 

@@ -76,6 +76,18 @@ def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
         raise InputError(f"{flag}={folder}: expected a folder to write in, found {existing}")
 
 
+def check_writable_file(flag: str, path: str | os.PathLike[str], suffix: str) -> Path:
+    """Refuses, before any work, what is no name of a file that can be written; returns its path.
+
+    The InputError names the flag, as that of `check_writable_folder` does.
+    """
+    path = Path(path)
+    if path.suffix != suffix or path.is_dir():
+        raise InputError(f"{flag}: expected a file that ends in {suffix}, found {path}")
+    check_writable_folder(flag, path.absolute().parent)
+    return path
+
+
 def sha256(path: str | os.PathLike[str]) -> str:
     """Returns the SHA-256 of a file as 64 hexadecimal digits."""
     with open(path, "rb") as file:

@@ -32,7 +32,7 @@ from fdc_jax.data import folders
 from fdc_jax.data.batches import ReadableBatches
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError, Program, counted
-from fdc_jax.files import check_writable_folder, write_atomically
+from fdc_jax.files import check_writable_file, write_atomically
 from fdc_jax.progress import Progress
 from fdc_jax.report import pictures
 
@@ -306,9 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     for flag, suffix in (("output", ".csv"), ("html", ".html")):
         if (given := getattr(options, flag)) is not None:
-            if Path(given).suffix != suffix or Path(given).is_dir():
-                raise InputError(f"--{flag}: expected a file that ends in {suffix}, found {given}")
-            check_writable_folder(f"--{flag}", Path(given).parent)
+            check_writable_file(f"--{flag}", given, suffix)
     if options.html:
         report.require_packages()
     run = fdc_jax.open_run(options.workdir)

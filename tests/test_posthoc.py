@@ -240,7 +240,7 @@ def test_without_test_labels(tmp_path, arrays):
         ("source.npz --method=ncm --calibrator=c.npz", "--calibrator: expected together"),
         ("source.npz --method=ranpac --seed=-1", "--seed: expected a whole number from 0"),
         ("source.npz --method=all --projections=0", "--projections: expected at least 1, found 0"),
-        ("source.npz --output=c.npz/x.npz", "cannot write"),
+        ("source.npz --output=c.npz/x.npz", "expected a folder to write in"),
         ("bad.npz --output=x.npz", "bad.npz: test_adapted: row 0, column 0 is nan"),
         # No file overwrites another.
         ("source.npz --output=c.npz --calibrator=./x/../c.npz", "is --output itself"),
@@ -248,7 +248,7 @@ def test_without_test_labels(tmp_path, arrays):
         ("source.npz --output=t.npz --terms --calibrator=t.terms.npz", "is --terms itself"),
         ("source.npz --calibrator=source.npz", "is the feature file itself"),
         ("f.terms.npz --output=f.npz --terms", "--terms: f.terms.npz is the feature file"),
-        ("source.npz --output=d.npz", "the report of --output: cannot write d.json"),
+        ("source.npz --output=d.npz", "the report of --output: expected a file that ends in .json"),
     ],
 )
 def test_refusals_are_one_line_and_write_nothing(

@@ -1,7 +1,6 @@
 """The command: read features, calibrate, write predictions and a report."""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from fdc_jax import calibration, feature_files
 from fdc_jax.calibration import CALIBRATORS, Scores
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.feature_files import FeatureSet
-from fdc_jax.files import write_json, write_npz
+from fdc_jax.files import check_writable_file, write_json, write_npz
 from fdc_jax.posthoc.methods import METHODS, VIEW_WEIGHTS, Settings, moved, run
 from fdc_jax.posthoc.summary import ERRORS, summarise, warn_of_weak_heads
 from fdc_jax.posthoc.template import write_template
@@ -156,14 +155,10 @@ def _output(options: argparse.Namespace) -> Path | None:
         files["--calibrator"] = Path(options.calibrator)
     taken = {Path(options.features).resolve(): "the feature file"}
     for name, path in files.items():
-        if name in ("--output", "--calibrator") and path.suffix != ".npz":
-            raise InputError(f"{name}: expected a name that ends in .npz, found {path}")
+        check_writable_file(name, path, ".json" if name.startswith("the report") else ".npz")
         other = taken.setdefault(path.resolve(), name)
         if other != name:
             raise InputError(f"{name}: {path} is {other} itself")
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
-        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-            raise InputError(f"{name}: cannot write {path}")
     return output
 
 
