@@ -27,6 +27,7 @@ from fdc_jax.calibration import inputs
 from fdc_jax.calibration.batching import fetch, jnp, off_tpus, over_tasks, place, run, stack
 from fdc_jax.calibration.scores import Scores
 from fdc_jax.errors import InputError
+from fdc_jax.files import write_npz
 from fdc_jax.heads import NORM_FLOOR, namespace, products, unit
 
 if TYPE_CHECKING:
@@ -1017,7 +1018,7 @@ class FDC:
         """
         from fdc_jax.calibration import storage
 
-        storage.save(path, self)
+        write_npz(path, storage.to_arrays(self))
 
     def to_numpy(self) -> FDC:
         """Returns the same calibrator computing with NumPy alone, as where JAX is not installed."""

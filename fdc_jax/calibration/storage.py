@@ -36,7 +36,7 @@ from fdc_jax.calibration.whitened import (
     WhitenedSettings,
 )
 from fdc_jax.errors import InputError
-from fdc_jax.files import read_npz, write_npz
+from fdc_jax.files import read_npz
 from fdc_jax.heads import KINDS
 
 FORMAT = "fdc_jax calibrator"
@@ -46,11 +46,6 @@ _SETTINGS = {1: Settings, 2: WhitenedSettings, 3: TransportedSettings}
 MOMENTS = ("residual_mean", "residual_std", "distance_mean", "distance_std")
 # How far lengths and inner products of unit vectors may be off in a file.
 UNIT_TOLERANCE = 1e-3
-
-
-def save(path: str | os.PathLike[str], calibrator: FDC) -> None:
-    """Writes a finalized calibrator to one file, whole or not at all; see `FDC.save`."""
-    write_npz(path, to_arrays(calibrator))
 
 
 def to_arrays(calibrator: FDC) -> dict[str, np.ndarray]:
@@ -113,48 +108,58 @@ def load(
     stored = _Fields(path, arrays)
     if stored.text("format") != FORMAT:
         raise stored.error(f"format: expected {FORMAT!r}, found {stored.text('format')!r}")
-    if not 1 <= (schema := stored.whole("schema")) <= SCHEMA:
+    if not 1 <= (schema := stored.setting("schema", int)) <= SCHEMA:
         raise stored.error(f"schema: expected version 1 to {SCHEMA}, found {schema}")
+    known = fields(_SETTINGS[schema])
     try:
-        calibrator = from_settings(_read_settings(stored, schema))
+        calibrator = from_settings({f.name: stored.setting(f.name, type(f.default)) for f in known})
     except InputError as error:
         raise error if str(error).startswith(f"{path}") else stored.error(str(error)) from error
-    sizes = stored.counts("class_sizes", None, 1)
+    sizes = stored.array("class_sizes", np.int64, (None,), least=1)
     tasks, rows = len(sizes), int(sizes.sum())
     if not tasks:
         raise stored.error("class_sizes: expected at least one task, found none")
     ends = np.cumsum(sizes)[:-1]
-    classes = np.split(stored.distinct("classes", rows), ends)
-    samples = stored.counts("samples", tasks, 1)
-    counts = np.split(stored.counts("class_counts", rows, 0), ends)
+    labels = stored.array("classes", np.int64, (rows,))
+    values, times = np.unique(labels, return_counts=True)
+    if (times > 1).any():
+        raise stored.error(
+            f"classes: expected every label once, found {values[times > 1][0]} again"
+        )
+    samples = stored.array("samples", np.int64, (tasks,), least=1)
+    counts = np.split(stored.array("class_counts", np.int64, (rows,), least=0), ends)
     _check_counts(stored, counts, samples, calibrator.settings.neighbours)
-    raw_scale = stored.scales("raw_scale", tasks)
-    filtered_scale = stored.scales("filtered_scale", tasks)
+    scales = [
+        stored.array(name, np.float64, (tasks,), least=SCALE_FLOOR).tolist()
+        for name in ("raw_scale", "filtered_scale")
+    ]
     known = (f"pretrained_{part}" for part in ("mean", "rank", "basis", "prototypes", *MOMENTS))
     names = VIEWS[: 2 if any(name in stored.arrays for name in known) else 1]
     views = [_read_view(stored, name, counts, ends) for name in names]
+    widths = {name: len(view[0].mean) for name, view in zip(names, views, strict=True)}
+    columns = (np.split(labels, ends), samples.tolist(), *scales)
     calibrator.tasks = [
-        Task([view[task] for view in views], classes[task], int(samples[task]), *scales)
-        for task, scales in enumerate(zip(raw_scale.tolist(), filtered_scale.tolist(), strict=True))
+        Task(list(own), *others)
+        for own, *others in zip(zip(*views, strict=True), *columns, strict=True)
     ]
     calibrator.references = [
         _read_reference(stored, f"{name}_foreign_fit", tasks) for name in names
     ]
     calibrator.foreign = _read_foreign(stored, names, samples)
     if isinstance(calibrator, WhitenedFDC) and calibrator.uses_metric:
-        affinities = [
-            _read_affinities(stored, name, ends, len(view[0].mean), rows)
-            for name, view in zip(names, views, strict=True)
-        ]
+        affinities = [_read_affinities(stored, name, ends, rows, widths[name]) for name in names]
         calibrator.affinities = [list(task) for task in zip(*affinities, strict=True)]
         calibrator.shared = [
-            _read_scatter(stored, f"{name}_within_scatter", len(view[0].mean))
-            for name, view in zip(names, views, strict=True)
+            _read_scatter(stored, f"{name}_within_scatter", width) for name, width in widths.items()
         ]
     if isinstance(calibrator, TransportedFDC):
         calibrator.gaussians = [
-            _read_gaussians(stored, name, rows, len(view[0].mean))
-            for name, view in zip(names, views, strict=True)
+            Gaussians(
+                stored.array(f"{name}_moved_means", np.float32, (rows, width)),
+                stored.array(f"{name}_moved_factors", np.float32, (rows, RANK, width)),
+                _read_scatter(stored, f"{name}_moved_scatter", width),
+            )
+            for name, width in widths.items()
         ]
     try:
         if callable(heads):
@@ -167,20 +172,14 @@ def load(
     return calibrator
 
 
-def _read_settings(stored: _Fields, schema: int) -> dict[str, Any]:
-    read = {float: stored.number, int: stored.whole, str: stored.text, bool: stored.truth}
-    known = fields(_SETTINGS[schema])
-    return {field.name: read[type(field.default)](field.name) for field in known}
-
-
 def _half(symmetric: np.ndarray) -> np.ndarray:
     return symmetric[np.triu_indices(len(symmetric))]
 
 
 def _read_scatter(stored: _Fields, name: str, width: int) -> np.ndarray:
-    size = width * (width + 1) // 2
     upper = np.zeros((width, width), np.float32)
-    upper[np.triu_indices(width)] = stored.array(name, np.float32, (size,))
+    half = stored.array(name, np.float32, (width * (width + 1) // 2,))
+    upper[np.triu_indices(width)] = half
     if upper.diagonal().min() < 0:
         raise stored.error(
             f"{name}: expected no variance below 0, found {upper.diagonal().min():g}"
@@ -188,20 +187,12 @@ def _read_scatter(stored: _Fields, name: str, width: int) -> np.ndarray:
     return upper + np.triu(upper, 1).T
 
 
-def _read_gaussians(stored: _Fields, name: str, rows: int, width: int) -> Gaussians:
-    return Gaussians(
-        stored.array(f"{name}_moved_means", np.float32, (rows, width)),
-        stored.array(f"{name}_moved_factors", np.float32, (rows, RANK, width)),
-        _read_scatter(stored, f"{name}_moved_scatter", width),
-    )
-
-
 def _read_affinities(
-    stored: _Fields, name: str, ends: np.ndarray, width: int, rows: int
+    stored: _Fields, name: str, ends: np.ndarray, rows: int, width: int
 ) -> list[TaskAffinity]:
     tasks = len(ends) + 1
     mean = stored.array(f"{name}_cosine_mean", np.float64, (tasks,)).tolist()
-    std = stored.scales(f"{name}_cosine_std", tasks, DEVIATION_FLOOR).tolist()
+    std = stored.array(f"{name}_cosine_std", np.float64, (tasks,), least=DEVIATION_FLOOR).tolist()
     means = np.split(stored.array(f"{name}_class_means", np.float32, (rows, width)), ends)
     return [TaskAffinity(*parts) for parts in zip(means, mean, std, strict=True)]
 
@@ -257,7 +248,7 @@ def _read_view(
 ) -> list[ViewStatistics]:
     tasks, rows = len(counts), sum(map(len, counts))
     mean = stored.array(f"{name}_mean", np.float32, (tasks, None))
-    ranks = stored.counts(f"{name}_rank", tasks, 0)
+    ranks = stored.array(f"{name}_rank", np.int64, (tasks,), least=0)
     width = mean.shape[1]
     basis = stored.array(f"{name}_basis", np.float32, (int(ranks.sum()), width))
     prototypes = stored.array(f"{name}_prototypes", np.float32, (rows, width))
@@ -275,25 +266,21 @@ def _read_view(
             np.abs(each @ each.T - np.eye(len(each), dtype=np.float32)) > UNIT_TOLERANCE
         ):
             raise stored.error(f"{name}_basis: expected orthonormal rows, task {task} has others")
-    moments = [
-        stored.scales(f"{name}_{moment}", tasks)
-        if moment.endswith("std")
-        else stored.array(f"{name}_{moment}", np.float64, (tasks,))
-        for moment in MOMENTS
-    ]
-    columns = (mean, bases, np.split(prototypes, ends), counts, *(m.tolist() for m in moments))
+    moments = []
+    for moment in MOMENTS:
+        least = SCALE_FLOOR if moment.endswith("std") else -np.inf
+        moments.append(stored.array(f"{name}_{moment}", np.float64, (tasks,), least).tolist())
+    columns = (mean, bases, np.split(prototypes, ends), counts, *moments)
     return [ViewStatistics(*parts) for parts in zip(*columns, strict=True)]
 
 
 def _read_reference(stored: _Fields, name: str, tasks: int) -> ForeignReference | None:
-    found = stored.array(name, np.float64, (0 if tasks == 1 else 3,))
     if tasks == 1:
+        stored.array(name, np.float64, (0,))
         return None
-    reference = ForeignReference(*found.tolist())
-    for part in ("variance", "scale"):
-        if not (value := getattr(reference, part)) >= SCALE_FLOOR:
-            raise stored.error(f"{name}: {part}: expected at least {SCALE_FLOOR}, found {value:g}")
-    return reference
+    # Of the three numbers, the variance and the scale have a floor.
+    least = (-np.inf, SCALE_FLOOR, SCALE_FLOOR)
+    return ForeignReference(*stored.array(name, np.float64, (3,), least).tolist())
 
 
 def _read_foreign(
@@ -322,7 +309,10 @@ class _Fields:
     def error(self, message: str) -> InputError:
         return InputError(f"{self.path}: {message}")
 
-    def array(self, name: str, dtype: Any, shape: tuple[int | None, ...]) -> np.ndarray:
+    def array(
+        self, name: str, dtype: Any, shape: tuple[int | None, ...], least: Any = -np.inf
+    ) -> np.ndarray:
+        """Returns an array of a type and shape, None for any size; no number is below `least`."""
         if name not in self.arrays:
             raise self.error(f"{name}: missing")
         found = self.arrays[name]
@@ -339,6 +329,12 @@ class _Fields:
         limit = np.finfo(np.float32).max
         if found.dtype.kind == "f" and not (np.abs(found) <= limit).all():
             raise self.error(f"{name}: holds values that are not finite in float32")
+        if (low := found < least).any():
+            place = int(np.argmax(low))
+            floor = np.broadcast_to(least, found.shape)[place]
+            raise self.error(
+                f"{name}: expected at least {floor:g}, found {found[place]:g} at place {place}"
+            )
         return found
 
     def text(self, name: str) -> str:
@@ -347,36 +343,7 @@ class _Fields:
             raise self.error(f"{name}: expected a word, as in a saved calibrator")
         return str(found)
 
-    def number(self, name: str) -> float:
-        return float(self.array(name, np.float64, ()))
-
-    def truth(self, name: str) -> bool:
-        return bool(self.array(name, np.bool_, ()))
-
-    def whole(self, name: str) -> int:
-        return int(self.array(name, np.int64, ()))
-
-    def counts(self, name: str, length: int | None, least: int) -> np.ndarray:
-        found = self.array(name, np.int64, (length,))
-        if found.size and found.min() < least:
-            raise self.error(f"{name}: expected counts from {least}")
-        return found
-
-    def scales(self, name: str, length: int, floor: float = SCALE_FLOOR) -> np.ndarray:
-        """Returns standard deviations, whose floor fitting keeps."""
-        found = self.array(name, np.float64, (length,))
-        if found.min() < floor:
-            task = int(np.argmin(found))
-            raise self.error(
-                f"{name}: expected at least {floor}, found {found[task]:g} in task {task}"
-            )
-        return found
-
-    def distinct(self, name: str, length: int) -> np.ndarray:
-        found = self.array(name, np.int64, (length,))
-        values, counts = np.unique(found, return_counts=True)
-        if (counts > 1).any():
-            raise self.error(
-                f"{name}: expected every label once, found {values[counts > 1][0]} again"
-            )
-        return found
+    def setting(self, name: str, kind: type) -> Any:
+        """Returns a number, a truth value or a word."""
+        types = {float: np.float64, int: np.int64, bool: np.bool_}
+        return self.text(name) if kind is str else kind(self.array(name, types[kind], ()))

@@ -93,12 +93,12 @@ class Gaussians(NamedTuple):
         )
 
 
-def gaussians(classes: Sequence[fdc.Sums | None], width: int, rank: int = RANK) -> Gaussians:
+def gaussians(classes: Sequence[fdc.Sums | None], width: int) -> Gaussians:
     """Returns the Gaussians of classes from the sums over their images, None where there is none.
 
-    Float64 sums; the `rank` leading directions are those of the centred scatter.
+    Float64 sums; the `RANK` leading directions are those of the centred scatter.
     """
-    means, factors = np.zeros((len(classes), width)), np.zeros((len(classes), rank, width))
+    means, factors = np.zeros((len(classes), width)), np.zeros((len(classes), RANK, width))
     scatter = np.zeros((width, width))
     for row, sums in enumerate(classes):
         if sums is None:
@@ -107,7 +107,7 @@ def gaussians(classes: Sequence[fdc.Sums | None], width: int, rank: int = RANK) 
         offset = means[row] - sums.origin
         scatter += sums.scatter - sums.count * np.outer(offset, offset)
         energies, directions = sums.decomposed()
-        kept = min(rank, fdc.retained_rank(energies, 1.0, sums.count))
+        kept = min(RANK, fdc.retained_rank(energies, 1.0, sums.count))
         factors[row, :kept] = directions(kept) * np.sqrt(energies[:kept])[:, None]
     return Gaussians(*(part.astype(np.float32) for part in (means, factors, scatter)))
 
@@ -132,32 +132,24 @@ class Metric(NamedTuple):
     present: Float[Array, "tasks c"]
 
 
-def metric(
-    known: Gaussians,
-    counts: Sequence[Int[np.ndarray, " c"]],
-    xp: Any = np,
-    own_share: float = OWN_SHARE,
-    least_shrinkage: float = LEAST_SHRINKAGE,
-) -> Metric:
+def metric(known: Gaussians, counts: Sequence[Int[np.ndarray, " c"]], xp: Any = np) -> Metric:
     """Returns what scoring needs of the Gaussians, computed in float64.
 
     Args:
         known: of one view.
         counts: images of each class, task by task.
         xp: `numpy` or `jax.numpy`.
-        own_share: a.
-        least_shrinkage: lambda without its part that falls with the number of images.
     """
     width, present = len(known.scatter), np.concatenate(counts) > 0
     images, classes = int(sum(each.sum() for each in counts)), int(present.sum())
     covariance = known.scatter.astype(np.float64) / images
     variance = np.trace(covariance) / width
-    shrinkage = least_shrinkage + width / max(images - classes, 1)
+    shrinkage = LEAST_SHRINKAGE + width / max(images - classes, 1)
     level = shrinkage * variance if variance > 0 else 1.0
-    shared = (1 - own_share) * covariance + level * np.eye(width)
+    shared = (1 - OWN_SHARE) * covariance + level * np.eye(width)
     whitener = np.linalg.inv(np.linalg.cholesky(shared))
     origin = known.means[present].mean(axis=0, dtype=np.float64)
-    own = np.sqrt(own_share) * known.factors.astype(np.float64) @ whitener.T
+    own = np.sqrt(OWN_SHARE) * known.factors.astype(np.float64) @ whitener.T
     # Woodbury: (I + B' B)^-1 = I - B' (I + B B')^-1 B.
     inner = np.eye(own.shape[1]) + own @ own.swapaxes(1, 2)
     factors = np.linalg.solve(np.linalg.cholesky(inner), own)
