@@ -64,6 +64,14 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path}: unreadable JSON ({error})") from error
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Reads a JSON object, empty where there is no file; InputError where it is none."""
+    found = read_json(path) if path.exists() else {}
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: expected a JSON object, found {type(found).__name__}")
+    return found
+
+
 def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
     """Refuses, before any work, a folder that is none, or cannot be made or written in.
 

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from fdc_jax.errors import InputError
-from fdc_jax.files import read_json
+from fdc_jax.files import read_object
 
 # The class order under which per-task counts are listed, and PILOT's default.
 REFERENCE_CLASS_ORDER_SEED = 1993
@@ -222,11 +222,7 @@ def metadata(folder: Path) -> dict:
     Raises:
         InputError: it cannot be read.
     """
-    path = folder / "metadata.json"
-    noted = read_json(path) if path.is_file() else {}
-    if not isinstance(noted, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(noted).__name__}")
-    return noted
+    return read_object(folder / "metadata.json")
 
 
 def prepared(data_dir: Path) -> list[Benchmark]:

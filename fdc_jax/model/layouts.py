@@ -8,7 +8,6 @@ wrote it puts it there.
 import collections
 import dataclasses
 import itertools
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ import numpy as np
 from flax import traverse_util
 
 from fdc_jax.errors import InputError
+from fdc_jax.files import read_object
 from fdc_jax.model import vit
 
 POSITIONS = "Transformer/posembed_input/pos_embedding"
@@ -334,7 +334,8 @@ def _described(
 def _of_timm(
     own: Mapping[str, np.ndarray], variant: vit.Variant, path: Path
 ) -> tuple[str, dict[str, Any]]:
-    config, place = _json(path, "config.json")
+    place = path.with_name("config.json")
+    config = read_object(place)
     arguments, given = config.get("model_args") or {}, config.get("pretrained_cfg") or config
     name = config.get("architecture", "")
     if config and not _TIMM_NAMES.match(name):
@@ -372,7 +373,8 @@ def _of_timm(
 def _of_hugging_face(
     own: Mapping[str, np.ndarray], variant: vit.Variant, path: Path
 ) -> tuple[str, dict[str, Any]]:
-    config, place = _json(path, "config.json")
+    place = path.with_name("config.json")
+    config = read_object(place)
     if not config:
         raise InputError(f"{path}: expected the config.json of the model beside it, found none")
     family = str(config.get("model_type", "")).removesuffix("_vision_model")
@@ -396,7 +398,7 @@ def _of_hugging_face(
         "rotary": 0.0 if POSITIONS in own else float(config.get("rope_theta", 100.0)),
         "image_size": _side(config.get("image_size", 0)),
     }
-    images, _ = _json(path, "preprocessor_config.json")
+    images = read_object(path.with_name("preprocessor_config.json"))
     names = {"mean": "image_mean", "std": "image_std"}
     return family, facts | {ours: _triple(images.get(name)) for ours, name in names.items()}
 
@@ -411,20 +413,6 @@ def _name(family: str, variant: vit.Variant) -> str:
         if (known.width, known.depth, known.heads) == (variant.width, variant.depth, variant.heads):
             size = name.split("/")[0]
     return family if "patch" in family else f"{family} {size}/{variant.patch}"
-
-
-def _json(path: Path, name: str) -> tuple[dict[str, Any], Path]:
-    """Returns what a file beside another one says, nothing where there is none, and its place."""
-    place = path.with_name(name)
-    if not place.exists():
-        return {}, place
-    try:
-        found = json.loads(place.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"{place}: unreadable configuration ({error})") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{place}: expected a JSON object, found {type(found).__name__}")
-    return found, place
 
 
 def _activation(name: Any, place: Path, field: str) -> str:
