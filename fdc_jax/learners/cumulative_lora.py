@@ -68,6 +68,25 @@ def start(setup: training.Setup, backbone, state, task: int, key: jax.Array):
     return frozen, trained
 
 
+def start_with_directions(
+    setup: training.Setup, backbone, state, task: int, A, key_of_head: jax.Array
+):
+    """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head to train.
+
+    `A` has the directions of the key and of the value kernels, [blocks, width, rank] each.
+    """
+    frozen = {
+        "kernels": encoder(setup, backbone, state, task),
+        "A": A,
+        "class_mask": setup.class_mask(task),
+    }
+    trained = {
+        "increment": {name: jnp.zeros_like(each.swapaxes(1, 2)) for name, each in A.items()},
+        "head": training.new_linear_head(key_of_head, setup.head_rows, setup.variant.width),
+    }
+    return frozen, trained
+
+
 def increment_in_training(frozen, trained) -> vit.Increment:
     """Returns the task's increment; where A is frozen, B alone is trained."""
     if "A" not in frozen:

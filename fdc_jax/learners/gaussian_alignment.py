@@ -160,10 +160,10 @@ def retraining(
     `rate_field` is the option to lower where they diverge.
 
     Returns:
-        `retrain(heads, gaussians, seen, scales, rates, key) -> heads`, where `heads` is a pytree
-        whose leaves lead with [t], `seen` [t, c] marks the classes to draw, `scales` [t] are
-        factors on their means, and `rates` [epochs] are learning rates. It raises TrainingError
-        when a head is not finite afterwards.
+        `retrain(heads, gaussians, seen, oldest, rates, key) -> heads`, where `heads` is a pytree
+        whose leaves lead with [t], `seen` [t, c] marks the classes to draw, `oldest` is that of
+        `mean_scales`, and `rates` [epochs] are learning rates. It raises TrainingError when a head
+        is not finite afterwards.
     """
 
     @jax.jit
@@ -199,12 +199,13 @@ def retraining(
         heads: Any,
         gaussians: ClassGaussians,
         seen: Bool[Array, "t c"] | Bool[np.ndarray, "t c"],
-        scales: Float[Array, " t"] | Float[np.ndarray, " t"],
+        oldest: float,
         rates: Float[Array, " e"] | Float[np.ndarray, " e"],
         key: Array,
     ) -> Any:
         seen, rates = np.asarray(seen), np.asarray(rates, np.float32)
-        tasks_done = int(np.max(np.where(seen.any(axis=1), np.arange(len(seen)) + 1, 0)))
+        tasks_done = int(seen.any(axis=1).sum())
+        scales = mean_scales(oldest, len(seen), tasks_done)
         # Where heads are, what is new must be too, or the second epoch would compile again.
         heads = jax.tree.map(jnp.asarray, heads)
         place = jax.tree.leaves(heads)[0].sharding

@@ -102,16 +102,8 @@ def design(
 def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Array):
     """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head to train."""
     slot = increments.select(state.increments, task)
-    frozen = {
-        "kernels": cumulative_lora.encoder(setup, backbone, state, task),
-        "A": {name: slot[name]["A"] for name in ("key", "value")},
-        "class_mask": setup.class_mask(task),
-    }
-    trained = {
-        "increment": {name: jnp.zeros_like(slot[name]["B"]) for name in ("key", "value")},
-        "head": training.new_linear_head(key, setup.head_rows, setup.variant.width),
-    }
-    return frozen, trained
+    A = {name: slot[name]["A"] for name in ("key", "value")}
+    return cumulative_lora.start_with_directions(setup, backbone, state, task, A, key)
 
 
 def update(setup: training.Setup) -> training.Update:

@@ -27,7 +27,6 @@ import functools
 from typing import NamedTuple
 
 import jax
-import numpy as np
 import optax
 
 from fdc_jax import heads as head_types
@@ -117,21 +116,16 @@ def align(
 ) -> head_types.LinearHead:
     """Returns the heads of tasks 0 to `task` trained on features drawn from the Gaussians."""
     ours, native = setup.config.learner.inflora_ca, setup.config.learner.preset == "native"
+    first = NATIVE_LEARNING_RATE if native else ours.learning_rate
     retrain = _retraining(native, ours.logit_temperature, ours.samples_per_class, ours.batch_size)
     return retrain(
         heads,
         gaussians,
         setup.classes_of_first(task + 1),
-        gaussian_alignment.mean_scales(ours.mean_scale, setup.num_tasks, task + 1),
-        learning_rates(ours, native),
+        ours.mean_scale,
+        training.learning_rates(ours.schedule, ours.epochs, first),
         key,
     )
-
-
-def learning_rates(settings, native: bool) -> np.ndarray:
-    """Returns the learning rate of each epoch of alignment."""
-    first = NATIVE_LEARNING_RATE if native else settings.learning_rate
-    return training.learning_rates(settings.schedule, settings.epochs, first)
 
 
 @functools.cache

@@ -44,7 +44,7 @@ from jaxtyping import Array, Bool, Float, Float64, Int
 
 from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
-from fdc_jax.learners import Option, cumulative_lora, training
+from fdc_jax.learners import Option, cumulative_lora, gaussian_alignment, training
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
@@ -316,21 +316,12 @@ def after_task(setup, backbone, state: State, task: int, frozen, trained, images
 
 def class_means(
     setup: training.Setup, backbone, kernels: vit.KeyValueKernels, batches: Iterable[Batch]
-) -> Float[Array, "c d"]:
+) -> Float[np.ndarray, "c d"]:
     """Returns the mean feature of every class of a task, zero where a class has no image."""
-    sums = jnp.zeros((setup.head_rows, setup.variant.width))
-    counts = jnp.zeros(setup.head_rows)
-    for batch in batches:
-        sums, counts = _add_features(setup.model, backbone, kernels, batch, sums, counts)
-    return sums / jnp.maximum(counts, 1.0)[:, None]
-
-
-@partial(jax.jit, static_argnums=0)
-def _add_features(model, backbone, kernels, batch, sums, counts):
-    features = model.apply({"params": backbone}, batch.images, kernels)
-    belongs = jax.nn.one_hot(batch.labels, len(counts)) * batch.weights[:, None]
-    products = jnp.matmul(belongs.T, features, precision=jax.lax.Precision.HIGHEST)
-    return sums + products, counts + belongs.sum(axis=0)
+    features, labels = gaussian_alignment.class_features(setup.model, backbone, kernels, batches)
+    belongs = np.arange(setup.head_rows)[:, None] == labels
+    totals = belongs @ features.astype(np.float64)
+    return (totals / np.maximum(belongs.sum(axis=1), 1)[:, None]).astype(np.float32)
 
 
 # 5. What it offers for inference.

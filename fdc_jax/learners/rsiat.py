@@ -477,7 +477,6 @@ def calibrate(
     key: Array,
 ) -> Float[Array, "t c d"]:
     """Returns the heads trained on features drawn from the Gaussians, along a cosine."""
-    tasks_done = int(seen.any(axis=1).sum())
     calibration = _calibration(
         settings.calibration_optimizer,
         settings.scale,
@@ -489,7 +488,7 @@ def calibrate(
         heads,
         gaussians,
         seen,
-        gaussian_alignment.mean_scales(settings.mean_scale, len(seen), tasks_done),
+        settings.mean_scale,
         training.learning_rates("cosine", settings.calibration_epochs, rate),
         key,
     )

@@ -114,16 +114,7 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
     if task > 0:
         keys = dict(zip(A, jax.random.split(key_of_directions), strict=True))
         A = {name: within_minor(keys[name], state, A[name], task) for name in A}
-    frozen = {
-        "kernels": cumulative_lora.encoder(setup, backbone, state, task),
-        "A": A,
-        "class_mask": setup.class_mask(task),
-    }
-    trained = {
-        "increment": {"key": new["key"]["B"], "value": new["value"]["B"]},
-        "head": training.new_linear_head(key_of_head, setup.head_rows, setup.variant.width),
-    }
-    return frozen, trained
+    return cumulative_lora.start_with_directions(setup, backbone, state, task, A, key_of_head)
 
 
 def within_minor(

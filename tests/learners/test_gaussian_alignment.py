@@ -146,9 +146,8 @@ def test_slots_of_tasks_and_classes_to_come_change_nothing():
             return gaussian_alignment.cross_entropy_over_all(logits, labels, weights, seen)
 
         retrain = gaussian_alignment.retraining(loss, optax.scale_by_adam(), 5, 3, "rate")
-        scales = gaussian_alignment.mean_scales(0.9, tasks, 2)
         rows = jnp.zeros((tasks, classes, 4))
-        return retrain(rows, gaussians, seen, scales, np.ones(2), jax.random.key(0))[:2, :2]
+        return retrain(rows, gaussians, seen, 0.9, np.ones(2), jax.random.key(0))[:2, :2]
 
     found = heads_in(2, 2)
     assert np.abs(found).min() > 1e-3
@@ -160,11 +159,11 @@ def test_slots_of_tasks_and_classes_to_come_change_nothing():
 def test_an_epoch_meets_every_drawn_feature_once(batch_size, steps):
     gaussians = random_gaussians()
     gaussians = gaussians._replace(factors=1e-6 * gaussians.factors)
-    scales = np.array([0.5, 1.0, 1.0], np.float32)
     retrain = counting(5, batch_size)
-    found = retrain(zero_heads(), gaussians, SEEN, scales, np.ones(2), jax.random.key(0))
+    found = retrain(zero_heads(), gaussians, SEEN, 0.0, np.ones(2), jax.random.key(0))
     assert found["steps"][0] == 2 * steps
     np.testing.assert_array_equal(found["count"], 2 * 5 * SEEN)
+    scales = np.array([0.5, 1.0, 1.0])  # The older of two tasks, and the newest.
     expected = 10 * SEEN[:, :, None] * scales[:, None, None] * np.asarray(gaussians.means)
     np.testing.assert_allclose(found["sum"], expected, atol=1e-4)
 
@@ -173,14 +172,12 @@ def test_every_epoch_draws_anew_at_its_own_rate():
     gaussians, key = random_gaussians(), jax.random.key(3)
     retrain = counting(5, 5)
     sums = [
-        np.asarray(retrain(zero_heads(), gaussians, SEEN, np.ones(3), np.array(rates), key)["sum"])
+        np.asarray(retrain(zero_heads(), gaussians, SEEN, 1.0, np.array(rates), key)["sum"])
         for rates in ([1.0, 0.0], [0.0, 1.0], [2.0, 3.0])
     ]
     assert np.abs(sums[0] - sums[1])[SEEN].min() > 1e-3
     np.testing.assert_allclose(sums[2], 2 * sums[0] + 3 * sums[1], atol=1e-4)
-    other = retrain(
-        zero_heads(), gaussians, SEEN, np.ones(3), np.array([1.0, 0.0]), jax.random.key(4)
-    )
+    other = retrain(zero_heads(), gaussians, SEEN, 1.0, np.array([1.0, 0.0]), jax.random.key(4))
     assert np.abs(sums[0] - other["sum"])[SEEN].min() > 1e-3
 
 
@@ -192,8 +189,6 @@ def test_batches_are_shuffled():
 
     once = optax.GradientTransformation(lambda params: jnp.zeros((), jnp.int32), first_only)
     retrain = counting(40, 40, once)
-    found = retrain(
-        zero_heads(), random_gaussians(), SEEN, np.ones(3), np.ones(1), jax.random.key(0)
-    )
+    found = retrain(zero_heads(), random_gaussians(), SEEN, 1.0, np.ones(1), jax.random.key(0))
     assert np.asarray(found["count"])[SEEN].min() >= 5
     assert np.asarray(found["count"]).sum() == 40
