@@ -139,13 +139,11 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
 
     def predict(self, X: Any) -> Shaped[np.ndarray, " n"]:
         """Returns the label of each sample among all classes [n]."""
-        views = self._test_views(X)
-        return self._labels[self.calibrator_.score(*views).label]
+        return self._labels[self.calibrator_.score(*self._test_views(X)).label]
 
     def predict_task(self, X: Any) -> Int[np.ndarray, " n"]:
         """Returns the task of the label that `predict` returns, counted from 0 [n]."""
-        views = self._test_views(X)
-        return self.calibrator_.score(*views).task
+        return self.calibrator_.score(*self._test_views(X)).task
 
     def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
         """Returns calibrated scores of all classes, [n, classes], of which the largest decides.
@@ -153,8 +151,8 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
         Columns are those of `classes_`. Of two classes, as elsewhere in scikit-learn, one number
         per sample [n], above 0 for the second.
         """
-        views = self._test_views(X)
-        scores = self.calibrator_.class_scores(*views)[:, np.argsort(self._labels)]
+        scores = self.calibrator_.class_scores(*self._test_views(X))
+        scores = scores[:, np.argsort(self._labels)]
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
 
     def __getstate__(self) -> dict[str, Any]:
@@ -162,8 +160,7 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
 
         They can be read where JAX is not installed.
         """
-        state: Any = super().__getstate__()
-        state = dict(state)
+        state: dict[str, Any] = {**super().__getstate__()}
         if calibrator := state.pop("calibrator_", None):
             functions = common_kind(calibrator.heads) == "function"
             heads = calibrator.heads if functions else None
@@ -214,9 +211,8 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
         """Returns a calibrator before its first task, and no labels."""
         check_word("calibrator", self.calibrator, tuple(calibration.CALIBRATORS))
         check_word("head", self.head, HEADS)
-        settings = self.get_params()
-        for name in ("calibrator", "head", "views"):
-            del settings[name]
+        own = ("calibrator", "head", "views")
+        settings = {name: each for name, each in self.get_params().items() if name not in own}
         named = calibration.CALIBRATORS[self.calibrator]
         return calibration.from_settings(settings | named), np.array([], int)
 
@@ -276,15 +272,11 @@ def closed_form_head(
     """
     from fdc_jax.calibration.comparators import base, random_features  # These need JAX.
 
-    weight: Any
     if kind == "nearest_mean":
-        weight = base.class_means(features, rows).astype(np.float32)
-        return NearestMeanHead(weight)
+        return NearestMeanHead(base.class_means(features, rows).astype(np.float32))
     inputs = np.column_stack([features, np.ones(len(features))]).astype(np.float64)
-    targets = np.eye(rows.max() + 1)[rows]
-    gram, order = inputs.T @ inputs, np.random.default_rng(0).permutation(len(rows))
-    split, penalty = int(0.8 * len(rows)), 1.0
-    if split:
-        penalty = random_features.best_ridge(inputs[order], targets[order], split)
-    weight = random_features.solve_ridge(gram, penalty, inputs.T @ targets).T.astype(np.float32)
+    order, targets = np.random.default_rng(0).permutation(len(rows)), np.eye(rows.max() + 1)[rows]
+    penalty = random_features.chosen_ridge(inputs[order], targets[order], 1.0)
+    solved = random_features.solve_ridge(inputs.T @ inputs, penalty, inputs.T @ targets)
+    weight = solved.T.astype(np.float32)
     return LinearHead(weight[:, :-1], weight[:, -1])

@@ -33,30 +33,20 @@ class AffineMap(NamedTuple):
         matrix: A = I + Delta.
         offset: b.
         ridge: lambda.
-        unexplained: squared error on left-out images over that of a shift, in [0, 1]; 0 where
-            nothing but a shift happened.
-        residual: covariance of these errors.
+        residual: covariance of the errors on left-out images.
     """
 
     matrix: Float[np.ndarray, "d d"]
     offset: Float[np.ndarray, " d"]
     ridge: float
-    unexplained: float
     residual: Float[np.ndarray, "d d"]
 
     def move(self, rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
         """Returns features, or means of features, where the newer encoder has them."""
         return rows @ self.matrix + self.offset
 
-    def move_directions(self, rows: Float[np.ndarray, "... d"]) -> Float[np.ndarray, "... d"]:
-        """Returns differences of features, or factors of a scatter, as the newer encoder has them.
-
-        A scatter F' F is moved by moving the rows of F.
-        """
-        return rows @ self.matrix
-
     def move_scatter(self, scatter: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:
-        """Returns A' S A."""
+        """Returns A' S A; a factor F of S = F' F becomes F A."""
         return self.matrix.T @ scatter @ self.matrix
 
 
@@ -91,9 +81,8 @@ def fit_map(before: Float[np.ndarray, "n d"], after: Float[np.ndarray, "n d"]) -
     residual = left_out(RIDGES[best])
     delta = vectors @ (_gains(energies, RIDGES[best])[:, None] * rotated)
     matrix = np.eye(width) + delta
-    unexplained = errors[best] / errors[-1] if errors[-1] > 0 else 0.0
-    offset, covariance = target - mean @ matrix, residual.T @ residual / len(some)
-    return AffineMap(matrix, offset, RIDGES[best], unexplained, covariance)
+    covariance = residual.T @ residual / len(some)
+    return AffineMap(matrix, target - mean @ matrix, RIDGES[best], covariance)
 
 
 def _gains(energies: Float[np.ndarray, " d"], ridge: float) -> Float[np.ndarray, " d"]:

@@ -444,16 +444,16 @@ class HeadArrays(NamedTuple):
 def stack_view(tasks: Sequence[ViewStatistics], xp: Any = np) -> ViewArrays:
     """Returns the statistics of tasks in one view side by side."""
     frames = [prototype_frame(task.prototypes, task.class_counts > 0) for task in tasks]
+    centres, offsets, constants = zip(*frames, strict=True)
+    means, bases, _, _, *moments = zip(*tasks, strict=True)
     return ViewArrays(
-        stack([task.mean for task in tasks], xp=xp),
-        stack([task.basis for task in tasks], 8, xp=xp),
-        stack([centre for centre, *_ in frames], xp=xp),
-        stack([offsets for _, offsets, _ in frames], 4, xp=xp),
-        stack([constants for *_, constants in frames], 4, np.inf, xp=xp),
-        stack([task.residual_mean for task in tasks], xp=xp),
-        stack([task.residual_std for task in tasks], fill=1.0, xp=xp),
-        stack([task.distance_mean for task in tasks], xp=xp),
-        stack([task.distance_std for task in tasks], fill=1.0, xp=xp),
+        stack(means, xp=xp),
+        stack(bases, 8, xp=xp),
+        stack(centres, xp=xp),
+        stack(offsets, 4, xp=xp),
+        stack(constants, 4, np.inf, xp=xp),
+        # Of a task that is not there, means are 0 and deviations 1.
+        *(stack(each, fill=place % 2, xp=xp) for place, each in enumerate(moments)),
         stack([1.0 for _ in tasks], xp=xp),
     )
 

@@ -80,7 +80,7 @@ class Gaussians(NamedTuple):
         """
         return Gaussians(
             by.move(self.means).astype(np.float32),
-            by.move_directions(self.factors).astype(np.float32),
+            (self.factors @ by.matrix).astype(np.float32),
             (by.move_scatter(self.scatter) + images * by.residual).astype(np.float32),
         )
 

@@ -376,7 +376,7 @@ def test_bad_tasks_are_refused_and_change_nothing(data):
         (nxt.adapted, nxt.labels[:-1], None, "as many as there are rows of features, 60; found 59"),
         (nxt.adapted, nxt.labels * 1.5, None, "expected integers"),
         (nxt.adapted[:0], nxt.labels[:0], None, "expected at least one"),
-        (nxt.adapted, nxt.labels, [88, 99], r"row 0 is label 1[01], no class of its head"),
+        (nxt.adapted, nxt.labels, [88, 99], r"label 1[01] at row 0 is none of the head"),
     ]:
         with pytest.raises(InputError, match=message):
             comparator.fit_task(adapted, labels, nxt.head, classes=classes)

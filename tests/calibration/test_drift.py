@@ -63,7 +63,6 @@ def test_the_map_is_the_ridge_of_least_left_out_error(count, width):
     found = drift.fit_map(before, after)
     errors = [left_out_error(before, after, ridge) for ridge in drift.RIDGES]
     assert found.ridge == drift.RIDGES[int(np.argmin(errors))]
-    np.testing.assert_allclose(found.unexplained, min(errors) / errors[-1], rtol=1e-6)
     np.testing.assert_allclose(np.trace(found.residual), min(errors) / count, rtol=1e-6)
     matrix, offset = by_hand(before, after, found.ridge)
     np.testing.assert_allclose(found.matrix, matrix, atol=1e-9)
@@ -74,13 +73,11 @@ def test_an_affine_change_is_found_and_a_shift_is_left_a_shift():
     before, after = pair(2, count=400, noise=0.0)
     found = drift.fit_map(before, after)
     assert found.ridge == min(drift.RIDGES)
-    assert found.unexplained < 1e-3
     before, _ = pair(3)
     shifted = drift.fit_map(before, before + np.float32(0.5))
     np.testing.assert_allclose(shifted.matrix, np.eye(before.shape[1]), atol=1e-5)
     np.testing.assert_allclose(shifted.offset, 0.5, atol=1e-4)
     same = drift.fit_map(before, before)
-    assert same.unexplained == 0.0
     np.testing.assert_array_equal(same.matrix, np.eye(before.shape[1]))
 
 
@@ -96,7 +93,6 @@ def test_many_images_count_for_the_map_and_some_for_its_ridge():
     before, after = pair(4, count=3 * drift.LEFT_OUT, width=3)
     found = drift.fit_map(before, after)
     np.testing.assert_allclose(found.matrix, by_hand(before, after, found.ridge)[0], atol=1e-9)
-    assert 0 < found.unexplained < 1
 
 
 @settings(max_examples=25, deadline=None)
@@ -112,6 +108,4 @@ def test_moved_statistics_are_those_of_moved_features(seed, count, width):
 
     np.testing.assert_allclose(by.move_scatter(scatter(features)), scatter(moved), atol=1e-8)
     directions = features - features.mean(axis=0)
-    np.testing.assert_allclose(
-        by.move_directions(directions), moved - moved.mean(axis=0), atol=1e-9
-    )
+    np.testing.assert_allclose(directions @ by.matrix, moved - moved.mean(axis=0), atol=1e-9)

@@ -86,14 +86,8 @@ class Comparator:
         names = np.unique(labels)
         if classes is not None:
             names = inputs.class_labels(classes, f"classes of task {task}")
-        inputs.check_disjoint(names, self.classes, task)
-        if not (within := np.isin(labels, names)).all():
-            row = int(np.argmin(within))
-            raise InputError(
-                f"labels of task {task}: row {row} is label {labels[row]}, no class of its head"
-            )
+        present = inputs.task_classes(labels, task, len(names), names, self.classes)[1] > 0
         self._check_head(head, len(names), features.shape[1], task)
-        present = np.isin(names, labels)
         order = np.argsort(names[present])
         rows = order[np.searchsorted(names[present], labels, sorter=order)]
         self.statistics.append(self._collect(features, rows, head))
@@ -187,11 +181,7 @@ class Comparator:
                 f"{type(head).__name__}"
             )
         name = f"head of task {task}"
-        if inputs.head_kind(head, name) == "function":
-            one = jnp.zeros((1, width), jnp.float32)
-            found = inputs.function_logits(head, one, None, name).shape[1]
-        else:
-            found = len(inputs.head_rows(head, name, width).rows)
+        _, found = inputs.read_head(head, name, jnp.zeros((1, width), jnp.float32))
         if found != num_classes:
             raise InputError(f"{name}: expected {num_classes} classes, found {found}")
 

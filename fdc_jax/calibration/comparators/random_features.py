@@ -74,9 +74,7 @@ class RanPAC(Comparator):
         hidden = in_blocks(partial(_hidden, self._projection), features[order])
         gram, sums = _moments(hidden, onehot)
         self.total = gram if self.total is None else self.total + gram
-        split = int(0.8 * len(onehot))
-        if split > 0:
-            self.ridge = best_ridge(hidden, onehot, split)
+        self.ridge = chosen_ridge(hidden, onehot, self.ridge)
         self.ridge = max(self.ridge, float(np.finfo(np.float32).eps * np.trace(self.total)))
         return sums
 
@@ -285,6 +283,14 @@ def solve_ridge(
         values, vectors = np.linalg.eigh(gram)
         inverse = 1.0 / (np.maximum(values, 0.0) + ridge)
         return (vectors * inverse) @ (vectors.T @ targets)
+
+
+def chosen_ridge(
+    expanded: Float[np.ndarray, "n m"], onehot: Float[np.ndarray, "n c"], otherwise: float
+) -> float:
+    """Returns the best lambda for the last fifth of shuffled samples, or else that of a single."""
+    split = int(0.8 * len(onehot))
+    return best_ridge(expanded, onehot, split) if split else otherwise
 
 
 def best_ridge(
