@@ -48,23 +48,22 @@ def stack(
     least: int | None = None,
     fill: float = 0.0,
     xp: Any = np,
-    tasks: int | None = None,
 ) -> Any:
     """Returns the arrays of all tasks as one, padded to few sizes.
+
+    The number of tasks is padded, too, but neither a single one nor where NumPy computes, which has
+    no use for it.
 
     Args:
         arrays: of one shape or, with `least`, of different leading sizes.
         least: pad the leading size to `padded_size(_, least)`.
         fill: the padding.
         xp: `numpy` or `jax.numpy`.
-        tasks: pad the number of tasks to this; by default to `padded_size`, but neither a single
-            one nor where NumPy computes, which has no use for it.
     """
     shape = np.shape(arrays[0])
     if least is not None:
         shape = (padded_size(max(map(len, arrays)), least), *shape[1:])
-    padded = xp is not np and len(arrays) > 1
-    tasks = tasks or (padded_size(len(arrays), 4) if padded else len(arrays))
+    tasks = padded_size(len(arrays), 4) if xp is not np and len(arrays) > 1 else len(arrays)
     stacked = np.full((tasks, *shape), fill, np.float32)
     if least is not None:
         stacked[len(arrays) :] = 0.0  # A task that is not there is finite.

@@ -415,6 +415,23 @@ def head_logits(
     return logits + bias
 
 
+def largest_logits(
+    features: Float[Array, "n d"],
+    basis: Float[Array, "r d"],
+    attenuation: Float[Array, ""],
+    rows: Float[Array, "c d"],
+    bias: Float[Array, " c"],
+    *,
+    normalised: bool,
+) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+    """Returns a head's largest logit without and with TSF at its input (line 10)."""
+    raw, filtered = (
+        head_logits(given, rows, bias, energy(given) if normalised else None).max(axis=-1)
+        for given in (features, filter_features(features, basis, attenuation))
+    )
+    return raw, filtered
+
+
 # The tasks' statistics side by side, and a batch measured against them all -----------------------
 
 
@@ -512,13 +529,6 @@ def measure(
         return ratio, distance, *largest, *((raw, filtered) if all_rows else ())
 
     return over_tasks(one_task, *view[:5], *(heads or ()))
-
-
-def residual_ratios(
-    means: Float[Array, "tasks d"], bases: Float[Array, "tasks r d"], features: Float[Array, "n d"]
-) -> Float[Array, "n tasks"]:
-    """Returns the residual ratios of a batch against all tasks."""
-    return over_tasks(lambda *task: residual_ratio(features, *task)[:1], means, bases)[0]
 
 
 # Test-time calibration (lines 14 to 20) ----------------------------------------------------------
@@ -821,7 +831,12 @@ class FDC:
             raise InputError(f"task {task}: expected at least one sample, found none")
         rows, num_classes = self._read_head(head, task, sums[0].width)
         labels = np.concatenate(seen)
-        classes, counts = self._classes_of(labels, classes, num_classes)
+        classes, counts = inputs.task_classes(labels, task, num_classes, classes, self.classes)
+        if (present := int((counts > 0).sum())) < settings.neighbours:
+            raise InputError(
+                f"task {task}: {settings.neighbours} neighbours need as many classes with samples, "
+                f"found {present}"
+            )
         drafts = [
             ViewStatistics(
                 each.mean.astype(np.float32),
@@ -834,35 +849,23 @@ class FDC:
         self._between_walks(sums, classes, counts)
 
         # Lines 6, 7 and 10, the second walk: the samples against their own task and earlier ones.
-        own = [stack_view([draft], xp) for draft in drafts]
-        heads = None if rows is None else stack_heads([rows], own[0].basis, settings.attenuation)
-        earlier = [[each.views[view] for each in self.tasks] for view in range(len(drafts))]
         known = [
-            (stack([each.mean for each in of], xp=xp), stack([each.basis for each in of], 8, xp=xp))
-            for of in earlier
-            if of
+            stack_view([*(each.views[view] for each in self.tasks), draft], xp)
+            for view, draft in enumerate(drafts)
         ]
+        gamma = np.float32(settings.attenuation)
         measured: list[list[tuple[Any, ...]]] = [[] for _ in drafts]
         again = [labels[:0]]
         for views, own_labels in inputs.blocks(source, task, [each.width for each in sums]):
             again.append(own_labels)
             for view, features in enumerate(views):
                 batch = place(xp, features, 128)
-                found = self.run(
-                    measure,
-                    own[view],
-                    None if view else heads,
-                    batch,
-                    np.float32(settings.attenuation),
-                    normalised=rows is not None and rows.normalised,
-                    neighbours=settings.neighbours,
-                )
-                if view == 0 and rows is None:
-                    features = batch[: len(own_labels)]
-                    given = ([head], [classes], features, own[0].basis, task)
-                    found += (*self._function_logits(*given).values(),)[:4]
-                if known:
-                    found += (self.run(residual_ratios, *known[view], batch),)
+                kind = {"normalised": False, "neighbours": settings.neighbours}
+                found = self.run(measure, known[view], None, batch, gamma, **kind)
+                if view == 0:
+                    own = batch[: len(own_labels)] if rows is None else batch
+                    basis = known[0].basis[task]
+                    found += self._largest_logits(head, rows, num_classes, own, basis)
                 measured[view].append(found)
                 self._second_walk(view, batch, len(own_labels))
         if not np.array_equal(np.sort(np.concatenate(again)), np.sort(labels)):
@@ -873,17 +876,16 @@ class FDC:
             )
         statistics, foreign, scales = [], [], []
         for view, draft in enumerate(drafts):
-            ratio, distance, *others = fetch(measured[view], [len(each) for each in again[1:]])
-            if view == 0:
-                raw, _, filtered, _, *others = others
-                scales = [population_moments(raw)[1], population_moments(filtered)[1]]
-            moments = (*population_moments(ratio), *population_moments(distance))
+            ratio, distance, *logits = fetch(measured[view], [len(each) for each in again[1:]])
+            scales += [population_moments(each)[1] for each in logits]
+            moments = *population_moments(ratio[:, task]), *population_moments(distance[:, task])
             statistics.append(ViewStatistics(*draft[:4], *moments))
             # u_j of every earlier task j, by j's own moments.
-            ratios = np.concatenate([np.zeros((len(labels), 0)), *others], axis=1)[:, :task].T
-            means = np.array([each.residual_mean for each in earlier[view]])[:, None]
-            stds = np.array([each.residual_std for each in earlier[view]])[:, None]
-            foreign.append(np.ascontiguousarray((ratios - means) / stds, np.float32))
+            earlier = [each.views[view] for each in self.tasks]
+            means = np.array([each.residual_mean for each in earlier])
+            stds = np.array([each.residual_std for each in earlier])
+            standardised = (ratio[:, :task].astype(np.float64) - means) / stds
+            foreign.append(np.ascontiguousarray(standardised.T, np.float32))
         self.tasks = [*self.tasks, Task(statistics, classes, len(labels), *scales)]
         self.heads = [*self.heads, head]
         self.foreign = [*self.foreign, foreign]
@@ -946,9 +948,7 @@ class FDC:
         for name in inputs.VIEWS[: len(views)]:
             inputs.check_rows(f"{name} features", found[f"{name}_energy"])
         if self.arrays.heads is None:
-            features = self._xp.asarray(views[0], np.float32)
-            bases = self.arrays.views[0].basis
-            logits = self._function_logits(self.heads, self.classes, features, bases)
+            logits = self._function_logits(self._xp.asarray(views[0], np.float32))
             found |= dict(list(logits.items())[: 6 if all_rows else 4])
         return self._terms(found)
 
@@ -1119,41 +1119,32 @@ class FDC:
                 "reference, which all tasks share, will be dominated by this task"
             )
 
-    def _classes_of(
-        self, labels: Int[np.ndarray, " n"], named: Any, num_classes: int
-    ) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
-        """Returns the label and the number of samples of each head row of the next task."""
-        task = self.num_tasks
-        if named is not None:
-            named = inputs.class_labels(named, f"classes of task {task}")
-            if len(named) != num_classes:
-                raise InputError(
-                    f"classes of task {task}: expected {num_classes} labels, one per row of the "
-                    f"head, found {len(named)}"
-                )
-        classes, counts = inputs.task_classes(labels, task, num_classes, named, self.classes)
-        if (present := int((counts > 0).sum())) < self.settings.neighbours:
-            raise InputError(
-                f"task {task}: {self.settings.neighbours} neighbours need as many classes with "
-                f"samples, found {present}"
-            )
-        return classes, counts
-
     def _read_head(self, head: Any, task: int, width: int) -> tuple[inputs.HeadRows | None, int]:
         return inputs.read_head(head, f"head of task {task}", self._xp.ones((1, width), np.float32))
 
-    def _function_logits(
+    def _largest_logits(
         self,
-        heads: Sequence[Any],
-        classes: Sequence[np.ndarray],
+        head: Any,
+        rows: inputs.HeadRows | None,
+        num_classes: int,
         features: Float[Array, "n d"],
-        bases: Float[Array, "tasks r d"],
-        first: int = 0,
-    ) -> dict[str, np.ndarray]:
-        """Returns what `LOGITS` names of heads that are functions, those of tasks from `first`."""
+        basis: Float[Array, "r d"],
+    ) -> tuple[Float[Any, " n"], ...]:
+        """Returns `largest_logits` of the head of the next task."""
+        gamma = np.float32(self.settings.attenuation)
+        if rows is not None:
+            given = (features, basis, gamma, rows.rows, rows.bias)
+            return self.run(largest_logits, *given, normalised=rows.normalised)
+        name = f"head of task {self.num_tasks}"
+        both = (features, self.run(filter_features, features, basis, gamma))
+        return tuple(inputs.function_logits(head, h, num_classes, name).max(axis=1) for h in both)
+
+    def _function_logits(self, features: Float[Array, "n d"]) -> dict[str, np.ndarray]:
+        """Returns what `LOGITS` names of heads that are functions, one after the other."""
         kinds: tuple[list[np.ndarray], list[np.ndarray]] = [], []
         gamma = np.float32(self.settings.attenuation)
-        for task, (head, own, basis) in enumerate(zip(heads, classes, bases, strict=False), first):
+        tasks = zip(self.heads, self.classes, self.arrays.views[0].basis, strict=False)
+        for task, (head, own, basis) in enumerate(tasks):
             filtered = self.run(filter_features, features, basis, gamma)
             for kind, given in zip(kinds, (features, filtered), strict=True):
                 name = f"head of task {task}"

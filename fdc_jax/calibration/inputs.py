@@ -280,7 +280,7 @@ def task_classes(
     labels: Int[np.ndarray, " n"],
     task: int,
     num_classes: int,
-    named: Int[np.ndarray, " c"] | None,
+    named: Any,
     earlier: Sequence[Int[np.ndarray, " _"]],
 ) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
     """Returns the label and the number of samples of each head row.
@@ -297,6 +297,12 @@ def task_classes(
     """
     values, first, counts = np.unique(labels, return_index=True, return_counts=True)
     if named is not None:
+        named = class_labels(named, f"classes of task {task}")
+        if len(named) != num_classes:
+            raise InputError(
+                f"classes of task {task}: expected {num_classes} labels, one per row of the head, "
+                f"found {len(named)}"
+            )
         check_disjoint(named, earlier, task)
         strangers = ~np.isin(values, named)
     else:

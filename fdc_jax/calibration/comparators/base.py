@@ -83,10 +83,9 @@ class Comparator:
                 f"labels of task {task}: expected at least one, and as many as there are rows of "
                 f"features, {len(features)}; found {len(labels)}"
             )
-        names = np.unique(labels)
-        if classes is not None:
-            names = inputs.class_labels(classes, f"classes of task {task}")
-        present = inputs.task_classes(labels, task, len(names), names, self.classes)[1] > 0
+        rows = len(np.unique(labels) if classes is None else classes)
+        names, counts = inputs.task_classes(labels, task, rows, classes, self.classes)
+        present = counts > 0
         self._check_head(head, len(names), features.shape[1], task)
         order = np.argsort(names[present])
         rows = order[np.searchsorted(names[present], labels, sorter=order)]
