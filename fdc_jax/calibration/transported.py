@@ -375,6 +375,6 @@ def from_settings(settings: Mapping[str, Any]) -> fdc.FDC:
     kind: type[fdc.FDC] = fdc.FDC
     if found.transport:
         kind = TransportedFDC
-    elif found.affinity != found.paper_affinity:
+    elif found.affinity_entry:
         kind = WhitenedFDC
     return kind(**{f.name: getattr(found, f.name) for f in fields(kind.settings_type)})

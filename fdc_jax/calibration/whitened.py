@@ -99,18 +99,6 @@ class WhitenedSettings(fdc.Settings):
             )
 
     @property
-    def affinity_entry(self) -> str:
-        """`whitened` or `linear`, after what differs from the paper's affinity, if anything."""
-        if self.affinity == self.paper_affinity:
-            return ""
-        return "whitened" if self.affinity_metric == "whitened" else "linear"
-
-    @property
-    def entry(self) -> str:
-        """See `fdc.Settings.entry`."""
-        return self.affinity_entry
-
-    @property
     def affinity(self) -> Affinity:
         """What these settings say about affinities."""
         return Affinity(
@@ -121,10 +109,16 @@ class WhitenedSettings(fdc.Settings):
         )
 
     @property
-    def paper_affinity(self) -> Affinity:
-        """The paper's affinity, in the standardisation that is set where it has one."""
-        nearest = self.affinity_reference == "nearest"
-        return PAPER_AFFINITY._replace(reference="nearest" if nearest else "own")
+    def affinity_entry(self) -> str:
+        """`whitened` or `linear`, after what differs from the paper's affinity, if anything."""
+        paper = PAPER_AFFINITY
+        if self.affinity_reference == "nearest":  # Which the paper has, too.
+            paper = paper._replace(reference="nearest")
+        if self.affinity == paper:
+            return ""
+        return "whitened" if self.affinity_metric == "whitened" else "linear"
+
+    entry = affinity_entry
 
 
 # The metric --------------------------------------------------------------------------------------
