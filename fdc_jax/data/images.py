@@ -58,7 +58,11 @@ def decode(encoded: bytes | Image.Image, description: str) -> Image.Image:
     if encoded == b"":
         raise InputError(f"{description}: expected an image, found 0 bytes")
     try:
-        with _opened(encoded) as image:
+        with (
+            contextlib.nullcontext(encoded)
+            if isinstance(encoded, Image.Image)
+            else Image.open(io.BytesIO(encoded), formats=_FORMATS)
+        ) as image:
             if image.mode == "P":
                 # Only silences Pillow's advice to convert to RGBA; the RGB pixels are the same.
                 image = image.copy()
@@ -76,12 +80,6 @@ def decode(encoded: bytes | Image.Image, description: str) -> Image.Image:
                 reason = "a TIFF of a kind that is not read, such as floating-point colours"
         raise InputError(f"{description}: cannot decode {what}: {reason}") from error
     raise InputError(f"{description}: expected pixels of 8 or 16 bits, found {refused}")
-
-
-def _opened(encoded: bytes | Image.Image) -> contextlib.AbstractContextManager[Image.Image]:
-    if isinstance(encoded, Image.Image):
-        return contextlib.nullcontext(encoded)
-    return Image.open(io.BytesIO(encoded), formats=_FORMATS)
 
 
 def pixels_sha256(image: Image.Image) -> bytes:

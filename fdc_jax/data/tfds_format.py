@@ -47,7 +47,11 @@ def open_prepared(
         builder: Any = tfds.builder_from_directory(str(folder))
         stored = builder.info.splits[dataset.name_of(split, builder.info.splits)]
         keys = _Keys.of(builder.info)
-        records = _records(builder, stored, {keys.image: tfds.decode.SkipDecoding()})
+        decoders = {keys.image: tfds.decode.SkipDecoding()}
+        if builder.info.file_format is tfds.core.FileFormat.TFRECORD:
+            records = _TFRecords(builder.info, stored.name, decoders)
+        else:
+            records = builder.as_data_source(split=stored.name, decoders=decoders)
         class_names = tuple(builder.info.features[keys.label].names)
         shards = [Path(path) for path in stored.filepaths]
     except Exception as error:
@@ -123,13 +127,6 @@ class _Keys(NamedTuple):
 
 
 _TEXT = tfds.features.Text
-
-
-def _records(builder: Any, stored: Any, decoders: dict[str, Any]) -> Any:
-    """Returns the records of a split for random access."""
-    if builder.info.file_format is tfds.core.FileFormat.TFRECORD:
-        return _TFRecords(builder.info, stored.name, decoders)
-    return builder.as_data_source(split=stored.name, decoders=decoders)
 
 
 class _TFRecords:

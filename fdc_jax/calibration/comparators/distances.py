@@ -54,7 +54,7 @@ class NearestMeanOfExemplars(NearestClassMean):
     name = "nme"
 
     def _collect(self, features, rows, head) -> Float[np.ndarray, "c d"]:
-        return unit(class_means(_wide_unit(features), rows)).astype(np.float32)
+        return unit(class_means(unit(features.astype(np.float64)), rows)).astype(np.float32)
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         # |a - b|^2 = 2 - 2 cos(a, b) for unit vectors.
@@ -135,7 +135,7 @@ class FeCAM(Comparator):
 
     def _collect(self, features, rows, head) -> list[tuple[np.ndarray, np.ndarray]]:
         pilot = self.variant == "pilot"
-        wide = features.astype(np.float64) if pilot else _wide_unit(features)
+        wide = features.astype(np.float64) if pilot else unit(features.astype(np.float64))
         gaussians = []
         for row in range(rows.max() + 1):
             members = wide[rows == row]
@@ -146,7 +146,7 @@ class FeCAM(Comparator):
         return gaussians
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
-        features = _wide_unit(features)
+        features = unit(features.astype(np.float64))
         gaussians = [gaussian for task in self.statistics for gaussian in task]
         return -np.concatenate([squared_distances(features, *each) for each in gaussians], axis=1)
 
@@ -217,7 +217,3 @@ def _inverse_factor(matrix: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"
 def _correlation(covariance: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:
     scale = np.sqrt(np.diagonal(covariance))
     return covariance / np.outer(scale, scale)
-
-
-def _wide_unit(rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
-    return unit(rows.astype(np.float64))
