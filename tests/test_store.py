@@ -48,14 +48,12 @@ def anew(tmp_path_factory, cache):
     return workdir
 
 
-@pytest.mark.parametrize("looks", [None, 18])
-def test_other_settings_of_fdc_refit_what_was_trained(whole, anew, cache, tmp_path, caplog, looks):
+@pytest.mark.parametrize("start", ["whole", "half"])
+def test_other_settings_of_fdc_refit_what_was_trained(
+    request, start, whole, anew, cache, tmp_path, caplog
+):
     """A finished run and one that stopped end as if they had been run with the new settings."""
-    workdir = tmp_path / "run"
-    if looks is None:
-        small_runs.copied(whole, workdir)
-    else:
-        small_runs.stopped(config(cache), workdir, looks)
+    workdir = small_runs.copied(request.getfixturevalue(start), tmp_path / "run")
     trained = len(small_runs.events(workdir, "epoch"))
     with caplog.at_level(logging.WARNING):
         go(config(cache, **OTHER), workdir)
@@ -79,19 +77,27 @@ def test_the_whitened_affinity_leaves_the_papers_numbers(whole, copy, cache):
     assert found["whitened"]["storage_bytes"] > found["fdc_storage_bytes"]
 
 
-@pytest.mark.parametrize("lost", ["train_adapted_0.npy", "train_pretrained_1.npy"])
-def test_without_saved_features_other_settings_are_refused(copy, cache, lost):
-    (copy / "features" / lost).unlink()
+@pytest.mark.parametrize(
+    ("lost", "field", "message"),
+    [
+        (
+            "train_adapted_0.npy",
+            {"fdc__neighbours": 2},
+            r"neighbours was 1, is 2.*_0.npy is mi",
+        ),
+        ("train_pretrained_1.npy", {"fdc__neighbours": 2}, r"train_pretrained_1.npy is missing"),
+        # Features of the encoder before each task were never written.
+        (None, {"fdc__transport": True}, r"was trained without fdc.transport, .* the first one"),
+    ],
+)
+def test_settings_without_the_features_that_they_need_are_refused(
+    copy, cache, lost, field, message
+):
+    if lost:
+        (copy / "features" / lost).unlink()
     before = contents(copy)
-    with pytest.raises(InputError, match=rf"fdc.neighbours was 1, is 2.*{lost} is missing"):
-        go(config(cache, fdc__neighbours=2), copy)
-    assert contents(copy) == before
-
-
-def test_transport_must_be_on_from_the_first_task(copy, cache):
-    before = contents(copy)
-    with pytest.raises(InputError, match=r"was trained without fdc.transport, .* the first one"):
-        go(config(cache, fdc__transport=True), copy)
+    with pytest.raises(InputError, match=message):
+        go(config(cache, **field), copy)
     assert contents(copy) == before
 
 
@@ -194,12 +200,18 @@ def test_unreadable_json_names_the_remedy(whole, copy, cache, name, remedy):
 # Whose directory it is ---------------------------------------------------------------------------
 
 
+def other_weights(folder):
+    """Writes the encoder with other numbers."""
+    path = folder / "weights.npz"
+    with np.load(small_runs.REPOSITORY / "fdc_jax/assets/digits_vit.npz") as file:
+        np.savez(path, **{name: file[name] * 1.01 for name in file.files})
+    return path
+
+
 def test_another_run_is_refused(copy, cache, tmp_path):
     with pytest.raises(InputError, match=r"of another configuration: train.rank was 10, is 3;"):
         go(config(cache, train__rank=3), copy)
-    weights = tmp_path / "weights.npz"
-    with np.load(small_runs.REPOSITORY / "fdc_jax/assets/digits_vit.npz") as file:
-        np.savez(weights, **{name: file[name] * 1.01 for name in file.files})
+    weights = other_weights(tmp_path)
     with pytest.raises(InputError, match="weights sha256 was "):
         go(config(cache, encoder__weights=str(weights)), copy)
     with pytest.raises(InputError, match="holds a run of a single seed"):
@@ -275,9 +287,8 @@ def test_a_finished_run_is_opened_without_a_change(whole, cache):
     assert contents(whole) == before
 
 
-def test_a_stopped_run_is_opened_as_far_as_it_went(cache, tmp_path):
-    small_runs.stopped(config(cache), tmp_path / "run", 18)
-    run = fdc_jax.open_run(tmp_path / "run")
+def test_a_stopped_run_is_opened_as_far_as_it_went(half):
+    run = fdc_jax.open_run(half)
     assert (run.results, run.num_tasks, len(run.heads())) == (None, 2, 1)
     assert run.calibrator().num_tasks == 1
     run.encoder(1)
@@ -293,9 +304,7 @@ def test_what_is_no_run_or_another_one_is_refused(copy, tmp_path):
     (tmp_path / "seed_2").mkdir()
     with pytest.raises(InputError, match=r"of several seeds, open one: .*seed_2"):
         fdc_jax.open_run(tmp_path)
-    weights = tmp_path / "weights.npz"
-    with np.load(small_runs.REPOSITORY / "fdc_jax/assets/digits_vit.npz") as file:
-        np.savez(weights, **{name: file[name] * 1.01 for name in file.files})
+    weights = other_weights(tmp_path)
     with pytest.raises(InputError, match=r"expected the weights that .* was run with"):
         fdc_jax.open_run(copy, weights=str(weights)).encoder(0)
     with np.load(copy / "predictions.npz") as file:
