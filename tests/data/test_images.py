@@ -1,9 +1,7 @@
 import contextlib
 import io
 import math
-import struct
 import warnings
-import zlib
 
 import hypothesis
 import hypothesis.strategies as st
@@ -180,37 +178,14 @@ def test_decode_palette(encode, transparency):
 SIXTEEN_BITS = np.array([[0, 7, 255, 256, 32768, 65535]], np.uint16)
 
 
-def png_of_16_bits(values):
-    """Writes [h, w] or [h, w, 2 to 4] as a PNG of 16 bits a channel, which Pillow cannot."""
-    height, width, *channels = values.shape
-    kind = {1: 0, 2: 4, 3: 2, 4: 6}[channels[0] if channels else 1]
-
-    def chunk(name, content):
-        checksum = struct.pack(">I", zlib.crc32(name + content))
-        return struct.pack(">I", len(content)) + name + content + checksum
-
-    rows = b"".join(b"\0" + row.astype(">u2").tobytes() for row in values)
-    return b"".join(
-        [
-            b"\x89PNG\r\n\x1a\n",
-            chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 16, kind, 0, 0, 0)),
-            chunk(b"IDAT", zlib.compress(rows)),
-            chunk(b"IEND", b""),
-        ]
-    )
-
-
 @pytest.mark.parametrize(
     "make",
     [
-        lambda grey, encode: png_of_16_bits(grey),
-        lambda grey, encode: png_of_16_bits(np.stack([grey, grey // 2], -1)),
-        lambda grey, encode: png_of_16_bits(np.stack([grey] * 3, -1)),
-        lambda grey, encode: png_of_16_bits(np.stack([grey] * 3 + [grey // 2], -1)),
+        lambda grey, encode: encode(grey, "PNG"),
         lambda grey, encode: encode(grey, "TIFF"),
         lambda grey, encode: b"P5 6 1 65535\n" + grey.astype(">u2").tobytes(),
     ],
-    ids=["grey", "grey and alpha", "RGB", "RGBA", "TIFF", "PGM"],
+    ids=["PNG", "TIFF", "PGM"],
 )
 def test_of_sixteen_bits_the_upper_eight_are_kept(encode, make):
     found = np.asarray(images.decode(make(SIXTEEN_BITS, encode), "x"))

@@ -4,9 +4,9 @@ import io
 import json
 import os
 import re
+import resource
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tarfile
@@ -140,30 +140,6 @@ def test_two_preparations_of_the_same_images_agree(tmp_path, pilot, encode):
         assert checksums(tmp_path / "a") == found
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda train, encode: (train / "10/1.png").write_bytes(encode(image_of(0, 99))),
-        lambda train, encode: (train / "10/1.png").rename(train / "10/1b.png"),
-        lambda train, encode: (train / "10/1.png").rename(train / "4/9.png"),
-        lambda train, encode: (train / "44").rename(train / "45"),
-    ],
-    ids=["pixels", "name", "label", "class"],
-)
-def test_other_images_have_another_checksum(tmp_path, pilot, encode, change):
-    prepare.prepare("mine", pilot, tmp_path / "a", quiet=True)
-    change(pilot / "train", encode)
-    if not (pilot / "train/44").exists():
-        (pilot / "test/44").rename(pilot / "test/45")
-    prepare.prepare("mine", pilot, tmp_path / "b", quiet=True)
-    found, other = (checksums(tmp_path / each, "mine") for each in "ab")
-    assert found[0] != other[0]
-    assert (found[1] == other[1]) == (pilot / "train/44").exists()
-    # Under the same name they are no second preparation.
-    with pytest.raises(InputError, match=r"holds other images than .*omnibenchmark, such as"):
-        prepare.prepare("mine", pilot, tmp_path / "a", quiet=True)
-
-
 def test_prepared_data_are_compared_with_their_source(tmp_path, pilot, encode, capsys):
     pack_tar(pilot, tmp_path / "o.tgz")
     folder = prepare.prepare("omnibench", pilot, tmp_path, quiet=True)
@@ -241,25 +217,17 @@ def test_links_that_lead_back_are_not_followed(tmp_path, pilot):
     assert others == []
 
 
-def bind_socket(path, monkeypatch):
-    # The whole path is too long for a socket.
-    monkeypatch.chdir(path.parent)
-    with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(path.name)
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda path, _: os.mkfifo(path), "found a pipe, socket or device"),
-        (bind_socket, "found a pipe, socket or device"),
-        (lambda path, _: path.symlink_to("/dev/zero"), "found a pipe, socket or device"),
-        (lambda path, _: path.symlink_to("gone.png"), "cannot read: No such file"),
+        (os.mkfifo, "found a pipe, socket or device"),
+        (lambda path: path.symlink_to("/dev/zero"), "found a pipe, socket or device"),
+        (lambda path: path.symlink_to("gone.png"), "cannot read: No such file"),
     ],
-    ids=["pipe", "socket", "device", "broken link"],
+    ids=["pipe", "device", "broken link"],
 )
-def test_what_is_no_file_is_never_opened(tmp_path, pilot, make, message, monkeypatch):
-    make(pilot / "train" / "10" / "z.png", monkeypatch)
+def test_what_is_no_file_is_never_opened(tmp_path, pilot, make, message):
+    make(pilot / "train" / "10" / "z.png")
     refused(pilot, tmp_path, f"train/10/z.png: .*{message}")
 
 
@@ -324,13 +292,12 @@ def test_a_disk_that_is_full(tmp_path, pilot):
     noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
     Image.fromarray(noise).save(pilot / "train" / "10" / "1.png")
     # Files of more than 100 kB cannot be written, as on a full disk.
-    limit = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))\n"
-    child = start(pilot, tmp_path / "data", before=limit)
-    last = child.communicate(timeout=120)[1].strip().splitlines()[-1]
-    assert child.returncode == 1
-    assert last.startswith("fdc_jax.errors.InputError: ")
-    assert str(tmp_path / "data") in last
-    assert left_over(tmp_path / "data") == []
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        refused(pilot, tmp_path, str(tmp_path / "data"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_progress_and_quiet(tmp_path, pilot, capsys):
@@ -371,7 +338,6 @@ def of_the_other_task():
         ("omnibench", "train/44", "train/45", "expected 4 classes, found 5"),
         ("omnibench", "test/44/0.JPEG", "test/10/9.JPEG", "expected images in this class folder"),
         ("omnibench", "test/100/1.png", of_the_other_task(), "of class order 1993, found"),
-        ("mine", "train/44", "elsewhere/44", "of every class, found none of 44"),
     ],
 )
 def test_another_split_is_refused(tmp_path, pilot, name, old, new, message):
@@ -412,6 +378,7 @@ def test_data_of_another_split_that_an_earlier_version_prepared(tmp_path, pilot)
         ("mine", {"source": ".", "test_share": 0.5, "split_seed": -1}, "a split_seed from 0"),
         ("my-set", {"source": "."}, "name of letters, digits and _ .* found 'my-set'"),
         ("pilot_cub200", {"source": "."}, "the name pilot_cub200 is taken by benchmark cub200"),
+        ("Digits", {"source": "."}, "name Digits is taken by benchmark digits$"),
         ("cifar100", {"workers": 0}, "workers must be at least 1, found 0"),
         ("cifar100", {"source": "."}, "expected the archive cifar-100-binary.tar.gz"),
         ("omnibench", {"source": "."}, r"^\.: expected the folders train and test, found no"),
