@@ -55,30 +55,23 @@ def test_the_kernels_choose_the_encoder_without_another_compilation(model, backb
     np.testing.assert_allclose(second[:8], again, atol=2e-5)
 
 
-def test_a_batch_in_portions_gives_the_same_features(model, backbone, monkeypatch):
-    kernels = vit.pretrained_kernels(backbone)
-    whole = extractor(model)(backbone, [kernels], batches(11))[0].features
-    monkeypatch.setattr(vit, "PORTION_TOKENS", 2 * 17)
-    calls = []
-    function = jax.lax.map
-    monkeypatch.setattr(jax.lax, "map", lambda *a: calls.append(a[1].shape) or function(*a))
-    cut = extractor(model)(backbone, [kernels], batches(11))[0].features
-    assert calls == [(4, 2, 32, 32, 3)]
-    np.testing.assert_allclose(cut, whole, atol=2e-5)
-
-
-@pytest.mark.parametrize(("count", "tokens"), [(0, 1000), (11, 1000), (11, 2 * 17)])
-def test_both_views_in_one_pass(model, backbone, monkeypatch, count, tokens):
-    monkeypatch.setattr(vit, "PORTION_TOKENS", tokens)
-    extract = extractor(model)
+@pytest.mark.parametrize("count", [0, 11])
+def test_both_views_in_one_pass_and_in_portions(model, backbone, monkeypatch, count):
     kernels = jax.tree.map(lambda kernel: kernel * 1.5, vit.pretrained_kernels(backbone))
     views = (kernels, vit.pretrained_kernels(backbone))
-    together = extract(backbone, views, batches(count))
-    for found, view in zip(together, views, strict=True):
-        (expected,) = extract(backbone, [view], batches(count))
-        np.testing.assert_array_equal(found.features, expected.features)
+    whole, cut = extractor(model), extractor(model)
+    expected = [whole(backbone, [view], batches(count))[0].features for view in views]
+    monkeypatch.setattr(vit, "PORTION_TOKENS", 2 * 17)
+    calls, function = [], jax.lax.map
+    monkeypatch.setattr(jax.lax, "map", lambda *a: calls.append(a[1].shape) or function(*a))
+    together = cut(backbone, views, batches(count))
+    assert calls == [(4, 2, 32, 32, 3)] * (1 if count else 0)
+    for found, features, view in zip(together, expected, views, strict=True):
+        np.testing.assert_allclose(found.features, features, atol=2e-5)
+        (alone,) = cut(backbone, [view], batches(count))
+        np.testing.assert_array_equal(found.features, alone.features)
         assert found.seconds > found.input_wait_seconds >= 0
-    assert extract.encode._cache_size() <= 1
+    assert cut.encode._cache_size() <= 1
 
 
 def test_a_stop_request_ends_the_loop(model, backbone):
@@ -91,69 +84,45 @@ def test_a_stop_request_ends_the_loop(model, backbone):
         extract(backbone, [kernels], batches(8), stop.poll)
 
 
-def get(cache, name, indices, compute):
-    """What is cached, or computed and kept."""
+INDICES = np.array([4, 5, 6])
+
+
+def get(folder, value, key="a", name="train", indices=INDICES):
+    """What a cache holds, or else the value, which is kept."""
+    cache = FeatureCache(folder, {"weights": key})
     found = cache.find(name, indices)
     if found is None:
-        found = compute()
+        found = Extraction(np.full((3, 2), value, np.float32), 1.0, 0.5)
         cache.keep(name, indices, found)
     return found
 
 
-def counted(value, calls):
-    def compute():
-        calls.append(value)
-        return Extraction(np.full((3, 2), value, np.float32), 1.0, 0.5)
-
-    return compute
-
-
-def test_the_cache_computes_once(tmp_path):
-    calls = []
-    indices = np.array([4, 5, 6])
-    cache = FeatureCache(tmp_path, {"weights": "a"})
-    first = get(cache, "train", indices, counted(1.0, calls))
-    again = get(FeatureCache(tmp_path, {"weights": "a"}), "train", indices, counted(2.0, calls))
-    np.testing.assert_array_equal(first.features, again.features)
-    assert calls == [1.0]
-    assert again.input_wait_seconds == 0.0
-
-
-@pytest.mark.parametrize("change", ["key", "name", "indices"])
-def test_the_cache_tells_things_apart(tmp_path, change):
-    calls = []
-    indices = np.array([4, 5, 6])
-    get(FeatureCache(tmp_path, {"weights": "a"}), "train", indices, counted(1.0, calls))
-    cache = FeatureCache(tmp_path, {"weights": "b" if change == "key" else "a"})
-    name = "test" if change == "name" else "train"
-    found = get(cache, name, indices[::-1] if change == "indices" else indices, counted(2.0, calls))
-    assert calls == [1.0, 2.0]
-    np.testing.assert_array_equal(found.features, 2.0)
+def test_the_cache_computes_once_and_tells_things_apart(tmp_path):
+    get(tmp_path, 1.0)
+    again = get(tmp_path, 2.0)
+    np.testing.assert_array_equal(again.features, 1.0)
+    assert again.from_cache and again.input_wait_seconds == 0.0
+    others = ({"key": "b"}, {"name": "test"}, {"indices": INDICES[::-1]})
+    for value, changed in enumerate(others, start=2):
+        np.testing.assert_array_equal(get(tmp_path, value, **changed).features, value)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped"])
 def test_a_damaged_cache_file_is_computed_again(tmp_path, damage):
-    calls = []
-    indices = np.array([4, 5, 6])
-    cache = FeatureCache(tmp_path, {"weights": "a"})
-    get(cache, "train", indices, counted(1.0, calls))
+    get(tmp_path, 1.0)
     (path,) = tmp_path.rglob("train_*.npz")
     content = bytearray(path.read_bytes())
     position = content.index(np.full(3, 1.0, np.float32).tobytes())
     if damage == "flipped":
         content[position] ^= 1
     path.write_bytes(content if damage == "flipped" else content[: position + 4])
-    found = get(cache, "train", indices, counted(2.0, calls))
-    np.testing.assert_array_equal(found.features, 2.0)
-    get(cache, "train", indices, counted(3.0, calls))
-    assert calls == [1.0, 2.0]
+    for value in (2.0, 3.0):
+        np.testing.assert_array_equal(get(tmp_path, value).features, 2.0)
 
 
 def test_a_cache_folder_that_cannot_be_made_costs_time_only(tmp_path):
     (tmp_path / "file").write_bytes(b"")
-    cache = FeatureCache(tmp_path / "file" / "below", {"weights": "a"})
-    calls = []
     for value in (1.0, 2.0):
-        found = get(cache, "train", np.arange(3), counted(value, calls))
+        found = get(tmp_path / "file" / "below", value)
         assert not found.from_cache
-    assert calls == [1.0, 2.0]
+        np.testing.assert_array_equal(found.features, value)
