@@ -29,7 +29,7 @@ import tabulate
 
 from benchmarks import measure
 from fdc_jax.errors import InputError, StopRequest, stop_on_signals
-from fdc_jax.files import check_writable_folder, read_json, write_atomically, write_json
+from fdc_jax.files import check_writable_folder, read_json, write_json, write_text
 
 PROGRAM = "benchmarks.first_hour"
 # Seconds that a part may take at most, and that it has to save once it is asked to end.
@@ -370,8 +370,7 @@ def main() -> None:
         left = 60 * options.budget_minutes - (time.monotonic() - start)
         state = work(todo, folder, left, stop)
     text = summary(todo, state, folder, device) + "\n"
-    with write_atomically(folder / "table.md") as file:
-        file.write(text.encode())
+    write_text(folder / "table.md", text)
     print(text, end="")
     if any(each["state"] in ("not begun", "stopped") for each in state.values()):
         sys.exit(UNFINISHED)

@@ -28,9 +28,9 @@ from fdc_jax.files import (
     printable,
     read_json,
     sha256,
-    write_atomically,
     write_json,
     write_safetensors,
+    write_text,
 )
 from fdc_jax.heads import FunctionHead
 from fdc_jax.model import layouts, vit, weights
@@ -118,8 +118,7 @@ def write(
         if timm:
             _write_timm(run, kernels, folder / _TIMM_FOLDER)
         sizes = _sizes(folder)
-        with write_atomically(folder / "README.md") as file:
-            file.write(_card(run, folder, sizes).encode())
+        write_text(folder / "README.md", _card(run, folder, sizes))
         return _sizes(folder)
 
 

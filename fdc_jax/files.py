@@ -52,8 +52,13 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
     """Writes a JSON file, whole or not at all."""
+    write_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a text in UTF-8, whole or not at all; what UTF-8 lacks is escaped."""
     with write_atomically(path) as file:
-        file.write((json.dumps(value, indent=2) + "\n").encode())
+        file.write(text.encode("utf-8", "backslashreplace"))
 
 
 def read_json(path: Path) -> Any:

@@ -32,7 +32,7 @@ from fdc_jax.data import folders
 from fdc_jax.data.batches import ReadableBatches
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError, Program, counted
-from fdc_jax.files import check_writable_file, write_atomically
+from fdc_jax.files import check_writable_file, write_atomically, write_text
 from fdc_jax.progress import Progress
 from fdc_jax.report import pictures
 
@@ -389,8 +389,7 @@ def _write_page(
         unreadable=len(found.unreadable),
         shown=shown,
     )
-    with write_atomically(path) as file:
-        file.write(text.encode("utf-8", "backslashreplace"))
+    write_text(path, text)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fdc_jax.errors import InputError, counted
-from fdc_jax.files import check_writable_folder, write_atomically, write_json
+from fdc_jax.files import check_writable_folder, write_json, write_text
 
 # Settings that can be varied; each fits FDC anew at every value.
 SWEEPS = ("attenuation", "retained_energy", "neighbours")
@@ -89,8 +89,7 @@ def write(
     write_json(folder / "provenance.json", origin)
     shown = [page.material(group.runs[0]) for group in groups]
     text = page.render(groups, skipped, built, drawn, origin, shown)
-    with write_atomically(folder / "report.html") as file:
-        file.write(text.encode())
+    write_text(folder / "report.html", text)
     if not quiet:
         counts = counted(len(found), "run"), counted(len(groups), "group")
         print(f"{' in '.join(counts)}: {folder / 'report.html'}")

@@ -24,7 +24,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from fdc_jax import evaluation
-from fdc_jax.files import write_atomically
+from fdc_jax.files import write_atomically, write_text
 from fdc_jax.learners import title as learner_title
 from fdc_jax.report import drawing, overview, paper, words
 from fdc_jax.report.overview import KINDS
@@ -526,7 +526,6 @@ def draw(name: str, groups: Sequence[Group]) -> list[Drawing]:
 
 def write(drawn: Drawing, folder: Path) -> None:
     """Writes `<name>.svg` and `<name>.png` (200 dots an inch, white face)."""
-    with write_atomically(folder / f"{drawn.name}.svg") as file:
-        file.write(drawn.svg.encode())
+    write_text(folder / f"{drawn.name}.svg", drawn.svg)
     with drawing.style(), write_atomically(folder / f"{drawn.name}.png") as file:
         drawn.figure.savefig(file, facecolor="white", metadata={"Software": None})

@@ -12,7 +12,7 @@ import pandas as pd
 
 from fdc_jax import evaluation, learners
 from fdc_jax.errors import InputError
-from fdc_jax.files import read_json, write_atomically
+from fdc_jax.files import read_json, write_text
 from fdc_jax.report import paper, words
 from fdc_jax.report.paper import Published
 from fdc_jax.report.runs import Group, RunFolder
@@ -64,8 +64,7 @@ class Table(NamedTuple):
         """Writes `<name>.csv`, `.md` and `.tex` into a folder."""
         texts = {"csv": self.frame.to_csv(), "md": self.to_markdown(), "tex": self.to_latex()}
         for suffix, text in texts.items():
-            with write_atomically(folder / f"{self.name}.{suffix}") as file:
-                file.write(text.encode())
+            write_text(folder / f"{self.name}.{suffix}", text)
 
 
 def build(
