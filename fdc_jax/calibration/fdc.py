@@ -863,6 +863,7 @@ class FDC:
                 kind = {"normalised": False, "neighbours": settings.neighbours}
                 found = self.run(measure, known[view], None, batch, gamma, **kind)
                 if view == 0:
+                    # A user's function sees no padding.
                     own = batch[: len(own_labels)] if rows is None else batch
                     basis = known[0].basis[task]
                     found += self._largest_logits(head, rows, num_classes, own, basis)

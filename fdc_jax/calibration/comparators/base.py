@@ -83,6 +83,8 @@ class Comparator:
                 f"labels of task {task}: expected at least one, and as many as there are rows of "
                 f"features, {len(features)}; found {len(labels)}"
             )
+        if classes is not None:
+            classes = inputs.class_labels(classes, f"classes of task {task}")
         rows = len(np.unique(labels) if classes is None else classes)
         names, counts = inputs.task_classes(labels, task, rows, classes, self.classes)
         present = counts > 0
