@@ -136,16 +136,6 @@ def class_labels(classes: Any, name: str) -> Int[np.ndarray, " c"]:
     return labels
 
 
-def check_disjoint(labels: np.ndarray, earlier: Sequence[np.ndarray], task: int) -> None:
-    """Raises InputError when a label of this task already belongs to an earlier task."""
-    for label in labels.tolist():
-        for other, taken in enumerate(earlier):
-            if label in taken:
-                raise InputError(
-                    f"labels of task {task}: label {label} already belongs to task {other}"
-                )
-
-
 def task_source(adapted: Any, labels: Any, pretrained: Any, task: int) -> Source:
     """Returns the task's samples as a source, whatever form they came in; see `FDC.fit_task`."""
     if callable(adapted):
@@ -303,11 +293,17 @@ def task_classes(
                 f"classes of task {task}: expected {num_classes} labels, one per row of the head, "
                 f"found {len(named)}"
             )
-        check_disjoint(named, earlier, task)
-        strangers = ~np.isin(values, named)
-    else:
-        check_disjoint(values, earlier, task)
+    classes = values if named is None else named
+    for other, taken in enumerate(earlier):
+        if (again := np.isin(classes, taken)).any():
+            label = classes[again][0]
+            raise InputError(
+                f"labels of task {task}: label {label} already belongs to task {other}"
+            )
+    if named is None:
         strangers = np.argsort(np.argsort(first)) >= num_classes
+    else:
+        strangers = ~np.isin(values, named)
     if strangers.any():
         row = first[strangers].min()
         where = f"labels of task {task}: label {labels[row]} at row {row}"
@@ -320,7 +316,6 @@ def task_classes(
             "name their labels with classes"
         )
     known = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    classes = values if named is None else named
     return classes, np.array([known.get(label, 0) for label in classes.tolist()], np.int64)
 
 
