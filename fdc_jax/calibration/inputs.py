@@ -121,6 +121,20 @@ def check_rows(name: str, energies: Float[np.ndarray, " n"], start: int = 0) -> 
         raise InputError(f"{name}: row {row} is not finite, or too large for float32")
 
 
+def finite_features(
+    value: Any, name: str, width: int | None = None, start: int = 0
+) -> Float[np.ndarray, "n d"]:
+    """Returns features in float32; `start` is the number of their first row.
+
+    Raises:
+        InputError: of `feature_array` and `check_rows`.
+    """
+    array = float32(feature_array(value, name, width))
+    with np.errstate(over="ignore", invalid="ignore"):
+        check_rows(name, np.einsum("nd,nd->n", array, array), start)
+    return array
+
+
 def class_labels(classes: Any, name: str) -> Int[np.ndarray, " c"]:
     """Returns the labels of a head's rows, in row order.
 
@@ -245,9 +259,7 @@ def _checked_chunk(
     views: list[np.ndarray] = []
     for view, features, width in zip(VIEWS, given, widths or (None, None), strict=False):
         name = f"{view} features of task {task}"
-        array = float32(feature_array(features, name, width))
-        with np.errstate(over="ignore", invalid="ignore"):
-            check_rows(name, np.einsum("nd,nd->n", array, array), start)
+        array = finite_features(features, name, width, start)
         views.append(array)
         _check_length(array, views[0], f"{view} features", task)
     labels = label_array(labels, f"labels of task {task}")

@@ -272,10 +272,7 @@ class TransportedFDC(WhitenedFDC):
                 f"features of the task's samples by the encoder before it (previous=, or "
                 f"train_previous_{task} in a feature file)"
             )
-        before = inputs.float32(inputs.feature_array(previous, name, self.widths[0]))
-        with np.errstate(over="ignore", invalid="ignore"):
-            inputs.check_rows(name, fdc.energy(before))
-        return before
+        return inputs.finite_features(previous, name, self.widths[0])
 
     def _first_walk(
         self, view: int, features: Float[np.ndarray, "n d"], labels: Int[np.ndarray, " n"]

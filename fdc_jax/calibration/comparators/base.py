@@ -165,11 +165,7 @@ class Comparator:
                 f"{self.name} (view {self.view}):{where.removeprefix(' of') or ' the input'} has "
                 f"no {self.view} features"
             )
-        name = f"{self.view} features{where}"
-        features = inputs.float32(inputs.feature_array(value, name, width))
-        with np.errstate(over="ignore", invalid="ignore"):
-            inputs.check_rows(name, np.einsum("nd,nd->n", features, features))
-        return features
+        return inputs.finite_features(value, f"{self.view} features{where}", width)
 
     def _check_head(self, head: Head | None, num_classes: int, width: int, task: int) -> None:
         if self.needs is None:
