@@ -264,11 +264,11 @@ def contest(
     with _children(groups, make, options) as children:
         names = list(children)
         found: dict[str, dict[str, Any]] = {}
+        first = children[names[0]].made[names[0]][1]
         for name, child in children.items():
             found[name], outputs = child.made[name]
-            if name == names[0]:
-                first = outputs
-            elif shared := first.keys() & outputs.keys():
+            shared = first.keys() & outputs.keys()
+            if name != names[0] and shared:
                 differences = [np.abs(outputs[key] - first[key]).max(initial=0) for key in shared]
                 found[name]["largest_difference"] = difference = float(max(differences))
                 if not difference <= tolerance:

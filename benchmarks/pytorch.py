@@ -170,7 +170,8 @@ def training_step(options: argparse.Namespace, name: str) -> measure.Contender:
         head.weight.copy_(torch.from_numpy(problem.head.weight))
         head.bias.zero_()
     head.to(device)
-    rates, ours = base.get_config().train, [p for p in net.parameters() if p.requires_grad]
+    rates: Any = base.get_config().train
+    ours = [p for p in net.parameters() if p.requires_grad]
     groups = [{"params": ours, "lr": rates.increment_learning_rate}]
     groups.append({"params": [*head.parameters()], "lr": rates.head_learning_rate})
     optimizer = torch.optim.Adam(groups)

@@ -236,4 +236,5 @@ def resize_positions(embedding: np.ndarray, length: int, path: Path, tokens: int
 
 def save(params: Any, path: str | os.PathLike[str]) -> None:
     """Writes a parameter tree as an AugReg `.npz` that `load` reads back bit for bit."""
-    write_npz(path, traverse_util.flatten_dict(params, sep="/"))
+    arrays: Any = traverse_util.flatten_dict(params, sep="/")
+    write_npz(path, arrays)
