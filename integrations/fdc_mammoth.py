@@ -39,7 +39,7 @@ class FDCModel:
         """Keeps the first backbone, and features by that before each further task."""
         self._previous = {}
         if self.current_task == 0:
-            self._calibrator = calibration.from_settings(self.SETTINGS)
+            self._calibrator = calibration.from_settings(self.SETTINGS).to_numpy()
             # Within lists, which hide modules from those who look for parameters.
             self._frozen, self._calibrated = [copy.deepcopy(self.net)] * self.PRETRAINED, []
         elif self._calibrator.follows_encoder:

@@ -22,7 +22,7 @@ class FDCLearner:
 
     def __init__(self: Any, args: dict[str, Any]) -> None:
         super().__init__(args)  # pyright: ignore[reportCallIssue]
-        self.calibrator = calibration.from_settings(args.get("calibrator", {}))
+        self.calibrator = calibration.from_settings(args.get("calibrator", {})).to_numpy()
         self.frozen = copy.deepcopy(self._network)
 
     def incremental_train(self: Any, data_manager: Any) -> None:

@@ -49,7 +49,7 @@ class FDCDetector(FeaturesDetector):
     def fit_features(self, x: Tensor, y: Tensor) -> "FDCDetector":
         """Fits on features [n, d] and labels [n]; unknown labels, below zero, are left out."""
         features, labels = x.detach().cpu().numpy(), y.cpu().numpy()
-        calibrator = calibration.from_settings(self.settings)
+        calibrator = calibration.from_settings(self.settings).to_numpy()
         for task in map(np.array, self.tasks):
             rows = np.isin(labels, task)
             head = fdc_torch.head_of(self.head, task)
