@@ -50,9 +50,9 @@ def whole(tmp_path_factory, cache):
     """The work directory of a small run that nobody stopped; tests change copies of it."""
     from tests import small_runs
 
-    workdir = tmp_path_factory.mktemp("runs") / "whole"
-    small_runs.run(small_runs.config(cache), workdir)
-    return workdir
+    return small_runs.shared(
+        tmp_path_factory, "whole", lambda workdir: small_runs.run(small_runs.config(cache), workdir)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +60,8 @@ def half(tmp_path_factory, cache):
     """The same run, stopped after its first task."""
     from tests import small_runs
 
-    workdir = tmp_path_factory.mktemp("runs") / "half"
-    small_runs.stopped(small_runs.config(cache), workdir, 18)
-    return workdir
+    return small_runs.shared(
+        tmp_path_factory,
+        "half",
+        lambda workdir: small_runs.stopped(small_runs.config(cache), workdir, 18),
+    )

@@ -1,5 +1,6 @@
 """A run of seconds: in this process or in another, stopped and killed, compared with others."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -40,6 +41,18 @@ def config(cache, **fields):
 def run(config, workdir):
     """Runs or goes on in this process, and returns the results."""
     return command.run(config, str(workdir), quiet=True)
+
+
+def shared(tmp_path_factory, name, make):
+    """Returns a folder that `make(folder)` fills, once for all workers of one test run."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with open(base / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (base / f"{name}.made").exists():
+            make(base / name)
+            (base / f"{name}.made").touch()
+    return base / name
 
 
 class StopsAt(StopRequest):

@@ -43,9 +43,8 @@ def test_a_file_of_weights_says_itself_what_it_holds(cache, tmp_path):
 @pytest.fixture(scope="module")
 def following(tmp_path_factory, cache):
     """A run whose statistics follow the encoder, that nobody stopped."""
-    workdir = tmp_path_factory.mktemp("runs") / "following"
-    run(config(cache, fdc__transport=True), workdir)
-    return workdir
+    fields = config(cache, fdc__transport=True)
+    return small_runs.shared(tmp_path_factory, "following", lambda workdir: run(fields, workdir))
 
 
 def test_statistics_that_follow_the_encoder_stand_beside_the_papers(whole, following):
@@ -69,7 +68,7 @@ def test_statistics_that_follow_the_encoder_stand_beside_the_papers(whole, follo
     assert not (following / "features" / "train_previous_0.npy").exists()
 
 
-@pytest.mark.parametrize("looks", [12, 26])
+@pytest.mark.parametrize("looks", [26, pytest.param(12, marks=pytest.mark.slow)])
 def test_with_them_it_ends_the_same_too(following, cache, tmp_path, looks):
     fields = config(cache, fdc__transport=True)
     stopped(fields, tmp_path / "run", looks)
@@ -138,6 +137,7 @@ def test_the_steps_of_every_task_are_taken_once(whole):
     assert 0 < timing["fit_seconds"] and 0 < timing["training_seconds"]
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(whole, cache, tmp_path, caplog):
     stopped(config(cache), tmp_path / "run", 18)
     folder = tmp_path / "run" / "checkpoints"

@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -15,34 +16,24 @@ from tests import small_runs
 from tests.small_runs import finish, predictions, results, start
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory, cache):
-    """A run that met SIGTERM within a task, SIGKILL between fit and evaluation; what it printed."""
-    workdir = tmp_path_factory.mktemp("runs") / "killed"
-    never = "--config.checkpoint.every_steps=1000000"
+def test_a_stopped_and_killed_run_ends_with_the_same_numbers(whole, tmp_path, cache):
+    """SIGTERM within a task, SIGKILL between fit and evaluation; and what is on the screen."""
+    workdir, never = tmp_path / "run", "--config.checkpoint.every_steps=1000000"
     process = start(workdir, never, cache=cache)
     small_runs.wait_for(workdir, "epoch", process)
     process.send_signal(signal.SIGTERM)
-    first = finish(process, expected=75)
+    _, beginning = finish(process, expected=75)
+    assert beginning.splitlines()[-1] == "fdc_jax: error: stopped by SIGTERM"
+    assert "about" in beginning and "left" in beginning
     process = start(workdir, "--quiet", cache=cache)
     small_runs.wait_for(workdir, "statistics", process)
     process.kill()
     process.communicate()
     assert process.returncode == -signal.SIGKILL
     assert not (workdir / "results.json").exists()
-    return workdir, first, finish(start(workdir, cache=cache))
-
-
-def test_killed_and_stopped_runs_end_with_the_same_numbers(whole, killed):
-    workdir, (_, errors), _ = killed
-    assert errors.splitlines()[-1] == "fdc_jax: error: stopped by SIGTERM"
-    assert "about" in errors and "left" in errors
+    output, errors = finish(start(workdir, cache=cache))
     small_runs.same_outcome(whole, workdir)
     small_runs.nothing_done_twice(workdir)
-
-
-def test_screen(killed):
-    workdir, (_, beginning), (output, errors) = killed
     for text in ("device", "precision parity", "trained parameters a task", "sha256", "digits"):
         assert text in beginning and text in errors
     assert "after task 2/2: raw " in errors
@@ -130,7 +121,7 @@ def test_saved_features_and_calibrator_repeat_the_results(whole, tmp_path):
         np.testing.assert_array_equal(again["label"], predictions(whole)["fdc_label"])
 
 
-def test_a_finished_run_is_shown_again_with_its_report(whole, cache, tmp_path, capsys):
+def test_a_finished_run_is_shown_again_with_its_report(whole, cache, tmp_path, caplog, capsys):
     workdir = small_runs.copied(whole, tmp_path / "run")
     before = (workdir / "metrics.jsonl").read_text()
     command.run(small_runs.config(cache, report=True), str(workdir))
@@ -141,15 +132,11 @@ def test_a_finished_run_is_shown_again_with_its_report(whole, cache, tmp_path, c
     assert "after task" not in errors
     assert f"{results(workdir)['accuracy']['fdc']:.2f}" in page.read_text()
     assert (workdir / "metrics.jsonl").read_text() == before
-
-
-def test_a_report_that_cannot_be_written_is_a_warning(whole, cache, tmp_path, caplog, capsys):
-    workdir = small_runs.copied(whole, tmp_path / "run")
+    # That it cannot be written is a warning.
+    shutil.rmtree(workdir / "report")
     (workdir / "report").write_text("in the way")
     small_runs.run(small_runs.config(cache, report=True), workdir)
-    assert capsys.readouterr() == ("", "")
-    (record,) = caplog.records
-    assert record.getMessage().startswith("no report was written: ")
+    assert caplog.records[-1].getMessage().startswith("no report was written: ")
 
 
 def test_a_full_disk_is_one_line(tmp_path, cache):

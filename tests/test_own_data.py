@@ -42,24 +42,25 @@ def photograph(number, rng):
     return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    """Photographs, six to train on and three to test on a class; lists of old, new and all."""
-    root, rng = tmp_path_factory.mktemp("own"), np.random.default_rng(0)
+def make_root(root):
+    rng = np.random.default_rng(0)
+    root.mkdir()
     for number, name in enumerate(ALL):
         for index in range(9):
             photograph(number, rng).save(root / f"{name}_{index}.png")
     for names, listed in ((OLD, "old.csv"), (NEW, "new.csv"), (ALL, "all.csv")):
+        files = [(name, n) for name in names for n in range(9)]
+        rows = [(f"{name}_{n}.png", name, "test" if n > 5 else "train") for name, n in files]
         with open(root / listed, "w", newline="") as file:
-            rows = [
-                (f"{each}_{n}.png", each, "test" if n > 5 else "train")
-                for each in names
-                for n in range(9)
-            ]
             csv.writer(file).writerows([("file", "label", "split"), *rows])
     (root / "order.txt").write_text("\n".join(ALL) + "\n")
     prepare.prepare("trees", root / "all.csv", root / "whole", quiet=True)
-    return root
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Photographs, six to train on and three to test on a class; lists of old, new and all."""
+    return small_runs.shared(tmp_path_factory, "own", make_root)
 
 
 def config(data, cache, **fields):
@@ -74,19 +75,12 @@ def config(data, cache, **fields):
 @pytest.fixture(scope="module")
 def whole(root, cache, tmp_path_factory):
     """A run that knew all classes from the start."""
-    workdir = tmp_path_factory.mktemp("whole")
-    small_runs.run(config(root / "whole", cache), workdir)
-    return workdir
+    known = config(root / "whole", cache)
+    return small_runs.shared(tmp_path_factory, "own_whole", lambda it: small_runs.run(known, it))
 
 
-@pytest.fixture(scope="module")
-def grown(root, cache, tmp_path_factory):
-    """A run that stopped after a task, was stopped in the second, got classes and stopped again.
-
-    Returns the work directory of the end, and copies of it after the first task and amid the third.
-    """
-    data, place = root / "data", tmp_path_factory.mktemp("grown")
-    workdir = place / "end"
+def grow(root, cache, place):
+    data, workdir = root / "data", place / "end"
     prepare.prepare("trees", root / "old.csv", data, quiet=True)
     few = dict(classes_per_task=SIZES[:2])
     first = small_runs.run(config(data, cache, num_tasks=1, **few), workdir)
@@ -102,7 +96,16 @@ def grown(root, cache, tmp_path_factory):
     assert small_runs.events(workdir, "training")[-1]["task"] == 2
     small_runs.copied(workdir, place / "amid")
     small_runs.run(config(data, cache), workdir)
-    return workdir, place / "first", place / "amid"
+
+
+@pytest.fixture(scope="module")
+def grown(root, cache, tmp_path_factory):
+    """A run that stopped after a task, was stopped in the second, got classes and stopped again.
+
+    Returns the work directory of the end, and copies of it after the first task and amid the third.
+    """
+    place = small_runs.shared(tmp_path_factory, "own_grown", lambda it: grow(root, cache, it))
+    return [place / name for name in ("end", "first", "amid")]
 
 
 def test_it_ends_as_if_all_had_been_known(whole, grown):

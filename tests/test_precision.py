@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from fdc_jax.posthoc.__main__ import main
-from tests.learners.trajectories import programs_compiled
+from tests.learners import toy
 
 
 @pytest.mark.parametrize("method", ["whitened", pytest.param("all", marks=pytest.mark.slow)])
@@ -15,7 +15,7 @@ def test_no_product_of_a_post_hoc_method_is_left_to_a_device(tmp_path, method):
     example = str(tmp_path / "example.npz")
     assert main([f"--template={example}"]) == 0
     jax.clear_caches()  # Other tests may have compiled the same.
-    with programs_compiled() as programs:
+    with toy.programs_compiled() as programs:
         assert main([example, f"--method={method}", "--quiet"]) == 0
     products = re.findall(r".*stablehlo\.(?:dot_general|convolution).*", "\n".join(programs))
     assert products

@@ -1,5 +1,6 @@
 """Several devices and several processes give what one gives, are killed, fail and stop together."""
 
+import json
 import signal
 import socket
 
@@ -55,25 +56,25 @@ def nearly_same(found, expected):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory, cache):
-    """A run of two processes on two devices each, and what both printed."""
-    workdir = tmp_path_factory.mktemp("runs") / "two"
-    running = start_two(workdir, cache=cache)
-    return workdir, [finish(process) for process in running]
+    """A run of two processes on two devices each; `said.json` holds what both printed."""
+
+    def make(workdir):
+        said = [finish(process) for process in start_two(workdir, cache=cache)]
+        (workdir / "said.json").write_text(json.dumps(said))
+
+    return small_runs.shared(tmp_path_factory, "two", make)
 
 
-def test_two_processes_give_what_one_gives(whole, two):
-    nearly_same(two[0], whole)
-
-
-def test_the_first_process_alone_writes_and_speaks(two):
-    workdir, ((output, errors), (other_output, other_errors)) = two
+def test_two_processes_give_what_one_gives_and_the_first_alone_writes_and_speaks(whole, two):
+    nearly_same(two, whole)
+    (output, errors), (other_output, other_errors) = json.loads((two / "said.json").read_text())
     assert "device     4 x cpu" in errors
     assert "after task 2/2" in errors
     assert "results: " in output
     assert other_errors == ""
     assert [line for line in other_output.splitlines() if not line.startswith("[Gloo]")] == []
-    assert not workdir.with_name("two_nowhere").joinpath("config.json").exists()
-    assert len(events(workdir, "evaluation")) == 2
+    assert not two.with_name("two_nowhere").joinpath("config.json").exists()
+    assert len(events(two, "evaluation")) == 2
 
 
 @pytest.mark.slow
@@ -87,7 +88,7 @@ def test_a_killed_process_ends_the_other_and_the_same_command_goes_on(two, tmp_p
         assert process.returncode != 0
     assert not (workdir / "results.json").exists()
     finish_two(start_two(workdir, "--quiet", cache=cache))
-    same_outcome(workdir, two[0])
+    same_outcome(workdir, two)
     nothing_done_twice(workdir)
 
 
@@ -103,7 +104,7 @@ def test_a_signal_to_one_process_stops_both_at_the_same_step(two, tmp_path, cach
     assert others == ""
     assert list((workdir / "checkpoints").iterdir())
     finish_two(start_two(workdir, never, "--quiet", cache=cache))
-    same_outcome(workdir, two[0])
+    same_outcome(workdir, two)
     nothing_done_twice(workdir)
 
 

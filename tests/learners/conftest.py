@@ -3,7 +3,7 @@
 import pytest
 
 from fdc_jax import learners
-from tests.learners import trajectories
+from tests.learners import toy
 
 learners.names()  # gives every file the answers that it leaves to Cumulative-LoRA
 
@@ -11,4 +11,4 @@ learners.names()  # gives every file the answers that it leaves to Cumulative-Lo
 @pytest.fixture(scope="module")
 def backbone():
     """Pretrained parameters of the tiny encoder."""
-    return trajectories.make_backbone()
+    return toy.make_backbone()

@@ -13,7 +13,7 @@ import numpy as np
 from fdc_jax import devices, learners
 from fdc_jax.learners import second_moments
 from fdc_jax.model import vit
-from tests.learners import trajectories
+from tests.learners import toy
 
 # Of the largest number of a leaf.
 TOLERANCE = 2e-3
@@ -27,19 +27,19 @@ REMEMBERED = ("importance", "moments", "means")
 def run(name, mesh):
     """Returns the state after two tasks, and what it adds to kernels, and offers beside them."""
     # The loss that pairs images of different devices counts in the epoch of this run.
-    setup = trajectories.make_setup(name, (3, 2), learner__rsiat__warm_up_epochs=1)
+    setup = toy.make_setup(name, (3, 2), learner__rsiat__warm_up_epochs=1)
     setup = dataclasses.replace(setup, mesh=mesh)
     learner = learners.find(name)
     update = learner.update(setup)
-    backbone = devices.replicate(mesh, trajectories.make_backbone())
+    backbone = devices.replicate(mesh, toy.make_backbone())
     state = devices.replicate(mesh, learner.initial_state(setup))
     for task, classes in enumerate(setup.classes_per_task):
         # Ten rows, which four devices do not share evenly; the last is padding.
         batches = [
-            devices.split(mesh, trajectories.make_batch(10 * task + i, 10, classes, padding=1))
+            devices.split(mesh, toy.make_batch(10 * task + i, 10, classes, padding=1))
             for i in range(3)
         ]
-        images = trajectories.task_images(*batches)
+        images = toy.task_images(*batches)
         state = learner.before_task(setup, backbone, state, task, images)
         started = learner.start(setup, backbone, state, task, jax.random.key(task))
         frozen, trained = devices.replicate(mesh, jax.tree.map(jnp.asarray, started))
@@ -78,10 +78,10 @@ def check_moments() -> None:
 
     The step adds matrices of the encoder's width and one count over the devices.
     """
-    mesh, setup = devices.data_mesh(), trajectories.make_setup()
-    backbone = devices.replicate(mesh, trajectories.make_backbone())
+    mesh, setup = devices.data_mesh(), toy.make_setup()
+    backbone = devices.replicate(mesh, toy.make_backbone())
     kernels = vit.pretrained_kernels(backbone)
-    batch = devices.split(mesh, trajectories.make_batch(0, 8, 3))
+    batch = devices.split(mesh, toy.make_batch(0, 8, 3))
     totals = (jnp.zeros_like(kernels["key"]), jnp.zeros(()))
     lowered = second_moments._accumulate.lower(setup.model, backbone, kernels, batch, *totals)
     program = lowered.compile().as_text()

@@ -8,24 +8,7 @@ import pytest
 from fdc_jax import heads as head_types
 from fdc_jax.learners import ewc_lora
 from fdc_jax.model import vit
-from tests.learners.trajectories import (
-    PARTS,
-    RANK,
-    TINY,
-    float64,
-    inner,
-    make_batch,
-    make_setup,
-    products,
-    random_like,
-    reference_cross_entropy,
-    reference_features,
-    shown,
-    slope,
-    task_images,
-    trajectory,
-    value_and_gradients,
-)
+from tests.learners import toy
 
 
 def unit(features):
@@ -34,15 +17,15 @@ def unit(features):
 
 @pytest.fixture(scope="module")
 def run():
-    return trajectory("ewc_lora")
+    return toy.trajectory("ewc_lora")
 
 
 @pytest.fixture(scope="module")
 def under_way(run):
     """Frozen and trained leaves in the middle of the second task, all of a size that counts."""
     step = run.steps[1]
-    importance = jax.tree.map(jnp.square, random_like(step.frozen["importance"], 5))
-    return step.frozen | {"importance": importance}, random_like(step.trained, 1)
+    importance = jax.tree.map(jnp.square, toy.random_like(step.frozen["importance"], 5))
+    return step.frozen | {"importance": importance}, toy.random_like(step.trained, 1)
 
 
 # The penalty -------------------------------------------------------------------------------------
@@ -50,14 +33,14 @@ def under_way(run):
 
 def test_penalty_and_its_gradient_in_closed_form(under_way):
     frozen, trained = under_way
-    omega, factors = float64(frozen["importance"]), float64(trained["increment"])
-    change = products(trained["increment"])
-    expected = sum(np.sum(omega[part] * change[part] ** 2) for part in PARTS) / 2
+    omega, factors = toy.float64(frozen["importance"]), toy.float64(trained["increment"])
+    change = toy.products(trained["increment"])
+    expected = sum(np.sum(omega[part] * change[part] ** 2) for part in toy.PARTS) / 2
     value, gradient = jax.value_and_grad(ewc_lora.penalty, argnums=1)(
         frozen["importance"], trained["increment"]
     )
     np.testing.assert_allclose(value, expected, rtol=1e-5)
-    for part in PARTS:
+    for part in toy.PARTS:
         inside = omega[part] * change[part]
         of_a = inside @ factors[part]["B"].swapaxes(1, 2)
         of_b = factors[part]["A"].swapaxes(1, 2) @ inside
@@ -67,23 +50,23 @@ def test_penalty_and_its_gradient_in_closed_form(under_way):
 
 def test_loss_is_cross_entropy_plus_strength_times_penalty(run, backbone, under_way):
     frozen, trained = under_way
-    batch = make_batch(size=6, classes=3, padding=2)
-    kernels, omega = float64(frozen["kernels"]), float64(frozen["importance"])
+    batch = toy.make_batch(size=6, classes=3, padding=2)
+    kernels, omega = toy.float64(frozen["kernels"]), toy.float64(frozen["importance"])
 
     def expected(leaves):
-        change = products(leaves["increment"])
-        features = reference_features(
-            batch.images[:4], {part: kernels[part] + change[part] for part in PARTS}
+        change = toy.products(leaves["increment"])
+        features = toy.reference_features(
+            batch.images[:4], {part: kernels[part] + change[part] for part in toy.PARTS}
         )
-        losses = reference_cross_entropy(features, leaves["head"], batch.labels[:4], 3)
-        penalty = sum(np.sum(omega[part] * change[part] ** 2) for part in PARTS) / 2
+        losses = toy.reference_cross_entropy(features, leaves["head"], batch.labels[:4], 3)
+        penalty = sum(np.sum(omega[part] * change[part] ** 2) for part in toy.PARTS) / 2
         return losses.mean() + 3.0 * penalty
 
-    value, gradients = value_and_gradients(run.update, backbone, frozen, trained, batch)
-    np.testing.assert_allclose(value, expected(float64(trained)), rtol=1e-4)
-    direction = float64(random_like(trained, 8))
-    found = slope(expected, float64(trained), direction)
-    np.testing.assert_allclose(inner(gradients, direction), found, rtol=2e-3)
+    value, gradients = toy.value_and_gradients(run.update, backbone, frozen, trained, batch)
+    np.testing.assert_allclose(value, expected(toy.float64(trained)), rtol=1e-4)
+    direction = toy.float64(toy.random_like(trained, 8))
+    found = toy.slope(expected, toy.float64(trained), direction)
+    np.testing.assert_allclose(toy.inner(gradients, direction), found, rtol=2e-3)
 
 
 # Fisher information ------------------------------------------------------------------------------
@@ -91,7 +74,7 @@ def test_loss_is_cross_entropy_plus_strength_times_penalty(run, backbone, under_
 
 def largest(importance):
     """The places of the largest entry of every block and part."""
-    for part in PARTS:
+    for part in toy.PARTS:
         for block, found in enumerate(importance[part]):
             yield part, (block, *np.unravel_index(found.argmax(), found.shape))
 
@@ -100,11 +83,11 @@ def gradient_of_each(kernels, part, place, images, head, labels, normalise=False
     """The gradients of the images' losses by one entry of a kernel, by central differences."""
     losses = []
     for sign in (1, -1):
-        moved = {name: kernel.copy() for name, kernel in float64(kernels).items()}
+        moved = {name: kernel.copy() for name, kernel in toy.float64(kernels).items()}
         moved[part][place] += sign * 1e-5
-        features = reference_features(images, moved)
+        features = toy.reference_features(images, moved)
         features = unit(features) if normalise else features
-        losses.append(reference_cross_entropy(features, head, labels, 3))
+        losses.append(toy.reference_cross_entropy(features, head, labels, 3))
     return (losses[0] - losses[1]) / 2e-5
 
 
@@ -115,19 +98,19 @@ def test_fisher_information_by_finite_differences(run, backbone, fisher):
     """The largest entries, added to the old importance times its factor; an image is padding."""
     step, after = run.steps[1], run.steps[1].after
     if fisher == "batch_mean":
-        setup = make_setup("ewc_lora", learner__ewc_lora__fisher=fisher)
+        setup = toy.make_setup("ewc_lora", learner__ewc_lora__fisher=fisher)
         after = ewc_lora.after_task(
             setup, backbone, step.designed, 1, step.frozen, step.trained, step.images
         )
     importance = {
-        part: float64(after.importance[part]) - 0.25 * float64(step.before.importance[part])
-        for part in PARTS
+        part: toy.float64(after.importance[part]) - 0.25 * toy.float64(step.before.importance[part])
+        for part in toy.PARTS
     }
     kernels = ewc_lora.encoder(run.setup, backbone, step.after, 2)
     for part, place in largest(importance):
         total = 0.0
         for batch in step.images.augmented():
-            images, labels = shown([batch])
+            images, labels = toy.shown([batch])
             gradients = gradient_of_each(kernels, part, place, images, step.trained["head"], labels)
             squares = gradients**2 if fisher == "per_sample" else np.mean(gradients) ** 2
             total += np.sum(squares * np.ones(len(images)))
@@ -136,26 +119,14 @@ def test_fisher_information_by_finite_differences(run, backbone, fisher):
 
 
 @pytest.mark.slow
-def test_estimators_agree_for_batches_of_one_whatever_is_held_at_once(run, backbone):
+def test_how_many_images_are_held_at_once_changes_nothing(run, backbone):
     step = run.steps[1]
-    images, labels = shown(step.images.augmented())
-    single = [
-        make_batch(size=1)._replace(images=images[i : i + 1], labels=labels[i : i + 1])
-        for i in range(len(images))
-    ]
-    for fields, given in (
-        ({"learner__ewc_lora__fisher": "batch_mean"}, task_images(*single)),
-        ({"learner__ewc_lora__images_at_once": 1}, step.images),
-    ):
-        found = ewc_lora.after_task(
-            make_setup("ewc_lora", **fields),
-            *(backbone, step.designed, 1, step.frozen, step.trained, given),
-        ).importance
-        for part in PARTS:
-            expected = step.after.importance[part]
-            assert float(expected.min()) >= 0
-            top = float(expected.max())
-            np.testing.assert_allclose(found[part], expected, rtol=1e-3, atol=1e-5 * top)
+    setup = toy.make_setup("ewc_lora", learner__ewc_lora__images_at_once=1)
+    arguments = (backbone, step.designed, 1, step.frozen, step.trained, step.images)
+    found, expected = ewc_lora.after_task(setup, *arguments).importance, step.after.importance
+    for part in toy.PARTS:
+        top = float(expected[part].max())
+        np.testing.assert_allclose(found[part], expected[part], rtol=1e-3, atol=1e-5 * top)
 
 
 # The head on the unit feature, and folding --------------------------------------------------------
@@ -163,7 +134,7 @@ def test_estimators_agree_for_batches_of_one_whatever_is_held_at_once(run, backb
 
 def test_the_head_on_the_unit_feature(run, backbone, under_way):
     """In training, in the Fisher pass and in what is offered for inference."""
-    setup = make_setup(
+    setup = toy.make_setup(
         "ewc_lora", learner__ewc_lora__head_input="l2", learner__ewc_lora__accumulation=0.0
     )
     frozen, trained = under_way
@@ -171,22 +142,22 @@ def test_the_head_on_the_unit_feature(run, backbone, under_way):
     # Unit features are short, so that rows must be long to matter.
     head = jax.tree.map(lambda leaf: 10.0 * leaf, trained["head"])
     trained = trained | {"head": head}
-    batch, step = make_batch(size=4, classes=3), run.steps[1]
+    batch, step = toy.make_batch(size=4, classes=3), run.steps[1]
     found = jax.jit(lambda leaves: ewc_lora.loss(setup, backbone, frozen, leaves, batch))(trained)
     after = ewc_lora.after_task(
-        setup, backbone, step.designed, 1, frozen, trained, task_images(batch)
+        setup, backbone, step.designed, 1, frozen, trained, toy.task_images(batch)
     )
     kernels = ewc_lora.encoder(setup, backbone, after, 2)
-    features = unit(reference_features(batch.images, kernels))
-    expected = reference_cross_entropy(features, head, batch.labels, 3)
+    features = unit(toy.reference_features(batch.images, kernels))
+    expected = toy.reference_cross_entropy(features, head, batch.labels, 3)
     np.testing.assert_allclose(found, expected.mean(), rtol=1e-4)
     (_, offered) = ewc_lora.heads(setup, after, 2)
     assert isinstance(offered, head_types.NormalisedLinearHead)
-    logits = features @ float64(head.weight)[:3].T + float64(head.bias)[:3]
+    logits = features @ toy.float64(head.weight)[:3].T + toy.float64(head.bias)[:3]
     np.testing.assert_allclose(
         offered.logits(jnp.asarray(5.0 * features, jnp.float32)), logits, atol=1e-4
     )
-    importance = float64(after.importance)
+    importance = toy.float64(after.importance)
     part, place = list(largest(importance))[-1]
     gradients = gradient_of_each(kernels, part, place, batch.images, head, batch.labels, True)
     np.testing.assert_allclose(importance[part][place], np.mean(gradients**2), rtol=2e-3)
@@ -195,15 +166,15 @@ def test_the_head_on_the_unit_feature(run, backbone, under_way):
 @pytest.mark.parametrize("folding", ["products", "factors"])
 def test_folding(backbone, folding):
     """Products: W_0 + sum A_i B_i. Factors: the sum of As times the sum of Bs, last task apart."""
-    pretrained = float64(vit.pretrained_kernels(backbone))
-    setup = make_setup("ewc_lora", learner__ewc_lora__folding=folding)
-    state = random_like(ewc_lora.initial_state(setup), 0)
-    factors = float64(state.increments)
+    pretrained = toy.float64(vit.pretrained_kernels(backbone))
+    setup = toy.make_setup("ewc_lora", learner__ewc_lora__folding=folding)
+    state = toy.random_like(ewc_lora.initial_state(setup), 0)
+    factors = toy.float64(state.increments)
     for num_tasks in range(4):
         found = ewc_lora.encoder(setup, backbone, state, num_tasks)
         next_task = min(num_tasks, 2)
         frozen, _ = ewc_lora.start(setup, backbone, state, next_task, jax.random.key(0))
-        for part in PARTS:
+        for part in toy.PARTS:
             a, b = factors[part]["A"][:num_tasks], factors[part]["B"][:num_tasks]
             expected = folded = pretrained[part] + (a @ b).sum(0)
             if folding == "factors":
@@ -216,4 +187,4 @@ def test_folding(backbone, folding):
             if folding == "products":
                 change = np.asarray(found[part], np.float64) - pretrained[part]
                 rank = np.linalg.matrix_rank(change, tol=1e-4).max()
-                assert rank == min(RANK * num_tasks, TINY.width)
+                assert rank == min(toy.RANK * num_tasks, toy.TINY.width)

@@ -8,52 +8,24 @@ import pytest
 from fdc_jax import heads as head_types
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import gaussian_alignment, inflora_ca
-from tests.learners.trajectories import (
-    CLASSES,
-    TINY,
-    assert_equal,
-    copy,
-    encode,
-    float64,
-    make_setup,
-    random_like,
-    shown,
-    trajectory,
-    value_and_gradients,
-)
+from tests.learners import toy
 
 
 def test_steps_are_those_of_inflora(backbone):
     """From the same state, key and images both design, start and train alike."""
-    run, inflora = trajectory("inflora_ca"), trajectory("inflora")
+    run, inflora = toy.trajectory("inflora_ca"), toy.trajectory("inflora")
     step = inflora.steps[0]
     assert run.update.schedule is inflora.update.schedule
     first = run.steps[0]
-    assert_equal(first.designed.inflora, step.designed)
+    toy.assert_equal(first.designed.inflora, step.designed)
     ours = {name: leaf for name, leaf in first.frozen.items() if name != "alignment"}
-    assert_equal((ours, first.started), (step.frozen, step.started))
+    toy.assert_equal((ours, first.started), (step.frozen, step.started))
     batch = next(step.images.augmented())
     found = [
-        value_and_gradients(each.update, backbone, one.frozen, copy(one.started), batch)
+        toy.value_and_gradients(each.update, backbone, one.frozen, toy.copy(one.started), batch)
         for each, one in ((run, first), (inflora, step))
     ]
-    assert_equal(*found)
-
-
-def test_gaussians_come_from_plain_images_and_stay(backbone):
-    run = trajectory("inflora_ca")
-    for task, step in enumerate(run.steps):
-        pixels, labels = shown(step.images.plain())
-        kernels = inflora_ca.encoder(run.setup, backbone, step.after, task + 1)
-        features = float64(encode(run.setup, pixels, kernels))
-        for label in range(CLASSES[task]):
-            own = features[labels == label]
-            mean = step.after.gaussians.means[task, label]
-            np.testing.assert_allclose(mean, own.mean(0), atol=1e-5)
-            factor = float64(step.after.gaussians.factors)[task, label]
-            expected = np.cov(own, rowvar=False) + 1e-2 * np.eye(TINY.width)
-            np.testing.assert_allclose(factor @ factor.T, expected, atol=1e-5)
-        assert type(step.after.gaussians.factors) is np.ndarray
+    toy.assert_equal(*found)
 
 
 # The alignment, number for number ----------------------------------------------------------------
@@ -86,18 +58,10 @@ def reference_alignment(heads, means, tasks, scales, temperature, rates, native)
         return [d.T @ means, d.sum(0)]
 
     leaves = [weight, bias]
-    moments = [[np.zeros_like(leaf), np.zeros_like(leaf)] for leaf in leaves]
-    for step, rate in enumerate(rates, start=1):
-        for i, gradient in enumerate(gradients(*leaves)):
-            if native:
-                moments[i][0] = 0.9 * moments[i][0] + gradient + 5e-4 * leaves[i]
-                leaves[i] = leaves[i] - rate * moments[i][0]
-            else:
-                moments[i][0] = 0.9 * moments[i][0] + 0.1 * gradient
-                moments[i][1] = 0.999 * moments[i][1] + 0.001 * gradient**2
-                corrected = moments[i][0] / (1 - 0.9**step)
-                spread = np.sqrt(moments[i][1] / (1 - 0.999**step))
-                leaves[i] = leaves[i] - rate * corrected / (spread + 1e-8)
+    optimizer = toy.Optimizer(*(("sgd", 5e-4) if native else ("adam", 0.0)))
+    for rate in rates:
+        directions = optimizer(gradients(*leaves), leaves)
+        leaves = [leaf - rate * each for leaf, each in zip(leaves, directions, strict=True)]
     return leaves
 
 
@@ -111,7 +75,7 @@ def reference_alignment(heads, means, tasks, scales, temperature, rates, native)
 )
 def test_alignment_against_its_formula(preset, rates, temperature, scales):
     """Classes without spread make every draw a scaled mean; one batch an epoch has no order."""
-    setup = make_setup(
+    setup = toy.make_setup(
         "inflora_ca",
         learner__preset=preset,
         learner__inflora_ca__epochs=5,
@@ -125,19 +89,20 @@ def test_alignment_against_its_formula(preset, rates, temperature, scales):
     native = preset == "native"
     rng = np.random.default_rng(0)
     heads = head_types.LinearHead(
-        jnp.asarray(rng.normal(size=(3, 3, TINY.width)), jnp.float32),
+        jnp.asarray(rng.normal(size=(3, 3, toy.TINY.width)), jnp.float32),
         jnp.asarray(rng.normal(size=(3, 3)), jnp.float32),
     )
     gaussians = gaussian_alignment.ClassGaussians(
-        jnp.asarray(rng.normal(size=(3, 3, TINY.width)), jnp.float32),
-        np.zeros((3, 3, TINY.width, TINY.width), np.float32),
+        jnp.asarray(rng.normal(size=(3, 3, toy.TINY.width)), jnp.float32),
+        np.zeros((3, 3, toy.TINY.width, toy.TINY.width), np.float32),
     )
     aligned = inflora_ca.align(setup, heads, gaussians, 1, jax.random.key(0))
-    sizes = CLASSES[:2]
+    sizes = toy.CLASSES[:2]
     start = [
-        (float64(heads.weight[t, :c]), float64(heads.bias[t, :c])) for t, c in enumerate(sizes)
+        (toy.float64(heads.weight[t, :c]), toy.float64(heads.bias[t, :c]))
+        for t, c in enumerate(sizes)
     ]
-    means = np.concatenate([float64(gaussians.means[t, :c]) for t, c in enumerate(sizes)])
+    means = np.concatenate([toy.float64(gaussians.means[t, :c]) for t, c in enumerate(sizes)])
     tasks = np.repeat([0, 1], sizes)
     weight, bias = reference_alignment(
         start, means, tasks, np.array(scales), temperature, rates, native
@@ -147,13 +112,13 @@ def test_alignment_against_its_formula(preset, rates, temperature, scales):
         np.testing.assert_allclose(aligned.bias[task, :classes], bias[tasks == task], atol=2e-5)
     # Weight decay shrinks unseen heads too, which new heads replace before anything reads them.
     if not native:
-        assert_equal(aligned.weight[2], heads.weight[2])
-        assert_equal(aligned.weight[0, 2], heads.weight[0, 2])
+        toy.assert_equal(aligned.weight[2], heads.weight[2])
+        toy.assert_equal(aligned.weight[0, 2], heads.weight[0, 2])
 
 
 def test_an_alignment_that_diverges_says_so():
-    setup = make_setup("inflora_ca", learner__inflora_ca__learning_rate=1e38)
-    gaussians = random_like(gaussian_alignment.empty(3, 3, TINY.width), 0)
-    heads = random_like(inflora_ca.initial_state(setup).inflora.heads, 1)
+    setup = toy.make_setup("inflora_ca", learner__inflora_ca__learning_rate=1e38)
+    gaussians = toy.random_like(gaussian_alignment.empty(3, 3, toy.TINY.width), 0)
+    heads = toy.random_like(inflora_ca.initial_state(setup).inflora.heads, 1)
     with pytest.raises(TrainingError, match="alignment after task 2 diverged"):
         inflora_ca.align(setup, heads, gaussians, 1, jax.random.key(0))

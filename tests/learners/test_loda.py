@@ -12,17 +12,7 @@ import scipy.linalg
 from fdc_jax import heads
 from fdc_jax.learners import loda
 from fdc_jax.learners.second_moments import attention_input_moments
-from tests.learners.trajectories import (
-    PARTS,
-    RANK,
-    TINY,
-    float64,
-    make_batch,
-    make_setup,
-    reference_features,
-    task_images,
-    trajectory,
-)
+from tests.learners import rsiat_reference, toy
 
 
 def random_moment(seed, width=12, spread=3.0):
@@ -73,51 +63,51 @@ def test_cholesky_adds_growing_multiples_of_the_identity(least, jitter):
 
 def moments_under(run, backbone, kernels, step):
     """Second moments of a task's inputs, in float64."""
-    single = {part: jnp.asarray(kernels[part], jnp.float32) for part in PARTS}
+    single = {part: jnp.asarray(kernels[part], jnp.float32) for part in toy.PARTS}
     images = step.images.augmented()
-    return float64(attention_input_moments(run.setup.model, backbone, single, images)[0])
+    return toy.float64(attention_input_moments(run.setup.model, backbone, single, images)[0])
 
 
 @pytest.fixture(scope="module")
 def run():
-    return trajectory("loda")
+    return toy.trajectory("loda")
 
 
 @pytest.mark.parametrize("task", [0, 1])
 def test_designed_directions(run, backbone, task):
     step = run.steps[task]
-    old = float64(step.before.moments)
+    old = toy.float64(step.before.moments)
     new = moments_under(run, backbone, loda.encoder(run.setup, backbone, step.before, task), step)
     np.testing.assert_array_equal(step.designed.moments, step.before.moments)
-    A = float64(step.designed.increments["key"]["A"])[task]
+    A = toy.float64(step.designed.increments["key"]["A"])[task]
     np.testing.assert_array_equal(step.designed.increments["value"]["A"][task], A)
-    np.testing.assert_array_equal(step.frozen["isolated"], A[..., RANK:])
-    for part in PARTS:
+    np.testing.assert_array_equal(step.frozen["isolated"], A[..., toy.RANK :])
+    for part in toy.PARTS:
         np.testing.assert_array_equal(
-            step.started["increment"]["general"][part]["A"], A[..., :RANK]
+            step.started["increment"]["general"][part]["A"], A[..., : toy.RANK]
         )
-    for block in range(TINY.depth):
-        general, isolated = A[block, :, :RANK], A[block, :, RANK:]
-        np.testing.assert_allclose(general.T @ general, np.eye(RANK) / 3, atol=1e-5)
+    for block in range(toy.TINY.depth):
+        general, isolated = A[block, :, : toy.RANK], A[block, :, toy.RANK :]
+        np.testing.assert_allclose(general.T @ general, np.eye(toy.RANK) / 3, atol=1e-5)
         both = new[block] + old[block]
-        energies = np.linalg.eigvalsh(both)[::-1][:RANK] / 3
+        energies = np.linalg.eigvalsh(both)[::-1][: toy.RANK] / 3
         found = general.T @ both @ general
         np.testing.assert_allclose(found, np.diag(energies), atol=1e-5 * energies[0])
         if task == 0:
             np.testing.assert_array_equal(isolated, 0)
         else:
-            np.testing.assert_allclose(isolated.T @ isolated, np.eye(RANK) / 3, atol=1e-5)
-            jitter = loda.cholesky(old[block])[1] * np.eye(TINY.width)
+            np.testing.assert_allclose(isolated.T @ isolated, np.eye(toy.RANK) / 3, atol=1e-5)
+            jitter = loda.cholesky(old[block])[1] * np.eye(toy.TINY.width)
             values = scipy.linalg.eigh(new[block], old[block] + jitter, eigvals_only=True)
             ratio = trace_of_ratio(isolated, new[block], old[block] + jitter)
-            np.testing.assert_allclose(ratio, values[-RANK:].sum(), rtol=1e-3)
+            np.testing.assert_allclose(ratio, values[-toy.RANK :].sum(), rtol=1e-3)
 
 
 def test_added_jitter_is_logged(run, backbone, caplog):
-    old = np.tile(np.eye(TINY.width), (TINY.depth, 1, 1))
+    old = np.tile(np.eye(toy.TINY.width), (toy.TINY.depth, 1, 1))
     old[1, 4, 4] = -1e-6
     state = loda.initial_state(run.setup)._replace(moments=jnp.asarray(old, jnp.float32))
-    images = task_images(make_batch(size=6))
+    images = toy.task_images(toy.make_batch(size=6))
     with caplog.at_level(logging.WARNING):
         designed = loda.before_task(run.setup, backbone, state, 1, images)
     assert [record.getMessage() for record in caplog.records] == [
@@ -125,7 +115,7 @@ def test_added_jitter_is_logged(run, backbone, caplog):
         "positive definite"
     ]
     # The emptiest direction of the past is the most isolated one.
-    A = float64(designed.increments["value"]["A"])[1, 1, :, RANK:]
+    A = toy.float64(designed.increments["value"]["A"])[1, 1, :, toy.RANK :]
     np.testing.assert_allclose(np.linalg.norm(A[4]), 3**-0.5, rtol=1e-2)
 
 
@@ -137,7 +127,7 @@ def test_shrinkage_minimises_its_objective():
     A = rng.normal(size=(2, 12, 3))
     old = np.stack([random_moment(0), random_moment(1)])
     new = np.stack([random_moment(2), random_moment(3)])
-    found = float64(
+    found = toy.float64(
         loda.shrinkage(*(jnp.asarray(each, jnp.float32) for each in (A, old, new)), 2.5)
     )
     grid = np.linspace(0, 1, 10001)
@@ -166,11 +156,11 @@ def test_shrinkage_at_its_ends():
 
 def merged(kernels, step, shrinking=None, general=0.25, isolated=0.5):
     """W + general scale * sum s_i a_i b_i + isolated scale * A B, written for x W."""
-    found, leaves = float64(kernels), float64(step.trained["increment"])
-    fixed = float64(step.frozen["isolated"])
-    for part in PARTS:
+    found, leaves = toy.float64(kernels), toy.float64(step.trained["increment"])
+    fixed = toy.float64(step.frozen["isolated"])
+    for part in toy.PARTS:
         A, B = (leaves["general"][part][name] for name in ("A", "B"))
-        factors = np.ones((TINY.depth, RANK)) if shrinking is None else shrinking[part]
+        factors = np.ones((toy.TINY.depth, toy.RANK)) if shrinking is None else shrinking[part]
         found[part] = found[part] + isolated * fixed @ leaves["isolated"][part]
         found[part] = found[part] + general * np.einsum("li,ldi,lie->lde", factors, A, B)
     return found
@@ -179,18 +169,18 @@ def merged(kernels, step, shrinking=None, general=0.25, isolated=0.5):
 def test_merged_kernels_and_moments(run, backbone):
     """In float64: energies under the unmerged encoder, and both passes added to the old sum."""
     for task, step in enumerate(run.steps):
-        old = float64(step.before.moments)
+        old = toy.float64(step.before.moments)
         start = loda.encoder(run.setup, backbone, step.before, task)
         before_merging = moments_under(run, backbone, merged(start, step), step)
         shrinking = {}
-        for part in PARTS:
-            A = float64(step.trained["increment"]["general"][part]["A"])
+        for part in toy.PARTS:
+            A = toy.float64(step.trained["increment"]["general"][part]["A"])
             kept = np.einsum("ldr,lde,ler->lr", A, old, A)
             gained = np.einsum("ldr,lde,ler->lr", A, before_merging, A)
             shrinking[part] = 3 * gained / (kept + 3 * gained)
         expected = merged(start, step, shrinking)
         found = loda.encoder(run.setup, backbone, step.after, task + 1)
-        for part in PARTS:
+        for part in toy.PARTS:
             np.testing.assert_allclose(found[part], expected[part], atol=2e-6)
             if task > 0:
                 # Every piece matters.
@@ -211,7 +201,7 @@ def test_what_training_moves(run):
     """A of the general branch in the first task alone, B of the isolated one after it."""
     for task, step in enumerate(run.steps):
         change = jax.tree.map(lambda new, old: np.abs(new - old), step.trained, step.started)
-        for part in PARTS:
+        for part in toy.PARTS:
             general = {
                 name: leaf.max(axis=(1, 2))
                 for name, leaf in change["increment"]["general"][part].items()
@@ -226,27 +216,21 @@ def test_what_training_moves(run):
 
 
 def test_loss_is_cosface_over_the_tasks_own_classes(run, backbone):
-    step, batch = run.steps[2], make_batch(5, size=6, padding=2)
+    step, batch = run.steps[2], toy.make_batch(5, size=6, padding=2)
     kernels = merged(loda.encoder(run.setup, backbone, step.before, 2), step)
-    features, rows = (
-        reference_features(batch.images[:4], kernels),
-        float64(step.trained["head"])[:2],
-    )
-    losses = []
-    for feature, label in zip(features, batch.labels[:4], strict=True):
-        cosines = rows @ feature / np.linalg.norm(rows, axis=1) / np.linalg.norm(feature)
-        own = np.exp(7.0 * (cosines[label] - 0.15))
-        losses.append(-np.log(own / (own + np.exp(7.0 * cosines[1 - label]))))
+    features = toy.reference_features(batch.images[:4], kernels)
+    rows = toy.float64(step.trained["head"])[:2]
     value = jax.jit(partial(loda.loss, run.setup, backbone))(step.frozen, step.trained, batch)
-    np.testing.assert_allclose(value, np.mean(losses), rtol=2e-4)
+    expected = rsiat_reference.cosface(features, rows, batch.labels[:4], 7.0, 0.15)
+    np.testing.assert_allclose(value, expected, rtol=2e-4)
 
 
 def test_heads_are_unscaled_cosines(run):
     found = loda.heads(run.setup, run.steps[-1].after, 3)
-    features = np.random.default_rng(0).normal(size=(9, TINY.width)).astype(np.float32)
+    features = np.random.default_rng(0).normal(size=(9, toy.TINY.width)).astype(np.float32)
     for step, head in zip(run.steps, found, strict=True):
         assert isinstance(head, heads.CosineHead)
-        rows = float64(step.trained["head"])[: len(head.weight)]
+        rows = toy.float64(step.trained["head"])[: len(head.weight)]
         expected = features @ rows.T
         expected /= np.linalg.norm(features, axis=1)[:, None] * np.linalg.norm(rows, axis=1)
         np.testing.assert_allclose(head.logits(features), expected, atol=1e-6)
@@ -257,5 +241,5 @@ def test_how_far_it_looks_ahead(monkeypatch):
     monkeypatch.setattr(loda, "aligned_update", lambda *given: asked.append(given[4]))
     for fields in ({}, {"look_ahead": 0.0}, {"alignment": False}):
         named = {f"learner__loda__{name}": value for name, value in fields.items()}
-        loda.update(make_setup("loda", **named))
+        loda.update(toy.make_setup("loda", **named))
     assert asked == [0.3, 0.0, None]

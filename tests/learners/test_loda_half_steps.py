@@ -11,7 +11,7 @@ import pytest
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.learners import loda, training
-from tests.learners.trajectories import copy, float64, make_setup
+from tests.learners import toy
 
 WIDTH, RANK, BLOCKS, CLASSES = 5, 2, 2, 6
 RATES = {"increment": 0.02, "head": 0.1}
@@ -55,39 +55,6 @@ def reference_slopes(backbone, trained, batch, weights):
             slope[place] = (values[0] - values[1]) / 2e-5
     value = reference_loss(backbone, trained, batch, weights)
     return value, jax.tree.unflatten(structure, slopes)
-
-
-class Adam:
-    """Directions of Adam, one tree after another."""
-
-    def __init__(self):
-        self.steps, self.first, self.second = 0, None, None
-
-    def __call__(self, gradients, parameters):
-        if self.first is None:
-            self.first = self.second = jax.tree.map(np.zeros_like, gradients)
-        self.steps += 1
-        self.first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, self.first, gradients)
-        self.second = jax.tree.map(lambda v, g: 0.999 * v + 0.001 * g**2, self.second, gradients)
-        return jax.tree.map(
-            lambda m, v: m / (1 - 0.9**self.steps) / (np.sqrt(v / (1 - 0.999**self.steps)) + 1e-8),
-            self.first,
-            self.second,
-        )
-
-
-class Momentum:
-    """Directions of PyTorch's SGD with momentum 0.9 and weight decay."""
-
-    def __init__(self, decay):
-        self.decay, self.buffer = decay, None
-
-    def __call__(self, gradients, parameters):
-        slopes = jax.tree.map(lambda g, p: g + self.decay * p, gradients, parameters)
-        if self.buffer is None:
-            self.buffer = jax.tree.map(np.zeros_like, slopes)
-        self.buffer = jax.tree.map(lambda b, g: 0.9 * b + g, self.buffer, slopes)
-        return self.buffer
 
 
 def reference_batch(slopes, optimizer, trained, groups, length, rates, trains):
@@ -166,7 +133,7 @@ def make_task(seed=0, A_trains=1.0):
 
 def make_update(look_ahead=LENGTH, transformation=None):
     return loda.aligned_update(
-        make_setup(), loss, RATES, transformation or optax.scale_by_adam(), look_ahead
+        toy.make_setup(), loss, RATES, transformation or optax.scale_by_adam(), look_ahead
     )
 
 
@@ -189,15 +156,15 @@ BATCHES = (
 @pytest.mark.parametrize(("optimizer", "A_trains"), [("adam", 1.0), ("momentum", 0.0)])
 def test_three_batches_in_float64(update, optimizer, A_trains):
     """Also that decay sees the weights ahead, and that leaves which stay are not moved by it."""
-    theirs = Adam()
+    theirs = toy.Optimizer()
     if optimizer == "momentum":
         decay = 0.3
         sgd = optax.chain(optax.add_decayed_weights(decay), optax.trace(0.9))
-        update, theirs = make_update(transformation=sgd), Momentum(decay)
+        update, theirs = make_update(transformation=sgd), toy.Optimizer("sgd", decay)
     backbone, frozen, trained = make_task(A_trains=A_trains)
-    kernels, expected = float64(backbone), float64(trained)
-    before = float64(trained)
-    trains = float64(frozen["trains"])
+    kernels, expected = toy.float64(backbone), toy.float64(trained)
+    before = toy.float64(trained)
+    trains = toy.float64(frozen["trains"])
     progress = update.initialise(trained)
     for done, batch in enumerate(BATCHES):
         length, groups = random_numbers(frozen, done, batch, LENGTH)
@@ -231,7 +198,7 @@ def test_plain_steps(update, look_ahead):
     if look_ahead is None:
         ours = make_update(None)
     for one in (plain, ours):
-        leaves = copy(trained)
+        leaves = toy.copy(trained)
         found.append(one.step(backbone, frozen, leaves, one.initialise(leaves), batch, 1.0))
     (expected, optimizer, value), (ours, progress, our_value) = found
     assert_close((ours, progress.optimizer), (expected, optimizer), atol=1e-6)

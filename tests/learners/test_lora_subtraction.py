@@ -9,22 +9,7 @@ from fdc_jax import heads
 from fdc_jax.learners import lora_subtraction
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import vit
-from tests.learners.trajectories import (
-    PARTS,
-    TINY,
-    assert_equal,
-    copy,
-    float64,
-    make_batch,
-    make_setup,
-    products,
-    random_like,
-    reference_cross_entropy,
-    reference_features,
-    shown,
-    trajectory,
-    value_and_gradients,
-)
+from tests.learners import toy
 
 
 def random_moment(seed=0, width=12):
@@ -139,18 +124,18 @@ def test_triplet_loss_has_finite_slopes():
 
 def test_start_of_b(backbone):
     """One entry per rank, of deviation 0.01, in a place that is drawn; or zero."""
-    setup = make_setup("lora_subtraction", train__rank=8)
+    setup = toy.make_setup("lora_subtraction", train__rank=8)
     state = lora_subtraction.initial_state(setup)
     _, trained = lora_subtraction.start(setup, backbone, state, 0, jax.random.key(0))
-    key, value = (np.asarray(trained["increment"][part]["B"]) for part in PARTS)
+    key, value = (np.asarray(trained["increment"][part]["B"]) for part in toy.PARTS)
     for b in (key, value):
         assert np.all((b != 0).sum(axis=2) == 1) and len(np.unique(np.nonzero(b)[2])) > 5
     assert not np.array_equal(key, value)
     entries = np.concatenate([key[key != 0], value[value != 0]])
     assert np.std(entries) == pytest.approx(0.01, rel=0.4) and entries.min() < 0
-    setup = make_setup("lora_subtraction", learner__lora_subtraction__sparse_start=False)
+    setup = toy.make_setup("lora_subtraction", learner__lora_subtraction__sparse_start=False)
     _, trained = lora_subtraction.start(setup, backbone, state, 0, jax.random.key(0))
-    for part in PARTS:
+    for part in toy.PARTS:
         np.testing.assert_array_equal(trained["increment"][part]["B"], 0)
 
 
@@ -160,16 +145,19 @@ def test_start_of_b(backbone):
 @pytest.mark.parametrize("task", [0, 2])
 def test_spaces_come_from_the_subtracted_encoder(backbone, task):
     """Nothing is projected in the first task; later, images pass W_0 less all increments so far."""
-    run = trajectory("lora_subtraction")
+    run = toy.trajectory("lora_subtraction")
     step = run.steps[task]
     subtracted = lora_subtraction.subtracted(run.setup, backbone, step.before, task)
-    kernels, factors = float64(vit.pretrained_kernels(backbone)), products(step.before.increments)
-    for part in PARTS:
+    kernels, factors = (
+        toy.float64(vit.pretrained_kernels(backbone)),
+        toy.products(step.before.increments),
+    )
+    for part in toy.PARTS:
         expected = kernels[part] - factors[part][:task].sum(0)
         np.testing.assert_allclose(subtracted[part], expected, atol=1e-5)
     if task == 0:
-        assert_equal(step.designed, step.before)
-        identity = np.tile(np.eye(TINY.width), (TINY.depth, 1, 1))
+        toy.assert_equal(step.designed, step.before)
+        identity = np.tile(np.eye(toy.TINY.width), (toy.TINY.depth, 1, 1))
         np.testing.assert_array_equal(step.frozen["projector"], identity)
         return
     of_subtracted, of_pretrained = (
@@ -179,9 +167,9 @@ def test_spaces_come_from_the_subtracted_encoder(backbone, task):
     # The first block has no kernel before it.
     np.testing.assert_allclose(of_subtracted[0], of_pretrained[0], atol=1e-5)
     assert np.abs(of_subtracted[1:] - of_pretrained[1:]).max() > 1e-2
-    for block, moment in enumerate(float64(of_subtracted)):
+    for block, moment in enumerate(toy.float64(of_subtracted)):
         projector, size = lora_subtraction.drift_resistant_projector(moment, 0.99, True)
-        assert 1 <= size < TINY.width
+        assert 1 <= size < toy.TINY.width
         assert step.designed.space_sizes[2, block] == size
         np.testing.assert_allclose(step.designed.projector[block], projector, atol=1e-6)
         np.testing.assert_array_equal(step.frozen["projector"], step.designed.projector)
@@ -190,24 +178,26 @@ def test_spaces_come_from_the_subtracted_encoder(backbone, task):
 @pytest.mark.parametrize("task", [0, 1])
 def test_training_is_projected_adam(backbone, task):
     """Three steps: gradients of the loss, Adam and projection in float64."""
-    run = trajectory("lora_subtraction")
+    run = toy.trajectory("lora_subtraction")
     step = run.steps[task]
-    trained, factors, history = copy(step.started), (1.0, 0.5, 1.0), []
-    before, progress = float64(trained), run.update.initialise(trained)
+    trained, factors, history = toy.copy(step.started), (1.0, 0.5, 1.0), []
+    before, progress = toy.float64(trained), run.update.initialise(trained)
     for number, factor in enumerate(factors):
-        batch = make_batch(number, size=6, classes=2)
-        history.append(value_and_gradients(run.update, backbone, step.frozen, trained, batch)[1])
+        batch = toy.make_batch(number, size=6, classes=2)
+        history.append(
+            toy.value_and_gradients(run.update, backbone, step.frozen, trained, batch)[1]
+        )
         trained, progress, _ = run.update.step(
             backbone, step.frozen, trained, progress, batch, factor
         )
-    projector = float64(step.frozen["projector"])
+    projector = toy.float64(step.frozen["projector"])
     sizes = np.asarray(step.designed.space_sizes[task], np.float64)[:, None, None]
-    outside = np.eye(TINY.width) - projector * (1.0 if task == 0 else np.sqrt(sizes))
+    outside = np.eye(toy.TINY.width) - projector * (1.0 if task == 0 else np.sqrt(sizes))
 
     def total(path, rate):
         return reference_adam([path(each) for each in history], rate, factors)
 
-    for part in PARTS:
+    for part in toy.PARTS:
         for name in ("A", "B"):
             plain = total(lambda tree, p=part, n=name: tree["increment"][p][n], 5e-4)
             expected = projector @ plain if name == "A" else plain @ projector
@@ -226,14 +216,17 @@ def test_training_is_projected_adam(backbone, task):
 
 def test_loss_in_float64(backbone):
     """Cross-entropy of features plus the weighted triplet loss against means of earlier tasks."""
-    run = trajectory("lora_subtraction")
+    run = toy.trajectory("lora_subtraction")
     step = run.steps[1]
-    trained, batch = random_like(step.trained, 3), make_batch(2, size=6, classes=2, padding=2)
+    trained, batch = (
+        toy.random_like(step.trained, 3),
+        toy.make_batch(2, size=6, classes=2, padding=2),
+    )
     kernels = lora_subtraction.encoder(run.setup, backbone, step.before, 1)
-    changes = products(trained["increment"])
-    kernels = {part: float64(kernels[part]) + changes[part] for part in PARTS}
-    features, labels = reference_features(batch.images[:4], kernels), batch.labels[:4]
-    losses = reference_cross_entropy(features, trained["head"], labels, 3)
+    changes = toy.products(trained["increment"])
+    kernels = {part: toy.float64(kernels[part]) + changes[part] for part in toy.PARTS}
+    features, labels = toy.reference_features(batch.images[:4], kernels), batch.labels[:4]
+    losses = toy.reference_cross_entropy(features, trained["head"], labels, 3)
     # Means of the task itself, of tasks to come, and rows beyond a task's classes would be nearer
     # than any other negative, but do not count. Lengths of means do not count either.
     near = np.repeat(features[:1], 3, axis=0)
@@ -246,17 +239,17 @@ def test_loss_in_float64(backbone):
     features /= np.linalg.norm(features, axis=1, keepdims=True)
     hinges = reference_triplet(features, labels, means, 1.5)
     assert hinges > reference_triplet(features, labels, means[:0], 1.5) + 1e-3
-    value, _ = value_and_gradients(run.update, backbone, frozen, trained, batch)
+    value, _ = toy.value_and_gradients(run.update, backbone, frozen, trained, batch)
     np.testing.assert_allclose(value, losses.mean() + 0.7 * hinges, rtol=1e-4)
 
 
 def test_means_and_heads(backbone):
     """Means over plain images by the encoder of the task; logits are minus squared distances."""
-    run = trajectory("lora_subtraction")
+    run = toy.trajectory("lora_subtraction")
     step = run.steps[1]
     kernels = lora_subtraction.encoder(run.setup, backbone, step.after, 2)
-    images, labels = shown(step.images.plain())
-    features = reference_features(images, kernels)
+    images, labels = toy.shown(step.images.plain())
+    features = toy.reference_features(images, kernels)
     means = np.stack([features[labels == label].mean(0) for label in range(3)])
     np.testing.assert_allclose(step.after.means[1], means, atol=1e-4)
     (_, found) = lora_subtraction.heads(run.setup, step.after, 2)
@@ -271,7 +264,7 @@ def test_means_and_heads(backbone):
 
 def test_the_native_wave_spans_a_later_tasks_epochs():
     """Whatever the number of the first task's is."""
-    setup = make_setup("lora_subtraction", learner__preset="native", train__epochs=5)
+    setup = toy.make_setup("lora_subtraction", learner__preset="native", train__epochs=5)
     schedule = lora_subtraction.update(setup).schedule
     assert [schedule(epoch, 10) for epoch in range(5)] == [schedule(epoch, 5) for epoch in range(5)]
     assert schedule(9, 10) == schedule(4, 10) > 0

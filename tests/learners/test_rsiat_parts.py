@@ -9,8 +9,7 @@ from configs import digits
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import rsiat
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
-from tests.learners import rsiat_reference
-from tests.learners.trajectories import float64
+from tests.learners import rsiat_reference, toy
 
 LABELS = np.array([0, 1, 2, 0, 1, 2, 0, 0])
 # The last two rows are padding, labelled as padding is.
@@ -31,7 +30,7 @@ def test_steering_without_pairs_of_a_kind_is_finite():
     assert float(value) == 0.0
     np.testing.assert_array_equal(gradient, 0)
     one = rsiat.steering_loss(features, np.zeros(8, int), WEIGHTS, 1.0, -1.0)
-    expected = rsiat_reference.steering(float64(features)[:6], np.zeros(6), 1.0, -1.0)
+    expected = rsiat_reference.steering(toy.float64(features)[:6], np.zeros(6), 1.0, -1.0)
     np.testing.assert_allclose(one, expected, rtol=1e-5)
 
 
@@ -125,8 +124,8 @@ def calibration_problem():
 def reference_calibration(rows, of_classes, scale, rates, decay, optimizer):
     """Full-batch SGD or Adam in float64 on features that lie where the means lie."""
     units = of_classes / np.linalg.norm(of_classes, axis=1, keepdims=True)
-    momentum, squares = np.zeros_like(rows), np.zeros_like(rows)
-    for step, rate in enumerate(rates, start=1):
+    optimizer = toy.Optimizer(optimizer, decay)
+    for rate in rates:
         norms = np.linalg.norm(rows, axis=1, keepdims=True)
         directions = rows / norms
         cosines = units @ directions.T
@@ -134,15 +133,7 @@ def reference_calibration(rows, of_classes, scale, rates, decay, optimizer):
         shares /= shares.sum(axis=1, keepdims=True)
         slopes = scale * (shares - np.eye(len(rows))) / len(units)
         gradient = slopes.T @ units - np.sum(slopes * cosines, axis=0)[:, None] * directions
-        gradient = gradient / norms + decay * rows
-        if optimizer == "sgd":
-            momentum = 0.9 * momentum + gradient
-            rows = rows - rate * momentum
-        else:
-            momentum = 0.9 * momentum + 0.1 * gradient
-            squares = 0.999 * squares + 0.001 * gradient**2
-            root = np.sqrt(squares / (1 - 0.999**step))
-            rows = rows - rate * momentum / (1 - 0.9**step) / (root + 1e-8)
+        rows = rows - rate * optimizer(gradient / norms, rows)
     return rows
 
 

@@ -6,27 +6,12 @@ import numpy as np
 
 from fdc_jax.learners import sd_lora
 from fdc_jax.model import vit
-from tests.learners.trajectories import (
-    CLASSES,
-    PARTS,
-    RANK,
-    TINY,
-    float64,
-    inner,
-    make_batch,
-    make_setup,
-    random_like,
-    reference_cross_entropy,
-    reference_features,
-    slope,
-    trajectory,
-    value_and_gradients,
-)
+from tests.learners import toy
 
 
 def random_state(setup, num_tasks, seed=0):
     """State after `num_tasks` tasks whose leaves are noise; later slots are empty."""
-    state = random_like(sd_lora.initial_state(setup), seed)
+    state = toy.random_like(sd_lora.initial_state(setup), seed)
     rows = jnp.tril(1.0 + jnp.abs(state.magnitudes))
     return jax.tree.map(
         lambda slots: slots.at[num_tasks:].set(0.0), state._replace(magnitudes=rows)
@@ -39,9 +24,9 @@ def norms(factors):
 
 def expected_kernels(backbone, stack, magnitudes, task, current):
     """W_0 + sum over earlier tasks of m A B / (|A| |B|), plus m A B of the current one."""
-    kernels = float64(vit.pretrained_kernels(backbone))
-    stack, magnitudes, current = float64(stack), float64(magnitudes), float64(current)
-    for part in PARTS:
+    kernels = toy.float64(vit.pretrained_kernels(backbone))
+    stack, magnitudes, current = toy.float64(stack), toy.float64(magnitudes), toy.float64(current)
+    for part in toy.PARTS:
         for earlier in range(task):
             a, b = stack[part]["A"][earlier], stack[part]["B"][earlier]
             kernels[part] = kernels[part] + magnitudes[earlier] * (a @ b) / (norms(a) * norms(b))
@@ -52,42 +37,42 @@ def expected_kernels(backbone, stack, magnitudes, task, current):
 
 def test_loss_and_gradients_in_float64(backbone):
     """In the middle of a task, along a random direction of each part."""
-    run = trajectory("sd_lora")
+    run = toy.trajectory("sd_lora")
     state = random_state(run.setup, 2)
     frozen, trained = sd_lora.start(run.setup, backbone, state, 2, jax.random.key(0))
     np.testing.assert_array_equal(trained["magnitudes"], np.float32(0.8))
-    trained = random_like(trained, 1)
+    trained = toy.random_like(trained, 1)
     trained["magnitudes"] = jnp.abs(trained["magnitudes"]) + 0.5
-    batch = make_batch(0, size=6, padding=1)
+    batch = toy.make_batch(0, size=6, padding=1)
 
     def expected(leaves):
         kernels = expected_kernels(
             backbone, state.increments, leaves["magnitudes"], 2, leaves["increment"]
         )
-        features = reference_features(batch.images[:5], kernels)
-        return reference_cross_entropy(features, leaves["head"], batch.labels[:5], 2).mean()
+        features = toy.reference_features(batch.images[:5], kernels)
+        return toy.reference_cross_entropy(features, leaves["head"], batch.labels[:5], 2).mean()
 
-    value, gradients = value_and_gradients(run.update, backbone, frozen, trained, batch)
-    np.testing.assert_allclose(value, expected(float64(trained)), rtol=1e-4)
+    value, gradients = toy.value_and_gradients(run.update, backbone, frozen, trained, batch)
+    np.testing.assert_allclose(value, expected(toy.float64(trained)), rtol=1e-4)
     for seed, part in enumerate(trained):
-        direction = jax.tree.map(np.zeros_like, float64(trained))
-        direction[part] = float64(random_like(trained[part], seed))
-        found = slope(expected, float64(trained), direction)
+        direction = jax.tree.map(np.zeros_like, toy.float64(trained))
+        direction[part] = toy.float64(toy.random_like(trained[part], seed))
+        found = toy.slope(expected, toy.float64(trained), direction)
         assert abs(found) > 1e-4
-        np.testing.assert_allclose(inner(gradients, direction), found, rtol=2e-3)
+        np.testing.assert_allclose(toy.inner(gradients, direction), found, rtol=2e-3)
 
 
 def test_a_direction_of_zeros_is_no_quotient_of_zeros():
-    directions = sd_lora._directions(sd_lora.initial_state(make_setup("sd_lora")).increments, 2)
-    for part in PARTS:
+    directions = sd_lora._directions(sd_lora.initial_state(toy.make_setup("sd_lora")).increments, 2)
+    for part in toy.PARTS:
         for name, axis in (("A", -1), ("B", -2)):
-            assert directions[part][name].shape[axis] == len(CLASSES) * RANK
+            assert directions[part][name].shape[axis] == len(toy.CLASSES) * toy.RANK
             np.testing.assert_array_equal(directions[part][name], 0)
 
 
 def test_encoders_follow_the_formula(backbone):
     """E_t is the formula with the magnitudes at the end of task t, whatever came later."""
-    setup = make_setup("sd_lora")
+    setup = toy.make_setup("sd_lora")
     state = random_state(setup, 3)
     for last in range(3):
         current = jax.tree.map(lambda slots, t=last: slots[t], state.increments)
@@ -95,13 +80,13 @@ def test_encoders_follow_the_formula(backbone):
             backbone, state.increments, state.magnitudes[last], last, current
         )
         found = sd_lora.encoder(setup, backbone, state, last + 1)
-        for part in PARTS:
+        for part in toy.PARTS:
             np.testing.assert_allclose(found[part], expected[part], atol=1e-5)
 
 
 def test_magnitudes_are_recorded_at_the_end_of_a_task():
     """Old ones trained along; those of tasks to come are not kept."""
-    run = trajectory("sd_lora")
+    run = toy.trajectory("sd_lora")
     for task, step in enumerate(run.steps):
         row = np.asarray(step.after.magnitudes[task])
         np.testing.assert_array_equal(row[: task + 1], step.trained["magnitudes"][: task + 1])
@@ -112,7 +97,7 @@ def test_magnitudes_are_recorded_at_the_end_of_a_task():
 def test_magnitudes_start_anew_or_are_carried_over(backbone):
     learned = np.array([[0.7, 0, 0], [0.6, 1.1, 0], [0, 0, 0]], np.float32)
     for reset, expected in ((True, [0.9, 0.9, 0.9]), (False, [0.6, 0.9, 1.1])):
-        setup = make_setup(
+        setup = toy.make_setup(
             learner__sd_lora__magnitude=0.9, learner__sd_lora__reset_magnitudes=reset
         )
         state = random_state(setup, 2)._replace(magnitudes=jnp.asarray(learned))
@@ -126,9 +111,9 @@ def test_magnitudes_start_anew_or_are_carried_over(backbone):
 
 
 def test_the_authors_start_of_the_head(backbone):
-    setup = make_setup(classes_per_task=(400,), learner__sd_lora__head_start="zero_bias")
+    setup = toy.make_setup(classes_per_task=(400,), learner__sd_lora__head_start="zero_bias")
     state = sd_lora.initial_state(setup)
     head = sd_lora.start(setup, backbone, state, 0, jax.random.key(0))[1]["head"]
-    bound = 3**0.5 * TINY.width**-0.5
+    bound = 3**0.5 * toy.TINY.width**-0.5
     assert 0.98 * bound < np.abs(head.weight).max() <= bound * (1 + 1e-6)
     np.testing.assert_array_equal(head.bias, 0)

@@ -8,16 +8,16 @@ import pytest
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import vit
-from tests.learners.trajectories import PARTS, TINY, make_batch, random_like
+from tests.learners import toy
 from tests.model.reference import features, float64
 
-MODEL = vit.VisionTransformer(TINY)
-BATCHES = [make_batch(1, size=4), make_batch(2, size=4, padding=1)]
+MODEL = vit.VisionTransformer(toy.TINY)
+BATCHES = [toy.make_batch(1, size=4), toy.make_batch(2, size=4, padding=1)]
 
 
 @pytest.fixture(scope="module")
 def kernels(backbone):
-    return random_like(vit.pretrained_kernels(backbone), 2)
+    return toy.random_like(vit.pretrained_kernels(backbone), 2)
 
 
 @pytest.fixture(scope="module")
@@ -29,8 +29,8 @@ def test_every_block_by_hand(backbone, kernels, found):
     """Against the tokens of a float64 forward pass through kernels that no block was born with."""
     moments, count = found
     pretrained = vit.pretrained_kernels(backbone)
-    updates = {part: float64(kernels[part]) - float64(pretrained[part]) for part in PARTS}
-    rows = [[] for _ in range(TINY.depth)]
+    updates = {part: float64(kernels[part]) - float64(pretrained[part]) for part in toy.PARTS}
+    rows = [[] for _ in range(toy.TINY.depth)]
     for batch in BATCHES:
         images = batch.images[batch.weights > 0]
         features(backbone, images, updates=updates, attention_inputs=rows)

@@ -285,3 +285,36 @@ def slope(function, tree, direction, step=1e-5):
 def inner(gradients, direction):
     """Returns the inner product of two trees."""
     return sum(jax.tree.leaves(jax.tree.map(lambda g, d: np.sum(g * d), gradients, direction)))
+
+
+class Optimizer:
+    """Directions of Adam, AdamW or PyTorch's SGD with momentum 0.9, in float64.
+
+    Each call takes the gradients of one step and the parameters, trees of the same form, and
+    returns what the step subtracts, but for the rate.
+    """
+
+    def __init__(self, kind="adam", decay=0.0):
+        self.kind, self.decay, self.steps, self.moments = kind, decay, 0, None
+
+    def __call__(self, gradients, parameters):
+        self.steps += 1
+        leaves, structure = jax.tree.flatten(gradients)
+        self.moments = self.moments or [(0.0, 0.0)] * len(leaves)
+        found = [
+            self._leaf(*each)
+            for each in zip(self.moments, leaves, jax.tree.leaves(parameters), strict=True)
+        ]
+        directions, self.moments = zip(*found, strict=True)
+        return jax.tree.unflatten(structure, directions)
+
+    def _leaf(self, moments, g, x):
+        (first, second), decay = moments, self.decay * x
+        g = g if self.kind == "adamw" else g + decay
+        if self.kind == "sgd":
+            first = 0.9 * first + g
+            return first, (first, second)
+        first, second = 0.9 * first + 0.1 * g, 0.999 * second + 0.001 * g**2
+        root = np.sqrt(second / (1 - 0.999**self.steps))
+        direction = first / (1 - 0.9**self.steps) / (root + 1e-8)
+        return direction + (decay if self.kind == "adamw" else 0.0), (first, second)
