@@ -181,24 +181,28 @@ def cycles(compiled: str) -> dict[str, int]:
     """Returns a TPU's estimated cycles by part of the encoder, copies apart."""
     named = step_profile.names(compiled)
     own: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
-    calls: dict[str, list[tuple[str, int]]] = collections.defaultdict(list)
+    calls: dict[str, list[tuple[str, str | None]]] = collections.defaultdict(list)
+    # By the computation that compares with it whether a loop goes on: how often it does.
+    turns: dict[str | None, int] = {}
     for computation, name, line in step_profile.instructions(compiled):
         if estimate := re.search(r'estimated_cycles":"?(\d+)', line):
             copies = re.match(r"copy|bitcast|transpose", name)
             part = "copies" if copies else step_profile.part_of(named.get(name, ""))
             own[computation][part] += int(estimate[1])
         if body := re.search(r"\bbody=%?([\w.-]+)", line):
-            count = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
-            calls[computation].append((body[1], int(count[1]) if count else 1))
+            condition = re.search(r"\bcondition=%?([\w.-]+)", line)
+            calls[computation].append((body[1], condition[1] if condition else None))
+        if bound := re.search(r"= s32\[\]\S* constant\((\d+)\)", line):
+            turns[computation] = int(bound[1])
         if branches := re.search(r"branch_computations=\{(.*?)\}", line):
             # The last is the largest, and taken on several devices.
-            calls[computation].append((branches[1].split(", ")[-1].strip("%"), 1))
+            calls[computation].append((branches[1].split(", ")[-1].strip("%"), None))
 
     def total(name: str) -> collections.Counter:
         found = collections.Counter(own[name])
-        for callee, times in calls[name]:
+        for callee, condition in calls[name]:
             for part, each in total(callee).items():
-                found[part] += times * each
+                found[part] += turns.get(condition, 1) * each
         return found
 
     entry = re.search(r"^ENTRY %?([\w.-]+)", compiled, re.MULTILINE)

@@ -27,17 +27,12 @@ def data_mesh() -> Mesh:
     return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
 
 
-def takes_portions(mesh: Mesh) -> bool:
-    """Tells whether batches are cut into portions: by a processor that has them to itself.
+def have_cudnn(mesh: Mesh) -> bool:
+    """Tells whether cuDNN's fused attention runs on the devices: NVIDIA's from Ampere on.
 
     What a program depends on is asked of its mesh, never of the devices of this process, so that
     it can be compiled for others.
     """
-    return mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-
-
-def have_cudnn(mesh: Mesh) -> bool:
-    """Tells whether cuDNN's fused attention runs on the devices: NVIDIA's from Ampere on."""
     device = mesh.devices.flat[0]
     # AMD's are called otherwise, such as gfx90a.
     major = str(getattr(device, "compute_capability", "")).partition(".")[0]

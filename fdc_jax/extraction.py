@@ -47,9 +47,7 @@ class Extractor:
 
         def encode(backbone, images, kernels):
             count, side = images.shape[:2]
-            size = count
-            if devices.takes_portions(mesh):
-                size = vit.images_together(count, side, model.variant.patch)
+            size = vit.images_together(mesh, count, side, model.variant.patch)
             if size == count:
                 return model.apply({"params": backbone}, images, kernels)
             cut = images.reshape(-1, size, *images.shape[1:])

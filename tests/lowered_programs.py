@@ -39,11 +39,13 @@ def check_products(text: str, where: str) -> None:
     """Asserts that no product in the encoder has float32 activations.
 
     Those of kernels with increments are of parameters alone. Heads and losses are float32, one row
-    an image.
+    an image. The gradient of attention's scores is float32 until it is multiplied: casting it
+    before is estimated slower on TPUs; where cuDNN attends, this is left to the last block.
     """
     for product in ahead_of_time.float32_products(text):
         dimensions = {each for shape in product.shapes for each in shape}
-        if dimensions & ACTIVATIONS:
+        scores = "bqhd,bkhd->bhqk" in product.name and "transpose(jvp" in product.name
+        if dimensions & ACTIVATIONS and not scores:
             assert "Transformer" not in product.name, (where, product)
             assert not dimensions & {TOKENS, BATCH * TOKENS}, (where, product)
 

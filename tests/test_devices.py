@@ -24,16 +24,6 @@ def test_the_fullest_device_counts(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("platforms", "expected"),
-    [(["cpu"], True), (["gpu"], False), (["tpu"], False), (["cpu"] * 2, False)],
-)
-def test_a_single_processor_alone_takes_portions(platforms, expected):
-    """An accelerator is faster with the whole batch, and several devices have it divided."""
-    each = np.array([SimpleNamespace(platform=name) for name in platforms])
-    assert devices.takes_portions(SimpleNamespace(devices=each, size=len(each))) is expected
-
-
-@pytest.mark.parametrize(
     ("platform", "capability", "expected"),
     [
         *(("gpu", "9.0", True), ("gpu", "12.0", True), ("gpu", "7.5", False)),

@@ -61,7 +61,7 @@ def test_both_views_in_one_pass_and_in_portions(model, backbone, monkeypatch, co
     views = (kernels, vit.pretrained_kernels(backbone))
     whole, cut = extractor(model), extractor(model)
     expected = [whole(backbone, [view], batches(count))[0].features for view in views]
-    monkeypatch.setattr(vit, "PORTION_TOKENS", 2 * 17)
+    monkeypatch.setitem(vit.PORTION_TOKENS, "cpu", 2 * 17)
     calls, function = [], jax.lax.map
     monkeypatch.setattr(jax.lax, "map", lambda *a: calls.append(a[1].shape) or function(*a))
     together = cut(backbone, views, batches(count))

@@ -251,7 +251,7 @@ def gradient_update(
             without weight decay.
         schedule: of `Update`.
         mean_over_images: the loss is a mean of terms of one image each, weighted by
-            `batch.weights`, plus what no image enters; a processor then takes a batch in portions.
+            `batch.weights`, plus what no image enters; a batch may then be taken in portions.
     """
     rates = rates or paper_rates(setup)
     transformation = transformation or optax.scale_by_adam()
@@ -264,8 +264,8 @@ def gradient_update(
 
         count, side = batch.images.shape[:2]
         size = count
-        if mean_over_images and devices.takes_portions(setup.mesh):
-            size = vit.images_together(count, side, setup.variant.patch)
+        if mean_over_images:
+            size = vit.images_together(setup.mesh, count, side, setup.variant.patch)
         if size < count:
             value, gradients = mean_over_portions(value_and_gradients, batch, size)
         else:

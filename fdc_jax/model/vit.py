@@ -17,6 +17,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, UInt8
 
 from fdc_jax.errors import InputError
@@ -135,9 +136,10 @@ PRECISIONS = {
 # auto: cudnn in fast precision where it runs, which needs half of the memory, else xla.
 ATTENTIONS = ("auto", "xla", "cudnn")
 
-# Of a portion of a batch. Measured in training ViT-Ti/16: half of it costs 2 %, twice as much 8 %,
-# a batch of 64 images at once 27 %.
-PORTION_TOKENS = 1100
+# Tokens of a portion of a batch by kind of device; others have batches whole. On a processor,
+# measured in training ViT-Ti/16: half of it costs 2 %, twice as much 8 %, a batch of 64 images at
+# once 27 %. On a TPU, estimated for ViT-B/16 on v5e: 4 %, 27 % and 38 %.
+PORTION_TOKENS = {"cpu": 1100, "tpu": 3200}
 
 # On the output of an adapter before it joins the block's (AdaptFormer; RSIAT keeps it).
 ADAPTER_SCALE = 0.1
@@ -267,8 +269,8 @@ class _Projection(nn.Module):
         return y.reshape(*y.shape[:-1], *shape[1:])
 
 
-def _attention_weights(q, k, precision):
-    """Returns softmax(q k / sqrt(d)), [n, heads, queries, keys], computed in float32."""
+def _attend(q, k, v, precision):
+    """Returns softmax(q k / sqrt(d)) v, [n, queries, heads, d]; scores and softmax are float32."""
     scores = jnp.einsum(
         "bqhd,bkhd->bhqk",
         q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype),
@@ -276,46 +278,8 @@ def _attention_weights(q, k, precision):
         precision=precision,
         preferred_element_type=jnp.float32,
     )
-    return jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-
-
-def _attend(q, k, v, precision):
-    """Returns softmax(q k / sqrt(d)) v, [n, queries, heads, d]."""
-    weights = _attention_weights(q, k, precision)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision=precision)
-
-
-@jax.custom_vjp
-def attend_in_bfloat16(
-    q: Float[Array, "n q h d"], k: Float[Array, "n t h d"], v: Float[Array, "n t h d"]
-) -> Float[Array, "n q h d"]:
-    """Returns softmax(q k / sqrt(d)) v; no product of its gradients has float32 operands.
-
-    Without this the gradients of scores, which are float32, would be multiplied as such.
-    """
-    return _attend(q, k, v, jax.lax.Precision.DEFAULT)
-
-
-def _attend_forward(q, k, v):
-    weights = _attention_weights(q, k, jax.lax.Precision.DEFAULT)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v), (q, k, v, weights)
-
-
-def _attend_backward(residuals, gradient):
-    q, k, v, weights = residuals
-    of_weights = jnp.einsum("bqhd,bkhd->bhqk", gradient, v, preferred_element_type=jnp.float32)
-    wide = weights.astype(jnp.float32)
-    mean = jnp.sum(of_weights * wide, axis=-1, keepdims=True)
-    of_scores = (wide * (of_weights - mean)).astype(q.dtype)
-    scale = jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-    return (
-        jnp.einsum("bhqk,bkhd->bqhd", of_scores, k) * scale,
-        jnp.einsum("bhqk,bqhd->bkhd", of_scores, q * scale),
-        jnp.einsum("bhqk,bqhd->bkhd", weights, gradient),
-    )
-
-
-attend_in_bfloat16.defvjp(_attend_forward, _attend_backward)
 
 
 def _attend_fused(q, k, v):
@@ -374,8 +338,6 @@ class _Attention(nn.Module):
         # One query an image, in the last block, leaves a fused kernel nothing to gain.
         if self.attention == "cudnn" and q.shape[1] > 1:
             mixed = _attend_fused(q, k, v)
-        elif self.dtype == jnp.bfloat16:
-            mixed = attend_in_bfloat16(q, k, v)
         else:
             mixed = _attend(q, k, v, self.precision)
         kind: dict[str, Any] = {"dtype": self.dtype, "precision": self.precision, "name": "out"}
@@ -721,19 +683,25 @@ def pretrained_kernels(params: Any) -> KeyValueKernels:
     return KeyValueKernels(key=stack("key"), value=stack("value"))
 
 
-def images_together(images: int, side: int, patch: int) -> int:
-    """Returns how many images of a batch a processor takes through the encoder together.
+def images_together(mesh: Mesh, images: int, side: int, patch: int) -> int:
+    """Returns how many images of a batch a device takes through the encoder together.
 
-    A core's caches hold the activations of some images, not those of a batch: a batch in portions
-    is faster than at once. The size divides the batch. It depends on shapes alone, never on the
-    number of cores, so that results are the same on any of them.
+    A core's caches, or a TPU's on-chip memory, hold the activations of some images, not those of a
+    batch: a batch in portions is faster than at once. The size divides the batch. It depends on
+    shapes and the kind of device, never on the number of cores, so that results are the same on
+    any of them. Several devices have each batch divided already.
 
     Args:
+        mesh: the devices; what a program depends on is asked of them, so that it can be compiled
+            for others.
         images: of the batch.
         side: of an image, in pixels.
         patch: side of a patch.
     """
-    most = max(1, PORTION_TOKENS // ((side // patch) ** 2 + 1))
+    tokens = PORTION_TOKENS.get(mesh.devices.flat[0].platform)
+    if tokens is None or mesh.size > 1:
+        return images
+    most = max(1, tokens // ((side // patch) ** 2 + 1))
     if images <= most:
         return images
     best = max(size for size in range(1, most + 1) if images % size == 0)

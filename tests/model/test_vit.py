@@ -1,6 +1,7 @@
 """The encoder against a float64 reading of the ViT paper, and what its settings allow."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -165,13 +166,12 @@ def test_attention_is_fused_where_it_can_be(precision, cudnn, expected):
 
 
 @pytest.mark.parametrize("queries", [5, 1])
-def test_attention_in_bfloat16_has_values_and_gradients_of_the_plain_form(queries):
-    """Against the same numbers in float32, where JAX differentiates."""
+def test_attention_in_bfloat16_has_values_and_gradients_of_float32(queries):
     rng = np.random.default_rng(0)
     shapes = [(2, queries, 3, 8), (2, 5, 3, 8), (2, 5, 3, 8)]
     arrays = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
     gradient = jnp.asarray(rng.normal(size=shapes[0]), jnp.bfloat16)
-    found, pull = jax.vjp(vit.attend_in_bfloat16, *arrays)
+    found, pull = jax.vjp(lambda *each: vit._attend(*each, jax.lax.Precision.DEFAULT), *arrays)
     wide = [array.astype(jnp.float32) for array in arrays]
     plain, plain_pull = jax.vjp(lambda *each: vit._attend(*each, jax.lax.Precision.HIGHEST), *wide)
     expected = (plain, *plain_pull(gradient.astype(jnp.float32)))
@@ -198,6 +198,11 @@ def test_activations_with_kept_slopes(name):
 # Portions of a batch ------------------------------------------------------------------------------
 
 
+def mesh_of(*platforms):
+    each = np.array([SimpleNamespace(platform=name) for name in platforms])
+    return SimpleNamespace(devices=each, size=len(each))
+
+
 @pytest.mark.parametrize(
     ("images", "side", "patch", "expected"),
     [
@@ -210,4 +215,13 @@ def test_activations_with_kept_slopes(name):
     ],
 )
 def test_a_portion_divides_the_batch_and_fits(images, side, patch, expected):
-    assert vit.images_together(images, side, patch) == expected
+    assert vit.images_together(mesh_of("cpu"), images, side, patch) == expected
+
+
+@pytest.mark.parametrize(
+    ("platforms", "expected"),
+    [(["cpu"], 4), (["tpu"], 16), (["gpu"], 64), (["cpu"] * 2, 64), (["tpu"] * 4, 64)],
+)
+def test_a_single_processor_or_tpu_takes_portions(platforms, expected):
+    """Several devices have a batch divided."""
+    assert vit.images_together(mesh_of(*platforms), 64, 224, 16) == expected
