@@ -213,7 +213,8 @@ def record_of(program: Program, target: str) -> dict[str, Any]:
     """Compiles a program and returns what the compiler plans and estimates."""
     described = json.loads(TARGETS.read_text())[target]
     clock = time.process_time()
-    lowered = program.function.lower(*program.arguments)
+    traced = program.function.trace(*program.arguments)
+    lowered = traced.lower()
     # Without a device to try them on, some products find no tile sizes.
     options = {} if "topologies" in described else {"xla_gpu_enable_triton_gemm": False}
     executable = lowered.compile(compiler_options=options)
@@ -222,11 +223,15 @@ def record_of(program: Program, target: str) -> dict[str, Any]:
     sizes = {name: getattr(plan, f"{of}_size_in_bytes") for name, of in memory.OF_A_STEP.items()}
     sizes["peak"] = sum(sizes.values()) - 2 * sizes["aliased"]
     exchanged = collectives(executable.as_text())
+    # The compiler counts the body of a loop once; of portions of a batch it is nearly everything.
+    loops = [each.params["length"] for each in traced.jaxpr.eqns if each.primitive.name == "scan"]
+    portions = max(loops, default=1)
     found = {
+        "portions": portions,
         "compile_processor_seconds": seconds,
         "memory_bytes": sizes | {"of_the_device": described["memory_bytes"]},
-        "operations": cost.get("flops"),
-        "bytes_accessed": cost.get("bytes accessed"),
+        "operations": portions * cost["flops"] if cost else None,
+        "bytes_accessed": portions * cost["bytes accessed"] if cost else None,
         "collective_bytes": {
             kind: sum(size for each, size in exchanged if each == kind) for kind, _ in exchanged
         },
@@ -255,7 +260,7 @@ def lines(record: dict[str, Any]) -> str:
         work.append(f"{kind} {size / 2**20:.2f} MiB")
     found = [
         f"{record['program']}, batch {record['batch_size']}, {record['devices']} x "
-        f"{record['target']}, compiled in {record['compile_processor_seconds']:.0f} s",
+        f"{record['target']}, in portions: {record['portions']}, compiled in {record['compile_processor_seconds']:.0f} s",
         f"GiB: {memory_text.replace('_', ' ')}",
         ", ".join(work),
     ]
