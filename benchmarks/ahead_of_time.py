@@ -260,7 +260,8 @@ def lines(record: dict[str, Any]) -> str:
         work.append(f"{kind} {size / 2**20:.2f} MiB")
     found = [
         f"{record['program']}, batch {record['batch_size']}, {record['devices']} x "
-        f"{record['target']}, in portions: {record['portions']}, compiled in {record['compile_processor_seconds']:.0f} s",
+        f"{record['target']}, in portions: {record['portions']}, compiled in "
+        f"{record['compile_processor_seconds']:.0f} s",
         f"GiB: {memory_text.replace('_', ' ')}",
         ", ".join(work),
     ]
