@@ -139,11 +139,13 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
 
     def predict(self, X: Any) -> Shaped[np.ndarray, " n"]:
         """Returns the label of each sample among all classes [n]."""
-        return self._labels[self.calibrator_.score(*self._test_views(X)).label]
+        views = self._test_views(X)
+        return self._labels[self.calibrator_.score(*views).label]
 
     def predict_task(self, X: Any) -> Int[np.ndarray, " n"]:
         """Returns the task of the label that `predict` returns, counted from 0 [n]."""
-        return self.calibrator_.score(*self._test_views(X)).task
+        views = self._test_views(X)
+        return self.calibrator_.score(*views).task
 
     def decision_function(self, X: Any) -> Float[np.ndarray, "n ..."]:
         """Returns calibrated scores of all classes, [n, classes], of which the largest decides.
@@ -151,8 +153,8 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
         Columns are those of `classes_`. Of two classes, as elsewhere in scikit-learn, one number
         per sample [n], above 0 for the second.
         """
-        scores = self.calibrator_.class_scores(*self._test_views(X))
-        scores = scores[:, np.argsort(self._labels)]
+        views = self._test_views(X)
+        scores = self.calibrator_.class_scores(*views)[:, np.argsort(self._labels)]
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
 
     def __getstate__(self) -> dict[str, Any]:
