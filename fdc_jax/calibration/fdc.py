@@ -531,6 +531,13 @@ def measure(
     return over_tasks(one_task, *view[:5], *(heads or ()))
 
 
+def residual_ratios(
+    means: Float[Array, "tasks d"], bases: Float[Array, "tasks r d"], features: Float[Array, "n d"]
+) -> Float[Array, "n tasks"]:
+    """Returns the residual ratios of a batch against all tasks."""
+    return over_tasks(lambda *task: residual_ratio(features, *task)[:1], means, bases)[0]
+
+
 # Test-time calibration (lines 14 to 20) ----------------------------------------------------------
 
 
@@ -849,9 +856,12 @@ class FDC:
         self._between_walks(sums, classes, counts)
 
         # Lines 6, 7 and 10, the second walk: the samples against their own task and earlier ones.
-        known = [
-            stack_view([*(each.views[view] for each in self.tasks), draft], xp)
-            for view, draft in enumerate(drafts)
+        own_task = [stack_view([draft], xp) for draft in drafts]
+        earlier = [[each.views[view] for each in self.tasks] for view in range(len(drafts))]
+        subspaces = [
+            (stack([each.mean for each in of], xp=xp), stack([each.basis for each in of], 8, xp=xp))
+            for of in earlier
+            if of
         ]
         gamma = np.float32(settings.attenuation)
         measured: list[list[tuple[Any, ...]]] = [[] for _ in drafts]
@@ -861,11 +871,16 @@ class FDC:
             for view, features in enumerate(views):
                 batch = place(xp, features, 128)
                 kind = {"normalised": False, "neighbours": settings.neighbours}
-                found = self.run(measure, known[view], None, batch, gamma, **kind)
+                found = self.run(measure, own_task[view], None, batch, gamma, **kind)
+                # Of earlier tasks the residual alone: a long stream's fit is little else.
+                others = found[0][:, :0]
+                if subspaces:
+                    others = self.run(residual_ratios, *subspaces[view], batch)
+                found = (others, *found)
                 if view == 0:
                     # A user's function sees no padding.
                     own = batch[: len(own_labels)] if rows is None else batch
-                    basis = known[0].basis[task]
+                    basis = own_task[0].basis[0]
                     found += self._largest_logits(head, rows, num_classes, own, basis)
                 measured[view].append(found)
                 self._second_walk(view, batch, len(own_labels))
@@ -877,15 +892,15 @@ class FDC:
             )
         statistics, foreign, scales = [], [], []
         for view, draft in enumerate(drafts):
-            ratio, distance, *logits = fetch(measured[view], [len(each) for each in again[1:]])
+            sizes = [len(each) for each in again[1:]]
+            others, ratio, distance, *logits = fetch(measured[view], sizes)
             scales += [population_moments(each)[1] for each in logits]
-            moments = *population_moments(ratio[:, task]), *population_moments(distance[:, task])
+            moments = *population_moments(ratio[:, 0]), *population_moments(distance[:, 0])
             statistics.append(ViewStatistics(*draft[:4], *moments))
             # u_j of every earlier task j, by j's own moments.
-            earlier = [each.views[view] for each in self.tasks]
-            means = np.array([each.residual_mean for each in earlier])
-            stds = np.array([each.residual_std for each in earlier])
-            standardised = (ratio[:, :task].astype(np.float64) - means) / stds
+            means = np.array([each.residual_mean for each in earlier[view]])
+            stds = np.array([each.residual_std for each in earlier[view]])
+            standardised = (others[:, :task].astype(np.float64) - means) / stds
             foreign.append(np.ascontiguousarray(standardised.T, np.float32))
         self.tasks = [*self.tasks, Task(statistics, classes, len(labels), *scales)]
         self.heads = [*self.heads, head]
