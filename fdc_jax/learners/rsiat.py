@@ -52,7 +52,7 @@ from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError, TrainingError
 from fdc_jax.learners import Option, gaussian_alignment, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
-from fdc_jax.model import vit
+from fdc_jax.model import increments, vit
 
 TITLE = "RSIAT"
 PAPER_ROW = 8
@@ -192,7 +192,9 @@ def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Arr
     if task == 0:
         bound = width**-0.5
         shape = adapter["down"].shape
-        adapter["down"] = jax.random.uniform(of_adapter, shape, minval=-bound, maxval=bound)
+        adapter["down"] = increments.drawn(
+            jax.random.uniform, of_adapter, shape, minval=-bound, maxval=bound
+        )
     carried = jax.tree.map(jnp.copy, state.projector)
     if task <= 1 or ours.identity_init:
         carried = new_projector(of_projector, width, ours.projector_width, ours.identity_init)

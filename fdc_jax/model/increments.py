@@ -5,11 +5,22 @@ output unchanged. While a task trains, the increments before it live merged in t
 them are kept, stacked on a leading task axis, so that every E_t can be had again.
 """
 
+import math
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from fdc_jax.model.vit import Factors, Increment, KeyValueKernels, Variant
+
+
+def drawn(draw: Callable[..., Array], key: Array, shape: tuple[int, ...], **bounds: float) -> Array:
+    """Returns the numbers that `draw` of `jax.random` gives, drawn in one row.
+
+    XLA takes seconds to compile a draw of three axes for a CPU.
+    """
+    return draw(key, (math.prod(shape),), **bounds).reshape(shape)
 
 
 def initialise(key: Array, variant: Variant, rank: int) -> Increment:
@@ -24,7 +35,7 @@ def initialise(key: Array, variant: Variant, rank: int) -> Increment:
     shape = (variant.depth, variant.width, rank)
 
     def factors(key):
-        A = jax.random.uniform(key, shape, minval=-bound, maxval=bound)
+        A = drawn(jax.random.uniform, key, shape, minval=-bound, maxval=bound)
         return Factors(A=A, B=jnp.zeros((variant.depth, rank, variant.width)))
 
     key_of_key, key_of_value = jax.random.split(key)
