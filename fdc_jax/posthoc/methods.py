@@ -98,13 +98,17 @@ def moved(features: FeatureSet) -> FeatureSet:
     return features._replace(tasks=tuple(task._replace(adapted=each) for task, each in pairs))
 
 
-def run(name: str, features: FeatureSet, settings: Settings) -> Outcome:
+def run(name: str, features: FeatureSet, settings: Settings, plain: bool = False) -> Outcome:
     """Fits a method of `METHODS` task by task and scores all test features with the final heads.
+
+    With `plain`, FDC and its variants compute with NumPy alone.
 
     Raises:
         InputError: the method does not apply to these features.
     """
     method, terms = METHODS[name](**settings.of(name)), None
+    if plain and name in CALIBRATORS:
+        method = method.to_numpy()
     start = time.perf_counter()
     features.fit(method)
     fitted = time.perf_counter()

@@ -82,8 +82,8 @@ class _Fitted:
     @cached_property
     def calibrator(self) -> FDC:
         """The paper's FDC."""
-        # Compiling what scores would take longer than scoring.
-        return self.features.fit(FDC(**self.settings)).to_numpy()
+        # Compiling what fits and scores would take longer than that itself.
+        return self.features.fit(FDC(**self.settings).to_numpy())
 
     @cached_property
     def terms(self) -> Terms:
@@ -112,7 +112,7 @@ def _beyond(of: _Fitted) -> dict[str, dict[str, float]]:
     settings = methods.Settings(of.settings, *_COMPARATORS)
     for name in COMPARED:
         with contextlib.suppress(InputError):  # Not for such features or settings.
-            one = methods.run(name, of.features, settings)
+            one = methods.run(name, of.features, settings, plain=True)
             found[name] = one.scores, one.calibrator.storage_bytes
     entries = {}
     for name, (scores, storage) in found.items():

@@ -7,7 +7,6 @@ on the same features.
 
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 from scipy import stats
@@ -37,7 +36,7 @@ def measured(
             fdc.measure,
             arrays.views[view],
             None,
-            batching.place(jnp, part, _ROWS),
+            np.asarray(part, np.float32),
             arrays.attenuation,
             normalised=False,
             neighbours=settings.neighbours,
