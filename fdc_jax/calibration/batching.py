@@ -69,7 +69,7 @@ def stack(
         stacked[len(arrays) :] = 0.0  # A task that is not there is finite.
     for task, array in enumerate(arrays):
         stacked[(task, slice(len(array))) if shape else task] = array
-    return xp.asarray(stacked)
+    return stacked if xp is np else jax.device_put(stacked)
 
 
 def over_tasks(function: Callable[..., tuple[Any, ...]], *arrays: Any) -> tuple[Any, ...]:
@@ -152,4 +152,4 @@ def place(xp: Any, features: Float[Any, "n d"], least: int) -> Float[Array, "pad
     missing = ((0, rows - len(features)), (0, 0))
     if isinstance(features, jax.Array):
         return jnp.pad(features.astype(jnp.float32), missing)
-    return jnp.asarray(np.pad(inputs.float32(features), missing))
+    return jax.device_put(np.pad(inputs.float32(features), missing))

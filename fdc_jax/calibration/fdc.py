@@ -476,18 +476,18 @@ def stack_view(tasks: Sequence[ViewStatistics], xp: Any = np) -> ViewArrays:
 
 
 def stack_heads(
-    heads: Sequence[inputs.HeadRows], bases: Float[Array, "tasks r d"], attenuation: float
+    heads: Sequence[inputs.HeadRows],
+    bases: Sequence[Float[np.ndarray, "r d"]],
+    attenuation: float,
+    xp: Any = np,
 ) -> HeadArrays:
     """Returns heads side by side, and with TSF folded into them (line 9)."""
-    xp = namespace(bases)
-    rows = stack([head.rows for head in heads], 4, xp=xp)
-    bias = stack([head.bias for head in heads], 4, -np.inf, xp=xp)
-
-    def fold(rows: Any, basis: Any) -> tuple[Any]:
-        return (filter_features(rows, basis, np.float32(attenuation)),)
-
-    (folded,) = over_tasks(fold, rows, bases)
-    return HeadArrays(rows, folded.swapaxes(0, 1), bias)
+    gamma, pairs = np.float32(attenuation), zip(heads, bases, strict=True)
+    return HeadArrays(
+        stack([head.rows for head in heads], 4, xp=xp),
+        stack([filter_features(head.rows, basis, gamma) for head, basis in pairs], 4, xp=xp),
+        stack([head.bias for head in heads], 4, -np.inf, xp=xp),
+    )
 
 
 def measure(
@@ -957,7 +957,8 @@ class FDC:
         for start in range(0, max(len(views[0]), 1), MAX_ROWS):
             parts = [view[start : start + MAX_ROWS] for view in views]
             sizes.append(len(parts[0]))
-            placed = [place(self._xp, part, 8) for part in parts]
+            # The last rows of many are of the shape of those before, which is compiled.
+            placed = [place(self._xp, part, min(len(views[0]), MAX_ROWS)) for part in parts]
             batches.append(self._measure_batch(placed, all_rows))
         columns = fetch([tuple(batch.values()) for batch in batches], sizes)
         found = dict(zip(batches[0], columns, strict=True))
@@ -1057,9 +1058,10 @@ class FDC:
             ]
             rows = [head for head in read if head is not None]
             self.normalised = bool(rows) and rows[0].normalised
+            bases = [task.views[0].basis for task in self.tasks]
             self._arrays = Arrays(
                 views,
-                stack_heads(rows, views[0].basis, attenuation) if rows else None,
+                stack_heads(rows, bases, attenuation, xp) if rows else None,
                 xp.asarray(np.stack([llr_coefficients(r) for r in self.references]), np.float32),
                 xp.asarray(attenuation, np.float32),
             )

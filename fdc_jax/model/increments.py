@@ -48,6 +48,7 @@ def empty_stack(variant: Variant, rank: int, num_tasks: int) -> Increment:
     return jax.tree.map(lambda leaf: jnp.zeros((num_tasks, *leaf.shape)), one)
 
 
+@jax.jit
 def store(stack: Increment, task: int | Int[Array, ""], increment: Increment) -> Increment:
     """Returns the stack with slot `task` replaced."""
     return jax.tree.map(lambda all_tasks, one: all_tasks.at[task].set(one), stack, increment)
