@@ -953,12 +953,13 @@ class FDC:
         needed = self.settings.pretrained_view_weight != 0.0
         views = inputs.score_views(adapted, pretrained, self.widths, needed)
         all_rows |= self.needs_all_rows
+        # The last rows of many get the shape of those before, which is compiled.
+        least = 8 if len(views[0]) <= MAX_ROWS else MAX_ROWS
         batches, sizes = [], []
         for start in range(0, max(len(views[0]), 1), MAX_ROWS):
             parts = [view[start : start + MAX_ROWS] for view in views]
             sizes.append(len(parts[0]))
-            # The last rows of many are of the shape of those before, which is compiled.
-            placed = [place(self._xp, part, min(len(views[0]), MAX_ROWS)) for part in parts]
+            placed = [place(self._xp, part, least) for part in parts]
             batches.append(self._measure_batch(placed, all_rows))
         columns = fetch([tuple(batch.values()) for batch in batches], sizes)
         found = dict(zip(batches[0], columns, strict=True))

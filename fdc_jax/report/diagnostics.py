@@ -30,13 +30,13 @@ def measured(
     """Returns u of Eq. residual and q of Eq. par of features against every task in one view."""
     arrays, settings = calibrator.arrays, calibrator.settings
     starts = range(0, len(features), _ROWS)
-    parts = [np.asarray(features[start : start + _ROWS]) for start in starts]
+    parts = [np.asarray(features[start : start + _ROWS], np.float32) for start in starts]
     found = [
         calibrator.run(
             fdc.measure,
             arrays.views[view],
             None,
-            np.asarray(part, np.float32),
+            part,
             arrays.attenuation,
             normalised=False,
             neighbours=settings.neighbours,
