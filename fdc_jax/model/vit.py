@@ -107,7 +107,12 @@ def _activated_forward(function, x):
     return value.astype(x.dtype), slope.astype(x.dtype)
 
 
-activated.defvjp(_activated_forward, lambda function, slope, gradient: (slope * gradient,))
+def _activated_backward(function, slope, gradient):
+    # Joined to the products on both its sides, as a TPU's compiler would, it takes longer.
+    return (jax.lax.optimization_barrier(slope * gradient),)
+
+
+activated.defvjp(_activated_forward, _activated_backward)
 
 
 # What follows the first layer of an MLP; swiglu takes twice the hidden units, gates first.
@@ -187,6 +192,16 @@ def _at_block(tree: Any, block: int) -> Any:
     return None if tree is None else jax.tree.map(lambda leaf: leaf[block], tree)
 
 
+def _over_tokens(left, right, dtype, precision):
+    """Returns left' right, summed over all tokens in a dtype.
+
+    Images and tokens as one axis would be copied first on a TPU, as their number fills no tiles.
+    """
+    axes = tuple(range(left.ndim - 1))
+    kind: dict[str, Any] = {"precision": precision, "preferred_element_type": dtype}
+    return jnp.tensordot(left, right, (axes, axes), **kind)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def product_with_updates(
     x: Float[Array, "*n d"],
@@ -220,24 +235,25 @@ def _product_forward(x, kernel, updates, precision):
 
 def _product_backward(precision, residuals, gradient):
     x, merged, kernel, updates = residuals
-    rows = x.reshape(-1, x.shape[-1])
-    gradients = gradient.reshape(-1, gradient.shape[-1])
 
-    def times(left, right, dtype=x.dtype):
-        return jnp.matmul(left, right, precision=precision, preferred_element_type=dtype)
+    def times(left, right):
+        return jnp.matmul(left, right, precision=precision)
 
     def of_factors(factors):
         a, b = factors["A"], factors["B"]
-        before, behind = times(rows, a.astype(x.dtype)), times(gradients, b.astype(x.dtype).T)
-        found = {"A": times(rows.T, behind, a.dtype), "B": times(before.T, gradients, b.dtype)}
+        before, behind = times(x, a.astype(x.dtype)), times(gradient, b.astype(x.dtype).T)
+        found = {
+            "A": _over_tokens(x, behind, a.dtype, precision),
+            "B": _over_tokens(before, gradient, b.dtype, precision),
+        }
         if "scale" in factors:
-            scale = factors["scale"]
+            scale, tokens = factors["scale"], tuple(range(x.ndim - 1))
             found = {"A": found["A"] * scale, "B": found["B"] * scale[:, None]}
-            found["scale"] = jnp.sum(before.astype(scale.dtype) * behind, axis=0)
+            found["scale"] = jnp.sum(before.astype(scale.dtype) * behind, axis=tokens)
         return found
 
     # What nothing asks for is compiled away.
-    of_kernel = times(rows.T, gradients, kernel.dtype)
+    of_kernel = _over_tokens(x, gradient, kernel.dtype, precision)
     return times(gradient, merged.T), of_kernel, tuple(map(of_factors, updates))
 
 
@@ -376,12 +392,9 @@ def _dense_forward(x, weight, bias, precision):
 
 def _dense_backward(precision, residuals, gradient):
     x, weight, bias = residuals
-    rows, gradients = x.reshape(-1, x.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-    of_weight = jnp.matmul(
-        rows.T, gradients, precision=precision, preferred_element_type=weight.dtype
-    )
+    of_weight = _over_tokens(x, gradient, weight.dtype, precision)
     of_x = jnp.matmul(gradient, weight.astype(x.dtype).T, precision=precision)
-    return of_x, of_weight, gradients.sum(axis=0, dtype=bias.dtype)
+    return of_x, of_weight, gradient.sum(axis=tuple(range(x.ndim - 1)), dtype=bias.dtype)
 
 
 dense.defvjp(_dense_forward, _dense_backward)
