@@ -63,7 +63,7 @@ def stack(
     shape = np.shape(arrays[0])
     if least is not None:
         shape = (padded_size(max(map(len, arrays)), least), *shape[1:])
-    tasks = padded_size(len(arrays), 4) if xp is not np and len(arrays) > 1 else len(arrays)
+    tasks = padded_size(len(arrays), 8) if xp is not np and len(arrays) > 1 else len(arrays)
     stacked = np.full((tasks, *shape), fill, np.float32)
     if least is not None:
         stacked[len(arrays) :] = 0.0  # A task that is not there is finite.
