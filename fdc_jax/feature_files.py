@@ -35,7 +35,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
@@ -403,7 +402,7 @@ def _read_head(arrays: Arrays, t: int, prefix: str = "") -> heads.Head:
             raise InputError(
                 f"{prefix}{name}_{t}: expected only for {owners} heads, head_kind is {kind}"
             )
-    rows = jnp.asarray(np.asarray(arrays[f"{prefix}head_weight_{t}"], np.float32))
+    rows = np.array(arrays[f"{prefix}head_weight_{t}"], np.float32)
     if beside is None:
         return _TYPES[kind](rows)
     name, scale = f"{prefix}{beside}_{t}", beside == "head_scale"
@@ -413,7 +412,7 @@ def _read_head(arrays: Arrays, t: int, prefix: str = "") -> heads.Head:
         raise InputError(f"{name}: expected numbers of shape {shape}, found {array.shape}")
     _check_numbers(name, array)
     part = np.asarray(array, np.float32)
-    return _TYPES[kind](rows, float(part) if scale else jnp.asarray(part))
+    return _TYPES[kind](rows, float(part) if scale else part)
 
 
 def _head_arrays(head: Any, task: int) -> tuple[str, dict[str, np.ndarray]]:
