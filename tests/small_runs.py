@@ -80,6 +80,12 @@ def stopped(config, workdir, looks):
 # Processes ----------------------------------------------------------------------------------------
 
 
+def with_devices(count):
+    """Returns variables of the environment of a process with a number of devices."""
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags.strip()}
+
+
 def start(workdir, *options, cache, devices=1, before=(), cwd=None):
     """Starts the command in a process of its own; later options hold.
 
@@ -98,9 +104,7 @@ def start(workdir, *options, cache, devices=1, before=(), cwd=None):
     return subprocess.Popen(
         [*before, *program, *given, *options],
         cwd=cwd,
-        env=os.environ
-        | {"JAX_PLATFORMS": "cpu", "FDC_JAX_CACHE": str(cache)}
-        | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"},
+        env=with_devices(devices) | {"FDC_JAX_CACHE": str(cache)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

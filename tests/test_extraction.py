@@ -10,16 +10,22 @@ from fdc_jax.data.batches import EvaluationBatches
 from fdc_jax.errors import Interrupted, StopRequest
 from fdc_jax.extraction import Extraction, Extractor, FeatureCache
 from fdc_jax.model import vit
+from tests.model import reference
 
 
 @pytest.fixture(scope="module")
 def model():
-    return vit.build("digits", 32)
+    return vit.VisionTransformer(vit.Variant(24, 2, heads=3, patch=8, image_size=32))
 
 
 @pytest.fixture(scope="module")
 def backbone(model):
-    return vit.initialise(model, 32, jax.random.key(0))
+    return reference.random_params(0, model.variant, side=32)
+
+
+@pytest.fixture(scope="module")
+def apply(model, backbone):
+    return jax.jit(lambda *arguments: model.apply({"params": backbone}, *arguments))
 
 
 def batches(count, size=8):
@@ -33,17 +39,16 @@ def extractor(model):
 
 
 @pytest.mark.parametrize("count", [0, 1, 8, 37])
-def test_one_row_per_image_in_order(model, backbone, count):
+def test_one_row_per_image_in_order(model, backbone, apply, count):
     kernels = vit.pretrained_kernels(backbone)
     found = extractor(model)(backbone, [kernels], batches(count))[0].features
     assert found.shape == (count, model.variant.width)
     assert found.dtype == np.float32
     for i, batch in enumerate(batches(count, size=1)):
-        expected = model.apply({"params": backbone}, batch.images)
-        np.testing.assert_allclose(found[i : i + 1], expected, atol=2e-5)
+        np.testing.assert_allclose(found[i : i + 1], apply(batch.images), atol=2e-5)
 
 
-def test_the_kernels_choose_the_encoder_without_another_compilation(model, backbone):
+def test_the_kernels_choose_the_encoder_without_another_compilation(model, backbone, apply):
     extract = extractor(model)
     kernels = vit.pretrained_kernels(backbone)
     other = jax.tree.map(lambda kernel: kernel * 1.5, kernels)
@@ -51,7 +56,7 @@ def test_the_kernels_choose_the_encoder_without_another_compilation(model, backb
     second = extract(backbone, [other], batches(12))[0].features
     assert np.abs(first - second[:9]).max() > 1e-3
     assert extract.encode._cache_size() == 1
-    again = model.apply({"params": backbone}, next(iter(batches(8))).images, other)
+    again = apply(next(iter(batches(8))).images, other)
     np.testing.assert_allclose(second[:8], again, atol=2e-5)
 
 

@@ -13,6 +13,8 @@ from fdc_jax.posthoc.methods import METHODS, Settings
 from fdc_jax.posthoc.methods import run as fit
 from tests import small_runs
 
+pytestmark = pytest.mark.ci
+
 
 def config(cache, **fields):
     aligned = dict(learner__name="inflora_ca", classes_per_task=4, train__epochs=1)
@@ -83,7 +85,6 @@ def test_with_other_settings_the_curve_has_what_the_final_state_repeats(
     np.testing.assert_array_equal(again["raw_label"], predictions["raw_label"])
 
 
-@pytest.mark.slow
 def test_a_stopped_run_ends_with_the_same_features(whole, tmp_path, cache):
     small_runs.stopped(config(cache), tmp_path / "run", 12)
     small_runs.run(config(cache), tmp_path / "run")

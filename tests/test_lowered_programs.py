@@ -1,6 +1,5 @@
 """Programs as TPUs and GPUs get them, checked where there is neither; and what is read of them."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -9,18 +8,23 @@ import pytest
 
 from benchmarks import ahead_of_time
 from fdc_jax import learners
+from tests import small_runs
 
 
 @pytest.mark.parametrize(
-    "exchanging", [["rsiat"], pytest.param(learners.names(), marks=pytest.mark.slow)], ids=len
+    "exchanging",
+    [
+        pytest.param(["rsiat"], marks=pytest.mark.ci),
+        pytest.param(learners.names(), marks=pytest.mark.slow),
+    ],
+    ids=len,
 )
 def test_programs_of_all_learners_for_tpus_and_gpus(exchanging):
     """And what their steps exchange; RSIAT's loss, which pairs images, exchanges most."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.lowered_programs", *exchanging],
         cwd=Path(__file__).resolve().parents[1],
-        env=os.environ
-        | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+        env=small_runs.with_devices(4),
         capture_output=True,
         text=True,
     )

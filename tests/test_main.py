@@ -16,6 +16,7 @@ from tests import small_runs
 from tests.small_runs import finish, predictions, results, start
 
 
+@pytest.mark.ci
 def test_a_stopped_and_killed_run_ends_with_the_same_numbers(whole, tmp_path, cache):
     """SIGTERM within a task, SIGKILL between fit and evaluation; and what is on the screen."""
     workdir, never = tmp_path / "run", "--config.checkpoint.every_steps=1000000"
@@ -139,6 +140,7 @@ def test_a_finished_run_is_shown_again_with_its_report(whole, cache, tmp_path, c
     assert caplog.records[-1].getMessage().startswith("no report was written: ")
 
 
+@pytest.mark.ci
 def test_a_full_disk_is_one_line(tmp_path, cache):
     """A limit on file sizes stands for the full disk; the work directory is the default one."""
     limit = ("bash", "-c", 'ulimit -f 20 && exec "$@"', "-")

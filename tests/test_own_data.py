@@ -108,6 +108,7 @@ def grown(root, cache, tmp_path_factory):
     return [place / name for name in ("end", "first", "amid")]
 
 
+@pytest.mark.ci
 def test_it_ends_as_if_all_had_been_known(whole, grown):
     end, first, amid = grown
     small_runs.same_outcome(whole, end)
@@ -136,6 +137,7 @@ def test_results_have_the_users_names(whole):
     assert np.bincount(columns["task"]).tolist() == [3 * size for size in SIZES]
 
 
+@pytest.mark.ci
 def test_its_earlier_results_stand_while_it_goes_on(grown, cache, monkeypatch):
     monkeypatch.setenv("FDC_JAX_CACHE", str(cache))
     run = fdc_jax.open_run(grown[2])
@@ -169,15 +171,16 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED, ids=lambda each: str(each)[:30])
-def test_what_is_no_continuation_is_refused(root, grown, cache, tmp_path, fields, message):
-    workdir = small_runs.copied(grown[0], tmp_path / "run")
+def test_what_is_no_continuation_is_refused(root, whole, cache, tmp_path, fields, message):
+    workdir = small_runs.copied(whole, tmp_path / "run")
     before = (workdir / "config.json").read_bytes()
     with pytest.raises(InputError, match=message):
-        small_runs.run(config(root / "data", cache, **fields), workdir)
+        small_runs.run(config(root / "whole", cache, **fields), workdir)
     assert (workdir / "config.json").read_bytes() == before
-    small_runs.same_outcome(workdir, grown[0])
+    small_runs.same_outcome(workdir, whole)
 
 
+@pytest.mark.ci
 def test_other_images_and_other_sizes_are_refused(root, grown, cache, tmp_path):
     """Of data that did not grow from those of the run, and where the last task would get more."""
     first = small_runs.copied(grown[1], tmp_path / "first")
@@ -193,6 +196,7 @@ def test_other_images_and_other_sizes_are_refused(root, grown, cache, tmp_path):
         small_runs.run(uneven, workdir)
 
 
+@pytest.mark.ci
 def test_the_same_tasks_in_other_words_are_the_same_and_reported(root, grown, cache, tmp_path):
     """The report has the user's names, and no number of the paper."""
     workdir = small_runs.copied(grown[0], tmp_path / "run")

@@ -65,6 +65,7 @@ def two(tmp_path_factory, cache):
     return small_runs.shared(tmp_path_factory, "two", make)
 
 
+@pytest.mark.ci
 def test_two_processes_give_what_one_gives_and_the_first_alone_writes_and_speaks(whole, two):
     nearly_same(two, whole)
     (output, errors), (other_output, other_errors) = json.loads((two / "said.json").read_text())

@@ -139,6 +139,7 @@ class Page(HTMLParser):
             (self.loaded if loads else self.linked).append(place)
 
 
+@pytest.mark.ci
 def test_the_site_builds_links_to_what_is_there_and_loads_nothing_from_elsewhere(tmp_path):
     pytest.importorskip("mkdocs")
     # Not quietly: what is not logged does not count as a warning.

@@ -1,6 +1,5 @@
 """Features from sources, memory maps, other libraries, number types and devices."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ from fdc_jax import heads
 from fdc_jax.calibration import inputs
 from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES
 from fdc_jax.errors import InputError
+from tests import small_runs
 from tests.calibration import streams
 
 LONG = (1300, 40, 700)
@@ -226,15 +226,9 @@ print("equal")
 
 def test_arrays_on_several_devices(tmp_path):
     root = Path(__file__).resolve().parents[2]
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "PYTHONPATH": str(root),
-    }
     run = subprocess.run(
         [sys.executable, "-c", SHARDED, str(tmp_path / "calibrator.npz")],
-        env=environment,
+        env=small_runs.with_devices(4) | {"PYTHONPATH": str(root)},
         cwd=root,
         capture_output=True,
         text=True,

@@ -151,8 +151,7 @@ def test_slots_of_tasks_and_classes_to_come_change_nothing():
 
     found = heads_in(2, 2)
     assert np.abs(found).min() > 1e-3
-    for more in ((3, 2), (2, 3), (5, 4)):
-        np.testing.assert_allclose(heads_in(*more), found, atol=1e-4)
+    np.testing.assert_allclose(heads_in(5, 4), found, atol=1e-4)
 
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(4, 4), (64, 1)])

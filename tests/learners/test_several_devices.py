@@ -1,6 +1,5 @@
 """Learners on four devices: what they leave behind is what one device gives."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fdc_jax import learners
+from tests import small_runs
 
 # RSIAT's loss pairs images, which lie on different devices.
 FAST = ("rsiat",)
@@ -15,16 +15,17 @@ FAST = ("rsiat",)
 
 @pytest.mark.parametrize(
     "names",
-    [FAST, pytest.param(sorted({*learners.names()} - {*FAST}), marks=pytest.mark.slow)],
-    ids=["fast", "slow"],
+    [
+        pytest.param(FAST, marks=pytest.mark.ci),
+        pytest.param(sorted({*learners.names()} - {*FAST}), marks=pytest.mark.slow),
+    ],
+    ids=["rsiat", "others"],
 )
 def test_four_devices_leave_what_one_leaves(names, cache):
     done = subprocess.run(
         [sys.executable, "-m", "tests.learners.several_devices", *names],
         cwd=Path(__file__).resolve().parents[2],
-        env=os.environ
-        | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(cache / "compiled")}
-        | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+        env=small_runs.with_devices(4),
         capture_output=True,
         text=True,
     )

@@ -51,13 +51,13 @@ def some_are_slow(input_range, precision):
 )
 def test_features_of_the_real_checkpoint(shared_asset, input_range, precision):
     golden = np.load(shared_asset("golden_vit_ti16_16images.npz"))
-    expected = golden[{"pilot01": "cls_unit", "augreg": "cls_pm1"}[input_range]]
+    expected = golden[{"pilot01": "cls_unit", "augreg": "cls_pm1"}[input_range]][:4]
     loaded = weights.load(shared_asset("Ti_16-augreg-i21k-ft-i1k.npz"), "Ti/16", 224)
     assert loaded.skipped == ("head/bias", "head/kernel") and not loaded.resized_positions
     # 5,717,416 in the file, less the head of 1000 classes.
     assert sum(leaf.size for leaf in jax.tree.leaves(loaded.params)) == 5_717_416 - 193 * 1000
     model = vit.build("Ti/16", 224, input_range, precision)
-    found = jax.jit(model.apply)({"params": loaded.params}, golden["images_uint8_nhwc"])
+    found = jax.jit(model.apply)({"params": loaded.params}, golden["images_uint8_nhwc"][:4])
     if precision == "parity":
         np.testing.assert_allclose(found, expected, rtol=0, atol=2e-4)
     else:

@@ -83,13 +83,24 @@ def recognise(path):
 
 @functools.cache
 def encoder(family):
-    """Returns parameters and the function of them, images and an increment."""
+    """Returns the variant and the parameters that a file of weights holds."""
     _, variant = recognise(weights_of(family))
-    model = vit.build(variant, SIDE, "model")
-    params = weights.load(weights_of(family), variant, SIDE).params
-    kernels = vit.pretrained_kernels(params)
-    encode = jax.jit(lambda images, added: model.apply({"params": params}, images, kernels, added))
-    return params, encode
+    return variant, weights.load(weights_of(family), variant, SIDE).params
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _encode(model, params, images, added):
+    return model.apply({"params": params}, images, vit.pretrained_kernels(params), added)
+
+
+NOTHING = jax.tree.map(np.zeros_like, make_encoders.increment())
+
+
+def encode(variant, params, added=NOTHING):
+    """Returns features of the images, under an increment; encoders alike are compiled once."""
+    return np.asarray(
+        _encode(vit.build(variant, SIDE, "model"), params, make_encoders.images(), added)
+    )
 
 
 # Other files of their layout hold the same keys.
@@ -101,11 +112,9 @@ SLOW = ("timm_dinov2_gated", "timm_gap", "hf_mae", "hf_dinov3_gated")
     [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in EXPECTED],
 )
 def test_features_and_those_with_an_increment_are_the_librarys(family):
-    _, encode = encoder(family)
-    added, images = make_encoders.increment(), make_encoders.images()
-    nothing = jax.tree.map(np.zeros_like, added)
-    for name, factors in ((family, nothing), (f"{family} with an increment", added)):
-        found = np.asarray(encode(images, factors))
+    added = make_encoders.increment()
+    for name, factors in ((family, NOTHING), (f"{family} with an increment", added)):
+        found = encode(*encoder(family), factors)
         np.testing.assert_allclose(found, golden()[name], rtol=0, atol=2e-5, err_msg=name)
     moved = np.abs(golden()[name] - golden()[family]).max()
     assert moved > 0.3
@@ -141,7 +150,7 @@ def test_an_npz_holds_the_same(tmp_path):
     expected = recognise(weights_of("timm_clip"))
     assert recognise(tmp_path / "mine.npz") == expected
     found = weights.load(tmp_path / "mine.npz", expected[1], SIDE).params
-    jax.tree.map(np.testing.assert_array_equal, found, encoder("timm_clip")[0])
+    jax.tree.map(np.testing.assert_array_equal, found, encoder("timm_clip")[1])
 
 
 @pytest.mark.parametrize(
@@ -154,8 +163,7 @@ def test_an_npz_holds_the_same(tmp_path):
 )
 def test_written_in_timms_layout_an_encoder_is_the_same(tmp_path, family):
     """With its increment merged; names are those of timm's own file, but for layer scale."""
-    params, _ = encoder(family)
-    _, variant = recognise(weights_of(family))
+    variant, params = encoder(family)
     kernels = increments.merge(vit.pretrained_kernels(params), make_encoders.increment())
     arrays, config = layouts.as_timm(params, variant, kernels, SIDE)
     path = tmp_path / "model.safetensors"
@@ -163,10 +171,7 @@ def test_written_in_timms_layout_an_encoder_is_the_same(tmp_path, family):
     path.with_name("config.json").write_text(json.dumps(config))
     _, found = recognise(path)
     assert (found.mean, found.std, found.image_size) == (variant.mean, variant.std, SIDE)
-    model = vit.build(found, SIDE, "model")
-    features = model.apply(
-        {"params": weights.load(path, found, SIDE).params}, make_encoders.images()
-    )
+    features = encode(found, weights.load(path, found, SIDE).params)
     expected = golden()[f"{family} with an increment"]
     np.testing.assert_allclose(features, expected, rtol=0, atol=2e-5)
     if family.startswith("timm"):
@@ -176,8 +181,7 @@ def test_written_in_timms_layout_an_encoder_is_the_same(tmp_path, family):
 
 @pytest.mark.parametrize("family", ["timm_vit", "timm_deit", "timm_clip", "timm_siglip"])
 def test_a_file_of_timm_is_written_as_it_was(family):
-    params, _ = encoder(family)
-    _, variant = recognise(weights_of(family))
+    variant, params = encoder(family)
     found, config = layouts.as_timm(params, variant, vit.pretrained_kernels(params), SIDE)
     given = layouts.used(load_file(weights_of(family)))
     assert found.keys() == given.keys()
@@ -198,8 +202,8 @@ def test_a_file_of_timm_is_written_as_it_was(family):
     ],
 )
 def test_an_encoder_that_timm_has_not_is_not_written(family, change, message):
-    params, _ = encoder(family)
-    variant = dataclasses.replace(recognise(weights_of(family))[1], **change)
+    variant, params = encoder(family)
+    variant = dataclasses.replace(variant, **change)
     with pytest.raises(InputError, match=message):
         layouts.as_timm(params, variant, vit.pretrained_kernels(params), SIDE)
 
@@ -230,7 +234,7 @@ def test_a_side_of_the_pretraining_that_patches_do_not_divide():
     variant = dataclasses.replace(recognise(weights_of("hf_siglip"))[1], image_size=SIDE + 2)
     model = vit.build(variant, SIDE + 2, "model")
     params, images = (
-        encoder("hf_siglip")[0],
+        encoder("hf_siglip")[1],
         np.pad(make_encoders.images(), ((0, 0), (0, 2), (0, 2), (0, 0))),
     )
     found = jax.jit(model.apply)({"params": params}, images)
@@ -252,8 +256,8 @@ def test_positions_of_patches_are_resized_and_others_stay(side, same):
 
 @pytest.mark.parametrize("family", ["timm_dinov2_registers", "hf_siglip", "timm_dinov3"])
 def test_fast_precision_stays_near_parity(family):
-    params, _ = encoder(family)
-    model = vit.build(recognise(weights_of(family))[1], SIDE, "model", "fast")
+    variant, params = encoder(family)
+    model = vit.build(variant, SIDE, "model", "fast")
     fast = jax.jit(model.apply)({"params": params}, make_encoders.images())
     parity = golden()[family]
     assert fast.dtype == np.float32

@@ -10,8 +10,6 @@ from PIL import Image
 
 from tests.report import made_up, test_page
 
-api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
-
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SCREENS = [(1280, 900, "light"), (390, 844, "dark")]
 
@@ -37,6 +35,7 @@ def browser():
     found = next((p for name in ([asked] if asked else NAMES) if (p := shutil.which(name))), None)
     if found is None:
         pytest.skip(f"needs Chromium: $CHROMIUM, or one of {', '.join(NAMES)} on the path")
+    api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
     with api.sync_playwright() as started:
         opened = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
         yield opened
