@@ -17,6 +17,7 @@ from fdc_jax.model import weights
 from tests import small_runs
 
 ROWS = np.arange(0, 60, 5)
+RSIAT = pytest.param("rsiat", marks=pytest.mark.ci)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,7 @@ def answers(run, images):
     "learner",
     [
         "cumulative_lora",
-        "rsiat",
+        RSIAT,
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("inflora_ca", "sd_lora")),
     ],
 )
@@ -101,7 +102,7 @@ def test_a_damaged_export_is_refused_in_a_line(whole, tmp_path):
         fdc_jax.open_run(tmp_path / "out")
 
 
-@pytest.mark.parametrize("learner", ["rsiat", pytest.param("inflora_ca", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("learner", [RSIAT, pytest.param("inflora_ca", marks=pytest.mark.slow)])
 def test_what_only_training_reads_is_left_out(runs, tmp_path, learner):
     export.write(runs(learner), tmp_path / "out")
     arrays = load_file(tmp_path / "out" / "state.safetensors")
@@ -162,7 +163,10 @@ def test_the_command_says_what_it_wrote(whole, tmp_path, capsys):
         ("cumulative_lora", None, ("--weights=absent.npz",), r"found no file absent.npz"),
         ("cumulative_lora", None, ("--mergee",), r"did you mean --merge\?"),
         ("cumulative_lora", "fewer tasks", (), r"results are of 1 task, and it has learned 2; let"),
-        ("rsiat", None, ("--timm",), r"no plain Vision Transformer of timm has an adapter"),
+        pytest.param(
+            *("rsiat", None, ("--timm",), r"no plain Vision Transformer of timm has an adapter"),
+            marks=pytest.mark.ci,
+        ),
     ],
 )
 def test_what_cannot_be_exported_is_refused_in_a_line(

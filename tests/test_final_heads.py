@@ -83,14 +83,3 @@ def test_with_other_settings_the_curve_has_what_the_final_state_repeats(
     assert found["average_incremental_accuracy"] == {"raw": None, "fdc": None}
     again = small_runs.predictions(workdir)
     np.testing.assert_array_equal(again["raw_label"], predictions["raw_label"])
-
-
-def test_a_stopped_run_ends_with_the_same_features(whole, tmp_path, cache):
-    small_runs.stopped(config(cache), tmp_path / "run", 12)
-    small_runs.run(config(cache), tmp_path / "run")
-    small_runs.same_outcome(whole, tmp_path / "run")
-    names = {file.name for file in (whole / "features").iterdir()}
-    assert {file.name for file in (tmp_path / "run" / "features").iterdir()} == names
-    for name in names:
-        expected, found = (np.load(each / "features" / name) for each in (whole, tmp_path / "run"))
-        np.testing.assert_array_equal(found, expected, err_msg=name)
