@@ -147,7 +147,7 @@ def test_requirement_files_exist():
 
 def test_continuous_integration_runs_the_readmes_test_command():
     script = (REPOSITORY / ".ci" / "run").read_text()
-    assert "README.md" in script
+    assert "README.md" in script and "-m ci" in script
     first = next(line for line in README.splitlines() if "python -m pytest" in line)
     assert first.startswith("python3 -m venv .venv && ")
 
