@@ -82,7 +82,7 @@ def scoring(mesh: Mesh, width: int, tasks: int, classes: int, rows: int) -> Prog
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    tasks, classes = batching.padded_size(tasks, 4), batching.padded_size(classes, 4)
+    tasks, classes = batching.padded_size(tasks, 8), batching.padded_size(classes, 4)
     each = [(width,), (128, width), (width,), (classes, width), (classes,), *[()] * 5]
     view = fdc.ViewArrays(*(array(tasks, *shape) for shape in each))
     heads = fdc.HeadArrays(*(array(tasks, classes, *shape) for shape in ((width,), (width,), ())))
