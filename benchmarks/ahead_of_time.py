@@ -29,11 +29,12 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import measure, memory, step_profile, synthetic
-from fdc_jax import devices, evaluation, learners
+from fdc_jax import evaluation, learners
 from fdc_jax.calibration import batching, fdc
 from fdc_jax.errors import InputError
 from fdc_jax.extraction import Extractor
-from fdc_jax.files import read_json
+from fdc_jax.machine import devices
+from fdc_jax.machine.files import read_json
 from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.ahead_of_time"

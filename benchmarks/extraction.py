@@ -32,9 +32,9 @@ def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
     import numpy as np
 
     from benchmarks import flops, synthetic
-    from fdc_jax import devices
     from fdc_jax.data.batches import Batch
     from fdc_jax.extraction import Extractor
+    from fdc_jax.machine import devices
     from fdc_jax.model import vit
 
     size, count = options.image_size, options.batch_size

@@ -29,7 +29,7 @@ import tabulate
 
 from benchmarks import measure
 from fdc_jax.errors import InputError, StopRequest, stop_on_signals
-from fdc_jax.files import check_writable_folder, read_json, write_json, write_text
+from fdc_jax.machine.files import check_writable_folder, read_json, write_json, write_text
 
 PROGRAM = "benchmarks.first_hour"
 # Seconds that a part may take at most, and that it has to save once it is asked to end.
@@ -136,8 +136,9 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
     import jax
 
     from benchmarks import flops
-    from fdc_jax import devices, evaluation, learners
+    from fdc_jax import evaluation, learners
     from fdc_jax.data import task_stream
+    from fdc_jax.machine import devices
     from fdc_jax.model import vit, weights
 
     device, attentions, lacking, pytorch = jax.devices()[0], [], None, False

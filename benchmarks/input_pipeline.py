@@ -26,10 +26,10 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.measure import numbers, parsed, parser_of, run, timed, write_report
-from fdc_jax import devices
 from fdc_jax.data import batches, dataset, task_stream
 from fdc_jax.data.batches import ByteCache
 from fdc_jax.data.dataset import Dataset
+from fdc_jax.machine import devices
 
 PROGRAM = "benchmarks.input_pipeline"
 JPEG_SIZE = (500, 375)

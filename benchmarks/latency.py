@@ -30,9 +30,10 @@ import numpy as np
 from benchmarks import synthetic
 from benchmarks.calibration import Point, fitted
 from benchmarks.measure import ENCODER, parsed, parser_of, run, write_report
-from fdc_jax import calibration, devices
+from fdc_jax import calibration
 from fdc_jax.calibration import fdc, inputs
 from fdc_jax.errors import InputError
+from fdc_jax.machine import devices
 from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.latency"

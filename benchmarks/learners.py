@@ -21,8 +21,9 @@ import tqdm
 
 from benchmarks import measure, synthetic
 from benchmarks.measure import ENCODER, named, noise, parsed, run, timed, write_report
-from fdc_jax import devices, learners
+from fdc_jax import learners
 from fdc_jax.learners import training
+from fdc_jax.machine import devices
 from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.learners"

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fdc_jax.errors import InputError
-from fdc_jax.files import check_writable_file, write_json
+from fdc_jax.machine.files import check_writable_file, write_json
 
 PYTORCH = ("eager", "factors", "compiled")
 
@@ -150,7 +150,7 @@ def pytorch_names(chosen: str) -> list[str]:
 
 def encoder(options: argparse.Namespace) -> Any:
     """Returns the encoder of the flags `ENCODER`; raises InputError as `vit.build` does."""
-    from fdc_jax import devices
+    from fdc_jax.machine import devices
     from fdc_jax.model import vit
 
     kind = {name: getattr(options, name) for name in ("precision", "attention")}
@@ -180,7 +180,7 @@ def _serve(
     names: Sequence[str],
 ) -> None:
     """Is the process of some contenders: makes them, and repeats the one that is named."""
-    from fdc_jax import devices
+    from fdc_jax.machine import devices
 
     if names[0].startswith("jax"):
         devices.keep_freed_memory()

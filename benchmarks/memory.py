@@ -20,7 +20,8 @@ import jax.numpy as jnp
 
 from benchmarks import measure, synthetic
 from benchmarks.calibration import Features, Point, fitted, peak_bytes
-from fdc_jax import devices, learners
+from fdc_jax import learners
+from fdc_jax.machine import devices
 from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.memory"

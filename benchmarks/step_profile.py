@@ -125,7 +125,7 @@ def main() -> None:
     parser = measure.parser_of(__doc__, PROGRAM, **measure.ENCODER, **measure.TURNS)
     options = measure.parsed(parser)
     measure.use_cores(options.cores)
-    from fdc_jax import devices
+    from fdc_jax.machine import devices
 
     devices.keep_freed_memory()
     parts = profile(options)

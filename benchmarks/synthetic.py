@@ -8,9 +8,10 @@ import numpy as np
 
 from benchmarks import measure
 from configs import base
-from fdc_jax import devices, learners
+from fdc_jax import learners
 from fdc_jax.heads import LinearHead
 from fdc_jax.learners import training
+from fdc_jax.machine import devices
 from fdc_jax.model import increments, vit
 
 RANK = 10

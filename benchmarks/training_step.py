@@ -27,8 +27,8 @@ def prepared(options: argparse.Namespace) -> tuple[Any, ...]:
     import numpy as np
 
     from benchmarks import synthetic
-    from fdc_jax import devices
     from fdc_jax.data.batches import Batch
+    from fdc_jax.machine import devices
 
     problem, stream = synthetic.problem(options), (synthetic.CLASSES,) * 2
     learner, setup, update, _ = synthetic.learning("cumulative_lora", problem.model, stream)
@@ -47,7 +47,7 @@ def ours(options: argparse.Namespace) -> measure.Contender:
     import numpy as np
 
     from benchmarks import flops, synthetic
-    from fdc_jax import devices
+    from fdc_jax.machine import devices
 
     setup, update, backbone, frozen, trained, batch = prepared(options)
     state = [trained, devices.replicate(devices.data_mesh(), update.initialise(trained))]

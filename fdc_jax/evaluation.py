@@ -24,11 +24,11 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import ArrayLike
 
 import fdc_jax
-from fdc_jax import devices
 from fdc_jax.calibration import Terms
 from fdc_jax.calibration.components import fuse_all
 from fdc_jax.calibration.whitened import WhitenedSettings
 from fdc_jax.errors import InputError
+from fdc_jax.machine import devices
 
 if TYPE_CHECKING:  # Reports need no encoder.
     from fdc_jax.ingredients import Experiment

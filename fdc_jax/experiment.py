@@ -6,11 +6,12 @@ Everything finished is on disk before the next thing starts, and what is on disk
 import time
 from typing import Any, NamedTuple
 
-from fdc_jax import calibration, devices, evaluation
-from fdc_jax.checkpoint import Checkpoints
+from fdc_jax import calibration, evaluation
 from fdc_jax.errors import StopRequest
 from fdc_jax.feature_files import TaskFeatures
 from fdc_jax.ingredients import Experiment, RunImages
+from fdc_jax.machine import devices
+from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.progress import Progress, StepLog
 from fdc_jax.store import Store
 

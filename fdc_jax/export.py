@@ -23,7 +23,8 @@ from flax import traverse_util
 
 from fdc_jax import learners
 from fdc_jax.errors import InputError, Program, counted
-from fdc_jax.files import (
+from fdc_jax.heads import FunctionHead
+from fdc_jax.machine.files import (
     check_writable_folder,
     printable,
     read_json,
@@ -32,7 +33,6 @@ from fdc_jax.files import (
     write_safetensors,
     write_text,
 )
-from fdc_jax.heads import FunctionHead
 from fdc_jax.model import layouts, vit, weights
 from fdc_jax.store import Places, Run
 

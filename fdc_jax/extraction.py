@@ -15,9 +15,9 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from fdc_jax import devices, files, processes
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError
+from fdc_jax.machine import devices, files, processes
 from fdc_jax.model import vit
 from fdc_jax.model.vit import VisionTransformer
 

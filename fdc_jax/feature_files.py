@@ -41,7 +41,7 @@ from numpy.typing import ArrayLike
 
 from fdc_jax import heads
 from fdc_jax.errors import InputError
-from fdc_jax.files import printable, read_folder, read_npy, read_npz, write_npy
+from fdc_jax.machine.files import printable, read_folder, read_npy, read_npz, write_npy
 
 _TYPES: dict[str, Any] = {kind: of_kind for of_kind, kind in heads.KINDS.items()}
 # What stands beside the rows of a head of each kind.

@@ -32,7 +32,7 @@ from fdc_jax.data import folders
 from fdc_jax.data.batches import ReadableBatches
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError, Program, counted
-from fdc_jax.files import check_writable_file, write_atomically, write_text
+from fdc_jax.machine.files import check_writable_file, write_atomically, write_text
 from fdc_jax.progress import Progress
 from fdc_jax.report import pictures
 

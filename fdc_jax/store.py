@@ -24,13 +24,15 @@ import numpy as np
 from flax import traverse_util
 from jaxtyping import Float, Int, UInt8
 
-from fdc_jax import calibration, configuration, devices, feature_files, processes
-from fdc_jax.checkpoint import Checkpoints
+from fdc_jax import calibration, configuration, feature_files
 from fdc_jax.configuration import CAME_LATER, Config
 from fdc_jax.data.batches import Batch, evaluation_images
 from fdc_jax.data.benchmarks import task_sizes
 from fdc_jax.errors import InputError
-from fdc_jax.files import (
+from fdc_jax.ingredients import Experiment
+from fdc_jax.machine import devices, processes
+from fdc_jax.machine.checkpoint import Checkpoints
+from fdc_jax.machine.files import (
     read_json,
     read_npy,
     read_npz,
@@ -39,7 +41,6 @@ from fdc_jax.files import (
     write_json,
     write_npy,
 )
-from fdc_jax.ingredients import Experiment
 from fdc_jax.model import vit
 
 _log = logging.getLogger(__name__)

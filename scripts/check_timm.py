@@ -18,7 +18,7 @@ import numpy as np
 
 import fdc_jax
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_json, write_safetensors
+from fdc_jax.machine.files import write_json, write_safetensors
 from fdc_jax.model import increments, layouts, vit, weights
 from tests.model import make_encoders
 

@@ -13,7 +13,8 @@ import jax
 from jax._src.cudnn import fused_attention_stablehlo
 
 from benchmarks import ahead_of_time
-from fdc_jax import devices, learners
+from fdc_jax import learners
+from fdc_jax.machine import devices
 from fdc_jax.model import vit
 
 # Sizes of which none is one that another could be taken for.

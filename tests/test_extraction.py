@@ -4,11 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from fdc_jax import devices
 from fdc_jax.data import digits
 from fdc_jax.data.batches import EvaluationBatches
 from fdc_jax.errors import Interrupted, StopRequest
 from fdc_jax.extraction import Extraction, Extractor, FeatureCache
+from fdc_jax.machine import devices
 from fdc_jax.model import vit
 from tests.model import reference
 

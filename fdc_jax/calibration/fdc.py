@@ -27,8 +27,8 @@ from fdc_jax.calibration import inputs
 from fdc_jax.calibration.batching import fetch, jnp, off_tpus, over_tasks, place, run, stack
 from fdc_jax.calibration.scores import Scores
 from fdc_jax.errors import InputError
-from fdc_jax.files import write_npz
 from fdc_jax.heads import NORM_FLOOR, namespace, products, unit
+from fdc_jax.machine.files import write_npz
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int

@@ -36,8 +36,8 @@ from fdc_jax.calibration.whitened import (
     WhitenedSettings,
 )
 from fdc_jax.errors import InputError
-from fdc_jax.files import read_npz
 from fdc_jax.heads import KINDS
+from fdc_jax.machine.files import read_npz
 
 FORMAT = "fdc_jax calibrator"
 # 1 had no within-class metric, 2 no Gaussians; both are still read.

@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Int
 
 from fdc_jax.errors import InputError
-from fdc_jax.files import read_object
+from fdc_jax.machine.files import read_object
 
 # The class order under which per-task counts are listed, and PILOT's default.
 REFERENCE_CLASS_ORDER_SEED = 1993

@@ -15,7 +15,7 @@ from fdc_jax.data import images
 from fdc_jax.data.benchmarks import Benchmark
 from fdc_jax.data.dataset import SPLITS, RawData, RawImage
 from fdc_jax.errors import InputError
-from fdc_jax.files import sha256
+from fdc_jax.machine.files import sha256
 
 ARCHIVE_NAME = "cifar-100-binary.tar.gz"
 # A record is the superclass, the class, and 32 x 32 pixels of red, then of green, then of blue.

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from fdc_jax.data import benchmarks, cifar100, dataset, folders, images, tfds_format
 from fdc_jax.errors import InputError, Program
-from fdc_jax.files import write_json
+from fdc_jax.machine.files import write_json
 
 
 def prepare(

@@ -23,7 +23,7 @@ from tensorflow_datasets.core import dataset_info
 
 from fdc_jax.data import benchmarks, dataset, images
 from fdc_jax.errors import InputError, Program
-from fdc_jax.files import read_npz, write_npz
+from fdc_jax.machine.files import read_npz, write_npz
 
 _CHUNK = 256
 _IMAGES_PER_FILE = 5000

@@ -18,9 +18,9 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Float64, Int
 
-from fdc_jax import devices
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import TrainingError
+from fdc_jax.machine import devices
 from fdc_jax.model.vit import KeyValueKernels, VisionTransformer
 
 

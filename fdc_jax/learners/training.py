@@ -12,9 +12,9 @@ import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float64, Int
 
-from fdc_jax import devices
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import LinearHead
+from fdc_jax.machine import devices
 from fdc_jax.model import increments, vit
 from fdc_jax.model.vit import Variant, VisionTransformer
 

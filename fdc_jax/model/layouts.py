@@ -18,7 +18,7 @@ import numpy as np
 from flax import traverse_util
 
 from fdc_jax.errors import InputError
-from fdc_jax.files import read_object
+from fdc_jax.machine.files import read_object
 from fdc_jax.model import vit
 
 POSITIONS = "Transformer/posembed_input/pos_embedding"

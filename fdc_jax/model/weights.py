@@ -16,7 +16,7 @@ import numpy as np
 from flax import traverse_util
 
 from fdc_jax.errors import InputError
-from fdc_jax.files import read_npz, read_safetensors, sha256, write_npz
+from fdc_jax.machine.files import read_npz, read_safetensors, sha256, write_npz
 from fdc_jax.model import layouts, vit
 
 AUGREG_BUCKET = "https://storage.googleapis.com/vit_models/augreg/"

@@ -13,7 +13,7 @@ from fdc_jax import calibration, feature_files
 from fdc_jax.calibration import CALIBRATORS, Scores
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.feature_files import FeatureSet
-from fdc_jax.files import check_writable_file, write_json, write_npz
+from fdc_jax.machine.files import check_writable_file, write_json, write_npz
 from fdc_jax.posthoc.methods import METHODS, VIEW_WEIGHTS, Settings, moved, run
 from fdc_jax.posthoc.summary import ERRORS, summarise, warn_of_weak_heads
 from fdc_jax.posthoc.template import write_template

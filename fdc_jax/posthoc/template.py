@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from fdc_jax.errors import InputError, Program
-from fdc_jax.files import write_npy, write_npz
+from fdc_jax.machine.files import write_npy, write_npz
 
 HOW_TO = """\
 wrote {path}: {num_tasks} tasks with {num_classes} classes of made-up features. Try it:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fdc_jax.errors import InputError, counted
-from fdc_jax.files import check_writable_folder, write_json, write_text
+from fdc_jax.machine.files import check_writable_folder, write_json, write_text
 
 # Settings that can be varied; each fits FDC anew at every value.
 SWEEPS = ("attenuation", "retained_energy", "neighbours")

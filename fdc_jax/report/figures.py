@@ -24,8 +24,8 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from fdc_jax import evaluation
-from fdc_jax.files import write_atomically, write_text
 from fdc_jax.learners import title as learner_title
+from fdc_jax.machine.files import write_atomically, write_text
 from fdc_jax.report import drawing, overview, paper, words
 from fdc_jax.report.overview import KINDS
 from fdc_jax.report.runs import Group

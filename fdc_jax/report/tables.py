@@ -12,7 +12,7 @@ import pandas as pd
 
 from fdc_jax import evaluation, learners
 from fdc_jax.errors import InputError
-from fdc_jax.files import read_json, write_text
+from fdc_jax.machine.files import read_json, write_text
 from fdc_jax.report import paper, words
 from fdc_jax.report.paper import Published
 from fdc_jax.report.runs import Group, RunFolder

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fdc_jax import devices, learners
+from fdc_jax import learners
 from fdc_jax.learners import second_moments
+from fdc_jax.machine import devices
 from fdc_jax.model import vit
 from tests.learners import toy
 

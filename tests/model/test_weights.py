@@ -14,7 +14,7 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from fdc_jax.errors import InputError
-from fdc_jax.files import sha256
+from fdc_jax.machine.files import sha256
 from fdc_jax.model import vit, weights
 from tests.model.test_golden import GOLDEN, VARIANT, make_golden
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fdc_jax.errors import InputError
-from fdc_jax.files import read_npz, sha256, write_atomically, write_npz
+from fdc_jax.machine.files import read_npz, sha256, write_atomically, write_npz
 
 
 def test_the_file_appears_when_the_block_ends(tmp_path):

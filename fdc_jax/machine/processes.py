@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fdc_jax import devices
 from fdc_jax.errors import InputError, Interrupted, TrainingError
+from fdc_jax.machine import devices
 
 # Seconds that a process waits for the first to listen.
 JOINING_SECONDS = 300

@@ -18,9 +18,9 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from fdc_jax import devices, processes
 from fdc_jax.errors import InputError
-from fdc_jax.files import read_json, sha256, write_json
+from fdc_jax.machine import devices, processes
+from fdc_jax.machine.files import read_json, sha256, write_json
 
 _log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdc_jax import devices, processes
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
+from fdc_jax.machine import devices, processes
 
 
 @pytest.mark.parametrize(

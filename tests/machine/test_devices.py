@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from fdc_jax import devices
+from fdc_jax.machine import devices
 
 
 def test_the_fullest_device_counts(monkeypatch):

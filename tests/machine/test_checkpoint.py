@@ -10,8 +10,8 @@ import numpy as np
 import optax
 import pytest
 
-from fdc_jax.checkpoint import Checkpoints
 from fdc_jax.heads import LinearHead
+from fdc_jax.machine.checkpoint import Checkpoints
 
 
 def make_tree(offset=0.0):

@@ -1,0 +1,1 @@
+"""What a run needs of the machine and of no paper: devices, processes, files, checkpoints."""
