@@ -72,17 +72,3 @@ def test_the_page_fits_every_screen(browser, report, width, height, scheme):
     assert np.abs(pixels - ground).max() > 150  # something is written that stands out
     assert said == [] and [url for url in asked if not url.startswith(("file:", "data:"))] == []
     page.close()
-
-
-def test_the_keyboard_reaches_the_results_and_opens_tables(browser, report):
-    page = browser.new_page()
-    page.goto(report)
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.className") == "skip"
-    page.keyboard.press("Enter")
-    assert page.url.endswith("#run-1")
-    page.locator("#tables summary").first.focus()
-    page.keyboard.press("Enter")
-    assert page.locator("#tables details").first.evaluate("each => each.open")
-    assert page.locator("#table-accuracy table").is_visible()
-    page.close()

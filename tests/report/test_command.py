@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from fdc_jax import report
-from fdc_jax.report import SWEEPS, __main__, analysis, figures, runs, tables
+from fdc_jax.report import __main__, analysis, figures, runs, tables
 from tests.report.made_up import predictions, results, write_run
 
 
@@ -72,29 +71,11 @@ def test_references_and_latency_become_tables_quietly(folder, tmp_path, capsys, 
 
 
 @pytest.mark.parametrize(
-    ("flags", "sweep"),
-    [
-        ([], []),
-        (["--sweep=neighbours", "--sweep=attenuation"], ["neighbours", "attenuation"]),
-        (["--sweep=all"], SWEEPS),
-    ],
-)
-def test_sweeps_are_asked_for_by_name(monkeypatch, flags, sweep):
-    asked = []
-    monkeypatch.setattr(report, "write", lambda *runs, **options: asked.append(options["sweep"]))
-    assert __main__.main(["run", *flags]) == 0
-    assert asked == [sweep]
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "expected at least one run folder"),
         (["notes"], "no usable run among 1 folder: notes: not a run folder"),
-        (["notes", "nowhere"], "no usable run among 2 folders: notes: not a run folder"),
         (["b", "--sweep=gamma"], "argument --sweep: invalid choice: 'gamma'"),
-        (["b", "--speed"], "unrecognized arguments: --speed"),
-        (["b", "--reference=none.csv"], "none.csv: unreadable"),
         (["b", "--reference=bad.csv"], "bad.csv: line 2: column value: expected a number"),
         (["b", "--latency=bad.csv"], "bad.csv: unreadable JSON"),
         (["b", "--output=bad.csv"], "--output=bad.csv: expected a folder to write in"),

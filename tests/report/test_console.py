@@ -42,17 +42,6 @@ def test_one_seed(capsys):
     assert len(lines) == 6
 
 
-def test_what_a_run_has_or_lacks(capsys):
-    whitened = {"accuracy": 88.0}
-    moved = {"accuracy": 90.0}
-    found = results(chosen="pac+rlc", every_task=False, whitened=whitened, transported=moved)
-    _, rows = shown(capsys, found)
-    assert "average over tasks" not in rows
-    assert rows["the paper's choice for it"][-2:] == ["77.00", "+7.00"]
-    assert rows["whitened affinity"][-2:] == ["88.00", "+18.00"]
-    assert rows["transported class Gaussians"][-2:] == ["90.00", "+20.00"]
-
-
 def test_several_seeds_with_deviations_paired_within_each(capsys):
     lines, rows = shown(capsys, results(1, 70.0, 80.0), results(2, 72.0, 83.0))
     assert "seeds 1, 2" in lines[0]

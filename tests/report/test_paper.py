@@ -89,13 +89,6 @@ def test_switches_and_averages():
         assert row.average == float(line.split("&")[-1])
 
 
-def test_learners_stand_in_the_paper_s_order():
-    lines = lines_of_five("tab:current-aia")
-    for learner, line in zip(LEARNERS, lines, strict=True):
-        assert f"{learners.title(learner)} &" in line
-    assert set(COMBINATIONS) <= set(COMPONENTS) == set(paper.COMPONENT_TITLES)
-
-
 def test_logit_standardisation():
     found = [
         pair for line in tabular(r"\def\motivationtablerows").split(r"\\") for pair in cells(line)

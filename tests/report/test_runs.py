@@ -50,17 +50,13 @@ def test_folders_that_are_no_finished_runs_are_named_and_do_not_stop_the_others(
     for name, content in (
         ("cut", '{"benchmark": "cif'),
         ("list", "[1]"),
-        ("binary", "\x00\x01"),
-        ("deep", "[" * 100_000),
     ):
         (tmp_path / name).mkdir()
         (tmp_path / name / "results.json").write_text(content)
     found = runs.load([*sorted(tmp_path.iterdir()), tmp_path / "absent"])
     assert [run.path.name for run in runs_of(found)] == ["good"]
     why = reasons(found)
-    assert set(why) == {
-        "absent", "empty", "file", "unfinished", "cut", "list", "binary", "deep"
-    }  # fmt: skip
+    assert set(why) == {"absent", "empty", "file", "unfinished", "cut", "list"}
     assert "unfinished" in why["unfinished"] and "1 task" in why["unfinished"]
     assert "not a run folder" in why["empty"]
     assert "unreadable" in why["cut"]
@@ -72,14 +68,9 @@ def test_folders_that_are_no_finished_runs_are_named_and_do_not_stop_the_others(
     ("path", "value"),
     [
         (("seed",), True),
-        (("benchmark",), None),
-        (("learner",), 3),
         (("accuracy",), {"raw": 1.0, "fdc": 2.0}),
-        (("accuracy", "raw"), 101.0),
         (("accuracy", "fdc"), float("nan")),
         (("components", "tsf"), None),
-        (("config",), "x"),
-        (("encoder",), "B/16"),
         (("curve",), [{"task": 0}]),
     ],
 )
@@ -103,7 +94,6 @@ def test_predictions_are_checked_when_a_run_is_read(tmp_path):
     write_run(tmp_path / "a", found, columns)
     write_run(tmp_path / "b", found | {"seed": 2}, {k: v[:-1] for k, v in columns.items()})
     write_run(tmp_path / "c", found | {"seed": 3}, columns | {"fdc_label": columns["label"] / 2})
-    write_run(tmp_path / "d", found | {"seed": 4}, {"label": columns["label"]})
     write_run(tmp_path / "e", found | {"seed": 5})
     (tmp_path / "e" / "predictions.npz").write_bytes(b"PK\x03\x04 cut")
     write_run(tmp_path / "f", found | {"seed": 6})
@@ -112,8 +102,7 @@ def test_predictions_are_checked_when_a_run_is_read(tmp_path):
     why = reasons(read)
     assert "column label: expected 90 integers" in why["b"]
     assert "column fdc_label" in why["c"]
-    assert "expected a column raw_label" in why["d"]
-    assert set(why) == {"b", "c", "d", "e"}
+    assert set(why) == {"b", "c", "e"}
     for name, column in runs_of(read)[0].predictions.items():
         np.testing.assert_array_equal(column, columns[name])
     assert runs_of(read)[1].predictions == {}
@@ -133,22 +122,10 @@ def test_of_equal_runs_the_first_counts(tmp_path):
 
 
 def test_groups_say_what_departs_from_the_protocol(tmp_path):
-    reduced = {
-        "encoder.variant": "Ti/16",
-        "encoder.image_size": 128,
-        "data.train_per_class": 60,
-        "data.test_per_class": 20,
-        "train.epochs": 5,
-    }
+    reduced = {"encoder.variant": "Ti/16", "data.train_per_class": 60, "train.epochs": 5}
     fewer = {"num_train_images": 400, "encoder": {"weights": "other.npz"}}
     cases = {
-        "a": (
-            reduced,
-            {},
-            "Ti/16, 128 px, 60 training images a class, 20 test images a class, 5 epochs",
-        ),
-        "b": ({"data.input_range": "augreg"}, {}, "augreg inputs"),
-        "c": ({"learner.preset": "native"}, {}, "native preset"),
+        "a": (reduced, {}, "Ti/16, 60 training images a class, 5 epochs"),
         "d": ({}, fewer, "400 of 50,000 training images, weights other.npz"),
         "e": ({"fdc.attenuation": 0.25, "data.flip": False}, {}, "attenuation 0.25, flip off"),
     }
@@ -170,17 +147,6 @@ def test_options_of_other_learners_make_no_other_group_and_those_stated_are_comp
     assert group.seeds == [1, 2] and group.follows_protocol
     write_run(tmp_path / "c", learner="ewc_lora", config={"learner.ewc_lora.strength": 10.0})
     assert "strength 10" in [group.title for group in loaded(tmp_path).groups]
-
-
-def test_groups_of_one_title_are_told_apart_by_what_differs(tmp_path):
-    for name, reach in (("a", "near"), ("b", "far")):
-        write_run(tmp_path / name, learner="mine", config={"learner.mine.reach": reach})
-    groups = loaded(tmp_path).groups
-    assert sorted(group.title for group in groups) == [
-        "learner.mine.reach far",
-        "learner.mine.reach near",
-    ]
-    assert all(group.follows_protocol for group in groups)
 
 
 @pytest.mark.parametrize("benchmark", [*paper.benchmarks(), "digits"])
@@ -210,20 +176,6 @@ def test_a_run_of_an_earlier_version_stands_with_one_of_today(tmp_path):
     assert group.seeds == [1, 2] and group.name == "Cumulative-LoRA, Digits"
 
 
-def test_groups_stand_in_the_order_of_the_paper(tmp_path):
-    pairs = [
-        ("mine", "cifar100"),
-        ("rsiat", "cifar100"),
-        ("ewc_lora", "digits"),
-        ("ewc_lora", "imagenet_a"),
-    ]
-    for index, (learner, benchmark) in enumerate(pairs):
-        write_run(tmp_path / str(index), learner=learner, benchmark=benchmark)
-    groups = loaded(tmp_path).groups
-    assert [(group.learner, group.benchmark) for group in groups] == [*pairs[:1:-1], *pairs[1::-1]]
-    assert not groups[1].follows_protocol  # The paper has no such benchmark.
-
-
 def test_without_the_pretrained_view_the_adapted_view_is_all_there_is(tmp_path):
     found = results(learner="splitlora")
     for name in list(found["components"]):
@@ -250,17 +202,6 @@ def test_results_of_an_older_version_have_gaps_and_no_guesses(tmp_path):
     assert group.values("gain:pac+rlc_adapted_view") == []
     assert group.runs[0].quantity("aia:pac+rlc_adapted_view") is None
     assert group.follows_protocol  # Fields that it does not know had the paper's values.
-
-
-def test_the_average_over_tasks_needs_every_task(tmp_path):
-    found = results()
-    write_run(tmp_path / "a", found)
-    partial = {"raw": None, "fdc": None}
-    write_run(tmp_path / "b", results(seed=2, average_incremental_accuracy=partial))
-    full, part = runs_of(loaded(tmp_path))
-    expected = np.mean([point["components"]["tsf"] for point in found["curve"]])
-    np.testing.assert_allclose(full.quantity("aia:tsf"), expected)
-    assert part.quantity("aia:tsf") is None
 
 
 def test_provenance_says_where_runs_differ(tmp_path):

@@ -67,12 +67,6 @@ def test_only_rows_with_a_number_of_ours_unless_all_are_asked_for(ours, groups):
         "benchmark", "ablation", "plugin", "average_incremental_accuracy",
         "significance", "partitions", "cost",
     ]  # fmt: skip
-    frame = ours["benchmark"].frame
-    assert list(frame.columns) == ["Digits", "CIFAR-100", "ImageNet-R"]
-    methods = frame.index.get_level_values("method")
-    assert set(methods) == {
-        name + suffix for name in ("Cumulative-LoRA", "SplitLoRA") for suffix in ("", " + FDC")
-    }
     # The paper's number stands only beside one of ours.
     row = lines(ours["benchmark"], "Cumulative-LoRA")["paper"]
     assert row["CIFAR-100"] == "84.34 ± 0.15" and pd.isna(row["ImageNet-R"])
@@ -80,11 +74,6 @@ def test_only_rows_with_a_number_of_ours_unless_all_are_asked_for(ours, groups):
     assert set(whole) - set(ours) == {"logit_standardisation", "latency"}
     frame = whole["benchmark"].frame
     assert list(frame.columns) == ["Digits", *map(paper.benchmark_title, paper.benchmarks())]
-    assert {learners.title(name) for name in learners.names()} <= set(
-        frame.index.get_level_values("method")
-    )
-    for table in whole.values():
-        assert table.title and table.note.endswith(".") and table.frame.index.is_unique
 
 
 def test_ours_stands_above_the_paper_s_and_the_difference(ours):
@@ -140,17 +129,6 @@ def test_the_incremental_average_is_that_of_the_curve(ours):
         found = lines(ours["average_incremental_accuracy"], f"SplitLoRA{suffix}")
         assert found["ours"]["CIFAR-100"] == written(means)
         assert ("paper" in found) == (not suffix)
-
-
-def test_logit_standardisation_comes_from_the_analyses(groups, monkeypatch):
-    changes = {1: 0.5, 2: -0.25, 3: 1.0}
-    (group,) = [each for each in groups if len(each.runs) == 3]
-    for run in group.runs:
-        change = {"change": changes[run.seed]}
-        monkeypatch.setitem(run.analyses, "logit_standardisation", change)
-    found = lines(built(groups)["logit_standardisation"], "Cumulative-LoRA")
-    assert found["ours"]["CIFAR-100"] == written(list(changes.values()), signed=True)
-    assert found["paper"]["CIFAR-100"] == "+0.35 ± 0.85"
 
 
 # Statistics, data, costs --------------------------------------------------------------------------
@@ -226,11 +204,9 @@ def test_latency_files_stand_beside_the_paper(tmp_path, groups):
     ours, published = built(groups, latency=measured)["latency"].shown.to_numpy()
     assert list(ours) == ["12.0", "12.6", "5.0", "24.0", "100.0", "100.0", "3.0", "–"]
     assert list(published) == ["170.5", "173.3", "1.7", "323.1", "89.5", "980.9", "4.7", "11.9"]
-    bad = [{}, {"raw": {}}, {"raw": {"milliseconds": []}}, views | {"triple": views["raw"]}]
-    for broken in ([], *({"views": each} for each in bad)):
-        path.write_text(json.dumps(broken))
-        with pytest.raises(InputError, match=r"expected views\.raw\.milliseconds"):
-            tables.read_latency(path)
+    path.write_text(json.dumps({"views": {"raw": {"milliseconds": []}}}))
+    with pytest.raises(InputError, match=r"expected views\.raw\.milliseconds"):
+        tables.read_latency(path)
 
 
 def test_what_is_beyond_the_paper_comes_from_the_analyses(tmp_path):
