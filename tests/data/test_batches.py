@@ -1,6 +1,5 @@
 import collections
 import dataclasses
-import itertools
 import threading
 
 import hypothesis
@@ -8,7 +7,6 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
-from fdc_jax.data import batches as batches_module
 from fdc_jax.data import images
 from fdc_jax.data.batches import (
     ByteCache,
@@ -229,13 +227,3 @@ def test_reading_ahead_is_bounded_and_ends_with_the_reader(plain_source, monkeyp
     assert not no_decoding_threads()
     iterator.close()
     assert no_decoding_threads()
-
-
-def test_waiting_for_input_is_measured(plain_source, monkeypatch):
-    clock = itertools.count()
-    monkeypatch.setattr(batches_module.time, "perf_counter", lambda: float(next(clock)))
-    batches = TrainBatches(plain_source(9), np.arange(9), None, 2, 0, 0, image_size=4)
-    assert batches.input_wait_seconds == 0
-    list(batches)
-    # One second passes between any two looks at this clock.
-    assert batches.input_wait_seconds == batches.num_steps == 5

@@ -136,12 +136,3 @@ def test_download(tmp_path, cifar, tiny_benchmark):
     assert_is_cifar(tmp_path / "a", pixels)
     assert (tmp_path / "a" / "downloads" / cifar100.ARCHIVE_NAME).is_file()
     assert list((tmp_path / "b" / "downloads").iterdir()) == []
-
-
-def test_no_network_names_the_file_to_get(tmp_path, cifar, tiny_benchmark):
-    tiny_benchmark("cifar100", obtain="http://127.0.0.1:9/cifar-100-binary.tar.gz")
-    with pytest.raises(InputError) as caught:
-        prepare.prepare("cifar100", None, tmp_path / "data", quiet=True)
-    message = str(caught.value)
-    assert str(tmp_path / "data" / "downloads" / cifar100.ARCHIVE_NAME) in message
-    assert "--source" in message and "\n" not in message

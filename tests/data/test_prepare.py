@@ -1,10 +1,8 @@
 import fcntl
-import hashlib
 import io
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -133,11 +131,9 @@ def test_two_preparations_of_the_same_images_agree(tmp_path, pilot, encode):
     found = checksums(tmp_path / "a")
     assert found == checksums(tmp_path / "b")
     assert found[0] != found[1] and all(re.fullmatch("[0-9a-f]{64}", each) for each in found)
-    # Earlier versions kept one checksum of the files of both splits, and TFDS keeps none.
-    metadata = tmp_path / "a" / "pilot_omnibench" / "1.0.0" / "metadata.json"
-    for content in ({"partition": "pilot", "images_sha256": "0" * 64}, {}):
-        metadata.write_text(json.dumps(content))
-        assert checksums(tmp_path / "a") == found
+    # TFDS keeps none.
+    (tmp_path / "a" / "pilot_omnibench" / "1.0.0" / "metadata.json").write_text("{}")
+    assert checksums(tmp_path / "a") == found
 
 
 def test_prepared_data_are_compared_with_their_source(tmp_path, pilot, encode, capsys):
@@ -152,24 +148,8 @@ def test_prepared_data_are_compared_with_their_source(tmp_path, pilot, encode, c
     assert prepare.main(["omnibench", f"--source={pilot}", f"--data_dir={tmp_path}"]) == 2
     # After the bar, on a line of its own.
     assert capsys.readouterr().err.splitlines()[-1].startswith("fdc_jax.data.prepare: ")
-    for name in ("omnibench", "cifar100", "digits"):
-        with pytest.raises(InputError, match="nowhere: expected a folder or an archive, found no"):
-            prepare.prepare(name, tmp_path / "nowhere", tmp_path, quiet=True)
-    os.mkfifo(tmp_path / "pipe.zip")
-    with pytest.raises(InputError, match="expected a folder or an archive, found neither"):
-        prepare.prepare("omnibench", tmp_path / "pipe.zip", tmp_path, quiet=True)
-
-
-def test_the_checksum_of_an_archive_is_a_note(tmp_path, pilot, tiny_benchmark, capsys):
-    archive = tmp_path / "o.tgz"
-    pack_tar(pilot, archive)
-    prepare.prepare("omnibench", archive, tmp_path / "a")
-    found = hashlib.md5(archive.read_bytes()).hexdigest()
-    published = "f1c30808a707f9197c6c811ea52e5cbb"
-    assert f"MD5 {found} of {archive} differs from {published}" in capsys.readouterr().err
-    tiny_benchmark("omnibench", checksums={"md5": found})
-    prepare.prepare("omnibench", archive, tmp_path / "b")
-    assert f"MD5 {found} of {archive} is that published" in capsys.readouterr().err
+    with pytest.raises(InputError, match="nowhere: expected a folder or an archive, found no"):
+        prepare.prepare("omnibench", tmp_path / "nowhere", tmp_path, quiet=True)
 
 
 def test_images_that_occur_twice_are_listed(tmp_path, pilot, capsys):
@@ -221,19 +201,13 @@ def test_links_that_lead_back_are_not_followed(tmp_path, pilot):
     ("make", "message"),
     [
         (os.mkfifo, "found a pipe, socket or device"),
-        (lambda path: path.symlink_to("/dev/zero"), "found a pipe, socket or device"),
         (lambda path: path.symlink_to("gone.png"), "cannot read: No such file"),
     ],
-    ids=["pipe", "device", "broken link"],
+    ids=["pipe", "broken link"],
 )
 def test_what_is_no_file_is_never_opened(tmp_path, pilot, make, message):
     make(pilot / "train" / "10" / "z.png")
     refused(pilot, tmp_path, f"train/10/z.png: .*{message}")
-
-
-def test_names_that_are_not_utf_8_are_refused(tmp_path, pilot):
-    open(os.fsencode(pilot / "train" / "10") + b"/\xe9.png", "wb").close()
-    refused(pilot, tmp_path, r"file names in UTF-8, found b'10/\\xe9.png'$")
 
 
 def test_skipped_suffixes_are_named(tmp_path, pilot, capsys):
@@ -249,28 +223,12 @@ def test_skipped_suffixes_are_named(tmp_path, pilot, capsys):
     refused(pilot, tmp_path, r"train/44: expected images.* by their suffix: 2 \.gif$")
 
 
-@pytest.mark.parametrize(
-    ("members", "message"),
-    [
-        (["train/a/1.gif", "train/a/b/README", "test/a/1.png"], "none; .*: 1 .gif, 1 README$"),
-        (["a/1.png"], "expected the folders train and test, found a$"),
-    ],
-)
-def test_errors_about_an_archive_name_it(tmp_path, pilot, members, message):
-    archive = tmp_path / "o.zip"
-    with zipfile.ZipFile(archive, "w") as packed:
-        for name in members:
-            packed.writestr(name, b"content")
-    said = refused(archive, tmp_path, message)
-    assert said.startswith(f"{archive}") and "incomplete" not in said
-
-
-@pytest.mark.parametrize("damage", ["text", "cut zip", "cut tar"])
-def test_damaged_archives(tmp_path, pilot, damage):
+@pytest.mark.parametrize("pack", [pack_zip, pack_tar])
+def test_damaged_archives(tmp_path, pilot, pack):
     archive = tmp_path / "o.archive"
-    (pack_tar if damage == "cut tar" else pack_zip)(pilot, archive)
+    pack(pilot, archive)
     content = archive.read_bytes()
-    archive.write_bytes(b"<html>no quota" if damage == "text" else content[: len(content) // 2])
+    archive.write_bytes(content[: len(content) // 2])
     refused(archive, tmp_path, re.escape(str(archive)))
 
 
@@ -288,27 +246,6 @@ def test_archives_cannot_write_or_read_outside(tmp_path, pilot, name, link):
     assert not list(tmp_path.rglob("escaped.png"))
 
 
-def test_a_disk_that_is_full(tmp_path, pilot):
-    noise = np.random.default_rng(0).integers(0, 256, (300, 300, 3), dtype=np.uint8)
-    Image.fromarray(noise).save(pilot / "train" / "10" / "1.png")
-    # Files of more than 100 kB cannot be written, as on a full disk.
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
-    try:
-        refused(pilot, tmp_path, str(tmp_path / "data"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_progress_and_quiet(tmp_path, pilot, capsys):
-    prepare.prepare("omnibench", pilot, tmp_path / "a")
-    said = capsys.readouterr().err
-    assert "omnibench train: 100%" in said and "5/5" in said
-    assert "8 train images, 5 test images, partition pilot" in said
-    prepare.prepare("omnibench", pilot, tmp_path / "b", quiet=True)
-    assert capsys.readouterr() == ("", "")
-
-
 def test_every_unreadable_image_is_listed(tmp_path, pilot):
     (pilot / "train" / "10" / "1.png").write_bytes(b"")
     (pilot / "test" / "44" / "0.JPEG").write_text("not an image")
@@ -324,25 +261,16 @@ def move(pilot, old, new):
     (pilot / old).rename(pilot / new)
 
 
-def of_the_other_task():
-    """A test image of a class in the task without class 100, which has two test images."""
-    order = [ORDERED[label] for label in benchmarks.class_order(4, 1993)]
-    (other,) = (task for task in (order[:2], order[2:]) if "100" not in task)
-    return f"test/{min(other)}/9.png"
-
-
 @pytest.mark.parametrize(
-    ("name", "old", "new", "message"),
+    ("old", "new", "message"),
     [
-        ("omnibench", "train/10/0.JPEG", "test/10/9.JPEG", "expected 8 training images, found 7"),
-        ("omnibench", "train/44", "train/45", "expected 4 classes, found 5"),
-        ("omnibench", "test/44/0.JPEG", "test/10/9.JPEG", "expected images in this class folder"),
-        ("omnibench", "test/100/1.png", of_the_other_task(), "of class order 1993, found"),
+        ("train/10/0.JPEG", "test/10/9.JPEG", "expected 8 training images, found 7"),
+        ("test/44/0.JPEG", "test/10/9.JPEG", "expected images in this class folder"),
     ],
 )
-def test_another_split_is_refused(tmp_path, pilot, name, old, new, message):
+def test_another_split_is_refused(tmp_path, pilot, old, new, message):
     move(pilot, old, new)
-    refused(pilot, tmp_path, message, name)
+    refused(pilot, tmp_path, message)
 
 
 def test_another_split_can_be_prepared_under_its_own_name(tmp_path, pilot):
@@ -367,21 +295,12 @@ def test_data_of_another_split_that_an_earlier_version_prepared(tmp_path, pilot)
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (
-            "nothing",
-            {},
-            "nothing needs --source=PATH, where PATH is a folder, an archive",
-        ),
         ("imagenet_r", {}, "needs --source=PATH, where PATH is the ImageNet-R archive behind"),
         ("cifar100", {"test_share": 0.2}, "has a division of its own: test_share does not apply"),
         ("mine", {"source": ".", "test_share": 1.0}, "a test_share between 0 and 1"),
-        ("mine", {"source": ".", "test_share": 0.5, "split_seed": -1}, "a split_seed from 0"),
         ("my-set", {"source": "."}, "name of letters, digits and _ .* found 'my-set'"),
         ("pilot_cub200", {"source": "."}, "the name pilot_cub200 is taken by benchmark cub200"),
-        ("Digits", {"source": "."}, "name Digits is taken by benchmark digits$"),
-        ("cifar100", {"workers": 0}, "workers must be at least 1, found 0"),
         ("cifar100", {"source": "."}, "expected the archive cifar-100-binary.tar.gz"),
-        ("omnibench", {"source": "."}, r"^\.: expected the folders train and test, found no"),
         ("cub200_random80", {"source": "."}, r"^\.: expected one folder of images per class"),
         ("cub200", {"source": "."}, "found a folder without dataset_info.json; remove it"),
         ("omnibench", {"source": ".", "data_dir": "file"}, "cannot prepare omnibench: .*file"),
@@ -409,9 +328,6 @@ def test_command_line(tmp_path, pilot, capsys, monkeypatch):
     assert error.count("\n") == 1
     assert prepare.main(["omnibench", f"--sorce={pilot}"]) == 2
     assert capsys.readouterr().err.endswith("; did you mean --source?\n")
-    assert prepare.main(["digits", f"--data_dir={tmp_path / 'new'}"]) == 0
-    assert "digits is embedded" in capsys.readouterr().err
-    assert not (tmp_path / "new").exists()
 
 
 def test_the_substitute_split_follows_its_rule(tmp_path, encode, tiny_benchmark):
