@@ -1,12 +1,9 @@
 """Lowers the programs of a run for TPUs and GPUs, and looks at what four devices exchange.
 
-XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tests.lowered_programs [NAME ...]
-
-Of the learners named, the exchange is looked at, for which their step is compiled.
+XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tests.lowered_programs
 """
 
 import dataclasses
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -80,7 +77,6 @@ if __name__ == "__main__":
             given = (name, BATCH, TASKS, CLASSES)
             program = ahead_of_time.step(mesh, model_for(platform), *given)
             check_products(lowered(program, platform), f"{name}, {platform}")
-    for name in sys.argv[1:]:
         # What is for TPUs a processor can compile, too; all blocks exchange alike.
         given = (name, BATCH, TASKS, CLASSES)
         check_exchange(ahead_of_time.step(mesh, model_for("tpu", depth=1), *given), name)

@@ -7,22 +7,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ahead_of_time
-from fdc_jax import learners
 from tests import small_runs
 
 
-@pytest.mark.parametrize(
-    "exchanging",
-    [
-        pytest.param(["rsiat"], marks=pytest.mark.ci),
-        pytest.param(learners.names(), marks=pytest.mark.slow),
-    ],
-    ids=len,
-)
-def test_programs_of_all_learners_for_tpus_and_gpus(exchanging):
-    """And what their steps exchange; RSIAT's loss, which pairs images, exchanges most."""
+@pytest.mark.ci
+def test_programs_of_all_learners_for_tpus_and_gpus():
     done = subprocess.run(
-        [sys.executable, "-m", "tests.lowered_programs", *exchanging],
+        [sys.executable, "-m", "tests.lowered_programs"],
         cwd=Path(__file__).resolve().parents[1],
         env=small_runs.with_devices(4),
         capture_output=True,
