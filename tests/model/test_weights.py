@@ -4,7 +4,6 @@ import base64
 import hashlib
 import http.server
 import threading
-import urllib.error
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +18,6 @@ from fdc_jax.model import vit, weights
 from tests.model.test_golden import GOLDEN, VARIANT, make_golden
 
 SIDE, WIDTH = make_golden.SIDE, make_golden.WIDTH
-POSITIONS = "Transformer/posembed_input/pos_embedding"
 
 
 @pytest.fixture(autouse=True)
@@ -73,9 +71,7 @@ def test_other_forms_of_a_checkpoint(tmp_path, arrays):
     ("name", "wrong", "message"),
     [
         ("blocks.0.attn.qkv.weight", (71, 24), "unexpected shape"),
-        ("blocks.1.attn.proj.weight", (24, 21), r"out/kernel has the unexpected shape \(21, 24\)"),
         ("blocks.0.mlp.fc3.weight", (96, 24), r"1 unknown \(first: blocks.0.mlp.fc3.weight\)"),
-        ("blocks.2.norm1.weight", (24,), r"1 unknown \(first: Transformer/encoderblock_2/"),
     ],
 )
 def test_foreign_safetensors_are_refused(tmp_path, name, wrong, message):
@@ -93,8 +89,6 @@ def test_foreign_safetensors_are_refused(tmp_path, name, wrong, message):
         ("Transformer/extra", np.zeros(3), r"0 arrays missing, 1 unknown \(first: Transf.*extra\)"),
         ("embedding/bias", np.zeros(13), r"embedding/bias has shape \(13,\), expected \(24,\)"),
         ("embedding/bias", np.full(24, np.inf), "embedding/bias holds values that are not finite"),
-        ("embedding/bias", np.full(24, "zero"), "embedding/bias holds .*, expected floating-point"),
-        (POSITIONS, np.zeros((17, 24)), r"has shape \(17, 24\), expected \(1, 17, 24\)"),
     ],
 )
 def test_every_array_is_checked(tmp_path, arrays, name, value, message):
@@ -110,10 +104,8 @@ def test_every_array_is_checked(tmp_path, arrays, name, value, message):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda content: b"", "not a readable"),
         (lambda content: content[:-20], "not a readable"),
         (lambda content: b"<!DOCTYPE html>\n<html><head>", "not a readable .*it is a web page"),
-        (lambda content: b"\x93NUMPY\x01no archive", "not a readable"),
     ],
 )
 def test_damaged_files_are_refused(tmp_path, name, damage, message):
@@ -124,10 +116,9 @@ def test_damaged_files_are_refused(tmp_path, name, damage, message):
     assert str(path) in str(caught.value) and "unsafe" not in str(caught.value)
 
 
-@pytest.mark.parametrize("compress", [np.savez, np.savez_compressed])
-def test_a_changed_byte_is_noticed(tmp_path, arrays, compress):
+def test_a_changed_byte_is_noticed(tmp_path, arrays):
     path = tmp_path / "changed.npz"
-    compress(path, **arrays)
+    np.savez(path, **arrays)
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 0xFF
     path.write_bytes(content)
@@ -169,13 +160,6 @@ def test_positions_resize_as_pillow_does(old, new):
         grid = Image.fromarray(embedding[0, 1:, channel].reshape(old, old))
         expected = np.asarray(grid.resize((new, new), Image.Resampling.BICUBIC))
         np.testing.assert_allclose(resized[0, 1:, channel].reshape(new, new), expected, atol=2e-5)
-
-
-@pytest.mark.parametrize("positions", [0, 7])
-def test_positions_that_form_no_square_are_refused(positions):
-    embedding = np.zeros((1, positions, 3), np.float32)
-    with pytest.raises(InputError, match=f"file: .*has {positions} positions, expected one plus"):
-        weights.resize_positions(embedding, 5, "file")
 
 
 def test_the_embedded_encoder_loads_strictly_and_is_small():
@@ -243,16 +227,3 @@ def test_a_download_that_cannot_be_checked_leaves_nothing_behind(
         weights.locate("augreg", "Ti/16", tmp_path, show_progress=False)
     assert bucket.requests == requests
     assert list(tmp_path.iterdir()) == []
-
-
-def test_without_a_connection_the_message_says_which_file_to_put_where(monkeypatch, tmp_path):
-    def unreachable(*arguments, **keywords):
-        raise urllib.error.URLError("no route to host")
-
-    monkeypatch.setattr(weights.urllib.request, "urlopen", unreachable)
-    with pytest.raises(InputError, match="no route to host") as caught:
-        weights.locate("augreg", "B/16", tmp_path)
-    name = weights.AUGREG_FILES["B/16"]
-    assert weights.AUGREG_BUCKET + name in str(caught.value)
-    assert str(tmp_path / name) in str(caught.value)
-    assert "\n" not in str(caught.value)
