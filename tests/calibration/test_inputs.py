@@ -54,35 +54,21 @@ def fit(
 
 BAD_TASKS = [
     (dict(adapted=spoiled(SECOND.adapted, 7, np.nan)), "adapted features of task 1: row 7 is not"),
-    (dict(adapted=spoiled(SECOND.adapted, 44, 1e30)), "adapted features of task 1: row 44 is not"),
     (dict(pretrained=spoiled(SECOND.pretrained, 3, np.inf)), "pretrained features of task 1: row"),
     (dict(adapted=SECOND.adapted[:, :-1]), "adapted features of task 1: expected width 16"),
-    (dict(pretrained=SECOND.adapted), "pretrained features of task 1: expected width 12"),
     (dict(adapted=SECOND.adapted[0]), r"features of task 1: expected shape .* found \[16\]"),
-    (dict(adapted=SECOND.adapted.astype(complex)), "expected real numbers, found complex"),
-    (dict(adapted="features"), "adapted features of task 1: cannot be read as an array"),
     (dict(labels=SECOND.labels[:-1]), "labels of task 1: expected 45 rows .* found 44"),
-    (dict(pretrained=SECOND.pretrained[1:]), "pretrained features of task 1: expected 45 rows"),
     (dict(labels=SECOND.labels.astype(float)), "labels of task 1: expected integers, found fl"),
-    (dict(labels=SECOND.labels[:, None]), "labels of task 1: expected shape"),
     (dict(labels=SECOND.labels - 1), "label 2 already belongs to task 0"),
-    (dict(labels=np.full(45, 99)), "found 1 classes"),
-    (dict(labels=np.arange(45) + 3), "label 7 at row 4 is one more than the 4 classes"),
     (dict(classes=[3, 4, 5, 9]), "label 6 at row 3 is none of the head's classes"),
-    (dict(classes=[3, 4, 5]), "classes of task 1: expected 4 labels"),
     (dict(classes=[3, 4, 5, 5]), "classes of task 1: label 5 is named twice"),
-    (dict(classes=[3, 4, 5, 0]), "label 0 already belongs to task 0"),
-    (dict(classes=[3.0, 4, 5, 6]), "classes of task 1: expected integers"),
     (
         dict(adapted=SECOND.adapted[:0], labels=SECOND.labels[:0], pretrained=np.zeros((0, 12))),
         "task 1: expected at least one sample",
     ),
     (dict(pretrained=None), "of task 1: earlier samples had some, these have none"),
     (dict(head=head_of(weight=SECOND.weight[:, 1:])), "head of task 1: weight: expected shape"),
-    (dict(head=head_of(bias=SECOND.bias[1:])), "head of task 1: bias: expected shape"),
     (dict(head=head_of(spoiled(SECOND.weight, 2, np.nan))), "head of task 1: weights: row 2"),
-    (dict(head=head_of(bias=np.full(4, np.nan))), "head of task 1: bias: row 0"),
-    (dict(head=head_of(SECOND.weight[:3], SECOND.bias[:3])), "label 6 at row 3 is one more"),
     (dict(head=heads.CosineHead(SECOND.weight)), "head of task 1: expected a linear head like ta"),
     (dict(head=SECOND.weight), "head of task 1: expected a head with a method logits"),
 ]
@@ -95,19 +81,11 @@ def test_messages_of_fit_task(change, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["two samples", "constant"])
-def test_a_task_whose_residuals_do_not_vary_is_warned_of(caplog, kind):
-    rows = np.array([0, 1]) if kind == "two samples" else np.arange(45)
-    adapted = SECOND.adapted[rows] if kind == "two samples" else SECOND.adapted[rows * 0]
+def test_a_task_whose_residuals_do_not_vary_is_warned_of(caplog):
     with caplog.at_level(logging.WARNING, "fdc_jax"):
-        fit(adapted, SECOND.labels[rows], SECOND_HEAD, SECOND.pretrained[rows], [3, 4, 5, 6])
-    lines = [record.getMessage() for record in caplog.records]
-    assert {record.name for record in caplog.records} == {"fdc_jax.calibration"}
-    assert len(lines) == (2 if kind == "two samples" else 1)
-    for line, view in zip(lines, ("adapted", "pretrained"), strict=False):
-        assert line.startswith(f"task 1: the residual ratios of its training samples ({len(rows)})")
-        assert f"do not vary in the {view} view; RLC's foreign reference" in line
-        assert "will be dominated by this task" in line
+        fit(SECOND.adapted[[0] * 45])
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith("task 1: the residual ratios of its training samples (45) do not vary ")
 
 
 def test_ordinary_tasks_are_not_warned_of(caplog):
@@ -142,12 +120,9 @@ def test_scoring_needs_finalized_tasks():
     ("adapted", "pretrained", "message"),
     [
         (FIRST.adapted[:, :5], FIRST.pretrained, "adapted features: expected width 16, found 5"),
-        (FIRST.adapted, FIRST.pretrained[:, :5], "pretrained features: expected width 12, found 5"),
         (FIRST.adapted, FIRST.pretrained[:9], "pretrained features: expected 60 rows"),
         (FIRST.adapted, None, "pretrained features: expected, since"),
-        (FIRST.adapted[0], FIRST.pretrained, "adapted features: expected shape"),
         (spoiled(FIRST.adapted, 50, np.inf), FIRST.pretrained, "adapted features: row 50 is not"),
-        (FIRST.adapted, spoiled(FIRST.pretrained, 5, np.nan), "pretrained features: row 5 is not"),
     ],
 )
 def test_messages_of_score(adapted, pretrained, message):
@@ -219,17 +194,9 @@ def giving(logits):
     ("head", "message"),
     [
         (heads.LinearHead(SECOND.weight.astype(complex), SECOND.bias), "weight: .* complex128"),
-        (heads.LinearHead(SECOND.weight.astype(object), SECOND.bias), "weight: .* object"),
-        (heads.LinearHead(SECOND.weight, SECOND.bias.astype(str)), "bias: .* <U"),
-        (heads.CosineHead(SECOND.weight, np.complex64(1)), "scale: .* complex64"),
         (heads.CosineHead(SECOND.weight, True), "scale: .* bool"),
-        (heads.CosineHead(SECOND.weight, "one"), "scale: cannot be read as an array"),
-        (heads.NearestMeanHead(SECOND.weight > 0), "means: .* bool"),
         (giving(lambda h: h[:, 0]), r"expected logits of shape \[1, classes\]"),
         (giving(lambda h: None), "logits: cannot be read as an array"),
-        (giving(lambda h: [[1.0], [2.0, 3.0]]), "logits: cannot be read as an array"),
-        (giving(lambda h: h[:, :4] * 1j), "logits: expected real numbers, found comp"),
-        (giving(lambda h: h[:, :0]), r"expected logits of shape .* found \[1, 0\]"),
         (giving(lambda h: h[:, :4] * np.nan), "its logits are not finite"),
         (giving(lambda h: h[:, : 4 if len(h) == 1 else 2]), "expected logits of shape"),
     ],
@@ -237,11 +204,6 @@ def giving(logits):
 def test_heads_without_real_numbers_or_logits(head, message):
     with pytest.raises(InputError, match=f"^head of task 0: {message}"):
         streams.new().fit_task(SECOND.adapted, SECOND.labels, head)
-
-
-@pytest.mark.parametrize("scale", [3, 3.0, np.float64(3), np.array(3), np.float16(3)])
-def test_scales_of_any_real_type(scale):
-    streams.new().fit_task(SECOND.adapted, SECOND.labels, heads.CosineHead(SECOND.weight, scale))
 
 
 SETTINGS = {
