@@ -64,7 +64,3 @@ def test_differences_name_fields_that_change_results_only():
     del saved["train.rank"]
     assert configuration.differences(saved, config, {"weights": "b"})[-1] == ("weights", "a", "b")
     assert ("train.rank", None, 10) in configuration.differences(saved, config, {"weights": "a"})
-
-
-def test_every_field_without_effect_exists():
-    assert configuration.WITHOUT_EFFECT <= configuration.flatten(base.get_config()).keys()

@@ -61,10 +61,7 @@ def test_no_errors_means_no_share():
     [
         (([0, 0], [1, 1], [0, 0], [1, 0], [1, 1]), "row 1 .* not the oracle's"),
         (([0, 1], [1, 2], [0, 0], [1, 2], [1, 2]), "row 1 .* the task is not"),
-        (([0], [1, 2], [0], [1], [1]), "one length"),
-        (([], [], [], [], []), "vector of integers"),
         (([0.0], [1], [0], [1], [1]), "true_task: expected a vector of integers, found float64"),
-        (([[0]], [1], [0], [1], [1]), "of shape"),
     ],
 )
 def test_contradicting_columns_are_refused(columns, message):
@@ -172,17 +169,6 @@ def test_mcnemar_without_discordant_samples():
 
 
 # A run: the rest of results.json is tested with runs ---------------------------------------------
-
-
-def test_memory_is_that_of_the_first_training_and_what_came_on_top():
-    per_task = [{"training": 700, "task": 710}, {"training": 710, "task": 725}]
-    assert evaluation._peak_memory(per_task) == {"training": 700, "fdc_and_evaluation": 25}
-
-
-def test_memory_that_nobody_recorded_is_none():
-    nothing = {"training": None, "fdc_and_evaluation": None}
-    assert evaluation._peak_memory([{"training": None, "task": None}]) == nothing
-    assert evaluation._peak_memory([None, {"training": 1, "task": 2}]) == nothing
 
 
 @pytest.mark.parametrize(

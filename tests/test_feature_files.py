@@ -175,72 +175,41 @@ def zeros(*shape):
 FAULTS = {
     "typo": (change(train_adaptd_0=zeros(3)),
              "train_adaptd_0: unknown array; did you mean train_adapted_0"),
-    "unlike anything": (change(xyzzy=zeros(3)), "expected names such as"),
     "gap": (lambda a: [a.update({k.replace("_1", "_2"): a.pop(k)}) for k in list(a) if "_1" in k],
             r"train_adapted_1: missing; expected .* for each task t = 0 .. 2"),
     "no labels": (change(train_labels_1=None), "train_labels_1: missing"),
-    "no test": (change(test_adapted=None), "test_adapted: missing"),
     "one view lost": (change(train_pretrained_1=None), "train_pretrained_1: missing; expected"),
     "nan": (poke("train_adapted_1", (3, 2), np.nan), "train_adapted_1: row 3, column 2 is nan"),
-    "overflow": (change(train_adapted_0=np.full((5, 4), 1e300)), "row 0, column 0 is 1e[+]300"),
-    "nan bias": (poke("head_bias_1", 1, np.nan), "head_bias_1: row 1 is nan; .* in float32"),
     "columns": (change(train_adapted_1=zeros(5, 3)),
                 "train_adapted_1: expected 4 columns as in train_adapted_0, found 3"),
-    "rows": (change(train_pretrained_1=zeros(4, 3)),
-             "train_pretrained_1: expected 5 rows as in train_labels_1, found 4"),
-    "test labels short": (change(test_labels=np.array([0])), "test_labels: expected 6 rows"),
     "label outside": (change(head_classes_0=np.array([1, 2])),
                       "train_labels_0: row 1 is label 0, no class of its head"),
-    "test label outside": (poke("test_labels", 4, 77),
-                           "test_labels: row 4 is label 77, no class of any task"),
     "class twice": (poke("train_labels_1", slice(None), [0, 1, 0, 1, 1]),
                     r"train_labels_0: row 0 is label 1, which is a class of task 1 \(with 3 "
                     r"samples there and 2 here\); expected tasks without common classes"),
     "head class twice": (change(head_classes_1=np.array([10, 11, 1])),
                          "head_classes_1: class 1 is already a class of task 0"),
-    "foreign sample": (poke("train_labels_1", 2, 1),
-                       r"train_labels_1: row 2 is label 1, which is a class of task 0 \(with 2 "
-                       r"samples there and 1 here\)"),
-    "foreign sample beside head classes": (
-        lambda a: [poke("train_labels_1", 2, 1)(a), change(head_classes_1=np.array([10, 11]))(a)],
-        "train_labels_1: row 2 is label 1, which is a class of task 0"),
     "bfloat16": (change(train_adapted_0=np.zeros((5, 4), "V2")),
                  r"train_adapted_0: is stored as \|V2, .* bfloat16 .* float32"),
     "growing head": (change(head_weight_1=zeros(4, 4)),
                      r"head_weight_1: found 4 rows for the 2 classes of task 1, as many as tasks 0 "
                      r".. 1 have together: one head that grows; .*, weight\[2:4\]"),
-    "growing head, by name": (
-        change(head_weight_1=zeros(4, 4), head_classes_1=np.array([10, 0, 11, 1])),
-        r"head_weight_1: found 4 rows for .* one head that grows; .*, weight\[\[0, 2\]\]"),
     "one full head": (change(head_weight_0=zeros(4, 4)),
                       r"found 4 rows for the 2 classes of task 0, as many as all tasks have "
                       r"together: one head over all classes; .*, weight\[0:2\]"),
-    "full final head": (change(final_head_weight_0=zeros(4, 4)),
-                        "final_head_weight_0: found 4 rows for .* one head over all classes"),
-    "repeated head class": (change(head_classes_0=np.array([1, 1])), "distinct classes"),
     "head rows": (change(head_weight_1=zeros(3, 4)),
                   "head_weight_1: expected one row for each class of the distinct labels, 2, "
                   "found 3"),
-    "bias shape": (change(head_bias_0=zeros(3)), r"head_bias_0: .* shape \(2,\)"),
     "float labels": (change(train_labels_0=zeros(5)), "vector of integers, .* found float32"),
-    "huge label": (change(train_labels_0=np.full(5, 2**64 - 1, np.uint64)), "beyond 64 bits"),
-    "integer features": (change(train_adapted_0=np.zeros((5, 4), int)), "floating-point"),
-    "empty": (change(test_adapted=zeros(0, 4)), "test_adapted: .* at least one row"),
     "head kind": (change(head_kind=np.array("quadratic")), "head_kind: expected one of linear"),
     "bias of cosine": (change(head_kind=np.array("cosine")), "head_bias_0: expected only for lin"),
-    "final nan": (change(final_head_weight_0=np.full((2, 4), np.nan)),
-                  "final_head_weight_0: row 0, column 0 is nan"),
     "final bias alone": (change(final_head_bias_1=zeros(2)),
                          "final_head_weight_1: missing, but there is a final_head_bias_1"),
-    "final scale of linear": (change(final_head_weight_0=zeros(2, 4), final_head_scale_0=zeros()),
-                              "final_head_scale_0: expected only for cosine heads"),
     "previous before the first": (change(train_previous_0=zeros(5, 4)),
                                   "train_previous_0: expected from t = 1 on"),
     "previous of some": (
         lambda a: a.update(example(3), train_previous_2=zeros(5, 4)),
         "train_previous_1: missing; expected for every task from t = 1 on or for none"),
-    "previous rows": (change(train_previous_1=zeros(4, 4)),
-                      "train_previous_1: expected 5 rows as in train_labels_1, found 4"),
 }  # fmt: skip
 
 
@@ -286,14 +255,12 @@ PAGE = b"\xef\xbb\xbf\n<!DOCTYPE html><html><body>404 Not Found</body></html>"
     ("content", "message"),
     [
         (None, "no such file or folder"),
-        (b"hello", "not a readable .npz file: File is not a zip file"),
         (PAGE, r"not a readable .npz file: it is a web page \(HTML\), as a failed download leaves"),
         ({"notes.txt": b"hello"}, r"notes.txt: not a readable .*each once"),
         ({"a\nb" * 50 + ".npy": ARRAY}, "unknown array"),
-        ({f"train_adapted_{'9' * 5000}.npy": ARRAY}, "unknown array"),
         (example(), "not a readable .npz"),
     ],
-    ids=["absent", "text", "page", "member", "line break", "digits", "cut"],
+    ids=["absent", "page", "member", "line break", "cut"],
 )
 def test_absent_and_foreign_files(tmp_path, content, message):
     path = tmp_path / "x.npz"
@@ -313,7 +280,6 @@ def test_absent_and_foreign_files(tmp_path, content, message):
     ("content", "message"),
     [
         (lambda whole: whole[:-3], "greater than file size"),
-        (lambda whole: whole + b"more", "longer than its header says"),
         (lambda whole: PAGE, r"not a readable .npy file: it is a web page"),
     ],
 )
@@ -454,14 +420,11 @@ def test_one_flipped_bit_in_stored_numbers_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("header", "message"),
     [
-        (HEADER + "(2L,)}\n", "additional header parsing"),
-        (HEADER + "(2,)}" + " " * 20000, "is large"),
         (HEADER + "(1000000000000, 768)}\n", "allocate|EOF"),
         (HEADER + "(1,)}\n", "longer than its header says"),
-        ("{'descr': '<f4'}\n", "correct keys"),
         ("not a header", ""),
     ],
-    ids=["python 2", "long", "much larger", "smaller", "keys", "text"],
+    ids=["much larger", "smaller", "text"],
 )
 def test_odd_headers_are_one_line(tmp_path, header, message):
     path = tmp_path / "x.npz"

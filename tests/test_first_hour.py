@@ -115,34 +115,9 @@ def test_rows_of_published_measurements(whole):
     # On a processor, what the compiler plans.
     assert rows("memory")["peak at 10 tasks"] == ["1.11 GiB", "6.51 GiB", ""]
     assert rows("step_profile_128")["GELU"][0].endswith(" ms")
-    latency = {
-        name: {"milliseconds": [1.0, 3.0], "peak_memory_bytes": 2**20}
-        for name in ("raw", "single", "dual")
-    }
-    assert list(first_hour.rows({"views": latency})) == [
-        ("raw", "2.0 ms, 1.0 MiB", "170.5 ms, 980.9 MiB", ""),
-        ("single", "2.0 ms, 1.0 MiB", "173.3 ms, 985.6 MiB", ""),
-        ("dual", "2.0 ms, 1.0 MiB", "323.1 ms, 992.8 MiB", ""),
-    ]
     run = {what: rest for what, *rest in first_hour.rows(small_runs.results(whole))}
     assert run["accuracy, percent"][0].startswith("raw ")
     assert run["training"][1] == "ViT-B/16: 132.2 minutes"
-
-
-def test_estimates_of_the_same_program():
-    """An estimate stands beside what has its size, precision and attention."""
-    of_step = {"program": "cumulative_lora", "batch_size": 64, "precision": "fast"}
-    of_step |= {"attention": "cudnn", "memory_bytes": {"peak": 3 * 2**30}}
-    records = [of_step | {"program": "extraction", "images_per_second": 4000.4}, of_step]
-    each = {"images_per_second": 900.0, "utilisation": None}
-    for program, text in (("training_step", "3.00 GiB"), ("extraction", "4000 images/s, 3.00 GiB")):
-        for attention, precision in (("auto", "fast"), ("xla", "fast"), ("auto", "parity")):
-            settings = {"batch_size": 64, "precision": precision, "attention": attention}
-            found = {"command": f"python -m benchmarks.{program} --output=a.json"}
-            found |= {"settings": settings, "contenders": {"jax": each, "pytorch_eager": each}}
-            (*_, ours), (*_, other) = first_hour.rows(found, records)
-            assert (ours == text) == (attention == "auto" and precision == "fast")
-            assert other == ""
 
 
 @pytest.mark.slow

@@ -162,11 +162,8 @@ def test_without_its_data_a_run_opens_and_names_photographs(whole, root, cache, 
 REFUSED = [
     (dict(num_tasks=2), "holds a run of another configuration: num_tasks was 0, is 2; choose"),
     (dict(num_tasks=4), r"config.num_tasks: expected at most the 3 tasks of trees, found 4"),
-    (dict(num_tasks=-1), r"config.num_tasks: expected a whole number in \[0, inf\), found -1"),
     (dict(classes_per_task=(3, 3, 1)), r"classes_per_task was \[3, 1, 3\], is \[3, 3, 1\];"),
     (dict(class_order=(*OLD[1::-1], *OLD[2:], *NEW)), r"class_order was \[\], is \['ash', 'oak',"),
-    (dict(class_order_seed=7), "class_order_seed was -1, is 7;"),
-    (dict(train__epochs=3), "another configuration: train.epochs was 2, is 3;"),
 ]
 
 
@@ -233,9 +230,7 @@ def test_who_plans_ahead_says_so(root, cache, tmp_path, caplog):
     ("fields", "message"),
     [
         (dict(benchmark=""), "config.benchmark: expected the name of a prepared data set, found"),
-        (dict(classes_per_task=-1), "classes_per_task: expected a whole number, or a list"),
         (dict(classes_per_task=(3, 0, 3)), r"classes_per_task: expected .* found \[3, 0, 3\]"),
-        (dict(classes_per_task="five"), "classes_per_task: expected a whole number.* 'five'"),
         (dict(class_order=("a", "b"), class_order_seed=7), "seed: expected -1 beside .* found 7"),
         (dict(class_order=("nowhere.txt",)), "class_order: cannot read nowhere.txt: No such file"),
     ],

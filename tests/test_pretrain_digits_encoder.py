@@ -6,7 +6,6 @@ import unicodedata
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -39,30 +38,6 @@ def test_no_letter_is_a_digit_or_a_number(script):
         assert unicodedata.category(letter) in ("Lu", "Ll", "Lo")
         assert unicodedata.numeric(letter, None) is None
         assert not letter.isdigit() and not letter.isnumeric()
-
-
-def test_look_alikes_share_a_class_and_others_do_not(script):
-    from PIL import ImageFont
-
-    font = ImageFont.truetype(str(script._FONT_FOLDER / "DejaVuSans.ttf"), 96)
-    # Latin, Greek and Cyrillic A; Latin and Cyrillic small o; then letters of their own.
-    letters = "A\u0391\u0410oo\u043eBKS"
-    classes = script.merge_look_alikes(np.stack([script.draw(c, font) for c in letters]))
-    assert classes.tolist() == [0, 0, 0, 1, 1, 1, 2, 3, 4]
-
-
-def test_scans_have_few_levels_and_pixels_are_grey_whole_numbers(script, pool):
-    pool = script.Pool(*map(jnp.asarray, pool))
-    glyph = 7
-    scan = jax.jit(script.scan)(jax.random.key(0), pool.distances[glyph], pool.half_strokes[glyph])
-    assert scan.shape == (8, 8)
-    np.testing.assert_array_equal(scan * 16, np.round(scan * 16))
-    assert 0 <= scan.min() and 0.5 < scan.max() <= 1
-    images = np.asarray(jax.jit(script.images_of)(jax.random.key(1), pool, jnp.arange(12)))
-    assert images.shape == (12, 32, 32, 3)
-    np.testing.assert_array_equal(images, np.round(images))
-    # Bright ink on a dark ground, in every image.
-    assert (images.max((1, 2, 3)) > 100).all() and (images.min((1, 2, 3)) < 50).all()
 
 
 @pytest.mark.slow

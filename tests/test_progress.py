@@ -5,7 +5,6 @@ import types
 import pytest
 
 from fdc_jax import progress
-from fdc_jax.errors import counted
 
 
 @pytest.fixture
@@ -31,19 +30,6 @@ def test_time_left_is_shown_from_the_second_step_on_without_compilation(clock, c
     assert capsys.readouterr().err == line
 
 
-def test_lines_come_every_half_minute_after_a_resume(clock, capsys):
-    shown = progress.Progress(label="seed 2, ")
-    shown.start(total=100, done=40)
-    for _ in range(33):
-        clock.now += 1
-        shown.step("task 2/5 epoch 3/9", loss=1)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines == [
-        "seed 2, task 2/5 epoch 3/9: step 42 of 100, loss 1, about 58 s left",
-        "seed 2, task 2/5 epoch 3/9: step 72 of 100, loss 1, about 28 s left",
-    ]
-
-
 def test_quiet_shows_nothing(clock, capsys):
     shown = progress.Progress(quiet=True)
     shown.start(10, 0)
@@ -51,16 +37,3 @@ def test_quiet_shows_nothing(clock, capsys):
         shown.step("task")
     shown.line("after task")
     assert capsys.readouterr().err == ""
-
-
-@pytest.mark.parametrize(
-    ("number", "noun", "words"),
-    [
-        (1, "epoch", "1 epoch"),
-        (2, "epoch", "2 epochs"),
-        (0, "class", "0 classes"),
-        (1000, "test image", "1,000 test images"),
-    ],
-)
-def test_one_is_singular(number, noun, words):
-    assert counted(number, noun) == words
