@@ -2,7 +2,8 @@
 
 A head is what a learner leaves behind for one task. FDC keeps every head as it is and, with TSF,
 feeds it a filtered feature (paper, "Test-Time Calibration"). All but a user's own function are
-affine in h or in h/|h|: `head.affine` is that one form.
+affine in h or in h/|h|: `head.affine` is that one form. `Float[Any, ...]` is an array of NumPy or
+JAX, and what is computed of it is of the same.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Float
 
 # Safeguard of every feature normalisation (paper, "Test-Time Calibration").
 NORM_FLOOR = 1e-12
@@ -22,7 +23,7 @@ NORM_FLOOR = 1e-12
 class Head(Protocol):
     """What every head offers."""
 
-    def logits(self, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
+    def logits(self, features: Float[Any, "n d"]) -> Float[Any, "n c"]:
         """Returns the scores of the task's classes, before any calibration."""
         ...
 
@@ -33,14 +34,14 @@ def namespace(*arrays: Any) -> Any:
     return np if other is None else other.__array_namespace__()
 
 
-def unit(vectors: Float[Array, "... d"]) -> Float[Array, "... d"]:
+def unit(vectors: Float[Any, "... d"]) -> Float[Any, "... d"]:
     """Divides vectors by their Euclidean norm, floored at 1e-12."""
     xp = namespace(vectors)
     norm = xp.linalg.norm(vectors, axis=-1, keepdims=True)
     return vectors / xp.maximum(norm, NORM_FLOOR)
 
 
-def products(left: Float[Array, "n d"], rows: Float[Array, "c d"]) -> Float[Array, "n c"]:
+def products(left: Float[Any, "n d"], rows: Float[Any, "c d"]) -> Float[Any, "n c"]:
     """Returns all inner products of two sets of rows; JAX computes them in full float32."""
     xp = namespace(left, rows)
     return left @ rows.T if xp is np else xp.matmul(left, rows.T, precision="highest")
@@ -49,12 +50,12 @@ def products(left: Float[Array, "n d"], rows: Float[Array, "c d"]) -> Float[Arra
 class Affine(NamedTuple):
     """Logits rows . h + bias, where h is first divided by its norm when `normalised`."""
 
-    rows: Float[Array, "c d"]
-    bias: Float[Array, " c"] | float
+    rows: Float[Any, "c d"]
+    bias: Float[Any, " c"] | float
     normalised: bool
 
 
-def _affine_logits(head: Any, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
+def _affine_logits(head: Any, features: Float[Any, "n d"]) -> Float[Any, "n c"]:
     """Returns the logits of each feature, by the head's affine form."""
     rows, bias, normalised = head.affine
     return products(unit(features) if normalised else features, rows) + bias
@@ -63,8 +64,8 @@ def _affine_logits(head: Any, features: Float[Array, "n d"]) -> Float[Array, "n 
 class LinearHead(NamedTuple):
     """Logits W h + b (paper, Eq. raw)."""
 
-    weight: Float[Array, "c d"]
-    bias: Float[Array, " c"]
+    weight: Float[Any, "c d"]
+    bias: Float[Any, " c"]
 
     @property
     def affine(self) -> Affine:
@@ -77,8 +78,8 @@ class LinearHead(NamedTuple):
 class NormalisedLinearHead(NamedTuple):
     """Logits W h/|h| + b: linear on the feature's direction, rows of any length."""
 
-    weight: Float[Array, "c d"]
-    bias: Float[Array, " c"]
+    weight: Float[Any, "c d"]
+    bias: Float[Any, " c"]
 
     @property
     def affine(self) -> Affine:
@@ -91,8 +92,8 @@ class NormalisedLinearHead(NamedTuple):
 class CosineHead(NamedTuple):
     """Logits scale * cos(h, row of W)."""
 
-    weight: Float[Array, "c d"]
-    scale: float | Float[Array, ""] = 1.0
+    weight: Float[Any, "c d"]
+    scale: float | Float[Any, ""] = 1.0
 
     @property
     def affine(self) -> Affine:
@@ -105,7 +106,7 @@ class CosineHead(NamedTuple):
 class NearestMeanHead(NamedTuple):
     """Logits -|h/|h| - p/|p||^2 = 2 cos(h, p) - 2 for class means p."""
 
-    means: Float[Array, "c d"]
+    means: Float[Any, "c d"]
 
     @property
     def affine(self) -> Affine:
@@ -118,10 +119,10 @@ class NearestMeanHead(NamedTuple):
 class FunctionHead(NamedTuple):
     """A user's own head: `function(parameters, features) -> logits`."""
 
-    function: Callable[[Any, Float[Array, "n d"]], Float[Array, "n c"]]
+    function: Callable[[Any, Float[Any, "n d"]], Float[Any, "n c"]]
     parameters: Any = None
 
-    def logits(self, features: Float[Array, "n d"]) -> Float[Array, "n c"]:
+    def logits(self, features: Float[Any, "n d"]) -> Float[Any, "n c"]:
         """Returns whatever the user's function returns."""
         return self.function(self.parameters, features)
 

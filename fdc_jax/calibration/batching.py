@@ -21,10 +21,11 @@ try:
     import jax
     import jax.numpy as jnp
 except ImportError:  # NumPy alone scores, too.
-    jax, jnp = None, np
+    jax: Any = None
+    jnp = np
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float
+    from jaxtyping import Float
 
 _LOGGER = logging.getLogger("fdc_jax.calibration")
 
@@ -141,7 +142,7 @@ def run(xp: Any, kernel: Callable[..., Any], *arguments: Any, **static: Any) -> 
     return compiled(kernel, tuple(static))(*arguments, **static)
 
 
-def place(xp: Any, features: Float[Any, "n d"], least: int) -> Float[Array, "padded d"]:
+def place(xp: Any, features: Float[Any, "n d"], least: int) -> Float[Any, "padded d"]:
     """Returns float32 features for the kernels; for JAX zero rows fill up a power of two.
 
     That is at least `least`.

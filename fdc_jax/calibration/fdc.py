@@ -31,7 +31,7 @@ from fdc_jax.heads import NORM_FLOOR, namespace, products, unit
 from fdc_jax.machine.files import write_npz
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Bool, Float, Int
+    from jaxtyping import Bool, Float, Int
 
 _LOGGER = logging.getLogger("fdc_jax.calibration")
 
@@ -89,7 +89,7 @@ class Settings:
             if kind in (str, bool):
                 continue
             least, what = (1, "count") if kind is int else (0, "finite number")
-            real = isinstance(value, Real) and not isinstance(value, bool)
+            real = issubclass(type(value), Real) and not isinstance(value, bool)
             if not (real and math.isfinite(value) and kind(value) == value >= least):
                 raise InputError(f"{field.name}: expected a {what} from {least}, found {value!r}")
             object.__setattr__(self, field.name, kind(value))
@@ -328,14 +328,14 @@ def llr_coefficients(reference: ForeignReference | None) -> Float[np.ndarray, " 
 # What is measured of a feature against one task (lines 7, 10, 16 and 17) -------------------------
 
 
-def energy(vectors: Float[Array, "... d"]) -> Float[Array, "*n"]:
+def energy(vectors: Float[Any, "... d"]) -> Float[Any, "*n"]:
     """Returns squared Euclidean norms."""
     return (vectors * vectors).sum(axis=-1)
 
 
 def filter_features(
-    features: Float[Array, "n d"], basis: Float[Array, "r d"], attenuation: Float[Array, ""]
-) -> Float[Array, "n d"]:
+    features: Float[Any, "n d"], basis: Float[Any, "r d"], attenuation: Float[Any, ""]
+) -> Float[Any, "n d"]:
     """Returns (1 - gamma) h + gamma (h U) U^T (Eq. osp), the linear map of TSF on rows h.
 
     The map is symmetric: applied to weight rows it folds TSF into a linear head (line 9).
@@ -345,8 +345,8 @@ def filter_features(
 
 
 def residual_ratio(
-    features: Float[Array, "n d"], mean: Float[Array, " d"], basis: Float[Array, "r d"]
-) -> tuple[Float[Array, " n"], Float[Array, "n r"]]:
+    features: Float[Any, "n d"], mean: Float[Any, " d"], basis: Float[Any, "r d"]
+) -> tuple[Float[Any, " n"], Float[Any, "n r"]]:
     """Returns rho_t, the share of centred energy outside the subspace, and coordinates in it.
 
     Eq. residual. Centring before any square keeps the ratio exact to float32 however far the mean
@@ -374,11 +374,11 @@ def prototype_frame(
 
 
 def prototype_distances(
-    units: Float[Array, "n d"],
-    centre: Float[Array, " d"],
-    offsets: Float[Array, "c d"],
-    constants: Float[Array, " c"],
-) -> Float[Array, "n c"]:
+    units: Float[Any, "n d"],
+    centre: Float[Any, " d"],
+    offsets: Float[Any, "c d"],
+    constants: Float[Any, " c"],
+) -> Float[Any, "n c"]:
     """Returns one minus the cosine of every feature to every prototype of a task (Eq. par).
 
     The cosine distance of unit vectors is half their squared distance. Expanding that square
@@ -393,7 +393,7 @@ def prototype_distances(
     return xp.where(directed | xp.isinf(constants), distances, 1.0)
 
 
-def nearest_distance(distances: Float[Array, "n c"], neighbours: int) -> Float[Array, " n"]:
+def nearest_distance(distances: Float[Any, "n c"], neighbours: int) -> Float[Any, " n"]:
     """Returns one minus A_{t,K} of "PAC Neighborhood Size": the mean of the K least distances."""
     xp = namespace(distances)
     if neighbours == 1:
@@ -402,11 +402,11 @@ def nearest_distance(distances: Float[Array, "n c"], neighbours: int) -> Float[A
 
 
 def head_logits(
-    features: Float[Array, "n d"],
-    rows: Float[Array, "c d"],
-    bias: Float[Array, " c"],
-    energies: Float[Array, " n"] | None = None,
-) -> Float[Array, "n c"]:
+    features: Float[Any, "n d"],
+    rows: Float[Any, "c d"],
+    bias: Float[Any, " c"],
+    energies: Float[Any, " n"] | None = None,
+) -> Float[Any, "n c"]:
     """Returns h.w + b, with h over its length where its squared length is given."""
     xp = namespace(features, rows)
     logits = products(features, rows)
@@ -416,14 +416,14 @@ def head_logits(
 
 
 def largest_logits(
-    features: Float[Array, "n d"],
-    basis: Float[Array, "r d"],
-    attenuation: Float[Array, ""],
-    rows: Float[Array, "c d"],
-    bias: Float[Array, " c"],
+    features: Float[Any, "n d"],
+    basis: Float[Any, "r d"],
+    attenuation: Float[Any, ""],
+    rows: Float[Any, "c d"],
+    bias: Float[Any, " c"],
     *,
     normalised: bool,
-) -> tuple[Float[Array, " n"], Float[Array, " n"]]:
+) -> tuple[Float[Any, " n"], Float[Any, " n"]]:
     """Returns a head's largest logit without and with TSF at its input (line 10)."""
     raw, filtered = (
         head_logits(given, rows, bias, energy(given) if normalised else None).max(axis=-1)
@@ -438,24 +438,24 @@ def largest_logits(
 class ViewArrays(NamedTuple):
     """Statistics of all tasks in one view, padded to one rank and one class count."""
 
-    mean: Float[Array, "tasks d"]
-    basis: Float[Array, "tasks r d"]
-    centre: Float[Array, "tasks d"]
-    offsets: Float[Array, "tasks c d"]
-    constants: Float[Array, "tasks c"]
-    residual_mean: Float[Array, " tasks"]
-    residual_std: Float[Array, " tasks"]
-    distance_mean: Float[Array, " tasks"]
-    distance_std: Float[Array, " tasks"]
-    valid: Float[Array, " tasks"]
+    mean: Float[Any, "tasks d"]
+    basis: Float[Any, "tasks r d"]
+    centre: Float[Any, "tasks d"]
+    offsets: Float[Any, "tasks c d"]
+    constants: Float[Any, "tasks c"]
+    residual_mean: Float[Any, " tasks"]
+    residual_std: Float[Any, " tasks"]
+    distance_mean: Float[Any, " tasks"]
+    distance_std: Float[Any, " tasks"]
+    valid: Float[Any, " tasks"]
 
 
 class HeadArrays(NamedTuple):
     """Heads of all tasks, plain and with TSF folded in; padded classes have bias -inf."""
 
-    rows: Float[Array, "tasks c d"]
-    folded: Float[Array, "tasks c d"]
-    bias: Float[Array, "tasks c"]
+    rows: Float[Any, "tasks c d"]
+    folded: Float[Any, "tasks c d"]
+    bias: Float[Any, "tasks c"]
 
 
 def stack_view(tasks: Sequence[ViewStatistics], xp: Any = np) -> ViewArrays:
@@ -471,7 +471,7 @@ def stack_view(tasks: Sequence[ViewStatistics], xp: Any = np) -> ViewArrays:
         stack(constants, 4, np.inf, xp=xp),
         # Of a task that is not there, means are 0 and deviations 1.
         *(stack(each, fill=place % 2, xp=xp) for place, each in enumerate(moments)),
-        stack([1.0 for _ in tasks], xp=xp),
+        valid=stack([1.0 for _ in tasks], xp=xp),
     )
 
 
@@ -493,13 +493,13 @@ def stack_heads(
 def measure(
     view: ViewArrays,
     heads: HeadArrays | None,
-    features: Float[Array, "n d"],
-    attenuation: Float[Array, ""],
+    features: Float[Any, "n d"],
+    attenuation: Float[Any, ""],
     *,
     normalised: bool,
     neighbours: int,
     all_rows: bool = False,
-) -> tuple[Float[Array, "n tasks ..."], ...]:
+) -> tuple[Float[Any, "n tasks ..."], ...]:
     """Measures a batch against all tasks in one view; `neighbours` is K, `attenuation` gamma.
 
     Returns:
@@ -532,8 +532,8 @@ def measure(
 
 
 def residual_ratios(
-    means: Float[Array, "tasks d"], bases: Float[Array, "tasks r d"], features: Float[Array, "n d"]
-) -> Float[Array, "n tasks"]:
+    means: Float[Any, "tasks d"], bases: Float[Any, "tasks r d"], features: Float[Any, "n d"]
+) -> Float[Any, "n tasks"]:
     """Returns the residual ratios of a batch against all tasks."""
     return over_tasks(lambda *task: residual_ratio(features, *task)[:1], means, bases)[0]
 
@@ -541,18 +541,18 @@ def residual_ratios(
 # Test-time calibration (lines 14 to 20) ----------------------------------------------------------
 
 
-def rlc_argument(residual: Any, coefficients: Float[Array, " 3"]) -> Any:
+def rlc_argument(residual: Any, coefficients: Float[Any, " 3"]) -> Any:
     """Returns log(p_F(u) / p_O(u)) / tau of Eq. llr; its tanh is the RLC evidence."""
     return (coefficients[0] * residual + coefficients[1]) * residual + coefficients[2]
 
 
 def evidence(
-    ratio: Float[Array, "n tasks"],
-    distance: Float[Array, "n tasks"],
+    ratio: Float[Any, "n tasks"],
+    distance: Float[Any, "n tasks"],
     view: ViewArrays,
-    coefficients: Float[Array, " 3"],
+    coefficients: Float[Any, " 3"],
     nearest: bool,
-) -> tuple[Float[Array, "n tasks"], Float[Array, "n tasks"]]:
+) -> tuple[Float[Any, "n tasks"], Float[Any, "n tasks"]]:
     """Returns the RLC evidence of one view and q_t of Eq. par, whose tanh is the PAC evidence.
 
     With `nearest`, affinities are standardised over the candidate tasks of the input instead of
@@ -577,14 +577,14 @@ class Arrays(NamedTuple):
 
     views: list[ViewArrays]
     heads: HeadArrays | None
-    coefficients: Float[Array, "views 3"]
-    attenuation: Float[Array, ""]
+    coefficients: Float[Any, "views 3"]
+    attenuation: Float[Any, ""]
 
 
 def score_batch(
     arrays: Arrays,
-    adapted: Float[Array, "n d"],
-    pretrained: Float[Array, "n e"] | None = None,
+    adapted: Float[Any, "n d"],
+    pretrained: Float[Any, "n e"] | None = None,
     *,
     normalised: bool,
     neighbours: int,
@@ -619,12 +619,12 @@ def score_batch(
 
 
 def fused_score(
-    logit: Float[Array, "n tasks"],
-    scale: Float[Array, " tasks"],
-    views: Sequence[tuple[float, Float[Array, "n tasks"], Float[Array, "n tasks"]]],
+    logit: Float[Any, "n tasks"],
+    scale: Float[Any, " tasks"],
+    views: Sequence[tuple[float, Float[Any, "n tasks"], Float[Any, "n tasks"]]],
     rlc_weight: float = 1.0,
     pac_weight: float = 1.0,
-) -> Float[Array, "n tasks"]:
+) -> Float[Any, "n tasks"]:
     """Returns the calibrated task scores S_t (Eq. score-fusion, Eq. dual-main).
 
     Of each view `views` has the weight w_v and the evidence, tanh(RLC argument) and tanh(q_t).
@@ -1087,12 +1087,12 @@ class FDC:
     ) -> None:
         """Sees what the first walk found in each view; for subclasses."""
 
-    def _second_walk(self, view: int, batch: Float[Array, "padded d"], rows: int) -> None:
+    def _second_walk(self, view: int, batch: Float[Any, "padded d"], rows: int) -> None:
         """Sees every block of the second walk, on the device; for subclasses."""
 
     def _measure_batch(
-        self, views: Sequence[Float[Array, "n _"]], all_rows: bool
-    ) -> dict[str, Float[Array, "n ..."]]:
+        self, views: Sequence[Float[Any, "n _"]], all_rows: bool
+    ) -> dict[str, Float[Any, "n ..."]]:
         """Returns what a batch is measured by, without waiting for it."""
         return self.run(
             score_batch,
@@ -1146,8 +1146,8 @@ class FDC:
         head: Any,
         rows: inputs.HeadRows | None,
         num_classes: int,
-        features: Float[Array, "n d"],
-        basis: Float[Array, "r d"],
+        features: Float[Any, "n d"],
+        basis: Float[Any, "r d"],
     ) -> tuple[Float[Any, " n"], ...]:
         """Returns `largest_logits` of the head of the next task."""
         gamma = np.float32(self.settings.attenuation)
@@ -1158,7 +1158,7 @@ class FDC:
         both = (features, self.run(filter_features, features, basis, gamma))
         return tuple(inputs.function_logits(head, h, num_classes, name).max(axis=1) for h in both)
 
-    def _function_logits(self, features: Float[Array, "n d"]) -> dict[str, np.ndarray]:
+    def _function_logits(self, features: Float[Any, "n d"]) -> dict[str, np.ndarray]:
         """Returns what `LOGITS` names of heads that are functions, one after the other."""
         kinds: tuple[list[np.ndarray], list[np.ndarray]] = [], []
         gamma = np.float32(self.settings.attenuation)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
 
 import numpy as np
 
@@ -60,7 +60,7 @@ def host_array(value: Any, name: str) -> np.ndarray:
     raise InputError(f"{name}: cannot be read as an array: {reason}")
 
 
-def _is_of_jax(value: Any) -> bool:
+def _is_of_jax(value: Any) -> TypeGuard[Array]:
     jax = sys.modules.get("jax")  # Whoever holds an array of JAX has imported it.
     return jax is not None and isinstance(value, jax.Array)
 
@@ -403,7 +403,7 @@ def head_rows(head: Any, name: str, width: int) -> HeadRows:
     return result
 
 
-def read_head(head: Any, name: str, one: Float[Array, "1 d"]) -> tuple[HeadRows | None, int]:
+def read_head(head: Any, name: str, one: Float[Any, "1 d"]) -> tuple[HeadRows | None, int]:
     """Returns a head's affine form, None of a function; and how many classes it has.
 
     `one` is any input of a head.
@@ -418,7 +418,7 @@ def read_head(head: Any, name: str, one: Float[Array, "1 d"]) -> tuple[HeadRows 
 
 
 def function_logits(
-    head: Any, features: Float[Array, "n d"], num_classes: int | None, name: str
+    head: Any, features: Float[Any, "n d"], num_classes: int | None, name: str
 ) -> Float[np.ndarray, "n c"]:
     """Returns the logits of a head that is a user's own function, in float32.
 

@@ -29,7 +29,7 @@ from fdc_jax.errors import InputError
 from fdc_jax.heads import namespace, products
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Float, Int
 
 # Share a of a class's own covariance, directions kept of it, least lambda, and how much the
 # pretrained view counts.
@@ -125,11 +125,11 @@ class Metric(NamedTuple):
         present: 0 for classes without an image.
     """
 
-    origin: Float[Array, " d"]
-    whitener: Float[Array, "d d"]
-    means: Float[Array, "tasks c d"]
-    factors: Float[Array, "tasks c r d"]
-    present: Float[Array, "tasks c"]
+    origin: Float[Any, " d"]
+    whitener: Float[Any, "d d"]
+    means: Float[Any, "tasks c d"]
+    factors: Float[Any, "tasks c r d"]
+    present: Float[Any, "tasks c"]
 
 
 def metric(known: Gaussians, counts: Sequence[Int[np.ndarray, " c"]], xp: Any = np) -> Metric:
@@ -164,7 +164,7 @@ def metric(known: Gaussians, counts: Sequence[Int[np.ndarray, " c"]], xp: Any = 
     )
 
 
-def class_scores(found: Metric, features: Float[Array, "n d"]) -> Float[Array, "n tasks c"]:
+def class_scores(found: Metric, features: Float[Any, "n d"]) -> Float[Any, "n tasks c"]:
     """Returns minus half the squared distance to every class, minus infinity where there is none.
 
     What all classes share is the term of the feature alone, which is left out.

@@ -25,7 +25,7 @@ from fdc_jax.errors import InputError
 from fdc_jax.heads import namespace, products, unit
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Float, Int
 
 # Below the first, rounding of the covariance of few images counts; above the second, nothing is
 # left of it.
@@ -141,10 +141,10 @@ class TaskAffinity(NamedTuple):
 class Prototypes(NamedTuple):
     """An origin m, the map W, and the unit prototypes of tasks in that metric, padded."""
 
-    origin: Float[Array, " d"]
-    whitener: Float[Array, "d d"]
-    directions: Float[Array, "tasks c d"]
-    present: Float[Array, "tasks c"]
+    origin: Float[Any, " d"]
+    whitener: Float[Any, "d d"]
+    directions: Float[Any, "tasks c d"]
+    present: Float[Any, "tasks c"]
 
 
 def within_scatter(
@@ -196,7 +196,7 @@ def prototypes(
     )
 
 
-def cosines(prototypes: Prototypes, features: Float[Array, "n d"]) -> Float[Array, "n tasks c"]:
+def cosines(prototypes: Prototypes, features: Float[Any, "n d"]) -> Float[Any, "n tasks c"]:
     """Returns cosines to every class, minus infinity where there is none, zero at the origin."""
     xp = namespace(features, prototypes.origin)
     tasks, classes, width = prototypes.directions.shape
@@ -368,7 +368,7 @@ class WhitenedFDC(fdc.FDC):
             )
             self._new.append((scatter, means, found))
 
-    def _second_walk(self, view: int, batch: Float[Array, "padded d"], rows: int) -> None:
+    def _second_walk(self, view: int, batch: Float[Any, "padded d"], rows: int) -> None:
         if self.uses_metric:
             found = self.run(cosines, self._new[view][2], batch)
             self._own[view].append((found[:, 0].max(axis=-1),))
