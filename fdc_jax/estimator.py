@@ -162,7 +162,8 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
 
         They can be read where JAX is not installed.
         """
-        state: dict[str, Any] = {**super().__getstate__()}
+        held: Any = super().__getstate__()
+        state = {**held}
         if calibrator := state.pop("calibrator_", None):
             functions = common_kind(calibrator.heads) == "function"
             heads = calibrator.heads if functions else None

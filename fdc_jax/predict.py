@@ -331,7 +331,7 @@ def _run(options: argparse.Namespace) -> None:
                 first.append(table)
             for place in np.flatnonzero(table.index.isin(rows)):
                 shown.append(_picture(table.iloc[place].to_dict(), pixels[place]))
-            said, changed = said + len(table), changed + int(table["changed"].sum())
+            said, changed = said + len(table), changed + int(np.count_nonzero(table["changed"]))
             speed = (said + len(found.unreadable)) / (time.perf_counter() - clock)
             progress.step("predict", images_per_second=f"{speed:.0f}")
         if not said:

@@ -35,7 +35,7 @@ def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> N
 
 def words(axes: Axes, x: float, y: float, text: str, size: float = 9, **style) -> None:
     """Writes centred text at (x, y)."""
-    axes.text(x, y, text, ha="center", va="center", fontsize=size, **({"color": INK} | style))
+    axes.text(x, y, text, {"color": INK} | style, ha="center", va="center", fontsize=size)
 
 
 def component(axes: Axes, y: float, name: str, line: str, colour: str) -> tuple[float, float]:

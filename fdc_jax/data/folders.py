@@ -96,7 +96,7 @@ def read(
         class_names = sorted({each.class_name for images in found.values() for each in images})
     notes = _skipped(others)
     if divide is not None:
-        splits = dict(zip(SPLITS, divide(found[""]), strict=True))
+        splits: dict[str, list[RawImage]] = dict(zip(SPLITS, divide(found[""]), strict=True))
     else:
         splits = {split: found.pop(name_of(split, found), []) for split in SPLITS}
         notes += [f"left out: {counted(len(found[name]), 'image')} of {name}" for name in found]

@@ -414,7 +414,7 @@ def _adapted(x, adapter, dropout_key, dropout_rate: float, precision):
     if dropout_key is not None:
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, hidden.shape)
         hidden = jnp.where(kept, hidden / (1.0 - dropout_rate), 0.0).astype(x.dtype)
-    out = dense(hidden, adapter["up"], adapter["up_bias"], precision)
+    out: Any = dense(hidden, adapter["up"], adapter["up_bias"], precision)
     return jnp.asarray(ADAPTER_SCALE, x.dtype) * out
 
 

@@ -157,7 +157,7 @@ def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: i
         InputError: the file is unreadable, an array is missing, unknown or of another shape.
     """
     path = Path(path)
-    model = vit.build(variant, image_size)
+    model: Any = vit.build(variant, image_size)
     shapes = vit.parameter_shapes(model, image_size)
     expected: dict[str, Any] = dict(traverse_util.flatten_dict(shapes, sep="/"))
     read = _read(path)

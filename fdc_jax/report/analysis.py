@@ -107,6 +107,7 @@ def _beyond(of: _Fitted) -> dict[str, dict[str, float]]:
     bootstrap interval over images of the gain over FDC.
     """
     labels, tasks = of.features.test_labels, of.features.test_tasks
+    assert labels is not None  # `_Fitted` has refused features without.
     raw, fdc = of.terms.raw(), of.terms.fuse()
     found = {"raw": (raw, 0), "fdc": (fdc, of.calibrator.paper_storage_bytes)}
     settings = methods.Settings(of.settings, *_COMPARATORS)

@@ -25,9 +25,11 @@ _GRID_RANGE = (0.002, 0.998)
 
 
 def measured(
-    calibrator: FDC, view: int, features: Float[np.ndarray, "n d"]
+    calibrator: FDC, view: int, *views: Float[np.ndarray, "n d"] | None
 ) -> tuple[Float[np.ndarray, "n tasks"], Float[np.ndarray, "n tasks"]]:
     """Returns u of Eq. residual and q of Eq. par of features against every task in one view."""
+    features = views[view]
+    assert features is not None  # The tasks were fitted with this view.
     arrays, settings = calibrator.arrays, calibrator.settings
     starts = range(0, len(features), _ROWS)
     parts = [np.asarray(features[start : start + _ROWS], np.float32) for start in starts]
@@ -94,7 +96,7 @@ def similarity(features: FeatureSet, calibrator: FDC) -> dict[str, Any]:
     for view, name in enumerate(inputs.VIEWS[: calibrator.num_views]):
         fits = []
         for task in features.tasks:
-            residual, affinity = measured(calibrator, view, (task.adapted, task.pretrained)[view])
+            residual, affinity = measured(calibrator, view, task.adapted, task.pretrained)
             fits.append((-residual.mean(axis=0), affinity.mean(axis=0)))
         pairs = {
             kind: (fit - np.diag(fit)[:, None])[first, second]
@@ -161,8 +163,7 @@ def residual_distributions(features: FeatureSet, calibrator: FDC) -> dict[str, A
     """
     true_tasks, result = features.test_tasks, {}
     for view, name in enumerate(inputs.VIEWS[: calibrator.num_views]):
-        test = (features.test_adapted, features.test_pretrained)[view]
-        residual, _ = measured(calibrator, view, test)
+        residual, _ = measured(calibrator, view, features.test_adapted, features.test_pretrained)
         result[name] = {
             place: {"task": task} | _densities(residual[:, task], true_tasks, task)
             for place, task in (("first", 0), ("last", len(features.tasks) - 1))

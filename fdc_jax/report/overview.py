@@ -186,7 +186,7 @@ def sentences(group: Group) -> list[str]:
         )
     entries = [run.analyses["beyond"] for run in group.runs if "beyond" in run.analyses]
     above = {
-        name: np.mean([each[name]["accuracy"] - each["fdc"]["accuracy"] for each in entries])
+        name: float(np.mean([each[name]["accuracy"] - each["fdc"]["accuracy"] for each in entries]))
         for name in (entries[0] if entries else ())
         if all(name in each for each in entries)
     }

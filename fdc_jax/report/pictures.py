@@ -114,7 +114,7 @@ def load(run: RunFolder, opened: Any) -> Pictures:
             data_uri(image),
             is_small(image),
             *(said(kind, row) for kind in ("", "raw_", "fdc_")),
-            lines,
+            evidence=lines,
         )
         for row, image, lines in zip(rows.tolist(), images, evidence, strict=True)
     ]

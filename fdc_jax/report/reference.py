@@ -21,7 +21,7 @@ import csv
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -71,9 +71,9 @@ def read(path: str | Path) -> pd.DataFrame:
         expected = f"expected a column {missing[0]}" if missing else f"unknown column {unknown[0]}"
         raise InputError(f"{path}: line 1: {expected}, found {', '.join(rows)}")
     rows = rows.reindex(columns=[*_KEY, "value", *_OPTIONAL]).astype(object)
-    rows = rows.apply(lambda column: column.str.strip())
+    rows = pd.DataFrame({name: rows[name].str.strip() for name in rows})
 
-    def check(good: pd.Series, column: str, expected: str) -> None:
+    def check(good: Any, column: str, expected: str) -> None:
         if not good.all():
             place = good.argmin()
             found = rows[column].fillna("").iloc[place]
@@ -86,7 +86,7 @@ def read(path: str | Path) -> pd.DataFrame:
     names = f"one of {', '.join(QUANTITIES[:10])} or a component combination"
     check(rows.quantity.isin(QUANTITIES), "quantity", names)
     for column, least in _LEAST.items():
-        values = pd.to_numeric(rows[column], errors="coerce")
+        values: Any = pd.to_numeric(rows[column], errors="coerce")
         good = rows[column].isna() | (np.isfinite(values) & (values >= least))
         check(good, column, "a number" + f" from {least}" * math.isfinite(least))
         rows[column] = values
@@ -140,7 +140,8 @@ def name_of(path: str | Path) -> str:
 def table(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group]) -> Table:
     """Lines a file up with the groups."""
     layout, rows = Layout(groups), []
-    for (benchmark, learner, name), of in lines.groupby(_KEY, sort=False):
+    by_quantity: Any = lines.groupby(_KEY, sort=False)
+    for (benchmark, learner, name), of in by_quantity:
         labels = (paper.benchmark_title(benchmark), learners.title(learner), name)
         signed, place = "gain" in name, (learner, benchmark)
         for each in [g for g in groups if (g.learner, g.benchmark) == place] or [None]:
