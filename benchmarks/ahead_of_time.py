@@ -224,15 +224,16 @@ def record_of(program: Program, target: str) -> dict[str, Any]:
     sizes = {name: getattr(plan, f"{of}_size_in_bytes") for name, of in memory.OF_A_STEP.items()}
     sizes["peak"] = sum(sizes.values()) - 2 * sizes["aliased"]
     exchanged = collectives(executable.as_text())
-    # The compiler counts the body of a loop once; of portions of a batch it is nearly everything.
+    # The compiler counts the body of a loop once; of portions of a batch, or of LoDA's half steps,
+    # it is nearly everything.
     loops = [each.params["length"] for each in traced.jaxpr.eqns if each.primitive.name == "scan"]
-    portions = max(loops, default=1)
+    turns = max(loops, default=1)
     found = {
-        "portions": portions,
+        "turns": turns,
         "compile_processor_seconds": seconds,
         "memory_bytes": sizes | {"of_the_device": described["memory_bytes"]},
-        "operations": portions * cost["flops"] if cost else None,
-        "bytes_accessed": portions * cost["bytes accessed"] if cost else None,
+        "operations": turns * cost["flops"] if cost else None,
+        "bytes_accessed": turns * cost["bytes accessed"] if cost else None,
         "collective_bytes": {
             kind: sum(size for each, size in exchanged if each == kind) for kind, _ in exchanged
         },
@@ -261,7 +262,7 @@ def lines(record: dict[str, Any]) -> str:
         work.append(f"{kind} {size / 2**20:.2f} MiB")
     found = [
         f"{record['program']}, batch {record['batch_size']}, {record['devices']} x "
-        f"{record['target']}, in portions: {record['portions']}, compiled in "
+        f"{record['target']}, turns of its loop: {record['turns']}, compiled in "
         f"{record['compile_processor_seconds']:.0f} s",
         f"GiB: {memory_text.replace('_', ' ')}",
         ", ".join(work),
