@@ -94,12 +94,6 @@ def test_a_damaged_export_is_refused_in_a_line(whole, tmp_path):
         with pytest.raises(InputError, match=f"{name}: expected this file of an export, found no"):
             fdc_jax.open_run(tmp_path / "out")
         (tmp_path / "elsewhere").rename(tmp_path / "out" / name)
-    (tmp_path / "out" / "results.json").write_text("{}")
-    with pytest.raises(InputError, match="lacks num_tasks or class_names; export the run again"):
-        fdc_jax.open_run(tmp_path / "out")
-    (tmp_path / "out" / "config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"config.json: expected the settings of a run, found"):
-        fdc_jax.open_run(tmp_path / "out")
 
 
 @pytest.mark.parametrize("learner", [RSIAT, pytest.param("inflora_ca", marks=pytest.mark.slow)])
@@ -148,8 +142,6 @@ def test_the_command_says_what_it_wrote(whole, tmp_path, capsys):
     raw, fdc, oracle = (f"{accuracy[name]:.2f}" for name in ("raw", "fdc", "oracle"))
     assert f"| all classes | {raw} | {fdc} | {oracle} |" in card
     assert "license: apache-2.0" in card and "digits_vit.npz" in card
-    for name, size in sizes.items():
-        assert name == "README.md" or f"| {name} | {size:,} | {export.WHAT[name]} |" in card
 
 
 @pytest.mark.parametrize(
@@ -157,11 +149,8 @@ def test_the_command_says_what_it_wrote(whole, tmp_path, capsys):
     [
         ("cumulative_lora", "exists", (), r"out: exists already; name a folder that does not"),
         ("cumulative_lora", "results.json", (), r"expected a finished run, found no results.json"),
-        ("cumulative_lora", "config.json", (), r"expected the work directory of a run"),
-        ("cumulative_lora", "predictions.npz", (), r"cannot copy .*predictions.npz: No such file"),
         ("cumulative_lora", "checkpoints", (), r"expected the checkpoints of a run"),
         ("cumulative_lora", None, ("--weights=absent.npz",), r"found no file absent.npz"),
-        ("cumulative_lora", None, ("--mergee",), r"did you mean --merge\?"),
         ("cumulative_lora", "fewer tasks", (), r"results are of 1 task, and it has learned 2; let"),
         pytest.param(
             *("rsiat", None, ("--timm",), r"no plain Vision Transformer of timm has an adapter"),

@@ -162,8 +162,6 @@ def test_replacing_heads_is_checked(data):
     own = [task.head for task in data.tasks]
     with pytest.raises(InputError, match="wa: heads: expected one per task, 3, found 2"):
         comparator.replace_heads(own[:2])
-    with pytest.raises(InputError, match=r"head of task 0: expected 3 classes, found 2"):
-        comparator.replace_heads([own[1], own[0], own[2]])
     zero = own[1]._replace(weight=np.zeros_like(own[1].weight))
     with pytest.raises(InputError, match="wa: all rows of the head of task 1 are zero"):
         comparator.replace_heads([own[0], zero, own[2]])

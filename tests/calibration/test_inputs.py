@@ -173,19 +173,6 @@ def test_settings_that_suit_the_tasks_are_returned_whole():
     assert calibration.check(WHITENED_CLASSES, [1]).affinity.scope == "class"
 
 
-def test_a_function_head_may_fail_later():
-    def fickle(_, features):
-        return features[:, : 3 if working else 2]
-
-    working = True
-    calibrator = streams.new()
-    calibrator.fit_task(FIRST.adapted, FIRST.labels, heads.FunctionHead(fickle))
-    calibrator.finalize()
-    working = False
-    with pytest.raises(InputError, match="head of task 0: expected logits of shape"):
-        calibrator.score(FIRST.adapted)
-
-
 def giving(logits):
     return heads.FunctionHead(lambda _, features: logits(features))
 

@@ -154,21 +154,6 @@ def test_rank_is_the_fewest_components(values, share, count, rank):
     assert fdc.retained_rank(np.array(values, float), share, count) == rank
 
 
-def test_prototypes_are_renormalised_means_of_unit_features():
-    features = random_features(2, 600, 10) + np.float32(0.7)
-    labels = np.random.default_rng(0).choice([7, -2, 5], 600)
-    found = summed(features, labels).prototypes(np.array([5, 9, 7, -2]))
-    unit = features.astype(np.float64)
-    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
-    for label, prototype in zip([5, 7, -2], found[[0, 2, 3]], strict=True):
-        mean = unit[labels == label].mean(axis=0)
-        np.testing.assert_allclose(prototype, mean / np.linalg.norm(mean), atol=1e-12)
-    assert not found[1].any()
-    # Not the same as the direction of the mean feature.
-    raw = features[labels == 5].mean(axis=0)
-    assert np.abs(found[0] - raw / np.linalg.norm(raw)).max() > 1e-3
-
-
 # The foreign reference -------------------------------------------------------------------------
 
 

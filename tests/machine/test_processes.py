@@ -16,14 +16,9 @@ from fdc_jax.machine import devices, processes
     ("arguments", "message"),
     [
         (dict(process_id=0), "found no --coordinator_address and no --num_processes"),
-        (dict(coordinator_address="a:1", num_processes=2), "found no --process_id"),
         (
             dict(coordinator_address="host", num_processes=2, process_id=0),
             "--coordinator_address: expected host:port, found 'host'",
-        ),
-        (
-            dict(coordinator_address="a:1", num_processes=0, process_id=0),
-            "--num_processes: expected at least 1, found 0",
         ),
         (
             dict(coordinator_address="a:1", num_processes=2, process_id=2),
@@ -61,25 +56,6 @@ def test_where_jax_finds_no_job_it_says_so(monkeypatch):
         processes.start(detect=True)
     assert "--distributed: JAX found no job" in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_nothing_is_joined_unasked(monkeypatch):
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **b: pytest.fail("joined"))
-    processes.start()
-    assert (processes.count(), processes.index(), processes.is_first()) == (1, 0, True)
-
-
-def test_one_process_agrees_with_itself():
-    value = object()
-    assert processes.on_first(lambda: value)() is value
-    assert processes.together(lambda: value) is value
-    assert processes.agreed(True) and not processes.agreed(False)
-    processes.check_same({"a": 1})
-    array = np.arange(3.0)
-    assert processes.from_first(lambda: {"a": array})["a"] is array
-    assert processes.leave()
-    with pytest.raises(InputError):
-        processes.on_first(lambda: (_ for _ in ()).throw(InputError("wrong")))()
 
 
 def test_an_agreement_is_a_few_calls_late_and_stays():

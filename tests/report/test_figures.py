@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from matplotlib.collections import PathCollection, PolyCollection
+from matplotlib.collections import PolyCollection
 from matplotlib.text import Text
 
 from fdc_jax.report import drawing, figures, overview, paper
@@ -124,15 +124,6 @@ def test_shares_are_stacked_to_the_whole(protocol, drawn):
         assert tops == pytest.approx([100] * 5)
 
 
-def test_confusion_is_that_of_the_overview():
-    run = made_up.run(1)
-    figure = draw("task_confusion", run)
-    for axes, kind in zip(figure.axes, ("raw", "fdc"), strict=False):
-        (image,) = axes.images
-        expected = overview.confusion(made_up.groups(run)[0], kind)
-        assert np.asarray(image.get_array()) == pytest.approx(expected)
-
-
 # Diagnostics and sweeps ---------------------------------------------------------------------------
 
 
@@ -150,18 +141,6 @@ def test_similarity_is_the_mean_over_seeds(protocol, drawn):
     assert "adapted view, ρ = 0.50" in [text.get_text() for text in affinity.texts]
 
 
-def test_contributions_have_a_point_per_head(protocol, drawn):
-    (group,) = protocol
-    (axes,) = drawn["residual_contributions"].figure.axes
-    for side, left in (("own", True), ("foreign", False)):
-        points = the_line(axes, side)
-        expected, _ = over_seeds(group, "residual_contributions", side)
-        assert points.get_ydata() == pytest.approx(expected)
-        assert (np.asarray(points.get_xdata()) < 0).all() == left
-        bars = [line for line in axes.lines if len(line.get_ydata()) == 2]
-        assert any(line.get_ydata() == pytest.approx([expected.mean()] * 2) for line in bars)
-
-
 def test_distributions_show_own_foreign_and_their_mean_dashed(protocol, drawn):
     (group,) = protocol
     found = group.runs[0].analyses["residual_distributions"]
@@ -173,16 +152,6 @@ def test_distributions_show_own_foreign_and_their_mean_dashed(protocol, drawn):
         assert own.get_xdata() == pytest.approx(result["grid"])
         assert own.get_ydata() == pytest.approx(result["own"])
         assert mean.get_ydata() == pytest.approx(result["foreign_mean"])
-
-
-def test_prototypes_are_dots_and_stars(protocol, drawn):
-    (group,) = protocol
-    found = group.runs[0].analyses["prototype_geometry"]
-    panels = drawn["prototype_geometry"].figure.axes
-    for axes, view in zip(panels, ("adapted", "pretrained"), strict=False):
-        dots, stars = (each for each in axes.collections if isinstance(each, PathCollection))
-        assert np.asarray(dots.get_offsets()) == pytest.approx(np.array(found[view]["classes"]))
-        assert np.asarray(stars.get_offsets()) == pytest.approx(np.array(found[view]["tasks"]))
 
 
 def test_sweeps_are_means_with_the_default_dotted(protocol, drawn):
@@ -197,11 +166,3 @@ def test_sweeps_are_means_with_the_default_dotted(protocol, drawn):
         (published,) = hollow(axes)
         expected = paper.row("benchmark", "cumulative_lora", "fdc")["cifar100"].mean
         assert (published.get_xdata(), published.get_ydata()) == ([found["default"]], [expected])
-
-
-def test_neighbours_compare_two_references(protocol, drawn):
-    (group,) = protocol
-    (axes,) = drawn["neighbours"].figure.axes
-    for index, name in enumerate(("own", "nearest")):
-        expected = over_seeds(group, "sweep_neighbours", name, "accuracy")
-        check_band(axes, name, expected, index)

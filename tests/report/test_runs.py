@@ -189,21 +189,6 @@ def test_without_the_pretrained_view_the_adapted_view_is_all_there_is(tmp_path):
     assert run.quantity("pac+rlc_pretrained_view") is None
 
 
-def test_results_of_an_older_version_have_gaps_and_no_guesses(tmp_path):
-    found = results(learner="splitlora")
-    for of in (found, *found["curve"]):
-        for name in ("pac+rlc_adapted_view", "pac+rlc_pretrained_view"):
-            del of["components"][name]
-    found["config"] = {"seed": [1], "learner.name": "splitlora"}
-    for name in ("timing", "encoder", "data", "split", "device", "versions"):
-        del found[name]
-    write_run(tmp_path / "a", found)
-    (group,) = loaded(tmp_path).groups
-    assert group.values("gain:pac+rlc_adapted_view") == []
-    assert group.runs[0].quantity("aia:pac+rlc_adapted_view") is None
-    assert group.follows_protocol  # Fields that it does not know had the paper's values.
-
-
 def test_provenance_says_where_runs_differ(tmp_path):
     write_run(tmp_path / "a", config={"data.dir": "here"})
     versions = {"commit": "ffff", "jax": "0.10.2"}
