@@ -142,16 +142,6 @@ def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, name, arguments, me
     assert message in line
 
 
-def test_samples_depend_on_their_position_alone():
-    point = calibration.Point(3, 10_000, 7, 8, 2)
-    task = calibration.Features(point, 1)
-    chunks, again = list(task.source()), list(calibration.Features(point, 1).source())
-    assert sum(len(labels) for _, _, labels in chunks) == task.count == 3333
-    for one, other in zip(chunks, again, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, one, other)
-    assert {int(label) for _, _, labels in chunks for label in labels} == {3, 4}
-
-
 # The formula for operations against what the compiler counts --------------------------------------
 
 # Wide enough that the products, which alone the formula counts, are nearly everything.

@@ -141,16 +141,6 @@ def test_the_heads_are_ridge_regression_and_class_means(tasks):
     np.testing.assert_allclose(found, 2 * cosine_similarity(features, means) - 2, atol=1e-5)
 
 
-def test_two_classes_have_one_score(tasks, plain):
-    labels = np.where(tasks[2].rows == 0, "no", "yes")
-    estimator = FDCClassifier().fit(tasks[2].adapted, labels)
-    found = estimator.decision_function(tasks[2].adapted)
-    assert found.shape == (80,)
-    np.testing.assert_array_equal(
-        np.where(found > 0, "yes", "no"), estimator.predict(tasks[2].adapted)
-    )
-
-
 @pytest.mark.parametrize("kind", ["linear", "function"])
 def test_joblib_keeps_what_further_tasks_need(tasks, kind, tmp_path, plain):
     estimator = FDCClassifier("whitened")

@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdc_jax import evaluation
-from fdc_jax.calibration.components import WHITENED
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
@@ -169,27 +168,6 @@ def test_mcnemar_without_discordant_samples():
 
 
 # A run: the rest of results.json is tested with runs ---------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("variant", "entry"), [({"affinity_evidence": "linear"}, "linear"), (WHITENED, "whitened")]
-)
-def test_another_affinity_stands_beside_the_papers(variant, entry):
-    stream = streams.stream(0, 3)
-    inputs = streams.probe_inputs(stream)
-    labels = np.arange(len(inputs[0])) % 9
-    tasks = np.searchsorted([3, 7], labels, side="right")
-    paper, columns = evaluation.measure(streams.fitted(stream).terms(*inputs), labels, tasks)
-    terms = streams.fitted(stream, **variant).terms(*inputs)
-    found, more = evaluation.measure(terms, labels, tasks)
-    assert {name: found[name] for name in paper} == paper
-    assert found.keys() - paper.keys() == {entry}
-    assert more.keys() - columns.keys() == {f"{entry}_label", f"{entry}_task"}
-    assert found[entry]["affinity"]["evidence"] == "linear"
-    np.testing.assert_array_equal(more[f"{entry}_label"], terms.scores().label)
-    np.testing.assert_array_equal(more["fdc_label"], terms.fuse().label)
-    assert (more[f"{entry}_label"] != more["fdc_label"]).any()
-    assert found[entry]["accuracy"] == evaluation.accuracy(labels, terms.scores().label)
 
 
 def test_each_task_so_far_has_an_accuracy():

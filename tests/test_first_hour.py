@@ -13,7 +13,6 @@ import pytest
 from benchmarks import first_hour
 from fdc_jax import learners
 from fdc_jax.errors import InputError, StopRequest
-from tests import small_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 GPU = {"attentions": ["xla", "cudnn"], "pytorch": True, "lacking": None}
@@ -57,32 +56,6 @@ def test_a_budget_ends_parts_and_begins_none_that_it_has_no_room_for(tmp_path):
     assert first_hour.work(todo, tmp_path, 1000, asked) == state
 
 
-def test_what_failed_comes_last_and_what_changed_or_is_gone_again(tmp_path, monkeypatch, capsys):
-    fails, works = (first_hour.Part(name, 0, [name]) for name in ("fails", "works"))
-
-    def run(part, folder, seconds, stop):
-        (folder / f"{part.name}.log").write_text(f"{part.name} at last\n")
-        if part.name == "works":
-            part.report(folder).write_text("{}")
-        return int(part.name == "fails"), False
-
-    monkeypatch.setattr(first_hour, "_run", run)
-
-    def told(*todo):
-        first_hour.work(todo, tmp_path, 1000, StopRequest())
-        return [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
-
-    assert told(fails) == ["fails"]
-    assert told(fails, works) == ["works", "fails"]
-    assert told(fails, works) == ["fails"]
-    state = json.loads((tmp_path / "parts.json").read_text())
-    assert [each["state"] for each in state.values()] == ["failed", "done"]
-    assert (state["fails"]["failures"], state["fails"]["said"]) == (3, "fails at last")
-    assert told(works._replace(command=["other"])) == ["works"]
-    works.report(tmp_path).unlink()
-    assert told(works._replace(command=["other"])) == ["works"]
-
-
 def test_a_folder_is_of_one_accelerator(tmp_path, monkeypatch):
     before = {"device": "8 x TPU v6 lite"}
     (tmp_path / "device.json").write_text(json.dumps(before))
@@ -99,25 +72,6 @@ def test_a_folder_is_of_one_accelerator(tmp_path, monkeypatch):
         first_hour.main()
     assert not (tmp_path / "device.json").exists()
     assert not (tmp_path / "parts.json").exists()
-
-
-def rows(name):
-    found = json.loads((ROOT / "results" / "performance" / f"{name}.json").read_text())
-    return {what: rest for what, *rest in first_hour.rows(found)}
-
-
-def test_rows_of_published_measurements(whole):
-    step, views = rows("training_step_128"), rows("extraction_128")
-    assert step["jax"] == ["23.5 images/s, 76 % of peak", "", ""]
-    assert step["pytorch_eager"][0].endswith("images/s")
-    assert views["jax"] == ["54.7 images/s, 93 % of peak", "", ""]
-    assert rows("learners")["step of cumulative_lora"][0].startswith("22.3 images/s, 1.00 times")
-    # On a processor, what the compiler plans.
-    assert rows("memory")["peak at 10 tasks"] == ["1.11 GiB", "6.51 GiB", ""]
-    assert rows("step_profile_128")["GELU"][0].endswith(" ms")
-    run = {what: rest for what, *rest in first_hour.rows(small_runs.results(whole))}
-    assert run["accuracy, percent"][0].startswith("raw ")
-    assert run["training"][1] == "ViT-B/16: 132.2 minutes"
 
 
 @pytest.mark.slow

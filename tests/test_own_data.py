@@ -14,7 +14,6 @@ from configs import own
 from fdc_jax import configuration
 from fdc_jax.data import prepare
 from fdc_jax.errors import InputError
-from fdc_jax.learners import inflora
 from tests import small_runs
 from tests.small_runs import stopped
 
@@ -206,21 +205,6 @@ def test_the_same_tasks_in_other_words_are_the_same_and_reported(root, grown, ca
     for table in (workdir / "report" / "tables").glob("*.csv"):
         rows = list(csv.reader(table.read_text().splitlines()))
         assert all("paper" not in row for row in rows), table.name
-
-
-def test_who_plans_ahead_says_so(root, cache, tmp_path, caplog):
-    """InfLoRA protects the more the more of its tasks are done."""
-    data = tmp_path / "data"
-    prepare.prepare("trees", root / "old.csv", data, quiet=True)
-    few = config(data, cache, classes_per_task=SIZES[:2], learner__name="inflora")
-    stopped(few, tmp_path / "run", 2)
-    prepare.prepare("trees", root / "new.csv", data, append=True, quiet=True)
-    more = config(data, cache, learner__name="inflora")
-    stopped(more, tmp_path / "run", 2)
-    assert f"was planned for 2 tasks, is for 3; {inflora.TASK_COUNT}: a run that" in caplog.text
-    caplog.clear()
-    stopped(more, tmp_path / "run", 2)
-    assert "planned" not in caplog.text
 
 
 # Settings -----------------------------------------------------------------------------------------

@@ -180,11 +180,6 @@ def test_images_come_as_files_folders_arrays_and_from_pillow(opened, files, said
     same(found, first)
 
 
-def test_a_single_image_does_not_take_a_whole_batch(opened, files):
-    sizes = [predict.Predictions(opened, files[:n]).batch_size for n in (1, 2, 3, 60)]
-    assert sizes == [1, 2, 4, 64]
-
-
 def test_thousands_are_never_in_memory_at_once(whole, files, monkeypatch):
     opened = fdc_jax.open_run(whole)
     opened.config.evaluation.batch_size = 4

@@ -174,10 +174,6 @@ def test_config_files_are_never_rewritten_silently(copy, cache):
     ],
 )
 def test_unreadable_json_names_the_remedy(whole, copy, cache, name, remedy):
-    if name == "results.json":
-        (copy / name).write_text("{}")
-        with pytest.raises(InputError, match=f"{name}: expected num_tasks, found none; {remedy}"):
-            go(config(cache), copy)
     (copy / name).write_text("{")
     if name.startswith("tasks"):
         (copy / "results.json").unlink()

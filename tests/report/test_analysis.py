@@ -6,7 +6,6 @@ import pytest
 from fdc_jax import calibration, evaluation
 from fdc_jax.calibration import comparators
 from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES
-from fdc_jax.errors import InputError
 from fdc_jax.report import analysis, runs
 from tests.report.feature_sets import feature_set, reference_of, write_features
 from tests.report.made_up import write_run
@@ -63,16 +62,6 @@ def test_neighbourhoods_are_the_reference_s():
     for place, count in enumerate(found["values"]):
         for name in ("own", "nearest"):
             check(features, found[name], place, neighbours=count, nearest=name == "nearest")
-
-
-def test_bad_sweeps_are_refused():
-    features = feature_set()
-    with pytest.raises(InputError, match="attenuation: expected 0 <= x <= 1"):
-        analysis.vary(features, {}, "attenuation", (1.5,))
-    with pytest.raises(InputError, match="neighbours"):
-        analysis.vary(features, {}, "neighbours", (4,))
-    with pytest.raises(InputError, match="test_labels: absent"):
-        analysis.vary(features._replace(test_labels=None), {}, "attenuation")
 
 
 # What is beyond the paper ------------------------------------------------------------------------

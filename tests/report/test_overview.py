@@ -100,15 +100,6 @@ def test_forgetting_and_backward_transfer_by_hand():
     assert found.keys() == set(overview.KINDS) and found["raw"] == pytest.approx([32.5])
 
 
-@pytest.mark.parametrize(
-    "rows", [MATRIX[:2], [[90.0], None, [60.0, 50.0, 70.0]], [[90.0], [1.0], [1.0, 2.0, 3.0]]]
-)
-def test_forgetting_needs_every_task(rows):
-    made = group({}, **recorded(rows) | {"num_tasks": 3})
-    assert overview.accuracy_matrix(made.runs[0], "raw") is None
-    assert overview.over_tasks(made, overview.forgetting) == {}
-
-
 def test_a_task_without_images_is_left_out():
     made = group({}, **recorded([[90.0], [80.0, None], [70.0, None, 60.0]]))
     found = overview.over_tasks(made, overview.backward_transfer)

@@ -173,16 +173,6 @@ def test_intervals_and_p_values(tmp_path):
     assert alone["seeds"] == "all 1" and alone[["95 % interval", "p", "p, Holm"]].isna().all()
 
 
-def test_partitions_say_whether_they_are_the_paper_s(ours, tmp_path):
-    found = lines(ours["partitions"], "CIFAR-100")
-    expected = ["100", "20", "5", "50,000", "10,000"]
-    assert list(found["ours, official split"].iloc[2:]) == [*expected, "equal"]
-    assert list(found["paper"].iloc[2:-1]) == expected
-    write_run(tmp_path / "other", num_train_images=49_000)
-    table = built(runs.load([tmp_path / "other"]).groups)["partitions"]
-    assert list(table.frame.iloc[0])[-3:] == ["49,000", "10,000", "differs"]
-
-
 def test_costs_leave_out_cached_extraction(ours):
     found = lines(ours["cost"], "Cumulative-LoRA", "CIFAR-100", "ours")["1 x cpu"]
     assert found["training, min"] == written([601 / 60, 602 / 60, 603 / 60])
