@@ -87,15 +87,9 @@ def with_devices(count):
 
 
 def start(workdir, *options, cache, devices=1, before=(), cwd=None):
-    """Starts the command in a process of its own; later options hold.
+    """Starts the command in a process of its own, behind `before`, a command that runs another.
 
-    Args:
-        workdir: the work directory, or None for the one that the command chooses.
-        options: further flags.
-        cache: the folder for what runs share.
-        devices: how many the process has.
-        before: a command that ends in running another.
-        cwd: the current folder.
+    Later options hold; without a work directory it is the one that the command chooses.
     """
     program = [sys.executable, str(REPOSITORY / "main.py")]
     given = [f"--config={REPOSITORY / 'configs' / 'digits.py'}"]

@@ -6,7 +6,6 @@ import pytest
 
 from fdc_jax.data import digits
 from fdc_jax.data.batches import EvaluationBatches
-from fdc_jax.errors import Interrupted, StopRequest
 from fdc_jax.extraction import Extraction, Extractor, FeatureCache
 from fdc_jax.machine import devices
 from fdc_jax.model import vit
@@ -77,16 +76,6 @@ def test_both_views_in_one_pass_and_in_portions(model, backbone, monkeypatch, co
         np.testing.assert_array_equal(found.features, alone.features)
         assert found.seconds > found.input_wait_seconds >= 0
     assert cut.encode._cache_size() <= 1
-
-
-def test_a_stop_request_ends_the_loop(model, backbone):
-    stop = StopRequest()
-    kernels = vit.pretrained_kernels(backbone)
-    extract = extractor(model)
-    extract(backbone, [kernels], batches(8), stop.poll)
-    stop.signal = 15
-    with pytest.raises(Interrupted, match="SIGTERM"):
-        extract(backbone, [kernels], batches(8), stop.poll)
 
 
 INDICES = np.array([4, 5, 6])

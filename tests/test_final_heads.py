@@ -9,8 +9,6 @@ import pytest
 
 from fdc_jax import calibration, feature_files
 from fdc_jax.posthoc.__main__ import main
-from fdc_jax.posthoc.methods import METHODS, Settings
-from fdc_jax.posthoc.methods import run as fit
 from tests import small_runs
 
 pytestmark = pytest.mark.ci
@@ -52,20 +50,6 @@ def test_the_command_gives_the_labels_of_the_run(whole, predictions, tmp_path):
     with np.load(output) as again:
         np.testing.assert_array_equal(again["raw_label"], predictions["raw_label"])
         np.testing.assert_array_equal(again["label"], predictions["fdc_label"])
-
-
-def test_without_final_heads_the_labels_would_be_others(whole, predictions):
-    """And so they are for every method that reads heads."""
-    features = feature_files.load(whole / "features")
-    early = features._replace(tasks=tuple(t._replace(final_head=None) for t in features.tasks))
-    settings = Settings({}, projections=50, seed=0)
-    for name in METHODS:
-        if name.startswith(("ranpac", "anacp", "mahalanobis", "fecam", "ridge", "transported")):
-            continue
-        first, final = (fit(name, each, settings).scores for each in (early, features))
-        reads_heads = not name.startswith(("ncm", "nme"))
-        assert np.any(first.task_scores != final.task_scores) == reads_heads, name
-    assert np.any(fit("raw", early, settings).scores.label != predictions["raw_label"])
 
 
 def test_with_other_settings_the_curve_has_what_the_final_state_repeats(

@@ -28,12 +28,3 @@ def test_time_left_is_shown_from_the_second_step_on_without_compilation(clock, c
     shown.step("task 1/2 epoch 1/1", loss="1.700")
     line = f"task 1/2 epoch 1/1: step 2 of 10, loss 1.700, {left}\n"
     assert capsys.readouterr().err == line
-
-
-def test_quiet_shows_nothing(clock, capsys):
-    shown = progress.Progress(quiet=True)
-    shown.start(10, 0)
-    for _ in range(3):
-        shown.step("task")
-    shown.line("after task")
-    assert capsys.readouterr().err == ""

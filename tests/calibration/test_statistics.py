@@ -64,23 +64,6 @@ def test_mean_and_subspace_match_scikit_learn(offset, samples):
     np.testing.assert_allclose(basis.T @ basis, pca.components_.T @ pca.components_, atol=2e-5)
 
 
-@pytest.mark.parametrize("offset", [0.0, 30.0])
-@pytest.mark.parametrize("share", [0.75, 0.99])
-@pytest.mark.parametrize(("samples", "width"), [(7, 130), (129, 300), (530, 700)])
-def test_components_of_fewer_samples_than_dimensions(samples, width, share, offset):
-    features = features_of_spectrum(0, samples, width, min(samples - 1, 60), 0.93, offset)
-    sums = summed(features)
-    found = sums.basis(share)
-    mean, basis = float64_components(features, share)
-    np.testing.assert_allclose(sums.mean, mean, rtol=1e-12, atol=1e-12)
-    assert found.shape == basis.shape
-    np.testing.assert_allclose(found @ found.T, np.eye(len(basis)), atol=1e-6)
-    np.testing.assert_allclose(found.T @ found, basis.T @ basis, atol=3e-5)
-    probes = features + np.random.default_rng(1).normal(size=features.shape).astype(np.float32)
-    ratio = fdc.residual_ratio(probes, sums.mean.astype(np.float32), found)[0]
-    np.testing.assert_allclose(ratio, residual_ratios(probes, mean, basis), atol=1e-4)
-
-
 def test_a_distant_mean_costs_no_digits():
     features = features_of_spectrum(0, 9, 160, 8, 0.9, offset=1e5)
     sums, (mean, basis) = summed(features), float64_components(features, 0.99)

@@ -1,8 +1,4 @@
-"""Features from sources, memory maps, other libraries, number types and devices."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""Features from sources, memory maps, other libraries and number types."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +8,6 @@ from fdc_jax import heads
 from fdc_jax.calibration import inputs
 from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES
 from fdc_jax.errors import InputError
-from tests import small_runs
 from tests.calibration import streams
 
 LONG = (1300, 40, 700)
@@ -180,44 +175,3 @@ def test_number_types_are_widened_before_any_statistic(dtype, convert):
     )
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, expected)
-
-
-SHARDED = """
-import sys
-import jax, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-from fdc_jax import calibration
-from tests.calibration import streams
-
-assert len(jax.devices()) == 4
-mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-split = NamedSharding(mesh, PartitionSpec("data"))
-stream = streams.stream(9, 2, samples=(600, 48))
-probe = streams.probe_inputs(stream)
-on_host = streams.fitted(stream)
-on_host.save(sys.argv[1])
-on_device = calibration.load(sys.argv[1])
-place = {
-    "sharded": lambda array: jax.device_put(array, split),
-    "elsewhere": lambda array: jax.device_put(array, jax.devices()[2]),
-}
-for name, put in place.items():
-    spread = streams.fitted(streams.mapped(stream, put, put))
-    for found, expected in ((on_device, on_device), (spread, on_host)):
-        scores = found.score(*map(put, probe)).task_scores
-        np.testing.assert_array_equal(scores, expected.score(*probe).task_scores, name)
-print("equal")
-"""
-
-
-def test_arrays_on_several_devices(tmp_path):
-    root = Path(__file__).resolve().parents[2]
-    run = subprocess.run(
-        [sys.executable, "-c", SHARDED, str(tmp_path / "calibrator.npz")],
-        env=small_runs.with_devices(4) | {"PYTHONPATH": str(root)},
-        cwd=root,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "equal"

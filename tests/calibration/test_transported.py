@@ -5,7 +5,7 @@ import pytest
 
 from fdc_jax import calibration
 from fdc_jax.calibration import drift, transported
-from fdc_jax.calibration.components import TRANSPORTED, WHITENED
+from fdc_jax.calibration.components import TRANSPORTED
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
@@ -131,25 +131,6 @@ def test_without_drift_nothing_moves_and_without_transport_it_would_be_worse():
 
     stale = right([None, *(t.adapted for t in tasks[1:])])
     assert right(previous) > 0.99 > 0.97 > stale
-
-
-def test_the_papers_scores_and_the_whitened_ones_stand_beside():
-    tasks = streams.stream(4, 3)
-    inputs = streams.probe_inputs(tasks)
-    both = streams.fitted(tasks, previous=previous_of(tasks), **TRANSPORTED, **WHITENED).terms(
-        *inputs
-    )
-    paper = streams.fitted(tasks).terms(*inputs)
-    whitened = streams.fitted(tasks, **WHITENED).terms(*inputs)
-    np.testing.assert_array_equal(both.fuse().task_scores, paper.fuse().task_scores)
-    assert sorted(both.beyond()) == ["transported", "whitened"]
-    np.testing.assert_array_equal(
-        both.beyond()["whitened"]["full"].task_scores, whitened.scores().task_scores
-    )
-    views = both.beyond()["transported"]
-    np.testing.assert_array_equal(views["full"].task_scores, both.scores().task_scores)
-    assert sorted(views) == ["adapted_view", "full", "pretrained_view", "raw"]
-    assert (both.scores(False, False).task_scores == 0).all()
 
 
 def test_statistics_do_not_depend_on_how_a_source_is_cut():

@@ -115,12 +115,6 @@ def test_evaluation_keeps_the_order(photo_source, workers):
     np.testing.assert_array_equal(evaluation_images(photo_source, indices, 16), pixels)
 
 
-def test_evaluation_images_of_many_and_of_none(plain_source):
-    found = evaluation_images(plain_source(100), np.arange(100)[::-1], 4)
-    np.testing.assert_array_equal(found[:, 0, 0, 0], np.arange(100)[::-1])
-    assert evaluation_images(plain_source(3), [], 4).shape == (0, 4, 4, 3)
-
-
 def counting(source):
     """Returns a copy of a source that counts its reads, and the counts."""
     counts = collections.Counter()

@@ -1,12 +1,10 @@
 """Files are whole or absent."""
 
-import hashlib
-
 import numpy as np
 import pytest
 
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import read_npz, sha256, write_atomically, write_npz
+from fdc_jax.machine.files import read_npz, write_atomically, write_npz
 
 
 def test_the_file_appears_when_the_block_ends(tmp_path):
@@ -42,8 +40,3 @@ def test_a_path_that_cannot_be_made(tmp_path):
     path = tmp_path / "file" / "below"
     with pytest.raises(InputError, match=f"cannot write {path}: "), write_atomically(path):
         pass
-
-
-def test_sha256(tmp_path):
-    (tmp_path / "file").write_bytes(b"abc" * 1000)
-    assert sha256(tmp_path / "file") == hashlib.sha256(b"abc" * 1000).hexdigest()

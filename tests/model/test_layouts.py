@@ -170,19 +170,6 @@ def test_written_in_timms_layout_an_encoder_is_the_same(tmp_path, family):
         assert {*arrays} == {name for name in given if not name.endswith(".gamma")}
 
 
-@pytest.mark.parametrize("family", ["timm_vit", "timm_deit", "timm_clip", "timm_siglip"])
-def test_a_file_of_timm_is_written_as_it_was(family):
-    variant, params = encoder(family)
-    found, config = layouts.as_timm(params, variant, vit.pretrained_kernels(params), SIDE)
-    given = layouts.used(load_file(weights_of(family)))
-    assert found.keys() == given.keys()
-    for name, array in given.items():
-        np.testing.assert_array_equal(found[name], array.astype(np.float32), err_msg=name)
-    own = json.loads(weights_of(family).with_name("config.json").read_text())
-    for name in ("embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "global_pool"):
-        assert config["model_args"][name] == own["model_args"][name], name
-
-
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
@@ -304,16 +291,6 @@ def test_a_damaged_configuration_is_refused(tmp_path):
     path.with_name("config.json").write_text("{")
     with pytest.raises(InputError, match=r"config\.json: .*unreadable"):
         recognise(path)
-
-
-def test_named_weights_are_of_the_variant_that_is_asked_for():
-    assert weights.recognise("augreg", "B/32") == ("B/32", vit.VARIANTS["B/32"])
-    with pytest.raises(
-        InputError, match=r"encoder\.variant: expected one of Ti/16, .*found 'X/16'"
-    ):
-        weights.recognise("augreg", "X/16")
-    with pytest.raises(InputError, match="expected 'augreg', 'digits' or a file, found no file"):
-        weights.recognise("absent.npz", "B/16")
 
 
 @pytest.mark.parametrize("name", vit.VARIANTS)

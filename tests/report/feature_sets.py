@@ -8,15 +8,7 @@ from tests.calibration import reference, streams
 
 
 def feature_set(kind="linear", dual=True, final=False, test_size=90, **options):
-    """Returns a stream of the tests of calibration as a feature set.
-
-    Args:
-        kind: of head.
-        dual: with a pretrained view.
-        final: whether the heads changed after their task.
-        test_size: number of test images.
-        **options: of `streams.stream`.
-    """
+    """Returns a stream as a feature set; `final` says that heads changed after their task."""
     tasks = streams.stream(**options)
     adapted, pretrained, labels = probes(tasks, test_size)
     made = []

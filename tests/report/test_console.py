@@ -1,8 +1,5 @@
 """The table at the end of a run."""
 
-import numpy as np
-import pytest
-
 from fdc_jax.report import console
 
 
@@ -40,17 +37,3 @@ def test_one_seed(capsys):
     assert rows["right task chosen"][2:] == ["71.00", "82.00", "+11.00"]
     assert rows["average over tasks"][2:] == ["85.00", "91.50", "+6.50"]
     assert len(lines) == 6
-
-
-def test_several_seeds_with_deviations_paired_within_each(capsys):
-    lines, rows = shown(capsys, results(1, 70.0, 80.0), results(2, 72.0, 83.0))
-    assert "seeds 1, 2" in lines[0]
-    std = np.std([10, 11], ddof=1)
-    assert " ".join(rows["final accuracy"][1:]).startswith("71.00 ± 1.41 81.50 ± 2.12 +10.50")
-    assert f"+10.50 ± {std:.2f}" in lines[3]
-    reach = 12.7062 * std / np.sqrt(2)
-    low, high = (float(word) for word in lines[-1].split()[-3::2])
-    assert (low, high) == (
-        pytest.approx(10.5 - reach, abs=0.01),
-        pytest.approx(10.5 + reach, abs=0.01),
-    )

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fdc_jax.errors import InputError
 from fdc_jax.report import figures, page, pictures
 from fdc_jax.report.pictures import Evidence, Picture, Pictures, Said
 from fdc_jax.report.runs import Skipped
@@ -180,19 +179,13 @@ def test_tables_are_folded_frames(read):
     assert "class order seed" in read.texts("dt") and "seed 1: 7" in read.texts("dd")
 
 
-def test_what_is_missing_is_said(monkeypatch):
+def test_what_is_missing_is_said():
     run = made_up.run(1)
     for point in run.results["curve"]:
         del point["task_accuracy"]
     read = Reader(rendered([run], kinds=(), found=[Pictures(missing="Gone.")]))
     assert "Gone." in read.texts("p") and "learned" not in read.texts("th")
     assert any("forgetting is not known" in text for text in read.texts("p"))
-
-    def refuse(path):
-        raise InputError("no weights")
-
-    monkeypatch.setattr("fdc_jax.open_run", refuse, raising=False)
-    assert page.material(run).missing == "The work directory does not open: no weights"
 
 
 def test_names_from_files_are_text():

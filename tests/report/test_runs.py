@@ -204,9 +204,6 @@ def test_provenance_says_where_runs_differ(tmp_path):
         "commit": {"seed 1": "0123abcd", "seed 2": "ffff"},
         "jax": "0.10.2",
     }
-    assert parts["weights"]["sha256"] == "ab" * 32
-    assert parts["data"]["train_sha256"] == "cd" * 32
-    assert parts["configuration"]["train.epochs"] == 20
     assert {"seed", "data.dir"}.isdisjoint(parts["configuration"])
     assert parts["not computed"] == {"seed 2": ["no similarity: why"]}
     assert parts["runs"]["seeds"] == [1, 2] and "/" in parts["runs"]["folder"]["seed 1"]
