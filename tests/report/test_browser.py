@@ -1,0 +1,74 @@
+"""The page in a real browser: no errors, no requests, nothing wider than the screen."""
+
+import io
+import os
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.report import made_up, test_page
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+SCREENS = [(1280, 900, "light"), (390, 844, "dark")]
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """A page with tables, pictures, figures of all widths and a long name."""
+    long = "a_very_long_name_of_a_learner_" * 4
+    members = [made_up.run(1, num_tasks=11), made_up.run(1, learner=long)]
+    kinds = ("accuracy_curve", "decomposition", "task_confusion", "task_identity")
+    found = [test_page.material(), test_page.material(long)]
+    tables = [test_page.table(), test_page.table("other", long, long)]
+    text = test_page.rendered(members, tables, (), kinds, found, test_page.ORIGIN)
+    path = tmp_path_factory.mktemp("report") / "report.html"
+    path.write_text(text, encoding="utf-8")
+    return path.as_uri()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """A headless Chromium."""
+    asked = os.environ.get("CHROMIUM")
+    found = next((p for name in ([asked] if asked else NAMES) if (p := shutil.which(name))), None)
+    if found is None:
+        pytest.skip(f"needs Chromium: $CHROMIUM, or one of {', '.join(NAMES)} on the path")
+    api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright")
+    with api.sync_playwright() as started:
+        opened = started.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield opened
+        opened.close()
+
+
+@pytest.mark.parametrize(("width", "height", "scheme"), SCREENS)
+def test_the_page_fits_every_screen(browser, report, width, height, scheme):
+    size = {"width": width, "height": height}
+    page = browser.new_page(viewport=size, color_scheme=scheme)
+    said, asked = [], []
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(report)
+    page.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    # Nothing is cut off: what is wider has a box of its own that scrolls.
+    outside = page.evaluate(
+        "[...document.querySelectorAll('body *')].filter(each => !each.closest('.scroll, .unseen') "
+        "&& !each.classList.contains('skip') && each.getBoundingClientRect().right > innerWidth + 1"
+        ").map(each => each.outerHTML.slice(0, 80))"
+    )
+    assert outside == []
+    clipped = page.evaluate(
+        "[...document.querySelectorAll('.headline, .picture, .tasks, pre')].filter(each => "
+        "each.scrollWidth > each.clientWidth + 1).map(each => each.className)"
+    )
+    assert clipped == []
+    image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
+    pixels = np.asarray(image, dtype=np.float64)
+    ground = pixels[-1, -1]
+    assert (ground.mean() < 60) if scheme == "dark" else (ground.mean() > 240)
+    assert np.abs(pixels - ground).max() > 150  # something is written that stands out
+    assert said == [] and [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    page.close()
