@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import calibration, flops
+from benchmarks import calibration, flops, step_profile
 from fdc_jax.model import increments, vit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -121,8 +121,13 @@ def check_input_pipeline(found):
     [
         ("ahead_of_time", ["--target=b9"], "--target: expected one of v5e, v6e, v5p, h100"),
         ("calibration", ["--tasks=1"], "expected at least two tasks"),
+        ("calibration", ["--images=3"], "expected at least two tasks"),
+        ("latency", ["--run=nowhere"], "--run=nowhere: expected a finished run"),
         ("latency", ["--case=3x10"], "--case: expected tasks that divide the classes: 3x10"),
+        ("latency", ["--variant=H/14"], "--variant: expected one of Ti/16"),
+        ("learners", ["--images=0"], "--images: expected at least 1, found 0"),
         ("learners", ["--output=table.txt"], "--output: expected a file that ends in .json, found"),
+        ("memory", ["--tasks=a"], "--tasks: expected numbers of at least 1, found a"),
         ("training_step", ["--pytorch=fast"], "--pytorch: expected some of eager"),
         ("extraction", ["--repeats=0"], "--repeats: expected at least 1, found 0"),
         ("input_pipeline", ["--workers=a"], "--workers"),
@@ -140,6 +145,16 @@ def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, name, arguments, me
     assert (ended.value.code, output.getvalue()) == (2, "")
     (line,) = errors.getvalue().splitlines()
     assert message in line
+
+
+def test_samples_depend_on_their_position_alone():
+    point = calibration.Point(3, 10_000, 7, 8, 2)
+    task = calibration.Features(point, 1)
+    chunks, again = list(task.source()), list(calibration.Features(point, 1).source())
+    assert sum(len(labels) for _, _, labels in chunks) == task.count == 3333
+    for one, other in zip(chunks, again, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+    assert {int(label) for _, _, labels in chunks for label in labels} == {3, 4}
 
 
 # The formula for operations against what the compiler counts --------------------------------------
@@ -176,3 +191,28 @@ def test_published_size():
     last = 4 * 197 * 768**2 + 20 * 768**2 + 4 * 197 * 768
     whole = flops.forward(variant, 224) + per_block - last
     assert whole / 2e9 == pytest.approx(17.56, rel=2e-3)
+
+
+def test_names_of_a_compiled_program_tell_the_part_of_the_encoder():
+    program = """
+%fused (p: f32[2]) -> f32[2] {
+  %p = f32[2] parameter(0)
+  ROOT %sine = f32[2] sine(%p), metadata={op_name="jit(f)/MlpBlock_3/Dense_0/dot_general"}
+}
+
+ENTRY %main (a: f32[2]) -> f32[2] {
+  %a = f32[2] parameter(0)
+  ROOT %fusion.1 = f32[2] fusion(%a), kind=kLoop, calls=%fused
+}
+"""
+    found = step_profile.names(program)
+    assert found["fusion.1"] == found["sine"]
+    assert step_profile.part_of(found["sine"]) == "products of the MLP"
+    assert step_profile.part_of("jit(step)/sqrt") == step_profile.OTHER
+
+
+def test_operations_of_recorded_events():
+    assert step_profile.recorded("Stream #13", "gemm_kernel", {"hlo_op": "dot.3"}) == "dot.3"
+    text = "%fusion.7 = bf16[64,768]{1,0} fusion(%a, %b), kind=kLoop"
+    assert step_profile.recorded("XLA Ops", text, {"hlo_category": "fusion"}) == "fusion.7"
+    assert step_profile.recorded("XLA Modules", "jit_step(123)", {}) == ""

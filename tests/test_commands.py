@@ -16,7 +16,9 @@ import pytest
 import fdc_jax
 from fdc_jax import __main__ as command
 from fdc_jax import report, run
+from fdc_jax.data import prepare
 from fdc_jax.errors import InputError, Program
+from fdc_jax.posthoc import __main__ as posthoc
 from tests import small_runs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -42,6 +44,17 @@ def test_a_name_runs_its_module(tmp_path):
     # As the file that pip makes of an entry point.
     (tmp_path / "fdc").write_text("from fdc_jax.__main__ import main\nmain()\n")
     assert said("fdc", "posthoc", "--help").startswith("usage: fdc posthoc ")
+
+
+@pytest.mark.parametrize("front", [None, "fdc"])
+def test_usage_says_what_the_user_typed(front, monkeypatch, capsys):
+    monkeypatch.setattr(Program, "front", front)
+    typed = {"posthoc": "python -m fdc_jax.posthoc", "prepare": "python -m fdc_jax.data.prepare"}
+    for (name, module), program in zip(typed.items(), (posthoc, prepare), strict=True):
+        with pytest.raises(SystemExit, match="0"):
+            program.main(["--help"])
+        usage = f"usage: {module if front is None else f'fdc {name}'} "
+        assert capsys.readouterr().out.startswith(usage)
 
 
 def test_an_interrupt_is_one_line(capsys):

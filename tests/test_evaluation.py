@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdc_jax import evaluation
+from fdc_jax.calibration.components import WHITENED
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
@@ -60,7 +61,10 @@ def test_no_errors_means_no_share():
     [
         (([0, 0], [1, 1], [0, 0], [1, 0], [1, 1]), "row 1 .* not the oracle's"),
         (([0, 1], [1, 2], [0, 0], [1, 2], [1, 2]), "row 1 .* the task is not"),
+        (([0], [1, 2], [0], [1], [1]), "one length"),
+        (([], [], [], [], []), "vector of integers"),
         (([0.0], [1], [0], [1], [1]), "true_task: expected a vector of integers, found float64"),
+        (([[0]], [1], [0], [1], [1]), "of shape"),
     ],
 )
 def test_contradicting_columns_are_refused(columns, message):
@@ -168,6 +172,38 @@ def test_mcnemar_without_discordant_samples():
 
 
 # A run: the rest of results.json is tested with runs ---------------------------------------------
+
+
+def test_memory_is_that_of_the_first_training_and_what_came_on_top():
+    per_task = [{"training": 700, "task": 710}, {"training": 710, "task": 725}]
+    assert evaluation._peak_memory(per_task) == {"training": 700, "fdc_and_evaluation": 25}
+
+
+def test_memory_that_nobody_recorded_is_none():
+    nothing = {"training": None, "fdc_and_evaluation": None}
+    assert evaluation._peak_memory([{"training": None, "task": None}]) == nothing
+    assert evaluation._peak_memory([None, {"training": 1, "task": 2}]) == nothing
+
+
+@pytest.mark.parametrize(
+    ("variant", "entry"), [({"affinity_evidence": "linear"}, "linear"), (WHITENED, "whitened")]
+)
+def test_another_affinity_stands_beside_the_papers(variant, entry):
+    stream = streams.stream(0, 3)
+    inputs = streams.probe_inputs(stream)
+    labels = np.arange(len(inputs[0])) % 9
+    tasks = np.searchsorted([3, 7], labels, side="right")
+    paper, columns = evaluation.measure(streams.fitted(stream).terms(*inputs), labels, tasks)
+    terms = streams.fitted(stream, **variant).terms(*inputs)
+    found, more = evaluation.measure(terms, labels, tasks)
+    assert {name: found[name] for name in paper} == paper
+    assert found.keys() - paper.keys() == {entry}
+    assert more.keys() - columns.keys() == {f"{entry}_label", f"{entry}_task"}
+    assert found[entry]["affinity"]["evidence"] == "linear"
+    np.testing.assert_array_equal(more[f"{entry}_label"], terms.scores().label)
+    np.testing.assert_array_equal(more["fdc_label"], terms.fuse().label)
+    assert (more[f"{entry}_label"] != more["fdc_label"]).any()
+    assert found[entry]["accuracy"] == evaluation.accuracy(labels, terms.scores().label)
 
 
 def test_each_task_so_far_has_an_accuracy():

@@ -14,6 +14,7 @@ from configs import own
 from fdc_jax import configuration
 from fdc_jax.data import prepare
 from fdc_jax.errors import InputError
+from fdc_jax.learners import inflora
 from tests import small_runs
 from tests.small_runs import stopped
 
@@ -161,8 +162,11 @@ def test_without_its_data_a_run_opens_and_names_photographs(whole, root, cache, 
 REFUSED = [
     (dict(num_tasks=2), "holds a run of another configuration: num_tasks was 0, is 2; choose"),
     (dict(num_tasks=4), r"config.num_tasks: expected at most the 3 tasks of trees, found 4"),
+    (dict(num_tasks=-1), r"config.num_tasks: expected a whole number in \[0, inf\), found -1"),
     (dict(classes_per_task=(3, 3, 1)), r"classes_per_task was \[3, 1, 3\], is \[3, 3, 1\];"),
     (dict(class_order=(*OLD[1::-1], *OLD[2:], *NEW)), r"class_order was \[\], is \['ash', 'oak',"),
+    (dict(class_order_seed=7), "class_order_seed was -1, is 7;"),
+    (dict(train__epochs=3), "another configuration: train.epochs was 2, is 3;"),
 ]
 
 
@@ -207,6 +211,21 @@ def test_the_same_tasks_in_other_words_are_the_same_and_reported(root, grown, ca
         assert all("paper" not in row for row in rows), table.name
 
 
+def test_who_plans_ahead_says_so(root, cache, tmp_path, caplog):
+    """InfLoRA protects the more the more of its tasks are done."""
+    data = tmp_path / "data"
+    prepare.prepare("trees", root / "old.csv", data, quiet=True)
+    few = config(data, cache, classes_per_task=SIZES[:2], learner__name="inflora")
+    stopped(few, tmp_path / "run", 2)
+    prepare.prepare("trees", root / "new.csv", data, append=True, quiet=True)
+    more = config(data, cache, learner__name="inflora")
+    stopped(more, tmp_path / "run", 2)
+    assert f"was planned for 2 tasks, is for 3; {inflora.TASK_COUNT}: a run that" in caplog.text
+    caplog.clear()
+    stopped(more, tmp_path / "run", 2)
+    assert "planned" not in caplog.text
+
+
 # Settings -----------------------------------------------------------------------------------------
 
 
@@ -214,7 +233,9 @@ def test_the_same_tasks_in_other_words_are_the_same_and_reported(root, grown, ca
     ("fields", "message"),
     [
         (dict(benchmark=""), "config.benchmark: expected the name of a prepared data set, found"),
+        (dict(classes_per_task=-1), "classes_per_task: expected a whole number, or a list"),
         (dict(classes_per_task=(3, 0, 3)), r"classes_per_task: expected .* found \[3, 0, 3\]"),
+        (dict(classes_per_task="five"), "classes_per_task: expected a whole number.* 'five'"),
         (dict(class_order=("a", "b"), class_order_seed=7), "seed: expected -1 beside .* found 7"),
         (dict(class_order=("nowhere.txt",)), "class_order: cannot read nowhere.txt: No such file"),
     ],

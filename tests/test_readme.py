@@ -54,6 +54,10 @@ def load_config(path):
     return module.get_config()
 
 
+def test_the_readme_is_short():
+    assert len(README.split()) <= 1200
+
+
 def test_every_command_is_of_a_kind_that_is_tested_here():
     known = (
         *("-m venv", "pip install", "main.py", "-m pytest", "-m fdc_jax.", "-m benchmarks."),
@@ -132,6 +136,13 @@ def test_report_commands_have_known_options_and_files(arguments):
 def test_predictions_have_known_options(arguments):
     options = predict.parser().parse_args(arguments)
     assert options.workdir.startswith("runs/") and options.images
+
+
+def test_requirement_files_exist():
+    named = set(re.findall(r"-r (\S+\.txt)", README))
+    assert named == {"requirements.txt", "requirements-dev.txt"}
+    for name in named:
+        assert (REPOSITORY / name).is_file()
 
 
 def test_continuous_integration_runs_the_readmes_test_command():

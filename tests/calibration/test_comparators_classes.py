@@ -133,6 +133,14 @@ def test_fecam_pilot_drops_the_eigenvalues_that_float32_would():
     check(large, comparators.FeCAM(variant="pilot"), fecam(large, pilot=True), rtol=1e-3)
 
 
+def test_fecam_of_a_class_of_one_image_is_the_distance_to_it():
+    data = problem(((1, 20), (15, 15)))
+    image = data.tasks[0].adapted[data.tasks[0].labels == 0]
+    scores = fitted(comparators.FeCAM(), data.tasks).score(image)
+    assert scores.label == [0]
+    assert scores.task_scores[0, 0] == pytest.approx(0.0, abs=1e-6)
+
+
 def test_vim(data):
     task_scores = []
     for task in data.tasks:
@@ -218,6 +226,13 @@ def test_ranpac_with_fewer_samples_than_projections():
     accuracy = np.mean(found.label == data.labels)
     assert accuracy >= np.mean(nearest.label == data.labels) - 0.1
     assert np.abs(found.task_scores).max() < 3
+
+
+def test_ridge_solve_survives_a_singular_gram_matrix():
+    gram = np.diag([4.0, 1.0, -1e-3])  # What float32 rounding makes of a zero eigenvalue.
+    solution = random_features.solve_ridge(gram, 1e-8, np.ones((3, 1)))
+    np.testing.assert_allclose(solution[:2, 0], [0.25, 1.0], rtol=1e-6)
+    assert 0 < solution[2, 0] < np.inf
 
 
 def gelu(x):
@@ -356,8 +371,11 @@ def test_bad_tasks_are_refused_and_change_nothing(data):
     nan[7, 3] = np.nan
     for adapted, labels, classes, message in [
         (nan, nxt.labels, None, "adapted features of task 1: row 7 is not finite"),
+        (nxt.adapted[:, :5], nxt.labels, None, "expected width 12, found 5"),
         (nxt.adapted, task.labels[: len(nxt.labels)], None, "already belongs to task 0"),
         (nxt.adapted, nxt.labels[:-1], None, "as many as there are rows of features, 60; found 59"),
+        (nxt.adapted, nxt.labels * 1.5, None, "expected integers"),
+        (nxt.adapted[:0], nxt.labels[:0], None, "expected at least one"),
         (nxt.adapted, nxt.labels, [88, 99], r"label 1[01] at row 0 is none of the head"),
     ]:
         with pytest.raises(InputError, match=message):

@@ -8,6 +8,7 @@ import pytest
 
 from fdc_jax import heads
 from fdc_jax.calibration import batching, fdc
+from fdc_jax.calibration.components import COMPONENTS, fuse_all
 from tests.calibration import streams
 
 TOLERANCE = 1e-4
@@ -99,6 +100,16 @@ def test_every_combination_of_components(kind):
     np.testing.assert_array_equal(scores.label, raw.label)
     logits = [expected.heads[task].logits(adapted.astype(np.float64)) for task in range(4)]
     np.testing.assert_array_equal(raw.label, np.concatenate(logits, axis=1).argmax(axis=1))
+
+
+def test_named_combinations_are_different_scores_and_those_of_one_view_need_two():
+    stream = streams.stream(7, 3)
+    inputs = streams.probe_inputs(stream)
+    scores = fuse_all(streams.fitted(stream).terms(*inputs))
+    assert scores.keys() == COMPONENTS.keys()
+    assert len({each.task_scores.tobytes() for each in scores.values()}) == len(COMPONENTS)
+    single = fuse_all(streams.fitted(stream, dual=False).terms(inputs[0]))
+    assert single.keys() == {name for name in COMPONENTS if "view" not in name}
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])

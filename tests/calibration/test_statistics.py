@@ -1,5 +1,7 @@
 """Means, subspaces, prototypes and the foreign reference, against independent implementations."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 from sklearn.decomposition import PCA
 
-from fdc_jax.calibration import fdc, inputs
+from fdc_jax.calibration import batching, fdc, inputs
 
 
 def summed(features, rows=None):
@@ -64,6 +66,23 @@ def test_mean_and_subspace_match_scikit_learn(offset, samples):
     np.testing.assert_allclose(basis.T @ basis, pca.components_.T @ pca.components_, atol=2e-5)
 
 
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+@pytest.mark.parametrize("share", [0.75, 0.99])
+@pytest.mark.parametrize(("samples", "width"), [(7, 130), (129, 300), (530, 700)])
+def test_components_of_fewer_samples_than_dimensions(samples, width, share, offset):
+    features = features_of_spectrum(0, samples, width, min(samples - 1, 60), 0.93, offset)
+    sums = summed(features)
+    found = sums.basis(share)
+    mean, basis = float64_components(features, share)
+    np.testing.assert_allclose(sums.mean, mean, rtol=1e-12, atol=1e-12)
+    assert found.shape == basis.shape
+    np.testing.assert_allclose(found @ found.T, np.eye(len(basis)), atol=1e-6)
+    np.testing.assert_allclose(found.T @ found, basis.T @ basis, atol=3e-5)
+    probes = features + np.random.default_rng(1).normal(size=features.shape).astype(np.float32)
+    ratio = fdc.residual_ratio(probes, sums.mean.astype(np.float32), found)[0]
+    np.testing.assert_allclose(ratio, residual_ratios(probes, mean, basis), atol=1e-4)
+
+
 def test_a_distant_mean_costs_no_digits():
     features = features_of_spectrum(0, 9, 160, 8, 0.9, offset=1e5)
     sums, (mean, basis) = summed(features), float64_components(features, 0.99)
@@ -112,6 +131,18 @@ def test_equal_samples_have_no_subspace(samples, width):
     np.testing.assert_array_equal(sums.mean, row)
 
 
+def test_the_smaller_matrix_is_decomposed():
+    sizes = []
+    with mock.patch.object(fdc, "eigh", side_effect=lambda m: sizes.append(len(m)) or _eye(m)):
+        for samples in (2, 60, 128, 129, 250, 300, 700):
+            summed(random_features(0, samples, 300)).basis(0.75)
+    assert sizes == [2, 60, 128, 129, 250, 300, 300]
+
+
+def _eye(matrix):
+    return np.ones(len(matrix)), np.eye(len(matrix))
+
+
 @pytest.mark.parametrize("scale", [1e-18, 1.0, 0.037, 1e18])
 def test_an_energy_reached_exactly_is_reached(scale):
     # Four equal variances, rotated so that rounding strikes: three of them are exactly 0.75.
@@ -125,16 +156,52 @@ def test_an_energy_reached_exactly_is_reached(scale):
 @pytest.mark.parametrize(
     ("values", "share", "count", "rank"),
     [
+        ([4, 3, 2, 1], 0.4, 100, 1),
         ([4, 3, 2, 1], 0.41, 100, 2),
         ([4, 3, 2, 1], 1.0, 100, 4),
+        ([1, 0, 0], 1.0, 100, 1),
         # No more than the samples span; rounding below zero counts as zero.
         ([1, 1, 1, 1], 1.0, 3, 2),
+        ([1, 1, 1, 1], 1.0, 5, 4),
         ([1, -0.5, -0.5], 0.9, 100, 1),
         ([1], 0.9, 1, 0),
+        ([0, 0], 0.9, 9, 0),
     ],
 )
 def test_rank_is_the_fewest_components(values, share, count, rank):
     assert fdc.retained_rank(np.array(values, float), share, count) == rank
+
+
+def test_prototypes_are_renormalised_means_of_unit_features():
+    features = random_features(2, 600, 10) + np.float32(0.7)
+    labels = np.random.default_rng(0).choice([7, -2, 5], 600)
+    found = summed(features, labels).prototypes(np.array([5, 9, 7, -2]))
+    unit = features.astype(np.float64)
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    for label, prototype in zip([5, 7, -2], found[[0, 2, 3]], strict=True):
+        mean = unit[labels == label].mean(axis=0)
+        np.testing.assert_allclose(prototype, mean / np.linalg.norm(mean), atol=1e-12)
+    assert not found[1].any()
+    # Not the same as the direction of the mean feature.
+    raw = features[labels == 5].mean(axis=0)
+    assert np.abs(found[0] - raw / np.linalg.norm(raw)).max() > 1e-3
+
+
+def test_labels_get_rows_in_ascending_order_unless_they_are_named():
+    for classes, wanted, counts in (
+        (None, [-2, 5, 7], [10, 9, 11]),
+        ([5, 9, 7, -2], [5, 9, 7, -2], [9, 0, 11, 10]),
+    ):
+        named = None if classes is None else np.array(classes)
+        labels = np.repeat([7, -2, 5, 7], [10, 10, 9, 1])
+        found = inputs.task_classes(labels, 0, len(wanted), named, [])
+        assert found[0].tolist() == wanted and found[1].tolist() == counts
+
+
+def test_population_moments_and_their_floor():
+    expected = pytest.approx(7 / 3), pytest.approx(np.sqrt(14) / 3)
+    assert fdc.population_moments(np.float32([1, 2, 4])) == expected
+    assert fdc.population_moments(np.float32([3, 3])) == (3.0, 1e-6)
 
 
 # The foreign reference -------------------------------------------------------------------------
@@ -182,3 +249,11 @@ def test_the_argument_of_rlc_matches_scipy():
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
         found = fdc.rlc_argument(residuals.astype(np.float32), coefficients.astype(np.float32))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_padded_sizes_are_few_and_tight():
+    sizes = np.array([batching.padded_size(size) for size in range(1, 1001)])
+    assert (sizes >= np.arange(1, 1001)).all()
+    assert (sizes <= 1.25 * np.arange(1, 1001)).all()
+    assert len(set(sizes)) <= 4 * 10
+    assert batching.padded_size(3, 8) == 8 and batching.padded_size(83, 8) == 96

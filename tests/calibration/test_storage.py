@@ -1,5 +1,6 @@
 """Saved calibrators: round trips, refusals, and scoring with NumPy alone."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -118,20 +119,39 @@ def scaled(name, by):
 
 REFUSALS = [
     ({"schema": np.int64(4)}, "schema: expected version 1 to 3, found 4"),
+    ({"format": "other"}, "format: expected 'fdc_jax calibrator', found 'other'"),
+    ({"format": None}, "format: expected a word"),
     ({"attenuation": np.float64(7)}, "attenuation: expected 0 <= x <= 1"),
+    ({"neighbours": None}, "neighbours: missing"),
+    ({"adapted_basis": None}, "adapted_basis: missing"),
     ({"adapted_basis": np.zeros((3, 16), np.float32)}, "adapted_basis: expected float32 of shape"),
+    ({"pretrained_mean": None}, "pretrained_mean: missing"),
     ({"pretrained_mean": np.zeros((3, 12))}, "pretrained_mean: expected float32 .* found float64"),
+    ({"raw_scale": np.full(3, np.nan)}, "raw_scale: holds values that are not finite"),
     ({"samples": np.array([60, 0, 80])}, "samples: expected at least 1, found 0 at place 1"),
+    ({"classes": np.arange(5)}, "classes: expected int64 of shape"),
     ({"class_sizes": np.zeros(0, np.int64)}, "class_sizes: expected at least one task"),
     ({"head_kind": "quadratic"}, "head_kind: unknown kind 'quadratic'"),
+    ({"head_bias": None}, "head_bias: missing"),
+    ({"adapted_foreign_fit": np.zeros(0)}, "adapted_foreign_fit: expected float64 of shape"),
+    ({"pretrained_foreign": np.zeros(3, np.float32)}, "pretrained_foreign: expected float32"),
     (poked("raw_scale", 0.0), "raw_scale: expected at least 1e-06, found 0 at place 1"),
+    (poked("filtered_scale", -2.0), "filtered_scale: expected at least 1e-06, found -2"),
+    (poked("raw_scale", 1e300), "raw_scale: holds values that are not finite in float32"),
     (poked("adapted_residual_std", 0.0), "adapted_residual_std: expected at least"),
+    (poked("adapted_residual_mean", np.nan), "adapted_residual_mean: holds values"),
+    (poked("pretrained_distance_std", -1.0), "pretrained_distance_std: expected at"),
     (poked("adapted_foreign_fit", -1.0), "adapted_foreign_fit: expected at least 1e-06, found -1"),
+    (poked("adapted_foreign_fit", np.nan), "adapted_foreign_fit: holds values"),
+    (poked("pretrained_foreign_fit", 0.0, 2), "pretrained_foreign_fit: expected at least 1e-06"),
     (poked("classes", 0, 3), "classes: expected every label once, found 0 again"),
     (poked("class_counts", 0, slice(3)), "class_counts: expected 60 samples in task 0, .* found 0"),
     ({"neighbours": np.int64(3)}, "neighbours: expected at most 2, .* of task 2, found 3"),
     (scaled("adapted_prototypes", 1.01), "adapted_prototypes: .* length 1 or 0, found 1.01 at row"),
+    (scaled("pretrained_prototypes", 0.01), "pretrained_prototypes: .* 0, found 0.01 at row 0"),
+    (poked("adapted_prototypes", np.nan), "adapted_prototypes: holds values"),
     (poked("adapted_basis", 0.1), "adapted_basis: .* task 0 has"),
+    (scaled("pretrained_basis", 1.1), "pretrained_basis: expected orthonormal rows"),
     (poked("head_weight", np.inf), "head_weight: holds values"),
 ]
 
@@ -163,13 +183,35 @@ def test_files_that_are_no_calibrators_or_damaged(saved, tmp_path):
     with zipfile.ZipFile(saved) as archive:
         place = archive.getinfo("adapted_basis.npy").header_offset + 400
     flipped = content[:place] + bytes([content[place] ^ 0x10]) + content[place + 1 :]
-    (tmp_path / "cut.npz").write_bytes(content[: int(0.9 * len(content))])
-    (tmp_path / "flipped.npz").write_bytes(flipped)
+    for name, damaged in (
+        ("text.npz", b"no archive"),
+        ("empty.npz", b""),
+        ("cut.npz", content[: int(0.9 * len(content))]),
+        ("flipped.npz", flipped),
+    ):
+        (tmp_path / name).write_bytes(damaged)
+    np.save(tmp_path / "single.npy", np.zeros(3))
     np.savez(tmp_path / "objects.npz", format=np.array([None], object))
     said = {"absent.npz": "no such file", "flipped.npz": "adapted_basis: not a readable"}
     for path in (*tmp_path.iterdir(), tmp_path / "absent.npz", tmp_path):
         with pytest.raises(InputError, match=f"{path}: {said.get(path.name, '')}"):
             calibration.load(path)
+
+
+def test_a_failed_save_keeps_the_old_file(saved, tmp_path, monkeypatch):
+    path = tmp_path / "calibrator.npz"
+    shutil.copy(saved, path)
+    found = load(path)
+
+    def full_disk(file, **arrays):
+        file.write(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "savez", full_disk)
+    with pytest.raises(InputError, match=r"calibrator\.npz: No space left"):
+        found.save(path)
+    assert path.read_bytes() == saved.read_bytes()
+    assert os.listdir(tmp_path) == ["calibrator.npz"]
 
 
 @pytest.mark.parametrize("name", ["schema_1", "schema_2", "schema_2_whitened"])

@@ -1,4 +1,8 @@
-"""Features from sources, memory maps, other libraries and number types."""
+"""Features from sources, memory maps, other libraries, number types and devices."""
+
+import subprocess
+import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +12,7 @@ from fdc_jax import heads
 from fdc_jax.calibration import inputs
 from fdc_jax.calibration.components import WHITENED, WHITENED_CLASSES
 from fdc_jax.errors import InputError
+from tests import small_runs
 from tests.calibration import streams
 
 LONG = (1300, 40, 700)
@@ -79,8 +84,12 @@ def test_messages_of_sources():
 
     cases = [
         (lambda: once, "task 0: the second pass gave other samples than the first"),
+        (lambda: [], "task 0: expected at least one sample"),
         (lambda: 3, "source of task 0: expected an iterable of chunks, found int"),
         (broken(lambda a, p, y: (a, p)), "source of task 0: expected .adapted, pretrained or None"),
+        (broken(lambda a, p, y: (a, None, y)), "earlier samples had some, these have none"),
+        (broken(lambda a, p, y: (a[:, 1:], p, y)), "adapted features of task 0: expected width 16"),
+        (broken(lambda a, p, y: (a, p * np.nan, y)), "pretrained features of task 0: row 40 is"),
         (broken(lambda a, p, y: (a, p, y[1:])), "labels of task 0: expected 20 rows"),
     ]
     for source, message in cases:
@@ -127,15 +136,23 @@ def test_memory_maps_are_read_block_by_block(tmp_path, monkeypatch):
     streams.same_scores(found, streams.fitted([task], dual=False), [features[:9]])
 
 
-class DlpackTensor:
+class ArrayTensor:
     """An array of another library: offers one protocol and nothing else."""
 
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.array, dtype)
+
+
+class DlpackTensor:
     def __init__(self, array):
         self.__dlpack_device__ = array.__dlpack_device__
         self.__dlpack__ = array.__dlpack__
 
 
-@pytest.mark.parametrize("convert", [DlpackTensor, jnp.asarray])
+@pytest.mark.parametrize("convert", [ArrayTensor, DlpackTensor, jnp.asarray])
 def test_arrays_of_other_libraries(convert):
     stream, device = streams.stream(7, 2), convert is jnp.asarray  # which stays on the device
     found = streams.new(device)
@@ -153,8 +170,10 @@ def test_arrays_of_other_libraries(convert):
 @pytest.mark.parametrize(
     ("dtype", "convert"),
     [
+        (jnp.bfloat16, np.asarray),
         (jnp.bfloat16, jnp.asarray),
         (np.float16, np.asarray),
+        (np.float16, jnp.asarray),
         (np.float64, np.asarray),
     ],
 )
@@ -175,3 +194,44 @@ def test_number_types_are_widened_before_any_statistic(dtype, convert):
     )
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, expected)
+
+
+SHARDED = """
+import sys
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from fdc_jax import calibration
+from tests.calibration import streams
+
+assert len(jax.devices()) == 4
+mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+split = NamedSharding(mesh, PartitionSpec("data"))
+stream = streams.stream(9, 2, samples=(600, 48))
+probe = streams.probe_inputs(stream)
+on_host = streams.fitted(stream)
+on_host.save(sys.argv[1])
+on_device = calibration.load(sys.argv[1])
+place = {
+    "sharded": lambda array: jax.device_put(array, split),
+    "elsewhere": lambda array: jax.device_put(array, jax.devices()[2]),
+}
+for name, put in place.items():
+    spread = streams.fitted(streams.mapped(stream, put, put))
+    for found, expected in ((on_device, on_device), (spread, on_host)):
+        scores = found.score(*map(put, probe)).task_scores
+        np.testing.assert_array_equal(scores, expected.score(*probe).task_scores, name)
+print("equal")
+"""
+
+
+def test_arrays_on_several_devices(tmp_path):
+    root = Path(__file__).resolve().parents[2]
+    run = subprocess.run(
+        [sys.executable, "-c", SHARDED, str(tmp_path / "calibrator.npz")],
+        env=small_runs.with_devices(4) | {"PYTHONPATH": str(root)},
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "equal"

@@ -5,7 +5,7 @@ import pytest
 
 from fdc_jax import calibration
 from fdc_jax.calibration import drift, transported
-from fdc_jax.calibration.components import TRANSPORTED
+from fdc_jax.calibration.components import TRANSPORTED, WHITENED
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
@@ -133,6 +133,25 @@ def test_without_drift_nothing_moves_and_without_transport_it_would_be_worse():
     assert right(previous) > 0.99 > 0.97 > stale
 
 
+def test_the_papers_scores_and_the_whitened_ones_stand_beside():
+    tasks = streams.stream(4, 3)
+    inputs = streams.probe_inputs(tasks)
+    both = streams.fitted(tasks, previous=previous_of(tasks), **TRANSPORTED, **WHITENED).terms(
+        *inputs
+    )
+    paper = streams.fitted(tasks).terms(*inputs)
+    whitened = streams.fitted(tasks, **WHITENED).terms(*inputs)
+    np.testing.assert_array_equal(both.fuse().task_scores, paper.fuse().task_scores)
+    assert sorted(both.beyond()) == ["transported", "whitened"]
+    np.testing.assert_array_equal(
+        both.beyond()["whitened"]["full"].task_scores, whitened.scores().task_scores
+    )
+    views = both.beyond()["transported"]
+    np.testing.assert_array_equal(views["full"].task_scores, both.scores().task_scores)
+    assert sorted(views) == ["adapted_view", "full", "pretrained_view", "raw"]
+    assert (both.scores(False, False).task_scores == 0).all()
+
+
 def test_statistics_do_not_depend_on_how_a_source_is_cut():
     tasks = streams.stream(6, 2)
     previous = previous_of(tasks)
@@ -212,6 +231,8 @@ def test_storage_counts_the_gaussians_of_views_in_use():
     [
         (None, "previous features of task 1: expected, since .* train_previous_1"),
         (np.zeros((5, 16), np.float32), "expected 45 rows like the adapted features, found 5"),
+        (np.zeros((45, 3), np.float32), "expected width 16, found 3"),
+        (np.full((45, 16), np.nan, np.float32), "row 0 is not finite"),
     ],
 )
 def test_previous_features_that_do_not_fit_change_nothing(before, message):

@@ -19,8 +19,13 @@ IMPOSSIBLE = {
     "inflora_ca": dict.fromkeys(("epochs", "samples_per_class", "batch_size"), (0,))
     | dict.fromkeys(("learning_rate", "ridge"), (0.0,))
     | {"schedule": ("linear",), "mean_scale": (-0.1,), "logit_temperature": (-0.1,)},
+    "splitlora": {"alpha": (0.0,), "loss_temperature": (-1.0,)},
     "ewc_lora": dict.fromkeys(("fisher", "head_input", "folding"), ("none",))
     | {"strength": (-1.0,), "accumulation": (-1.0, NAN), "images_at_once": (0,)},
+    "sd_lora": {"magnitude": (-1.0,), "head_start": ("zero",)},
+    "lora_subtraction": {"triplet_weight": (-0.1,), "margin": (NAN,), "energy": (0.0, 1.1)},
+    "loda": dict.fromkeys(("general_scale", "isolated_scale", "margin", "look_ahead"), (-0.1,))
+    | {"merge_gamma": (0.0,), "scale": (0.0,)},
     "rsiat": dict.fromkeys(("bottleneck", "projector_width", "calibration_epochs"), (0,))
     | dict.fromkeys(("scale", "drift_width", "ridge"), (0.0,))
     | dict.fromkeys(("margin", "steering_weight", "alignment_weight"), (-1.0,))
@@ -52,8 +57,29 @@ def test_no_default_is_a_departure(benchmark):
     assert flat["learner.loda.look_ahead"] == (0.7 if benchmark == "imagenet_r" else 0.3)
 
 
+# Some of what the authors set in their own runs.
+BESIDE = {
+    ("inflora_ca", "imagenet_r"): {"learner.inflora.lamb": 0.95},
+    ("ewc_lora", "cifar100"): {
+        "learner.ewc_lora.fisher": "batch_mean",
+        "learner.ewc_lora.folding": "factors",
+    },
+    ("sd_lora", "imagenet_a"): {"learner.sd_lora.head_start": "zero_bias"},
+    ("splitlora", "cifar100"): {"train.epochs": 100, "train.batch_size": 256},
+    ("lora_subtraction", "imagenet_r"): {"train.first_epochs": 40, "train.epochs": 50},
+    ("rsiat", "cub200"): {
+        "train.first_epochs": 20,
+        "learner.rsiat.scale": 20.0,
+        "learner.rsiat.warm_up_epochs": 9,
+        "learner.rsiat.separation_threshold": 0.5,
+        "learner.rsiat.repulsion_weight": 0.75,
+        "learner.rsiat.projector_width": 768,
+    },
+}
+
+
 def test_settings_of_the_authors_runs():
-    """They are valid, and of the types of the fields."""
+    """They are valid, of the types of the fields, and set what the table says."""
     published = set()
     for benchmark in ("cifar100", "imagenet_r", "imagenet_a", "cub200", "omnibench"):
         for name in learners.names():
@@ -69,8 +95,19 @@ def test_settings_of_the_authors_runs():
                 changed[full] = value
             config.update_from_flattened_dict(changed)
             configuration.validate(config)
+            assert BESIDE.get((name, benchmark), {}).items() <= changed.items()
             published.add((name, benchmark))
-    assert len(published) == 25
+    assert published > BESIDE.keys() and len(published) == 25
+
+
+def test_departures_are_said_in_words():
+    flat = configuration.flatten(base.get_config())
+    flat |= {"learner.loda.alignment": False, "learner.loda.merge_gamma": 2.5}
+    assert learners.deviations("loda", flat) == ["merge gamma 2.5", "alignment off"]
+    flat |= {"learner.inflora.lamb": 0.9}
+    # InfLoRA+CA reads InfLoRA's options, too; other learners' are nothing to it.
+    assert learners.deviations("inflora_ca", flat) == ["lamb 0.9"]
+    assert learners.deviations("splitlora", flat) == []
 
 
 # How one is found ---------------------------------------------------------------------------------
@@ -139,7 +176,9 @@ STATE = {"heads": jnp.zeros((3, 4)), "host": np.zeros(2, np.float32)}
 @pytest.mark.parametrize(
     ("state", "found"),
     [
+        (None, r"expected float32\[3, 4\] at \['heads'\], found nothing"),
         (STATE | {"heads": jnp.zeros((4, 4))}, r"found float32\[4, 4\]"),
+        (STATE | {"heads": jnp.zeros((3, 4), int)}, r"found int32\[3, 4\]"),
         (STATE | {"more": 0.0}, r"expected nothing at \['more'\], found float32\[\]"),
     ],
 )

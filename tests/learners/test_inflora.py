@@ -133,6 +133,12 @@ def test_growing_alone_equals_the_rule_that_swaps_to_the_complement(seed):
     np.testing.assert_allclose(projector(memory), expected, atol=1e-8)
 
 
+def test_threshold_rises_towards_lame_without_reaching_it():
+    chosen = toy.make_setup("inflora", learner__inflora__lamb=0.95).config.learner.inflora
+    found = [inflora.threshold(chosen, task, 20) for task in range(20)]
+    np.testing.assert_allclose(found, 0.95 + 0.0025 * np.arange(20))
+
+
 # Three tasks -------------------------------------------------------------------------------------
 
 

@@ -1,5 +1,6 @@
 """LoDA: its directions, its shrinking, its loss, and what a task changes."""
 
+import logging
 from functools import partial
 
 import jax
@@ -100,6 +101,22 @@ def test_designed_directions(run, backbone, task):
             values = scipy.linalg.eigh(new[block], old[block] + jitter, eigvals_only=True)
             ratio = trace_of_ratio(isolated, new[block], old[block] + jitter)
             np.testing.assert_allclose(ratio, values[-toy.RANK :].sum(), rtol=1e-3)
+
+
+def test_added_jitter_is_logged(run, backbone, caplog):
+    old = np.tile(np.eye(toy.TINY.width), (toy.TINY.depth, 1, 1))
+    old[1, 4, 4] = -1e-6
+    state = loda.initial_state(run.setup)._replace(moments=jnp.asarray(old, jnp.float32))
+    images = toy.task_images(toy.make_batch(size=6))
+    with caplog.at_level(logging.WARNING):
+        designed = loda.before_task(run.setup, backbone, state, 1, images)
+    assert [record.getMessage() for record in caplog.records] == [
+        "task 2, block 1: 1.11e-06 was added to the diagonal of the old moment, which is not "
+        "positive definite"
+    ]
+    # The emptiest direction of the past is the most isolated one.
+    A = toy.float64(designed.increments["value"]["A"])[1, 1, :, toy.RANK :]
+    np.testing.assert_allclose(np.linalg.norm(A[4]), 3**-0.5, rtol=1e-2)
 
 
 # Shrinking ---------------------------------------------------------------------------------------

@@ -216,3 +216,29 @@ def test_first_group_is_a_random_half(present):
     assert set(found) == set(halves)
     shares = np.array([found.count(half) for half in halves]) / len(found)
     np.testing.assert_allclose(shares, 1 / len(halves), atol=0.06)
+
+
+def test_of_group_sees_every_row_with_weight():
+    """Whatever the size of the group, and few rows beside it."""
+    batch = make_batch(0, np.arange(16) % CLASSES)
+
+    def function(factor, part):
+        rows = jnp.zeros(()) + len(part.labels)
+        return factor * jnp.sum(part.weights * part.labels), part.weights.sum(), rows
+
+    compiled = jax.jit(partial(loda.of_group, function, alone=True))
+    rng = np.random.default_rng(0)
+    for size in (1, 8, 9, 11, 16):
+        chosen = rng.permutation(16)[:size]
+        weights = np.zeros(16, np.float32)
+        weights[chosen] = 1.0
+        value, count, rows = compiled(2.0, batch._replace(weights=weights))
+        assert value == 2.0 * batch.labels[chosen].sum()
+        assert count == size
+        assert rows == next(each for each in (8, 10, 12, 16) if each >= size)
+
+
+def test_several_devices_keep_the_whole_batch():
+    batch = make_batch(0, [0, 1, 2, 3], padding=3)
+    rows = loda.of_group(lambda leaves, part: len(part.labels), None, batch, alone=False)
+    assert rows == 4

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from fdc_jax import heads as head_types
+from fdc_jax.errors import TrainingError
 from fdc_jax.learners import rsiat
 from fdc_jax.model import vit
 from tests.learners import rsiat_reference, toy
@@ -222,6 +223,14 @@ def test_what_is_calibrated(monkeypatch, run, backbone, preset, rate, decay, fac
     toy.assert_equal(gaussians, step.after.gaussians)
     np.testing.assert_array_equal(seen, [[1, 1, 0], [1, 1, 1], [0, 0, 0]])
     np.testing.assert_array_equal(jax.random.key_data(key), step.frozen["calibration"])
+
+
+def test_an_encoder_that_diverged_says_so(run, backbone):
+    step = run.steps[1]
+    lost = jax.tree.map(lambda leaf: leaf * jnp.nan, step.trained["adapter"])
+    lost = step.trained | {"adapter": lost}
+    with pytest.raises(TrainingError, match="class 0 of task 2 has features that are not finite"):
+        rsiat.after_task(run.setup, backbone, step.before, 1, step.frozen, lost, step.images)
 
 
 def test_gradients_of_the_adapter_are_summed_in_float32():

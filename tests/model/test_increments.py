@@ -67,6 +67,19 @@ def test_every_view_comes_from_one_compilation_bit_for_bit(tasks, stack):
     assert increments.kernels_after._cache_size() - already <= 1
 
 
+def test_slots_beyond_the_task_are_not_looked_at(stack):
+    broken = jax.tree.map(lambda leaf: leaf.at[2:].set(jnp.nan), stack)
+    found, expected = (increments.kernels_after(START, each, 2) for each in (broken, stack))
+    assert_equal(found, expected)
+
+
+def test_select_returns_what_store_kept_and_other_slots_stay(tasks, stack):
+    changed = increments.store(stack, 1, tasks[3])
+    for task, increment in enumerate(tasks):
+        assert_equal(increments.select(stack, task), increment)
+        assert_equal(increments.select(changed, task), tasks[3] if task == 1 else increment)
+
+
 # The product with a kernel that carries an update -------------------------------------------------
 
 HIGHEST = jax.lax.Precision.HIGHEST
@@ -119,6 +132,16 @@ def test_updates_add_up_and_scales_have_gradients(operands):
         assert found.keys() == reference.keys()
         for name, each in found.items():
             np.testing.assert_allclose(each, reference[name], atol=5e-5)
+
+
+def test_one_gradient_per_image(operands):
+    x, *rest = operands
+
+    def factor_gradient(image):
+        return jax.grad(lambda b: jnp.sum(product(image, rest[0], rest[1], b) ** 2))(rest[2])
+
+    each = jax.vmap(factor_gradient)(x)
+    np.testing.assert_allclose(each[1], factor_gradient(x[1]), rtol=1e-5, atol=1e-4)
 
 
 def test_small_updates_reach_the_product_in_low_precision(operands):

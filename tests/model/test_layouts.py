@@ -134,6 +134,15 @@ def test_every_family_has_its_golden_features():
     assert {*EXPECTED} == {*make_encoders.TIMM, *make_encoders.HUGGING_FACE}
 
 
+def test_other_arrays_are_named_and_large_groups_shortly():
+    found = {name: layouts.skipped(load_file(weights_of(name))) for name in ("hf_clip", "hf_mae")}
+    projections = ("text_projection.weight", "visual_projection.weight")
+    assert found == {
+        "hf_clip": ("logit_scale", "text_model.*", *projections),
+        "hf_mae": ("decoder.*",),
+    }
+
+
 def test_an_npz_holds_the_same(tmp_path):
     """Of the form of timm, whose configuration lies beside it."""
     np.savez(tmp_path / "mine.npz", **load_file(weights_of("timm_clip")))
@@ -170,10 +179,25 @@ def test_written_in_timms_layout_an_encoder_is_the_same(tmp_path, family):
         assert {*arrays} == {name for name in given if not name.endswith(".gamma")}
 
 
+@pytest.mark.parametrize("family", ["timm_vit", "timm_deit", "timm_clip", "timm_siglip"])
+def test_a_file_of_timm_is_written_as_it_was(family):
+    variant, params = encoder(family)
+    found, config = layouts.as_timm(params, variant, vit.pretrained_kernels(params), SIDE)
+    given = layouts.used(load_file(weights_of(family)))
+    assert found.keys() == given.keys()
+    for name, array in given.items():
+        np.testing.assert_array_equal(found[name], array.astype(np.float32), err_msg=name)
+    own = json.loads(weights_of(family).with_name("config.json").read_text())
+    for name in ("embed_dim", "depth", "num_heads", "patch_size", "mlp_ratio", "global_pool"):
+        assert config["model_args"][name] == own["model_args"][name], name
+
+
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
         ("timm_dinov3", {}, "has rotary positions"),
+        ("timm_clip", {"activation": "swiglu"}, "has gated MLPs behind a norm of the tokens"),
+        ("timm_deit", {"registers": 1}, "has a mean of other learned tokens"),
         ("timm_vit", {"pre_norm": True}, "has a bias before that norm"),
     ],
 )
@@ -230,6 +254,17 @@ def test_positions_of_patches_are_resized_and_others_stay(side, same):
     np.testing.assert_array_equal(positions[:, :2], given[:, :2].astype(np.float32))
 
 
+@pytest.mark.parametrize("family", ["timm_dinov2_registers", "hf_siglip", "timm_dinov3"])
+def test_fast_precision_stays_near_parity(family):
+    variant, params = encoder(family)
+    model = vit.build(variant, SIDE, "model", "fast")
+    fast = jax.jit(model.apply)({"params": params}, make_encoders.images())
+    parity = golden()[family]
+    assert fast.dtype == np.float32
+    error = np.linalg.norm(fast - parity, axis=1) / np.linalg.norm(parity, axis=1)
+    assert 1e-4 < error.max() < 0.05
+
+
 # Refusals -----------------------------------------------------------------------------------------
 
 
@@ -265,11 +300,21 @@ ARRAY = np.zeros((3, 3), np.float32)
         ("timm_vit", {"patch_embed.proj.weight": None}, (), "not recognised as a Vision"),
         ("hf_vit", (), None, "expected the config.json of the model beside it, found none"),
         ("timm_vit", (), None, "expected timm's config.json beside it, found none"),
+        (
+            "hf_vit",
+            (),
+            {"model_type": "swin"},
+            "config.json: model_type: expected .*, found 'swin'",
+        ),
         ("hf_vit", (), {"hidden_size": 32}, "hidden_size: expected 24 as in .*, found 32"),
+        ("hf_clip", (), {"vision_config/patch_size": 8}, "patch_size: expected 4 .*, found 8"),
         ("hf_vit", (), {"hidden_act": "relu"}, "hidden_act: expected one of .*, found 'relu'"),
         ("hf_vit", (), {"hidden_act": "silu"}, "expected twice as many gates as hidden units"),
+        ("hf_vit", (), {"num_attention_heads": "two"}, "what config.json beside it says of them"),
         ("hf_vit", (), {"num_attention_heads": 5}, "5 heads do not divide its width 24"),
+        ("timm_vit", (), {"architecture": "swin_tiny"}, "architecture: expected .*'swin_tiny'"),
         ("timm_dinov3", (), {"architecture": "vit_small_patch16_lingbot"}, "expected .* DINOv3"),
+        ("timm_vit", (), {"model_args": {}}, "model_args.num_heads: expected the number of heads"),
         ("timm_vit", (), {"model_args/global_pool": "max"}, "global_pool: expected token or avg"),
         (
             "hf_siglip",
@@ -286,11 +331,37 @@ def test_what_does_not_fit_is_refused(tmp_path, family, arrays, config, message)
     assert str(path.parent) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_damaged_configuration_is_refused(tmp_path):
+@pytest.mark.parametrize(("text", "found"), [("{", "unreadable"), ("[]", "found list")])
+def test_a_damaged_configuration_is_refused(tmp_path, text, found):
     path = changed(tmp_path, "hf_vit", config=None)
-    path.with_name("config.json").write_text("{")
-    with pytest.raises(InputError, match=r"config\.json: .*unreadable"):
+    path.with_name("config.json").write_text(text)
+    with pytest.raises(InputError, match=rf"config\.json: .*{found}"):
         recognise(path)
+
+
+@pytest.mark.parametrize(
+    ("family", "arrays", "message"),
+    [
+        ("hf_dinov2", {"layernorm.bias": None}, r"1 arrays missing \(first: .*encoder_norm/bias\)"),
+        ("timm_siglip", {"attn_pool.kv.weight": ARRAY}, "attn_pool.kv.weight has the unexpected"),
+        ("hf_clip", {"vision_model.pre_layrnorm.bias": ARRAY}, r"bias has shape \(3, 3\), expect"),
+    ],
+)
+def test_missing_arrays_and_other_shapes_are_refused(tmp_path, family, arrays, message):
+    path = changed(tmp_path, family, arrays)
+    with pytest.raises(InputError, match=message) as caught:
+        weights.load(path, recognise(weights_of(family))[1], SIDE)
+    assert str(path) in str(caught.value)
+
+
+def test_named_weights_are_of_the_variant_that_is_asked_for():
+    assert weights.recognise("augreg", "B/32") == ("B/32", vit.VARIANTS["B/32"])
+    with pytest.raises(
+        InputError, match=r"encoder\.variant: expected one of Ti/16, .*found 'X/16'"
+    ):
+        weights.recognise("augreg", "X/16")
+    with pytest.raises(InputError, match="expected 'augreg', 'digits' or a file, found no file"):
+        weights.recognise("absent.npz", "B/16")
 
 
 @pytest.mark.parametrize("name", vit.VARIANTS)

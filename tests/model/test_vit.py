@@ -138,6 +138,8 @@ def test_fused_attention_is_given_the_same_arrays(monkeypatch, side):
     ("arguments", "message"),
     [
         (("X/16", 224), "encoder.variant: expected .*found 'X/16'"),
+        (("Ti/16", 224, "imagenet"), "data.input_range: expected .*found 'imagenet'"),
+        (("Ti/16", 224, "pilot01", "double"), "precision: expected .*found 'double'"),
         (("Ti/16", 230), "encoder.image_size: expected .*found 230"),
         (("Ti/16", 224, "pilot01", "fast", "flash"), "encoder.attention: expected .*'flash'"),
         (("Ti/16", 224, "pilot01", "fast", "cudnn"), "cudnn needs .* found .*fast and no"),
@@ -206,8 +208,10 @@ def mesh_of(*platforms):
     [
         (64, 128, 16, 16),  # 65 tokens an image.
         (64, 224, 16, 4),  # 197 tokens: five fit, four divide.
+        (12, 128, 16, 12),
         (0, 128, 16, 0),
         (67, 128, 16, 67),  # A prime number.
+        (6, 1024, 16, 1),
     ],
 )
 def test_a_portion_divides_the_batch_and_fits(images, side, patch, expected):
