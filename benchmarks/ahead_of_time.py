@@ -6,12 +6,14 @@
 Targets are described in `benchmarks/targets.json`. XLA compiles for them on any Linux machine: for
 TPUs with `jax[tpu]` installed, for GPUs with `jax[cuda12]`, both of the version of jax. Nothing
 runs: memory is what the compiler plans, and times, of TPUs alone, are sums of its estimated cycles.
-A file of --output that has a program already is gone on with.
+A file of --output is gone on with, if the commit and the packages are the same; it may hold several
+encoders and targets.
 """
 
 import collections
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -34,7 +36,7 @@ from fdc_jax.calibration import batching, fdc
 from fdc_jax.errors import InputError
 from fdc_jax.extraction import Extractor
 from fdc_jax.machine import devices
-from fdc_jax.machine.files import read_json
+from fdc_jax.machine.files import read_object
 from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.ahead_of_time"
@@ -277,6 +279,28 @@ def lines(record: dict[str, Any]) -> str:
     return "\n    ".join(found)
 
 
+def earlier_records(path: Path) -> list[dict[str, Any]]:
+    """Returns the records of a file to go on with.
+
+    Raises:
+        InputError: it is of another program or of other versions.
+    """
+    earlier = read_object(path)
+    if not earlier:
+        return []
+    found, now = earlier.get("versions"), evaluation.versions()
+    if not isinstance(found, dict) or not isinstance(earlier.get("records"), list):
+        raise InputError(f"--output={path}: expected a file of {PROGRAM}, found another")
+    for name in now:
+        # A file within the checkout makes it dirty.
+        old, new = (str(each.get(name)).removesuffix("-dirty") for each in (found, now))
+        if old != new:
+            raise InputError(
+                f"--output={path}: expected records of {name} {new}, found {old}; name another file"
+            )
+    return earlier["records"]
+
+
 def main() -> None:
     """Prints some lines per program, and writes all of them after each."""
     flags = {"target": "v5e", "devices": "1", "learner": "all", "batch_sizes": "64,256"}
@@ -287,25 +311,28 @@ def main() -> None:
     names = learners.names() if options.learner == "all" else options.learner.split(",")
     for name in names:
         learners.find(name)
-    variant = options.variant
-    if variant in vit.VARIANTS:
-        variant = dataclasses.replace(vit.VARIANTS[variant], image_size=options.image_size)
     kind = {"precision": options.precision, "attention": options.attention}
+    given = {"variant": options.variant, "image_size": options.image_size} | kind
+    sizes = measure.numbers(options, "batch_sizes")
+    for mesh, size in itertools.product(meshes, sizes):
+        vit.build(**given, cudnn=devices.have_cudnn(mesh))  # Checks what is given.
+        if size % mesh.size:
+            raise InputError(f"--batch_sizes: expected multiples of {mesh.size}, found {size}")
     records: list[dict[str, Any]] = []
-    if options.output and Path(options.output).exists():
-        earlier = read_json(Path(options.output))
-        records = earlier["records"] if earlier["versions"] == evaluation.versions() else []
+    if options.output:
+        records = earlier_records(Path(options.output))
+        measure.write_report(PROGRAM, options, {"records": records})
+    variant = dataclasses.replace(vit.VARIANTS[options.variant], image_size=options.image_size)
+    stream = {"tasks": options.tasks, "classes": options.classes}
     for mesh in meshes:
         model = vit.build(variant, options.image_size, **kind, cudnn=devices.have_cudnn(mesh))
-        stream = (options.tasks, options.classes)
-        for size in measure.numbers(options, "batch_sizes"):
-            makers = {name: partial(step, mesh, model, name, size, *stream) for name in names}
+        for size in sizes:
+            makers = {name: partial(step, mesh, model, name, size, **stream) for name in names}
             makers["extraction"] = partial(extraction, mesh, model, size)
-            makers["scoring"] = partial(scoring, mesh, model.variant.width, *stream, size)
+            makers["scoring"] = partial(scoring, mesh, variant.width, **stream, rows=size)
             for name, make in makers.items():
                 what = {"program": name, "batch_size": size, "devices": mesh.size}
-                what |= {"target": options.target, "precision": options.precision}
-                what["attention"] = model.attention
+                what |= given | stream | {"target": options.target, "attention": model.attention}
                 if not any(what.items() <= each.items() for each in records):
                     what |= {"command": measure.command_of(PROGRAM)}
                     records.append(what | record_of(make(), options.target))

@@ -351,7 +351,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.here:
         return write_json(options.output, describe(options))
-    if options.budget_minutes < 2:
+    if not options.budget_minutes >= 2:  # nor a NaN
         raise InputError(f"--budget_minutes: expected at least 2, found {options.budget_minutes:g}")
     folder = Path(options.output)
     check_writable_folder("--output", folder)

@@ -37,14 +37,21 @@ TURNS = {"warm_up": 3, "repeats": 10, "cores": 0, "peak_tflops": 0.0}
 
 _HELP = {
     "attention": "config.encoder.attention, for fast precision",
+    "batch_sizes": "images of a batch, one or several",
     "batches": "that a repeat takes",
+    "classes": "of every task",
     "cores": "of the processor; 0: all",
+    "devices": "how many, one or several numbers",
     "epochs": "that the time of a task counts",
+    "image_size": "in pixels",
+    "learner": "one, several or all",
     "peak_tflops": "of all devices, for the utilisation; 0: looked up or measured",
     "precision": "parity or fast",
     "run": "folder of a finished run",
     "run_step": "run the compiled step once",
-    "variant": "Ti/16, S/16, B/16, L/16 or digits",
+    "target": "a device of benchmarks/targets.json",
+    "tasks": "of the stream",
+    "variant": "config.encoder.variant",
 }
 
 # Where things lie.

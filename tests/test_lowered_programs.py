@@ -1,5 +1,6 @@
 """Programs as TPUs and GPUs get them, checked where there is neither; and what is read of them."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ahead_of_time
+from fdc_jax import evaluation
+from fdc_jax.errors import InputError
 from tests import small_runs
 
 
@@ -88,3 +91,18 @@ def test_lines_say_what_a_program_needs():
     ):
         assert each in text
     assert "estimated" not in ahead_of_time.lines(record | {"operations": None})
+
+
+def test_records_of_the_same_versions_alone_are_gone_on_with(tmp_path):
+    path, versions = tmp_path / "x.json", evaluation.versions()
+    assert ahead_of_time.earlier_records(path) == []
+    path.write_text(json.dumps({"versions": versions, "records": [{"turns": 4}]}))
+    assert ahead_of_time.earlier_records(path) == [{"turns": 4}]
+    for found, message in (
+        ({"versions": versions | {"jax": "0.1"}, "records": []}, "expected records of jax .* 0.1;"),
+        ({"a": 1}, "expected a file of benchmarks.ahead_of_time, found another"),
+        ([], "expected a JSON object, found list"),
+    ):
+        path.write_text(json.dumps(found))
+        with pytest.raises(InputError, match=message):
+            ahead_of_time.earlier_records(path)
