@@ -13,7 +13,6 @@ encoders and targets.
 import collections
 import dataclasses
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -311,33 +310,37 @@ def main() -> None:
     names = learners.names() if options.learner == "all" else options.learner.split(",")
     for name in names:
         learners.find(name)
-    kind = {"precision": options.precision, "attention": options.attention}
-    given = {"variant": options.variant, "image_size": options.image_size} | kind
-    sizes = measure.numbers(options, "batch_sizes")
-    for mesh, size in itertools.product(meshes, sizes):
-        vit.build(**given, cudnn=devices.have_cudnn(mesh))  # Checks what is given.
-        if size % mesh.size:
-            raise InputError(f"--batch_sizes: expected multiples of {mesh.size}, found {size}")
+    given = {"variant": options.variant, "image_size": options.image_size}
+    given |= {"precision": options.precision, "attention": options.attention}
+    sizes, models = measure.numbers(options, "batch_sizes"), []
+    for mesh in meshes:
+        model = vit.build(**given, cudnn=devices.have_cudnn(mesh))
+        # Programs take the side of their images from the variant.
+        variant = dataclasses.replace(model.variant, image_size=options.image_size)
+        models.append(model.clone(variant=variant))
+        if any(size % mesh.size for size in sizes):
+            raise InputError(
+                f"--batch_sizes: expected multiples of {mesh.size}, found {options.batch_sizes}"
+            )
     records: list[dict[str, Any]] = []
     if options.output:
         records = earlier_records(Path(options.output))
         measure.write_report(PROGRAM, options, {"records": records})
-    variant = dataclasses.replace(vit.VARIANTS[options.variant], image_size=options.image_size)
     stream = {"tasks": options.tasks, "classes": options.classes}
-    for mesh in meshes:
-        model = vit.build(variant, options.image_size, **kind, cudnn=devices.have_cudnn(mesh))
+    for mesh, model in zip(meshes, models, strict=True):
         for size in sizes:
             makers = {name: partial(step, mesh, model, name, size, **stream) for name in names}
             makers["extraction"] = partial(extraction, mesh, model, size)
-            makers["scoring"] = partial(scoring, mesh, variant.width, **stream, rows=size)
+            makers["scoring"] = partial(scoring, mesh, model.variant.width, **stream, rows=size)
             for name, make in makers.items():
                 what = {"program": name, "batch_size": size, "devices": mesh.size}
                 what |= given | stream | {"target": options.target, "attention": model.attention}
-                if not any(what.items() <= each.items() for each in records):
+                found = next((each for each in records if what.items() <= each.items()), None)
+                if found is None:
                     what |= {"command": measure.command_of(PROGRAM)}
-                    records.append(what | record_of(make(), options.target))
+                    found = what | record_of(make(), options.target)
+                    records.append(found)
                     measure.write_report(PROGRAM, options, {"records": records})
-                found = next(each for each in records if what.items() <= each.items())
                 print(lines(found), flush=True)
 
 

@@ -73,12 +73,11 @@ if __name__ == "__main__":
     # All that tracing asks of cuDNN, which need not be here, is its version.
     fused_attention_stablehlo.cuda_versions = SimpleNamespace(cudnn_get_version=lambda: 91002)
     for name in learners.names():
+        given = (name, BATCH, TASKS, CLASSES)
         for platform in PLATFORMS:
-            given = (name, BATCH, TASKS, CLASSES)
             program = ahead_of_time.step(mesh, model_for(platform), *given)
             check_products(lowered(program, platform), f"{name}, {platform}")
         # What is for TPUs a processor can compile, too; all blocks exchange alike.
-        given = (name, BATCH, TASKS, CLASSES)
         check_exchange(ahead_of_time.step(mesh, model_for("tpu", depth=1), *given), name)
     for platform in PLATFORMS:
         program = ahead_of_time.extraction(mesh, model_for(platform), BATCH)

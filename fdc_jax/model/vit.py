@@ -198,8 +198,9 @@ def _over_tokens(left, right, dtype, precision):
     Images and tokens as one axis would be copied first on a TPU, as their number fills no tiles.
     """
     axes = tuple(range(left.ndim - 1))
-    kind: dict[str, Any] = {"precision": precision, "preferred_element_type": dtype}
-    return jnp.tensordot(left, right, (axes, axes), **kind)
+    return jnp.tensordot(
+        left, right, (axes, axes), precision=precision, preferred_element_type=dtype
+    )
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
