@@ -28,10 +28,10 @@ from fdc_jax.errors import (
 from fdc_jax.ingredients import Experiment
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
-from fdc_jax.machine.files import check_writable_folder, write_json
+from fdc_jax.machine.files import check_writable_folder, locked, write_json
 from fdc_jax.progress import Progress
 from fdc_jax.report import console
-from fdc_jax.store import Store, locked
+from fdc_jax.store import Store
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +123,10 @@ def run(
         processes.check_same(_common(e))
         if not quiet:
             print(describe(e), file=sys.stderr, flush=True)
-        with locked(*places.values()):
+        with contextlib.ExitStack() as held:
+            lock = processes.on_first(lambda folder: held.enter_context(locked(folder)))
+            for place in places.values():
+                lock(place)
             per_seed = []
             for seed, place in places.items():
                 stop.poll()

@@ -5,13 +5,11 @@ changes nothing.
 """
 
 import contextlib
-import fcntl
 import functools
 import itertools
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -705,39 +703,3 @@ def _configuration(saved: dict[str, Any]) -> Config:
                 place = place.setdefault(parent, {})
             place[name] = tuple(value) if isinstance(value, list) else value
     return ml_collections.ConfigDict(nested)
-
-
-@contextlib.contextmanager
-def locked(*folders: Path) -> Iterator[None]:
-    """Keeps other runs out of work directories, by locks that end with the process.
-
-    Raises:
-        InputError: a run of another process is there; names it.
-    """
-    with contextlib.ExitStack() as held:
-        processes.on_first(lambda: [_lock(folder, held) for folder in folders])()
-        yield
-
-
-def _lock(folder: Path, held: contextlib.ExitStack) -> None:
-    path = folder / ".lock"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = held.enter_context(open(path, "a+", encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.seek(0)
-        raise InputError(
-            f"{folder} is in use by {file.read().strip() or 'another process'}; wait for it, stop "
-            "it or choose another --workdir"
-        ) from error
-    except OSError:
-        _log.warning("%s: the file system has no locks; start one run alone there", folder)
-    # What a process that was killed has left is its name, not its lock.
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}")
-    file.flush()
-    held.callback(file.truncate, 0)

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import fdc_jax
-from fdc_jax import store
 from fdc_jax.calibration.components import WHITENED
 from fdc_jax.data.batches import evaluation_images
 from fdc_jax.errors import InputError
+from fdc_jax.machine.files import locked
 from tests import small_runs
 from tests.small_runs import config, results, same_outcome
 from tests.small_runs import run as go
@@ -233,7 +233,7 @@ def test_one_process_per_work_directory(copy, cache):
     other.send_signal(signal.SIGKILL)
     other.communicate()
     assert path.read_text() == name
-    with store.locked(copy):
+    with locked(copy):
         assert path.read_text() == f"process {os.getpid()} on {socket.gethostname()}"
         with pytest.raises(InputError, match=f"in use by process {os.getpid()} on "):
             go(config(cache), copy)

@@ -1,21 +1,28 @@
-"""Files that are either whole or absent: JSON, NumPy arrays, checksums."""
+"""Files that are either whole or absent: JSON, NumPy arrays, checksums, locks."""
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
+import logging
 import os
-import tempfile
+import secrets
+import socket
+import stat
 import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 import safetensors.numpy
 from numpy.typing import ArrayLike
 
 from fdc_jax.errors import InputError
+
+_log = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -28,26 +35,74 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         InputError: the file system refuses the write (full disk, no permission).
     """
     path = Path(path)
-    temporary = None
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes private files; results are for everybody whom the umask admits.
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
-        os.replace(temporary, path)
-        temporary = None
+        try:
+            with open(temporary, "xb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
-    finally:
-        if temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(temporary)
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Opens a regular file for reading; a pipe or a device might never end.
+
+    Raises:
+        OSError: there is no such file, it may not be read, or it is none.
+    """
+    # Without O_NONBLOCK, a pipe into which nobody writes would not even open.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "expected a regular file, found another", os.fspath(path))
+    return open(descriptor, "rb")
+
+
+@contextlib.contextmanager
+def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Keeps other processes out of a folder, by a lock on its file `.lock`.
+
+    The file says whose the lock is. The lock ends with the process, also where that is killed; what
+    then stays is the name alone.
+
+    Raises:
+        InputError: another process is there, which is named, or `.lock` is no file to write to.
+    """
+    path = Path(folder) / ".lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A link could lead to anybody's file, which is emptied below.
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+        file = open(os.open(path, flags, 0o666), "r+b", buffering=0)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    with file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise InputError(f"cannot write {path}: it is no regular file")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = printable(file.read(200).decode("ascii", "replace").strip())
+            raise InputError(
+                f"{folder} is in use by {holder or 'another process'}; wait for it, stop it or "
+                "choose another folder"
+            ) from error
+        except OSError:
+            _log.warning("%s: the file system has no locks; start one process alone there", folder)
+            yield
+            return
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        try:
+            yield
+        finally:
+            file.truncate(0)
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:
@@ -64,7 +119,8 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def read_json(path: Path) -> Any:
     """Reads a JSON file; raises InputError where it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            return json.loads(file.read().decode())
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: unreadable JSON ({error})") from error
 
@@ -102,8 +158,8 @@ def check_writable_file(flag: str, path: str | os.PathLike[str], suffix: str) ->
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
-    """Returns the SHA-256 of a file as 64 hexadecimal digits."""
-    with open(path, "rb") as file:
+    """Returns the SHA-256 of a regular file as 64 hexadecimal digits."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -133,7 +189,7 @@ def read_npy(path: str | os.PathLike[str]) -> np.ndarray:
         InputError: the file is absent, damaged, longer or shorter than it says, or holds objects.
     """
     try:
-        with warnings.catch_warnings(action="error"):
+        with warnings.catch_warnings(action="error"), open_regular(path):
             array = np.lib.format.open_memmap(path, mode="r")
         if array.offset + array.nbytes != os.path.getsize(path):
             raise ValueError("it is longer than its header says")
@@ -152,7 +208,11 @@ def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     name = ""
     try:
         # Old-format and odd headers warn; here they count as damage.
-        with warnings.catch_warnings(action="error"), zipfile.ZipFile(path) as archive:
+        with (
+            warnings.catch_warnings(action="error"),
+            open_regular(path) as opened,
+            zipfile.ZipFile(opened) as archive,
+        ):
             for member in archive.infolist():
                 name = member.filename.removesuffix(".npy")
                 if name == member.filename or name in arrays:
@@ -192,7 +252,8 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         InputError: the file is absent or damaged.
     """
     try:
-        return safetensors.numpy.load_file(path)
+        with open_regular(path):
+            return safetensors.numpy.load_file(path)
     except Exception as error:  # As above.
         raise InputError(
             f"{path}: not a readable .safetensors file: {_reason(error, path)}"
@@ -214,7 +275,7 @@ def printable(text: str, limit: int = 80) -> str:
 def is_web_page(path: str | os.PathLike[str]) -> bool:
     """Whether a file starts as HTML does, as a failed download leaves it."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
     except OSError:
         return False

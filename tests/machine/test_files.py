@@ -1,10 +1,26 @@
-"""Files are whole or absent."""
+"""Files are whole or absent; pipes and devices are none; locks keep others out."""
+
+import errno
+import fcntl
+import os
+import socket
 
 import numpy as np
 import pytest
 
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import read_npz, write_atomically, write_npz
+from fdc_jax.machine.files import (
+    locked,
+    open_regular,
+    read_folder,
+    read_json,
+    read_npy,
+    read_npz,
+    read_safetensors,
+    sha256,
+    write_atomically,
+    write_npz,
+)
 
 
 def test_the_file_appears_when_the_block_ends(tmp_path):
@@ -40,3 +56,84 @@ def test_a_path_that_cannot_be_made(tmp_path):
     path = tmp_path / "file" / "below"
     with pytest.raises(InputError, match=f"cannot write {path}: "), write_atomically(path):
         pass
+
+
+def test_files_are_for_whom_the_umask_admits_and_it_is_never_changed(tmp_path, monkeypatch):
+    """Not even for an instant, in which another thread would make files for everybody."""
+    before = os.umask(0o027)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "umask", lambda mask: pytest.fail("changed the umask"))
+            write_npz(tmp_path / "x.npz", {"a": [1]})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "x.npz").stat().st_mode & 0o777 == 0o640
+
+
+# Reading what is no file --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("read", "name"),
+    [
+        (read_json, "x.json"),
+        (read_npy, "x.npy"),
+        (read_folder, ""),
+        (read_npz, "x.npz"),
+        (read_safetensors, "x.safetensors"),
+        (sha256, "x"),
+    ],
+)
+def test_no_reader_waits_for_a_pipe(tmp_path, read, name):
+    os.mkfifo(tmp_path / (name or "x.npy"))
+    with pytest.raises((InputError, OSError), match="expected a regular file, found another"):
+        read(tmp_path / name)
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/"])
+def test_devices_and_folders_are_no_files(path):
+    with pytest.raises(OSError, match="expected a regular file"):
+        open_regular(path)
+
+
+# Locks --------------------------------------------------------------------------------------------
+
+
+def test_a_lock_tells_whose_it_is_and_what_a_killed_process_left_is_a_name_alone(tmp_path):
+    path = tmp_path / "folder" / ".lock"
+    with locked(tmp_path / "folder"):
+        holder = path.read_text()
+        assert holder == f"process {os.getpid()} on {socket.gethostname()}"
+        with pytest.raises(InputError, match=f"folder is in use by {holder}; wait for it"):
+            with locked(tmp_path / "folder"):
+                pytest.fail("two at once")
+        assert path.read_text() == holder
+    assert path.read_text() == ""
+    path.write_text("process 1 on elsewhere")
+    with locked(tmp_path / "folder"):
+        assert path.read_text() == holder
+
+
+def test_a_lock_is_no_link_and_no_pipe(tmp_path):
+    victim, folder = tmp_path / "victim", tmp_path / "folder"
+    victim.write_text("kept")
+    folder.mkdir()
+    (folder / ".lock").symlink_to(victim)
+    with pytest.raises(InputError, match=r"cannot write .*lock"), locked(folder):
+        pytest.fail("locked a link")
+    assert victim.read_text() == "kept"
+    (folder / ".lock").unlink()
+    os.mkfifo(folder / ".lock")
+    with pytest.raises(InputError, match=r"cannot write .*lock"), locked(folder):
+        pytest.fail("locked a pipe")
+
+
+def test_a_file_without_its_lock_is_left_as_it_is(tmp_path, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    (tmp_path / ".lock").write_text("of somebody")
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(tmp_path):
+        assert (tmp_path / ".lock").read_text() == "of somebody"
+    assert (tmp_path / ".lock").read_text() == "of somebody"
