@@ -18,7 +18,7 @@ from jaxtyping import Float
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError
 from fdc_jax.machine import devices, files, processes
-from fdc_jax.model import vit
+from fdc_jax.model import operations
 from fdc_jax.model.vit import VisionTransformer
 
 # Batches whose features may be on the device before the oldest is fetched.
@@ -47,7 +47,7 @@ class Extractor:
 
         def encode(backbone, images, kernels):
             count, side = images.shape[:2]
-            size = vit.images_together(mesh, count, side, model.variant.patch)
+            size = operations.images_together(mesh, count, side, model.variant.patch)
             if size == count:
                 return model.apply({"params": backbone}, images, kernels)
             cut = images.reshape(-1, size, *images.shape[1:])

@@ -8,7 +8,7 @@ from fdc_jax.data import digits
 from fdc_jax.data.batches import EvaluationBatches
 from fdc_jax.extraction import Extraction, Extractor, FeatureCache
 from fdc_jax.machine import devices
-from fdc_jax.model import vit
+from fdc_jax.model import operations, vit
 from tests.model import reference
 
 
@@ -65,7 +65,7 @@ def test_both_views_in_one_pass_and_in_portions(model, backbone, monkeypatch, co
     views = (kernels, vit.pretrained_kernels(backbone))
     whole, cut = extractor(model), extractor(model)
     expected = [whole(backbone, [view], batches(count))[0].features for view in views]
-    monkeypatch.setitem(vit.PORTION_TOKENS, "cpu", 2 * 17)
+    monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", 2 * 17)
     calls, function = [], jax.lax.map
     monkeypatch.setattr(jax.lax, "map", lambda *a: calls.append(a[1].shape) or function(*a))
     together = cut(backbone, views, batches(count))

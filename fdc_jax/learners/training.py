@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float64, Int
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import LinearHead
 from fdc_jax.machine import devices
-from fdc_jax.model import increments, vit
+from fdc_jax.model import increments, operations, vit
 from fdc_jax.model.vit import Variant, VisionTransformer
 
 
@@ -265,7 +265,7 @@ def gradient_update(
         count, side = batch.images.shape[:2]
         size = count
         if mean_over_images:
-            size = vit.images_together(setup.mesh, count, side, setup.variant.patch)
+            size = operations.images_together(setup.mesh, count, side, setup.variant.patch)
         if size < count:
             value, gradients = mean_over_portions(value_and_gradients, batch, size)
         else:

@@ -19,7 +19,7 @@ from flax import traverse_util
 
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import read_object
-from fdc_jax.model import vit
+from fdc_jax.model import operations, vit
 
 POSITIONS = "Transformer/posembed_input/pos_embedding"
 
@@ -83,7 +83,7 @@ _TIMM_HEADS = {width: width // 64 for width in (192, 256, 320, 384, 512, 640, 76
 _TIMM_HEADS |= {1152: 16, 1280: 16, 1408: 16, 1536: 24, 1664: 16}
 _TIMM_TANH = r"giantopt|so400m_patch16_siglip|base_patch32_siglip|large_patch16_siglip_(gap_)?512"
 
-_ACTIVATIONS = {name: name for name in vit.ACTIVATIONS} | {
+_ACTIVATIONS = {name: name for name in operations.ACTIVATIONS} | {
     "gelu_pytorch_tanh": "gelu_tanh",
     "quickgelu": "quick_gelu",
     "silu": "swiglu",

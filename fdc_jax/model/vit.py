@@ -4,23 +4,23 @@ Module names are the keys of the AugReg files, so that such a checkpoint is the 
 encoder sees the same images under different key and value kernels: the pretrained ones (E_0), or
 those with the increments of the first t tasks added (E_t). A learner that leaves the kernels alone
 passes an adapter beside them instead. They are passed as arguments; one compiled function serves
-every view.
+every view. How it is computed, where that is not the plain formula, stands in `operations`.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import Any, NotRequired, TypedDict
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float, UInt8
 
 from fdc_jax.errors import InputError
+from fdc_jax.model import operations
+from fdc_jax.model.operations import Arithmetic, Factors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Variant:
         tokens: learned tokens before the patches, the class token first.
         registers: learned tokens behind these, without a position.
         pre_norm: whether the tokens are normalised before the first block.
-        activation: of every MLP, a key of `ACTIVATIONS`.
+        activation: of every MLP, a key of `operations.ACTIVATIONS`.
         pooling: what becomes the feature, one of `POOLINGS`.
         rotary: base of the rotary positions of the patches; 0: learned positions.
         epsilon: of every norm.
@@ -80,49 +80,6 @@ VARIANTS = {
     ),
 }
 
-
-def _gelu(x):
-    # The exact GELU; jax.nn.gelu goes through erfc, which is several times slower on a CPU.
-    return 0.5 * x * (1.0 + jax.lax.erf(x * jnp.asarray(0.5**0.5, x.dtype)))
-
-
-def _swiglu(x):
-    gate, value = jnp.split(x, 2, axis=-1)
-    return jax.nn.silu(gate) * value
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def activated(function: Callable[[Array], Array], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns a function of every entry, whose slope is kept for the gradient instead of x.
-
-    Both are computed in float32, together, and kept in the dtype of x: memory is the same, and the
-    backward pass has one product an entry instead of erf and exp.
-    """
-    return function(x.astype(jnp.float32)).astype(x.dtype)
-
-
-def _activated_forward(function, x):
-    wide = x.astype(jnp.float32)
-    value, slope = jax.jvp(function, (wide,), (jnp.ones_like(wide),))
-    return value.astype(x.dtype), slope.astype(x.dtype)
-
-
-def _activated_backward(function, slope, gradient):
-    # Joined to the products on both its sides, as a TPU's compiler would, it takes longer.
-    return (jax.lax.optimization_barrier(slope * gradient),)
-
-
-activated.defvjp(_activated_forward, _activated_backward)
-
-
-# What follows the first layer of an MLP; swiglu takes twice the hidden units, gates first.
-ACTIVATIONS = {
-    "gelu": _gelu,
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
-    "swiglu": _swiglu,
-}
-
 # token: the class token; prefix: the mean of all learned tokens with a position; mean: of the
 # patches, behind the final norm or before it; attention: of a learned query over the patches.
 POOLINGS = ("token", "prefix", "mean", "mean_then_norm", "attention")
@@ -137,14 +94,9 @@ PRECISIONS = {
     "fast": (jnp.bfloat16, jax.lax.Precision.DEFAULT),
 }
 
-# xla: products and softmax as XLA compiles them; cudnn: one kernel of NVIDIA's, for 16-bit floats;
-# auto: cudnn in fast precision where it runs, which needs half of the memory, else xla.
+# Of `Arithmetic`; auto: cudnn in fast precision where it runs, which needs half of the memory, else
+# xla.
 ATTENTIONS = ("auto", "xla", "cudnn")
-
-# Tokens of a portion of a batch by kind of device; others have batches whole. On a processor,
-# measured in training ViT-Ti/16: half of it costs 2 %, twice as much 8 %, a batch of 64 images at
-# once 27 %. On a TPU, estimated for ViT-B/16 on v5e: 4 %, 27 % and 38 %.
-PORTION_TOKENS = {"cpu": 1100, "tpu": 3200}
 
 # On the output of an adapter before it joins the block's (AdaptFormer; RSIAT keeps it).
 ADAPTER_SCALE = 0.1
@@ -170,17 +122,6 @@ class KeyValueKernels(TypedDict):
     adapter: NotRequired[Adapter]
 
 
-class Factors(TypedDict):
-    """Factors of a low-rank kernel update A B, the transpose of the paper's B_k A_k.
-
-    With a scale, one number a column of A, the update is A diag(scale) B.
-    """
-
-    A: Float[Array, "l d r"]
-    B: Float[Array, "l r d"]
-    scale: NotRequired[Float[Array, "l r"]]
-
-
 class Increment(TypedDict):
     """What one task adds to the key and value kernels of every block."""
 
@@ -192,81 +133,11 @@ def _at_block(tree: Any, block: int) -> Any:
     return None if tree is None else jax.tree.map(lambda leaf: leaf[block], tree)
 
 
-def _over_tokens(left, right, dtype, precision):
-    """Returns left' right, summed over all tokens in a dtype.
-
-    Images and tokens as one axis would be copied first on a TPU, as their number fills no tiles.
-    """
-    axes = tuple(range(left.ndim - 1))
-    return jnp.tensordot(
-        left, right, (axes, axes), precision=precision, preferred_element_type=dtype
-    )
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def product_with_updates(
-    x: Float[Array, "*n d"],
-    kernel: Float[Array, "d e"],
-    updates: tuple[Factors, ...],
-    precision: jax.lax.Precision,
-) -> Float[Array, "*n e"]:
-    """Returns x (W + sum of A B) in the dtype of x, with the sum of the kernels taken in their own.
-
-    The sum is made once, so that an update costs no product over tokens. The gradients of factors
-    and scales take the way over the rank, and none is as large as the kernel's, so that devices
-    have little to add up.
-
-    Args:
-        x: tokens, on any leading axes.
-        kernel: W.
-        updates: factors of one block.
-        precision: of the products over tokens.
-    """
-    return _product_forward(x, kernel, updates, precision)[0]
-
-
-def _product_forward(x, kernel, updates, precision):
-    for each in updates:
-        scaled = each["A"] * each["scale"] if "scale" in each else each["A"]
-        kernel = kernel + jnp.matmul(scaled, each["B"], precision=jax.lax.Precision.HIGHEST)
-    merged = kernel.astype(x.dtype)
-    # A value without elements, for the dtype of the kernel's gradient.
-    return jnp.matmul(x, merged, precision=precision), (x, merged, kernel[:0], updates)
-
-
-def _product_backward(precision, residuals, gradient):
-    x, merged, kernel, updates = residuals
-
-    def times(left, right):
-        return jnp.matmul(left, right, precision=precision)
-
-    def of_factors(factors):
-        a, b = factors["A"], factors["B"]
-        before, behind = times(x, a.astype(x.dtype)), times(gradient, b.astype(x.dtype).T)
-        found = {
-            "A": _over_tokens(x, behind, a.dtype, precision),
-            "B": _over_tokens(before, gradient, b.dtype, precision),
-        }
-        if "scale" in factors:
-            scale, tokens = factors["scale"], tuple(range(x.ndim - 1))
-            found = {"A": found["A"] * scale, "B": found["B"] * scale[:, None]}
-            found["scale"] = jnp.sum(before.astype(scale.dtype) * behind, axis=tokens)
-        return found
-
-    # What nothing asks for is compiled away.
-    of_kernel = _over_tokens(x, gradient, kernel.dtype, precision)
-    return times(gradient, merged.T), of_kernel, tuple(map(of_factors, updates))
-
-
-product_with_updates.defvjp(_product_forward, _product_backward)
-
-
 class _Projection(nn.Module):
     """One of query, key, value: x W + b, or x (W + A B) + b when there are updates."""
 
     heads: int
-    dtype: Any
-    precision: jax.lax.Precision
+    arithmetic: Arithmetic
 
     @nn.compact
     def __call__(self, x, kernel=None, updates=()):
@@ -277,41 +148,14 @@ class _Projection(nn.Module):
         )
         bias = self.param("bias", nn.initializers.zeros, shape[1:])
         kernel = own.reshape(width, width) if kernel is None else kernel
+        dtype, precision = self.arithmetic.dtype, self.arithmetic.precision
         y: Any
-        if not updates:
-            y = jnp.matmul(x, kernel.astype(self.dtype), precision=self.precision)
+        if updates:
+            y = operations.product_with_updates(x, kernel, updates, precision)
         else:
-            y = product_with_updates(x, kernel, updates, self.precision)
-        y = y + bias.reshape(width).astype(self.dtype)
+            y = jnp.matmul(x, kernel.astype(dtype), precision=precision)
+        y = y + bias.reshape(width).astype(dtype)
         return y.reshape(*y.shape[:-1], *shape[1:])
-
-
-def _attend(q, k, v, precision):
-    """Returns softmax(q k / sqrt(d)) v, [n, queries, heads, d]; scores and softmax are float32."""
-    scores = jnp.einsum(
-        "bqhd,bkhd->bhqk",
-        q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype),
-        k,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v, precision=precision)
-
-
-def _attend_fused(q, k, v):
-    """Returns the same by cuDNN's kernel; JAX has its gradient for even numbers of tokens only."""
-    tokens = q.shape[1]
-    if tokens % 2 == 0:
-        return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
-    q, k, v = (jnp.pad(array, ((0, 0), (0, 1), (0, 0), (0, 0))) for array in (q, k, v))
-    lengths = jnp.full(len(q), tokens)
-    return jax.nn.dot_product_attention(
-        *(q, k, v),
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        implementation="cudnn",
-    )[:, :tokens]
 
 
 def _rotary_angles(variant: Variant, grid: int) -> Float[np.ndarray, "t h"]:
@@ -323,27 +167,16 @@ def _rotary_angles(variant: Variant, grid: int) -> Float[np.ndarray, "t h"]:
     return np.pad(angles.reshape(grid**2, -1), ((variant.tokens + variant.registers, 0), (0, 0)))
 
 
-def _rotated(x: Float[Array, "n t k d"], angles: Float[np.ndarray, "t h"]) -> Any:
-    """Turns the first tokens' queries or keys, pairs of entries half a head apart, in float32."""
-    angles = angles[: x.shape[1], None]
-    cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
-    left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = [left * cos - right * sin, right * cos + left * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
-
-
 class _Attention(nn.Module):
     """Multi-head attention of `queries`, the first of `tokens` or others, over `tokens`."""
 
     heads: int
-    dtype: Any
-    precision: jax.lax.Precision
-    attention: str
+    arithmetic: Arithmetic
 
     @nn.compact
     def __call__(self, queries, tokens, kernels=None, increments=(), angles=None):
         def project(name, inputs, kernels=None, increments=()):
-            projection = _Projection(self.heads, self.dtype, self.precision, name=name)
+            projection = _Projection(self.heads, self.arithmetic, name=name)
             kernel = None if kernels is None else kernels[name]
             return projection(inputs, kernel, tuple(each[name] for each in increments))
 
@@ -351,57 +184,28 @@ class _Attention(nn.Module):
         k = project("key", tokens, kernels, increments)
         v = project("value", tokens, kernels, increments)
         if angles is not None:
-            q, k = _rotated(q, angles), _rotated(k, angles)
-        # One query an image, in the last block, leaves a fused kernel nothing to gain.
-        if self.attention == "cudnn" and q.shape[1] > 1:
-            mixed = _attend_fused(q, k, v)
-        else:
-            mixed = _attend(q, k, v, self.precision)
-        kind: dict[str, Any] = {"dtype": self.dtype, "precision": self.precision, "name": "out"}
-        return nn.DenseGeneral(queries.shape[-1], axis=(-2, -1), **kind)(mixed)
+            q, k = operations.rotated(q, angles), operations.rotated(k, angles)
+        mixed = operations.attend(q, k, v, self.arithmetic)
+        kind: Any = {"dtype": self.arithmetic.dtype, "precision": self.arithmetic.precision}
+        return nn.DenseGeneral(queries.shape[-1], axis=(-2, -1), name="out", **kind)(mixed)
 
 
 class _Mlp(nn.Module):
     """Two dense layers with an activation between them."""
 
-    hidden: int
-    activation: str
-    dtype: Any
-    precision: jax.lax.Precision
+    variant: Variant
+    arithmetic: Arithmetic
 
     @nn.compact
     def __call__(self, x):
-        width = x.shape[-1]
-        units = 2 * self.hidden if self.activation == "swiglu" else self.hidden
-        x = nn.Dense(units, dtype=self.dtype, precision=self.precision)(x)
-        function = ACTIVATIONS[self.activation]
-        # In parity mode nothing is rounded, and the slope is computed where it is used.
-        entries = self.dtype == jnp.bfloat16 and self.activation != "swiglu"
-        x = activated(function, x) if entries else function(x)
-        return nn.Dense(width, dtype=self.dtype, precision=self.precision)(x)
+        units, activation = self.variant.mlp_width, self.variant.activation
+        units = 2 * units if activation == "swiglu" else units
+        kind: Any = {"dtype": self.arithmetic.dtype, "precision": self.arithmetic.precision}
+        hidden = operations.activate(activation, nn.Dense(units, **kind)(x))
+        return nn.Dense(self.variant.width, **kind)(hidden)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
-def dense(x, weight, bias, precision):
-    """Returns x W + b in the dtype of x; gradients of W and b are summed in their own dtype."""
-    return jnp.matmul(x, weight.astype(x.dtype), precision=precision) + bias.astype(x.dtype)
-
-
-def _dense_forward(x, weight, bias, precision):
-    return dense(x, weight, bias, precision), (x, weight, bias[:0])
-
-
-def _dense_backward(precision, residuals, gradient):
-    x, weight, bias = residuals
-    of_weight = _over_tokens(x, gradient, weight.dtype, precision)
-    of_x = jnp.matmul(gradient, weight.astype(x.dtype).T, precision=precision)
-    return of_x, of_weight, gradient.sum(axis=tuple(range(x.ndim - 1)), dtype=bias.dtype)
-
-
-dense.defvjp(_dense_forward, _dense_backward)
-
-
-def _adapted(x, adapter, dropout_key, dropout_rate: float, precision):
+def _adapted(x, adapter: Adapter, dropout_key, dropout_rate: float, precision):
     """Returns what an adapter adds to the output of a block.
 
     Args:
@@ -411,11 +215,11 @@ def _adapted(x, adapter, dropout_key, dropout_rate: float, precision):
         dropout_rate: share of hidden units to drop.
         precision: of the products.
     """
-    hidden = jax.nn.relu(dense(x, adapter["down"], adapter["down_bias"], precision))
+    hidden = jax.nn.relu(operations.dense(x, adapter["down"], adapter["down_bias"], precision))
     if dropout_key is not None:
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, hidden.shape)
         hidden = jnp.where(kept, hidden / (1.0 - dropout_rate), 0.0).astype(x.dtype)
-    out: Any = dense(hidden, adapter["up"], adapter["up_bias"], precision)
+    out: Any = operations.dense(hidden, adapter["up"], adapter["up_bias"], precision)
     return jnp.asarray(ADAPTER_SCALE, x.dtype) * out
 
 
@@ -423,33 +227,26 @@ class _Block(nn.Module):
     """Transformer block with the norms first; returns the first `kept` tokens, None for all."""
 
     variant: Variant
-    dtype: Any
-    precision: jax.lax.Precision
+    arithmetic: Arithmetic
     kept: int | None
-    attention: str
 
     @nn.compact
     def __call__(self, x, angles, dropout_rate, kernels, increments, dropout_key):
-        norm: dict[str, Any] = {"epsilon": self.variant.epsilon, "dtype": self.dtype}
+        variant, arithmetic = self.variant, self.arithmetic
+        norm: Any = {"epsilon": variant.epsilon, "dtype": arithmetic.dtype}
         tokens = nn.LayerNorm(name="LayerNorm_0", **norm)(x)
         self.sow("intermediates", "attention_input", tokens)
         queries = tokens
         if self.kept is not None:
             queries, x = tokens[:, : self.kept], x[:, : self.kept]
-        x = x + _Attention(
-            self.variant.heads,
-            self.dtype,
-            self.precision,
-            self.attention,
-            name="MultiHeadDotProductAttention_1",
-        )(queries, tokens, kernels, increments, angles)
+        attention = _Attention(variant.heads, arithmetic, name="MultiHeadDotProductAttention_1")
+        x = x + attention(queries, tokens, kernels, increments, angles)
         y = nn.LayerNorm(name="LayerNorm_2", **norm)(x)
-        kind = (self.variant.mlp_width, self.variant.activation, self.dtype, self.precision)
-        out = x + _Mlp(*kind, name="MlpBlock_3")(y)
+        out = x + _Mlp(variant, arithmetic, name="MlpBlock_3")(y)
         if kernels is None or "adapter" not in kernels:
             return out
         adapter = kernels["adapter"]
-        return out + _adapted(x, adapter, dropout_key, dropout_rate, self.precision)
+        return out + _adapted(x, adapter, dropout_key, dropout_rate, arithmetic.precision)
 
 
 class _PositionEmbedding(nn.Module):
@@ -466,19 +263,17 @@ class _AttentionPooling(nn.Module):
     """A learned query's attention over tokens, and an MLP behind it (SigLIP)."""
 
     variant: Variant
-    dtype: Any
-    precision: jax.lax.Precision
+    arithmetic: Arithmetic
 
     @nn.compact
     def __call__(self, tokens):
-        variant, kind = self.variant, (self.dtype, self.precision)
+        variant, dtype = self.variant, self.arithmetic.dtype
         probe = self.param("probe", nn.initializers.zeros, (1, 1, variant.width))
-        x = jnp.broadcast_to(probe.astype(self.dtype), (len(tokens), 1, variant.width))
-        # One query an image leaves a fused kernel nothing to gain.
-        attention = _Attention(variant.heads, *kind, "xla", name="MultiHeadDotProductAttention_0")
-        x = attention(x, tokens.astype(self.dtype))
-        y = nn.LayerNorm(epsilon=variant.epsilon, dtype=self.dtype, name="LayerNorm_0")(x)
-        y = _Mlp(variant.mlp_width, variant.activation, *kind, name="MlpBlock_0")(y)
+        x = jnp.broadcast_to(probe.astype(dtype), (len(tokens), 1, variant.width))
+        name = "MultiHeadDotProductAttention_0"
+        x = _Attention(variant.heads, self.arithmetic, name=name)(x, tokens.astype(dtype))
+        y = nn.LayerNorm(epsilon=variant.epsilon, dtype=dtype, name="LayerNorm_0")(x)
+        y = _Mlp(variant, self.arithmetic, name="MlpBlock_0")(y)
         return (x + y)[:, 0].astype(jnp.float32)
 
 
@@ -486,9 +281,7 @@ class _Transformer(nn.Module):
     """Positions, registers, blocks, final norm and pooling of the learned tokens and patches."""
 
     variant: Variant
-    dtype: Any
-    precision: jax.lax.Precision
-    attention: str
+    arithmetic: Arithmetic
 
     @nn.compact
     def __call__(self, x, kernels, increments, dropout_key, dropout_rate):
@@ -505,14 +298,14 @@ class _Transformer(nn.Module):
             parts = [x[:, : variant.tokens], registers, x[:, variant.tokens :]]
             x = jnp.concatenate(parts, axis=1)
         if variant.pre_norm:
-            x = nn.LayerNorm(epsilon=variant.epsilon, dtype=self.dtype, name="pre_norm")(x)
+            kind: Any = {"epsilon": variant.epsilon, "dtype": self.arithmetic.dtype}
+            x = nn.LayerNorm(name="pre_norm", **kind)(x)
         # Nothing reads the other tokens of the last block.
         read = {"token": 1, "prefix": variant.tokens}.get(variant.pooling)
         for block in range(variant.depth):
             kept = read if block == variant.depth - 1 else None
             of_block = (_at_block(tree, block) for tree in (kernels, increments, keys))
-            kind = (variant, self.dtype, self.precision, kept, self.attention)
-            function = _Block(*kind, name=f"encoderblock_{block}")
+            function = _Block(variant, self.arithmetic, kept, name=f"encoderblock_{block}")
             x = function(x, angles, dropout_rate, *of_block)
         return self._pooled(x)
 
@@ -530,18 +323,18 @@ class _Transformer(nn.Module):
             return norm(x.astype(jnp.float32).mean(axis=1))
         if variant.pooling == "mean":
             return norm(x).mean(axis=1)
-        return _AttentionPooling(variant, self.dtype, self.precision, name="MAPHead_0")(norm(x))
+        return _AttentionPooling(variant, self.arithmetic, name="MAPHead_0")(norm(x))
 
 
 class _PatchEmbedding(nn.Module):
     """A convolution whose stride is its size, written as a product over flattened patches."""
 
     variant: Variant
-    dtype: Any
-    precision: jax.lax.Precision
+    arithmetic: Arithmetic
 
     @nn.compact
     def __call__(self, images):
+        dtype, precision = self.arithmetic.dtype, self.arithmetic.precision
         batch, height, width, channels = images.shape
         size, out = self.variant.patch, self.variant.width
         if height % size:  # As a convolution without padding: what is left over goes.
@@ -551,8 +344,8 @@ class _PatchEmbedding(nn.Module):
         bias = self.param("bias", nn.initializers.zeros, (out,))
         patches = images.reshape(batch, height // size, size, width // size, size, channels)
         patches = patches.transpose(0, 1, 3, 2, 4, 5).reshape(batch, -1, size * size * channels)
-        kernel = kernel.reshape(-1, out).astype(self.dtype)
-        return jnp.matmul(patches, kernel, precision=self.precision) + bias.astype(self.dtype)
+        kernel = kernel.reshape(-1, out).astype(dtype)
+        return jnp.matmul(patches, kernel, precision=precision) + bias.astype(dtype)
 
 
 class VisionTransformer(nn.Module):
@@ -563,7 +356,7 @@ class VisionTransformer(nn.Module):
         input_range: `pilot01` for pixels in [0, 1], `augreg` for [-1, 1], `model` for what the
             checkpoint was trained with.
         precision: `parity` (float32, exact products) or `fast` (bfloat16 activations).
-        attention: `xla` or `cudnn`, see `ATTENTIONS`.
+        attention: `xla` or `cudnn`, see `Arithmetic`.
     """
 
     variant: Variant
@@ -590,25 +383,26 @@ class VisionTransformer(nn.Module):
             dropout_key: drops hidden units of the adapter, in training; None: keeps them all.
             dropout_rate: share of hidden units to drop, less than 1.
         """
+        variant = self.variant
         dtype, precision = PRECISIONS[self.precision]
+        arithmetic = Arithmetic(dtype, precision, self.attention)
         offset: Any
         divisor: Any
         if self.input_range == "model":
-            offset, divisor = jnp.asarray(self.variant.mean), jnp.asarray(self.variant.std)
+            offset, divisor = jnp.asarray(variant.mean), jnp.asarray(variant.std)
         else:
             offset, divisor = INPUT_RANGES[self.input_range]
         pixels = (images.astype(jnp.float32) / 255.0 - offset) / divisor
         several = isinstance(increment, tuple)
         increments = increment if several else () if increment is None else (increment,)
-        x = _PatchEmbedding(self.variant, dtype, precision, name="embedding")(pixels.astype(dtype))
-        if self.variant.tokens:
-            shape = (1, self.variant.tokens, self.variant.width)
+        x = _PatchEmbedding(variant, arithmetic, name="embedding")(pixels.astype(dtype))
+        if variant.tokens:
+            shape = (1, variant.tokens, variant.width)
             tokens = self.param("cls", nn.initializers.zeros, shape).astype(dtype)
             tokens = jnp.broadcast_to(tokens, (x.shape[0], *shape[1:]))
             x = jnp.concatenate([tokens, x], axis=1)
-        return _Transformer(self.variant, dtype, precision, self.attention, name="Transformer")(
-            x, kernels, increments, dropout_key, dropout_rate
-        )
+        transformer = _Transformer(variant, arithmetic, name="Transformer")
+        return transformer(x, kernels, increments, dropout_key, dropout_rate)
 
 
 def build(
@@ -695,29 +489,3 @@ def pretrained_kernels(params: Any) -> KeyValueKernels:
         return jnp.stack([jnp.reshape(kernel, (kernel.shape[0], -1)) for kernel in kernels])
 
     return KeyValueKernels(key=stack("key"), value=stack("value"))
-
-
-def images_together(mesh: Mesh, images: int, side: int, patch: int) -> int:
-    """Returns how many images of a batch a device takes through the encoder together.
-
-    A core's caches, or a TPU's on-chip memory, hold the activations of some images, not those of a
-    batch: a batch in portions is faster than at once. The size divides the batch. It depends on
-    shapes and the kind of device, never on the number of cores, so that results are the same on
-    any of them. Several devices have each batch divided already.
-
-    Args:
-        mesh: the devices; what a program depends on is asked of them, so that it can be compiled
-            for others.
-        images: of the batch.
-        side: of an image, in pixels.
-        patch: side of a patch.
-    """
-    tokens = PORTION_TOKENS.get(mesh.devices.flat[0].platform)
-    if tokens is None or mesh.size > 1:
-        return images
-    most = max(1, tokens // ((side // patch) ** 2 + 1))
-    if images <= most:
-        return images
-    best = max(size for size in range(1, most + 1) if images % size == 0)
-    # Portions far below what fits are slower than the batch.
-    return best if 2 * best >= most else images

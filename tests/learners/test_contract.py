@@ -11,7 +11,7 @@ from configs import base
 from fdc_jax import learners
 from fdc_jax.errors import InputError
 from fdc_jax.learners import training
-from fdc_jax.model import vit
+from fdc_jax.model import operations, vit
 from tests.learners import toy
 
 NAMES = learners.names()
@@ -517,7 +517,7 @@ def test_a_batch_in_portions_makes_the_same_step(backbone, monkeypatch, name):
         lambda *arguments: sizes.append(arguments[2]) or function(*arguments),
     )
     tokens = (toy.SIDE // toy.TINY.patch) ** 2 + 1
-    monkeypatch.setitem(vit.PORTION_TOKENS, "cpu", 2 * tokens)
+    monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", 2 * tokens)
     batch = toy.make_batch(3, size=6, classes=3, padding=3)
     found = []
     for update in (run.update, run.learner.update(run.setup)):

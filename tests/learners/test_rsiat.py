@@ -10,7 +10,7 @@ import pytest
 from fdc_jax import heads as head_types
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import rsiat
-from fdc_jax.model import vit
+from fdc_jax.model import operations
 from tests.learners import rsiat_reference, toy
 
 # As the set-up of the trajectory has them.
@@ -240,7 +240,7 @@ def test_gradients_of_the_adapter_are_summed_in_float32():
     weight, bias = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((24, 5), (5,)))
 
     def total(weight, bias):
-        out = vit.dense(x, weight, bias, jax.lax.Precision.DEFAULT)
+        out = operations.dense(x, weight, bias, jax.lax.Precision.DEFAULT)
         assert out.dtype == jnp.bfloat16
         return jnp.sum(out.astype(jnp.float32) * slopes.astype(jnp.float32))
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdc_jax.model import increments, vit
+from fdc_jax.model import increments, operations, vit
 from tests.model.reference import PARTS, TINY, float64, products, random_like, random_params
 
 RANK, NUM_TASKS = 2, 4
@@ -93,7 +93,7 @@ def operands():
 
 
 def product(x, kernel, a, b):
-    return vit.product_with_updates(x, kernel, ({"A": a, "B": b},), HIGHEST)
+    return operations.product_with_updates(x, kernel, ({"A": a, "B": b},), HIGHEST)
 
 
 def test_values_and_gradients_are_those_of_the_sum(operands):
@@ -115,7 +115,7 @@ def test_updates_add_up_and_scales_have_gradients(operands):
     weight = rng.normal(size=(3, 5, 6))
     updates = ({"A": a, "B": b}, {"A": 2 * a, "B": b[::-1], "scale": scale})
     value, pull = jax.vjp(
-        lambda *each: vit.product_with_updates(*each, HIGHEST), x, kernel, updates
+        lambda *each: operations.product_with_updates(*each, HIGHEST), x, kernel, updates
     )
     of_sum = np.einsum("ntd,nte->de", x, weight)
     merged = kernel + a @ b + 2.0 * (a * scale) @ b[::-1]

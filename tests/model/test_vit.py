@@ -1,5 +1,6 @@
 """The encoder against a float64 reading of the ViT paper, and what its settings allow."""
 
+import dataclasses
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 from fdc_jax.errors import InputError
-from fdc_jax.model import increments, vit
+from fdc_jax.model import increments, operations, vit
 from tests.model import reference
 from tests.model.reference import SIDE, TINY, products, random_images, random_like, random_params
 
@@ -134,6 +135,21 @@ def test_fused_attention_is_given_the_same_arrays(monkeypatch, side):
     assert asked == ["cudnn"] * (TINY.depth - 1)
 
 
+def test_fused_attention_has_as_many_queries_as_keys(monkeypatch):
+    """cuDNN refuses two queries, of a distilled encoder's last block, over an odd number."""
+    variant = dataclasses.replace(TINY, tokens=2, pooling="prefix")
+    model = vit.build(variant, SIDE, "pilot01", "fast", cudnn=True)
+    params, shapes = vit.parameter_shapes(model.clone(attention="xla"), SIDE), []
+
+    def attention(query, key, value, **_):
+        shapes.append((query.shape, key.shape))
+        return query
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attention)
+    jax.eval_shape(model.apply, {"params": params}, IMAGES)
+    assert len(shapes) == TINY.depth - 1 and all(q == k for q, k in shapes)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -171,9 +187,14 @@ def test_attention_in_bfloat16_has_values_and_gradients_of_float32(queries):
     shapes = [(2, queries, 3, 8), (2, 5, 3, 8), (2, 5, 3, 8)]
     arrays = [jnp.asarray(rng.normal(size=shape), jnp.bfloat16) for shape in shapes]
     gradient = jnp.asarray(rng.normal(size=shapes[0]), jnp.bfloat16)
-    found, pull = jax.vjp(lambda *each: vit._attend(*each, jax.lax.Precision.DEFAULT), *arrays)
+
+    def attend(precision, *each):
+        arithmetic = operations.Arithmetic(each[0].dtype, precision, "xla")
+        return operations.attend(*each, arithmetic)
+
+    found, pull = jax.vjp(partial(attend, jax.lax.Precision.DEFAULT), *arrays)
     wide = [array.astype(jnp.float32) for array in arrays]
-    plain, plain_pull = jax.vjp(lambda *each: vit._attend(*each, jax.lax.Precision.HIGHEST), *wide)
+    plain, plain_pull = jax.vjp(partial(attend, jax.lax.Precision.HIGHEST), *wide)
     expected = (plain, *plain_pull(gradient.astype(jnp.float32)))
     for one, other in zip((found, *pull(gradient)), expected, strict=True):
         assert one.dtype == jnp.bfloat16
@@ -181,13 +202,13 @@ def test_attention_in_bfloat16_has_values_and_gradients_of_float32(queries):
         assert np.linalg.norm(one - other) <= 2**-7 * np.linalg.norm(other)
 
 
-@pytest.mark.parametrize("name", sorted({*vit.ACTIVATIONS} - {"swiglu"}))
+@pytest.mark.parametrize("name", sorted({*operations.ACTIVATIONS} - {"swiglu"}))
 def test_activations_with_kept_slopes(name):
     """Values and gradients of the plain form: in float32 its own, in bfloat16 but for rounding."""
-    function, x = vit.ACTIVATIONS[name], jnp.linspace(-6.0, 6.0, 1201)
+    function, x = operations.ACTIVATIONS[name], jnp.linspace(-6.0, 6.0, 1201)
     for dtype, tolerance in ((jnp.float32, 1e-6), (jnp.bfloat16, 2**-8)):
         entries = x.astype(dtype)
-        value, pull = jax.vjp(lambda x: vit.activated(function, x), entries)
+        value, pull = jax.vjp(lambda x: operations.with_kept_slope(function, x), entries)
         expected, slope = jax.jvp(function, (entries.astype(jnp.float32),), (jnp.ones_like(x),))
         assert value.dtype == dtype
         np.testing.assert_allclose(value, expected, rtol=tolerance, atol=1e-6)
@@ -215,7 +236,7 @@ def mesh_of(*platforms):
     ],
 )
 def test_a_portion_divides_the_batch_and_fits(images, side, patch, expected):
-    assert vit.images_together(mesh_of("cpu"), images, side, patch) == expected
+    assert operations.images_together(mesh_of("cpu"), images, side, patch) == expected
 
 
 @pytest.mark.parametrize(
@@ -224,4 +245,4 @@ def test_a_portion_divides_the_batch_and_fits(images, side, patch, expected):
 )
 def test_a_single_processor_or_tpu_takes_portions(platforms, expected):
     """Several devices have a batch divided."""
-    assert vit.images_together(mesh_of(*platforms), 64, 224, 16) == expected
+    assert operations.images_together(mesh_of(*platforms), 64, 224, 16) == expected
