@@ -33,7 +33,7 @@ from benchmarks import measure, memory, step_profile, synthetic
 from fdc_jax import evaluation, learners
 from fdc_jax.calibration import batching, fdc
 from fdc_jax.errors import InputError
-from fdc_jax.extraction import Extractor
+from fdc_jax.features.extraction import Extractor
 from fdc_jax.machine import devices
 from fdc_jax.machine.files import read_object
 from fdc_jax.model import vit

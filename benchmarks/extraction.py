@@ -33,7 +33,7 @@ def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
 
     from benchmarks import flops, synthetic
     from fdc_jax.data.batches import Batch
-    from fdc_jax.extraction import Extractor
+    from fdc_jax.features.extraction import Extractor
     from fdc_jax.machine import devices
     from fdc_jax.model import vit
 

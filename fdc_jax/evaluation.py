@@ -31,7 +31,7 @@ from fdc_jax.errors import InputError
 from fdc_jax.machine import devices
 
 if TYPE_CHECKING:  # Reports need no encoder.
-    from fdc_jax.ingredients import Experiment
+    from fdc_jax.run.setup import Experiment
 
 # Entries of results that stand beside the paper's numbers: the affinity in the whitened metric, or
 # the paper's without tanh.

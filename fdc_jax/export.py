@@ -34,7 +34,8 @@ from fdc_jax.machine.files import (
     write_text,
 )
 from fdc_jax.model import layouts, vit, weights
-from fdc_jax.store import Places, Run
+from fdc_jax.run.opened import Opened, open_run
+from fdc_jax.run.places import Places
 
 # Fields of a configuration that were of the machine, and what they are of any.
 _ANYWHERE = {
@@ -66,6 +67,7 @@ def write(
     merge: bool = False,
     timm: bool = False,
     weights_file: str | None = None,
+    learner: str = "",
 ) -> dict[str, int]:
     """Writes a finished run as one folder, whole or not at all; the same run gives the same bytes.
 
@@ -75,6 +77,7 @@ def write(
         merge: keep the kernels of E_T alone in the place of the learner's state.
         timm: write E_T in timm's layout, too.
         weights_file: the file of the pretrained encoder, if no longer where it was.
+        learner: the module of a learner outside the package, whose code is run.
 
     Returns:
         The bytes of every file, by its name in the folder.
@@ -87,7 +90,7 @@ def write(
     if output.exists() or output.is_symlink():
         raise InputError(f"{output}: exists already; name a folder that does not")
     check_writable_folder("OUT", output.absolute().parent)
-    run = Run(workdir, weights=weights_file)
+    run = open_run(workdir, weights=weights_file, learner=learner)
     if run.results is None:
         raise InputError(f"{run.folder}: expected a finished run, found no results.json")
     if (trained := len(run.heads())) != run.num_tasks:
@@ -97,8 +100,8 @@ def write(
         )
     if merge and isinstance(run.calibrator().heads[0], FunctionHead):
         raise InputError(
-            f"--merge: the heads of {run.config.learner.name} are functions, which follow from the "
-            "learner's state alone; export without it"
+            f"--merge: the heads of {run.config['learner.name']} are functions, which follow "
+            "from the learner's state alone; export without it"
         )
     kernels = run.encoder(run.num_tasks)
     with _made_whole(output) as folder:
@@ -152,7 +155,7 @@ def _copy(source: Path, target: Path) -> None:
 # What lies in it ----------------------------------------------------------------------------------
 
 
-def _write_pretrained(run: Run, target: Places) -> None:
+def _write_pretrained(run: Opened, target: Places) -> None:
     """Writes the arrays of the pretrained encoder as they are named, and their configuration."""
     path = run.experiment.pretrained.path
     arrays = weights.used(path)
@@ -163,7 +166,7 @@ def _write_pretrained(run: Run, target: Places) -> None:
                 _copy(path.with_name(name), target.weights_file.with_name(name))
 
 
-def _read_of_state(run: Run) -> dict[str, np.ndarray]:
+def _read_of_state(run: Opened) -> dict[str, np.ndarray]:
     """Returns the leaves of the learner's state, those without elements that it does without.
 
     Large things of training are arrays of the host, such as covariances. They are left out where
@@ -187,14 +190,14 @@ def _read_of_state(run: Run) -> dict[str, np.ndarray]:
     return found
 
 
-def _write_timm(run: Run, kernels: vit.KeyValueKernels, folder: Path) -> None:
+def _write_timm(run: Opened, kernels: vit.KeyValueKernels, folder: Path) -> None:
     """Writes E_T as timm has it; the pixels that it gets are those of the run."""
     e = run.experiment
     model = e.setup.model
     offset, divisor = vit.INPUT_RANGES.get(model.input_range, (None, None))
     pixels = {} if offset is None else {"mean": (offset,) * 3, "std": (divisor,) * 3}
     variant = dataclasses.replace(model.variant, **pixels)
-    arrays, config = layouts.as_timm(e.backbone, variant, kernels, run.config.encoder.image_size)
+    arrays, config = layouts.as_timm(e.backbone, variant, kernels, run.config["encoder.image_size"])
     write_safetensors(folder / "model.safetensors", arrays)
     write_json(folder / "config.json", config)
 
@@ -208,7 +211,7 @@ def _sizes(folder: Path) -> dict[str, int]:
 # The model card -----------------------------------------------------------------------------------
 
 
-def _card(run: Run, folder: Path, sizes: dict[str, int]) -> str:
+def _card(run: Opened, folder: Path, sizes: dict[str, int]) -> str:
     """Returns a description in Markdown, with the fields that model hubs read."""
     results: Any = run.results
     fields, encoder = results["config"], results["encoder"]
@@ -263,7 +266,7 @@ def _card(run: Run, folder: Path, sizes: dict[str, int]) -> str:
     )
 
 
-def _licence(run: Run, folder: Path) -> tuple[str, str]:
+def _licence(run: Opened, folder: Path) -> tuple[str, str]:
     """Returns the licence of the pretrained weights, empty if not known, and who says so."""
     results: Any = run.results
     name, digest = results["encoder"]["weights"], results["encoder"]["sha256"]
@@ -290,6 +293,7 @@ def parser() -> Program:
     add("--merge", action="store_true", help="keep E_0 and E_T alone, which predictions need")
     add("--timm", action="store_true", help="write E_T as a state dict of timm, too")
     add("--weights", metavar="FILE", help="the pretrained encoder, if it was moved")
+    add("--learner", metavar="MODULE", default="", help="a learner of your own, whose code is run")
     return program
 
 
@@ -299,7 +303,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    sizes = write(options.workdir, options.out, options.merge, options.timm, options.weights)
+    sizes = write(
+        *(options.workdir, options.out, options.merge, options.timm),
+        *(options.weights, options.learner),
+    )
     if options.quiet:
         return
     for name, size in sizes.items():

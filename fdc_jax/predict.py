@@ -33,8 +33,8 @@ from fdc_jax.data.batches import ReadableBatches
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.machine.files import check_writable_file, write_atomically, write_text
-from fdc_jax.progress import Progress
 from fdc_jax.report import pictures
+from fdc_jax.run.progress import Progress
 
 _log = logging.getLogger("fdc_jax.predict")  # also where it is the program
 
@@ -98,7 +98,9 @@ class Predictions:
         self.calibrator = calibrator
         self.class_names = np.array(run.class_names, object)
         # A single image does not take the time of a whole batch; powers of two compile seldom.
-        self.batch_size = min(run.config.evaluation.batch_size, 1 << (len(named) - 1).bit_length())
+        self.batch_size = min(
+            run.config["evaluation.batch_size"], 1 << (len(named) - 1).bit_length()
+        )
         self.unreadable: list[str] = []
 
     def __len__(self) -> int:
@@ -112,8 +114,8 @@ class Predictions:
             np.arange(len(self.images)),
             None,
             self.batch_size,
-            image_size=config.encoder.image_size,
-            workers=config.data.workers or None,
+            image_size=config["encoder.image_size"],
+            workers=config["data.workers"] or None,
         )
         waiting: list[np.ndarray] = []
         self.unreadable.clear()
@@ -295,6 +297,7 @@ def parser() -> Program:
     add("--output", default="predictions.csv", help="CSV to write (default predictions.csv)")
     add("--html", metavar="FILE", help=f"also a page with pictures, of {_ON_PAGE} images at most")
     add("--method", default="fdc", choices=[*METHODS], help="default fdc")
+    add("--learner", metavar="MODULE", default="", help="a learner of your own, whose code is run")
     return made
 
 
@@ -309,7 +312,7 @@ def _run(options: argparse.Namespace) -> None:
             check_writable_file(f"--{flag}", given, suffix)
     if options.html:
         report.require_packages()
-    run = fdc_jax.open_run(options.workdir)
+    run = fdc_jax.open_run(options.workdir, learner=options.learner)
     found = Predictions(run, options.images, options.top, options.method)
     images = counted(len(found.images), "image")
     progress, said, changed = Progress(options.quiet, unit="batch"), 0, 0
@@ -378,8 +381,8 @@ def _write_page(
     from fdc_jax.report import page  # plotting takes seconds to import
 
     text = page.render_predictions(
-        learner=found.run.config.learner.name,
-        benchmark=found.run.config.benchmark,
+        learner=found.run.config["learner.name"],
+        benchmark=found.run.config["benchmark"],
         num_tasks=found.num_tasks,
         num_classes=sum(map(len, found.calibrator.classes)),
         method=METHODS[found.method],

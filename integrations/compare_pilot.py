@@ -19,8 +19,9 @@ from fdc_pilot import FDCLearner, dump
 from torch import nn
 from torchvision import transforms
 
-from fdc_jax import calibration, feature_files
+from fdc_jax import calibration
 from fdc_jax.calibration import comparators
+from fdc_jax.features import feature_files
 
 SIZE, CLASSES, COUNTS = 48, 20, {"train": 30, "test": 20}
 SGD = {"init_weight_decay": 5e-4, "weight_decay": 2e-4, "init_milestones": [60], "milestones": [60]}

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from fdc_jax import calibration, feature_files, heads
+from fdc_jax import calibration, heads
 from fdc_jax import torch as fdc_torch
+from fdc_jax.features import feature_files
 
 
 class FDCLearner:

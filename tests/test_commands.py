@@ -15,10 +15,11 @@ import pytest
 
 import fdc_jax
 from fdc_jax import __main__ as command
-from fdc_jax import report, run
+from fdc_jax import report
 from fdc_jax.data import prepare
 from fdc_jax.errors import InputError, Program
 from fdc_jax.posthoc import __main__ as posthoc
+from fdc_jax.run import __main__ as run
 from tests import small_runs
 
 REPOSITORY = Path(__file__).resolve().parents[1]

@@ -28,7 +28,7 @@ def files(opened, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def said(opened, files):
-    return opened.predict(files, top=10)
+    return predict.predict(opened, files, top=10)
 
 
 def same(found, expected):
@@ -115,9 +115,9 @@ def test_statistics_that_follow_the_encoder_answer_too(cache, tmp_path):
     small_runs.run(small_runs.config(cache, fdc__transport=True), workdir)
     opened = fdc_jax.open_run(workdir)
     files = small_runs.test_files(opened, tmp_path / "images")
-    found = opened.predict(files, top=10, method="transported")
+    found = predict.predict(opened, files, top=10, method="transported")
     agrees(found, opened, "transported")
-    agrees(opened.predict(tmp_path / "images"), opened)
+    agrees(predict.predict(opened, tmp_path / "images"), opened)
     for prefix in ("", "rival_"):
         total = found[f"{prefix}gaussian_adapted"] + found[f"{prefix}gaussian_pretrained"]
         np.testing.assert_allclose(total, found[f"{prefix}score"], rtol=1e-4)
@@ -127,7 +127,7 @@ def test_statistics_that_follow_the_encoder_answer_too(cache, tmp_path):
 
 def test_a_stopped_run_answers_with_the_tasks_that_it_has(half, files, tmp_path, capsys):
     opened = fdc_jax.open_run(half)
-    found = opened.predict(files)
+    found = predict.predict(opened, files)
     assert set(found["class"]) == set(opened.class_names[:5])
     assert (found["task"] == 1).all() and "rival_task" not in found
     right = found["class"][:30] == np.repeat(opened.class_names[:5], 6)
@@ -143,7 +143,7 @@ def test_a_stopped_run_answers_with_the_tasks_that_it_has(half, files, tmp_path,
 
 def test_an_exported_run_answers_alike(whole, opened, files, said, tmp_path):
     export.write(whole, tmp_path / "out", merge=True)
-    found = fdc_jax.open_run(tmp_path / "out").predict(files, top=10)
+    found = predict.predict(fdc_jax.open_run(tmp_path / "out"), files, top=10)
     pd.testing.assert_frame_equal(found, said)
 
 
@@ -161,12 +161,12 @@ def test_images_come_as_files_folders_arrays_and_from_pillow(opened, files, said
         iter(files[:4]),
         [np.stack(arrays[:3]), files[3]],
     ):
-        same(opened.predict(images, top=10), first)
-    assert opened.predict(mixed)["image"].tolist() == [
+        same(predict.predict(opened, images, top=10), first)
+    assert predict.predict(opened, mixed)["image"].tolist() == [
         *(str(files[0]), "image 1", "image 2", str(files[3])),
     ]
-    same(opened.predict(arrays[0], top=10), first[:1])
-    same(opened.predict(Image.open(files[0]), top=10), first[:1])
+    same(predict.predict(opened, arrays[0], top=10), first[:1])
+    same(predict.predict(opened, Image.open(files[0]), top=10), first[:1])
     (tmp_path / "deep" / "deeper").mkdir(parents=True)
     for path, name in zip(files, ("b.PNG", "deep/c.png", "deep/deeper/a.png"), strict=False):
         shutil.copy(path, tmp_path / name)
@@ -174,7 +174,7 @@ def test_images_come_as_files_folders_arrays_and_from_pillow(opened, files, said
     (tmp_path / ".hidden.png").write_bytes(b"")
     # Explicitly, whatever it is called.
     other = shutil.copy(files[3], tmp_path / "deep" / "d.unknown")
-    found = opened.predict([tmp_path, other], top=10)
+    found = predict.predict(opened, [tmp_path, other], top=10)
     names = ("b.PNG", "deep/c.png", "deep/deeper/a.png", "deep/d.unknown")
     assert found["image"].tolist() == [str(tmp_path / name) for name in names]
     same(found, first)
@@ -182,7 +182,7 @@ def test_images_come_as_files_folders_arrays_and_from_pillow(opened, files, said
 
 def test_thousands_are_never_in_memory_at_once(whole, files, monkeypatch):
     opened = fdc_jax.open_run(whole)
-    opened.config.evaluation.batch_size = 4
+    opened.config["evaluation.batch_size"] = 4
     reads = []
     read = predict._read
     monkeypatch.setattr(predict, "_read", lambda *a: reads.append(a) or read(*a))
@@ -195,14 +195,14 @@ def test_thousands_are_never_in_memory_at_once(whole, files, monkeypatch):
 def test_unreadable_images_are_named_and_the_rest_goes_on(opened, files, said, tmp_path, caplog):
     broken = tmp_path / "broken.jpg"
     broken.write_bytes(files[0].read_bytes()[:60])
-    found = opened.predict([files[0], broken, files[1]], top=10)
+    found = predict.predict(opened, [files[0], broken, files[1]], top=10)
     assert found.index.tolist() == [0, 2]
     same(found, said.iloc[:2])
     assert [record.getMessage() for record in caplog.records] == [
         f"{broken}: cannot decode these 60 bytes: image file is truncated"
     ]
     with pytest.raises(InputError, match=r"no image could be read: .*broken.jpg: cannot decode"):
-        opened.predict(broken)
+        predict.predict(opened, broken)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_unreadable_images_are_named_and_the_rest_goes_on(opened, files, said, t
 )
 def test_what_is_no_image_is_refused(opened, images, message):
     with pytest.raises(InputError, match=message):
-        opened.predict(images)
+        predict.predict(opened, images)
 
 
 # The command -------------------------------------------------------------------------------------
@@ -262,9 +262,9 @@ def test_progress_is_plain_where_it_is_no_terminal_and_quiet_says_errors_alone(
 ):
     configured = fdc_jax.open_run
 
-    def small(path):
-        run = configured(path)
-        run.config.evaluation.batch_size = 4
+    def small(path, learner):
+        run = configured(path, learner=learner)
+        run.config["evaluation.batch_size"] = 4
         return run
 
     monkeypatch.setattr(fdc_jax, "open_run", small)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fdc_jax import configuration, export, learners, predict
+from fdc_jax import export, learners, predict
 from fdc_jax.data import benchmarks
 from fdc_jax.posthoc import __main__ as posthoc
 from fdc_jax.report import __main__ as report
 from fdc_jax.report import reference
+from fdc_jax.run import configuration
 from tests import small_runs
 
 REPOSITORY = Path(__file__).resolve().parents[1]

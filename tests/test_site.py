@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from configs import base
-from fdc_jax import calibration, configuration
+from fdc_jax import calibration
+from fdc_jax.run import configuration
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS, PACKAGE = REPOSITORY / "docs", REPOSITORY / "fdc_jax"

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 from tabulate import tabulate
 
-from fdc_jax import calibration, feature_files
+from fdc_jax import calibration
 from fdc_jax.calibration import CALIBRATORS, Scores
 from fdc_jax.errors import InputError, Program, counted
-from fdc_jax.feature_files import FeatureSet
+from fdc_jax.features import feature_files
+from fdc_jax.features.feature_files import FeatureSet
 from fdc_jax.machine.files import check_writable_file, write_json, write_npz
 from fdc_jax.posthoc.methods import METHODS, VIEW_WEIGHTS, Settings, moved, run
 from fdc_jax.posthoc.summary import ERRORS, summarise, warn_of_weak_heads
@@ -37,8 +38,8 @@ def _program() -> Program:
     program = Program(
         "posthoc",
         "Calibrate the task heads of a trained class-incremental learner from its features, "
-        "without training. The format of feature files: fdc_jax/feature_files.py; an example: "
-        "--template.",
+        "without training. The format of feature files: fdc_jax/features/feature_files.py; an "
+        "example: --template.",
     )
     add = program.add_argument
     add("features", nargs="?", help="an .npz, or a folder of .npy files")

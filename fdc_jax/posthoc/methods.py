@@ -9,7 +9,7 @@ import numpy as np
 from fdc_jax import calibration
 from fdc_jax.calibration import CALIBRATORS, Scores, Terms, comparators, drift
 from fdc_jax.errors import InputError
-from fdc_jax.feature_files import FeatureSet
+from fdc_jax.features.feature_files import FeatureSet
 
 VIEW_WEIGHTS = ("adapted_view_weight", "pretrained_view_weight")
 

@@ -14,7 +14,7 @@ from fdc_jax import evaluation
 from fdc_jax.calibration import Scores
 from fdc_jax.calibration.comparators.base import in_blocks
 from fdc_jax.calibration.components import fuse_all
-from fdc_jax.feature_files import FeatureSet
+from fdc_jax.features.feature_files import FeatureSet
 from fdc_jax.posthoc.methods import Outcome, Settings
 
 _LOGGER = logging.getLogger("fdc_jax.posthoc")

@@ -30,7 +30,7 @@ that grows or covers all classes, save the task's own rows, such as weight[10:20
 since the head may be trained on. If it was, in later tasks or by an alignment of all heads,
 add what it ended as, after the last task: final_head_weight_{{t}} and final_head_bias_{{t}}.
 For --method=transported, train_previous_{{t}} is what encoder gives for the same images just before
-training task t = 1, 2, ... All arrays are described in fdc_jax/feature_files.py."""
+training task t = 1, 2, ... All arrays are described in fdc_jax/features/feature_files.py."""
 
 
 def write_template(path: str | os.PathLike[str]) -> str:

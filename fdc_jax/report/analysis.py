@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from fdc_jax import calibration, evaluation, feature_files
+from fdc_jax import calibration, evaluation
 from fdc_jax.calibration import FDC, Terms
 from fdc_jax.errors import InputError
-from fdc_jax.feature_files import FeatureSet
+from fdc_jax.features import feature_files
+from fdc_jax.features.feature_files import FeatureSet
 from fdc_jax.posthoc import methods
 from fdc_jax.report import diagnostics
 from fdc_jax.report.runs import RunFolder

@@ -14,7 +14,7 @@ from scipy import stats
 from fdc_jax import evaluation
 from fdc_jax.calibration import FDC, batching, comparators, fdc, inputs
 from fdc_jax.errors import InputError
-from fdc_jax.feature_files import FeatureSet
+from fdc_jax.features.feature_files import FeatureSet
 from fdc_jax.heads import NORM_FLOOR, unit
 
 # Features that are measured at once.

@@ -13,10 +13,11 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int
 
-from fdc_jax import configuration, evaluation
+from fdc_jax import evaluation
 from fdc_jax.errors import counted
 from fdc_jax.report.runs import Group, RunFolder
 from fdc_jax.report.words import METHODS
+from fdc_jax.run import configuration
 
 KINDS = ("raw", "fdc", "oracle")
 

@@ -14,11 +14,11 @@ import numpy as np
 
 from fdc_jax import evaluation, learners
 from fdc_jax.calibration.components import COMPONENTS
-from fdc_jax.configuration import WITHOUT_EFFECT
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError, counted
 from fdc_jax.machine.files import read_npz
 from fdc_jax.report import paper
+from fdc_jax.run.configuration import WITHOUT_EFFECT
 
 
 @dataclasses.dataclass(frozen=True)

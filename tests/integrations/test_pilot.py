@@ -7,7 +7,8 @@ import sys
 import numpy as np
 import pytest
 
-from fdc_jax import calibration, feature_files, heads
+from fdc_jax import calibration, heads
+from fdc_jax.features import feature_files
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
 pytestmark = pytest.mark.filterwarnings("ignore")

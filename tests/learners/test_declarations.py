@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from configs import base
-from fdc_jax import configuration, learners
+from fdc_jax import learners
 from fdc_jax.errors import InputError
 from fdc_jax.learners import Option, check_state
+from fdc_jax.run import configuration
 
 NAN = float("nan")
 IMPOSSIBLE = {

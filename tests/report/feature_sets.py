@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from fdc_jax import feature_files
-from fdc_jax.feature_files import FeatureSet, TaskFeatures
+from fdc_jax.features import feature_files
+from fdc_jax.features.feature_files import FeatureSet, TaskFeatures
 from tests.calibration import reference, streams
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fdc_jax import configuration
 from fdc_jax.report import paper, runs
+from fdc_jax.run import configuration
 from tests.report.made_up import predictions, results, write_run
 
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from fdc_jax import calibration, evaluation
 from fdc_jax.errors import StopRequest
-from fdc_jax.feature_files import TaskFeatures
-from fdc_jax.ingredients import Experiment, RunImages
+from fdc_jax.features.feature_files import TaskFeatures
 from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
-from fdc_jax.progress import Progress, StepLog
-from fdc_jax.store import Store
+from fdc_jax.run.progress import Progress, StepLog
+from fdc_jax.run.setup import Experiment, RunImages
+from fdc_jax.run.store import Store
 
 
 def run(

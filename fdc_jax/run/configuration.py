@@ -51,9 +51,6 @@ _ALLOWED: dict[str, str | tuple[str, ...]] = {
     "checkpoint.keep": "[1, inf)",
 }
 
-# What a run did before there was such a field.
-CAME_LATER: dict[str, Any] = {"fdc.transport": False, "class_order": [], "num_tasks": 0}
-
 # What says which classes a run learns in which task; a run may grow by further tasks.
 TASKS = frozenset({"class_order", "classes_per_task", "num_tasks"})
 
@@ -171,9 +168,8 @@ def differences(
     """Returns (field, saved value, new value) where a result would be another one.
 
     Fields of an earlier version that are gone, and options of learners that are, do not count;
-    checksums of weights and images, by name, do. A field that came later was as in `CAME_LATER`.
+    checksums of weights and images, by name, do.
     """
-    saved = CAME_LATER | saved
     new = flatten(config) | checksums
     return [
         (field, saved.get(field), value)

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from fdc_jax import progress
+from fdc_jax.run import progress
 
 
 @pytest.fixture

@@ -7,7 +7,8 @@ import logging
 import numpy as np
 import pytest
 
-from fdc_jax import calibration, feature_files
+from fdc_jax import calibration
+from fdc_jax.features import feature_files
 from fdc_jax.posthoc.__main__ import main
 from tests import small_runs
 

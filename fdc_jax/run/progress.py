@@ -8,10 +8,10 @@ from typing import Any
 
 import tqdm
 
-from fdc_jax.configuration import Config
 from fdc_jax.data.batches import Batch, TrainBatches
 from fdc_jax.errors import TrainingError
 from fdc_jax.machine import devices
+from fdc_jax.run.configuration import Config
 
 # Seconds between plain lines when the output is no terminal.
 _LINE_EVERY = 30.0

@@ -43,7 +43,7 @@ _PROCESS_ID = flags.DEFINE_integer("process_id", None, "Elsewhere: which one thi
 
 def _expected() -> str:
     """Says what --config may be."""
-    known = sorted(path.stem for path in (Path(__file__).parent / "configs").glob("*.py"))
+    known = sorted(path.stem for path in (Path(__file__).parents[1] / "configs").glob("*.py"))
     return f"expected a file, or one of {', '.join(known)}"
 
 
@@ -64,7 +64,7 @@ def _joined(arguments: list[str]) -> list[str]:
 def _located(argument: str) -> str:
     """Puts the packaged file in the place of a configuration's name, or of `configs/NAME.py`."""
     flag, _, given = argument.partition("=")
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     if flag == "--config" and not Path(given).is_file():
         for path in (package / "configs" / f"{given}.py", package / given):
             if path.is_file():
@@ -101,7 +101,7 @@ def _unknown_field(arguments: list[str]) -> str | None:
     flagged = (argument for argument in arguments if argument.startswith("--"))
     given = {name: value for name, _, value in (each[2:].partition("=") for each in flagged)}
     try:
-        from fdc_jax import configuration
+        from fdc_jax.run import configuration
 
         config = runpy.run_path(given["config"])["get_config"]()
         fields = [f"config.{field}" for field in configuration.flatten(config)]
@@ -116,7 +116,7 @@ def _unknown_field(arguments: list[str]) -> str | None:
 
 
 def main(stop: errors.StopRequest) -> None:
-    """Runs the configured experiment; see `fdc_jax.command`."""
+    """Runs the configured experiment; see `fdc_jax.run.command`."""
     from fdc_jax import command  # takes seconds
 
     flag: Any = flags.FLAGS["config"]

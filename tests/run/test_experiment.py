@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import fdc_jax
+from fdc_jax import predict as predicting
 from fdc_jax.data.batches import ByteCache, evaluation_images
 from fdc_jax.errors import InputError, TrainingError
 from tests import small_runs
@@ -117,11 +118,14 @@ def test_heads_that_are_functions_come_from_the_state(cache, tmp_path, caplog):
     assert run(fields, tmp_path / "whole") == expected
     assert events(tmp_path / "whole", "") == before
     assert not caplog.records
-    opened, rows = fdc_jax.open_run(tmp_path / "whole"), np.arange(60)
+    opened, rows = (
+        fdc_jax.open_run(tmp_path / "whole", learner="tests.learners.function_heads"),
+        np.arange(60),
+    )
     views = [opened.features(rows, t) for t in (2, 0)]
     found = opened.calibrator().score(*views)
     assert (found.label == opened.predictions["fdc_label"]).mean() > 0.98
-    said = opened.predict(small_runs.test_files(opened, tmp_path / "images"))
+    said = predicting.predict(opened, small_runs.test_files(opened, tmp_path / "images"))
     assert (said["task"] - 1 == opened.predictions["fdc_task"]).mean() > 0.98
     np.testing.assert_allclose(
         opened.heads()[1].logits(views[0]), 2 * opened.heads()[1].parameters.logits(views[0])
@@ -202,6 +206,6 @@ def test_memory_that_runs_out_names_what_to_lower(cache, tmp_path, monkeypatch):
     def fail(*arguments):
         raise MemoryError("Unable to allocate 3 TiB")
 
-    monkeypatch.setattr("fdc_jax.experiment._extract", fail)
+    monkeypatch.setattr("fdc_jax.run.experiment._extract", fail)
     with pytest.raises(InputError, match=r"Unable to allocate 3 TiB\); lower config.train.batch_s"):
         run(config(cache), tmp_path / "run")

@@ -12,18 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from fdc_jax import calibration, configuration, learners
-from fdc_jax.configuration import Config
+from fdc_jax import calibration, learners
 from fdc_jax.data import benchmarks, dataset, task_stream
 from fdc_jax.data.batches import Batch, ByteCache, EvaluationBatches, TrainBatches
 from fdc_jax.errors import InputError
-from fdc_jax.extraction import Extraction, Extractor, FeatureCache
+from fdc_jax.features.extraction import Extraction, Extractor, FeatureCache
 from fdc_jax.heads import FunctionHead
 from fdc_jax.learners import training
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_writable_folder
 from fdc_jax.model import vit, weights
+from fdc_jax.run import configuration
+from fdc_jax.run.configuration import Config
 
 
 class Experiment:

@@ -6,7 +6,7 @@ import pytest
 
 from fdc_jax.data import digits
 from fdc_jax.data.batches import EvaluationBatches
-from fdc_jax.extraction import Extraction, Extractor, FeatureCache
+from fdc_jax.features.extraction import Extraction, Extractor, FeatureCache
 from fdc_jax.machine import devices
 from fdc_jax.model import operations, vit
 from tests.model import reference

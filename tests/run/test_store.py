@@ -247,7 +247,7 @@ def test_one_process_per_work_directory(copy, cache):
 def test_a_finished_run_is_opened_without_a_change(whole, cache):
     before = contents(whole)
     run = fdc_jax.open_run(whole)
-    assert (run.num_tasks, run.config.train.rank) == (2, 10)
+    assert (run.num_tasks, run.config["train.rank"]) == (2, 10)
     assert run.results == results(whole)
     assert sorted(run.class_names) == [str(digit) for digit in range(10)]
     rows = np.array([3, 0, 58])

@@ -14,8 +14,7 @@ import jax
 import ml_collections
 
 import fdc_jax
-from fdc_jax import configuration, evaluation, experiment, learners
-from fdc_jax.configuration import Config
+from fdc_jax import evaluation, learners
 from fdc_jax.errors import (
     InputError,
     Interrupted,
@@ -25,13 +24,15 @@ from fdc_jax.errors import (
     plain_warnings,
     stop_on_signals,
 )
-from fdc_jax.ingredients import Experiment
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_writable_folder, locked, write_json
-from fdc_jax.progress import Progress
 from fdc_jax.report import console
-from fdc_jax.store import Store
+from fdc_jax.run import configuration, experiment
+from fdc_jax.run.configuration import Config
+from fdc_jax.run.progress import Progress
+from fdc_jax.run.setup import Experiment
+from fdc_jax.run.store import Store
 
 _log = logging.getLogger(__name__)
 

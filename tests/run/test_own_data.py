@@ -11,10 +11,11 @@ from PIL import Image
 
 import fdc_jax
 from configs import own
-from fdc_jax import configuration
+from fdc_jax import predict
 from fdc_jax.data import prepare
 from fdc_jax.errors import InputError
 from fdc_jax.learners import inflora
+from fdc_jax.run import configuration
 from tests import small_runs
 from tests.small_runs import stopped
 
@@ -154,7 +155,7 @@ def test_without_its_data_a_run_opens_and_names_photographs(whole, root, cache, 
     assert len(run.heads()) == 3 and run.experiment.setup.classes_per_task == SIZES
     with pytest.raises(InputError, match=r"benchmark must be one of .*nowhere; found 'trees'"):
         run.test_images(np.arange(4))
-    found = run.predict([root / f"{name}_{n}.png" for name in ALL for n in (6, 7, 8)])
+    found = predict.predict(run, [root / f"{name}_{n}.png" for name in ALL for n in (6, 7, 8)])
     expected = np.array(ALL)[run.predictions["fdc_label"]]
     np.testing.assert_array_equal(found["class"], expected)
 

@@ -10,14 +10,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from fdc_jax import calibration, feature_files
+from fdc_jax import calibration
 from fdc_jax.calibration import comparators, drift
 from fdc_jax.calibration.components import TRANSPORTED, WHITENED, WHITENED_CLASSES
+from fdc_jax.features import feature_files
 from fdc_jax.posthoc.__main__ import main
 from fdc_jax.posthoc.methods import METHODS
 from fdc_jax.posthoc.template import example
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SMALL = {"num_tasks": 3, "classes_per_task": 2, "width": 10, "per_class": 12, "test_per_class": 8}
 
 

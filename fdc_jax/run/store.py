@@ -1,90 +1,38 @@
-"""The files of a work directory: what a run keeps there, and what anybody finds there later.
-
-While a run fills it (`Store`), of several processes the first alone does. `Run` opens it again and
-changes nothing.
-"""
+"""What a run writes into its work directory; of several processes the first alone does."""
 
 import contextlib
-import functools
 import itertools
 import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import ml_collections
 import numpy as np
-from flax import traverse_util
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int
 
-from fdc_jax import calibration, configuration, feature_files
-from fdc_jax.configuration import CAME_LATER, Config
-from fdc_jax.data.batches import Batch, evaluation_images
-from fdc_jax.data.benchmarks import task_sizes
+from fdc_jax import calibration
 from fdc_jax.errors import InputError
-from fdc_jax.ingredients import Experiment
-from fdc_jax.machine import devices, processes
-from fdc_jax.machine.checkpoint import Checkpoints
+from fdc_jax.features import feature_files
+from fdc_jax.machine import processes
 from fdc_jax.machine.files import (
-    read_json,
     read_npy,
     read_npz,
-    read_safetensors,
     write_atomically,
     write_json,
     write_npy,
 )
-from fdc_jax.model import vit
+from fdc_jax.run import configuration
+from fdc_jax.run.configuration import Config
+from fdc_jax.run.places import MEASURED_AGAIN, PLANNED, TASKS, WRITTEN_AGAIN, Places, read_object
+from fdc_jax.run.setup import Experiment
 
 _log = logging.getLogger(__name__)
 
 # Images that rounding on another device may move over an edge.
 _ON_THE_EDGE = 2
-_WRITTEN_AGAIN = "remove it, and the run writes it again"
-_MEASURED_AGAIN = "remove it, and its accuracies are measured again"
-# In config.json: names of the classes of each task, and numbers of those of all tasks to come, too.
-_TASKS, _PLANNED = "classes of tasks", "classes of planned tasks"
-
-
-class Places:
-    """Names of the files in the work directory of one seed."""
-
-    def __init__(self, folder: str | os.PathLike[str]):
-        self.folder = Path(folder)
-        self.checkpoints_folder = self.folder / "checkpoints"
-        self.features_folder = self.folder / "features"  # in the form that `fdc_jax.posthoc` reads
-        self.config_file = self.folder / "config.json"
-        self.results_file = self.folder / "results.json"  # the last one that a run writes
-        self.predictions_file = self.folder / "predictions.npz"
-        self.calibrator_file = self.folder / "calibrator.npz"
-        # In the place of checkpoints and of a file elsewhere, where the folder was exported.
-        self.state_file = self.folder / "state.safetensors"
-        self.merged_file = self.folder / "merged.safetensors"  # or else
-        self.weights_file = self.folder / "pretrained" / "model.safetensors"
-
-    def fitted_file(self, num_tasks: int) -> Path:
-        """File of the calibrator fitted on the first `num_tasks` tasks, ready for more."""
-        return self.folder / "calibrators" / f"calibrator_{num_tasks:03d}.npz"
-
-    def fitted_files(self) -> list[Path]:
-        """Files of calibrators that are there, by number of tasks."""
-        return sorted(self.folder.glob("calibrators/calibrator_*.npz"))
-
-
-def _read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Reads a JSON object of the work directory; an InputError says what to do."""
-    try:
-        found = read_json(path)
-    except InputError as error:
-        raise InputError(f"{error}; {remedy}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(found).__name__}; {remedy}")
-    return found
 
 
 class Store(Places):
@@ -110,7 +58,7 @@ class Store(Places):
         names = iter(e.tasks.class_names)
         tasks = [list(itertools.islice(names, size)) for size in e.tasks.classes_per_task]
         own = configuration.flatten(self._config) | e.checksums
-        own |= {_TASKS: tasks, _PLANNED: list(e.setup.classes_per_task)}
+        own |= {TASKS: tasks, PLANNED: list(e.setup.classes_per_task)}
         if not self.config_file.exists():
             if self.results_file.exists() or self.checkpoints_folder.exists():
                 raise InputError(
@@ -119,9 +67,9 @@ class Store(Places):
                 )
             write_json(self.config_file, own)
             return
-        saved = _read_object(self.config_file, "put it back, or choose another --workdir")
+        saved = read_object(self.config_file, "put it back, or choose another --workdir")
         if self.results_file.exists():
-            results = _read_object(self.results_file, _WRITTEN_AGAIN)
+            results = read_object(self.results_file, WRITTEN_AGAIN)
             for name, value in results.get("config", {}).items():
                 known = configuration.WITHOUT_EFFECT | configuration.TASKS  # These may have grown.
                 if name not in known and saved.get(name, value) != value:
@@ -142,7 +90,7 @@ class Store(Places):
         if differing:
             self._begin_refit(fields)
         if grown:
-            self._tell_of_growth(len(saved[_TASKS]), len(saved[_PLANNED]), e)
+            self._tell_of_growth(len(saved[TASKS]), len(saved[PLANNED]), e)
         if differing or grown:
             write_json(self.config_file, own)
 
@@ -154,7 +102,7 @@ class Store(Places):
         Raises:
             InputError: an earlier task has other classes, though no field says so.
         """
-        before: list[list[str]] | None = saved.get(_TASKS)
+        before: list[list[str]] | None = saved.get(TASKS)
         if before is None:  # Of an earlier version.
             return set()
         changed = [task for task, old in enumerate(before) if tasks[task : task + 1] != [old]]
@@ -198,7 +146,7 @@ class Store(Places):
                     "config.save_features); choose another --workdir or the old values"
                 )
             _log.warning("%s: FDC is fitted again from saved features: %s", self.folder, fields)
-        for task in self._recorded_tasks():
+        for task in self.recorded_tasks():
             self._mark_stale(task)
         for path in (self.results_file, self.calibrator_file, self.predictions_file, *fitted):
             path.unlink(missing_ok=True)
@@ -214,10 +162,10 @@ class Store(Places):
         """
         if not self.results_file.exists():
             return None
-        results = _read_object(self.results_file, _WRITTEN_AGAIN)
+        results = read_object(self.results_file, WRITTEN_AGAIN)
         if "num_tasks" not in results:
             raise InputError(
-                f"{self.results_file}: expected num_tasks, found none; {_WRITTEN_AGAIN}"
+                f"{self.results_file}: expected num_tasks, found none; {WRITTEN_AGAIN}"
             )
         tasks = range(results["num_tasks"])
         if len(tasks) < self._num_tasks:
@@ -235,7 +183,7 @@ class Store(Places):
             views = ["adapted", *["pretrained"] * self._two_views]
             evaluated += [self.features_folder / f"test_{name}.npy" for name in (*views, "labels")]
         missing = [str(p.relative_to(self.folder)) for p in evaluated if not _is_whole(p)]
-        if missing and tasks[-1] in self._recorded_tasks():
+        if missing and tasks[-1] in self.recorded_tasks():
             self._mark_stale(tasks[-1])  # They come from the last evaluation, which is repeated.
         if not _is_whole(self.calibrator_file):
             missing.append(self.calibrator_file.name)
@@ -402,25 +350,18 @@ class Store(Places):
         return self._is_recorded(task)
 
     def _is_recorded(self, task: int) -> bool:
-        return task in self._recorded_tasks() and self._record(task).get("stale") is not True
-
-    def _recorded_tasks(self) -> list[int]:
-        paths = self.folder.glob("tasks/task_*.json")
-        return sorted(int(path.stem.removeprefix("task_")) for path in paths)
-
-    def _record_file(self, task: int) -> Path:
-        return self.folder / "tasks" / f"task_{task:03d}.json"
+        return task in self.recorded_tasks() and self._record(task).get("stale") is not True
 
     def _record(self, task: int) -> dict[str, Any]:
-        return _read_object(self._record_file(task), _MEASURED_AGAIN)
+        return read_object(self.record_file(task), MEASURED_AGAIN)
 
     def _mark_stale(self, task: int) -> None:
-        write_json(self._record_file(task), self._record(task) | {"stale": True})
+        write_json(self.record_file(task), self._record(task) | {"stale": True})
 
     @processes.on_first
     def records(self) -> list[dict[str, Any]]:
         """Returns what was measured after each task, but for tasks that the curve lacks."""
-        records = [self._record(task) for task in self._recorded_tasks()]
+        records = [self._record(task) for task in self.recorded_tasks()]
         return [record for record in records if "stale" not in record]
 
     @processes.on_first
@@ -432,7 +373,7 @@ class Store(Places):
         time any more; the curve then lacks this point.
         """
         task = record["task"]
-        if task in self._recorded_tasks():
+        if task in self.recorded_tasks():
             before = self._record(task)
             known, found = before["accuracy"], record["accuracy"]
             moved = max(abs(known[name] - found[name]) for name in ("raw", "oracle"))
@@ -446,7 +387,7 @@ class Store(Places):
                     task + 1,
                 )
                 record["stale"] = "not repeated"
-        write_json(self._record_file(task), record)
+        write_json(self.record_file(task), record)
         self.event("evaluation", **record)
 
     @processes.on_first
@@ -461,9 +402,9 @@ class Store(Places):
                 f"{self.folder} holds a finished run of which something is missing, and no "
                 f"checkpoint to make it from; remove {self.results_file} to train again"
             )
-        for task in self._recorded_tasks():
+        for task in self.recorded_tasks():
             if task >= tasks_done:
-                self._record_file(task).unlink()
+                self.record_file(task).unlink()
 
 
 def _is_whole(path: Path) -> bool:
@@ -473,233 +414,3 @@ def _is_whole(path: Path) -> bool:
     except InputError:
         return False
     return True
-
-
-class Run(Places):
-    """A finished or stopped work directory of one seed; nothing is trained or changed.
-
-    Args:
-        folder: the work directory, or what `fdc_jax.export` made of it.
-        data_dir: where the images lie, if no longer where they did.
-        weights: file of the pretrained encoder, if no longer where it was.
-
-    Attributes:
-        config: the run's configuration.
-        results: what `results.json` holds, None before the run is finished.
-
-    Raises:
-        InputError: no run lies there. What else it needs, data or weights or a checkpoint, is
-            looked for when it is asked for.
-    """
-
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        data_dir: str | None = None,
-        weights: str | None = None,
-    ):
-        super().__init__(folder)
-        if not self.config_file.exists():
-            seeds = sorted(self.folder.glob("seed_*"))
-            hint = f"; of several seeds, open one: {seeds[0]}" if seeds else ""
-            raise InputError(
-                f"{self.folder}: expected the work directory of a run, found no config.json{hint}"
-            )
-        saved = _read_object(self.config_file, "it says what the run is")
-        self.config = _configuration(saved)
-        if lacking := {"benchmark", "encoder", "data"} - set(self.config.keys()):
-            raise InputError(
-                f"{self.config_file}: expected the settings of a run, found no {min(lacking)}"
-            )
-        learned = self.merged_file if self.merged_file.exists() else self.state_file
-        if exported := learned.exists() or self.weights_file.exists():
-            for path in (learned, self.weights_file, self.results_file, self.calibrator_file):
-                if not path.exists():
-                    raise InputError(f"{path}: expected this file of an export, found none")
-        self._weights_sha256, self._planned = saved.get("weights sha256"), saved.get(_PLANNED)
-        if self.weights_file.exists():
-            self.config.encoder.weights = str(self.weights_file)
-        if data_dir is not None:
-            self.config.data.dir = data_dir
-        if weights is not None:
-            self.config.encoder.weights = weights
-        self.results: dict[str, Any] | None = None
-        if self.results_file.exists():
-            remedy = "export the run again" if exported else _WRITTEN_AGAIN
-            self.results = _read_object(self.results_file, remedy)
-            if exported and not {"num_tasks", "class_names"} <= self.results.keys():
-                raise InputError(f"{self.results_file}: lacks num_tasks or class_names; {remedy}")
-
-    @functools.cached_property
-    def experiment(self) -> Experiment:
-        """Learner, encoder, devices and, when asked for, data."""
-        known = None if self._planned is None else tuple(self._planned)
-        try:
-            if known is None and self.results is not None:
-                config, classes = self.config, self.results["num_classes"]
-                known = task_sizes(config.benchmark, classes, config.classes_per_task)
-            e = Experiment(self.config, quiet=True, classes_per_task=known)
-        except (AttributeError, KeyError) as error:
-            raise InputError(
-                f"{self.config_file}: lacks a field of this version: {error}"
-            ) from error
-        if self._weights_sha256 not in (None, e.pretrained.sha256):
-            raise InputError(
-                f"{e.pretrained.path}: expected the weights that {self.folder} was run with, "
-                f"sha256 {self._weights_sha256}, found {e.pretrained.sha256}"
-            )
-        return e
-
-    @property
-    def num_tasks(self) -> int:
-        """Number of tasks of the stream."""
-        return self.results["num_tasks"] if self.results else self.experiment.num_tasks
-
-    @property
-    def class_names(self) -> list[str]:
-        """Names of the classes by class-order position; unless the run is finished, needs data."""
-        kept = (self.results or {}).get("class_names")
-        return self.experiment.tasks.class_names if kept is None else kept
-
-    @functools.cached_property
-    def _saved(self) -> tuple[Any, int]:
-        """State of the learner from the newest readable checkpoint, and its number of tasks."""
-        if self.merged_file.exists():
-            raise InputError(
-                f"{self.folder} was exported with --merge and keeps E_0 and E_{self.num_tasks} "
-                "alone, not what other encoders follow from"
-            )
-        e, seed = self.experiment, next(iter(self.config.seed))
-        if self.state_file.exists():
-            return _read_state(self.state_file, e.first_state()), self.num_tasks
-        checkpoints = Checkpoints(self.checkpoints_folder, read_only=True)
-        try:
-            for _, cursor, tree in e.checkpoints(checkpoints, seed):
-                return tree["state"], cursor["tasks_done"]
-        finally:
-            checkpoints.close()
-        raise InputError(f"{self.checkpoints_folder}: expected a checkpoint of the run, found none")
-
-    def encoder(self, t: int) -> vit.KeyValueKernels:
-        """Returns the kernels of E_t: after t tasks, 0 being the pretrained encoder.
-
-        Raises:
-            InputError: so many tasks were not trained, the learner does not keep that encoder, or
-                there is no checkpoint.
-        """
-        e = self.experiment
-        if t == 0:
-            return vit.pretrained_kernels(e.backbone)
-        if t == self.num_tasks and self.merged_file.exists():
-            arrays = traverse_util.unflatten_dict(read_safetensors(self.merged_file), sep="/")
-            return devices.replicate(e.mesh, jax.tree.map(jnp.asarray, arrays))
-        state, tasks_done = self._saved
-        if not 0 < t <= tasks_done:
-            raise InputError(f"{self.folder}: expected E_0 to E_{tasks_done}, found E_{t}")
-        return e.learner.encoder(e.setup, e.backbone, state, t)
-
-    def heads(self, num_tasks: int | None = None) -> list[Any]:
-        """Returns the heads of the first tasks, by default of all that were trained."""
-        merged = self.merged_file.exists()
-        state, tasks_done = (None, self.num_tasks) if merged else self._saved
-        num_tasks = tasks_done if num_tasks is None else num_tasks
-        if not 0 <= num_tasks <= tasks_done:
-            raise InputError(f"{self.folder}: expected up to {tasks_done} heads, found {num_tasks}")
-        if merged:
-            return calibration.load(self.calibrator_file).heads[:num_tasks]
-        return self.experiment.heads(state, num_tasks)
-
-    @property
-    def state(self) -> Any:
-        """What the learner has kept after the last trained task."""
-        return self._saved[0]
-
-    def calibrator(self) -> Any:
-        """Returns FDC as it was fitted, on all tasks or on those of a run that stopped."""
-        found = self.fitted_files() + [self.calibrator_file] * self.calibrator_file.exists()
-        if not found:
-            raise InputError(
-                f"{self.folder}: expected a calibrator, found none; the command of the run "
-                "makes it again"
-            )
-        return calibration.load(found[-1], self.heads)
-
-    @functools.cached_property
-    def predictions(self) -> dict[str, np.ndarray]:
-        """Columns of `predictions.npz`, one row per test image."""
-        return read_npz(self.predictions_file)
-
-    def features(
-        self, images: UInt8[np.ndarray, "n s s 3"] | Int[np.ndarray, " n"], t: int
-    ) -> Float[np.ndarray, "n d"]:
-        """Returns features by E_t of images, or of the test images of some rows of predictions."""
-        images = np.asarray(images)
-        if images.ndim == 1:
-            images = self.test_images(images)
-        parts = np.split(images, range(0, len(images), self.config.evaluation.batch_size)[1:])
-        batches = [
-            Batch(part, np.zeros(len(part), np.int32), np.ones(len(part), np.float32))
-            for part in parts
-        ]
-        e, kernels = self.experiment, self.encoder(t)
-        return e.extract(e.backbone, [kernels], batches)[0].features
-
-    def stream(
-        self, batches: Iterable[Batch], *encoders: int
-    ) -> Iterator[list[Float[np.ndarray, "n d"]]]:
-        """Yields the features of batch after batch by encoders E_t, given by t."""
-        e, views = self.experiment, [self.encoder(t) for t in encoders]
-        return e.extract.stream(e.backbone, views, batches)
-
-    def predict(self, images: Any, top: int = 5, method: str = "fdc") -> Any:
-        """Says the classes of images, and why; see `fdc_jax.predict.predict`."""
-        from fdc_jax import predict
-
-        return predict.predict(self, images, top, method)
-
-    def test_images(self, rows: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n s s 3"]:
-        """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled.
-
-        Raises:
-            InputError: the data cannot be read, or are not those of the run.
-        """
-        tasks, labels = self.experiment.tasks, self.predictions["label"]
-        if not np.array_equal(tasks.test_labels[: len(labels)], labels):  # More tasks may follow.
-            raise InputError(
-                f"{self.folder}: its predictions are not of the test images of "
-                f"{self.config.benchmark} that were found"
-            )
-        indices = tasks.test_indices[np.asarray(rows)]
-        return evaluation_images(tasks.test, indices, self.config.encoder.image_size)
-
-
-def _read_state(path: Path, first: Any) -> Any:
-    """Returns an exported state in the form of a learner's first one.
-
-    What was left out, as nothing but training reads it, stays as it is in the first one.
-    """
-    arrays = read_safetensors(path)
-
-    def stored(place: Any, leaf: Any) -> Any:
-        name = jax.tree_util.keystr(place, simple=True, separator="/")
-        found = arrays.get(name)
-        if found is not None and found.size == 0 < leaf.size:
-            return leaf
-        if found is None or (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
-            raise InputError(f"{path}: {name}: missing, or not as the learner has it")
-        return devices.put(found, leaf.sharding) if isinstance(leaf, jax.Array) else found
-
-    return jax.tree_util.tree_map_with_path(stored, first)
-
-
-def _configuration(saved: dict[str, Any]) -> Config:
-    """Returns the configuration that a run has stored; names with a space are checksums."""
-    nested: dict[str, Any] = {}
-    for field, value in (CAME_LATER | saved).items():
-        if " " not in field:
-            *parents, name = field.split(".")
-            place = nested
-            for parent in parents:
-                place = place.setdefault(parent, {})
-            place[name] = tuple(value) if isinstance(value, list) else value
-    return ml_collections.ConfigDict(nested)

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fdc_jax import feature_files, heads
+from fdc_jax import heads
 from fdc_jax.errors import InputError
+from fdc_jax.features import feature_files
 
 
 def example(num_tasks=2, seed=0, two_views=True):

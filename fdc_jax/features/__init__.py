@@ -1,0 +1,1 @@
+"""Features: files of them, from any encoder, and their extraction by the encoders of a run."""

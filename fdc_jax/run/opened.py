@@ -1,0 +1,283 @@
+"""What anybody reads of a work directory: `open_run`; nothing is trained or changed.
+
+Opening reads JSON alone. Encoder, learner, checkpoint, images and calibrator are loaded when they
+are asked for.
+"""
+
+import functools
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+from flax import traverse_util
+from jaxtyping import Float, Int, UInt8
+
+from fdc_jax import calibration, learners
+from fdc_jax.data.batches import Batch, evaluation_images
+from fdc_jax.data.benchmarks import task_sizes
+from fdc_jax.errors import InputError
+from fdc_jax.machine import devices
+from fdc_jax.machine.checkpoint import Checkpoints
+from fdc_jax.machine.files import read_npz, read_safetensors
+from fdc_jax.model import vit
+from fdc_jax.run.configuration import Config
+from fdc_jax.run.places import MEASURED_AGAIN, PLANNED, WRITTEN_AGAIN, Places, read_object
+from fdc_jax.run.setup import Experiment
+
+
+def open_run(
+    folder: str | os.PathLike[str],
+    data_dir: str | None = None,
+    weights: str | None = None,
+    learner: str = "",
+) -> "Opened":
+    """Opens the work directory of one seed, or what `fdc_jax.export` made of it.
+
+    Args:
+        folder: where it lies.
+        data_dir: where the images lie, if no longer where they did.
+        weights: file of the pretrained encoder, if no longer where it was.
+        learner: the module of a learner outside the package. Its code is run, so that the name must
+            come from the caller and not from the folder.
+
+    Raises:
+        InputError: no run lies there. What else it needs, data or weights or a checkpoint, is
+            looked for when it is asked for.
+    """
+    return Opened(folder, data_dir, weights, learner)
+
+
+class Opened(Places):
+    """A finished or stopped run; see `open_run`.
+
+    Attributes:
+        config: values of the configuration by field, such as `train.rank`.
+        results: what `results.json` holds, None before the run is finished.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        data_dir: str | None = None,
+        weights: str | None = None,
+        learner: str = "",
+    ):
+        super().__init__(folder)
+        if not self.config_file.exists():
+            seeds = sorted(self.folder.glob("seed_*"))
+            hint = f"; of several seeds, open one: {seeds[0]}" if seeds else ""
+            raise InputError(
+                f"{self.folder}: expected the work directory of a run, found no config.json{hint}"
+            )
+        saved = read_object(self.config_file, "it says what the run is")
+        self._weights_sha256, self._planned = saved.get("weights sha256"), saved.get(PLANNED)
+        # Names with a space are no fields.
+        self.config: dict[str, Any] = {
+            name: value for name, value in saved.items() if " " not in name
+        }
+        if lacking := {"benchmark", "learner.name"} - self.config.keys():
+            raise InputError(
+                f"{self.config_file}: expected the settings of a run, found no {min(lacking)}"
+            )
+        learned = self.merged_file if self.merged_file.exists() else self.state_file
+        if exported := learned.exists() or self.weights_file.exists():
+            for path in (learned, self.weights_file, self.results_file, self.calibrator_file):
+                if not path.exists():
+                    raise InputError(f"{path}: expected this file of an export, found none")
+        if self.weights_file.exists():
+            self.config["encoder.weights"] = str(self.weights_file)
+        if data_dir is not None:
+            self.config["data.dir"] = data_dir
+        if weights is not None:
+            self.config["encoder.weights"] = weights
+        self._learner = learner
+        self.results: dict[str, Any] | None = None
+        if self.results_file.exists():
+            remedy = "export the run again" if exported else WRITTEN_AGAIN
+            self.results = read_object(self.results_file, remedy)
+            if exported and not {"num_tasks", "class_names"} <= self.results.keys():
+                raise InputError(f"{self.results_file}: lacks num_tasks or class_names; {remedy}")
+
+    @functools.cached_property
+    def records(self) -> list[dict[str, Any]]:
+        """What was measured after each task so far."""
+        tasks = self.recorded_tasks()
+        return [read_object(self.record_file(task), MEASURED_AGAIN) for task in tasks]
+
+    @functools.cached_property
+    def experiment(self) -> Experiment:
+        """Learner, encoder, devices and, when asked for, data."""
+        known, config = self._planned, self._configuration()
+        try:
+            if known is None and self.results is not None:
+                classes = self.results["num_classes"]
+                known = task_sizes(config.benchmark, classes, config.classes_per_task)
+            known = None if known is None else tuple(known)
+            e = Experiment(config, quiet=True, classes_per_task=known)
+        except (AttributeError, KeyError) as error:
+            raise InputError(
+                f"{self.config_file}: lacks a field of this version: {error}"
+            ) from error
+        if self._weights_sha256 not in (None, e.pretrained.sha256):
+            raise InputError(
+                f"{e.pretrained.path}: expected the weights that {self.folder} was run with, "
+                f"sha256 {self._weights_sha256}, found {e.pretrained.sha256}"
+            )
+        return e
+
+    def _configuration(self) -> Config:
+        """Returns the configuration with its sections; refuses a learner that nobody named."""
+        name = self.config["learner.name"]
+        if name not in (*learners.names(), self._learner):
+            raise InputError(
+                f"{self.config_file}: was run with the learner {name}, which is none of the "
+                f"package; to run its code, name it: --learner={name}, or open_run(learner=...)"
+            )
+        nested: dict[str, Any] = {}
+        for field, value in self.config.items():
+            *sections, last = field.split(".")
+            place = nested
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[last] = tuple(value) if isinstance(value, list) else value
+        return ml_collections.ConfigDict(nested)
+
+    @property
+    def num_tasks(self) -> int:
+        """Number of tasks of the stream."""
+        return self.results["num_tasks"] if self.results else self.experiment.num_tasks
+
+    @property
+    def class_names(self) -> list[str]:
+        """Names of the classes by class-order position; unless the run is finished, needs data."""
+        kept = (self.results or {}).get("class_names")
+        return self.experiment.tasks.class_names if kept is None else kept
+
+    @functools.cached_property
+    def _saved(self) -> tuple[Any, int]:
+        """State of the learner from the newest readable checkpoint, and its number of tasks."""
+        if self.merged_file.exists():
+            raise InputError(
+                f"{self.folder} was exported with --merge and keeps E_0 and E_{self.num_tasks} "
+                "alone, not what other encoders follow from"
+            )
+        e, seed = self.experiment, self.config["seed"][0]
+        if self.state_file.exists():
+            return _read_state(self.state_file, e.first_state()), self.num_tasks
+        checkpoints = Checkpoints(self.checkpoints_folder, read_only=True)
+        try:
+            for _, cursor, tree in e.checkpoints(checkpoints, seed):
+                return tree["state"], cursor["tasks_done"]
+        finally:
+            checkpoints.close()
+        raise InputError(f"{self.checkpoints_folder}: expected a checkpoint of the run, found none")
+
+    def encoder(self, t: int) -> vit.KeyValueKernels:
+        """Returns the kernels of E_t: after t tasks, 0 being the pretrained encoder.
+
+        Raises:
+            InputError: so many tasks were not trained, the learner does not keep that encoder, or
+                there is no checkpoint.
+        """
+        e = self.experiment
+        if t == 0:
+            return vit.pretrained_kernels(e.backbone)
+        if t == self.num_tasks and self.merged_file.exists():
+            arrays = traverse_util.unflatten_dict(read_safetensors(self.merged_file), sep="/")
+            return devices.replicate(e.mesh, jax.tree.map(jnp.asarray, arrays))
+        state, tasks_done = self._saved
+        if not 0 < t <= tasks_done:
+            raise InputError(f"{self.folder}: expected E_0 to E_{tasks_done}, found E_{t}")
+        return e.learner.encoder(e.setup, e.backbone, state, t)
+
+    def heads(self, num_tasks: int | None = None) -> list[Any]:
+        """Returns the heads of the first tasks, by default of all that were trained."""
+        merged = self.merged_file.exists()
+        state, tasks_done = (None, self.num_tasks) if merged else self._saved
+        num_tasks = tasks_done if num_tasks is None else num_tasks
+        if not 0 <= num_tasks <= tasks_done:
+            raise InputError(f"{self.folder}: expected up to {tasks_done} heads, found {num_tasks}")
+        if merged:
+            return calibration.load(self.calibrator_file).heads[:num_tasks]
+        return self.experiment.heads(state, num_tasks)
+
+    @property
+    def state(self) -> Any:
+        """What the learner has kept after the last trained task."""
+        return self._saved[0]
+
+    def calibrator(self) -> Any:
+        """Returns FDC as it was fitted, on all tasks or on those of a run that stopped."""
+        found = self.fitted_files() + [self.calibrator_file] * self.calibrator_file.exists()
+        if not found:
+            raise InputError(
+                f"{self.folder}: expected a calibrator, found none; the command of the run "
+                "makes it again"
+            )
+        return calibration.load(found[-1], self.heads)
+
+    @functools.cached_property
+    def predictions(self) -> dict[str, np.ndarray]:
+        """Columns of `predictions.npz`, one row per test image."""
+        return read_npz(self.predictions_file)
+
+    def features(
+        self, images: UInt8[np.ndarray, "n s s 3"] | Int[np.ndarray, " n"], t: int
+    ) -> Float[np.ndarray, "n d"]:
+        """Returns features by E_t of images, or of the test images of some rows of predictions."""
+        images = np.asarray(images)
+        if images.ndim == 1:
+            images = self.test_images(images)
+        parts = np.split(images, range(0, len(images), self.config["evaluation.batch_size"])[1:])
+        batches = [
+            Batch(part, np.zeros(len(part), np.int32), np.ones(len(part), np.float32))
+            for part in parts
+        ]
+        e, kernels = self.experiment, self.encoder(t)
+        return e.extract(e.backbone, [kernels], batches)[0].features
+
+    def stream(
+        self, batches: Iterable[Batch], *encoders: int
+    ) -> Iterator[list[Float[np.ndarray, "n d"]]]:
+        """Yields the features of batch after batch by encoders E_t, given by t."""
+        e, views = self.experiment, [self.encoder(t) for t in encoders]
+        return e.extract.stream(e.backbone, views, batches)
+
+    def test_images(self, rows: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n s s 3"]:
+        """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled.
+
+        Raises:
+            InputError: the data cannot be read, or are not those of the run.
+        """
+        tasks, labels = self.experiment.tasks, self.predictions["label"]
+        if not np.array_equal(tasks.test_labels[: len(labels)], labels):  # More tasks may follow.
+            raise InputError(
+                f"{self.folder}: its predictions are not of the test images of "
+                f"{self.config['benchmark']} that were found"
+            )
+        indices = tasks.test_indices[np.asarray(rows)]
+        return evaluation_images(tasks.test, indices, self.config["encoder.image_size"])
+
+
+def _read_state(path: Path, first: Any) -> Any:
+    """Returns an exported state in the form of a learner's first one.
+
+    What was left out, as nothing but training reads it, stays as it is in the first one.
+    """
+    arrays = read_safetensors(path)
+
+    def stored(place: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(place, simple=True, separator="/")
+        found = arrays.get(name)
+        if found is not None and found.size == 0 < leaf.size:
+            return leaf
+        if found is None or (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
+            raise InputError(f"{path}: {name}: missing, or not as the learner has it")
+        return devices.put(found, leaf.sharding) if isinstance(leaf, jax.Array) else found
+
+    return jax.tree_util.tree_map_with_path(stored, first)
