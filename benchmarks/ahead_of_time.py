@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from benchmarks import measure, memory, step_profile, synthetic
+from benchmarks import measure, synthetic
 from fdc_jax import evaluation, learners
 from fdc_jax.calibration import batching, fdc
 from fdc_jax.errors import InputError
@@ -179,17 +180,62 @@ def collectives(compiled: str) -> list[tuple[str, int]]:
     return found
 
 
+# First match wins; `op_name` of a compiled operation.
+PARTS = (
+    ("products of the MLP", r"MlpBlock_3/Dense_\d/dot_general"),
+    ("GELU", r"MlpBlock_3/"),
+    ("query, key, value, out", r"Attention_1/(query|key|value|out)/"),
+    ("products of attention", r"Attention_1/[a-z,>-]+/(dot_general|transpose)"),
+    ("softmax", r"Attention_1/"),
+    ("norms", r"LayerNorm|encoder_norm"),
+    ("residuals", r"encoderblock_\d+/(add|add_any|slice|pad)"),
+    ("embedding", r"embedding/|posembed_input"),
+    ("head, loss, optimiser, copies", ""),
+)
+
+
+def part_of(name: str) -> str:
+    """Returns the part of the encoder that an operation of this name belongs to."""
+    return next(part for part, pattern in PARTS if re.search(pattern, name))
+
+
+def instructions(program: str) -> Iterator[tuple[str, str, str]]:
+    """Yields the computation, the name and the line of every instruction of a compiled program."""
+    computation = ""
+    for line in program.splitlines():
+        if opened := re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{$", line):
+            computation = opened[1]
+        elif instruction := re.match(r"\s+(?:ROOT )?%?([\w.-]+) = ", line):
+            yield computation, instruction[1], line
+
+
+def names(program: str) -> dict[str, str]:
+    """Returns `op_name` by instruction of a compiled program, as text.
+
+    An instruction without a name of its own has that of the computation that it calls.
+    """
+    found: dict[str, str] = {}
+    roots: dict[str, str] = {}
+    calls: dict[str, str] = {}
+    for computation, name, line in instructions(program):
+        if named := re.search(r'op_name="([^"]+)"', line):
+            found[name] = roots[computation] = named[1]
+        elif called := re.search(r"calls=%?([\w.-]+)", line):
+            calls[name] = called[1]
+    return found | {name: roots[to] for name, to in calls.items() if to in roots}
+
+
 def cycles(compiled: str) -> dict[str, int]:
     """Returns a TPU's estimated cycles by part of the encoder, copies apart."""
-    named = step_profile.names(compiled)
+    named = names(compiled)
     own: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
     calls: dict[str, list[tuple[str, str | None]]] = collections.defaultdict(list)
     # By the computation that compares with it whether a loop goes on: how often it does.
     turns: dict[str | None, int] = {}
-    for computation, name, line in step_profile.instructions(compiled):
+    for computation, name, line in instructions(compiled):
         if estimate := re.search(r'estimated_cycles":"?(\d+)', line):
             copies = re.match(r"copy|bitcast|transpose", name)
-            part = "copies" if copies else step_profile.part_of(named.get(name, ""))
+            part = "copies" if copies else part_of(named.get(name, ""))
             own[computation][part] += int(estimate[1])
         if body := re.search(r"\bbody=%?([\w.-]+)", line):
             condition = re.search(r"\bcondition=%?([\w.-]+)", line)
@@ -211,6 +257,13 @@ def cycles(compiled: str) -> dict[str, int]:
     return dict(total(entry[1] if entry else "").most_common())
 
 
+# Names in a record, and in what the compiler plans.
+_SIZES = {
+    **{"arguments": "argument", "outputs": "output", "aliased": "alias"},
+    **{"temporary": "temp", "program": "generated_code"},
+}
+
+
 def record_of(program: Program, target: str) -> dict[str, Any]:
     """Compiles a program and returns what the compiler plans and estimates."""
     described = json.loads(TARGETS.read_text())[target]
@@ -222,7 +275,7 @@ def record_of(program: Program, target: str) -> dict[str, Any]:
     executable = lowered.compile(compiler_options=options)
     seconds = time.process_time() - clock
     plan, cost = executable.memory_analysis(), executable.cost_analysis() or {}
-    sizes = {name: getattr(plan, f"{of}_size_in_bytes") for name, of in memory.OF_A_STEP.items()}
+    sizes = {name: getattr(plan, f"{of}_size_in_bytes") for name, of in _SIZES.items()}
     sizes["peak"] = sum(sizes.values()) - 2 * sizes["aliased"]
     exchanged = collectives(executable.as_text())
     # The compiler counts the body of a loop once; of portions of a batch, or of LoDA's half steps,

@@ -56,7 +56,7 @@ def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
     about = {
         "device": devices.describe(),
         "flops": passes * options.batches * count * flops.forward(problem.model.variant, size),
-        "peak_flops": flops.peak(options.precision, options.peak_tflops),
+        "peak_flops": flops.peak(options.precision),
     }
     return measure.Contender(repeat, outputs, about)
 

@@ -1,4 +1,4 @@
-"""Floating-point operations of an encoder, by formula, and what devices can do in a second."""
+"""Floating-point operations of an encoder, by formula, and what a device does in a second."""
 
 import jax
 import jax.numpy as jnp
@@ -6,20 +6,6 @@ import numpy as np
 
 from benchmarks import measure
 from fdc_jax.model import vit
-
-# Peaks in 10^12 operations a second by part of a device's name: (bfloat16 dense, float32 without
-# TF32). From the manufacturers' data sheets; a TPU has no published float32 peak.
-PEAKS: tuple[tuple[str, float, float | None], ...] = (
-    ("H100 PCIe", 756.0, 51.0),
-    ("H100", 989.0, 67.0),
-    ("H200", 989.0, 67.0),
-    ("A100", 312.0, 19.5),
-    ("TPU v4", 275.0, None),
-    ("TPU v5 lite", 197.0, None),
-    ("TPU v5e", 197.0, None),
-    ("TPU v5", 459.0, None),
-    ("TPU v6 lite", 918.0, None),
-)
 
 
 def forward(variant: vit.Variant, image_size: int) -> int:
@@ -68,33 +54,19 @@ def training_step(variant: vit.Variant, image_size: int, rank: int, batch_size: 
     return batch_size * per_image + depth * 4 * width**2 * rank
 
 
-def peak(precision: str, tflops: float = 0.0) -> float | None:
-    """Returns the peak operations per second of all devices, None where it is not known.
+def peak(precision: str) -> float:
+    """Returns the operations a second of all devices in a product of large matrices.
 
-    That of a processor is measured: a product of large matrices in the same precision, per second
-    of processor time.
+    Of a processor, which is shared, per second of processor time; else of the clock.
 
     Args:
         precision: `parity` or `fast`.
-        tflops: the peak where the user knows it, else 0.
     """
-    if tflops:
-        return 1e12 * tflops
-    if jax.default_backend() == "cpu":
-        return float(product_rate(precision)[1])
-    kind = jax.devices()[0].device_kind
-    for name, low, single in PEAKS:
-        if name in kind:
-            teraflops = single if precision == "parity" else low
-            return None if teraflops is None else 1e12 * teraflops * jax.device_count()
-    return None
-
-
-def product_rate(precision: str, size: int = 1536) -> np.ndarray:
-    """Returns the operations of a product of large matrices per second of clock and processor."""
+    on_processor = jax.default_backend() == "cpu"
+    size = 1536 if on_processor else 8192
     dtype, exactness = vit.PRECISIONS[precision]
     left = jnp.ones((size, size), dtype)
     product = jax.jit(lambda left, right: jnp.matmul(left, right, precision=exactness))
     product(left, left).block_until_ready()
     seconds = [measure.timed(lambda: product(left, left))[1] for _ in range(5)]
-    return 2 * size**3 / np.min(seconds, axis=0)
+    return jax.device_count() * 2 * size**3 / float(np.min(seconds, axis=0)[int(on_processor)])

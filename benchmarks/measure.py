@@ -33,7 +33,7 @@ TOLERANCE = 1e-4
 ENCODER = {"variant": "B/16", "image_size": 224, "batch_size": 64, "precision": "parity"}
 ENCODER |= {"attention": "auto"}
 # How contenders are measured.
-TURNS = {"warm_up": 3, "repeats": 10, "cores": 0, "peak_tflops": 0.0}
+TURNS = {"warm_up": 3, "repeats": 10, "cores": 0}
 
 _HELP = {
     "attention": "config.encoder.attention, for fast precision",
@@ -45,10 +45,8 @@ _HELP = {
     "epochs": "that the time of a task counts",
     "image_size": "in pixels",
     "learner": "one, several or all",
-    "peak_tflops": "of all devices, for the utilisation; 0: looked up or measured",
     "precision": "parity or fast",
     "run": "folder of a finished run",
-    "run_step": "run the compiled step once",
     "target": "a device of benchmarks/targets.json",
     "tasks": "of the stream",
     "variant": "config.encoder.variant",
@@ -102,8 +100,8 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
     """
     options = parser.parse_args()
     for name, value in vars(options).items():
-        least = 0 if name in ("cores", "peak_tflops") else 1
-        if type(value) in (int, float) and value < least:
+        least = 0 if name == "cores" else 1
+        if type(value) is int and value < least:
             raise InputError(f"--{name}: expected at least {least}, found {value}")
     if options.output:
         check_writable_file("--output", options.output, ".json")

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import calibration, flops, step_profile
+from benchmarks import calibration, flops
 from fdc_jax.model import increments, vit
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,10 +35,7 @@ def tiny(name, *arguments, slow=True):
         tiny("calibration", *SIZES, slow=False),
         tiny("training_step", *STEP, *PYTORCH),
         tiny("extraction", *STEP, "--batches=3", *PYTORCH),
-        tiny("step_profile", *STEP),
         tiny("learners", *ENCODER, "--learners=inflora", "--classes=2", "--images=6"),
-        tiny("memory", *ENCODER, "--classes=2", "--images=10", "--tasks=1,4", "--run_step"),
-        tiny("latency", *ENCODER, "--case=5x15", "--batches=2", "--warm_up=1"),
         tiny("input_pipeline", "--data=jpeg,digits", "--images=6", "--image_size=32"),
     ],
 )
@@ -84,31 +81,12 @@ def check_extraction(found):
     assert contenders["jax_dual"]["flops"] == 2 * contenders["jax"]["flops"]
 
 
-def check_step_profile(found):
-    expected = {"products of the MLP", "query, key, value, out", "products of attention", "norms"}
-    assert all(found["milliseconds"][part] > 0 for part in expected)
-
-
 def check_learners(found):
     reference, other = found["learners"]
     assert reference["step_relative_clock"] == reference["task_relative_clock"] == 1.0
     # InfLoRA passes the images through the encoder around a task; the reference does not.
     seconds = "before_task_seconds"
     assert other[seconds]["processor"] > reference[seconds]["processor"]
-
-
-def check_memory(found):
-    one, four = found["records"]
-    assert four["state_bytes"]["abstract"] == 4 * one["state_bytes"]["abstract"] > 0
-    assert one["task_bytes"] == four["task_bytes"]
-    # Ten images, two views, six pairs of tasks.
-    assert four["calibrator"]["foreign_residuals"] == 4 * 2 * 10 * 6
-
-
-def check_latency(found):
-    assert found["equal_labels"] == {"raw": 1.0, "single": 1.0, "dual": 1.0}
-    peaks = [found["views"][view]["peak_memory_bytes"] for view in ("raw", "single", "dual")]
-    assert peaks[0] < peaks[1] < peaks[2]  # Statistics of no view, of one, of both.
 
 
 def check_input_pipeline(found):
@@ -122,16 +100,11 @@ def check_input_pipeline(found):
         ("ahead_of_time", ["--target=b9"], "--target: expected one of v5e, v6e, v5p, h100"),
         ("calibration", ["--tasks=1"], "expected at least two tasks"),
         ("calibration", ["--images=3"], "expected at least two tasks"),
-        ("latency", ["--run=nowhere"], "--run=nowhere: expected a finished run"),
-        ("latency", ["--case=3x10"], "--case: expected tasks that divide the classes: 3x10"),
-        ("latency", ["--variant=H/14"], "--variant: expected one of Ti/16"),
         ("learners", ["--images=0"], "--images: expected at least 1, found 0"),
         ("learners", ["--output=table.txt"], "--output: expected a file that ends in .json, found"),
-        ("memory", ["--tasks=a"], "--tasks: expected numbers of at least 1, found a"),
         ("training_step", ["--pytorch=fast"], "--pytorch: expected some of eager"),
         ("extraction", ["--repeats=0"], "--repeats: expected at least 1, found 0"),
         ("input_pipeline", ["--workers=a"], "--workers"),
-        ("first_hour", ["--output=x", "--budget_minutes=1"], "--budget_minutes: expected"),
     ],
 )
 def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, name, arguments, message):
@@ -191,28 +164,3 @@ def test_published_size():
     last = 4 * 197 * 768**2 + 20 * 768**2 + 4 * 197 * 768
     whole = flops.forward(variant, 224) + per_block - last
     assert whole / 2e9 == pytest.approx(17.56, rel=2e-3)
-
-
-def test_names_of_a_compiled_program_tell_the_part_of_the_encoder():
-    program = """
-%fused (p: f32[2]) -> f32[2] {
-  %p = f32[2] parameter(0)
-  ROOT %sine = f32[2] sine(%p), metadata={op_name="jit(f)/MlpBlock_3/Dense_0/dot_general"}
-}
-
-ENTRY %main (a: f32[2]) -> f32[2] {
-  %a = f32[2] parameter(0)
-  ROOT %fusion.1 = f32[2] fusion(%a), kind=kLoop, calls=%fused
-}
-"""
-    found = step_profile.names(program)
-    assert found["fusion.1"] == found["sine"]
-    assert step_profile.part_of(found["sine"]) == "products of the MLP"
-    assert step_profile.part_of("jit(step)/sqrt") == step_profile.OTHER
-
-
-def test_operations_of_recorded_events():
-    assert step_profile.recorded("Stream #13", "gemm_kernel", {"hlo_op": "dot.3"}) == "dot.3"
-    text = "%fusion.7 = bf16[64,768]{1,0} fusion(%a, %b), kind=kLoop"
-    assert step_profile.recorded("XLA Ops", text, {"hlo_category": "fusion"}) == "fusion.7"
-    assert step_profile.recorded("XLA Modules", "jit_step(123)", {}) == ""

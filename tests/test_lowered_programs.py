@@ -68,6 +68,24 @@ ENTRY %main (a: f32[2]) -> f32[2] {
     assert ahead_of_time.cycles(text) == {"GELU": 28, "copies": 5}
 
 
+def test_names_of_a_compiled_program_tell_the_part_of_the_encoder():
+    program = """
+%fused (p: f32[2]) -> f32[2] {
+  %p = f32[2] parameter(0)
+  ROOT %sine = f32[2] sine(%p), metadata={op_name="jit(f)/MlpBlock_3/Dense_0/dot_general"}
+}
+
+ENTRY %main (a: f32[2]) -> f32[2] {
+  %a = f32[2] parameter(0)
+  ROOT %fusion.1 = f32[2] fusion(%a), kind=kLoop, calls=%fused
+}
+"""
+    found = ahead_of_time.names(program)
+    assert found["fusion.1"] == found["sine"]
+    assert ahead_of_time.part_of(found["sine"]) == "products of the MLP"
+    assert ahead_of_time.part_of("jit(step)/sqrt") == ahead_of_time.PARTS[-1][0]
+
+
 def test_lines_say_what_a_program_needs():
     of_memory = dict.fromkeys(("arguments", "outputs", "temporary", "peak"), 2**29)
     record = {

@@ -109,7 +109,7 @@ def test_export_commands_have_known_options(arguments):
     assert export.parser().parse_args(arguments).workdir.startswith("runs/")
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))
 def test_benchmarks_exist(page):
     for program in re.findall(r"-m benchmarks\.(\w+)", PAGES[page]):
         assert (REPOSITORY / "benchmarks" / f"{program}.py").is_file(), program

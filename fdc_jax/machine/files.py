@@ -4,6 +4,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import io
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any
 
 import numpy as np
 import safetensors.numpy
@@ -50,7 +51,7 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Opens a regular file for reading; a pipe or a device might never end.
 
     Raises:
