@@ -1,0 +1,71 @@
+"""The digits run as it was at commit 37c3121, and the keys of `results.json`, in `tests/golden`."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import fdc_jax
+from configs import digits
+from fdc_jax import calibration
+from tests import small_runs
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+# Of all labels, those that rounding on another processor may change.
+DIFFERENT = 0.005
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(calibration, "make"), reason="runs do not fit several calibrators yet"
+)
+
+
+def golden(name):
+    return json.loads((GOLDEN / f"{name}.json").read_text())
+
+
+def digest(tree):
+    """Returns the SHA-256 of the arrays of a tree, whatever their names and order."""
+    leaves = [np.ascontiguousarray(leaf) for leaf in jax.tree.leaves(tree)]
+    parts = [f"{leaf.shape} {leaf.dtype}".encode() + leaf.tobytes() for leaf in leaves]
+    parts = sorted(hashlib.sha256(part).hexdigest() for part in parts)
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
+
+
+@pytest.mark.ci
+def test_the_digits_end_as_they_did(tmp_path, cache):
+    """Bit for bit, where this machine computes as the one did that made the file."""
+    config = digits.get_config()
+    config.update(cache_dir=str(cache), report=False)
+    found, expected = small_runs.run(config, tmp_path), golden("digits")
+    same_state = digest(fdc_jax.open_run(tmp_path).state) == expected.pop("state_sha256")
+    columns = small_runs.predictions(tmp_path)
+    del columns["class_names"]
+    with np.load(GOLDEN / "digits.npz") as file:
+        assert columns.keys() == set(file.files)
+        for name, column in columns.items():
+            different = np.mean(column != file[name])
+            assert different <= (0 if same_state else DIFFERENT), name
+    for section, numbers in expected.items():
+        tolerance = 1e-9 if same_state or "storage" in section else 100 * DIFFERENT
+        assert found[section] == pytest.approx(numbers, abs=tolerance), section
+
+
+def keys(value):
+    """Returns names within names; of a list of objects, those of its objects, which are alike."""
+    if isinstance(value, dict):
+        return {name: keys(each) for name, each in value.items()}
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        first, *others = (keys(each) for each in value)
+        assert others == [first] * len(others)
+        return [first]
+    return None
+
+
+def test_keys_of_the_results(whole):
+    """All of them; of the configuration those of the contract, beside which there may be others."""
+    found, expected = keys(small_runs.results(whole)), golden("results_keys")
+    assert found.pop("config").keys() >= expected.pop("config").keys()
+    assert found == expected
