@@ -33,7 +33,7 @@ from fdc_jax.data.batches import ReadableBatches
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.machine.files import check_writable_file, write_atomically, write_text
-from fdc_jax.report import pictures
+from fdc_jax.report import pictures, words
 from fdc_jax.run.progress import Progress
 
 _log = logging.getLogger("fdc_jax.predict")  # also where it is the program
@@ -328,7 +328,7 @@ def _run(options: argparse.Namespace) -> None:
     clock = time.perf_counter()
     with contextlib.closing(progress), write_atomically(options.output) as file:
         for table, pixels in found:
-            text = table.to_csv(index=False, header=not said, float_format="%.6g")
+            text = words.csv(table, header=not said, float_format="%.6g")
             file.write(text.encode())
             if said < _ON_SCREEN:
                 first.append(table)

@@ -1,4 +1,8 @@
-"""What people look at: tables on the screen, and the report about finished runs."""
+"""What people look at: tables on the screen, and the report about finished runs.
+
+runs (`runs`) -> frames (`quantities`, `frames`, `analysis`) -> tables and figures (`tables`,
+`reference`, `figures`) -> the screen (`console`) and the page (`page`).
+"""
 
 import importlib.util
 import os
@@ -15,7 +19,7 @@ SWEEPS = ("attenuation", "retained_energy", "neighbours")
 
 def require_packages() -> None:
     """Raises InputError where the extra `report` of the package is not installed."""
-    for name in ("jinja2", "matplotlib", "statsmodels"):
+    for name in ("jinja2", "matplotlib"):
         if importlib.util.find_spec(name) is None:
             raise InputError(f"a report needs {name}: pip install 'fdc_jax[report]'")
 
@@ -26,7 +30,6 @@ def write(
     *,
     sweep: Sequence[str] = (),
     references: Sequence[str] = (),
-    latency: Sequence[str] = (),
     paper: bool = False,
     quiet: bool = False,
 ) -> Path:
@@ -39,7 +42,6 @@ def write(
         output: folder that receives the report, made when missing.
         sweep: settings of FDC to vary, of `SWEEPS`.
         references: CSV files, see `fdc_jax.report.reference`; of one name the last counts.
-        latency: files that `benchmarks/latency.py` wrote.
         paper: also the paper's rows and tables without a number of ours.
         quiet: print nothing.
 
@@ -54,7 +56,7 @@ def write(
     # Plotting and pandas take seconds to import, which tables on the screen should not wait for.
     import tqdm
 
-    from fdc_jax.report import analysis, figures, page, reference, runs, tables
+    from fdc_jax.report import analysis, figures, page, pictures, reference, runs, tables
 
     def say(text: str) -> None:
         if not quiet:
@@ -64,19 +66,17 @@ def write(
     check_writable_folder("--output", folder)
     # Everything that the caller gave is read before anything is computed.
     compared = {reference.name_of(path): (path, reference.read(path)) for path in references}
-    measured = [tables.read_latency(path) for path in latency]
     groups, skipped = runs.load(paths)
     for each in skipped:
         say(f"skipped {each.path}: {each.reason}")
     if not groups:
         reason = f"{skipped[0].path}: {skipped[0].reason}" if skipped else "none was given"
         raise InputError(f"no usable run among {counted(len(skipped), 'folder')}: {reason}")
-    found = [(run, run is group.runs[0]) for group in groups for run in group.runs]
-    for run, first in tqdm.tqdm(found, "analyses", disable=hidden, leave=False):
-        analysis.analyse(run, sweep, first)
-        for reason in run.missing:
-            say(f"{run.path}: {reason}")
-    built = tables.build(groups, measured, paper)
+    for group in tqdm.tqdm(groups, "analyses", disable=hidden, leave=False):
+        analysis.analyse(group, sweep)
+        for reason in group.missing:
+            say(f"{group.name}: {reason}")
+    built = tables.build(groups, paper)
     built += [reference.table(path, lines, groups) for path, lines in compared.values()]
     for table in built:
         table.write(folder / "tables")
@@ -85,12 +85,12 @@ def write(
         drawn += figures.draw(name, groups)
     for drawing in drawn:
         figures.write(drawing, folder / "figures")
-    origin = runs.provenance(groups)
-    write_json(folder / "provenance.json", origin)
-    shown = [page.material(group.runs[0]) for group in groups]
-    text = page.render(groups, skipped, built, drawn, origin, shown)
+    write_json(folder / "provenance.json", [runs.provenance(group) for group in groups])
+    shown = [pictures.load(group.runs[0]) for group in groups]
+    text = page.render(groups, skipped, built, drawn, shown)
     write_text(folder / "report.html", text)
     if not quiet:
-        counts = counted(len(found), "run"), counted(len(groups), "group")
+        count = sum(len(group.runs) for group in groups)
+        counts = counted(count, "run"), counted(len(groups), "group")
         print(f"{' in '.join(counts)}: {folder / 'report.html'}")
     return folder / "report.html"

@@ -22,20 +22,17 @@ def parser() -> Program:
     sweeps = "refit FDC on the saved features over the paper's values of a setting; repeatable"
     add("--sweep", action="append", default=[], choices=[*report.SWEEPS, "all"], help=sweeps)
     add("--paper", action="store_true", help="all of the paper's rows and tables")
-    for name, kind, text in (
-        ("reference", "CSV", "numbers to line up with these runs (fdc_jax/report/reference.py)"),
-        ("latency", "JSON", "a file that benchmarks/latency.py wrote"),
-    ):
-        add(f"--{name}", action="append", default=[], metavar=kind, help=f"{text}; repeatable")
+    lines = "numbers to line up with these runs (fdc_jax/report/reference.py); repeatable"
+    add("--reference", action="append", default=[], metavar="CSV", help=lines)
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0, or 2 after an error that has been printed as one line."""
-    return parser().run(_run, arguments)
+    return parser().run(_write, arguments)
 
 
-def _run(options: argparse.Namespace) -> None:
+def _write(options: argparse.Namespace) -> None:
     if not options.runs:
         raise InputError("expected at least one run folder, such as runs/*")
     report.write(
@@ -43,7 +40,6 @@ def _run(options: argparse.Namespace) -> None:
         options.output,
         sweep=report.SWEEPS if "all" in options.sweep else options.sweep,
         references=options.reference,
-        latency=options.latency,
         paper=options.paper,
         quiet=options.quiet,
     )

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from scipy import stats
 
 from fdc_jax import evaluation
-from fdc_jax.calibration import FDC, batching, comparators, fdc, inputs
+from fdc_jax.calibration import FDC, batching, fdc, inputs
 from fdc_jax.errors import InputError
 from fdc_jax.features.feature_files import FeatureSet
 from fdc_jax.heads import NORM_FLOOR, unit
@@ -222,23 +222,3 @@ def prototype_geometry(features: FeatureSet, calibrator: FDC) -> dict[str, Any]:
         plane, count = np.asarray(embedding.fit_transform(points), np.float64), len(labels)
         result[name] = {"classes": plane[:-count].tolist(), "tasks": plane[-count:].tolist()}
     return result
-
-
-def logit_standardisation(features: FeatureSet, calibrator: FDC) -> dict[str, Any]:
-    """Compares raw logits with logits standardised by each head's own moments (Table LS).
-
-    Returns:
-        `raw` and `standardised`, accuracies in percent, and `change` in percentage points.
-
-    Raises:
-        InputError: no test labels.
-    """
-    if features.test_labels is None:
-        raise InputError("test_labels: absent, so accuracies are not known")
-    test = features.test_adapted, features.test_pretrained
-    standard = features.fit(comparators.LogitStandardisation())
-    raw, standardised = (
-        evaluation.accuracy(features.test_labels, scores.label)
-        for scores in (calibrator.raw(*test), standard.score(*test))
-    )
-    return {"raw": raw, "standardised": standardised, "change": standardised - raw}

@@ -4,9 +4,10 @@ Figures are made without pyplot, so nothing is shown and no global state changes
 """
 
 import io
+import itertools
 import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from fdc_jax.learners import title as learner_title
-from fdc_jax.report import paper
+from fdc_jax.report import paper, words
 from fdc_jax.report.runs import Group
 
 # Inches.
@@ -34,14 +35,13 @@ _LETTER, _BOLD_LETTER = 3.7, 5.3
 
 # Dark, medium and light for eyes of every kind, and each with a marker of its own for grey prints.
 INK = "#222222"
-PAPER = "#fefefe"
 GRID = "#8c8c8c"
 RAW, FDC, ORACLE = "#c77700", "#0b559f", "#6e6e6e"
-MARKERS = {"raw": "o", "fdc": "s", "oracle": "^"}
-COLOURS = {"raw": RAW, "fdc": FDC, "oracle": ORACLE}
-TITLES = {"raw": "Raw", "fdc": "FDC", "oracle": "Task given"}
 OWN, FOREIGN = "#00664d", "#c75f9f"
 ADAPTED, PRETRAINED = "#4b3f8f", "#b58900"
+# Colour and marker of methods that every run has, and of the calibrators beside them in turn.
+_FIXED = {"raw": (RAW, "o"), "fdc": (FDC, "s"), "oracle": (ORACLE, "^")}
+_OTHERS = ((OWN, "D"), (FOREIGN, "v"), (ADAPTED, "P"), (PRETRAINED, "X"), ("#8c4a3c", "<"))
 
 _STYLE = Path(__file__).with_name("fdc.mplstyle")
 
@@ -142,9 +142,19 @@ def key(label: str, colour: str, **look: Any) -> Line2D:
     return Line2D([], [], color=colour, label=label, **look)
 
 
-def key_of(kind: str, **look: Any) -> Line2D:
-    """Returns a legend entry of raw, FDC or the given task."""
-    return key(TITLES[kind], COLOURS[kind], marker=MARKERS[kind], **look)
+def looks(methods: Iterable[str]) -> dict[str, tuple[str, str]]:
+    """Returns colour and marker of methods, the same for the same names in the same order."""
+    others = itertools.cycle(_OTHERS)
+    return {name: _FIXED.get(name) or next(others) for name in dict.fromkeys(methods)}
+
+
+def legend_of(figure: Figure, looks: Mapping[str, tuple[str, str]], *further: Line2D, **line: Any):
+    """Puts a legend of methods, and what else is given, above all panels."""
+    keys = [
+        key(words.method_title(name), colour, marker=marker, **line)
+        for name, (colour, marker) in looks.items()
+    ]
+    legend(figure, [*keys, *further], min(len(keys) + len(further), 4))
 
 
 def hollow(marker: str, colour: str, label: str | None = None) -> dict[str, Any]:
@@ -166,7 +176,6 @@ def finished(figure: Figure) -> str:
 # Colours that a dark page changes; all others read well on both.
 VARIABLES = {
     INK: "currentColor",
-    PAPER: "var(--paper)",
     RAW: "var(--raw)",
     FDC: "var(--fdc)",
     ORACLE: "var(--oracle)",

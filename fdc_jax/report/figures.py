@@ -4,10 +4,8 @@ Every function draws the groups it is given, which have the analyses it shows (o
 `fdc_jax.report.analysis`), and returns None where they have nothing to draw.
 """
 
-import functools
 import itertools
 import math
-import operator
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,8 +24,7 @@ from matplotlib.patches import Patch
 from fdc_jax import evaluation
 from fdc_jax.learners import title as learner_title
 from fdc_jax.machine.files import write_atomically, write_text
-from fdc_jax.report import drawing, overview, paper, words
-from fdc_jax.report.overview import KINDS
+from fdc_jax.report import drawing, frames, paper, words
 from fdc_jax.report.runs import Group
 
 # Inches: a learner in a list; title, axis and legend around it; names at its left.
@@ -52,7 +49,7 @@ _SIDES = {
     "foreign": (0.2, drawing.FOREIGN, "D", "Foreign images"),
 }
 _REFERENCES = {
-    "own": (drawing.FDC, "s", "Distributional matching"),
+    "accuracy": (drawing.FDC, "s", "Distributional matching"),
     "nearest": (drawing.PRETRAINED, "D", "Nearest"),
 }
 _SWEPT = {"attenuation": "Attenuation γ", "retained_energy": "Retained energy η"}
@@ -65,79 +62,73 @@ def accuracy_curve(groups: Sequence[Group]) -> Figure | None:
     Accuracy over all classes seen so far, after each task. Means over seeds, with one sample
     standard deviation shaded.
     """
-    curves = [run.results.get("curve") or [] for run in groups[0].runs]
-    if len(curves[0]) != groups[0].runs[0].results.get("num_tasks") or len(curves[0]) < 2:
+    found = frames.curve(groups[0])
+    if found is None or groups[0].results["num_tasks"] < 2:
         return None
-    rows = [[[point["accuracy"][kind] for kind in KINDS] for point in curve] for curve in curves]
-    values = np.array(rows, dtype=np.float64)
     figure, (axes,) = drawing.panels(1, 2.5, 1)
-    places = np.arange(1.0, values.shape[1] + 1)
-    for of_kind, kind in zip(np.moveaxis(values, 2, 0), KINDS, strict=True):
-        look = {"marker": drawing.MARKERS[kind], "markersize": 3, "gid": kind}
-        drawing.band(axes, places, of_kind, drawing.COLOURS[kind], **look)
+    looks = drawing.looks(found.columns)
+    for name, (colour, marker) in looks.items():
+        values = found[name].unstack("task")
+        look = {"marker": marker, "markersize": 3, "gid": name}
+        drawing.band(axes, values.columns, values.to_numpy(), colour, **look)
     axes.set_xlabel("Tasks learned")
     axes.set_ylabel("Accuracy (%)")
     axes.set_ylim(top=min(axes.get_ylim()[1], 101))
     drawing.whole_numbers(axes.xaxis)
-    drawing.legend(figure, [drawing.key_of(kind) for kind in KINDS])
+    drawing.legend_of(figure, looks)
     return figure
 
 
 def decomposition(groups: Sequence[Group]) -> Figure | None:
     """Where the errors are.
 
-    Test images of each task, and of all, by the two decisions of a prediction: the task and the
-    class. Hatched is what the right task alone would put right.
+    Test images by the two decisions of a prediction: the task and the class. Hatched is what the
+    right task alone would put right.
     """
-    shares = {kind: overview.shares(groups[0], kind) for kind in ("raw", "fdc")}
-    if shares["raw"] is None:
+    found = frames.shares(groups[0])
+    if found.empty:
         return None
-    count = len(shares["raw"])
-    few = count - 1 <= _FEW_TASKS
-    figure, (axes,) = drawing.panels(1, 2.9, 1, None if few else drawing.PAGE)
-    # All images stand apart from the tasks.
-    places = np.arange(1, count + 1, dtype=float)
-    places[-1] += 0.6
-    for offset, (kind, values) in zip((-0.21, 0.21), shares.items(), strict=True):
-        assert values is not None
-        bottom = np.zeros(count)
-        for height, (name, (colour, hatch, _)) in zip(values.T, _SHARES.items(), strict=True):
-            look: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": drawing.INK}
-            bars = axes.bar(places + offset, height, 0.38, bottom, linewidth=0.25, **look)
-            bars.set_label(f"_{kind} {name}")
-            bottom += height
-    axes.set_xticks(places, [*map(str, range(1, count)), "all"])
-    axes.set_xlim(0.4, places[-1] + 0.6)
-    axes.set_ylim(0, 100)
-    drawing.lines_only(axes, "x")
-    axes.set_xlabel("Task (left bar raw, right bar FDC)")
-    axes.set_ylabel("Share of test images (%)")
+    figure, (axes,) = drawing.panels(1, _FRAME + 0.26 * len(found), 1)
+    rows, left = np.arange(len(found)), np.zeros(len(found))
+    for name, (colour, hatch, label) in _SHARES.items():
+        look: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": drawing.INK}
+        widths = found[name].to_numpy()
+        axes.barh(rows, widths, 0.7, left, linewidth=0.25, label=label, **look)
+        left += widths
+    titles = [words.method_title(name) for name in found.index]
+    axes.set_yticks(rows, [drawing.shortened(title, _NAMES) for title in titles])
+    axes.set_ylim(len(found) - 0.4, -0.6)
+    axes.set_xlim(0, 100)
+    drawing.lines_only(axes, "y")
+    axes.set_xlabel("Share of test images (%)")
     handles = [
         Patch(facecolor=colour, hatch=hatch, label=label, edgecolor=drawing.INK, linewidth=0.4)
         for colour, hatch, label in _SHARES.values()
     ]
-    drawing.legend(figure, handles, columns=1 if few else 2)
+    drawing.legend(figure, handles, columns=1)
     return figure
 
 
 def task_confusion(groups: Sequence[Group]) -> Figure | None:
     """Where the images of each task are sent.
 
-    Percent of the test images of a true task (row) that each task's head wins (column). The
-    diagonal is right. Colours follow the square root, to show what lies off the diagonal.
+    Percent of the test images of a true task (row) that each task (column) wins. The diagonal is
+    right. Colours follow the square root, to show what lies off the diagonal.
     """
-    found = {kind: overview.confusion(groups[0], kind) for kind in ("raw", "fdc")}
-    if found["raw"] is None:
+    matrices = {name: frames.confusion(groups[0], name) for name in groups[0].methods}
+    found = {name: values for name, values in matrices.items() if values is not None}
+    if not found:
         return None
-    few = len(found["raw"]) <= _FEW_TASKS
-    figure, panels = drawing.panels(2, 2.6 if few else 3.3, 1 if few else 2)
+    count = groups[0].results["num_tasks"]
+    few = count <= _FEW_TASKS
+    columns = 3 if few and len(found) > 2 else 1 if few else 2
+    figure, panels = drawing.panels(len(found), 3.3 if columns == 2 else 2.5, columns)
     scale = PowerNorm(0.5, 0, 100)
-    for axes, (kind, values) in zip(panels, found.items(), strict=True):
-        assert values is not None
+    for axes, (name, values) in zip(panels, found.items(), strict=True):
         _matrix(axes, values, scale)
-        axes.set_xlabel(f"Task chosen by {'raw logits' if kind == 'raw' else 'FDC'}")
+        axes.set_xlabel(f"Task chosen by {words.method_title(name)}")
         axes.set_ylabel("True task")
-    if len(found["raw"]) > _MOST_NUMBERS:
+    if count > _MOST_NUMBERS:
         colours, ticks = ScalarMappable(scale, "Blues"), (0, 1, 5, 20, 50, 100)
         label = "Images of the true task (%)"
         drawing.colour_bar(figure, colours, panels, label, shrink=0.8, ticks=ticks)
@@ -193,31 +184,31 @@ def _lists(groups: Sequence[Group]) -> tuple[Figure, list[tuple[Axes, list[Group
 def task_identity(groups: Sequence[Group]) -> Figure | None:
     """Final accuracy with and without task identity.
 
-    Final accuracy without task identity, by raw logits and by FDC, and by raw logits when the
-    true task is given. Points are means over seeds, bars one sample standard deviation. Empty
+    Final accuracy without task identity, by raw logits and by calibrators, and by raw logits when
+    the true task is given. Points are means over seeds, bars one sample standard deviation. Empty
     markers are the paper's numbers, where runs follow its protocol.
     """
     figure, lists = _lists(groups)
+    looks = drawing.looks([*(name for group in groups for name in group.methods), "oracle"])
     published = False
     for axes, members in lists:
         for row, group in enumerate(members):
-            spans = {kind: evaluation.mean_and_std(group.values(kind)) for kind in KINDS}
+            names = [*group.methods, "oracle"]
+            spans = {name: evaluation.mean_and_std(group.values(name)) for name in names}
             means = [mean for mean, _ in spans.values()]
             axes.plot([min(means), max(means)], [row, row], color=drawing.GRID, linewidth=0.9)
-            for kind, (mean, std) in spans.items():
-                look: dict[str, Any] = {"color": drawing.COLOURS[kind]}
+            for name, (mean, std) in spans.items():
+                colour, marker = looks[name]
                 if math.isfinite(std):
                     ends = [mean - std, mean + std]
-                    axes.plot(ends, [row, row], linewidth=2.2, alpha=0.45, **look)
-                axes.plot([mean], [row], marker=drawing.MARKERS[kind], gid=f"{kind}-{row}", **look)
-                value = paper.row("benchmark", group.learner, kind).get(group.benchmark)
+                    axes.plot(ends, [row, row], linewidth=2.2, alpha=0.45, color=colour)
+                axes.plot([mean], [row], marker=marker, gid=f"{name}-{row}", color=colour)
+                value = paper.row("benchmark", group.learner, name).get(group.benchmark)
                 if group.follows_protocol and value is not None:
-                    hollow = drawing.hollow(drawing.MARKERS[kind], drawing.COLOURS[kind])
-                    axes.plot([value.mean], [row], **hollow)
+                    axes.plot([value.mean], [row], **drawing.hollow(marker, colour))
                     published = True
     key = Line2D([], [], **drawing.hollow("o", drawing.INK, "Paper"))
-    keys = [drawing.key_of(kind, linestyle="none") for kind in KINDS]
-    drawing.legend(figure, [*keys, *[key] * published])
+    drawing.legend_of(figure, looks, *[key] * published, linestyle="none")
     return figure
 
 
@@ -243,7 +234,7 @@ def similarity(groups: Sequence[Group]) -> Figure | None:
     by prototype affinities (right), in standard deviations of the task they are measured against.
     Larger is more alike. ρ is Spearman's rank correlation, mean over seeds.
     """
-    results = groups[0].analyses("similarity")
+    results = groups[0].analyses["similarity"]
     figure, panels = drawing.panels(2, 2.6, 2, sharey="row")
     error = _mean([each["routing_error_percent"] for each in results])
     kinds = {"residual": "residuals", "affinity": "affinities"}
@@ -280,7 +271,7 @@ def residual_contributions(groups: Sequence[Group]) -> Figure | None:
     figure, (axes,) = drawing.panels(1, 2.5, 1, width)
     axes.axhline(0, color=drawing.INK, linewidth=0.8)
     for place, group in enumerate(groups):
-        results = group.analyses("residual_contributions")
+        results = group.analyses["residual_contributions"]
         for side, (offset, colour, marker, _) in _SIDES.items():
             values = _mean([each[side] for each in results])
             # From the first task at the left to the last at the right.
@@ -310,7 +301,7 @@ def residual_distributions(groups: Sequence[Group]) -> Figure | None:
     standard deviation above it; first seed. The dashed curve is the mean of the foreign tasks'
     densities, each with equal weight.
     """
-    result = groups[0].analyses("residual_distributions")[0]
+    result = groups[0].analyses["residual_distributions"][0]
     views = [view for view in _VIEWS if view in result]
     cells = [(view, place) for view in views for place in ("first", "last")]
     figure, panels = drawing.panels(len(cells), 1.95, 2)
@@ -348,7 +339,7 @@ def prototype_geometry(groups: Sequence[Group]) -> Figure | None:
     by t-SNE in each view; positions have no unit. First seed. Colours run from the first task to
     the last.
     """
-    result = groups[0].analyses("prototype_geometry")[0]
+    result = groups[0].analyses["prototype_geometry"][0]
     views = [view for view in _VIEWS if view in result]
     figure, panels = drawing.panels(len(views), 2.9, 2)
     # Viridis without its ends, which vanish on dark and on light pages.
@@ -380,7 +371,7 @@ def sweeps(groups: Sequence[Group]) -> Figure | None:
     setting of the run; vertical axes differ. Means over seeds, with one sample standard deviation
     shaded. Empty markers are the paper's numbers, where runs follow its protocol.
     """
-    parts = [name for name in _SWEPT if any(each.analyses(f"sweep_{name}") for each in groups)]
+    parts = [name for name in _SWEPT if any(f"sweep_{name}" in each.analyses for each in groups)]
     # One group: its two sweeps side by side. Several: a column each, as in the paper.
     alone = len(groups) == 1
     columns, cells = len(parts if alone else groups), itertools.product(parts, groups)
@@ -390,13 +381,13 @@ def sweeps(groups: Sequence[Group]) -> Figure | None:
         axes.set_xlabel(_SWEPT[name])
         if alone or group is groups[0]:
             axes.set_ylabel("FDC accuracy (%)")
-        results = group.analyses(f"sweep_{name}")
+        results = group.analyses.get(f"sweep_{name}")
         if not results:
             place = {"xycoords": "axes fraction", "ha": "center", "fontsize": 7}
             axes.annotate("not swept", (0.5, 0.5), **place)
             axes.set_yticks([])
             continue
-        _swept(axes, results, ("accuracy",), drawing.FDC, "s", "accuracy")
+        _swept(axes, results, "accuracy", drawing.FDC, "s")
         reference = paper.row("benchmark", group.learner, "fdc").get(group.benchmark)
         if group.follows_protocol and reference is not None:
             default = results[0]["default"]
@@ -421,8 +412,8 @@ def neighbours(groups: Sequence[Group]) -> Figure | None:
     figure, panels = drawing.panels(len(groups), 2.5 if columns == 1 else 2.1, columns)
     for axes, group in zip(panels, groups, strict=True):
         for name, (colour, marker, _) in _REFERENCES.items():
-            results = group.analyses("sweep_neighbours")
-            _swept(axes, results, (name, "accuracy"), colour, marker, name)
+            results = group.analyses["sweep_neighbours"]
+            _swept(axes, results, name, colour, marker)
         axes.set_xlabel("Prototype neighbours K")
         axes.set_ylabel("FDC accuracy (%)")
         drawing.whole_numbers(axes.xaxis)
@@ -433,15 +424,13 @@ def neighbours(groups: Sequence[Group]) -> Figure | None:
     return figure
 
 
-def _swept(
-    axes: Axes, results: Sequence[Any], keys: Sequence[str], colour: str, marker: str, gid: str
-) -> None:
+def _swept(axes: Axes, results: Sequence[Any], name: str, colour: str, marker: str) -> None:
     """Draws accuracies over the values of a sweep, with the run's own value dotted."""
     values = results[0]["values"]
     # Of `neighbours`, another seed may allow fewer.
     alike = [each for each in results if each["values"] == values]
-    rows = np.array([functools.reduce(operator.getitem, keys, each) for each in alike])
-    drawing.band(axes, values, rows, colour, marker=marker, markersize=3, gid=gid)
+    rows = np.array([each[name] for each in alike])
+    drawing.band(axes, values, rows, colour, marker=marker, markersize=3, gid=name)
     if not any(line.get_gid() == "default" for line in axes.lines):
         look: dict[str, Any] = {"color": drawing.INK, "linestyle": ":", "linewidth": 1.0}
         axes.axvline(results[0]["default"], gid="default", **look)
@@ -496,7 +485,7 @@ _PAPER = " Empty markers are the paper's numbers, where runs follow its protocol
 def draw(name: str, groups: Sequence[Group]) -> list[Drawing]:
     """Draws the figures of a kind of `FIGURES`: one of all groups, or per group, or of several."""
     function, size, needed = _FIGURES[name]
-    groups = [each for each in groups if not needed or any(map(each.analyses, needed))]
+    groups = [each for each in groups if not needed or any(map(each.analyses.get, needed))]
     found: list[Drawing] = []
     for start in range(0, len(groups), size):
         members = list(groups[start : start + size])
@@ -516,7 +505,10 @@ def draw(name: str, groups: Sequence[Group]) -> list[Drawing]:
             caption = f"{caption} {'; '.join(seeds)}."
         parts = [name]
         if size != _ALL and len(members) == 1:
-            title, parts = f"{title}: {members[0].name}", [name, *members[0][:2]]
+            title, parts = (
+                f"{title}: {members[0].name}",
+                [name, members[0].benchmark, members[0].learner],
+            )
         stem = file = re.sub(r"[^a-z0-9_-]+", "-", "_".join(parts).lower())[:80]
         while any(file == each.name for each in found):
             file = f"{stem}_{len(found) + 1}"

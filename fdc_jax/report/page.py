@@ -6,27 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from markupsafe import Markup, escape
 
-import fdc_jax
-from fdc_jax.errors import InputError, counted
+from fdc_jax.errors import counted
 from fdc_jax.learners import title as learner_title
-from fdc_jax.report import drawing, figures, overview, paper, pictures, words
+from fdc_jax.report import drawing, figures, frames, paper, quantities, runs, words
 from fdc_jax.report.figures import Drawing
 from fdc_jax.report.pictures import Pictures
-from fdc_jax.report.runs import Group, RunFolder, Skipped
+from fdc_jax.report.runs import Group, Skipped
 from fdc_jax.report.tables import Table
 
 _FOLDER = Path(__file__).parent
 _MOST_CLASSES = 4  # of a task that are named in a table
-
-
-def material(run: RunFolder) -> Pictures:
-    """Opens the work directory of a run for class names and pictures."""
-    try:
-        return pictures.load(run, fdc_jax.open_run(run.path))
-    except InputError as error:
-        return Pictures(missing=f"The work directory does not open: {error}")
 
 
 def render(
@@ -34,7 +26,6 @@ def render(
     skipped: Sequence[Skipped],
     tables: Sequence[Table],
     drawings: Sequence[Drawing],
-    provenance: Sequence[Mapping[str, Any]],
     found: Sequence[Pictures],
 ) -> str:
     """Returns the page; everything that comes from files is escaped.
@@ -44,17 +35,18 @@ def render(
         skipped: folders that could not be used.
         tables: in the order to show them.
         drawings: likewise; those of a run itself stand in the section of its group.
-        provenance: by group, what its numbers come from.
         found: of each group.
     """
     own = [each for each in drawings if each.kind in figures.OF_A_RUN]
+    names = dict.fromkeys([*(name for group in groups for name in group.methods), "oracle"])
     return _fill(
         "page",
         sections=[_section(group, own, each) for group, each in zip(groups, found, strict=True)],
+        columns={name: words.method_title(name) for name in names},
         skipped=skipped,
         tables=tables,
         figures=[each for each in drawings if each not in own],
-        provenance=provenance,
+        provenance=[runs.provenance(group) for group in groups],
     )
 
 
@@ -78,7 +70,7 @@ def _fill(template: str, **material: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    for function in (_words, _rows, _spread, _drawn, _bar, _subscripts, words.minus, counted):
+    for function in (_words, _rows, _said, _drawn, _bar, _subscripts, words.minus, counted):
         environment.filters[function.__name__.lstrip("_")] = function
     style = Markup((_FOLDER / "page.css").read_text(encoding="utf-8"))
     return environment.get_template(f"{template}.html.jinja").render(stylesheet=style, **material)
@@ -90,24 +82,39 @@ def _title(learner: str, benchmark: str) -> str:
 
 def _section(group: Group, own: Sequence[Drawing], found: Pictures) -> dict[str, Any]:
     """Returns what the page says of a group."""
-    tasks = overview.tasks(group)
-    if len(tasks):
-        tasks["names"] = [_named(labels, found.class_names) for labels in tasks["classes"]]
+    lines = {line.name: line for line in quantities.summary(group.methods, group.values, 1)}
+    best = quantities.headline(group.methods)
     return {
         "group": group,
         "title": _title(group.learner, group.benchmark),
-        "results": group.runs[0].results,
-        "accuracy": {kind: group.values(kind) for kind in overview.KINDS},
-        "gain": group.values("gain"),
-        "interval": overview.gain_interval(group),
-        "sentences": overview.sentences(group),
-        "tasks": tasks.to_dict("records"),
-        "forgetting": overview.over_tasks(group, overview.forgetting),
-        "backward_transfer": overview.over_tasks(group, overview.backward_transfer),
-        "command": overview.command(group),
+        "results": group.results,
+        "lines": lines,
+        "best": lines[best],
+        "interval": group.gain(best) if best != "raw" else None,
+        "sentences": frames.sentences(group),
+        "tasks": _tasks(group, found.class_names),
         "drawings": [each for each in own if each.groups == [group]],
         "pictures": found,
     }
+
+
+def _tasks(group: Group, names: Sequence[str]) -> dict[str, Any]:
+    """Returns `columns` and `rows` of accuracies on each task: number, classes, cells as they read.
+
+    Rows of what is measured over all tasks have no number.
+    """
+    found, known = frames.tasks(group), frames.classes(group)
+    rows = []
+    for task, values in found.iterrows():
+        over = task in frames.OVER_TASKS
+        cells = [
+            "–" if np.isnan(each) else words.number(each, 1, signed=task == "Backward transfer")
+            for each in values
+        ]
+        classes = known[task] if not over and task < len(known) else ()
+        named = task if over else _named(classes, names)
+        rows.append(("" if over else task + 1, named, [*map(words.minus, cells)]))
+    return {"columns": [words.method_title(name) for name in found], "rows": rows}
 
 
 def _named(labels: Sequence[int], names: Sequence[str]) -> str:
@@ -127,8 +134,9 @@ def _rows(table: Table) -> list[tuple[list[str], list[str]]]:
     return list(zip(labels.mask(same, "").values.tolist(), cells.values.tolist(), strict=True))
 
 
-def _spread(values: Sequence[float], digits: int = 1, signed: bool = False) -> str:
-    return words.minus(words.spread(values, digits, signed))
+def _said(cell: Any) -> str:
+    """Returns a cell of a table as it reads, empty for NaN."""
+    return words.minus(cell) if isinstance(cell, str) else ""
 
 
 def _subscripts(text: str) -> Markup:

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int, UInt8
 from PIL import Image
 
 from fdc_jax.errors import InputError
-from fdc_jax.report.runs import RunFolder
+from fdc_jax.report.runs import predictions
 
 PICTURES = 4  # of each kind
 _SIDE = 160  # pixels, beyond which a picture is made smaller
@@ -80,16 +80,19 @@ class Pictures(NamedTuple):
     missing: str = ""
 
 
-def load(run: RunFolder, opened: Any) -> Pictures:
+def load(run: Any) -> Pictures:
     """Returns class names and pictures of both kinds, evenly spaced over the test images.
 
     Args:
-        run: one seed.
-        opened: the same, as `fdc_jax.open_run` returns it.
+        run: one seed, as `fdc_jax.open_run` returns it.
     """
-    columns, names = run.predictions, list(opened.class_names)
-    if not columns:
-        return Pictures(names, missing="The run kept no predictions.")
+    try:
+        names = list(run.class_names)
+    except InputError:
+        names = []
+    columns = predictions(run)
+    if "fdc_label" not in columns:
+        return Pictures(names, missing="The run kept no predictions of FDC.")
     task, label = columns["task"], columns["label"]
     repaired = np.flatnonzero((columns["raw_task"] != task) & (columns["fdc_label"] == label))
     broken = np.flatnonzero((columns["raw_label"] == label) & (columns["fdc_task"] != task))
@@ -99,8 +102,8 @@ def load(run: RunFolder, opened: Any) -> Pictures:
         reason = "FDC changed the task of no image to or from the true one."
         return Pictures(names, missing=reason)
     try:
-        images = opened.test_images(rows)
-        evidence = _evidence(run, opened, columns, rows)
+        images = run.test_images(rows)
+        evidence = _evidence(run, columns, rows)
     except InputError as error:
         return Pictures(names, missing=f"The test images could not be read: {error}")
 
@@ -128,17 +131,18 @@ def spaced(rows: Int[np.ndarray, " n"], most: int) -> Int[np.ndarray, " k"]:
 
 
 def _evidence(
-    run: RunFolder, opened: Any, columns: dict[str, np.ndarray], rows: Int[np.ndarray, " k"]
+    run: Any, columns: dict[str, np.ndarray], rows: Int[np.ndarray, " k"]
 ) -> list[list[Evidence]]:
     """Returns the evidence for each row; none where it would not explain the predictions."""
     none: list[list[Evidence]] = [[] for _ in rows]
-    if run.features_path is None:
-        return none
-    paths = [run.features_path / f"{name}.npy" for name in ("test_adapted", "test_pretrained")]
+    folder = run.folder / "features"
+    paths = [folder / f"{name}.npy" for name in ("test_adapted", "test_pretrained")]
     views = [np.load(p, mmap_mode="r")[rows] if p.exists() else None for p in paths]
+    if views[0] is None:
+        return none
     try:
-        terms = opened.calibrator().to_numpy().terms(*views)
-    except (InputError, OSError):
+        terms = run.calibrator().terms(*views)
+    except InputError:
         return none
     each, true = np.arange(len(rows)), columns["task"][rows]
     raw, fdc = columns["raw_task"][rows], columns["fdc_task"][rows]

@@ -4,10 +4,10 @@ The file is a CSV with a header and these columns, in any order:
 
     benchmark   as in the configuration (cifar100) or as in the tables (CIFAR-100)
     learner     likewise (cumulative_lora or Cumulative-LoRA)
-    quantity    raw, fdc, oracle: final accuracy in percent; selected: with the components that the
-                paper selects; gain, selected_gain: over raw; routing_raw, routing_fdc: task-routing
-                accuracy; aia, aia_fdc: average incremental accuracy; a component combination such
-                as tsf+rlc: its accuracy; gain:tsf+rlc: its gain
+    quantity    a name of `fdc_jax.report.quantities`: raw, fdc, oracle or another calibrator, or a
+                component combination such as tsf+rlc, or selected: final accuracy in percent;
+                gain, selected_gain, gain:NAME: over raw; routing_NAME: task-routing accuracy; aia,
+                aia_NAME: average incremental accuracy
     seed        optional: the training seed; empty for a mean over seeds
     value       percent or percentage points
     std         optional: sample standard deviation over seeds; without a seed alone
@@ -30,9 +30,10 @@ from scipy import stats
 from fdc_jax import evaluation, learners
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError
-from fdc_jax.report import paper
-from fdc_jax.report.runs import QUANTITIES, Group
-from fdc_jax.report.tables import Layout, Table, frame, interval, number, spread
+from fdc_jax.report import paper, quantities, words
+from fdc_jax.report.runs import Group
+from fdc_jax.report.tables import Layout, Table, frame, spread
+from fdc_jax.report.words import number
 
 _KEY = ["benchmark", "learner", "quantity"]
 _OPTIONAL = ["seed", "std", "n", "source"]
@@ -46,7 +47,7 @@ class Comparison(NamedTuple):
     `paired` are the seeds that both have; the numbers are of those seeds alone where there are any.
     """
 
-    difference: float
+    mean: float
     low: float = math.nan
     high: float = math.nan
     paired: Sequence[int] = ()
@@ -83,8 +84,8 @@ def read(path: str | Path) -> pd.DataFrame:
 
     for column in (*_KEY, "value"):
         check(rows[column].notna(), column, "something")
-    names = f"one of {', '.join(QUANTITIES[:10])} or a component combination"
-    check(rows.quantity.isin(QUANTITIES), "quantity", names)
+    names = "a quantity such as raw, fdc, oracle, gain, selected, routing_fdc, aia or tsf+rlc"
+    check(rows.quantity.isin(quantities.KNOWN), "quantity", names)
     for column, least in _LEAST.items():
         values: Any = pd.to_numeric(rows[column], errors="coerce")
         good = rows[column].isna() | (np.isfinite(values) & (values >= least))
@@ -145,8 +146,7 @@ def table(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group]) -> Tab
         labels = (paper.benchmark_title(benchmark), learners.title(learner), name)
         signed, place = "gain" in name, (learner, benchmark)
         for each in [g for g in groups if (g.learner, g.benchmark) == place] or [None]:
-            values = {run.seed: run.quantity(name) for run in each.runs} if each else {}
-            ours = {seed: value for seed, value in values.items() if value is not None}
+            ours = each.numbers[name].dropna().to_dict() if each and name in each.numbers else {}
             found = compare(ours, of) if ours else Comparison(math.nan)
             if found.paired:  # The two sides are shown as they are compared.
                 ours = {seed: ours[seed] for seed in found.paired}
@@ -158,11 +158,11 @@ def table(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group]) -> Tab
                 "ours": spread(list(ours.values()), signed=signed),
                 "reference": number(mean, signed=signed) + deviation + seeds,
                 "paired seeds": ", ".join(map(str, found.paired)) or math.nan,
+                "difference": number(found.mean if ours else None, signed=True),
+                "95 % interval": words.interval(found),
                 "source": "; ".join(of.source.dropna().unique()) or math.nan,
             }
-            if ours:
-                cells["difference"] = number(found.difference, signed=True)
-            rows.append(dict(zip(_KEY, labels, strict=True)) | cells | interval(found))
+            rows.append(dict(zip(_KEY, labels, strict=True)) | cells)
     note = (
         f"From {Path(path).name}. Percent and points. Difference: ours minus the reference, with "
         "its 95 % interval: over differences within seeds where the reference has two or more "

@@ -1,4 +1,4 @@
-"""All tables of the report, one pandas frame each: ours beside the paper's, statistics, costs."""
+"""All tables of the report, one pandas frame each: ours beside the paper's, calibrators, costs."""
 
 import functools
 import math
@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pandas as pd
 
 from fdc_jax import evaluation, learners
-from fdc_jax.errors import InputError
 from fdc_jax.machine.files import read_json, write_text
-from fdc_jax.report import paper, words
+from fdc_jax.report import paper, quantities, words
 from fdc_jax.report.paper import Published
-from fdc_jax.report.runs import Group, RunFolder
+from fdc_jax.report.runs import Group
+from fdc_jax.report.words import number
 
 # A row of a table by heading: labels and cells.
 Row = dict[str, Any]
@@ -62,47 +61,41 @@ class Table(NamedTuple):
 
     def write(self, folder: Path) -> None:
         """Writes `<name>.csv`, `.md` and `.tex` into a folder."""
-        texts = {"csv": self.frame.to_csv(), "md": self.to_markdown(), "tex": self.to_latex()}
+        texts = {"csv": words.csv(self.frame.reset_index())}
+        texts |= {"md": self.to_markdown(), "tex": self.to_latex()}
         for suffix, text in texts.items():
             write_text(folder / f"{self.name}.{suffix}", text)
 
 
-def build(
-    groups: Sequence[Group], latency: Sequence[Mapping[str, Any]] = (), whole: bool = False
-) -> list[Table]:
-    """Builds the tables that these groups have a number for.
+def build(groups: Sequence[Group], whole: bool = False) -> list[Table]:
+    """Builds the tables that compare something: those of at least two rows.
 
     Args:
-        groups: from `runs.load`, with analyses.
-        latency: from `read_latency`.
+        groups: from `runs.load`.
         whole: also the paper's rows and tables without a number of ours.
     """
     layout = Layout(groups, whole)
     built = [
+        _made("calibrators", layout, _calibrators(layout)),
         *(_beside(layout, name) for name in _BESIDE),
-        _made("significance", layout, _significance(layout)),
         _made("partitions", layout, _partitions(layout)),
         _made("cost", layout, _cost(layout)),
-        _made("latency", Layout([]), _latency(latency, whole)),
-        _made("beyond", layout, _beyond(layout)),
     ]
-    return [table for table in built if not table.frame.empty]
+    return [table for table in built if len(table.frame) > (not whole)]
 
 
 def frame(rows: Iterable[Row], labels: Sequence[str], columns: Sequence[str]) -> pd.DataFrame:
-    """Returns rows as a frame with the labels in its index; rows of gaps alone are left out."""
+    """Returns rows as a frame with the labels in its index; rows and columns of gaps are left out.
+
+    A heading that is no cell's is left out, too.
+    """
     made = pd.DataFrame(list(rows), columns=[*labels, *columns], dtype=object)
-    return made.set_index(list(labels)).dropna(how="all")
+    return made.set_index(list(labels)).dropna(how="all").dropna(how="all", axis=1)
 
 
-def spread(values: Sequence[float] | np.ndarray, digits: int = 2, signed: bool = False) -> Any:
+def spread(values: Sequence[float], digits: int = 2, signed: bool = False) -> Any:
     """Returns mean and sample standard deviation over seeds, in brackets how many; NaN of none."""
     return f"{words.spread(values, digits, signed)} ({len(values)})" if len(values) else math.nan
-
-
-def number(value: float | None, digits: int = 2, signed: bool = False) -> Any:
-    """Returns a single number as it reads; NaN of none."""
-    return math.nan if value is None else words.number(value, digits, signed)
 
 
 def difference(values: Sequence[float], published: Published) -> float | None:
@@ -174,19 +167,20 @@ _TEXTS: dict[str, Any] = read_json(Path(__file__).with_name("tables.json"))
 def _made(name: str, layout: Layout, rows: Iterable[Row], more: str = "") -> Table:
     """Returns a table of rows; `more` is added to its note."""
     text = _TEXTS[name]
-    columns = text.get("columns", layout.benchmarks.values())
-    made = frame(rows, text["labels"], [*columns, *["Avg."] * (name == "plugin")])
-    if name == "partitions":  # Of benchmarks that the paper does not have.
-        made = made.dropna(axis=1, how="all")
+    columns = text.get("columns") or [*layout.benchmarks.values(), "Avg."]
     note = text["note"].replace("{ours}", _TEXTS["ours"])
+    made = frame(rows, text["labels"], columns)
     return Table(name, text["title"], made, note + more + layout.legend())
+
+
+# Ours beside the paper's -------------------------------------------------------------------------
 
 
 class Line(NamedTuple):
     """What a few rows show of a learner: a quantity of its runs beside the paper's by benchmark."""
 
     labels: Row
-    quantity: str
+    quantity: str  # of `quantities.measured`
     published: Mapping[str, Published] = {}
     average: float | None = None  # The paper's, over its benchmarks.
 
@@ -205,9 +199,9 @@ def _lines(table: str, learner: str) -> list[Line]:
     if table == "benchmark":
         return [Line(before, "raw", row("raw")), Line(after, "selected", row("fdc"))]
     if table == "average_incremental_accuracy":
-        return [Line(before, "aia:raw", row()), Line(after, "aia:selected")]
+        return [Line(before, "aia", row()), Line(after, "aia:selected")]
     if table == "logit_standardisation":
-        return [Line({"learner": title}, table, row())]
+        return [Line({"learner": title}, "gain:ls", row())]
     if table == "ablation":
         names = {key: key if key == "raw" else f"gain:{key}" for key in paper.COMPONENT_TITLES}
         labels = [{"learner": title, "components": s} for s in paper.COMPONENT_TITLES.values()]
@@ -235,13 +229,13 @@ def _beside(layout: Layout, name: str) -> Table:
 def _rows(layout: Layout, learner: str, of: Line) -> Iterable[Row]:
     """Puts a quantity of a learner beside the paper's; averages stand under "Avg."."""
     headings, five, measured = layout.benchmarks, paper.benchmarks(), set()
-    signed = of.quantity.startswith(("gain", "logit"))
+    signed = of.quantity.startswith("gain")
     distances: Row = {}
     for title, groups in layout.of(learner).items():
         found = {each.benchmark: each.values(of.quantity) for each in groups}
         measured |= {name for name, values in found.items() if values}
         cells = {headings[name]: spread(values, signed=signed) for name, values in found.items()}
-        if all(found.get(name) for name in five):
+        if of.average is not None and all(found.get(name) for name in five):
             means = [sum(found[name]) / len(found[name]) for name in five]
             cells["Avg."] = number(sum(means) / len(five), signed=signed)
         yield of.labels | {"numbers": layout.ours(title)} | cells
@@ -275,42 +269,24 @@ COMBINATIONS = {
 }
 
 
-def _significance(layout: Layout) -> list[Row]:
-    """Gains of full FDC with intervals and p-values: a row for all seeds of a group, and per seed.
-
-    A group's p-value is the largest of its runs': below a level only when each seed's own p-value
-    is, which bounds the chance of a false claim that every seed gains.
-    """
-    from statsmodels.stats.multitest import multipletests  # takes a second
-
-    rows, largest = [], {}
-    for place, group in enumerate(layout.groups):
-        labels, p_values, of_seeds = layout.labels(group), [], []
-        for run in group.runs:
-            if gain := run.gain_over_images:
-                of = run.predictions
-                p_values.append(evaluation.mcnemar(of["label"], of["raw_label"], of["fdc_label"]))
-                cells = {"gain": number(gain.mean, signed=True), "p": _p(p_values[-1])}
-                of_seeds.append(labels | {"seeds": f"seed {run.seed}"} | cells | interval(gain))
-        if len(p_values) == len(group.runs):
-            largest[place] = max(p_values)
-        gain = evaluation.paired_gain(group.values("raw"), group.values("fdc"))
-        cells = {"gain": spread(group.values("gain"), signed=True), "p": _p(largest.get(place))}
-        rows.append((place, labels | {"seeds": f"all {len(group.runs)}"} | cells | interval(gain)))
-        rows += [(None, row) for row in of_seeds]
-    corrected: Any = multipletests([*largest.values()], method="holm")[1] if largest else ()
-    corrected = dict(zip(largest, corrected, strict=True))
-    return [row | {"p, Holm": _p(corrected.get(place))} for place, row in rows]
+# Calibrators, data, costs ------------------------------------------------------------------------
 
 
-def interval(gain: Any) -> Row:
-    """Returns the cell of what has a `low` and a `high`; none where they are not known."""
-    known = not math.isnan(gain.low)
-    return {"95 % interval": f"{gain.low:+.2f} to {gain.high:+.2f}"} if known else {}
-
-
-def _p(value: float | None) -> Any:
-    return math.nan if value is None else "< 0.0001" if value < 1e-4 else f"{value:.4f}"
+def _calibrators(layout: Layout) -> Iterable[Row]:
+    """All calibrators of the runs side by side."""
+    for group in layout.groups:
+        for line in quantities.summary(group.methods, group.values):
+            gained = line.name not in ("raw", "oracle")
+            yield layout.labels(group) | {
+                "calibrator": line.title,
+                "seeds": str(len(group.runs)),
+                "accuracy": line.accuracy,
+                "gain": line.gain,
+                "95 % interval": words.interval(group.gain(line.name)) if gained else math.nan,
+                "right task": line.routing,
+                "average over tasks": line.average,
+                "storage, MiB": line.storage,
+            }
 
 
 _COUNTED = ("classes", "tasks", "train_images", "test_images")
@@ -323,10 +299,9 @@ def _partitions(layout: Layout) -> Iterable[Row]:
         published = tuple(paper.columns("partitions", name).values())
         lines: dict[tuple[float | None, ...], str] = {}
         for each in (group for group in layout.groups if group.benchmark == name):
-            of = each.runs[0].results
-            classes, tasks, *images = (of.get(f"num_{part}") for part in _COUNTED)
+            classes, tasks, *images = (each.results.get(f"num_{part}") for part in _COUNTED)
             sizes = (classes, tasks, -(-classes // tasks) if classes and tasks else None, *images)
-            split = f", {of['split']} split" if of.get("split") else ""
+            split = f", {each.results['split']} split" if each.results.get("split") else ""
             lines.setdefault(sizes, layout.ours(each.title) + split)
         for sizes, numbers in [*lines.items(), (published, "paper")]:
             cells = dict(zip(headings, (number(size, 0) for size in sizes), strict=False))
@@ -335,29 +310,33 @@ def _partitions(layout: Layout) -> Iterable[Row]:
             yield {"benchmark": title, "numbers": numbers} | cells
 
 
-def _scaled(unit: float, *keys: str) -> Callable[[RunFolder], float | None]:
-    def read(run: RunFolder) -> float | None:
-        value = run.value(*keys)
-        return None if value is None else value / unit
+def _in(unit: float, *keys: str) -> Callable[[Any], float | None]:
+    """Returns what reads a number of the results by its path, in a unit."""
+
+    def read(found: Any) -> float | None:
+        for key in keys:
+            found = (found or {}).get(key)
+        return None if found is None else found / unit
 
     return read
 
 
-def _fdc_minutes(run: RunFolder) -> float | None:
+def _fdc_minutes(results: Mapping[str, Any]) -> float | None:
+    timing = results.get("timing") or {}
     names = ("adapted_extraction_seconds", "pretrained_extraction_seconds", "fit_seconds")
-    parts = [value for name in names if (value := run.value("timing", name)) is not None]
+    parts = [value for name in names if (value := timing.get(name)) is not None]
     # Without the record it is not known whether the cache had them.
-    recorded = run.value("timing", "pretrained_from_cache") == 0
+    recorded = timing.get("pretrained_from_cache") == 0
     return sum(parts) / 60 if recorded and len(parts) == len(names) else None
 
 
 # By the paper's columns, in the order of the headings.
-_COSTS: dict[str, Callable[[RunFolder], float | None]] = {
-    "training_minutes": _scaled(60, "timing", "training_seconds"),
+_COSTS: dict[str, Callable[[Any], float | None]] = {
+    "training_minutes": _in(60, "timing", "training_seconds"),
     "fdc_minutes": _fdc_minutes,
-    "peak_memory_gib": _scaled(2**30, "peak_memory_bytes", "training"),
-    "fdc_peak_memory_gib": _scaled(2**30, "peak_memory_bytes", "fdc_and_evaluation"),
-    "storage_mib": _scaled(2**20, "fdc_storage_bytes"),
+    "peak_memory_gib": _in(2**30, "peak_memory_bytes", "training"),
+    "fdc_peak_memory_gib": _in(2**30, "peak_memory_bytes", "fdc_and_evaluation"),
+    "storage_mib": _in(2**20, "fdc_storage_bytes"),
 }
 
 
@@ -366,7 +345,7 @@ def _cost(layout: Layout) -> Iterable[Row]:
     headings, name = dict(zip(_COSTS, _TEXTS["cost"]["columns"], strict=True)), "cumulative_lora"
     for each in layout.groups:
         devices = sorted({str(run.results.get("device", "unknown")) for run in each.runs})
-        found = {key: [read(run) for run in each.runs] for key, read in _COSTS.items()}
+        found = {key: [read(run.results) for run in each.runs] for key, read in _COSTS.items()}
         known = {key: [v for v in values if v is not None] for key, values in found.items()}
         cells = {headings[key]: spread(values) for key, values in known.items()}
         yield layout.labels(each) | {"device": ", ".join(devices)} | cells
@@ -378,80 +357,3 @@ def _cost(layout: Layout) -> Iterable[Row]:
             published = paper.columns("cost", benchmark)
             cells = {heading: number(published[key]) for key, heading in headings.items()}
             yield labels | {"benchmark": paper.benchmark_title(benchmark)} | cells
-
-
-def read_latency(path: str) -> dict[str, Any]:
-    """Reads what `benchmarks/latency.py` wrote.
-
-    Raises:
-        InputError: unreadable, or without positive times of a view.
-    """
-    found = read_json(Path(path))
-    try:
-        times = {view: entry["milliseconds"] for view, entry in found["views"].items()}
-        good = "raw" in times and times.keys() <= {"raw", "single", "dual"}
-        good = good and all(min(each) > 0 for each in times.values())
-    except (TypeError, ValueError, KeyError, AttributeError):
-        good = False
-    if not good:
-        raise InputError(
-            f"{path}: expected views.raw.milliseconds, positive numbers, and likewise single and "
-            "dual, as benchmarks/latency.py writes them"
-        )
-    return found
-
-
-def _latency(files: Sequence[Mapping[str, Any]], whole: bool) -> Iterable[Row]:
-    """Time and memory of a batch without FDC, with one view and with two (Table app-latency)."""
-    columns = _TEXTS["latency"]["columns"]
-    found = []  # Benchmark, label, device, numbers.
-    for each in files:
-        numbers: dict[str, float] = {}
-        for view, entry in each["views"].items():
-            numbers[f"{view}_ms"], _ = evaluation.mean_and_std(entry["milliseconds"])
-            if entry.get("peak_memory_bytes") is not None:
-                base = 0 if view == "raw" else numbers["raw_mib"]
-                numbers[f"{view}_mib"] = entry["peak_memory_bytes"] / 2**20 - base
-            if view != "raw":
-                increase = 100 * (numbers[f"{view}_ms"] / numbers["raw_ms"] - 1)
-                numbers[f"{view}_increase_percent"] = increase
-        names = ("encoder", "batch_size", "device")
-        encoder, size, device = (str(each.get(name, "unknown")) for name in names)
-        label, benchmark = f"ours, {encoder}, batches of {size}", each.get("benchmark")
-        found.append((str(benchmark or "random weights"), label, device, numbers))
-    shown, device = {each[0] for each in found}, paper.numbers()["tables"]["latency"]["device"]
-    for benchmark in paper.benchmarks():
-        if whole or benchmark in shown:
-            found.append((benchmark, "paper", device, paper.columns("latency", benchmark)))
-    headings = dict(zip(paper.numbers()["tables"]["latency"]["columns"], columns, strict=True))
-    for benchmark, label, device, numbers in found:
-        labels = {"benchmark": paper.benchmark_title(benchmark), "numbers": label, "device": device}
-        yield labels | {headings[key]: number(value, 1) for key, value in numbers.items()}
-
-
-def _beyond(layout: Layout) -> Iterable[Row]:
-    """Closed-form heads and calibrators beside FDC: accuracies, gain, storage."""
-    for group in layout.groups:
-        found = group.analyses("beyond")
-        for name, title in words.METHODS.items():
-            of = [each for each in found if name in each]
-            if not of:
-                continue
-            accuracy, given, storage = (
-                np.array([each[name][key] for each in of])
-                for key in ("accuracy", "oracle", "storage_bytes")
-            )
-            fdc = [each["fdc"]["accuracy"] for each in of]
-            cells = {
-                "accuracy": spread(accuracy),
-                "task given": spread(given),
-                "storage, MiB": spread(storage / 2**20, 3),
-                "times FDC's": spread(storage / [each["fdc"]["storage_bytes"] for each in of]),
-            }
-            if name != "fdc":
-                cells["gain over FDC"] = spread(accuracy - fdc, signed=True)
-                gain = evaluation.paired_gain(fdc, accuracy)
-                if len(of) == 1 and "low" in of[0][name]:
-                    gain = gain._replace(low=of[0][name]["low"], high=of[0][name]["high"])
-                cells |= interval(gain)
-            yield layout.labels(group) | {"method": title} | cells

@@ -1,40 +1,71 @@
-"""How numbers read: on the screen, in tables, in figures and on the page."""
+"""How names and numbers read: on the screen, in files, in figures and on the page."""
 
+import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from fdc_jax import evaluation
 
-# Methods that stand beside each other in a report.
-METHODS = {
-    "raw": "Raw",
-    "fdc": "FDC",
-    "ncm-pretrained": "nearest class mean, frozen features",
-    "mahalanobis-pretrained": "Mahalanobis, frozen features",
-    "ridge-pretrained": "ridge regression, frozen features",
-    "ranpac-pretrained": "RanPAC, frozen features",
-    "ncm": "nearest class mean",
-    "mahalanobis": "Mahalanobis",
-    "ranpac": "RanPAC",
-    "whitened": "whitened affinity",
-    "whitened-classes": "whitened affinity, class by class",
-    "transported": "transported class Gaussians",
-}
+# Until the calibrators' own table of names has them.
+METHOD_TITLES = {"raw": "Raw", "fdc": "FDC", "gaussians": "Class Gaussians"}
+# What a number, a spread or an interval looks like; such a cell is no formula.
+_NUMBERS = re.compile(r"[-+]?\d[\d.,]*(?: (?:±|to) [-+]?\d[\d.,]*)?(?: \(\d+\))?")
+_STARTS = re.compile(r"[=+\-@\x00-\x1f\x7f]")
 
 
-def number(value: float, digits: int = 2, signed: bool = False) -> str:
-    """Says a number, without a minus before a zero."""
+def method_title(name: str) -> str:
+    """Returns what a calibrator is called; an unknown name stays itself.
+
+    The key `oracle` of files is the accuracy of the raw logits where the task is given.
+    """
+    return "Task given" if name == "oracle" else METHOD_TITLES.get(name, name)
+
+
+def number(value: float | None, digits: int = 2, signed: bool = False) -> Any:
+    """Says a number, without a minus before a zero; NaN of none."""
+    if value is None:
+        return math.nan
     return f"{round(value, digits) + 0.0:{'+' * signed},.{digits}f}"
 
 
-def spread(values: Sequence[float] | np.ndarray, digits: int = 2, signed: bool = False) -> str:
-    """Says a mean over seeds and, of several, the sample standard deviation."""
+def spread(values: Sequence[float] | np.ndarray, digits: int = 2, signed: bool = False) -> Any:
+    """Says a mean over seeds and, of several, the sample standard deviation; NaN of none."""
+    if not len(values):
+        return math.nan
     mean, std = evaluation.mean_and_std(values)
     return number(mean, digits, signed) + (f" ± {std:.{digits}f}" if len(values) > 1 else "")
+
+
+def interval(gain: Any) -> Any:
+    """Says the `low` and `high` of a gain; NaN where they are not known."""
+    if gain is None or math.isnan(gain.low):
+        return math.nan
+    return f"{gain.low:+.2f} to {gain.high:+.2f}"
 
 
 def minus(text: str) -> str:
     """Gives negative numbers a minus sign in place of a hyphen."""
     return re.sub(r"(?<![\w.)])-(?=\d)", "\N{MINUS SIGN}", text)
+
+
+def csv(frame: Any, **options: Any) -> str:
+    """Returns a pandas frame as CSV, its index left out: the one writer of CSV files.
+
+    A spreadsheet would compute what begins with = + - @ or a control character. Such text gets an
+    apostrophe in front, be it a cell or a heading; numbers, spreads and intervals stay.
+
+    Args:
+        frame: cells of any type; text alone is changed.
+        options: for `DataFrame.to_csv`.
+    """
+
+    def harmless(cell: Any) -> Any:
+        if not isinstance(cell, str):
+            return cell
+        acts = _STARTS.match(cell) and not _NUMBERS.fullmatch(cell)
+        return "'" * bool(acts) + cell.replace("\r", "\n")  # which is quoted
+
+    return frame.map(harmless).rename(columns=harmless).to_csv(index=False, **options)

@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
+from fdc_jax import evaluation
 from fdc_jax.report import paper, runs
-from fdc_jax.report.runs import Group, RunFolder
+from fdc_jax.report.runs import Group
 
 # What a run by the paper's protocol has in its configuration.
 PROTOCOL = {
@@ -16,6 +17,7 @@ PROTOCOL = {
 }
 
 COMPONENTS = tuple(paper.COMPONENT_TITLES)
+METHODS = ("raw", "fdc", "gaussians")
 
 
 def predictions(seed: int, num_tasks: int = 3, per_task: int = 30) -> dict[str, np.ndarray]:
@@ -25,7 +27,7 @@ def predictions(seed: int, num_tasks: int = 3, per_task: int = 30) -> dict[str, 
     label = 3 * task + rng.integers(3, size=len(task))
     oracle = np.where(rng.random(len(task)) < 0.9, label, 3 * task + (label + 1) % 3)
     columns = {"label": label, "oracle_label": oracle, "task": task}
-    for name, routed in (("raw", 0.5), ("fdc", 0.7)):
+    for name, routed in zip(METHODS, (0.5, 0.7, 0.8), strict=True):
         other = (task + rng.integers(1, num_tasks, size=len(task))) % num_tasks
         chosen = np.where(rng.random(len(task)) < routed, task, other)
         columns[f"{name}_task"] = chosen
@@ -51,19 +53,23 @@ def results(
     own = {"tasks": num_tasks, "classes": 3 * num_tasks}
     own |= {"train": 30 * num_tasks, "test": 30 * num_tasks}
     sizes = paper.columns("partitions", benchmark) or own
-    accuracy = {"raw": raw, "fdc": components["full"], "oracle": 95.0}
+
+    def point(lost: float) -> dict[str, Any]:
+        """Accuracies, so much below the ones after the first task."""
+        lower = {name: value + 9 - lost for name, value in components.items()}
+        by_method = {"raw": lower["raw"], "fdc": lower["full"], "gaussians": lower["full"] + 1}
+        return {
+            "accuracy": by_method | {"oracle": 95.0},
+            "routing_accuracy": {name: value + 0.5 for name, value in by_method.items()},
+            "components": lower,
+        }
+
     curve = []
     for task in range(num_tasks):
-        lower = {name: value + 9 - task for name, value in components.items()}
-        reached = {"raw": lower["raw"], "fdc": lower["full"], "oracle": 95.0}
-        point = {
-            "task": task,
-            "accuracy": reached,
-            "routing_accuracy": {"raw": raw + 10 - task, "fdc": lower["full"] + 0.5},
-            "components": lower,
-            "task_accuracy": {kind: [value] * (task + 1) for kind, value in reached.items()},
-        }
-        curve.append(point)
+        found = point(task)
+        by_task = {name: [value] * (task + 1) for name, value in found["accuracy"].items()}
+        curve.append({"task": task} | found | {"task_accuracy": by_task})
+    accuracies = np.array([[each["accuracy"][name] for name in METHODS] for each in curve])
     found = {
         "benchmark": benchmark,
         "split": "official",
@@ -74,14 +80,11 @@ def results(
         "num_classes": sizes["classes"],
         "num_train_images": sizes["train"],
         "num_test_images": sizes["test"],
-        "accuracy": accuracy,
-        "routing_accuracy": {"raw": raw + 1, "fdc": components["full"] + 0.5},
-        "average_incremental_accuracy": {
-            name: float(np.mean([point["accuracy"][name] for point in curve]))
-            for name in ("raw", "fdc")
-        },
-        "components": components,
+        **point(9),
+        "average_incremental_accuracy": dict(zip(METHODS, accuracies.mean(axis=0), strict=True)),
+        "decomposition": {name: _decomposition(seed, name) for name in METHODS},
         "curve": curve,
+        "storage_bytes": {"raw": 0, "fdc": 3 * 2**20, "gaussians": 6 * 2**20},
         "fdc_storage_bytes": 3 * 2**20,
         "timing": {
             "training_seconds": 600.0 + seed,
@@ -108,18 +111,28 @@ def write_run(folder, found=None, columns=None, **arguments):
     """Writes a run folder and returns its results."""
     found = results(**arguments) if found is None else found
     folder.mkdir(parents=True, exist_ok=True)
+    fields = dict.fromkeys(("benchmark", "learner.name", "encoder.weights", "data.dir"), "")
+    (folder / "config.json").write_text(json.dumps(fields))
     (folder / "results.json").write_text(json.dumps(found))
     if columns is not None:
         np.savez(folder / "predictions.npz", **columns)
     return found
 
 
-class MadeUpRun(RunFolder):
-    """A run whose predictions are made up rather than read."""
+def _decomposition(seed: int, name: str) -> dict[str, float]:
+    """Shares of the images of `predictions`."""
+    of = predictions(seed)
+    columns = of["task"], of["label"], of[f"{name}_task"], of[f"{name}_label"], of["oracle_label"]
+    return evaluation.decompose(*columns)._asdict()
 
-    @property
-    def predictions(self) -> dict[str, np.ndarray]:
-        return predictions(self.seed, self.results["num_tasks"])
+
+class MadeUpRun:
+    """What `fdc_jax.open_run` returns, without files."""
+
+    def __init__(self, folder: Path, results: dict[str, Any]):
+        self.folder, self.results = folder, results
+        self.predictions_file = Path(__file__)  # one that is there
+        self.predictions = predictions(results["seed"], results["num_tasks"])
 
 
 def run(
@@ -128,30 +141,35 @@ def run(
     learner: str = "cumulative_lora",
     num_tasks: int = 4,
     **config: Any,
-) -> RunFolder:
+) -> MadeUpRun:
     """A finished run of so many tasks; `config` is what differs from the paper's protocol."""
     found = results(benchmark, learner, seed, num_tasks)
     found["config"] = {"learner.preset": "protocol", "seed": [seed], **config}
-    found |= {"num_tasks": num_tasks, "num_classes": 3 * num_tasks}
+    sizes = {"num_classes": 3 * num_tasks, "num_test_images": 30 * num_tasks}
+    found |= {"num_tasks": num_tasks, "num_train_images": 50_000, **sizes}
+    if benchmark in paper.benchmarks():
+        found["num_test_images"] = paper.columns("partitions", benchmark)["test"]
+        found["num_train_images"] = paper.columns("partitions", benchmark)["train"]
     return MadeUpRun(Path(f"runs/{benchmark}_{learner}/seed_{seed}"), found)
 
 
-def groups(*members: RunFolder) -> list[Group]:
+def groups(*members: MadeUpRun) -> list[Group]:
     """Groups of runs; three seeds of one protocol run without any."""
     return runs.group(members or [run(seed) for seed in (1, 2, 3)])
 
 
-def analysed(*members: RunFolder) -> list[Group]:
+def analysed(*members: MadeUpRun) -> list[Group]:
     """The same with every analysis."""
     found = groups(*members)
-    for each in (run for group in found for run in group.runs):
-        each.analyses.update(_analyses(each))
+    for each in found:
+        of_runs = [_analyses(run) for run in each.runs]
+        each.analyses.update({name: [of[name] for of in of_runs] for name in of_runs[0]})
     return found
 
 
-def _analyses(of: RunFolder) -> dict[str, Any]:
+def _analyses(of: MadeUpRun) -> dict[str, Any]:
     count = of.results["num_tasks"]
-    rng = np.random.default_rng([7, of.seed])
+    rng = np.random.default_rng([7, of.results["seed"]])
     pairs = [(s, t) for s in range(count) for t in range(count) if s != t]
     error = rng.gamma(1.0, 4.0, len(pairs))
     views = {
@@ -189,10 +207,8 @@ def _analyses(of: RunFolder) -> dict[str, Any]:
         found = [70 - 8 * (value - default) ** 2 + 0.2 * rng.normal() for value in values]
         return {"values": values, "default": default, "accuracy": found}
 
-    neighbours: dict[str, Any] = {"values": [1, 2, 3], "default": 1}
-    for name, start in (("own", 70.0), ("nearest", 69.0)):
-        accuracy = [start - step + 0.2 * rng.normal() for step in range(3)]
-        neighbours[name] = {"accuracy": accuracy, "routing_accuracy": accuracy}
+    neighbours = sweep([1, 2, 3], 1)
+    neighbours["nearest"] = [value - 1 for value in neighbours["accuracy"]]
     return {
         "similarity": {
             "true_task": [s for s, _ in pairs],

@@ -22,7 +22,7 @@ def report(tmp_path_factory):
     kinds = ("accuracy_curve", "decomposition", "task_confusion", "task_identity")
     found = [test_page.material(), test_page.material(long)]
     tables = [test_page.table(), test_page.table("other", long, long)]
-    text = test_page.rendered(members, tables, (), kinds, found, test_page.ORIGIN)
+    text = test_page.rendered(members, tables, (), kinds, found)
     path = tmp_path_factory.mktemp("report") / "report.html"
     path.write_text(text, encoding="utf-8")
     return path.as_uri()

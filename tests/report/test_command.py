@@ -19,54 +19,44 @@ def folder(tmp_path):
 
 
 def test_a_report_has_a_page_tables_figures_and_provenance(folder, tmp_path, capsys, monkeypatch):
-    output, found = tmp_path / "out", {"logit_standardisation": {"change": 0.5}}
+    output = tmp_path / "out"
 
-    def analyse(run, sweep, first):
+    def analyse(group, sweep):
         assert sweep == ["neighbours"]
-        if run.path.name == "a":
-            run.analyses.update(found)
-        else:
-            run.missing.append("no similarity: why")
+        group.missing.append("no similarity: why")
 
     monkeypatch.setattr(analysis, "analyse", analyse)
     given = [str(each) for each in sorted(folder.iterdir())]
     assert __main__.main([*given, f"--output={output}", "--sweep=neighbours"]) == 0
     printed = capsys.readouterr()
     assert printed.out == f"2 runs in 1 group: {output / 'report.html'}\n"
-    assert printed.err.splitlines() == [
-        f"fdc_jax.report: skipped {folder / 'notes'}: not a run folder: no results.json, "
-        "config.json or seed_* folders",
-        f"fdc_jax.report: {folder / 'b'}: no similarity: why",
-    ]
+    skipped, missing = printed.err.splitlines()
+    assert skipped.startswith(f"fdc_jax.report: skipped {folder / 'notes'}: ")
+    assert missing == "fdc_jax.report: Cumulative-LoRA, Digits: no similarity: why"
     page = (output / "report.html").read_text()
     assert "Digits" in page and "notes" in page and list((output / "figures").glob("*.svg"))
-    groups = runs.load([folder / "a", folder / "b"]).groups
-    groups[0].runs[0].analyses.update(found)
-    for table in tables.build(groups):
+    for table in tables.build(runs.load([folder / "a", folder / "b"]).groups):
         of = output / "tables" / table.name
         assert of.with_suffix(".md").read_text() == table.to_markdown()
         assert of.with_suffix(".csv").exists() and of.with_suffix(".tex").exists()
         assert table.title.replace("'", "&#39;") in page
     origin = json.loads((output / "provenance.json").read_text())
-    assert origin[0]["parts"]["not computed"] == {"seed 2": ["no similarity: why"]}
+    assert origin[0]["not computed"] == ["no similarity: why"]
     # Nothing is written where the run is.
     assert sorted(path.name for path in (folder / "b").iterdir()) == [
-        "predictions.npz", "results.json"
+        "config.json", "predictions.npz", "results.json"
     ]  # fmt: skip
 
 
-def test_references_and_latency_become_tables_quietly(folder, tmp_path, capsys, monkeypatch):
+def test_references_become_tables_quietly(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(figures, "FIGURES", ())
     rows = "benchmark,learner,quantity,seed,value\ndigits,cumulative_lora,raw,1,50\n"
     (tmp_path / "other code.csv").write_text(rows)
-    views = {"raw": {"milliseconds": [1.0]}}
-    (tmp_path / "l.json").write_text(json.dumps({"views": views, "encoder": "Ti/16"}))
-    given = [str(folder / "b"), str(folder / "notes"), f"--output={tmp_path / 'o'}", "--quiet"]
-    given += [f"--reference={tmp_path / 'other code.csv'}", f"--latency={tmp_path / 'l.json'}"]
-    assert __main__.main([*given, "--paper"]) == 0
+    given = [str(folder / "a"), str(folder / "notes"), f"--output={tmp_path / 'o'}", "--quiet"]
+    given += [f"--reference={tmp_path / 'other code.csv'}", "--paper"]
+    assert __main__.main(given) == 0
     assert capsys.readouterr() == ("", "")
     assert " 50.00 (1) |" in (tmp_path / "o" / "tables" / "reference_other_code.md").read_text()
-    assert "ours, Ti/16" in (tmp_path / "o" / "tables" / "latency.md").read_text()
     assert "OmniBenchmark" in (tmp_path / "o" / "tables" / "benchmark.md").read_text()
 
 
@@ -74,10 +64,9 @@ def test_references_and_latency_become_tables_quietly(folder, tmp_path, capsys, 
     ("arguments", "message"),
     [
         ([], "expected at least one run folder"),
-        (["notes"], "no usable run among 1 folder: notes: not a run folder"),
+        (["notes"], "no usable run among 1 folder: notes: notes: expected the work directory"),
         (["b", "--sweep=gamma"], "argument --sweep: invalid choice: 'gamma'"),
         (["b", "--reference=bad.csv"], "bad.csv: line 2: column value: expected a number"),
-        (["b", "--latency=bad.csv"], "bad.csv: unreadable JSON"),
         (["b", "--output=bad.csv"], "--output=bad.csv: expected a folder to write in"),
     ],
 )

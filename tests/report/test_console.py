@@ -1,39 +1,34 @@
 """The table at the end of a run."""
 
 from fdc_jax.report import console
-
-
-def results(seed=1, raw=70.0, fdc=80.0, chosen="full", every_task=True, **more):
-    """The part of a results.json that is shown."""
-    return {
-        "benchmark": "digits",
-        "learner": "splitlora",
-        "seed": seed,
-        "num_tasks": 5,
-        "num_classes": 10,
-        "num_test_images": 596,
-        "accuracy": {"raw": raw, "fdc": fdc, "oracle": 99.0},
-        "routing_accuracy": {"raw": raw + 1, "fdc": fdc + 2},
-        "average_incremental_accuracy": {"raw": 85.0 if every_task else None, "fdc": 91.5},
-        "components": {"raw": raw, "full": fdc, "pac+rlc": fdc - 3},
-        "selected": {"components": chosen},
-        **more,
-    }
+from tests.report import made_up
 
 
 def shown(capsys, *per_seed):
-    """Lines without what surrounds them, the first cell as a key."""
+    """The heading, cells of each row by its title, and what follows the table."""
     console.show(per_seed)
-    text = capsys.readouterr().out
-    assert "\x1b" not in text
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines, {line.split("  ")[0]: line.split()[1:] for line in lines}
+    heading, table, *rest = capsys.readouterr().out.strip().split("\n\n")
+    rows = [[cell for cell in line.split("  ") if cell] for line in table.splitlines()[2:]]
+    return heading, {row[0]: [cell.strip() for cell in row[1:]] for row in rows}, rest
 
 
-def test_one_seed(capsys):
-    lines, rows = shown(capsys, results())
-    assert lines[0] == "digits, SplitLoRA, seed 1: 5 tasks, 10 classes, 596 test images"
-    assert rows["final accuracy"][1:] == ["70.00", "80.00", "+10.00", "99.00"]
-    assert rows["right task chosen"][2:] == ["71.00", "82.00", "+11.00"]
-    assert rows["average over tasks"][2:] == ["85.00", "91.50", "+6.50"]
-    assert len(lines) == 6
+def test_one_seed_has_a_row_per_calibrator(capsys):
+    of = made_up.results("digits", "splitlora")
+    of["selected"] = {"components": "pac+rlc_adapted_view"}
+    heading, rows, rest = shown(capsys, of)
+    assert heading == "digits, SplitLoRA, seed 1: 3 tasks, 9 classes, 90 test images"
+    assert list(rows) == ["Raw", "FDC", "FDC, the paper's choice", "Class Gaussians", "Task given"]
+    for title, name in (("FDC", "fdc"), ("Class Gaussians", "gaussians")):
+        accuracy, routing = of["accuracy"][name], of["routing_accuracy"][name]
+        gain, average = accuracy - of["accuracy"]["raw"], of["average_incremental_accuracy"][name]
+        expected = [f"{accuracy:.2f}", f"{gain:+.2f}", f"{routing:.2f}", f"{average:.2f}"]
+        assert rows[title] == expected
+    chosen = of["components"]["pac+rlc_adapted_view"]
+    assert rows["FDC, the paper's choice"][0] == f"{chosen:.2f}"
+    assert rows["Task given"] == ["95.00"] and rest == []
+
+
+def test_several_seeds_have_means_and_an_interval(capsys):
+    heading, rows, (interval,) = shown(capsys, made_up.results(), made_up.results(seed=2))
+    assert "seeds 1, 2" in heading and all(" ± " in row[0] for row in rows.values())
+    assert interval.startswith("gain of FDC: 95 % t interval over seeds ")

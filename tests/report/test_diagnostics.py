@@ -169,23 +169,3 @@ def test_class_and_task_prototypes_are_embedded_together(monkeypatch):
         np.testing.assert_allclose(embedded[view], np.concatenate([*classes, means]), atol=1e-5)
         assert np.shape(found[name]["classes"]) == (len(found["class_tasks"]), 2)
         assert np.shape(found[name]["tasks"]) == (3, 2)
-
-
-def test_logit_standardisation_in_plain_numpy():
-    features = feature_set(final=True)
-    found = found_in(diagnostics.logit_standardisation, features)
-    test, best, standard, labels = features.test_adapted.astype(np.float64), [], [], []
-    for task in features.tasks:
-        first, last = (
-            lambda h, head=head: h @ np.asarray(head.weight, np.float64).T + head.bias
-            for head in (task.head, task.final_head)
-        )
-        own, logits = first(task.adapted.astype(np.float64)).max(axis=1), last(test)
-        best.append(logits.max(axis=1))
-        standard.append((best[-1] - own.mean()) / own.std())
-        labels.append(task.classes[logits.argmax(axis=1)])
-    for name, scores in (("raw", best), ("standardised", standard)):
-        chosen = np.argmax(scores, axis=0)
-        right = np.stack(labels)[chosen, np.arange(len(test))] == features.test_labels
-        assert found[name] == pytest.approx(100 * right.mean())
-    assert found["change"] == pytest.approx(found["standardised"] - found["raw"])

@@ -5,7 +5,7 @@ import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.text import Text
 
-from fdc_jax.report import drawing, figures, overview, paper
+from fdc_jax.report import drawing, figures, frames, paper
 from tests.report import made_up
 
 
@@ -42,8 +42,7 @@ def words(figure):
 def over_seeds(group, name, *keys):
     """Mean and deviation over seeds of a list somewhere in an analysis."""
     rows = []
-    for run in group.runs:
-        found = run.analyses[name]
+    for found in group.analyses[name]:
         for key in keys:
             found = found[key]
         rows.append(found)
@@ -70,10 +69,13 @@ def test_accuracies_stand_where_they_belong(protocol, drawn):
     assert axes.get_xlabel() == "Final accuracy (%)"
     assert axes.get_title(loc="left") == "CIFAR-100"
     assert [text.get_text() for text in axes.get_yticklabels()] == ["Cumulative-LoRA"]
-    for name in ("raw", "fdc", "oracle"):
+    for name, (colour, _) in drawing.looks((*made_up.METHODS, "oracle")).items():
         point = the_line(axes, f"{name}-0")
         assert point.get_xdata() == pytest.approx([np.mean(group.values(name))])
-        assert point.get_color() == drawing.COLOURS[name]
+        assert point.get_color() == colour
+    assert {"Raw", "FDC", "Class Gaussians", "Task given", "Paper"} <= set(
+        words(drawn["task_identity"].figure)
+    )
     published = sorted(float(line.get_xdata()[0]) for line in hollow(axes))
     expected = [
         paper.row("benchmark", "cumulative_lora", name)["cifar100"].mean for name in ("raw", "fdc")
@@ -97,7 +99,7 @@ def test_other_settings_stand_apart_without_the_papers_numbers():
 def test_the_curve_is_the_mean_with_one_standard_deviation(protocol, drawn):
     (group,), (axes,) = protocol, drawn["accuracy_curve"].figure.axes
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("Tasks learned", "Accuracy (%)")
-    for index, name in enumerate(overview.KINDS):
+    for index, name in enumerate((*made_up.METHODS, "oracle")):
         values = [[p["accuracy"][name] for p in run.results["curve"]] for run in group.runs]
         check_band(axes, name, (np.mean(values, axis=0), np.std(values, axis=0, ddof=1)), index)
         assert list(the_line(axes, name).get_xdata()) == [1, 2, 3, 4]
@@ -107,21 +109,25 @@ def test_a_curve_needs_every_task_and_one_seed_has_no_band():
     run = made_up.run(1)
     (axes,) = draw("accuracy_curve", run).axes
     assert not axes.collections
-    del run.results["curve"]
+    del run.results["curve"][1]
     assert figures.draw("accuracy_curve", made_up.groups(run)) == []
 
 
 def test_shares_are_stacked_to_the_whole(protocol, drawn):
     (group,), (axes,) = protocol, drawn["decomposition"].figure.axes
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["1", "2", "3", "4", "all"]
-    found = {bars.get_label(): bars for bars in axes.containers}
-    for kind in ("raw", "fdc"):
-        expected = overview.shares(group, kind)
-        for column, name in enumerate(overview.SHARES):
-            bars = found[f"_{kind} {name}"]
-            assert [bar.get_height() for bar in bars] == pytest.approx(expected[:, column])
-        tops = [bar.get_y() + bar.get_height() for bar in bars]
-        assert tops == pytest.approx([100] * 5)
+    titles = [text.get_text() for text in axes.get_yticklabels()]
+    assert titles == ["Raw", "FDC", "Class Gaussians"]
+    shares = frames.shares(group)
+    for bars, name in zip(axes.containers, frames.SHARES, strict=True):
+        assert [bar.get_width() for bar in bars] == pytest.approx(shares[name].tolist())
+    assert [bar.get_x() + bar.get_width() for bar in bars] == pytest.approx([100] * 3)
+
+
+def test_every_calibrator_has_a_confusion_matrix(protocol, drawn):
+    (group,), panels = protocol, drawn["task_confusion"].figure.axes
+    for axes, name in zip(panels, made_up.METHODS, strict=True):
+        values = axes.images[0].get_array()
+        assert np.asarray(values) == pytest.approx(frames.confusion(group, name))
 
 
 # Diagnostics and sweeps ---------------------------------------------------------------------------
@@ -143,7 +149,7 @@ def test_similarity_is_the_mean_over_seeds(protocol, drawn):
 
 def test_distributions_show_own_foreign_and_their_mean_dashed(protocol, drawn):
     (group,) = protocol
-    found = group.runs[0].analyses["residual_distributions"]
+    found = group.analyses["residual_distributions"][0]
     places = [(view, place) for view in ("adapted", "pretrained") for place in ("first", "last")]
     panels = drawn["residual_distributions"].figure.axes
     for axes, (view, place) in zip(panels, places, strict=True):
@@ -158,7 +164,7 @@ def test_sweeps_are_means_with_the_default_dotted(protocol, drawn):
     (group,) = protocol
     names = ("attenuation", "retained_energy")
     for axes, name in zip(drawn["sweeps"].figure.axes, names, strict=True):
-        found = group.runs[0].analyses[f"sweep_{name}"]
+        found = group.analyses[f"sweep_{name}"][0]
         check_band(axes, "accuracy", over_seeds(group, f"sweep_{name}", "accuracy"))
         assert the_line(axes, "accuracy").get_xdata() == pytest.approx(found["values"])
         default = the_line(axes, "default")

@@ -73,14 +73,11 @@ def material(name="ant"):
     return Pictures(names, [picture(name), picture(name, 5)], 12, [picture(name, 6)], 1)
 
 
-def rendered(members, tables=(), skipped=(), kinds=figures.OF_A_RUN, found=None, provenance=()):
+def rendered(members, tables=(), skipped=(), kinds=figures.OF_A_RUN, found=None):
     groups = made_up.analysed(*members) if members else []
     drawn = [each for kind in kinds for each in figures.draw(kind, groups)]
     found = found or [material() for _ in groups]
-    return page.render(groups, skipped, tables, drawn, provenance, found)
-
-
-ORIGIN = [{"group": "InfLoRA", "parts": {"runs": {"class_order_seed": {"seed 1": 7}, "seeds": []}}}]
+    return page.render(groups, skipped, tables, drawn, found)
 
 
 def several():
@@ -88,7 +85,7 @@ def several():
     members.append(made_up.run(1, learner="splitlora", **{"train.epochs": 5}))
     skipped = [Skipped(Path("runs/broken"), "unfinished: no results.json, 3 tasks done")]
     kinds = ("accuracy_curve", "task_confusion", "task_identity", "prototype_geometry")
-    return rendered(members, [table()], skipped, kinds, provenance=ORIGIN)
+    return rendered(members, [table()], skipped, kinds)
 
 
 @pytest.fixture(scope="module")
@@ -142,14 +139,15 @@ def test_a_single_run_comes_first_with_its_number(single):
     values = [f"{fdc}", raw, f"+{results['fdc'] - results['raw']:.1f}", oracle]
     assert [text for text in single.texts("span") if text in values] == values
     assert any("12 classes in 4 tasks, 120 test images, seed 1." in p for p in single.texts("p"))
-    assert any("python main.py --config=configs/digits.py" in each for each in single.texts("code"))
 
 
-def test_the_tables_of_tasks_and_pictures(single):
-    cells = single.texts("td")
-    results = made_up.run(1, benchmark="digits").results
-    learned = [point["task_accuracy"]["fdc"][-1] for point in results["curve"]]
-    assert {f"{value:.1f}" for value in learned} < set(cells)
+def test_calibrators_tasks_and_pictures(single):
+    results, cells = made_up.run(1, benchmark="digits").results, single.texts("td")
+    assert {"Raw", "FDC", "Class Gaussians", "Task given"} < set(single.texts("th"))
+    for section in ("accuracy", "routing_accuracy", "average_incremental_accuracy"):
+        assert {f"{results[section][name]:.1f}" for name in made_up.METHODS} < set(cells)
+    last = results["curve"][-1]["task_accuracy"]
+    assert {f"{values[0]:.1f}" for values in last.values()} < set(cells)
     assert "2.0" in cells and f"{MINUS}2.0" in cells  # losing one point a task
     assert "ant, bee, cat" in single.texts("th") and "dog, emu, fox" in single.texts("th")
     headings = single.texts("h4")
@@ -176,7 +174,7 @@ def test_tables_are_folded_frames(read):
     assert cells.count("–") == 1
     assert "runs/broken" in read.texts("code")
     assert "unfinished: no results.json, 3 tasks done" in read.texts("dd")
-    assert "class order seed" in read.texts("dt") and "seed 1: 7" in read.texts("dd")
+    assert "learner.preset" in read.texts("dt") and "protocol" in read.texts("dd")
 
 
 def test_what_is_missing_is_said():
@@ -184,21 +182,27 @@ def test_what_is_missing_is_said():
     for point in run.results["curve"]:
         del point["task_accuracy"]
     read = Reader(rendered([run], kinds=(), found=[Pictures(missing="Gone.")]))
-    assert "Gone." in read.texts("p") and "learned" not in read.texts("th")
-    assert any("forgetting is not known" in text for text in read.texts("p"))
+    assert "Gone." in read.texts("p") and "Task, classes" not in read.texts("th")
+
+
+def test_a_run_without_fdc_has_the_number_of_its_own_calibrator():
+    run = made_up.run(1, benchmark="digits")
+    accuracy = {"raw": 50.0, "ncm": 60.0, "oracle": 90.0}
+    run.results |= {"accuracy": accuracy, "components": {}}
+    read = Reader(rendered([run], kinds=(), found=[Pictures()]))
+    assert "60.0 %" in read.texts("span") and any("class with ncm" in p for p in read.texts("p"))
 
 
 def test_names_from_files_are_text():
     run = made_up.run(1, learner=HOSTILE, **{HOSTILE: HOSTILE})
     frame = pd.DataFrame({HOSTILE: [HOSTILE]}, pd.Index([HOSTILE], name=HOSTILE))
     hostile = Table(HOSTILE, HOSTILE, frame, HOSTILE)
-    origin = [{"group": HOSTILE, "parts": {HOSTILE: {HOSTILE: HOSTILE}}}]
     skipped = [Skipped(Path(HOSTILE), HOSTILE)]
     kinds = ("accuracy_curve", "residual_contributions")
-    text = rendered([run], [hostile], skipped, kinds, [material(HOSTILE)], origin)
+    text = rendered([run], [hostile], skipped, kinds, [material(HOSTILE)])
     read = Reader(text)
     assert "<script" not in text and "<b>" not in text and "-->" not in text
-    for tag in ("h1", "h3", "td", "th", "strong", "dd", "dt", "p", "code", "figcaption"):
+    for tag in ("h1", "h3", "td", "th", "strong", "dd", "dt", "code", "figcaption"):
         assert any(HOSTILE in words for words in read.texts(tag)), tag
     assert not any(name.startswith("on") for _, each in read.elements for name in each)
 

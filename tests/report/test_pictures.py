@@ -1,8 +1,8 @@
 """Pictures: which images, what they are called, and evidence that adds up to the score."""
 
 import base64
-import dataclasses
 import io
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,7 +10,6 @@ from PIL import Image
 
 from fdc_jax.errors import InputError
 from fdc_jax.report import pictures
-from fdc_jax.report.runs import RunFolder
 from tests.calibration import streams
 
 
@@ -19,22 +18,23 @@ class Opened:
 
     class_names = ("ant", "bee", "cat", "dog", "emu", "fox", "gnu", "hen", "ibex", "jay")
 
-    def __init__(self, calibrator=None, refuse=False):
-        self._calibrator, self._refuse = calibrator, refuse
+    def __init__(self, folder, calibrator, predictions):
+        self.folder, self.fitted, self.predictions = folder, calibrator, predictions
+        self.predictions_file, self.refuse = Path(__file__), False  # one that is there
 
-    def calibrator(self):
+    def calibrator(self, name="fdc"):
         """The calibrator of the last task."""
-        return self._calibrator
+        return self.fitted
 
     def test_images(self, rows):
         """An image a row, all pixels of which are the row."""
-        if self._refuse:
+        if self.refuse:
             raise InputError("digits: no images here")
         return np.stack([np.full((8, 8, 3), row, np.uint8) for row in rows])
 
 
-def write(folder, dual=True):
-    """Writes a run with features and predictions; returns it, its calibrator and predictions."""
+def opened(folder, dual=True):
+    """A run with features and predictions, and its terms of the test images."""
     stream = streams.stream(0, 3)
     adapted, pretrained = streams.probe_inputs(stream)
     calibrator = streams.fitted(stream, dual=dual)
@@ -42,24 +42,21 @@ def write(folder, dual=True):
     raw, fdc = terms.raw(), terms.fuse()
     # Every image is of the task that one of the two chose.
     turn = np.arange(len(adapted)) % 2 == 0
-    task = np.where(turn, fdc.task, raw.task)
-    label = np.where(turn, fdc.label, raw.label)
-    columns = {"label": label, "task": task, "oracle_label": label}
+    columns = {"label": np.where(turn, fdc.label, raw.label)}
+    columns |= {"task": np.where(turn, fdc.task, raw.task)}
     columns |= {"raw_label": raw.label, "raw_task": raw.task}
     columns |= {"fdc_label": fdc.label, "fdc_task": fdc.task}
     (folder / "features").mkdir(parents=True)
-    np.savez(folder / "predictions.npz", **columns)
     np.save(folder / "features" / "test_adapted.npy", adapted)
     if dual:
         np.save(folder / "features" / "test_pretrained.npy", pretrained)
-    run = RunFolder(folder, {"num_test_images": len(label)})
-    return run, calibrator, columns, terms
+    return Opened(folder, calibrator, columns), terms
 
 
 @pytest.mark.parametrize("dual", [True, False])
 def test_the_parts_of_the_evidence_add_up_to_the_score(tmp_path, dual):
-    run, calibrator, columns, terms = write(tmp_path, dual)
-    found = pictures.load(run, Opened(calibrator))
+    run, terms = opened(tmp_path, dual)
+    found, columns = pictures.load(run), run.predictions
     scores, raw = terms.fuse().task_scores, terms.raw().task_scores
     assert found.repaired and found.broken and not found.missing
     for kind, chosen in ((found.repaired, "raw_task"), (found.broken, "fdc_task")):
@@ -77,8 +74,8 @@ def test_the_parts_of_the_evidence_add_up_to_the_score(tmp_path, dual):
 
 
 def test_images_are_those_of_their_rows(tmp_path):
-    run, calibrator, columns, _ = write(tmp_path)
-    found = pictures.load(run, Opened(calibrator))
+    run, _ = opened(tmp_path)
+    found, columns = pictures.load(run), run.predictions
     right = columns["label"] == columns["fdc_label"]
     repaired = np.flatnonzero(right & (columns["raw_task"] != columns["task"]))
     assert found.num_repaired == len(repaired) and len(found.repaired) <= pictures.PICTURES
@@ -93,13 +90,14 @@ def test_images_are_those_of_their_rows(tmp_path):
 
 
 def test_what_cannot_be_shown_is_said(tmp_path):
-    run, calibrator, columns, _ = write(tmp_path)
-    found = pictures.load(run, Opened(calibrator, refuse=True))
-    assert found.missing == "The test images could not be read: digits: no images here"
+    run, _ = opened(tmp_path)
+    run.refuse = True
+    assert pictures.load(run).missing == "The test images could not be read: digits: no images here"
+    run.refuse = False
     (tmp_path / "features" / "test_adapted.npy").unlink()
-    assert not any(each.evidence for each in pictures.load(run, Opened(calibrator)).repaired)
-    same = columns | {"raw_task": columns["task"], "fdc_task": columns["task"]}
-    np.savez(tmp_path / "predictions.npz", **same)
-    assert "no image" in pictures.load(dataclasses.replace(run), Opened(calibrator)).missing
-    (tmp_path / "predictions.npz").unlink()
-    assert "no predictions" in pictures.load(dataclasses.replace(run), Opened(calibrator)).missing
+    assert not any(each.evidence for each in pictures.load(run).repaired)
+    own = run.predictions
+    run.predictions = own | {"raw_task": own["task"], "fdc_task": own["task"]}
+    assert "no image" in pictures.load(run).missing
+    run.predictions = {name: column for name, column in own.items() if name[:3] != "fdc"}
+    assert "no predictions of FDC" in pictures.load(run).missing

@@ -82,26 +82,26 @@ def test_common_seeds_are_paired(values):
     gaps = np.array([own - other for own, other in values])
     reach = stats.t.ppf(0.975, len(gaps) - 1) * gaps.std(ddof=1) / np.sqrt(len(gaps))
     np.testing.assert_allclose(
-        [found.difference, found.low, found.high],
+        [found.mean, found.low, found.high],
         [gaps.mean(), gaps.mean() - reach, gaps.mean() + reach],
         atol=1e-9,
     )
     assert found.paired == list(range(len(values)))
     # One common seed is no pair to tell a spread from.
     found = compare(ours, entries((1.5, 77, None, None)))
-    assert (found.difference, found.paired) == (-1.5, [77]) and np.isnan(found.low)
+    assert (found.mean, found.paired) == (-1.5, [77]) and np.isnan(found.low)
 
 
 def test_two_means_are_compared_by_welch():
     ours = {1: 70.0, 2: 71.0, 3: 73.5}
     found = compare(ours, entries((75.0, None, 0.8, 5)))
     # At the interval's end the test is at its level.
-    end = found.high - found.difference
+    end = found.high - found.mean
     at_end = stats.ttest_ind_from_stats(
         75.0 + end, np.std(list(ours.values()), ddof=1), 3, 75.0, 0.8, 5, False
     )
     assert at_end.pvalue == pytest.approx(0.05)
-    assert found.difference == pytest.approx((found.low + found.high) / 2)
+    assert found.mean == pytest.approx((found.low + found.high) / 2)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_two_means_are_compared_by_welch():
 )
 def test_without_both_deviations_there_is_no_interval(ours, std):
     found = compare(ours, entries((71.0, None, std, 3)))
-    assert found.difference == np.mean(list(ours.values())) - 71.0 and np.isnan(found.low)
+    assert found.mean == np.mean(list(ours.values())) - 71.0 and np.isnan(found.low)
 
 
 def test_both_sides_are_shown_as_they_are_paired(tmp_path):

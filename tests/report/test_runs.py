@@ -1,8 +1,7 @@
 """Which folders are usable, which belong together, and what they are called."""
 
 import importlib
-import json
-from pathlib import Path
+import sys
 
 import numpy as np
 import pytest
@@ -34,33 +33,29 @@ def test_a_folder_of_seeds_stands_for_its_seeds_in_order(tmp_path):
     assert group.seeds == [1, 2, 10]
     assert group.follows_protocol and group.title == ""
     assert group.name == "Cumulative-LoRA, CIFAR-100"
-    assert group.values("raw") == [run.results["accuracy"]["raw"] for run in group.runs]
-    assert group.values("gain:tsf") == [
-        run.results["components"]["tsf"] - run.results["accuracy"]["raw"] for run in group.runs
-    ]
+    for name in ("raw", "gaussians"):
+        assert group.values(name) == [run.results["accuracy"][name] for run in group.runs]
+    assert group.methods == ["raw", "fdc", "gaussians"] and group.values("ncm") == []
 
 
 def test_folders_that_are_no_finished_runs_are_named_and_do_not_stop_the_others(tmp_path):
     write_run(tmp_path / "good")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
-    (tmp_path / "unfinished" / "tasks").mkdir(parents=True)
-    (tmp_path / "unfinished" / "config.json").write_text("{}")
+    for name in ("unfinished", "cut", "list"):
+        write_run(tmp_path / name)
+        (tmp_path / name / "results.json").write_text({"cut": '{"a": "cif'}.get(name, "[1]"))
+    (tmp_path / "unfinished" / "results.json").unlink()
+    (tmp_path / "unfinished" / "tasks").mkdir()
     (tmp_path / "unfinished" / "tasks" / "task_000.json").write_text("{}")
-    for name, content in (
-        ("cut", '{"benchmark": "cif'),
-        ("list", "[1]"),
-    ):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "results.json").write_text(content)
     found = runs.load([*sorted(tmp_path.iterdir()), tmp_path / "absent"])
-    assert [run.path.name for run in runs_of(found)] == ["good"]
+    assert [run.folder.name for run in runs_of(found)] == ["good"]
     why = reasons(found)
     assert set(why) == {"absent", "empty", "file", "unfinished", "cut", "list"}
     assert "unfinished" in why["unfinished"] and "1 task" in why["unfinished"]
-    assert "not a run folder" in why["empty"]
-    assert "unreadable" in why["cut"]
-    assert "expected an object, found list" in why["list"]
+    for name in ("absent", "empty", "file"):
+        assert "expected the work directory of a run, found no config.json" in why[name]
+    assert "unreadable" in why["cut"] and "expected a JSON object, found list" in why["list"]
     assert all("\n" not in reason for reason in why.values())
 
 
@@ -69,9 +64,9 @@ def test_folders_that_are_no_finished_runs_are_named_and_do_not_stop_the_others(
     [
         (("seed",), True),
         (("accuracy",), {"raw": 1.0, "fdc": 2.0}),
-        (("accuracy", "fdc"), float("nan")),
+        (("accuracy", "gaussians"), float("nan")),
         (("components", "tsf"), None),
-        (("curve",), [{"task": 0}]),
+        (("curve",), {}),
     ],
 )
 def test_results_that_are_not_a_run_s_are_skipped_with_the_field_that_is_wrong(
@@ -98,14 +93,14 @@ def test_predictions_are_checked_when_a_run_is_read(tmp_path):
     (tmp_path / "e" / "predictions.npz").write_bytes(b"PK\x03\x04 cut")
     write_run(tmp_path / "f", found | {"seed": 6})
     read = loaded(tmp_path)
-    assert [run.path.name for run in runs_of(read)] == ["a", "f"]
+    assert [run.folder.name for run in runs_of(read)] == ["a", "f"]
     why = reasons(read)
     assert "column label: expected 90 integers" in why["b"]
     assert "column fdc_label" in why["c"]
     assert set(why) == {"b", "c", "e"}
-    for name, column in runs_of(read)[0].predictions.items():
+    for name, column in runs.predictions(runs_of(read)[0]).items():
         np.testing.assert_array_equal(column, columns[name])
-    assert runs_of(read)[1].predictions == {}
+    assert runs.predictions(runs_of(read)[1]) == {}
 
 
 def test_of_equal_runs_the_first_counts(tmp_path):
@@ -113,9 +108,9 @@ def test_of_equal_runs_the_first_counts(tmp_path):
     # What moves no number makes no other run.
     write_run(tmp_path / "b", config={"data.dir": "x", "report": False})
     write_run(tmp_path / "c", config={"train.epochs": 5})
-    write_run(tmp_path / "d", config={"fdc.affinity_metric": "whitened"})
+    write_run(tmp_path / "d", config={"calibrators": "fdc,gaussians,ncm"})
     found = loaded(tmp_path)
-    assert [run.path.name for run in runs_of(found)] == ["a", "c"]
+    assert [run.folder.name for run in runs_of(found)] == ["a", "c"]
     same = f"same benchmark, learner, seed and settings as {tmp_path / 'a'}, but for what"
     assert all(reason.startswith(same) for reason in reasons(found).values())
     assert set(reasons(found)) == {"b", "d"}
@@ -132,7 +127,7 @@ def test_groups_say_what_departs_from_the_protocol(tmp_path):
     for name, (config, changed, _) in cases.items():
         write_run(tmp_path / name, results(config=config, **changed))
     groups = loaded(tmp_path).groups
-    assert {group.runs[0].path.name: group.title for group in groups} == {
+    assert {group.runs[0].folder.name: group.title for group in groups} == {
         name: title for name, (_, _, title) in cases.items()
     }
     assert not any(group.follows_protocol for group in groups)
@@ -163,59 +158,28 @@ def test_the_settings_of_a_benchmark_follow_the_protocol(benchmark):
     ]
 
 
-def test_a_run_of_an_earlier_version_stands_with_one_of_today(tmp_path):
-    path = Path(__file__).with_name("earlier_run")
-    today = json.loads((path / "results.json").read_text()) | {"seed": 2}
-    # Fields that are gone.
-    removed = ("train.seeds_together", "data.augment_on_device")
-    today["config"] = {
-        name: value for name, value in today["config"].items() if name not in removed
-    }
-    write_run(tmp_path, today)
-    (group,) = runs.load([path, tmp_path]).groups
-    assert group.seeds == [1, 2] and group.name == "Cumulative-LoRA, Digits"
-
-
-def test_without_the_pretrained_view_the_adapted_view_is_all_there_is(tmp_path):
-    found = results(learner="splitlora")
-    for name in list(found["components"]):
-        if name.endswith("_view"):
-            del found["components"][name]
-    write_run(tmp_path / "a", found)
-    (run,) = runs_of(loaded(tmp_path))
-    assert run.selected == "pac+rlc_adapted_view"
-    assert run.quantity(run.selected) == found["components"]["pac+rlc"]
-    assert run.quantity("adapted_view") == found["components"]["full"]
-    assert run.quantity("pac+rlc_pretrained_view") is None
-
-
 def test_provenance_says_where_runs_differ(tmp_path):
     write_run(tmp_path / "a", config={"data.dir": "here"})
     versions = {"commit": "ffff", "jax": "0.10.2"}
     write_run(tmp_path / "b", results(seed=2, device="1 x gpu", versions=versions))
-    groups = loaded(tmp_path).groups
-    assert "not computed" not in runs.provenance(groups)[0]["parts"]
-    groups[0].runs[1].missing.append("no similarity: why")
-    (found,) = runs.provenance(groups)
+    (group,) = loaded(tmp_path).groups
+    assert "not computed" not in runs.provenance(group)
+    group.missing.append("no similarity: why")
+    found = runs.provenance(group)
     assert found["group"] == "Cumulative-LoRA, CIFAR-100"
-    parts = found["parts"]
-    assert parts["runs"]["device"] == {"seed 1": "1 x cpu", "seed 2": "1 x gpu"}
-    assert parts["versions"] == {
-        "commit": {"seed 1": "0123abcd", "seed 2": "ffff"},
-        "jax": "0.10.2",
-    }
-    assert {"seed", "data.dir"}.isdisjoint(parts["configuration"])
-    assert parts["not computed"] == {"seed 2": ["no similarity: why"]}
-    assert parts["runs"]["seeds"] == [1, 2] and "/" in parts["runs"]["folder"]["seed 1"]
+    first, second = found["runs"].values()
+    assert list(found["runs"]) == ["seed 1", "seed 2"]
+    assert (first["device"], second["device"]) == ("1 x cpu", "1 x gpu")
+    assert second["versions"] == versions and second["folder"].endswith("/b")
+    assert {"seed", "data.dir"}.isdisjoint(found["configuration"])
+    assert found["not computed"] == ["no similarity: why"]
 
 
-def test_a_learner_of_the_users_own_is_called_by_its_title(tmp_path, monkeypatch):
-    """Which the command has not imported before it reads the run."""
-    (tmp_path / "probe_of_mine.py").write_text('TITLE = "Probe of mine"\n')
+def test_code_that_lies_beside_a_run_is_not_run(tmp_path, monkeypatch):
+    """A learner that is not of the package goes by its name."""
+    (tmp_path / "probe_of_mine.py").write_text("raise SystemExit('imported')\nTITLE = 'Mine'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     write_run(tmp_path / "runs" / "a", learner="probe_of_mine")
-    write_run(tmp_path / "runs" / "b", learner="not_at_hand")
     found = loaded(tmp_path / "runs")
-    assert found.skipped == []
-    names = {group.name for group in found.groups}
-    assert {name.split(",")[0] for name in names} == {"Probe of mine", "not_at_hand"}
+    assert found.skipped == [] and "probe_of_mine" not in sys.modules
+    assert [group.name.split(",")[0] for group in found.groups] == ["probe_of_mine"]

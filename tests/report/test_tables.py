@@ -1,6 +1,7 @@
 """Tables against numbers computed here from the results of the runs alone."""
 
-import json
+import csv
+import io
 import math
 import re
 
@@ -11,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from scipy import stats
 
-from fdc_jax import learners
-from fdc_jax.errors import InputError
 from fdc_jax.report import paper, runs, tables
 from fdc_jax.report.paper import Published
 from fdc_jax.report.tables import Table
+from tests.report import made_up
 from tests.report.made_up import predictions, results, write_run
 
 
@@ -64,14 +64,14 @@ def lines(table, *labels):
 
 def test_only_rows_with_a_number_of_ours_unless_all_are_asked_for(ours, groups):
     assert list(ours) == [
-        "benchmark", "ablation", "plugin", "average_incremental_accuracy",
-        "significance", "partitions", "cost",
+        "calibrators", "benchmark", "ablation", "plugin", "average_incremental_accuracy",
+        "partitions", "cost",
     ]  # fmt: skip
     # The paper's number stands only beside one of ours.
     row = lines(ours["benchmark"], "Cumulative-LoRA")["paper"]
     assert row["CIFAR-100"] == "84.34 ± 0.15" and pd.isna(row["ImageNet-R"])
     whole = built(groups, whole=True)
-    assert set(whole) - set(ours) == {"logit_standardisation", "latency"}
+    assert set(whole) - set(ours) == {"logit_standardisation"}
     frame = whole["benchmark"].frame
     assert list(frame.columns) == ["Digits", *map(paper.benchmark_title, paper.benchmarks())]
 
@@ -109,7 +109,7 @@ def test_plugin_rows_have_the_paper_s_switches_and_an_average_over_all_five_only
     assert list(table.frame.loc["SplitLoRA"].index.droplevel("numbers").unique()) == [
         ("0", "0", "1"), ("1", "1", "1")
     ]  # fmt: skip
-    assert table.frame["Avg."].isna().all()
+    assert "Avg." not in table.frame
     for benchmark in paper.benchmarks():
         write_run(tmp_path / "five" / benchmark, benchmark=benchmark, learner="rsiat")
     table = built(runs.load((tmp_path / "five").iterdir()).groups)["plugin"]
@@ -134,91 +134,41 @@ def test_the_incremental_average_is_that_of_the_curve(ours):
 # Statistics, data, costs --------------------------------------------------------------------------
 
 
-def test_intervals_and_p_values(tmp_path):
-    columns = {}
-    for learner in ("cumulative_lora", "loda"):
-        for seed in (1, 2):
-            columns[learner, seed] = predictions(seed + 10 * len(learner))
-            found = results(benchmark="digits", learner=learner, seed=seed)
-            write_run(tmp_path / f"{learner}{seed}", found, columns[learner, seed])
-    write_run(tmp_path / "without", benchmark="digits", learner="rsiat")
-    table = built(runs.load(sorted(tmp_path.iterdir())).groups)["significance"]
-    largest, rows = {}, {}
-    for learner in ("cumulative_lora", "loda"):
-        rows[learner] = lines(table, learners.title(learner))
-        gains = [
-            one["accuracy"]["fdc"] - one["accuracy"]["raw"]
-            for one in of_seeds(learner, "digits", (1, 2))
-        ]
-        low, high = stats.t.interval(0.95, 1, np.mean(gains), stats.sem(gains))
-        assert rows[learner]["all 2"]["gain"] == written(gains, signed=True)
-        assert rows[learner]["all 2"]["95 % interval"] == f"{low:+.2f} to {high:+.2f}"
-        p_values = []
-        for seed in (1, 2):
-            of_run = columns[learner, seed]
-            was, now = (of_run[name] == of_run["label"] for name in ("raw_label", "fdc_label"))
-            test = stats.binomtest(int(np.sum(~was & now)), int(np.sum(was != now)))
-            p_values.append(test.pvalue)
-            row = rows[learner][f"seed {seed}"]
-            assert row["gain"] == f"{100 * (now.mean() - was.mean()):+.2f}"
-            assert row["p"] == ("< 0.0001" if test.pvalue < 1e-4 else f"{test.pvalue:.4f}")
-            assert pd.isna(row["p, Holm"])
-        largest[learner] = max(p_values)
-    smaller, larger = sorted(largest, key=lambda name: largest[name])
-    first = min(2 * largest[smaller], 1)
-    for learner, adjusted in ((smaller, first), (larger, min(max(largest[larger], first), 1))):
-        shown = rows[learner]["all 2"]["p, Holm"]
-        assert shown == ("< 0.0001" if adjusted < 1e-4 else f"{adjusted:.4f}")
-    (alone,) = lines(table, "RSIAT").values()
-    assert alone["seeds"] == "all 1" and alone[["95 % interval", "p", "p, Holm"]].isna().all()
+def test_all_calibrators_stand_side_by_side(ours, groups):
+    found = lines(ours["calibrators"], "Cumulative-LoRA", "CIFAR-100", "ours")
+    assert list(found) == ["Raw", "FDC", "Class Gaussians", "Task given"]
+    raw, own = ([each["accuracy"][name] for each in of_seeds()] for name in ("raw", "gaussians"))
+    gains, row = np.subtract(own, raw), found["Class Gaussians"]
+    low, high = stats.t.interval(0.95, 2, np.mean(gains), stats.sem(gains))
+    assert row["accuracy"] == written(own).removesuffix(" (3)")
+    assert row["gain"] == written(gains, signed=True).removesuffix(" (3)")
+    assert row["95 % interval"] == f"{low:+.2f} to {high:+.2f}"
+    assert (row["seeds"], row["storage, MiB"]) == ("3", "6.00 ± 0.00")
+    # Of one seed, over its test images.
+    (digits,) = [each for each in groups if each.benchmark == "digits"]
+    gain = digits.gain("gaussians")
+    row = lines(ours["calibrators"], "Cumulative-LoRA", "Digits", "ours")["Class Gaussians"]
+    assert row["95 % interval"] == f"{gain.low:+.2f} to {gain.high:+.2f}"
+
+
+def test_logit_standardisation_is_of_runs_that_fitted_it(tmp_path):
+    found = results(learner="loda")
+    found["accuracy"]["ls"] = found["accuracy"]["raw"] + 0.25
+    write_run(tmp_path / "a", found)
+    write_run(tmp_path / "b")
+    made = runs.load(sorted(tmp_path.iterdir())).groups
+    assert "logit_standardisation" not in built(made)  # a table of one row
+    row = lines(built(made, whole=True)["logit_standardisation"], "LoDA")["ours"]
+    assert row["CIFAR-100"] == "+0.25 (1)"
 
 
 def test_costs_leave_out_cached_extraction(ours):
     found = lines(ours["cost"], "Cumulative-LoRA", "CIFAR-100", "ours")["1 x cpu"]
     assert found["training, min"] == written([601 / 60, 602 / 60, 603 / 60])
-    assert found["FDC, min"] == f"{96 / 60:.2f} (1)" and pd.isna(found["peak memory, GiB"])
+    assert found["FDC, min"] == f"{96 / 60:.2f} (1)"
     assert found["FDC storage, MiB"] == "3.00 ± 0.00 (3)"
     published = lines(ours["cost"], "Cumulative-LoRA", "CIFAR-100", "paper")
     assert next(iter(published.values()))["FDC storage, MiB"] == "11.86"
-
-
-def test_latency_files_stand_beside_the_paper(tmp_path, groups):
-    views = {
-        "raw": {"milliseconds": [10.0, 12.0, 14.0], "peak_memory_bytes": 100 * 2**20},
-        "single": {"milliseconds": [12.6], "peak_memory_bytes": 103 * 2**20},
-        "dual": {"milliseconds": [24.0], "peak_memory_bytes": None},
-    }
-    path = tmp_path / "latency.json"
-    path.write_text(json.dumps({"views": views, "encoder": "B/16", "benchmark": "cifar100"}))
-    measured = [tables.read_latency(path)]
-    ours, published = built(groups, latency=measured)["latency"].shown.to_numpy()
-    assert list(ours) == ["12.0", "12.6", "5.0", "24.0", "100.0", "100.0", "3.0", "–"]
-    assert list(published) == ["170.5", "173.3", "1.7", "323.1", "89.5", "980.9", "4.7", "11.9"]
-    path.write_text(json.dumps({"views": {"raw": {"milliseconds": []}}}))
-    with pytest.raises(InputError, match=r"expected views\.raw\.milliseconds"):
-        tables.read_latency(path)
-
-
-def test_what_is_beyond_the_paper_comes_from_the_analyses(tmp_path):
-    def numbers(accuracy, storage):
-        return {"accuracy": accuracy, "oracle": 95.0, "storage_bytes": storage}
-
-    own, fdc = {1: 70.0, 2: 71.5, 3: 69.0}, {1: 68.0, 2: 70.5, 3: 68.5}
-    for seed in own:
-        write_run(tmp_path / str(seed), seed=seed)
-    (group,) = runs.load(tmp_path.iterdir()).groups
-    for run in group.runs:
-        methods = {"raw": numbers(60.0, 0), "fdc": numbers(fdc[run.seed], 2**20)}
-        run.analyses["beyond"] = methods | {"whitened": numbers(own[run.seed], 2**21)}
-    found = lines(built([group])["beyond"])
-    assert list(found) == ["Raw", "FDC", "whitened affinity"]
-    gains = [own[seed] - fdc[seed] for seed in own]
-    low, high = stats.t.interval(0.95, 2, np.mean(gains), stats.sem(gains))
-    row = found["whitened affinity"]
-    assert row["gain over FDC"] == written(gains, signed=True)
-    assert row["95 % interval"] == f"{low:+.2f} to {high:+.2f}"
-    assert (row["storage, MiB"], row["times FDC's"]) == ("2.000 ± 0.000 (3)", "2.00 ± 0.00 (3)")
-    assert pd.isna(found["FDC"]["gain over FDC"])
 
 
 @settings(deadline=None, max_examples=100)
@@ -233,6 +183,11 @@ def test_the_difference_is_in_standard_deviations_of_the_difference(values, mean
 def test_no_difference_where_nothing_is_known_or_varies():
     assert tables.difference([], Published(1.0, 1.0)) is None
     assert tables.difference([1.0, 1.0], Published(2.0, 0.0)) is None
+
+
+def test_a_table_of_one_row_is_none():
+    found = built(made_up.groups(made_up.run(1, benchmark="digits")))
+    assert "calibrators" in found and {"cost", "partitions"}.isdisjoint(found)
 
 
 # Files --------------------------------------------------------------------------------------------
@@ -257,3 +212,17 @@ def test_files_hold_the_same_table(tmp_path):
     assert r"\caption{A title.}" in latex and r"\label{tab:a-b}" in latex
     assert r"n \& m" in latex and r"a\_b & x|y & -1.00 ± 0.50 & 1 \\" in latex
     assert r"50 \% & <b> & – & 2 \\" in latex
+
+
+@pytest.mark.parametrize(
+    "text", ["=1+1", "+x", "-x", "@x", "\tx", "\rx", "\x00x", "-1;x", "+1|'x'"]
+)
+def test_what_a_spreadsheet_would_compute_is_text_in_a_csv_file(tmp_path, text):
+    frame = pd.DataFrame({text: [text, "-1.50", "+3.21 ± 0.16 (3)", "-1.00 to +2.00"]})
+    frame.index = pd.Index([text, "a", "b", "c"], name=text)
+    Table("a", "A", frame.add_suffix("!"), "").write(tmp_path)
+    written = (tmp_path / "a.csv").read_bytes().decode()
+    read = list(csv.reader(io.StringIO(written, newline="")))
+    text = text.replace("\r", "\n")
+    assert read[0] == ["'" + text, f"'{text}!"] and read[1] == ["'" + text] * 2
+    assert [row[1] for row in read[2:]] == ["-1.50", "+3.21 ± 0.16 (3)", "-1.00 to +2.00"]

@@ -42,7 +42,7 @@ def test_a_stopped_and_killed_run_ends_with_the_same_numbers(whole, tmp_path, ca
     assert "\x1b" not in output + errors
     for name, value in results(workdir)["accuracy"].items():
         assert f"{value:.2f}" in output, name
-    assert "task given" in output
+    assert "Task given" in output
     assert "report:" not in output
     assert "Warning" not in errors
 

@@ -1,0 +1,150 @@
+"""What tables, figures and the page show of a run, against counts by hand and the definitions."""
+
+import numpy as np
+import pytest
+
+from fdc_jax import evaluation
+from fdc_jax.report import frames, quantities
+from tests.report import made_up
+
+
+def group(*columns, **changed):
+    """A group with a seed for each set of predictions."""
+    members = [made_up.run(seed, "digits", num_tasks=3) for seed, _ in enumerate(columns, 1)]
+    for run, of in zip(members, columns, strict=True):
+        run.predictions, run.results = of, run.results | changed
+    return made_up.groups(*members)[0]
+
+
+def by_hand():
+    """Six images of tasks 0 (classes 0, 1) and 2 (4, 5); none of task 1 (2, 3)."""
+    return {
+        "task": np.array([0, 0, 0, 0, 2, 2]),
+        "label": np.array([0, 0, 1, 1, 4, 5]),
+        "raw_task": np.array([0, 0, 1, 2, 0, 2]),
+        "raw_label": np.array([0, 1, 2, 4, 0, 5]),
+        "fdc_task": np.array([0, 0, 0, 0, 1, 2]),
+        "fdc_label": np.array([0, 0, 1, 0, 3, 4]),
+    }
+
+
+def test_routes_by_hand():
+    made = group(by_hand())
+    rows = [[50, 25, 25], [0, 0, 0], [50, 0, 50]]
+    assert frames.confusion(made, "raw") == pytest.approx(np.array(rows))
+    rows = [[100, 0, 0], [0, 0, 0], [0, 50, 50]]
+    assert frames.confusion(made, "fdc") == pytest.approx(np.array(rows))
+    assert frames.confusion(made, "gaussians") is None
+    other = by_hand() | {"raw_task": by_hand()["task"]}
+    both = frames.confusion(group(by_hand(), other), "raw")
+    assert both == pytest.approx(np.array([[75, 12.5, 12.5], [0, 0, 0], [25, 0, 75]]))
+    assert frames.classes(made) == [[0, 1], [], [4, 5]]
+
+
+# After each task: tasks down, tasks across.
+MATRIX = [[90.0], [95.0, 80.0], [60.0, 50.0, 70.0]]
+
+
+def recorded(rows=MATRIX):
+    """A curve with the accuracy on every task after each task, the same for all methods."""
+    point = made_up.results("digits")["curve"][0]
+    names = (*made_up.METHODS, "oracle")
+    return [point | {"task_accuracy": dict.fromkeys(names, row)} for row in rows]
+
+
+def test_accuracies_of_tasks_forgetting_and_backward_transfer_by_hand():
+    made = group(by_hand(), curve=recorded())
+    matrix = frames.accuracy_matrix(made.results, "fdc")
+    assert np.isnan(matrix[np.triu_indices(3, 1)]).all()
+    found = frames.tasks(made)
+    assert list(found) == ["raw", "fdc", "gaussians", "oracle"]
+    assert found["gaussians"].iloc[:3].tolist() == [60.0, 50.0, 70.0]
+    # Task 0 was best after task 1.
+    assert found.loc["Forgetting", "raw"] == pytest.approx(((95 - 60) + (80 - 50)) / 2)
+    assert found.loc["Backward transfer", "raw"] == pytest.approx(((60 - 90) + (50 - 80)) / 2)
+
+
+def test_a_task_without_images_is_left_out():
+    made = group(by_hand(), curve=recorded([[90.0], [80.0, None], [70.0, None, 60.0]]))
+    assert frames.tasks(made).loc["Backward transfer", "fdc"] == pytest.approx(-20)
+    assert frames.tasks(group(by_hand(), curve=recorded()[1:])).empty
+
+
+def test_the_curve_needs_every_task():
+    made = group(by_hand(), by_hand())
+    found = frames.curve(made)
+    assert found.shape == (6, 4)
+    expected = made.results["curve"][2]["accuracy"]["gaussians"]
+    assert found.loc[(1, 3), "gaussians"] == expected
+    assert frames.curve(group(by_hand(), curve=recorded()[1:])) is None
+
+
+def test_shares_are_the_recorded_decompositions_of_every_calibrator():
+    (made,) = made_up.groups()
+    found = frames.shares(made)
+    assert list(found.index) == ["raw", "fdc", "gaussians"]
+    assert found.sum(axis=1).tolist() == pytest.approx([100] * 3)
+    each = [run.results["decomposition"]["fdc"]["right_task_right_class"] for run in made.runs]
+    assert found.loc["fdc", "right_task_right_class"] == pytest.approx(np.mean(each))
+
+
+def test_sentences_count_images():
+    accuracy = {"raw": 50.0, "fdc": 60.0, "oracle": 90.0}
+    assert frames.sentences(group(by_hand(), accuracy=accuracy)) == [
+        "FDC puts right 2 images that the raw logits get wrong, and spoils 1 image that they get "
+        "right.",
+        "Knowing the task of every image would put right 80 % of the errors of the raw logits.",
+    ]
+    perfect = dict.fromkeys(("raw", "oracle"), 100.0)
+    assert frames.sentences(group(by_hand(), accuracy=perfect)) == []
+
+
+def test_the_interval_is_over_seeds_or_over_images():
+    (one,), (three,) = made_up.groups(made_up.run(1)), made_up.groups()
+    for name in ("fdc", "gaussians"):
+        expected = evaluation.paired_gain(three.values("raw"), three.values(name))
+        assert three.gain(name) == expected
+        of = one.runs[0].predictions
+        labels = (of["label"], of["raw_label"], of[f"{name}_label"])
+        assert one.gain(name) == evaluation.bootstrap_gain(*labels)
+    one.runs[0].predictions = by_hand()
+    assert one.gain("gaussians") is None
+
+
+# Numbers by name ----------------------------------------------------------------------------------
+
+
+def test_every_number_has_a_name():
+    of = made_up.results(learner="splitlora")
+    found = quantities.measured(of)
+    raw, gaussians = of["accuracy"]["raw"], of["accuracy"]["gaussians"]
+    assert (found["raw"], found["gaussians"], found["oracle"]) == (raw, gaussians, 95.0)
+    assert found["gain:gaussians"] == gaussians - raw
+    assert found["gain"] == of["accuracy"]["fdc"] - raw
+    chosen = of["components"]["pac+rlc_adapted_view"]
+    assert (found["selected"], found["selected_gain"]) == (chosen, chosen - raw)
+    assert found["routing_gaussians"] == of["routing_accuracy"]["gaussians"]
+    assert found["aia"] == found["aia_raw"] == of["average_incremental_accuracy"]["raw"]
+    curve = [point["components"]["tsf"] for point in of["curve"]]
+    assert found["aia:tsf"] == pytest.approx(np.mean(curve))
+    assert found["storage_gaussians"] == 6 * 2**20
+    assert found.keys() - quantities.KNOWN == {name for name in found if name.startswith("aia:")}
+
+
+def test_without_the_pretrained_view_the_adapted_view_is_all_there_is():
+    of = made_up.results(learner="splitlora")
+    for name in [name for name in of["components"] if name.endswith("_view")]:
+        del of["components"][name]
+    found = quantities.measured(of)
+    assert found["selected"] == of["components"]["pac+rlc"]
+    assert found["adapted_view"] == of["components"]["full"]
+    assert "pac+rlc_pretrained_view" not in found
+
+
+def test_a_run_without_fdc_has_its_other_calibrators():
+    of = made_up.results(accuracy={"raw": 50.0, "ncm": 60.0, "oracle": 90.0}, components={})
+    of["average_incremental_accuracy"] = {"raw": None}
+    found = quantities.measured(of)
+    assert (found["gain:ncm"], "gain" in found, "aia" in found) == (10.0, False, False)
+    assert quantities.methods(of) == ["raw", "ncm"]
+    assert quantities.headline(["raw", "ncm"]) == "ncm"
