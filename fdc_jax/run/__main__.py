@@ -117,7 +117,7 @@ def _unknown_field(arguments: list[str]) -> str | None:
 
 def main(stop: errors.StopRequest) -> None:
     """Runs the configured experiment; see `fdc_jax.run.command`."""
-    from fdc_jax import command  # takes seconds
+    from fdc_jax.run import command  # takes seconds
 
     flag: Any = flags.FLAGS["config"]
     name = Path(flag.config_filename.partition(":")[0]).stem
