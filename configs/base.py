@@ -14,7 +14,7 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     """Returns the settings for a benchmark, on which some learners' options depend."""
     config = ml_collections.ConfigDict()
 
-    config.benchmark = benchmark  # as in docs/data.md, or a name of your own
+    config.benchmark = benchmark  # as in docs/data.md, or a name of your own; empty: the source's
     config.seed = (1,)  # training seeds, one run each: --config.seed=1,2,3
     config.class_order_seed = 1993  # PILOT's permutation of the classes; -1: the order given
     config.class_order = ()  # with -1: a file with all class names, one a line, or the names
@@ -33,7 +33,9 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.encoder.attention = "auto"  # cudnn, a fused kernel, on NVIDIA GPUs in fast mode, or xla
 
     config.data = ml_collections.ConfigDict()
-    config.data.dir = ""  # prepared data; empty: $TFDS_DATA_DIR or ~/tensorflow_datasets
+    config.data.source = ""  # a folder or an archive of images, see docs/data.md
+    config.data.test_share = 0.0  # of each class, where the source is not divided; 0: refuse that
+    config.data.dir = ""  # what TFDS prepared; empty: $TFDS_DATA_DIR or ~/tensorflow_datasets
     config.data.input_range = "pilot01"  # pixels in [0, 1]; augreg: in [-1, 1]; model: the file's
     config.data.train_per_class = 0  # images of each class, 0: all
     config.data.test_per_class = 0  # likewise

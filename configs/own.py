@@ -1,9 +1,9 @@
-"""Images of your own, prepared under a name; tasks of as many classes as you say.
+"""Images of your own: a folder or an archive, tasks of two classes unless you say otherwise.
 
-    python -m fdc_jax.data.prepare NAME --source=FOLDER --test_share=0.2
-    python main.py --config=configs/own.py --config.benchmark=NAME --config.classes_per_task=5
+    python main.py --config=configs/own.py --config.data.source=photos
 
-The classes arrive in the order given: that of their names, or of the lines of a list.
+The classes arrive in the order of their names. Those that you put into the folder later are learned
+by the same command, as further tasks.
 """
 
 import ml_collections
@@ -14,4 +14,6 @@ from fdc_jax.configs import base
 def get_config() -> ml_collections.ConfigDict:
     config = base.get_config("")
     config.class_order_seed = -1
+    config.classes_per_task = 2
+    config.data.test_share = 0.2
     return config

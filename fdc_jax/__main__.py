@@ -13,7 +13,6 @@ PROGRAMS = {
     "predict": ("fdc_jax.predict", "say the classes of new images by a run"),
     "export": ("fdc_jax.export", "make a run one folder that predicts"),
     "posthoc": ("fdc_jax.posthoc", "calibrate heads from a file of features"),
-    "prepare": ("fdc_jax.data.prepare", "prepare images for runs"),
 }
 
 

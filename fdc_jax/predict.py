@@ -28,8 +28,9 @@ import fdc_jax
 from fdc_jax import report
 from fdc_jax.calibration import Scores, Terms
 from fdc_jax.calibration.transported import TransportedTerms
-from fdc_jax.data import folders
+from fdc_jax.data import folder
 from fdc_jax.data.batches import ReadableBatches
+from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.machine.files import check_writable_file, write_atomically, write_text
@@ -87,7 +88,7 @@ class Predictions:
             ids=tuple(name for name, _ in named),
             class_names=(),
             read=lambda index: _read(*named[index]),
-            compute_checksum=str,
+            upright=run.config["benchmark"] not in BENCHMARKS,  # as the images it was trained on
         )
         calibrator = run.calibrator()
         self.num_tasks = calibrator.num_tasks
@@ -245,7 +246,7 @@ def _gather(images: Any, position: int = 0) -> Iterator[tuple[str, Any]]:
         path = Path(images)
         if not path.exists():
             raise InputError(f"{path}: no such image or folder")
-        for file in folders.find_images(path) if path.is_dir() else [path]:
+        for file in folder.find_images(path) if path.is_dir() else [path]:
             yield os.fsencode(file).decode("utf-8", "backslashreplace"), file
     elif isinstance(images, Image.Image):
         yield name, images

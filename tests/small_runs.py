@@ -160,11 +160,14 @@ def copied(workdir, target):
     return target
 
 
-def same_outcome(one, other):
-    """Asserts that two work directories hold the same results, bit for bit."""
+def same_outcome(one, other, without=()):
+    """Asserts that two work directories hold the same results, bit for bit.
+
+    Fields that have no effect, and those in `without`, may differ.
+    """
     ours, theirs = results(one), results(other)
     for each in (ours, theirs):
-        for field in configuration.WITHOUT_EFFECT:
+        for field in (*configuration.WITHOUT_EFFECT, *without):
             each["config"].pop(field, None)
         del each["versions"]["commit"], each["timing"]
     assert ours == theirs

@@ -70,10 +70,6 @@ def test_every_command_is_of_a_kind_that_is_tested_here():
     assert len(commands(README)) >= 8
 
 
-# Names under which the pages prepare images of one's own.
-PREPARED = {words[0] for words in arguments_of("fdc_jax.data.prepare")}
-
-
 @pytest.mark.parametrize("arguments", arguments_of("main.py"), ids=" ".join)
 def test_runs_of_the_main_program_have_valid_configurations(arguments):
     options = dict(word.removeprefix("--").split("=", 1) for word in arguments)
@@ -91,17 +87,8 @@ def test_runs_of_the_main_program_have_valid_configurations(arguments):
         config.update_from_flattened_dict({field: tuple(values) if kind is list else values})
     if config.learner.name in learners.names():
         configuration.validate(config)
-    assert config.benchmark in (*benchmarks.BENCHMARKS, *PREPARED)
-
-
-@pytest.mark.parametrize("arguments", arguments_of("fdc_jax.data.prepare"), ids=" ".join)
-def test_preparations_name_known_benchmarks_and_flags(arguments):
-    names = [word for word in arguments if not word.startswith("--")]
-    assert len(names) == 1 or arguments == ["--list"]
-    for name in names:
-        assert name in benchmarks.BENCHMARKS or benchmarks.own(name, "given")
-    known = r"--(source|data_dir|test_share)=\S+|--(list|remove|append)"
-    assert all(re.fullmatch(known, flag) for flag in arguments if flag not in names)
+    own = options.get("config.data.source") or config.data.source == ""
+    assert config.benchmark in benchmarks.BENCHMARKS or own
 
 
 @pytest.mark.parametrize("arguments", arguments_of("fdc_jax.export"), ids=" ".join)

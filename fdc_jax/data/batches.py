@@ -194,7 +194,7 @@ class _Batches:
         found = None if self.decoded is None else self.decoded.get(key)
         if found is not None:
             return Image.fromarray(found)
-        image = images.decode(self.dataset.read(index), self.dataset.describe(index))
+        image = self.dataset.image(index)
         size = 3 * image.width * image.height
         if self.decoded is not None and self.decoded.has_room(size):
             self.decoded.put(key, np.asarray(image), size)

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import tarfile
+import functools
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pooch
-from jaxtyping import UInt8
 from PIL import Image
 
 from fdc_jax.data import images
-from fdc_jax.data.benchmarks import Benchmark
-from fdc_jax.data.dataset import SPLITS, RawData, RawImage
+from fdc_jax.data.archive import unpacked
+from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import sha256
 
 ARCHIVE_NAME = "cifar-100-binary.tar.gz"
+URL = f"https://www.cs.toronto.edu/~kriz/{ARCHIVE_NAME}"
+SHA256 = "58a81ae192c23a4be8b1804d68e518ed807d710a4eb253b1f2a199162a40d8ec"
 # A record is the superclass, the class, and 32 x 32 pixels of red, then of green, then of blue.
 _RECORD_BYTES = 2 + 3 * 32 * 32
 
 
-def download(benchmark: Benchmark, folder: Path, quiet: bool) -> Path:
-    """Downloads the archive into `folder` unless it is there already.
+def download(cache: Path, quiet: bool) -> Path:
+    """Returns the archive in `cache`, which is downloaded unless it is there already.
 
     Raises:
         InputError: the download fails or its checksum is wrong.
@@ -32,60 +33,52 @@ def download(benchmark: Benchmark, folder: Path, quiet: bool) -> Path:
     if quiet:
         pooch.get_logger().setLevel("WARNING")
     try:
-        known_hash = f"sha256:{benchmark.checksums['sha256']}"
-        path = pooch.retrieve(
-            benchmark.obtain, known_hash, ARCHIVE_NAME, folder, downloader=downloader
-        )
+        path = pooch.retrieve(URL, f"sha256:{SHA256}", ARCHIVE_NAME, cache, downloader=downloader)
     except Exception as error:
         # The causes are those of the network, of the disk and of the checksum, each with its type.
         raise InputError(
-            f"cannot download {benchmark.obtain} ({type(error).__name__}); get the file elsewhere "
-            f"and put it at {folder / ARCHIVE_NAME}, or give its place with --source"
+            f"cannot download {URL} ({type(error).__name__}); get the file elsewhere and name its "
+            "place as config.data.source"
         ) from error
     return Path(path)
 
 
-def find(benchmark: Benchmark, source: Path) -> Path:
-    """Returns the archive, `source` itself or a file in it, if it is the published one.
+def open_cifar100(
+    cache: Path, archive: Path | None = None, quiet: bool = True
+) -> tuple[Dataset, Dataset]:
+    """Returns the training and the test images of the archive, unpacked once into `cache`.
+
+    Args:
+        cache: folder of downloads and of what was unpacked.
+        archive: where it lies; None to download it.
+        quiet: show no download.
 
     Raises:
-        InputError: it is not there or has another checksum.
+        InputError: there is none, or another one than the published.
     """
-    archive = source / ARCHIVE_NAME if source.is_dir() else source
-    if not archive.is_file():
-        raise InputError(f"{archive}: expected the archive {ARCHIVE_NAME}")
-    expected, found = benchmark.checksums["sha256"], sha256(archive)
-    if found != expected:
-        raise InputError(f"{archive}: expected SHA-256 {expected}, found {found}")
-    return archive
+    if archive is not None and (found := sha256(archive)) != SHA256:
+        raise InputError(f"{archive}: expected SHA-256 {SHA256}, found {found}")
+    folder = unpacked(archive or download(cache, quiet), cache) / "cifar-100-binary"
+    fine = tuple((folder / "fine_label_names.txt").read_text().split())
 
+    def split(name: str) -> Dataset:
+        raw = np.memmap(folder / f"{name}.bin", np.uint8, "r").reshape(-1, _RECORD_BYTES)
 
-def read(archive: Path) -> RawData:
-    """Reads the archive into memory (180 MB); its checksum says that it is whole."""
-    with tarfile.open(archive) as packed:
+        def image(index: int) -> Image.Image:
+            pixels = raw[index, 2:].reshape(3, 32, 32).transpose(1, 2, 0)
+            return Image.fromarray(np.ascontiguousarray(pixels))
 
-        def member(name: str) -> bytes:
-            file: Any = packed.extractfile(f"cifar-100-binary/{name}")
-            return file.read()
-
-        fine, coarse = (
-            member(f"{kind}_label_names.txt").decode().split() for kind in ("fine", "coarse")
+        return Dataset(
+            name="cifar100",
+            split=name,
+            partition="official",
+            labels=raw[:, 1].astype(np.int32),
+            ids=tuple(f"{name}_{index:05d}" for index in range(len(raw))),
+            class_names=fine,
+            read=image,
+            pixel_hashes=functools.cache(
+                lambda: [images.pixels_sha256(image(index)) for index in range(len(raw))]
+            ),
         )
-        records = {
-            split: np.frombuffer(member(f"{split}.bin"), np.uint8).reshape(-1, _RECORD_BYTES)
-            for split in SPLITS
-        }
 
-    def image(name: str, record: UInt8[np.ndarray, " 3074"]) -> RawImage:
-        def encoded() -> bytes:
-            pixels = record[2:].reshape(3, 32, 32).transpose(1, 2, 0)
-            return images.png(Image.fromarray(np.ascontiguousarray(pixels)))
-
-        fields = {"id": name, "coarse_label": int(record[0])}
-        return RawImage(name, fine[record[1]], name, encoded, fields, _RECORD_BYTES)
-
-    splits = {
-        split: [image(f"{split}_{index:05d}", record) for index, record in enumerate(each)]
-        for split, each in records.items()
-    }
-    return RawData(splits, fine, coarse)
+    return split("train"), split("test")

@@ -1,8 +1,9 @@
 """Decoding, and PILOT's two transforms, with Pillow on the host: uint8 RGB arrays out.
 
-Conversion to floating point and the input range belong to the device. Pixels stay as stored: an
-orientation given in EXIF is not applied and transparency is dropped, as `PIL.Image.convert("RGB")`
-does in PILOT. Of 16 bits the upper eight are kept, in grey (which `convert` clips) as in colour.
+Conversion to floating point and the input range belong to the device. An orientation given in EXIF
+is applied to images of the user's own; benchmarks keep pixels as they are stored, as PILOT does.
+Transparency is dropped, as `PIL.Image.convert("RGB")` does. Of 16 bits the upper eight are kept, in
+grey (which `convert` clips) as in colour.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import zlib
 
 import numpy as np
 from jaxtyping import Float, UInt8
-from PIL import Image
+from PIL import ExifTags, Image
 
 from fdc_jax.errors import InputError
 
@@ -42,13 +43,25 @@ _DAMAGED = (
 _SIXTEEN_BITS = (("I", "PNG"), ("I", "PPM"))
 _REFUSED = {"F": "floating-point numbers", "I": "32-bit integers"}
 
+# What brings an image of an EXIF orientation upright.
+_TURNS = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
 
-def decode(encoded: bytes | Image.Image, description: str) -> Image.Image:
+
+def decode(encoded: bytes | Image.Image, description: str, upright: bool = False) -> Image.Image:
     """Returns the image in mode RGB, all pixels read.
 
     Args:
         encoded: content of a file, or what Pillow opened, which stays as it is.
         description: names the image in the error message.
+        upright: whether to turn it as its EXIF data say.
 
     Raises:
         InputError: the bytes are empty, truncated or no image that Pillow reads, or its pixels
@@ -63,14 +76,10 @@ def decode(encoded: bytes | Image.Image, description: str) -> Image.Image:
             if isinstance(encoded, Image.Image)
             else Image.open(io.BytesIO(encoded), formats=_FORMATS)
         ) as image:
-            if image.mode == "P":
-                # Only silences Pillow's advice to convert to RGBA; the RGB pixels are the same.
-                image = image.copy()
-                image.info.pop("transparency", None)
-            if image.mode.startswith("I;16") or (image.mode, image.format) in _SIXTEEN_BITS:
-                return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-            if image.mode not in _REFUSED:
-                return image.convert("RGB")
+            if image.mode not in _REFUSED or (image.mode, image.format) in _SIXTEEN_BITS:
+                pixels = _rgb(image)
+                turn = _TURNS.get(_orientation(image)) if upright else None
+                return pixels if turn is None else pixels.transpose(turn)
             refused = _REFUSED[image.mode]
     except _DAMAGED as error:
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -82,16 +91,27 @@ def decode(encoded: bytes | Image.Image, description: str) -> Image.Image:
     raise InputError(f"{description}: expected pixels of 8 or 16 bits, found {refused}")
 
 
+def _rgb(image: Image.Image) -> Image.Image:
+    if image.mode == "P":
+        # Only silences Pillow's advice to convert to RGBA; the RGB pixels are the same.
+        image = image.copy()
+        image.info.pop("transparency", None)
+    if image.mode.startswith("I;16") or image.mode == "I":
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
+
+
+def _orientation(image: Image.Image) -> int | None:
+    """Returns the orientation that a camera noted; None where its data are damaged."""
+    try:
+        return image.getexif().get(ExifTags.Base.Orientation)
+    except _DAMAGED:
+        return None
+
+
 def pixels_sha256(image: Image.Image) -> bytes:
     """Returns the SHA-256 of an image's size and pixels, 32 bytes."""
     return hashlib.sha256(f"{image.size}".encode() + image.tobytes()).digest()
-
-
-def png(image: Image.Image) -> bytes:
-    """Returns an image as a PNG file."""
-    file = io.BytesIO()
-    image.save(file, "PNG")
-    return file.getvalue()
 
 
 def evaluation_transform(image: Image.Image, image_size: int) -> UInt8[np.ndarray, "s s 3"]:

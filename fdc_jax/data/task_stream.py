@@ -6,46 +6,34 @@ Labels are positions in the class order.
 from __future__ import annotations
 
 import dataclasses
-import os
-from collections.abc import Sequence
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
 
-from fdc_jax.data import benchmarks
-from fdc_jax.data.dataset import Dataset, data_folder
+from fdc_jax.data import benchmarks, sources
+from fdc_jax.data.dataset import Dataset, class_checksums
 from fdc_jax.errors import InputError
 
 
-def open_dataset(
-    benchmark_name: str,
-    split: str,
-    data_dir: str | os.PathLike[str] = "",
-    cache_dir: str | os.PathLike[str] | None = None,
-) -> Dataset:
-    """Opens one split of a benchmark.
+class Known(NamedTuple):
+    """What a run knows from before: classes that are new in the data come after these."""
 
-    Images come by record identifier for CIFAR-100, else by class and file name.
+    classes: Mapping[str, str]  # name to `dataset.class_checksums`, as they arrive
+    sizes: tuple[int, ...]  # number of classes of each task that it took in
 
-    Args:
-        benchmark_name: as in `benchmarks.find`.
-        split: "train" or "test".
-        data_dir: as in `dataset.data_folder`; not looked at for the embedded digits.
-        cache_dir: keeps what reading a data set found where its own folder is closed to writing.
+    @property
+    def tasks(self) -> list[list[str]]:
+        """Names of the classes of each task that the run took in."""
+        names = iter(self.classes)
+        return [list(itertools.islice(names, size)) for size in self.sizes]
 
-    Raises:
-        InputError: the benchmark is unknown or not prepared there, or its files are damaged.
-    """
-    folder = data_folder(data_dir)
-    benchmark = benchmarks.find(benchmark_name, folder)
-    if benchmark.partition == "embedded":
-        from fdc_jax.data import digits
 
-        return digits.open_digits(split)
-    # Importing TFDS takes seconds, which the digits do not need.
-    from fdc_jax.data import tfds_format
-
-    return tfds_format.open_prepared(benchmark, split, folder, cache_dir)
+NOTHING = Known({}, ())
 
 
 def task_indices(
@@ -74,6 +62,13 @@ class TaskStream:
     test_indices: Int[np.ndarray, " m"]  # into `test`, task after task
     test_tasks: Int[np.ndarray, " m"]  # task of each test image
     planned: tuple[int, ...]  # number of classes of each task, and of those that follow later
+    classes: tuple[str, ...]  # of all these tasks, as they arrive
+
+    @functools.cached_property
+    def class_checksums(self) -> dict[str, str]:
+        """What the images of each class are, as in `dataset.class_checksums`, as classes arrive."""
+        found = class_checksums(self.train, self.test)
+        return {name: found[name] for name in self.classes}
 
     @property
     def positions(self) -> Int[np.ndarray, " k"]:
@@ -107,8 +102,39 @@ class TaskStream:
         return self.positions[self.test.labels[self.test_indices]]
 
 
+def open_stream(config: Any, cache: Path, known: Known = NOTHING, quiet: bool = True) -> TaskStream:
+    """Opens the images of a configuration and divides them into tasks; see `build`.
+
+    Args:
+        config: the configuration, whose benchmark has a name.
+        cache: as of `sources.open_splits`.
+        known: what the run knows from before.
+        quiet: show no progress.
+    """
+    data = config.data
+    train, test = sources.open_splits(
+        config.benchmark,
+        cache,
+        source=data.source,
+        data_dir=data.dir,
+        test_share=data.test_share,
+        workers=data.workers,
+        quiet=quiet,
+    )
+    return build(
+        train,
+        test,
+        class_order_seed=config.class_order_seed,
+        classes_per_task=config.classes_per_task,
+        train_per_class=data.train_per_class,
+        test_per_class=data.test_per_class,
+        class_order=config.class_order,
+        num_tasks=config.num_tasks,
+        known=known,
+    )
+
+
 def build(
-    benchmark: benchmarks.Benchmark,
     train: Dataset,
     test: Dataset,
     class_order_seed: int,
@@ -117,36 +143,39 @@ def build(
     test_per_class: int = 0,
     class_order: Sequence[str] = (),
     num_tasks: int = 0,
+    known: Known = NOTHING,
 ) -> TaskStream:
-    """Checks the data against the benchmark's entry and divides them into tasks.
+    """Checks the data, those of a benchmark against its entry, and divides them into tasks.
 
     Args:
-        benchmark: entry of the benchmark.
         train: all training images.
         test: all test images.
         class_order_seed: as in `benchmarks.class_order`; PILOT uses 1993.
         classes_per_task: as in `benchmarks.task_sizes`.
         train_per_class: images of each class, 0 for all.
         test_per_class: likewise.
-        class_order: names of all classes in the order in which they arrive; empty for the seed's.
+        class_order: names of all classes in the order in which they arrive; empty for the seed's,
+            which classes that are new to the run have among themselves.
         num_tasks: how many of the tasks there are for now, 0 for all.
+        known: what the run knows from before.
 
     Raises:
         InputError: counts differ from the entry; classes, names or task sizes do not add up; a
             task has no test images.
     """
-    names = train.class_names
-    benchmarks.verify(benchmark, train.labels, test.labels, names)
-    sizes = benchmarks.task_sizes(
-        benchmark.name, len(names), classes_per_task or benchmark.classes_per_task
-    )
+    name, names = train.name, train.class_names
+    benchmarks.verify(name, train.labels, test.labels, names)
+    sizes = benchmarks.task_sizes(name, len(names), classes_per_task, known.sizes)
     if class_order:
         order = benchmarks.named_order(names, class_order)
     else:
-        order = benchmarks.class_order(len(names), class_order_seed, benchmark.earlier_classes)
+        drawn = [names[label] for label in benchmarks.class_order(len(names), class_order_seed)]
+        before = [each for each in known.classes if each in set(names)]
+        label = {each: index for index, each in enumerate(names)}
+        order = np.array([label[each] for each in dict.fromkeys((*before, *drawn))])
     if num_tasks > len(sizes):
         raise InputError(
-            f"config.num_tasks: expected at most the {len(sizes)} tasks of {benchmark.name}, found "
+            f"config.num_tasks: expected at most the {len(sizes)} tasks of {name}, found "
             f"{num_tasks}"
         )
     tasks = np.split(order, np.cumsum(sizes)[:-1])[: num_tasks or None]
@@ -154,8 +183,8 @@ def build(
     for task, indices in enumerate(test_indices):
         if not len(indices):
             raise InputError(
-                f"{benchmark.name}: expected test images in every task, found none in task "
-                f"{task + 1}, of class {', '.join(names[label] for label in tasks[task][:5])}"
+                f"{name}: expected test images in every task, found none in task {task + 1}, of "
+                f"class {', '.join(names[label] for label in tasks[task][:5])}"
             )
     return TaskStream(
         train=train,
@@ -166,4 +195,5 @@ def build(
         test_indices=np.concatenate(test_indices),
         test_tasks=np.repeat(np.arange(len(tasks)), [len(part) for part in test_indices]),
         planned=sizes,
+        classes=tuple(names[label] for label in order),
     )

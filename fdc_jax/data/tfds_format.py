@@ -1,6 +1,7 @@
-"""Prepared data on disk: opening and writing; the only module that knows TensorFlow Datasets.
+"""Data that TensorFlow Datasets has prepared; the only module that knows that package.
 
-TensorFlow is neither needed nor imported: data are stored as array_record files.
+TensorFlow is neither needed nor imported: array_record files are read by random access, TFRecord
+files by the places of their records.
 """
 
 from __future__ import annotations
@@ -8,44 +9,65 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow_datasets as tfds
-from tensorflow_datasets.core import dataset_info
 
-from fdc_jax.data import benchmarks, dataset, images
-from fdc_jax.errors import InputError, Program
+from fdc_jax.data import images
+from fdc_jax.data.dataset import Dataset, default_workers, name_of
+from fdc_jax.errors import InputError
 from fdc_jax.machine.files import read_npz, write_npz
 
 _CHUNK = 256
-_IMAGES_PER_FILE = 5000
+_TEXT = tfds.features.Text
+
+
+def find(name: str, data_dir: Path) -> Path | None:
+    """Returns the folder of the newest version of a prepared data set; None if there is none.
+
+    Raises:
+        InputError: there are several configurations of it.
+    """
+    # A folder may hold several configurations, and each of them versions.
+    below = data_dir / name
+    patterns = ("*/dataset_info.json", "*/*/dataset_info.json")
+    found = [path.parent for pattern in patterns for path in below.glob(pattern)]
+    if len({folder.parent for folder in found}) > 1:
+        places = ", ".join(sorted({folder.parent.name for folder in found}))
+        raise InputError(f"{below}: expected one configuration, found {places}")
+
+    def version(folder: Path) -> list[int]:
+        return [int(number) for number in re.findall(r"\d+", folder.name)]
+
+    return max(found, key=version, default=None)
 
 
 def open_prepared(
-    benchmark: benchmarks.Benchmark,
-    split: str,
-    data_dir: Path,
-    cache_dir: str | os.PathLike[str] | None = None,
-) -> dataset.Dataset:
-    """Opens one split of a prepared benchmark; see `task_stream.open_dataset`."""
-    folder = benchmark.folder(data_dir)
-    if not benchmark.is_prepared(data_dir):
-        raise InputError(
-            f"{benchmark.name} is not prepared: expected it in {folder}; prepare it with: "
-            f"{Program.typed('data.prepare')} {benchmark.name} --data_dir={data_dir} "
-            f"--source=PATH, where PATH is {benchmark.obtain}"
-        )
+    split: str, folder: Path, name: str, cache: Path, partition: str, upright: bool
+) -> Dataset:
+    """Opens one split of prepared data; images come by record identifier, or by class and name.
+
+    Args:
+        split: "train" or "test".
+        folder: as `find` gives it.
+        name: of the data set.
+        cache: folder where what reading whole files found is kept.
+        partition: how the data were divided, for results.
+        upright: whether to turn images as their EXIF data say.
+
+    Raises:
+        InputError: it is damaged, or does not hold images and their classes.
+    """
     try:
         builder: Any = tfds.builder_from_directory(str(folder))
-        stored = builder.info.splits[dataset.name_of(split, builder.info.splits)]
+        stored = builder.info.splits[name_of(split, builder.info.splits)]
         keys = _Keys.of(builder.info)
         decoders = {keys.image: tfds.decode.SkipDecoding()}
         if builder.info.file_format is tfds.core.FileFormat.TFRECORD:
@@ -60,18 +82,9 @@ def open_prepared(
     missing = ", ".join(shard.name for shard in shards if not shard.is_file())
     if missing:
         raise InputError(f"{folder}: expected the files {missing}, found none")
-    kept = benchmarks.metadata(folder)
-    found = kept.get("partition", benchmark.partition)
-    if found != benchmark.partition:
-        raise InputError(
-            f"{folder / 'metadata.json'}: expected partition {benchmark.partition} for "
-            f"{benchmark.name}, found {found}"
-        )
-    index = _remembered(
-        *(shards, f"{split}-index", cache_dir),
-        lambda: _index(f"{folder}: split {split}", records, keys, benchmark.partition == "tfds"),
-    )
-    labels, positions, ids = index["labels"], index["positions"], tuple(index["ids"].tolist())
+    kept = functools.partial(_remembered, shards, cache, f"{name}-{split}")
+    index = kept("index", lambda: _index(f"{folder}: split {split}", records, keys))
+    positions = index["positions"]
 
     def read(index: int) -> bytes:
         try:
@@ -80,26 +93,24 @@ def open_prepared(
             described = f"{opened.describe(index)}: cannot read the record in {folder}"
             raise InputError(f"{described}: {_one_line(error)}") from error
 
-    def checksum() -> str:
-        with contextlib.suppress(KeyError, TypeError):
-            return kept["images_sha256"][split]
-        # Not prepared by this version: every image is decoded, once.
-        found = _remembered(
-            *(shards, f"{split}-images", cache_dir),
-            lambda: {"sha256": np.array(_decoded_sha256(opened))},
-        )
-        return str(found["sha256"])
+    def look() -> dict[str, np.ndarray]:
+        def pixels(index: int) -> bytes:
+            return images.pixels_sha256(opened.image(index))
 
-    opened = dataset.Dataset(
-        name=benchmark.name,
+        with ThreadPoolExecutor(default_workers()) as pool:
+            hashes = b"".join(pool.map(pixels, range(len(opened))))
+        return {"sha256": np.frombuffer(hashes, np.uint8).reshape(-1, 32)}
+
+    opened = Dataset(
+        name=name,
         split=split,
-        partition=benchmark.partition,
-        labels=labels,
-        ids=ids,
+        partition=partition,
+        labels=index["labels"],
+        ids=tuple(index["ids"].tolist()),
         class_names=class_names,
         read=read,
-        compute_checksum=checksum,
-        earlier_checksums=tuple(each["images_sha256"][split] for each in kept.get("earlier", [])),
+        upright=upright,
+        pixel_hashes=lambda: [each.tobytes() for each in kept("images", look)["sha256"]],
     )
     return opened
 
@@ -124,9 +135,6 @@ class _Keys(NamedTuple):
                 raise InputError(f"expected images and their classes, found the fields {fields}")
         names = [key for key in ("file_name", "id") if isinstance(features.get(key), _TEXT)]
         return _Keys(image, label, next(iter(names), ""))
-
-
-_TEXT = tfds.features.Text
 
 
 class _TFRecords:
@@ -167,36 +175,12 @@ def _one_line(error: BaseException) -> str:
     return re.sub(r"\s+", " ", str(error)).strip()[:300] or type(error).__name__
 
 
-def _decoded_sha256(opened: dataset.Dataset) -> str:
-    """Returns the checksum of a data set by decoding every image of it."""
-
-    def pixels(index: int) -> bytes:
-        return images.pixels_sha256(images.decode(opened.read(index), opened.describe(index)))
-
-    with ThreadPoolExecutor(dataset.default_workers()) as pool:
-        found = pool.map(pixels, range(len(opened)))
-        records = zip(opened.ids, opened.labels.tolist(), found, strict=True)
-        return dataset.images_sha256(opened.class_names, records)
-
-
 def _remembered(
-    shards: list[Path],
-    name: str,
-    cache_dir: str | os.PathLike[str] | None,
-    compute: Callable[[], dict[str, np.ndarray]],
+    shards: list[Path], cache: Path, name: str, what: str, compute: Callable[[], dict]
 ) -> dict[str, np.ndarray]:
-    """Returns what reading whole files found out, and keeps it until they change.
-
-    It is kept beside the data; in `cache_dir` where their folder is closed to writing, even for a
-    user who could write all the same; nowhere if that is not given.
-    """
-    folder = shards[0].parent
-    path = folder / f".fdc_jax-{name}.npz"
-    if not (folder.stat().st_mode & 0o222 and os.access(folder, os.W_OK)):
-        if cache_dir is None:
-            return compute()
-        place = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:16]
-        path = Path(cache_dir) / "data" / f"{place}-{name}.npz"
+    """Returns what reading whole files found out, and keeps it until they change."""
+    place = hashlib.sha256(os.fsencode(shards[0].parent.resolve())).hexdigest()[:16]
+    path = cache / f"{name}-{place}-{what}.npz"
     stats = [(shard.name, shard.stat()) for shard in shards]
     fingerprint = json.dumps([[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats])
     # Absent or damaged, it is made anew; without room for it, it is not kept.
@@ -210,10 +194,10 @@ def _remembered(
     return found
 
 
-def _index(place: str, records: Any, keys: _Keys, any_names: bool) -> dict[str, np.ndarray]:
+def _index(place: str, records: Any, keys: _Keys) -> dict[str, np.ndarray]:
     """Reads labels, identifiers and stored positions of all records, in the canonical order.
 
-    Records without a name of their own are called by their position, if `any_names` will do.
+    Records without a name of their own are called by their position.
     """
     labels, ids = [], []
     try:
@@ -225,66 +209,9 @@ def _index(place: str, records: Any, keys: _Keys, any_names: bool) -> dict[str, 
     except Exception as error:
         raise InputError(f"{place}: cannot read: {_one_line(error)}") from error
     if len(set(ids)) != len(ids):
-        if not any_names:
-            raise InputError(f"{place}: expected distinct record names, found repeats")
         ids = [f"{position:09d}{name and '_'}{name}" for position, name in enumerate(ids)]
     names, label = np.array(ids, np.str_), np.array(labels, np.int32)
     if (label < 0).any():
         raise InputError(f"{place}: expected the class of every image, found images without")
     positions = np.argsort(names) if keys.name == "id" else np.lexsort((names, label))
     return {"labels": label[positions], "ids": names[positions], "positions": positions}
-
-
-def features(
-    class_names: list[str], superclass_names: list[str] | None = None
-) -> tfds.features.FeaturesDict:
-    """Returns what a record holds: of an image folder, or of CIFAR-100, as TFDS prepares it."""
-    record = {
-        "image": tfds.features.Image(shape=(None, None, 3)),
-        "label": tfds.features.ClassLabel(names=class_names),
-        "file_name": tfds.features.Text(),
-    }
-    if superclass_names is not None:
-        record["id"] = record.pop("file_name")
-        record["image"] = tfds.features.Image(shape=(32, 32, 3))
-        record["coarse_label"] = tfds.features.ClassLabel(names=superclass_names)
-    return tfds.features.FeaturesDict(record)
-
-
-def write(
-    folder: Path,
-    benchmark: benchmarks.Benchmark,
-    class_names: list[str],
-    superclass_names: list[str] | None,
-    records: Mapping[str, Iterator[dict[str, Any]]],
-) -> None:
-    """Writes a data set into an empty folder as array_record files, in the order given.
-
-    `records` are, per split, one dictionary per image with the keys of `features`, the image
-    encoded.
-
-    Raises:
-        InputError: the disk is full or closed.
-    """
-    info = tfds.core.DatasetInfo(
-        builder=dataset_info.DatasetIdentity(
-            name=benchmark.tfds_name,
-            version=tfds.core.Version(benchmark.tfds_version),
-            data_dir=str(folder),
-            module_name=__name__,
-        ),
-        description=f"{benchmark.name}, {benchmark.partition} split.",
-        features=features(class_names, superclass_names),
-        supervised_keys=("image", "label"),
-        disable_shuffling=True,
-    )
-    try:
-        writer = tfds.core.SequentialWriter(info, _IMAGES_PER_FILE, file_format="array_record")
-        writer.initialize_splits(list(records))
-        for split, each in records.items():
-            while chunk := list(itertools.islice(each, _CHUNK)):
-                writer.add_examples({split: chunk})
-        writer.close_all()
-    except (OSError, RuntimeError) as error:
-        # array_record raises the latter on a full disk.
-        raise InputError(f"cannot write {folder}: {_one_line(error)}") from error

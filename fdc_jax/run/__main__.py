@@ -6,6 +6,7 @@ A configuration is a file, or the name of one of the package; in a clone `python
 same as `fdc run`.
 """
 
+import contextlib
 import difflib
 import os
 import runpy
@@ -121,7 +122,11 @@ def main(stop: errors.StopRequest) -> None:
 
     flag: Any = flags.FLAGS["config"]
     name = Path(flag.config_filename.partition(":")[0]).stem
-    name = _CONFIG.value.benchmark if name == "own" else name
+    if name == "own":
+        from fdc_jax.data import sources
+
+        with contextlib.suppress(errors.InputError):  # The program says it, in its place.
+            name = sources.name_of(_CONFIG.value.benchmark, _CONFIG.value.data.source)
     command.main(
         _CONFIG.value,
         _WORKDIR.value or f"runs/{name}",

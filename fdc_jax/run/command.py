@@ -30,6 +30,7 @@ from fdc_jax.machine.files import check_writable_folder, locked, write_json
 from fdc_jax.report import console
 from fdc_jax.run import configuration, experiment
 from fdc_jax.run.configuration import Config
+from fdc_jax.run.places import known_classes
 from fdc_jax.run.progress import Progress
 from fdc_jax.run.setup import Experiment
 from fdc_jax.run.store import Store
@@ -37,7 +38,10 @@ from fdc_jax.run.store import Store
 _log = logging.getLogger(__name__)
 
 # Settings that may differ between the hosts of one run.
-_OF_A_HOST = ("cache_dir", "data.dir", "encoder.weights", "data.workers", "data.cache_gib")
+_OF_A_HOST = (
+    *("cache_dir", "data.dir", "data.source", "encoder.weights"),
+    *("data.workers", "data.cache_gib"),
+)
 
 # Exit codes. 75 is EX_TEMPFAIL: the same command goes on from where this one stopped.
 _CODES: dict[type[Exception], int] = {InputError: 2, TrainingError: 3, Interrupted: 75}
@@ -120,7 +124,9 @@ def run(
     _check_workdir(folder, several)
     stop.poll()
     with _explained(config):
-        e = processes.together(lambda: Experiment(config, quiet))
+        sizes = configuration.flatten(config)["classes_per_task"]
+        known = known_classes(list(places.values()), sizes)
+        e = processes.together(lambda: Experiment(config, quiet, known=known))
         processes.check_same(_common(e))
         if not quiet:
             print(describe(e), file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from fdc_jax import calibration, learners
+from fdc_jax.data import sources
 from fdc_jax.errors import InputError
 from fdc_jax.model import weights
 from fdc_jax.model.vit import VARIANTS, Variant
@@ -18,6 +19,7 @@ WITHOUT_EFFECT = frozenset(
     {
         "cache_dir",
         "data.dir",
+        "data.source",
         "encoder.weights",
         "encoder.attention",
         "data.workers",
@@ -34,6 +36,7 @@ _ALLOWED: dict[str, str | tuple[str, ...]] = {
     "num_tasks": "[0, inf)",
     "precision": ("parity", "fast"),
     "encoder.image_size": "[0, inf)",
+    "data.test_share": "[0, 1)",
     "data.train_per_class": "[0, inf)",
     "data.test_per_class": "[0, inf)",
     "data.workers": "[0, inf)",
@@ -78,6 +81,7 @@ def validate(config: Config) -> None:
     Raises:
         InputError: names the field, what was expected and what was found.
     """
+    config.benchmark = sources.name_of(config.benchmark, config.data.source)
     name = config.learner.name
     learners.find(name)
     missing = learners.defaults(config.benchmark, name).keys() - config.learner.keys()
@@ -89,8 +93,6 @@ def validate(config: Config) -> None:
     def refuse(field: str, expected: str) -> None:
         raise InputError(f"config.{field}: expected {expected}, found {flat[field]!r}")
 
-    if not config.benchmark:
-        refuse("benchmark", "the name of a prepared data set")
     sizes = flat["classes_per_task"]
     several = isinstance(sizes, list) and len(sizes) > 0
     if not all(type(n) is int and n >= several for n in (sizes if several else [sizes])):

@@ -26,7 +26,14 @@ from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import read_npz, read_safetensors
 from fdc_jax.model import vit
 from fdc_jax.run.configuration import Config
-from fdc_jax.run.places import MEASURED_AGAIN, PLANNED, WRITTEN_AGAIN, Places, read_object
+from fdc_jax.run.places import (
+    MEASURED_AGAIN,
+    PLANNED,
+    WRITTEN_AGAIN,
+    Places,
+    known_of,
+    read_object,
+)
 from fdc_jax.run.setup import Experiment
 
 
@@ -76,6 +83,7 @@ class Opened(Places):
             )
         saved = read_object(self.config_file, "it says what the run is")
         self._weights_sha256, self._planned = saved.get("weights sha256"), saved.get(PLANNED)
+        self._known = known_of(saved)
         # Names with a space are no fields.
         self.config: dict[str, Any] = {
             name: value for name, value in saved.items() if " " not in name
@@ -92,7 +100,7 @@ class Opened(Places):
         if self.weights_file.exists():
             self.config["encoder.weights"] = str(self.weights_file)
         if data_dir is not None:
-            self.config["data.dir"] = data_dir
+            self.config["data.source" if self.config.get("data.source") else "data.dir"] = data_dir
         if weights is not None:
             self.config["encoder.weights"] = weights
         self._learner = learner
@@ -118,7 +126,7 @@ class Opened(Places):
                 classes = self.results["num_classes"]
                 known = task_sizes(config.benchmark, classes, config.classes_per_task)
             known = None if known is None else tuple(known)
-            e = Experiment(config, quiet=True, classes_per_task=known)
+            e = Experiment(config, quiet=True, classes_per_task=known, known=self._known)
         except (AttributeError, KeyError) as error:
             raise InputError(
                 f"{self.config_file}: lacks a field of this version: {error}"

@@ -1,17 +1,21 @@
 """Names of the files in the work directory of one seed, and the reading of its JSON objects."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fdc_jax.data.task_stream import Known
 from fdc_jax.errors import InputError
+from fdc_jax.machine import processes
 from fdc_jax.machine.files import read_json
 
 # What to do about a file that is damaged.
 WRITTEN_AGAIN = "remove it, and the run writes it again"
 MEASURED_AGAIN = "remove it, and its accuracies are measured again"
-# In config.json: names of the classes of each task, and numbers of those of all tasks to come, too.
-TASKS, PLANNED = "classes of tasks", "classes of planned tasks"
+# In config.json: checksums by name of the classes that the run knows, and the numbers of classes of
+# its tasks, both with those that are to come.
+CLASSES, PLANNED = "classes", "classes of planned tasks"
 
 
 class Places:
@@ -46,6 +50,27 @@ class Places:
         """Tasks after which something was measured."""
         paths = self.folder.glob("tasks/task_*.json")
         return sorted(int(path.stem.removeprefix("task_")) for path in paths)
+
+
+def known_of(saved: dict[str, Any]) -> Known:
+    """Returns what the `config.json` of a run says of its classes."""
+    planned = saved.get(PLANNED, [])
+    return Known(saved.get(CLASSES, {}), tuple(planned[: saved.get("num_tasks") or None]))
+
+
+def known_classes(folders: Sequence[Path], classes_per_task: int | list[int]) -> Known:
+    """Returns the most that the runs in some work directories, those of several seeds, know.
+
+    Tasks that they took in keep their sizes, unless others are wanted than before.
+    """
+
+    def read() -> list[dict[str, Any]]:
+        found = (Places(folder).config_file for folder in folders)
+        return [read_object(path, "put it back") for path in found if path.exists()]
+
+    best = max(processes.on_first(read)(), key=lambda it: len(it.get(CLASSES, {})), default={})
+    same = best.get("classes_per_task") == classes_per_task
+    return known_of(best) if same else known_of(best)._replace(sizes=())
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float
 
 from fdc_jax import calibration, learners
-from fdc_jax.data import benchmarks, dataset, task_stream
+from fdc_jax.data import task_stream
 from fdc_jax.data.batches import Batch, ByteCache, EvaluationBatches, TrainBatches
 from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extraction, Extractor, FeatureCache
@@ -35,13 +35,18 @@ class Experiment:
         quiet: show no download.
         classes_per_task: number of classes of each task, also of those that follow later, where
             data need not be at hand.
+        known: what a run that goes on knows of its classes.
 
     Raises:
         InputError: configuration, data or weights are not as expected.
     """
 
     def __init__(
-        self, config: Config, quiet: bool = False, classes_per_task: tuple[int, ...] | None = None
+        self,
+        config: Config,
+        quiet: bool = False,
+        classes_per_task: tuple[int, ...] | None = None,
+        known: task_stream.Known = task_stream.NOTHING,
     ):
         configuration.validate(config)
         self.config, encoder = config, config.encoder
@@ -58,9 +63,9 @@ class Experiment:
         cache = Path(config.cache_dir).expanduser() if config.cache_dir else weights.cache_folder()
         if config.cache_dir:
             check_writable_folder("config.cache_dir", cache)
-        self._cache = cache
+        self._cache, self._known, self._quiet = cache, known, quiet
         jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
-        known = classes_per_task is not None
+        is_opened = classes_per_task is not None
         classes_per_task = classes_per_task or self.tasks.planned
         self.num_tasks = config.num_tasks or len(classes_per_task)
         wanted = encoder.weights, encoder.variant, cache, not quiet
@@ -73,7 +78,7 @@ class Experiment:
         self.backbone = devices.replicate(self.mesh, self.pretrained.params)
         self.extract = Extractor(model, self.mesh)
         self.test_images = ByteCache(int(data.cache_gib * 2**30))
-        if not known:
+        if not is_opened:
             self._check_calibrator()
 
     def _check_calibrator(self) -> None:
@@ -93,18 +98,7 @@ class Experiment:
     @functools.cached_property
     def tasks(self) -> task_stream.TaskStream:
         """The images, divided into tasks."""
-        config, folder = self.config, dataset.data_folder(self.config.data.dir)
-        return task_stream.build(
-            benchmarks.find(config.benchmark, folder),
-            task_stream.open_dataset(config.benchmark, "train", folder, self._cache),
-            task_stream.open_dataset(config.benchmark, "test", folder, self._cache),
-            class_order_seed=config.class_order_seed,
-            class_order=config.class_order,
-            classes_per_task=config.classes_per_task,
-            train_per_class=config.data.train_per_class,
-            test_per_class=config.data.test_per_class,
-            num_tasks=config.num_tasks,
-        )
+        return task_stream.open_stream(self.config, self._cache, self._known, self._quiet)
 
     @functools.cached_property
     def pretrained_features(self) -> FeatureCache:
@@ -147,14 +141,6 @@ class Experiment:
             "training images sha256": self.tasks.train.checksum,
             "test images sha256": self.tasks.test.checksum,
         }
-
-    @property
-    def earlier_checksums(self) -> list[dict[str, str]]:
-        """What `checksums` said of the images before further classes were appended, each time."""
-        names = ("training images sha256", "test images sha256")
-        tasks = self.tasks
-        earlier = zip(tasks.train.earlier_checksums, tasks.test.earlier_checksums, strict=True)
-        return [dict(zip(names, each, strict=True)) for each in earlier]
 
     @property
     def uses_pretrained(self) -> bool:

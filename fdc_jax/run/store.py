@@ -26,7 +26,15 @@ from fdc_jax.machine.files import (
 )
 from fdc_jax.run import configuration
 from fdc_jax.run.configuration import Config
-from fdc_jax.run.places import MEASURED_AGAIN, PLANNED, TASKS, WRITTEN_AGAIN, Places, read_object
+from fdc_jax.run.places import (
+    CLASSES,
+    MEASURED_AGAIN,
+    PLANNED,
+    WRITTEN_AGAIN,
+    Places,
+    known_of,
+    read_object,
+)
 from fdc_jax.run.setup import Experiment
 
 _log = logging.getLogger(__name__)
@@ -55,10 +63,8 @@ class Store(Places):
 
     @processes.on_first
     def _claim(self, e: Experiment) -> None:
-        names = iter(e.tasks.class_names)
-        tasks = [list(itertools.islice(names, size)) for size in e.tasks.classes_per_task]
         own = configuration.flatten(self._config) | e.checksums
-        own |= {TASKS: tasks, PLANNED: list(e.setup.classes_per_task)}
+        own |= {CLASSES: e.tasks.class_checksums, PLANNED: list(e.setup.classes_per_task)}
         if not self.config_file.exists():
             if self.results_file.exists() or self.checkpoints_folder.exists():
                 raise InputError(
@@ -79,7 +85,7 @@ class Store(Places):
                         "--workdir"
                     )
         differing = configuration.differences(saved, self._config, e.checksums)
-        grown = self._grown(saved, tasks, {name for name, *_ in differing}, e)
+        grown = self._grown(saved, {name for name, *_ in differing}, e)
         differing = [each for each in differing if each[0] not in grown]
         fields = ", ".join(f"{name} was {old!r}, is {new!r}" for name, old, new in differing)
         if not all(name.startswith("fdc.") for name, _, _ in differing):
@@ -90,34 +96,33 @@ class Store(Places):
         if differing:
             self._begin_refit(fields)
         if grown:
-            self._tell_of_growth(len(saved[TASKS]), len(saved[PLANNED]), e)
+            tasks = saved.get("num_tasks") or len(saved[PLANNED])
+            self._tell_of_growth(tasks, len(saved[PLANNED]), e)
         if differing or grown:
             write_json(self.config_file, own)
 
-    def _grown(
-        self, saved: dict[str, Any], tasks: list[list[str]], differing: set[str], e: Experiment
-    ) -> set[str]:
+    def _grown(self, saved: dict[str, Any], differing: set[str], e: Experiment) -> set[str]:
         """Returns the differing fields that say no more than that the run grows by further tasks.
 
         Raises:
-            InputError: an earlier task has other classes, though no field says so.
+            InputError: classes that the run knows are gone or have other images, or a task of it
+                has other classes, though no field says so.
         """
-        before: list[list[str]] | None = saved.get(TASKS)
-        if before is None:  # Of an earlier version.
-            return set()
-        changed = [task for task, old in enumerate(before) if tasks[task : task + 1] != [old]]
-        images = {"training images sha256", "test images sha256"}
-        if changed and not differing - images:
-            old, new = before[changed[0]], tasks[changed[0]]
+        known, images = known_of(saved), {"training images sha256", "test images sha256"}
+        now = e.tasks.class_checksums
+        changed = [name for name in known.classes if known.classes[name] != now.get(name)]
+        if changed and not differing - images - configuration.TASKS:
+            found = "other images" if changed[0] in now else "no such class"
             raise InputError(
-                f"{self.folder}: expected in task {changed[0] + 1} the classes {', '.join(old)}, "
-                f"as before; found {', '.join(new)}; give the size of every task as "
-                "config.classes_per_task, or choose another --workdir"
+                f"{self.folder}: expected the class {changed[0]} of {e.config.benchmark} as this "
+                f"run knows it, found {found}; put it back, or choose another --workdir"
             )
-        if changed:
+        names = iter(now)
+        tasks = [list(itertools.islice(names, size)) for size in e.tasks.planned]
+        differ = [old for task, old in enumerate(known.tasks) if tasks[task : task + 1] != [old]]
+        if not known.classes or changed or differ or e.num_tasks < len(known.tasks):
             return set()
-        known = ({name: saved.get(name) for name in each} == each for each in e.earlier_checksums)
-        return differing & (configuration.TASKS | images if any(known) else configuration.TASKS)
+        return differing & (configuration.TASKS | images)
 
     def _tell_of_growth(self, tasks: int, planned: int, e: Experiment) -> None:
         if tasks < e.num_tasks:

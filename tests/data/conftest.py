@@ -52,7 +52,7 @@ def plain_source():
             ids=tuple(f"image_{i}" for i in range(n)),
             class_names=tuple(map(str, range(num_classes))),
             read=read or encoded.__getitem__,
-            compute_checksum=lambda: "0" * 64,
+            pixel_hashes=lambda: [bytes(32)] * n,
         )
 
     return make

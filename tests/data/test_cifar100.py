@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
-from PIL import Image
 
-from fdc_jax.data import benchmarks, cifar100, prepare, task_stream
+from fdc_jax.data import benchmarks, cifar100, images, sources
 from fdc_jax.errors import InputError
 
 FINE = sorted(f"class_{i:03d}" for i in range(100))
@@ -49,64 +48,43 @@ LABELS = {"train": [*range(100), 7, 3], "test": [*range(99, -1, -1)]}
 
 
 @pytest.fixture
-def cifar(tmp_path, tiny_benchmark):
+def cifar(tmp_path, tiny_benchmark, monkeypatch):
     """A synthetic archive, its pixels, and cifar100's row shrunk to it."""
     content, pixels = archive_bytes(LABELS)
     archive = tmp_path / "raw" / cifar100.ARCHIVE_NAME
     archive.parent.mkdir()
     archive.write_bytes(content)
-    tiny_benchmark(
-        "cifar100",
-        num_train=102,
-        num_test=100,
-        task_test_counts=(5,) * 20,
-        checksums={"sha256": hashlib.sha256(content).hexdigest()},
-    )
+    tiny_benchmark("cifar100", num_train=102, num_test=100, task_test_counts=(5,) * 20)
+    monkeypatch.setattr(cifar100, "SHA256", hashlib.sha256(content).hexdigest())
     return archive, pixels
 
 
-def assert_is_cifar(data_dir, pixels):
-    for split in ("train", "test"):
-        source = task_stream.open_dataset("cifar100", split, data_dir)
-        assert list(source.ids) == [f"{split}_{i:05d}" for i in range(len(LABELS[split]))]
-        assert source.labels.tolist() == LABELS[split]
-        assert source.class_names == tuple(FINE)
-        for index, planes in enumerate(pixels[split]):
-            with Image.open(io.BytesIO(source.read(index))) as image:
-                assert image.format == "PNG"
-                np.testing.assert_array_equal(np.asarray(image), planes.transpose(1, 2, 0))
+def assert_is_cifar(splits, pixels):
+    for split in splits:
+        name = split.split
+        assert list(split.ids) == [f"{name}_{i:05d}" for i in range(len(LABELS[name]))]
+        assert split.labels.tolist() == LABELS[name]
+        assert split.class_names == tuple(FINE)
+        for index, planes in enumerate(pixels[name]):
+            np.testing.assert_array_equal(split.image(index), planes.transpose(1, 2, 0))
+        hashes = [images.pixels_sha256(split.image(index)) for index in range(len(split))]
+        assert split.pixel_hashes() == hashes
+        benchmarks.verify("cifar100", *(each.labels for each in splits), FINE)
 
 
-@pytest.mark.parametrize("folder", [False, True])
-def test_the_archive_becomes_what_tfds_expects(tmp_path, cifar, folder):
+def test_the_archive_is_read_and_unpacked_once(tmp_path, cifar):
     archive, pixels = cifar
-    source = archive.parent if folder else archive
-    prepared = prepare.prepare("cifar100", source, tmp_path, quiet=True)
-    assert_is_cifar(tmp_path, pixels)
-    assert prepare.prepare("cifar100", source, tmp_path, quiet=True) == prepared
-    examples = tfds.data_source("cifar100", split="test", data_dir=tmp_path)
-    assert len(examples) == 100
-    example = examples[30]
-    assert set(example) == {"id", "image", "label", "coarse_label"}
-    assert example["id"] == b"test_00030"
-    assert (int(example["label"]), int(example["coarse_label"])) == (69, 13)
-    np.testing.assert_array_equal(example["image"], pixels["test"][30].transpose(1, 2, 0))
-    builder = tfds.builder("cifar100", data_dir=tmp_path)
-    assert builder.info.features["label"].names == FINE
-    assert builder.info.splits["train"].num_examples == 102
-
-
-def test_an_archive_with_another_checksum_is_refused(tmp_path, cifar):
-    archive, _ = cifar
-    archive.write_bytes(archive.read_bytes() + b"\0")
-    with pytest.raises(InputError, match=r"expected SHA-256 [0-9a-f]{64}, found [0-9a-f]{64}"):
-        prepare.prepare("cifar100", archive, tmp_path / "data", quiet=True)
+    splits = sources.open_splits("cifar100", tmp_path / "cache", source=str(archive))
+    assert_is_cifar(splits, pixels)
+    (folder,) = (tmp_path / "cache" / "data").glob("cifar*")
+    unchanged = (folder / "cifar-100-binary" / "test.bin").stat().st_ino
+    sources.open_splits("cifar100", tmp_path / "cache", source=str(archive))
+    assert (folder / "cifar-100-binary" / "test.bin").stat().st_ino == unchanged
 
 
 def test_published_checksum_is_the_one_of_tfds():
     path = Path(tfds.__file__).parent / "url_checksums" / "cifar100.txt"
-    row = benchmarks.BENCHMARKS["cifar100"]
-    expected = [row.obtain, "168513733", row.checksums["sha256"], cifar100.ARCHIVE_NAME]
+    expected = [cifar100.URL, "168513733", cifar100.SHA256, cifar100.ARCHIVE_NAME]
     assert path.read_text().split() == expected
 
 
@@ -125,14 +103,18 @@ def serving(folder):
         server.shutdown()
 
 
-def test_download(tmp_path, cifar, tiny_benchmark):
+def test_it_is_downloaded_at_the_first_start(tmp_path, cifar, monkeypatch):
     archive, pixels = cifar
+
+    def opened(cache):
+        return sources.open_splits("cifar100", tmp_path / cache, data_dir=str(tmp_path))
+
     with serving(archive.parent) as address:
-        row = tiny_benchmark("cifar100", obtain=f"{address}/{archive.name}")
-        prepare.prepare("cifar100", None, tmp_path / "a", quiet=True)
-        tiny_benchmark("cifar100", checksums={"sha256": "0" * 64})
-        with pytest.raises(InputError, match=f"cannot download {row.obtain}"):
-            prepare.prepare("cifar100", None, tmp_path / "b", quiet=True)
-    assert_is_cifar(tmp_path / "a", pixels)
-    assert (tmp_path / "a" / "downloads" / cifar100.ARCHIVE_NAME).is_file()
-    assert list((tmp_path / "b" / "downloads").iterdir()) == []
+        monkeypatch.setattr(cifar100, "URL", f"{address}/{archive.name}")
+        assert_is_cifar(opened("a"), pixels)
+        assert (tmp_path / "a" / "data" / cifar100.ARCHIVE_NAME).is_file()
+        monkeypatch.setattr(cifar100, "SHA256", "0" * 64)
+        with pytest.raises(InputError, match=f"cannot download {address}.* config.data.source$"):
+            opened("b")
+    monkeypatch.setattr(cifar100, "SHA256", hashlib.sha256(archive.read_bytes()).hexdigest())
+    assert_is_cifar(opened("a"), pixels)  # The server is gone.

@@ -1,19 +1,18 @@
 import numpy as np
 from sklearn.datasets import load_digits
 
-from fdc_jax.data import benchmarks, digits, images, task_stream
+from fdc_jax.data import benchmarks, digits, sources
 
 
 def test_splits_are_those_of_the_table():
-    train, test = digits.open_digits("train"), digits.open_digits("test")
-    row = benchmarks.BENCHMARKS["digits"]
-    benchmarks.verify(row, train.labels, test.labels, train.class_names)
+    train, test = digits.open_digits()
+    benchmarks.verify("digits", train.labels, test.labels, train.class_names)
     assert len({*train.ids, *test.ids}) == len(train.ids) + len(test.ids) == 1797
 
 
 def test_every_third_scan_of_a_class_is_held_out():
     labels = load_digits().target
-    train, test = digits.open_digits("train"), digits.open_digits("test")
+    train, test = digits.open_digits()
     for label in range(10):
         numbers = np.flatnonzero(labels == label)
         ids = [test.ids[i] for i in np.flatnonzero(test.labels == label)]
@@ -23,13 +22,13 @@ def test_every_third_scan_of_a_class_is_held_out():
 
 def test_images_are_enlarged_scans(tmp_path):
     scans, labels = load_digits(return_X_y=True)
-    source = task_stream.open_dataset("digits", "test", tmp_path / "nothing here")
+    train, source = sources.open_splits("digits", tmp_path / "nothing here")
     assert (source.name, source.split, source.partition) == ("digits", "test", "embedded")
-    assert source.checksum != digits.open_digits("train").checksum
+    assert source.checksum != train.checksum
     for index in (0, 100, 595):
         number = int(source.ids[index].removeprefix("digit_"))
         assert labels[number] == source.labels[index]
-        image = images.decode(source.read(index), "x")
+        image = source.image(index)
         assert image.size == (32, 32)
         grey = np.asarray(image, np.float64)
         assert (grey == grey[..., :1]).all() and grey.max() > 200

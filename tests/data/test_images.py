@@ -7,7 +7,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import ExifTags, Image, ImageOps
 from scipy import stats
 
 from fdc_jax.data import images
@@ -219,11 +219,22 @@ def test_the_checksum_is_of_size_and_pixels(photo, encode):
     assert len({images.pixels_sha256(each) for each in (image, changed, shaped)}) == 3
 
 
-def test_decode_leaves_exif_rotation_alone(photo, encode):
-    image = photo(30, 10)
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    assert images.decode(encode(image, exif=exif), "x").size == (30, 10)
+@pytest.mark.parametrize("file_format", ["PNG", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photographs_are_turned_upright_where_asked(photo, encode, file_format, orientation):
+    image, exif = photo(30, 10), Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    content = encode(image, file_format, exif=exif)
+    expected = ImageOps.exif_transpose(Image.open(io.BytesIO(content)))
+    np.testing.assert_array_equal(images.decode(content, "x", upright=True), expected)
+    if file_format != "TIFF":  # Pillow turns these itself.
+        np.testing.assert_array_equal(images.decode(content, "x"), image)
+
+
+@pytest.mark.filterwarnings("ignore:Corrupt EXIF")
+def test_a_damaged_orientation_is_none(photo, encode):
+    content = encode(photo(30, 10), "JPEG", exif=b"Exif\0\0II*\0" + b"\xff" * 9)
+    assert images.decode(content, "x", upright=True).size == (30, 10)
 
 
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP"])

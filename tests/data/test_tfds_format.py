@@ -1,196 +1,235 @@
+"""Data that TFDS prepared, as array_record and as TFRecord: order, what is kept, and damage."""
+
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
+import shutil
+import struct
 
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
-from array_record.python.array_record_module import ArrayRecordReader
 
-from fdc_jax.data import benchmarks, dataset, images, task_stream, tfds_format
+from fdc_jax.data import dataset, images, sources
 from fdc_jax.errors import InputError
 
-# As a string "a-b/1.png" comes before "a/9.png", but class "a" before class "a-b".
-CLASSES = ["a", "a-b", "c"]
-REPOSITORY = Path(__file__).resolve().parents[2]
+CLASSES = ("tulip", "rose", "lily")
 
 
-def write(folder, examples, class_names=CLASSES):
+def crc32c(content):
+    """The checksum of TFRecord files, bit by bit."""
+    value = 0xFFFFFFFF
+    for byte in content:
+        value ^= byte
+        for _ in range(8):
+            value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
+    value ^= 0xFFFFFFFF
+    return struct.pack("<I", ((value >> 15 | value << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def by_tfds(
+    folder,
+    photo,
+    encode,
+    file_format="array_record",
+    splits=("train", "test"),
+    label="label",
+    names=False,
+):
+    """Prepares ten images of three classes as TFDS does, of a builder that names images or not."""
+    features = tfds.features.FeaturesDict(
+        {
+            "image": tfds.features.Image(shape=(None, None, 3)),
+            "label": tfds.features.ClassLabel(names=["tulip", "rose", "lily"]),
+            "bright": tfds.features.Scalar(np.float32),
+            **({"file_name": tfds.features.Text()} if names else {}),
+        }
+    )
+    info = tfds.core.DatasetInfo(
+        builder=tfds.core.dataset_info.DatasetIdentity(
+            name="flowers", version=tfds.core.Version("2.1.1"), data_dir=str(folder), module_name=""
+        ),
+        features=features,
+        supervised_keys=("image", label),
+        disable_shuffling=True,
+    )
     folder.mkdir(parents=True)
-    records = {"train": iter(examples), "test": iter(examples[:2])}
-    row = benchmarks.BENCHMARKS["imagenet_a"]
-    tfds_format.write(folder, row, class_names, None, records)
+    examples = [
+        {
+            "image": encode(photo(8, 9, seed)),
+            "label": seed % 3,
+            "bright": seed / 10,
+            # As strings the tenth comes before the second.
+            **({"file_name": f"{seed % 3}/{12 - seed}.png"} if names else {}),
+        }
+        for seed in range(10)
+    ]
+    by_split = dict(zip(splits, (examples[:6], examples[6:]), strict=True))
+    if file_format == "array_record":
+        writer = tfds.core.SequentialWriter(info, 4, file_format=file_format)
+        writer.initialize_splits(list(by_split))
+        writer.add_examples(by_split)
+        writer.close_all()
+        return examples
+    found = []
+    for split, of_split in by_split.items():
+        template = tfds.core.ShardedFileTemplate(
+            folder, dataset_name="flowers", split=split, filetype_suffix="tfrecord"
+        )
+        shards = [of_split[:4], of_split[4:]]
+        for number, shard in enumerate(shards):
+            content = b""
+            for example in shard:
+                record = features.serialize_example(features.encode_example(example))
+                length = struct.pack("<Q", len(record))
+                content += length + crc32c(length) + record + crc32c(record)
+            name = f"flowers-{split}.tfrecord-{number:05d}-of-00002"
+            (folder / name).write_bytes(content)
+        found.append(
+            tfds.core.SplitInfo(
+                name=split,
+                shard_lengths=[len(shard) for shard in shards],
+                num_bytes=1,
+                filename_template=template,
+            )
+        )
+    info.set_splits(tfds.core.splits.SplitDict(found))
+    info.set_file_format("tfrecord")
+    info.write_to_directory(folder)
+    return examples
 
 
 @pytest.fixture
-def written(tmp_path, encode):
-    """Writes a small imagenet_a below tmp_path; returns its folder and its examples."""
-    folder = benchmarks.BENCHMARKS["imagenet_a"].folder(tmp_path)
-    examples = [
-        {
-            "image": encode(np.full((5, 4, 3), 10 * number, np.uint8)),
-            "label": label,
-            "file_name": f"{CLASSES[label]}/{number}.png",
-        }
-        for number, label in [(3, 1), (10, 0), (9, 0), (1, 1), (7, 2)]
-    ]
-    write(folder, examples)
-    (folder / "metadata.json").write_text('{"partition": "pilot"}')
-    return folder, examples
+def opened(tmp_path):
+    """Returns a function that opens a data set below `tmp_path`, with a cache."""
+
+    def call(name="flowers"):
+        return sources.open_splits(name, tmp_path / "cache", data_dir=str(tmp_path / "data"))
+
+    return call
 
 
-def opened(data_dir, split="train", **options):
-    return task_stream.open_dataset("imagenet_a", split, data_dir, **options)
+@pytest.fixture
+def written(tmp_path, photo, encode):
+    """Writes data whose images have names; returns their folder and examples."""
+    folder = tmp_path / "data/flowers/2.1.1"
+    return folder, by_tfds(folder, photo, encode, names=True)
 
 
-def test_images_are_sorted_by_class_and_name(tmp_path, written):
-    _, examples = written
-    source = opened(tmp_path)
-    assert source.ids == ("a/10.png", "a/9.png", "a-b/1.png", "a-b/3.png", "c/7.png")
-    assert source.labels.tolist() == [0, 0, 1, 1, 2]
-    by_name = {example["file_name"]: example["image"] for example in examples}
-    assert [source.read(i) for i in range(5)] == [by_name[name] for name in source.ids]
-    assert (source.partition, source.class_names) == ("pilot", tuple(CLASSES))
-    assert source.describe(3) == "imagenet_a, split train, image 3 (a-b/3.png)"
+@pytest.mark.parametrize(
+    ("file_format", "place"),
+    [("array_record", "flowers/2.1.1"), ("tfrecord", "flowers/small/2.1.1")],
+)
+def test_data_are_read_where_they_lie(tmp_path, photo, encode, opened, file_format, place):
+    folder = tmp_path / "data" / place
+    examples = by_tfds(folder, photo, encode, file_format)
+    before = sorted(folder.iterdir())
+    train, test = opened()
+    assert train.class_names == CLASSES
+    assert (train.name, train.partition, train.upright) == ("flowers", "tfds", True)
+    assert train.labels.tolist() == [0, 0, 1, 1, 2, 2] and test.labels.tolist() == [0, 0, 1, 2]
+    expected = [examples[i]["image"] for i in (6, 9, 7, 8)]
+    assert [test.read(i) for i in range(4)] == expected
+    assert len(test.checksum) == 64
+    assert sorted(folder.iterdir()) == before
 
 
-def test_the_index_is_kept_and_made_anew_when_the_data_change(tmp_path, written):
-    folder, _ = written
-    first = opened(tmp_path)
-    path = folder / ".fdc_jax-train-index.npz"
-    before = path.read_bytes()
-    again = opened(tmp_path)
-    assert path.read_bytes() == before
-    assert again.ids == first.ids and again.labels.tolist() == first.labels.tolist()
-    assert again.read(1) == first.read(1)
-    for content in (b"damaged", b""):
-        path.write_bytes(content)
-        assert opened(tmp_path).ids == first.ids
-    wrong = dict(np.load(path))
-    wrong["ids"][0] = "changed"
-    np.savez(path, **wrong)
-    assert opened(tmp_path).ids[0] == "changed"
-    os.utime(next(folder.glob("*-train.array_record*")), ns=(1, 1))
-    assert opened(tmp_path).ids == first.ids
+def test_images_are_sorted_by_class_and_name(opened, written):
+    train, _ = opened()
+    assert train.ids == ("0/12.png", "0/9.png", "1/11.png", "1/8.png", "2/10.png", "2/7.png")
+    by_name = {example["file_name"]: example["image"] for example in written[1]}
+    assert [train.read(i) for i in range(6)] == [by_name[name] for name in train.ids]
+    assert train.describe(3) == "flowers, split train, image 3 (1/8.png)"
 
 
-def test_the_checksum_of_data_prepared_elsewhere_is_computed_once(tmp_path, written):
+def test_what_reading_found_is_kept_until_the_data_change(tmp_path, opened, written):
     folder, examples = written
-    source = opened(tmp_path)
+    first = opened()[0]
     records = [
         (each["file_name"], each["label"], images.pixels_sha256(images.decode(each["image"], "")))
-        for each in examples
+        for each in examples[:6]
     ]
-    expected = dataset.images_sha256(CLASSES, records)
-    assert source.checksum == expected
-    path = folder / ".fdc_jax-train-images.npz"
-    np.savez(path, **dict(np.load(path)) | {"sha256": np.array("kept")})
-    assert source.checksum == "kept"
-    os.utime(next(folder.glob("*-train.array_record*")), ns=(1, 1))
-    assert opened(tmp_path).checksum == expected
+    assert first.checksum == dataset.images_sha256(CLASSES, records)
+    paths = {
+        what: next((tmp_path / "cache" / "data").glob(f"*-train-*-{what}.npz"))
+        for what in ("index", "images")
+    }
+    for content in (b"damaged", b""):
+        for path in paths.values():
+            path.write_bytes(content)
+        assert (opened()[0].ids, opened()[0].checksum) == (first.ids, first.checksum)
+    for what, array in (("index", "ids"), ("images", "sha256")):
+        wrong = dict(np.load(paths[what]))
+        wrong[array][0] = wrong[array][1]
+        np.savez(paths[what], **wrong)
+    again = opened()[0]
+    assert again.ids[0] == first.ids[1]
+    assert again.pixel_hashes()[0] == first.pixel_hashes()[1]
+    for shard in folder.glob("*-train.array_record*"):
+        os.utime(shard, ns=(1, 1))
+    assert (opened()[0].ids, opened()[0].checksum) == (first.ids, first.checksum)
 
 
-def test_a_folder_closed_to_writing_stays_as_it_is(tmp_path, written):
+def test_validation_stands_for_a_test_that_is_missing(tmp_path, photo, encode, opened):
+    folder = tmp_path / "data/flowers/2.1.1"
+    by_tfds(folder, photo, encode, splits=("train", "validation"))
+    assert [len(each) for each in opened()] == [6, 4]
+
+
+def test_the_newest_version_is_taken(tmp_path, photo, encode, opened, written):
     folder, _ = written
-    before = sorted(folder.iterdir())
-    folder.chmod(0o555)
-    try:
-        for cache_dir in (None, tmp_path / "cache"):
-            source = opened(tmp_path, cache_dir=cache_dir)
-            assert len(source.checksum) == 64
-        assert sorted(folder.iterdir()) == before
-        assert len(list((tmp_path / "cache" / "data").iterdir())) == 2
-        again = opened(tmp_path, cache_dir=tmp_path / "cache")
-        assert (again.ids, again.checksum) == (source.ids, source.checksum)
-    finally:
-        folder.chmod(0o755)
+    by_tfds(folder.with_name("10.0.0"), photo, encode)
+    assert opened()[0].ids[0].startswith("0000")
 
 
-def test_missing_data_tell_how_to_prepare_them(tmp_path):
-    with pytest.raises(InputError) as caught:
-        task_stream.open_dataset("imagenet_r", "test", tmp_path)
-    message = str(caught.value)
-    assert str(tmp_path / "pilot_imagenet_r" / "1.0.0") in message
-    assert f"python -m fdc_jax.data.prepare imagenet_r --data_dir={tmp_path}" in message
-    assert "\n" not in message
-
-
-@pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "metadata.json"])
-def test_damaged_descriptions(tmp_path, written, name):
+@pytest.mark.parametrize("name", ["dataset_info.json", "features.json"])
+def test_damaged_descriptions(opened, written, name):
     folder, _ = written
     (folder / name).write_text("{")
     with pytest.raises(InputError, match=re.escape(str(folder))) as caught:
-        opened(tmp_path)
+        opened()
     assert "\n" not in str(caught.value)
 
 
-def test_another_partition_is_refused(tmp_path, written):
+def test_damaged_shards(opened, written):
     folder, _ = written
-    (folder / "metadata.json").write_text('{"partition": "random80"}')
-    with pytest.raises(InputError, match="expected partition pilot for imagenet_a, found random80"):
-        opened(tmp_path)
-
-
-def test_damaged_shards(tmp_path, written):
-    folder, _ = written
-    (shard,) = folder.glob("*-train.array_record*")
+    shard = sorted(folder.glob("*-train.array_record*"))[0]
     content = shard.read_bytes()
     shard.write_bytes(content[:1000])
     with pytest.raises(InputError, match=re.escape(str(folder))):
-        opened(tmp_path)
+        opened()
     shard.write_bytes(content)
-    opened(tmp_path)
-    source = opened(tmp_path)
+    opened()
+    source = opened()[0]
     shard.unlink()
-    with pytest.raises(InputError, match=r"imagenet_a, split train, image 2 \(a-b/1\.png\)"):
-        source.read(2)
+    with pytest.raises(InputError, match=r"flowers, split train, image \d \(\d/\d+\.png\): cannot"):
+        [source.read(row) for row in range(6)]
     with pytest.raises(InputError, match=f"expected the files {re.escape(shard.name)}"):
-        opened(tmp_path)
+        opened()
 
 
-def test_large_splits_have_several_files_of_single_records(tmp_path, monkeypatch):
-    monkeypatch.setattr(tfds_format, "_IMAGES_PER_FILE", 3)
-    folder = benchmarks.BENCHMARKS["imagenet_a"].folder(tmp_path)
-    examples = [{"image": bytes([i]), "label": 0, "file_name": f"a/{i:02d}"} for i in range(11)]
-    write(folder, examples, ["a"])
-    shards = list(folder.glob("*-train.array_record-0000?"))
-    assert len(shards) == 4
-    source = opened(tmp_path)
-    assert [source.read(i) for i in range(11)] == [bytes([i]) for i in range(11)]
-    for shard in shards:
-        # Groups of records would have to be decompressed whole to read one image.
-        reader = ArrayRecordReader(str(shard))
-        assert "group_size:1," in reader.writer_options_string()
-        reader.close()
+def test_tfrecords_that_were_cut(tmp_path, photo, encode, opened):
+    by_tfds(tmp_path / "data/flowers/2.1.1", photo, encode, "tfrecord")
+    (path,) = (tmp_path / "data/flowers/2.1.1").glob("*train*-00001-*")
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(InputError, match=r"split train: .*00001-of-00002: expected whole records"):
+        opened()
 
 
-def test_tensorflow_is_never_imported(tmp_path, encode):
-    for name in ("train/a/1.png", "train/b/1.png", "test/a/1.png"):
-        (tmp_path / "raw" / name).parent.mkdir(parents=True)
-        (tmp_path / "raw" / name).write_bytes(encode(np.zeros((4, 4, 3), np.uint8)))
-    for name in ("tensorflow", "torch"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(f"raise AssertionError('{name} imported')")
-    program = f"""
-from fdc_jax.data import prepare, task_stream
-from fdc_jax.data.batches import TrainBatches
-prepare.prepare("mine", {str(tmp_path / "raw")!r}, {str(tmp_path)!r}, quiet=True)
-source = task_stream.open_dataset("mine", "train", {str(tmp_path)!r})
-assert next(iter(TrainBatches(source, [0, 1], None, 4, 0, 0, image_size=8))).weights.sum() == 2
-"""
-    subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
-        check=True,
-        timeout=120,
-    )
+def test_which_data_are_refused(tmp_path, photo, encode, opened):
+    by_tfds(tmp_path / "data/flowers/one/2.1.1", photo, encode)
+    shutil.copytree(tmp_path / "data/flowers/one", tmp_path / "data/flowers/two")
+    with pytest.raises(InputError, match="flowers: expected one configuration, found one, two"):
+        opened()
+    by_tfds(tmp_path / "data/bright/1.0.0", photo, encode, label="bright")
+    with pytest.raises(
+        InputError, match=r"expected images and their classes, found .* bright, image, label$"
+    ):
+        opened("bright")
 
 
 def test_real_cifar100(shared_asset, tmp_path):
     data_dir = shared_asset("tensorflow_datasets")
-    source = task_stream.open_dataset("cifar100", "test", data_dir, tmp_path)
+    _, source = sources.open_splits("cifar100", tmp_path, data_dir=str(data_dir))
     assert np.bincount(source.labels).tolist() == [100] * 100
     assert list(source.ids) == [f"test_{i:05d}" for i in range(10000)]
     assert source.class_names[:2] == ("apple", "aquarium_fish")
@@ -203,8 +242,7 @@ def test_real_cifar100(shared_asset, tmp_path):
         example = reference[i]
         index = source.ids.index(example["id"].decode())
         assert source.labels[index] == example["label"]
-        decoded = images.decode(source.read(index), "x")
-        np.testing.assert_array_equal(np.asarray(decoded), example["image"])
+        np.testing.assert_array_equal(source.image(index), example["image"])
 
 
 def test_the_checksum_is_of_names_labels_and_pixels_in_any_order():

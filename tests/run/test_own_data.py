@@ -1,6 +1,8 @@
 """Photographs of a user's own, from a list to predictions, also with classes that come later."""
 
 import csv
+import json
+import shutil
 import sys
 
 import numpy as np
@@ -12,7 +14,6 @@ from PIL import Image
 import fdc_jax
 from configs import own
 from fdc_jax import predict
-from fdc_jax.data import prepare
 from fdc_jax.errors import InputError
 from fdc_jax.learners import inflora
 from fdc_jax.run import configuration
@@ -20,7 +21,7 @@ from tests import small_runs
 from tests.small_runs import stopped
 
 # By name, those that come later lie between the others.
-OLD, NEW = ("oak", "ash", "yew", "box"), ("elm", "fir", "bay")
+OLD, NEW = ("ash", "box", "oak", "yew"), ("bay", "elm", "fir")
 # The largest task comes first: with the rows of heads, processors change how they round.
 ALL, SIZES = OLD + NEW, (3, 1, 3)
 SETTINGS = {
@@ -43,30 +44,32 @@ def photograph(number, rng):
     return Image.fromarray(np.clip(pixels, 0, 255).astype(np.uint8))
 
 
-def make_root(root):
-    rng = np.random.default_rng(0)
-    root.mkdir()
-    for number, name in enumerate(ALL):
+def add(root, *names):
+    """Puts classes into a folder, six photographs to train on and three to test on of each."""
+    for name in names:
+        number = ALL.index(name)
+        rng = np.random.default_rng(number)
         for index in range(9):
-            photograph(number, rng).save(root / f"{name}_{index}.png")
-    for names, listed in ((OLD, "old.csv"), (NEW, "new.csv"), (ALL, "all.csv")):
-        files = [(name, n) for name in names for n in range(9)]
-        rows = [(f"{name}_{n}.png", name, "test" if n > 5 else "train") for name, n in files]
-        with open(root / listed, "w", newline="") as file:
-            csv.writer(file).writerows([("file", "label", "split"), *rows])
+            place = root / ("test" if index > 5 else "train") / name
+            place.mkdir(parents=True, exist_ok=True)
+            photograph(number, rng).save(place / f"{index}.png")
+
+
+def make_root(root):
+    root.mkdir()
+    add(root / "trees", *ALL)
     (root / "order.txt").write_text("\n".join(ALL) + "\n")
-    prepare.prepare("trees", root / "all.csv", root / "whole", quiet=True)
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Photographs, six to train on and three to test on a class; lists of old, new and all."""
+    """The folder `trees` of photographs, and the order of its classes."""
     return small_runs.shared(tmp_path_factory, "own", make_root)
 
 
-def config(data, cache, **fields):
+def config(source, cache, **fields):
     found = own.get_config()
-    found.benchmark, found.data.dir, found.cache_dir = "trees", str(data), str(cache)
+    found.data.source, found.cache_dir = str(source), str(cache)
     found.classes_per_task = SIZES
     found.update_from_flattened_dict(SETTINGS)
     found.update_from_flattened_dict({k.replace("__", "."): v for k, v in fields.items()})
@@ -75,44 +78,44 @@ def config(data, cache, **fields):
 
 @pytest.fixture(scope="module")
 def whole(root, cache, tmp_path_factory):
-    """A run that knew all classes from the start."""
-    known = config(root / "whole", cache)
+    """A run that knew all classes from the start, in the order of those of `grown`."""
+    known = config(root / "trees", cache, class_order=ALL)
     return small_runs.shared(tmp_path_factory, "own_whole", lambda it: small_runs.run(known, it))
 
 
-def grow(root, cache, place):
-    data, workdir = root / "data", place / "end"
-    prepare.prepare("trees", root / "old.csv", data, quiet=True)
+def grow(cache, place):
+    source, workdir = place / "trees", place / "end"
+    add(source, *OLD)
     few = dict(classes_per_task=SIZES[:2])
-    first = small_runs.run(config(data, cache, num_tasks=1, **few), workdir)
+    first = small_runs.run(config(source, cache, num_tasks=1, **few), workdir)
     assert (first["num_tasks"], first["class_names"], first["num_classes"]) == (1, [*OLD[:3]], 3)
     assert first["num_test_images"] == 9
     small_runs.copied(workdir, place / "first")
-    stopped(config(data, cache, **few), workdir, 2)
+    stopped(config(source, cache, **few), workdir, 2)
     assert small_runs.events(workdir, "training")[-1]["task"] == 1
-    prepare.prepare("trees", root / "new.csv", data, append=True, quiet=True)
-    second = small_runs.run(config(data, cache, num_tasks=2), workdir)
+    add(source, *NEW)
+    second = small_runs.run(config(source, cache, num_tasks=2), workdir)
     assert (second["num_tasks"], second["class_names"]) == (2, [*OLD])
-    stopped(config(data, cache), workdir, 2)
+    stopped(config(source, cache), workdir, 2)
     assert small_runs.events(workdir, "training")[-1]["task"] == 2
     small_runs.copied(workdir, place / "amid")
-    small_runs.run(config(data, cache), workdir)
+    small_runs.run(config(source, cache), workdir)
 
 
 @pytest.fixture(scope="module")
-def grown(root, cache, tmp_path_factory):
+def grown(cache, tmp_path_factory):
     """A run that stopped after a task, was stopped in the second, got classes and stopped again.
 
     Returns the work directory of the end, and copies of it after the first task and amid the third.
     """
-    place = small_runs.shared(tmp_path_factory, "own_grown", lambda it: grow(root, cache, it))
+    place = small_runs.shared(tmp_path_factory, "own_grown", lambda it: grow(cache, it))
     return [place / name for name in ("end", "first", "amid")]
 
 
 @pytest.mark.ci
 def test_it_ends_as_if_all_had_been_known(whole, grown):
     end, first, amid = grown
-    small_runs.same_outcome(whole, end)
+    small_runs.same_outcome(whole, end, without=["class_order"])
     small_runs.nothing_done_twice(end)
     for name in ("calibrator.npz", "calibrators/calibrator_003.npz"):
         with np.load(whole / name) as expected, np.load(end / name) as found:
@@ -148,14 +151,21 @@ def test_its_earlier_results_stand_while_it_goes_on(grown, cache, monkeypatch):
     assert len(run.test_images(np.arange(3))) == 3
 
 
-def test_without_its_data_a_run_opens_and_names_photographs(whole, root, cache, monkeypatch):
+def test_without_its_data_a_run_opens_and_names_photographs(
+    whole, root, cache, monkeypatch, tmp_path
+):
     monkeypatch.setenv("FDC_JAX_CACHE", str(cache))
+    place = tmp_path / "trees"
     run = fdc_jax.open_run(whole, data_dir=str(root / "nowhere"))
+    with pytest.raises(InputError, match=r"config.data.source: .*nowhere: expected a folder or an"):
+        run.test_images(np.arange(4))
+    moved = fdc_jax.open_run(whole, data_dir=str(shutil.copytree(root / "trees", place)))
+    assert len(moved.test_images(np.arange(4))) == 4
     assert list(run.class_names) == list(ALL)
     assert len(run.heads()) == 3 and run.experiment.setup.classes_per_task == SIZES
-    with pytest.raises(InputError, match=r"benchmark must be one of .*nowhere; found 'trees'"):
-        run.test_images(np.arange(4))
-    found = predict.predict(run, [root / f"{name}_{n}.png" for name in ALL for n in (6, 7, 8)])
+    found = predict.predict(
+        run, [root / f"trees/test/{name}/{n}.png" for name in ALL for n in (6, 7, 8)]
+    )
     expected = np.array(ALL)[run.predictions["fdc_label"]]
     np.testing.assert_array_equal(found["class"], expected)
 
@@ -165,8 +175,13 @@ REFUSED = [
     (dict(num_tasks=4), r"config.num_tasks: expected at most the 3 tasks of trees, found 4"),
     (dict(num_tasks=-1), r"config.num_tasks: expected a whole number in \[0, inf\), found -1"),
     (dict(classes_per_task=(3, 3, 1)), r"classes_per_task was \[3, 1, 3\], is \[3, 3, 1\];"),
-    (dict(class_order=(*OLD[1::-1], *OLD[2:], *NEW)), r"class_order was \[\], is \['ash', 'oak',"),
-    (dict(class_order_seed=7), "class_order_seed was -1, is 7;"),
+    (
+        dict(class_order=(*OLD[1::-1], *OLD[2:], *NEW)),
+        r"class_order was \['ash', 'box', 'oak', .*, is \['box', 'ash',",
+    ),
+    (dict(class_order=(), class_order_seed=7), "class_order_seed was -1, is 7;"),
+    (dict(data__test_share=0.3), "data.test_share was 0.2, is 0.3;"),
+    (dict(benchmark="wood"), "benchmark was 'trees', is 'wood';"),
     (dict(train__epochs=3), "another configuration: train.epochs was 2, is 3;"),
 ]
 
@@ -176,25 +191,57 @@ def test_what_is_no_continuation_is_refused(root, whole, cache, tmp_path, fields
     workdir = small_runs.copied(whole, tmp_path / "run")
     before = (workdir / "config.json").read_bytes()
     with pytest.raises(InputError, match=message):
-        small_runs.run(config(root / "whole", cache, **fields), workdir)
+        small_runs.run(config(root / "trees", cache, **dict(class_order=ALL) | fields), workdir)
     assert (workdir / "config.json").read_bytes() == before
     small_runs.same_outcome(workdir, whole)
 
 
-@pytest.mark.ci
-def test_other_images_and_other_sizes_are_refused(root, grown, cache, tmp_path):
-    """Of data that did not grow from those of the run, and where the last task would get more."""
-    first = small_runs.copied(grown[1], tmp_path / "first")
-    with pytest.raises(InputError, match=r"configuration: test images sha256 was '.*', is '.*'"):
-        small_runs.run(config(root / "whole", cache), first)
-    workdir = tmp_path / "uneven"
-    prepare.prepare("trees", root / "new.csv", tmp_path / "data", quiet=True)
-    uneven = config(tmp_path / "data", cache, classes_per_task=2)
-    stopped(uneven, workdir, 2)
-    prepare.prepare("trees", root / "old.csv", tmp_path / "data", append=True, quiet=True)
-    message = r"expected in task 2 the classes bay, as before; found bay, oak; give the size of ev"
+def removed(root):
+    shutil.rmtree(root / "test" / "box")
+    shutil.rmtree(root / "train" / "box")
+
+
+def changed(root):
+    shutil.copy(root / "train" / "oak" / "0.png", root / "train" / "box" / "3.png")
+
+
+def added(root):
+    shutil.copy(root / "train" / "oak" / "0.png", root / "test" / "box" / "9.png")
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [(removed, "no such class"), (changed, "other images"), (added, "other images")],
+)
+def test_a_class_that_a_run_knows_stays_as_it_is(grown, cache, tmp_path, change, found):
+    """Even one that it has not learned yet, and with further classes beside it."""
+    first, source = small_runs.copied(grown[1], tmp_path / "first"), tmp_path / "trees"
+    add(source, *OLD, *NEW)
+    change(source)
+    before = (first / "config.json").read_bytes()
+    message = rf"first: expected the class box of trees as this run knows it, found {found}; put it"
+    sizes = (*SIZES[:2], 2) if change is removed else SIZES
     with pytest.raises(InputError, match=message):
-        small_runs.run(uneven, workdir)
+        small_runs.run(config(source, cache, classes_per_task=sizes), first)
+    assert (first / "config.json").read_bytes() == before
+
+
+def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
+    """Those that it knows keep their tasks, also where the last one was not full."""
+    source, workdir = tmp_path / "trees", tmp_path / "run"
+    command = config(source, cache, classes_per_task=2)
+    kept = []
+    for names in (NEW, OLD):
+        add(source, *names)
+        stopped(command, workdir, 2)
+        kept.append(json.loads((workdir / "config.json").read_text()))
+    assert [each["classes of planned tasks"] for each in kept] == [[2, 1], [2, 1, 2, 2]]
+    assert [list(each["classes"]) for each in kept] == [[*NEW], [*NEW, *OLD]]
+    assert kept[1]["classes"].items() > kept[0]["classes"].items()
+    # Other sizes are another run.
+    message = "classes_per_task was 2, is 3; choose"
+    with pytest.raises(InputError, match=message):
+        small_runs.run(config(source, cache, classes_per_task=3), workdir)
 
 
 @pytest.mark.ci
@@ -202,7 +249,8 @@ def test_the_same_tasks_in_other_words_are_the_same_and_reported(root, grown, ca
     """The report has the user's names, and no number of the paper."""
     workdir = small_runs.copied(grown[0], tmp_path / "run")
     order = (str(root / "order.txt"),)
-    same = config(root / "data", cache, num_tasks=3, class_order=order, report=True)
+    source = grown[0].parent / "trees"
+    same = config(source, cache, num_tasks=3, class_order=order, report=True)
     assert small_runs.run(same, workdir) == small_runs.results(grown[0])
     page = (workdir / "report" / "report.html").read_text()
     assert "Cumulative-LoRA on trees" in page and "--config.benchmark=trees" in page
@@ -212,14 +260,14 @@ def test_the_same_tasks_in_other_words_are_the_same_and_reported(root, grown, ca
         assert all("paper" not in row for row in rows), table.name
 
 
-def test_who_plans_ahead_says_so(root, cache, tmp_path, caplog):
+def test_who_plans_ahead_says_so(cache, tmp_path, caplog):
     """InfLoRA protects the more the more of its tasks are done."""
-    data = tmp_path / "data"
-    prepare.prepare("trees", root / "old.csv", data, quiet=True)
-    few = config(data, cache, classes_per_task=SIZES[:2], learner__name="inflora")
+    source = tmp_path / "trees"
+    add(source, *OLD)
+    few = config(source, cache, classes_per_task=SIZES[:2], learner__name="inflora")
     stopped(few, tmp_path / "run", 2)
-    prepare.prepare("trees", root / "new.csv", data, append=True, quiet=True)
-    more = config(data, cache, learner__name="inflora")
+    add(source, *NEW)
+    more = config(source, cache, learner__name="inflora")
     stopped(more, tmp_path / "run", 2)
     assert f"was planned for 2 tasks, is for 3; {inflora.TASK_COUNT}: a run that" in caplog.text
     caplog.clear()
@@ -233,7 +281,8 @@ def test_who_plans_ahead_says_so(root, cache, tmp_path, caplog):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(benchmark=""), "config.benchmark: expected the name of a prepared data set, found"),
+        (dict(data__source=""), "config.data.source: expected a folder or an archive of images, "),
+        (dict(data__test_share=1.0), r"data.test_share: expected a number in \[0, 1\), found 1.0"),
         (dict(classes_per_task=-1), "classes_per_task: expected a whole number, or a list"),
         (dict(classes_per_task=(3, 0, 3)), r"classes_per_task: expected .* found \[3, 0, 3\]"),
         (dict(classes_per_task="five"), "classes_per_task: expected a whole number.* 'five'"),
@@ -243,13 +292,13 @@ def test_who_plans_ahead_says_so(root, cache, tmp_path, caplog):
 )
 def test_settings_that_are_refused(fields, message):
     with pytest.raises(InputError, match=message):
-        configuration.validate(config("data", "cache", **fields))
+        configuration.validate(config("trees", "cache", **fields))
 
 
 def test_an_order_is_read_from_its_file(tmp_path, monkeypatch):
     """And sizes of tasks from the command line."""
     given, order = flags.FlagValues(), tmp_path / "order.txt"
-    fields = ("benchmark=trees", "classes_per_task=3,1,3", f"class_order={order}")
+    fields = ("data.source=trees", "classes_per_task=3,1,3", f"class_order={order}")
     arguments = ["main.py", *(f"--config.{field}" for field in fields)]
     monkeypatch.setattr(sys, "argv", arguments)
     config_flags.DEFINE_config_dict("config", own.get_config(), flag_values=given)
@@ -261,4 +310,4 @@ def test_an_order_is_read_from_its_file(tmp_path, monkeypatch):
     for content, message in ((b"", "found nothing"), (b"oak\n", "found oak"), (b"\xff\n", "read")):
         order.write_bytes(content)
         with pytest.raises(InputError, match=f"config.class_order: .*{message}"):
-            configuration.validate(config("data", "cache", class_order=(str(order),)))
+            configuration.validate(config("trees", "cache", class_order=(str(order),)))

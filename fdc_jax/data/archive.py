@@ -1,0 +1,93 @@
+"""Archives, zip or tar: unpacked once into the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from fdc_jax.errors import InputError
+
+_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
+
+
+def stem(name: str) -> str:
+    """Returns the name of a file without what says that it is an archive."""
+    return next((name[: -len(each)] for each in _SUFFIXES if name.lower().endswith(each)), name)
+
+
+def unpacked(archive: Path, cache: Path) -> Path:
+    """Returns the folder in `cache` that holds the contents of an archive as it is now.
+
+    Raises:
+        InputError: it is no archive or damaged, would write elsewhere, or the disk is full.
+    """
+    found = archive.stat()
+    state = f"{os.path.abspath(archive)} {found.st_size} {found.st_mtime_ns}"
+    digits = hashlib.sha256(os.fsencode(state)).hexdigest()[:16]
+    folder = cache / f"{stem(archive.name)}-{digits}"
+    if folder.is_dir():
+        return folder
+    try:
+        # A folder that a killed process left has another name, and goes.
+        for stale in cache.glob(f".{folder.name}-*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix=f".{folder.name}-") as scratch:
+            _extract(archive, Path(scratch) / "all")
+            os.rename(Path(scratch) / "all", folder)
+    except (
+        *(OSError, EOFError, RuntimeError, NotImplementedError),
+        *(zlib.error, zipfile.BadZipFile, tarfile.TarError),
+    ) as error:
+        raise InputError(f"{archive}: cannot unpack: {error}") from error
+    return folder
+
+
+def _extract(archive: Path, destination: Path) -> None:
+    destination.mkdir()
+    if zipfile.is_zipfile(archive):
+        with zipfile.ZipFile(archive) as packed:
+            _check_space(destination, sum(each.file_size for each in packed.infolist()))
+            packed.extractall(destination)
+    elif tarfile.is_tarfile(archive):
+        with tarfile.open(archive) as packed:
+            _check_space(destination, sum(each.size for each in packed))
+            packed.extractall(destination, filter="data")
+    else:
+        raise InputError(f"{archive}: expected a folder, or a zip or tar archive of one")
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise InputError(
+            f"{folder.parent}: expected {needed / 2**30:.2f} GiB of free space, found "
+            f"{free / 2**30:.2f}"
+        )
+
+
+@contextlib.contextmanager
+def alone(cache: Path, name: str) -> Iterator[None]:
+    """Keeps other processes from working on a data set in the cache; they wait.
+
+    Raises:
+        InputError: nothing can be written there.
+    """
+    path = cache / f".{name}.lock"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = open(path, "w")
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    with lock:
+        with contextlib.suppress(OSError):  # Some file systems have no locks.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,346 @@
+"""A folder of images as a data set: what lies in it, its division, and one look at every image.
+
+What a look found is kept in the cache by size and time of change, so that only new and changed
+images are looked at again.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import logging
+import os
+import stat
+import unicodedata
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from fdc_jax.data import images
+from fdc_jax.data.dataset import TEST_NAMES, Dataset, default_workers, name_of
+from fdc_jax.errors import InputError, counted
+from fdc_jax.machine.files import read_object, write_json
+
+_log = logging.getLogger(__name__)
+
+# The file names that torchvision's ImageFolder, and so PILOT, takes for images.
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+
+
+class ImageFile(NamedTuple):
+    """An image that lies in a folder."""
+
+    path: Path
+    name: str  # "CLASS/IMAGE", below the folder of its split
+    class_name: str
+    state: tuple[int, int]  # size in bytes, and time of change in nanoseconds
+
+
+def open_folder(
+    root: Path,
+    name: str,
+    cache: Path,
+    *,
+    given: str = "given",
+    test_share: float = 0.0,
+    upright: bool = True,
+    workers: int = 0,
+    quiet: bool = True,
+) -> tuple[Dataset, Dataset]:
+    """Opens the training and the test images of a folder.
+
+    Args:
+        root: holds `train/CLASS/IMAGE` and `test/CLASS/IMAGE` (or `val`), or `CLASS/IMAGE`, itself
+            or up to two levels below it.
+        name: of the data set.
+        cache: folder where what a look at the images found is kept.
+        given: what results call the division of a divided folder.
+        test_share: of each class, for testing, where the folder is not divided; 0: refuse that.
+        upright: whether to turn images as their EXIF data say.
+        workers: decoding threads, 0 for one per core.
+        quiet: show no progress.
+
+    Raises:
+        InputError: folders, classes or images are not as expected; all unreadable images are named.
+    """
+    root = Path(os.path.abspath(root))
+    try:
+        splits, partition, notes = _splits(root, given, test_share)
+    except OSError as error:
+        raise InputError(f"{error.filename or root}: cannot read: {error.strerror}") from error
+    every = [image for found in splits.values() for image in found]
+    class_names = tuple(sorted({image.class_name for image in every}))
+    # Names go into tables, pages and files of one name a line.
+    for each in class_names:
+        kinds = {unicodedata.category(character) for character in each}
+        if each != each.strip() or kinds & {"Cc", "Zl", "Zp"}:
+            raise InputError(
+                f"{root}: expected class names without control characters or blank ends, found "
+                f"{each!r}"
+            )
+    place = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
+    kept = cache / f"{name}-{place}{'' if upright else '-stored'}.json"
+    hashes, new = _look(name, every, kept, upright, workers or default_workers(), quiet)
+    if new:
+        for note in (*notes, *_repeated(splits, hashes)):
+            _log.warning("%s: %s", name, note)
+    label = {each: index for index, each in enumerate(class_names)}
+
+    def opened(split: str, found: list[ImageFile]) -> Dataset:
+        def read(index: int) -> bytes:
+            try:
+                return found[index].path.read_bytes()
+            except OSError as error:
+                raise InputError(f"{found[index].path}: cannot read: {error.strerror}") from error
+
+        return Dataset(
+            name=name,
+            split=split,
+            partition=partition,
+            labels=np.array([label[image.class_name] for image in found], np.int32),
+            ids=tuple(image.name for image in found),
+            class_names=class_names,
+            read=read,
+            upright=upright,
+            pixel_hashes=lambda: [hashes[image.path] for image in found],
+        )
+
+    return opened("train", splits["train"]), opened("test", splits["test"])
+
+
+# What lies in folders -----------------------------------------------------------------------------
+
+
+def _splits(
+    root: Path, given: str, share: float
+) -> tuple[dict[str, list[ImageFile]], str, list[str]]:
+    """Returns the images for training and testing, how they were divided, and what to note."""
+    divided = _nearest(root, lambda below: "train" in below and name_of("test", below) in below)
+    if divided is not None:
+        below = _subfolders(divided)
+        names = {"train": "train", "test": name_of("test", below)}
+        listed = {split: list_images(below[name]) for split, name in names.items()}
+        splits, partition = {split: found for split, (found, _) in listed.items()}, given
+        skipped = [other for _, others in listed.values() for other in others]
+        more = [each for each in TEST_NAMES if each in below and each != names["test"]]
+        notes = [f"left out the images of {each}, beside {names['test']}" for each in more]
+    else:
+        top = _nearest(root, lambda below: sum(map(_holds_images, below.values())) > 1)
+        if top is None or not share:
+            found = ", ".join(list(_subfolders(root))[:10]) or "no folder"
+            raise InputError(
+                f"{root}: expected train/CLASS/IMAGE and test/CLASS/IMAGE, or CLASS/IMAGE with "
+                f"config.data.test_share above 0; found {found}"
+            )
+        (found, skipped), notes = list_images(top), []
+        splits, partition = divide(found, share), f"{share:g} of each class"
+    for split, found in splits.items():
+        if not found:
+            raise InputError(f"{root}: expected images for {split}, found none")
+    return splits, partition, [*_skipped(skipped), *notes]
+
+
+def _nearest(root: Path, fits) -> Path | None:
+    """Returns the first folder whose subfolders fit, at `root` or up to two levels below it."""
+    level = [root]
+    for _ in range(3):
+        for folder in level:
+            if fits(_subfolders(folder)):
+                return folder
+        level = [child for folder in level for child in _subfolders(folder).values()]
+    return None
+
+
+def _subfolders(folder: Path) -> dict[str, Path]:
+    with os.scandir(folder) as entries:
+        names = sorted(each.name for each in entries if each.is_dir() and not _hidden(each.name))
+    return {name: folder / name for name in names}
+
+
+def _holds_images(folder: Path) -> bool:
+    with os.scandir(folder) as entries:
+        return any(_is_image(each.name) and each.is_file() for each in entries)
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def _is_image(name: str) -> bool:
+    return name.lower().endswith(IMAGE_SUFFIXES) and not _hidden(name)
+
+
+def _files(folder: Path, above: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
+    """Yields the files at and below a folder, by name; links are followed."""
+    found = os.stat(folder)
+    own = found.st_dev, found.st_ino
+    if own in above:
+        raise InputError(f"{folder}: expected a folder, found a link back to one above it")
+    with os.scandir(folder) as entries:
+        each = sorted((entry.name, entry.is_dir()) for entry in entries if not _hidden(entry.name))
+    for name, is_folder in each:
+        if is_folder:
+            yield from _files(folder / name, (*above, own))
+        else:
+            yield folder / name
+
+
+def list_images(folder: Path) -> tuple[list[ImageFile], list[str]]:
+    """Lists the images of FOLDER/CLASS/..., by class and name as strings.
+
+    Returns:
+        The images, and the names of the files that are no images by their suffix.
+
+    Raises:
+        InputError: a class folder without an image, or a link that leads back; an image that is no
+            file, or whose name is not in UTF-8.
+    """
+    found: list[ImageFile] = []
+    others: list[str] = []
+    for class_name, class_folder in _subfolders(folder).items():
+        files = list(_files(class_folder))
+        paths = [path for path in files if _is_image(path.name)]
+        skipped = [path.name for path in files if not _is_image(path.name)]
+        if not paths:
+            expected = f"{class_folder}: expected images in this class folder, found none"
+            raise InputError("; ".join([expected, *_skipped(skipped)]))
+        found += sorted(
+            (_image(path, path.relative_to(folder).as_posix(), class_name) for path in paths),
+            key=lambda image: image.name,
+        )
+        others += skipped
+    return found, others
+
+
+def find_images(folder: Path) -> list[Path]:
+    """Returns the images at and below a folder, in the order of their names.
+
+    Raises:
+        InputError: there are none, or a folder cannot be read.
+    """
+    try:
+        files = list(_files(folder))
+    except OSError as error:
+        raise InputError(f"{error.filename}: cannot read: {error.strerror}") from error
+    found = [path for path in files if _is_image(path.name)]
+    if not found:
+        expected = f"{folder}: expected images in this folder, found none"
+        raise InputError("; ".join([expected, *_skipped(path.name for path in files)]))
+    return found
+
+
+def _image(path: Path, name: str, class_name: str) -> ImageFile:
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(
+            f"{path.parent}: expected file names in UTF-8, found {os.fsencode(name)!r}"
+        ) from error
+    found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise InputError(f"{path}: expected an image file, found a pipe, socket or device")
+    return ImageFile(path, name, class_name, (found.st_size, found.st_mtime_ns))
+
+
+def _skipped(names: Iterable[str]) -> list[str]:
+    """Counts files by what is no suffix of images, in one line; no line where there are none."""
+    counts = collections.Counter(os.path.splitext(name)[1].lower() or name for name in names)
+    listed = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common(5))
+    return [f"skipped, as no images by their suffix: {listed}"] if listed else []
+
+
+def divide(found: list[ImageFile], share: float) -> dict[str, list[ImageFile]]:
+    """Divides the images of each class, in a way that other classes have no part in.
+
+    Of the n images of a class, in the order of the SHA-256 of their "CLASS/IMAGE", the first
+    round(share n) are for testing, but one at least and n - 1 at most.
+
+    Raises:
+        InputError: a class has but one image.
+    """
+    of_class: dict[str, list[ImageFile]] = {}
+    for image in found:
+        of_class.setdefault(image.class_name, []).append(image)
+    for_test: set[Path] = set()
+    for name, members in of_class.items():
+        if len(members) < 2:
+            raise InputError(
+                f"class {name}: expected two images or more to divide, found {members[0].path}"
+            )
+        drawn = sorted(members, key=lambda image: hashlib.sha256(image.name.encode()).digest())
+        count = min(max(round(share * len(members)), 1), len(members) - 1)
+        for_test.update(image.path for image in drawn[:count])
+    return {
+        split: [image for image in found if (image.path in for_test) == (split == "test")]
+        for split in ("train", "test")
+    }
+
+
+# A look at every image ----------------------------------------------------------------------------
+
+
+def _look(
+    name: str, every: list[ImageFile], kept: Path, upright: bool, workers: int, quiet: bool
+) -> tuple[dict[Path, bytes], int]:
+    """Returns the hash of the pixels of every image, and how many had to be looked at for it."""
+    remembered: dict[str, list] = {}
+    with contextlib.suppress(InputError):  # Damaged, it is made anew.
+        remembered = read_object(kept)
+    hashes: dict[Path, bytes] = {}
+    for image in every:
+        *state, pixels = remembered.get(str(image.path), [""])
+        if tuple(state) == image.state:
+            hashes[image.path] = bytes.fromhex(pixels)
+    new = [image for image in every if image.path not in hashes]
+    if not new:
+        return hashes, 0
+    unreadable: list[str] = []
+
+    def look(image: ImageFile) -> None:
+        try:
+            decoded = images.decode(image.path.read_bytes(), str(image.path), upright)
+            hashes[image.path] = images.pixels_sha256(decoded)
+        except InputError as error:
+            unreadable.append(str(error))
+        except OSError as error:
+            unreadable.append(f"{image.path}: cannot read: {error.strerror}")
+
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="look")
+    try:
+        looks = tqdm(pool.map(look, new), name, len(new), unit="image", disable=quiet)
+        collections.deque(looks, maxlen=0)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        # Even if stopped: the next look goes on from here.
+        known = {image.path: image for image in every if image.path in hashes}
+        facts = {str(path): (*known[path].state, hashes[path].hex()) for path in known}
+        write_json(kept, facts)
+    if unreadable:
+        raise InputError(
+            f"{name}: {len(unreadable)} of {counted(len(every), 'image')} cannot be read: "
+            + "; ".join(sorted(unreadable))
+        )
+    return hashes, len(new)
+
+
+def _repeated(splits: dict[str, list[ImageFile]], hashes: dict[Path, bytes]) -> list[str]:
+    """Says in one line how many images occur more than once, with an example; or nothing."""
+    groups: dict[bytes, list[tuple[str, ImageFile]]] = {}
+    for split, found in splits.items():
+        for image in found:
+            groups.setdefault(hashes[image.path], []).append((split, image))
+    several = [group for group in groups.values() if len(group) > 1]
+    if not several:
+        return []
+    across = sum(len({split for split, _ in group}) > 1 for group in several)
+    classes = sum(len({image.class_name for _, image in group}) > 1 for group in several)
+    (_, first), (_, second), *_ = several[0]
+    return [
+        f"{counted(len(several), 'image')} more than once ({across} in train and test, {classes} "
+        f"in several classes), such as {first.path} and {second.path}"
+    ]

@@ -1,0 +1,115 @@
+"""Archives: unpacked once, by one process at a time, and never outside of their folder."""
+
+import fcntl
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+
+import pytest
+
+from fdc_jax.data import archive
+from fdc_jax.errors import InputError
+
+
+@pytest.fixture
+def cache(tmp_path):
+    (tmp_path / "cache").mkdir()
+    return tmp_path / "cache"
+
+
+def pack_zip(path, content):
+    with zipfile.ZipFile(path, "w") as packed:
+        packed.writestr("top/a/1.txt", content)
+
+
+def pack_tar(path, content):
+    with tarfile.open(path, "w:gz") as packed:
+        member = tarfile.TarInfo("top/a/1.txt")
+        member.size = len(content)
+        packed.addfile(member, io.BytesIO(content))
+
+
+PACKED = pytest.mark.parametrize(
+    ("pack", "name"), [(pack_zip, "o.zip"), (pack_tar, "o.tar.gz"), (pack_tar, "o")]
+)
+
+
+@PACKED
+def test_an_archive_is_unpacked_once_until_it_changes(tmp_path, cache, pack, name):
+    path = tmp_path / name
+    pack(path, b"content")
+    folder = archive.unpacked(path, cache)
+    assert folder.name.startswith("o-")
+    assert (folder / "top" / "a" / "1.txt").read_bytes() == b"content"
+    (folder / "top" / "a" / "1.txt").write_text("kept")
+    assert archive.unpacked(path, cache) == folder
+    assert (folder / "top" / "a" / "1.txt").read_text() == "kept"
+    pack(path, b"another content")
+    assert (archive.unpacked(path, cache) / "top/a/1.txt").read_bytes() == b"another content"
+    assert [each.name for each in cache.iterdir() if each.name.startswith(".")] == []
+
+
+@PACKED
+def test_damaged_archives(tmp_path, cache, pack, name):
+    pack(tmp_path / name, os.urandom(5000))
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[:2500])
+    with pytest.raises(InputError, match=f"{name}: (cannot unpack|expected a folder, or a zip)"):
+        archive.unpacked(tmp_path / name, cache)
+    assert list(cache.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "link"), [("../../escaped.png", None), ("link.png", "/etc/passwd")]
+)
+def test_archives_cannot_write_or_read_outside(tmp_path, cache, name, link):
+    path = tmp_path / "o.tar"
+    with tarfile.open(path, "w") as packed:
+        member = tarfile.TarInfo(name)
+        if link:
+            member.type, member.linkname = tarfile.SYMTYPE, link
+        packed.addfile(member, io.BytesIO())
+    with pytest.raises(InputError, match=r"o.tar: cannot unpack: "):
+        archive.unpacked(path, cache)
+    assert not list(tmp_path.rglob("escaped.png"))
+
+
+def test_space_is_looked_for_before(tmp_path, cache):
+    path, member = tmp_path / "o.tar", tarfile.TarInfo("train/ant/1.jpg")
+    member.size = shutil.disk_usage(tmp_path).free + 2**30
+    with open(path, "wb") as file:
+        file.write(member.tobuf())
+        file.truncate(2**20 * (member.size // 2**20 + 1))
+    with pytest.raises(InputError, match=r"expected \d+\.\d+ GiB of free space, found \d+\.\d+$"):
+        archive.unpacked(path, cache)
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path, cache):
+    pack_zip(tmp_path / "o.zip", b"content")
+    program = f"""
+import os, signal
+from pathlib import Path
+from fdc_jax.data import archive
+os.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+archive.unpacked(Path({str(tmp_path / "o.zip")!r}), Path({str(cache)!r}))
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=120)
+    assert len(list(cache.iterdir())) == 1
+    folder = archive.unpacked(tmp_path / "o.zip", cache)
+    assert list(cache.iterdir()) == [folder]
+
+
+def test_others_wait(tmp_path):
+    with archive.alone(tmp_path / "made", "mine"):
+        with open(tmp_path / "made" / ".mine.lock") as lock, pytest.raises(BlockingIOError):
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with archive.alone(tmp_path / "made", "other"):
+            pass
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match=r"cannot write .*file/\.mine\.lock: "):
+        with archive.alone(tmp_path / "file", "mine"):
+            pass

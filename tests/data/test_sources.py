@@ -1,0 +1,180 @@
+"""Which source a configuration names, and the benchmarks as folders and archives."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from configs import omnibench, own
+from fdc_jax.data import benchmarks, sources, task_stream
+from fdc_jax.errors import InputError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# As strings "10" and "100" come before "4"; one class has a single training image.
+TRAIN = {"10": 3, "100": 1, "4": 2, "44": 2}
+TEST = {"10": 1, "100": 2, "4": 1, "44": 1}
+ORDERED = ["10", "100", "4", "44"]
+
+
+@pytest.fixture
+def pilot(tmp_path, encode, tiny_benchmark):
+    """A small folder in PILOT's layout, and omnibench shrunk to it."""
+    root = tmp_path / "raw" / "omnibenchmark"
+    for split, counts in [("train", TRAIN), ("test", TEST)]:
+        for label, name in enumerate(ORDERED):
+            (root / split / name).mkdir(parents=True)
+            for number in range(counts[name]):
+                pixels = np.full((7, 5, 3), (40 * label, number + 50 * (split == "test"), 200))
+                suffix = ("JPEG", "png")[number % 2]
+                content = encode(pixels.astype(np.uint8), suffix.upper())
+                (root / split / name / f"{number}.{suffix}").write_bytes(content)
+    order = benchmarks.class_order(4, 1993)
+    counts = tuple(sum(TEST[ORDERED[c]] for c in order[i : i + 2]) for i in (0, 2))
+    shrunk = dict(num_classes=4, classes_per_task=2)
+    tiny_benchmark("omnibench", num_train=8, num_test=5, task_test_counts=counts, **shrunk)
+    return root
+
+
+def pack_zip(root, path):
+    with zipfile.ZipFile(path, "w") as packed:
+        for file in sorted(root.rglob("*")):
+            packed.write(file, f"top/{root.name}/{file.relative_to(root)}")
+        packed.writestr(f"__MACOSX/{root.name}/train/4/._0.JPEG", b"resource fork")
+
+
+def pack_tar(root, path):
+    with tarfile.open(path, "w:gz") as packed:
+        packed.add(root, root.name)
+
+
+@pytest.mark.parametrize(
+    ("pack", "name"),
+    [(None, "raw/omnibenchmark"), (pack_zip, "omnibenchmark.zip"), (pack_tar, "o.tar.gz")],
+    ids=["folder", "zip", "tar"],
+)
+def test_a_benchmark_is_a_folder_or_an_archive_with_a_table_of_counts(tmp_path, pilot, pack, name):
+    if pack is not None:
+        pack(pilot, tmp_path / name)
+    config = omnibench.get_config()
+    config.data.source = str(tmp_path / name)
+    stream = task_stream.open_stream(config, tmp_path / "cache")
+    assert (stream.train.name, stream.train.partition) == ("omnibench", "pilot")
+    assert not stream.train.upright and stream.train.class_names == tuple(ORDERED)
+    assert stream.order.tolist() == np.random.RandomState(1993).permutation(4).tolist()
+    assert stream.planned == (2, 2)
+    for split, counts in ((stream.train, TRAIN), (stream.test, TEST)):
+        assert np.bincount(split.labels).tolist() == [counts[c] for c in ORDERED]
+        for index, each in enumerate(split.ids):
+            assert split.read(index) == (pilot / split.split / each).read_bytes()
+    shutil.move(pilot / "train/10/0.JPEG", pilot / "test/10/9.JPEG")
+    config.data.source = str(pilot)
+    with pytest.raises(
+        InputError, match=r"omnibench: expected 8 training images, found 7; config.b"
+    ):
+        task_stream.open_stream(config, tmp_path / "cache")
+    config.benchmark = "another"
+    config.classes_per_task = 2
+    assert task_stream.open_stream(config, tmp_path / "cache").train.upright
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        *(("photos", "photos"), ("photos/", "photos"), ("a/My photos.2024", "My photos.2024")),
+        *(("a/birds.tar.gz", "birds"), ("birds.ZIP", "birds"), ("../données", "données")),
+    ],
+)
+def test_data_go_by_the_name_of_their_folder_or_archive(source, name):
+    assert sources.name_of("", source) == name
+    assert sources.name_of("trees", source) == "trees"
+
+
+def test_the_folder_where_one_is_has_a_name_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert sources.name_of("", ".") == tmp_path.name
+
+
+NO_NAME = [
+    (
+        "",
+        "",
+        "config.data.source: expected a folder or an archive of images, train/.*; found none$",
+    ),
+    ("", "/", "config.data.source: expected a name for the data, found ''$"),
+    ("", "a\x1bb", r"config.data.source: expected a name for the data, found 'a\\x1bb'$"),
+    ("../x", "", "config.benchmark: expected a name for the data, found '../x'$"),
+    (".x", "", "config.benchmark: expected a name for the data, found '.x'$"),
+    ("", "a/digits", "config.data.source: the name digits is a benchmark's; name your images with"),
+    ("", "cub200.zip", "the name cub200 is a benchmark's.* or use configs/cub200.py$"),
+]
+
+
+@pytest.mark.parametrize(("benchmark", "source", "message"), NO_NAME)
+def test_names_that_are_refused(benchmark, source, message):
+    with pytest.raises(InputError, match=message):
+        sources.name_of(benchmark, source)
+
+
+NO_DATA = [
+    (
+        "omnibench",
+        "",
+        "config.data.source: expected an archive behind .* PILOT .*; found none, nor ",
+    ),
+    (
+        "mine",
+        "",
+        "config.data.source: expected a folder or an archive.* mine prepared by TFDS in /",
+    ),
+    ("mine", "nowhere", "config.data.source: nowhere: expected a folder .*, found nothing$"),
+    ("mine", "pipe", "config.data.source: pipe: expected a folder .*, found neither$"),
+    ("mine", "file", "file: expected a folder, or a zip or tar archive of one$"),
+    ("cifar100", "file", "file: expected SHA-256 58a81ae[0-9a-f]+, found e3b0c[0-9a-f]+$"),
+    ("digits", "file", "config.data.source: expected none, digits are embedded: file$"),
+]
+
+
+@pytest.mark.parametrize(("name", "source", "message"), NO_DATA)
+def test_data_that_are_not_there(tmp_path, monkeypatch, name, source, message):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    Path("file").touch()
+    with pytest.raises(InputError, match=message) as caught:
+        sources.open_splits(name, tmp_path / "cache", source=source, data_dir=str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_own_images_need_no_more_than_a_source(tmp_path, pilot):
+    shutil.rmtree(pilot / "test")
+    shutil.rmtree(pilot / "train" / "100")
+    config = own.get_config()
+    config.data.source = str(pilot / "train")
+    config.benchmark = sources.name_of("", config.data.source)
+    stream = task_stream.open_stream(config, tmp_path / "cache")
+    assert stream.class_names == ["10", "4", "44"] and stream.planned == (2, 1)
+    assert (stream.train.name, stream.train.partition) == ("train", "0.2 of each class")
+
+
+def test_tensorflow_is_never_imported(tmp_path, pilot):
+    for name in ("tensorflow", "torch"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"raise AssertionError('{name} imported')")
+    program = f"""
+from pathlib import Path
+from fdc_jax.data import sources, tfds_format
+from fdc_jax.data.batches import TrainBatches
+train, test = sources.open_splits("mine", Path({str(tmp_path)!r}), source={str(pilot)!r})
+assert next(iter(TrainBatches(train, [0, 1], None, 4, 0, 0, image_size=8))).weights.sum() == 2
+"""
+    subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
+        check=True,
+        timeout=120,
+    )
