@@ -66,7 +66,11 @@ def known_classes(folders: Sequence[Path], classes_per_task: int | list[int]) ->
 
     def read() -> list[dict[str, Any]]:
         found = (Places(folder).config_file for folder in folders)
-        return [read_object(path, "put it back") for path in found if path.exists()]
+        return [
+            read_object(path, "put it back, or choose another --workdir")
+            for path in found
+            if path.exists()
+        ]
 
     best = max(processes.on_first(read)(), key=lambda it: len(it.get(CLASSES, {})), default={})
     same = best.get("classes_per_task") == classes_per_task
