@@ -200,5 +200,5 @@ def test_files(opened, folder):
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{row:04d}.png" for row in range(len(tasks.test_indices))]
     for path, index in zip(paths, tasks.test_indices.tolist(), strict=True):
-        path.write_bytes(tasks.test.read(index))
+        tasks.test.image(index).save(path)
     return paths
