@@ -340,7 +340,7 @@ def _line(name: str, each: dict[str, Any]) -> str:
         f"{1e3 * processor['median']:.1f} ms ({100 * processor['relative_spread']:.0f} %)"
     )
     if each["utilisation"] is not None:
-        text += f", {100 * each['utilisation']:.1f} % of peak"
+        text += f", {100 * each['utilisation']:.1f} % of a large product"
     if "times_the_first" in each:
         ratio = each["times_the_first"]
         text += f"; {ratio['clock']:.2f} times the first, processor {ratio['processor']:.2f}"

@@ -13,7 +13,6 @@ machine with one JAX version.
 """
 
 import argparse
-import sys
 import unicodedata
 from collections.abc import Sequence
 from functools import partial
@@ -25,12 +24,12 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import optax
+import tqdm
 from jax.scipy.ndimage import map_coordinates
 from jaxtyping import Array, Bool, Float, Int, Key
 from PIL import Image, ImageDraw, ImageFont
 from scipy.ndimage import distance_transform_edt
 from scipy.sparse.csgraph import connected_components
-from tqdm import tqdm
 
 from fdc_jax.model import vit, weights
 
@@ -40,6 +39,7 @@ SCAN_SIZE = 8
 # Side of a stored glyph, and of the square inside it that the letter fills.
 GLYPH_SIZE = 48
 LETTER_SIZE = 32
+LEARNING_RATE = 2e-3
 
 _FONT_FOLDER = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
 _DEJAVU = tuple(
@@ -211,24 +211,6 @@ def images_of(key: Key[Array, ""], pool: Pool, chosen: Int[Array, " n"]) -> Arra
     return jax.vmap(one)(jax.random.split(key, len(chosen)), chosen)
 
 
-class Settings(NamedTuple):
-    """What the compiled functions are specialised to."""
-
-    model: vit.VisionTransformer
-    num_classes: int
-    steps: int
-    batch_size: int
-    learning_rate: float
-
-
-class State(NamedTuple):
-    """What training changes."""
-
-    params: Any
-    head: Any
-    optimizer: Any
-
-
 def chances(pool: Pool, held_out: bool) -> Float[np.ndarray, " n"]:
     """Returns the cumulative chance of each glyph: all classes equally often.
 
@@ -249,64 +231,57 @@ def draw_batch(key: Key[Array, ""], pool: Pool, cumulative: Array, size: int) ->
     return images_of(key_images, pool, chosen), pool.classes[chosen]
 
 
-def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-    """Returns AdamW with a linear start and a cosine decay to zero."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, settings.learning_rate, max(1, min(500, settings.steps // 10)), settings.steps
-    )
-    return optax.chain(
-        optax.clip_by_global_norm(1.0),
-        optax.adamw(
-            schedule,
-            b2=0.98,
-            weight_decay=0.05,
-            mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree),
-        ),
-    )
+class Training:
+    """Pre-training: what its compiled functions are specialised to.
 
+    Args:
+        pool: the glyphs.
+        steps: of training.
+        batch_size: images of a step.
+    """
 
-def _logits(settings, params, head, images):
-    return settings.model.apply({"params": params}, images) @ head["kernel"] + head["bias"]
+    def __init__(self, pool: Pool, steps: int, batch_size: int):
+        self.model, self.batch_size = vit.build(VARIANT, IMAGE_SIZE), batch_size
+        self.pool, self.num_classes = Pool(*map(jnp.asarray, pool)), int(pool.classes.max()) + 1
+        self.chances = {each: jnp.asarray(chances(pool, each)) for each in (False, True)}
+        warm_up = max(1, min(500, steps // 10))
+        rate = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, warm_up, steps)
+        matrices = partial(jax.tree.map, lambda leaf: leaf.ndim > 1)
+        adam = optax.adamw(rate, b2=0.98, weight_decay=0.05, mask=matrices)
+        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), adam)
 
+    @partial(jax.jit, static_argnums=0)
+    def initialise(self, key: Key[Array, ""]) -> tuple[Any, Any]:
+        """Returns random parameters with a zero head, and the optimiser's state."""
+        kernel = jnp.zeros((self.model.variant.width, self.num_classes))
+        head = {"kernel": kernel, "bias": jnp.zeros(self.num_classes)}
+        trained = vit.initialise(self.model, IMAGE_SIZE, key), head
+        return trained, self.optimizer.init(trained)
 
-@partial(jax.jit, static_argnames="settings")
-def initialise(key: Key[Array, ""], settings: Settings) -> State:
-    """Returns random parameters, a zero head and the optimiser's state."""
-    params = vit.initialise(settings.model, IMAGE_SIZE, key)
-    width = settings.model.variant.width
-    head = {
-        "kernel": jnp.zeros((width, settings.num_classes)),
-        "bias": jnp.zeros(settings.num_classes),
-    }
-    return State(params, head, make_optimizer(settings).init((params, head)))
-
-
-@partial(jax.jit, static_argnames="settings", donate_argnums=0)
-def step(
-    state: State, key: Key[Array, ""], pool: Pool, cumulative: Array, settings: Settings
-) -> tuple[State, Array]:
-    """Trains on one batch; the task is to name the letter. Returns the new state and the loss."""
-    images, classes = draw_batch(key, pool, cumulative, settings.batch_size)
-
-    def mean_loss(trained: Any) -> Array:
+    def logits(self, trained: Any, images: Array) -> Array:
+        """Returns the logits of images, [n, classes]."""
         params, head = trained
-        logits = _logits(settings, params, head, images)
-        return optax.softmax_cross_entropy_with_integer_labels(logits, classes).mean()
+        return self.model.apply({"params": params}, images) @ head["kernel"] + head["bias"]
 
-    trained: Any = (state.params, state.head)
-    loss, gradient = jax.value_and_grad(mean_loss)(trained)
-    updates, optimizer_state = make_optimizer(settings).update(gradient, state.optimizer, trained)
-    changed: Any = optax.apply_updates(trained, updates)
-    return State(changed[0], changed[1], optimizer_state), loss
+    @partial(jax.jit, static_argnums=0, donate_argnums=1)
+    def step(self, state: tuple[Any, Any], key: Key[Array, ""], pool: Pool, cumulative: Array):
+        """Trains on one batch; the task is to name the letter. Returns the state and the loss."""
+        trained, optimizer_state = state
+        images, classes = draw_batch(key, pool, cumulative, self.batch_size)
 
+        def mean_loss(trained: Any) -> Array:
+            logits = self.logits(trained, images)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, classes).mean()
 
-@partial(jax.jit, static_argnames="settings")
-def accuracy(
-    state: State, key: Key[Array, ""], pool: Pool, cumulative: Array, settings: Settings
-) -> Array:
-    """Returns the share of one batch of letters that is named correctly."""
-    images, classes = draw_batch(key, pool, cumulative, settings.batch_size)
-    return jnp.mean(_logits(settings, state.params, state.head, images).argmax(-1) == classes)
+        loss, gradient = jax.value_and_grad(mean_loss)(trained)
+        updates, optimizer_state = self.optimizer.update(gradient, optimizer_state, trained)
+        return (optax.apply_updates(trained, updates), optimizer_state), loss
+
+    @partial(jax.jit, static_argnums=0)
+    def accuracy(self, trained: Any, key: Key[Array, ""], pool: Pool, cumulative: Array) -> Array:
+        """Returns the share of one batch of letters that is named correctly."""
+        images, classes = draw_batch(key, pool, cumulative, self.batch_size)
+        return jnp.mean(self.logits(trained, images).argmax(-1) == classes)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -315,42 +290,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=weights.DIGITS_WEIGHTS, help="file to write")
     for name, default in (("steps", 4000), ("batch_size", 128), ("seed", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--learning_rate", type=float, default=2e-3)
     flags = parser.parse_args(arguments)
-    if min(flags.steps, flags.batch_size) < 1:
-        parser.error("--steps, --batch_size: expected positive numbers")
-    glyphs = render()
-    settings = Settings(
-        vit.build(VARIANT, IMAGE_SIZE),
-        int(glyphs.classes.max()) + 1,
-        flags.steps,
-        flags.batch_size,
-        flags.learning_rate,
-    )
-    pool = Pool(*map(jnp.asarray, glyphs))
-    cumulative = {held_out: jnp.asarray(chances(glyphs, held_out)) for held_out in (False, True)}
+    training = Training(render(), flags.steps, flags.batch_size)
     key_start, key_train, key_test = jax.random.split(jax.random.key(flags.seed), 3)
-    state = initialise(key_start, settings)
-    # Off a terminal, a line a minute is enough.
-    quiet = not sys.stderr.isatty()
-    losses: list[float] = []
-    with tqdm(total=flags.steps, unit="step", ascii=quiet, mininterval=60 if quiet else 0.5) as bar:
-        for number in range(flags.steps):
-            state, loss = step(
-                state, jax.random.fold_in(key_train, number), pool, cumulative[False], settings
-            )
-            if number % 50 == 0 or number == flags.steps - 1:
-                losses.append(float(loss))
-                bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
-                if not np.isfinite(losses[-1]):
-                    raise SystemExit(f"the loss became {losses[-1]} at step {number}")
-            bar.update()
-    print(f"{settings.num_classes} classes of letters, named correctly:")
-    keys = jax.random.split(key_test, 32)
+    state, loss = training.initialise(key_start), jnp.nan
+    for number in tqdm.trange(flags.steps, mininterval=10):
+        key = jax.random.fold_in(key_train, number)
+        state, loss = training.step(state, key, training.pool, training.chances[False])
+    if not np.isfinite(loss):
+        raise SystemExit(f"the loss became {loss}")
+    print(f"loss {loss:.3f}; {training.num_classes} classes of letters, named correctly:")
     for name, held_out in (("training", False), ("held-out", True)):
-        shares = [accuracy(state, key, pool, cumulative[held_out], settings) for key in keys]
+        given = training.pool, training.chances[held_out]
+        keys = jax.random.split(key_test, 32)
+        shares = [training.accuracy(state[0], key, *given) for key in keys]
         print(f"  in {name} faces {100 * np.mean(shares):.1f} %")
-    weights.save(state.params, flags.output)
+    weights.save(state[0][0], flags.output)
     print(f"wrote {flags.output}")
 
 

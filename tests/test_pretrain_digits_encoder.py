@@ -45,7 +45,7 @@ def test_a_few_steps_write_a_file_that_loads_and_repeats(
     script, pool, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(script, "render", lambda: pool)
-    arguments = ["--steps=12", "--batch_size=8", "--learning_rate=1e-3", "--seed=5"]
+    arguments = ["--steps=12", "--batch_size=8", "--seed=5"]
     for name in ("first.npz", "second.npz"):
         script.main([*arguments, f"--output={tmp_path / name}"])
     printed = capsys.readouterr().out

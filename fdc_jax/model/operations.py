@@ -114,6 +114,11 @@ def _over_tokens(left, right, dtype, precision):
     )
 
 
+def _as_row(vector, x):
+    """Returns a vector as a row of x, in its dtype."""
+    return vector.reshape((1,) * (x.ndim - 1) + (-1,)).astype(x.dtype)
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def dense(
     x: Float[Array, "*n d"],
@@ -122,7 +127,7 @@ def dense(
     precision: jax.lax.Precision,
 ) -> Float[Array, "*n e"]:
     """Returns x W + b in the dtype of x; gradients of W and b are summed in their own dtype."""
-    return jnp.matmul(x, weight.astype(x.dtype), precision=precision) + bias.astype(x.dtype)
+    return jnp.matmul(x, weight.astype(x.dtype), precision=precision) + _as_row(bias, x)
 
 
 def _dense_forward(x, weight, bias, precision):
@@ -163,7 +168,7 @@ def product_with_updates(
 
 def _product_forward(x, kernel, updates, precision):
     for each in updates:
-        scaled = each["A"] * each["scale"] if "scale" in each else each["A"]
+        scaled = each["A"] * each["scale"][None] if "scale" in each else each["A"]
         kernel = kernel + jnp.matmul(scaled, each["B"], precision=jax.lax.Precision.HIGHEST)
     merged = kernel.astype(x.dtype)
     # A value without elements, for the dtype of the kernel's gradient.
@@ -185,7 +190,7 @@ def _product_backward(precision, residuals, gradient):
         }
         if "scale" in factors:
             scale, tokens = factors["scale"], tuple(range(x.ndim - 1))
-            found = {"A": found["A"] * scale, "B": found["B"] * scale[:, None]}
+            found = {"A": found["A"] * scale[None], "B": found["B"] * scale[:, None]}
             found["scale"] = jnp.sum(before.astype(scale.dtype) * behind, axis=tokens)
         return found
 
@@ -239,7 +244,7 @@ def _attend_fused(q, k, v):
 
 def rotated(x: Float[Array, "n t k d"], angles: Float[np.ndarray, "t h"]) -> Any:
     """Turns the first tokens' queries or keys, pairs of entries half a head apart, in float32."""
-    angles = angles[: x.shape[1], None]
+    angles = angles[None, : x.shape[1], None]
     cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = [left * cos - right * sin, right * cos + left * sin]

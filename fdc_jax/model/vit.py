@@ -154,7 +154,7 @@ class _Projection(nn.Module):
             y = operations.product_with_updates(x, kernel, updates, precision)
         else:
             y = jnp.matmul(x, kernel.astype(dtype), precision=precision)
-        y = y + bias.reshape(width).astype(dtype)
+        y = y + bias.reshape(1, 1, width).astype(dtype)
         return y.reshape(*y.shape[:-1], *shape[1:])
 
 
@@ -345,7 +345,7 @@ class _PatchEmbedding(nn.Module):
         patches = images.reshape(batch, height // size, size, width // size, size, channels)
         patches = patches.transpose(0, 1, 3, 2, 4, 5).reshape(batch, -1, size * size * channels)
         kernel = kernel.reshape(-1, out).astype(dtype)
-        return jnp.matmul(patches, kernel, precision=precision) + bias.astype(dtype)
+        return jnp.matmul(patches, kernel, precision=precision) + bias[None, None].astype(dtype)
 
 
 class VisionTransformer(nn.Module):
@@ -388,8 +388,9 @@ class VisionTransformer(nn.Module):
         arithmetic = Arithmetic(dtype, precision, self.attention)
         offset: Any
         divisor: Any
+        moments: Any = (variant.mean, variant.std)
         if self.input_range == "model":
-            offset, divisor = jnp.asarray(variant.mean), jnp.asarray(variant.std)
+            offset, divisor = (jnp.reshape(jnp.asarray(each), (1, 1, 1, 3)) for each in moments)
         else:
             offset, divisor = INPUT_RANGES[self.input_range]
         pixels = (images.astype(jnp.float32) / 255.0 - offset) / divisor
