@@ -55,11 +55,11 @@ def step(
     mesh: Mesh, model: Any, learner: str, batch_size: int, tasks: int, classes: int
 ) -> Program:
     """Returns the training step of a learner on a mesh."""
-    module, setup, update, rate = synthetic.learning(learner, model, (classes,) * tasks, mesh)
+    method, update, rate = synthetic.learning(learner, model, (classes,) * tasks, mesh)
 
     def start(backbone):
-        state = module.initial_state(setup)
-        frozen, trained = module.start(setup, backbone, state, 0, jax.random.key(0))
+        state = method.initial_state()
+        frozen, trained = method.start_task(backbone, state, 0, jax.random.key(0))
         return frozen, trained, update.initialise(trained)
 
     backbone = vit.parameter_shapes(model, model.variant.image_size)

@@ -43,8 +43,8 @@ class Trial:
 
     def __init__(self, name: str, arguments: argparse.Namespace, model, backbone):
         self.backbone, stream = backbone, (arguments.classes,) * 2
-        self.learner, self.setup, self.update, self.rate = synthetic.learning(name, model, stream)
-        first = self._learn(0, self.learner.initial_state(self.setup), arguments)
+        self.learner, self.update, self.rate = synthetic.learning(name, model, stream)
+        first = self._learn(0, self.learner.initial_state(), arguments)
         # The first time may still compile something.
         for _ in range(2):
             self._learn(1, first, arguments)
@@ -53,16 +53,20 @@ class Trial:
     def _learn(self, task: int, state: Any, arguments: argparse.Namespace) -> Any:
         """Learns a task in two steps, times what surrounds them, and returns the state."""
         images = _images(arguments, task)
-        context = self.setup, self.backbone
-        state, self.before = timed(lambda: self.learner.before_task(*context, state, task, images))
-        self.frozen, self.trained = self.learner.start(*context, state, task, jax.random.key(task))
+        state, self.before = timed(
+            lambda: self.learner.before_task(self.backbone, state, task, images)
+        )
+        key = jax.random.key(task)
+        self.frozen, self.trained = self.learner.start_task(self.backbone, state, task, key)
         self.optimizer = self.update.initialise(self.trained)
         self.batches = itertools.cycle(images.augmented())
         for _ in range(2):
             self.step()
         trained = jax.tree.map(jax.numpy.copy, self.trained)
         state, self.after = timed(
-            lambda: self.learner.after_task(*context, state, task, self.frozen, trained, images)
+            lambda: self.learner.after_task(
+                self.backbone, state, task, self.frozen, trained, images
+            )
         )
         return state
 

@@ -33,14 +33,15 @@ class Problem(NamedTuple):
 
 def learning(
     name: str, model: vit.VisionTransformer, classes_per_task: tuple[int, ...], mesh: Any = None
-) -> tuple[Any, training.Setup, training.Update, Any]:
-    """Returns a learner, its set-up and update in the paper's settings, and its first rates."""
+) -> tuple[learners.Learner, training.Update, Any]:
+    """Returns a learner in the paper's settings, its update, and its first rates."""
     config: Any = base.get_config()
-    config.learner.name, learner = name, learners.find(name)
+    config.learner.name = name
     setup = training.Setup(model, classes_per_task, config, mesh or devices.data_mesh())
-    update = learner.update(setup)
+    learner = learners.make(setup)
+    update = learner.update()
     rate = update.schedule(0, config.train.epochs) if update.schedule else 1.0
-    return learner, setup, update, rate
+    return learner, update, rate
 
 
 def problem(options: argparse.Namespace) -> Problem:

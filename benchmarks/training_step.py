@@ -31,15 +31,15 @@ def prepared(options: argparse.Namespace) -> tuple[Any, ...]:
     from fdc_jax.machine import devices
 
     problem, stream = synthetic.problem(options), (synthetic.CLASSES,) * 2
-    learner, setup, update, _ = synthetic.learning("cumulative_lora", problem.model, stream)
-    mesh, state = setup.mesh, learner.initial_state(setup)
+    learner, update, _ = synthetic.learning("cumulative_lora", problem.model, stream)
+    mesh, state = learner.setup.mesh, learner.initial_state()
     backbone = devices.replicate(mesh, jax.tree.map(jnp.asarray, problem.parameters))
-    frozen, _ = learner.start(setup, backbone, state, 0, jax.random.key(0))
+    frozen, _ = learner.start_task(backbone, state, 0, jax.random.key(0))
     trained = jax.tree.map(jnp.asarray, {"increment": problem.increment, "head": problem.head})
     frozen, trained = devices.replicate(mesh, (frozen, trained))
     batch = Batch(problem.images, problem.labels, np.ones(options.batch_size, np.float32))
     batch = devices.split(mesh, batch)
-    return setup, update, backbone, frozen, trained, batch
+    return learner.setup, update, backbone, frozen, trained, batch
 
 
 def ours(options: argparse.Namespace) -> measure.Contender:

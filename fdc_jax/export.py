@@ -177,8 +177,8 @@ def _read_of_state(run: Opened) -> dict[str, np.ndarray]:
     try:
         for t in range(1, run.num_tasks + 1):
             with contextlib.suppress(InputError):  # It does not keep that encoder.
-                e.learner.encoder(e.setup, e.backbone, bare, t)
-        e.learner.heads(e.setup, bare, run.num_tasks)
+                e.learner.encoder(e.backbone, bare, t)
+        e.learner.heads(bare, run.num_tasks)
     except Exception:  # whatever a function raises that finds no array
         bare = state
     found = {}

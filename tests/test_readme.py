@@ -155,7 +155,9 @@ def test_the_table_of_learners_is_what_the_learners_declare():
 @pytest.mark.ci
 def test_the_learner_that_the_readme_shows_runs(tmp_path, cache):
     (code,) = [
-        block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "TITLE" in block
+        block
+        for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+        if "(Learner)" in block
     ]
     (arguments,) = [
         words

@@ -1,40 +1,7 @@
-"""Class-incremental learners, one file each: what a method is called, its options, five questions.
+"""Class-incremental learners, one file each. `learner.py` says what a learner is and answers.
 
-A learner is a module that declares its `TITLE` and, where it has them, its `OPTIONS` (a dictionary
-of `Option`), the components of FDC that the paper enables for it (`SELECTED`, a key of
-`results.json`'s `components`; everything on by default), its row in the paper's tables
-(`PAPER_ROW`), other learners whose options it reads (`READS`), by benchmark the fields, or own
-options, of the authors' runs that no preset sets (`AUTHORS_RUNS`), and what in the learning of a
-task depends on how many there will be (`TASK_COUNT`, words for a notice). It answers five
-questions; what it leaves out it answers as Cumulative-LoRA does:
-
-1. What does it keep between tasks?
-   `initial_state(setup) -> state`
-2. What does it compute before a task, in closed form?
-   `before_task(setup, backbone, state, task, images) -> state`
-3. What does it train, with what loss and what update?
-   `start(setup, backbone, state, task, key) -> (frozen, trained)`,
-   `loss(setup, backbone, frozen, trained, batch) -> scalar`, `update(setup) -> training.Update`
-4. What does it do when the task ends?
-   `after_task(setup, backbone, state, task, frozen, trained, images) -> state`
-5. Which encoder and which heads does it offer for inference?
-   `encoder(setup, backbone, state, num_tasks) -> kernels`,
-   `heads(setup, state, num_tasks) -> list of heads`
-   A state after t tasks is asked for E_0 and E_t; a learner that keeps no others refuses them with
-   `InputError`.
-
-`state`, `frozen` and `trained` are pytrees of arrays whose shapes never depend on the task, so
-that one compilation serves all tasks. `state` is what a checkpoint holds; `frozen` must follow from
-`state`, `task` and `key`, which itself follows from seed and task; `backbone` is the pretrained
-parameter tree and never changes. A leaf of `state` that is a NumPy array stays on the host, where
-large things belong that no training step reads; everything else is put on the devices. `images`
-gives the task's training images again: `images.augmented()`, as the first epoch of the task has
-them, and `images.plain()`, in evaluation preprocessing, iterate over batches, labels counted within
-the task.
-
-Option X of a learner in file N is `config.learner.N.X`, on the command line
-`--config.learner.N.X=VALUE`, in a learner `setup.config.learner.N.X`. That is all: flags, checks
-and the report's labels follow from the declaration.
+A file of this folder, or a module that Python imports from anywhere, holds one learner. It goes by
+the name of its file, outside the package by the dotted name of the module.
 """
 
 import dataclasses
@@ -53,57 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from fdc_jax.errors import InputError
+from fdc_jax.learners.learner import Learner, Option, Replaced, expected, option
+from fdc_jax.learners.training import Setup
 
-_QUESTIONS = ("initial_state", "before_task", "start", "loss", "after_task", "encoder", "heads")
+__all__ = ["Learner", "Option", "Replaced", "expected", "option"]
+
 _LIBRARIES = re.compile(rf"site-packages|<frozen|^{re.escape(str(Path(__file__).parents[1]))}")
-_INTERVAL = re.compile(r"([\[(])([-+.\w]+), ([-+.\w]+)([\])])")
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """What a learner lets its user choose.
-
-    Attributes:
-        default: the value under the paper's protocol, whose type all values have.
-        allowed: an interval such as "(0, 1]", whose ends are numbers or other options of the
-            learner; or the words to choose from. Empty: no limit.
-        comment: what it is.
-        on: the default on some benchmarks.
-    """
-
-    default: bool | int | float | str
-    allowed: str | tuple[str, ...] = ""
-    comment: str = ""
-    on: Mapping[str, bool | int | float | str] = dataclasses.field(default_factory=dict)
-
-    def default_on(self, benchmark: str) -> bool | int | float | str:
-        """Returns the default on a benchmark, the same for all splits of its images."""
-        return self.on.get(benchmark.removesuffix("_random80"), self.default)
-
-
-def expected(
-    allowed: str | tuple[str, ...], value: Any, others: Mapping[str, Any] | None = None
-) -> str | None:
-    """Returns what was expected where a value is not allowed, in words, or else None.
-
-    `others` holds values by name, for intervals that end at one of them.
-    """
-    if isinstance(allowed, tuple):
-        return None if value in allowed else " or ".join(allowed)
-    if not allowed:
-        return None
-    try:
-        opening, *ends, closing = _INTERVAL.fullmatch(allowed).groups()  # pyright: ignore
-        low, high = ((others or {}).get(end, end) for end in ends)
-        least, most = float(low), float(high)
-    except (AttributeError, ValueError) as error:
-        raise InputError(f"expected an interval such as '(0, 1]', found {allowed!r}") from error
-    above = least < value or (opening == "[" and least == value)
-    below = value < most or (closing == "]" and value == most)
-    if above and below:
-        return None
-    kind = "a whole number" if isinstance(value, int) else "a number"
-    return f"{kind} in {opening}{low}, {high}{closing}"
 
 
 # Which learners there are ------------------------------------------------------------------------
@@ -115,31 +37,21 @@ def names() -> tuple[str, ...]:
 
 
 @functools.cache
-def _own() -> dict[str, types.ModuleType]:
-    files = [each.name for each in pkgutil.iter_modules(__path__) if each.name[0] != "_"]
-    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in sorted(files)}
-    found = {name: module for name, module in modules.items() if hasattr(module, "TITLE")}
-    rows = {name: getattr(module, "PAPER_ROW", len(found)) for name, module in found.items()}
-    for module in found.values():
-        _complete(module)
-    return dict(sorted(found.items(), key=lambda item: rows[item[0]]))
+def _own() -> dict[str, type[Learner]]:
+    files = sorted(each.name for each in pkgutil.iter_modules(__path__))
+    found = {name: _defined_in(importlib.import_module(f"{__name__}.{name}")) for name in files}
+    known = {name: each for name, each in found.items() if each is not None}
+    return dict(sorted(known.items(), key=lambda item: item[1].paper_row))
 
 
-def _complete(module: Any) -> None:
-    """Gives a learner Cumulative-LoRA's answers to the questions that it leaves out."""
-    if not hasattr(module, "TASK_COUNT"):
-        module.TASK_COUNT = ""
-    default, training = (
-        importlib.import_module(f"{__name__}.{name}") for name in ("cumulative_lora", "training")
-    )
-    if not hasattr(module, "update"):
-        module.update = lambda setup: training.gradient_update(setup, module.loss)
-    for question in _QUESTIONS:
-        if not hasattr(module, question):
-            setattr(module, question, getattr(default, question))
+def _defined_in(module: types.ModuleType) -> type[Learner] | None:
+    """Returns the learner of a file: the last class derived from `Learner` that it defines."""
+    classes = [each for each in vars(module).values() if isinstance(each, type)]
+    own = [each for each in classes if each.__module__ == module.__name__ and each is not Learner]
+    return next((each for each in reversed(own) if issubclass(each, Learner)), None)
 
 
-def find(name: str) -> Any:
+def find(name: str) -> type[Learner]:
     """Returns a learner by its name, or by the dotted name of a module outside the package.
 
     Raises:
@@ -148,7 +60,16 @@ def find(name: str) -> Any:
     return _own().get(name.removeprefix(f"{__name__}.")) or _outside(name)
 
 
-def _outside(name: str) -> types.ModuleType:
+def make(setup: Setup) -> Learner:
+    """Returns the learner that a run's configuration names, with its options there.
+
+    Raises:
+        InputError: of `find`, or by the learner, whose options contradict each other.
+    """
+    return find(setup.config.learner.name).configured(setup)
+
+
+def _outside(name: str) -> type[Learner]:
     """Imports a learner that is no file of this folder."""
     try:
         module = importlib.import_module(name)
@@ -161,18 +82,17 @@ def _outside(name: str) -> types.ModuleType:
                 f"found {name!r} ({error})"
             ) from error
         raise InputError(f"learner.name: {name}: {place(error)}") from error
-    if not hasattr(module, "TITLE"):
-        raise InputError(f"learner.name: module {name!r} is no learner: it declares no TITLE")
+    learner = _defined_in(module)
+    if learner is None:
+        raise InputError(f"learner.name: module {name!r} defines no class derived from Learner")
     if section(name) in (*names(), "name", "preset"):
         raise InputError(f"learner.name: {name}: {section(name)} is taken; call the file otherwise")
-    for option, value in getattr(module, "OPTIONS", {}).items():
-        if not isinstance(value, Option):
-            raise InputError(
-                f"learner.name: {name}: OPTIONS: {option}: expected Option(default, allowed, "
-                f"comment), found {value!r}"
-            )
-    _complete(module)
-    return module
+    if any(isinstance(each, dataclasses.Field) for each in vars(learner).values()):
+        raise InputError(
+            f"learner.name: {name}: {learner.__name__} has options and so must be decorated with "
+            "@dataclasses.dataclass(frozen=True)"
+        )
+    return learner
 
 
 def place(error: BaseException) -> str:
@@ -186,10 +106,10 @@ def place(error: BaseException) -> str:
     return f"{last.filename}, line {last.lineno}: {type(error).__name__}: {said}"
 
 
-def _declared(name: str) -> types.ModuleType | None:
-    """Returns the module of a learner; None of one that is not at hand, such as another user's."""
-    module = _own().get(name) or sys.modules.get(name)
-    return module if hasattr(module, "TITLE") else None
+def _at_hand(name: str) -> type[Learner]:
+    """Returns a learner by its name, the base in place of one that was not imported."""
+    module = sys.modules.get(name)
+    return _own().get(name) or (module and _defined_in(module)) or Learner
 
 
 # What they declare -------------------------------------------------------------------------------
@@ -197,17 +117,18 @@ def _declared(name: str) -> types.ModuleType | None:
 
 def title(name: str) -> str:
     """Returns how tables call a learner; one that is not at hand is called by its name."""
-    return getattr(_declared(name), "TITLE", name)
+    return _at_hand(name).title or name
 
 
 def summary(name: str) -> str:
     """Returns in a few words what a learner of the package is: the first line of its file."""
-    return (_own()[name].__doc__ or "").partition("\n")[0].partition(": ")[2].rstrip(".")
+    described = sys.modules[_own()[name].__module__].__doc__ or ""
+    return described.partition("\n")[0].partition(": ")[2].rstrip(".")
 
 
 def selected(name: str) -> str:
     """Returns the components that the paper enables for a learner, a key of `components`."""
-    return getattr(_declared(name), "SELECTED", "full")
+    return _at_hand(name).selected
 
 
 def section(name: str) -> str:
@@ -217,12 +138,11 @@ def section(name: str) -> str:
 
 def options(name: str) -> dict[str, Option]:
     """Returns the options that a learner reads, by their field, such as `learner.inflora.lamb`."""
-    module = _declared(name)
-    found = {}
-    for each in (*getattr(module, "READS", ()), name):
-        own = getattr(_declared(each), "OPTIONS", {})
-        found |= {f"learner.{section(each)}.{option}": value for option, value in own.items()}
-    return found
+    return {
+        f"learner.{section(learner)}.{field}": each
+        for learner in (*_at_hand(name).reads, name)
+        for field, each in _at_hand(learner).options().items()
+    }
 
 
 def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Any]]:
@@ -231,12 +151,11 @@ def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Any]]:
     Raises:
         InputError: there is no learner `outside` of the package.
     """
-    modules = _own() | ({section(outside): find(outside)} if outside else {})
-    declared = {name: getattr(module, "OPTIONS", {}) for name, module in modules.items()}
+    known = _own() | ({section(outside): find(outside)} if outside else {})
     return {
-        name: {option: value.default_on(benchmark) for option, value in own.items()}
-        for name, own in declared.items()
-        if own
+        name: {field: each.default_on(benchmark) for field, each in learner.options().items()}
+        for name, learner in known.items()
+        if learner.options()
     }
 
 
@@ -247,10 +166,8 @@ def check_options(name: str, flat: Mapping[str, Any]) -> None:
         InputError: names the field, what was expected and what was found.
     """
     for learner in dict.fromkeys((*names(), name)):
-        known = options(learner)
-        values = {field.rpartition(".")[2]: flat[field] for field in known}
-        for field, option in known.items():
-            wanted = expected(option.allowed, flat[field], values)
+        for field, each in options(learner).items():
+            wanted = expected(each.allowed, flat[field])
             if wanted is not None:
                 raise InputError(f"config.{field}: expected {wanted}, found {flat[field]!r}")
 
@@ -261,8 +178,8 @@ def deviations(name: str, flat: Mapping[str, Any]) -> list[str]:
     `flat` has values by field, as `config` in `results.json`; a missing one had its default.
     """
     phrases = []
-    for field, option in options(name).items():
-        default = option.default_on(str(flat.get("benchmark", "")))
+    for field, each in options(name).items():
+        default = each.default_on(str(flat.get("benchmark", "")))
         value = flat.get(field, default)
         if value != default:
             words = {True: "on", False: "off"}[value] if isinstance(value, bool) else value

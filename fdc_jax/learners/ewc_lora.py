@@ -30,6 +30,7 @@ Cumulative-LoRA's. Two float32 matrices a block are kept for Omega (57 MB for Vi
 pass, in float32 in every mode, holds `images_at_once` gradients of that size at a time.
 """
 
+import dataclasses
 import math
 from functools import partial
 from typing import Any, NamedTuple
@@ -39,32 +40,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
-from fdc_jax.learners import Option, cumulative_lora, training
+from fdc_jax.heads import Head, LinearHead, NormalisedLinearHead
+from fdc_jax.learners import training
+from fdc_jax.learners.learner import Learner, Replaced, option
 from fdc_jax.model import increments, vit
 
-TITLE = "EWC-LoRA"
-PAPER_ROW = 1
-OPTIONS = {
-    "strength": Option(1e7, "[0, inf)", "lambda, of the penalty"),
-    "accumulation": Option(1.0, "[0, inf)", "gamma, on the importance of earlier tasks"),
-    "fisher": Option(
-        "per_sample", ("per_sample", "batch_mean"), "squared gradients of images, or of batches"
-    ),
-    "head_input": Option(
-        "class_token", ("class_token", "l2"), "the token as it is, or divided by its norm"
-    ),
-    "folding": Option("products", ("products", "factors"), "what adds up over tasks"),
-    "images_at_once": Option(8, "[1, inf)", "gradients held; 57 MB each for ViT-B/16"),
-}
-# Without their estimator and folding, the strength means up to their batch size times more.
-_AUTHORS = {"train.batch_size": 128, "fisher": "batch_mean", "folding": "factors"}
-AUTHORS_RUNS = {
-    "cifar100": {"train.epochs": 20} | _AUTHORS,
-    "imagenet_r": {"train.epochs": 50} | _AUTHORS,
-    "imagenet_a": {"train.epochs": 20} | _AUTHORS,
-}
 # Elsewhere they are those of the protocol.
 NATIVE_HEAD_RATE, NATIVE_WEIGHT_DECAY = {"imagenet_r": 5e-4}, {"imagenet_r": 5e-3}
 
@@ -73,36 +54,107 @@ class State(NamedTuple):
     """Every task's increment and head on a leading task axis, and what the past deems important."""
 
     increments: vit.Increment
-    heads: head_types.LinearHead
+    heads: LinearHead
     importance: vit.KeyValueKernels
 
 
-# 1. What it keeps between tasks.
-def initial_state(setup: training.Setup) -> State:
-    """Returns empty slots for all tasks, and no importance."""
-    variant = setup.variant
-    shape = (variant.depth, variant.width, variant.width)
-    return State(
-        *cumulative_lora.initial_state(setup),
-        importance=vit.KeyValueKernels(key=jnp.zeros(shape), value=jnp.zeros(shape)),
+@dataclasses.dataclass(frozen=True)
+class EWCLoRA(Learner):
+    """EWC-LoRA, as described above."""
+
+    title = "EWC-LoRA"
+    paper_row = 1
+    mean_over_images = True
+
+    strength: float = option(1e7, "[0, inf)", "lambda, of the penalty")
+    accumulation: float = option(1.0, "[0, inf)", "gamma, on the importance of earlier tasks")
+    fisher: str = option(
+        "per_sample", ("per_sample", "batch_mean"), "squared gradients of images, or of batches"
     )
-
-
-# 3. What it trains, and how.
-def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Array):
-    """Returns the kernels so far with their importance, and a fresh increment and head."""
-    frozen, trained = cumulative_lora.start(setup, backbone, state, task, key)
-    kernels = _folded(setup, backbone, state, task)
-    return frozen | {"kernels": kernels, "importance": state.importance}, trained
-
-
-def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
-    """Returns the cross-entropy over the task's own classes plus the penalty."""
-    strength = setup.config.learner.ewc_lora.strength
-    headed = trained | {"head": _head(setup, *trained["head"])}
-    return cumulative_lora.loss(setup, backbone, frozen, headed, batch) + strength * penalty(
-        frozen["importance"], trained["increment"]
+    head_input: str = option(
+        "class_token", ("class_token", "l2"), "the token as it is, or divided by its norm"
     )
+    folding: str = option("products", ("products", "factors"), "what adds up over tasks")
+    images_at_once: int = option(8, "[1, inf)", "gradients held; 57 MB each for ViT-B/16")
+
+    # 1. What it keeps between tasks.
+    def initial_state(self) -> State:
+        """Returns empty slots for all tasks, and no importance."""
+        variant = self.setup.variant
+        shape = (variant.depth, variant.width, variant.width)
+        return State(
+            *super().initial_state(),
+            importance=vit.KeyValueKernels(key=jnp.zeros(shape), value=jnp.zeros(shape)),
+        )
+
+    # 3. What it trains, and how.
+    def start_task(self, backbone, state: State, task, key):
+        """Returns the kernels so far with their importance, and a fresh increment and head."""
+        frozen, trained = super().start_task(backbone, state, task, key)
+        kernels = self._folded(backbone, state, task)
+        return frozen | {"kernels": kernels, "importance": state.importance}, trained
+
+    def loss(self, backbone, frozen, trained, batch):
+        """Returns the cross-entropy over the task's own classes plus the penalty."""
+        headed = trained | {"head": self._head(*trained["head"])}
+        classification = super().loss(backbone, frozen, headed, batch)
+        return classification + self.strength * penalty(frozen["importance"], trained["increment"])
+
+    def update(self) -> training.Update:
+        """Returns Adam, in the native preset along half a cosine wave."""
+        if not self.native:
+            return self.gradient_update()
+        benchmark, rates = self.setup.config.benchmark, training.paper_rates(self.setup)
+        rates["head"] = NATIVE_HEAD_RATE.get(benchmark, rates["head"])
+        decay = NATIVE_WEIGHT_DECAY.get(benchmark, 0.0)
+        adam = optax.chain(optax.add_decayed_weights(decay), optax.scale_by_adam())
+        schedule = partial(training.learning_rate_factor, "cosine")
+        return self.gradient_update(rates, adam, schedule)
+
+    # 4. What it does when a task ends.
+    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
+        """Returns the state with increment and head in their slot, Fisher information added."""
+        state = super().after_task(backbone, state, task, frozen, trained, images)
+        kernels, head = self.encoder(backbone, state, task + 1), self._head(*trained["head"])
+        squares, count = jax.tree.map(jnp.zeros_like, state.importance), jnp.zeros(())
+        model = vit.in_float32(self.setup.model)
+        add = partial(_add_squared_gradients, model, self.fisher, self.images_at_once)
+        for batch in images.augmented():
+            squares = add(backbone, kernels, head, frozen["class_mask"], batch, squares)
+            count += batch.weights.sum()
+        importance = jax.tree.map(
+            lambda omega, sums: self.accumulation * omega + sums / count, state.importance, squares
+        )
+        return state._replace(importance=importance)
+
+    # 5. What it offers for inference.
+    def encoder(self, backbone, state: State, num_tasks) -> Replaced:
+        """Returns the kernels of E_t after `num_tasks` tasks; those of E_0 for 0."""
+        if num_tasks == 0:
+            return vit.pretrained_kernels(backbone)
+        last = increments.select(state.increments, num_tasks - 1)
+        return increments.merge(self._folded(backbone, state, num_tasks - 1), last)
+
+    def heads(self, state: State, num_tasks) -> list[Head]:
+        """Returns the heads of the first `num_tasks` tasks, without padding."""
+        return [self._head(*rows) for rows in training.unpadded(self.setup, state.heads, num_tasks)]
+
+    def _head(self, weight, bias) -> Head:
+        """Returns the head that `head_input` asks for."""
+        if self.head_input == "l2":
+            return NormalisedLinearHead(weight, bias)
+        return LinearHead(weight, bias)
+
+    def _folded(self, backbone, state: State, num_tasks: int) -> Replaced:
+        """Returns the kernels that the task after the first `num_tasks` starts from."""
+        if self.folding == "products":
+            return super().encoder(backbone, state, num_tasks)
+        earlier = jnp.arange(self.setup.num_tasks) < num_tasks
+        summed: Any = jax.tree.map(
+            lambda slots: jnp.sum(jnp.where(earlier[:, None, None, None], slots, 0.0), axis=0),
+            state.increments,
+        )
+        return increments.merge(vit.pretrained_kernels(backbone), summed)
 
 
 def penalty(importance: vit.KeyValueKernels, increment: vit.Increment):
@@ -111,37 +163,6 @@ def penalty(importance: vit.KeyValueKernels, increment: vit.Increment):
         lambda omega, change: jnp.sum(omega * change**2), importance, increments.products(increment)
     )
     return 0.5 * (weighted["key"] + weighted["value"])
-
-
-def update(setup: training.Setup) -> training.Update:
-    """Returns Adam, in the native preset along half a cosine wave."""
-    config, rates = setup.config, training.paper_rates(setup)
-    if config.learner.preset == "protocol":
-        return training.gradient_update(setup, loss, mean_over_images=True)
-    rates["head"] = NATIVE_HEAD_RATE.get(config.benchmark, rates["head"])
-    decay = NATIVE_WEIGHT_DECAY.get(config.benchmark, 0.0)
-    adam = optax.chain(optax.add_decayed_weights(decay), optax.scale_by_adam())
-    schedule = partial(training.learning_rate_factor, "cosine")
-    return training.gradient_update(setup, loss, rates, adam, schedule, mean_over_images=True)
-
-
-# 4. What it does when a task ends.
-def after_task(setup, backbone, state: State, task: int, frozen, trained, images) -> State:
-    """Returns the state with the task's increment and head, and its Fisher information added."""
-    ours = setup.config.learner.ewc_lora
-    state = cumulative_lora.after_task(setup, backbone, state, task, frozen, trained, images)
-    kernels, head = encoder(setup, backbone, state, task + 1), _head(setup, *trained["head"])
-    squares, count = jax.tree.map(jnp.zeros_like, state.importance), jnp.zeros(())
-    add = partial(
-        _add_squared_gradients, vit.in_float32(setup.model), ours.fisher, ours.images_at_once
-    )
-    for batch in images.augmented():
-        squares = add(backbone, kernels, head, frozen["class_mask"], batch, squares)
-        count += batch.weights.sum()
-    importance = jax.tree.map(
-        lambda omega, total: ours.accumulation * omega + total / count, state.importance, squares
-    )
-    return state._replace(importance=importance)
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=8)
@@ -178,36 +199,3 @@ def _add_squared_gradients(
     # Every part takes images from all over the batch, and so from every device.
     parts = jax.tree.map(lambda leaf: leaf.reshape(size, -1, *leaf.shape[1:]).swapaxes(0, 1), batch)
     return jax.lax.scan(add_images, total, parts)[0]
-
-
-# 5. What it offers for inference.
-def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernels:
-    """Returns the kernels of E_t after `num_tasks` tasks; those of E_0 for 0."""
-    if num_tasks == 0:
-        return vit.pretrained_kernels(backbone)
-    last = increments.select(state.increments, num_tasks - 1)
-    return increments.merge(_folded(setup, backbone, state, num_tasks - 1), last)
-
-
-def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.Head]:
-    """Returns the heads of the first `num_tasks` tasks, without padding."""
-    return [_head(setup, *rows) for rows in training.unpadded(setup, state.heads, num_tasks)]
-
-
-def _head(setup: training.Setup, weight, bias) -> head_types.Head:
-    """Returns the head that `head_input` asks for."""
-    if setup.config.learner.ewc_lora.head_input == "l2":
-        return head_types.NormalisedLinearHead(weight, bias)
-    return head_types.LinearHead(weight, bias)
-
-
-def _folded(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernels:
-    """Returns the kernels that the task after the first `num_tasks` starts from."""
-    if setup.config.learner.ewc_lora.folding == "products":
-        return cumulative_lora.encoder(setup, backbone, state, num_tasks)
-    earlier = jnp.arange(setup.num_tasks) < num_tasks
-    summed: Any = jax.tree.map(
-        lambda slots: jnp.sum(jnp.where(earlier[:, None, None, None], slots, 0.0), axis=0),
-        state.increments,
-    )
-    return increments.merge(vit.pretrained_kernels(backbone), summed)

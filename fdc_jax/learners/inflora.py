@@ -23,33 +23,21 @@ where close directions do not depend on rounding. The memory is a matrix a block
 ViT-B/16).
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64, Int
 
-from fdc_jax import heads as head_types
-from fdc_jax.learners import Option, cumulative_lora, training
+from fdc_jax.errors import InputError
+from fdc_jax.heads import LinearHead
+from fdc_jax.learners import training
+from fdc_jax.learners.learner import Learner, option
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
-TITLE = "InfLoRA"
-PAPER_ROW = 4
-TASK_COUNT = "the energy that is protected goes from lamb to lame in proportion to their number"
-OPTIONS = {
-    "lamb": Option(
-        0.98, "(0, 1]", "energy of the inputs to protect, at the first task", on={"cifar100": 0.95}
-    ),
-    "lame": Option(1.0, "[lamb, 1]", "likewise, where it would arrive after the last task"),
-}
-AUTHORS_RUNS = {
-    "cifar100": {"train.epochs": 20, "train.batch_size": 128},
-    "imagenet_r": {"train.epochs": 50, "train.batch_size": 128},
-    "imagenet_a": {"train.epochs": 20, "train.batch_size": 128},  # of a port by others
-}
 NATIVE_LEARNING_RATE = 5e-4
 
 
@@ -60,33 +48,88 @@ class State(NamedTuple):
     """
 
     increments: vit.Increment
-    heads: head_types.LinearHead
+    heads: LinearHead
     memory: Float[Array, "l d d"]
     memory_size: Int[Array, " l"]
 
 
-# 1. What it keeps between tasks.
-def initial_state(setup: training.Setup) -> State:
-    """Returns empty slots for all tasks and an empty memory."""
-    width, depth = setup.variant.width, setup.variant.depth
-    return State(
-        *cumulative_lora.initial_state(setup),
-        memory=jnp.zeros((depth, width, width)),
-        memory_size=jnp.zeros(depth, jnp.int32),
+@dataclasses.dataclass(frozen=True)
+class InfLoRA(Learner):
+    """InfLoRA, as described above."""
+
+    title = "InfLoRA"
+    paper_row = 4
+    task_count = "the energy that is protected goes from lamb to lame in proportion to their number"
+    mean_over_images = True
+
+    lamb: float = option(
+        0.98, "(0, 1]", "energy of the inputs to protect, at the first task", on={"cifar100": 0.95}
     )
+    lame: float = option(1.0, "(0, 1]", "likewise, where it would arrive after the last task")
 
+    def __post_init__(self):
+        """Refuses energies that fall."""
+        if self.lame < self.lamb:
+            raise InputError(
+                f"config.learner.inflora.lame: expected at least lamb, {self.lamb:g}, found "
+                f"{self.lame:g}"
+            )
 
-# 2. What it computes before a task.
-def before_task(setup: training.Setup, backbone, state: State, task: int, images) -> State:
-    """Returns the state with the task's A designed from its images, seen through E_{t-1}."""
-    kernels = cumulative_lora.encoder(setup, backbone, state, task)
-    moments, _ = attention_input_moments(setup.model, backbone, kernels, images.augmented())
-    designed = [
-        design(moment, basis, setup.config.train.rank)
-        for moment, basis in zip(np.asarray(moments, np.float64), _bases(state), strict=True)
-    ]
-    stack = training.with_directions(state.increments, task, np.stack(designed))
-    return state._replace(increments=stack)
+    # 1. What it keeps between tasks.
+    def initial_state(self) -> State:
+        """Returns empty slots for all tasks and an empty memory."""
+        width, depth = self.setup.variant.width, self.setup.variant.depth
+        return State(
+            *super().initial_state(),
+            memory=jnp.zeros((depth, width, width)),
+            memory_size=jnp.zeros(depth, jnp.int32),
+        )
+
+    # 2. What it computes before a task.
+    def before_task(self, backbone, state: State, task, images) -> State:
+        """Returns the state with the task's A designed from its images, seen through E_{t-1}."""
+        kernels, augmented = self.encoder(backbone, state, task), images.augmented()
+        moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
+        designed = [
+            design(moment, basis, self.setup.rank)
+            for moment, basis in zip(np.asarray(moments, np.float64), _bases(state), strict=True)
+        ]
+        stack = training.with_directions(state.increments, task, np.stack(designed))
+        return state._replace(increments=stack)
+
+    # 3. What it trains, and how.
+    def start_task(self, backbone, state: State, task, key):
+        """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head to train."""
+        slot = increments.select(state.increments, task)
+        A = {name: slot[name]["A"] for name in ("key", "value")}
+        return self.start_with_directions(backbone, state, task, A, key)
+
+    def update(self) -> training.Update:
+        """Returns Adam along the quarter cosine, with the paper's rates or the native one."""
+        rates = training.paper_rates(self.setup)
+        if self.native:
+            rates = dict.fromkeys(rates, NATIVE_LEARNING_RATE)
+        return self.gradient_update(rates, schedule=training.quarter_cosine)
+
+    # 4. What it does when a task ends.
+    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
+        """Returns the state with B and head in their slot and the task's inputs in the memory."""
+        state = super().after_task(backbone, state, task, frozen, trained, images)
+        kernels, augmented = self.encoder(backbone, state, task + 1), images.augmented()
+        moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
+        wanted = self.threshold(task)
+        memory = np.zeros(state.memory.shape, np.float32)
+        sizes = np.zeros(state.memory_size.shape, np.int32)
+        for block, basis in enumerate(_bases(state)):
+            moment = np.asarray(moments[block], np.float64)
+            grown = grown_memory(moment, basis, wanted) if task else first_memory(moment, wanted)
+            sizes[block] = grown.shape[1]
+            memory[block, :, : grown.shape[1]] = grown
+        return state._replace(memory=jnp.asarray(memory), memory_size=jnp.asarray(sizes))
+
+    def threshold(self, task: int) -> float:
+        """Returns the share of energy to protect: from lamb towards lame, never reaching it."""
+        return self.lamb + (self.lame - self.lamb) * task / self.setup.num_tasks
 
 
 def design(
@@ -98,51 +141,11 @@ def design(
     return (directions - memory @ (memory.T @ directions)) / math.sqrt(3.0)
 
 
-# 3. What it trains, and how.
-def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Array):
-    """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head to train."""
-    slot = increments.select(state.increments, task)
-    A = {name: slot[name]["A"] for name in ("key", "value")}
-    return cumulative_lora.start_with_directions(setup, backbone, state, task, A, key)
-
-
-def update(setup: training.Setup) -> training.Update:
-    """Returns Adam along the quarter cosine, with the paper's two rates or with the native one."""
-    rates = training.paper_rates(setup)
-    if setup.config.learner.preset == "native":
-        rates = dict.fromkeys(rates, NATIVE_LEARNING_RATE)
-    return training.gradient_update(
-        setup, cumulative_lora.loss, rates, None, training.quarter_cosine, mean_over_images=True
-    )
-
-
-# 4. What it does when a task ends.
-def after_task(setup, backbone, state: State, task: int, frozen, trained, images) -> State:
-    """Returns the state with B and head in the task's slot and the task's inputs in the memory."""
-    state = cumulative_lora.after_task(setup, backbone, state, task, frozen, trained, images)
-    kernels = cumulative_lora.encoder(setup, backbone, state, task + 1)
-    moments, _ = attention_input_moments(setup.model, backbone, kernels, images.augmented())
-    wanted = threshold(setup.config.learner.inflora, task, setup.num_tasks)
-    memory = np.zeros(state.memory.shape, np.float32)
-    sizes = np.zeros(state.memory_size.shape, np.int32)
-    for block, basis in enumerate(_bases(state)):
-        moment = np.asarray(moments[block], np.float64)
-        basis = first_memory(moment, wanted) if task == 0 else grown_memory(moment, basis, wanted)
-        sizes[block] = basis.shape[1]
-        memory[block, :, : basis.shape[1]] = basis
-    return state._replace(memory=jnp.asarray(memory), memory_size=jnp.asarray(sizes))
-
-
 def _bases(state: State) -> list[Float64[np.ndarray, "d k"]]:
     """Returns the memory of every block without padding."""
     memory = np.asarray(state.memory, np.float64)
     sizes = np.asarray(state.memory_size)
     return [columns[:, :size] for columns, size in zip(memory, sizes, strict=True)]
-
-
-def threshold(settings, task: int, num_tasks: int) -> float:
-    """Returns the share of the energy to protect: from lamb towards lame, never reaching it."""
-    return settings.lamb + (settings.lame - settings.lamb) * task / num_tasks
 
 
 def first_memory(moment: Float64[np.ndarray, "d d"], wanted: float) -> Float64[np.ndarray, "d k"]:

@@ -23,37 +23,19 @@ prediction takes the heads after the last alignment. The Gaussians stay on the h
 classes of ViT-B/16.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
 import jax
 import optax
+from jaxtyping import Array
 
-from fdc_jax import heads as head_types
-from fdc_jax.learners import Option, cumulative_lora, gaussian_alignment, inflora, training
+from fdc_jax.heads import Head, LinearHead
+from fdc_jax.learners import gaussian_alignment, inflora, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
-from fdc_jax.model import vit
+from fdc_jax.learners.learner import Learner, Replaced, option
 
-TITLE = "InfLoRA+CA"
-PAPER_ROW = 5
-READS = ("inflora",)
-TASK_COUNT = inflora.TASK_COUNT
-OPTIONS = {
-    "epochs": Option(5, "[1, inf)", "of classifier alignment, from the second task on"),
-    "learning_rate": Option(5e-3, "(0, inf)", "of Adam; native: SGD with 1e-2"),
-    "schedule": Option("cosine", ("constant", "cosine"), "half a wave over the epochs, or none"),
-    "samples_per_class": Option(256, "[1, inf)", "pseudo-features of a class in an epoch"),
-    "batch_size": Option(256, "[1, inf)", "pseudo-features of a step"),
-    "mean_scale": Option(0.9, "[0, 1]", "of the oldest means, as the stream grows; 1: none"),
-    "ridge": Option(1e-4, "(0, inf)", "added to the variances of a class"),
-    "logit_temperature": Option(
-        0.1, "[0, inf)", "of normalised logits; 0: logits as they are", on={"cifar100": 0.0}
-    ),
-}
-AUTHORS_RUNS = {
-    "cifar100": {"train.epochs": 20, "train.batch_size": 128, "logit_temperature": 0.1},
-    "imagenet_r": {"train.epochs": 50, "learner.inflora.lamb": 0.95},
-}
 NATIVE_LEARNING_RATE, NATIVE_MOMENTUM, NATIVE_WEIGHT_DECAY = 1e-2, 0.9, 5e-4
 
 
@@ -64,68 +46,100 @@ class State(NamedTuple):
     gaussians: ClassGaussians
 
 
-# 1. What it keeps between tasks.
-def initial_state(setup: training.Setup) -> State:
-    """Returns InfLoRA's initial state and no Gaussian."""
-    return State(
-        inflora.initial_state(setup),
-        gaussian_alignment.empty(setup.num_tasks, setup.head_rows, setup.variant.width),
+@dataclasses.dataclass(frozen=True)
+class InfLoRACA(Learner):
+    """InfLoRA+CA, as described above."""
+
+    title = "InfLoRA+CA"
+    paper_row = 5
+    reads = ("inflora",)
+    task_count = inflora.InfLoRA.task_count
+
+    epochs: int = option(5, "[1, inf)", "of classifier alignment, from the second task on")
+    learning_rate: float = option(5e-3, "(0, inf)", "of Adam; native: SGD with 1e-2")
+    schedule: str = option("cosine", ("constant", "cosine"), "half a wave over the epochs, or none")
+    samples_per_class: int = option(256, "[1, inf)", "pseudo-features of a class in an epoch")
+    batch_size: int = option(256, "[1, inf)", "pseudo-features of a step")
+    mean_scale: float = option(0.9, "[0, 1]", "of the oldest means, as the stream grows; 1: none")
+    ridge: float = option(1e-4, "(0, inf)", "added to the variances of a class")
+    logit_temperature: float = option(
+        0.1, "[0, inf)", "of normalised logits; 0: logits as they are", on={"cifar100": 0.0}
     )
 
+    @property
+    def unaligned(self) -> inflora.InfLoRA:
+        """InfLoRA with its own options."""
+        return inflora.InfLoRA.configured(self.setup)
 
-# 2. What it computes before a task.
-def before_task(setup: training.Setup, backbone, state: State, task: int, images) -> State:
-    """Returns the state with the task's A designed, as InfLoRA does."""
-    designed = inflora.before_task(setup, backbone, state.inflora, task, images)
-    return state._replace(inflora=designed)
+    # 1. What it keeps between tasks.
+    def initial_state(self) -> State:
+        """Returns InfLoRA's initial state and no Gaussian."""
+        return State(
+            self.unaligned.initial_state(),
+            gaussian_alignment.empty(
+                self.setup.num_tasks, self.setup.head_rows, self.setup.variant.width
+            ),
+        )
 
+    # 2. What it computes before a task.
+    def before_task(self, backbone, state: State, task, images) -> State:
+        """Returns the state with the task's A designed, as InfLoRA does."""
+        designed = self.unaligned.before_task(backbone, state.inflora, task, images)
+        return state._replace(inflora=designed)
 
-# 3. What it trains, and how.
-def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Array):
-    """Returns what InfLoRA freezes and trains, and beside it the key of the alignment."""
-    frozen, trained = inflora.start(setup, backbone, state.inflora, task, key)
-    # Keys 0 and 1 under this one are those that the new head was split into.
-    return frozen | {"alignment": jax.random.key_data(jax.random.fold_in(key, 2))}, trained
+    # 3. What it trains, and how.
+    def start_task(self, backbone, state: State, task, key):
+        """Returns what InfLoRA freezes and trains, and beside it the key of the alignment."""
+        frozen, trained = self.unaligned.start_task(backbone, state.inflora, task, key)
+        # Keys 0 and 1 under this one are those that the new head was split into.
+        return frozen | {"alignment": jax.random.key_data(jax.random.fold_in(key, 2))}, trained
 
+    def update(self) -> training.Update:
+        """Returns InfLoRA's update."""
+        return self.unaligned.update()
 
-update = inflora.update
+    # 4. What it does when a task ends.
+    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
+        """Returns the state with the task stored, its Gaussians fitted and all heads aligned."""
+        stored = self.unaligned.after_task(backbone, state.inflora, task, frozen, trained, images)
+        kernels = self.unaligned.encoder(backbone, stored, task + 1)
+        features, labels = gaussian_alignment.class_features(
+            self.setup.model, backbone, kernels, images.plain()
+        )
+        classes = self.setup.classes_per_task[task]
+        gaussians = gaussian_alignment.fit_task(
+            state.gaussians, task, features, labels, classes, self.ridge
+        )
+        if task > 0:
+            key = jax.random.wrap_key_data(frozen["alignment"])
+            stored = stored._replace(heads=self.align(stored.heads, gaussians, task, key))
+        return State(stored, gaussians)
 
+    def align(
+        self, heads: LinearHead, gaussians: ClassGaussians, task: int, key: Array
+    ) -> LinearHead:
+        """Returns the heads of tasks 0 to `task` trained on features drawn from the Gaussians."""
+        first = NATIVE_LEARNING_RATE if self.native else self.learning_rate
+        retrain = _retraining(
+            self.native, self.logit_temperature, self.samples_per_class, self.batch_size
+        )
+        return retrain(
+            heads,
+            gaussians,
+            self.setup.classes_of_first(task + 1),
+            self.mean_scale,
+            training.learning_rates(self.schedule, self.epochs, first),
+            key,
+        )
 
-# 4. What it does when a task ends.
-def after_task(setup, backbone, state: State, task: int, frozen, trained, images) -> State:
-    """Returns the state with the task stored, its Gaussians fitted and all heads aligned."""
-    stored = inflora.after_task(setup, backbone, state.inflora, task, frozen, trained, images)
-    kernels = cumulative_lora.encoder(setup, backbone, stored, task + 1)
-    features, labels = gaussian_alignment.class_features(
-        setup.model, backbone, kernels, images.plain()
-    )
-    ridge, classes = setup.config.learner.inflora_ca.ridge, setup.classes_per_task[task]
-    gaussians = gaussian_alignment.fit_task(state.gaussians, task, features, labels, classes, ridge)
-    if task > 0:
-        key = jax.random.wrap_key_data(frozen["alignment"])
-        stored = stored._replace(heads=align(setup, stored.heads, gaussians, task, key))
-    return State(stored, gaussians)
+    # 5. What it offers for inference.
+    def encoder(self, backbone, state: State, num_tasks) -> Replaced:
+        """Returns InfLoRA's kernels of E_t."""
+        return self.unaligned.encoder(backbone, state.inflora, num_tasks)
 
-
-def align(
-    setup: training.Setup,
-    heads: head_types.LinearHead,
-    gaussians: ClassGaussians,
-    task: int,
-    key: jax.Array,
-) -> head_types.LinearHead:
-    """Returns the heads of tasks 0 to `task` trained on features drawn from the Gaussians."""
-    ours, native = setup.config.learner.inflora_ca, setup.config.learner.preset == "native"
-    first = NATIVE_LEARNING_RATE if native else ours.learning_rate
-    retrain = _retraining(native, ours.logit_temperature, ours.samples_per_class, ours.batch_size)
-    return retrain(
-        heads,
-        gaussians,
-        setup.classes_of_first(task + 1),
-        ours.mean_scale,
-        training.learning_rates(ours.schedule, ours.epochs, first),
-        key,
-    )
+    def heads(self, state: State, num_tasks) -> list[Head]:
+        """Returns the heads of the first `num_tasks` tasks as the last alignment left them."""
+        return self.unaligned.heads(state.inflora, num_tasks)
 
 
 @functools.cache
@@ -143,14 +157,3 @@ def _retraining(native: bool, temperature: float, samples: int, batch_size: int)
 
     field = "learner.inflora_ca.learning_rate"
     return gaussian_alignment.retraining(alignment_loss, transformation, samples, batch_size, field)
-
-
-# 5. What it offers for inference.
-def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernels:
-    """Returns InfLoRA's kernels of E_t."""
-    return cumulative_lora.encoder(setup, backbone, state.inflora, num_tasks)
-
-
-def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.LinearHead]:
-    """Returns the heads of the first `num_tasks` tasks as the last alignment left them."""
-    return cumulative_lora.heads(setup, state.inflora, num_tasks)

@@ -41,6 +41,7 @@ Decompositions run in float64 on the host; where a moment is not positive defini
 identity from 1e-12 on are added, which is logged.
 """
 
+import dataclasses
 import logging
 import math
 from collections.abc import Callable
@@ -54,34 +55,13 @@ import optax
 import scipy.linalg
 from jaxtyping import Array, Bool, Float, Float64, Int
 
-from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
-from fdc_jax.learners import Option, cumulative_lora, training
+from fdc_jax.heads import CosineHead, Head
+from fdc_jax.learners import training
+from fdc_jax.learners.learner import Learner, option
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
-TITLE = "LoDA"
-PAPER_ROW = 7
-SELECTED = "pac+rlc_adapted_view"
-OPTIONS = {
-    "general_scale": Option(0.25, "[0, inf)", "of the general product; without halving 0.5"),
-    "isolated_scale": Option(0.5, "[0, inf)", "of the isolated product; without halving 1"),
-    "merge_gamma": Option(3.0, "(0, inf)", "weight of the new task where products are shrunk"),
-    "scale": Option(20.0, "(0, inf)", "of cosines in the loss"),
-    "margin": Option(  # The authors'; unpublished for OmniBenchmark, which has ImageNet-R's.
-        0.0,
-        "[0, inf)",
-        "off the cosine of the own class",
-        on={"imagenet_a": 0.15, "imagenet_r": 0.1, "cub200": 0.1, "omnibench": 0.1},
-    ),
-    "alignment": Option(True, comment="half-steps over groups of classes; off: plain steps"),
-    "look_ahead": Option(0.3, "[0, inf)", "rho, the longest", on={"imagenet_r": 0.7}),
-}
-_AUTHORS = {"train.batch_size": 48, "train.rank": 32}
-AUTHORS_RUNS = {
-    **dict.fromkeys(("cifar100", "imagenet_a", "cub200"), _AUTHORS),
-    "imagenet_r": _AUTHORS | {"train.rank": 64},
-}
 NATIVE_MOMENTUM = 0.9
 NATIVE_RATE = 1e-2
 NATIVE_RATE_OF = {"cifar100": 5e-3, "imagenet_a": 1e-2, "imagenet_r": 2e-2, "cub200": 5e-3}
@@ -113,41 +93,226 @@ class State(NamedTuple):
     moments: Float[Array, "l d d"]
 
 
-# 1. What it keeps between tasks.
-def initial_state(setup: training.Setup) -> State:
-    """Returns empty slots for all tasks and no moments."""
-    variant, tasks = setup.variant, setup.num_tasks
-    return State(
-        increments=increments.empty_stack(variant, 2 * setup.config.train.rank, tasks),
-        heads=jnp.zeros((tasks, setup.head_rows, variant.width)),
-        moments=jnp.zeros((variant.depth, variant.width, variant.width)),
+class Progress(NamedTuple):
+    """What the update carries from batch to batch; random numbers follow from the count."""
+
+    batches: Int[Array, ""]
+    optimizer: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LoDA(Learner):
+    """LoDA, as described above."""
+
+    title = "LoDA"
+    paper_row = 7
+    selected = "pac+rlc_adapted_view"
+
+    general_scale: float = option(0.25, "[0, inf)", "of the general product; without halving 0.5")
+    isolated_scale: float = option(0.5, "[0, inf)", "of the isolated product; without halving 1")
+    merge_gamma: float = option(3.0, "(0, inf)", "weight of the new task where products are shrunk")
+    scale: float = option(20.0, "(0, inf)", "of cosines in the loss")
+    margin: float = option(  # The authors'; unpublished for OmniBenchmark, which has ImageNet-R's.
+        0.0,
+        "[0, inf)",
+        "off the cosine of the own class",
+        on={"imagenet_a": 0.15, "imagenet_r": 0.1, "cub200": 0.1, "omnibench": 0.1},
     )
+    alignment: bool = option(True, comment="half-steps over groups of classes; off: plain steps")
+    look_ahead: float = option(0.3, "[0, inf)", "rho, the longest", on={"imagenet_r": 0.7})
 
+    # 1. What it keeps between tasks.
+    def initial_state(self) -> State:
+        """Returns empty slots for all tasks and no moments."""
+        variant, tasks = self.setup.variant, self.setup.num_tasks
+        return State(
+            increments=increments.empty_stack(variant, 2 * self.setup.rank, tasks),
+            heads=jnp.zeros((tasks, self.setup.head_rows, variant.width)),
+            moments=jnp.zeros((variant.depth, variant.width, variant.width)),
+        )
 
-# 2. What it computes before a task.
-def before_task(setup: training.Setup, backbone, state: State, task: int, images) -> State:
-    """Returns the state with the task's A of both branches, from its images seen by E_{t-1}."""
-    kernels = cumulative_lora.encoder(setup, backbone, state, task)
-    moments, _ = attention_input_moments(setup.model, backbone, kernels, images.augmented())
-    rank = setup.config.train.rank
-    new, old = (_symmetric(np.asarray(each, np.float64)) for each in (moments, state.moments))
-    designed = []
-    for block in range(len(new)):
-        general = general_directions(new[block] + old[block], rank)
-        isolated = np.zeros_like(general)
-        if task > 0:
-            isolated, jitter = isolated_directions(new[block], old[block], rank)
-            if jitter:
-                _log.warning(
-                    "task %d, block %d: %.3g was added to the diagonal of the old moment, which is "
-                    "not positive definite",
-                    task + 1,
-                    block,
-                    jitter,
+    # 2. What it computes before a task.
+    def before_task(self, backbone, state: State, task, images) -> State:
+        """Returns the state with the task's A of both branches, from its images seen by E_{t-1}."""
+        kernels, augmented = self.encoder(backbone, state, task), images.augmented()
+        moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
+        rank = self.setup.rank
+        new, old = (_symmetric(np.asarray(each, np.float64)) for each in (moments, state.moments))
+        designed = []
+        for block in range(len(new)):
+            general = general_directions(new[block] + old[block], rank)
+            isolated = np.zeros_like(general)
+            if task > 0:
+                isolated, jitter = isolated_directions(new[block], old[block], rank)
+                if jitter:
+                    _log.warning(
+                        "task %d, block %d: %.3g was added to the diagonal of the old moment, "
+                        "which is not positive definite",
+                        *(task + 1, block, jitter),
+                    )
+            designed.append(np.concatenate([general, isolated], axis=1) / math.sqrt(3.0))
+        stack = training.with_directions(state.increments, task, np.stack(designed))
+        return state._replace(increments=stack)
+
+    # 3. What it trains, and how.
+    def start_task(self, backbone, state: State, task, key):
+        """Returns the kernels of E_{t-1} and the isolated A, and what trains.
+
+        Trained are the factors of the general branch, of which A stays from the second task on, B
+        of the isolated branch, which has no gradient in the first task since A is zero there, and
+        the rows of the head.
+        """
+        key_of_head, key_of_alignment = jax.random.split(key)
+        setup, rank = self.setup, self.setup.rank
+        slot = increments.select(state.increments, task)
+        trained = {
+            "increment": {
+                "general": {
+                    name: vit.Factors(A=slot[name]["A"][..., :rank], B=slot[name]["B"][:, :rank])
+                    for name in ("key", "value")
+                },
+                "isolated": {name: slot[name]["B"][:, rank:] for name in ("key", "value")},
+            },
+            "head": training.new_cosine_rows(key_of_head, setup.head_rows, setup.variant.width),
+        }
+        trains = jax.tree.map(lambda leaf: jnp.ones(()), trained)
+        for factors in trains["increment"]["general"].values():
+            factors["A"] = jnp.asarray(task == 0, jnp.float32)
+        frozen = {
+            "kernels": self.encoder(backbone, state, task),
+            "isolated": slot["key"]["A"][..., rank:],
+            "class_mask": setup.class_mask(task),
+            "trains": trains,
+            "alignment": jax.random.key_data(key_of_alignment),
+        }
+        return frozen, trained
+
+    def _increment(self, frozen, trained, shrinking=None) -> vit.Increment:
+        """Returns both branches as one increment, scaled, and the general one shrunken if asked."""
+
+        def factors(name):
+            general = trained["increment"]["general"][name]
+            B = self.general_scale * general["B"]
+            if shrinking is not None:
+                B = shrinking[name][:, :, None] * B
+            isolated = self.isolated_scale * trained["increment"]["isolated"][name]
+            return vit.Factors(
+                A=jnp.concatenate([general["A"], frozen["isolated"]], axis=2),
+                B=jnp.concatenate([B, isolated], axis=1),
+            )
+
+        return vit.Increment(key=factors("key"), value=factors("value"))
+
+    def loss(self, backbone, frozen, trained, batch):
+        """Returns the cross-entropy of scaled cosines, the label's one less a margin (CosFace)."""
+        increment = self._increment(frozen, trained)
+        features = self.features(backbone, batch, frozen["kernels"], increment)
+        cosines = CosineHead(trained["head"]).logits(features)
+        return training.cosface(
+            cosines, batch.labels, frozen["class_mask"], batch.weights, self.scale, self.margin
+        )
+
+    def update(self) -> training.Update:
+        """Returns Adam with the paper's rates, or SGD with the authors'; in half-steps."""
+        benchmark = self.setup.config.benchmark
+        if not self.native:
+            return self.half_steps(training.paper_rates(self.setup), optax.scale_by_adam())
+        rate = NATIVE_RATE_OF.get(benchmark, NATIVE_RATE)
+        decay = NATIVE_WEIGHT_DECAY_OF.get(benchmark, NATIVE_WEIGHT_DECAY)
+        sgd = optax.chain(optax.add_decayed_weights(decay), optax.trace(NATIVE_MOMENTUM))
+        schedule = partial(training.learning_rate_factor, "cosine")
+        return self.half_steps({"increment": rate, "head": rate}, sgd, schedule)
+
+    def half_steps(
+        self,
+        rates: dict[str, float],
+        transformation: optax.GradientTransformation,
+        schedule: Callable[[int, int], float] | None = None,
+    ) -> training.Update:
+        """Returns an update in half-steps, or in plain ones; arguments as of `gradient_update`."""
+
+        def initialise(trained) -> Progress:
+            return Progress(jnp.zeros((), jnp.int32), transformation.init(trained))
+
+        def step(backbone, frozen, trained, progress, batch, rate):
+            def slopes(leaves, part):
+                """Returns the loss on a part of the batch, and its gradient."""
+                value, gradients = jax.value_and_grad(
+                    lambda leaves: self.loss(backbone, frozen, leaves, part)
+                )(leaves)
+                return value, jax.tree.map(jnp.multiply, frozen["trains"], gradients)
+
+            def descended(trained, optimizer, ahead, gradients):
+                directions: Any
+                directions, optimizer = transformation.update(gradients, optimizer, ahead)
+                directions = jax.tree.map(jnp.multiply, frozen["trains"], directions)
+                return training.descended(trained, directions, rates, rate), optimizer
+
+            def one_pass(carried, kind):
+                trained, optimizer, ahead = carried
+                weights, descends = kind
+                part = batch._replace(weights=weights)
+                value, gradients = of_group(slopes, ahead, part, alone=self.setup.mesh.size == 1)
+                moved = jax.tree.map(
+                    lambda leaf, gradient: leaf + against(gradient, length),
+                    trained["increment"],
+                    gradients["increment"],
                 )
-        designed.append(np.concatenate([general, isolated], axis=1) / math.sqrt(3.0))
-    stack = training.with_directions(state.increments, task, np.stack(designed))
-    return state._replace(increments=stack)
+                looked = (trained, optimizer, trained | {"increment": moved})
+                stepped = descended(trained, optimizer, ahead, gradients)
+                carried = jax.tree.map(partial(jnp.where, descends), (*stepped, stepped[0]), looked)
+                return carried, descends * value * weights.sum()
+
+            if not self.alignment:
+                value, gradients = slopes(trained, batch)
+                trained, optimizer = descended(trained, progress.optimizer, trained, gradients)
+                return trained, Progress(progress.batches + 1, optimizer), value
+            key = jax.random.wrap_key_data(frozen["alignment"])
+            key_of_length, key_of_groups = jax.random.split(
+                jax.random.fold_in(key, progress.batches)
+            )
+            present = jnp.zeros(len(frozen["class_mask"])).at[batch.labels].max(batch.weights) > 0
+            several = present.sum() > 1
+            length = several * self.look_ahead * jax.random.uniform(key_of_length)
+            first = first_group(key_of_groups, present)[batch.labels]
+            # A single class is both groups, and only the first half-step counts.
+            groups = [batch.weights * first, batch.weights * jnp.where(several, ~first, first)]
+            # One after the other in a loop, so that the encoder is compiled once for all of them.
+            (trained, optimizer, _), totals = jax.lax.scan(
+                one_pass,
+                (trained, progress.optimizer, trained),
+                (jnp.stack([*groups, *groups[::-1]]), jnp.stack([False, True, False, several])),
+            )
+            value = totals.sum() / batch.weights.sum()
+            return trained, Progress(progress.batches + 1, optimizer), value
+
+        return training.Update(initialise, jax.jit(step, donate_argnums=(2, 3)), schedule)
+
+    # 4. What it does when a task ends.
+    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
+        """Returns the state with the increment shrunk and stored, the head, and new moments."""
+
+        def moments_under(increment):
+            kernels = increments.merge(frozen["kernels"], increment)
+            augmented = images.augmented()
+            return attention_input_moments(self.setup.model, backbone, kernels, augmented)[0]
+
+        new = moments_under(self._increment(frozen, trained))
+        shrinking = {
+            name: shrinkage(factors["A"], state.moments, new, self.merge_gamma)
+            for name, factors in trained["increment"]["general"].items()
+        }
+        shrunken = self._increment(frozen, trained, shrinking)
+        return State(
+            increments=increments.store(state.increments, task, shrunken),
+            heads=state.heads.at[task].set(trained["head"]),
+            moments=state.moments + new + moments_under(shrunken),
+        )
+
+    # 5. What it offers for inference.
+    def heads(self, state: State, num_tasks) -> list[Head]:
+        """Returns the cosine heads of the first `num_tasks` tasks, unscaled and without padding."""
+        return [CosineHead(rows) for rows in super().heads(state, num_tasks)]
 
 
 def _symmetric(matrices):
@@ -186,165 +351,6 @@ def cholesky(matrix: Float64[np.ndarray, "d d"]) -> tuple[Float64[np.ndarray, "d
             jitter, more = jitter + more, 10 * more
 
 
-# 3. What it trains, and how.
-def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Array):
-    """Returns the kernels of E_{t-1} and the isolated A, and what trains.
-
-    Trained are the factors of the general branch, of which A stays from the second task on, B of
-    the isolated branch, which has no gradient in the first task since A is zero there, and the
-    rows of the head.
-    """
-    key_of_head, key_of_alignment = jax.random.split(key)
-    rank = setup.config.train.rank
-    slot = increments.select(state.increments, task)
-    trained = {
-        "increment": {
-            "general": {
-                name: vit.Factors(A=slot[name]["A"][..., :rank], B=slot[name]["B"][:, :rank])
-                for name in ("key", "value")
-            },
-            "isolated": {name: slot[name]["B"][:, rank:] for name in ("key", "value")},
-        },
-        "head": training.new_cosine_rows(key_of_head, setup.head_rows, setup.variant.width),
-    }
-    trains = jax.tree.map(lambda leaf: jnp.ones(()), trained)
-    for factors in trains["increment"]["general"].values():
-        factors["A"] = jnp.asarray(task == 0, jnp.float32)
-    frozen = {
-        "kernels": cumulative_lora.encoder(setup, backbone, state, task),
-        "isolated": slot["key"]["A"][..., rank:],
-        "class_mask": setup.class_mask(task),
-        "trains": trains,
-        "alignment": jax.random.key_data(key_of_alignment),
-    }
-    return frozen, trained
-
-
-def _increment(setup: training.Setup, frozen, trained, shrinking=None) -> vit.Increment:
-    """Returns both branches as one increment, scaled, and the general one shrunken if asked."""
-    ours = setup.config.learner.loda
-
-    def factors(name):
-        general = trained["increment"]["general"][name]
-        B = ours.general_scale * general["B"]
-        if shrinking is not None:
-            B = shrinking[name][:, :, None] * B
-        isolated = ours.isolated_scale * trained["increment"]["isolated"][name]
-        return vit.Factors(
-            A=jnp.concatenate([general["A"], frozen["isolated"]], axis=2),
-            B=jnp.concatenate([B, isolated], axis=1),
-        )
-
-    return vit.Increment(key=factors("key"), value=factors("value"))
-
-
-def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
-    """Returns the cross-entropy of scaled cosines, the label's one less a margin (CosFace)."""
-    ours = setup.config.learner.loda
-    features: Any = setup.model.apply(
-        {"params": backbone}, batch.images, frozen["kernels"], _increment(setup, frozen, trained)
-    )
-    cosines = head_types.CosineHead(trained["head"]).logits(features)
-    return training.cosface(
-        cosines, batch.labels, frozen["class_mask"], batch.weights, ours.scale, ours.margin
-    )
-
-
-def update(setup: training.Setup) -> training.Update:
-    """Returns Adam with the paper's rates, or SGD with the authors'; in half-steps."""
-    config = setup.config
-    ours = config.learner.loda
-    look_ahead = ours.look_ahead if ours.alignment else None
-    if config.learner.preset == "protocol":
-        rates = training.paper_rates(setup)
-        return aligned_update(setup, loss, rates, optax.scale_by_adam(), look_ahead)
-    rate = NATIVE_RATE_OF.get(config.benchmark, NATIVE_RATE)
-    decay = NATIVE_WEIGHT_DECAY_OF.get(config.benchmark, NATIVE_WEIGHT_DECAY)
-    sgd = optax.chain(optax.add_decayed_weights(decay), optax.trace(NATIVE_MOMENTUM))
-    rates = {"increment": rate, "head": rate}
-    schedule = partial(training.learning_rate_factor, "cosine")
-    return aligned_update(setup, loss, rates, sgd, look_ahead, schedule)
-
-
-class Progress(NamedTuple):
-    """What the update carries from batch to batch; random numbers follow from the count."""
-
-    batches: Int[Array, ""]
-    optimizer: Any
-
-
-def aligned_update(
-    setup: training.Setup,
-    loss: Callable[..., Any],
-    rates: dict[str, float],
-    transformation: optax.GradientTransformation,
-    look_ahead: float | None,
-    schedule: Callable[[int, int], float] | None = None,
-) -> training.Update:
-    """Returns an update in half-steps.
-
-    `frozen` must hold `trains`, a tree like `trained` with 1 for a leaf that trains and 0 for one
-    that stays; `class_mask`; and `alignment`, the data of a random key. `trained["increment"]`
-    holds matrices on the last two axes. Arguments are those of `training.gradient_update`, and the
-    length of the longest look-ahead; None makes one plain step of each batch.
-    """
-
-    def initialise(trained) -> Progress:
-        return Progress(jnp.zeros((), jnp.int32), transformation.init(trained))
-
-    def step(backbone, frozen, trained, progress, batch, rate):
-        def slopes(leaves, part):
-            """Returns the loss on a part of the batch, and its gradient."""
-            value, gradients = jax.value_and_grad(
-                lambda leaves: loss(setup, backbone, frozen, leaves, part)
-            )(leaves)
-            return value, jax.tree.map(jnp.multiply, frozen["trains"], gradients)
-
-        def descended(trained, optimizer, ahead, gradients):
-            directions: Any
-            directions, optimizer = transformation.update(gradients, optimizer, ahead)
-            directions = jax.tree.map(jnp.multiply, frozen["trains"], directions)
-            return training.descended(trained, directions, rates, rate), optimizer
-
-        def one_pass(carried, kind):
-            trained, optimizer, ahead = carried
-            weights, descends = kind
-            part = batch._replace(weights=weights)
-            value, gradients = of_group(slopes, ahead, part, alone=setup.mesh.size == 1)
-            moved = jax.tree.map(
-                lambda leaf, gradient: leaf + against(gradient, length),
-                trained["increment"],
-                gradients["increment"],
-            )
-            looked = (trained, optimizer, trained | {"increment": moved})
-            stepped = descended(trained, optimizer, ahead, gradients)
-            carried = jax.tree.map(partial(jnp.where, descends), (*stepped, stepped[0]), looked)
-            return carried, descends * value * weights.sum()
-
-        if look_ahead is None:
-            value, gradients = slopes(trained, batch)
-            trained, optimizer = descended(trained, progress.optimizer, trained, gradients)
-            return trained, Progress(progress.batches + 1, optimizer), value
-        key = jax.random.wrap_key_data(frozen["alignment"])
-        key_of_length, key_of_groups = jax.random.split(jax.random.fold_in(key, progress.batches))
-        present = jnp.zeros(len(frozen["class_mask"])).at[batch.labels].max(batch.weights) > 0
-        several = present.sum() > 1
-        length = several * look_ahead * jax.random.uniform(key_of_length)
-        first = first_group(key_of_groups, present)[batch.labels]
-        # A single class is both groups, and only the first half-step counts.
-        groups = [batch.weights * first, batch.weights * jnp.where(several, ~first, first)]
-        # One after the other in a loop, so that the encoder is compiled once for all of them.
-        (trained, optimizer, _), totals = jax.lax.scan(
-            one_pass,
-            (trained, progress.optimizer, trained),
-            (jnp.stack([*groups, *groups[::-1]]), jnp.stack([False, True, False, several])),
-        )
-        value = totals.sum() / batch.weights.sum()
-        return trained, Progress(progress.batches + 1, optimizer), value
-
-    return training.Update(initialise, jax.jit(step, donate_argnums=(2, 3)), schedule)
-
-
 def of_group(function: Callable[..., Any], leaves, batch: Batch, alone: bool) -> Any:
     """Returns `function(leaves, part)`, the part being the rows of the batch with a weight.
 
@@ -378,27 +384,6 @@ def first_group(key: Array, present: Bool[Array, " c"]) -> Bool[Array, " c"]:
     return present & (place < jnp.maximum(present.sum() // 2, 1))
 
 
-# 4. What it does when a task ends.
-def after_task(setup, backbone, state: State, task: int, frozen, trained, images) -> State:
-    """Returns the state with the increment shrunk and stored, the head, and both new moments."""
-
-    def moments_under(increment):
-        kernels = increments.merge(frozen["kernels"], increment)
-        return attention_input_moments(setup.model, backbone, kernels, images.augmented())[0]
-
-    new = moments_under(_increment(setup, frozen, trained))
-    general, gamma = trained["increment"]["general"], setup.config.learner.loda.merge_gamma
-    shrinking = {
-        name: shrinkage(general[name]["A"], state.moments, new, gamma) for name in ("key", "value")
-    }
-    shrunken = _increment(setup, frozen, trained, shrinking)
-    return State(
-        increments=increments.store(state.increments, task, shrunken),
-        heads=state.heads.at[task].set(trained["head"]),
-        moments=state.moments + new + moments_under(shrunken),
-    )
-
-
 @jax.jit
 def shrinkage(
     A: Float[Array, "l d r"], old: Float[Array, "l d d"], new: Float[Array, "l d d"], gamma: float
@@ -414,11 +399,3 @@ def shrinkage(
 
     kept, gained = energy(old), gamma * energy(new)
     return 1.0 - kept / (kept + gained + ENERGY_FLOOR)
-
-
-# 5. What it offers for inference.
-def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.CosineHead]:
-    """Returns the cosine heads of the first `num_tasks` tasks, unscaled and without padding."""
-    return [
-        head_types.CosineHead(rows) for rows in training.unpadded(setup, state.heads, num_tasks)
-    ]

@@ -32,6 +32,7 @@ task t, which never change. A projector per block is kept (28 MB for ViT-B/16), 
 interrupted task goes on without its first pass.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterable
 from functools import partial
@@ -42,37 +43,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Float64, Int
 
-from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
-from fdc_jax.learners import Option, cumulative_lora, gaussian_alignment, training
+from fdc_jax.heads import Head, NearestMeanHead, unit
+from fdc_jax.learners import gaussian_alignment, training
+from fdc_jax.learners.learner import Learner, Replaced, option
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
-
-TITLE = "LoRA-Subtraction"
-PAPER_ROW = 6
-SELECTED = "pac+rlc_adapted_view"
-OPTIONS = {
-    "triplet_weight": Option(  # ImageNet-A's and OmniBenchmark's are guesses.
-        0.05,
-        "[0, inf)",
-        "lambda",
-        on={"imagenet_r": 0.2, "cub200": 0.2, "imagenet_a": 0.2, "omnibench": 0.1},
-    ),
-    "margin": Option(
-        1.0,
-        "[0, inf)",
-        "of the triplet loss, between unit features",
-        on={"imagenet_r": 2.0, "imagenet_a": 2.0, "omnibench": 2.0},
-    ),
-    "energy": Option(0.99, "(0, 1]", "share of the eigenvalue sum to keep"),
-    "normalise_projector": Option(True, comment="divide it by its Frobenius norm"),
-    "sparse_start": Option(True, comment="B starts with an entry per rank"),
-}
-AUTHORS_RUNS = {
-    "cifar100": {"train.epochs": 20, "train.batch_size": 128},
-    "imagenet_r": {"train.epochs": 50, "train.first_epochs": 40, "train.batch_size": 128},
-    "cub200": {"train.epochs": 20, "train.batch_size": 128},
-}
 
 # Standard deviation of the entries of B that do not start at zero.
 START_DEVIATION = 0.01
@@ -107,43 +83,144 @@ class Moments(NamedTuple):
     second: Any
 
 
-# 1. What it keeps between tasks.
-def initial_state(setup: training.Setup) -> State:
-    """Returns empty slots for all tasks, and no restriction for the first."""
-    variant, tasks = setup.variant, setup.num_tasks
-    return State(
-        increments=increments.empty_stack(variant, setup.config.train.rank, tasks),
-        means=jnp.zeros((tasks, setup.head_rows, variant.width)),
-        projector=jnp.tile(jnp.eye(variant.width), (variant.depth, 1, 1)),
-        space_sizes=jnp.full((tasks, variant.depth), variant.width, jnp.int32),
+@dataclasses.dataclass(frozen=True)
+class LoRASubtraction(Learner):
+    """LoRA-Subtraction, as described above."""
+
+    title = "LoRA-Subtraction"
+    paper_row = 6
+    selected = "pac+rlc_adapted_view"
+
+    triplet_weight: float = option(  # ImageNet-A's and OmniBenchmark's are guesses.
+        0.05,
+        "[0, inf)",
+        "lambda",
+        on={"imagenet_r": 0.2, "cub200": 0.2, "imagenet_a": 0.2, "omnibench": 0.1},
     )
-
-
-# 2. What it computes before a task.
-def before_task(setup: training.Setup, backbone, state: State, task: int, images) -> State:
-    """Returns the state with the projectors on the task's drift-resistant spaces."""
-    if task == 0:
-        return state
-    moments, _ = attention_input_moments(
-        setup.model, backbone, subtracted(setup, backbone, state, task), images.augmented()
+    margin: float = option(
+        1.0,
+        "[0, inf)",
+        "of the triplet loss, between unit features",
+        on={"imagenet_r": 2.0, "imagenet_a": 2.0, "omnibench": 2.0},
     )
-    ours = setup.config.learner.lora_subtraction
-    found = [
-        drift_resistant_projector(moment, ours.energy, ours.normalise_projector)
-        for moment in np.asarray(moments, np.float64)
-    ]
-    return state._replace(
-        projector=jnp.asarray(np.stack([projector for projector, _ in found]), jnp.float32),
-        space_sizes=state.space_sizes.at[task].set(jnp.asarray([size for _, size in found])),
-    )
+    energy: float = option(0.99, "(0, 1]", "share of the eigenvalue sum to keep")
+    normalise_projector: bool = option(True, comment="divide it by its Frobenius norm")
+    sparse_start: bool = option(True, comment="B starts with an entry per rank")
 
+    # 1. What it keeps between tasks.
+    def initial_state(self) -> State:
+        """Returns empty slots for all tasks, and no restriction for the first."""
+        variant, tasks = self.setup.variant, self.setup.num_tasks
+        return State(
+            increments=increments.empty_stack(variant, self.setup.rank, tasks),
+            means=jnp.zeros((tasks, self.setup.head_rows, variant.width)),
+            projector=jnp.tile(jnp.eye(variant.width), (variant.depth, 1, 1)),
+            space_sizes=jnp.full((tasks, variant.depth), variant.width, jnp.int32),
+        )
 
-def subtracted(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernels:
-    """Returns the pretrained kernels minus the first `num_tasks` increments."""
-    pretrained = vit.pretrained_kernels(backbone)
-    nothing = jax.tree.map(jnp.zeros_like, pretrained)
-    added = increments.kernels_after(nothing, state.increments, num_tasks)
-    return jax.tree.map(jnp.subtract, pretrained, added)
+    # 2. What it computes before a task.
+    def before_task(self, backbone, state: State, task, images) -> State:
+        """Returns the state with the projectors on the task's drift-resistant spaces."""
+        if task == 0:
+            return state
+        kernels, augmented = self.subtracted(backbone, state, task), images.augmented()
+        moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
+        found = [
+            drift_resistant_projector(moment, self.energy, self.normalise_projector)
+            for moment in np.asarray(moments, np.float64)
+        ]
+        return state._replace(
+            projector=jnp.asarray(np.stack([projector for projector, _ in found]), jnp.float32),
+            space_sizes=state.space_sizes.at[task].set(jnp.asarray([size for _, size in found])),
+        )
+
+    def subtracted(self, backbone, state: State, num_tasks: int) -> Replaced:
+        """Returns the pretrained kernels minus the first `num_tasks` increments."""
+        pretrained = vit.pretrained_kernels(backbone)
+        nothing = jax.tree.map(jnp.zeros_like, pretrained)
+        added = increments.kernels_after(nothing, state.increments, num_tasks)
+        return jax.tree.map(jnp.subtract, pretrained, added)
+
+    # 3. What it trains, and how.
+    def start_task(self, backbone, state: State, task, key):
+        """Returns what the task builds on, and a fresh increment and head to train."""
+        key_of_increment, key_of_entries, key_of_head = jax.random.split(key, 3)
+        setup, variant = self.setup, self.setup.variant
+        frozen = {
+            "kernels": self.encoder(backbone, state, task),
+            "class_mask": setup.class_mask(task),
+            "projector": state.projector,
+            "means": unit(state.means).reshape(-1, variant.width),
+            "mean_mask": jnp.asarray(setup.classes_of_first(task)).reshape(-1),
+        }
+        increment = increments.initialise(key_of_increment, variant, setup.rank)
+        if self.sparse_start:
+            keys = jax.random.split(key_of_entries)
+            for name, key_of_name in zip(("key", "value"), keys, strict=True):
+                increment[name]["B"] = _one_entry_per_rank(key_of_name, increment[name]["B"].shape)
+        head = training.new_linear_head(key_of_head, setup.head_rows, variant.width)
+        return frozen, {"increment": increment, "head": head}
+
+    def loss(self, backbone, frozen, trained, batch):
+        """Returns the cross-entropy over the task's own classes plus the triplet loss."""
+        features = self.features(backbone, batch, frozen["kernels"], trained["increment"])
+        logits, (_, labels, weights) = trained["head"].logits(features), batch
+        classification = training.cross_entropy(logits, labels, frozen["class_mask"], weights)
+        means, mean_mask = frozen["means"], frozen["mean_mask"]
+        triplets = triplet_loss(unit(features), labels, weights, means, mean_mask, self.margin)
+        return classification + self.triplet_weight * triplets
+
+    def update(self) -> training.Update:
+        """Returns Adam whose finished steps of the increment are projected."""
+        config, rates = self.setup.config, training.paper_rates(self.setup)
+        if self.native:
+            rates["head"] = NATIVE_HEAD_RATE_OF.get(config.benchmark, NATIVE_HEAD_RATE)
+
+        def initialise(trained) -> Moments:
+            first, second = (jax.tree.map(jnp.zeros_like, trained) for _ in range(2))
+            return Moments(jnp.zeros((), jnp.int32), first, second)
+
+        def step(backbone, frozen, trained, moments, batch, rate):
+            value, gradients = jax.value_and_grad(
+                lambda leaves: self.loss(backbone, frozen, leaves, batch)
+            )(trained)
+            moments, directions = adam_directions(moments, gradients)
+            directions["increment"] = projected(frozen["projector"], directions["increment"])
+            return training.descended(trained, directions, rates, rate), moments, value
+
+        # The authors' wave spans a later task's epochs in the first task, too, whose further epochs
+        # keep its last rate; theirs would go below zero.
+        span = config.train.epochs
+
+        def schedule(epoch: int, epochs: int) -> float:
+            return training.quarter_cosine(min(epoch, span - 1), span)
+
+        jitted = jax.jit(step, donate_argnums=(2, 3))
+        return training.Update(initialise, jitted, schedule if self.native else None)
+
+    # 4. What it does when a task ends.
+    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
+        """Returns the state with the task's increment, and the means of its classes."""
+        stack = increments.store(state.increments, task, trained["increment"])
+        state = state._replace(increments=stack)
+        kernels = self.encoder(backbone, state, task + 1)
+        means = self.class_means(backbone, kernels, images.plain())
+        return state._replace(means=state.means.at[task].set(means))
+
+    def class_means(
+        self, backbone, kernels: Replaced, batches: Iterable[Batch]
+    ) -> Float[np.ndarray, "c d"]:
+        """Returns the mean feature of every class of a task, zero where a class has no image."""
+        model, rows = self.setup.model, np.arange(self.setup.head_rows)
+        features, labels = gaussian_alignment.class_features(model, backbone, kernels, batches)
+        belongs = rows[:, None] == labels
+        totals = belongs @ features.astype(np.float64)
+        return (totals / np.maximum(belongs.sum(axis=1), 1)[:, None]).astype(np.float32)
+
+    # 5. What it offers for inference.
+    def heads(self, state: State, num_tasks) -> list[Head]:
+        """Returns the nearest-mean heads of the first `num_tasks` tasks, without padding."""
+        return training.unpadded(self.setup, NearestMeanHead(state.means), num_tasks)
 
 
 def drift_resistant_projector(
@@ -162,53 +239,11 @@ def drift_resistant_projector(
     return projector / np.sqrt(size) if normalise else projector, size
 
 
-# 3. What it trains, and how.
-def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Array):
-    """Returns what the task builds on, and a fresh increment and head to train."""
-    key_of_increment, key_of_entries, key_of_head = jax.random.split(key, 3)
-    unit_means = head_types.unit(state.means)
-    frozen = {
-        "kernels": cumulative_lora.encoder(setup, backbone, state, task),
-        "class_mask": setup.class_mask(task),
-        "projector": state.projector,
-        "means": unit_means.reshape(-1, setup.variant.width),
-        "mean_mask": jnp.asarray(setup.classes_of_first(task)).reshape(-1),
-    }
-    increment = increments.initialise(key_of_increment, setup.variant, setup.config.train.rank)
-    if setup.config.learner.lora_subtraction.sparse_start:
-        keys = jax.random.split(key_of_entries)
-        for name, key_of_name in zip(("key", "value"), keys, strict=True):
-            increment[name]["B"] = _one_entry_per_rank(key_of_name, increment[name]["B"].shape)
-    trained = {
-        "increment": increment,
-        "head": training.new_linear_head(key_of_head, setup.head_rows, setup.variant.width),
-    }
-    return frozen, trained
-
-
 def _one_entry_per_rank(key, shape) -> Float[Array, "l r d"]:
     key_of_place, key_of_value = jax.random.split(key)
     places = jax.random.randint(key_of_place, shape[:-1], 0, shape[-1])
     values = START_DEVIATION * jax.random.normal(key_of_value, shape[:-1])
     return values[..., None] * jax.nn.one_hot(places, shape[-1])
-
-
-def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
-    """Returns the cross-entropy over the task's own classes plus the triplet loss."""
-    ours = setup.config.learner.lora_subtraction
-    features: Any = setup.model.apply(
-        {"params": backbone}, batch.images, frozen["kernels"], trained["increment"]
-    )
-    return training.cross_entropy(
-        trained["head"].logits(features), batch.labels, frozen["class_mask"], batch.weights
-    ) + ours.triplet_weight * triplet_loss(
-        head_types.unit(features),
-        batch.labels,
-        batch.weights,
-        frozen["means"],
-        frozen["mean_mask"],
-        ours.margin,
-    )
 
 
 def triplet_loss(
@@ -238,37 +273,6 @@ def triplet_loss(
 def _distances(rows: Float[Array, "n d"], columns: Float[Array, "m d"]) -> Float[Array, "n m"]:
     squares = jnp.sum((rows[:, None] - columns) ** 2, axis=-1)
     return jnp.sqrt(jnp.maximum(squares, SQUARED_DISTANCE_FLOOR))
-
-
-def update(setup: training.Setup) -> training.Update:
-    """Returns Adam whose finished steps of the increment are projected."""
-    config = setup.config
-    rates = training.paper_rates(setup)
-    native = config.learner.preset == "native"
-    if native:
-        rates["head"] = NATIVE_HEAD_RATE_OF.get(config.benchmark, NATIVE_HEAD_RATE)
-
-    def initialise(trained) -> Moments:
-        first, second = (jax.tree.map(jnp.zeros_like, trained) for _ in range(2))
-        return Moments(jnp.zeros((), jnp.int32), first, second)
-
-    def step(backbone, frozen, trained, moments, batch, rate):
-        value, gradients = jax.value_and_grad(
-            lambda leaves: loss(setup, backbone, frozen, leaves, batch)
-        )(trained)
-        moments, directions = adam_directions(moments, gradients)
-        directions["increment"] = projected(frozen["projector"], directions["increment"])
-        return training.descended(trained, directions, rates, rate), moments, value
-
-    # The authors' wave spans a later task's epochs in the first task, too, whose further epochs
-    # keep its last rate; theirs would go below zero.
-    span = setup.config.train.epochs
-
-    def schedule(epoch: int, epochs: int) -> float:
-        return training.quarter_cosine(min(epoch, span - 1), span)
-
-    jitted = jax.jit(step, donate_argnums=(2, 3))
-    return training.Update(initialise, jitted, schedule if native else None)
 
 
 def adam_directions(moments: Moments, gradients) -> tuple[Moments, Any]:
@@ -302,30 +306,3 @@ def projected(projector: Float[Array, "l d d"], direction: vit.Increment) -> vit
         )
 
     return vit.Increment(key=factors(direction["key"]), value=factors(direction["value"]))
-
-
-# 4. What it does when a task ends.
-def after_task(setup, backbone, state: State, task: int, frozen, trained, images) -> State:
-    """Returns the state with the task's increment, and the means of its classes."""
-    stack = increments.store(state.increments, task, trained["increment"])
-    state = state._replace(increments=stack)
-    kernels = cumulative_lora.encoder(setup, backbone, state, task + 1)
-    means = class_means(setup, backbone, kernels, images.plain())
-    return state._replace(means=state.means.at[task].set(means))
-
-
-def class_means(
-    setup: training.Setup, backbone, kernels: vit.KeyValueKernels, batches: Iterable[Batch]
-) -> Float[np.ndarray, "c d"]:
-    """Returns the mean feature of every class of a task, zero where a class has no image."""
-    features, labels = gaussian_alignment.class_features(setup.model, backbone, kernels, batches)
-    belongs = np.arange(setup.head_rows)[:, None] == labels
-    totals = belongs @ features.astype(np.float64)
-    return (totals / np.maximum(belongs.sum(axis=1), 1)[:, None]).astype(np.float32)
-
-
-# 5. What it offers for inference.
-def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.NearestMeanHead]:
-    """Returns the nearest-mean heads of the first `num_tasks` tasks, without padding."""
-    stacked = head_types.NearestMeanHead(state.means)
-    return training.unpadded(setup, stacked, num_tasks)

@@ -37,6 +37,7 @@ heads after the last calibration. A step of a later task passes its images throu
 before the task, too, about a third more work. The Gaussians take 708 MB for 300 classes.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -47,54 +48,14 @@ import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Float64, Int
 
-from fdc_jax import heads as head_types
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError, TrainingError
-from fdc_jax.learners import Option, gaussian_alignment, training
+from fdc_jax.heads import CosineHead, Head, unit
+from fdc_jax.learners import gaussian_alignment, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
+from fdc_jax.learners.learner import Learner, Replaced, option
 from fdc_jax.model import increments, vit
 
-TITLE = "RSIAT"
-PAPER_ROW = 8
-SELECTED = "pac+rlc_pretrained_view"
-OPTIONS = {  # The authors' constants for ImageNet-A.
-    "bottleneck": Option(64, "[1, inf)", "hidden units of the adapter of a block"),
-    "dropout": Option(0.1, "[0, 1)", "share of them that a training step drops"),
-    "scale": Option(30.0, "(0, inf)", "s, on cosines in training"),
-    "margin": Option(0.3, "[0, inf)", "m, off the cosine of the own class"),
-    "steering_weight": Option(1.0, "[0, inf)", "lambda_RS, in the first task"),
-    "warm_up_epochs": Option(3, "[0, inf)", "in which that weight rises from 0"),
-    "separation_weight": Option(1.0, "[0, inf)", "a, of different classes in the steering loss"),
-    "separation_threshold": Option(1.5, "(-inf, inf)", "m_RS, a cosine up to it costs nothing"),
-    "alignment_weight": Option(3.0, "[0, inf)", "beta, in later tasks"),
-    "repulsion_weight": Option(6.0, "[0, inf)", "gamma, in later tasks"),
-    "projector_width": Option(128, "[1, inf)", "of the projector's code"),
-    "projector_learning_rate": Option(3.121e-4, "[0, inf)", "0: untrained; native: per data set"),
-    "identity_init": Option(False, comment="a new projector per task, at first the identity"),
-    "drift_width": Option(4.0, "(0, inf)", "sigma, reach of an image's drift"),
-    "ridge": Option(1e-3, "(0, inf)", "added to the variances of a class"),
-    "calibration_epochs": Option(10, "[1, inf)", "from the second task on"),
-    "calibration_learning_rate": Option(6.69e-3, "(0, inf)", "native: the authors' per data set"),
-    "calibration_optimizer": Option("sgd", ("sgd", "adam"), "in the native preset, too"),
-    "samples_per_class": Option(256, "[1, inf)", "pseudo-features of a class in an epoch"),
-    "calibration_batch_size": Option(256, "[1, inf)", "pseudo-features of a step"),
-    "mean_scale": Option(0.9, "[0, 1]", "of the oldest means, as the stream grows; 1: none"),
-}
-_FIELDS = (
-    *("train.batch_size", "train.first_epochs", "train.epochs", "scale", "margin"),
-    *("warm_up_epochs", "separation_weight", "separation_threshold", "steering_weight"),
-    *("alignment_weight", "repulsion_weight", "projector_width"),
-)
-AUTHORS_RUNS = {
-    benchmark: dict(zip(_FIELDS, values, strict=True))
-    for benchmark, values in {
-        "cifar100": (64, 10, 30, 40.0, 0.1, 7, 0.5, 0.3, 0.2, 1.0, 0.4, 256),
-        "cub200": (128, 20, 30, 20.0, 0.1, 9, 1.0, 0.5, 0.2, 1.5, 0.75, 768),
-        "imagenet_a": (48, 20, 15, 30.0, 0.3, 3, 1.0, 1.5, 1.0, 3.0, 6.0, 128),
-        "imagenet_r": (48, 30, 30, 50.0, 0.2, 4, 1.5, 0.4, 0.5, 3.0, 1.5, 384),
-        "omnibench": (96, 30, 10, 50.0, 0.1, 10, 2.0, 2.0, 0.2, 3.0, 6.0, 768),
-    }.items()
-}
 NATIVE_MOMENTUM, NATIVE_FIRST_RATE = 0.9, 1e-2
 # Between the features and the projector's code, in either direction.
 HIDDEN_UNITS = 64
@@ -154,106 +115,264 @@ class OptimizerState(NamedTuple):
     inner: Any
 
 
-# 1. What it keeps between tasks.
-def initial_state(setup: training.Setup) -> State:
-    """Returns an adapter and a projector of zeros, which the first tasks draw, and empty slots."""
-    depth, width = setup.variant.depth, setup.variant.width
-    ours = setup.config.learner.rsiat
-    shapes = jax.eval_shape(lambda: new_projector(jax.random.key(0), width, ours.projector_width))
-    return State(
-        adapter=vit.Adapter(
-            down=jnp.zeros((depth, width, ours.bottleneck)),
-            down_bias=jnp.zeros((depth, ours.bottleneck)),
-            up=jnp.zeros((depth, ours.bottleneck, width)),
-            up_bias=jnp.zeros((depth, width)),
-        ),
-        projector=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
-        heads=jnp.zeros((setup.num_tasks, setup.head_rows, width)),
-        gaussians=gaussian_alignment.empty(setup.num_tasks, setup.head_rows, width),
+@dataclasses.dataclass(frozen=True)
+class RSIAT(Learner):
+    """RSIAT, as described above."""
+
+    title = "RSIAT"
+    paper_row = 8
+    selected = "pac+rlc_pretrained_view"
+
+    # The authors' constants for ImageNet-A.
+    bottleneck: int = option(64, "[1, inf)", "hidden units of the adapter of a block")
+    dropout: float = option(0.1, "[0, 1)", "share of them that a training step drops")
+    scale: float = option(30.0, "(0, inf)", "s, on cosines in training")
+    margin: float = option(0.3, "[0, inf)", "m, off the cosine of the own class")
+    steering_weight: float = option(1.0, "[0, inf)", "lambda_RS, in the first task")
+    warm_up_epochs: int = option(3, "[0, inf)", "in which that weight rises from 0")
+    separation_weight: float = option(1.0, "[0, inf)", "a, of different classes when steering")
+    separation_threshold: float = option(
+        1.5, "(-inf, inf)", "m_RS, a cosine up to it costs nothing"
     )
+    alignment_weight: float = option(3.0, "[0, inf)", "beta, in later tasks")
+    repulsion_weight: float = option(6.0, "[0, inf)", "gamma, in later tasks")
+    projector_width: int = option(128, "[1, inf)", "of the projector's code")
+    projector_learning_rate: float = option(
+        3.121e-4, "[0, inf)", "0: untrained; native: per data set"
+    )
+    identity_init: bool = option(False, comment="a new projector per task, at first the identity")
+    drift_width: float = option(4.0, "(0, inf)", "sigma, reach of an image's drift")
+    ridge: float = option(1e-3, "(0, inf)", "added to the variances of a class")
+    calibration_epochs: int = option(10, "[1, inf)", "from the second task on")
+    calibration_learning_rate: float = option(
+        6.69e-3, "(0, inf)", "native: the authors' per data set"
+    )
+    calibration_optimizer: str = option("sgd", ("sgd", "adam"), "in the native preset, too")
+    samples_per_class: int = option(256, "[1, inf)", "pseudo-features of a class in an epoch")
+    calibration_batch_size: int = option(256, "[1, inf)", "pseudo-features of a step")
+    mean_scale: float = option(0.9, "[0, 1]", "of the oldest means, as the stream grows; 1: none")
 
-
-# 3. What it trains, and how.
-def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Array):
-    """Returns the encoder before the task, earlier means and keys, and what the task trains."""
-    of_adapter, of_projector, of_head, of_dropout, of_calibration = jax.random.split(key, 5)
-    width, ours = setup.variant.width, setup.config.learner.rsiat
-    frozen = {
-        "kernels": _kernels(backbone, state.adapter),
-        "class_mask": setup.class_mask(task),
-        "means": jnp.asarray(state.gaussians.means).reshape(-1, width),
-        "mean_mask": jnp.asarray(setup.classes_of_first(task)).ravel(),
-        "later": jnp.asarray(task > 0),
-        "dropout": jax.random.key_data(of_dropout),
-        "calibration": jax.random.key_data(of_calibration),
-    }
-    # Copies, since a step gives its arguments' memory away.
-    adapter = jax.tree.map(jnp.copy, state.adapter)
-    if task == 0:
-        bound = width**-0.5
-        shape = adapter["down"].shape
-        adapter["down"] = increments.drawn(
-            jax.random.uniform, of_adapter, shape, minval=-bound, maxval=bound
+    # 1. What it keeps between tasks.
+    def initial_state(self) -> State:
+        """Returns a zero adapter and projector, which the first tasks draw, and empty slots."""
+        depth, width = self.setup.variant.depth, self.setup.variant.width
+        tasks, rows = self.setup.num_tasks, self.setup.head_rows
+        key = jax.random.key(0)
+        shapes = jax.eval_shape(lambda: new_projector(key, width, self.projector_width))
+        return State(
+            adapter=vit.Adapter(
+                down=jnp.zeros((depth, width, self.bottleneck)),
+                down_bias=jnp.zeros((depth, self.bottleneck)),
+                up=jnp.zeros((depth, self.bottleneck, width)),
+                up_bias=jnp.zeros((depth, width)),
+            ),
+            projector=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
+            heads=jnp.zeros((tasks, rows, width)),
+            gaussians=gaussian_alignment.empty(tasks, rows, width),
         )
-    carried = jax.tree.map(jnp.copy, state.projector)
-    if task <= 1 or ours.identity_init:
-        carried = new_projector(of_projector, width, ours.projector_width, ours.identity_init)
-    trained = {
-        "adapter": adapter,
-        "projector": carried,
-        "head": training.new_cosine_rows(of_head, setup.head_rows, width),
-    }
-    if setup.config.learner.preset == "native":
-        # Their decay and momentum shrink every entry of an earlier head alike: by this factor.
-        trained["earlier_heads"] = jnp.ones(())
-    return frozen, trained
 
+    # 3. What it trains, and how.
+    def start_task(self, backbone, state: State, task, key):
+        """Returns the encoder before the task, earlier means and keys, and what the task trains."""
+        of_adapter, of_projector, of_head, of_dropout, of_calibration = jax.random.split(key, 5)
+        width = self.setup.variant.width
+        frozen = {
+            "kernels": _kernels(backbone, state.adapter),
+            "class_mask": self.setup.class_mask(task),
+            "means": jnp.asarray(state.gaussians.means).reshape(-1, width),
+            "mean_mask": jnp.asarray(self.setup.classes_of_first(task)).ravel(),
+            "later": jnp.asarray(task > 0),
+            "dropout": jax.random.key_data(of_dropout),
+            "calibration": jax.random.key_data(of_calibration),
+        }
+        # Copies, since a step gives its arguments' memory away.
+        adapter = jax.tree.map(jnp.copy, state.adapter)
+        if task == 0:
+            bound = width**-0.5
+            shape = adapter["down"].shape
+            adapter["down"] = increments.drawn(
+                jax.random.uniform, of_adapter, shape, minval=-bound, maxval=bound
+            )
+        carried = jax.tree.map(jnp.copy, state.projector)
+        if task <= 1 or self.identity_init:
+            carried = new_projector(of_projector, width, self.projector_width, self.identity_init)
+        trained = {
+            "adapter": adapter,
+            "projector": carried,
+            "head": training.new_cosine_rows(of_head, self.setup.head_rows, width),
+        }
+        if self.native:
+            # Their decay and momentum shrink every entry of an earlier head alike: by this factor.
+            trained["earlier_heads"] = jnp.ones(())
+        return frozen, trained
 
-def loss(
-    setup: training.Setup,
-    backbone,
-    frozen,
-    trained,
-    batch: Batch,
-    warm_up: float | Float[Array, ""] = 1.0,
-    dropout_key: Array | None = None,
-):
-    """Returns CosFace plus steering in the first task, plus alignment and repulsion afterwards.
+    def loss(self, backbone, frozen, trained, batch: Batch, warm_up: Any = 1.0, dropout_key=None):
+        """Returns CosFace plus steering in the first task, plus alignment and repulsion afterwards.
 
-    `warm_up` is a factor on the steering loss; without `dropout_key` the adapter drops nothing.
-    """
-    ours = setup.config.learner.rsiat
-    parameters = {"params": backbone}
-    kernels = dict(frozen["kernels"], adapter=trained["adapter"])
-    features: Any = setup.model.apply(
-        parameters, batch.images, kernels, None, dropout_key, ours.dropout
-    )
-    cosines = head_types.CosineHead(trained["head"]).logits(features)
-    classification = training.cosface(
-        cosines, batch.labels, frozen["class_mask"], batch.weights, ours.scale, ours.margin
-    )
-    steering_cost = steering_loss(
-        features, batch.labels, batch.weights, ours.separation_weight, ours.separation_threshold
-    )
-    # Nothing reads these features in the first task; a norm has no derivative at zero.
-    earlier: Any = jax.lax.cond(
-        frozen["later"],
-        lambda: setup.model.apply(parameters, batch.images, frozen["kernels"]),
-        lambda: jnp.ones(features.shape),
-    )
-    alignment, repulsion = projection_losses(
-        lambda rows: project(trained["projector"], rows, not ours.identity_init),
-        features,
-        jax.lax.stop_gradient(earlier),
-        batch.weights,
-        frozen["means"],
-        frozen["mean_mask"],
-    )
-    return classification + jnp.where(
-        frozen["later"],
-        ours.alignment_weight * alignment + ours.repulsion_weight * repulsion,
-        ours.steering_weight * warm_up * steering_cost,
-    )
+        `warm_up` is a factor on the steering loss; without `dropout_key` the adapter drops nothing.
+        """
+        kernels: Any = dict(frozen["kernels"], adapter=trained["adapter"])
+        features = self.features(backbone, batch, kernels, None, dropout_key, self.dropout)
+        cosines = CosineHead(trained["head"]).logits(features)
+        classification = training.cosface(
+            cosines, batch.labels, frozen["class_mask"], batch.weights, self.scale, self.margin
+        )
+        steering_cost = steering_loss(
+            features, batch.labels, batch.weights, self.separation_weight, self.separation_threshold
+        )
+        # Nothing reads these features in the first task; a norm has no derivative at zero.
+        earlier: Any = jax.lax.cond(
+            frozen["later"],
+            lambda: self.features(backbone, batch, frozen["kernels"]),
+            lambda: jnp.ones(features.shape),
+        )
+        alignment, repulsion = projection_losses(
+            lambda rows: project(trained["projector"], rows, not self.identity_init),
+            features,
+            jax.lax.stop_gradient(earlier),
+            batch.weights,
+            frozen["means"],
+            frozen["mean_mask"],
+        )
+        return classification + jnp.where(
+            frozen["later"],
+            self.alignment_weight * alignment + self.repulsion_weight * repulsion,
+            self.steering_weight * warm_up * steering_cost,
+        )
+
+    def update(self) -> training.Update:
+        """Returns Adam with the paper's rates, or the authors' SGD along a cosine."""
+        paper = training.paper_rates(self.setup)
+        later = {
+            "adapter": paper["increment"],
+            "head": paper["head"],
+            "projector": self.projector_learning_rate,
+        }
+        first, decays = later, dict.fromkeys(later, 0.0)
+        transformation = optax.scale_by_adam()
+        if self.native:
+            rates = self.native_rates()
+            first = dict.fromkeys((*later, "earlier_heads"), NATIVE_FIRST_RATE)
+            later = dict.fromkeys(first, rates.rate) | {"projector": rates.projector_rate}
+            decays = dict.fromkeys(later, rates.decay) | {"projector": rates.projector_decay}
+            transformation = optax.trace(NATIVE_MOMENTUM)
+
+        def initialise(trained) -> OptimizerState:
+            return OptimizerState(jnp.zeros((), jnp.int32), transformation.init(trained))
+
+        def step(backbone, frozen, trained, optimizer_state, batch, rate):
+            factor, warm_up = rate
+            steps, inner = optimizer_state
+            key = jax.random.fold_in(jax.random.wrap_key_data(frozen["dropout"]), steps)
+            value, gradients = jax.value_and_grad(
+                lambda leaves: self.loss(backbone, frozen, leaves, batch, warm_up, key)
+            )(trained)
+            gradients = {
+                part: jax.tree.map(
+                    lambda gradient, leaf, decay=decays[part]: gradient + decay * leaf,
+                    gradients[part],
+                    trained[part],
+                )
+                for part in trained
+            }
+            directions: Any
+            directions, inner = transformation.update(gradients, inner, trained)
+            rates = {part: jnp.where(frozen["later"], later[part], first[part]) for part in trained}
+            trained = training.descended(trained, directions, rates, factor)
+            return trained, OptimizerState(steps + 1, inner), value
+
+        def schedule(epoch: int, epochs: int) -> tuple[float, float]:
+            """Returns the factors on the learning rates and on the steering loss."""
+            rising = self.warm_up_epochs
+            kind = "cosine" if self.native else self.setup.config.train.schedule
+            factor = training.learning_rate_factor(kind, epoch, epochs)
+            return factor, min(1.0, epoch / rising) if rising else 1.0
+
+        return training.Update(initialise, jax.jit(step, donate_argnums=(2, 3)), schedule)
+
+    def native_rates(self) -> NativeRates:
+        """Returns the authors' rates for the data set, those of ImageNet-A where they have none."""
+        return NATIVE_RATES.get(self.setup.config.benchmark, NATIVE_RATES["imagenet_a"])
+
+    # 4. What it does when a task ends.
+    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
+        """Returns the state with earlier means moved, Gaussians fitted and all heads calibrated.
+
+        Raises:
+            TrainingError: features, means or heads are not finite, or a class has no image.
+        """
+        heads = state.heads * trained.get("earlier_heads", 1.0)
+        state = State(
+            adapter=trained["adapter"],
+            projector=trained["projector"],
+            heads=heads.at[task].set(trained["head"]),
+            gaussians=state.gaussians,
+        )
+
+        def features_by(kernels):
+            plain = images.plain()
+            return gaussian_alignment.class_features(self.setup.model, backbone, kernels, plain)
+
+        features, labels = features_by(self.encoder(backbone, state, task + 1))
+        gaussians = gaussian_alignment.fit_task(
+            state.gaussians, task, features, labels, self.setup.classes_per_task[task], self.ridge
+        )
+        if task > 0:
+            means = np.array(gaussians.means)
+            classes = self.setup.classes_of_first(task)
+            before, _ = features_by(frozen["kernels"])
+            means[classes] = moved_means(means[classes], before, features, self.drift_width)
+            if not np.isfinite(means).all():
+                raise TrainingError(f"the class means are not finite after task {task + 1}")
+            gaussians = gaussians._replace(means=jnp.asarray(means))
+            key = jax.random.wrap_key_data(frozen["calibration"])
+            state = state._replace(heads=self.calibrate(state.heads, gaussians, task, key))
+        return state._replace(gaussians=gaussians)
+
+    def calibrate(
+        self, heads: Float[Array, "t c d"], gaussians: ClassGaussians, task: int, key: Array
+    ) -> Float[Array, "t c d"]:
+        """Returns the heads trained on features drawn from the Gaussians, along a cosine."""
+        rate, decay = self.calibration_learning_rate, 0.0
+        if self.native:
+            rate, decay, *_ = self.native_rates()
+        calibration = _calibration(
+            self.calibration_optimizer,
+            self.scale,
+            decay,
+            self.samples_per_class,
+            self.calibration_batch_size,
+        )
+        return calibration(
+            heads,
+            gaussians,
+            self.setup.classes_of_first(task + 1),
+            self.mean_scale,
+            training.learning_rates("cosine", self.calibration_epochs, rate),
+            key,
+        )
+
+    # 5. What it offers for inference.
+    def encoder(self, backbone, state: State, num_tasks) -> Replaced:
+        """Returns the pretrained kernels with the newest adapter, for 0 with one that adds nothing.
+
+        Raises:
+            InputError: it is neither E_0 nor that after the tasks of `state`: no other is kept.
+        """
+        if num_tasks == 0:
+            return _kernels(backbone, jax.tree.map(jnp.zeros_like, state.adapter))
+        # A head is zero until its task is learned.
+        newest = int(np.any(state.heads, axis=(1, 2)).sum())
+        if num_tasks != newest:
+            raise InputError(
+                f"RSIAT keeps no encoder but its newest: expected E_0 or E_{newest}, "
+                f"found E_{num_tasks}"
+            )
+        return _kernels(backbone, state.adapter)
+
+    def heads(self, state: State, num_tasks) -> list[Head]:
+        """Returns the heads of the first `num_tasks` tasks as the last calibration left them."""
+        return [CosineHead(rows) for rows in super().heads(state, num_tasks)]
 
 
 def steering_loss(
@@ -268,7 +387,7 @@ def steering_loss(
     Both are means over ordered pairs of different images, those with a weight; the second is
     weighted and counts where the cosine exceeds the threshold.
     """
-    units = head_types.unit(features)
+    units = unit(features)
     cosines = jnp.matmul(units, units.T, precision=jax.lax.Precision.HIGHEST)
     real = jnp.asarray(weights) > 0
     pairs = real[:, None] & real & ~jnp.eye(len(cosines), dtype=bool)
@@ -300,10 +419,10 @@ def projection_losses(
     projected = project(earlier)
     alignment = jnp.sum(weights * jnp.mean((features - projected) ** 2, axis=1)) / images
     # A norm has no derivative at zero, where slots without a class are.
-    projected_means = head_types.unit(project(jnp.where(mean_mask[:, None], means, 1.0)))
+    projected_means = unit(project(jnp.where(mean_mask[:, None], means, 1.0)))
     mean_of_means = jnp.sum(projected_means * mean_mask[:, None], axis=0)
     mean_of_means = mean_of_means / jnp.maximum(jnp.sum(mean_mask), 1)
-    directions = head_types.unit(projected)
+    directions = unit(projected)
     mean_of_images = jnp.sum(jnp.asarray(weights)[:, None] * directions, axis=0) / images
     return alignment, jnp.sum(mean_of_means * mean_of_images)
 
@@ -351,106 +470,6 @@ def _dense(layer: Dense, x: Float[Array, "n i"]) -> Float[Array, "n o"]:
     return jnp.matmul(x, layer.weight, precision=jax.lax.Precision.HIGHEST) + layer.bias
 
 
-def update(setup: training.Setup) -> training.Update:
-    """Returns Adam with the paper's rates, or the authors' SGD along a cosine."""
-    config = setup.config
-    native = config.learner.preset == "native"
-    paper = training.paper_rates(setup)
-    later = {
-        "adapter": paper["increment"],
-        "head": paper["head"],
-        "projector": config.learner.rsiat.projector_learning_rate,
-    }
-    first, decays = later, dict.fromkeys(later, 0.0)
-    transformation = optax.scale_by_adam()
-    if native:
-        rates = native_rates(setup)
-        first = dict.fromkeys((*later, "earlier_heads"), NATIVE_FIRST_RATE)
-        later = dict.fromkeys(first, rates.rate) | {"projector": rates.projector_rate}
-        decays = dict.fromkeys(later, rates.decay) | {"projector": rates.projector_decay}
-        transformation = optax.trace(NATIVE_MOMENTUM)
-
-    def initialise(trained) -> OptimizerState:
-        return OptimizerState(jnp.zeros((), jnp.int32), transformation.init(trained))
-
-    def step(backbone, frozen, trained, optimizer_state, batch, rate):
-        factor, warm_up = rate
-        steps, inner = optimizer_state
-        key = jax.random.fold_in(jax.random.wrap_key_data(frozen["dropout"]), steps)
-        value, gradients = jax.value_and_grad(
-            lambda leaves: loss(setup, backbone, frozen, leaves, batch, warm_up, key)
-        )(trained)
-        gradients = {
-            part: jax.tree.map(
-                lambda gradient, leaf, decay=decays[part]: gradient + decay * leaf,
-                gradients[part],
-                trained[part],
-            )
-            for part in trained
-        }
-        directions: Any
-        directions, inner = transformation.update(gradients, inner, trained)
-        rates = {part: jnp.where(frozen["later"], later[part], first[part]) for part in trained}
-        trained = training.descended(trained, directions, rates, factor)
-        return trained, OptimizerState(steps + 1, inner), value
-
-    def schedule(epoch: int, epochs: int) -> tuple[float, float]:
-        """Returns the factors on the learning rates and on the steering loss."""
-        rising = config.learner.rsiat.warm_up_epochs
-        kind = "cosine" if native else config.train.schedule
-        factor = training.learning_rate_factor(kind, epoch, epochs)
-        return factor, min(1.0, epoch / rising) if rising else 1.0
-
-    return training.Update(initialise, jax.jit(step, donate_argnums=(2, 3)), schedule)
-
-
-def native_rates(setup: training.Setup) -> NativeRates:
-    """Returns the authors' rates for the data set, those of ImageNet-A where they have none."""
-    return NATIVE_RATES.get(setup.config.benchmark, NATIVE_RATES["imagenet_a"])
-
-
-# 4. What it does when a task ends.
-def after_task(setup, backbone, state: State, task: int, frozen, trained, images) -> State:
-    """Returns the state with earlier means moved, new Gaussians fitted and all heads calibrated.
-
-    Raises:
-        TrainingError: features, means or heads are not finite, or a class has no image.
-    """
-    ours = setup.config.learner.rsiat
-    heads = state.heads * trained.get("earlier_heads", 1.0)
-    state = State(
-        adapter=trained["adapter"],
-        projector=trained["projector"],
-        heads=heads.at[task].set(trained["head"]),
-        gaussians=state.gaussians,
-    )
-
-    def features_by(kernels):
-        return gaussian_alignment.class_features(setup.model, backbone, kernels, images.plain())
-
-    features, labels = features_by(encoder(setup, backbone, state, task + 1))
-    gaussians = gaussian_alignment.fit_task(
-        state.gaussians, task, features, labels, setup.classes_per_task[task], ours.ridge
-    )
-    if task > 0:
-        means = np.array(gaussians.means)
-        classes = setup.classes_of_first(task)
-        before, _ = features_by(frozen["kernels"])
-        means[classes] = moved_means(means[classes], before, features, ours.drift_width)
-        if not np.isfinite(means).all():
-            raise TrainingError(f"the class means are not finite after task {task + 1}")
-        gaussians = gaussians._replace(means=jnp.asarray(means))
-        key = jax.random.wrap_key_data(frozen["calibration"])
-        rate, decay = ours.calibration_learning_rate, 0.0
-        if setup.config.learner.preset == "native":
-            rate, decay, *_ = native_rates(setup)
-        seen = setup.classes_of_first(task + 1)
-        state = state._replace(
-            heads=calibrate(ours, state.heads, gaussians, seen, rate, decay, key)
-        )
-    return state._replace(gaussians=gaussians)
-
-
 def moved_means(
     means: Float[np.ndarray, "c d"],
     before: Float[np.ndarray, "n d"],
@@ -469,33 +488,6 @@ def moved_means(
     return means + weights @ (after - before) / weights.sum(axis=1, keepdims=True)
 
 
-def calibrate(
-    settings,
-    heads: Float[Array, "t c d"],
-    gaussians: ClassGaussians,
-    seen: Bool[np.ndarray, "t c"],
-    rate: float,
-    decay: float,
-    key: Array,
-) -> Float[Array, "t c d"]:
-    """Returns the heads trained on features drawn from the Gaussians, along a cosine."""
-    calibration = _calibration(
-        settings.calibration_optimizer,
-        settings.scale,
-        decay,
-        settings.samples_per_class,
-        settings.calibration_batch_size,
-    )
-    return calibration(
-        heads,
-        gaussians,
-        seen,
-        settings.mean_scale,
-        training.learning_rates("cosine", settings.calibration_epochs, rate),
-        key,
-    )
-
-
 @functools.cache
 def _calibration(optimizer: str, scale: float, decay: float, samples: int, batch_size: int):
     """Returns one compiled calibration for all tasks of a run."""
@@ -503,9 +495,7 @@ def _calibration(optimizer: str, scale: float, decay: float, samples: int, batch
     def calibration_loss(heads, features, labels, weights, seen):
         # A norm has no derivative at zero, where heads to come are.
         heads = jnp.where(seen[..., None], heads, 1.0)
-        cosines = jax.vmap(lambda head: head_types.CosineHead(head).logits(features), out_axes=1)(
-            heads
-        )
+        cosines = jax.vmap(lambda head: CosineHead(head).logits(features), out_axes=1)(heads)
         return gaussian_alignment.cross_entropy_over_all(scale * cosines, labels, weights, seen)
 
     kind = optax.trace(NATIVE_MOMENTUM) if optimizer == "sgd" else optax.scale_by_adam()
@@ -514,33 +504,7 @@ def _calibration(optimizer: str, scale: float, decay: float, samples: int, batch
     return gaussian_alignment.retraining(calibration_loss, directions, samples, batch_size, field)
 
 
-# 5. What it offers for inference.
-def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernels:
-    """Returns the pretrained kernels with the newest adapter, for 0 with one that adds nothing.
-
-    Raises:
-        InputError: it is neither E_0 nor that after the tasks of `state`: no other is kept.
-    """
-    if num_tasks == 0:
-        return _kernels(backbone, jax.tree.map(jnp.zeros_like, state.adapter))
-    # A head is zero until its task is learned.
-    newest = int(np.any(state.heads, axis=(1, 2)).sum())
-    if num_tasks != newest:
-        raise InputError(
-            f"RSIAT keeps no encoder but its newest: expected E_0 or E_{newest}, "
-            f"found E_{num_tasks}"
-        )
-    return _kernels(backbone, state.adapter)
-
-
-def _kernels(backbone, adapter: vit.Adapter) -> vit.KeyValueKernels:
+def _kernels(backbone, adapter: vit.Adapter) -> Replaced:
     """Returns the pretrained kernels with an adapter."""
     pretrained = vit.pretrained_kernels(backbone)
     return vit.KeyValueKernels(key=pretrained["key"], value=pretrained["value"], adapter=adapter)
-
-
-def heads(setup: training.Setup, state: State, num_tasks: int) -> list[head_types.CosineHead]:
-    """Returns the heads of the first `num_tasks` tasks as the last calibration left them."""
-    return [
-        head_types.CosineHead(rows) for rows in training.unpadded(setup, state.heads, num_tasks)
-    ]

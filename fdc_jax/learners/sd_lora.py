@@ -31,6 +31,7 @@ factors take 29 MB for 20 tasks of rank 10 on ViT-B/16. The direction of a task 
 loss is constant, is zero and stays so.
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -38,21 +39,11 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
-from fdc_jax import heads as head_types
-from fdc_jax.data.batches import Batch
-from fdc_jax.heads import NORM_FLOOR
-from fdc_jax.learners import Option, cumulative_lora, training
+from fdc_jax.heads import NORM_FLOOR, LinearHead
+from fdc_jax.learners import training
+from fdc_jax.learners.learner import Learner, Replaced, option
 from fdc_jax.model import increments, vit
 
-TITLE = "SD-LoRA"
-PAPER_ROW = 2
-OPTIONS = {
-    "magnitude": Option(0.8, "[0, inf)", "every magnitude at its start"),
-    "reset_magnitudes": Option(True, comment="at each task; off carries trained ones over"),
-    "head_start": Option("uniform", ("uniform", "zero_bias"), "as all heads, or the authors'"),
-}
-_AUTHORS = {"train.epochs": 20, "train.batch_size": 128, "head_start": "zero_bias"}
-AUTHORS_RUNS = {"cifar100": _AUTHORS, "imagenet_r": _AUTHORS, "imagenet_a": _AUTHORS}
 NATIVE_RATE, NATIVE_RATE_OF, NATIVE_MOMENTUM = 1e-2, {"cifar100": 8e-3}, 0.9
 
 
@@ -63,83 +54,88 @@ class State(NamedTuple):
     """
 
     increments: vit.Increment
-    heads: head_types.LinearHead
+    heads: LinearHead
     magnitudes: Float[Array, "tasks tasks"]
 
 
-# 1. What it keeps between tasks.
-def initial_state(setup: training.Setup) -> State:
-    """Returns empty slots for all tasks."""
-    return State(
-        *cumulative_lora.initial_state(setup),
-        magnitudes=jnp.zeros((setup.num_tasks, setup.num_tasks)),
-    )
+@dataclasses.dataclass(frozen=True)
+class SDLoRA(Learner):
+    """SD-LoRA, as described above."""
 
+    title = "SD-LoRA"
+    paper_row = 2
+    mean_over_images = True
 
-# 3. What it trains, and how.
-def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Array):
-    """Returns the normalised directions so far, and a fresh increment, magnitudes and head."""
-    ours = setup.config.learner.sd_lora
-    _, trained = cumulative_lora.start(setup, backbone, state, task, key)
-    frozen = {
-        "kernels": vit.pretrained_kernels(backbone),
-        "directions": _directions(state.increments, task),
-        "task": jnp.asarray(task, jnp.int32),
-        "class_mask": setup.class_mask(task),
-    }
-    magnitudes = jnp.full(setup.num_tasks, ours.magnitude, jnp.float32)
-    if task > 0 and not ours.reset_magnitudes:
-        earlier = state.magnitudes[task - 1]
-        magnitudes = magnitudes.at[: task - 1].set(earlier[: task - 1])
-        magnitudes = magnitudes.at[task].set(earlier[task - 1])
-    head = trained["head"]
-    if ours.head_start == "zero_bias":
-        head = head_types.LinearHead(3**0.5 * head.weight, jnp.zeros_like(head.bias))
-    return frozen, trained | {"magnitudes": magnitudes, "head": head}
+    magnitude: float = option(0.8, "[0, inf)", "every magnitude at its start")
+    reset_magnitudes: bool = option(True, comment="at each task; off carries trained ones over")
+    head_start: str = option("uniform", ("uniform", "zero_bias"), "as all heads, or the authors'")
 
+    # 1. What it keeps between tasks.
+    def initial_state(self) -> State:
+        """Returns empty slots for all tasks."""
+        return State(
+            *super().initial_state(),
+            magnitudes=jnp.zeros((self.setup.num_tasks, self.setup.num_tasks)),
+        )
 
-def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
-    """Returns the cross-entropy over the task's own classes."""
-    magnitudes = trained["magnitudes"]
-    increment = (
-        _weighted(frozen["directions"], magnitudes),
-        _weighted(trained["increment"], magnitudes[frozen["task"]][None]),
-    )
-    return cumulative_lora.loss(setup, backbone, frozen, trained | {"increment": increment}, batch)
+    # 3. What it trains, and how.
+    def start_task(self, backbone, state: State, task, key):
+        """Returns the normalised directions so far, and a fresh increment, magnitudes and head."""
+        _, trained = super().start_task(backbone, state, task, key)
+        frozen = {
+            "kernels": vit.pretrained_kernels(backbone),
+            "directions": _directions(state.increments, task),
+            "task": jnp.asarray(task, jnp.int32),
+            "class_mask": self.setup.class_mask(task),
+        }
+        magnitudes = jnp.full(self.setup.num_tasks, self.magnitude, jnp.float32)
+        if task > 0 and not self.reset_magnitudes:
+            earlier = state.magnitudes[task - 1]
+            magnitudes = magnitudes.at[: task - 1].set(earlier[: task - 1])
+            magnitudes = magnitudes.at[task].set(earlier[task - 1])
+        head = trained["head"]
+        if self.head_start == "zero_bias":
+            head = LinearHead(3**0.5 * head.weight, jnp.zeros_like(head.bias))
+        return frozen, trained | {"magnitudes": magnitudes, "head": head}
 
+    def loss(self, backbone, frozen, trained, batch):
+        """Returns the cross-entropy over the task's own classes."""
+        magnitudes = trained["magnitudes"]
+        increment = (
+            _weighted(frozen["directions"], magnitudes),
+            _weighted(trained["increment"], magnitudes[frozen["task"]][None]),
+        )
+        return super().loss(backbone, frozen, trained | {"increment": increment}, batch)
 
-def update(setup: training.Setup) -> training.Update:
-    """Returns Adam, or in the native preset SGD with momentum at a constant rate."""
-    config, rates = setup.config, training.paper_rates(setup)
-    transformation = schedule = None
-    if config.learner.preset == "native":
-        rates = dict.fromkeys(rates, NATIVE_RATE_OF.get(config.benchmark, NATIVE_RATE))
-        transformation, schedule = optax.trace(NATIVE_MOMENTUM), lambda epoch, epochs: 1.0
-    rates["magnitudes"] = rates["increment"]
-    return training.gradient_update(
-        setup, loss, rates, transformation, schedule, mean_over_images=True
-    )
+    def update(self) -> training.Update:
+        """Returns Adam, or in the native preset SGD with momentum at a constant rate."""
+        rates, benchmark = training.paper_rates(self.setup), self.setup.config.benchmark
+        transformation = schedule = None
+        if self.native:
+            rates = dict.fromkeys(rates, NATIVE_RATE_OF.get(benchmark, NATIVE_RATE))
+            transformation, schedule = optax.trace(NATIVE_MOMENTUM), lambda epoch, epochs: 1.0
+        rates["magnitudes"] = rates["increment"]
+        return self.gradient_update(rates, transformation, schedule)
 
+    # 4. What it does when a task ends.
+    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
+        """Returns the state with the trained increment, head and magnitudes in the task's slot."""
+        state = super().after_task(backbone, state, task, frozen, trained, images)
+        learned = jnp.where(jnp.arange(self.setup.num_tasks) <= task, trained["magnitudes"], 0.0)
+        return state._replace(magnitudes=state.magnitudes.at[task].set(learned))
 
-# 4. What it does when a task ends.
-def after_task(setup, backbone, state: State, task: int, frozen, trained, images) -> State:
-    """Returns the state with the trained increment, head and magnitudes in the task's slot."""
-    state = cumulative_lora.after_task(setup, backbone, state, task, frozen, trained, images)
-    learned = jnp.where(jnp.arange(setup.num_tasks) <= task, trained["magnitudes"], 0.0)
-    return state._replace(magnitudes=state.magnitudes.at[task].set(learned))
-
-
-# 5. What it offers for inference.
-def encoder(setup, backbone, state: State, num_tasks: int) -> vit.KeyValueKernels:
-    """Returns the kernels of E_t after `num_tasks` tasks; those of E_0 for 0."""
-    kernels = vit.pretrained_kernels(backbone)
-    if num_tasks == 0:
-        return kernels
-    last = num_tasks - 1
-    magnitudes = state.magnitudes[last]
-    kernels = increments.merge(kernels, _weighted(_directions(state.increments, last), magnitudes))
-    current = increments.select(state.increments, last)
-    return increments.merge(kernels, _weighted(current, magnitudes[last:num_tasks]))
+    # 5. What it offers for inference.
+    def encoder(self, backbone, state: State, num_tasks) -> Replaced:
+        """Returns the kernels of E_t after `num_tasks` tasks; those of E_0 for 0."""
+        kernels = vit.pretrained_kernels(backbone)
+        if num_tasks == 0:
+            return kernels
+        last = num_tasks - 1
+        magnitudes = state.magnitudes[last]
+        earlier = _weighted(_directions(state.increments, last), magnitudes)
+        current = increments.select(state.increments, last)
+        current = _weighted(current, magnitudes[last:num_tasks])
+        return increments.merge(increments.merge(kernels, earlier), current)
 
 
 @jax.jit

@@ -27,6 +27,7 @@ E_t, head input and score scales are Cumulative-LoRA's. Two matrices a block are
 ViT-B/16).
 """
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -35,25 +36,13 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Float64, Int
 
-from fdc_jax import heads as head_types
-from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError
-from fdc_jax.learners import Option, cumulative_lora, training
+from fdc_jax.heads import LinearHead
+from fdc_jax.learners import training
+from fdc_jax.learners.learner import Learner, option
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
-TITLE = "SplitLoRA"
-PAPER_ROW = 3
-SELECTED = "pac+rlc_adapted_view"
-OPTIONS = {
-    "alpha": Option(20.0, "(0, inf)", "plasticity against stability"),
-    "loss_temperature": Option(
-        0.0, "[0, inf)", "of logits in training; 0 stands for 1, in the native preset for 30"
-    ),
-}
-# Each of their 10 epochs passes ten times over the images.
-_AUTHORS = {"train.epochs": 100, "train.batch_size": 256}
-AUTHORS_RUNS = {"cifar100": _AUTHORS, "imagenet_r": _AUTHORS}
 NATIVE_LEARNING_RATES = {"increment": 1e-3, "head": 1e-2}
 NATIVE_WEIGHT_DECAY, NATIVE_TEMPERATURE = 5e-5, 30.0
 
@@ -66,55 +55,97 @@ class State(NamedTuple):
     """
 
     increments: vit.Increment
-    heads: head_types.LinearHead
+    heads: LinearHead
     moments: Float[Array, "l d d"]
     tokens: Float[Array, ""]
     directions: Float[Array, "l d d"]
     major: Int[Array, " l"]
 
 
-# 1. What it keeps between tasks.
-def initial_state(setup: training.Setup) -> State:
-    """Returns empty slots for all tasks and no inputs."""
-    width, depth = setup.variant.width, setup.variant.depth
-    return State(
-        *cumulative_lora.initial_state(setup),
-        moments=jnp.zeros((depth, width, width)),
-        tokens=jnp.zeros(()),
-        directions=jnp.zeros((depth, width, width)),
-        major=jnp.zeros(depth, jnp.int32),
+@dataclasses.dataclass(frozen=True)
+class SplitLoRA(Learner):
+    """SplitLoRA, as described above."""
+
+    title = "SplitLoRA"
+    paper_row = 3
+    selected = "pac+rlc_adapted_view"
+    mean_over_images = True
+
+    alpha: float = option(20.0, "(0, inf)", "plasticity against stability")
+    loss_temperature: float = option(
+        0.0, "[0, inf)", "of logits in training; 0 stands for 1, in the native preset for 30"
     )
 
-
-# 2. What it computes before a task.
-def before_task(setup: training.Setup, backbone, state: State, task: int, images) -> State:
-    """Returns the state as it is; A is random and drawn at the start.
-
-    Raises:
-        InputError: alpha left fewer minor directions than the rank.
-    """
-    width, rank = setup.variant.width, setup.config.train.rank
-    free = width - np.asarray(state.major)
-    if task > 0 and free.min() < rank:
-        raise InputError(
-            f"config.learner.splitlora.alpha: expected at least {rank} minor directions in every "
-            f"block, as train.rank says; {setup.config.learner.splitlora.alpha:g} leaves "
-            f"{free.min()} of {width} in block {int(free.argmin())} after {task} tasks; a larger "
-            f"alpha leaves more"
+    # 1. What it keeps between tasks.
+    def initial_state(self) -> State:
+        """Returns empty slots for all tasks and no inputs."""
+        width, depth = self.setup.variant.width, self.setup.variant.depth
+        return State(
+            *super().initial_state(),
+            moments=jnp.zeros((depth, width, width)),
+            tokens=jnp.zeros(()),
+            directions=jnp.zeros((depth, width, width)),
+            major=jnp.zeros(depth, jnp.int32),
         )
-    return state
 
+    # 2. What it computes before a task.
+    def before_task(self, backbone, state: State, task, images) -> State:
+        """Returns the state as it is; A is random and drawn at the start.
 
-# 3. What it trains, and how.
-def start(setup: training.Setup, backbone, state: State, task: int, key: jax.Array):
-    """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head to train."""
-    key_of_increment, key_of_directions, key_of_head = jax.random.split(key, 3)
-    new = increments.initialise(key_of_increment, setup.variant, setup.config.train.rank)
-    A = {"key": new["key"]["A"], "value": new["value"]["A"]}
-    if task > 0:
-        keys = dict(zip(A, jax.random.split(key_of_directions), strict=True))
-        A = {name: within_minor(keys[name], state, A[name], task) for name in A}
-    return cumulative_lora.start_with_directions(setup, backbone, state, task, A, key_of_head)
+        Raises:
+            InputError: alpha left fewer minor directions than the rank.
+        """
+        width, rank = self.setup.variant.width, self.setup.rank
+        free = width - np.asarray(state.major)
+        if task > 0 and free.min() < rank:
+            raise InputError(
+                f"config.learner.splitlora.alpha: expected at least {rank} minor directions in "
+                f"every block, as train.rank says; {self.alpha:g} leaves {free.min()} of {width} "
+                f"in block {int(free.argmin())} after {task} tasks; a larger alpha leaves more"
+            )
+        return state
+
+    # 3. What it trains, and how.
+    def start_task(self, backbone, state: State, task, key):
+        """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head to train."""
+        key_of_increment, key_of_directions, key_of_head = jax.random.split(key, 3)
+        new = increments.initialise(key_of_increment, self.setup.variant, self.setup.rank)
+        A = {"key": new["key"]["A"], "value": new["value"]["A"]}
+        if task > 0:
+            keys = dict(zip(A, jax.random.split(key_of_directions), strict=True))
+            A = {name: within_minor(keys[name], state, A[name], task) for name in A}
+        return self.start_with_directions(backbone, state, task, A, key_of_head)
+
+    def loss(self, backbone, frozen, trained, batch):
+        """Returns the cross-entropy over the task's own classes, of logits over a temperature."""
+        temperature = self.loss_temperature or (NATIVE_TEMPERATURE if self.native else 1.0)
+        return super().loss(backbone, frozen, trained, batch, temperature)
+
+    def update(self) -> training.Update:
+        """Returns Adam with the paper's rates, or AdamW with the method's own."""
+        if not self.native:
+            return self.gradient_update()
+        adamw = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(NATIVE_WEIGHT_DECAY))
+        return self.gradient_update(NATIVE_LEARNING_RATES, adamw, milestones)
+
+    # 4. What it does when a task ends.
+    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
+        """Returns the state with increment and head in their slot, and the inputs split anew."""
+        state = super().after_task(backbone, state, task, frozen, trained, images)
+        kernels = self.encoder(backbone, state, task + 1)
+        augmented = images.augmented()
+        new, tokens = attention_input_moments(self.setup.model, backbone, kernels, augmented)
+        before = float(state.tokens)
+        moments = np.asarray(state.moments, np.float64) * (before / (before + tokens))
+        moments += np.asarray(new, np.float64) * (tokens / (before + tokens))
+        values, directions = np.linalg.eigh((moments + moments.swapaxes(1, 2)) / 2)
+        major = [num_major(each[::-1], task + 1, self.alpha) for each in values]
+        return state._replace(
+            moments=jnp.asarray(moments, jnp.float32),
+            tokens=jnp.asarray(before + tokens, jnp.float32),
+            directions=jnp.asarray(directions[:, :, ::-1], jnp.float32),
+            major=jnp.asarray(major, jnp.int32),
+        )
 
 
 def within_minor(
@@ -134,53 +165,10 @@ def within_minor(
     return drawn * (norm(reference) / norm(drawn) / (task + 1))
 
 
-def loss_temperature(setup: training.Setup) -> float:
-    """Returns what logits are divided by in training."""
-    chosen = setup.config.learner.splitlora.loss_temperature
-    native = setup.config.learner.preset == "native"
-    return chosen or (NATIVE_TEMPERATURE if native else 1.0)
-
-
-def loss(setup: training.Setup, backbone, frozen, trained, batch: Batch):
-    """Returns the cross-entropy over the task's own classes, of logits over a temperature."""
-    temperature = loss_temperature(setup)
-    return cumulative_lora.loss(setup, backbone, frozen, trained, batch, temperature)
-
-
-def update(setup: training.Setup) -> training.Update:
-    """Returns Adam with the paper's rates, or AdamW with the method's own rates and schedule."""
-    if setup.config.learner.preset == "protocol":
-        return training.gradient_update(setup, loss, mean_over_images=True)
-    adamw = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(NATIVE_WEIGHT_DECAY))
-    return training.gradient_update(
-        setup, loss, NATIVE_LEARNING_RATES, adamw, milestones, mean_over_images=True
-    )
-
-
 def milestones(epoch: int, epochs: int) -> float:
     """Returns the factor on the rates: 1 for 40 % of the epochs, 0.1 for 30 %, then 0.01."""
     # Ten times the epoch, so that 4 of 10 and 7 of 10 are met exactly.
     return 0.1 ** ((10 * epoch >= 4 * epochs) + (10 * epoch >= 7 * epochs))
-
-
-# 4. What it does when a task ends.
-def after_task(setup, backbone, state: State, task: int, frozen, trained, images) -> State:
-    """Returns the state with increment and head in the task's slot, and the inputs split anew."""
-    state = cumulative_lora.after_task(setup, backbone, state, task, frozen, trained, images)
-    kernels = cumulative_lora.encoder(setup, backbone, state, task + 1)
-    new, tokens = attention_input_moments(setup.model, backbone, kernels, images.augmented())
-    before = float(state.tokens)
-    moments = np.asarray(state.moments, np.float64) * (before / (before + tokens))
-    moments += np.asarray(new, np.float64) * (tokens / (before + tokens))
-    values, directions = np.linalg.eigh((moments + moments.swapaxes(1, 2)) / 2)
-    alpha = setup.config.learner.splitlora.alpha
-    major = [num_major(each[::-1], task + 1, alpha) for each in values]
-    return state._replace(
-        moments=jnp.asarray(moments, jnp.float32),
-        tokens=jnp.asarray(before + tokens, jnp.float32),
-        directions=jnp.asarray(directions[:, :, ::-1], jnp.float32),
-        major=jnp.asarray(major, jnp.int32),
-    )
 
 
 def num_major(eigenvalues: Float64[np.ndarray, " d"], tasks_done: int, alpha: float) -> int:

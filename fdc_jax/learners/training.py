@@ -15,8 +15,8 @@ from jaxtyping import Array, Bool, Float, Float64, Int
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import LinearHead
 from fdc_jax.machine import devices
-from fdc_jax.model import increments, operations, vit
-from fdc_jax.model.vit import Variant, VisionTransformer
+from fdc_jax.model import increments
+from fdc_jax.model.vit import Increment, Variant, VisionTransformer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +49,11 @@ class Setup:
     def head_rows(self) -> int:
         """Rows of every stored head: the classes of the largest task."""
         return max(self.classes_per_task)
+
+    @property
+    def rank(self) -> int:
+        """Rank of the increments."""
+        return self.config.train.rank
 
     def class_mask(self, task: int) -> Bool[Array, " c"]:
         """Marks the rows of the padded head that are classes of the task."""
@@ -154,8 +159,8 @@ def in_slots(tree: Any, wanted: Any) -> Any:
 
 
 def with_directions(
-    stack: vit.Increment, task: int, directions: Float64[np.ndarray, "l d r"]
-) -> vit.Increment:
+    stack: Increment, task: int, directions: Float64[np.ndarray, "l d r"]
+) -> Increment:
     """Returns the increments of all tasks with A of one task set, the same for key and value."""
     A, filled = jnp.asarray(directions, jnp.float32), increments.select(stack, task)
     filled["key"]["A"] = filled["value"]["A"] = A
@@ -231,47 +236,3 @@ def mean_over_portions(function: Callable[[Batch], Any], batch: Batch, size: int
     first = jax.tree.map(lambda leaf: leaf[0], cut)
     zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(function, first))
     return jax.lax.scan(add, zeros, cut)[0]
-
-
-def gradient_update(
-    setup: Setup,
-    loss: Callable[..., Any],
-    rates: dict[str, float] | None = None,
-    transformation: optax.GradientTransformation | None = None,
-    schedule: Callable[[int, int], float] | None = None,
-    mean_over_images: bool = False,
-) -> Update:
-    """Returns descent along what Optax makes of the gradient, at one learning rate per part.
-
-    Args:
-        setup: the run.
-        loss: `loss(setup, backbone, frozen, trained, batch)`.
-        rates: learning rate of each top-level part of `trained`; by default `paper_rates`.
-        transformation: turns gradients into directions, before any learning rate; by default Adam
-            without weight decay.
-        schedule: of `Update`.
-        mean_over_images: the loss is a mean of terms of one image each, weighted by
-            `batch.weights`, plus what no image enters; a batch may then be taken in portions.
-    """
-    rates = rates or paper_rates(setup)
-    transformation = transformation or optax.scale_by_adam()
-
-    def step(backbone, frozen, trained, optimizer_state, batch, rate):
-        def value_and_gradients(images):
-            return jax.value_and_grad(lambda leaves: loss(setup, backbone, frozen, leaves, images))(
-                trained
-            )
-
-        count, side = batch.images.shape[:2]
-        size = count
-        if mean_over_images:
-            size = operations.images_together(setup.mesh, count, side, setup.variant.patch)
-        if size < count:
-            value, gradients = mean_over_portions(value_and_gradients, batch, size)
-        else:
-            value, gradients = value_and_gradients(batch)
-        directions: Any
-        directions, optimizer_state = transformation.update(gradients, optimizer_state, trained)
-        return descended(trained, directions, rates, rate), optimizer_state, value
-
-    return Update(transformation.init, jax.jit(step, donate_argnums=(2, 3)), schedule)

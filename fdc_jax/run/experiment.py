@@ -31,12 +31,12 @@ def run(
         TrainingError: a loss is not finite.
         Interrupted: a stop was requested; the same call in a new process goes on from there.
     """
-    learner, setup, backbone, num_tasks = e.learner, e.setup, e.backbone, e.num_tasks
+    learner, backbone, num_tasks = e.learner, e.backbone, e.num_tasks
     images = RunImages(e, seed, stop.poll)
     saved = _resume(e, seed, store, checkpoints)
     state, fdc, log = saved.state, saved.fdc, StepLog(e.config, store.event, progress, saved.timing)
     # The slots of a checkpoint.
-    planned = {"classes_per_task": setup.classes_per_task}
+    planned = {"classes_per_task": e.setup.classes_per_task}
     progress.start(e.steps_before(num_tasks), e.steps_before(saved.tasks_done) + saved.step)
 
     for task in range(num_tasks):
@@ -46,13 +46,13 @@ def run(
             first = saved.step if task == saved.tasks_done else 0
             if task and e.config.fdc.transport and store.previous_features(task) is None:
                 progress.stage(f"task {task + 1}/{num_tasks} previous encoder")
-                kernels = learner.encoder(setup, backbone, state, task)
+                kernels = learner.encoder(backbone, state, task)
                 before = images.previous_features(task, kernels)
                 store.save_previous_features(task, before.features)
                 took["previous_extraction_seconds"] = before.seconds
             around = images.of_task(task)
             if first == 0:
-                new = learner.before_task(setup, backbone, state, task, around)
+                new = learner.before_task(backbone, state, task, around)
                 state = e.accept(state, new, "before_task")
             frozen, trained, optimizer = e.start(state, task, seed)
             if first > 0:
@@ -74,7 +74,7 @@ def run(
                     checkpoints.save(e.place(task, step + 1), tree, cursor)
                     stop.poll()
             log.look()
-            new = learner.after_task(setup, backbone, state, task, frozen, trained, around)
+            new = learner.after_task(backbone, state, task, frozen, trained, around)
             state = e.accept(state, new, "after_task")
             log.end()
             cursor = log.cursor(task + 1, 0) | planned
@@ -151,7 +151,7 @@ def _extract(
     e: Experiment, task: int, state: Any, images: RunImages
 ) -> tuple[TaskFeatures, dict[str, float]]:
     """Returns what FDC is fitted on, and the time that it took (Algorithm 1, line 4)."""
-    kernels = e.learner.encoder(e.setup, e.backbone, state, task + 1)
+    kernels = e.learner.encoder(e.backbone, state, task + 1)
     adapted, pretrained = images.train_features(task, kernels)
     features = TaskFeatures(
         adapted=adapted.features,
@@ -172,7 +172,7 @@ def _evaluate(
 ) -> dict[str, Any]:
     """Returns the accuracies after a task; after the last one, keeps features and predictions."""
     seen = e.tasks.test_tasks <= task
-    kernels = e.learner.encoder(e.setup, e.backbone, state, task + 1)
+    kernels = e.learner.encoder(e.backbone, state, task + 1)
     heads = e.heads(state, task + 1)
     adapted, pretrained = images.test_features(int(seen.sum()), kernels)
     fdc.replace_heads(heads)

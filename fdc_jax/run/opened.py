@@ -201,7 +201,7 @@ class Opened(Places):
         state, tasks_done = self._saved
         if not 0 < t <= tasks_done:
             raise InputError(f"{self.folder}: expected E_0 to E_{tasks_done}, found E_{t}")
-        return e.learner.encoder(e.setup, e.backbone, state, t)
+        return e.learner.encoder(e.backbone, state, t)
 
     def heads(self, num_tasks: int | None = None) -> list[Any]:
         """Returns the heads of the first tasks, by default of all that were trained."""

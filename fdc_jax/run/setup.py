@@ -17,7 +17,6 @@ from fdc_jax.data import task_stream
 from fdc_jax.data.batches import Batch, ByteCache, EvaluationBatches, TrainBatches
 from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extraction, Extractor, FeatureCache
-from fdc_jax.heads import FunctionHead
 from fdc_jax.learners import training
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
@@ -50,7 +49,6 @@ class Experiment:
     ):
         configuration.validate(config)
         self.config, encoder = config, config.encoder
-        self.learner = learners.find(config.learner.name)
         # What a file of weights says itself stands in the configuration from here on.
         encoder.variant, variant = weights.recognise(encoder.weights, encoder.variant)
         encoder.image_size = size = encoder.image_size or variant.image_size
@@ -74,7 +72,8 @@ class Experiment:
         path = weights.locate(*wanted)
         self.pretrained = weights.load(path, variant, size)
         self.setup = training.Setup(model, classes_per_task, config, self.mesh)
-        self.update = self.learner.update(self.setup)
+        self.learner = learners.make(self.setup)
+        self.update = self.learner.update()
         self.backbone = devices.replicate(self.mesh, self.pretrained.params)
         self.extract = Extractor(model, self.mesh)
         self.test_images = ByteCache(int(data.cache_gib * 2**30))
@@ -84,16 +83,10 @@ class Experiment:
     def _check_calibrator(self) -> None:
         """Refuses what FDC would refuse after a training."""
         present = [len(set(self.tasks.train.labels[rows])) for rows in self.tasks.train_indices]
-        head = self.heads(self.learner.initial_state(self.setup), 1)[0]
         try:
             calibration.check(self.config.fdc.to_dict(), present)
         except InputError as error:
             raise InputError(f"config.fdc.{error}") from error
-        if isinstance(head, FunctionHead) and self.config.save_features:
-            raise InputError(
-                f"config.save_features: expected False, as the heads of {self.config.learner.name} "
-                "are functions, which no file can hold"
-            )
 
     @functools.cached_property
     def tasks(self) -> task_stream.TaskStream:
@@ -152,8 +145,8 @@ class Experiment:
         """Number of parameters that a task trains."""
 
         def start(backbone):
-            state = self.learner.initial_state(self.setup)
-            return self.learner.start(self.setup, backbone, state, 0, jax.random.key(0))
+            state = self.learner.initial_state()
+            return self.learner.start_task(backbone, state, 0, jax.random.key(0))
 
         _, trained = jax.eval_shape(start, self.backbone)
         return sum(leaf.size for leaf in jax.tree.leaves(trained))
@@ -184,11 +177,11 @@ class Experiment:
         return training.learning_rate_factor(self.config.train.schedule, epoch, epochs)
 
     def start(
-        self, state: Any, task: int, seed: int, setup: training.Setup | None = None
+        self, state: Any, task: int, seed: int, learner: learners.Learner | None = None
     ) -> tuple[Any, Any, Any]:
         """Returns what stays frozen in a task, what is trained, and the optimiser's state."""
         key = jax.random.fold_in(jax.random.key(seed), task)
-        started = self.learner.start(setup or self.setup, self.backbone, state, task, key)
+        started = (learner or self.learner).start_task(self.backbone, state, task, key)
         # Every step reads these, so that none of them may stay on the host.
         frozen, trained = devices.replicate(self.mesh, jax.tree.map(jnp.asarray, started))
         return frozen, trained, devices.replicate(self.mesh, self.update.initialise(trained))
@@ -200,12 +193,12 @@ class Experiment:
 
     def heads(self, state: Any, num_tasks: int) -> list[Any]:
         """Returns the heads of the first tasks as arrays of the host."""
-        heads = self.learner.heads(self.setup, state, num_tasks) if num_tasks else []
+        heads = self.learner.heads(state, num_tasks) if num_tasks else []
         return devices.to_host(heads)
 
-    def first_state(self, setup: training.Setup | None = None) -> Any:
+    def first_state(self, learner: learners.Learner | None = None) -> Any:
         """Returns the learner's state before the first task, on the devices."""
-        return devices.replicate(self.mesh, self.learner.initial_state(setup or self.setup))
+        return devices.replicate(self.mesh, (learner or self.learner).initial_state())
 
     def checkpoints(
         self, folder: Checkpoints, seed: int
@@ -215,22 +208,23 @@ class Experiment:
         Trees of a run that knew of fewer tasks have slots for those of now.
         """
 
-        def form(cursor: dict[str, Any], setup: training.Setup) -> dict[str, Any]:
-            tree = {"state": self.first_state(setup)}
+        def form(cursor: dict[str, Any], learner: learners.Learner) -> dict[str, Any]:
+            tree = {"state": self.first_state(learner)}
             if cursor["step"]:
                 _, tree["trained"], tree["optimizer"] = self.start(
-                    tree["state"], cursor["tasks_done"], seed, setup
+                    tree["state"], cursor["tasks_done"], seed, learner
                 )
             return tree
 
-        def setup_of(cursor: dict[str, Any]) -> training.Setup:
-            planned = cursor.get("classes_per_task", self.setup.classes_per_task)
-            return dataclasses.replace(self.setup, classes_per_task=tuple(planned))
+        def learner_of(cursor: dict[str, Any]) -> learners.Learner:
+            planned = tuple(cursor.get("classes_per_task", self.setup.classes_per_task))
+            setup = dataclasses.replace(self.setup, classes_per_task=planned)
+            return dataclasses.replace(self.learner, setup=setup)
 
-        found = folder.newest(lambda cursor: form(cursor, setup_of(cursor)))
+        found = folder.newest(lambda cursor: form(cursor, learner_of(cursor)))
         for number, cursor, tree in found:
-            if setup_of(cursor).classes_per_task != self.setup.classes_per_task:
-                grown = training.in_slots(tree, form(cursor, self.setup))
+            if learner_of(cursor).setup.classes_per_task != self.setup.classes_per_task:
+                grown = training.in_slots(tree, form(cursor, self.learner))
                 tree = devices.replicate(self.mesh, grown)
             yield number, cursor, tree
 

@@ -127,11 +127,11 @@ class Store(Places):
     def _tell_of_growth(self, tasks: int, planned: int, e: Experiment) -> None:
         if tasks < e.num_tasks:
             _log.warning("%s: goes on from %d tasks to %d", self.folder, tasks, e.num_tasks)
-        if planned != e.setup.num_tasks and e.learner.TASK_COUNT:
+        if planned != e.setup.num_tasks and e.learner.task_count:
             _log.warning(
                 "%s: was planned for %d tasks, is for %d; %s: a run that knew them all from the "
                 "start would end otherwise",
-                *(self.folder, planned, e.setup.num_tasks, e.learner.TASK_COUNT),
+                *(self.folder, planned, e.setup.num_tasks, e.learner.task_count),
             )
 
     def _begin_refit(self, fields: str) -> None:

@@ -2,10 +2,7 @@
 
 import pytest
 
-from fdc_jax import learners
 from tests.learners import toy
-
-learners.names()  # gives every file the answers that it leaves to Cumulative-LoRA
 
 
 @pytest.fixture(scope="module")

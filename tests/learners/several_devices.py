@@ -30,10 +30,10 @@ def run(name, mesh):
     # The loss that pairs images of different devices counts in the epoch of this run.
     setup = toy.make_setup(name, (3, 2), learner__rsiat__warm_up_epochs=1)
     setup = dataclasses.replace(setup, mesh=mesh)
-    learner = learners.find(name)
-    update = learner.update(setup)
+    learner = learners.make(setup)
+    update = learner.update()
     backbone = devices.replicate(mesh, toy.make_backbone())
-    state = devices.replicate(mesh, learner.initial_state(setup))
+    state = devices.replicate(mesh, learner.initial_state())
     for task, classes in enumerate(setup.classes_per_task):
         # Ten rows, which four devices do not share evenly; the last is padding.
         batches = [
@@ -41,18 +41,18 @@ def run(name, mesh):
             for i in range(3)
         ]
         images = toy.task_images(*batches)
-        state = learner.before_task(setup, backbone, state, task, images)
-        started = learner.start(setup, backbone, state, task, jax.random.key(task))
+        state = learner.before_task(backbone, state, task, images)
+        started = learner.start_task(backbone, state, task, jax.random.key(task))
         frozen, trained = devices.replicate(mesh, jax.tree.map(jnp.asarray, started))
         progress = devices.replicate(mesh, update.initialise(trained))
         for batch in batches:
             rate = (update.schedule or (lambda epoch, epochs: 1.0))(1, 4)
             trained, progress, _ = update.step(backbone, frozen, trained, progress, batch, rate)
-        state = learner.after_task(setup, backbone, state, task, frozen, trained, images)
+        state = learner.after_task(backbone, state, task, frozen, trained, images)
     pretrained = vit.pretrained_kernels(backbone)
-    kernels = dict(learner.encoder(setup, backbone, state, 2))
+    kernels = dict(learner.encoder(backbone, state, 2))
     added = {part: kernels.pop(part) - kernel for part, kernel in pretrained.items()}
-    return {"state": state, "added": added, "offered": (kernels, learner.heads(setup, state, 2))}
+    return {"state": state, "added": added, "offered": (kernels, learner.heads(state, 2))}
 
 
 def compare(name: str) -> None:

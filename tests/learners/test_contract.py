@@ -1,7 +1,5 @@
 """What every learner must do, whatever its method: over three tasks of the tiny encoder."""
 
-import importlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +24,7 @@ def run(request):
 
 
 def name_of(run):
-    return run.learner.__name__.rpartition(".")[2]
+    return run.learner.section()
 
 
 def fast_and_slow(*fast, names=NAMES):
@@ -71,7 +69,7 @@ def test_a_task_starts_from_state_task_and_key(run, backbone):
     for task in (0, 2):
         step = run.steps[task]
         again, other = (
-            run.learner.start(run.setup, backbone, step.designed, task, jax.random.key(seed))
+            run.learner.start_task(backbone, step.designed, task, jax.random.key(seed))
             for seed in (task, 9)
         )
         toy.assert_equal(again, (step.frozen, step.started))
@@ -92,7 +90,7 @@ def test_random_keys_are_never_used_twice(run, backbone, monkeypatch):
 
     for name in ("uniform", "normal", "randint"):
         monkeypatch.setattr(jax.random, name, recorded(getattr(jax.random, name)))
-    frozen, _ = run.learner.start(run.setup, backbone, run.steps[1].designed, 1, jax.random.key(1))
+    frozen, _ = run.learner.start_task(backbone, run.steps[1].designed, 1, jax.random.key(1))
     keys = [leaf for leaf in jax.tree.leaves(frozen) if leaf.dtype == jnp.uint32]
     used += [tuple(np.asarray(leaf)) for leaf in keys]
     assert len(set(used)) == len(used) > 0
@@ -140,7 +138,7 @@ def test_the_end_of_a_task_leaves_features_as_in_training(run, backbone):
             continue  # It shrinks what points along earlier inputs; see its own tests.
         in_training = run.features(step.frozen, step.trained, PROBE)
         before, after = (
-            toy.encode(run.setup, PROBE, run.learner.encoder(run.setup, backbone, state, done))
+            toy.encode(run.setup, PROBE, run.learner.encoder(backbone, state, done))
             for state, done in ((step.before, task), (step.after, task + 1))
         )
         np.testing.assert_allclose(after, in_training, atol=5e-5)
@@ -152,7 +150,7 @@ def test_a_task_starts_where_the_last_one_ended(run, backbone):
         pytest.skip("normalises directions, or starts away from zero, as its authors do")
     for task, step in enumerate(run.steps):
         started = run.features(step.frozen, toy.copy(step.started), PROBE)
-        kernels = run.learner.encoder(run.setup, backbone, step.before, task)
+        kernels = run.learner.encoder(backbone, step.before, task)
         np.testing.assert_allclose(started, toy.encode(run.setup, PROBE, kernels), atol=1e-5)
 
 
@@ -160,17 +158,17 @@ def test_encoders_of_all_tasks_can_be_had_again(run, backbone):
     """But RSIAT's, which keeps the newest adapter alone and says so."""
     final, expected = run.steps[-1].after, toy.encode(run.setup, PROBE)
     for state in (run.steps[0].before, final):
-        pretrained = run.learner.encoder(run.setup, backbone, state, 0)
+        pretrained = run.learner.encoder(backbone, state, 0)
         np.testing.assert_allclose(toy.encode(run.setup, PROBE, pretrained), expected, atol=1e-6)
     for task, step in enumerate(run.steps):
-        own = run.learner.encoder(run.setup, backbone, step.after, task + 1)
+        own = run.learner.encoder(backbone, step.after, task + 1)
         if name_of(run) != "rsiat" or step is run.steps[-1]:
-            again = run.learner.encoder(run.setup, backbone, final, task + 1)
+            again = run.learner.encoder(backbone, final, task + 1)
             toy.assert_equal(own, again)
         else:
             wanted = rf"expected E_0 or E_{len(toy.CLASSES)}, found E_{task + 1}"
             with pytest.raises(InputError, match=wanted):
-                run.learner.encoder(run.setup, backbone, final, task + 1)
+                run.learner.encoder(backbone, final, task + 1)
     if name_of(run) != "rsiat":
         toy.assert_equal(pretrained, vit.pretrained_kernels(backbone))
 
@@ -179,17 +177,17 @@ def test_heads_are_without_padding(run):
     final = run.steps[-1].after
     features = jnp.asarray(np.random.default_rng(0).normal(size=(4, toy.TINY.width)), jnp.float32)
     for num_tasks in range(len(toy.CLASSES) + 1):
-        found = run.learner.heads(run.setup, final, num_tasks)
+        found = run.learner.heads(final, num_tasks)
         assert [head.logits(features).shape for head in found] == [
             (4, classes) for classes in toy.CLASSES[:num_tasks]
         ]
     if name_of(run) not in REVISED:
         for task, step in enumerate(run.steps):
-            early = run.learner.heads(run.setup, step.after, task + 1)
+            early = run.learner.heads(step.after, task + 1)
             toy.assert_equal(early, found[: task + 1])
     else:
         # FDC takes its score scales from the head of a task's own end and predicts with the last.
-        early = run.learner.heads(run.setup, run.steps[1].after, 2)
+        early = run.learner.heads(run.steps[1].after, 2)
         assert np.abs(early[1].weight - found[1].weight).max() > 1e-3
 
 
@@ -202,7 +200,7 @@ def test_gaussians_of_classes_come_from_plain_images(backbone, name):
     run = toy.trajectory(name)
     for task, step in enumerate(run.steps):
         pixels, labels = toy.shown(step.images.plain())
-        kernels = run.learner.encoder(run.setup, backbone, step.after, task + 1)
+        kernels = run.learner.encoder(backbone, step.after, task + 1)
         features = toy.float64(toy.encode(run.setup, pixels, kernels))
         means, factors = step.after.gaussians
         assert type(factors) is np.ndarray
@@ -223,25 +221,26 @@ def test_tasks_that_nobody_knew_of_change_nothing_before_them(backbone, name, kn
     whole = toy.trajectory(name)
     few = toy.make_setup(name, toy.CLASSES[:known])
     tolerance = 0.0 if few.head_rows == whole.setup.head_rows else 1e-5
-    learner, update = whole.learner, whole.learner.update(few)
-    state, rate = learner.initial_state(few), toy.RATES.get(name, toy.RATE)
+    learner = learners.make(few)
+    update = learner.update()
+    state, rate = learner.initial_state(), toy.RATES.get(name, toy.RATE)
     for task, step in enumerate(whole.steps[:known]):
-        designed = learner.before_task(few, backbone, state, task, step.images)
-        frozen, trained = learner.start(few, backbone, designed, task, jax.random.key(task))
+        designed = learner.before_task(backbone, state, task, step.images)
+        frozen, trained = learner.start_task(backbone, designed, task, jax.random.key(task))
         progress = update.initialise(trained)
         for batch in toy.augmented_of(task, toy.CLASSES[task]):
             trained, progress, _ = update.step(backbone, frozen, trained, progress, batch, rate)
         assert_near(training.in_slots(trained, step.started), step.trained, tolerance)
-        state = learner.after_task(few, backbone, designed, task, frozen, trained, step.images)
-    grown = training.in_slots(state, learner.initial_state(whole.setup))
+        state = learner.after_task(backbone, designed, task, frozen, trained, step.images)
+    grown = training.in_slots(state, whole.learner.initial_state())
     expected = whole.steps[known - 1].after
-    assert_near(*(learner.heads(whole.setup, each, known) for each in (grown, expected)), tolerance)
+    assert_near(*(whole.learner.heads(each, known) for each in (grown, expected)), tolerance)
 
     def compare(path, found, leaf):
         name = jax.tree_util.keystr(path)
         # Of heads, rows beyond the classes were compared with none. And how much of the inputs
         # InfLoRA protects depends on how many tasks it plans for.
-        if ".heads" not in name and not (learner.TASK_COUNT and ".memory" in name):
+        if ".heads" not in name and not (learner.task_count and ".memory" in name):
             assert_near(found, leaf, tolerance)
 
     jax.tree_util.tree_map_with_path(compare, grown, expected)
@@ -266,15 +265,14 @@ def test_a_task_that_was_interrupted_goes_on_exactly(run, backbone):
     started = toy.copy(step.started)
     saved = jax.tree.map(np.array, steps(started, run.update.initialise(started), [first]))
     toy.assert_equal(steps(*toy.copy(saved), [second])[0], step.trained)
-    arguments = (run.setup, backbone)
     # What stays on the host is read back as it is, all else is put on the devices.
     state = jax.tree.map(
         lambda leaf: leaf if type(leaf) is np.ndarray else jnp.array(np.array(leaf)), step.before
     )
-    designed = run.learner.before_task(*arguments, state, 1, step.images)
+    designed = run.learner.before_task(backbone, state, 1, step.images)
     toy.assert_equal(designed, step.designed)
-    frozen, _ = run.learner.start(*arguments, designed, 1, jax.random.key(1))
-    after = run.learner.after_task(*arguments, designed, 1, frozen, step.trained, step.images)
+    frozen, _ = run.learner.start_task(backbone, designed, 1, jax.random.key(1))
+    after = run.learner.after_task(backbone, designed, 1, frozen, step.trained, step.images)
     toy.assert_equal(after, step.after)
 
 
@@ -352,10 +350,10 @@ def test_parameters_that_a_task_trains_of_vit_b():
     shapes = vit.parameter_shapes(setup.model, 224)
 
     def count(name):
-        learner = learners.find(name)
+        learner = learners.find(name).configured(setup)
         _, trained = jax.eval_shape(
-            lambda backbone: learner.start(
-                setup, backbone, learner.initial_state(setup), 0, jax.random.key(0)
+            lambda backbone: learner.start_task(
+                backbone, learner.initial_state(), 0, jax.random.key(0)
             ),
             shapes,
         )
@@ -444,10 +442,10 @@ def test_rates_decays_and_schedules(backbone, monkeypatch, each):
         train__epochs=5,
         **each["more"],
     )
-    learner = learners.find(each["name"])
+    learner = learners.make(setup)
     decays = dict.fromkeys(PAPER, each["decay"]) | {"projector": of_projector}
-    state = learner.initial_state(setup)
-    frozen, trained = learner.start(setup, backbone, state, each["task"], jax.random.key(0))
+    state = learner.initial_state()
+    frozen, trained = learner.start_task(backbone, state, each["task"], jax.random.key(0))
     trained = toy.random_like(trained, 0, 1.0)
     start = toy.float64(trained)
     rng = np.random.default_rng(1)
@@ -461,13 +459,12 @@ def test_rates_decays_and_schedules(backbone, monkeypatch, each):
         for part, leaves in trained.items()
     }
 
-    def linear(setup, backbone, frozen, leaves, *batch):
+    def linear(self, backbone, frozen, leaves, *batch):
         return sum(jax.tree.leaves(jax.tree.map(lambda s, x: jnp.sum(s * x), slopes, leaves)))
 
-    for module in ("cumulative_lora", "inflora", each["name"]):
-        module = importlib.import_module(f"fdc_jax.learners.{module}")
-        monkeypatch.setattr(module, "loss", linear, raising=False)
-    update = learners.find(each["name"]).update(setup)
+    for kind in (learners.find("inflora"), type(learner)):
+        monkeypatch.setattr(kind, "loss", linear)
+    update = learner.update()
     if update.schedule is None:
         assert each["schedule"] == CONSTANT
     else:
@@ -520,7 +517,7 @@ def test_a_batch_in_portions_makes_the_same_step(backbone, monkeypatch, name):
     monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", 2 * tokens)
     batch = toy.make_batch(3, size=6, classes=3, padding=3)
     found = []
-    for update in (run.update, run.learner.update(run.setup)):
+    for update in (run.update, run.learner.update()):
         # Factors of a fresh increment are zero on one side, which would hide what it adds.
         trained = toy.random_like(step.trained, 4, 0.05)
         found.append(

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdc_jax.learners import cumulative_lora, training
+from fdc_jax.learners import training
 from tests.learners import toy
 
 
@@ -15,9 +15,9 @@ def test_golden_step():
     A change here means that the encoder, the initialisation, the loss or Adam changed: published
     runs can no longer be repeated. Change the numbers only when that is intended, and say so.
     """
-    setup, backbone = toy.make_setup(), toy.make_backbone()
-    update, state = cumulative_lora.update(setup), cumulative_lora.initial_state(setup)
-    frozen, trained = cumulative_lora.start(setup, backbone, state, 0, jax.random.key(0))
+    learner, backbone = toy.make_learner("cumulative_lora"), toy.make_backbone()
+    update, state = learner.update(), learner.initial_state()
+    frozen, trained = learner.start_task(backbone, state, 0, jax.random.key(0))
     trained, _, loss = update.step(
         backbone, frozen, trained, update.initialise(trained), toy.make_batch(0, size=6), 1.0
     )
@@ -38,7 +38,7 @@ def test_loss_in_float64(backbone):
     step = run.steps[2]
     trained = toy.random_like(step.trained, 3)
     batch = toy.make_batch(2, size=6, classes=2, padding=2)
-    kernels = cumulative_lora.encoder(run.setup, backbone, step.before, 2)
+    kernels = run.learner.encoder(backbone, step.before, 2)
     changes = toy.products(trained["increment"])
     kernels = {part: np.asarray(kernels[part], np.float64) + changes[part] for part in changes}
     features = toy.reference_features(batch.images, kernels)

@@ -98,15 +98,15 @@ def test_fisher_information_by_finite_differences(run, backbone, fisher):
     """The largest entries, added to the old importance times its factor; an image is padding."""
     step, after = run.steps[1], run.steps[1].after
     if fisher == "batch_mean":
-        setup = toy.make_setup("ewc_lora", learner__ewc_lora__fisher=fisher)
-        after = ewc_lora.after_task(
-            setup, backbone, step.designed, 1, step.frozen, step.trained, step.images
+        learner = toy.make_learner("ewc_lora", learner__ewc_lora__fisher=fisher)
+        after = learner.after_task(
+            backbone, step.designed, 1, step.frozen, step.trained, step.images
         )
     importance = {
         part: toy.float64(after.importance[part]) - 0.25 * toy.float64(step.before.importance[part])
         for part in toy.PARTS
     }
-    kernels = ewc_lora.encoder(run.setup, backbone, step.after, 2)
+    kernels = run.learner.encoder(backbone, step.after, 2)
     for part, place in largest(importance):
         total = 0.0
         for batch in step.images.augmented():
@@ -121,9 +121,9 @@ def test_fisher_information_by_finite_differences(run, backbone, fisher):
 @pytest.mark.slow
 def test_how_many_images_are_held_at_once_changes_nothing(run, backbone):
     step = run.steps[1]
-    setup = toy.make_setup("ewc_lora", learner__ewc_lora__images_at_once=1)
+    learner = toy.make_learner("ewc_lora", learner__ewc_lora__images_at_once=1)
     arguments = (backbone, step.designed, 1, step.frozen, step.trained, step.images)
-    found, expected = ewc_lora.after_task(setup, *arguments).importance, step.after.importance
+    found, expected = learner.after_task(*arguments).importance, step.after.importance
     for part in toy.PARTS:
         top = float(expected[part].max())
         np.testing.assert_allclose(found[part], expected[part], rtol=1e-3, atol=1e-5 * top)
@@ -134,7 +134,7 @@ def test_how_many_images_are_held_at_once_changes_nothing(run, backbone):
 
 def test_the_head_on_the_unit_feature(run, backbone, under_way):
     """In training, in the Fisher pass and in what is offered for inference."""
-    setup = toy.make_setup(
+    learner = toy.make_learner(
         "ewc_lora", learner__ewc_lora__head_input="l2", learner__ewc_lora__accumulation=0.0
     )
     frozen, trained = under_way
@@ -143,15 +143,13 @@ def test_the_head_on_the_unit_feature(run, backbone, under_way):
     head = jax.tree.map(lambda leaf: 10.0 * leaf, trained["head"])
     trained = trained | {"head": head}
     batch, step = toy.make_batch(size=4, classes=3), run.steps[1]
-    found = jax.jit(lambda leaves: ewc_lora.loss(setup, backbone, frozen, leaves, batch))(trained)
-    after = ewc_lora.after_task(
-        setup, backbone, step.designed, 1, frozen, trained, toy.task_images(batch)
-    )
-    kernels = ewc_lora.encoder(setup, backbone, after, 2)
+    found = jax.jit(lambda leaves: learner.loss(backbone, frozen, leaves, batch))(trained)
+    after = learner.after_task(backbone, step.designed, 1, frozen, trained, toy.task_images(batch))
+    kernels = learner.encoder(backbone, after, 2)
     features = unit(toy.reference_features(batch.images, kernels))
     expected = toy.reference_cross_entropy(features, head, batch.labels, 3)
     np.testing.assert_allclose(found, expected.mean(), rtol=1e-4)
-    (_, offered) = ewc_lora.heads(setup, after, 2)
+    (_, offered) = learner.heads(after, 2)
     assert isinstance(offered, head_types.NormalisedLinearHead)
     logits = features @ toy.float64(head.weight)[:3].T + toy.float64(head.bias)[:3]
     np.testing.assert_allclose(
@@ -167,13 +165,13 @@ def test_the_head_on_the_unit_feature(run, backbone, under_way):
 def test_folding(backbone, folding):
     """Products: W_0 + sum A_i B_i. Factors: the sum of As times the sum of Bs, last task apart."""
     pretrained = toy.float64(vit.pretrained_kernels(backbone))
-    setup = toy.make_setup("ewc_lora", learner__ewc_lora__folding=folding)
-    state = toy.random_like(ewc_lora.initial_state(setup), 0)
+    learner = toy.make_learner("ewc_lora", learner__ewc_lora__folding=folding)
+    state = toy.random_like(learner.initial_state(), 0)
     factors = toy.float64(state.increments)
     for num_tasks in range(4):
-        found = ewc_lora.encoder(setup, backbone, state, num_tasks)
+        found = learner.encoder(backbone, state, num_tasks)
         next_task = min(num_tasks, 2)
-        frozen, _ = ewc_lora.start(setup, backbone, state, next_task, jax.random.key(0))
+        frozen, _ = learner.start_task(backbone, state, next_task, jax.random.key(0))
         for part in toy.PARTS:
             a, b = factors[part]["A"][:num_tasks], factors[part]["B"][:num_tasks]
             expected = folded = pretrained[part] + (a @ b).sum(0)

@@ -134,8 +134,8 @@ def test_growing_alone_equals_the_rule_that_swaps_to_the_complement(seed):
 
 
 def test_threshold_rises_towards_lame_without_reaching_it():
-    chosen = toy.make_setup("inflora", learner__inflora__lamb=0.95).config.learner.inflora
-    found = [inflora.threshold(chosen, task, 20) for task in range(20)]
+    learner = toy.make_learner("inflora", (2,) * 20, learner__inflora__lamb=0.95)
+    found = [learner.threshold(task) for task in range(20)]
     np.testing.assert_allclose(found, 0.95 + 0.0025 * np.arange(20))
 
 
@@ -148,7 +148,7 @@ def bases(state):
 
 
 def moments_by(run, backbone, state, num_tasks, images):
-    kernels = inflora.encoder(run.setup, backbone, state, num_tasks)
+    kernels = run.learner.encoder(backbone, state, num_tasks)
     return toy.float64(
         attention_input_moments(run.setup.model, backbone, kernels, images.augmented())[0]
     )

@@ -7,7 +7,7 @@ import pytest
 
 from fdc_jax import heads as head_types
 from fdc_jax.errors import TrainingError
-from fdc_jax.learners import gaussian_alignment, inflora_ca
+from fdc_jax.learners import gaussian_alignment
 from tests.learners import toy
 
 
@@ -75,7 +75,7 @@ def reference_alignment(heads, means, tasks, scales, temperature, rates, native)
 )
 def test_alignment_against_its_formula(preset, rates, temperature, scales):
     """Classes without spread make every draw a scaled mean; one batch an epoch has no order."""
-    setup = toy.make_setup(
+    learner = toy.make_learner(
         "inflora_ca",
         learner__preset=preset,
         learner__inflora_ca__epochs=5,
@@ -96,7 +96,7 @@ def test_alignment_against_its_formula(preset, rates, temperature, scales):
         jnp.asarray(rng.normal(size=(3, 3, toy.TINY.width)), jnp.float32),
         np.zeros((3, 3, toy.TINY.width, toy.TINY.width), np.float32),
     )
-    aligned = inflora_ca.align(setup, heads, gaussians, 1, jax.random.key(0))
+    aligned = learner.align(heads, gaussians, 1, jax.random.key(0))
     sizes = toy.CLASSES[:2]
     start = [
         (toy.float64(heads.weight[t, :c]), toy.float64(heads.bias[t, :c]))
@@ -117,8 +117,8 @@ def test_alignment_against_its_formula(preset, rates, temperature, scales):
 
 
 def test_an_alignment_that_diverges_says_so():
-    setup = toy.make_setup("inflora_ca", learner__inflora_ca__learning_rate=1e38)
+    learner = toy.make_learner("inflora_ca", learner__inflora_ca__learning_rate=1e38)
     gaussians = toy.random_like(gaussian_alignment.empty(3, 3, toy.TINY.width), 0)
-    heads = toy.random_like(inflora_ca.initial_state(setup).inflora.heads, 1)
+    heads = toy.random_like(learner.initial_state().inflora.heads, 1)
     with pytest.raises(TrainingError, match="alignment after task 2 diverged"):
-        inflora_ca.align(setup, heads, gaussians, 1, jax.random.key(0))
+        learner.align(heads, gaussians, 1, jax.random.key(0))

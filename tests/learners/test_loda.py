@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import scipy.linalg
 
-from fdc_jax import heads
 from fdc_jax.learners import loda
 from fdc_jax.learners.second_moments import attention_input_moments
 from tests.learners import rsiat_reference, toy
@@ -77,7 +76,7 @@ def run():
 def test_designed_directions(run, backbone, task):
     step = run.steps[task]
     old = toy.float64(step.before.moments)
-    new = moments_under(run, backbone, loda.encoder(run.setup, backbone, step.before, task), step)
+    new = moments_under(run, backbone, run.learner.encoder(backbone, step.before, task), step)
     np.testing.assert_array_equal(step.designed.moments, step.before.moments)
     A = toy.float64(step.designed.increments["key"]["A"])[task]
     np.testing.assert_array_equal(step.designed.increments["value"]["A"][task], A)
@@ -106,10 +105,10 @@ def test_designed_directions(run, backbone, task):
 def test_added_jitter_is_logged(run, backbone, caplog):
     old = np.tile(np.eye(toy.TINY.width), (toy.TINY.depth, 1, 1))
     old[1, 4, 4] = -1e-6
-    state = loda.initial_state(run.setup)._replace(moments=jnp.asarray(old, jnp.float32))
+    state = run.learner.initial_state()._replace(moments=jnp.asarray(old, jnp.float32))
     images = toy.task_images(toy.make_batch(size=6))
     with caplog.at_level(logging.WARNING):
-        designed = loda.before_task(run.setup, backbone, state, 1, images)
+        designed = run.learner.before_task(backbone, state, 1, images)
     assert [record.getMessage() for record in caplog.records] == [
         "task 2, block 1: 1.11e-06 was added to the diagonal of the old moment, which is not "
         "positive definite"
@@ -170,7 +169,7 @@ def test_merged_kernels_and_moments(run, backbone):
     """In float64: energies under the unmerged encoder, and both passes added to the old sum."""
     for task, step in enumerate(run.steps):
         old = toy.float64(step.before.moments)
-        start = loda.encoder(run.setup, backbone, step.before, task)
+        start = run.learner.encoder(backbone, step.before, task)
         before_merging = moments_under(run, backbone, merged(start, step), step)
         shrinking = {}
         for part in toy.PARTS:
@@ -179,7 +178,7 @@ def test_merged_kernels_and_moments(run, backbone):
             gained = np.einsum("ldr,lde,ler->lr", A, before_merging, A)
             shrinking[part] = 3 * gained / (kept + 3 * gained)
         expected = merged(start, step, shrinking)
-        found = loda.encoder(run.setup, backbone, step.after, task + 1)
+        found = run.learner.encoder(backbone, step.after, task + 1)
         for part in toy.PARTS:
             np.testing.assert_allclose(found[part], expected[part], atol=2e-6)
             if task > 0:
@@ -217,29 +216,9 @@ def test_what_training_moves(run):
 
 def test_loss_is_cosface_over_the_tasks_own_classes(run, backbone):
     step, batch = run.steps[2], toy.make_batch(5, size=6, padding=2)
-    kernels = merged(loda.encoder(run.setup, backbone, step.before, 2), step)
+    kernels = merged(run.learner.encoder(backbone, step.before, 2), step)
     features = toy.reference_features(batch.images[:4], kernels)
     rows = toy.float64(step.trained["head"])[:2]
-    value = jax.jit(partial(loda.loss, run.setup, backbone))(step.frozen, step.trained, batch)
+    value = jax.jit(partial(run.learner.loss, backbone))(step.frozen, step.trained, batch)
     expected = rsiat_reference.cosface(features, rows, batch.labels[:4], 7.0, 0.15)
     np.testing.assert_allclose(value, expected, rtol=2e-4)
-
-
-def test_heads_are_unscaled_cosines(run):
-    found = loda.heads(run.setup, run.steps[-1].after, 3)
-    features = np.random.default_rng(0).normal(size=(9, toy.TINY.width)).astype(np.float32)
-    for step, head in zip(run.steps, found, strict=True):
-        assert isinstance(head, heads.CosineHead)
-        rows = toy.float64(step.trained["head"])[: len(head.weight)]
-        expected = features @ rows.T
-        expected /= np.linalg.norm(features, axis=1)[:, None] * np.linalg.norm(rows, axis=1)
-        np.testing.assert_allclose(head.logits(features), expected, atol=1e-6)
-
-
-def test_how_far_it_looks_ahead(monkeypatch):
-    asked = []
-    monkeypatch.setattr(loda, "aligned_update", lambda *given: asked.append(given[4]))
-    for fields in ({}, {"look_ahead": 0.0}, {"alignment": False}):
-        named = {f"learner__loda__{name}": value for name, value in fields.items()}
-        loda.update(toy.make_setup("loda", **named))
-    assert asked == [0.3, 0.0, None]

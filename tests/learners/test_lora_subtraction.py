@@ -124,17 +124,17 @@ def test_triplet_loss_has_finite_slopes():
 
 def test_start_of_b(backbone):
     """One entry per rank, of deviation 0.01, in a place that is drawn; or zero."""
-    setup = toy.make_setup("lora_subtraction", train__rank=8)
-    state = lora_subtraction.initial_state(setup)
-    _, trained = lora_subtraction.start(setup, backbone, state, 0, jax.random.key(0))
+    learner = toy.make_learner("lora_subtraction", train__rank=8)
+    state = learner.initial_state()
+    _, trained = learner.start_task(backbone, state, 0, jax.random.key(0))
     key, value = (np.asarray(trained["increment"][part]["B"]) for part in toy.PARTS)
     for b in (key, value):
         assert np.all((b != 0).sum(axis=2) == 1) and len(np.unique(np.nonzero(b)[2])) > 5
     assert not np.array_equal(key, value)
     entries = np.concatenate([key[key != 0], value[value != 0]])
     assert np.std(entries) == pytest.approx(0.01, rel=0.4) and entries.min() < 0
-    setup = toy.make_setup("lora_subtraction", learner__lora_subtraction__sparse_start=False)
-    _, trained = lora_subtraction.start(setup, backbone, state, 0, jax.random.key(0))
+    learner = toy.make_learner("lora_subtraction", learner__lora_subtraction__sparse_start=False)
+    _, trained = learner.start_task(backbone, state, 0, jax.random.key(0))
     for part in toy.PARTS:
         np.testing.assert_array_equal(trained["increment"][part]["B"], 0)
 
@@ -147,7 +147,7 @@ def test_spaces_come_from_the_subtracted_encoder(backbone, task):
     """Nothing is projected in the first task; later, images pass W_0 less all increments so far."""
     run = toy.trajectory("lora_subtraction")
     step = run.steps[task]
-    subtracted = lora_subtraction.subtracted(run.setup, backbone, step.before, task)
+    subtracted = run.learner.subtracted(backbone, step.before, task)
     kernels, factors = (
         toy.float64(vit.pretrained_kernels(backbone)),
         toy.products(step.before.increments),
@@ -222,7 +222,7 @@ def test_loss_in_float64(backbone):
         toy.random_like(step.trained, 3),
         toy.make_batch(2, size=6, classes=2, padding=2),
     )
-    kernels = lora_subtraction.encoder(run.setup, backbone, step.before, 1)
+    kernels = run.learner.encoder(backbone, step.before, 1)
     changes = toy.products(trained["increment"])
     kernels = {part: toy.float64(kernels[part]) + changes[part] for part in toy.PARTS}
     features, labels = toy.reference_features(batch.images[:4], kernels), batch.labels[:4]
@@ -234,7 +234,7 @@ def test_loss_in_float64(backbone):
     means = 5.0 * (near[:2] + np.abs(features).mean() * noise)
     slots = np.stack([np.concatenate([means, near[:1]]), near, near])
     state = step.before._replace(means=jnp.asarray(slots, jnp.float32))
-    frozen, _ = lora_subtraction.start(run.setup, backbone, state, 1, jax.random.key(0))
+    frozen, _ = run.learner.start_task(backbone, state, 1, jax.random.key(0))
     means /= np.linalg.norm(means, axis=1, keepdims=True)
     features /= np.linalg.norm(features, axis=1, keepdims=True)
     hinges = reference_triplet(features, labels, means, 1.5)
@@ -247,12 +247,12 @@ def test_means_and_heads(backbone):
     """Means over plain images by the encoder of the task; logits are minus squared distances."""
     run = toy.trajectory("lora_subtraction")
     step = run.steps[1]
-    kernels = lora_subtraction.encoder(run.setup, backbone, step.after, 2)
+    kernels = run.learner.encoder(backbone, step.after, 2)
     images, labels = toy.shown(step.images.plain())
     features = toy.reference_features(images, kernels)
     means = np.stack([features[labels == label].mean(0) for label in range(3)])
     np.testing.assert_allclose(step.after.means[1], means, atol=1e-4)
-    (_, found) = lora_subtraction.heads(run.setup, step.after, 2)
+    (_, found) = run.learner.heads(step.after, 2)
     assert type(found) is heads.NearestMeanHead
     units, unit_means = (
         each / np.linalg.norm(each, axis=1, keepdims=True) for each in (features, means)
@@ -264,7 +264,7 @@ def test_means_and_heads(backbone):
 
 def test_the_native_wave_spans_a_later_tasks_epochs():
     """Whatever the number of the first task's is."""
-    setup = toy.make_setup("lora_subtraction", learner__preset="native", train__epochs=5)
-    schedule = lora_subtraction.update(setup).schedule
+    learner = toy.make_learner("lora_subtraction", learner__preset="native", train__epochs=5)
+    schedule = learner.update().schedule
     assert [schedule(epoch, 10) for epoch in range(5)] == [schedule(epoch, 5) for epoch in range(5)]
     assert schedule(9, 10) == schedule(4, 10) > 0

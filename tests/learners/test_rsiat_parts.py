@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import digits
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import rsiat
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
@@ -100,10 +99,9 @@ CLASSES = (2, 3, 2)
 KEY = jax.random.key(0)
 
 
-def settings(**fields):
-    found = digits.get_config().learner.rsiat
-    found.update(dict(scale=5.0, samples_per_class=4, calibration_epochs=4) | fields)
-    return found
+def make_learner(**fields):
+    options = dict(scale=5.0, samples_per_class=4, calibration_epochs=4, calibration_batch_size=20)
+    return rsiat.RSIAT(toy.make_setup("rsiat", CLASSES), **options, **fields)
 
 
 def seen(tasks):
@@ -138,10 +136,15 @@ def reference_calibration(rows, of_classes, scale, rates, decay, optimizer):
 
 
 @pytest.mark.parametrize(("optimizer", "decay"), [("sgd", 0.3), ("adam", 0.0)])
-def test_calibration_against_its_formula(optimizer, decay):
+def test_calibration_against_its_formula(monkeypatch, optimizer, decay):
+    """With decay by the authors' rates for a data set, without it by the paper's."""
     heads, gaussians = calibration_problem()
-    options = settings(calibration_batch_size=20, calibration_optimizer=optimizer)
-    found = rsiat.calibrate(options, heads, gaussians, seen(2), 0.5, decay, KEY)
+    learner = make_learner(calibration_optimizer=optimizer, calibration_learning_rate=0.5)
+    if decay:
+        monkeypatch.setattr(rsiat.RSIAT, "native", True)
+        rates = rsiat.NativeRates(0.5, decay, 0.0, 0.0)
+        monkeypatch.setitem(rsiat.NATIVE_RATES, "imagenet_a", rates)
+    found = learner.calibrate(heads, gaussians, 1, KEY)
     rates = 0.5 * np.array([1.0, 0.5 + 0.125**0.5, 0.5, 0.5 - 0.125**0.5])
     rows, of_classes = (np.asarray(each, np.float64)[seen(2)] for each in (heads, gaussians.means))
     expected = reference_calibration(rows, of_classes, 5.0, rates, decay, optimizer)
@@ -153,6 +156,5 @@ def test_calibration_against_its_formula(optimizer, decay):
 def test_a_calibration_that_diverged_says_so():
     heads, gaussians = calibration_problem()
     gaussians = gaussians._replace(means=gaussians.means.at[0].set(jnp.nan))
-    options = settings(calibration_batch_size=20)
     with pytest.raises(TrainingError, match="alignment after task 2 diverged"):
-        rsiat.calibrate(options, heads, gaussians, seen(2), 0.5, 0.3, KEY)
+        make_learner().calibrate(heads, gaussians, 1, KEY)

@@ -9,9 +9,9 @@ from fdc_jax.model import vit
 from tests.learners import toy
 
 
-def random_state(setup, num_tasks, seed=0):
+def random_state(learner, num_tasks, seed=0):
     """State after `num_tasks` tasks whose leaves are noise; later slots are empty."""
-    state = toy.random_like(sd_lora.initial_state(setup), seed)
+    state = toy.random_like(learner.initial_state(), seed)
     rows = jnp.tril(1.0 + jnp.abs(state.magnitudes))
     return jax.tree.map(
         lambda slots: slots.at[num_tasks:].set(0.0), state._replace(magnitudes=rows)
@@ -38,8 +38,8 @@ def expected_kernels(backbone, stack, magnitudes, task, current):
 def test_loss_and_gradients_in_float64(backbone):
     """In the middle of a task, along a random direction of each part."""
     run = toy.trajectory("sd_lora")
-    state = random_state(run.setup, 2)
-    frozen, trained = sd_lora.start(run.setup, backbone, state, 2, jax.random.key(0))
+    state = random_state(run.learner, 2)
+    frozen, trained = run.learner.start_task(backbone, state, 2, jax.random.key(0))
     np.testing.assert_array_equal(trained["magnitudes"], np.float32(0.8))
     trained = toy.random_like(trained, 1)
     trained["magnitudes"] = jnp.abs(trained["magnitudes"]) + 0.5
@@ -63,7 +63,7 @@ def test_loss_and_gradients_in_float64(backbone):
 
 
 def test_a_direction_of_zeros_is_no_quotient_of_zeros():
-    directions = sd_lora._directions(sd_lora.initial_state(toy.make_setup("sd_lora")).increments, 2)
+    directions = sd_lora._directions(toy.make_learner("sd_lora").initial_state().increments, 2)
     for part in toy.PARTS:
         for name, axis in (("A", -1), ("B", -2)):
             assert directions[part][name].shape[axis] == len(toy.CLASSES) * toy.RANK
@@ -72,14 +72,14 @@ def test_a_direction_of_zeros_is_no_quotient_of_zeros():
 
 def test_encoders_follow_the_formula(backbone):
     """E_t is the formula with the magnitudes at the end of task t, whatever came later."""
-    setup = toy.make_setup("sd_lora")
-    state = random_state(setup, 3)
+    learner = toy.make_learner("sd_lora")
+    state = random_state(learner, 3)
     for last in range(3):
         current = jax.tree.map(lambda slots, t=last: slots[t], state.increments)
         expected = expected_kernels(
             backbone, state.increments, state.magnitudes[last], last, current
         )
-        found = sd_lora.encoder(setup, backbone, state, last + 1)
+        found = learner.encoder(backbone, state, last + 1)
         for part in toy.PARTS:
             np.testing.assert_allclose(found[part], expected[part], atol=1e-5)
 
@@ -97,23 +97,23 @@ def test_magnitudes_are_recorded_at_the_end_of_a_task():
 def test_magnitudes_start_anew_or_are_carried_over(backbone):
     learned = np.array([[0.7, 0, 0], [0.6, 1.1, 0], [0, 0, 0]], np.float32)
     for reset, expected in ((True, [0.9, 0.9, 0.9]), (False, [0.6, 0.9, 1.1])):
-        setup = toy.make_setup(
-            learner__sd_lora__magnitude=0.9, learner__sd_lora__reset_magnitudes=reset
+        learner = toy.make_learner(
+            "sd_lora", learner__sd_lora__magnitude=0.9, learner__sd_lora__reset_magnitudes=reset
         )
-        state = random_state(setup, 2)._replace(magnitudes=jnp.asarray(learned))
-        _, trained = sd_lora.start(setup, backbone, state, 2, jax.random.key(0))
+        state = random_state(learner, 2)._replace(magnitudes=jnp.asarray(learned))
+        _, trained = learner.start_task(backbone, state, 2, jax.random.key(0))
         np.testing.assert_allclose(trained["magnitudes"], expected)
         # Of the second task the first direction is old for the first time.
-        _, trained = sd_lora.start(setup, backbone, state, 1, jax.random.key(0))
+        _, trained = learner.start_task(backbone, state, 1, jax.random.key(0))
         np.testing.assert_allclose(trained["magnitudes"][:2], [0.9, 0.9 if reset else 0.7])
-        _, trained = sd_lora.start(setup, backbone, state, 0, jax.random.key(0))
+        _, trained = learner.start_task(backbone, state, 0, jax.random.key(0))
         np.testing.assert_allclose(trained["magnitudes"], 0.9)
 
 
 def test_the_authors_start_of_the_head(backbone):
-    setup = toy.make_setup(classes_per_task=(400,), learner__sd_lora__head_start="zero_bias")
-    state = sd_lora.initial_state(setup)
-    head = sd_lora.start(setup, backbone, state, 0, jax.random.key(0))[1]["head"]
+    learner = toy.make_learner("sd_lora", (400,), learner__sd_lora__head_start="zero_bias")
+    state = learner.initial_state()
+    head = learner.start_task(backbone, state, 0, jax.random.key(0))[1]["head"]
     bound = 3**0.5 * toy.TINY.width**-0.5
     assert 0.98 * bound < np.abs(head.weight).max() <= bound * (1 + 1e-6)
     np.testing.assert_array_equal(head.bias, 0)

@@ -39,20 +39,20 @@ def test_split_counts_shares_above_a_cut_off(seed, tasks_done, alpha):
 # The draw of A -----------------------------------------------------------------------------------
 
 
-def state_with_directions(setup, major=MAJOR):
+def state_with_directions(learner, major=MAJOR):
     shape = (toy.TINY.depth, toy.TINY.width, toy.TINY.width)
     directions = np.linalg.qr(np.random.default_rng(0).normal(size=shape))[0]
-    return splitlora.initial_state(setup)._replace(
+    return learner.initial_state()._replace(
         directions=jnp.asarray(directions, jnp.float32), major=jnp.asarray(major, jnp.int32)
     )
 
 
 @pytest.mark.parametrize("task", [1, 2])
 def test_A_lies_in_the_minor_subspace_and_shrinks_with_tasks(backbone, task):
-    setup = toy.make_setup("splitlora")
-    state = state_with_directions(setup)
-    frozen, _ = splitlora.start(setup, backbone, state, task, jax.random.key(5))
-    first, _ = splitlora.start(setup, backbone, state, 0, jax.random.key(5))
+    learner = toy.make_learner("splitlora")
+    state = state_with_directions(learner)
+    frozen, _ = learner.start_task(backbone, state, task, jax.random.key(5))
+    first, _ = learner.start_task(backbone, state, 0, jax.random.key(5))
     for part in toy.PARTS:
         A, reference = toy.float64(frozen["A"][part]), toy.float64(first["A"][part])
         for block, major in enumerate(MAJOR):
@@ -67,7 +67,7 @@ def test_A_lies_in_the_minor_subspace_and_shrinks_with_tasks(backbone, task):
 
 
 def test_draw_is_spread_over_the_whole_minor_subspace():
-    state = state_with_directions(toy.make_setup("splitlora"))
+    state = state_with_directions(toy.make_learner("splitlora"))
     reference = jnp.ones((toy.TINY.depth, toy.TINY.width, 4000))
     A = toy.float64(splitlora.within_minor(jax.random.key(0), state, reference, 1))
     for block, major in enumerate(MAJOR):
@@ -78,14 +78,14 @@ def test_draw_is_spread_over_the_whole_minor_subspace():
 
 
 def test_too_few_minor_directions(backbone):
-    setup = toy.make_setup("splitlora")
-    state = state_with_directions(setup, major=(2, 23))
-    assert splitlora.before_task(setup, backbone, state, 0, None) is state
+    learner = toy.make_learner("splitlora")
+    state = state_with_directions(learner, major=(2, 23))
+    assert learner.before_task(backbone, state, 0, None) is state
     message = r"splitlora.alpha: expected at least 2 .*leaves 1 of 24 in block 1 after 3"
     with pytest.raises(InputError, match=message):
-        splitlora.before_task(setup, backbone, state, 3, None)
-    ample = state_with_directions(setup)
-    assert splitlora.before_task(setup, backbone, ample, 3, None) is ample
+        learner.before_task(backbone, state, 3, None)
+    ample = state_with_directions(learner)
+    assert learner.before_task(backbone, ample, 3, None) is ample
 
 
 # Three tasks -------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def test_moments_stream_over_all_tasks(backbone):
     """Every task's inputs count by its tokens, each seen by the encoder of that task's end."""
     run, total, tokens = toy.trajectory("splitlora"), 0.0, 0
     for task, step in enumerate(run.steps):
-        kernels = splitlora.encoder(run.setup, backbone, step.after, task + 1)
+        kernels = run.learner.encoder(backbone, step.after, task + 1)
         moments, count = attention_input_moments(
             run.setup.model, backbone, kernels, step.images.augmented()
         )
@@ -134,7 +134,7 @@ def test_loss_divides_logits_by_the_temperature(backbone):
     step = run.steps[1]
     batch = toy.make_batch(5, size=6, classes=3, padding=2)
     trained = step.trained | {"head": toy.random_like(step.trained["head"], 2)}
-    kernels = splitlora.encoder(run.setup, backbone, step.after, 2)
+    kernels = run.learner.encoder(backbone, step.after, 2)
     features = toy.reference_features(batch.images, kernels)[:4]
 
     def expected(temperature):
@@ -143,12 +143,9 @@ def test_loss_divides_logits_by_the_temperature(backbone):
 
     value, _ = toy.value_and_gradients(run.update, backbone, step.frozen, trained, batch)
     np.testing.assert_allclose(value, expected(1.0), rtol=1e-4)
-    setup = toy.make_setup("splitlora", learner__preset="native")
-    found = jax.jit(lambda leaves: splitlora.loss(setup, backbone, step.frozen, leaves, batch))
+    learner = toy.make_learner("splitlora", learner__preset="native")
+    found = jax.jit(lambda leaves: learner.loss(backbone, step.frozen, leaves, batch))
     np.testing.assert_allclose(found(trained), expected(30.0), rtol=1e-4)
-    for preset in ("protocol", "native"):
-        chosen = {"learner__preset": preset, "learner__splitlora__loss_temperature": 4.0}
-        assert splitlora.loss_temperature(toy.make_setup("splitlora", **chosen)) == 4.0
 
 
 def test_native_schedule_over_ten_epochs():

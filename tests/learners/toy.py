@@ -83,6 +83,11 @@ def make_setup(name="cumulative_lora", classes_per_task=CLASSES, **fields) -> tr
     return training.Setup(vit.VisionTransformer(TINY), tuple(classes_per_task), config)
 
 
+def make_learner(name, classes_per_task=CLASSES, **fields) -> learners.Learner:
+    """Returns a learner; arguments as of `make_setup`."""
+    return learners.make(make_setup(name, classes_per_task, **fields))
+
+
 @functools.cache
 def make_backbone():
     """Returns pretrained parameters of which none is constant."""
@@ -191,19 +196,20 @@ def images_of(task, classes, asked):
 @functools.cache
 def trajectory(name: str) -> Trajectory:
     """Trains a learner on three tasks of noise, once for all tests."""
-    learner, setup, backbone = learners.find(name), make_setup(name), make_backbone()
-    update, rate = learner.update(setup), RATES.get(name, RATE)
-    state, steps, snapshots, asked = learner.initial_state(setup), [], [], set()
+    setup, backbone = make_setup(name), make_backbone()
+    learner = learners.make(setup)
+    update, rate = learner.update(), RATES.get(name, RATE)
+    state, steps, snapshots, asked = learner.initial_state(), [], [], set()
     with programs_compiled() as programs:
         for task, classes in enumerate(setup.classes_per_task):
             images = images_of(task, classes, asked)
-            designed = learner.before_task(setup, backbone, state, task, images)
-            frozen, trained = learner.start(setup, backbone, designed, task, jax.random.key(task))
+            designed = learner.before_task(backbone, state, task, images)
+            frozen, trained = learner.start_task(backbone, designed, task, jax.random.key(task))
             snapshots.append(jax.tree.map(np.array, (designed, frozen)))
             started, progress = jax.tree.map(np.array, trained), update.initialise(trained)
             for batch in augmented_of(task, classes):
                 trained, progress, _ = update.step(backbone, frozen, trained, progress, batch, rate)
-            after = learner.after_task(setup, backbone, designed, task, frozen, trained, images)
+            after = learner.after_task(backbone, designed, task, frozen, trained, images)
             steps.append(Step(state, designed, frozen, started, trained, images, after))
             state = after
     lines = re.findall(r".*stablehlo\.(?:dot_general|convolution).*", "\n".join(programs))
@@ -213,7 +219,7 @@ def trajectory(name: str) -> Trajectory:
         spy = ModelSpy(setup.model)
         spied = dataclasses.replace(setup, model=spy)
         batch = make_batch(size=len(images))._replace(images=images)
-        learner.loss(spied, backbone, frozen, trained, batch)
+        dataclasses.replace(learner, setup=spied).loss(backbone, frozen, trained, batch)
         return spy.returned[0]
 
     return Trajectory(learner, setup, update, steps, sorted(asked), snapshots, lines, features)

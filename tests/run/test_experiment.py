@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import fdc_jax
-from fdc_jax import predict as predicting
 from fdc_jax.data.batches import ByteCache, evaluation_images
 from fdc_jax.errors import InputError, TrainingError
 from tests import small_runs
@@ -103,33 +102,6 @@ def test_the_encoder_before_a_task_can_be_had_of_a_learner_that_keeps_the_newest
     np.testing.assert_array_equal(after.features(images, 0), before.features(images, 0))
     with pytest.raises(InputError, match=r"keeps no encoder but its newest: .* found E_1"):
         after.encoder(1)
-
-
-def test_heads_that_are_functions_come_from_the_state(cache, tmp_path, caplog):
-    """No file holds them, nor their calibrator, which resuming and opening need."""
-    fields = config(cache, learner__name="tests.learners.function_heads", save_features=False)
-    expected = run(fields, tmp_path / "whole")
-    stopped(fields, tmp_path / "run", 20)
-    run(fields, tmp_path / "run")
-    same_outcome(tmp_path / "whole", tmp_path / "run")
-    small_runs.nothing_done_twice(tmp_path / "run")
-    # The same command finds the run finished.
-    before = events(tmp_path / "whole", "")
-    assert run(fields, tmp_path / "whole") == expected
-    assert events(tmp_path / "whole", "") == before
-    assert not caplog.records
-    opened, rows = (
-        fdc_jax.open_run(tmp_path / "whole", learner="tests.learners.function_heads"),
-        np.arange(60),
-    )
-    views = [opened.features(rows, t) for t in (2, 0)]
-    found = opened.calibrator().score(*views)
-    assert (found.label == opened.predictions["fdc_label"]).mean() > 0.98
-    said = predicting.predict(opened, small_runs.test_files(opened, tmp_path / "images"))
-    assert (said["task"] - 1 == opened.predictions["fdc_task"]).mean() > 0.98
-    np.testing.assert_allclose(
-        opened.heads()[1].logits(views[0]), 2 * opened.heads()[1].parameters.logits(views[0])
-    )
 
 
 def test_the_steps_of_every_task_are_taken_once(whole):

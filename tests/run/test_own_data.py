@@ -15,7 +15,7 @@ import fdc_jax
 from configs import own
 from fdc_jax import predict
 from fdc_jax.errors import InputError
-from fdc_jax.learners import inflora
+from fdc_jax.learners.inflora import InfLoRA
 from fdc_jax.run import configuration
 from tests import small_runs
 from tests.small_runs import stopped
@@ -269,7 +269,7 @@ def test_who_plans_ahead_says_so(cache, tmp_path, caplog):
     add(source, *NEW)
     more = config(source, cache, learner__name="inflora")
     stopped(more, tmp_path / "run", 2)
-    assert f"was planned for 2 tasks, is for 3; {inflora.TASK_COUNT}: a run that" in caplog.text
+    assert f"was planned for 2 tasks, is for 3; {InfLoRA.task_count}: a run that" in caplog.text
     caplog.clear()
     stopped(more, tmp_path / "run", 2)
     assert "planned" not in caplog.text

@@ -1,0 +1,290 @@
+"""What a learner is: options, and answers to five questions; by default Cumulative-LoRA's.
+
+A learner is a class derived from `Learner` in a file of its own, a frozen dataclass whose fields
+are its options:
+
+    @dataclasses.dataclass(frozen=True)
+    class LinearProbe(Learner):
+        title = "Linear probe"
+        temperature: float = option(1.0, "(0, inf)", "of the logits in training")
+
+Option X of a learner in file N is `config.learner.N.X`, on the command line
+`--config.learner.N.X=VALUE`, in the learner `self.X`. That is all: flags, checks and the report's
+labels follow from the field.
+
+State, frozen and trained are pytrees of arrays whose shapes never depend on the task, so that one
+compilation serves all tasks. The state is what a checkpoint holds; what is frozen must follow from
+the state, the task and the key, which itself follows from seed and task; `backbone` is the
+pretrained parameter tree and never changes. A leaf of the state that is a NumPy array stays on the
+host, where large things belong that no training step reads; all else is put on the devices.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from fdc_jax.data.batches import Batch
+from fdc_jax.heads import Head, LinearHead
+from fdc_jax.learners import training
+from fdc_jax.learners.training import Setup, TaskImages, Update
+from fdc_jax.model import increments, operations, vit
+
+Value: TypeAlias = bool | int | float | str
+
+# Parameters of an encoder E_t that replace those of E_0. Training, extraction, prediction and
+# export take the tree as it is. Today these are key and value kernels, and an adapter beside them;
+# for a learner that changes more, `vit.VisionTransformer` reads more of the tree.
+Replaced: TypeAlias = vit.KeyValueKernels
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What a learner lets its user choose.
+
+    Attributes:
+        default: the value under the paper's protocol, whose type all values have.
+        allowed: an interval such as "(0, 1]", or the words to choose from. Empty: no limit.
+        comment: what it is.
+        on: the default on some benchmarks.
+    """
+
+    default: Value
+    allowed: str | tuple[str, ...] = ""
+    comment: str = ""
+    on: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+
+    def default_on(self, benchmark: str) -> Value:
+        """Returns the default on a benchmark, the same for all splits of its images."""
+        return self.on.get(benchmark.removesuffix("_random80"), self.default)
+
+
+def option(
+    default: Value,
+    allowed: str | tuple[str, ...] = "",
+    comment: str = "",
+    on: Mapping[str, Value] | None = None,
+) -> Any:
+    """Returns the field of a learner's option, described as in `Option`."""
+    described = Option(default, allowed, comment, on or {})
+    return dataclasses.field(default=default, metadata={"option": described})
+
+
+def expected(allowed: str | tuple[str, ...], value: Any) -> str | None:
+    """Returns what was expected where a value is not allowed, in words, or else None."""
+    if isinstance(allowed, tuple):
+        return None if value in allowed else " or ".join(allowed)
+    if not allowed:
+        return None
+    low, high = map(float, allowed[1:-1].split(", "))
+    above = low < value or (allowed[0] == "[" and low == value)
+    below = value < high or (allowed[-1] == "]" and value == high)
+    kind = "a whole number" if isinstance(value, int) else "a number"
+    return None if above and below else f"{kind} in {allowed}"
+
+
+class State(NamedTuple):
+    """Every task's increment and head, stacked on a leading task axis."""
+
+    increments: vit.Increment
+    heads: LinearHead
+
+
+@dataclasses.dataclass(frozen=True)
+class Learner:
+    """A learner in one run. Its answers are those of Cumulative-LoRA where it gives no others.
+
+    Attributes:
+        setup: the run.
+        title: how tables call it.
+        paper_row: its row in the paper's tables.
+        selected: the components of FDC that the paper enables for it, a key of `components` in
+            `results.json`.
+        reads: names of other learners whose options it reads.
+        task_count: what in the learning of a task depends on how many there will be, in words.
+        mean_over_images: the loss is a mean of terms of one image each, weighted by
+            `batch.weights`, plus what no image enters; a batch may then be taken in portions.
+    """
+
+    setup: Setup
+
+    title: ClassVar[str] = ""
+    paper_row: ClassVar[int] = 100
+    selected: ClassVar[str] = "full"
+    reads: ClassVar[tuple[str, ...]] = ()
+    task_count: ClassVar[str] = ""
+    mean_over_images: ClassVar[bool] = False
+
+    @classmethod
+    def section(cls) -> str:
+        """Returns where its options stand in `config.learner`: the name of its file."""
+        return cls.__module__.rpartition(".")[2]
+
+    @classmethod
+    def options(cls) -> dict[str, Option]:
+        """Returns its options by name."""
+        fields = dataclasses.fields(cls)
+        return {each.name: each.metadata["option"] for each in fields if each.name != "setup"}
+
+    @classmethod
+    def configured(cls, setup: Setup) -> Self:
+        """Returns the learner with the options that the configuration of a run has for it."""
+        return cls(setup, **setup.config.learner.get(cls.section(), {}))
+
+    @property
+    def native(self) -> bool:
+        """Whether to train with the method's own settings, not those of the paper's protocol."""
+        return self.setup.config.learner.preset == "native"
+
+    # 1. What it keeps between tasks.
+    def initial_state(self) -> Any:
+        """Returns empty slots for all tasks.
+
+        Where a shape depends on the number of tasks or on the largest of them, the first slots of
+        that axis must be those of the first tasks: a run that grows by tasks finds its state there.
+        """
+        setup, width = self.setup, self.setup.variant.width
+        tasks, rows = setup.num_tasks, setup.head_rows
+        return State(
+            increments=increments.empty_stack(setup.variant, setup.config.train.rank, tasks),
+            heads=LinearHead(weight=jnp.zeros((tasks, rows, width)), bias=jnp.zeros((tasks, rows))),
+        )
+
+    # 2. What it computes before a task, in closed form.
+    def before_task(self, backbone: Any, state: Any, task: int, images: TaskImages) -> Any:
+        """Returns the state as it is: nothing is computed."""
+        return state
+
+    # 3. What it trains, with what loss and what update.
+    def start_task(self, backbone: Any, state: Any, task: int, key: Array) -> tuple[Any, Any]:
+        """Returns the frozen kernels of E_{t-1}, and a fresh increment and head to train."""
+        key_of_increment, key_of_head = jax.random.split(key)
+        setup, variant = self.setup, self.setup.variant
+        frozen = {
+            "kernels": self.encoder(backbone, state, task),
+            "class_mask": setup.class_mask(task),
+        }
+        trained = {
+            "increment": increments.initialise(key_of_increment, variant, setup.config.train.rank),
+            "head": training.new_linear_head(key_of_head, setup.head_rows, variant.width),
+        }
+        return frozen, trained
+
+    def start_with_directions(
+        self, backbone: Any, state: Any, task: int, A: Any, key_of_head: Array
+    ) -> tuple[Any, Any]:
+        """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head to train.
+
+        `A` has the directions of the key and of the value kernels, [blocks, width, rank] each.
+        """
+        frozen = {
+            "kernels": self.encoder(backbone, state, task),
+            "A": A,
+            "class_mask": self.setup.class_mask(task),
+        }
+        rows, width = self.setup.head_rows, self.setup.variant.width
+        trained = {
+            "increment": {name: jnp.zeros_like(each.swapaxes(1, 2)) for name, each in A.items()},
+            "head": training.new_linear_head(key_of_head, rows, width),
+        }
+        return frozen, trained
+
+    def loss(
+        self, backbone: Any, frozen: Any, trained: Any, batch: Batch, temperature: float = 1.0
+    ) -> Float[Array, ""]:
+        """Returns the cross-entropy over the task's own classes, of logits over a temperature."""
+        increment = increment_in_training(frozen, trained)
+        features = self.features(backbone, batch, frozen["kernels"], increment)
+        logits = trained["head"].logits(features) / temperature
+        return training.cross_entropy(logits, batch.labels, frozen["class_mask"], batch.weights)
+
+    def features(
+        self, backbone: Any, batch: Batch, kernels: Replaced | None = None, *more: Any
+    ) -> Float[Array, "n d"]:
+        """Returns the features of a batch; further arguments are those of the encoder."""
+        features: Any = self.setup.model.apply({"params": backbone}, batch.images, kernels, *more)
+        return features
+
+    def update(self) -> Update:
+        """Returns Adam with the paper's two learning rates."""
+        return self.gradient_update()
+
+    def gradient_update(
+        self,
+        rates: dict[str, float] | None = None,
+        transformation: optax.GradientTransformation | None = None,
+        schedule: Callable[[int, int], float] | None = None,
+    ) -> Update:
+        """Returns descent of the loss along what Optax makes of its gradient.
+
+        Args:
+            rates: learning rate of each top-level part of `trained`; by default the paper's.
+            transformation: turns gradients into directions, before any learning rate; by default
+                Adam without weight decay.
+            schedule: of `Update`.
+        """
+        rates = rates or training.paper_rates(self.setup)
+        transformation = transformation or optax.scale_by_adam()
+
+        def step(backbone, frozen, trained, optimizer_state, batch, rate):
+            def value_and_gradients(images):
+                return jax.value_and_grad(
+                    lambda leaves: self.loss(backbone, frozen, leaves, images)
+                )(trained)
+
+            count, side = batch.images.shape[:2]
+            size = count
+            if self.mean_over_images:
+                patch = self.setup.variant.patch
+                size = operations.images_together(self.setup.mesh, count, side, patch)
+            if size < count:
+                value, gradients = training.mean_over_portions(value_and_gradients, batch, size)
+            else:
+                value, gradients = value_and_gradients(batch)
+            directions: Any
+            directions, optimizer_state = transformation.update(gradients, optimizer_state, trained)
+            return training.descended(trained, directions, rates, rate), optimizer_state, value
+
+        return Update(transformation.init, jax.jit(step, donate_argnums=(2, 3)), schedule)
+
+    # 4. What it does when a task ends.
+    def after_task(
+        self, backbone: Any, state: Any, task: int, frozen: Any, trained: Any, images: TaskImages
+    ) -> Any:
+        """Returns the state with the trained increment, if there is one, and head in their slot."""
+        state = state._replace(heads=increments.store(state.heads, task, trained["head"]))
+        if "increment" not in trained:
+            return state
+        increment = increment_in_training(frozen, trained)
+        return state._replace(increments=increments.store(state.increments, task, increment))
+
+    # 5. Which encoder and which heads it offers for inference.
+    def encoder(self, backbone: Any, state: Any, num_tasks: int) -> Replaced:
+        """Returns what E_t replaces of E_0 after `num_tasks` tasks; the pretrained kernels for 0.
+
+        A state after t tasks is asked for E_0 and E_t.
+
+        Raises:
+            InputError: the learner does not keep that encoder.
+        """
+        pretrained = vit.pretrained_kernels(backbone)
+        return increments.kernels_after(pretrained, state.increments, num_tasks)
+
+    def heads(self, state: Any, num_tasks: int) -> list[Head]:
+        """Returns the heads of the first `num_tasks` tasks, without padding."""
+        return training.unpadded(self.setup, state.heads, num_tasks)
+
+
+def increment_in_training(frozen: Any, trained: Any) -> vit.Increment:
+    """Returns the task's increment; where A is frozen, B alone is trained."""
+    if "A" not in frozen:
+        return trained["increment"]
+
+    def factors(name):
+        return vit.Factors(A=frozen["A"][name], B=trained["increment"][name])
+
+    return vit.Increment(key=factors("key"), value=factors("value"))
