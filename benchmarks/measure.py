@@ -35,23 +35,6 @@ ENCODER |= {"attention": "auto"}
 # How contenders are measured.
 TURNS = {"warm_up": 3, "repeats": 10, "cores": 0}
 
-_HELP = {
-    "attention": "config.encoder.attention, for fast precision",
-    "batch_sizes": "images of a batch, one or several",
-    "batches": "that a repeat takes",
-    "classes": "of every task",
-    "cores": "of the processor; 0: all",
-    "devices": "how many, one or several numbers",
-    "epochs": "that the time of a task counts",
-    "image_size": "in pixels",
-    "learner": "one, several or all",
-    "precision": "parity or fast",
-    "run": "folder of a finished run",
-    "target": "a device of benchmarks/targets.json",
-    "tasks": "of the stream",
-    "variant": "config.encoder.variant",
-}
-
 # Where things lie.
 _NO_SETTING = ("output", "data_dir")
 
@@ -87,7 +70,7 @@ def parser_of(description: str | None, program: str, **defaults: Any) -> argpars
         }
         if default is False:
             kind = {"action": "store_true"}
-        parser.add_argument(f"--{name}", help=_HELP.get(name, " "), **kind)
+        parser.add_argument(f"--{name}", help=" ", **kind)
     parser.add_argument("--output", help="a .json file for the measurements")
     return parser
 

@@ -86,31 +86,6 @@ ENTRY %main (a: f32[2]) -> f32[2] {
     assert ahead_of_time.part_of("jit(step)/sqrt") == ahead_of_time.PARTS[-1][0]
 
 
-def test_lines_say_what_a_program_needs():
-    of_memory = dict.fromkeys(("arguments", "outputs", "temporary", "peak"), 2**29)
-    record = {
-        **{"program": "sd_lora", "batch_size": 64, "devices": 4, "target": "v5e"},
-        **{
-            "turns": 4,
-            "compile_processor_seconds": 115.6,
-            "float32_products": 27,
-            "operations": 4.2e12,
-        },
-        "memory_bytes": of_memory | {"of_the_device": 2**34},
-        **{"bytes_accessed": 2**31, "collective_bytes": {"all-reduce": 2**20}},
-    }
-    estimate = {"milliseconds": {"softmax": 15.5, "GELU": 4.5}, "images_per_second": 3200.0}
-    text = ahead_of_time.lines(record | estimate | {"share_of_peak": 0.317})
-    for each in (
-        "sd_lora, batch 64, 4 x v5e, turns of its loop: 4, compiled in 116 s",
-        "temporary 0.50, peak 0.50, of the device 16.00",
-        "27 float32 products, 4200 GFLOP, 2.00 GiB read and written, all-reduce 1.00 MiB",
-        "estimated 20.00 ms (softmax 15.50, GELU 4.50), 3200 images/s, 32 % of peak",
-    ):
-        assert each in text
-    assert "estimated" not in ahead_of_time.lines(record | {"operations": None})
-
-
 def test_records_of_the_same_versions_alone_are_gone_on_with(tmp_path):
     path, versions = tmp_path / "x.json", evaluation.versions()
     assert ahead_of_time.earlier_records(path) == []

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Float
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError
 from fdc_jax.machine import devices, files, processes
+from fdc_jax.machine.devices import Mesh
 from fdc_jax.model import operations
 from fdc_jax.model.vit import VisionTransformer
 

@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float64, Int
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import LinearHead
 from fdc_jax.machine import devices
+from fdc_jax.machine.devices import Mesh
 from fdc_jax.model import increments
 from fdc_jax.model.vit import Increment, Variant, VisionTransformer
 

@@ -77,8 +77,6 @@ def start(
             raise InputError(
                 f"--coordinator_address: expected host:port, found {coordinator_address!r}"
             )
-        if num_processes < 1:
-            raise InputError(f"--num_processes: expected at least 1, found {num_processes}")
         if not 0 <= process_id < num_processes:
             raise InputError(
                 f"--process_id: expected 0 to {num_processes - 1} of {num_processes} processes, "

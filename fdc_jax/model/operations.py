@@ -13,8 +13,9 @@ from typing import Any, NotRequired, TypedDict
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Array, Float
+
+from fdc_jax.machine.devices import Mesh
 
 
 @dataclasses.dataclass(frozen=True)
