@@ -40,6 +40,7 @@ from fdc_jax.run.places import Places
 # Fields of a configuration that were of the machine, and what they are of any.
 _ANYWHERE = {
     "data.dir": "",
+    "data.source": "",
     "cache_dir": "",
     "encoder.weights": "pretrained/model.safetensors",
     "encoder.attention": "auto",

@@ -55,23 +55,12 @@ def _extract(archive: Path, destination: Path) -> None:
     destination.mkdir()
     if zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as packed:
-            _check_space(destination, sum(each.file_size for each in packed.infolist()))
             packed.extractall(destination)
     elif tarfile.is_tarfile(archive):
         with tarfile.open(archive) as packed:
-            _check_space(destination, sum(each.size for each in packed))
             packed.extractall(destination, filter="data")
     else:
         raise InputError(f"{archive}: expected a folder, or a zip or tar archive of one")
-
-
-def _check_space(folder: Path, needed: int) -> None:
-    free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise InputError(
-            f"{folder.parent}: expected {needed / 2**30:.2f} GiB of free space, found "
-            f"{free / 2**30:.2f}"
-        )
 
 
 @contextlib.contextmanager

@@ -172,6 +172,6 @@ def verify(
     order = class_order(len(class_names), REFERENCE_CLASS_ORDER_SEED)
     starts = range(benchmark.classes_per_task, len(order), benchmark.classes_per_task)
     counts = [int(np.isin(test_labels, task).sum()) for task in np.split(order, starts)]
-    listed = [" ".join(map(str, each)) for each in (benchmark.task_test_counts, counts)]
+    expected, found = (" ".join(map(str, each)) for each in (benchmark.task_test_counts, counts))
     what = f"test images in the tasks of class order {REFERENCE_CLASS_ORDER_SEED}"
-    expect(what, *listed, hint)
+    expect(what, expected, found, hint)

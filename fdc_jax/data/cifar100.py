@@ -63,11 +63,7 @@ def open_cifar100(
 
     def split(name: str) -> Dataset:
         raw = np.memmap(folder / f"{name}.bin", np.uint8, "r").reshape(-1, _RECORD_BYTES)
-
-        def image(index: int) -> Image.Image:
-            pixels = raw[index, 2:].reshape(3, 32, 32).transpose(1, 2, 0)
-            return Image.fromarray(np.ascontiguousarray(pixels))
-
+        pixels = raw[:, 2:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
         return Dataset(
             name="cifar100",
             split=name,
@@ -75,10 +71,8 @@ def open_cifar100(
             labels=raw[:, 1].astype(np.int32),
             ids=tuple(f"{name}_{index:05d}" for index in range(len(raw))),
             class_names=fine,
-            read=image,
-            pixel_hashes=functools.cache(
-                lambda: [images.pixels_sha256(image(index)) for index in range(len(raw))]
-            ),
+            read=lambda index: Image.fromarray(np.ascontiguousarray(pixels[index])),
+            pixel_hashes=functools.cache(lambda: [images.pixels_sha256(each) for each in pixels]),
         )
 
     return split("train"), split("test")

@@ -304,7 +304,7 @@ def _look(
     def look(image: ImageFile) -> None:
         try:
             decoded = images.decode(image.path.read_bytes(), str(image.path), upright)
-            hashes[image.path] = images.pixels_sha256(decoded)
+            hashes[image.path] = images.pixels_sha256(np.asarray(decoded))
         except InputError as error:
             unreadable.append(str(error))
         except OSError as error:

@@ -101,17 +101,18 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _orientation(image: Image.Image) -> int | None:
-    """Returns the orientation that a camera noted; None where its data are damaged."""
+def _orientation(image: Image.Image) -> int:
+    """Returns the orientation that a camera noted; 1, as stored, where its data are damaged."""
     try:
-        return image.getexif().get(ExifTags.Base.Orientation)
+        return image.getexif().get(ExifTags.Base.Orientation, 1)
     except _DAMAGED:
-        return None
+        return 1
 
 
-def pixels_sha256(image: Image.Image) -> bytes:
+def pixels_sha256(pixels: UInt8[np.ndarray, "h w 3"]) -> bytes:
     """Returns the SHA-256 of an image's size and pixels, 32 bytes."""
-    return hashlib.sha256(f"{image.size}".encode() + image.tobytes()).digest()
+    height, width, _ = pixels.shape
+    return hashlib.sha256(f"({width}, {height})".encode() + pixels.tobytes()).digest()
 
 
 def evaluation_transform(image: Image.Image, image_size: int) -> UInt8[np.ndarray, "s s 3"]:

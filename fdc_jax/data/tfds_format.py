@@ -95,7 +95,7 @@ def open_prepared(
 
     def look() -> dict[str, np.ndarray]:
         def pixels(index: int) -> bytes:
-            return images.pixels_sha256(opened.image(index))
+            return images.pixels_sha256(np.asarray(opened.image(index)))
 
         with ThreadPoolExecutor(default_workers()) as pool:
             hashes = b"".join(pool.map(pixels, range(len(opened))))

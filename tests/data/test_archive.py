@@ -3,7 +3,6 @@
 import fcntl
 import io
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -76,16 +75,6 @@ def test_archives_cannot_write_or_read_outside(tmp_path, cache, name, link):
     with pytest.raises(InputError, match=r"o.tar: cannot unpack: "):
         archive.unpacked(path, cache)
     assert not list(tmp_path.rglob("escaped.png"))
-
-
-def test_space_is_looked_for_before(tmp_path, cache):
-    path, member = tmp_path / "o.tar", tarfile.TarInfo("train/ant/1.jpg")
-    member.size = shutil.disk_usage(tmp_path).free + 2**30
-    with open(path, "wb") as file:
-        file.write(member.tobuf())
-        file.truncate(2**20 * (member.size // 2**20 + 1))
-    with pytest.raises(InputError, match=r"expected \d+\.\d+ GiB of free space, found \d+\.\d+$"):
-        archive.unpacked(path, cache)
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path, cache):

@@ -67,7 +67,9 @@ def assert_is_cifar(splits, pixels):
         assert split.class_names == tuple(FINE)
         for index, planes in enumerate(pixels[name]):
             np.testing.assert_array_equal(split.image(index), planes.transpose(1, 2, 0))
-        hashes = [images.pixels_sha256(split.image(index)) for index in range(len(split))]
+        hashes = [
+            images.pixels_sha256(np.asarray(split.image(index))) for index in range(len(split))
+        ]
         assert split.pixel_hashes() == hashes
         benchmarks.verify("cifar100", *(each.labels for each in splits), FINE)
 

@@ -145,7 +145,11 @@ def test_what_reading_found_is_kept_until_the_data_change(tmp_path, opened, writ
     folder, examples = written
     first = opened()[0]
     records = [
-        (each["file_name"], each["label"], images.pixels_sha256(images.decode(each["image"], "")))
+        (
+            each["file_name"],
+            each["label"],
+            images.pixels_sha256(np.asarray(images.decode(each["image"], ""))),
+        )
         for each in examples[:6]
     ]
     assert first.checksum == dataset.images_sha256(CLASSES, records)
