@@ -165,12 +165,14 @@ def build(
     """
     name, names = train.name, train.class_names
     benchmarks.verify(name, train.labels, test.labels, names)
-    sizes = benchmarks.task_sizes(name, len(names), classes_per_task, known.sizes)
+    before = [each for each in known.classes if each in set(names)]
+    # Where classes are gone, the run says so when it compares what it knows.
+    taken = known.sizes if len(before) == len(known.classes) else ()
+    sizes = benchmarks.task_sizes(name, len(names), classes_per_task, taken)
     if class_order:
         order = benchmarks.named_order(names, class_order)
     else:
         drawn = [names[label] for label in benchmarks.class_order(len(names), class_order_seed)]
-        before = [each for each in known.classes if each in set(names)]
         label = {each: index for index, each in enumerate(names)}
         order = np.array([label[each] for each in dict.fromkeys((*before, *drawn))])
     if num_tasks > len(sizes):

@@ -227,7 +227,7 @@ def test_a_class_that_a_run_knows_stays_as_it_is(grown, cache, tmp_path, change,
 
 
 def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
-    """Those that it knows keep their tasks, also where the last one was not full."""
+    """Those that it knows keep their tasks, also where the last one was not full, and stay."""
     source, workdir = tmp_path / "trees", tmp_path / "run"
     command = config(source, cache, classes_per_task=2)
     kept = []
@@ -239,9 +239,13 @@ def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
     assert [list(each["classes"]) for each in kept] == [[*NEW], [*NEW, *OLD]]
     assert kept[1]["classes"].items() > kept[0]["classes"].items()
     # Other sizes are another run.
-    message = "classes_per_task was 2, is 3; choose"
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match="classes_per_task was 2, is 3; choose"):
         small_runs.run(config(source, cache, classes_per_task=3), workdir)
+    removed(source)
+    with pytest.raises(
+        InputError, match=r"expected the class box of trees .*, found no such class"
+    ):
+        small_runs.run(command, workdir)
 
 
 @pytest.mark.ci
