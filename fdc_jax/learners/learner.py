@@ -59,8 +59,8 @@ class Option:
     on: Mapping[str, Value] = dataclasses.field(default_factory=dict)
 
     def default_on(self, benchmark: str) -> Value:
-        """Returns the default on a benchmark, the same for all splits of its images."""
-        return self.on.get(benchmark.removesuffix("_random80"), self.default)
+        """Returns the default on a benchmark."""
+        return self.on.get(benchmark, self.default)
 
 
 def option(
