@@ -120,12 +120,6 @@ def title(name: str) -> str:
     return _at_hand(name).title or name
 
 
-def summary(name: str) -> str:
-    """Returns in a few words what a learner of the package is: the first line of its file."""
-    described = sys.modules[_own()[name].__module__].__doc__ or ""
-    return described.partition("\n")[0].partition(": ")[2].rstrip(".")
-
-
 def selected(name: str) -> str:
     """Returns the components that the paper enables for a learner, a key of `components`."""
     return _at_hand(name).selected

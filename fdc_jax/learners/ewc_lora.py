@@ -176,7 +176,7 @@ def _add_squared_gradients(
 
     def mean_loss(kernels, part):
         features = model.apply({"params": backbone}, part.images, kernels)
-        return training.cross_entropy(head.logits(features), part.labels, class_mask, part.weights)
+        return training.cross_entropy(head.logits(features), part, class_mask)
 
     def image_loss(kernels, image, label):
         return mean_loss(kernels, Batch(image[None], label[None], np.ones(1, np.float32)))

@@ -102,7 +102,7 @@ class InfLoRA(Learner):
         """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head to train."""
         slot = increments.select(state.increments, task)
         A = {name: slot[name]["A"] for name in ("key", "value")}
-        return self.start_with_directions(backbone, state, task, A, key)
+        return super().start_task(backbone, state, task, key, A)
 
     def update(self) -> training.Update:
         """Returns Adam along the quarter cosine, with the paper's rates or the native one."""

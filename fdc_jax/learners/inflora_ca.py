@@ -119,18 +119,28 @@ class InfLoRACA(Learner):
         self, heads: LinearHead, gaussians: ClassGaussians, task: int, key: Array
     ) -> LinearHead:
         """Returns the heads of tasks 0 to `task` trained on features drawn from the Gaussians."""
-        first = NATIVE_LEARNING_RATE if self.native else self.learning_rate
-        retrain = _retraining(
-            self.native, self.logit_temperature, self.samples_per_class, self.batch_size
-        )
-        return retrain(
-            heads,
-            gaussians,
-            self.setup.classes_of_first(task + 1),
-            self.mean_scale,
-            training.learning_rates(self.schedule, self.epochs, first),
-            key,
-        )
+        rate = NATIVE_LEARNING_RATE if self.native else self.learning_rate
+        rates = training.learning_rates(self.schedule, self.epochs, rate)
+        seen = self.setup.classes_of_first(task + 1)
+        return self._alignment(heads, gaussians, seen, self.mean_scale, rates, key)
+
+    @functools.cached_property
+    def _alignment(self):
+        """One compiled alignment for all tasks."""
+        transformation = optax.scale_by_adam()
+        if self.native:
+            transformation = optax.chain(
+                optax.add_decayed_weights(NATIVE_WEIGHT_DECAY), optax.trace(NATIVE_MOMENTUM)
+            )
+
+        def loss(heads, features, labels, weights, seen):
+            logits = jax.vmap(lambda head: head.logits(features), out_axes=1)(heads)
+            return gaussian_alignment.cross_entropy_over_all(
+                logits, labels, weights, seen, self.logit_temperature
+            )
+
+        sizes, field = (self.samples_per_class, self.batch_size), "learner.inflora_ca.learning_rate"
+        return gaussian_alignment.retraining(loss, transformation, *sizes, field)
 
     # 5. What it offers for inference.
     def encoder(self, backbone, state: State, num_tasks) -> Replaced:
@@ -140,20 +150,3 @@ class InfLoRACA(Learner):
     def heads(self, state: State, num_tasks) -> list[Head]:
         """Returns the heads of the first `num_tasks` tasks as the last alignment left them."""
         return self.unaligned.heads(state.inflora, num_tasks)
-
-
-@functools.cache
-def _retraining(native: bool, temperature: float, samples: int, batch_size: int):
-    """Returns one compiled alignment for all tasks of a run."""
-    transformation = optax.scale_by_adam()
-    if native:
-        transformation = optax.chain(
-            optax.add_decayed_weights(NATIVE_WEIGHT_DECAY), optax.trace(NATIVE_MOMENTUM)
-        )
-
-    def alignment_loss(heads, features, labels, weights, seen):
-        logits = jax.vmap(lambda head: head.logits(features), out_axes=1)(heads)
-        return gaussian_alignment.cross_entropy_over_all(logits, labels, weights, seen, temperature)
-
-    field = "learner.inflora_ca.learning_rate"
-    return gaussian_alignment.retraining(alignment_loss, transformation, samples, batch_size, field)

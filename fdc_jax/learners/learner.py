@@ -44,19 +44,12 @@ Replaced: TypeAlias = vit.KeyValueKernels
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What a learner lets its user choose.
-
-    Attributes:
-        default: the value under the paper's protocol, whose type all values have.
-        allowed: an interval such as "(0, 1]", or the words to choose from. Empty: no limit.
-        comment: what it is.
-        on: the default on some benchmarks.
-    """
+    """What a learner lets its user choose; arguments as of `option`."""
 
     default: Value
-    allowed: str | tuple[str, ...] = ""
-    comment: str = ""
-    on: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+    allowed: str | tuple[str, ...]
+    comment: str
+    on: Mapping[str, Value]
 
     def default_on(self, benchmark: str) -> Value:
         """Returns the default on a benchmark."""
@@ -69,7 +62,14 @@ def option(
     comment: str = "",
     on: Mapping[str, Value] | None = None,
 ) -> Any:
-    """Returns the field of a learner's option, described as in `Option`."""
+    """Returns the field of an option.
+
+    Args:
+        default: the value under the paper's protocol, whose type all values have.
+        allowed: an interval such as "(0, 1]", or the words to choose from. Empty: no limit.
+        comment: what it is.
+        on: the default on some benchmarks.
+    """
     described = Option(default, allowed, comment, on or {})
     return dataclasses.field(default=default, metadata={"option": described})
 
@@ -150,7 +150,7 @@ class Learner:
         setup, width = self.setup, self.setup.variant.width
         tasks, rows = setup.num_tasks, setup.head_rows
         return State(
-            increments=increments.empty_stack(setup.variant, setup.config.train.rank, tasks),
+            increments=increments.empty_stack(setup.variant, setup.rank, tasks),
             heads=LinearHead(weight=jnp.zeros((tasks, rows, width)), bias=jnp.zeros((tasks, rows))),
         )
 
@@ -160,38 +160,27 @@ class Learner:
         return state
 
     # 3. What it trains, with what loss and what update.
-    def start_task(self, backbone: Any, state: Any, task: int, key: Array) -> tuple[Any, Any]:
-        """Returns the frozen kernels of E_{t-1}, and a fresh increment and head to train."""
-        key_of_increment, key_of_head = jax.random.split(key)
+    def start_task(
+        self, backbone: Any, state: Any, task: int, key: Array, A: Any = None
+    ) -> tuple[Any, Any]:
+        """Returns the frozen kernels of E_{t-1}, and a fresh increment and head to train.
+
+        Where directions `A` of the key and of the value kernels are given, [blocks, width, rank]
+        each, they stay frozen and B alone is trained.
+        """
         setup, variant = self.setup, self.setup.variant
         frozen = {
             "kernels": self.encoder(backbone, state, task),
             "class_mask": setup.class_mask(task),
         }
-        trained = {
-            "increment": increments.initialise(key_of_increment, variant, setup.config.train.rank),
-            "head": training.new_linear_head(key_of_head, setup.head_rows, variant.width),
-        }
-        return frozen, trained
-
-    def start_with_directions(
-        self, backbone: Any, state: Any, task: int, A: Any, key_of_head: Array
-    ) -> tuple[Any, Any]:
-        """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head to train.
-
-        `A` has the directions of the key and of the value kernels, [blocks, width, rank] each.
-        """
-        frozen = {
-            "kernels": self.encoder(backbone, state, task),
-            "A": A,
-            "class_mask": self.setup.class_mask(task),
-        }
-        rows, width = self.setup.head_rows, self.setup.variant.width
-        trained = {
-            "increment": {name: jnp.zeros_like(each.swapaxes(1, 2)) for name, each in A.items()},
-            "head": training.new_linear_head(key_of_head, rows, width),
-        }
-        return frozen, trained
+        if A is None:
+            key_of_increment, key = jax.random.split(key)
+            increment: Any = increments.initialise(key_of_increment, variant, setup.rank)
+        else:
+            frozen["A"] = A
+            increment = {name: jnp.zeros_like(each.swapaxes(1, 2)) for name, each in A.items()}
+        head = training.new_linear_head(key, setup.head_rows, variant.width)
+        return frozen, {"increment": increment, "head": head}
 
     def loss(
         self, backbone: Any, frozen: Any, trained: Any, batch: Batch, temperature: float = 1.0
@@ -200,7 +189,7 @@ class Learner:
         increment = increment_in_training(frozen, trained)
         features = self.features(backbone, batch, frozen["kernels"], increment)
         logits = trained["head"].logits(features) / temperature
-        return training.cross_entropy(logits, batch.labels, frozen["class_mask"], batch.weights)
+        return training.cross_entropy(logits, batch, frozen["class_mask"])
 
     def features(
         self, backbone: Any, batch: Batch, kernels: Replaced | None = None, *more: Any

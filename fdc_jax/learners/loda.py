@@ -208,9 +208,7 @@ class LoDA(Learner):
         increment = self._increment(frozen, trained)
         features = self.features(backbone, batch, frozen["kernels"], increment)
         cosines = CosineHead(trained["head"]).logits(features)
-        return training.cosface(
-            cosines, batch.labels, frozen["class_mask"], batch.weights, self.scale, self.margin
-        )
+        return training.cosface(cosines, batch, frozen["class_mask"], self.scale, self.margin)
 
     def update(self) -> training.Update:
         """Returns Adam with the paper's rates, or SGD with the authors'; in half-steps."""

@@ -164,10 +164,10 @@ class LoRASubtraction(Learner):
     def loss(self, backbone, frozen, trained, batch):
         """Returns the cross-entropy over the task's own classes plus the triplet loss."""
         features = self.features(backbone, batch, frozen["kernels"], trained["increment"])
-        logits, (_, labels, weights) = trained["head"].logits(features), batch
-        classification = training.cross_entropy(logits, labels, frozen["class_mask"], weights)
+        logits = trained["head"].logits(features)
+        classification = training.cross_entropy(logits, batch, frozen["class_mask"])
         means, mean_mask = frozen["means"], frozen["mean_mask"]
-        triplets = triplet_loss(unit(features), labels, weights, means, mean_mask, self.margin)
+        triplets = triplet_loss(unit(features), batch, means, mean_mask, self.margin)
         return classification + self.triplet_weight * triplets
 
     def update(self) -> training.Update:
@@ -248,8 +248,7 @@ def _one_entry_per_rank(key, shape) -> Float[Array, "l r d"]:
 
 def triplet_loss(
     features: Float[Array, "n d"],
-    labels: Int[Array, " n"] | Int[np.ndarray, " n"],
-    weights: Float[Array, " n"] | Float[np.ndarray, " n"],
+    batch: Batch,
     means: Float[Array, "m d"],
     mean_mask: Bool[Array, " m"],
     margin: float,
@@ -259,6 +258,7 @@ def triplet_loss(
     Positives are the images of the class, negatives all others and the means of earlier classes;
     an image without any negative counts as 0. Features and means are unit vectors.
     """
+    labels, weights = batch.labels, batch.weights
     between = _distances(features, features)
     real = weights > 0
     same = (labels[:, None] == labels) & real

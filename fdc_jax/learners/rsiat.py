@@ -215,10 +215,10 @@ class RSIAT(Learner):
         features = self.features(backbone, batch, kernels, None, dropout_key, self.dropout)
         cosines = CosineHead(trained["head"]).logits(features)
         classification = training.cosface(
-            cosines, batch.labels, frozen["class_mask"], batch.weights, self.scale, self.margin
+            cosines, batch, frozen["class_mask"], self.scale, self.margin
         )
         steering_cost = steering_loss(
-            features, batch.labels, batch.weights, self.separation_weight, self.separation_threshold
+            features, batch, self.separation_weight, self.separation_threshold
         )
         # Nothing reads these features in the first task; a norm has no derivative at zero.
         earlier: Any = jax.lax.cond(
@@ -333,23 +333,30 @@ class RSIAT(Learner):
         self, heads: Float[Array, "t c d"], gaussians: ClassGaussians, task: int, key: Array
     ) -> Float[Array, "t c d"]:
         """Returns the heads trained on features drawn from the Gaussians, along a cosine."""
-        rate, decay = self.calibration_learning_rate, 0.0
-        if self.native:
-            rate, decay, *_ = self.native_rates()
-        calibration = _calibration(
-            self.calibration_optimizer,
-            self.scale,
-            decay,
-            self.samples_per_class,
-            self.calibration_batch_size,
+        rate = self.native_rates().rate if self.native else self.calibration_learning_rate
+        rates = training.learning_rates("cosine", self.calibration_epochs, rate)
+        seen = self.setup.classes_of_first(task + 1)
+        return self._calibration(heads, gaussians, seen, self.mean_scale, rates, key)
+
+    @functools.cached_property
+    def _calibration(self):
+        """One compiled calibration for all tasks."""
+        adam = self.calibration_optimizer == "adam"
+        directions = optax.chain(
+            optax.add_decayed_weights(self.native_rates().decay if self.native else 0.0),
+            optax.scale_by_adam() if adam else optax.trace(NATIVE_MOMENTUM),
         )
-        return calibration(
-            heads,
-            gaussians,
-            self.setup.classes_of_first(task + 1),
-            self.mean_scale,
-            training.learning_rates("cosine", self.calibration_epochs, rate),
-            key,
+
+        def loss(heads, features, labels, weights, seen):
+            # A norm has no derivative at zero, where heads to come are.
+            heads = jnp.where(seen[..., None], heads, 1.0)
+            cosines = jax.vmap(lambda head: CosineHead(head).logits(features), out_axes=1)(heads)
+            logits = self.scale * cosines
+            return gaussian_alignment.cross_entropy_over_all(logits, labels, weights, seen)
+
+        field = "learner.rsiat.calibration_learning_rate"
+        return gaussian_alignment.retraining(
+            loss, directions, self.samples_per_class, self.calibration_batch_size, field
         )
 
     # 5. What it offers for inference.
@@ -376,11 +383,7 @@ class RSIAT(Learner):
 
 
 def steering_loss(
-    features: Float[Array, "n d"],
-    labels: Int[Array, " n"] | Int[np.ndarray, " n"],
-    weights: Float[Array, " n"] | Float[np.ndarray, " n"],
-    separation_weight: float,
-    threshold: float,
+    features: Float[Array, "n d"], batch: Batch, separation_weight: float, threshold: float
 ) -> Float[Array, ""]:
     """Returns how far same classes are from cosine 1, and how far others exceed a threshold.
 
@@ -389,9 +392,9 @@ def steering_loss(
     """
     units = unit(features)
     cosines = jnp.matmul(units, units.T, precision=jax.lax.Precision.HIGHEST)
-    real = jnp.asarray(weights) > 0
+    real = jnp.asarray(batch.weights) > 0
     pairs = real[:, None] & real & ~jnp.eye(len(cosines), dtype=bool)
-    same = jnp.asarray(labels)[:, None] == jnp.asarray(labels)
+    same = jnp.asarray(batch.labels)[:, None] == jnp.asarray(batch.labels)
 
     def mean(costs, counted):
         return jnp.sum(jnp.where(counted, costs, 0.0)) / (jnp.sum(counted) + PAIR_FLOOR)
@@ -486,22 +489,6 @@ def moved_means(
     squares = np.maximum(squares + np.sum(before**2, axis=1), 0.0)
     weights = np.exp(-squares / (2.0 * width**2)) + WEIGHT_FLOOR
     return means + weights @ (after - before) / weights.sum(axis=1, keepdims=True)
-
-
-@functools.cache
-def _calibration(optimizer: str, scale: float, decay: float, samples: int, batch_size: int):
-    """Returns one compiled calibration for all tasks of a run."""
-
-    def calibration_loss(heads, features, labels, weights, seen):
-        # A norm has no derivative at zero, where heads to come are.
-        heads = jnp.where(seen[..., None], heads, 1.0)
-        cosines = jax.vmap(lambda head: CosineHead(head).logits(features), out_axes=1)(heads)
-        return gaussian_alignment.cross_entropy_over_all(scale * cosines, labels, weights, seen)
-
-    kind = optax.trace(NATIVE_MOMENTUM) if optimizer == "sgd" else optax.scale_by_adam()
-    directions = optax.chain(optax.add_decayed_weights(decay), kind)
-    field = "learner.rsiat.calibration_learning_rate"
-    return gaussian_alignment.retraining(calibration_loss, directions, samples, batch_size, field)
 
 
 def _kernels(backbone, adapter: vit.Adapter) -> Replaced:

@@ -114,7 +114,7 @@ class SplitLoRA(Learner):
         if task > 0:
             keys = dict(zip(A, jax.random.split(key_of_directions), strict=True))
             A = {name: within_minor(keys[name], state, A[name], task) for name in A}
-        return self.start_with_directions(backbone, state, task, A, key_of_head)
+        return super().start_task(backbone, state, task, key_of_head, A)
 
     def loss(self, backbone, frozen, trained, batch):
         """Returns the cross-entropy over the task's own classes, of logits over a temperature."""

@@ -1,4 +1,4 @@
-"""What learners share: the set-up, heads and their losses, schedules, and the jitted step."""
+"""What learners share: the set-up, new heads and their losses, rates and schedules."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, Bool, Float, Float64, Int
+from jaxtyping import Array, Bool, Float, Float64
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import LinearHead
@@ -168,35 +168,31 @@ def with_directions(
 
 
 def cross_entropy(
-    logits: Float[Array, "n c"],
-    labels: Int[Array, " n"] | Int[np.ndarray, " n"],
-    class_mask: Bool[Array, " c"],
-    weights: Float[Array, " n"] | Float[np.ndarray, " n"],
+    logits: Float[Array, "n c"], batch: Batch, class_mask: Bool[Array, " c"]
 ) -> Float[Array, ""]:
     """Returns the mean cross-entropy over the images of a batch and the classes of a task.
 
-    `class_mask` marks the rows of the padded head that are classes; weights are 0 for padding.
+    `class_mask` marks the rows of the padded head that are classes.
     """
     logits = jnp.where(class_mask, logits, -jnp.inf)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
-    return jnp.sum(weights * losses) / jnp.sum(weights)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    return jnp.sum(batch.weights * losses) / jnp.sum(batch.weights)
 
 
 def cosface(
     cosines: Float[Array, "n c"],
-    labels: Int[Array, " n"] | Int[np.ndarray, " n"],
+    batch: Batch,
     class_mask: Bool[Array, " c"],
-    weights: Float[Array, " n"] | Float[np.ndarray, " n"],
     scale: float,
     margin: float,
 ) -> Float[Array, ""]:
     """Returns the mean CosFace loss over the images of a batch (Wang et al., CVPR 2018, Eq. 4).
 
     It is the cross-entropy of `scale` times the cosines of features and rows of a padded head, the
-    label's own less `margin`. Other arguments as in `cross_entropy`.
+    label's own less `margin`.
     """
-    own = jax.nn.one_hot(labels, cosines.shape[-1], dtype=cosines.dtype)
-    return cross_entropy(scale * (cosines - margin * own), labels, class_mask, weights)
+    own = jax.nn.one_hot(batch.labels, cosines.shape[-1], dtype=cosines.dtype)
+    return cross_entropy(scale * (cosines - margin * own), batch, class_mask)
 
 
 def paper_rates(setup: Setup) -> dict[str, float]:

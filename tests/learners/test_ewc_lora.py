@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from fdc_jax import heads as head_types
-from fdc_jax.learners import ewc_lora
 from fdc_jax.model import vit
 from tests.learners import toy
 
@@ -29,23 +28,6 @@ def under_way(run):
 
 
 # The penalty -------------------------------------------------------------------------------------
-
-
-def test_penalty_and_its_gradient_in_closed_form(under_way):
-    frozen, trained = under_way
-    omega, factors = toy.float64(frozen["importance"]), toy.float64(trained["increment"])
-    change = toy.products(trained["increment"])
-    expected = sum(np.sum(omega[part] * change[part] ** 2) for part in toy.PARTS) / 2
-    value, gradient = jax.value_and_grad(ewc_lora.penalty, argnums=1)(
-        frozen["importance"], trained["increment"]
-    )
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    for part in toy.PARTS:
-        inside = omega[part] * change[part]
-        of_a = inside @ factors[part]["B"].swapaxes(1, 2)
-        of_b = factors[part]["A"].swapaxes(1, 2) @ inside
-        np.testing.assert_allclose(gradient[part]["A"], of_a, rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(gradient[part]["B"], of_b, rtol=1e-4, atol=1e-6)
 
 
 def test_loss_is_cross_entropy_plus_strength_times_penalty(run, backbone, under_way):
@@ -116,17 +98,6 @@ def test_fisher_information_by_finite_differences(run, backbone, fisher):
             total += np.sum(squares * np.ones(len(images)))
         assert total > 0
         np.testing.assert_allclose(importance[part][place], total / 11, rtol=2e-3)
-
-
-@pytest.mark.slow
-def test_how_many_images_are_held_at_once_changes_nothing(run, backbone):
-    step = run.steps[1]
-    learner = toy.make_learner("ewc_lora", learner__ewc_lora__images_at_once=1)
-    arguments = (backbone, step.designed, 1, step.frozen, step.trained, step.images)
-    found, expected = learner.after_task(*arguments).importance, step.after.importance
-    for part in toy.PARTS:
-        top = float(expected[part].max())
-        np.testing.assert_allclose(found[part], expected[part], rtol=1e-3, atol=1e-5 * top)
 
 
 # The head on the unit feature, and folding --------------------------------------------------------

@@ -6,12 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from fdc_jax.data.batches import Batch
 from fdc_jax.errors import TrainingError
 from fdc_jax.learners import gaussian_alignment
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
-from fdc_jax.model import vit
-from tests.learners import toy
 
 
 def random_gaussians(seed=0, tasks=3, classes=2, width=4):
@@ -52,19 +49,6 @@ def test_classes_that_cannot_be_fitted_are_named():
     features[2, 1] = np.nan
     with pytest.raises(TrainingError, match="class 2 of task 1 has features that are not finite"):
         gaussian_alignment.fit_task(gaussians, 0, features, np.array([0, 1, 2, 2]), 3, 1e-4)
-
-
-def test_class_features_leave_padding_out(backbone):
-    setup = toy.make_setup()
-    kernels = toy.random_like(vit.pretrained_kernels(backbone), 2)
-    batches = [toy.make_batch(0, size=4), toy.make_batch(1, size=4, padding=3)]
-    features, labels = gaussian_alignment.class_features(
-        setup.model, backbone, kernels, [Batch(*map(jnp.asarray, batch)) for batch in batches]
-    )
-    images = np.concatenate([batches[0].images, batches[1].images[:1]])
-    expected = toy.encode(setup, images, kernels)
-    np.testing.assert_allclose(features, expected, atol=1e-5)
-    np.testing.assert_array_equal(labels, [0, 1, 0, 1, 0])
 
 
 # Drawing -----------------------------------------------------------------------------------------
@@ -128,30 +112,6 @@ def counting(samples, batch_size, transformation=None):
 def zero_heads():
     shapes = {"count": (3, 2), "sum": (3, 2, 4), "steps": (3,)}
     return {name: jnp.zeros(shape) for name, shape in shapes.items()}
-
-
-def test_slots_of_tasks_and_classes_to_come_change_nothing():
-    """Neither what is drawn nor the order in which it is met; other shapes may round otherwise."""
-
-    def heads_in(tasks, classes):
-        seen = np.zeros((tasks, classes), bool)
-        seen[:2, :2] = True
-        gaussians = gaussian_alignment.empty(tasks, classes, 4)
-        known = random_gaussians(tasks=2)
-        gaussians.factors[:2, :2] = known.factors
-        gaussians = gaussians._replace(means=gaussians.means.at[:2, :2].set(known.means))
-
-        def loss(rows, features, labels, weights, seen):
-            logits = jnp.einsum("nd,tcd->ntc", features, rows)
-            return gaussian_alignment.cross_entropy_over_all(logits, labels, weights, seen)
-
-        retrain = gaussian_alignment.retraining(loss, optax.scale_by_adam(), 5, 3, "rate")
-        rows = jnp.zeros((tasks, classes, 4))
-        return retrain(rows, gaussians, seen, 0.9, np.ones(2), jax.random.key(0))[:2, :2]
-
-    found = heads_in(2, 2)
-    assert np.abs(found).min() > 1e-3
-    np.testing.assert_allclose(heads_in(5, 4), found, atol=1e-4)
 
 
 @pytest.mark.parametrize(("batch_size", "steps"), [(4, 4), (64, 1)])

@@ -1,6 +1,5 @@
 """LoDA: its directions, its shrinking, its loss, and what a task changes."""
 
-import logging
 from functools import partial
 
 import jax
@@ -102,22 +101,6 @@ def test_designed_directions(run, backbone, task):
             np.testing.assert_allclose(ratio, values[-toy.RANK :].sum(), rtol=1e-3)
 
 
-def test_added_jitter_is_logged(run, backbone, caplog):
-    old = np.tile(np.eye(toy.TINY.width), (toy.TINY.depth, 1, 1))
-    old[1, 4, 4] = -1e-6
-    state = run.learner.initial_state()._replace(moments=jnp.asarray(old, jnp.float32))
-    images = toy.task_images(toy.make_batch(size=6))
-    with caplog.at_level(logging.WARNING):
-        designed = run.learner.before_task(backbone, state, 1, images)
-    assert [record.getMessage() for record in caplog.records] == [
-        "task 2, block 1: 1.11e-06 was added to the diagonal of the old moment, which is not "
-        "positive definite"
-    ]
-    # The emptiest direction of the past is the most isolated one.
-    A = toy.float64(designed.increments["value"]["A"])[1, 1, :, toy.RANK :]
-    np.testing.assert_allclose(np.linalg.norm(A[4]), 3**-0.5, rtol=1e-2)
-
-
 # Shrinking ---------------------------------------------------------------------------------------
 
 
@@ -139,15 +122,6 @@ def test_shrinkage_minimises_its_objective():
                 found[block, column], grid[np.argmin(objective)], atol=1.01e-4
             )
     assert found.min() > 0 and found.max() < 1 and np.ptp(found) > 0.1
-
-
-def test_shrinkage_at_its_ends():
-    A = jnp.ones((1, 4, 2))
-    moment = jnp.eye(4)[None]
-    # Rounding may leave an energy below zero.
-    for old, new, expected in [(0, 0, 1), (1, 1, 0.75), (-1e-6, 1, 1), (1, -1e-6, 0)]:
-        found = loda.shrinkage(A, old * moment, new * moment, 3.0)
-        np.testing.assert_allclose(found, np.full((1, 2), expected), atol=1e-6)
 
 
 # Three tasks -------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ class Linear(loda.LoDA):
             A, B = (trained["increment"][name][block] for name in ("A", "B"))
             x = x @ (backbone[block] + A @ B)
         logits = x @ trained["head"].T
-        return training.cross_entropy(logits, batch.labels, frozen["class_mask"], batch.weights)
+        return training.cross_entropy(logits, batch, frozen["class_mask"])
 
 
 def reference_loss(backbone, trained, batch, weights):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from fdc_jax import heads
+from fdc_jax.data.batches import Batch
 from fdc_jax.learners import lora_subtraction
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import vit
@@ -88,13 +89,14 @@ def test_slopes_of_the_triplet_loss_reach_both_images_of_a_pair():
     rng = np.random.default_rng(3)
     features, means = rng.normal(size=(7, 6)), unit_rows(rng, 3)
     labels = np.array([0, 1, 2, 0, 1, 0, 2])
+    batch = Batch(features, labels, np.ones(7, np.float32))
 
     def units(rows):
         return rows / np.linalg.norm(rows, axis=1, keepdims=True)
 
     def loss(rows):
         return lora_subtraction.triplet_loss(
-            heads.unit(rows), labels, jnp.ones(7), jnp.asarray(means), jnp.ones(3, bool), 1.0
+            heads.unit(rows), batch, jnp.asarray(means), jnp.ones(3, bool), 1.0
         )
 
     found = jax.jit(jax.grad(loss))(jnp.asarray(features, jnp.float32))
@@ -109,11 +111,11 @@ def test_slopes_of_the_triplet_loss_reach_both_images_of_a_pair():
 def test_triplet_loss_has_finite_slopes():
     """Also where distances are zero: to the image itself, and between equal images."""
     features = np.eye(6)[[0, 0, 1, 2]]
-    labels = np.array([0, 0, 1, 1])
+    batch = Batch(features, np.array([0, 0, 1, 1]), np.ones(4, np.float32))
 
     def loss(features):
         return lora_subtraction.triplet_loss(
-            heads.unit(features), labels, jnp.ones(4), jnp.zeros((2, 6)), jnp.zeros(2, bool), 1.0
+            heads.unit(features), batch, jnp.zeros((2, 6)), jnp.zeros(2, bool), 1.0
         )
 
     slopes = jax.jit(jax.grad(loss))(jnp.asarray(features, jnp.float32))

@@ -146,7 +146,6 @@ class Trajectory(NamedTuple):
         setup: the run.
         update: its compiled step has been through all tasks.
         steps: by task.
-        asked: kinds of images that the learner looked at.
         snapshots: copies of (state, frozen) of every task, made before its first step.
         lines: those of all products in the programs that were compiled on the way.
         features: `(frozen, trained, images) -> features` as the loss sees them, compiled.
@@ -156,7 +155,6 @@ class Trajectory(NamedTuple):
     setup: training.Setup
     update: training.Update
     steps: list[Step]
-    asked: list[str]
     snapshots: list[Any]
     lines: list[str]
     features: Any
@@ -180,17 +178,10 @@ def augmented_of(task, classes):
     return [make_batch(10 * task + i, size=6, classes=classes, padding=i) for i in range(2)]
 
 
-def images_of(task, classes, asked):
-    """Returns a task's images, augmented and plain ones that differ; what is asked for is noted."""
-
-    def given(kind, batches):
-        asked.add(kind)
-        return iter(batches)
-
+def images_of(task, classes):
+    """Returns a task's images, augmented and plain ones that differ."""
     plain = [make_batch(10 * task + 5 + i, size=6, classes=classes, padding=i) for i in range(2)]
-    return training.TaskImages(
-        lambda: given("augmented", augmented_of(task, classes)), lambda: given("plain", plain)
-    )
+    return training.TaskImages(lambda: iter(augmented_of(task, classes)), lambda: iter(plain))
 
 
 @functools.cache
@@ -199,10 +190,10 @@ def trajectory(name: str) -> Trajectory:
     setup, backbone = make_setup(name), make_backbone()
     learner = learners.make(setup)
     update, rate = learner.update(), RATES.get(name, RATE)
-    state, steps, snapshots, asked = learner.initial_state(), [], [], set()
+    state, steps, snapshots = learner.initial_state(), [], []
     with programs_compiled() as programs:
         for task, classes in enumerate(setup.classes_per_task):
-            images = images_of(task, classes, asked)
+            images = images_of(task, classes)
             designed = learner.before_task(backbone, state, task, images)
             frozen, trained = learner.start_task(backbone, designed, task, jax.random.key(task))
             snapshots.append(jax.tree.map(np.array, (designed, frozen)))
@@ -222,7 +213,7 @@ def trajectory(name: str) -> Trajectory:
         dataclasses.replace(learner, setup=spied).loss(backbone, frozen, trained, batch)
         return spy.returned[0]
 
-    return Trajectory(learner, setup, update, steps, sorted(asked), snapshots, lines, features)
+    return Trajectory(learner, setup, update, steps, snapshots, lines, features)
 
 
 class ModelSpy:
