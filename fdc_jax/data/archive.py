@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import tarfile
@@ -15,6 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fdc_jax.errors import InputError
+
+_log = logging.getLogger(__name__)
 
 _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
@@ -33,7 +36,7 @@ def unpacked(archive: Path, cache: Path) -> Path:
     found = archive.stat()
     state = f"{os.path.abspath(archive)} {found.st_size} {found.st_mtime_ns}"
     digits = hashlib.sha256(os.fsencode(state)).hexdigest()[:16]
-    folder = cache / f"{stem(archive.name)}-{digits}"
+    folder = cache / f"{stem(archive.name)[:50]}-{digits}"
     if folder.is_dir():
         return folder
     try:
@@ -70,7 +73,7 @@ def alone(cache: Path, name: str) -> Iterator[None]:
     Raises:
         InputError: nothing can be written there.
     """
-    path = cache / f".{name}.lock"
+    path = cache / f".{name[:50]}.lock"
     try:
         cache.mkdir(parents=True, exist_ok=True)
         lock = open(path, "w")
@@ -78,5 +81,9 @@ def alone(cache: Path, name: str) -> Iterator[None]:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
     with lock:
         with contextlib.suppress(OSError):  # Some file systems have no locks.
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                _log.warning("waiting for another process that holds %s", path)
+                fcntl.flock(lock, fcntl.LOCK_EX)
         yield

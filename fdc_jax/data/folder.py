@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -84,7 +84,7 @@ def open_folder(
                 f"{each!r}"
             )
     place = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
-    kept = cache / f"{name}-{place}{'' if upright else '-stored'}.json"
+    kept = cache / f"{name[:50]}-{place}{'' if upright else '-stored'}.json"
     hashes, new = _look(name, every, kept, upright, workers or default_workers(), quiet)
     if new:
         for note in (*notes, *_repeated(splits, hashes)):
@@ -145,7 +145,7 @@ def _splits(
     return splits, partition, [*_skipped(skipped), *notes]
 
 
-def _nearest(root: Path, fits) -> Path | None:
+def _nearest(root: Path, fits: Callable[[dict[str, Path]], bool]) -> Path | None:
     """Returns the first folder whose subfolders fit, at `root` or up to two levels below it."""
     level = [root]
     for _ in range(3):

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import tarfile
+import threading
 import zipfile
 
 import pytest
@@ -92,12 +93,18 @@ archive.unpacked(Path({str(tmp_path / "o.zip")!r}), Path({str(cache)!r}))
     assert list(cache.iterdir()) == [folder]
 
 
-def test_others_wait(tmp_path):
+def test_others_wait(tmp_path, caplog):
     with archive.alone(tmp_path / "made", "mine"):
         with open(tmp_path / "made" / ".mine.lock") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with archive.alone(tmp_path / "made", "other"):
             pass
+    lock = open(tmp_path / "made" / ".mine.lock")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    threading.Timer(0.2, lock.close).start()
+    with archive.alone(tmp_path / "made", "mine"):
+        assert lock.closed
+    assert "waiting for another process that holds" in caplog.text
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match=r"cannot write .*file/\.mine\.lock: "):
         with archive.alone(tmp_path / "file", "mine"):
