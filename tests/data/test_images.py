@@ -230,8 +230,10 @@ def test_photographs_are_turned_upright_where_asked(photo, encode, file_format, 
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
-def test_a_damaged_orientation_is_none(photo, encode):
-    content = encode(photo(30, 10), "JPEG", exif=b"Exif\0\0II*\0" + b"\xff" * 9)
+@pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP"])
+@pytest.mark.parametrize("exif", [b"MM\0*", b"MM\xd7*" + bytes(9), b"II*\0" + b"\xff" * 9])
+def test_a_damaged_orientation_is_none(photo, encode, file_format, exif):
+    content = encode(photo(30, 10), file_format, exif=b"Exif\0\0" + exif)
     assert images.decode(content, "x", upright=True).size == (30, 10)
 
 

@@ -121,7 +121,14 @@ def test_a_class_checksum_is_of_names_pixels_and_splits(plain_source):
     for each in changed.values():
         for found in (checksums(each), checksums(data, each)):
             assert [name for name in "01234" if found[name] != before[name]] == ["4"]
-    assert checksums(changed["name"]) != checksums(data, changed["name"])
+
+    def part(split, names):
+        hashes = [bytes(32)] * len(names)
+        kept = dict(split=split, ids=tuple(names), pixel_hashes=lambda: hashes)
+        return dataclasses.replace(data, labels=np.zeros(len(names), np.int32), **kept)
+
+    moved = [class_checksums(part("train", "ab"[:n]), part("test", "abc"[n:])) for n in (1, 2)]
+    assert moved[0] != moved[1]
 
 
 @pytest.mark.parametrize(
