@@ -15,7 +15,7 @@ WRITTEN_AGAIN = "remove it, and the run writes it again"
 MEASURED_AGAIN = "remove it, and its accuracies are measured again"
 # In config.json: checksums by name of the classes that the run knows, and the numbers of classes of
 # its tasks, both with those that are to come.
-CLASSES, PLANNED = "classes", "classes of planned tasks"
+CLASSES, PLANNED = "known classes", "classes of planned tasks"
 
 
 class Places:

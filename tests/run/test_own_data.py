@@ -161,6 +161,7 @@ def test_without_its_data_a_run_opens_and_names_photographs(
         run.test_images(np.arange(4))
     moved = fdc_jax.open_run(whole, data_dir=str(shutil.copytree(root / "trees", place)))
     assert len(moved.test_images(np.arange(4))) == 4
+    assert not any(isinstance(value, dict) for value in run.config.values())  # Fields alone.
     assert list(run.class_names) == list(ALL)
     assert len(run.heads()) == 3 and run.experiment.setup.classes_per_task == SIZES
     found = predict.predict(
@@ -236,8 +237,8 @@ def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
         stopped(command, workdir, 2)
         kept.append(json.loads((workdir / "config.json").read_text()))
     assert [each["classes of planned tasks"] for each in kept] == [[2, 1], [2, 1, 2, 2]]
-    assert [list(each["classes"]) for each in kept] == [[*NEW], [*NEW, *OLD]]
-    assert kept[1]["classes"].items() > kept[0]["classes"].items()
+    assert [list(each["known classes"]) for each in kept] == [[*NEW], [*NEW, *OLD]]
+    assert kept[1]["known classes"].items() > kept[0]["known classes"].items()
     # Other sizes are another run.
     with pytest.raises(InputError, match="classes_per_task was 2, is 3; choose"):
         small_runs.run(config(source, cache, classes_per_task=3), workdir)
