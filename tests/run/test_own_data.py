@@ -242,7 +242,9 @@ def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
     # Other sizes are another run.
     with pytest.raises(InputError, match="classes_per_task was 2, is 3; choose"):
         small_runs.run(config(source, cache, classes_per_task=3), workdir)
-    removed(source)
+    for name in ("box", "yew"):
+        for split in ("train", "test"):
+            shutil.rmtree(source / split / name)
     with pytest.raises(
         InputError, match=r"expected the class box of trees .*, found no such class"
     ):
@@ -258,7 +260,7 @@ def test_the_same_tasks_in_other_words_are_the_same_and_reported(root, grown, ca
     same = config(source, cache, num_tasks=3, class_order=order, report=True)
     assert small_runs.run(same, workdir) == small_runs.results(grown[0])
     page = (workdir / "report" / "report.html").read_text()
-    assert "Cumulative-LoRA on trees" in page and "--config.benchmark=trees" in page
+    assert "Cumulative-LoRA on trees" in page
     assert all(name in page for name in ALL)
     for table in (workdir / "report" / "tables").glob("*.csv"):
         rows = list(csv.reader(table.read_text().splitlines()))
