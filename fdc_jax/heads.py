@@ -69,7 +69,7 @@ class LinearHead(NamedTuple):
     """Logits W h + b (paper, Eq. raw)."""
 
     weight: Float[Any, "c d"]
-    bias: Float[Any, " c"]
+    bias: Float[Any, " c"] | float = 0.0
 
     @property
     def affine(self) -> Affine:
@@ -83,7 +83,7 @@ class NormalisedLinearHead(NamedTuple):
     """Logits W h/|h| + b: linear on the feature's direction, rows of any length."""
 
     weight: Float[Any, "c d"]
-    bias: Float[Any, " c"]
+    bias: Float[Any, " c"] | float = 0.0
 
     @property
     def affine(self) -> Affine:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,12 @@ from fdc_jax.errors import InputError
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
+
+
+_LOGGER = logging.getLogger("fdc_jax.calibration")
+
+# Samples of a task that tell whether its head knows them.
+SAMPLES = 1000
 
 
 @dataclass(frozen=True)
@@ -218,3 +225,27 @@ class Calibrator:
         self.heads = [*self.heads, given.head]
         self.widths = [view.shape[1] for view in given.views]
         self._forget()
+        if self.needs_heads:
+            warn_of_weak_head(given)
+
+
+def warn_of_weak_head(given: inputs.TaskInput) -> None:
+    """Warns where a head knows next to nothing: its rows or the samples stand in another order.
+
+    That is said of a task of c classes below an accuracy of 3 / c, three times chance; with fewer
+    than five classes below (1 + 1 / c) / 2, half way from chance to certainty, which then is less.
+    A task of one class tells nothing.
+    """
+    count, samples = len(given.classes), len(given.labels)
+    if count == 1:
+        return
+    some = np.unique(np.linspace(0, samples - 1, min(samples, SAMPLES)).astype(int))
+    guessed = given.head.logits(inputs.float32(given.views[0][some])).argmax(axis=1)
+    right = float(np.mean(guessed == given.rows[some]))
+    if right < min(3.0 / count, (1.0 + 1.0 / count) / 2.0):
+        _LOGGER.warning(
+            f"task {given.task}: its head is right about {100 * right:.1f}% of its own training "
+            f"samples (chance {100 / count:.1f}%). The two usual causes: rows of the head in "
+            "another order than the labels, ascending or as classes names them; or features of a "
+            "loader that shuffles, so that the labels are of other images"
+        )

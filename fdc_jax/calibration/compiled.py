@@ -17,12 +17,11 @@ import numpy as np
 
 from fdc_jax.calibration.inputs import BLOCK_ROWS, finite_features
 
-jax: Any
 try:
     import jax
     import jax.numpy as jnp
 except ImportError:
-    jax = None
+    jax: Any = None
     jnp = np
 
 if TYPE_CHECKING:
@@ -103,7 +102,7 @@ def in_blocks(
     Raises:
         InputError: a row is not finite; names it by the view's name.
     """
-    plain = plain or jax is None
+    plain = plain or not jax
     found, sizes, step = [], [], BLOCK_ROWS if plain else ROWS
     count = max(len(next(iter(views.values()))), 1)
     least = 8 if count <= ROWS else ROWS

@@ -250,27 +250,26 @@ class FDC(Calibrator):
                 f"task {given.task}: {settings.neighbours} neighbours need as many classes with "
                 f"samples, found {present}"
             )
-        views, foreign, scales = [], [], []
-        for index, features in enumerate(given.views):
-            # Line 6; the second walk needs the finished subspace and prototypes.
-            name = given.name(index)
-            mean, prototypes = eq.means(features, given.rows, len(given.classes), name)
-            view = View(mean, eq.pca(features, mean, settings.retained_energy), prototypes)
-            frame = framed([view], [given.counts], plain=True)
-            heads = ()
-            if index == 0:
-                heads = folded([given.head], [view.basis], settings.attenuation, plain=True)
-            measured = self._measure(([frame], heads), [features], given.head, plain=True)
-            own = [eq.moments(measured[f"adapted_{kind}"]) for kind in ("residual", "affinity")]
-            views.append(view._replace(residual=own[0], affinity=own[1]))
-            if index == 0:  # Line 10.
-                scales = [eq.moments(measured[kind])[1] for kind in ("raw", "filtered")]
+        views, foreign = [], []
+        for index, features in enumerate(given.views):  # Line 6.
+            name, count = given.name(index), len(given.classes)
+            mean, prototypes = eq.means(features, given.rows, count, name)
+            views.append(View(mean, eq.pca(features, mean, settings.retained_energy), prototypes))
+        # Own moments and line 10 need another walk, with the finished subspace and prototypes.
+        frames = [framed([view], [given.counts], plain=True) for view in views]
+        heads = folded([given.head], [views[0].basis], settings.attenuation, plain=True)
+        measured = self._measure((frames, heads), given.views, given.head, plain=True)
+        scales = [eq.moments(measured[kind])[1] for kind in ("raw", "filtered")]
+        for index, (view, features) in enumerate(zip(views, given.views, strict=True)):
+            name = inputs.VIEWS[index]
+            own = [eq.moments(measured[f"{name}_{kind}"]) for kind in ("residual", "affinity")]
+            views[index] = view._replace(residual=own[0], affinity=own[1])
             earlier = [task.views[index] for task in self.tasks]
             foreign.append(eq.foreign_residuals(features, earlier))  # Line 7.
-            if own[0][1] <= eq.SCALE_FLOOR and len(view.basis) < len(mean):
+            if own[0][1] <= eq.SCALE_FLOOR and len(view.basis) < len(view.mean):
                 _LOGGER.warning(
-                    f"{name}: residual ratios of its {len(features)} training samples do not vary; "
-                    "RLC's foreign reference, which all tasks share, will be dominated by this task"
+                    f"{given.name(index)}: residual ratios of its samples ({len(features)}) do not "
+                    "vary; RLC's foreign reference, which all tasks share, will be dominated by it"
                 )
         self.tasks = [*self.tasks, Task(views, *scales)]
         self.foreign = [*self.foreign, foreign]
@@ -282,9 +281,8 @@ class FDC(Calibrator):
         if not self.tasks:
             raise InputError("finalize: no task was fitted")
         if self.foreign is not None and not self.references:
-            self.references = [
-                eq.foreign_reference(view) for view in zip(*self.foreign, strict=True)
-            ]
+            by_view = zip(*self.foreign, strict=True)
+            self.references = [eq.foreign_reference(residuals) for residuals in by_view]
         if release:
             self.foreign = None
 

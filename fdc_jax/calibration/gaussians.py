@@ -128,14 +128,14 @@ def metric(known: ViewClasses, counts: Int[np.ndarray, " c"]) -> Metric:
     level = shrinkage * variance if variance > 0 else 1.0
     shared = (1 - OWN_SHARE) * covariance + level * np.eye(width)
     whitener = np.linalg.inv(np.linalg.cholesky(shared))
-    origin = known.means[present].mean(axis=0, dtype=np.float64)
+    origin = known.means[present].mean(axis=0, dtype=np.float64).astype(np.float32)
     own = np.sqrt(OWN_SHARE) * known.factors.astype(np.float64) @ whitener.T
     # Woodbury: (I + B' B)^-1 = I - B' (I + B B')^-1 B.
     inner = np.eye(own.shape[1]) + own @ own.swapaxes(1, 2)
     factors = np.linalg.solve(np.linalg.cholesky(inner), own)
-    means = (known.means - origin) @ whitener.T
-    origin, whitener = np.asarray(origin, np.float32), np.asarray(whitener, np.float32)
-    return Metric(origin, whitener, stack([means], 8)[0], stack([factors], 8)[0])
+    means = (known.means.astype(np.float64) - origin) @ whitener.T
+    columns = stack([means], 8)[0], stack([factors], 8)[0]
+    return Metric(origin, whitener.astype(np.float32), *columns)
 
 
 def class_distances(
@@ -210,14 +210,15 @@ class Gaussians(Calibrator):
         """Returns the scores by all views and, where there are two, by each alone."""
         found = self._by_view(adapted, pretrained)
         single = {f"{name}_view": best_by_task(each, self.classes) for name, each in found.items()}
-        full = {"full": best_by_task(self._weighted(found), self.classes)}
+        full = {"full": best_by_task(np.sum([*found.values()], axis=0), self.classes)}
         return full | (single if len(single) == 2 else {})
 
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """See `Calibrator.class_scores`; minus infinity for classes without an image."""
-        return self._weighted(self._by_view(adapted, pretrained))
+        return np.sum([*self._by_view(adapted, pretrained).values()], axis=0)
 
-    def _by_view(self, adapted: Any, pretrained: Any) -> dict[str, Float[np.ndarray, "n classes"]]:
+    def _by_view(self, adapted: Any, pretrained: Any) -> dict[str, Any]:
+        """Returns by view the weighted scores of all classes, [n, classes]."""
         if not self.views:
             raise InputError("call fit_task for every task first")
         views = inputs.score_views(adapted, pretrained, self.widths, True)
@@ -226,14 +227,12 @@ class Gaussians(Calibrator):
             self._metrics = [metric(known, counts) for known in self.views]
         given = dict(zip((f"{name} features" for name in inputs.VIEWS), views, strict=False))
         found = in_blocks(class_distances, self._metrics, given)
+        shares = {"adapted": 1.0, "pretrained": 1.0 if self.follows is False else PRETRAINED_SHARE}
         absent = np.where(counts > 0, np.float32(0.0), np.float32(-np.inf))
-        return {name: each[:, : len(counts)] + absent for name, each in found.items()}
-
-    def _weighted(self, found: dict[str, np.ndarray]) -> Float[np.ndarray, "n classes"]:
-        share = np.float32(1.0 if self.follows is False else PRETRAINED_SHARE)
-        return (
-            found["adapted"] + share * found["pretrained"] if len(found) == 2 else found["adapted"]
-        )
+        return {
+            name: np.float32(shares[name]) * each[:, : len(counts)] + absent
+            for name, each in found.items()
+        }
 
     @property
     def note(self) -> str:

@@ -332,13 +332,15 @@ def checked_head(head: Any, name: str, width: int, like: Any) -> Any:
         plain = isinstance(value, int | float)
         array = host_array(np.asarray(value) if plain else value, f"{name}: {part}")
         check_real(array.dtype, f"{name}: {part}")
-        parts[part] = float32(array)
+        parts[part] = float32(array).copy()  # Whoever gave it may go on training it.
     matrix, *others = parts
     rows = parts[matrix]
     if rows.ndim != 2 or len(rows) == 0 or rows.shape[1] != width:
         raise InputError(
             f"{name}: {matrix}: expected shape [classes, {width}], found {[*rows.shape]}"
         )
+    if "bias" in parts and parts["bias"].ndim == 0:
+        parts["bias"] = np.full(len(rows), parts["bias"])
     for part in others:
         shape = (len(rows),) if part == "bias" else ()
         if parts[part].shape != shape:

@@ -85,9 +85,14 @@ def make(name: str, **settings: Any) -> Calibrator:
     """Returns a fresh calibrator; of the settings it takes those that are its own.
 
     Raises:
-        InputError: no calibrator has this name, or a setting is outside its range.
+        InputError: no calibrator has this name, none at all such a setting, or one is outside its
+            range.
     """
     method = find(name)
+    known = dict.fromkeys(key for each in METHODS.values() for key in each.settings)
+    for key in settings:
+        if key not in known:
+            raise InputError(did_you_mean("setting of a calibrator", key, known))
     return method.make(**{key: settings[key] for key in method.settings if key in settings})
 
 
@@ -100,4 +105,6 @@ def load(path: str | os.PathLike[str]) -> Calibrator:
     found = storage.read(path, _TYPES)
     if not isinstance(found, Calibrator):
         raise InputError(f"{path}: expected a calibrator, found {type(found).__name__}")
+    if vars(found).keys() != vars(type(found)()).keys():
+        raise InputError(f"{path}: not as this version writes it: other attributes")
     return found

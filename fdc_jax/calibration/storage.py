@@ -43,12 +43,14 @@ def read(path: str | os.PathLike[str], types: Mapping[str, type]) -> Any:
     kind, tree = (str(arrays.pop(name, "")) for name in ("format", "tree"))
     if kind != FORMAT:
         raise InputError(f"{path}: expected a file of kind {FORMAT!r}, found {kind[:80]!r}")
-    if str(arrays.pop("sha256", "")) != _checksum(tree, arrays):
-        raise InputError(f"{path}: damaged: its content is not what was written")
     try:
-        return _put_together(json.loads(tree), arrays, types)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise InputError(f"{path}: not as this version writes it ({error!r})") from error
+        intact = str(arrays.pop("sha256", "")) == _checksum(tree, arrays)
+        found = _put_together(json.loads(tree), arrays, types) if intact else None
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as e:
+        raise InputError(f"{path}: not as this version writes it ({e!r})") from e
+    if not intact:
+        raise InputError(f"{path}: damaged: its content is not what was written")
+    return found
 
 
 def _checksum(tree: str, arrays: Mapping[str, np.ndarray]) -> str:

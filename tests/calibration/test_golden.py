@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from fdc_jax import calibration, heads
-from fdc_jax.posthoc import __main__ as posthoc
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 FEATURES, EXPECTED = (dict(np.load(GOLDEN / f"{name}.npz")) for name in ("features", "scores"))
@@ -41,10 +40,6 @@ CASES = {
     for name in STORAGE
     if " " not in name
 }
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(calibration, "make"), reason="calibrators have not got one interface yet"
-)
 
 
 def head(task, final=False):
@@ -105,14 +100,3 @@ def test_components_are_what_they_were(method):
     assert {f"{method} {name}" for name in found} == known
     for name, scores in found.items():
         assert_golden(f"{method} {name}", scores)
-
-
-@pytest.mark.parametrize("method", ["fdc", "gaussians"])
-def test_the_command_on_the_file_gives_the_same(method, tmp_path):
-    output = tmp_path / "calibrated.npz"
-    arguments = [str(GOLDEN / "features.npz"), f"--method={method}", f"--output={output}"]
-    assert posthoc.main([*arguments, "--quiet"]) == 0
-    with np.load(output) as found:
-        np.testing.assert_array_equal(found["label"], EXPECTED[f"{method}: labels"])
-        np.testing.assert_array_equal(found["raw_label"], EXPECTED["raw: labels"])
-        assert_near(found["scores"], EXPECTED[f"{method}: scores"], method)

@@ -5,17 +5,20 @@ A method writes `_collect`, which makes a task's samples into its statistics, an
 are taken in float64 on the host, where they cost nothing; products over samples are float32.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from __future__ import annotations
 
-import jax
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
-from jaxtyping import Float, Int
 
 from fdc_jax.calibration import inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores, best_by_task
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
 class Comparator(Calibrator):
@@ -80,7 +83,7 @@ class Comparator(Calibrator):
     @property
     def storage_bytes(self) -> int:
         """Bytes of the statistics, all in float32, beyond encoder and heads."""
-        return 4 * sum(np.size(part) for part in jax.tree.leaves((self.statistics, self.total)))
+        return 4 * _count((self.statistics, self.total))
 
     def _collect(
         self, features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"], head: Any
@@ -115,6 +118,13 @@ class Comparator(Calibrator):
 
     def _forget(self) -> None:
         self._solved: Any = None
+
+
+def _count(tree: Any) -> int:
+    """Returns how many numbers there are in lists and tuples of arrays."""
+    if isinstance(tree, list | tuple):
+        return sum(map(_count, tree))
+    return 0 if tree is None else np.size(tree)
 
 
 def within_classes(

@@ -6,16 +6,20 @@ factor F with S^-1 = F F', so that a distance is |(g - m) F|^2, a sum of squares
 evaluates without cancellation.
 """
 
-from typing import Any
+from __future__ import annotations
 
-import jax.numpy as jnp
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import scipy.linalg
-from jaxtyping import Array, Float
 
 from fdc_jax.calibration.comparators.base import Comparator, class_means, within_classes
-from fdc_jax.calibration.compiled import in_blocks
+from fdc_jax.calibration.compiled import in_blocks, jnp
+from fdc_jax.calibration.equations import energy
 from fdc_jax.heads import products, unit
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
 
 class NearestClassMean(Comparator):
@@ -161,8 +165,8 @@ def _whitened(
     means, factor = fitted
     near, rows = products(features, factor.T), products(means, factor.T)
     if len(rows) == 1:
-        return jnp.sum(jnp.square(near - rows), axis=1, keepdims=True)
-    squares = jnp.sum(near * near, axis=1)[:, None] + jnp.sum(rows * rows, axis=1)
+        return energy(near - rows)[:, None]
+    squares = energy(near)[:, None] + energy(rows)
     return jnp.maximum(squares - 2.0 * products(near, rows), 0.0)
 
 

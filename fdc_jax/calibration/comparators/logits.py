@@ -3,10 +3,11 @@
 All keep each head's local argmax as the class and differ in the score that picks the task.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Float
 from scipy.special import log_softmax, logsumexp, softmax
 
 from fdc_jax.calibration.calibrator import Scores
@@ -14,6 +15,9 @@ from fdc_jax.calibration.comparators.base import Comparator
 from fdc_jax.calibration.comparators.distances import squared_distances
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, Head, LinearHead
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class Raw(Comparator):

@@ -5,21 +5,24 @@ Random features and their Gram matrices are float32 at the highest matmul precis
 Gram matrix of thousands of correlated features has a condition number far beyond float32.
 """
 
-from functools import lru_cache
-from typing import Any
+from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import scipy.linalg
-from jaxtyping import Array, Float, Int
+import scipy.special
 
 from fdc_jax.calibration.comparators.base import Comparator, within_classes
-from fdc_jax.calibration.compiled import in_blocks
+from fdc_jax.calibration.compiled import in_blocks, jax, jnp
 from fdc_jax.calibration.inputs import BLOCK_ROWS
-from fdc_jax.heads import products, unit
+from fdc_jax.heads import namespace, products, unit
 
-_products = jax.jit(products)
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+_products = products if jax is None else jax.jit(products)
 RIDGES = 10.0 ** np.arange(-8, 9)
 
 
@@ -213,7 +216,7 @@ def relu_features(
     matrix: Float[Array, "d m"], features: Float[Array, "n d"]
 ) -> Float[Array, "n m"]:
     """Returns relu(g R)."""
-    return jax.nn.relu(products(features, matrix.T))
+    return jnp.maximum(products(features, matrix.T), 0.0)
 
 
 def _hidden(
@@ -229,7 +232,10 @@ def gelu_features(
     matrix: Float[Array, "d m"], features: Float[Array, "n d"]
 ) -> Float[Array, "n m"]:
     """Returns gelu(g R), with the exact gelu."""
-    return jax.nn.gelu(products(features, matrix.T), approximate=False)
+    inner = products(features, matrix.T)
+    if namespace(inner) is np:
+        return inner * scipy.special.ndtr(inner)
+    return jax.nn.gelu(inner, approximate=False)
 
 
 def _ridge_scores(
