@@ -55,19 +55,20 @@ def stack(
         arrays: of one shape or, with `least`, of different leading sizes.
         least: pad the leading size to `padded_size(_, least)`.
         fill: the padding. A task that is not there is all zero.
-        plain: for NumPy, as where JAX is not installed: the arrays stay a list.
+        plain: for NumPy, as where JAX is not installed: a list of the tasks' arrays, and no size
+            larger than the largest.
     """
-    if plain or jax is None:
-        return [np.asarray(array, np.float32) for array in arrays]
-    shape = np.shape(arrays[0])
+    plain, shape, tasks = plain or not jax, np.shape(arrays[0]), len(arrays)
     if least is not None:
-        shape = (padded_size(max(map(len, arrays)), least), *shape[1:])
-    tasks = padded_size(len(arrays), 8) if len(arrays) > 1 else 1
+        size = max(map(len, arrays))
+        shape = (size if plain else padded_size(size, least), *shape[1:])
+    if tasks > 1 and not plain:
+        tasks = padded_size(tasks, 8)
     stacked = np.full((tasks, *shape), fill, np.float32)
     stacked[len(arrays) :] = 0.0
     for task, array in enumerate(arrays):
         stacked[(task, slice(len(array))) if shape else task] = array
-    return jax.device_put(stacked)
+    return list(stacked) if plain else jax.device_put(stacked)
 
 
 def over_tasks(function: Callable[..., tuple[Any, ...]], *arrays: Any) -> tuple[Any, ...]:

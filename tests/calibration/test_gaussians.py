@@ -1,235 +1,195 @@
-"""Class Gaussians that follow the encoder against plain float64 NumPy on moved features."""
+"""Class Gaussians against plain float64 NumPy by explicit formulas, and what they cost."""
+
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from fdc_jax import calibration
-from fdc_jax.calibration import drift, transported
-from fdc_jax.calibration.components import TRANSPORTED, WHITENED
+from fdc_jax.calibration import drift, gaussians
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
 
-def previous_of(tasks, seed=7):
-    """Features of every task's samples by an encoder that differs from the task's own."""
-    rng = np.random.default_rng(seed)
-    found = [None]
-    for task in tasks[1:]:
-        matrix = np.eye(task.adapted.shape[1]) + 0.1 * rng.normal(size=(task.adapted.shape[1],) * 2)
-        noise = 0.1 * rng.normal(size=task.adapted.shape)
-        found.append((task.adapted @ matrix + 0.4 + noise).astype(np.float32))
-    return found
+def fitted(tasks, previous=None, dual=True):
+    return streams.fitted(tasks, dual=dual, previous=previous, method="gaussians")
 
 
-def moved(tasks, previous):
-    """The adapted training features of all tasks, moved as the newest encoder would have them."""
-    found = []
-    for task, before in zip(tasks, previous, strict=True):
-        if before is not None:
-            by = drift.fit_map(before, task.adapted)
-            found = [by.move(each) for each in found]
-        found.append(task.adapted.astype(np.float64))
-    return found
+def view_scores(features, labels, factors, unexplained, inputs):
+    """Class scores of one view: minus half the squared Mahalanobis distances, in float64.
 
-
-def distances(tasks, features, added):
-    """The covariance that all classes share, and of each class label, mean and deviations.
-
-    `added` is what maps left unexplained, summed over images.
+    `features` and `labels` are those of all tasks, `factors` of each class, and `unexplained` is
+    what maps left over, summed over images.
     """
-    width, labels = features[0].shape[1], np.concatenate([task.labels for task in tasks])
-    rows = np.concatenate(features).astype(np.float64)
-    names = np.unique(labels)
+    rows, labels = np.concatenate(features).astype(np.float64), np.concatenate(labels)
+    names, width = np.unique(labels), rows.shape[1]
     means = np.stack([rows[labels == c].mean(axis=0) for c in names])
-    dev = rows - means[np.searchsorted(names, labels)]
-    shared = (dev.T @ dev + added) / len(rows)
+    deviations = rows - means[np.searchsorted(names, labels)]
+    shared = (deviations.T @ deviations + unexplained) / len(rows)
     ridge = 0.1 + width / (len(rows) - len(names))
     base = 0.9 * shared + ridge * np.trace(shared) / width * np.eye(width)
     scores = []
-    for c, mean in zip(names, means, strict=True):
-        own = dev[labels == c]
-        # The leading directions are those of the covariance that the class had when it was learned.
-        scores.append((c, mean, own))
-    return base, scores
+    for mean, factor in zip(means, factors, strict=True):
+        near = inputs.astype(np.float64) - mean
+        inverse = np.linalg.inv(base + 0.1 * factor.T @ factor)
+        scores.append(-0.5 * np.einsum("nd,de,ne->n", near, inverse, near))
+    return np.stack(scores, axis=1)
 
 
-def expected(tasks, previous, adapted, pretrained):
-    """Class scores by both views from moved features; each class's factor is moved, too."""
-    total = 0.0
-    views = [
-        (moved(tasks, previous), [t.adapted for t in tasks], previous, adapted, 1.0),
-        ([t.pretrained for t in tasks], [t.pretrained for t in tasks], None, pretrained, 0.5),
-    ]
-    for features, at_the_time, before, inputs, weight in views:
-        unexplained, images = np.zeros((inputs.shape[1],) * 2), 0
-        for task, x in zip(tasks, before or [], strict=False):
-            if x is not None:
-                by = drift.fit_map(x, task.adapted)
-                unexplained = by.move_scatter(unexplained) + images * by.residual
-            images += len(task.labels)
-        base, classes = distances(tasks, features, unexplained)
-        columns = []
-        for c, mean, _ in classes:
-            t = next(i for i, task in enumerate(tasks) if c in task.labels)
-            own = at_the_time[t][tasks[t].labels == c].astype(np.float64)
-            values, vectors = np.linalg.eigh(np.cov(own.T, bias=True))
-            kept = np.argsort(values)[::-1][: min(8, len(own) - 1, len(values))]
-            factor = (vectors[:, kept] * np.sqrt(np.maximum(values[kept], 0))).T
-            for later in range(t + 1, len(tasks) if before else 0):
-                factor = factor @ drift.fit_map(before[later], tasks[later].adapted).matrix
-            near = inputs.astype(np.float64) - mean
-            inverse = np.linalg.inv(base + 0.1 * factor.T @ factor)
-            columns.append(-0.5 * np.einsum("nd,de,ne->n", near, inverse, near))
-        total = total + weight * np.stack(columns, axis=1)
-    return total
+def factors_of(features, labels):
+    """The eight leading principal directions of each class, as long as standard deviations."""
+    found = []
+    for c in np.unique(labels):
+        own = features[labels == c].astype(np.float64)
+        values, vectors = np.linalg.eigh(np.cov(own.T, bias=True))
+        kept = np.argsort(values)[::-1][: min(8, len(own) - 1, len(values))]
+        found.append((vectors[:, kept] * np.sqrt(np.maximum(values[kept], 0))).T)
+    return found
 
 
-@pytest.mark.parametrize("device", [False, True])
-@pytest.mark.parametrize("offset", [0.0, 100.0])
-def test_scores_are_those_of_gaussians_on_moved_features(device, offset):
-    tasks = streams.stream(3, 3, offset=offset)
-    previous = previous_of(tasks)
-    calibrator = streams.fitted(tasks, device=device, previous=previous, **TRANSPORTED)
-    inputs = streams.probe_inputs(tasks)
-    found = calibrator.score(*inputs)
-    scores = expected(tasks, previous, *inputs)
-    ends = np.cumsum([len(each) for each in calibrator.classes])[:-1]
-    by_task = np.stack([part.max(axis=1) for part in np.split(scores, ends, axis=1)], axis=1)
-    # Up to what all tasks share.
-    difference = found.task_scores - by_task
+def expected_scores(tasks, previous, adapted, pretrained=None):
+    """Class scores by view; earlier features and factors go along with every map."""
+    labels, features, factors = [task.labels for task in tasks], [], []
+    unexplained, images = 0.0, 0
+    for task, before in zip(tasks, previous or [None] * len(tasks), strict=True):
+        if before is not None:
+            by = drift.fit_map(before, task.adapted)
+            features = [by.move(each) for each in features]
+            factors = [factor @ by.matrix for factor in factors]
+            unexplained = by.matrix.T @ unexplained @ by.matrix if np.ndim(unexplained) else 0.0
+            unexplained = unexplained + images * by.residual
+        features.append(task.adapted.astype(np.float64))
+        factors += factors_of(task.adapted, task.labels)
+        images += len(task.labels)
+    found = {"adapted": view_scores(features, labels, factors, unexplained, adapted)}
+    if pretrained is not None:
+        own = [task.pretrained for task in tasks]
+        still = [factor for task in tasks for factor in factors_of(task.pretrained, task.labels)]
+        found["pretrained"] = view_scores(own, labels, still, 0.0, pretrained)
+    return found
+
+
+def assert_same_but_for_a_shift(found, expected):
+    """Every input may have a constant of its own, which all classes share."""
+    difference = found - expected
     spread = difference - difference.mean(axis=1, keepdims=True)
-    assert np.abs(spread).max() < 2e-3 * np.abs(by_task).std()
-    np.testing.assert_array_equal(found.label, scores.argmax(axis=1))
+    assert np.abs(spread).max() < 2e-3 * np.std(expected - expected.mean(axis=1, keepdims=True))
+    np.testing.assert_array_equal(found.argmax(axis=1), expected.argmax(axis=1))
 
 
-def test_without_drift_nothing_moves_and_without_transport_it_would_be_worse():
+@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_scores_are_those_of_gaussians_by_hand(offset, follows):
+    tasks = streams.stream(3, 3, offset=offset)
+    previous = streams.previous_of(tasks) if follows else None
+    found, inputs = fitted(tasks, previous), streams.probe_inputs(tasks)
+    expected = expected_scores(tasks, previous, *inputs)
+    # Where the adapted statistics stayed behind, the pretrained view counts fully.
+    total = expected["adapted"] + (0.5 if follows else 1.0) * expected["pretrained"]
+    scores = found.class_scores(*inputs)
+    assert_same_but_for_a_shift(scores, total)
+    for name, alone in expected.items():
+        label = found.components(*inputs)[f"{name}_view"].label
+        np.testing.assert_array_equal(label, alone.argmax(axis=1))
+    tasks_scores = found.score(*inputs)
+    np.testing.assert_array_equal(tasks_scores.label, total.argmax(axis=1))
+    parts = np.split(scores, np.cumsum([len(each) for each in found.classes])[:-1], axis=1)
+    best = np.stack([part.max(axis=1) for part in parts], axis=1)
+    np.testing.assert_array_equal(tasks_scores.task_scores, best)
+
+
+@pytest.mark.parametrize("width", [5, 200])
+def test_few_and_many_images_per_class_in_one_view(width):
+    tasks = streams.stream(4, 3, width=width)
+    inputs = streams.probe_inputs(tasks)[0]
+    found = fitted(tasks, dual=False)
+    assert_same_but_for_a_shift(
+        found.class_scores(inputs), expected_scores(tasks, None, inputs)["adapted"]
+    )
+    assert found.components(inputs).keys() == {"full"}
+
+
+def test_the_note_says_which_of_the_two_it_was():
+    tasks = streams.stream(5, 2)
+    one, follows = fitted(tasks[:1]), fitted(tasks, streams.previous_of(tasks))
+    assert one.note == "" and follows.note == "class Gaussians follow the encoder"
+    assert "stay as they were fitted" in fitted(tasks).note
+    assert one.follows is None and follows.follows is True and fitted(tasks).follows is False
+
+
+def test_without_drift_nothing_moves_and_with_it_standing_still_is_worse():
     tasks = streams.stream(5, 3)
-    still = streams.fitted(tasks, previous=[None, *(t.adapted for t in tasks[1:])], **TRANSPORTED)
+    still = fitted(tasks, [None, *(t.adapted for t in tasks[1:])])
     own = np.concatenate(
         [[t.adapted[t.labels == c].mean(axis=0) for c in np.unique(t.labels)] for t in tasks]
     )
-    np.testing.assert_allclose(still.gaussians[0].means, own, atol=1e-5)
+    np.testing.assert_allclose(still.views[0].means, own, atol=1e-5)
     # Every task turns all features a little further. Task t's images by E_s are turned s - t times
     # more than at their own time.
     angle = 0.35
     turn = np.eye(16, dtype=np.float32)
+    corner = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
     for i in range(0, 16, 2):
-        turn[i : i + 2, i : i + 2] = [
-            [np.cos(angle), -np.sin(angle)],
-            [np.sin(angle), np.cos(angle)],
-        ]
+        turn[i : i + 2, i : i + 2] = corner
     back = np.linalg.inv(turn)
     previous = [None, *((t.adapted @ back).astype(np.float32) for t in tasks[1:])]
-    test = np.concatenate(
-        [t.adapted @ np.linalg.matrix_power(turn, 2 - i) for i, t in enumerate(tasks)]
-    ).astype(np.float32)
-    labels = np.concatenate([t.labels for t in tasks])
+    turned = [t.adapted @ np.linalg.matrix_power(turn, 2 - i) for i, t in enumerate(tasks)]
+    test, labels = np.concatenate(turned), np.concatenate([t.labels for t in tasks])
 
     def right(before):
-        fitted = streams.fitted(tasks, dual=False, previous=before, **TRANSPORTED)
-        return (fitted.score(test).label == labels).mean()
+        return (fitted(tasks, before, dual=False).score(test).label == labels).mean()
 
-    stale = right([None, *(t.adapted for t in tasks[1:])])
-    assert right(previous) > 0.99 > 0.97 > stale
-
-
-def test_the_papers_scores_and_the_whitened_ones_stand_beside():
-    tasks = streams.stream(4, 3)
-    inputs = streams.probe_inputs(tasks)
-    both = streams.fitted(tasks, previous=previous_of(tasks), **TRANSPORTED, **WHITENED).terms(
-        *inputs
-    )
-    paper = streams.fitted(tasks).terms(*inputs)
-    whitened = streams.fitted(tasks, **WHITENED).terms(*inputs)
-    np.testing.assert_array_equal(both.fuse().task_scores, paper.fuse().task_scores)
-    assert sorted(both.beyond()) == ["transported", "whitened"]
-    np.testing.assert_array_equal(
-        both.beyond()["whitened"]["full"].task_scores, whitened.scores().task_scores
-    )
-    views = both.beyond()["transported"]
-    np.testing.assert_array_equal(views["full"].task_scores, both.scores().task_scores)
-    assert sorted(views) == ["adapted_view", "full", "pretrained_view", "raw"]
-    assert (both.scores(False, False).task_scores == 0).all()
-
-
-def test_statistics_do_not_depend_on_how_a_source_is_cut():
-    tasks = streams.stream(6, 2)
-    previous = previous_of(tasks)
-    whole = streams.fitted(tasks, previous=previous, **TRANSPORTED)
-    pieces = streams.new(**TRANSPORTED)
-    for task, before in zip(tasks, previous, strict=True):
-
-        def chunks(task=task):
-            for start in range(0, len(task.labels), 7):
-                rows = slice(start, start + 7)
-                yield task.adapted[rows], task.pretrained[rows], task.labels[rows]
-
-        pieces.fit_task(chunks, None, streams.head_of(task, "linear"), previous=before)
-    pieces.finalize()
-    for found, known in zip(pieces.gaussians, whole.gaussians, strict=True):
-        for part, other in zip(found, known, strict=True):
-            np.testing.assert_allclose(part, other, atol=1e-4)
+    assert right(previous) > 0.99 > 0.97 > right(None)
 
 
 def test_classes_without_images_and_single_images():
-    tasks = streams.stream(8, 2, classes=(3, 2), samples=(40, 30))
-    first = tasks[0]
+    first, second = tasks = streams.stream(8, 2, classes=(3, 2), samples=(40, 30))
     keep = first.rows != 2
     keep[np.flatnonzero(first.rows == 1)[1:]] = False  # One image of class 1, none of class 2.
-    calibrator = streams.new(**TRANSPORTED)
-    head = streams.head_of(first, "linear")
-    calibrator.fit_task(
-        first.adapted[keep], first.labels[keep], head, first.pretrained[keep], [0, 1, 2]
-    )
-    second = tasks[1]
-    head = streams.head_of(second, "linear")
-    calibrator.fit_task(
-        second.adapted, second.labels, head, second.pretrained, previous=second.adapted
-    )
-    calibrator.finalize()
-    found = calibrator.score(*streams.probe_inputs(tasks))
-    assert np.isfinite(found.task_scores).all()
-    assert 2 not in found.label
-    np.testing.assert_array_equal(calibrator.gaussians[0].factors[1:3], 0)
-
-
-def test_a_saved_calibrator_scores_the_same_and_takes_further_tasks(tmp_path):
-    tasks = streams.stream(9, 4)
-    previous, inputs = previous_of(tasks), streams.probe_inputs(tasks)
-    part = streams.fitted(tasks[:2], previous=previous[:2], **TRANSPORTED)
-    part.save(tmp_path / "part.npz")
-    again = calibration.load(tmp_path / "part.npz").to_numpy()
-    streams.same_scores(again, part, inputs)
-    streams.fit(again, tasks[2:], previous=previous[2:])
-    whole = streams.fitted(tasks, previous=previous, **TRANSPORTED)
-    streams.same_scores(again, whole, inputs)
-    arrays = dict(np.load(tmp_path / "part.npz"))
-    arrays["adapted_moved_means"][0, 0] = np.nan
-    np.savez(tmp_path / "part.npz", **arrays)
-    with pytest.raises(InputError, match="adapted_moved_means: holds values that are not finite"):
-        calibration.load(tmp_path / "part.npz")
-
-
-def test_storage_counts_the_gaussians_of_views_in_use():
-    tasks = streams.stream(2, 3)
-    counted = streams.fitted(tasks, previous=previous_of(tasks), **TRANSPORTED)
-    classes = 9
-    numbers = [classes * d * (1 + transported.RANK) + d * (d + 1) // 2 for d in (16, 12)]
-    assert counted.storage_bytes == 4 * (sum(numbers) + classes)
-    one = streams.fitted(
-        tasks, previous=previous_of(tasks), pretrained_view_weight=0, **TRANSPORTED
-    )
-    assert one.storage_bytes == 4 * (numbers[0] + classes)
+    found = calibration.Gaussians()
+    views = first.adapted[keep], first.labels[keep], None, first.pretrained[keep]
+    found.fit_task(*views, classes=[0, 1, 2])
+    found.fit_task(second.adapted, second.labels, None, second.pretrained, None, second.adapted)
     inputs = streams.probe_inputs(tasks)
-    np.testing.assert_array_equal(
-        one.score(inputs[0]).label, counted.terms(*inputs).scores(pretrained_view=False).label
+    scores = found.class_scores(*inputs)
+    assert np.isneginf(scores[:, 2]).all() and np.isfinite(np.delete(scores, 2, axis=1)).all()
+    assert 2 not in found.score(*inputs).label
+    np.testing.assert_array_equal(found.views[0].factors[1:3], 0)
+    # Nothing varies: distances are Euclidean.
+    constant = calibration.Gaussians()
+    constant.fit_task(first.adapted[:2], [4, 7])
+    np.testing.assert_array_equal(constant.score(first.adapted[:2]).label, [4, 7])
+
+
+def test_storage_counts_means_factors_and_half_of_a_symmetric_scatter():
+    tasks, classes = streams.stream(2, 3), 9
+    numbers = [classes * d * (1 + gaussians.RANK) + d * (d + 1) // 2 for d in (16, 12)]
+    assert fitted(tasks).storage_bytes == 4 * (sum(numbers) + classes)
+    assert fitted(tasks, dual=False).storage_bytes == 4 * (numbers[0] + classes)
+
+
+def test_a_tasks_features_are_not_held_while_fitting(tmp_path):
+    rng, labels = np.random.default_rng(0), np.repeat(np.arange(40), 1500)
+    for name in ("adapted", "previous"):
+        np.save(tmp_path / f"{name}.npy", rng.normal(size=(len(labels), 64)).astype(np.float32))
+    features, previous = (
+        np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("adapted", "previous")
     )
+    found = calibration.Gaussians()
+    found.fit_task(features, labels + 100)
+    tracemalloc.start()
+    try:
+        found.fit_task(features, labels, previous=previous)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Left-out images of the map and some blocks in float64, but not all images.
+    assert peak < features.nbytes / 2
 
 
 @pytest.mark.parametrize(
     ("before", "message"),
     [
-        (None, "previous features of task 1: expected, since .* train_previous_1"),
         (np.zeros((5, 16), np.float32), "expected 45 rows like the adapted features, found 5"),
         (np.zeros((45, 3), np.float32), "expected width 16, found 3"),
         (np.full((45, 16), np.nan, np.float32), "row 0 is not finite"),
@@ -237,9 +197,18 @@ def test_storage_counts_the_gaussians_of_views_in_use():
 )
 def test_previous_features_that_do_not_fit_change_nothing(before, message):
     tasks = streams.stream(1, 2)
-    calibrator = streams.fitted(tasks[:1], previous=[None], **TRANSPORTED)
-    known = calibrator.gaussians
-    with pytest.raises(InputError, match=message):
-        streams.fit(calibrator, tasks[1:], previous=[before])
-    assert calibrator.num_tasks == 1
-    assert calibrator.gaussians is known
+    found = fitted(tasks[:1])
+    known = found.views
+    with pytest.raises(InputError, match=f"^previous features of task 1: {message}"):
+        streams.fit(found, tasks[1:], previous=[before])
+    assert found.num_tasks == 1 and found.views is known and found.follows is None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_previous_features_come_for_all_tasks_or_for_none(first):
+    tasks = streams.stream(1, 3)
+    previous = streams.previous_of(tasks)
+    found = fitted(tasks[:2], previous[:2] if first else None)
+    with pytest.raises(InputError, match=r"^previous features of task 2: .* or of none"):
+        streams.fit(found, tasks[2:], previous=None if first else previous[2:])
+    assert found.num_tasks == 2
