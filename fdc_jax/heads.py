@@ -66,7 +66,7 @@ def _affine_logits(head: Any, features: Float[Any, "n d"]) -> Float[Any, "n c"]:
 
 
 class LinearHead(NamedTuple):
-    """Logits W h + b (paper, Eq. raw)."""
+    """Logits W h + b (paper, Eq. raw); b is zero where none is given."""
 
     weight: Float[Any, "c d"]
     bias: Float[Any, " c"] | float = 0.0
@@ -80,7 +80,7 @@ class LinearHead(NamedTuple):
 
 
 class NormalisedLinearHead(NamedTuple):
-    """Logits W h/|h| + b: linear on the feature's direction, rows of any length."""
+    """Logits W h/|h| + b: linear on the feature's direction, rows of any length; b may be zero."""
 
     weight: Float[Any, "c d"]
     bias: Float[Any, " c"] | float = 0.0

@@ -121,15 +121,6 @@ def test_a_subspace_of_all_variance_filters_nothing(seed, kind):
 
 
 @few
-@given(seeds)
-def test_one_task_has_no_residual_correction(seed):
-    stream = streams.stream(seed, 1)
-    terms = streams.fitted(stream).terms(*streams.probe_inputs(stream))
-    assert not any(evidence.any() for _, evidence, _, _ in terms.views)
-    np.testing.assert_array_equal(terms.fuse().task_scores, terms.fuse(rlc=False).task_scores)
-
-
-@few
 @given(seeds, st.floats(0.0, 3.0), st.floats(0.0, 3.0), st.booleans(), st.booleans())
 def test_corrections_are_bounded_by_the_score_scale(seed, alpha, beta, tsf, both):
     stream = streams.stream(seed)
@@ -158,24 +149,6 @@ def test_more_foreign_or_less_akin_lowers_the_score(seed):
     akin = np.stack([view.prototypes[0], -view.prototypes[0]])
     _, _, q, _ = found.terms(akin, pretrained).views[0]
     assert q[1, 0] < 0 < q[0, 0]
-
-
-@few
-@given(seeds)
-def test_duplicated_samples_change_nothing(seed):
-    stream = streams.stream(seed, samples=(30, 25, 40))
-    views = streams.mapped(stream, *[lambda view: np.repeat(view, 2, axis=0)] * 2)
-    twice = [task._replace(rows=np.repeat(task.rows, 2)) for task in views]
-    inputs = streams.probe_inputs(stream)
-    same(streams.fitted(twice).score(*inputs), streams.fitted(stream).score(*inputs))
-
-
-def test_cosine_heads_ignore_the_length_of_inputs_even_when_filtered():
-    (task,) = stream = streams.stream(6, 1)
-    calibrator = streams.fitted(stream, "cosine", dual=False, pac_weight=0.0)
-    terms, longer = (calibrator.terms(scale * task.adapted).measured for scale in (1.0, 50.0))
-    np.testing.assert_allclose(terms["filtered"], longer["filtered"], rtol=1e-5, atol=1e-5)
-    assert np.abs(terms["filtered"] - terms["raw"]).max() > 1e-2
 
 
 GAUSSIANS = {"method": "gaussians"}
