@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from scipy.stats import norm
 from sklearn.decomposition import PCA
 
@@ -86,29 +84,6 @@ def test_a_distant_mean_costs_no_digits(samples):
     )
     np.testing.assert_allclose(mean, wide, rtol=1e-6)
     np.testing.assert_allclose(found.T @ found, basis.T @ basis, atol=1e-5)
-
-
-@settings(max_examples=10, deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 1000),
-    samples=st.integers(2, 128),
-    # Below the samples: of deficient rank, as with repeated images.
-    rank=st.integers(1, 127),
-    decay=st.floats(0.7, 0.97),
-    share=st.sampled_from([0.3, 0.75, 0.95]),
-    offset=st.sampled_from([0.0, 10.0]),
-)
-def test_samples_and_their_scatter_give_the_same_subspace(
-    seed, samples, rank, decay, share, offset
-):
-    features = features_of_spectrum(seed, samples, 40, min(rank, samples - 1, 40), decay, offset)
-    # Repeated samples leave mean and directions as they are, and are more than the dimensions.
-    (_, few), (_, many) = (
-        mean_and_basis(np.tile(features, (times, 1)), share) for times in (1, 40)
-    )
-    assert few.shape == many.shape
-    np.testing.assert_allclose(few @ few.T, np.eye(len(few)), atol=1e-6)
-    np.testing.assert_allclose(few.T @ few, many.T @ many, atol=2e-4)
 
 
 def test_samples_that_repeat_span_what_one_copy_spans_and_leave_no_residual():
