@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, NoReturn
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -72,6 +72,14 @@ def stop_on_signals() -> Iterator[StopRequest]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+def did_you_mean(what: str, found: str, known: Iterable[str]) -> str:
+    """Returns a line that says what a word may be, and which of these it resembles."""
+    names = list(known)
+    near = difflib.get_close_matches(str(found), names, 1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{what}: expected one of {', '.join(names)}, found {found!r}{hint}"
 
 
 def counted(number: float, noun: str) -> str:

@@ -1,14 +1,13 @@
 """Classification heads as plain pytrees: features in, one logit per class of the task out.
 
 A head is what a learner leaves behind for one task. FDC keeps every head as it is and, with TSF,
-feeds it a filtered feature (paper, "Test-Time Calibration"). All but a user's own function are
-affine in h or in h/|h|: `head.affine` is that one form. `Float[Any, ...]` is an array of NumPy or
-JAX, and what is computed of it is of the same.
+feeds it a filtered feature (paper, "Test-Time Calibration"). All are affine in h or in h/|h|:
+`head.affine` is that one form. `Float[Any, ...]` is an array of NumPy or JAX, and what is computed
+of it is of the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,14 +17,6 @@ if TYPE_CHECKING:
 
 # Safeguard of every feature normalisation (paper, "Test-Time Calibration").
 NORM_FLOOR = 1e-12
-
-
-class Head(Protocol):
-    """What every head offers."""
-
-    def logits(self, features: Float[Any, "n d"]) -> Float[Any, "n c"]:
-        """Returns the scores of the task's classes, before any calibration."""
-        ...
 
 
 def namespace(*arrays: Any) -> Any:
@@ -55,6 +46,19 @@ class Affine(NamedTuple):
     normalised: bool
 
 
+class Head(Protocol):
+    """What every head offers."""
+
+    @property
+    def affine(self) -> Affine:
+        """The head as rows and a bias."""
+        ...
+
+    def logits(self, features: Float[Any, "n d"]) -> Float[Any, "n c"]:
+        """Returns the scores of the task's classes, before any calibration."""
+        ...
+
+
 def _affine_logits(head: Any, features: Float[Any, "n d"]) -> Float[Any, "n c"]:
     """Returns the logits of each feature, by the head's affine form."""
     rows, bias, normalised = head.affine
@@ -62,10 +66,10 @@ def _affine_logits(head: Any, features: Float[Any, "n d"]) -> Float[Any, "n c"]:
 
 
 class LinearHead(NamedTuple):
-    """Logits W h + b (paper, Eq. raw)."""
+    """Logits W h + b (paper, Eq. raw); b is zero where none is given."""
 
     weight: Float[Any, "c d"]
-    bias: Float[Any, " c"]
+    bias: Float[Any, " c"] | float = 0.0
 
     @property
     def affine(self) -> Affine:
@@ -76,10 +80,10 @@ class LinearHead(NamedTuple):
 
 
 class NormalisedLinearHead(NamedTuple):
-    """Logits W h/|h| + b: linear on the feature's direction, rows of any length."""
+    """Logits W h/|h| + b: linear on the feature's direction, rows of any length; b may be zero."""
 
     weight: Float[Any, "c d"]
-    bias: Float[Any, " c"]
+    bias: Float[Any, " c"] | float = 0.0
 
     @property
     def affine(self) -> Affine:
@@ -116,18 +120,7 @@ class NearestMeanHead(NamedTuple):
     logits = _affine_logits
 
 
-class FunctionHead(NamedTuple):
-    """A user's own head: `function(parameters, features) -> logits`."""
-
-    function: Callable[[Any, Float[Any, "n d"]], Float[Any, "n c"]]
-    parameters: Any = None
-
-    def logits(self, features: Float[Any, "n d"]) -> Float[Any, "n c"]:
-        """Returns whatever the user's function returns."""
-        return self.function(self.parameters, features)
-
-
-# The affine heads under the names that files and messages use.
+# The heads under the names that files and messages use.
 KINDS = {
     LinearHead: "linear",
     NormalisedLinearHead: "normalised_linear",

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from fdc_jax.calibration.inputs import blocks, float32
+
 if TYPE_CHECKING:
     from jaxtyping import Float
 
@@ -54,20 +56,24 @@ def fit_map(before: Float[np.ndarray, "n d"], after: Float[np.ndarray, "n d"]) -
     """Fits the map from features of some images to features of the same ones by a newer encoder.
 
     Args:
-        before: E_{t-1}(D_t).
+        before: E_{t-1}(D_t); read block by block, as memory maps may be.
         after: E_t(D_t), rows in the same order.
     """
-    before, after = before.astype(np.float64), after.astype(np.float64)
     count, width = before.shape
-    mean, target = before.mean(axis=0), after.mean(axis=0)
-    centred = before - mean
-    change = (after - target) - centred
-    energies, vectors = np.linalg.eigh(centred.T @ centred)
+    mean = sum(block.sum(axis=0, dtype=np.float64) for _, block in blocks(before)) / count
+    target = sum(block.sum(axis=0, dtype=np.float64) for _, block in blocks(after)) / count
+    scatter, cross = np.zeros((width, width)), np.zeros((width, width))
+    for (_, old), (_, new) in zip(blocks(before), blocks(after), strict=True):
+        centred = old - mean
+        scatter += centred.T @ centred
+        cross += centred.T @ ((new - target) - centred)
+    energies, vectors = np.linalg.eigh(scatter)
     energies = np.maximum(energies, 0.0)
-    rotated = vectors.T @ (centred.T @ change)
+    rotated = vectors.T @ cross
 
     some = np.unique(np.linspace(0, count - 1, min(count, LEFT_OUT)).astype(int))
-    inputs, truth = centred[some] @ vectors, change[some]
+    centred = float32(before[some]) - mean
+    inputs, truth = centred @ vectors, (float32(after[some]) - target) - centred
 
     def left_out(ridge: float) -> Float[np.ndarray, "n d"]:
         gains = _gains(energies, ridge)

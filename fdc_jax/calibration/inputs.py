@@ -1,14 +1,14 @@
 """What calibrators accept: features, labels and heads, checked and cut into blocks.
 
 Features and labels come as arrays of NumPy, JAX or any library that offers `__array__` or
-`__dlpack__`, as memory maps, or as functions that give the same chunks at every call.
+`__dlpack__`, or as memory maps.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -18,19 +18,13 @@ from fdc_jax.heads import KINDS
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-# Rows handed to the device at once while fitting. The last block is padded to the same size, so
-# that one compiled kernel per feature width serves every task.
-BLOCK_ROWS = 512
+# Rows that are read and computed with at once.
+BLOCK_ROWS = 1024
 
 VIEWS = ("adapted", "pretrained")
 
 # Number types of ml_dtypes, whose kind NumPy does not know.
 _SHORT_FLOATS = ("bfloat", "float8", "float6", "float4", "int4", "uint4", "int2", "uint2")
-
-# (adapted, pretrained or None, labels) of consecutive samples.
-Chunk = tuple[Any, Any, Any]
-# Called once per pass; every call starts again at the first sample.
-Source = Callable[[], Iterable[Chunk]]
 
 
 def host_array(value: Any, name: str) -> np.ndarray:
@@ -135,6 +129,12 @@ def finite_features(
     return array
 
 
+def check_finite(features: np.ndarray, name: str) -> None:
+    """Raises InputError naming the first row of features that is not finite in float32."""
+    for _ in blocks(features, name):
+        pass
+
+
 def class_labels(classes: Any, name: str) -> Int[np.ndarray, " c"]:
     """Returns the labels of a head's rows, in row order.
 
@@ -150,34 +150,10 @@ def class_labels(classes: Any, name: str) -> Int[np.ndarray, " c"]:
     return labels
 
 
-def task_source(adapted: Any, labels: Any, pretrained: Any, task: int) -> Source:
-    """Returns the task's samples as a source, whatever form they came in; see `FDC.fit_task`."""
-    if callable(adapted):
-        if labels is not None or pretrained is not None:
-            raise InputError(
-                f"task {task}: a source gives adapted, pretrained and labels together; "
-                "labels and pretrained must be None"
-            )
-        return cast(Source, adapted)
-    adapted = feature_array(adapted, f"adapted features of task {task}")
-    labels = label_array(labels, f"labels of task {task}")
-    _check_length(labels, adapted, "labels", task)
-    if pretrained is not None:
-        pretrained = feature_array(pretrained, f"pretrained features of task {task}")
-        _check_length(pretrained, adapted, "pretrained features", task)
-
-    def chunks() -> Iterator[Chunk]:
-        for start in range(0, len(adapted), BLOCK_ROWS):
-            rows = slice(start, start + BLOCK_ROWS)
-            yield adapted[rows], None if pretrained is None else pretrained[rows], labels[rows]
-
-    return chunks
-
-
 def score_views(
     adapted: Any, pretrained: Any, widths: Sequence[int], needs_pretrained: bool
-) -> list[np.ndarray | Array]:
-    """Returns the features of one or both views to be scored, on the device if they are there.
+) -> list[np.ndarray]:
+    """Returns the features of one or both views to be scored.
 
     `widths` are d and, where the tasks have a pretrained view, e; `needs_pretrained` tells whether
     such a view must be given where the tasks have it.
@@ -185,20 +161,15 @@ def score_views(
     if pretrained is None and len(widths) == 2 and needs_pretrained:
         raise InputError(
             "pretrained features: expected, since the tasks were fitted with them; leave them "
-            "out only with pretrained_view_weight 0"
+            "out only where that view has no weight"
         )
     if pretrained is not None and len(widths) == 1:
         raise InputError("pretrained features: the tasks were fitted without a pretrained view")
-    views = []
-    for view, value, width in zip(VIEWS, (adapted, pretrained), widths, strict=False):
-        if value is None and view == "pretrained":
-            continue
-        name = f"{view} features"
-        if _is_of_jax(value) and value.devices() == sys.modules["jax"].numpy.zeros(()).devices():
-            check_feature_shape(value.shape, value.dtype, name, width)
-        else:
-            value = feature_array(value, name, width)
-        views.append(value)
+    views = [
+        feature_array(value, f"{view} features", width)
+        for view, value, width in zip(VIEWS, (adapted, pretrained), widths, strict=False)
+        if not (value is None and view == "pretrained")
+    ]
     if len(views[-1]) != len(views[0]):
         raise InputError(
             f"pretrained features: expected {len(views[0])} rows like the adapted features, "
@@ -208,80 +179,83 @@ def score_views(
 
 
 def blocks(
-    source: Source, task: int, widths: Sequence[int] = ()
-) -> Iterator[tuple[list[Float[np.ndarray, "block _"]], Int[np.ndarray, " block"]]]:
-    """Walks over a source once; yields the views and the labels of `BLOCK_ROWS` samples at a time.
+    features: np.ndarray, name: str | None = None
+) -> Iterator[tuple[slice, Float[np.ndarray, "block d"]]]:
+    """Yields some rows of features at a time in float32, with their place.
 
-    Chunks of any length are gathered into blocks, so the blocks, and with them all statistics, do
-    not depend on how the source cuts its samples. Views must be those of earlier tasks, of these
-    `widths`, if there are any.
+    Where they have a `name`, raises InputError for the first row that is not finite.
     """
-    chunks = source()
-    if not isinstance(chunks, Iterable):
-        raise InputError(
-            f"source of task {task}: expected an iterable of chunks, found {type(chunks).__name__}"
-        )
-    waiting: list[np.ndarray] = []
-    seen = 0
-    for chunk in chunks:
-        views, labels = _checked_chunk(chunk, task, seen, widths)
-        widths = [each.shape[1] for each in views]
-        seen += len(labels)
-        parts = [*views, labels]
-        waiting = waiting or [part[:0] for part in parts]
-        # Copies, since a source may fill its arrays anew for the next chunk.
-        parts = [np.concatenate(pair) for pair in zip(waiting, parts, strict=True)]
-        whole = len(parts[-1]) // BLOCK_ROWS * BLOCK_ROWS
-        for start in range(0, whole, BLOCK_ROWS):
-            *views, labels = (part[start : start + BLOCK_ROWS] for part in parts)
-            yield views, labels
-        waiting = [part[whole:] for part in parts]
-    if waiting and len(waiting[-1]):
-        yield waiting[:-1], waiting[-1]
+    for start in range(0, len(features), BLOCK_ROWS):
+        place = slice(start, start + BLOCK_ROWS)
+        if name is None:
+            yield place, float32(features[place])
+        else:
+            yield place, finite_features(features[place], name, start=start)
 
 
-def _checked_chunk(
-    chunk: Chunk, task: int, start: int, widths: Sequence[int]
-) -> tuple[list[Float[np.ndarray, "n _"]], Int[np.ndarray, " n"]]:
-    try:
-        adapted, pretrained, labels = chunk
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"source of task {task}: expected (adapted, pretrained or None, labels) per chunk"
-        ) from error
+# A task ------------------------------------------------------------------------------------------
+
+
+class TaskInput(NamedTuple):
+    """What `fit_task` is given, checked but for the features' values.
+
+    Attributes:
+        task: its number, counted from 0.
+        views: adapted features and, where given, pretrained ones.
+        labels: of all samples.
+        classes: label of each head row.
+        counts: samples of each of them.
+        head: None where none is given.
+    """
+
+    task: int
+    views: list[np.ndarray]
+    labels: Int[np.ndarray, " n"]
+    classes: Int[np.ndarray, " c"]
+    counts: Int[np.ndarray, " c"]
+    head: Any
+
+    @property
+    def rows(self) -> Int[np.ndarray, " n"]:
+        """The place of each sample's label among `classes`."""
+        order = np.argsort(self.classes)
+        return order[np.searchsorted(self.classes, self.labels, sorter=order)]
+
+    def name(self, view: int) -> str:
+        """What messages call the features of a view."""
+        return f"{VIEWS[view]} features of task {self.task}"
+
+
+def task_views(
+    adapted: Any, labels: Any, pretrained: Any, task: int, widths: Sequence[int]
+) -> tuple[list[np.ndarray], Int[np.ndarray, " n"]]:
+    """Returns features and labels of a task, alike in rows and with the views of earlier tasks."""
     given = [adapted] if pretrained is None else [adapted, pretrained]
     if widths and len(given) != len(widths):
         had, have = ("none", "some") if len(widths) == 1 else ("some", "none")
         raise InputError(
-            f"pretrained features of task {task}: earlier samples had {had}, these have {have}; "
+            f"pretrained features of task {task}: earlier tasks had {had}, this one has {have}; "
             "give them for all tasks or for none"
         )
     views: list[np.ndarray] = []
-    for view, features, width in zip(VIEWS, given, widths or (None, None), strict=False):
-        name = f"{view} features of task {task}"
-        array = finite_features(features, name, width, start)
-        views.append(array)
-        _check_length(array, views[0], f"{view} features", task)
+    for view, value, width in zip(VIEWS, given, widths or (None, None), strict=False):
+        views.append(feature_array(value, f"{view} features of task {task}", width))
     labels = label_array(labels, f"labels of task {task}")
-    _check_length(labels, views[0], "labels", task)
+    for name, array in (("pretrained features", views[-1]), ("labels", labels)):
+        if len(array) != len(views[0]):
+            raise InputError(
+                f"{name} of task {task}: expected {len(views[0])} rows like the adapted features, "
+                f"found {len(array)}"
+            )
+    if not len(labels):
+        raise InputError(f"task {task}: expected at least one sample, found none")
     return views, labels
-
-
-def _check_length(array: np.ndarray, adapted: np.ndarray, name: str, task: int) -> None:
-    if len(array) != len(adapted):
-        raise InputError(
-            f"{name} of task {task}: expected {len(adapted)} rows like the adapted features, "
-            f"found {len(array)}"
-        )
-
-
-# Labels ------------------------------------------------------------------------------------------
 
 
 def task_classes(
     labels: Int[np.ndarray, " n"],
     task: int,
-    num_classes: int,
+    num_classes: int | None,
     named: Any,
     earlier: Sequence[Int[np.ndarray, " _"]],
 ) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
@@ -290,7 +264,7 @@ def task_classes(
     Args:
         labels: of all samples of the task.
         task: its number, for messages.
-        num_classes: rows of its head.
+        num_classes: rows of its head, None where it has none.
         named: the label of each row; None for the distinct labels, ascending.
         earlier: labels of earlier tasks.
 
@@ -300,6 +274,9 @@ def task_classes(
     values, first, counts = np.unique(labels, return_index=True, return_counts=True)
     if named is not None:
         named = class_labels(named, f"classes of task {task}")
+    if num_classes is None:
+        num_classes = len(values if named is None else named)
+    if named is not None:
         if len(named) != num_classes:
             raise InputError(
                 f"classes of task {task}: expected {num_classes} labels, one per row of the head, "
@@ -334,105 +311,47 @@ def task_classes(
 # Heads -------------------------------------------------------------------------------------------
 
 
-class HeadRows(NamedTuple):
-    """A built-in head: logits rows . h + bias, with h first divided by its norm if `normalised`."""
-
-    rows: Float[np.ndarray, "c d"]
-    bias: Float[np.ndarray, " c"]
-    normalised: bool
-
-
-def head_kind(head: Any, name: str) -> str:
-    """Returns a name of `heads.KINDS`, or "function" for any other head with logits.
+def checked_head(head: Any, name: str, width: int, like: Any) -> Any:
+    """Returns a head of `heads.KINDS` with float32 arrays; `width` is that of its input.
 
     Raises:
-        InputError: `head` has no method `logits`.
+        InputError: no such head, another kind than the head `like`, or an array of another shape
+            than [c, width] and [c], not of real numbers, or not finite.
     """
-    kind = KINDS.get(type(head))
-    if kind is None and not callable(getattr(head, "logits", None)):
-        raise InputError(f"{name}: expected a head with a method logits, found {type(head)}")
-    return kind or "function"
-
-
-def common_kind(heads: Sequence[Any]) -> str | None:
-    """Returns the kind shared by all heads, None when there are none.
-
-    Raises:
-        InputError: heads of different kinds.
-    """
-    kinds = [head_kind(head, f"head of task {task}") for task, head in enumerate(heads)]
-    for task, kind in enumerate(kinds):
-        if kind != kinds[0]:
-            raise InputError(
-                f"head of task {task}: expected a {kinds[0]} head like task 0, found {kind}"
-            )
-    return kinds[0] if kinds else None
-
-
-def head_rows(head: Any, name: str, width: int) -> HeadRows:
-    """Returns a built-in head (`heads.KINDS`), checked, in its affine form; `width` is its input's.
-
-    Raises:
-        InputError: an array of another shape than [c, width] and [c], not of real numbers, or not
-            finite.
-    """
-    parts = {}
+    if type(head) not in KINDS:
+        raise InputError(
+            f"{name}: expected one of {', '.join(kind.__name__ for kind in KINDS)} "
+            f"(fdc_jax.heads), found {type(head).__name__}"
+        )
+    if type(head) is not type(like):
+        raise InputError(
+            f"{name}: expected a {KINDS[type(like)]} head like task 0, found {KINDS[type(head)]}"
+        )
+    parts: dict[str, np.ndarray] = {}
     for part, value in head._asdict().items():
         plain = isinstance(value, int | float)
         array = host_array(np.asarray(value) if plain else value, f"{name}: {part}")
         check_real(array.dtype, f"{name}: {part}")
-        parts[part] = array.astype(np.float64)
+        parts[part] = float32(array).copy()  # Whoever gave it may go on training it.
     matrix, *others = parts
     rows = parts[matrix]
     if rows.ndim != 2 or len(rows) == 0 or rows.shape[1] != width:
         raise InputError(
             f"{name}: {matrix}: expected shape [classes, {width}], found {[*rows.shape]}"
         )
+    if "bias" in parts and parts["bias"].ndim == 0:
+        parts["bias"] = np.full(len(rows), parts["bias"])
     for part in others:
         shape = (len(rows),) if part == "bias" else ()
         if parts[part].shape != shape:
             expected = f"shape {[*shape]}" if shape else "a number"
             raise InputError(f"{name}: {part}: expected {expected}, found {[*parts[part].shape]}")
-    affine = type(head)(**parts).affine
-    bias = np.broadcast_to(affine.bias, len(rows))
-    result = HeadRows(float32(affine.rows), float32(bias), affine.normalised)
-    for part, values in (("weights", result.rows), ("bias", result.bias)):
+    for part, values in parts.items():
         if not np.isfinite(values).all():
-            row = int(np.argmin(np.isfinite(values.reshape(len(rows), -1)).all(axis=1)))
+            row = int(
+                np.argmin(
+                    np.isfinite(values.reshape(max(values.shape[:1], default=1), -1)).all(axis=1)
+                )
+            )
             raise InputError(f"{name}: {part}: row {row} is not finite")
-    return result
-
-
-def read_head(head: Any, name: str, one: Float[Any, "1 d"]) -> tuple[HeadRows | None, int]:
-    """Returns a head's affine form, None of a function; and how many classes it has.
-
-    `one` is any input of a head.
-
-    Raises:
-        InputError: of `head_kind`, `head_rows` and `function_logits`.
-    """
-    if head_kind(head, name) == "function":
-        return None, function_logits(head, one, None, name).shape[1]
-    rows = head_rows(head, name, one.shape[1])
-    return rows, len(rows.rows)
-
-
-def function_logits(
-    head: Any, features: Float[Any, "n d"], num_classes: int | None, name: str
-) -> Float[np.ndarray, "n c"]:
-    """Returns the logits of a head that is a user's own function, in float32.
-
-    Raises InputError unless they are [n, num_classes] finite numbers, with any number of classes
-    where `num_classes` is None.
-    """
-    logits = host_array(head.logits(features), f"{name}: logits")
-    check_real(logits.dtype, f"{name}: logits")
-    found, rows = logits.shape, len(features)
-    classes = num_classes or (found[1] if len(found) == 2 else 0)
-    if found != (rows, classes) or not classes:
-        expected = f"[{rows}, {num_classes or 'classes'}]"
-        raise InputError(f"{name}: expected logits of shape {expected}, found {[*found]}")
-    logits = float32(logits)
-    if not np.isfinite(logits).all():
-        raise InputError(f"{name}: its logits are not finite")
-    return logits
+    return type(head)(**parts)

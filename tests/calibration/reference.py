@@ -27,7 +27,7 @@ def normalise(rows):
 
 
 class Head:
-    """A head as (kind, arrays); kinds as in the package."""
+    """A head of a kind, named as in `fdc_jax.heads.KINDS`."""
 
     def __init__(self, kind, weight, bias=None, scale=1.0):
         self.kind, self.weight, self.scale = kind, np.asarray(weight, np.float64), scale
@@ -40,15 +40,8 @@ class Head:
             return normalise(h) @ self.weight.T + self.bias
         if self.kind == "cosine":
             return self.scale * normalise(h) @ normalise(self.weight).T
-        if self.kind == "nearest_mean":
-            unit, means = normalise(h), normalise(self.weight)
-            return -((unit[:, None] - means[None]) ** 2).sum(-1)
-        return self.weight_function(h)
-
-
-class Function(Head):
-    def __init__(self, function):
-        self.kind, self.weight_function = "function", function
+        unit, means = normalise(h), normalise(self.weight)
+        return -((unit[:, None] - means[None]) ** 2).sum(-1)
 
 
 class ViewOfTask:

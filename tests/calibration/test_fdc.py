@@ -1,4 +1,4 @@
-"""FDC against the float64 reference, its edge cases, and its messages."""
+"""FDC against the float64 reference, and its edge cases."""
 
 import itertools
 
@@ -6,13 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from fdc_jax import heads
-from fdc_jax.calibration import batching, fdc
-from fdc_jax.calibration.components import COMPONENTS, fuse_all
+from fdc_jax import calibration, heads
+from fdc_jax.calibration import compiled, equations, fdc
+from fdc_jax.errors import InputError
 from tests.calibration import streams
 
 TOLERANCE = 1e-4
-KINDS = ("linear", "normalised_linear", "cosine", "nearest_mean", "function")
+KINDS = ("linear", "normalised_linear", "cosine", "nearest_mean")
 
 
 def assert_equal_scores(found, expected, tolerance=TOLERANCE):
@@ -36,10 +36,10 @@ def reference_ranks(expected):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("offset", "device"), [(0.0, False), (30.0, True)])
-def test_statistics_and_scores_equal_the_reference(kind, offset, device):
+@pytest.mark.parametrize("offset", [0.0, 10.0])
+def test_statistics_and_scores_equal_the_reference(kind, offset):
     stream = streams.stream(3, 5, offset=offset)
-    found = streams.fitted(stream, kind, device=device)
+    found = streams.fitted(stream, kind)
     expected = streams.fitted_reference(stream, kind)
     assert ranks(found) == reference_ranks(expected)
     for view, (tasks, foreign) in enumerate(expected.views):
@@ -51,34 +51,15 @@ def test_statistics_and_scores_equal_the_reference(kind, offset, device):
                 own.basis.T @ own.basis, wanted.basis @ wanted.basis.T, atol=2e-5
             )
             np.testing.assert_allclose(own.prototypes, wanted.prototypes, atol=1e-6)
-            moments = wanted.rho_mean, wanted.rho_std, 1 - wanted.aff_mean, wanted.aff_std
-            np.testing.assert_allclose(own[4:], moments, rtol=1e-4, atol=1e-6)
+            moments = (wanted.rho_mean, wanted.rho_std), (wanted.aff_mean, wanted.aff_std)
+            np.testing.assert_allclose(own[3:], moments, rtol=3e-4, atol=1e-6)
     adapted, pretrained = streams.probe_inputs(stream)
     terms = found.terms(adapted, pretrained)
-    for view, evidence in enumerate((terms.adapted, terms.pretrained)):
+    for view, (_, evidence, q, _) in enumerate(terms.views):
         rlc, pac = expected.corrections(view, (adapted, pretrained)[view])
-        np.testing.assert_allclose(evidence.rlc, rlc, atol=3e-4)
-        np.testing.assert_allclose(evidence.pac, pac, atol=3e-4)
+        np.testing.assert_allclose(evidence, rlc, atol=3e-4)
+        np.testing.assert_allclose(np.tanh(q), pac, atol=3e-4)
     assert_equal_scores(terms.fuse(), expected.score(adapted, pretrained))
-
-
-@pytest.mark.parametrize(
-    ("kind", "affinity_reference"), [*((kind, "own") for kind in KINDS), ("linear", "nearest")]
-)
-def test_numpy_and_the_device_score_alike(kind, affinity_reference):
-    stream = streams.stream(6, 5, offset=30.0 if affinity_reference == "own" else 0.0)
-    weights = {"rlc_weight": 0.6, "pretrained_view_weight": 1.7}
-    choices = {"neighbours": 2, "affinity_reference": affinity_reference}
-    found = streams.fitted(stream, kind, device=True, **weights, **choices)
-    adapted, pretrained = streams.probe_inputs(stream)
-    adapted[0] = pretrained[0] = 0.0
-    plain = found.to_numpy().terms(adapted, pretrained)
-    terms = found.terms(adapted, pretrained)
-    for flags in itertools.product((True, False), repeat=5):
-        scores, expected = plain.fuse(*flags), terms.fuse(*flags)
-        assert streams.relative_error(scores.task_scores, expected.task_scores) < 2e-5
-        np.testing.assert_array_equal(scores.local_class, expected.local_class)
-        np.testing.assert_array_equal(scores.label, expected.label)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -95,21 +76,25 @@ def test_every_combination_of_components(kind):
             scores, expected.score(adapted, pretrained, tsf, rlc, pac, (first, second))
         )
     # All components off: the heads' own choice.
-    raw = found.raw(adapted, pretrained)
-    np.testing.assert_array_equal(scores.task_scores, raw.task_scores)
-    np.testing.assert_array_equal(scores.label, raw.label)
     logits = [expected.heads[task].logits(adapted.astype(np.float64)) for task in range(4)]
-    np.testing.assert_array_equal(raw.label, np.concatenate(logits, axis=1).argmax(axis=1))
+    np.testing.assert_array_equal(scores.label, np.concatenate(logits, axis=1).argmax(axis=1))
+    raw = streams.fitted(stream, kind, method="raw").score(adapted)
+    np.testing.assert_allclose(scores.task_scores, raw.task_scores, rtol=1e-5, atol=1e-5)
 
 
 def test_named_combinations_are_different_scores_and_those_of_one_view_need_two():
     stream = streams.stream(7, 3)
     inputs = streams.probe_inputs(stream)
-    scores = fuse_all(streams.fitted(stream).terms(*inputs))
-    assert scores.keys() == COMPONENTS.keys()
-    assert len({each.task_scores.tobytes() for each in scores.values()}) == len(COMPONENTS)
-    single = fuse_all(streams.fitted(stream, dual=False).terms(inputs[0]))
-    assert single.keys() == {name for name in COMPONENTS if "view" not in name}
+    found = streams.fitted(stream)
+    scores, terms = found.components(*inputs), found.terms(*inputs)
+    assert list(scores) == list(fdc.COMPONENTS)
+    assert len({each.task_scores.tobytes() for each in scores.values()}) == len(scores)
+    np.testing.assert_array_equal(scores["full"].task_scores, found.score(*inputs).task_scores)
+    for name, switches in {"tsf+pac": "rlc", "adapted_view": "pretrained_view"}.items():
+        alone = terms.fuse(**{switches: False}).task_scores
+        np.testing.assert_array_equal(scores[name].task_scores, alone)
+    single = streams.fitted(stream, dual=False).components(inputs[0])
+    assert single.keys() == {name for name in scores if "view" not in name}
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
@@ -125,7 +110,6 @@ def test_settings_equal_the_reference(kind, eta, gamma, neighbours, nearest):
         retained_energy=eta,
         attenuation=gamma,
         neighbours=neighbours,
-        affinity_reference="nearest" if nearest else "own",
         rlc_weight=0.7,
         pac_weight=1.3,
         adapted_view_weight=0.4,
@@ -135,12 +119,11 @@ def test_settings_equal_the_reference(kind, eta, gamma, neighbours, nearest):
         stream, kind, eta=eta, gamma=gamma, neighbours=neighbours, nearest=nearest
     )
     inputs = streams.probe_inputs(stream)
-    assert_equal_scores(
-        found.score(*inputs), expected.score(*inputs, alpha=0.7, beta=1.3, weights=(0.4, 2.0))
-    )
+    scores = found.terms(*inputs).fuse(nearest=nearest)
+    assert_equal_scores(scores, expected.score(*inputs, alpha=0.7, beta=1.3, weights=(0.4, 2.0)))
 
 
-@pytest.mark.parametrize("kind", ["linear", "function"])
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
 def test_adapted_view_alone(kind):
     stream = streams.stream(10, 3)
     found = streams.fitted(stream, kind, dual=False)
@@ -157,7 +140,7 @@ def test_adapted_view_alone(kind):
 def test_every_increment_scores_like_a_fresh_fit_and_the_reference():
     stream = streams.stream(13, 4)
     inputs = streams.probe_inputs(stream)
-    growing = streams.new()
+    growing = calibration.FDC()
     for count, task in enumerate(stream, 1):
         scores = streams.fit(growing, [task]).score(*inputs)
         growing.finalize()
@@ -167,21 +150,22 @@ def test_every_increment_scores_like_a_fresh_fit_and_the_reference():
         assert growing.num_tasks == count == scores.task_scores.shape[1]
 
 
-def test_many_tasks_are_taken_group_by_group(monkeypatch):
-    monkeypatch.setattr(batching, "TASK_GROUP", 3)
-    # Shapes of this test alone: what is compiled stays, and so would its groups.
-    stream = streams.stream(14, 6, width=7, pretrained_width=5, samples=(12, 9, 15))
-    expected, inputs = streams.fitted_reference(stream), streams.probe_inputs(stream)
-    for device in (False, True):
-        found = streams.fitted(stream, device=device)
-        assert_equal_scores(found.score(*inputs), expected.score(*inputs))
+def test_more_tasks_than_a_group():
+    count = compiled.TASK_GROUP + 1
+    stream = streams.stream(14, count, 7, 5, classes=(2, 3), samples=(12, 9, 15))
+    inputs = streams.probe_inputs(stream)
+    found = streams.fitted(stream)
+    assert_equal_scores(found.score(*inputs), streams.fitted_reference(stream).score(*inputs))
+    # Of more tasks than a group, all are padded; scores of classes are those of no padding either.
+    assert found.class_scores(*inputs).shape == (40, sum(len(task.bias) for task in stream))
 
 
 def test_scoring_compiles_once_per_shape():
     # Nine and ten tasks are padded to ten, batches to powers of two.
     stream = streams.stream(5, 10, classes=(3,), samples=(40,))
-    kernel = batching.compiled(fdc.score_batch, ("normalised", "neighbours", "nearest", "all_rows"))
-    found, inputs = streams.new(device=True), streams.probe_inputs(stream, size=64)
+    found, inputs = calibration.FDC(), streams.probe_inputs(stream, size=64)
+    static = "normalised", "gamma", "neighbours", "all_rows"
+    kernel, before = compiled._jitted(fdc.measure, static), 0
     for place, task in enumerate(stream):
         streams.fit(found, [task])
         if place == 8:
@@ -207,7 +191,7 @@ def test_replaced_heads_predict_with_the_old_scales(kind):
 def test_labels_may_be_any_integers_in_any_head_order():
     stream = streams.stream(17, 2)
     renamed = [np.array([-5, 900, 12]), np.array([7, 3, 10**12, 1])]
-    found = streams.new()
+    found = calibration.FDC()
     for task, names in zip(stream, renamed, strict=True):
         head = streams.head_of(task, "linear")
         found.fit_task(task.adapted, names[task.rows], head, task.pretrained, names)
@@ -224,7 +208,7 @@ def test_labels_may_be_any_integers_in_any_head_order():
 def test_a_class_without_samples_is_predicted_but_has_no_prototype(neighbours):
     task, other = streams.stream(18, 2)
     keep = task.rows != 1
-    found = streams.new(neighbours=neighbours)
+    found = calibration.FDC(neighbours=neighbours)
     head = heads.LinearHead(task.weight, task.bias)
     found.fit_task(task.adapted[keep], task.labels[keep], head, classes=[0, 1, 2])
     found.fit_task(other.adapted, other.labels, heads.LinearHead(other.weight, other.bias))
@@ -288,7 +272,7 @@ def test_tiny_features_meet_the_energy_floor_as_in_the_reference(scale):
 
 def test_empty_batches_and_batches_of_every_size_agree():
     stream = streams.stream(21, 3)
-    found = streams.fitted(stream, device=True)
+    found = streams.fitted(stream)
     adapted, pretrained = streams.probe_inputs(stream, size=10)
     empty = found.score(adapted[:0], pretrained[:0])
     assert empty.task_scores.shape == (0, 3) and empty.label.shape == (0,)
@@ -314,17 +298,48 @@ def test_storage_bytes_by_the_paper():
     assert frozen.storage_bytes == 4 * without
 
 
+def test_class_scores_rank_a_tasks_classes_like_its_filtered_logits():
+    stream = streams.stream(24, 3)
+    found, expected = streams.fitted(stream), streams.fitted_reference(stream)
+    adapted, pretrained = streams.probe_inputs(stream)
+    scores, tasks = found.class_scores(adapted, pretrained), found.score(adapted, pretrained)
+    np.testing.assert_array_equal(np.concatenate(found.classes)[scores.argmax(axis=1)], tasks.label)
+    ends = np.cumsum([len(each) for each in found.classes])[:-1]
+    for task, part in enumerate(np.split(scores, ends, axis=1)):
+        np.testing.assert_allclose(part.max(axis=1), tasks.task_scores[:, task], rtol=1e-5)
+        logits = expected.logits(task, adapted.astype(np.float64), True)
+        gaps = logits - logits.max(axis=1, keepdims=True)
+        np.testing.assert_allclose(part - part.max(axis=1, keepdims=True), gaps, atol=1e-4)
+
+
+def test_released_residuals_end_fitting_and_nothing_else():
+    stream = streams.stream(25, 3)
+    inputs, found = streams.probe_inputs(stream), streams.fitted(stream[:2])
+    before = found.score(*inputs)
+    found.finalize(release=True)
+    found.finalize()
+    np.testing.assert_array_equal(found.score(*inputs).task_scores, before.task_scores)
+    with pytest.raises(InputError, match="residuals were released: no further task"):
+        streams.fit(found, stream[2:])
+
+
 @pytest.mark.parametrize("processor", [True, False])
 def test_statistics_are_fitted_on_the_host_of_a_tpu(monkeypatch, caplog, processor):
     """Where JAX has the host's processor; scores are computed on the device."""
-    used, eigh, measured = [], fdc.eigh, fdc.score_batch
+    used, eigh, measured = [], equations.eigh, fdc.measure
 
-    def seen(function):
-        def call(*arguments, **options):
-            used.append((function.__name__, jax.config.jax_default_device))
-            return function(*arguments, **options)
+    def seen(name, place):
+        used.append((name, place))
 
-        return call
+    def decomposed(matrix):
+        with compiled._off_tpus():
+            seen("eigh", jax.config.jax_default_device)
+        return eigh(matrix)
+
+    def measure(*arguments, **options):
+        if not isinstance(arguments[1], np.ndarray):  # While tracing.
+            seen("measure", jax.config.jax_default_device)
+        return measured(*arguments, **options)
 
     def local_devices(backend):
         if processor:
@@ -334,14 +349,14 @@ def test_statistics_are_fitted_on_the_host_of_a_tpu(monkeypatch, caplog, process
     host = jax.devices()[0]
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     monkeypatch.setattr(jax, "local_devices", local_devices)
-    monkeypatch.setattr(fdc, "eigh", seen(eigh))
-    monkeypatch.setattr(fdc, "score_batch", seen(measured))
-    batching._host.cache_clear()
-    stream = streams.stream(2, 5)
-    calibrator = streams.fitted(stream, "linear")
+    monkeypatch.setattr(equations, "eigh", decomposed)
+    monkeypatch.setattr(fdc, "measure", measure)
+    compiled._host.cache_clear()
+    stream = streams.known(2, 5)
+    calibrator = streams.fitted(stream)
     calibrator.score(*streams.probe_inputs(stream))
-    batching._host.cache_clear()
+    compiled._host.cache_clear()
     where = host if processor else None
-    assert set(used) == {("eigh", where), ("score_batch", None)}
+    assert set(used) == {("eigh", where), ("measure", None)}
     (message,) = (each.getMessage() for each in caplog.records)
     assert ("on the host's processor" if processor else "JAX_PLATFORMS=tpu,cpu") in message

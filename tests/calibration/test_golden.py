@@ -41,10 +41,6 @@ CASES = {
     if " " not in name
 }
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(calibration, "make"), reason="calibrators have not got one interface yet"
-)
-
 
 def head(task, final=False):
     prefix = "final_" * (final and f"final_head_weight_{task}" in FEATURES)

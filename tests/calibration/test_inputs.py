@@ -1,27 +1,29 @@
-"""Every bad input gives one line that names the array, the task and the place."""
+"""What calibrators take as features, labels, heads and settings, and one line for what is wrong."""
 
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from fdc_jax import calibration, heads
-from fdc_jax.calibration.components import WHITENED_CLASSES
+from fdc_jax.calibration import inputs
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
-FIRST, SECOND = streams.stream(0, 2)
+FIRST, SECOND = streams.known(0, 2)
+LONG = (1300, 40, 700)
 
 
-def linear(task):
-    return heads.LinearHead(task.weight, task.bias)
-
-
-SECOND_HEAD = linear(SECOND)
-
-
-def head_of(weight=SECOND.weight, bias=SECOND.bias):
+def linear(weight=SECOND.weight, bias=SECOND.bias):
     return heads.LinearHead(weight, bias)
+
+
+FIRST_HEAD = linear(FIRST.weight, FIRST.bias)
 
 
 def spoiled(array, row, value):
@@ -33,165 +35,111 @@ def spoiled(array, row, value):
 def fit(
     adapted=SECOND.adapted,
     labels=SECOND.labels,
-    head=SECOND_HEAD,
+    head=None,
     pretrained=SECOND.pretrained,
     classes=None,
+    method="fdc",
     **settings,
 ):
     """Fits the first task as it is and the second with what the test changes."""
-    calibrator = streams.new(**settings)
-    calibrator.fit_task(FIRST.adapted, FIRST.labels, linear(FIRST), FIRST.pretrained)
-    before = calibrator.num_tasks, list(calibrator.tasks), len(calibrator.heads)
+    calibrator = calibration.make(method, **{"projections": 20} | settings)
+    calibrator.fit_task(FIRST.adapted, FIRST.labels, FIRST_HEAD, FIRST.pretrained)
+    before = dict(vars(calibrator))
     try:
-        calibrator.fit_task(adapted, labels, head, pretrained, classes)
+        calibrator.fit_task(
+            adapted, labels, linear() if head is None else head, pretrained, classes
+        )
     except InputError:
-        # A refused task leaves no trace.
-        assert (calibrator.num_tasks, list(calibrator.tasks), len(calibrator.heads)) == before
+        # A refused task leaves no trace: nothing was replaced, and lists are never changed.
+        assert all(value is before[name] for name, value in vars(calibrator).items())
+        assert calibrator.num_tasks == 1
         raise
     calibrator.finalize()
     return calibrator
 
 
-BAD_TASKS = [
+# One table of all that is said of a task, by what is wrong with the second one.
+TASKS = [
     (dict(adapted=spoiled(SECOND.adapted, 7, np.nan)), "adapted features of task 1: row 7 is not"),
-    (dict(pretrained=spoiled(SECOND.pretrained, 3, np.inf)), "pretrained features of task 1: row"),
-    (dict(adapted=SECOND.adapted[:, :-1]), "adapted features of task 1: expected width 16"),
+    (dict(adapted=spoiled(SECOND.adapted, 7, 1e30)), "row 7 is not finite, or too large"),
+    (dict(adapted=SECOND.adapted[:, :-1]), "adapted features of task 1: expected width 16, found"),
     (dict(adapted=SECOND.adapted[0]), r"features of task 1: expected shape .* found \[16\]"),
+    (dict(adapted=SECOND.adapted.astype(str)), "adapted features of task 1: expected real numbers"),
+    (dict(adapted=3), "adapted features of task 1: cannot be read as an array: it is no array"),
     (dict(labels=SECOND.labels[:-1]), "labels of task 1: expected 45 rows .* found 44"),
     (dict(labels=SECOND.labels.astype(float)), "labels of task 1: expected integers, found fl"),
+    (dict(labels=SECOND.labels[None]), r"labels of task 1: expected shape \[samples\], found"),
     (dict(labels=SECOND.labels - 1), "label 2 already belongs to task 0"),
     (dict(classes=[3, 4, 5, 9]), "label 6 at row 3 is none of the head's classes"),
     (dict(classes=[3, 4, 5, 5]), "classes of task 1: label 5 is named twice"),
+    (dict(classes=[]), "classes of task 1: expected at least one label, found none"),
+    (dict(classes=[3, 4, 5]), "classes of task 1: expected 4 labels, one per row of the head"),
+    (dict(labels=np.minimum(SECOND.labels, 5)), "found 3 classes, the head has 4 rows"),
+    (dict(labels=np.arange(45) + 3), "label 7 at row 4 is one more than the 4 classes of the head"),
+    (dict(pretrained=None), "pretrained features of task 1: earlier tasks had some, this one has"),
+    (dict(pretrained=SECOND.pretrained[1:]), "pretrained features of task 1: expected 45 rows"),
+    (
+        dict(pretrained=spoiled(SECOND.pretrained, 3, np.inf)),
+        "pretrained features of task 1: row 3",
+    ),
     (
         dict(adapted=SECOND.adapted[:0], labels=SECOND.labels[:0], pretrained=np.zeros((0, 12))),
-        "task 1: expected at least one sample",
+        "task 1: expected at least one sample, found none",
     ),
-    (dict(pretrained=None), "of task 1: earlier samples had some, these have none"),
-    (dict(head=head_of(weight=SECOND.weight[:, 1:])), "head of task 1: weight: expected shape"),
-    (dict(head=head_of(spoiled(SECOND.weight, 2, np.nan))), "head of task 1: weights: row 2"),
-    (dict(head=heads.CosineHead(SECOND.weight)), "head of task 1: expected a linear head like ta"),
-    (dict(head=SECOND.weight), "head of task 1: expected a head with a method logits"),
+]
+HEADS = [
+    (linear(SECOND.weight[:, 1:]), r"weight: expected shape \[classes, 16\], found \[4, 15\]"),
+    (linear(spoiled(SECOND.weight, 2, np.nan)), "weight: row 2 is not finite"),
+    (linear(bias=SECOND.bias[:3]), r"bias: expected shape \[4\], found \[3\]"),
+    (linear(SECOND.weight.astype(complex)), "weight: expected real numbers, found complex128"),
+    (heads.CosineHead(SECOND.weight), "expected a linear head like task 0, found cosine"),
+    (SECOND.weight, r"expected one of LinearHead, .* \(fdc_jax.heads\), found ndarray"),
 ]
 
 
-@pytest.mark.parametrize(("change", "message"), BAD_TASKS)
-def test_messages_of_fit_task(change, message):
+@pytest.mark.parametrize("method", ["fdc", "gaussians", "anacp-pretrained"])
+@pytest.mark.parametrize(("change", "message"), TASKS)
+def test_messages_of_fit_task(change, message, method):
+    if method == "anacp-pretrained" and change.keys() == {"adapted"} and "row 7" in message:
+        return  # A comparator looks at the values of its own view alone.
     with pytest.raises(InputError, match=message) as caught:
-        fit(**change)
+        fit(**change, method=method)
     assert "\n" not in str(caught.value)
 
 
-def test_a_task_whose_residuals_do_not_vary_is_warned_of(caplog):
-    with caplog.at_level(logging.WARNING, "fdc_jax"):
-        fit(SECOND.adapted[[0] * 45])
-    (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("task 1: the residual ratios of its training samples (45) do not vary ")
+@pytest.mark.parametrize(("head", "message"), HEADS)
+def test_messages_of_heads(head, message):
+    with pytest.raises(InputError, match=f"^head of task 1: {message}"):
+        fit(head=head)
 
 
-def test_ordinary_tasks_are_not_warned_of(caplog):
-    with caplog.at_level(logging.WARNING, "fdc_jax"):
-        fit()
-        fit(retained_energy=1.0)
-    assert not caplog.records
+def test_a_head_is_needed_by_those_that_read_it():
+    for name, method in calibration.METHODS.items():
+        found = calibration.make(name)
+        if method.needs_heads:
+            with pytest.raises(InputError, match="head"):
+                found.fit_task(FIRST.adapted, FIRST.labels, None, FIRST.pretrained)
+            assert found.num_tasks == 0
+    assert calibration.METHODS["fdc"].needs_heads
+    assert not calibration.METHODS["gaussians"].needs_heads
 
 
-def test_neighbours_beyond_the_classes_of_a_task():
-    with pytest.raises(InputError, match=r"task 0: 4 neighbours need .* found 3"):
-        fit(neighbours=4)
-    keep, head = SECOND.rows < 2, head_of(np.zeros((5, 16)), np.zeros(5))
-    views = SECOND.adapted[keep], SECOND.labels[keep], head, SECOND.pretrained[keep]
-    with pytest.raises(InputError, match=r"task 1: 3 neighbours need .* found 2"):
-        fit(*views, [3, 4, 5, 6, 7], neighbours=3)
+@pytest.mark.parametrize("head", [heads.LinearHead, heads.NormalisedLinearHead])
+def test_a_head_without_bias_has_biases_of_zero(head):
+    found, expected = (calibration.FDC() for _ in range(2))
+    bias = np.zeros(3, np.float32)
+    found.fit_task(FIRST.adapted, FIRST.labels, head(FIRST.weight))
+    expected.fit_task(FIRST.adapted, FIRST.labels, head(FIRST.weight, bias))
+    for each in (found, expected):
+        each.finalize()
+    streams.same_scores(found, expected, [SECOND.adapted])
+    np.testing.assert_array_equal(found.heads[0].bias, bias)
+    np.testing.assert_array_equal(
+        head(FIRST.weight).logits(FIRST.adapted), head(FIRST.weight, bias).logits(FIRST.adapted)
+    )
 
 
-def test_scoring_needs_finalized_tasks():
-    calibrator = streams.new()
-    with pytest.raises(InputError, match="no task was fitted"):
-        calibrator.finalize()
-    with pytest.raises(InputError, match="finalize, first"):
-        calibrator.score(FIRST.adapted)
-    streams.fit(calibrator, [FIRST], dual=False).score(FIRST.adapted)
-    calibrator.fit_task(SECOND.adapted, SECOND.labels, linear(SECOND))
-    with pytest.raises(InputError, match="finalize, first"):
-        calibrator.score(FIRST.adapted)
-
-
-@pytest.mark.parametrize(
-    ("adapted", "pretrained", "message"),
-    [
-        (FIRST.adapted[:, :5], FIRST.pretrained, "adapted features: expected width 16, found 5"),
-        (FIRST.adapted, FIRST.pretrained[:9], "pretrained features: expected 60 rows"),
-        (FIRST.adapted, None, "pretrained features: expected, since"),
-        (spoiled(FIRST.adapted, 50, np.inf), FIRST.pretrained, "adapted features: row 50 is not"),
-    ],
-)
-def test_messages_of_score(adapted, pretrained, message):
-    with pytest.raises(InputError, match=message):
-        fit().score(adapted, pretrained)
-
-
-def test_pretrained_features_without_a_pretrained_view():
-    calibrator = streams.new()
-    calibrator.fit_task(FIRST.adapted, FIRST.labels, linear(FIRST))
-    with pytest.raises(InputError, match="earlier samples had none, these have some"):
-        calibrator.fit_task(SECOND.adapted, SECOND.labels, linear(SECOND), SECOND.pretrained)
-    calibrator.finalize()
-    with pytest.raises(InputError, match="fitted without a pretrained view"):
-        calibrator.score(FIRST.adapted, FIRST.pretrained)
-
-
-@pytest.mark.parametrize(
-    ("new_heads", "message"),
-    [
-        ([linear(FIRST)], "heads: expected one per task, 2, found 1"),
-        ([linear(FIRST), linear(FIRST)], "head of task 1: expected 4 classes, found 3"),
-        ([linear(FIRST), heads.CosineHead(SECOND.weight)], "task 1: expected a linear head"),
-    ],
-)
-def test_messages_of_replace_heads(new_heads, message):
-    with pytest.raises(InputError, match=message):
-        fit().replace_heads(new_heads)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"neighbours": 3}, "neighbours: expected at most 2, the classes of task 1, found 3"),
-        ({"eta": 1}, "setting of FDC: expected one of retained_energy, .*, found 'eta'"),
-        ({"attenuation": 2}, "attenuation: expected 0 <= x <= 1, found 2"),
-    ],
-)
-def test_settings_are_checked_against_tasks_before_any_is_fitted(settings, message):
-    with pytest.raises(InputError, match=f"^{message}"):
-        calibration.check(settings, (4, 2, 5))
-
-
-def test_settings_that_suit_the_tasks_are_returned_whole():
-    found = calibration.check({"neighbours": 2, **{"pac_weight": 3}}, (4, 2, 5))
-    assert (found.neighbours, found.pac_weight, found.rlc_weight) == (2, 3.0, 1.0)
-    assert type(calibration.from_settings({"neighbours": 2})) is calibration.FDC
-    assert calibration.check(WHITENED_CLASSES, [1]).affinity.scope == "class"
-
-
-def giving(logits):
-    return heads.FunctionHead(lambda _, features: logits(features))
-
-
-@pytest.mark.parametrize(
-    ("head", "message"),
-    [
-        (heads.LinearHead(SECOND.weight.astype(complex), SECOND.bias), "weight: .* complex128"),
-        (heads.CosineHead(SECOND.weight, True), "scale: .* bool"),
-        (giving(lambda h: h[:, 0]), r"expected logits of shape \[1, classes\]"),
-        (giving(lambda h: None), "logits: cannot be read as an array"),
-        (giving(lambda h: h[:, :4] * np.nan), "its logits are not finite"),
-        (giving(lambda h: h[:, : 4 if len(h) == 1 else 2]), "expected logits of shape"),
-    ],
-)
-def test_heads_without_real_numbers_or_logits(head, message):
-    with pytest.raises(InputError, match=f"^head of task 0: {message}"):
-        streams.new().fit_task(SECOND.adapted, SECOND.labels, head)
-
+# Settings and names ------------------------------------------------------------------------------
 
 SETTINGS = {
     "retained_energy": (0.0, 1.1),
@@ -201,11 +149,6 @@ SETTINGS = {
     "adapted_view_weight": ("one",),
     "pretrained_view_weight": (float("inf"),),
     "neighbours": (0, 1.5, True),
-    "affinity_reference": ("foreign", "pooled"),
-    "affinity_metric": ("euclidean",),
-    "affinity_evidence": ("log",),
-    "affinity_scope": ("class",),
-    "transport": (1,),
 }
 
 
@@ -213,4 +156,295 @@ SETTINGS = {
 def test_settings_outside_their_range(setting):
     for value in SETTINGS[setting]:
         with pytest.raises(InputError, match=f"^{setting}: expected"):
-            calibration.from_settings({setting: value})
+            calibration.make("fdc", **{setting: value})
+
+
+def test_settings_are_numbers_of_their_kind():
+    found = calibration.Settings(neighbours=np.int64(2), pac_weight=3)
+    assert (found.neighbours, found.pac_weight, found.rlc_weight) == (2, 3.0, 1.0)
+    assert type(found.neighbours) is int and type(found.pac_weight) is float
+
+
+def test_unknown_names_and_settings_are_refused():
+    with pytest.raises(InputError, match=r"^calibrator: .* did you mean gaussians"):
+        calibration.make("gausians")
+    with pytest.raises(InputError, match="found 'neighbors'; did you mean neighbours"):
+        calibration.make("gaussians", neighbors=2)
+    # Those of others are for others: a caller gives all calibrators the same settings.
+    calibration.make("gaussians", neighbours=2, projections=10)
+    for name, method in calibration.METHODS.items():
+        made = method.make()
+        assert isinstance(made, calibration.Calibrator) and made.num_tasks == 0
+        assert method.needs_heads == made.needs_heads
+        assert name.partition("-")[0] == made.name or made.name == "ranpac"
+
+
+def test_neighbours_beyond_the_classes_of_a_task():
+    with pytest.raises(InputError, match=r"task 0: 4 neighbours need .* found 3"):
+        fit(neighbours=4)
+    keep, head = SECOND.rows < 2, linear(np.zeros((5, 16)), np.zeros(5))
+    views = SECOND.adapted[keep], SECOND.labels[keep], head, SECOND.pretrained[keep]
+    with pytest.raises(InputError, match=r"task 1: 3 neighbours need .* found 2"):
+        fit(*views, [3, 4, 5, 6, 7], neighbours=3)
+
+
+# Scoring -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", calibration.METHODS)
+def test_nothing_is_scored_before_a_task(method):
+    with pytest.raises(InputError, match="task"):
+        calibration.make(method).score(FIRST.adapted, FIRST.pretrained)
+
+
+def test_fdc_is_finalized_after_every_task():
+    found = calibration.FDC()
+    with pytest.raises(InputError, match="no task was fitted"):
+        found.finalize()
+    streams.fit(found, [FIRST], dual=False).score(FIRST.adapted)
+    found.fit_task(SECOND.adapted, SECOND.labels, linear())
+    with pytest.raises(InputError, match="finalize, first"):
+        found.score(FIRST.adapted)
+
+
+@pytest.mark.parametrize("method", ["fdc", "gaussians"])
+def test_messages_of_score(method):
+    found, one = fit(method=method), calibration.make(method)
+    for adapted, pretrained, message in [
+        (FIRST.adapted[:, :5], FIRST.pretrained, "adapted features: expected width 16, found 5"),
+        (FIRST.adapted, FIRST.pretrained[:9], "pretrained features: expected 60 rows like"),
+        (FIRST.adapted, None, "pretrained features: expected, since the tasks"),
+        (None, FIRST.pretrained, "adapted features: cannot be read as an array"),
+        (spoiled(FIRST.adapted, 50, np.inf), FIRST.pretrained, "adapted features: row 50 is not"),
+        (FIRST.adapted, spoiled(FIRST.pretrained, 9, np.nan), "pretrained features: row 9 is not"),
+        (FIRST.adapted.astype(bool), FIRST.pretrained, "adapted features: expected real numbers"),
+    ]:
+        with pytest.raises(InputError, match=f"^{message}"):
+            found.score(adapted, pretrained)
+    streams.fit(one, [FIRST], dual=False)
+    with pytest.raises(InputError, match="earlier tasks had none, this one has some"):
+        one.fit_task(SECOND.adapted, SECOND.labels, linear(), SECOND.pretrained)
+    with pytest.raises(InputError, match="fitted without a pretrained view"):
+        one.score(FIRST.adapted, FIRST.pretrained)
+
+
+@pytest.mark.parametrize("method", calibration.METHODS)
+def test_an_empty_batch_has_empty_scores(method):
+    found = fit(method=method)
+    for scores in found.components(FIRST.adapted[:0], FIRST.pretrained[:0]).values():
+        assert scores.task_scores.shape == scores.local_class.shape == (0, 2)
+        assert scores.label.shape == (0,)
+    assert found.class_scores(FIRST.adapted[:0], FIRST.pretrained[:0]).shape == (0, 7)
+
+
+@pytest.mark.parametrize(
+    ("new_heads", "message"),
+    [
+        ([FIRST_HEAD], "heads: expected one per task, 2, found 1"),
+        ([FIRST_HEAD, FIRST_HEAD], "head of task 1: expected 4 classes, found 3"),
+        ([FIRST_HEAD, heads.CosineHead(SECOND.weight)], "head of task 1: expected a linear head"),
+        ([FIRST_HEAD, None], "head of task 1: expected one of"),
+    ],
+)
+def test_messages_of_replace_heads(new_heads, message):
+    found = fit()
+    before = found.heads
+    with pytest.raises(InputError, match=message):
+        found.replace_heads(new_heads)
+    assert found.heads is before
+
+
+# Warnings ----------------------------------------------------------------------------------------
+
+
+def lines(caplog):
+    return [(each.name, each.getMessage()) for each in caplog.records]
+
+
+def test_a_head_in_another_order_is_warned_of_once(caplog):
+    with caplog.at_level(logging.WARNING, "fdc_jax"):
+        fit(head=linear(SECOND.weight[::-1], SECOND.bias[::-1]))
+    ((logger, line),) = lines(caplog)
+    assert logger == "fdc_jax.calibration"
+    assert line.startswith("task 1: its head is right about 0.0% of its own training samples (ch")
+    caplog.clear()
+    # Of classes that are named, in their order; and where no head is read, none is judged.
+    with caplog.at_level(logging.WARNING, "fdc_jax"):
+        fit(head=linear(SECOND.weight[::-1], SECOND.bias[::-1]), classes=[6, 5, 4, 3])
+        fit(head=linear(SECOND.weight[::-1], SECOND.bias[::-1]), method="gaussians")
+    assert not lines(caplog)
+
+
+def test_a_sample_of_a_long_task_tells_whether_its_head_is_weak(caplog):
+    (task,) = streams.known(3, 1, samples=(5000,))
+    read = []
+
+    class Watched(np.ndarray):
+        def __getitem__(self, key):
+            if isinstance(key, np.ndarray):
+                read.append(len(key))
+            return super().__getitem__(key)
+
+    with caplog.at_level(logging.WARNING, "fdc_jax"):
+        calibration.make("raw").fit_task(
+            task.adapted.view(Watched), task.labels, linear(task.weight[[1, 2, 0]], task.bias)
+        )
+    assert max(read) == 1000 and len(lines(caplog)) == 1
+
+
+def test_a_task_whose_residuals_do_not_vary_is_warned_of(caplog):
+    with caplog.at_level(logging.WARNING, "fdc_jax"):
+        fit(SECOND.adapted[[0] * 45])
+    told = [line for _, line in lines(caplog) if "residual" in line]
+    (line,) = told
+    assert line.startswith("adapted features of task 1: residual ratios of its samples (45) do not")
+
+
+def test_ordinary_tasks_are_not_warned_of(caplog):
+    with caplog.at_level(logging.WARNING, "fdc_jax"):
+        fit()
+        fit(retained_energy=1.0)
+    assert not caplog.records
+
+
+# Arrays of all kinds -----------------------------------------------------------------------------
+
+
+def test_arrays_of_the_caller_are_neither_changed_nor_held():
+    tasks = streams.known(4, 3)
+    expected = {
+        name: streams.fitted(tasks, previous=streams.previous_of(tasks), method=name)
+        for name in ("fdc", "gaussians", "raw", "ncm", "vim")
+    }
+    inputs_of = streams.probe_inputs(tasks)
+    for name, wanted in expected.items():
+        found = calibration.make(name)
+        for task, before in zip(tasks, streams.previous_of(tasks), strict=True):
+            given = [task.adapted.copy(), task.labels.copy(), task.pretrained.copy()]
+            weight, bias, classes = task.weight.copy(), task.bias.copy(), np.unique(task.labels)
+            for array in given:
+                array.flags.writeable = False
+            head = heads.LinearHead(weight, bias)
+            found.fit_task(*given[:2], head, given[2], classes, previous=before)
+            for array in (weight, bias, classes):
+                array[...] = 7
+        found.finalize()
+        streams.same_scores(found, wanted, inputs_of)
+
+
+def test_memory_maps_are_read_block_by_block(tmp_path, monkeypatch):
+    (task,) = streams.known(6, 1, samples=LONG)
+    np.save(tmp_path / "features.npy", task.adapted)
+    features = np.load(tmp_path / "features.npy", mmap_mode="r")
+    largest, convert = [], inputs.float32
+
+    def watched(array):
+        if isinstance(array, np.memmap):
+            largest.append(len(array))
+        return convert(array)
+
+    monkeypatch.setattr(inputs, "float32", watched)
+    found = streams.fitted([task._replace(adapted=features)], dual=False)
+    assert max(largest) == inputs.BLOCK_ROWS
+    streams.same_scores(found, streams.fitted([task], dual=False), [task.adapted[:9]])
+    scores = found.score(features)
+    np.testing.assert_array_equal(scores.task_scores, found.score(task.adapted).task_scores)
+    assert max(largest) == inputs.BLOCK_ROWS
+
+
+class ArrayTensor:
+    """An array of another library: offers one protocol and nothing else."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __array__(self, dtype=None, copy=None):
+        return np.array(self.array, dtype)
+
+
+class DlpackTensor:
+    def __init__(self, array):
+        self.__dlpack_device__ = array.__dlpack_device__
+        self.__dlpack__ = array.__dlpack__
+
+
+@pytest.mark.parametrize("convert", [ArrayTensor, DlpackTensor, jnp.asarray, np.ndarray.tolist])
+def test_arrays_of_other_libraries(convert):
+    stream, found = streams.stream(7, 2), calibration.FDC()
+    for task in stream:
+        head = heads.LinearHead(jnp.asarray(task.weight), jnp.asarray(task.bias))
+        found.fit_task(*map(convert, (task.adapted, task.labels)), head, convert(task.pretrained))
+    found.finalize()
+    probe = streams.probe_inputs(stream, size=300)
+    expected = streams.fitted(stream).score(*probe)
+    scores = found.score(*map(convert, probe))
+    np.testing.assert_array_equal(scores.task_scores, expected.task_scores)
+
+
+@pytest.mark.parametrize("method", ["fdc", "gaussians", "ranpac", "fecam"])
+@pytest.mark.parametrize(
+    ("dtype", "convert"),
+    [
+        (jnp.bfloat16, np.asarray),
+        (jnp.bfloat16, jnp.asarray),
+        (np.float16, np.asarray),
+        (np.float64, np.asarray),
+        (np.dtype(">f4"), np.asarray),
+        (np.dtype(">f8"), np.asarray),
+        (np.int16, np.asarray),
+    ],
+)
+def test_number_types_are_widened_before_any_statistic(dtype, convert, method):
+    stream = streams.stream(8, 2)
+
+    def given(view):
+        return convert((20 * view).astype(dtype))
+
+    def widened(view):
+        return (20 * view).astype(dtype).astype(np.float32)
+
+    found, expected = (
+        streams.fitted(
+            streams.mapped(stream, change, change),
+            method=method,
+            previous=[None, change(stream[1].adapted)],
+            projections=20,
+        ).score(*map(change, streams.probe_inputs(stream)))
+        for change in (given, widened)
+    )
+    np.testing.assert_array_equal(found.task_scores, expected.task_scores)
+    assert found.task_scores.dtype == expected.task_scores.dtype
+
+
+SHARDED = """
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from tests.calibration import streams
+
+assert len(jax.devices()) == 4
+mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+split = NamedSharding(mesh, PartitionSpec("data"))
+stream = streams.stream(9, 2, samples=(600, 48))
+probe = streams.probe_inputs(stream)
+expected = streams.fitted(stream)
+place = {
+    "sharded": lambda array: jax.device_put(array, split),
+    "elsewhere": lambda array: jax.device_put(array, jax.devices()[2]),
+}
+for name, put in place.items():
+    spread = streams.fitted(streams.mapped(stream, put, put))
+    streams.same_scores(spread, expected, list(map(put, probe)))
+print("equal")
+"""
+
+
+@pytest.mark.ci
+def test_arrays_on_several_devices():
+    root = Path(__file__).resolve().parents[2]
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(root)}
+    run = subprocess.run(
+        [sys.executable, "-c", SHARDED], env=environment, cwd=root, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip() == "equal"

@@ -102,9 +102,8 @@ def test_without_strength_scores_are_raw(seed, kind):
     stream = streams.stream(seed)
     found = streams.fitted(stream, kind, attenuation=0.0, rlc_weight=0.0, pac_weight=0.0)
     terms = found.terms(*streams.probe_inputs(stream))
-    np.testing.assert_allclose(
-        terms.fuse().task_scores, terms.raw().task_scores, rtol=1e-6, atol=1e-6
-    )
+    raw = terms.fuse(False, False, False).task_scores
+    np.testing.assert_allclose(terms.fuse().task_scores, raw, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(terms.raw_scale, terms.filtered_scale, rtol=1e-6)
 
 
@@ -116,17 +115,9 @@ def test_a_subspace_of_all_variance_filters_nothing(seed, kind):
     assert all(len(task.views[0].basis) == 16 for task in found.tasks)
     terms = found.terms(*streams.probe_inputs(stream))
     filtered = terms.fuse(rlc=False, pac=False)
-    np.testing.assert_allclose(filtered.task_scores, terms.raw().task_scores, rtol=1e-4, atol=1e-4)
-
-
-@few
-@given(seeds)
-def test_one_task_has_no_residual_correction(seed):
-    stream = streams.stream(seed, 1)
-    terms = streams.fitted(stream).terms(*streams.probe_inputs(stream))
-    assert not terms.adapted.rlc.any()
-    assert terms.pretrained is not None and not terms.pretrained.rlc.any()
-    np.testing.assert_array_equal(terms.fuse().task_scores, terms.fuse(rlc=False).task_scores)
+    np.testing.assert_allclose(
+        filtered.task_scores, terms.fuse(False, False, False).task_scores, rtol=1e-4, atol=1e-4
+    )
 
 
 @few
@@ -153,28 +144,47 @@ def test_more_foreign_or_less_akin_lowers_the_score(seed):
     along = view.mean + view.basis.sum(axis=0)
     adapted = np.stack([along, far]).astype(np.float32)
     pretrained = np.stack([found.tasks[0].views[1].mean] * 2)
-    evidence = found.terms(adapted, pretrained).adapted
-    assert evidence.rlc[0, 0] < 0 < evidence.rlc[1, 0]
+    _, rlc, _, _ = found.terms(adapted, pretrained).views[0]
+    assert rlc[0, 0] < 0 < rlc[1, 0]
     akin = np.stack([view.prototypes[0], -view.prototypes[0]])
-    evidence = found.terms(akin, pretrained).adapted
-    assert evidence.pac[1, 0] < 0 < evidence.pac[0, 0]
+    _, _, q, _ = found.terms(akin, pretrained).views[0]
+    assert q[1, 0] < 0 < q[0, 0]
+
+
+GAUSSIANS = {"method": "gaussians"}
+
+
+@few
+@given(seeds, scales)
+def test_gaussians_do_not_mind_affine_changes_of_both_encoders(seed, scale):
+    # But for shrinkage, which minds all but rotation, scale and shift.
+    rng = np.random.default_rng(seed)
+    stream = streams.stream(seed)
+    turns = [scale * np.linalg.qr(rng.normal(size=(size, size)))[0] for size in (16, 12)]
+    first, second = (lambda h, turn=turn: (h @ turn.T + 0.7).astype(np.float32) for turn in turns)
+    adapted, pretrained = streams.probe_inputs(stream)
+    before = streams.previous_of(stream)
+    for previous in (None, before):
+        changed = previous and [None, *map(first, previous[1:])]
+        moved = streams.fitted(streams.mapped(stream, first, second), previous=changed, **GAUSSIANS)
+        still = streams.fitted(stream, previous=previous, **GAUSSIANS)
+        found, expected = (
+            each.class_scores(*probe)
+            for each, probe in (
+                (moved, (first(adapted), second(pretrained))),
+                (still, (adapted, pretrained)),
+            )
+        )
+        assert streams.relative_error(found - found[:, :1], expected - expected[:, :1]) < 1e-3
 
 
 @few
 @given(seeds)
-def test_duplicated_samples_change_nothing(seed):
-    stream = streams.stream(seed, samples=(30, 25, 40))
-    views = streams.mapped(stream, *[lambda view: np.repeat(view, 2, axis=0)] * 2)
-    twice = [task._replace(rows=np.repeat(task.rows, 2)) for task in views]
+def test_gaussians_that_stay_do_not_depend_on_the_order_of_tasks(seed):
+    stream = streams.stream(seed)
     inputs = streams.probe_inputs(stream)
-    same(streams.fitted(twice).score(*inputs), streams.fitted(stream).score(*inputs))
-
-
-def test_cosine_heads_ignore_the_length_of_inputs_even_when_filtered():
-    (task,) = stream = streams.stream(6, 1)
-    calibrator = streams.fitted(stream, "cosine", dual=False, pac_weight=0.0)
-    terms, longer = (calibrator.terms(scale * task.adapted) for scale in (1.0, 50.0))
-    np.testing.assert_allclose(
-        terms.filtered_logits.logit, longer.filtered_logits.logit, rtol=1e-5, atol=1e-5
-    )
-    assert np.abs(terms.filtered_logits.logit - terms.raw_logits.logit).max() > 1e-2
+    forward = streams.fitted(stream, **GAUSSIANS).score(*inputs)
+    turned = streams.fitted(stream[::-1], **GAUSSIANS).score(*inputs)
+    expected = forward.task_scores - forward.task_scores[:, :1]
+    found = turned.task_scores[:, ::-1] - turned.task_scores[:, -1:]
+    assert streams.relative_error(found, expected) < 1e-3

@@ -1,29 +1,28 @@
-"""What every comparator does around its own formula: check a task, keep its statistics, score.
+"""What every comparator does around its own formula: take a task's statistics, solve, score.
 
 A method writes `_collect`, which makes a task's samples into its statistics, and either
-`_class_scores` or, for routers that keep the heads' classes, `_score`. Moments are taken in float64
-on the host, where they cost nothing; products over samples are float32 at the highest precision.
+`_class_scores` or, for routers that keep the heads' classes, `_logits` and `_task_score`. Moments
+are taken in float64 on the host, where they cost nothing; products over samples are float32.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
 
 from fdc_jax.calibration import inputs
-from fdc_jax.calibration.scores import Scores
+from fdc_jax.calibration.calibrator import Calibrator, Scores, best_by_task
 from fdc_jax.errors import InputError
-from fdc_jax.heads import Head, LinearHead
+from fdc_jax.heads import LinearHead
 
-# Rows handed to the device at once, so that memory does not grow with the batch.
-ROWS = 1024
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
 
 
-class Comparator:
-    """The interface of FDC, and the tasks seen so far.
+class Comparator(Calibrator):
+    """A calibrator that reads one view.
 
     Args:
         view: which features the method reads, "adapted" or "pretrained".
@@ -31,109 +30,60 @@ class Comparator:
 
     Raises:
         InputError: `view` or `variant` is unknown.
+
+    Attributes:
+        statistics: of each task, what `_collect` returned.
+        total: a sum over all tasks; of both the numbers count as storage.
     """
 
-    name = ""
     variants: tuple[str, ...] = ()
-    # None, "head" for any head, or "linear" for a `LinearHead`.
-    needs: str | None = None
+    # Whether heads must be `LinearHead`s.
+    needs_linear: bool = False
 
     def __init__(self, view: str = "adapted", variant: str | None = None):
-        if view not in inputs.VIEWS:
-            raise InputError(
-                f"{self.name}: view: expected {' or '.join(inputs.VIEWS)}, found {view!r}"
-            )
-        if variant is not None and variant not in self.variants:
-            raise InputError(
-                f"{self.name}: variant: expected {' or '.join(self.variants)}, found {variant!r}"
-            )
+        super().__init__()
+        known = (("view", view, inputs.VIEWS), ("variant", variant, (None, *self.variants)))
+        for field, value, words in known:
+            if value not in words:
+                expected = " or ".join(word for word in words if word)
+                raise InputError(f"{self.name}: {field}: expected {expected}, found {value!r}")
         self.view, self.variant = view, variant or next(iter(self.variants), None)
-        self.classes: list[Int[np.ndarray, " c"]] = []
-        self.heads: list[Any] = []
-        # Of each task, and one sum over all tasks; numbers for the storage both.
         self.statistics: list[Any] = []
         self.total: Any = None
-        self.width = 0
-        # Per task, which classes have samples; the others are never predicted from statistics.
-        self._present: list[Bool[np.ndarray, " c"]] = []
-        self._solved: Any = None
+        self._forget()
 
-    def fit_task(
-        self,
-        adapted: Any,
-        labels: Any,
-        head: Head | None = None,
-        pretrained: Any = None,
-        classes: Any = None,
-    ) -> None:
-        """Takes one more task, as `FDC.fit_task` does: features [n, d] and [n, d'], labels [n].
+    def fit_task(self, adapted, labels, head=None, pretrained=None, classes=None, previous=None):
+        """See `Calibrator.fit_task`."""
+        given = self._task(adapted, labels, head, pretrained, classes)
+        index = inputs.VIEWS.index(self.view)
+        if index >= len(given.views):
+            raise InputError(f"{self.name}: expected pretrained features of task {given.task}")
+        features = inputs.finite_features(given.views[index], given.name(index))
+        # The method sees the classes that have samples, numbered from 0.
+        _, rows = np.unique(given.rows, return_inverse=True)
+        self.statistics = [*self.statistics, self._collect(features, rows, given.head)]
+        self._append(given)
 
-        Methods that read no head need none; of the two views the method's own is read.
-
-        Raises:
-            InputError: the view or a head is missing, shapes differ, a value is not finite, a
-                label is outside the head's classes, or a class belongs to an earlier task. Nothing
-                has changed then.
-        """
-        task = len(self.classes)
-        features = self._features(adapted, pretrained, f" of task {task}", self.width or None)
-        labels = inputs.label_array(labels, f"labels of task {task}")
-        if not len(labels) or len(labels) != len(features):
-            raise InputError(
-                f"labels of task {task}: expected at least one, and as many as there are rows of "
-                f"features, {len(features)}; found {len(labels)}"
-            )
-        if classes is not None:
-            classes = inputs.class_labels(classes, f"classes of task {task}")
-        rows = len(np.unique(labels) if classes is None else classes)
-        names, counts = inputs.task_classes(labels, task, rows, classes, self.classes)
-        present = counts > 0
-        self._check_head(head, len(names), features.shape[1], task)
-        order = np.argsort(names[present])
-        rows = order[np.searchsorted(names[present], labels, sorter=order)]
-        self.statistics.append(self._collect(features, rows, head))
-        self.classes.append(names)
-        self._present.append(present)
-        if head is not None:
-            self.heads.append(head)
-        self.width, self._solved = features.shape[1], None
-
-    def replace_heads(self, heads: Sequence[Head]) -> None:
-        """Predicts with other heads from now on; statistics stay those of fit time.
-
-        Raises:
-            InputError: not one head per task, or heads that `fit_task` refuses.
-        """
-        if len(heads) != len(self.classes):
-            raise InputError(
-                f"{self.name}: heads: expected one per task, {len(self.classes)}, found "
-                f"{len(heads)}"
-            )
-        for task, (head, rows) in enumerate(zip(heads, self.classes, strict=True)):
-            self._check_head(head, len(rows), self.width, task)
-        self.heads = list(heads)
-
-    def finalize(self) -> None:
+    def finalize(self, release: bool = False) -> None:
         """Solves for what scoring needs of all tasks; more may follow, then finalize again."""
         if self.classes and self._solved is None:
             self._solved = self._solve()
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
-        """Scores a batch [n, d] of the method's view; the other one may be None.
+        """See `Calibrator.score`; of the view that the method does not read, None will do."""
+        return best_by_task(self.class_scores(adapted, pretrained), self.classes)
 
-        Raises:
-            InputError: no task was fitted, the view is missing, or values or widths are wrong.
-        """
-        if not self.classes:
-            raise InputError(f"{self.name}: expected at least one fitted task before scoring")
-        features = self._features(adapted, pretrained, "", self.width)
-        self.finalize()
-        return self._score(features)
+    def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
+        """See `Calibrator.class_scores`; minus infinity for classes without a sample."""
+        found = self._class_scores(self._features(adapted, pretrained))
+        scores = np.full((len(found), sum(map(len, self.classes))), -np.inf, found.dtype)
+        scores[:, np.concatenate(self.counts) > 0] = found
+        return scores
 
     @property
     def storage_bytes(self) -> int:
         """Bytes of the statistics, all in float32, beyond encoder and heads."""
-        return 4 * sum(np.size(part) for part in jax.tree.leaves((self.statistics, self.total)))
+        return 4 * _count((self.statistics, self.total))
 
     def _collect(
         self, features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"], head: Any
@@ -143,53 +93,38 @@ class Comparator:
     def _solve(self) -> Any:
         """Returns what scoring needs of all tasks."""
 
-    def _score(self, features: Float[np.ndarray, "n d"]) -> Scores:
-        """The best class of each task decides: its score is the task's, its row the class."""
-        found = self._class_scores(features)
-        present = np.concatenate(self._present)
-        scores = np.full((len(features), len(present)), -np.inf, found.dtype)
-        scores[:, present] = found
-        bounds = np.cumsum([len(rows) for rows in self.classes])[:-1]
-        return best_by_task(np.split(scores, bounds, axis=1), self.classes)
-
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         """Returns a score for each class that has samples, tasks in order."""
         raise NotImplementedError
 
-    def _features(
-        self, adapted: Any, pretrained: Any, where: str, width: int | None
-    ) -> Float[np.ndarray, "n d"]:
-        value = adapted if self.view == "adapted" else pretrained
+    def _features(self, adapted: Any, pretrained: Any) -> Float[np.ndarray, "n d"]:
+        """Returns the features to score, of the method's own view; solves where it is still due."""
+        if not self.classes:
+            raise InputError(f"{self.name}: expected at least one fitted task before scoring")
+        self.finalize()
+        index = inputs.VIEWS.index(self.view)
+        value, name = (adapted, pretrained)[index], f"{self.view} features"
         if value is None:
-            raise InputError(
-                f"{self.name} (view {self.view}):{where.removeprefix(' of') or ' the input'} has "
-                f"no {self.view} features"
-            )
-        return inputs.finite_features(value, f"{self.view} features{where}", width)
+            raise InputError(f"{self.name}: {name}: expected, as the method reads them")
+        return inputs.finite_features(value, name, self.widths[index])
 
-    def _check_head(self, head: Head | None, num_classes: int, width: int, task: int) -> None:
-        if self.needs is None:
-            return
-        if head is None:
-            raise InputError(f"{self.name}: task {task} has no head, and the method needs one")
-        if self.needs == "linear" and not isinstance(head, LinearHead):
+    def _head(self, head: Any, task: int, width: int, first: Any = None) -> Any:
+        if self.needs_linear and not isinstance(head, LinearHead):
             raise InputError(
                 f"{self.name}: needs linear heads, the head of task {task} is a "
                 f"{type(head).__name__}"
             )
-        name = f"head of task {task}"
-        _, found = inputs.read_head(head, name, jnp.zeros((1, width), jnp.float32))
-        if found != num_classes:
-            raise InputError(f"{name}: expected {num_classes} classes, found {found}")
+        return super()._head(head, task, width, first)
+
+    def _forget(self) -> None:
+        self._solved: Any = None
 
 
-def best_by_task(parts: Sequence[np.ndarray], classes: Sequence[np.ndarray]) -> Scores:
-    """Scores of tasks from scores [n, c] of each task's classes: the best class decides."""
-    return Scores(
-        np.stack([part.max(axis=1) for part in parts], axis=1),
-        np.stack([part.argmax(axis=1) for part in parts], axis=1),
-        tuple(classes),
-    )
+def _count(tree: Any) -> int:
+    """Returns how many numbers there are in lists and tuples of arrays."""
+    if isinstance(tree, list | tuple):
+        return sum(map(_count, tree))
+    return 0 if tree is None else np.size(tree)
 
 
 def within_classes(
@@ -210,15 +145,8 @@ def class_means(
     return totals / np.bincount(rows)[:, None]
 
 
-def in_blocks(
-    function: Callable[[Float[Array, "rows d"]], Float[Array, "rows m"]],
-    features: Float[np.ndarray, "n d"],
-) -> Float[np.ndarray, "n m"]:
-    """Applies a function to some rows at a time; zero rows fill blocks, so that few sizes occur."""
-    parts = []
-    for start in range(0, max(len(features), 1), ROWS):
-        part = features[start : start + ROWS]
-        missing = min(ROWS, 1 << max(len(part) - 1, 0).bit_length()) - len(part)
-        block = jnp.asarray(np.pad(part, ((0, missing), (0, 0))))
-        parts.append(np.asarray(function(block))[: len(part)])
-    return np.concatenate(parts)
+def split_tasks(
+    values: Float[np.ndarray, "n classes"], classes: Sequence[Int[np.ndarray, " c"]]
+) -> list[Float[np.ndarray, "n c"]]:
+    """Cuts columns of all classes into those of each task."""
+    return np.split(values, np.cumsum([len(rows) for rows in classes])[:-1], axis=1)

@@ -6,22 +6,20 @@ factor F with S^-1 = F F', so that a distance is |(g - m) F|^2, a sum of squares
 evaluates without cancellation.
 """
 
-from functools import partial
-from typing import Any
+from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import scipy.linalg
-from jaxtyping import Array, Float
 
-from fdc_jax.calibration.comparators.base import (
-    Comparator,
-    class_means,
-    in_blocks,
-    within_classes,
-)
+from fdc_jax.calibration.comparators.base import Comparator, class_means, within_classes
+from fdc_jax.calibration.compiled import in_blocks, jnp
+from fdc_jax.calibration.equations import energy
 from fdc_jax.heads import products, unit
+
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float
 
 
 class NearestClassMean(Comparator):
@@ -37,11 +35,11 @@ class NearestClassMean(Comparator):
     def _collect(self, features, rows, head) -> Float[np.ndarray, "c d"]:
         return class_means(features, rows).astype(np.float32)
 
-    def _solve(self) -> Float[Array, "classes d"]:
-        return jnp.asarray(np.concatenate(self.statistics))
+    def _solve(self) -> Float[np.ndarray, "classes d"]:
+        return np.concatenate(self.statistics)
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
-        return in_blocks(partial(_cosines, self._solved), features)
+        return in_blocks(_cosines, self._solved, {"features": features})
 
 
 class NearestMeanOfExemplars(NearestClassMean):
@@ -80,14 +78,12 @@ class Mahalanobis(Comparator):
 
     name = "mahalanobis"
     variants = ("shared", "per_task", "relative")
-    _count = 0
 
     def _collect(self, features, rows, head) -> Any:
         wide = features.astype(np.float64)
         means, scatter = within_classes(wide, rows)
         if self.variant == "shared":
             self.total = scatter if self.total is None else self.total + scatter
-            self._count += len(wide)
             return means
         gaussians = [(means, _shrunk_factor(scatter / len(wide)))]
         if self.variant == "relative":
@@ -98,7 +94,14 @@ class Mahalanobis(Comparator):
     def _solve(self) -> Any:
         if self.variant != "shared":
             return self.statistics
-        return [[(np.concatenate(self.statistics), _shrunk_factor(self.total / self._count))]]
+        return [
+            [
+                (
+                    np.concatenate(self.statistics),
+                    _shrunk_factor(self.total / sum(each.sum() for each in self.counts)),
+                )
+            ]
+        ]
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         scores = []
@@ -113,36 +116,25 @@ class Mahalanobis(Comparator):
 class FeCAM(Comparator):
     """Score of class c: minus a Mahalanobis distance under the class's own correlation matrix.
 
-    Goswami et al., "FeCAM: Exploiting the Heterogeneity of Class Distributions" (2023). The two
-    public codes for Vision Transformers differ, and so do the variants; S_c is the sample
-    covariance (divisor n - 1) of the class, m_c its mean:
+    Goswami et al., "FeCAM: Exploiting the Heterogeneity of Class Distributions" (2023), as the
+    authors' script for ViTs has it: features are normalised first; S_c is the sample covariance
+    (divisor n - 1) of the class plus its mean diagonal on the diagonal, R_c that as a correlation
+    matrix, and the distance (g/|g| - m_c)' R_c^-1 (g/|g| - m_c) with m_c not renormalised.
 
-    - "vit", the authors' script for ViTs: features are normalised first; S_c plus its mean diagonal
-      on the diagonal; that as a correlation matrix R_c; distance (g/|g| - m_c)' R_c^+ (g/|g| - m_c)
-      with m_c not renormalised.
-    - "pilot", the port in PILOT: raw features; R_c holds the correlation coefficients of the *rows*
-      of S_c + 100 I, which is not S_c + 100 I as a correlation matrix; distance with
-      g/|g| - m_c/|m_c|. Centring the rows makes R_c singular; its pseudo-inverse drops eigenvalues
-      below d times the float32 machine epsilon times the largest, as the port's float32 pinv does.
-
-    With far fewer images per class than dimensions "vit" can rank a sample's own class last: R_c
-    then has its small eigenvalues along the class's own directions. That is the method's formula,
-    not rounding. A class of one image has S_c = 0; where nothing varies, R_c is the identity.
+    With far fewer images per class than dimensions it can rank a sample's own class last: R_c then
+    has its small eigenvalues along the class's own directions. That is the method's formula, not
+    rounding. A class of one image has S_c = 0; where nothing varies, R_c is the identity.
     """
 
     name = "fecam"
-    variants = ("vit", "pilot")
 
     def _collect(self, features, rows, head) -> list[tuple[np.ndarray, np.ndarray]]:
-        pilot = self.variant == "pilot"
-        wide = features.astype(np.float64) if pilot else unit(features.astype(np.float64))
+        wide = unit(features.astype(np.float64))
         gaussians = []
         for row in range(rows.max() + 1):
             members = wide[rows == row]
             mean, scatter = within_classes(members, np.zeros(len(members), int))
-            covariance = scatter / max(len(members) - 1, 1)
-            factor = _pilot_factor(covariance) if pilot else _vit_factor(covariance)
-            gaussians.append((unit(mean) if pilot else mean, factor))
+            gaussians.append((mean, _correlation_factor(scatter / max(len(members) - 1, 1))))
         return gaussians
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
@@ -158,23 +150,23 @@ def squared_distances(
 ) -> Float[np.ndarray, "n c"]:
     """|(g - m) F|^2 for all rows g and means m, about a point amid the means."""
     centre = means.mean(axis=0)
+    narrow = (np.asarray(part, np.float32) for part in (means - centre, factor))
     near = np.asarray(features - centre, np.float32)
-    return in_blocks(partial(_whitened, jnp.asarray(means - centre, jnp.float32), factor), near)
+    return in_blocks(_whitened, tuple(narrow), {"features": near})
 
 
-@jax.jit
 def _cosines(rows: Float[Array, "c d"], features: Float[Array, "n d"]) -> Float[Array, "n c"]:
     return products(unit(features), unit(rows))
 
 
-@jax.jit
 def _whitened(
-    means: Float[Array, "c d"], factor: Float[Array, "d r"], features: Float[Array, "n d"]
+    fitted: tuple[Float[Array, "c d"], Float[Array, "d r"]], features: Float[Array, "n d"]
 ) -> Float[Array, "n c"]:
+    means, factor = fitted
     near, rows = products(features, factor.T), products(means, factor.T)
     if len(rows) == 1:
-        return jnp.sum(jnp.square(near - rows), axis=1, keepdims=True)
-    squares = jnp.sum(near * near, axis=1)[:, None] + jnp.sum(rows * rows, axis=1)
+        return energy(near - rows)[:, None]
+    squares = energy(near)[:, None] + energy(rows)
     return jnp.maximum(squares - 2.0 * products(near, rows), 0.0)
 
 
@@ -188,23 +180,11 @@ def _shrunk_factor(covariance: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d
     return _inverse_factor(0.999 * covariance + 0.001 * level * np.eye(len(covariance)))
 
 
-def _vit_factor(covariance: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:
+def _correlation_factor(covariance: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:
     level = np.mean(np.diagonal(covariance))
     if level <= 0.0:
         return np.eye(len(covariance), dtype=np.float32)
     return _inverse_factor(_correlation(covariance + level * np.eye(len(covariance))))
-
-
-def _pilot_factor(covariance: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:
-    width = len(covariance)
-    if width == 1:
-        return np.eye(1, dtype=np.float32)
-    rows = covariance + 100.0 * np.eye(width)
-    rows = rows - rows.mean(axis=1, keepdims=True)
-    values, vectors = np.linalg.eigh(_correlation(rows @ rows.T))
-    kept = values > width * np.finfo(np.float32).eps * values[-1]
-    inverse = np.divide(1.0, values, out=np.zeros_like(values), where=kept)
-    return (vectors * np.sqrt(inverse)).astype(np.float32)
 
 
 def _inverse_factor(matrix: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:

@@ -3,36 +3,53 @@
 All keep each head's local argmax as the class and differ in the score that picks the task.
 """
 
-from typing import Any
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Float
 from scipy.special import log_softmax, logsumexp, softmax
 
-from fdc_jax.calibration.comparators.base import Comparator, best_by_task, in_blocks
+from fdc_jax.calibration.calibrator import Scores
+from fdc_jax.calibration.comparators.base import Comparator
 from fdc_jax.calibration.comparators.distances import squared_distances
-from fdc_jax.calibration.scores import Scores
 from fdc_jax.errors import InputError
 from fdc_jax.heads import NORM_FLOOR, Head, LinearHead
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
 
 
 class Raw(Comparator):
     """Largest logit over all heads: s_t = max_c z_{t,c} (paper, Eq. raw). Stores nothing.
 
-    The other methods of this file replace one step.
+    The other methods of this file replace one step. They score a class by its task's score, less
+    what its logit lacks of the task's largest one.
     """
 
     name = "raw"
-    needs = "head"
+    needs_heads = True
 
-    def _score(self, features: Float[np.ndarray, "n d"]) -> Scores:
+    def score(self, adapted: Any, pretrained: Any = None) -> Scores:
+        """See `Calibrator.score`."""
+        return self._routed(self._features(adapted, pretrained))[0]
+
+    def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
+        """See `Calibrator.class_scores`."""
+        scores, logits = self._routed(self._features(adapted, pretrained))
+        parts = zip(logits, scores.task_scores.T, strict=True)
+        return np.concatenate(
+            [z - z.max(axis=1, keepdims=True) + score[:, None] for z, score in parts], axis=1
+        )
+
+    def _routed(self, features: Float[np.ndarray, "n d"]) -> tuple[Scores, list[np.ndarray]]:
+        """Returns the scores, and the logits of each head."""
         logits = [
-            self._adjust(task, in_blocks(head.logits, features).astype(np.float64))
-            for task, head in enumerate(self.heads)
+            self._adjust(task, _logits(head, features)) for task, head in enumerate(self.heads)
         ]
         scores = [self._task_score(task, z, features) for task, z in enumerate(logits)]
-        best = best_by_task(logits, self.classes)
-        return Scores(np.stack(scores, axis=1), best.local_class, best.classes)
+        rows = np.stack([z.argmax(axis=1) for z in logits], axis=1).astype(np.int32)
+        return Scores(np.stack(scores, axis=1), rows, self.classes), logits
 
     def _adjust(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, "n c"]:
         """Changes the logits of a head before anything is read from them."""
@@ -55,7 +72,7 @@ class LogitStandardisation(Raw):
     name = "ls"
 
     def _collect(self, features, rows, head) -> tuple[np.floating, np.floating]:
-        best = _best_logits(head, features)
+        best = _logits(head, features).max(axis=1)
         return best.mean(), best.std()
 
     def _task_score(self, task, logits, features) -> Float[np.ndarray, " n"]:
@@ -106,29 +123,24 @@ class WeightAligning(Raw):
     """Heads rescaled to one mean row norm (Zhao et al., "Maintaining Discrimination and Fairness in
     Class Incremental Learning", 2020). Weights alone, nothing stored.
 
-    With n_t the mean Euclidean norm of the rows of W_t, two variants:
-
-    - "sequential", the original: when task t arrives its rows are multiplied by (mean norm of all
-      earlier rows, already aligned) / n_t, which by induction is n_1 / n_t; biases stay.
-    - "symmetric", for heads that are trained apart: every head's logits, weights and bias together,
-      are divided by n_t, so that no task is the reference.
+    With n_t the mean Euclidean norm of the rows of W_t: when task t arrives its rows are multiplied
+    by (mean norm of all earlier rows, already aligned) / n_t, which by induction is n_1 / n_t;
+    biases stay.
 
     A head whose rows are all zero raises InputError.
     """
 
     name = "wa"
-    needs = "linear"
-    variants = ("sequential", "symmetric")
+    needs_linear = True
 
-    def _check_head(self, head: Any, num_classes: int, width: int, task: int) -> None:
-        super()._check_head(head, num_classes, width, task)
+    def _head(self, head: Any, task: int, width: int, first: Any = None) -> Any:
+        head = super()._head(head, task, width, first)
         if not _mean_norm(head):
             raise InputError(f"wa: all rows of the head of task {task} are zero")
+        return head
 
     def _adjust(self, task: int, logits: Float[np.ndarray, "n c"]) -> Float[np.ndarray, "n c"]:
         head = self.heads[task]
-        if self.variant == "symmetric":
-            return logits / _mean_norm(head)
         bias = np.asarray(head.bias, np.float64)
         return _mean_norm(self.heads[0]) / _mean_norm(head) * (logits - bias) + bias
 
@@ -148,7 +160,7 @@ class VirtualLogitMatching(Raw):
     """
 
     name = "vim"
-    needs = "linear"
+    needs_linear = True
 
     def _collect(self, features, rows, head) -> tuple[np.ndarray, np.ndarray, float]:
         size, width = features.shape
@@ -159,7 +171,7 @@ class VirtualLogitMatching(Raw):
         _, vectors = np.linalg.eigh(shifted.T @ shifted / size)
         residual = vectors[:, : width - min(principal, (size - 1) // 2)]
         norm = float(np.linalg.norm(shifted @ residual, axis=1).mean())
-        best = float(_best_logits(head, features).mean())
+        best = float(_logits(head, features).max(axis=1).mean())
         return origin, residual.astype(np.float32), best / max(norm, NORM_FLOOR)
 
     def _task_score(self, task, logits, features) -> Float[np.ndarray, " n"]:
@@ -168,8 +180,8 @@ class VirtualLogitMatching(Raw):
         return np.asarray(logsumexp(logits, axis=1)) - alpha * np.sqrt(squares[:, 0])
 
 
-def _best_logits(head: Head, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, " n"]:
-    return in_blocks(head.logits, features).astype(np.float64).max(axis=1)
+def _logits(head: Head, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n c"]:
+    return head.logits(features).astype(np.float64)
 
 
 def _mean_norm(head: LinearHead) -> float:

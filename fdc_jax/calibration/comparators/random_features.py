@@ -5,24 +5,24 @@ Random features and their Gram matrices are float32 at the highest matmul precis
 Gram matrix of thousands of correlated features has a condition number far beyond float32.
 """
 
-from functools import partial
-from typing import Any
+from __future__ import annotations
 
-import jax
-import jax.numpy as jnp
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 import scipy.linalg
-from jaxtyping import Array, Float, Int
+import scipy.special
 
-from fdc_jax.calibration.comparators.base import (
-    ROWS,
-    Comparator,
-    in_blocks,
-    within_classes,
-)
-from fdc_jax.heads import products, unit
+from fdc_jax.calibration.comparators.base import Comparator, within_classes
+from fdc_jax.calibration.compiled import in_blocks, jax, jnp
+from fdc_jax.calibration.inputs import BLOCK_ROWS
+from fdc_jax.heads import namespace, products, unit
 
-_products = jax.jit(products)
+if TYPE_CHECKING:
+    from jaxtyping import Array, Float, Int
+
+_products = products if jax is None else jax.jit(products)
 RIDGES = 10.0 ** np.arange(-8, 9)
 
 
@@ -42,16 +42,14 @@ class RanPAC(Comparator):
 
     Args:
         view: "adapted" or "pretrained".
-        variant: of the class score: "original" is h W; "pilot", the port in PILOT, which scores
-            through a cosine layer, the cosine of h and each column of W; "linear" is h W with
-            h = (g, 1), ridge regression on the features themselves, as ACIL has it (Zhuang et al.,
-            2022) behind a random layer.
+        variant: "original", or "linear": h W with h = (g, 1), ridge regression on the features
+            themselves, as ACIL has it (Zhuang et al., 2022) behind a random layer.
         projections: M. The paper's 10,000 takes 0.8 GB of host memory while fitting.
         seed: of R, which is not stored, and of the shuffles.
     """
 
     name = "ranpac"
-    variants = ("original", "pilot", "linear")
+    variants = ("original", "linear")
 
     def __init__(
         self,
@@ -63,15 +61,16 @@ class RanPAC(Comparator):
         super().__init__(view, variant)
         self.projections = projections
         self.ridge = 1.0
-        self._random = np.random.default_rng(seed)
-        self._projection: Any = None
+        self.seed = seed
+        # Gives R first, then the shuffles.
+        self.random = np.random.default_rng(seed)
 
     def _collect(self, features, rows, head) -> Float[np.ndarray, "m c"]:
-        if self._projection is None and self.variant != "linear":
-            self._projection = _gaussian(self._random, features.shape[1], self.projections)
-        order = self._random.permutation(len(rows))
+        if not self.statistics and self.variant != "linear":
+            self.random.standard_normal((features.shape[1], self.projections), np.float32)
+        order = self.random.permutation(len(rows))
         onehot = _onehot(rows[order])
-        hidden = in_blocks(partial(_hidden, self._projection), features[order])
+        hidden = in_blocks(_hidden, self._projection(features), {"features": features[order]})
         gram, sums = _moments(hidden, onehot)
         self.total = gram if self.total is None else self.total + gram
         self.ridge = chosen_ridge(hidden, onehot, self.ridge)
@@ -83,8 +82,14 @@ class RanPAC(Comparator):
         return jnp.asarray(solve_ridge(self.total, self.ridge, targets), jnp.float32)
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
-        score = partial(_ridge_scores, cosine=self.variant == "pilot")
-        return in_blocks(partial(score, self._projection, self._solved), features)
+        fitted = self._projection(features), self._solved
+        return in_blocks(_ridge_scores, fitted, {"features": features})
+
+    def _projection(self, features: Float[np.ndarray, "n d"]) -> Float[Array, "d m"] | None:
+        """Returns R, None of the linear variant."""
+        if self.variant == "linear":
+            return None
+        return _gaussians(self.seed, features.shape[1], self.projections)[0]
 
 
 class AnaCP(Comparator):
@@ -124,45 +129,37 @@ class AnaCP(Comparator):
     def __init__(self, view: str = "adapted", projections: int = 5_000, seed: int = 0):
         super().__init__(view)
         self.projections = projections
-        self._seed = seed
-        # A of each head, then B.
-        self._matrices: list[Float[Array, "d m"]] = []
+        self.seed = seed
         # Gram matrix of each head's z, and the within-class scatter of x.
-        self.total = np.zeros((self.num_heads, projections, projections)), 0.0
+        self.total: tuple[Any, Any] = [0.0] * self.num_heads, 0.0
 
     def _collect(self, features, rows, head) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """Class means [c, d] and counts [c], and per head the sums of z over each class [m, c]."""
-        if not self._matrices:
-            random, width = np.random.default_rng(self._seed), features.shape[1]
-            self._matrices = [
-                _gaussian(random, width, self.projections) for _ in range(self.num_heads + 1)
-            ]
+        matrices = _gaussians(self.seed, features.shape[1], self.projections, self.num_heads + 1)
         wide = unit(features.astype(np.float64))
         means, of_task = within_classes(wide, rows)
         grams, scatter = self.total
-        sums = []
-        for gram, matrix in zip(grams, self._matrices, strict=False):
-            hidden = in_blocks(partial(gelu_features, matrix), wide.astype(np.float32))
-            added, total = _moments(hidden, _onehot(rows))
-            gram += added
-            sums.append(total)
-        self.total = grams, scatter + of_task
-        return means, np.bincount(rows), sums
+        hidden = (in_blocks(gelu_features, matrix, {"features": wide}) for matrix in matrices[:-1])
+        added, sums = zip(*(_moments(each, _onehot(rows)) for each in hidden), strict=True)
+        self.total = [old + new for old, new in zip(grams, added, strict=True)], scatter + of_task
+        return means, np.bincount(rows), list(sums)
 
     def _solve(self) -> tuple[list[Float[Array, "m d"]], Float[Array, "m classes"]]:
         means, counts, by_task = zip(*self.statistics, strict=True)
         means, (grams, scatter) = np.concatenate(means), self.total
-        covariance = scatter / np.concatenate(counts).sum() + self.jitter * np.eye(self.width)
+        width = means.shape[1]
+        covariance = scatter / np.concatenate(counts).sum() + self.jitter * np.eye(width)
         targets = _spread(means, covariance)
+        matrices = _gaussians(self.seed, width, self.projections, self.num_heads + 1)
         maps = []
         for gram, *sums in zip(grams, *by_task, strict=True):
             pulls = np.concatenate(sums, axis=1) @ targets
             maps.append(jnp.asarray(solve_ridge(gram, self.ridge, pulls), jnp.float32))
-        random, root = np.random.default_rng([self._seed, 1]), np.linalg.cholesky(covariance)
+        random, root = np.random.default_rng([self.seed, 1]), np.linalg.cholesky(covariance)
         outer_gram, sums = np.zeros((self.projections, self.projections)), []
         for mean in means:
-            noise = random.standard_normal((self.samples_per_class, self.width)) @ root.T
-            hidden = _pulled(self._matrices, maps, jnp.asarray(mean + noise, jnp.float32))
+            noise = random.standard_normal((self.samples_per_class, width)) @ root.T
+            hidden = in_blocks(_pulled, (matrices, maps), {"features": mean + noise})
             gram, total = _moments(hidden, np.ones((len(noise), 1), np.float32))
             outer_gram += gram
             sums.append(total)
@@ -170,7 +167,8 @@ class AnaCP(Comparator):
         return maps, jnp.asarray(solve_ridge(outer_gram, self.ridge, cross), jnp.float32)
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
-        return in_blocks(partial(_anacp_scores, self._matrices, *self._solved), features)
+        matrices = _gaussians(self.seed, features.shape[1], self.projections, self.num_heads + 1)
+        return in_blocks(_anacp_scores, (matrices, *self._solved), {"features": features})
 
 
 def _spread(
@@ -188,8 +186,14 @@ def _spread(
     return unit((left * (singular + spanned)) @ right @ (vectors * root) @ vectors.T + centre)
 
 
-def _gaussian(random: np.random.Generator, width: int, projections: int) -> Float[Array, "d m"]:
-    return jnp.asarray(random.standard_normal((width, projections), np.float32))
+@lru_cache(maxsize=2)
+def _gaussians(
+    seed: int, width: int, projections: int, count: int = 1
+) -> list[Float[Array, "d m"]]:
+    """Returns the random matrices of a seed."""
+    random = np.random.default_rng(seed)
+    shape = width, projections
+    return [jnp.asarray(random.standard_normal(shape, np.float32)) for _ in range(count)]
 
 
 def _onehot(rows: Int[np.ndarray, " n"]) -> Float[np.ndarray, "n c"]:
@@ -201,19 +205,18 @@ def _moments(
 ) -> tuple[Float[np.ndarray, "m m"], Float[np.ndarray, "m c"]]:
     """Returns h'h and h'Y, of some rows at a time in float32, summed in float64."""
     gram, cross = 0.0, 0.0
-    for start in range(0, len(hidden), ROWS):
-        part, labels = hidden[start : start + ROWS].T, onehot[start : start + ROWS].T
+    for start in range(0, len(hidden), BLOCK_ROWS):
+        part, labels = hidden[start : start + BLOCK_ROWS].T, onehot[start : start + BLOCK_ROWS].T
         gram = gram + np.asarray(_products(part, part), np.float64)
         cross = cross + np.asarray(_products(part, labels), np.float64)
     return np.asarray(gram), np.asarray(cross)
 
 
-@jax.jit
 def relu_features(
     matrix: Float[Array, "d m"], features: Float[Array, "n d"]
 ) -> Float[Array, "n m"]:
     """Returns relu(g R)."""
-    return jax.nn.relu(products(features, matrix.T))
+    return jnp.maximum(products(features, matrix.T), 0.0)
 
 
 def _hidden(
@@ -225,48 +228,43 @@ def _hidden(
     return relu_features(projection, features)
 
 
-@jax.jit
 def gelu_features(
     matrix: Float[Array, "d m"], features: Float[Array, "n d"]
 ) -> Float[Array, "n m"]:
     """Returns gelu(g R), with the exact gelu."""
-    return jax.nn.gelu(products(features, matrix.T), approximate=False)
+    inner = products(features, matrix.T)
+    if namespace(inner) is np:
+        return inner * scipy.special.ndtr(inner)
+    return jax.nn.gelu(inner, approximate=False)
 
 
-@partial(jax.jit, static_argnames="cosine")
 def _ridge_scores(
-    projection: Float[Array, "d m"] | None,
-    weight: Float[Array, "m classes"],
+    fitted: tuple[Float[Array, "d m"] | None, Float[Array, "m classes"]],
     features: Float[Array, "n d"],
-    cosine: bool,
 ) -> Float[Array, "n classes"]:
-    hidden, rows = _hidden(projection, features), weight.T
-    return products(unit(hidden), unit(rows)) if cosine else products(hidden, rows)
+    projection, weight = fitted
+    return products(_hidden(projection, features), weight.T)
 
 
-@jax.jit
 def _pulled(
-    matrices: list[Float[Array, "d m"]],
-    maps: list[Float[Array, "m d"]],
+    fitted: tuple[list[Float[Array, "d m"]], list[Float[Array, "m d"]]],
     features: Float[Array, "n d"],
 ) -> Float[Array, "n m"]:
     """AnaCP's step 2 and the random features of step 3."""
-    *inner, outer = matrices
+    (*inner, outer), maps = fitted
     outputs = [
         unit(products(gelu_features(matrix, features), theta.T))
         for matrix, theta in zip(inner, maps, strict=True)
     ]
-    return gelu_features(outer, sum(outputs) / len(outputs))
+    return gelu_features(outer, jnp.mean(jnp.stack(outputs), axis=0))
 
 
-@jax.jit
 def _anacp_scores(
-    matrices: list[Float[Array, "d m"]],
-    maps: list[Float[Array, "m d"]],
-    weight: Float[Array, "m classes"],
+    fitted: tuple[list[Float[Array, "d m"]], list[Float[Array, "m d"]], Float[Array, "m classes"]],
     features: Float[Array, "n d"],
 ) -> Float[Array, "n classes"]:
-    return products(_pulled(matrices, maps, unit(features)), weight.T)
+    *steps, weight = fitted
+    return products(_pulled((steps[0], steps[1]), unit(features)), weight.T)
 
 
 def solve_ridge(

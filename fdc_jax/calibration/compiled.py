@@ -1,0 +1,169 @@
+"""Where the arithmetic of calibrators runs: compiled by JAX once per shape, or in NumPy alone.
+
+A kernel is a function of one task's arrays over the namespace that these belong to. JAX maps it
+over tasks with `vmap`, for which ranks, classes and tasks are padded to few sizes; NumPy, where JAX
+is not installed, takes one task after the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fdc_jax.calibration.inputs import BLOCK_ROWS, finite_features
+
+try:
+    import jax
+    import jax.numpy as jnp
+except ImportError:
+    jax: Any = None
+    jnp = np
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+
+_LOGGER = logging.getLogger("fdc_jax.calibration")
+
+# Tasks that a kernel takes at once, which bounds its memory.
+TASK_GROUP = 64
+# Rows per call of a kernel; fewer are padded to a power of two, at least 8.
+ROWS = 256
+
+
+def padded_size(size: int, least: int = 1) -> int:
+    """Returns a size not below `size` and `least`, one of four per doubling, so that shapes recur.
+
+    At most a quarter above `least` is padding, and the number of different shapes, each of which
+    compiles anew, grows with the logarithm of the largest size.
+    """
+    size = max(size, least)
+    step = max(1, 2 ** (size.bit_length() - 3))
+    return -(-size // step) * step
+
+
+def stack(
+    arrays: Sequence[Any], least: int | None = None, fill: float = 0.0, plain: bool = False
+) -> Any:
+    """Returns the arrays of all tasks as one for `over_tasks`.
+
+    Args:
+        arrays: of one shape or, with `least`, of different leading sizes.
+        least: pad the leading size to `padded_size(_, least)`.
+        fill: the padding. A task that is not there is all zero.
+        plain: for NumPy, as where JAX is not installed: a list of the tasks' arrays, and no size
+            larger than the largest.
+    """
+    plain, shape, tasks = plain or not jax, np.shape(arrays[0]), len(arrays)
+    if least is not None:
+        size = max(map(len, arrays))
+        shape = (size if plain else padded_size(size, least), *shape[1:])
+    if tasks > 1 and not plain:
+        tasks = padded_size(tasks, 8)
+    stacked = np.full((tasks, *shape), fill, np.float32)
+    stacked[len(arrays) :] = 0.0
+    for task, array in enumerate(arrays):
+        stacked[(task, slice(len(array))) if shape else task] = array
+    return list(stacked) if plain else jax.device_put(stacked)
+
+
+def over_tasks(function: Callable[..., tuple[Any, ...]], *arrays: Any) -> tuple[Any, ...]:
+    """Applies a function of one task's arrays to all tasks; results are [n, tasks, ...]."""
+    if isinstance(arrays[0], list):
+        results = [function(*each) for each in zip(*arrays, strict=True)]
+        return tuple(np.stack(parts, axis=1) for parts in zip(*results, strict=True))
+    if len(arrays[0]) <= TASK_GROUP:
+        return jax.vmap(function, out_axes=1)(*arrays)
+    results = jax.lax.map(lambda each: function(*each), arrays, batch_size=TASK_GROUP)
+    return tuple(jnp.swapaxes(each, 0, 1) for each in results)
+
+
+@cache
+def _jitted(kernel: Callable[..., Any], static: tuple[str, ...]) -> Callable[..., Any]:
+    return jax.jit(kernel, static_argnames=static)
+
+
+def in_blocks(
+    kernel: Callable[..., Any],
+    fitted: Any,
+    views: Mapping[str, Float[np.ndarray, "n _"]],
+    plain: bool = False,
+    **static: Any,
+) -> Any:
+    """Returns arrays [n, ...], or several by name: a kernel of `fitted` and of rows of features.
+
+    It takes some rows of all `views` at once; zero rows fill blocks up to a power of two, so that
+    few sizes occur. Nothing waits for a block before all were handed over. NumPy computes if
+    `plain`, as where JAX is not installed.
+
+    Raises:
+        InputError: a row is not finite; names it by the view's name.
+    """
+    plain = plain or not jax
+    found, sizes, step = [], [], BLOCK_ROWS if plain else ROWS
+    count = max(len(next(iter(views.values()))), 1)
+    least = 8 if count <= ROWS else ROWS
+    for start in range(0, count, step):
+        parts = [
+            finite_features(view[start : start + step], name, start=start)
+            for name, view in views.items()
+        ]
+        sizes.append(len(parts[0]))
+        if plain:
+            found.append(kernel(fitted, *parts, **static))
+            continue
+        rows = max(least, 1 << max(sizes[-1] - 1, 0).bit_length())
+        padded = [np.pad(part, ((0, rows - len(part)), (0, 0))) for part in parts]
+        found.append(_jitted(kernel, tuple(static))(fitted, *padded, **static))
+    fetched: list[Any] = found if plain else jax.device_get(found)
+
+    def joined(*parts: Any) -> Any:
+        if isinstance(parts[0], dict):
+            return {name: joined(*(part[name] for part in parts)) for name in parts[0]}
+        return np.concatenate([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    return joined(*fetched)
+
+
+def eigh(matrix: Float[np.ndarray, "k k"]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns eigenvalues of a symmetric matrix, descending, and its eigenvectors as rows."""
+    # Numbers near one, whatever the features' unit; and few sizes, since each compiles anew. The
+    # padding's own eigenvalues are zero.
+    size, scale = len(matrix), np.trace(matrix) or 1.0
+    padded = np.zeros((-(-size // 64) * 64,) * 2, np.float32)
+    padded[:size, :size] = matrix / scale
+    with _off_tpus():
+        values, vectors = map(np.asarray, jnp.linalg.eigh(padded))
+    return scale * values[::-1][:size].astype(np.float64), vectors.T[::-1][:size, :size]
+
+
+@contextlib.contextmanager
+def _off_tpus() -> Iterator[None]:
+    """Computes on the host's processor inside, where the device is a TPU.
+
+    XLA compiles an eigendecomposition for a TPU for minutes, and for every size anew.
+    """
+    if jax is None or jax.default_backend() != "tpu" or (host := _host()) is None:
+        yield
+        return
+    with jax.default_device(host):
+        yield
+
+
+@cache
+def _host() -> Any:
+    """Returns the processor as a device, or None where JAX has none; says so once."""
+    try:
+        host = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        _LOGGER.warning(
+            "statistics are fitted on the TPU, for which decompositions compile for minutes; "
+            "JAX_PLATFORMS=tpu,cpu lets them be fitted on the host"
+        )
+        return None
+    _LOGGER.warning("statistics are decomposed on the host's processor, since the device is a TPU")
+    return host

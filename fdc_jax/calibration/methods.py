@@ -1,0 +1,110 @@
+"""All calibrators by name: what runs fit, commands offer and files hold."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from fdc_jax import heads
+from fdc_jax.calibration import comparators, fdc, gaussians, storage
+from fdc_jax.calibration.calibrator import Calibrator
+from fdc_jax.calibration.equations import Foreign
+from fdc_jax.errors import InputError, did_you_mean
+
+
+class Method(NamedTuple):
+    """A calibrator: its title in tables, and what makes a fresh one of settings."""
+
+    title: str
+    make: Callable[..., Calibrator]
+    settings: tuple[str, ...] = ()
+
+    @property
+    def needs_heads(self) -> bool:
+        """Whether tasks need a head."""
+        return self.make().needs_heads
+
+
+_FDC = tuple(inspect.signature(fdc.Settings).parameters)
+_RANDOM = ("projections", "seed")
+
+# In the order of tables. A suffix names the view or the variant; see each class for formulas.
+METHODS: dict[str, Method] = {
+    "raw": Method("Raw", comparators.Raw),
+    "fdc": Method("FDC", fdc.FDC, _FDC),
+    "gaussians": Method("class Gaussians", gaussians.Gaussians),
+    "ls": Method("logit standardisation", comparators.LogitStandardisation),
+    "energy": Method("Energy", comparators.Energy),
+    "msp": Method("maximum softmax", comparators.MaximumSoftmax),
+    "entropy": Method("entropy", comparators.NegativeEntropy),
+    "wa": Method("weight aligning", comparators.WeightAligning),
+    "vim": Method("ViM", comparators.VirtualLogitMatching),
+    "ncm": Method("nearest class mean", comparators.NearestClassMean),
+    "nme": Method("nearest mean of exemplars", comparators.NearestMeanOfExemplars),
+    "mahalanobis": Method("Mahalanobis", comparators.Mahalanobis),
+    "mahalanobis-task": Method(
+        "Mahalanobis by task", partial(comparators.Mahalanobis, variant="per_task")
+    ),
+    "mahalanobis-relative": Method(
+        "relative Mahalanobis", partial(comparators.Mahalanobis, variant="relative")
+    ),
+    "fecam": Method("FeCAM", comparators.FeCAM),
+    "ridge": Method("ridge", partial(comparators.RanPAC, variant="linear")),
+    "ranpac": Method("RanPAC", comparators.RanPAC, _RANDOM),
+    "anacp": Method("AnaCP", comparators.AnaCP, _RANDOM),
+}
+for _name in ("ncm", "nme", "mahalanobis", "fecam", "ridge", "ranpac", "anacp"):
+    _title, _make, _settings = METHODS[_name]
+    METHODS[f"{_name}-pretrained"] = Method(
+        f"{_title}, frozen features", partial(_make, view="pretrained"), _settings
+    )
+
+# What files of calibrators hold.
+_TYPES = {
+    kind.__name__: kind
+    for kind in (
+        *(getattr(comparators, name) for name in comparators.__all__),
+        *(fdc.FDC, fdc.Settings, fdc.Task, fdc.View, Foreign),
+        *(gaussians.Gaussians, gaussians.ViewClasses),
+        *heads.KINDS,
+    )
+}
+
+
+def find(name: str) -> Method:
+    """Returns the method of a name; InputError where there is none."""
+    if name not in METHODS:
+        raise InputError(did_you_mean("calibrator", name, METHODS))
+    return METHODS[name]
+
+
+def make(name: str, **settings: Any) -> Calibrator:
+    """Returns a fresh calibrator; of the settings it takes those that are its own.
+
+    Raises:
+        InputError: no calibrator has this name, none at all such a setting, or one is outside its
+            range.
+    """
+    method = find(name)
+    known = dict.fromkeys(key for each in METHODS.values() for key in each.settings)
+    for key in settings:
+        if key not in known:
+            raise InputError(did_you_mean("setting of a calibrator", key, known))
+    return method.make(**{key: settings[key] for key in method.settings if key in settings})
+
+
+def load(path: str | os.PathLike[str]) -> Calibrator:
+    """Reads a calibrator that `save` wrote; it scores as it did, and further tasks may follow.
+
+    Raises:
+        InputError: the file is missing, damaged, or of another kind or version.
+    """
+    found = storage.read(path, _TYPES)
+    if not isinstance(found, Calibrator):
+        raise InputError(f"{path}: expected a calibrator, found {type(found).__name__}")
+    if vars(found).keys() != vars(type(found)()).keys():
+        raise InputError(f"{path}: not as this version writes it: other attributes")
+    return found

@@ -1,0 +1,214 @@
+"""Class Gaussians against plain float64 NumPy by explicit formulas, and what they cost."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from fdc_jax import calibration
+from fdc_jax.calibration import drift, gaussians
+from fdc_jax.errors import InputError
+from tests.calibration import streams
+
+
+def fitted(tasks, previous=None, dual=True):
+    return streams.fitted(tasks, dual=dual, previous=previous, method="gaussians")
+
+
+def view_scores(features, labels, factors, unexplained, inputs):
+    """Class scores of one view: minus half the squared Mahalanobis distances, in float64.
+
+    `features` and `labels` are those of all tasks, `factors` of each class, and `unexplained` is
+    what maps left over, summed over images.
+    """
+    rows, labels = np.concatenate(features).astype(np.float64), np.concatenate(labels)
+    names, width = np.unique(labels), rows.shape[1]
+    means = np.stack([rows[labels == c].mean(axis=0) for c in names])
+    deviations = rows - means[np.searchsorted(names, labels)]
+    shared = (deviations.T @ deviations + unexplained) / len(rows)
+    ridge = 0.1 + width / (len(rows) - len(names))
+    base = 0.9 * shared + ridge * np.trace(shared) / width * np.eye(width)
+    scores = []
+    for mean, factor in zip(means, factors, strict=True):
+        near = inputs.astype(np.float64) - mean
+        inverse = np.linalg.inv(base + 0.1 * factor.T @ factor)
+        scores.append(-0.5 * np.einsum("nd,de,ne->n", near, inverse, near))
+    return np.stack(scores, axis=1)
+
+
+def factors_of(features, labels):
+    """The eight leading principal directions of each class, as long as standard deviations."""
+    found = []
+    for c in np.unique(labels):
+        own = features[labels == c].astype(np.float64)
+        values, vectors = np.linalg.eigh(np.cov(own.T, bias=True))
+        kept = np.argsort(values)[::-1][: min(8, len(own) - 1, len(values))]
+        found.append((vectors[:, kept] * np.sqrt(np.maximum(values[kept], 0))).T)
+    return found
+
+
+def expected_scores(tasks, previous, adapted, pretrained=None):
+    """Class scores by view; earlier features and factors go along with every map."""
+    labels, features, factors = [task.labels for task in tasks], [], []
+    unexplained, images = 0.0, 0
+    for task, before in zip(tasks, previous or [None] * len(tasks), strict=True):
+        if before is not None:
+            by = drift.fit_map(before, task.adapted)
+            features = [by.move(each) for each in features]
+            factors = [factor @ by.matrix for factor in factors]
+            unexplained = by.matrix.T @ unexplained @ by.matrix if np.ndim(unexplained) else 0.0
+            unexplained = unexplained + images * by.residual
+        features.append(task.adapted.astype(np.float64))
+        factors += factors_of(task.adapted, task.labels)
+        images += len(task.labels)
+    found = {"adapted": view_scores(features, labels, factors, unexplained, adapted)}
+    if pretrained is not None:
+        own = [task.pretrained for task in tasks]
+        still = [factor for task in tasks for factor in factors_of(task.pretrained, task.labels)]
+        found["pretrained"] = view_scores(own, labels, still, 0.0, pretrained)
+    return found
+
+
+def assert_same_but_for_a_shift(found, expected):
+    """Every input may have a constant of its own, which all classes share."""
+    difference = found - expected
+    spread = difference - difference.mean(axis=1, keepdims=True)
+    assert np.abs(spread).max() < 2e-3 * np.std(expected - expected.mean(axis=1, keepdims=True))
+    np.testing.assert_array_equal(found.argmax(axis=1), expected.argmax(axis=1))
+
+
+@pytest.mark.parametrize("follows", [True, False])
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_scores_are_those_of_gaussians_by_hand(offset, follows):
+    tasks = streams.stream(3, 3, offset=offset)
+    previous = streams.previous_of(tasks) if follows else None
+    found, inputs = fitted(tasks, previous), streams.probe_inputs(tasks)
+    expected = expected_scores(tasks, previous, *inputs)
+    # Where the adapted statistics stayed behind, the pretrained view counts fully.
+    total = expected["adapted"] + (0.5 if follows else 1.0) * expected["pretrained"]
+    scores = found.class_scores(*inputs)
+    assert_same_but_for_a_shift(scores, total)
+    for name, alone in expected.items():
+        label = found.components(*inputs)[f"{name}_view"].label
+        np.testing.assert_array_equal(label, alone.argmax(axis=1))
+    tasks_scores = found.score(*inputs)
+    np.testing.assert_array_equal(tasks_scores.label, total.argmax(axis=1))
+    parts = np.split(scores, np.cumsum([len(each) for each in found.classes])[:-1], axis=1)
+    best = np.stack([part.max(axis=1) for part in parts], axis=1)
+    np.testing.assert_array_equal(tasks_scores.task_scores, best)
+
+
+@pytest.mark.parametrize("width", [5, 200])
+def test_few_and_many_images_per_class_in_one_view(width):
+    tasks = streams.stream(4, 3, width=width)
+    inputs = streams.probe_inputs(tasks)[0]
+    found = fitted(tasks, dual=False)
+    assert_same_but_for_a_shift(
+        found.class_scores(inputs), expected_scores(tasks, None, inputs)["adapted"]
+    )
+    assert found.components(inputs).keys() == {"full"}
+
+
+def test_the_note_says_which_of_the_two_it_was():
+    tasks = streams.stream(5, 2)
+    one, follows = fitted(tasks[:1]), fitted(tasks, streams.previous_of(tasks))
+    assert one.note == "" and follows.note == "class Gaussians follow the encoder"
+    assert "stay as they were fitted" in fitted(tasks).note
+    assert one.follows is None and follows.follows is True and fitted(tasks).follows is False
+
+
+def test_without_drift_nothing_moves_and_with_it_standing_still_is_worse():
+    tasks = streams.stream(5, 3)
+    still = fitted(tasks, [None, *(t.adapted for t in tasks[1:])])
+    own = np.concatenate(
+        [[t.adapted[t.labels == c].mean(axis=0) for c in np.unique(t.labels)] for t in tasks]
+    )
+    np.testing.assert_allclose(still.views[0].means, own, atol=1e-5)
+    # Every task turns all features a little further. Task t's images by E_s are turned s - t times
+    # more than at their own time.
+    angle = 0.35
+    turn = np.eye(16, dtype=np.float32)
+    corner = [[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]]
+    for i in range(0, 16, 2):
+        turn[i : i + 2, i : i + 2] = corner
+    back = np.linalg.inv(turn)
+    previous = [None, *((t.adapted @ back).astype(np.float32) for t in tasks[1:])]
+    turned = [t.adapted @ np.linalg.matrix_power(turn, 2 - i) for i, t in enumerate(tasks)]
+    test, labels = np.concatenate(turned), np.concatenate([t.labels for t in tasks])
+
+    def right(before):
+        return (fitted(tasks, before, dual=False).score(test).label == labels).mean()
+
+    assert right(previous) > 0.99 > 0.97 > right(None)
+
+
+def test_classes_without_images_and_single_images():
+    first, second = tasks = streams.stream(8, 2, classes=(3, 2), samples=(40, 30))
+    keep = first.rows != 2
+    keep[np.flatnonzero(first.rows == 1)[1:]] = False  # One image of class 1, none of class 2.
+    found = calibration.Gaussians()
+    views = first.adapted[keep], first.labels[keep], None, first.pretrained[keep]
+    found.fit_task(*views, classes=[0, 1, 2])
+    found.fit_task(second.adapted, second.labels, None, second.pretrained, None, second.adapted)
+    inputs = streams.probe_inputs(tasks)
+    scores = found.class_scores(*inputs)
+    assert np.isneginf(scores[:, 2]).all() and np.isfinite(np.delete(scores, 2, axis=1)).all()
+    assert 2 not in found.score(*inputs).label
+    np.testing.assert_array_equal(found.views[0].factors[1:3], 0)
+    # Nothing varies: distances are Euclidean.
+    constant = calibration.Gaussians()
+    constant.fit_task(first.adapted[:2], [4, 7])
+    np.testing.assert_array_equal(constant.score(first.adapted[:2]).label, [4, 7])
+
+
+def test_storage_counts_means_factors_and_half_of_a_symmetric_scatter():
+    tasks, classes = streams.stream(2, 3), 9
+    numbers = [classes * d * (1 + gaussians.RANK) + d * (d + 1) // 2 for d in (16, 12)]
+    assert fitted(tasks).storage_bytes == 4 * (sum(numbers) + classes)
+    assert fitted(tasks, dual=False).storage_bytes == 4 * (numbers[0] + classes)
+
+
+def test_a_tasks_features_are_not_held_while_fitting(tmp_path):
+    rng, labels = np.random.default_rng(0), np.repeat(np.arange(40), 1500)
+    for name in ("adapted", "previous"):
+        np.save(tmp_path / f"{name}.npy", rng.normal(size=(len(labels), 64)).astype(np.float32))
+    features, previous = (
+        np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("adapted", "previous")
+    )
+    found = calibration.Gaussians()
+    found.fit_task(features, labels + 100)
+    tracemalloc.start()
+    try:
+        found.fit_task(features, labels, previous=previous)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Left-out images of the map and some blocks in float64, but not all images.
+    assert peak < features.nbytes / 2
+
+
+@pytest.mark.parametrize(
+    ("before", "message"),
+    [
+        (np.zeros((5, 16), np.float32), "expected 45 rows like the adapted features, found 5"),
+        (np.zeros((45, 3), np.float32), "expected width 16, found 3"),
+        (np.full((45, 16), np.nan, np.float32), "row 0 is not finite"),
+    ],
+)
+def test_previous_features_that_do_not_fit_change_nothing(before, message):
+    tasks = streams.stream(1, 2)
+    found = fitted(tasks[:1])
+    known = found.views
+    with pytest.raises(InputError, match=f"^previous features of task 1: {message}"):
+        streams.fit(found, tasks[1:], previous=[before])
+    assert found.num_tasks == 1 and found.views is known and found.follows is None
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_previous_features_come_for_all_tasks_or_for_none(first):
+    tasks = streams.stream(1, 3)
+    previous = streams.previous_of(tasks)
+    found = fitted(tasks[:2], previous[:2] if first else None)
+    with pytest.raises(InputError, match=r"^previous features of task 2: .* or of none"):
+        streams.fit(found, tasks[2:], previous=None if first else previous[2:])
+    assert found.num_tasks == 2
