@@ -31,13 +31,14 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import measure, synthetic
-from fdc_jax import evaluation, learners
+from fdc_jax import learners
 from fdc_jax.calibration import batching, fdc
 from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extractor
 from fdc_jax.machine import devices
 from fdc_jax.machine.files import read_object
 from fdc_jax.model import vit
+from fdc_jax.run import results
 
 PROGRAM = "benchmarks.ahead_of_time"
 TARGETS = Path(__file__).with_name("targets.json")
@@ -340,7 +341,7 @@ def earlier_records(path: Path) -> list[dict[str, Any]]:
     earlier = read_object(path)
     if not earlier:
         return []
-    found, now = earlier.get("versions"), evaluation.versions()
+    found, now = earlier.get("versions"), results.versions()
     if not isinstance(found, dict) or not isinstance(earlier.get("records"), list):
         raise InputError(f"--output={path}: expected a file of {PROGRAM}, found another")
     for name in now:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from fdc_jax.calibration.components import WHITENED
 
 from benchmarks import measure
 from fdc_jax import calibration, heads
-from fdc_jax.calibration.components import WHITENED
 from fdc_jax.errors import InputError
 
 PROGRAM = "benchmarks.calibration"

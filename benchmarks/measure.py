@@ -302,7 +302,7 @@ def command_of(program: str) -> str:
 
 def write_report(program: str, options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Writes what was found, with the command, settings and versions, where --output asks."""
-    from fdc_jax import evaluation
+    from fdc_jax.run import results
 
     if options.output:
         report = {
@@ -310,7 +310,7 @@ def write_report(program: str, options: argparse.Namespace, found: dict[str, Any
             "settings": {
                 key: each for key, each in vars(options).items() if key not in _NO_SETTING
             },
-            "versions": evaluation.versions(),
+            "versions": results.versions(),
         }
         write_json(options.output, report | found)
 

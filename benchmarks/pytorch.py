@@ -21,8 +21,8 @@ from torch import nn  # pyright: ignore[reportMissingImports]
 from torch.nn import functional  # pyright: ignore[reportMissingImports]
 
 from benchmarks import measure, synthetic
-from configs import base
 from fdc_jax.model import layouts, vit
+from fdc_jax.run import base
 
 # What PyTorch calls the factors of an increment.
 _FACTORS = {"A": "down", "B": "up"}

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 
 from benchmarks import measure
-from configs import base
 from fdc_jax import learners
 from fdc_jax.heads import LinearHead
 from fdc_jax.learners import training
 from fdc_jax.machine import devices
 from fdc_jax.model import increments, vit
+from fdc_jax.run import base
 
 RANK = 10
 CLASSES = 5

@@ -8,7 +8,7 @@ raw 84.34 +- 0.15, FDC 88.62 +- 0.13.
 
 import ml_collections
 
-from fdc_jax.configs import base
+from fdc_jax.run import base
 
 
 def get_config() -> ml_collections.ConfigDict:

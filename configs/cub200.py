@@ -8,7 +8,7 @@ raw 73.55 +- 1.70, FDC 84.44 +- 0.26.
 
 import ml_collections
 
-from fdc_jax.configs import base
+from fdc_jax.run import base
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -8,7 +8,7 @@ raw 72.76 +- 5.70, FDC 93.18 +- 0.39.
 
 import ml_collections
 
-from fdc_jax.configs import base
+from fdc_jax.run import base
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -8,7 +8,7 @@ raw 54.11 +- 0.17, FDC 60.08 +- 1.02.
 
 import ml_collections
 
-from fdc_jax.configs import base
+from fdc_jax.run import base
 
 
 def get_config() -> ml_collections.ConfigDict:

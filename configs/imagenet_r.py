@@ -8,7 +8,7 @@ raw 75.91 +- 0.34, FDC 79.48 +- 0.24.
 
 import ml_collections
 
-from fdc_jax.configs import base
+from fdc_jax.run import base
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -8,7 +8,7 @@ raw 67.15 +- 0.21, FDC 73.49 +- 0.39.
 
 import ml_collections
 
-from fdc_jax.configs import base
+from fdc_jax.run import base
 
 
 def get_config() -> ml_collections.ConfigDict:

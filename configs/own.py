@@ -8,7 +8,7 @@ by the same command, as further tasks.
 
 import ml_collections
 
-from fdc_jax.configs import base
+from fdc_jax.run import base
 
 
 def get_config() -> ml_collections.ConfigDict:

@@ -7,13 +7,16 @@ import argparse
 import contextlib
 import difflib
 import logging
+import re
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import ClassVar, NoReturn
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
 
+_LIBRARIES = re.compile(rf"site-packages|<frozen|^{re.escape(str(Path(__file__).parent))}")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -74,12 +77,34 @@ def stop_on_signals() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
+def line(error: BaseException, limit: int = 200) -> str:
+    """Returns the first line of what an exception says, or the name of its kind."""
+    said = str(error).strip().partition("\n")[0].strip() or type(error).__name__
+    return said.encode("unicode_escape").decode("ascii")[:limit] if len(said) > limit else said
+
+
+def place(error: BaseException) -> str:
+    """Returns where outside of libraries an exception arose, and its first line."""
+    if isinstance(error, InputError):
+        return line(error)
+    said = f"{type(error).__name__}: {line(error)}"
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {said}"
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not _LIBRARIES.search(frame.filename)]
+    return f"{own[-1].filename}, line {own[-1].lineno}: {said}" if own else said
+
+
+def nearest(found: str, known: Iterable[str]) -> str:
+    """Returns the end of a line that says which known word another one resembles, if any."""
+    near = difflib.get_close_matches(found, list(known), 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 def did_you_mean(what: str, found: str, known: Iterable[str]) -> str:
     """Returns a line that says what a word may be, and which of these it resembles."""
     names = list(known)
-    near = difflib.get_close_matches(str(found), names, 1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"{what}: expected one of {', '.join(names)}, found {found!r}{hint}"
+    return f"{what}: expected one of {', '.join(names)}, found {found!r}{nearest(found, names)}"
 
 
 def counted(number: float, noun: str) -> str:
@@ -101,6 +126,26 @@ def plain_warnings(title: str, level: int = logging.WARNING) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = before
+
+
+# Exit codes. 75 is EX_TEMPFAIL: the same command goes on from where this one stopped.
+CODES: dict[type[BaseException], int] = {
+    InputError: 2,
+    MemoryError: 2,
+    TrainingError: 3,
+    Interrupted: 75,
+    KeyboardInterrupt: 130,
+}
+
+
+class Once(argparse.Action):
+    """A flag that may be given once."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        """Keeps the value of the flag."""
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{option_string}: is given twice")
+        setattr(namespace, self.dest, values)
 
 
 class Program(argparse.ArgumentParser):
@@ -134,28 +179,35 @@ class Program(argparse.ArgumentParser):
         """Raises InputError, with the flag that a mistyped one resembles."""
         _, unknown, rest = message.partition("unrecognized arguments: ")
         flags = [flag for action in self._actions for flag in action.option_strings]
-        near = difflib.get_close_matches(rest.partition("=")[0], flags, 1) if unknown else []
-        raise InputError(message + (f"; did you mean {near[0]}?" if near else ""))
+        raise InputError(message + (nearest(rest.partition("=")[0], flags) if unknown else ""))
 
     def run(
-        self, body: Callable[[argparse.Namespace], None], arguments: Sequence[str] | None
+        self,
+        body: Callable[[argparse.Namespace], None],
+        arguments: Sequence[str] | None,
+        prepare: Callable[[list[str]], Any] = list,
     ) -> int:
         """Parses the command line (`sys.argv` when None) and runs a program.
 
+        Args:
+            body: what it does with its options.
+            arguments: the words of the command line.
+            prepare: called with them before they are parsed; may add flags.
+
         Returns:
-            0; 2 after an error that has been printed as one line; 130 after Ctrl-C.
+            0; after an error of `CODES`, which has been printed as one line, its code.
         """
         arguments = sys.argv[1:] if arguments is None else list(arguments)
         try:
+            prepare(arguments)
             options = self.parse_args(arguments)
             with plain_warnings(self.title, logging.ERROR if options.quiet else logging.WARNING):
                 body(options)
-        except (InputError, MemoryError) as error:
+        except tuple(CODES) as error:
             if "--traceback" in arguments:
                 traceback.print_exc()
-            print(f"{self.title}: {str(error) or 'out of memory'}", file=sys.stderr)
-            return 2
-        except KeyboardInterrupt:
-            print(f"{self.title}: stopped by SIGINT", file=sys.stderr)
-            return 130
+            said = {MemoryError: "out of memory", KeyboardInterrupt: "stopped by SIGINT"}
+            text = str(error) or said.get(type(error), type(error).__name__)
+            print(f"{self.title}: {text}", file=sys.stderr, flush=True)
+            return next(code for kind, code in CODES.items() if isinstance(error, kind))
         return 0

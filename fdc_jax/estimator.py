@@ -20,9 +20,7 @@ from sklearn.utils.validation import (
 )
 
 from fdc_jax import calibration
-from fdc_jax.calibration.fdc import check_word
-from fdc_jax.calibration.inputs import common_kind
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, did_you_mean
 from fdc_jax.heads import LinearHead, NearestMeanHead
 
 if TYPE_CHECKING:
@@ -157,25 +155,6 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
         scores = self.calibrator_.class_scores(*views)[:, np.argsort(self._labels)]
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickles the calibrator as the arrays that files of it hold, without what is on devices.
-
-        They can be read where JAX is not installed.
-        """
-        held: Any = super().__getstate__()
-        state = {**held}
-        if calibrator := state.pop("calibrator_", None):
-            functions = common_kind(calibrator.heads) == "function"
-            heads = calibrator.heads if functions else None
-            state["_stored"] = calibration.to_arrays(calibrator), heads
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        if stored := state.pop("_stored", None):
-            state["calibrator_"] = calibration.load(*stored)
-        super().__setstate__(state)
-
     # Samples -------------------------------------------------------------------------------------
 
     def _validated(self, reset: bool, X: Any, *y: Any) -> Any:
@@ -210,18 +189,18 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
 
     # Tasks ---------------------------------------------------------------------------------------
 
-    def _new(self) -> tuple[calibration.FDC, Shaped[np.ndarray, " 0"]]:
+    def _new(self) -> tuple[calibration.Calibrator, Shaped[np.ndarray, " 0"]]:
         """Returns a calibrator before its first task, and no labels."""
-        check_word("calibrator", self.calibrator, tuple(calibration.CALIBRATORS))
-        check_word("head", self.head, HEADS)
+        for field, known in (("calibrator", calibration.METHODS), ("head", HEADS)):
+            if (found := getattr(self, field)) not in known:
+                raise InputError(did_you_mean(field, found, known))
         own = ("calibrator", "head", "views")
         settings = {name: each for name, each in self.get_params().items() if name not in own}
-        named = calibration.CALIBRATORS[self.calibrator]
-        return calibration.from_settings(settings | named), np.array([], int)
+        return calibration.make(self.calibrator, **settings), np.array([], int)
 
     def _fit_task(
         self,
-        calibrator: calibration.FDC,
+        calibrator: calibration.Calibrator,
         labels: Shaped[np.ndarray, " known"],
         X: Float[np.ndarray, "n d"],
         y: Shaped[np.ndarray, " n"],
@@ -253,11 +232,13 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
                 )
             head = closed_form_head(self.head, adapted, rows)
         places = np.arange(len(labels), len(labels) + len(names))
-        moved = {"previous": previous} if calibrator.follows_encoder else {}
+        moved = {"previous": previous}
         calibrator.fit_task(adapted, places[rows], head, *pretrained, classes=places, **moved)
         return np.concatenate([labels.astype(every.dtype), names.astype(every.dtype)])
 
-    def _keep(self, calibrator: calibration.FDC, labels: Shaped[np.ndarray, " c"]) -> FDCClassifier:
+    def _keep(
+        self, calibrator: calibration.Calibrator, labels: Shaped[np.ndarray, " c"]
+    ) -> FDCClassifier:
         calibrator.finalize()
         order = np.argsort(labels)
         tasks = np.repeat(range(calibrator.num_tasks), [len(each) for each in calibrator.classes])

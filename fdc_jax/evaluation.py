@@ -1,4 +1,4 @@
-"""What a prediction got right, where it went wrong, whether a gain is real; and `results.json`.
+"""What a prediction got right, where it went wrong, and whether a gain is real.
 
 Predictions are integer vectors of one length [n] on the host; anything else raises `InputError`.
 Accuracies and shares are in percent, gains in percentage points.
@@ -8,37 +8,23 @@ head. `oracle_label` is the class that the same scores give when the true task i
 ID" in the paper).
 """
 
-from __future__ import annotations
-
 import functools
-import importlib.metadata
 import operator
-import platform
-import subprocess
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+import scipy.special
 from jaxtyping import Bool, Float, Int
 from numpy.typing import ArrayLike
 
-import fdc_jax
-from fdc_jax.calibration import Terms
-from fdc_jax.calibration.components import fuse_all
-from fdc_jax.calibration.whitened import WhitenedSettings
+from fdc_jax.calibration import Scores
 from fdc_jax.errors import InputError
-from fdc_jax.machine import devices
 
-if TYPE_CHECKING:  # Reports need no encoder.
-    from fdc_jax.run.setup import Experiment
-
-# Entries of results that stand beside the paper's numbers: the affinity in the whitened metric, or
-# the paper's without tanh.
-BEYOND = ("whitened", "linear", "transported")
+# Names of accuracies in a line of text, where they are not what they go by.
+TITLES = {"fdc": "FDC"}
 # Of all intervals, and how many samples a bootstrap draws.
 _CONFIDENCE, _RESAMPLES = 0.95, 9999
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-datasets", "numpy")
 
 
 class Decomposition(NamedTuple):
@@ -233,13 +219,13 @@ def paired_gain(before: Sequence[float], after: Sequence[float] | np.ndarray) ->
         before: one accuracy per seed.
         after: accuracies of the same seeds in the same order.
     """
-    from scipy import stats  # takes a second
-
     gains = np.asarray(after, np.float64) - np.asarray(before, np.float64)
     mean, std = mean_and_std(gains)
     if gains.size < 2:  # SciPy warns of no degrees of freedom
         return Gain(mean, std, float("nan"), float("nan"))
-    reach = float(stats.t.ppf(0.5 + _CONFIDENCE / 2, gains.size - 1)) * std / gains.size**0.5
+    reach = (
+        float(scipy.special.stdtrit(gains.size - 1, 0.5 + _CONFIDENCE / 2)) * std / gains.size**0.5
+    )
     return Gain(mean, std, mean - reach, mean + reach)
 
 
@@ -270,95 +256,79 @@ def mcnemar(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> float
 
     Samples on which only one of the two is right favour either equally under the null hypothesis.
     """
-    from scipy import stats  # takes a second
-
     change = flips(true_label, before, after)
     discordant = change.wrong_to_right + change.right_to_wrong
-    if not discordant:
-        return 1.0
-    return float(stats.binomtest(change.wrong_to_right, discordant, 0.5).pvalue)
+    fewer = min(change.wrong_to_right, change.right_to_wrong)
+    return min(1.0, 2.0 * float(scipy.special.bdtr(fewer, discordant, 0.5)))
 
 
-# A run --------------------------------------------------------------------------------------------
+# Several calibrators ------------------------------------------------------------------------------
 
 
 def measure(
-    terms: Terms, labels: Int[np.ndarray, " n"], tasks: Int[np.ndarray, " n"]
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """Returns accuracies in percent by their names in `results.json`, and `predictions.npz`.
+    scores: Mapping[str, Scores], labels: Int[np.ndarray, " n"], tasks: Int[np.ndarray, " n"]
+) -> dict[str, Any]:
+    """Returns what calibrators got right, in percent, by quantity and by their names.
 
-    All are by the paper's affinity; another one of the calibrator has an entry of `BEYOND`.
+    `accuracy` and `task_accuracy` have an entry `oracle`, too, of the heads given the true task.
 
     Args:
-        terms: per-sample evidence, as the calibrator returns it.
-        labels: true class-order positions.
-        tasks: true tasks.
+        scores: by name, `raw` among them.
+        labels: true labels.
+        tasks: true tasks, counted from 0.
     """
-    scores = fuse_all(terms)
-    raw, fdc = scores["raw"], scores["full"]
-    oracle = raw.label_in_task(tasks)
-    decompositions = {
+    count = int(tasks.max()) + 1
+    found = {
         name: decompose(tasks, labels, each.task, each.label, each.label_in_task(tasks))
-        for name, each in (("raw", raw), ("fdc", fdc))
+        for name, each in scores.items()
     }
-    accuracies = {
-        "accuracy": {
-            "raw": decompositions["raw"].accuracy,
-            "fdc": decompositions["fdc"].accuracy,
-            "oracle": accuracy(labels, oracle),
-        },
-        "routing_accuracy": {name: d.routing_accuracy for name, d in decompositions.items()},
-        "components": {name: accuracy(labels, each.label) for name, each in scores.items()},
-        "decomposition": {name: d._asdict() for name, d in decompositions.items()},
+    predicted = {name: each.label for name, each in scores.items()}
+    predicted["oracle"] = scores["raw"].label_in_task(tasks)
+    return {
+        "accuracy": {name: accuracy(labels, each) for name, each in predicted.items()},
+        "routing_accuracy": {name: each.routing_accuracy for name, each in found.items()},
+        "decomposition": {name: each._asdict() for name, each in found.items()},
         "task_accuracy": {
-            name: _by_task(tasks, labels, predicted)
-            for name, predicted in (("raw", raw.label), ("fdc", fdc.label), ("oracle", oracle))
+            name: [
+                None if np.isnan(value) else float(value)
+                for value in task_accuracies(tasks, labels, each, count)
+            ]
+            for name, each in predicted.items()
         },
     }
-    predictions = dict(
-        label=labels,
-        raw_label=raw.label,
-        fdc_label=fdc.label,
-        oracle_label=oracle,
-        fdc_oracle_label=fdc.label_in_task(tasks),
-        task=tasks,
-        raw_task=raw.task,
-        fdc_task=fdc.task,
-    )
-    for entry, beyond in terms.beyond().items():
-        found = beyond["full"]
-        accuracies[entry] = {
-            "accuracy": accuracy(labels, found.label),
-            "oracle": accuracy(labels, found.label_in_task(tasks)),
-            "routing_accuracy": accuracy(tasks, found.task),
-            "components": {name: accuracy(labels, each.label) for name, each in beyond.items()},
-        }
-        if isinstance(terms.settings, WhitenedSettings) and entry == terms.settings.affinity_entry:
-            accuracies[entry]["affinity"] = terms.settings.affinity._asdict()
-        predictions |= {f"{entry}_label": found.label, f"{entry}_task": found.task}
-    return accuracies, {name: column.astype(np.int32) for name, column in predictions.items()}
 
 
-def _by_task(
-    tasks: Int[np.ndarray, " n"], labels: Int[np.ndarray, " n"], predicted: Int[np.ndarray, " n"]
-) -> list[float | None]:
-    """Returns the accuracy on each task so far, None for one without test images."""
-    found = task_accuracies(tasks, labels, predicted, int(tasks.max()) + 1)
-    return [None if np.isnan(value) else float(value) for value in found]
+def predictions(
+    scores: Mapping[str, Scores], labels: Int[np.ndarray, " n"], tasks: Int[np.ndarray, " n"]
+) -> dict[str, Int[np.ndarray, " n"]]:
+    """Returns the columns of `predictions.npz`; arguments as of `measure`."""
+    columns = {"label": labels, "task": tasks, "oracle_label": scores["raw"].label_in_task(tasks)}
+    for name, each in scores.items():
+        columns |= {f"{name}_label": each.label, f"{name}_task": each.task}
+    if "fdc" in scores:
+        columns["fdc_oracle_label"] = scores["fdc"].label_in_task(tasks)
+    return {name: column.astype(np.int32) for name, column in columns.items()}
 
 
 def describe(record: dict[str, Any], num_tasks: int) -> str:
     """Returns one line about the accuracies after a task."""
-    accuracy, routing = record["accuracy"], record["routing_accuracy"]
+    accuracies = (
+        f"{TITLES.get(name, name)} {value:.2f}" for name, value in record["accuracy"].items()
+    )
+    routing = record["routing_accuracy"]
+    to = f" -> {routing['fdc']:.2f}" if "fdc" in routing else ""
     return (
-        f"after task {record['task'] + 1}/{num_tasks}: raw {accuracy['raw']:.2f}  "
-        f"FDC {accuracy['fdc']:.2f}  oracle {accuracy['oracle']:.2f}  "
-        f"routing {routing['raw']:.2f} -> {routing['fdc']:.2f} %"
+        f"after task {record['task'] + 1}/{num_tasks}: {'  '.join(accuracies)}  "
+        f"routing {routing['raw']:.2f}{to} %"
     )
 
 
 def summarise(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns mean and sample standard deviation over seeds, and gains paired within each seed."""
+    """Returns mean and sample standard deviation over seeds, and gains paired within each seed.
+
+    Args:
+        per_seed: `results.json` of every seed of one configuration.
+    """
     first = per_seed[0]
 
     def column(*names: str) -> list[Any]:
@@ -371,23 +341,20 @@ def summarise(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
         found = {name: column(section, name) for name in first[section]}
         return {name: over_seeds(values) for name, values in found.items() if None not in values}
 
-    raw, fdc = column("accuracy", "raw"), column("accuracy", "fdc")
+    raw = column("accuracy", "raw")
     sections = ("accuracy", "routing_accuracy", "average_incremental_accuracy", "components")
+    gains = {
+        name: paired_gain(raw, column("accuracy", name))._asdict()
+        for name in first["accuracy"]
+        if name not in ("raw", "oracle")
+    }
     return {
         **{name: first[name] for name in ("benchmark", "split", "learner", "class_order_seed")},
         "seeds": column("seed"),
         **{section: of(section) for section in sections},
         "selected": {"components": first["selected"]["components"]},
-        **{
-            entry: {
-                **{name: first[entry][name] for name in ("affinity",) if name in first[entry]},
-                "accuracy": over_seeds(column(entry, "accuracy")),
-                "gain_over_fdc": paired_gain(fdc, column(entry, "accuracy"))._asdict(),
-            }
-            for entry in BEYOND
-            if entry in first
-        },
-        "gain": paired_gain(raw, fdc)._asdict(),
+        "gain": gains.get("fdc"),
+        "gains": gains,
         "component_gains": {
             name: over_seeds(list(np.subtract(column("components", name), raw)))
             for name in first["components"]
@@ -397,113 +364,3 @@ def summarise(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
         "config": first["config"] | {"seed": column("seed")},
         "versions": first["versions"],
     }
-
-
-# results.json ------------------------------------------------------------------------------------
-
-
-def collect(
-    e: Experiment, seed: int, calibrator: Any, records: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Returns the content of `results.json` from the records of all tasks."""
-    config, last = e.config, records[-1]
-    points = ("task", "accuracy", "routing_accuracy", "components", "task_accuracy", *BEYOND)
-    curve = [{name: record[name] for name in points if name in record} for record in records]
-    complete = len(records) == e.num_tasks
-    selected = e.selected
-    if selected not in last["components"]:  # Without the pretrained view, the other is all.
-        selected = selected.removesuffix("_adapted_view")
-
-    def average(accuracies: list[float]) -> float | None:
-        # Without the accuracy after every task there is no average over them.
-        return average_incremental_accuracy(accuracies) if complete else None
-
-    return {
-        "benchmark": config.benchmark,
-        "split": e.tasks.test.partition,
-        "learner": config.learner.name,
-        "seed": seed,
-        "class_order_seed": config.class_order_seed,
-        "num_tasks": e.num_tasks,
-        "num_classes": len(e.tasks.order),
-        "class_names": e.tasks.class_names,
-        "num_train_images": sum(len(indices) for indices in e.tasks.train_indices),
-        "num_test_images": len(e.tasks.test_indices),
-        "accuracy": last["accuracy"],
-        "routing_accuracy": last["routing_accuracy"],
-        "average_incremental_accuracy": {
-            name: average([point["accuracy"][name] for point in curve]) for name in ("raw", "fdc")
-        },
-        "components": last["components"],
-        "selected": {"components": selected, "accuracy": last["components"].get(selected)},
-        "decomposition": last["decomposition"],
-        **{
-            entry: {
-                **last[entry],
-                "average_incremental_accuracy": average([p[entry]["accuracy"] for p in curve]),
-                "storage_bytes": calibrator.beyond_storage_bytes[entry],
-            }
-            for entry in BEYOND
-            if entry in last
-        },
-        "curve": curve,
-        "fdc_storage_bytes": calibrator.paper_storage_bytes,
-        "peak_memory_bytes": _peak_memory([record.get("peak_memory") for record in records]),
-        "timing": _timing([record["timing"] for record in records], complete),
-        "encoder": {
-            "variant": config.encoder.variant,
-            "weights": e.pretrained.path.name,
-            "sha256": e.pretrained.sha256,
-            "input_range": config.data.input_range,
-            "skipped": list(e.pretrained.skipped),
-            "resized_positions": e.pretrained.resized_positions,
-            "architecture": e.architecture,
-        },
-        "data": {"train_sha256": e.tasks.train.checksum, "test_sha256": e.tasks.test.checksum},
-        "device": devices.describe(),
-        "config": e.fields | {"seed": [seed]},
-        "versions": versions(),
-    }
-
-
-def _peak_memory(per_task: list[dict[str, int | None] | None]) -> dict[str, int | None]:
-    """Returns the device memory that training took, and what FDC and evaluation took beyond it.
-
-    A peak never falls: the first task's, before anything was fitted, is that of training. None on
-    a CPU, and where that task was trained by a process that did not live to record it.
-    """
-    first, last = per_task[0] or {}, per_task[-1] or {}
-    training, total = first.get("training"), last.get("task")
-    beyond = None if training is None or total is None else total - training
-    return {"training": training, "fdc_and_evaluation": beyond}
-
-
-def _timing(per_task: list[dict[str, float]], complete: bool) -> dict[str, Any] | None:
-    """Returns sums over tasks, and images per second; None where tasks were not recorded."""
-    if not complete:
-        return None
-    names = sorted(set().union(*per_task))
-    total: dict[str, Any] = {name: sum(each.get(name, 0.0) for each in per_task) for name in names}
-    seconds = total.get("training_seconds")
-    total["training_images_per_second"] = total["training_images"] / seconds if seconds else None
-    total["input_wait_fraction"] = total["input_wait_seconds"] / seconds if seconds else None
-    return total
-
-
-def versions() -> dict[str, str | None]:
-    """Returns the versions of Python, of this package and of what it computes with."""
-    own = {"python": platform.python_version(), "fdc_jax": fdc_jax.__version__, "commit": _commit()}
-    return own | {name: importlib.metadata.version(name) for name in _PACKAGES}
-
-
-def _commit() -> str | None:
-    """Returns the commit that the package is checked out at, or None outside a checkout."""
-    folder = Path(fdc_jax.__file__).parents[1]
-    if not (folder / ".git").exists():
-        return None
-    try:
-        command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None

@@ -23,7 +23,6 @@ from flax import traverse_util
 
 from fdc_jax import learners
 from fdc_jax.errors import InputError, Program, counted
-from fdc_jax.heads import FunctionHead
 from fdc_jax.machine.files import (
     check_writable_folder,
     printable,
@@ -52,7 +51,6 @@ _ASSETS = Path(__file__).with_name("assets")
 WHAT = {
     "config.json": "settings of the run",
     "results.json": "its results, with the names of the classes",
-    "calibrator.npz": "FDC as it was fitted, and the heads",
     "predictions.npz": "predicted and true labels of the test images",
     "state.safetensors": "what the learner has kept, from which every encoder follows that it has",
     "merged.safetensors": "key and value kernels of E_T, or its adapters",
@@ -99,11 +97,6 @@ def write(
             f"{run.folder}: its results are of {counted(run.num_tasks, 'task')}, and it has "
             f"learned {trained}; let it finish first"
         )
-    if merge and isinstance(run.calibrator().heads[0], FunctionHead):
-        raise InputError(
-            f"--merge: the heads of {run.config['learner.name']} are functions, which follow "
-            "from the learner's state alone; export without it"
-        )
     kernels = run.encoder(run.num_tasks)
     with _made_whole(output) as folder:
         target = Places(folder)
@@ -113,7 +106,9 @@ def write(
         config = run.results["config"] | _ANYWHERE
         names = {"class_names": run.class_names, "config": config}
         write_json(target.results_file, run.results | names)
-        _copy(run.calibrator_file, target.calibrator_file)
+        for name in run.calibrators:
+            target.calibrator_file(name).parent.mkdir(exist_ok=True)
+            _copy(run.calibrator_file(name), target.calibrator_file(name))
         _copy(run.predictions_file, target.predictions_file)
         if merge:
             write_safetensors(target.merged_file, _flat(kernels))
@@ -158,7 +153,7 @@ def _copy(source: Path, target: Path) -> None:
 
 def _write_pretrained(run: Opened, target: Places) -> None:
     """Writes the arrays of the pretrained encoder as they are named, and their configuration."""
-    path = run.experiment.pretrained.path
+    path = run.encoders.pretrained.path
     arrays = weights.used(path)
     write_safetensors(target.weights_file, arrays)
     if "embedding/kernel" not in arrays:  # AugReg's layout has no configuration.
@@ -173,7 +168,7 @@ def _read_of_state(run: Opened) -> dict[str, np.ndarray]:
     Large things of training are arrays of the host, such as covariances. They are left out where
     every encoder and all heads are had without them.
     """
-    e, state = run.experiment, run.state
+    e, state = run.encoders, run.state
     bare = jax.tree.map(lambda leaf: object() if isinstance(leaf, np.ndarray) else leaf, state)
     try:
         for t in range(1, run.num_tasks + 1):
@@ -193,8 +188,8 @@ def _read_of_state(run: Opened) -> dict[str, np.ndarray]:
 
 def _write_timm(run: Opened, kernels: vit.KeyValueKernels, folder: Path) -> None:
     """Writes E_T as timm has it; the pixels that it gets are those of the run."""
-    e = run.experiment
-    model = e.setup.model
+    e = run.encoders
+    model = e.learner.setup.model
     offset, divisor = vit.INPUT_RANGES.get(model.input_range, (None, None))
     pixels = {} if offset is None else {"mean": (offset,) * 3, "std": (divisor,) * 3}
     variant = dataclasses.replace(model.variant, **pixels)
@@ -260,7 +255,8 @@ def _card(run: Opened, folder: Path, sizes: dict[str, int]) -> str:
             settings="\n".join(f"| {name} | {text} |" for name, text in settings.items()),
             timm=timm.read_text(encoding="utf-8") if (folder / _TIMM_FOLDER).exists() else "",
             files="\n".join(
-                f"| {name} | {size:,} | {WHAT.get(name, '')} |" for name, size in sizes.items()
+                f"| {name} | {size:,} | {WHAT.get(name, 'a calibrator and the heads')} |"
+                for name, size in sizes.items()
             ),
             source=source,
         )

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -26,8 +26,7 @@ from PIL import Image
 
 import fdc_jax
 from fdc_jax import report
-from fdc_jax.calibration import Scores, Terms
-from fdc_jax.calibration.transported import TransportedTerms
+from fdc_jax.calibration import FDC, METHODS, Scores
 from fdc_jax.data import folder
 from fdc_jax.data.batches import ReadableBatches
 from fdc_jax.data.benchmarks import BENCHMARKS
@@ -39,7 +38,6 @@ from fdc_jax.run.progress import Progress
 
 _log = logging.getLogger("fdc_jax.predict")  # also where it is the program
 
-METHODS = {"fdc": "FDC", "transported": "The transported class Gaussians"}
 # What a score is the sum of: columns, and what the page calls them.
 EVIDENCE = {
     "raw_logit": "Raw logit",
@@ -48,8 +46,6 @@ EVIDENCE = {
     "affinity_adapted": "Affinity, E_T",
     "residual_pretrained": "Residual, E_0",
     "affinity_pretrained": "Affinity, E_0",
-    "gaussian_adapted": "Class Gaussian, E_T",
-    "gaussian_pretrained": "Class Gaussian, E_0",
 }
 _COLUMNS = {title: column for column, title in EVIDENCE.items()}
 _ON_SCREEN = 10  # images
@@ -75,8 +71,6 @@ class Predictions:
     """
 
     def __init__(self, run: Any, images: Any, top: int = 5, method: str = "fdc"):
-        if method not in METHODS:
-            raise InputError(f"method: expected one of {', '.join(METHODS)}, found {method}")
         if top < 1:
             raise InputError(f"top: expected at least 1, found {top}")
         named = list(_gather(images))
@@ -90,12 +84,11 @@ class Predictions:
             read=lambda index: _read(*named[index]),
             upright=run.config["benchmark"] not in BENCHMARKS,  # as the images it was trained on
         )
-        calibrator = run.calibrator()
+        calibrator = run.calibrator(method)
         self.num_tasks = calibrator.num_tasks
-        if method == "transported" and not calibrator.follows_encoder:
-            raise InputError("method: transported needs a run with config.fdc.transport=True")
         # One fitted before later tasks has the heads of then.
-        calibrator.replace_heads(run.heads(self.num_tasks))
+        self.heads = run.heads(self.num_tasks)
+        calibrator.replace_heads(self.heads)
         self.calibrator = calibrator
         self.class_names = np.array(run.class_names, object)
         # A single image does not take the time of a whole batch; powers of two compile seldom.
@@ -126,7 +119,7 @@ class Predictions:
                 waiting.append(batch.images)
                 yield batch
 
-        first, encoders = 0, (self.num_tasks, 0)[: self.calibrator.num_views]
+        first, encoders = 0, (self.num_tasks, 0)[: len(self.calibrator.widths)]
         for views in self.run.stream(watched(), *encoders):
             rows, pixels = np.arange(first, first + len(views[0])), waiting.pop(0)
             readable = np.array([row not in batches.unreadable for row in rows.tolist()])
@@ -143,13 +136,15 @@ class Predictions:
         self, adapted: Float[np.ndarray, "n d"], pretrained: Float[np.ndarray, "n e"] | None = None
     ) -> pd.DataFrame:
         """Returns all columns but the name of the image."""
-        terms = self.calibrator.terms(adapted, pretrained, all_rows=True)
-        said, every, parts = (_transported if self.method == "transported" else _fdc)(terms)
-        sizes = [len(own) for own in said.classes]
-        by_class = np.concatenate([every[:, t, :size] for t, size in enumerate(sizes)], axis=1)
-        raw, label, task = terms.raw(), said.label, said.task
+        said, raw = self.calibrator.score(adapted, pretrained), self._raw(adapted)
+        by_class, parts = self.calibrator.class_scores(adapted, pretrained), {}
+        if isinstance(self.calibrator, FDC):
+            terms = self.calibrator.terms(adapted, pretrained)
+            titles, values = pictures.split(terms, pretrained is not None)
+            parts = dict(zip(titles[:-1], values, strict=False))
+        label, task = said.label, said.task
         each, labels = np.arange(len(label)), np.concatenate(said.classes)
-        tasks = np.repeat(np.arange(self.num_tasks), sizes)
+        tasks = np.repeat(np.arange(self.num_tasks), [len(own) for own in said.classes])
         # Whatever ties: the first is the prediction.
         order = np.where(labels == label[:, None], np.inf, by_class)
         ranked = np.argsort(-order, axis=1, kind="stable")[:, : self.top].T
@@ -175,30 +170,12 @@ class Predictions:
                 columns[f"rival_{_COLUMNS[title]}"] = values[each, rival]
         return pd.DataFrame(columns)
 
-
-# Task scores, those of all classes, and what those of tasks are the sum of.
-_Said: TypeAlias = tuple[Scores, Float[np.ndarray, "n tasks c"], dict[str, np.ndarray]]
-
-
-def _fdc(terms: Terms) -> _Said:
-    """Returns FDC's; classes of a task share its corrections and differ in filtered logits."""
-    said = terms.fuse()
-    titles, values = pictures.split(terms, terms.pretrained is not None)
-    parts = dict(zip(titles[:-1], values, strict=False))
-    return said, terms.of_classes(said), parts
-
-
-def _transported(terms: TransportedTerms) -> _Said:
-    """Returns those by class Gaussians that follow the encoder."""
-    said, views = terms.scores(), {"E_T": terms.by_class(pretrained_view=False)}
-    if terms.pretrained is not None:
-        views["E_0"] = terms.by_class(adapted_view=False)
-    best = said.local_class[..., None]
-    parts = {
-        f"Class Gaussian, {view}": np.take_along_axis(found, best, axis=2)[..., 0]
-        for view, found in views.items()
-    }
-    return said, terms.by_class(), parts
+    def _raw(self, adapted: Float[np.ndarray, "n d"]) -> Scores:
+        """Returns what the heads alone say."""
+        logits = [np.asarray(head.logits(adapted)) for head in self.heads]
+        best = np.stack([each.argmax(axis=1) for each in logits], axis=1)
+        scores = np.stack([each.max(axis=1) for each in logits], axis=1)
+        return Scores(scores, best, self.calibrator.classes)
 
 
 def predict(run: Any, images: Any, top: int = 5, method: str = "fdc") -> pd.DataFrame:
@@ -210,7 +187,7 @@ def predict(run: Any, images: Any, top: int = 5, method: str = "fdc") -> pd.Data
             or [n, h, w, 3] or an image of Pillow, or a sequence of these. All get the transform of
             test images.
         top: how many classes to name.
-        method: "fdc", the paper's scores; or "transported", where the run has `fdc.transport`.
+        method: a calibrator of the run, by its name; "fdc" gives the paper's scores.
 
     Returns:
         A row per image under its position; an image that cannot be read is logged and has none.
@@ -297,7 +274,7 @@ def parser() -> Program:
     add("--top", type=int, default=5, help="how many classes to name (default 5)")
     add("--output", default="predictions.csv", help="CSV to write (default predictions.csv)")
     add("--html", metavar="FILE", help=f"also a page with pictures, of {_ON_PAGE} images at most")
-    add("--method", default="fdc", choices=[*METHODS], help="default fdc")
+    add("--method", default="fdc", help="a calibrator of the run (default fdc)")
     add("--learner", metavar="MODULE", default="", help="a learner of your own, whose code is run")
     return made
 
@@ -386,8 +363,7 @@ def _write_page(
         benchmark=found.run.config["benchmark"],
         num_tasks=found.num_tasks,
         num_classes=sum(map(len, found.calibrator.classes)),
-        method=METHODS[found.method],
-        gaussians=found.method == "transported",
+        method=METHODS[found.method].title,
         images=said,
         changed=changed,
         unreadable=len(found.unreadable),

@@ -18,10 +18,11 @@ from fdc_jax import __main__ as command
 from fdc_jax import report
 from fdc_jax.errors import InputError, Program
 from fdc_jax.posthoc import __main__ as posthoc
-from fdc_jax.run import __main__ as run
+from fdc_jax.run import configuration
 from tests import small_runs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGE = REPOSITORY / "fdc_jax"
 
 
 def test_every_name_is_a_program():
@@ -85,33 +86,11 @@ def test_what_is_no_name(monkeypatch, capsys):
 @pytest.mark.parametrize("given", ["omnibench", "configs/omnibench.py"])
 def test_configurations_are_found_by_name(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    flag, path = run._located(f"--config={given}").split("=")
-    assert flag == "--config"
-    assert Path(path).read_text() == (REPOSITORY / "configs" / "omnibench.py").read_text()
-    for kept in ("--config=nowhere", "--config=nowhere.py", "--config.seed=1", "omnibench"):
-        assert run._located(kept) == kept
+    assert configuration.load(given).benchmark == "omnibench"
     # A file of the user's own comes first.
     (tmp_path / "configs").mkdir()
-    for own in ("omnibench", "configs/omnibench.py"):
-        (tmp_path / own).touch()
-        assert run._located(f"--config={own}") == f"--config={own}"
-
-
-def test_a_configuration_may_follow_a_space():
-    found = run._joined(["fdc", "--config", "omnibench", "--config.seed", "1", "--quiet"])
-    assert found == ["fdc", "--config=omnibench", "--config.seed", "1", "--quiet"]
-    assert run._joined(["fdc", "--config"]) == ["fdc", "--config"]
-
-
-@pytest.mark.parametrize("words", [[], ["--config", "omnibnch"]])
-def test_a_run_without_a_configuration_says_which_there_are(words, tmp_path):
-    module = [sys.executable, "-m", "fdc_jax.run", *words]
-    path = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}
-    given = {"cwd": tmp_path, "env": os.environ | path, "text": True}
-    done = subprocess.run(module, capture_output=True, **given)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("fdc_jax: error: ") and "omnibench, own" in line
+    (tmp_path / given).write_text((REPOSITORY / "configs" / "digits.py").read_text())
+    assert configuration.load(given).benchmark == "digits"
 
 
 def test_the_report_says_what_it_needs(tmp_path, monkeypatch):
@@ -148,17 +127,24 @@ def wheel(tmp_path_factory):
     return path
 
 
+def test_every_folder_is_shipped():
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {path.parent.relative_to(REPOSITORY) for path in PACKAGE.rglob("*.*")}
+    folders = {path for path in folders if "__pycache__" not in path.parts}
+    packages = {".".join(path.parts) for path in folders}
+    assert {*settings["packages"]} == {*packages, "fdc_jax.configs"}
+
+
 @pytest.mark.slow
 def test_a_wheel_holds_the_whole_package(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {name for name in archive.namelist() if name.startswith("fdc_jax/")}
-    files = [*(REPOSITORY / "fdc_jax").rglob("*"), *(REPOSITORY / "fdc_jax/configs").glob("*")]
-    ours = {
-        path.relative_to(REPOSITORY).as_posix()
-        for path in files
-        if path.is_file() and path.suffix != ".pyc"
+    files = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    ours = {path.relative_to(REPOSITORY).as_posix() for path in files}
+    configs = {
+        f"fdc_jax/{path.relative_to(REPOSITORY)}" for path in REPOSITORY.glob("configs/*.py")
     }
-    assert held == ours
+    assert held == ours | configs
 
 
 @pytest.mark.slow

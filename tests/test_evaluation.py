@@ -7,9 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdc_jax import evaluation
-from fdc_jax.calibration.components import WHITENED
+from fdc_jax.calibration import Scores
 from fdc_jax.errors import InputError
-from tests.calibration import streams
 
 
 @st.composite
@@ -171,50 +170,30 @@ def test_mcnemar_without_discordant_samples():
     assert evaluation.mcnemar([0] * 4, [1] * 4, [0] * 4) == pytest.approx(2 * 0.5**4)
 
 
-# A run: the rest of results.json is tested with runs ---------------------------------------------
+# Several calibrators -----------------------------------------------------------------------------
 
 
-def test_memory_is_that_of_the_first_training_and_what_came_on_top():
-    per_task = [{"training": 700, "task": 710}, {"training": 710, "task": 725}]
-    assert evaluation._peak_memory(per_task) == {"training": 700, "fdc_and_evaluation": 25}
+def scores(*rows):
+    """Scores of two tasks of two classes, a row (score of task 0, of task 1) per image."""
+    best = np.zeros((len(rows), 2), int)
+    return Scores(np.array(rows), best, [np.array([0, 1]), np.array([2, 3])])
 
 
-def test_memory_that_nobody_recorded_is_none():
-    nothing = {"training": None, "fdc_and_evaluation": None}
-    assert evaluation._peak_memory([{"training": None, "task": None}]) == nothing
-    assert evaluation._peak_memory([None, {"training": 1, "task": 2}]) == nothing
-
-
-@pytest.mark.parametrize(
-    ("variant", "entry"), [({"affinity_evidence": "linear"}, "linear"), (WHITENED, "whitened")]
-)
-def test_another_affinity_stands_beside_the_papers(variant, entry):
-    stream = streams.stream(0, 3)
-    inputs = streams.probe_inputs(stream)
-    labels = np.arange(len(inputs[0])) % 9
-    tasks = np.searchsorted([3, 7], labels, side="right")
-    paper, columns = evaluation.measure(streams.fitted(stream).terms(*inputs), labels, tasks)
-    terms = streams.fitted(stream, **variant).terms(*inputs)
-    found, more = evaluation.measure(terms, labels, tasks)
-    assert {name: found[name] for name in paper} == paper
-    assert found.keys() - paper.keys() == {entry}
-    assert more.keys() - columns.keys() == {f"{entry}_label", f"{entry}_task"}
-    assert found[entry]["affinity"]["evidence"] == "linear"
-    np.testing.assert_array_equal(more[f"{entry}_label"], terms.scores().label)
-    np.testing.assert_array_equal(more["fdc_label"], terms.fuse().label)
-    assert (more[f"{entry}_label"] != more["fdc_label"]).any()
-    assert found[entry]["accuracy"] == evaluation.accuracy(labels, terms.scores().label)
-
-
-def test_each_task_so_far_has_an_accuracy():
-    stream = streams.stream(0, 3)
-    inputs = streams.probe_inputs(stream)
-    labels = np.where(np.arange(len(inputs[0])) % 2, 1, 8)
-    tasks = np.where(labels == 1, 0, 2)  # no image of the task between
-    found, columns = evaluation.measure(streams.fitted(stream).terms(*inputs), labels, tasks)
-    for name in ("raw", "fdc", "oracle"):
-        right = columns[f"{name}_label"] == labels
-        first, none, last = found["task_accuracy"][name]
-        assert none is None
-        assert first == pytest.approx(100 * right[tasks == 0].mean())
-        assert last == pytest.approx(100 * right[tasks == 2].mean())
+def test_what_calibrators_got_right_stands_side_by_side():
+    """Three images: the first class of each task and the second one of task 1."""
+    labels, tasks = np.array([0, 2, 3]), np.array([0, 1, 1])
+    both = {"raw": scores((1, 0), (1, 0), (1, 0)), "ncm": scores((0, 1), (0, 1), (0, 1))}
+    found = evaluation.measure(both, labels, tasks)
+    third = pytest.approx(100 / 3)
+    assert found["accuracy"] == {"raw": third, "ncm": third, "oracle": pytest.approx(200 / 3)}
+    assert found["routing_accuracy"] == {"raw": third, "ncm": pytest.approx(200 / 3)}
+    assert found["task_accuracy"] == {"raw": [100, 0], "ncm": [0, 50], "oracle": [100, 50]}
+    assert found["decomposition"]["ncm"]["right_task_wrong_class"] == third
+    columns = evaluation.predictions(both, labels, tasks)
+    assert columns.keys() == {
+        *("label", "task", "oracle_label", "raw_label", "raw_task", "ncm_label", "ncm_task")
+    }
+    assert columns["oracle_label"].tolist() == [0, 2, 2]
+    # Of a task without images there is no accuracy.
+    later = evaluation.measure(both, np.array([2, 2, 3]), np.array([1, 1, 1]))
+    assert later["task_accuracy"]["raw"] == [None, 0]

@@ -124,7 +124,7 @@ def test_the_encoder_in_timms_layout_gives_the_features_of_the_run(whole, tmp_pa
     path = tmp_path / "out" / "timm" / "model.safetensors"
     run = fdc_jax.open_run(whole)
     _, variant = weights.recognise(str(path), "")
-    model = run.experiment.setup.model.clone(variant=variant, input_range="model")
+    model = run.encoders.learner.setup.model.clone(variant=variant, input_range="model")
     images = run.test_images(ROWS)
     params = weights.load(path, variant, 32).params
     found = jax.jit(model.apply)({"params": params}, images)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ahead_of_time
-from fdc_jax import evaluation
 from fdc_jax.errors import InputError
+from fdc_jax.run import results
 from tests import small_runs
 
 
@@ -87,7 +87,7 @@ ENTRY %main (a: f32[2]) -> f32[2] {
 
 
 def test_records_of_the_same_versions_alone_are_gone_on_with(tmp_path):
-    path, versions = tmp_path / "x.json", evaluation.versions()
+    path, versions = tmp_path / "x.json", results.versions()
     assert ahead_of_time.earlier_records(path) == []
     path.write_text(json.dumps({"versions": versions, "records": [{"turns": 4}]}))
     assert ahead_of_time.earlier_records(path) == [{"turns": 4}]

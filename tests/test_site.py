@@ -14,9 +14,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 import yaml
 
-from configs import base
 from fdc_jax import calibration
-from fdc_jax.run import configuration
+from fdc_jax.run import base, configuration
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS, PACKAGE = REPOSITORY / "docs", REPOSITORY / "fdc_jax"

@@ -28,7 +28,6 @@ Statistics come from the head of a task's own time, `head_weight_t`; predictions
 final heads, which are the same where there is no `final_head_weight_t`.
 """
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +39,7 @@ from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
 from fdc_jax import heads
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, nearest
 from fdc_jax.machine.files import printable, read_folder, read_npy, read_npz, write_npy
 
 _TYPES: dict[str, Any] = {kind: of_kind for of_kind, kind in heads.KINDS.items()}
@@ -57,7 +56,6 @@ _TRAIN = ("train_adapted", "train_pretrained", "train_labels")
 _PER_TASK = (*_TRAIN, "train_previous", "head_classes", *_HEAD, *_FINAL)
 _WHOLE = ("test_adapted", "test_pretrained", "test_labels", "head_kind")
 _TASK_NAME = re.compile(rf"({'|'.join(_PER_TASK)})_(0|[1-9][0-9]{{0,5}})")
-_CHECKED_ROWS = 4096
 
 Arrays = Mapping[str, np.ndarray]
 
@@ -79,11 +77,8 @@ class TaskFeatures(NamedTuple):
 
     def fit(self, calibrator: Any) -> None:
         """Gives a calibrator this task, as the next one; see `FeatureSet.fit`."""
-        follows = getattr(calibrator, "follows_encoder", False)
-        before = {"previous": self.previous} if follows else {}
-        calibrator.fit_task(
-            self.adapted, self.labels, self.head, self.pretrained, self.classes, **before
-        )
+        named = {"classes": self.classes, "previous": self.previous}
+        calibrator.fit_task(self.adapted, self.labels, self.head, self.pretrained, **named)
 
 
 class FeatureSet(NamedTuple):
@@ -113,8 +108,7 @@ class FeatureSet(NamedTuple):
         """Fits a calibrator to all tasks and gives it the final heads; returns the same one.
 
         Args:
-            calibrator: FDC, a comparator, or whatever else has `fit_task` and `finalize`; with a
-                method `replace_heads` it predicts with the heads that it is given.
+            calibrator: one of `calibration.METHODS`, fresh.
 
         Raises:
             InputError: the calibrator refuses a task or a head.
@@ -122,19 +116,19 @@ class FeatureSet(NamedTuple):
         for task in self.tasks:
             task.fit(calibrator)
         calibrator.finalize()
-        if self.final_heads is not None and hasattr(calibrator, "replace_heads"):
+        if self.final_heads is not None:
             calibrator.replace_heads(self.final_heads)
         return calibrator
 
 
 def load(path: str | os.PathLike[str]) -> FeatureSet:
-    """Reads and checks a whole feature file, an `.npz` or a folder, before anything is computed.
+    """Reads a feature file, an `.npz` or a folder, and checks what it is made of.
 
     Raises:
-        InputError: one line with the file, the array and the place of the first fault: a damaged
-            file, an unknown, missing or superfluous array, a gap in the task numbers, a shape or
-            type that does not fit, a number that is not finite in float32, a label outside its
-            head, a class in two tasks, one head for the classes of several tasks.
+        InputError: one line with the file and the array of the first fault: a damaged file, an
+            unknown, missing or superfluous array, a gap in the task numbers, a shape or type that
+            does not fit, a label outside its head, a class in two tasks, one head for the classes
+            of several tasks.
     """
     path = Path(path)
     arrays = read_folder(path) if path.is_dir() else read_npz(path)
@@ -142,23 +136,6 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
         return _check(arrays)
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-
-
-def read_task(arrays: Arrays, t: int) -> TaskFeatures:
-    """Returns one task out of arrays that `write_task` wrote, by name, with the head of its time.
-
-    Raises:
-        InputError: its head is of another kind than `head_kind` says.
-    """
-    labels = arrays[f"train_labels_{t}"]
-    return TaskFeatures(
-        arrays[f"train_adapted_{t}"],
-        arrays.get(f"train_pretrained_{t}"),
-        labels,
-        _read_head(arrays, t),
-        arrays.get(f"head_classes_{t}", np.unique(labels)),
-        previous=arrays.get(f"train_previous_{t}"),
-    )
 
 
 # Checking ----------------------------------------------------------------------------------------
@@ -241,10 +218,8 @@ def _check_names(arrays: Arrays) -> int:
 def _suggestion(name: str) -> str:
     number = re.search(r"[0-9]{1,6}$", name)
     known = [f"{each}_{int(number[0]) if number else 't'}" for each in _PER_TASK]
-    near = difflib.get_close_matches(name, [*_WHOLE, *known], 1)
-    if near:
-        return f"; did you mean {near[0]}?"
-    return "; expected names such as train_adapted_0 or test_adapted"
+    hint = nearest(name, [*_WHOLE, *known])
+    return hint or "; expected names such as train_adapted_0 or test_adapted"
 
 
 def _classes(
@@ -328,7 +303,7 @@ def _refuse_one_head(
 def _matrix(
     arrays: Arrays, name: str, columns: str, rows: str | None = None
 ) -> Float[np.ndarray, "n d"]:
-    """Returns an array as it is, after the one look at all its numbers.
+    """Returns an array as it is; whether its numbers are finite, the calibrators check.
 
     It must have as many columns as an array checked before (or itself), as many rows as another.
     """
@@ -344,11 +319,11 @@ def _matrix(
                 f"{name}: expected {arrays[other].shape[axis]} {what} as in {other}, found "
                 f"{array.shape[axis]}"
             )
-    _check_numbers(name, array)
+    _check_type(name, array)
     return array
 
 
-def _check_numbers(name: str, array: np.ndarray) -> None:
+def _check_type(name: str, array: np.ndarray) -> None:
     if array.dtype.kind == "V":
         raise InputError(
             f"{name}: is stored as {array.dtype}, which is what NumPy makes of bfloat16 and other "
@@ -357,17 +332,6 @@ def _check_numbers(name: str, array: np.ndarray) -> None:
         )
     if array.dtype.kind != "f" or array.dtype.itemsize > 8:
         raise InputError(f"{name}: expected floating-point numbers, found {array.dtype}")
-    for start in range(0, len(array := np.atleast_1d(array)), _CHECKED_ROWS):
-        block = array[start : start + _CHECKED_ROWS]
-        with np.errstate(over="ignore"):
-            finite = np.isfinite(np.asarray(block, np.float32))
-        if not finite.all():
-            row, *column = np.unravel_index(int(np.argmin(finite)), finite.shape)
-            place = f"row {start + row}" + "".join(f", column {each}" for each in column)
-            raise InputError(
-                f"{name}: {place} is {block[row, *column]}; expected numbers that are finite in "
-                "float32"
-            )
 
 
 def _labels(arrays: Arrays, name: str) -> Int[np.ndarray, " n"]:
@@ -410,7 +374,7 @@ def _read_head(arrays: Arrays, t: int, prefix: str = "") -> heads.Head:
     array = arrays.get(name, np.full(shape, 1.0 if scale else 0.0, np.float32))
     if array.shape != shape:
         raise InputError(f"{name}: expected numbers of shape {shape}, found {array.shape}")
-    _check_numbers(name, array)
+    _check_type(name, array)
     part = np.asarray(array, np.float32)
     return _TYPES[kind](rows, float(part) if scale else part)
 

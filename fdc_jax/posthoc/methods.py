@@ -1,79 +1,56 @@
-"""The methods of the command under their names, and how one is fitted and scored."""
+"""How a calibrator is fitted on a feature file and scored, what is said of it, and warnings."""
 
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from fdc_jax import calibration
-from fdc_jax.calibration import CALIBRATORS, Scores, Terms, comparators, drift
+import fdc_jax
+from fdc_jax import calibration, evaluation
+from fdc_jax.calibration import Calibrator, Scores, drift
 from fdc_jax.errors import InputError
 from fdc_jax.features.feature_files import FeatureSet
 
-VIEW_WEIGHTS = ("adapted_view_weight", "pretrained_view_weight")
-
-
-class Settings(NamedTuple):
-    """What the command line says about methods: FDC's arguments, and two of RanPAC and AnaCP."""
-
-    fdc: dict[str, float | int]
-    projections: int
-    seed: int
-
-    def of(self, method: str) -> dict[str, Any]:
-        """Returns those that a method has."""
-        if method == "transported":  # Of FDC's, the weights of the views.
-            return {
-                name: self.fdc[name] for name in VIEW_WEIGHTS if name in self.fdc
-            } | CALIBRATORS[method]
-        if method in CALIBRATORS:
-            return self.fdc | CALIBRATORS[method]
-        if method.startswith(("ranpac", "anacp")):
-            return {"projections": self.projections, "seed": self.seed}
-        return {}
-
 
 class Outcome(NamedTuple):
-    """One method on one feature file; `terms` for FDC and its variants alone."""
+    """One method on one feature file."""
 
-    scores: Scores
-    calibrator: Any
-    terms: Terms | None
+    name: str
+    calibrator: Calibrator
+    components: dict[str, Scores]
     fit_seconds: float
     score_seconds: float
 
+    @property
+    def scores(self) -> Scores:
+        """Its scores with everything switched on."""
+        return self.components["full"]
 
-# In the order of the table. A suffix names the view or the variant; see each class for formulas.
-METHODS: dict[str, Callable[..., Any]] = {
-    "raw": comparators.Raw,
-    **dict.fromkeys(CALIBRATORS, lambda **settings: calibration.from_settings(settings)),
-    "ls": comparators.LogitStandardisation,
-    "energy": comparators.Energy,
-    "msp": comparators.MaximumSoftmax,
-    "entropy": comparators.NegativeEntropy,
-    "wa": comparators.WeightAligning,
-    "wa-symmetric": lambda: comparators.WeightAligning(variant="symmetric"),
-    "vim": comparators.VirtualLogitMatching,
-    "ncm": comparators.NearestClassMean,
-    "ncm-pretrained": lambda: comparators.NearestClassMean("pretrained"),
-    "nme": comparators.NearestMeanOfExemplars,
-    "nme-pretrained": lambda: comparators.NearestMeanOfExemplars("pretrained"),
-    "mahalanobis": comparators.Mahalanobis,
-    "mahalanobis-pretrained": lambda: comparators.Mahalanobis("pretrained"),
-    "mahalanobis-task": lambda: comparators.Mahalanobis(variant="per_task"),
-    "mahalanobis-relative": lambda: comparators.Mahalanobis(variant="relative"),
-    "fecam": comparators.FeCAM,
-    "fecam-pretrained": lambda: comparators.FeCAM("pretrained"),
-    "fecam-pilot": lambda: comparators.FeCAM(variant="pilot"),
-    "ridge": lambda: comparators.RanPAC(variant="linear"),
-    "ridge-pretrained": lambda: comparators.RanPAC("pretrained", variant="linear"),
-    "ranpac": comparators.RanPAC,
-    "ranpac-pretrained": lambda **settings: comparators.RanPAC("pretrained", **settings),
-    "ranpac-pilot": lambda **settings: comparators.RanPAC(variant="pilot", **settings),
-    "anacp": comparators.AnaCP,
-    "anacp-pretrained": lambda **settings: comparators.AnaCP("pretrained", **settings),
-}
+
+def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome:
+    """Fits a method task by task and scores all test features with the final heads.
+
+    Args:
+        name: one of `calibration.METHODS`.
+        features: what to fit and to score.
+        settings: values by name; those that the method does not have are passed over.
+
+    Raises:
+        InputError: the method does not apply to these features.
+    """
+    calibrator = calibration.make(name, **settings)
+    start = time.perf_counter()
+    features.fit(calibrator)
+    fitted = time.perf_counter()
+    components = calibrator.components(features.test_adapted, features.test_pretrained)
+    scored = time.perf_counter()
+    unfit = ~np.isfinite(components["full"].task_scores).any(axis=1)
+    if unfit.any():
+        raise InputError(f"{name}: no finite score for test row {int(np.argmax(unfit))}")
+    return Outcome(name, calibrator, components, fitted - start, scored - fitted)
 
 
 def moved(features: FeatureSet) -> FeatureSet:
@@ -98,27 +75,53 @@ def moved(features: FeatureSet) -> FeatureSet:
     return features._replace(tasks=tuple(task._replace(adapted=each) for task, each in pairs))
 
 
-def run(name: str, features: FeatureSet, settings: Settings, plain: bool = False) -> Outcome:
-    """Fits a method of `METHODS` task by task and scores all test features with the final heads.
+def summarise(
+    features: FeatureSet, settings: Mapping[str, Any], raw: Scores, outcome: Outcome
+) -> dict[str, Any]:
+    """Returns what is said of a method, as JSON values; accuracies are absent without test labels.
 
-    With `plain`, FDC and its variants compute with NumPy alone.
-
-    Raises:
-        InputError: the method does not apply to these features.
+    What is measured stands there twice, under `raw` and under `calibrated`.
     """
-    method, terms = METHODS[name](**settings.of(name)), None
-    if plain and name in CALIBRATORS:
-        method = method.to_numpy()
-    start = time.perf_counter()
-    features.fit(method)
-    fitted = time.perf_counter()
-    if name in CALIBRATORS:
-        terms = method.terms(features.test_adapted, features.test_pretrained)
-        scores = terms.scores()
-    else:
-        scores = method.score(features.test_adapted, features.test_pretrained)
-    scored = time.perf_counter()
-    unfit = ~np.isfinite(scores.task_scores).any(axis=1)
-    if unfit.any():
-        raise InputError(f"{name}: no finite score for test row {int(np.argmax(unfit))}")
-    return Outcome(scores, method, terms, fitted - start, scored - fitted)
+    calibrated, truth = outcome.scores, features.test_labels
+    known = calibration.METHODS[outcome.name].settings
+    found: dict[str, Any] = {
+        "method": outcome.name,
+        "note": outcome.calibrator.note,
+        "num_tasks": len(features.tasks),
+        "num_classes": sum(len(task.classes) for task in features.tasks),
+        "num_test_samples": len(raw.label),
+        "num_changed_labels": int(np.sum(raw.label != calibrated.label)),
+        "storage_bytes": outcome.calibrator.storage_bytes,
+        "seconds": {"fit": outcome.fit_seconds, "score": outcome.score_seconds},
+        "settings": {name: value for name, value in settings.items() if name in known},
+        "versions": {
+            "fdc_jax": fdc_jax.__version__,
+            "jax": jax.__version__,
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+            "device": jax.devices()[0].device_kind,
+        },
+    }
+    if truth is None:
+        return found
+    tasks, count = features.test_tasks, len(features.tasks)
+    both = {"raw": raw, "calibrated": calibrated}
+    confusion = {
+        name: evaluation.task_confusion(tasks, each.task, count) for name, each in both.items()
+    }
+    return {
+        **found,
+        **evaluation.measure(both, truth, tasks),
+        "task_confusion": {name: each.tolist() for name, each in confusion.items()},
+        "most_confused_tasks": {
+            name: [pair._asdict() for pair in evaluation.most_confused(each)]
+            for name, each in confusion.items()
+        },
+        "gain": evaluation.bootstrap_gain(truth, raw.label, calibrated.label)._asdict(),
+        "mcnemar_p_value": evaluation.mcnemar(truth, raw.label, calibrated.label),
+        "flips": evaluation.flips(truth, raw.label, calibrated.label)._asdict(),
+        "component_accuracy": {
+            name: evaluation.accuracy(truth, each.label)
+            for name, each in outcome.components.items()
+        },
+    }

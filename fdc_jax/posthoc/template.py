@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Float
 
 from fdc_jax.errors import InputError, Program
 from fdc_jax.machine.files import write_npy, write_npz
@@ -29,8 +30,8 @@ task_loader must not shuffle. Rows of a head stand in ascending order of their l
 that grows or covers all classes, save the task's own rows, such as weight[10:20]. They are copied,
 since the head may be trained on. If it was, in later tasks or by an alignment of all heads,
 add what it ended as, after the last task: final_head_weight_{{t}} and final_head_bias_{{t}}.
-For --method=transported, train_previous_{{t}} is what encoder gives for the same images just before
-training task t = 1, 2, ... All arrays are described in fdc_jax/features/feature_files.py."""
+For --method=gaussians, train_previous_{{t}} is what encoder gives for the same images just before
+training task t = 1, 2, ... All arrays are described in docs/features.md."""
 
 
 def write_template(path: str | os.PathLike[str]) -> str:
@@ -75,8 +76,6 @@ def example(
     Returns:
         The arrays of a feature file with two views, reproducible from the seed.
     """
-    from sklearn.linear_model import Ridge  # takes a second
-
     rng = np.random.default_rng(seed)
     arrays: dict[str, np.ndarray] = {}
     shared = 0.1 * rng.normal(size=width)
@@ -95,15 +94,15 @@ def example(
         pretrained, rows = draw(per_class)
         adapted = pretrained @ (np.eye(width) + drifts[: t + 1].sum(axis=0))
         targets = 10.0 * (np.eye(classes_per_task)[rows] - 1.0 / classes_per_task)
-        head = Ridge(10.0).fit(adapted, targets)
+        weight, bias = _ridge(adapted, targets)
         arrays[f"train_adapted_{t}"] = adapted.astype(np.float32)
         if t:
             before = pretrained @ (np.eye(width) + drifts[:t].sum(axis=0))
             arrays[f"train_previous_{t}"] = before.astype(np.float32)
         arrays[f"train_pretrained_{t}"] = pretrained.astype(np.float32)
         arrays[f"train_labels_{t}"] = t * classes_per_task + rows
-        arrays[f"head_weight_{t}"] = head.coef_.astype(np.float32)
-        arrays[f"head_bias_{t}"] = head.intercept_.astype(np.float32)
+        arrays[f"head_weight_{t}"] = weight.astype(np.float32)
+        arrays[f"head_bias_{t}"] = bias.astype(np.float32)
         tests.append(draw(test_per_class)[0])
     pretrained = np.concatenate(tests)
     adapted = pretrained @ (np.eye(width) + drifts.sum(axis=0))
@@ -111,3 +110,14 @@ def example(
     arrays["test_pretrained"] = pretrained.astype(np.float32)
     arrays["test_labels"] = np.repeat(np.arange(num_tasks * classes_per_task), test_per_class)
     return arrays
+
+
+def _ridge(
+    features: Float[np.ndarray, "n d"], targets: Float[np.ndarray, "n c"], penalty: float = 10.0
+) -> tuple[Float[np.ndarray, "c d"], Float[np.ndarray, " c"]]:
+    """Returns weight and bias of ridge regression, the bias without a penalty."""
+    mean, level = features.mean(axis=0), targets.mean(axis=0)
+    centred = features - mean
+    inner = centred.T @ centred + penalty * np.eye(features.shape[1])
+    weight = np.linalg.solve(inner, centred.T @ (targets - level)).T
+    return weight, level - weight @ mean

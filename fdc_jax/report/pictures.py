@@ -160,7 +160,8 @@ def _evidence(
 def split(terms: Any, dual: bool) -> tuple[list[str], Float[np.ndarray, "parts n tasks"]]:
     """Splits a calibrator's scores into what adds up to them: raw logit, all parts, the whole."""
     logit = terms.fuse(rlc=False, pac=False).task_scores
-    parts = {"Raw logit": terms.raw().task_scores, "Filtered logit": logit}
+    raw = terms.fuse(tsf=False, rlc=False, pac=False).task_scores
+    parts = {"Raw logit": raw, "Filtered logit": logit}
     views = (("E_T", "pretrained_view"), ("E_0", "adapted_view"))
     for view, other in views[: 1 + dual]:
         off = {other: False}

@@ -1,12 +1,19 @@
-"""What `main.py` does: one run per seed, tables, a summary over seeds, and exit codes."""
+"""Learns a stream of tasks, fits calibrators on the way, and reports accuracy with each.
 
+    fdc run --config=digits [--workdir=FOLDER] [--config.FIELD=VALUE ...]
+
+A configuration is a file, or the name of one of the package; in a clone `python main.py` is the
+same as `fdc run`.
+"""
+
+import argparse
 import contextlib
 import faulthandler
 import logging
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +21,19 @@ import jax
 import ml_collections
 
 import fdc_jax
-from fdc_jax import evaluation, learners
+from fdc_jax import evaluation, report
+from fdc_jax.data import sources
 from fdc_jax.errors import (
+    CODES,
     InputError,
     Interrupted,
+    Once,
+    Program,
     StopRequest,
     TrainingError,
     counted,
-    plain_warnings,
+    line,
+    place,
     stop_on_signals,
 )
 from fdc_jax.machine import devices, processes
@@ -29,11 +41,12 @@ from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_writable_folder, locked, write_json
 from fdc_jax.report import console
 from fdc_jax.run import configuration, experiment
+from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.places import known_classes
 from fdc_jax.run.progress import Progress
-from fdc_jax.run.setup import Experiment
-from fdc_jax.run.store import Store
+from fdc_jax.run.setup import Setup
+from fdc_jax.run.store import Claim, Store
 
 _log = logging.getLogger(__name__)
 
@@ -43,57 +56,99 @@ _OF_A_HOST = (
     *("data.workers", "data.cache_gib"),
 )
 
-# Exit codes. 75 is EX_TEMPFAIL: the same command goes on from where this one stopped.
-_CODES: dict[type[Exception], int] = {InputError: 2, TrainingError: 3, Interrupted: 75}
+
+def main(stop: StopRequest, arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line, `sys.argv` when None; returns 0, or a code of `errors.CODES`."""
+    program = Program("run", "Learn a stream of tasks, calibrate and evaluate on the way.")
+    add = program.add_argument
+    text = f"a file, or one of {', '.join(configuration.named())}; its fields: --config.FIELD=VALUE"
+    add("--config", action=Once, metavar="NAME", help=text)
+    text = "the folder that receives everything (default runs/NAME of configs/NAME.py)"
+    add("--workdir", action=Once, metavar="FOLDER", help=text)
+    text = "join the other processes of a TPU pod, SLURM or MPI job"
+    add("--distributed", action="store_true", help=text)
+    text = "elsewhere: host:port of process 0, the same for all processes"
+    add("--coordinator_address", help=text)
+    add("--num_processes", type=int, help="elsewhere: how many there are")
+    add("--process_id", type=int, help="elsewhere: which one this is, from 0")
+    found: list[Config] = []
+
+    def body(options: argparse.Namespace) -> None:
+        if not found:
+            known = ", ".join(configuration.named())
+            raise InputError(f"--config: expected a file, or one of {known}")
+        config, given = found[0], vars(options)
+        flat = {name: given[f"config.{name}"] for name in configuration.flatten(config)}
+        set_here = {name: value for name, value in flat.items() if value is not None}
+        config.update_from_flattened_dict(set_here)
+        name = Path(options.config).stem
+        if name == "own":
+            name = sources.name_of(config.benchmark, config.data.source)
+        _run_with_others(config, options.workdir or f"runs/{name}", options, stop)
+
+    def prepare(words: list[str]) -> None:
+        found.extend(_add_fields(program, words))
+
+    return program.run(body, arguments, prepare)
 
 
-def main(
-    config: Config,
-    workdir: str,
-    stop: StopRequest,
-    quiet: bool = False,
-    show_traceback: bool = False,
-    join: tuple[bool, str | None, int | None, int | None] = (False, None, None, None),
+def _add_fields(program: Program, words: Sequence[str]) -> list[Config]:
+    """Makes a flag of every field of the configuration that a command line names, if it does."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--config")
+    first.add_argument("--config.learner.name", dest="learner", default="")
+    given, _ = first.parse_known_args(words)
+    if given.config is None:
+        return []
+    config = configuration.load(given.config, given.learner)
+    for name, value in configuration.flatten(config).items():
+        reader = configuration.reader(config, name)
+        text = f"default {value}".replace("%", "%%")
+        program.add_argument(f"--config.{name}", type=reader, metavar="VALUE", help=text)
+    return [config]
+
+
+def _run_with_others(
+    config: Config, workdir: str, options: argparse.Namespace, stop: StopRequest
 ) -> None:
-    """Does what `run` does as a program: errors are one line and an exit code.
-
-    `join` are arguments of `processes.start`.
-    """
+    """Does what `run` does, where asked for together with other processes."""
     devices.keep_freed_memory()
     # JAX tells of every kind of device that it looked for in vain, and of every connection;
     # matplotlib of the fonts that it found, in the first report of a machine.
     for name in ("jax._src.xla_bridge", "jax._src.distributed", "matplotlib"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    with plain_warnings("fdc_jax"):
-        try:
-            processes.start(*join)
-            if processes.count() > 1:
-                stop.agree = processes.Agreement()
-                faulthandler.disable()  # JAX ends those whom another one left, and says so
-            if not processes.is_first():
-                logging.getLogger("fdc_jax").setLevel(logging.ERROR)
-            run(config, workdir, quiet, stop)
-        except Exception as error:
-            _end(error, show_traceback)
+    processes.start(
+        *(options.distributed, options.coordinator_address),
+        *(options.num_processes, options.process_id),
+    )
+    if processes.count() == 1:
+        run(config, workdir, options.quiet, stop)
+        return
+    stop.agree = processes.Agreement()
+    faulthandler.disable()  # JAX ends those whom another one left, and says so
+    if not processes.is_first():
+        logging.getLogger("fdc_jax").setLevel(logging.ERROR)
+    try:
+        run(config, workdir, options.quiet, stop)
+    except Exception as error:
+        _end(error, options.traceback)
     processes.leave()
 
 
 def _end(error: Exception, show_traceback: bool) -> None:
     """Says in one line what went wrong and exits, together with processes that failed alike."""
     lost = processes.lost(error)
-    message = str(error) if type(error) in _CODES else lost
-    code = _CODES.get(type(error), _CODES[Interrupted] if lost else 1)
+    message = str(error) if type(error) in CODES else lost
+    code = CODES.get(type(error), CODES[Interrupted] if lost else 1)
     if message is None or show_traceback:
-        if processes.count() == 1:
-            raise error
         traceback.print_exception(error)
     elif processes.is_first():
-        print(f"fdc_jax: error: {message}", file=sys.stderr, flush=True)
+        print(f"fdc_jax.run: {message}", file=sys.stderr, flush=True)
     number = processes.index()
     if lost is None and processes.leave():
         sys.exit(code)
     if message and number:
-        print(f"fdc_jax: error: process {number}: {message}", file=sys.stderr, flush=True)
+        print(f"fdc_jax.run: process {number}: {message}", file=sys.stderr, flush=True)
     # The ordinary end would wait for the others once more.
     os._exit(code)
 
@@ -124,12 +179,13 @@ def run(
     _check_workdir(folder, several)
     stop.poll()
     with _explained(config):
-        sizes = configuration.flatten(config)["classes_per_task"]
-        known = known_classes(list(places.values()), sizes)
-        e = processes.together(lambda: Experiment(config, quiet, known=known))
-        processes.check_same(_common(e))
+        known = known_classes(
+            list(places.values()), configuration.flatten(config)["classes_per_task"]
+        )
+        setup = processes.together(lambda: setups.build(config, quiet, known))
+        processes.check_same(_common(setup))
         if not quiet:
-            print(describe(e), file=sys.stderr, flush=True)
+            print(describe(setup), file=sys.stderr, flush=True)
         with contextlib.ExitStack() as held:
             lock = processes.on_first(lambda folder: held.enter_context(locked(folder)))
             for place in places.values():
@@ -137,7 +193,7 @@ def run(
             per_seed = []
             for seed, place in places.items():
                 stop.poll()
-                per_seed.append(_run_seed(e, seed, place, stop, quiet))
+                per_seed.append(_run_seed(setup, seed, place, stop, quiet))
             outcome = evaluation.summarise(per_seed) if several else per_seed[0]
             if several:
                 processes.on_first(write_json)(folder / "summary.json", outcome)
@@ -160,10 +216,9 @@ def _explained(config: Config) -> Iterator[None]:
     except (InputError, TrainingError, Interrupted):
         raise
     except Exception as error:
-        text = (str(error).strip() or type(error).__name__).splitlines()[0]
         if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
             raise InputError(
-                f"out of memory ({text[:200]}); lower config.train.batch_size (now "
+                f"out of memory ({line(error)}); lower config.train.batch_size (now "
                 f"{config.train.batch_size}) or config.evaluation.batch_size (now "
                 f"{config.evaluation.batch_size})"
             ) from error
@@ -171,15 +226,15 @@ def _explained(config: Config) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         if file is None or all(frame.filename != file for frame in frames):
             raise
-        place = learners.place(error)
-        raise InputError(f"learner.name: {config.learner.name}: {place}") from error
+        raise InputError(f"learner.name: {config.learner.name}: {place(error)}") from error
 
 
-def _common(e: Experiment) -> dict[str, Any]:
+def _common(setup: Setup) -> dict[str, Any]:
     """Returns what processes that run together must not differ in, by name."""
+    fields = configuration.flatten(setup.config)
     return {
-        **{f"config.{name}": value for name, value in e.fields.items() if name not in _OF_A_HOST},
-        **e.checksums,
+        **{f"config.{name}": value for name, value in fields.items() if name not in _OF_A_HOST},
+        **setups.checksums(setup, setup.tasks),
         "the package": fdc_jax.__version__,
         "jax": jax.__version__,
     }
@@ -190,8 +245,6 @@ def _report(config: Config, folder: Path, quiet: bool) -> None:
     """Writes the report; the results stand without it."""
     if not config.report:
         return
-    from fdc_jax import report
-
     try:
         page = report.write([folder], folder / "report", quiet=True)
     except InputError as error:
@@ -216,42 +269,54 @@ def _check_workdir(folder: Path, several: bool) -> None:
 
 
 def _run_seed(
-    e: Experiment, seed: int, folder: Path, stop: StopRequest, quiet: bool
+    setup: Setup, seed: int, folder: Path, stop: StopRequest, quiet: bool
 ) -> dict[str, Any]:
     """Returns the results of a seed, which is trained where it is not finished."""
-    of_seed = ml_collections.ConfigDict(e.config)
+    of_seed = ml_collections.ConfigDict(setup.config)
     of_seed.seed = (seed,)
-    store = Store(folder, of_seed, e)
+    store = Store(folder, of_seed, _claim(setup))
     finished = store.finished()
     if finished is not None:
         if not quiet:
             print(f"{folder}: finished before, not done again", file=sys.stderr)
         return finished
-    progress = Progress(quiet, f"seed {seed}, " if len(e.config.seed) > 1 else "")
-    checkpoints = Checkpoints(store.checkpoints_folder, e.config.checkpoint.keep)
+    progress = Progress(quiet, f"seed {seed}, " if len(setup.config.seed) > 1 else "")
+    checkpoints = Checkpoints(store.checkpoints_folder, setup.config.checkpoint.keep)
     with contextlib.closing(progress), contextlib.closing(checkpoints):
-        return experiment.run(e, seed, store, checkpoints, stop, progress)
+        return experiment.run(setup, seed, store, checkpoints, stop, progress)
 
 
-def describe(e: Experiment) -> str:
+def _claim(setup: Setup) -> Claim:
+    tasks = setup.tasks
+    return Claim(
+        classes=tasks.class_checksums,
+        planned=list(tasks.planned),
+        num_tasks=len(tasks.tasks),
+        checksums=setups.checksums(setup, tasks),
+        task_count=setup.learner.task_count,
+    )
+
+
+def describe(setup: Setup) -> str:
     """Returns the lines that a run starts with: device, precision, parameters, weights, data."""
-    config, data = e.config, e.config.data
+    config, data, tasks = setup.config, setup.config.data, setup.tasks
     part = ""
     if data.train_per_class or data.test_per_class:
         part = (
             f", {data.train_per_class or 'all'} training and {data.test_per_class or 'all'} test "
             "images of each class"
         )
-    positions = ", position embeddings resized" if e.pretrained.resized_positions else ""
-    train = sum(len(indices) for indices in e.tasks.train_indices)
+    weights = setup.pretrained
+    positions = ", position embeddings resized" if weights.resized_positions else ""
+    train, trained = sum(map(len, tasks.train_indices)), setups.trained_parameters(setup)
     return (
         f"device     {devices.describe()}, precision {config.precision}\n"
-        f"learner    {config.learner.name}, {e.trained_parameters:,} trained parameters a task\n"
+        f"learner    {config.learner.name}, {trained:,} trained parameters a task\n"
         f"encoder    {config.encoder.variant} at {config.encoder.image_size} px, input range "
         f"{data.input_range}{positions}\n"
-        f"weights    {e.pretrained.path.name}, sha256 {e.pretrained.sha256[:16]}\n"
-        f"data       {config.benchmark} ({e.tasks.test.partition} split{part}), "
-        f"{counted(e.num_tasks, 'task')}, {train:,} training and "
-        f"{counted(len(e.tasks.test_indices), 'test image')}, "
-        f"sha256 {e.tasks.train.checksum[:8]}, {e.tasks.test.checksum[:8]}"
+        f"weights    {weights.path.name}, sha256 {weights.sha256[:16]}\n"
+        f"data       {config.benchmark} ({tasks.test.partition} split{part}), "
+        f"{counted(len(tasks.tasks), 'task')}, {train:,} training and "
+        f"{counted(len(tasks.test_indices), 'test image')}, "
+        f"sha256 {tasks.train.checksum[:8]}, {tasks.test.checksum[:8]}"
     )

@@ -1,17 +1,26 @@
-"""What a configuration must satisfy, and how two of them differ."""
+"""Where configurations come from, what they must satisfy, and how two of them differ."""
 
+import functools
 import json
+import operator
+import runpy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
+import ml_collections
+
 from fdc_jax import calibration, learners
 from fdc_jax.data import sources
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, did_you_mean, nearest, place
 from fdc_jax.model import weights
 from fdc_jax.model.vit import VARIANTS, Variant
+from fdc_jax.run import base
 
 # An ml_collections.ConfigDict; no type checker knows its fields.
 Config: TypeAlias = Any
+
+_PACKAGE = Path(__file__).parents[1]
 
 # Where things lie and how fast they are read and computed; no number in a result depends on them,
 # but for rounding. Weights are compared by their checksum.
@@ -58,6 +67,100 @@ _ALLOWED: dict[str, str | tuple[str, ...]] = {
 TASKS = frozenset({"class_order", "classes_per_task", "num_tasks"})
 
 
+# Where they come from -----------------------------------------------------------------------------
+
+
+def named() -> dict[str, Path]:
+    """Returns the files of configurations that come with the package, by name."""
+    # In a clone they stand beside the package, elsewhere within it.
+    folders = (_PACKAGE.parent / "configs", _PACKAGE / "configs")
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.py"))}
+
+
+def load(name: str, learner: str = "") -> Config:
+    """Returns what a configuration file gives.
+
+    Args:
+        name: the file; or the name of one of the package, such as `digits` or `configs/digits.py`.
+        learner: name of the learner, whose options the configuration shall have where that lies
+            outside the package; empty for the file's.
+
+    Raises:
+        InputError: there is no such file, it fails, or what it gives is no configuration.
+    """
+    path, known = Path(name), named()
+    if not path.is_file():
+        if path.stem not in known or str(path) not in (path.stem, f"configs/{path.stem}.py"):
+            raise InputError(
+                f"--config: expected a file, or one of {', '.join(known)}; found {name}"
+                + nearest(path.stem, known)
+            )
+        path = known[path.stem]
+    try:
+        config: Any = runpy.run_path(str(path))["get_config"]()
+    except KeyError as error:
+        if error.args != ("get_config",):
+            raise InputError(f"--config: {place(error)}") from error
+        raise InputError(f"--config: {path}: expected a function get_config, found none") from error
+    except Exception as error:  # whatever a file raises
+        raise InputError(f"--config: {place(error)}") from error
+    if not isinstance(config, ml_collections.ConfigDict):
+        found = type(config).__name__
+        raise InputError(
+            f"--config: {path}: get_config: expected what fdc_jax.run.base.get_config returns, "
+            f"found {found}"
+        )
+    fields, expected = flatten(config), flatten(base.get_config())
+    if lacking := [field for field in expected if field not in fields]:
+        raise InputError(
+            f"--config: {path}: lacks the field {lacking[0]}; begin with what "
+            "fdc_jax.run.base.get_config returns"
+        )
+    for field in fields:
+        if field not in expected and not field.startswith("learner."):
+            raise InputError(
+                f"--config: {path}: {field} is no field of a configuration"
+                + nearest(field, expected)
+            )
+    if learner:
+        config.update_from_flattened_dict({"learner.name": learner})
+    _complete(config)
+    return config
+
+
+def reader(config: Config, field: str) -> Callable[[str], Any]:
+    """Returns what makes a value of a field of a word of the command line; it raises ValueError."""
+    *sections, name = field.split(".")
+    section = functools.reduce(operator.getitem, sections, config)
+    value, kind = section[name], section.get_type(name)
+
+    def truth(word: str) -> bool:
+        if word.lower() not in ("true", "false"):
+            raise ValueError(word)
+        return word.lower() == "true"
+
+    def numbers(word: str) -> tuple[Any, ...]:
+        element = type(value[0]) if value else str
+        return tuple(element(each.strip()) for each in word.strip("()[]").split(",") if each)
+
+    def number(word: str) -> int | tuple[int, ...]:
+        parts = tuple(int(each) for each in word.strip("()[]").split(",") if each)
+        return parts if "," in word else parts[0]
+
+    return {bool: truth, tuple: numbers, object: number}.get(kind, kind)
+
+
+def _complete(config: Config) -> None:
+    """Gives a configuration the options of its learner, if that lies outside the package."""
+    name = config.learner.name
+    learners.find(name)
+    known = learners.defaults(config.benchmark, name)
+    with config.unlocked():
+        for section, options in known.items():
+            if section not in config.learner:
+                config.learner[section] = ml_collections.ConfigDict(options)
+
+
 def flatten(config: Config) -> dict[str, Any]:
     """Returns `{"train.epochs": 20, ...}` with tuples as lists, as JSON would give them back."""
     flat: dict[str, Any] = {}
@@ -73,6 +176,16 @@ def flatten(config: Config) -> dict[str, Any]:
     return dict(sorted(flat.items()))
 
 
+def calibrators(config: Config) -> tuple[str, ...]:
+    """Returns the names of the calibrators of a run; that of the heads alone comes with FDC's."""
+    names = tuple(dict.fromkeys(name.strip() for name in config.calibrators.split(",")))
+    others = tuple(name for name in names if name and name != "raw")
+    return others if "fdc" in others else ("raw", *others)
+
+
+# What they must satisfy ---------------------------------------------------------------------------
+
+
 def validate(config: Config) -> None:
     """Checks every value that can be checked without data or weights.
 
@@ -83,10 +196,7 @@ def validate(config: Config) -> None:
     """
     config.benchmark = sources.name_of(config.benchmark, config.data.source)
     name = config.learner.name
-    learners.find(name)
-    missing = learners.defaults(config.benchmark, name).keys() - config.learner.keys()
-    with config.unlocked():
-        config.learner.update(learners.defaults(config.benchmark, name) if missing else {})
+    _complete(config)
     _read_class_order(config)
     flat = flatten(config)
 
@@ -113,13 +223,13 @@ def validate(config: Config) -> None:
     if config.encoder.weights in weights.NAMED and config.encoder.variant in VARIANTS:
         check_rank(config, VARIANTS[config.encoder.variant])
     learners.check_options(name, flat)
+    for each in calibrators(config):
+        if each not in calibration.METHODS:
+            raise InputError(did_you_mean("config.calibrators", each, calibration.METHODS))
     try:
-        calibration.check(config.fdc.to_dict())
+        calibration.make("fdc", **config.fdc.to_dict())
     except InputError as error:
         raise InputError(f"config.fdc.{error}") from error
-    if config.fdc.transport and not config.save_features:
-        # A kill must not lose those of the encoder before the task.
-        refuse("save_features", "True with config.fdc.transport")
     scale = flat["data.crop_scale"]
     pair = isinstance(scale, list) and [type(each) in (int, float) for each in scale] == [True] * 2
     if not pair or not 0 < scale[0] <= scale[1] <= 1:

@@ -18,13 +18,16 @@ from flax import traverse_util
 from jaxtyping import Float, Int, UInt8
 
 from fdc_jax import calibration, learners
+from fdc_jax.calibration import Calibrator
 from fdc_jax.data.batches import Batch, evaluation_images
-from fdc_jax.data.benchmarks import task_sizes
+from fdc_jax.data.task_stream import TaskStream, open_stream
 from fdc_jax.errors import InputError
+from fdc_jax.learners import Replaced
 from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import read_npz, read_safetensors
 from fdc_jax.model import vit
+from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.places import (
     MEASURED_AGAIN,
@@ -34,7 +37,7 @@ from fdc_jax.run.places import (
     known_of,
     read_object,
 )
-from fdc_jax.run.setup import Experiment
+from fdc_jax.run.setup import EncoderSetup
 
 
 def open_run(
@@ -82,19 +85,19 @@ class Opened(Places):
                 f"{self.folder}: expected the work directory of a run, found no config.json{hint}"
             )
         saved = read_object(self.config_file, "it says what the run is")
-        self._weights_sha256, self._planned = saved.get("weights sha256"), saved.get(PLANNED)
-        self._known = known_of(saved)
         # Names with a space are no fields.
         self.config: dict[str, Any] = {
             name: value for name, value in saved.items() if " " not in name
         }
-        if lacking := {"benchmark", "learner.name"} - self.config.keys():
+        if lacking := {"benchmark", "learner.name", "weights sha256", PLANNED} - saved.keys():
             raise InputError(
                 f"{self.config_file}: expected the settings of a run, found no {min(lacking)}"
             )
+        self._weights_sha256, self._planned = saved["weights sha256"], saved[PLANNED]
+        self._known = known_of(saved)
         learned = self.merged_file if self.merged_file.exists() else self.state_file
         if exported := learned.exists() or self.weights_file.exists():
-            for path in (learned, self.weights_file, self.results_file, self.calibrator_file):
+            for path in (learned, self.weights_file, self.results_file):
                 if not path.exists():
                     raise InputError(f"{path}: expected this file of an export, found none")
         if self.weights_file.exists():
@@ -118,25 +121,26 @@ class Opened(Places):
         return [read_object(self.record_file(task), MEASURED_AGAIN) for task in tasks]
 
     @functools.cached_property
-    def experiment(self) -> Experiment:
-        """Learner, encoder, devices and, when asked for, data."""
-        known, config = self._planned, self._configuration()
+    def encoders(self) -> EncoderSetup:
+        """What every encoder follows from, together with the learner's state."""
         try:
-            if known is None and self.results is not None:
-                classes = self.results["num_classes"]
-                known = task_sizes(config.benchmark, classes, config.classes_per_task)
-            known = None if known is None else tuple(known)
-            e = Experiment(config, quiet=True, classes_per_task=known, known=self._known)
+            found = setups.build_encoders(self._configuration(), self._planned)
         except (AttributeError, KeyError) as error:
             raise InputError(
                 f"{self.config_file}: lacks a field of this version: {error}"
             ) from error
-        if self._weights_sha256 not in (None, e.pretrained.sha256):
+        if self._weights_sha256 != found.pretrained.sha256:
             raise InputError(
-                f"{e.pretrained.path}: expected the weights that {self.folder} was run with, "
-                f"sha256 {self._weights_sha256}, found {e.pretrained.sha256}"
+                f"{found.pretrained.path}: expected the weights that {self.folder} was run with, "
+                f"sha256 {self._weights_sha256}, found {found.pretrained.sha256}"
             )
-        return e
+        return found
+
+    @functools.cached_property
+    def tasks(self) -> TaskStream:
+        """The images, divided into tasks; InputError where they are not at hand."""
+        config = self._configuration()
+        return open_stream(config, setups.cache_folder(config), self._known)
 
     def _configuration(self) -> Config:
         """Returns the configuration with its sections; refuses a learner that nobody named."""
@@ -158,13 +162,15 @@ class Opened(Places):
     @property
     def num_tasks(self) -> int:
         """Number of tasks of the stream."""
-        return self.results["num_tasks"] if self.results else self.experiment.num_tasks
+        if self.results:
+            return self.results["num_tasks"]
+        return self.config["num_tasks"] or len(self._planned)
 
     @property
     def class_names(self) -> list[str]:
         """Names of the classes by class-order position; unless the run is finished, needs data."""
         kept = (self.results or {}).get("class_names")
-        return self.experiment.tasks.class_names if kept is None else kept
+        return self.tasks.class_names if kept is None else kept
 
     @functools.cached_property
     def _saved(self) -> tuple[Any, int]:
@@ -174,34 +180,35 @@ class Opened(Places):
                 f"{self.folder} was exported with --merge and keeps E_0 and E_{self.num_tasks} "
                 "alone, not what other encoders follow from"
             )
-        e, seed = self.experiment, self.config["seed"][0]
+        encoders, seed = self.encoders, self.config["seed"][0]
         if self.state_file.exists():
-            return _read_state(self.state_file, e.first_state()), self.num_tasks
+            first = setups.first_state(encoders.learner)
+            return _read_state(self.state_file, first), self.num_tasks
         checkpoints = Checkpoints(self.checkpoints_folder, read_only=True)
         try:
-            for _, cursor, tree in e.checkpoints(checkpoints, seed):
+            for _, cursor, tree in setups.checkpoints(encoders, checkpoints, seed):
                 return tree["state"], cursor["tasks_done"]
         finally:
             checkpoints.close()
         raise InputError(f"{self.checkpoints_folder}: expected a checkpoint of the run, found none")
 
-    def encoder(self, t: int) -> vit.KeyValueKernels:
-        """Returns the kernels of E_t: after t tasks, 0 being the pretrained encoder.
+    def encoder(self, t: int) -> Replaced:
+        """Returns what E_t has in the place of parameters of E_0; t counts tasks.
 
         Raises:
             InputError: so many tasks were not trained, the learner does not keep that encoder, or
                 there is no checkpoint.
         """
-        e = self.experiment
+        found = self.encoders
         if t == 0:
-            return vit.pretrained_kernels(e.backbone)
+            return vit.pretrained_kernels(found.backbone)
         if t == self.num_tasks and self.merged_file.exists():
             arrays = traverse_util.unflatten_dict(read_safetensors(self.merged_file), sep="/")
-            return devices.replicate(e.mesh, jax.tree.map(jnp.asarray, arrays))
+            return devices.replicate(found.learner.setup.mesh, jax.tree.map(jnp.asarray, arrays))
         state, tasks_done = self._saved
         if not 0 < t <= tasks_done:
             raise InputError(f"{self.folder}: expected E_0 to E_{tasks_done}, found E_{t}")
-        return e.learner.encoder(e.backbone, state, t)
+        return found.learner.encoder(found.backbone, state, t)
 
     def heads(self, num_tasks: int | None = None) -> list[Any]:
         """Returns the heads of the first tasks, by default of all that were trained."""
@@ -211,23 +218,30 @@ class Opened(Places):
         if not 0 <= num_tasks <= tasks_done:
             raise InputError(f"{self.folder}: expected up to {tasks_done} heads, found {num_tasks}")
         if merged:
-            return calibration.load(self.calibrator_file).heads[:num_tasks]
-        return self.experiment.heads(state, num_tasks)
+            return self.calibrator(self.calibrators[0]).heads[:num_tasks]
+        return setups.heads(self.encoders.learner, state, num_tasks)
 
     @property
     def state(self) -> Any:
         """What the learner has kept after the last trained task."""
         return self._saved[0]
 
-    def calibrator(self) -> Any:
-        """Returns FDC as it was fitted, on all tasks or on those of a run that stopped."""
-        found = self.fitted_files() + [self.calibrator_file] * self.calibrator_file.exists()
+    @property
+    def calibrators(self) -> list[str]:
+        """Names of the calibrators that there are, of all tasks or of those of a stopped run."""
+        files = self.folder.glob("calibrators/*.npz")
+        return sorted({path.stem.rpartition("_")[0] or path.stem for path in files})
+
+    def calibrator(self, name: str = "fdc") -> Calibrator:
+        """Returns a calibrator as it was fitted, on all tasks or on those of a run that stopped."""
+        final = self.calibrator_file(name)
+        found = self.fitted_files(name) + [final] * final.exists()
         if not found:
             raise InputError(
-                f"{self.folder}: expected a calibrator, found none; the command of the run "
-                "makes it again"
+                f"{self.folder}: has no calibrator {name}, expected one of "
+                f"{', '.join(self.calibrators)}"
             )
-        return calibration.load(found[-1], self.heads)
+        return calibration.load(found[-1])
 
     @functools.cached_property
     def predictions(self) -> dict[str, np.ndarray]:
@@ -246,15 +260,15 @@ class Opened(Places):
             Batch(part, np.zeros(len(part), np.int32), np.ones(len(part), np.float32))
             for part in parts
         ]
-        e, kernels = self.experiment, self.encoder(t)
-        return e.extract(e.backbone, [kernels], batches)[0].features
+        found = self.encoders
+        return found.extract(found.backbone, [self.encoder(t)], batches)[0].features
 
     def stream(
         self, batches: Iterable[Batch], *encoders: int
     ) -> Iterator[list[Float[np.ndarray, "n d"]]]:
         """Yields the features of batch after batch by encoders E_t, given by t."""
-        e, views = self.experiment, [self.encoder(t) for t in encoders]
-        return e.extract.stream(e.backbone, views, batches)
+        found, views = self.encoders, [self.encoder(t) for t in encoders]
+        return found.extract.stream(found.backbone, views, batches)
 
     def test_images(self, rows: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n s s 3"]:
         """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled.
@@ -262,7 +276,7 @@ class Opened(Places):
         Raises:
             InputError: the data cannot be read, or are not those of the run.
         """
-        tasks, labels = self.experiment.tasks, self.predictions["label"]
+        tasks, labels = self.tasks, self.predictions["label"]
         if not np.array_equal(tasks.test_labels[: len(labels)], labels):  # More tasks may follow.
             raise InputError(
                 f"{self.folder}: its predictions are not of the test images of "

@@ -28,19 +28,22 @@ class Places:
         self.config_file = self.folder / "config.json"
         self.results_file = self.folder / "results.json"  # the last one that a run writes
         self.predictions_file = self.folder / "predictions.npz"
-        self.calibrator_file = self.folder / "calibrator.npz"
         # In the place of checkpoints and of a file elsewhere, where the folder was exported.
         self.state_file = self.folder / "state.safetensors"
         self.merged_file = self.folder / "merged.safetensors"  # or else
         self.weights_file = self.folder / "pretrained" / "model.safetensors"
 
-    def fitted_file(self, num_tasks: int) -> Path:
-        """File of the calibrator fitted on the first `num_tasks` tasks, ready for more."""
-        return self.folder / "calibrators" / f"calibrator_{num_tasks:03d}.npz"
+    def calibrator_file(self, name: str) -> Path:
+        """File of a calibrator of all tasks."""
+        return self.folder / "calibrators" / f"{name}.npz"
 
-    def fitted_files(self) -> list[Path]:
-        """Files of calibrators that are there, by number of tasks."""
-        return sorted(self.folder.glob("calibrators/calibrator_*.npz"))
+    def fitted_file(self, name: str, num_tasks: int) -> Path:
+        """File of a calibrator of the first `num_tasks` tasks, ready for more."""
+        return self.folder / "calibrators" / f"{name}_{num_tasks:03d}.npz"
+
+    def fitted_files(self, name: str) -> list[Path]:
+        """Files of a calibrator that are there, by number of tasks."""
+        return sorted(self.folder.glob(f"calibrators/{name}_*.npz"))
 
     def record_file(self, task: int) -> Path:
         """File of what was measured after a task."""

@@ -1,23 +1,24 @@
-"""What goes into a run: what the seeds of a configuration share, and the images of one seed."""
+"""What the seeds of a configuration share, and what follows from it by plain functions."""
 
 import dataclasses
 import functools
+import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool
 
-from fdc_jax import calibration, learners
+from fdc_jax import learners
 from fdc_jax.data import task_stream
-from fdc_jax.data.batches import Batch, ByteCache, EvaluationBatches, TrainBatches
+from fdc_jax.data.batches import ByteCache
 from fdc_jax.errors import InputError
-from fdc_jax.features.extraction import Extraction, Extractor, FeatureCache
-from fdc_jax.learners import training
+from fdc_jax.features.extraction import Extractor, FeatureCache
+from fdc_jax.learners import Learner, training
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_writable_folder
@@ -26,221 +27,165 @@ from fdc_jax.run import configuration
 from fdc_jax.run.configuration import Config
 
 
-class Experiment:
-    """What the seeds of one configuration share; checked before any work.
+@dataclasses.dataclass(frozen=True)
+class EncoderSetup:
+    """What every encoder of a run follows from, together with the learner's state.
+
+    Attributes:
+        config: the configuration; what a file of weights says itself stands there, too.
+        learner: it knows the network, the numbers of classes and the devices as `learner.setup`.
+        pretrained: the weights of E_0.
+        backbone: the same on the devices.
+        extract: runs encoders over images.
+        cache: folder of what runs share.
+    """
+
+    config: Config
+    learner: Learner
+    pretrained: weights.Weights
+    backbone: Any
+    extract: Extractor
+    cache: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup(EncoderSetup):
+    """All that goes into a run but its seed.
+
+    Attributes:
+        tasks: the images, divided into tasks.
+        update: how the learner changes what it trains.
+        schedule: the factor on the learning rates from an epoch, counted from 0, and their number.
+        epochs: passes over the images of each task.
+        first_steps: training steps of all tasks before each one, and of all.
+        evaluated: whether test images are scored after each task.
+        own_rows: rows of a batch of training and of evaluation that are this process's.
+        pretrained_features: features of E_0 of images of `tasks`.
+        test_images: memory for decoded test images.
+    """
+
+    tasks: task_stream.TaskStream
+    update: training.Update
+    schedule: Callable[[int, int], Any]
+    epochs: list[int]
+    first_steps: list[int]
+    evaluated: list[bool]
+    own_rows: dict[str, Bool[np.ndarray, " n"]]
+    pretrained_features: FeatureCache
+    test_images: ByteCache
+
+
+def build(
+    config: Config, quiet: bool = False, known: task_stream.Known = task_stream.NOTHING
+) -> Setup:
+    """Returns the set-up of a configuration; everything that can be wrong is found here.
 
     Args:
         config: the configuration.
         quiet: show no download.
-        classes_per_task: number of classes of each task, also of those that follow later, where
-            data need not be at hand.
         known: what a run that goes on knows of its classes.
 
     Raises:
-        InputError: configuration, data or weights are not as expected.
+        InputError: configuration, data or weights are not as expected, or too large.
     """
+    configuration.validate(config)
+    # What a file of weights says itself stands in the configuration from here on.
+    config.encoder.variant, variant = weights.recognise(
+        config.encoder.weights, config.encoder.variant
+    )
+    config.encoder.image_size = config.encoder.image_size or variant.image_size
+    _check_memory(config, variant)
+    tasks = task_stream.open_stream(config, cache_folder(config), known, quiet)
+    _check_neighbours(config, tasks)
+    encoders = build_encoders(config, tasks.planned, quiet)
+    train, update = config.train, encoders.learner.update()
+    counts = [len(indices) for indices in tasks.train_indices]
+    epochs = [train.first_epochs or train.epochs, *[train.epochs] * (len(counts) - 1)]
+    steps = [n * -(-count // train.batch_size) for n, count in zip(epochs, counts, strict=True)]
+    mesh, every = encoders.learner.setup.mesh, config.evaluation.every_task
+    sizes = {section: config[section].batch_size for section in ("train", "evaluation")}
+    return Setup(
+        **vars(encoders),
+        tasks=tasks,
+        update=update,
+        schedule=update.schedule
+        or functools.partial(training.learning_rate_factor, train.schedule),
+        epochs=epochs,
+        first_steps=[0, *itertools.accumulate(steps)],
+        evaluated=[*[every] * (len(counts) - 1), True],
+        own_rows={name: devices.own_rows(mesh, size) for name, size in sizes.items()},
+        pretrained_features=_pretrained_features(encoders, tasks),
+        test_images=ByteCache(int(config.data.cache_gib * 2**30)),
+    )
 
-    def __init__(
-        self,
-        config: Config,
-        quiet: bool = False,
-        classes_per_task: tuple[int, ...] | None = None,
-        known: task_stream.Known = task_stream.NOTHING,
-    ):
-        configuration.validate(config)
-        self.config, encoder = config, config.encoder
-        # What a file of weights says itself stands in the configuration from here on.
-        encoder.variant, variant = weights.recognise(encoder.weights, encoder.variant)
-        encoder.image_size = size = encoder.image_size or variant.image_size
-        configuration.check_rank(config, variant)
-        data = config.data
-        self.mesh = devices.data_mesh()
-        kind = (data.input_range, config.precision, encoder.attention)
-        model = vit.build(variant, size, *kind, cudnn=devices.have_cudnn(self.mesh))
-        _check_memory(config, variant)
-        cache = Path(config.cache_dir).expanduser() if config.cache_dir else weights.cache_folder()
-        if config.cache_dir:
-            check_writable_folder("config.cache_dir", cache)
-        self._cache, self._known, self._quiet = cache, known, quiet
-        jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
-        is_opened = classes_per_task is not None
-        classes_per_task = classes_per_task or self.tasks.planned
-        self.num_tasks = config.num_tasks or len(classes_per_task)
-        wanted = encoder.weights, encoder.variant, cache, not quiet
-        # A download is the first process's alone where all share a cache.
-        processes.on_first(lambda: str(weights.locate(*wanted)))()
-        path = weights.locate(*wanted)
-        self.pretrained = weights.load(path, variant, size)
-        self.setup = training.Setup(model, classes_per_task, config, self.mesh)
-        self.learner = learners.make(self.setup)
-        self.update = self.learner.update()
-        self.backbone = devices.replicate(self.mesh, self.pretrained.params)
-        self.extract = Extractor(model, self.mesh)
-        self.test_images = ByteCache(int(data.cache_gib * 2**30))
-        if not is_opened:
-            self._check_calibrator()
 
-    def _check_calibrator(self) -> None:
-        """Refuses what FDC would refuse after a training."""
-        present = [len(set(self.tasks.train.labels[rows])) for rows in self.tasks.train_indices]
-        try:
-            calibration.check(self.config.fdc.to_dict(), present)
-        except InputError as error:
-            raise InputError(f"config.fdc.{error}") from error
+def build_encoders(
+    config: Config, classes_per_task: Sequence[int], quiet: bool = True
+) -> EncoderSetup:
+    """Returns what needs no image of the run.
 
-    @functools.cached_property
-    def tasks(self) -> task_stream.TaskStream:
-        """The images, divided into tasks."""
-        return task_stream.open_stream(self.config, self._cache, self._known, self._quiet)
+    Args:
+        config: the configuration.
+        classes_per_task: number of classes of each task, also of those that follow later.
+        quiet: show no download.
 
-    @functools.cached_property
-    def pretrained_features(self) -> FeatureCache:
-        """Features of E_0, which depend on nothing else than these."""
-        settings = {
-            field: value
-            for field, value in self.fields.items()
-            if field in ("precision", "data.input_range", "evaluation.batch_size")
-            or (field.startswith("encoder.") and field != "encoder.weights")
-        }
-        settings["encoder.attention"] = self.setup.model.attention
-        computed = {"devices": devices.describe(), "jax": jax.__version__}
-        depend_on = self.checksums | settings | computed | {"architecture": self.architecture}
-        return FeatureCache(self._cache / "features", depend_on)
+    Raises:
+        InputError: configuration or weights are not as expected.
+    """
+    encoder, mesh = config.encoder, devices.data_mesh()
+    encoder.variant, variant = weights.recognise(encoder.weights, encoder.variant)
+    encoder.image_size = encoder.image_size or variant.image_size
+    configuration.check_rank(config, variant)
+    kind = (config.data.input_range, config.precision, encoder.attention)
+    model = vit.build(variant, encoder.image_size, *kind, cudnn=devices.have_cudnn(mesh))
+    cache = cache_folder(config)
+    jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
+    wanted = encoder.weights, encoder.variant, cache, not quiet
+    # A download is the first process's alone where all share a cache.
+    processes.on_first(lambda: str(weights.locate(*wanted)))()
+    pretrained = weights.load(weights.locate(*wanted), variant, encoder.image_size)
+    return EncoderSetup(
+        config=config,
+        learner=learners.make(training.Setup(model, tuple(classes_per_task), config, mesh)),
+        pretrained=pretrained,
+        backbone=devices.replicate(mesh, pretrained.params),
+        extract=Extractor(model, mesh),
+        cache=cache,
+    )
 
-    @property
-    def architecture(self) -> dict[str, Any]:
-        """What the weights alone do not say of the encoder; JSON values."""
-        fields = dataclasses.asdict(self.setup.variant)
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in fields.items()
-        }
 
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The configuration by field, such as `train.rank`."""
-        return configuration.flatten(self.config)
+def cache_folder(config: Config) -> Path:
+    """Returns the folder of downloads, compiled programs and features of E_0."""
+    if not config.cache_dir:
+        return weights.cache_folder()
+    cache = Path(config.cache_dir).expanduser()
+    check_writable_folder("config.cache_dir", cache)
+    return cache
 
-    @property
-    def selected(self) -> str:
-        """The components that the paper enables for the learner."""
-        return learners.selected(self.config.learner.name)
 
-    @property
-    def checksums(self) -> dict[str, str]:
-        """What a run depends on besides its configuration, by name."""
-        return {
-            "weights sha256": self.pretrained.sha256,
-            "training images sha256": self.tasks.train.checksum,
-            "test images sha256": self.tasks.test.checksum,
-        }
+def _pretrained_features(encoders: EncoderSetup, tasks: task_stream.TaskStream) -> FeatureCache:
+    """Returns the cache of E_0's features, under all that they depend on."""
+    fields = configuration.flatten(encoders.config)
+    named = ("precision", "data.input_range", "evaluation.batch_size")
+    of_encoder = {name for name in fields if name.startswith("encoder.")} - {"encoder.weights"}
+    settings = {name: fields[name] for name in (*named, *of_encoder)}
+    settings["encoder.attention"] = encoders.learner.setup.model.attention
+    computed = {"devices": devices.describe(), "jax": jax.__version__}
+    described = {"architecture": architecture(encoders)}
+    depend_on = checksums(encoders, tasks) | settings | computed | described
+    return FeatureCache(encoders.cache / "features", depend_on)
 
-    @property
-    def uses_pretrained(self) -> bool:
-        """Whether FDC has a pretrained view."""
-        return self.config.fdc.pretrained_view_weight > 0
 
-    @property
-    def trained_parameters(self) -> int:
-        """Number of parameters that a task trains."""
+# Checks before any work ---------------------------------------------------------------------------
 
-        def start(backbone):
-            state = self.learner.initial_state()
-            return self.learner.start_task(backbone, state, 0, jax.random.key(0))
 
-        _, trained = jax.eval_shape(start, self.backbone)
-        return sum(leaf.size for leaf in jax.tree.leaves(trained))
-
-    def evaluates_after(self, task: int) -> bool:
-        """Tells whether test images are scored after a task."""
-        return self.config.evaluation.every_task or task + 1 == self.num_tasks
-
-    def epochs(self, task: int) -> int:
-        """Passes over the images of one task."""
-        train = self.config.train
-        return train.first_epochs if task == 0 and train.first_epochs else train.epochs
-
-    def steps_before(self, task: int) -> int:
-        """Training steps of all tasks before one."""
-        size = self.config.train.batch_size
-        counts = [len(indices) for indices in self.tasks.train_indices[:task]]
-        return sum(self.epochs(t) * -(-count // size) for t, count in enumerate(counts))
-
-    def place(self, tasks_done: int, step: int) -> int:
-        """Returns the number of a checkpoint after whole tasks and steps of the next one."""
-        return self.steps_before(tasks_done) + step + tasks_done
-
-    def rate(self, epoch: int, epochs: int) -> Any:
-        """Returns the factor on the learning rates in an epoch, counted from 0."""
-        if self.update.schedule is not None:
-            return self.update.schedule(epoch, epochs)
-        return training.learning_rate_factor(self.config.train.schedule, epoch, epochs)
-
-    def start(
-        self, state: Any, task: int, seed: int, learner: learners.Learner | None = None
-    ) -> tuple[Any, Any, Any]:
-        """Returns what stays frozen in a task, what is trained, and the optimiser's state."""
-        key = jax.random.fold_in(jax.random.key(seed), task)
-        started = (learner or self.learner).start_task(self.backbone, state, task, key)
-        # Every step reads these, so that none of them may stay on the host.
-        frozen, trained = devices.replicate(self.mesh, jax.tree.map(jnp.asarray, started))
-        return frozen, trained, devices.replicate(self.mesh, self.update.initialise(trained))
-
-    def accept(self, state: Any, new: Any, question: str) -> Any:
-        """Returns a learner's new state on the devices, if it is of the form of the old one."""
-        learners.check_state(self.config.learner.name, question, state, new)
-        return devices.replicate(self.mesh, new)
-
-    def heads(self, state: Any, num_tasks: int) -> list[Any]:
-        """Returns the heads of the first tasks as arrays of the host."""
-        heads = self.learner.heads(state, num_tasks) if num_tasks else []
-        return devices.to_host(heads)
-
-    def first_state(self, learner: learners.Learner | None = None) -> Any:
-        """Returns the learner's state before the first task, on the devices."""
-        return devices.replicate(self.mesh, (learner or self.learner).initial_state())
-
-    def checkpoints(
-        self, folder: Checkpoints, seed: int
-    ) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
-        """Yields number, cursor and tree of every usable checkpoint, newest first.
-
-        Trees of a run that knew of fewer tasks have slots for those of now.
-        """
-
-        def form(cursor: dict[str, Any], learner: learners.Learner) -> dict[str, Any]:
-            tree = {"state": self.first_state(learner)}
-            if cursor["step"]:
-                _, tree["trained"], tree["optimizer"] = self.start(
-                    tree["state"], cursor["tasks_done"], seed, learner
-                )
-            return tree
-
-        def learner_of(cursor: dict[str, Any]) -> learners.Learner:
-            planned = tuple(cursor.get("classes_per_task", self.setup.classes_per_task))
-            setup = dataclasses.replace(self.setup, classes_per_task=planned)
-            return dataclasses.replace(self.learner, setup=setup)
-
-        found = folder.newest(lambda cursor: form(cursor, learner_of(cursor)))
-        for number, cursor, tree in found:
-            if learner_of(cursor).setup.classes_per_task != self.setup.classes_per_task:
-                grown = training.in_slots(tree, form(cursor, self.learner))
-                tree = devices.replicate(self.mesh, grown)
-            yield number, cursor, tree
-
-    def evaluation_batches(
-        self, source, indices, labels=None, **caches: ByteCache
-    ) -> EvaluationBatches:
-        """Images in evaluation preprocessing, with the labels of the source unless others come."""
-        return EvaluationBatches(
-            source,
-            indices,
-            labels,
-            self.config.evaluation.batch_size,
-            image_size=self.config.encoder.image_size,
-            workers=self.config.data.workers or None,
-            own_rows=devices.own_rows(self.mesh, self.config.evaluation.batch_size),
-            **caches,
+def _check_neighbours(config: Config, tasks: task_stream.TaskStream) -> None:
+    """Refuses what FDC would refuse after a training."""
+    fewest = min(len(set(tasks.train.labels[rows])) for rows in tasks.train_indices)
+    if "fdc" in configuration.calibrators(config) and config.fdc.neighbours > fewest:
+        raise InputError(
+            f"config.fdc.neighbours: expected at most {fewest}, the classes with images of the "
+            f"smallest task, found {config.fdc.neighbours}"
         )
 
 
@@ -260,101 +205,91 @@ def _check_memory(config: Config, variant: vit.Variant) -> None:
             )
 
 
-class RunImages:
-    """The images of one run: batches to train on, features in both views to fit and to score.
+# What follows from a set-up -----------------------------------------------------------------------
 
-    Args:
-        experiment: images, encoder, devices.
-        seed: of augmentations and their order.
-        poll: called before each batch that is not a training step's; raises to stop.
+
+def architecture(encoders: EncoderSetup) -> dict[str, Any]:
+    """Returns what the weights alone do not say of the encoder; JSON values."""
+    fields = dataclasses.asdict(encoders.learner.setup.variant)
+    return {
+        name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()
+    }
+
+
+def checksums(encoders: EncoderSetup, tasks: task_stream.TaskStream) -> dict[str, str]:
+    """Returns what a run depends on besides its configuration, by name."""
+    return {
+        "weights sha256": encoders.pretrained.sha256,
+        "training images sha256": tasks.train.checksum,
+        "test images sha256": tasks.test.checksum,
+    }
+
+
+def trained_parameters(encoders: EncoderSetup) -> int:
+    """Returns the number of parameters that a task trains."""
+    learner = encoders.learner
+
+    def start(backbone):
+        return learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))
+
+    _, trained = jax.eval_shape(start, encoders.backbone)
+    return sum(leaf.size for leaf in jax.tree.leaves(trained))
+
+
+# The learner's state on the devices ---------------------------------------------------------------
+
+
+def first_state(learner: Learner) -> Any:
+    """Returns the state before the first task."""
+    return devices.replicate(learner.setup.mesh, learner.initial_state())
+
+
+def start_task(
+    learner: Learner, update: training.Update, backbone: Any, state: Any, task: int, seed: int
+) -> tuple[Any, Any, Any]:
+    """Returns what stays frozen in a task, what is trained, and the optimiser's state."""
+    key = jax.random.fold_in(jax.random.key(seed), task)
+    started = learner.start_task(backbone, state, task, key)
+    # Every step reads these, so that none of them may stay on the host.
+    mesh = learner.setup.mesh
+    frozen, trained = devices.replicate(mesh, jax.tree.map(jnp.asarray, started))
+    return frozen, trained, devices.replicate(mesh, update.initialise(trained))
+
+
+def accept(learner: Learner, state: Any, new: Any, question: str) -> Any:
+    """Returns a learner's new state on the devices, if it is of the form of the old one."""
+    learners.check_state(learner.setup.config.learner.name, question, state, new)
+    return devices.replicate(learner.setup.mesh, new)
+
+
+def heads(learner: Learner, state: Any, num_tasks: int) -> list[Any]:
+    """Returns the heads of the first tasks as arrays of the host."""
+    return devices.to_host(learner.heads(state, num_tasks)) if num_tasks else []
+
+
+def checkpoints(
+    encoders: EncoderSetup, folder: Checkpoints, seed: int
+) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
+    """Yields number, cursor and tree of every usable checkpoint, newest first.
+
+    Trees of a run that knew of fewer tasks have slots for those of now.
     """
+    learner, backbone = encoders.learner, encoders.backbone
 
-    def __init__(self, experiment: Experiment, seed: int, poll: Callable[[], None]):
-        self._experiment, self._seed, self._poll = experiment, seed, poll
-        # Training images of the current task, in the memory that test images leave.
-        self._decoded = experiment.test_images.beside()
+    def form(cursor: dict[str, Any], of: Learner) -> dict[str, Any]:
+        tree = {"state": first_state(of)}
+        if cursor["step"]:
+            given = backbone, tree["state"], cursor["tasks_done"], seed
+            _, tree["trained"], tree["optimizer"] = start_task(of, of.update(), *given)
+        return tree
 
-    def batches(self, task: int, epochs: int = 1, start_step: int = 0) -> TrainBatches:
-        """Returns the augmented batches of a task from a step on, before they are placed."""
-        e, config = self._experiment, self._experiment.config
-        return TrainBatches(
-            e.tasks.train,
-            e.tasks.train_indices[task],
-            e.tasks.train_labels(task) - e.tasks.first_position[task],
-            config.train.batch_size,
-            self._seed,
-            task,
-            image_size=config.encoder.image_size,
-            epochs=epochs,
-            start_step=start_step,
-            crop_scale=tuple(config.data.crop_scale),
-            flip=config.data.flip,
-            workers=config.data.workers or None,
-            own_rows=devices.own_rows(e.mesh, config.train.batch_size),
-            decoded=self._decoded,
-        )
+    def planned(cursor: dict[str, Any]) -> Learner:
+        known = tuple(cursor["classes_per_task"])
+        of_then = dataclasses.replace(learner.setup, classes_per_task=known)
+        return dataclasses.replace(learner, setup=of_then)
 
-    def of_task(self, task: int) -> training.TaskImages:
-        """Returns what a learner may look at before and after the steps of a task."""
-        e = self._experiment
-
-        def placed(batches: Iterable[Batch]) -> Iterator[Batch]:
-            for batch in batches:
-                self._poll()
-                yield devices.split(e.mesh, batch)
-
-        def plain() -> EvaluationBatches:
-            labels = e.tasks.train_labels(task) - e.tasks.first_position[task]
-            indices = e.tasks.train_indices[task]
-            return e.evaluation_batches(e.tasks.train, indices, labels, decoded=self._decoded)
-
-        return training.TaskImages(
-            augmented=lambda: placed(self.batches(task)), plain=lambda: placed(plain())
-        )
-
-    def previous_features(self, task: int, kernels: Any) -> Extraction:
-        """Returns features of a task's training images by the encoder before the task.
-
-        Where memory allows, the images stay decoded for the task.
-        """
-        e, indices = self._experiment, self._experiment.tasks.train_indices[task]
-        batches = e.evaluation_batches(e.tasks.train, indices, decoded=self._decoded)
-        return e.extract(e.backbone, [kernels], batches, self._poll)[0]
-
-    def train_features(self, task: int, kernels: Any) -> tuple[Extraction, Extraction | None]:
-        """Returns features of a task's training images (Algorithm 1, line 4) in both views.
-
-        Those of E_0, None where FDC does without, are kept for other seeds and learners; the
-        decoded images are forgotten.
-        """
-        e, name = self._experiment, f"train_{task:03d}"
-        indices, views, pretrained = e.tasks.train_indices[task], [kernels], None
-        if e.uses_pretrained:
-            pretrained = e.pretrained_features.find(name, indices)
-            if pretrained is None:
-                views.append(vit.pretrained_kernels(e.backbone))
-        batches = e.evaluation_batches(e.tasks.train, indices, decoded=self._decoded)
-        adapted, *others = e.extract(e.backbone, views, batches, self._poll)
-        for pretrained in others:
-            e.pretrained_features.keep(name, indices, pretrained)
-        self._decoded.clear()
-        return adapted, pretrained
-
-    def test_features(
-        self, count: int, kernels: Any
-    ) -> tuple[Extraction, Float[np.ndarray, "n d"] | None]:
-        """Returns features of the first `count` test images (line 14) in both views."""
-        e, every = self._experiment, self._experiment.tasks.test_indices
-
-        def extract(kernels: Any, indices: np.ndarray) -> Extraction:
-            batches = e.evaluation_batches(e.tasks.test, indices, cache=e.test_images)
-            return e.extract(e.backbone, [kernels], batches, self._poll)[0]
-
-        adapted = extract(kernels, every[:count])
-        if not e.uses_pretrained:
-            return adapted, None
-        pretrained = e.pretrained_features.find("test", every)
-        if pretrained is None:
-            pretrained = extract(vit.pretrained_kernels(e.backbone), every)
-            e.pretrained_features.keep("test", every, pretrained)
-        return adapted, pretrained.features[:count]
+    for number, cursor, tree in folder.newest(lambda cursor: form(cursor, planned(cursor))):
+        if planned(cursor).setup.classes_per_task != learner.setup.classes_per_task:
+            grown = training.in_slots(tree, form(cursor, learner))
+            tree = devices.replicate(learner.setup.mesh, grown)
+        yield number, cursor, tree

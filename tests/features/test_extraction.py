@@ -28,9 +28,7 @@ def apply(model, backbone):
 
 
 def batches(count, size=8):
-    return EvaluationBatches(
-        digits.open_digits("test"), np.arange(count), None, size, image_size=32
-    )
+    return EvaluationBatches(digits.open_digits()[1], np.arange(count), None, size, image_size=32)
 
 
 def extractor(model):

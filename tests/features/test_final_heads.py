@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import logging
 
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ def test_final_heads_of_aligned_tasks_are_saved(whole):
     features = feature_files.load(whole / "features")
     # The last alignment is part of the last task.
     assert [task.final_head is None for task in features.tasks] == [False, False, True]
-    calibrator = calibration.load(whole / "calibrator.npz")
+    calibrator = calibration.load(whole / "calibrators" / "fdc.npz")
     for stored, used in zip(features.final_heads, calibrator.heads, strict=True):
         np.testing.assert_array_equal(stored.weight, used.weight)
         np.testing.assert_array_equal(stored.bias, used.bias)
@@ -51,20 +50,3 @@ def test_the_command_gives_the_labels_of_the_run(whole, predictions, tmp_path):
     with np.load(output) as again:
         np.testing.assert_array_equal(again["raw_label"], predictions["raw_label"])
         np.testing.assert_array_equal(again["label"], predictions["fdc_label"])
-
-
-def test_with_other_settings_the_curve_has_what_the_final_state_repeats(
-    whole, predictions, cache, tmp_path, caplog
-):
-    """The heads that earlier test images met are gone; those of the last task are there."""
-    workdir = small_runs.copied(whole, tmp_path / "copy")
-    with caplog.at_level(logging.WARNING):
-        found = small_runs.run(config(cache, fdc__attenuation=0.0), workdir)
-    expected = small_runs.results(whole)
-    assert found["accuracy"]["raw"] == expected["accuracy"]["raw"]
-    assert len(expected["curve"]) == 3
-    lost = caplog.text.count("does not repeat the accuracies after task")
-    assert len(found["curve"]) == 3 - lost and lost > 0
-    assert found["average_incremental_accuracy"] == {"raw": None, "fdc": None}
-    again = small_runs.predictions(workdir)
-    np.testing.assert_array_equal(again["raw_label"], predictions["raw_label"])

@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import base
 from fdc_jax import learners
 from fdc_jax.errors import InputError
 from fdc_jax.learners import training
 from fdc_jax.model import operations, vit
+from fdc_jax.run import base
 from tests.learners import toy
 
 NAMES = learners.names()

@@ -9,11 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import base
 from fdc_jax import learners
 from fdc_jax.errors import InputError
 from fdc_jax.learners import Learner, check_state, option
-from fdc_jax.run import configuration
+from fdc_jax.run import base, configuration
 
 NAN = float("nan")
 

@@ -4,9 +4,8 @@ import importlib
 
 import pytest
 
-from configs import base
 from fdc_jax.errors import InputError
-from fdc_jax.run import configuration
+from fdc_jax.run import base, configuration
 
 BENCHMARKS = ("cifar100", "imagenet_a", "imagenet_r", "cub200", "omnibench", "digits")
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import time
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from fdc_jax import evaluation
+from fdc_jax.errors import StopRequest
 from fdc_jax.posthoc import __main__ as posthoc
 from fdc_jax.run import command
 from tests import small_runs
@@ -25,7 +27,7 @@ def test_a_stopped_and_killed_run_ends_with_the_same_numbers(whole, tmp_path, ca
     small_runs.wait_for(workdir, "epoch", process)
     process.send_signal(signal.SIGTERM)
     _, beginning = finish(process, expected=75)
-    assert beginning.splitlines()[-1] == "fdc_jax: error: stopped by SIGTERM"
+    assert beginning.splitlines()[-1] == "fdc_jax.run: stopped by SIGTERM"
     assert "about" in beginning and "left" in beginning
     process = start(workdir, "--quiet", cache=cache)
     small_runs.wait_for(workdir, "statistics", process)
@@ -75,7 +77,7 @@ def test_results_follow_the_contract(whole):
         *("components", "curve", "fdc_storage_bytes", "timing", "encoder", "config", "versions"),
     }
     assert (found["num_tasks"], found["num_classes"], found["num_test_images"]) == (2, 10, 60)
-    assert found["accuracy"].keys() == {"raw", "fdc", "oracle"}
+    assert found["accuracy"].keys() == {"raw", "fdc", "gaussians", "oracle"}
     assert found["components"].keys() == {
         *("raw", "tsf", "pac", "rlc", "tsf+pac", "tsf+rlc", "pac+rlc", "full"),
         *("adapted_view", "pretrained_view", "pac+rlc_adapted_view", "pac+rlc_pretrained_view"),
@@ -85,7 +87,7 @@ def test_results_follow_the_contract(whole):
     assert found["components"]["full"] == found["accuracy"]["fdc"]
     assert len(found["curve"]) == 2
     assert found["curve"][-1]["accuracy"] == found["accuracy"]
-    for name in ("raw", "fdc"):
+    for name in ("raw", "fdc", "gaussians"):
         assert found["average_incremental_accuracy"][name] == pytest.approx(
             np.mean([point["accuracy"][name] for point in found["curve"]])
         )
@@ -99,7 +101,7 @@ def test_predictions_give_the_accuracies_of_the_results(whole):
     assert columns.pop("class_names").tolist() == found["class_names"]
     assert columns.keys() == {
         *("label", "raw_label", "fdc_label", "oracle_label", "fdc_oracle_label"),
-        *("task", "raw_task", "fdc_task"),
+        *("task", "raw_task", "fdc_task", "gaussians_label", "gaussians_task"),
     }
     for name, share in found["accuracy"].items():
         right = columns[f"{name}_label"] == columns["label"]
@@ -117,10 +119,12 @@ def test_predictions_give_the_accuracies_of_the_results(whole):
 
 def test_saved_features_and_calibrator_repeat_the_results(whole, tmp_path):
     output = tmp_path / "calibrated.npz"
-    assert posthoc.main([str(whole / "features"), f"--output={output}", "--quiet"]) == 0
-    with np.load(output) as again:
-        np.testing.assert_array_equal(again["raw_label"], predictions(whole)["raw_label"])
-        np.testing.assert_array_equal(again["label"], predictions(whole)["fdc_label"])
+    for name in ("fdc", "gaussians"):
+        words = [str(whole / "features"), f"--output={output}", f"--method={name}", "--quiet"]
+        assert posthoc.main(words) == 0
+        with np.load(output) as again:
+            np.testing.assert_array_equal(again["raw_label"], predictions(whole)["raw_label"])
+            np.testing.assert_array_equal(again["label"], predictions(whole)[f"{name}_label"])
 
 
 def test_a_finished_run_is_shown_again_with_its_report(whole, cache, tmp_path, caplog, capsys):
@@ -150,7 +154,7 @@ def test_a_full_disk_is_one_line(tmp_path, cache):
     process = start(None, "--quiet", cache=cache, before=limit, cwd=tmp_path)
     _, errors = finish(process, expected=2)
     line = errors.splitlines()[-1]
-    assert line.startswith("fdc_jax: error: cannot write ")
+    assert line.startswith("fdc_jax.run: cannot write ")
     assert "runs/digits/" in line
     assert "Traceback" not in errors
 
@@ -166,38 +170,77 @@ def test_signals_count_from_the_start(tmp_path, cache):
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, errors = finish(process, expected=75)
-    assert errors.splitlines()[-1] == "fdc_jax: error: stopped by SIGINT"
+    assert errors.splitlines()[-1] == "fdc_jax.run: stopped by SIGINT"
     assert "Traceback" not in errors
 
 
+# What a user gets wrong, on the command line and in a file: what is said, after the words.
+MISTAKES = {
+    "--config.trian.epochs=3": "unrecognized arguments: --config.trian.epochs=3; did you mean "
+    "--config.train.epochs?",
+    "--wrokdir=here": "did you mean --workdir?",
+    "--workdir=here": "--workdir: is given twice",
+    "--config=cub200": "--config: is given twice",
+    "--config.train.epochs=abc": "argument --config.train.epochs: invalid int value: 'abc'",
+    "--config.report=perhaps": "argument --config.report: invalid",
+    "--config.train.rank=97": "config.train.rank: expected at most 96, the width of ",
+    "--config.learner.name=none": "learner.name: expected one of cumulative_lora",
+    "--config.calibrators=fcd": "config.calibrators: expected one of raw, fdc, .*did you mean fdc?",
+    "surplus": "unrecognized arguments: surplus",
+}
+
+
+def said(capsys, *words):
+    """Returns the one line that the command says of an error."""
+    assert command.main(StopRequest(), words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("fdc_jax.run: ")
+    return line
+
+
+@pytest.mark.parametrize("argument", MISTAKES)
+def test_mistakes_get_one_line(argument, tmp_path, capsys):
+    line = said(capsys, "--config=digits", f"--workdir={tmp_path / 'run'}", argument)
+    assert re.search(MISTAKES[argument].replace("?", r"\?"), line)
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("text", "message"),
     [
+        ("import nowhere", "own.py, line 1: ModuleNotFoundError: No module named 'nowhere'"),
+        ("def get_config(:", "own.py, line 1: SyntaxError: "),
+        ("def get_config():\n    return 1 / 0", "own.py, line 2: ZeroDivisionError: "),
+        ("a = 1", "own.py: expected a function get_config, found none"),
+        ("def get_config():\n    return {}", "get_config: expected .*, found dict"),
+        ("import ml_collections\nget_config = ml_collections.ConfigDict", "lacks the field "),
         (
-            "--config.trian.epochs=3",
-            "--config.trian.epochs: the configuration has no such field; did you mean "
-            "--config.train.epochs",
-        ),
-        ("--wrokdir=here", "Unknown command line flag 'wrokdir'. Did you mean: workdir"),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in (
-                ("--confg.seed=1", "has no such field; did you mean --config.seed"),
-                ("--config.train.rank=97", "config.train.rank: expected at most 96, the width of "),
-                ("--config.train.epochs=abc", "config.train.epochs=abc: invalid literal for int()"),
-                ("--config.learner.name=none", "learner.name: expected one of cumulative_lora"),
-                ("--config=configs/nowhere.py", "No such file or directory: 'configs/nowhere.py'"),
-                ("surplus", "unexpected argument 'surplus'"),
-            )
+            "from fdc_jax.run import base\n\n\ndef get_config():\n    config = base.get_config()\n"
+            "    config.trian = 1\n    return config",
+            "own.py: trian is no field of a configuration; did you mean train",
         ),
     ],
 )
-def test_mistakes_get_one_line(argument, message, tmp_path, cache):
-    _, errors = finish(start(tmp_path / "run", argument, cache=cache), expected=2)
-    (line,) = errors.splitlines()
-    assert line.startswith("fdc_jax: error: ")
-    assert message in line
-    assert not (tmp_path / "run").exists()
+def test_files_that_give_no_configuration_get_one_line(text, message, tmp_path, capsys):
+    (tmp_path / "own.py").write_text(text)
+    assert re.search(message, said(capsys, f"--config={tmp_path / 'own.py'}"))
+
+
+def test_a_configuration_must_be_there(capsys):
+    assert "omnibench, own" in said(capsys)
+    assert "found omnibnch; did you mean omnibench?" in said(capsys, "--config", "omnibnch")
+
+
+def test_fields_are_read_by_their_kind(monkeypatch):
+    seen = []
+    monkeypatch.setattr(command, "run", lambda config, workdir, *_: seen.append((config, workdir)))
+    words = "--config.seed=1,2 --config.data.flip=true --config.classes_per_task=3,2 "
+    words += "--config.data.crop_scale 0.5,1 --config.report False"
+    assert command.main(StopRequest(), ["--config", "digits", *words.split()]) == 0
+    ((config, workdir),) = seen
+    assert (workdir, config.seed, config.data.flip) == ("runs/digits", (1, 2), True)
+    assert (config.classes_per_task, config.data.crop_scale) == ((3, 2), (0.5, 1.0))
+    assert config.report is False
 
 
 def test_several_seeds(tmp_path, cache, capsys):

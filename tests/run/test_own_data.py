@@ -3,12 +3,9 @@
 import csv
 import json
 import shutil
-import sys
 
 import numpy as np
 import pytest
-from absl import flags
-from ml_collections import config_flags
 from PIL import Image
 
 import fdc_jax
@@ -91,12 +88,12 @@ def grow(cache, place):
     assert (first["num_tasks"], first["class_names"], first["num_classes"]) == (1, [*OLD[:3]], 3)
     assert first["num_test_images"] == 9
     small_runs.copied(workdir, place / "first")
-    stopped(config(source, cache, **few), workdir, 2)
+    stopped(config(source, cache, **few), workdir, 4)
     assert small_runs.events(workdir, "training")[-1]["task"] == 1
     add(source, *NEW)
     second = small_runs.run(config(source, cache, num_tasks=2), workdir)
     assert (second["num_tasks"], second["class_names"]) == (2, [*OLD])
-    stopped(config(source, cache), workdir, 2)
+    stopped(config(source, cache), workdir, 4)
     assert small_runs.events(workdir, "training")[-1]["task"] == 2
     small_runs.copied(workdir, place / "amid")
     small_runs.run(config(source, cache), workdir)
@@ -117,8 +114,11 @@ def test_it_ends_as_if_all_had_been_known(whole, grown):
     end, first, amid = grown
     small_runs.same_outcome(whole, end, without=["class_order"])
     small_runs.nothing_done_twice(end)
-    for name in ("calibrator.npz", "calibrators/calibrator_003.npz"):
-        with np.load(whole / name) as expected, np.load(end / name) as found:
+    for name in ("fdc.npz", "fdc_003.npz", "gaussians_003.npz"):
+        with (
+            np.load(whole / "calibrators" / name) as expected,
+            np.load(end / "calibrators" / name) as found,
+        ):
             small_runs.assert_equal(dict(found), dict(expected))
     names = sorted(path.name for path in (whole / "features").iterdir())
     assert names == sorted(path.name for path in (end / "features").iterdir())
@@ -163,7 +163,7 @@ def test_without_its_data_a_run_opens_and_names_photographs(
     assert len(moved.test_images(np.arange(4))) == 4
     assert not any(isinstance(value, dict) for value in run.config.values())  # Fields alone.
     assert list(run.class_names) == list(ALL)
-    assert len(run.heads()) == 3 and run.experiment.setup.classes_per_task == SIZES
+    assert len(run.heads()) == 3 and run.encoders.learner.setup.classes_per_task == SIZES
     found = predict.predict(
         run, [root / f"trees/test/{name}/{n}.png" for name in ALL for n in (6, 7, 8)]
     )
@@ -234,7 +234,7 @@ def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
     kept = []
     for names in (NEW, OLD):
         add(source, *names)
-        stopped(command, workdir, 2)
+        stopped(command, workdir, 4)
         kept.append(json.loads((workdir / "config.json").read_text()))
     assert [each["classes of planned tasks"] for each in kept] == [[2, 1], [2, 1, 2, 2]]
     assert [list(each["known classes"]) for each in kept] == [[*NEW], [*NEW, *OLD]]
@@ -302,18 +302,13 @@ def test_settings_that_are_refused(fields, message):
         configuration.validate(config("trees", "cache", **fields))
 
 
-def test_an_order_is_read_from_its_file(tmp_path, monkeypatch):
-    """And sizes of tasks from the command line."""
-    given, order = flags.FlagValues(), tmp_path / "order.txt"
-    fields = ("data.source=trees", "classes_per_task=3,1,3", f"class_order={order}")
-    arguments = ["main.py", *(f"--config.{field}" for field in fields)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    config_flags.DEFINE_config_dict("config", own.get_config(), flag_values=given)
-    given(arguments)
+def test_an_order_is_read_from_its_file(tmp_path):
+    order = tmp_path / "order.txt"
     order.write_text("\n".join(ALL) + "\n")
+    given = config("trees", "cache", class_order=(str(order),))
     for _ in range(2):
-        configuration.validate(given.config)
-        assert (given.config.classes_per_task, given.config.class_order) == (SIZES, ALL)
+        configuration.validate(given)
+        assert given.class_order == ALL
     for content, message in ((b"", "found nothing"), (b"oak\n", "found oak"), (b"\xff\n", "read")):
         order.write_bytes(content)
         with pytest.raises(InputError, match=f"config.class_order: .*{message}"):

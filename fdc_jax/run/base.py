@@ -1,9 +1,5 @@
 """The paper's settings (Table "Common training and FDC hyperparameters"), one field a line."""
 
-import itertools
-import re
-import sys
-
 import ml_collections
 from ml_collections import config_dict
 
@@ -48,7 +44,7 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.learner.name = "cumulative_lora"
     config.learner.preset = "protocol"  # protocol: as in config.train; native: the method's own
     # And every learner's own options, as its file declares them.
-    config.learner.update(learners.defaults(benchmark, _learner_of_the_command()))
+    config.learner.update(learners.defaults(benchmark))
 
     config.train = ml_collections.ConfigDict()
     config.train.epochs = 20
@@ -59,6 +55,8 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.train.schedule = "constant"  # unstated; or cosine, or inflora's quarter_cosine
     config.train.rank = 10  # of the key and value increments
 
+    # Calibrators that are fitted along and recorded after every task; names as of `fdc posthoc`.
+    config.calibrators = "fdc,gaussians"
     config.fdc = ml_collections.ConfigDict()
     config.fdc.retained_energy = 0.75  # eta, share of the variance that the task subspace keeps
     config.fdc.attenuation = 0.5  # gamma, of what lies outside the task subspace
@@ -67,12 +65,6 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.fdc.adapted_view_weight = 1.0  # w_T
     config.fdc.pretrained_view_weight = 1.0  # w_0
     config.fdc.neighbours = 1  # K, class prototypes averaged into an affinity
-    config.fdc.affinity_metric = "cosine"  # or whitened: beyond the paper, see docs/beyond.md
-    config.fdc.affinity_evidence = "tanh"  # or linear, whose entry stands beside the paper's
-    config.fdc.affinity_reference = "own"  # nearest (cosine) or pooled (whitened) moments
-    config.fdc.affinity_scope = "task"  # or class, of the whitened metric
-    config.fdc.affinity_shrinkage = 0.05  # lambda, of the within-class covariance
-    config.fdc.transport = False  # class Gaussians that follow the encoder: beyond the paper, too
 
     config.evaluation = ml_collections.ConfigDict()
     config.evaluation.batch_size = 256  # images per forward pass without gradients
@@ -82,9 +74,3 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.checkpoint.every_steps = 500  # within a task; each task's end is always kept
     config.checkpoint.keep = 2  # newest checkpoints that stay
     return config
-
-
-def _learner_of_the_command() -> str:
-    """Returns what follows --config.learner.name, whose options are to be flags, too."""
-    words = re.split("[ =]", " ".join(sys.argv))
-    return dict(itertools.pairwise(words)).get("--config.learner.name", "")

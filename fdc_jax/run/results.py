@@ -1,0 +1,125 @@
+"""The content of `results.json`."""
+
+import importlib.metadata
+import platform
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import fdc_jax
+from fdc_jax.evaluation import average_incremental_accuracy
+from fdc_jax.machine import devices
+from fdc_jax.run import configuration
+from fdc_jax.run import setup as setups
+from fdc_jax.run.setup import Setup
+
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-datasets", "numpy")
+# What a point of the curve has of the record of a task.
+_POINT = ("task", "accuracy", "routing_accuracy", "components", "task_accuracy")
+
+
+def collect(
+    setup: Setup, seed: int, calibrators: Mapping[str, Any], records: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """Returns what is known of a run at its end.
+
+    Args:
+        setup: the run.
+        seed: its seed.
+        calibrators: of all tasks, by name.
+        records: what was measured after each task.
+    """
+    config, tasks, last = setup.config, setup.tasks, records[-1]
+    complete = len(records) == len(tasks.tasks)
+    selected, storage = setup.learner.selected, _storage(calibrators)
+    if selected not in last["components"]:  # Without the pretrained view, the other is all.
+        selected = selected.removesuffix("_adapted_view")
+
+    def average(name: str) -> float | None:
+        # Without the accuracy after every task there is no average over them.
+        found = [record["accuracy"][name] for record in records]
+        return average_incremental_accuracy(found) if complete else None
+
+    return {
+        "benchmark": config.benchmark,
+        "split": tasks.test.partition,
+        "learner": config.learner.name,
+        "seed": seed,
+        "class_order_seed": config.class_order_seed,
+        "num_tasks": len(tasks.tasks),
+        "num_classes": len(tasks.order),
+        "class_names": tasks.class_names,
+        "num_train_images": sum(len(indices) for indices in tasks.train_indices),
+        "num_test_images": len(tasks.test_indices),
+        "accuracy": last["accuracy"],
+        "routing_accuracy": last["routing_accuracy"],
+        "average_incremental_accuracy": {
+            name: average(name) for name in last["accuracy"] if name != "oracle"
+        },
+        "components": last["components"],
+        "selected": {"components": selected, "accuracy": last["components"].get(selected)},
+        "decomposition": last["decomposition"],
+        "curve": [{name: record[name] for name in _POINT} for record in records],
+        "fdc_storage_bytes": storage.get("fdc"),
+        "storage_bytes": storage,
+        "peak_memory_bytes": _peak_memory([record["peak_memory"] for record in records]),
+        "timing": _timing([record["timing"] for record in records]) if complete else None,
+        "encoder": {
+            "variant": config.encoder.variant,
+            "weights": setup.pretrained.path.name,
+            "sha256": setup.pretrained.sha256,
+            "input_range": config.data.input_range,
+            "skipped": list(setup.pretrained.skipped),
+            "resized_positions": setup.pretrained.resized_positions,
+            "architecture": setups.architecture(setup),
+        },
+        "data": {"train_sha256": tasks.train.checksum, "test_sha256": tasks.test.checksum},
+        "device": devices.describe(),
+        "config": configuration.flatten(config) | {"seed": [seed]},
+        "versions": versions(),
+    }
+
+
+def _storage(calibrators: Mapping[str, Any]) -> dict[str, int]:
+    return {name: each.storage_bytes for name, each in calibrators.items()}
+
+
+def _peak_memory(per_task: list[dict[str, int | None]]) -> dict[str, int | None]:
+    """Returns the device memory that training took, and what FDC and evaluation took beyond it.
+
+    A peak never falls: the first task's, before anything was fitted, is that of training. None on
+    a CPU, and where that task was trained by a process that did not live to record it.
+    """
+    training, total = per_task[0].get("training"), per_task[-1].get("task")
+    beyond = None if training is None or total is None else total - training
+    return {"training": training, "fdc_and_evaluation": beyond}
+
+
+def _timing(per_task: list[dict[str, float]]) -> dict[str, Any]:
+    """Returns sums over tasks, and images per second."""
+    names = sorted(set().union(*per_task))
+    total: dict[str, Any] = {name: sum(each.get(name, 0.0) for each in per_task) for name in names}
+    seconds = total.get("training_seconds")
+    total["training_images_per_second"] = total["training_images"] / seconds if seconds else None
+    total["input_wait_fraction"] = total["input_wait_seconds"] / seconds if seconds else None
+    return total
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions of Python, of this package and of what it computes with."""
+    own = {"python": platform.python_version(), "fdc_jax": fdc_jax.__version__, "commit": _commit()}
+    return own | {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def _commit() -> str | None:
+    """Returns the commit that the package is checked out at, or None outside a checkout."""
+    folder = Path(fdc_jax.__file__).parents[1]
+    if not (folder / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
