@@ -140,7 +140,7 @@ class Predictions:
         by_class, parts = self.calibrator.class_scores(adapted, pretrained), {}
         if isinstance(self.calibrator, FDC):
             terms = self.calibrator.terms(adapted, pretrained)
-            titles, values = pictures.split(terms, pretrained is not None)
+            titles, values = pictures.split(terms)
             parts = dict(zip(titles[:-1], values, strict=False))
         label, task = said.label, said.task
         each, labels = np.arange(len(label)), np.concatenate(said.classes)

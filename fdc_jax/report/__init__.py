@@ -30,7 +30,6 @@ def write(
     *,
     sweep: Sequence[str] = (),
     references: Sequence[str] = (),
-    paper: bool = False,
     quiet: bool = False,
 ) -> Path:
     """Writes the report of some run folders: `report.html`, `tables/` and `figures/`.
@@ -42,7 +41,6 @@ def write(
         output: folder that receives the report, made when missing.
         sweep: settings of FDC to vary, of `SWEEPS`.
         references: CSV files, see `fdc_jax.report.reference`; of one name the last counts.
-        paper: also the paper's rows and tables without a number of ours.
         quiet: print nothing.
 
     Returns:
@@ -76,13 +74,11 @@ def write(
         analysis.analyse(group, sweep)
         for reason in group.missing:
             say(f"{group.name}: {reason}")
-    built = tables.build(groups, paper)
+    built = tables.build(groups)
     built += [reference.table(path, lines, groups) for path, lines in compared.values()]
     for table in built:
         table.write(folder / "tables")
-    drawn = []
-    for name in tqdm.tqdm(figures.FIGURES, "figures", disable=hidden, leave=False):
-        drawn += figures.draw(name, groups)
+    drawn = figures.draw(groups)
     for drawing in drawn:
         figures.write(drawing, folder / "figures")
     write_json(folder / "provenance.json", [runs.provenance(group) for group in groups])

@@ -21,7 +21,6 @@ def parser() -> Program:
     add("--output", default="report", help="folder to write (default report)")
     sweeps = "refit FDC on the saved features over the paper's values of a setting; repeatable"
     add("--sweep", action="append", default=[], choices=[*report.SWEEPS, "all"], help=sweeps)
-    add("--paper", action="store_true", help="all of the paper's rows and tables")
     lines = "numbers to line up with these runs (fdc_jax/report/reference.py); repeatable"
     add("--reference", action="append", default=[], metavar="CSV", help=lines)
     return made
@@ -40,7 +39,6 @@ def _write(options: argparse.Namespace) -> None:
         options.output,
         sweep=report.SWEEPS if "all" in options.sweep else options.sweep,
         references=options.reference,
-        paper=options.paper,
         quiet=options.quiet,
     )
 

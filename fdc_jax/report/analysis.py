@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from fdc_jax import calibration, evaluation
 from fdc_jax.errors import InputError
@@ -69,7 +70,6 @@ def _features(run: Any) -> FeatureSet:
 def _settings(results: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the paper's FDC; a field that the run does not have is the default."""
     names = [field.name for field in dataclasses.fields(calibration.Settings)]
-    names.remove("affinity_reference")
     fields = {name: results["config"].get(f"fdc.{name}") for name in names}
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -79,7 +79,7 @@ def vary(
     settings: Mapping[str, Any],
     parameter: str,
     values: Sequence[float] | None = None,
-) -> dict[str, Any]:
+) -> pd.DataFrame:
     """Fits FDC anew at every value of a setting.
 
     Args:
@@ -89,24 +89,22 @@ def vary(
         values: those of the paper when None; for `neighbours`, all that are feasible.
 
     Returns:
-        `values` and `default`, the setting of the run; and `accuracy` in percent for each value.
-        For `neighbours` also `nearest`, the accuracy where affinities are standardised over the
-        candidate tasks of each input ("PAC Neighborhood Size").
+        A row per value: `accuracy` in percent; for `neighbours` also `nearest`, the accuracy where
+        affinities are standardised over the candidate tasks of each input ("PAC Neighborhood
+        Size").
     """
-    labels = features.test_labels
     if values is None:
         # Classes without images have no prototype.
         feasible = min(len(np.unique(task.labels)) for task in features.tasks)
         values = VALUES.get(parameter) or range(1, feasible + 1)
-    default = getattr(calibration.Settings(**settings), parameter)
-    found: dict[str, Any] = {"values": list(values), "default": default, "accuracy": []}
+    references = {"accuracy": False}
+    if parameter == "neighbours":
+        references["nearest"] = True
+    test_labels, found = features.test_labels, []
+    assert test_labels is not None  # `_features` has refused features without.
     for value in values:
         fdc = features.fit(calibration.FDC(**{**settings, parameter: value}))
         terms = fdc.terms(features.test_adapted, features.test_pretrained)
-        found["accuracy"].append(evaluation.accuracy(labels, terms.fuse().label))
-        if parameter == "neighbours":
-            of = {**settings, parameter: value, "affinity_reference": "nearest"}
-            nearest = features.fit(calibration.FDC(**of))
-            nearest = nearest.score(features.test_adapted, features.test_pretrained).label
-            found.setdefault("nearest", []).append(evaluation.accuracy(labels, nearest))
-    return found
+        labels = [terms.fuse(nearest=nearest).label for nearest in references.values()]
+        found.append([evaluation.accuracy(test_labels, each) for each in labels])
+    return pd.DataFrame(found, index=pd.Index(values, name=parameter), columns=[*references])

@@ -45,6 +45,8 @@ def show(per_seed: Sequence[dict[str, Any]]) -> None:
     header = ("percent", "accuracy", "gain", "right task", "average over tasks")
     align = ("left", *["right"] * 4)
     print(f"{heading}\n\n{tabulate(rows, header, disable_numparse=True, colalign=align)}\n")
+    for note in quantities.notes(first):
+        print(note)
     if several and len(names) > 1:
         best = quantities.headline(names)
         gain = evaluation.paired_gain(values("raw"), values(best))

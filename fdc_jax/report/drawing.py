@@ -6,7 +6,6 @@ Figures are made without pyplot, so nothing is shown and no global state changes
 import io
 import itertools
 import re
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -23,15 +22,13 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from fdc_jax.learners import title as learner_title
-from fdc_jax.report import paper, words
-from fdc_jax.report.runs import Group
+from fdc_jax.report import words
 
 # Inches.
 COLUMN, PAGE = 3.3, 6.75
 
-# Points: the mean width of a letter at 7 pt, and of a bold one at 8 pt.
-_LETTER, _BOLD_LETTER = 3.7, 5.3
+# Points: the mean width of a letter at 7 pt.
+_LETTER = 3.7
 
 # Dark, medium and light for eyes of every kind, and each with a marker of its own for grey prints.
 INK = "#222222"
@@ -87,27 +84,10 @@ def colour_bar(figure: Figure, colours: ScalarMappable, panels: Sequence[Axes], 
     return bar
 
 
-def names(groups: Sequence[Group]) -> list[str]:
-    """Returns what tells groups apart: benchmark, learner, settings, as far as they differ."""
-    parts = [
-        [paper.benchmark_title(group.benchmark) for group in groups],
-        [learner_title(group.learner) for group in groups],
-        [group.title or "the paper's settings" for group in groups],
-    ]
-    differing = [column for column in parts if len(set(column)) > 1] or parts[:1]
-    return [", ".join(parts) for parts in zip(*differing, strict=True)]
-
-
 def shortened(text: str, inches: float) -> str:
     """Cuts what would be wider than that at 7 pt."""
     most = max(int(inches * 72 / _LETTER), 1)
     return text if len(text) <= most else text[: most - 1] + "…"
-
-
-def title(axes: Axes, text: str, inches: float) -> None:
-    """Names a panel in up to three lines of that width."""
-    width = max(int(inches * 72 / _BOLD_LETTER), 1)
-    axes.set_title("\n".join(textwrap.wrap(text, width, max_lines=3, placeholder=" …")))
 
 
 def band(

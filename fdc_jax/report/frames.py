@@ -80,10 +80,12 @@ def tasks(group: Group) -> pd.DataFrame:
         matrices = [accuracy_matrix(run.results, name) for run in group.runs]
         known = [matrix for matrix in matrices if matrix is not None]
         if len(known) == len(matrices):
-            column = {task: value for task, value in enumerate(np.mean(known, axis=0)[-1])}
+            column: dict[Any, float] = {
+                task: value for task, value in enumerate(np.mean(known, axis=0)[-1])
+            }
             if len(column) > 1:
                 for title, measure in OVER_TASKS.items():
-                    column[title] = np.mean([measure(matrix) for matrix in known])
+                    column[title] = float(np.mean([measure(matrix) for matrix in known]))
             found[name] = column
     return pd.DataFrame(found)
 
@@ -117,7 +119,7 @@ def shares(group: Group) -> pd.DataFrame:
     """
     found = {}
     for name in group.methods:
-        of = [(run.results.get("decomposition") or {}).get(name) for run in group.runs]
+        of = [(run.results.get("decomposition") or {}).get(name, {}) for run in group.runs]
         if all(of):
             found[name] = [np.mean([each[share] for each in of]) for share in SHARES]
     return pd.DataFrame.from_dict(found, orient="index", columns=SHARES)

@@ -90,6 +90,7 @@ def _section(group: Group, own: Sequence[Drawing], found: Pictures) -> dict[str,
         "results": group.results,
         "lines": lines,
         "best": lines[best],
+        "notes": quantities.notes(group.results),
         "interval": group.gain(best) if best != "raw" else None,
         "sentences": frames.sentences(group),
         "tasks": _tasks(group, found.class_names),
@@ -105,7 +106,8 @@ def _tasks(group: Group, names: Sequence[str]) -> dict[str, Any]:
     """
     found, known = frames.tasks(group), frames.classes(group)
     rows = []
-    for task, values in found.iterrows():
+    index: Sequence[Any] = found.index.tolist()  # numbers of tasks, then names
+    for task, values in zip(index, found.to_numpy(), strict=True):
         over = task in frames.OVER_TASKS
         cells = [
             "–" if np.isnan(each) else words.number(each, 1, signed=task == "Backward transfer")

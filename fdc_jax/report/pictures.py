@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 from PIL import Image
 
+from fdc_jax.calibration import Terms
 from fdc_jax.errors import InputError
 from fdc_jax.report.runs import predictions
 
@@ -141,12 +142,12 @@ def _evidence(
     if views[0] is None:
         return none
     try:
-        terms = run.calibrator().terms(*views)
+        terms = run.calibrator("fdc").terms(*views)
     except InputError:
         return none
     each, true = np.arange(len(rows)), columns["task"][rows]
     raw, fdc = columns["raw_task"][rows], columns["fdc_task"][rows]
-    names, scores = split(terms, views[1] is not None)
+    names, scores = split(terms)
     values = np.stack([scores[:, each, t] for t in (true, np.where(raw != true, raw, fdc))], axis=2)
     agrees = terms.fuse().task == fdc
     return [
@@ -157,13 +158,13 @@ def _evidence(
     ]
 
 
-def split(terms: Any, dual: bool) -> tuple[list[str], Float[np.ndarray, "parts n tasks"]]:
-    """Splits a calibrator's scores into what adds up to them: raw logit, all parts, the whole."""
-    logit = terms.fuse(rlc=False, pac=False).task_scores
+def split(terms: Terms) -> tuple[list[str], Float[np.ndarray, "parts n tasks"]]:
+    """Splits FDC's scores into what adds up to them: raw logit, all parts, the whole."""
     raw = terms.fuse(tsf=False, rlc=False, pac=False).task_scores
+    logit = terms.fuse(rlc=False, pac=False).task_scores
     parts = {"Raw logit": raw, "Filtered logit": logit}
     views = (("E_T", "pretrained_view"), ("E_0", "adapted_view"))
-    for view, other in views[: 1 + dual]:
+    for view, other in views[: len(terms.views)]:
         off = {other: False}
         parts[f"Residual, {view}"] = terms.fuse(pac=False, **off).task_scores - logit
         parts[f"Affinity, {view}"] = terms.fuse(rlc=False, **off).task_scores - logit

@@ -10,6 +10,9 @@ paper selects for the learner. With something in front:
     aia_NAME       average incremental accuracy; `aia` is that of `raw`
     aia:NAME       the same of a combination of FDC's components
     storage_NAME   bytes
+
+and for the paper's Table app-cost `training_minutes`, `fdc_minutes`, `peak_memory_gib`,
+`fdc_peak_memory_gib` and `storage_mib`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fdc_jax import learners
+from fdc_jax.calibration import METHODS
 from fdc_jax.report import paper, words
 
 # Sections of results that have a number for each calibrator.
@@ -26,7 +30,7 @@ _SECTIONS = {
     "aia": "average_incremental_accuracy",
     "storage": "storage_bytes",
 }
-_METHODS = (*words.METHOD_TITLES, "oracle")
+_METHODS = (*METHODS, "oracle")
 _ACCURACIES = (*_METHODS, *paper.COMPONENT_TITLES, "selected")
 # Names of quantities that any run may have.
 KNOWN = frozenset(
@@ -40,6 +44,11 @@ def methods(results: Mapping[str, Any]) -> list[str]:
     """Returns the calibrators of a run by name, `raw` and `fdc` first."""
     first = [name for name in ("raw", "fdc") if name in results["accuracy"]]
     return first + [name for name in results["accuracy"] if name not in (*first, "oracle")]
+
+
+def notes(results: Mapping[str, Any]) -> list[str]:
+    """Returns what a user should know of calibrators, such as which kind of Gaussians they are."""
+    return [f"{note[:1].upper()}{note[1:]}." for note in (results.get("notes") or {}).values()]
 
 
 def headline(names: Sequence[str]) -> str:
@@ -62,9 +71,29 @@ def measured(results: Mapping[str, Any]) -> dict[str, float]:
         curve = [components(point) for point in results.get("curve") or ()]
         curve = [point | {"selected": point.get(selected)} for point in curve]
         for name in curve[0] if curve else ():
-            values = [point.get(name) for point in curve]
+            values: list[Any] = [point.get(name) for point in curve]
             found[f"aia:{name}"] = None if None in values else float(np.mean(values))
-    return {name: float(value) for name, value in found.items() if _is_number(value)}
+    found |= _costs(results) | {"storage_mib": found["storage_fdc"]}
+    known = {name: float(value) for name, value in found.items() if _is_number(value)}
+    return {name: value / _UNITS.get(name, 1) for name, value in known.items()}
+
+
+_UNITS = {"training_minutes": 60, "fdc_minutes": 60, "storage_mib": 2**20}
+_UNITS |= {"peak_memory_gib": 2**30, "fdc_peak_memory_gib": 2**30}
+_FDC_TIMES = ("adapted_extraction_seconds", "pretrained_extraction_seconds", "fit_seconds")
+
+
+def _costs(results: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what training and FDC took, in seconds and bytes."""
+    timing, memory = results.get("timing") or {}, results.get("peak_memory_bytes") or {}
+    # With pretrained features out of the cache, FDC took less than it takes.
+    whole = timing.get("pretrained_from_cache") == 0 and all(name in timing for name in _FDC_TIMES)
+    return {
+        "training_minutes": timing.get("training_seconds"),
+        "fdc_minutes": sum(timing[name] for name in _FDC_TIMES) if whole else None,
+        "peak_memory_gib": memory.get("training"),
+        "fdc_peak_memory_gib": memory.get("fdc_and_evaluation"),
+    }
 
 
 def components(of: Mapping[str, Any]) -> dict[str, Any]:

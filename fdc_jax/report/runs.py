@@ -94,18 +94,14 @@ class Skipped(NamedTuple):
     reason: str
 
 
-class Loaded(NamedTuple):
-    """What was found: groups, in the paper's order and of its protocol first; unusable folders."""
-
-    groups: list[Group]
-    skipped: list[Skipped]
-
-
-def load(paths: Iterable[str | os.PathLike[str]]) -> Loaded:
+def load(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Group], list[Skipped]]:
     """Opens run folders; a folder of several seeds stands for its `seed_*` folders.
 
     Folders that cannot be used are named with the reason and do not stop the others. Of two runs
     with the same benchmark, learner, seed and settings the first counts.
+
+    Returns:
+        Groups, in the paper's order and of its protocol first; and folders that are unusable.
     """
     skipped: list[Skipped] = []
     found: dict[tuple[str, int], Any] = {}
@@ -120,7 +116,7 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> Loaded:
         if first is not run:
             reason = f"same benchmark, learner, seed and settings as {first.folder}"
             skipped.append(Skipped(path, f"{reason}, but for what moves no number of the paper's"))
-    return Loaded(group(list(found.values())), skipped)
+    return group(list(found.values())), skipped
 
 
 def _seeds_of(path: Path) -> list[Path]:
@@ -168,23 +164,18 @@ def _check(results: Mapping[str, Any]) -> None:
             raise InputError(f"{name}: expected {kind.__name__}, found {value!r:.60}")
     if not {"raw", "oracle"} <= results["accuracy"].keys():
         raise InputError("accuracy: expected at least raw and oracle")
-    for place, point in enumerate([results, *results["curve"]]):
-        of = f"curve[{place - 1}]." * (place > 0)
-        sections = point if isinstance(point, dict) else {}
+    for point in (results, *results["curve"]):
         for section in ("accuracy", "components"):
-            values = sections.get(section) or {}
-            if not isinstance(values, dict) or not sections.get("accuracy"):
-                raise InputError(f"{of}{section}: expected accuracies, found {values!r:.60}")
-            for name, value in values.items():
+            for name, value in (point.get(section) or {}).items():
                 if not isinstance(value, int | float) or not 0 <= value <= 100:
-                    raise InputError(f"{of}{section}.{name}: expected percent, found {value!r:.60}")
+                    raise InputError(f"{section}.{name}: expected percent, found {value!r:.60}")
 
 
 # Groups ------------------------------------------------------------------------------------------
 
 
 def group(runs: Sequence[Any]) -> list[Group]:
-    """Puts together opened runs that differ in nothing but the seed, in the order of `Loaded`."""
+    """Puts together opened runs that differ in nothing but the seed, in the order of `load`."""
     members: dict[str, list[Any]] = {}
     for run in sorted(runs, key=lambda run: run.results["seed"]):
         members.setdefault(_experiment(run.results), []).append(run)

@@ -3,7 +3,7 @@
 import functools
 import math
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,21 +67,16 @@ class Table(NamedTuple):
             write_text(folder / f"{self.name}.{suffix}", text)
 
 
-def build(groups: Sequence[Group], whole: bool = False) -> list[Table]:
-    """Builds the tables that compare something: those of at least two rows.
-
-    Args:
-        groups: from `runs.load`.
-        whole: also the paper's rows and tables without a number of ours.
-    """
-    layout = Layout(groups, whole)
+def build(groups: Sequence[Group]) -> list[Table]:
+    """Builds the tables of groups that compare something: those of at least two rows."""
+    layout = Layout(groups)
     built = [
         _made("calibrators", layout, _calibrators(layout)),
         *(_beside(layout, name) for name in _BESIDE),
         _made("partitions", layout, _partitions(layout)),
         _made("cost", layout, _cost(layout)),
     ]
-    return [table for table in built if len(table.frame) > (not whole)]
+    return [table for table in built if len(table.frame) > 1]
 
 
 def frame(rows: Iterable[Row], labels: Sequence[str], columns: Sequence[str]) -> pd.DataFrame:
@@ -118,20 +113,18 @@ class Layout:
 
     Attributes:
         groups: in the order of rows.
-        whole: whether the paper's rows stand without ours.
         benchmarks: headings of columns by name; the user's own first, then the paper's.
         learners: that have rows, in the paper's order and after them others.
         letters: of every set of settings that departs from the paper's protocol.
     """
 
-    def __init__(self, groups: Sequence[Group], whole: bool = False):
-        self.groups, self.whole = groups, whole
+    def __init__(self, groups: Sequence[Group]):
+        self.groups = groups
         present = dict.fromkeys(each.benchmark for each in groups)
         names = [name for name in present if name not in paper.benchmarks()]
-        names += [name for name in paper.benchmarks() if whole or name in present]
+        names += [name for name in paper.benchmarks() if name in present]
         self.benchmarks = {name: paper.benchmark_title(name) for name in names}
-        known = learners.names() if whole else ()
-        self.learners = list(dict.fromkeys([*known, *(each.learner for each in groups)]))
+        self.learners = list(dict.fromkeys(each.learner for each in groups))
         titles = dict.fromkeys(each.title for each in groups if each.title)
         letters = [*string.ascii_uppercase, *map(str, range(1, len(titles)))]
         self.letters = dict(zip(titles, letters, strict=False))
@@ -247,7 +240,7 @@ def _rows(layout: Layout, learner: str, of: Line) -> Iterable[Row]:
     of_paper = {
         headings[name]: f"{number(each.mean, signed=signed)} ± {each.std:.2f}"
         for name, each in of.published.items()
-        if layout.whole or name in measured
+        if name in measured
     }
     if of.average is not None and len(of_paper) == len(five):
         of_paper["Avg."] = number(of.average, signed=signed)
@@ -310,50 +303,19 @@ def _partitions(layout: Layout) -> Iterable[Row]:
             yield {"benchmark": title, "numbers": numbers} | cells
 
 
-def _in(unit: float, *keys: str) -> Callable[[Any], float | None]:
-    """Returns what reads a number of the results by its path, in a unit."""
-
-    def read(found: Any) -> float | None:
-        for key in keys:
-            found = (found or {}).get(key)
-        return None if found is None else found / unit
-
-    return read
-
-
-def _fdc_minutes(results: Mapping[str, Any]) -> float | None:
-    timing = results.get("timing") or {}
-    names = ("adapted_extraction_seconds", "pretrained_extraction_seconds", "fit_seconds")
-    parts = [value for name in names if (value := timing.get(name)) is not None]
-    # Without the record it is not known whether the cache had them.
-    recorded = timing.get("pretrained_from_cache") == 0
-    return sum(parts) / 60 if recorded and len(parts) == len(names) else None
-
-
-# By the paper's columns, in the order of the headings.
-_COSTS: dict[str, Callable[[Any], float | None]] = {
-    "training_minutes": _in(60, "timing", "training_seconds"),
-    "fdc_minutes": _fdc_minutes,
-    "peak_memory_gib": _in(2**30, "peak_memory_bytes", "training"),
-    "fdc_peak_memory_gib": _in(2**30, "peak_memory_bytes", "fdc_and_evaluation"),
-    "storage_mib": _in(2**20, "fdc_storage_bytes"),
-}
-
-
 def _cost(layout: Layout) -> Iterable[Row]:
     """Time of training and of FDC's statistics, and their storage (Table app-cost)."""
-    headings, name = dict(zip(_COSTS, _TEXTS["cost"]["columns"], strict=True)), "cumulative_lora"
+    of_paper = paper.numbers()["tables"]["cost"]
+    headings = dict(zip(of_paper["columns"], _TEXTS["cost"]["columns"], strict=True))
     for each in layout.groups:
         devices = sorted({str(run.results.get("device", "unknown")) for run in each.runs})
-        found = {key: [read(run.results) for run in each.runs] for key, read in _COSTS.items()}
-        known = {key: [v for v in values if v is not None] for key, values in found.items()}
-        cells = {headings[key]: spread(values) for key, values in known.items()}
+        cells = {heading: spread(each.values(key)) for key, heading in headings.items()}
         yield layout.labels(each) | {"device": ", ".join(devices)} | cells
-    labels = {"learner": learners.title(name), "numbers": "paper"}
-    labels["device"] = paper.numbers()["tables"]["cost"]["device"]
+    name = "cumulative_lora"
+    labels = {"learner": learners.title(name), "numbers": "paper", "device": of_paper["device"]}
     shown = {each.benchmark for each in layout.groups if each.learner == name}
     for benchmark in paper.benchmarks():
-        if layout.whole or benchmark in shown:
+        if benchmark in shown:
             published = paper.columns("cost", benchmark)
             cells = {heading: number(published[key]) for key, heading in headings.items()}
             yield labels | {"benchmark": paper.benchmark_title(benchmark)} | cells

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from fdc_jax import evaluation
+from fdc_jax.calibration import METHODS
 
-# Until the calibrators' own table of names has them.
-METHOD_TITLES = {"raw": "Raw", "fdc": "FDC", "gaussians": "Class Gaussians"}
 # What a number, a spread or an interval looks like; such a cell is no formula.
 _NUMBERS = re.compile(r"[-+]?\d[\d.,]*(?: (?:±|to) [-+]?\d[\d.,]*)?(?: \(\d+\))?")
 _STARTS = re.compile(r"[=+\-@\x00-\x1f\x7f]")
@@ -21,7 +20,10 @@ def method_title(name: str) -> str:
 
     The key `oracle` of files is the accuracy of the raw logits where the task is given.
     """
-    return "Task given" if name == "oracle" else METHOD_TITLES.get(name, name)
+    if name not in METHODS:
+        return "Task given" if name == "oracle" else name
+    title = METHODS[name].title
+    return title[:1].upper() + title[1:]
 
 
 def number(value: float | None, digits: int = 2, signed: bool = False) -> Any:

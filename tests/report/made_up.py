@@ -5,10 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
+from scipy import stats
 
 from fdc_jax import evaluation
 from fdc_jax.report import paper, runs
 from fdc_jax.report.runs import Group
+from fdc_jax.run import places
 
 # What a run by the paper's protocol has in its configuration.
 PROTOCOL = {
@@ -84,6 +87,7 @@ def results(
         "average_incremental_accuracy": dict(zip(METHODS, accuracies.mean(axis=0), strict=True)),
         "decomposition": {name: _decomposition(seed, name) for name in METHODS},
         "curve": curve,
+        "notes": {"gaussians": "class Gaussians follow the encoder"},
         "storage_bytes": {"raw": 0, "fdc": 3 * 2**20, "gaussians": 6 * 2**20},
         "fdc_storage_bytes": 3 * 2**20,
         "timing": {
@@ -111,7 +115,8 @@ def write_run(folder, found=None, columns=None, **arguments):
     """Writes a run folder and returns its results."""
     found = results(**arguments) if found is None else found
     folder.mkdir(parents=True, exist_ok=True)
-    fields = dict.fromkeys(("benchmark", "learner.name", "encoder.weights", "data.dir"), "")
+    fields = dict.fromkeys(("benchmark", "learner.name", "weights sha256"), "")
+    fields[places.PLANNED] = []
     (folder / "config.json").write_text(json.dumps(fields))
     (folder / "results.json").write_text(json.dumps(found))
     if columns is not None:
@@ -144,7 +149,7 @@ def run(
 ) -> MadeUpRun:
     """A finished run of so many tasks; `config` is what differs from the paper's protocol."""
     found = results(benchmark, learner, seed, num_tasks)
-    found["config"] = {"learner.preset": "protocol", "seed": [seed], **config}
+    found["config"] = PROTOCOL | {"learner.name": learner, "seed": [seed], **config}
     sizes = {"num_classes": 3 * num_tasks, "num_test_images": 30 * num_tasks}
     found |= {"num_tasks": num_tasks, "num_train_images": 50_000, **sizes}
     if benchmark in paper.benchmarks():
@@ -168,66 +173,38 @@ def analysed(*members: MadeUpRun) -> list[Group]:
 
 
 def _analyses(of: MadeUpRun) -> dict[str, Any]:
-    count = of.results["num_tasks"]
-    rng = np.random.default_rng([7, of.results["seed"]])
-    pairs = [(s, t) for s in range(count) for t in range(count) if s != t]
+    count, seed = of.results["num_tasks"], of.results["seed"]
+    rng = np.random.default_rng([7, seed])
+    tasks = np.arange(count)
+    pairs = pd.MultiIndex.from_tuples([(s, t) for s in tasks for t in tasks if s != t])
     error = rng.gamma(1.0, 4.0, len(pairs))
-    views = {
-        view: {
-            "residual": (error - 30 + noise * rng.normal(size=len(pairs))).tolist(),
-            "affinity": (0.2 * error - 6 + noise * rng.normal(size=len(pairs))).tolist(),
-        }
+    alike = {
+        f"{view}_{kind}": scale * error - 6 + noise * rng.normal(size=len(pairs))
         for view, noise in (("adapted", 3.0), ("pretrained", 6.0))
+        for kind, scale in (("residual", 1.0), ("affinity", 0.2))
     }
-    rank = {"correlation": 0.5, "p_value": 0.01}
     grid = np.linspace(-3, 8, 40)
-
-    def bell(centre: float) -> list[float]:
-        return (np.exp(-0.5 * (grid - centre) ** 2) / np.sqrt(2 * np.pi)).tolist()
-
     densities = {
-        place: {
-            "task": task,
-            "grid": grid.tolist(),
-            "own": bell(0.5),
-            "foreign": {str(t): bell(3 + 0.3 * t) for t in range(count) if t != task},
-            "foreign_mean": bell(3.5),
-        }
-        for place, task in (("first", 0), ("last", count - 1))
+        head: pd.DataFrame(
+            {t: stats.norm.pdf(grid, 0.5 if t == own else 3 + 0.3 * t) for t in range(count)}, grid
+        )
+        for head, own in (("first", 0), ("last", count - 1))
     }
-    geometry = {
-        view: {
-            "classes": rng.normal(size=(3 * count, 2)).tolist(),
-            "tasks": rng.normal(size=(count, 2)).tolist(),
-        }
-        for view in views
-    }
+    prototypes = pd.DataFrame(rng.normal(size=(4 * count, 2)), columns=["x", "y"])
+    prototypes["task"] = np.concatenate([np.repeat(tasks, 3), tasks])
+    prototypes["label"] = np.concatenate([np.arange(3 * count), np.full(count, -1)])
+    contributions = {"own": rng.normal(-0.2, 0.1, count), "foreign": rng.normal(0.6, 0.2, count)}
 
-    def sweep(values: list[float], default: float) -> dict[str, Any]:
-        found = [70 - 8 * (value - default) ** 2 + 0.2 * rng.normal() for value in values]
-        return {"values": values, "default": default, "accuracy": found}
+    def sweep(values: list[float], *columns: str) -> pd.DataFrame:
+        rows = 70 + rng.normal(size=(len(values), len(columns)))
+        return pd.DataFrame(rows, values, columns)
 
-    neighbours = sweep([1, 2, 3], 1)
-    neighbours["nearest"] = [value - 1 for value in neighbours["accuracy"]]
     return {
-        "similarity": {
-            "true_task": [s for s, _ in pairs],
-            "other_task": [t for _, t in pairs],
-            "routing_error_percent": error.tolist(),
-            "spearman": {view: {"residual": rank, "affinity": rank} for view in views},
-            **views,
-        },
-        "residual_contributions": {
-            "own": rng.normal(-0.2, 0.1, count).tolist(),
-            "foreign": rng.normal(0.6, 0.2, count).tolist(),
-        },
-        "residual_distributions": {view: densities for view in views},
-        "prototype_geometry": {
-            "class_labels": list(range(3 * count)),
-            "class_tasks": np.repeat(np.arange(count), 3).tolist(),
-            **geometry,
-        },
-        "sweep_attenuation": sweep([0.0, 0.25, 0.5, 0.75, 1.0], 0.5),
-        "sweep_retained_energy": sweep([0.5, 0.65, 0.75, 0.85, 0.95], 0.75),
-        "sweep_neighbours": neighbours,
+        "similarity": pd.DataFrame({"error": error} | alike, pairs),
+        "residual_contributions": pd.DataFrame(contributions),
+        "residual_distributions": {"adapted": densities, "pretrained": densities},
+        "prototype_geometry": {"adapted": prototypes, "pretrained": prototypes},
+        "sweep_attenuation": sweep([0.0, 0.25, 0.5, 0.75, 1.0], "accuracy"),
+        "sweep_retained_energy": sweep([0.5, 0.65, 0.75, 0.85, 0.95], "accuracy"),
+        "sweep_neighbours": sweep([1, 2, 3], "accuracy", "nearest"),
     }

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from matplotlib.collections import PolyCollection
 from matplotlib.text import Text
+from scipy import stats
 
-from fdc_jax.report import drawing, figures, frames, paper
+from fdc_jax.report import drawing, figures, frames, paper, words
 from tests.report import made_up
 
 
@@ -18,12 +19,13 @@ def protocol():
 @pytest.fixture(scope="module")
 def drawn(protocol):
     """Every figure of these, by kind."""
-    return {name: figures.draw(name, protocol)[0] for name in figures.FIGURES}
+    return {each.kind: each for each in figures.draw(protocol)}
 
 
-def draw(name, *members):
-    """The first figure of some runs."""
-    return figures.draw(name, made_up.analysed(*members))[0].figure
+def draw(kind, *members):
+    """The figures of a kind of some runs."""
+    found = figures.draw(made_up.analysed(*members))
+    return [each.figure for each in found if each.kind == kind]
 
 
 def the_line(axes, gid):
@@ -35,18 +37,13 @@ def hollow(axes):
     return [line for line in axes.lines if line.get_markerfacecolor() == "none"]
 
 
-def words(figure):
+def texts(figure):
     return [text.get_text() for text in figure.findobj(Text)]
 
 
-def over_seeds(group, name, *keys):
-    """Mean and deviation over seeds of a list somewhere in an analysis."""
-    rows = []
-    for found in group.analyses[name]:
-        for key in keys:
-            found = found[key]
-        rows.append(found)
-    return np.mean(rows, axis=0), np.std(rows, axis=0, ddof=1)
+def over_seeds(found):
+    """Mean and deviation over seeds of columns of an analysis."""
+    return np.mean(found, axis=0), np.std(found, axis=0, ddof=1)
 
 
 def check_band(axes, gid, expected, index=0):
@@ -65,32 +62,33 @@ def check_band(axes, gid, expected, index=0):
 
 
 def test_accuracies_stand_where_they_belong(protocol, drawn):
-    (group,), (axes,) = protocol, drawn["task_identity"].figure.axes
+    assert "task_identity" not in drawn  # which compares groups
+    members = [made_up.run(seed) for seed in (1, 2, 3)] + [made_up.run(1, "digits")]
+    (group, _), (figure,) = made_up.groups(*members), draw("task_identity", *members)
+    (axes,) = figure.axes
     assert axes.get_xlabel() == "Final accuracy (%)"
-    assert axes.get_title(loc="left") == "CIFAR-100"
-    assert [text.get_text() for text in axes.get_yticklabels()] == ["Cumulative-LoRA"]
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert labels == ["Cumulative-LoRA, CIFAR-100", "Cumulative-LoRA, Digits"]
     for name, (colour, _) in drawing.looks((*made_up.METHODS, "oracle")).items():
         point = the_line(axes, f"{name}-0")
         assert point.get_xdata() == pytest.approx([np.mean(group.values(name))])
         assert point.get_color() == colour
-    assert {"Raw", "FDC", "Class Gaussians", "Task given", "Paper"} <= set(
-        words(drawn["task_identity"].figure)
-    )
+    titles = {"Raw", "FDC", "Task given", "Paper", words.method_title("gaussians")}
+    assert titles <= set(texts(figure))
     published = sorted(float(line.get_xdata()[0]) for line in hollow(axes))
-    expected = [
-        paper.row("benchmark", "cumulative_lora", name)["cifar100"].mean for name in ("raw", "fdc")
-    ]
-    assert published == expected
+    row = [paper.row("benchmark", "cumulative_lora", name)["cifar100"] for name in ("raw", "fdc")]
+    assert published == [each.mean for each in row]
 
 
-def test_other_settings_stand_apart_without_the_papers_numbers():
+def test_other_settings_stand_without_the_papers_numbers():
     reduced = made_up.run(1, **{"train.epochs": 5})
-    figure = draw("task_identity", made_up.run(1), made_up.run(1, learner="splitlora"), reduced)
-    first, second = figure.axes
-    assert [text.get_text() for text in first.get_yticklabels()] == ["Cumulative-LoRA", "SplitLoRA"]
-    assert (len(hollow(first)), len(hollow(second))) == (4, 0)
-    assert second.get_title(loc="left") == "CIFAR-100, 5 epochs"
-    assert "Paper" not in words(draw("task_identity", reduced))
+    (figure,) = draw("task_identity", made_up.run(1), reduced)
+    (axes,) = figure.axes
+    labels = [text.get_text() for text in axes.get_yticklabels()]
+    assert labels[1].startswith("Cumulative-LoRA, CIFAR-100, 5 ep")
+    assert len(hollow(axes)) == 2
+    digits = made_up.run(1, "digits")
+    assert "Paper" not in texts(draw("task_identity", reduced, digits)[0])
 
 
 # One run ------------------------------------------------------------------------------------------
@@ -101,22 +99,22 @@ def test_the_curve_is_the_mean_with_one_standard_deviation(protocol, drawn):
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("Tasks learned", "Accuracy (%)")
     for index, name in enumerate((*made_up.METHODS, "oracle")):
         values = [[p["accuracy"][name] for p in run.results["curve"]] for run in group.runs]
-        check_band(axes, name, (np.mean(values, axis=0), np.std(values, axis=0, ddof=1)), index)
+        check_band(axes, name, over_seeds(values), index)
         assert list(the_line(axes, name).get_xdata()) == [1, 2, 3, 4]
 
 
 def test_a_curve_needs_every_task_and_one_seed_has_no_band():
     run = made_up.run(1)
-    (axes,) = draw("accuracy_curve", run).axes
-    assert not axes.collections
+    (figure,) = draw("accuracy_curve", run)
+    assert not figure.axes[0].collections
     del run.results["curve"][1]
-    assert figures.draw("accuracy_curve", made_up.groups(run)) == []
+    assert draw("accuracy_curve", run) == []
 
 
 def test_shares_are_stacked_to_the_whole(protocol, drawn):
     (group,), (axes,) = protocol, drawn["decomposition"].figure.axes
     titles = [text.get_text() for text in axes.get_yticklabels()]
-    assert titles == ["Raw", "FDC", "Class Gaussians"]
+    assert titles == ["Raw", "FDC", words.method_title("gaussians")]
     shares = frames.shares(group)
     for bars, name in zip(axes.containers, frames.SHARES, strict=True):
         assert [bar.get_width() for bar in bars] == pytest.approx(shares[name].tolist())
@@ -136,39 +134,48 @@ def test_every_calibrator_has_a_confusion_matrix(protocol, drawn):
 def test_similarity_is_the_mean_over_seeds(protocol, drawn):
     (group,) = protocol
     residual, affinity = drawn["similarity"].figure.axes
-    error, _ = over_seeds(group, "similarity", "routing_error_percent")
+    seeds = group.analyses["similarity"]
     for axes, kind in ((residual, "residual"), (affinity, "affinity")):
         for view in ("adapted", "pretrained"):
-            points = the_line(axes, view)
-            alike, _ = over_seeds(group, "similarity", view, kind)
-            assert points.get_xdata() == pytest.approx(alike)
-            assert points.get_ydata() == pytest.approx(error)
+            points, name = the_line(axes, view), f"{view}_{kind}"
+            assert points.get_xdata() == pytest.approx(np.mean([s[name] for s in seeds], axis=0))
+            assert points.get_ydata() == pytest.approx(np.mean([s.error for s in seeds], axis=0))
     assert residual.get_ylabel() == "Routing error (%)"
-    assert "adapted view, ρ = 0.50" in [text.get_text() for text in affinity.texts]
+    rank = np.mean([stats.spearmanr(s.adapted_affinity, s.error).statistic for s in seeds])
+    assert f"adapted view, ρ = {rank:.2f}" in [text.get_text() for text in affinity.texts]
+
+
+def test_contributions_of_the_first_head_stand_first(protocol, drawn):
+    (group,), (axes,) = protocol, drawn["residual_contributions"].figure.axes
+    for side in ("own", "foreign"):
+        mean, _ = over_seeds([each[side] for each in group.analyses["residual_contributions"]])
+        assert the_line(axes, side).get_ydata() == pytest.approx(mean)
+        assert list(the_line(axes, side).get_xdata()) == [1, 2, 3, 4]
 
 
 def test_distributions_show_own_foreign_and_their_mean_dashed(protocol, drawn):
     (group,) = protocol
     found = group.analyses["residual_distributions"][0]
-    places = [(view, place) for view in ("adapted", "pretrained") for place in ("first", "last")]
+    cells = [(view, head) for view in ("adapted", "pretrained") for head in ("first", "last")]
     panels = drawn["residual_distributions"].figure.axes
-    for axes, (view, place) in zip(panels, places, strict=True):
-        result = found[view][place]
+    for axes, (view, head) in zip(panels, cells, strict=True):
+        densities, task = found[view][head], 0 if head == "first" else 3
         own, mean = the_line(axes, "own"), the_line(axes, "foreign_mean")
-        assert own.get_xdata() == pytest.approx(result["grid"])
-        assert own.get_ydata() == pytest.approx(result["own"])
-        assert mean.get_ydata() == pytest.approx(result["foreign_mean"])
+        assert own.get_xdata() == pytest.approx(densities.index)
+        assert own.get_ydata() == pytest.approx(densities[task])
+        assert mean.get_ydata() == pytest.approx(densities.drop(columns=task).mean(axis=1))
 
 
 def test_sweeps_are_means_with_the_default_dotted(protocol, drawn):
     (group,) = protocol
-    names = ("attenuation", "retained_energy")
-    for axes, name in zip(drawn["sweeps"].figure.axes, names, strict=True):
-        found = group.analyses[f"sweep_{name}"][0]
-        check_band(axes, "accuracy", over_seeds(group, f"sweep_{name}", "accuracy"))
-        assert the_line(axes, "accuracy").get_xdata() == pytest.approx(found["values"])
+    defaults = {"attenuation": 0.5, "retained_energy": 0.75, "neighbours": 1}
+    published = paper.row("benchmark", "cumulative_lora", "fdc")["cifar100"].mean
+    for axes, (name, own) in zip(drawn["sweeps"].figure.axes, defaults.items(), strict=True):
+        seeds = group.analyses[f"sweep_{name}"]
+        for index, column in enumerate(seeds[0]):
+            check_band(axes, column, over_seeds([each[column] for each in seeds]), index)
+        assert the_line(axes, "accuracy").get_xdata() == pytest.approx(seeds[0].index)
         default = the_line(axes, "default")
-        assert (default.get_xdata()[0], default.get_linestyle()) == (found["default"], ":")
-        (published,) = hollow(axes)
-        expected = paper.row("benchmark", "cumulative_lora", "fdc")["cifar100"].mean
-        assert (published.get_xdata(), published.get_ydata()) == ([found["default"]], [expected])
+        assert (default.get_xdata()[0], default.get_linestyle()) == (own, ":")
+        (marker,) = hollow(axes)
+        assert (marker.get_xdata(), marker.get_ydata()) == ([own], [published])

@@ -128,7 +128,8 @@ def test_every_number_has_a_name():
     curve = [point["components"]["tsf"] for point in of["curve"]]
     assert found["aia:tsf"] == pytest.approx(np.mean(curve))
     assert found["storage_gaussians"] == 6 * 2**20
-    assert found.keys() - quantities.KNOWN == {name for name in found if name.startswith("aia:")}
+    assert (found["training_minutes"], found["storage_mib"]) == (601 / 60, 3.0)
+    assert {"raw", "gain:tsf", "selected_gain", "routing_gaussians", "aia"} <= quantities.KNOWN
 
 
 def test_without_the_pretrained_view_the_adapted_view_is_all_there_is():

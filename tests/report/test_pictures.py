@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from fdc_jax.calibration import FDC
 from fdc_jax.errors import InputError
 from fdc_jax.report import pictures
-from tests.calibration import streams
+from tests.report.feature_sets import feature_set
 
 
 class Opened:
@@ -35,21 +36,21 @@ class Opened:
 
 def opened(folder, dual=True):
     """A run with features and predictions, and its terms of the test images."""
-    stream = streams.stream(0, 3)
-    adapted, pretrained = streams.probe_inputs(stream)
-    calibrator = streams.fitted(stream, dual=dual)
-    terms = calibrator.terms(adapted, pretrained if dual else None)
-    raw, fdc = terms.raw(), terms.fuse()
+    features, rng = feature_set(dual=dual, offset=1.0), np.random.default_rng(3)
+    test = [features.test_adapted] + [features.test_pretrained] * dual
+    views = [view + rng.standard_normal(view.shape, np.float32) for view in test]
+    calibrator = features.fit(FDC())
+    terms = calibrator.terms(*views)
+    raw, fdc = terms.fuse(tsf=False, rlc=False, pac=False), terms.fuse()
     # Every image is of the task that one of the two chose.
-    turn = np.arange(len(adapted)) % 2 == 0
+    turn = np.arange(len(views[0])) % 2 == 0
     columns = {"label": np.where(turn, fdc.label, raw.label)}
     columns |= {"task": np.where(turn, fdc.task, raw.task)}
     columns |= {"raw_label": raw.label, "raw_task": raw.task}
     columns |= {"fdc_label": fdc.label, "fdc_task": fdc.task}
     (folder / "features").mkdir(parents=True)
-    np.save(folder / "features" / "test_adapted.npy", adapted)
-    if dual:
-        np.save(folder / "features" / "test_pretrained.npy", pretrained)
+    for name, view in zip(("test_adapted", "test_pretrained"), views, strict=False):
+        np.save(folder / "features" / f"{name}.npy", view)
     return Opened(folder, calibrator, columns), terms
 
 
@@ -57,7 +58,7 @@ def opened(folder, dual=True):
 def test_the_parts_of_the_evidence_add_up_to_the_score(tmp_path, dual):
     run, terms = opened(tmp_path, dual)
     found, columns = pictures.load(run), run.predictions
-    scores, raw = terms.fuse().task_scores, terms.raw().task_scores
+    scores, raw = terms.fuse().task_scores, terms.fuse(tsf=False, rlc=False, pac=False).task_scores
     assert found.repaired and found.broken and not found.missing
     for kind, chosen in ((found.repaired, "raw_task"), (found.broken, "fdc_task")):
         for each in kind:

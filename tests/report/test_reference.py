@@ -116,7 +116,7 @@ def test_both_sides_are_shown_as_they_are_paired(tmp_path):
     for seed, raw in ((1, 60.0), (2, 50.0), (3, 40.0)):
         accuracy = {"raw": raw, "fdc": raw + 5, "oracle": 90.0}
         write_run(tmp_path / f"{seed}", results(seed=seed, accuracy=accuracy))
-    groups = runs.load(sorted(tmp_path.iterdir())).groups
+    groups = runs.load(sorted(tmp_path.iterdir()))[0]
     lines = [f"cifar100,cumulative_lora,raw,{s},{v},,,mine" for s, v in ((1, 61), (2, 52), (9, 99))]
     given = read(tmp_path, *lines, "cub200,l2p,raw,,70.5,0.5,3,another paper")
     table = reference.table("other code.csv", given, groups)

@@ -15,12 +15,12 @@ def loaded(folder):
     return runs.load(sorted(folder.iterdir()))
 
 
-def runs_of(found):
-    return [run for group in found.groups for run in group.runs]
+def runs_of(groups):
+    return [run for group in groups for run in group.runs]
 
 
-def reasons(found):
-    return {each.path.name: each.reason for each in found.skipped}
+def reasons(skipped):
+    return {each.path.name: each.reason for each in skipped}
 
 
 def test_a_folder_of_seeds_stands_for_its_seeds_in_order(tmp_path):
@@ -28,8 +28,8 @@ def test_a_folder_of_seeds_stands_for_its_seeds_in_order(tmp_path):
         write_run(tmp_path / "runs" / f"seed_{seed}", seed=seed)
     (tmp_path / "runs" / "summary.json").write_text("{}")
     found = runs.load([tmp_path / "runs", tmp_path / "runs" / "seed_1"])
-    assert found.skipped == []
-    (group,) = found.groups
+    assert found[1] == []
+    (group,) = found[0]
     assert group.seeds == [1, 2, 10]
     assert group.follows_protocol and group.title == ""
     assert group.name == "Cumulative-LoRA, CIFAR-100"
@@ -49,8 +49,8 @@ def test_folders_that_are_no_finished_runs_are_named_and_do_not_stop_the_others(
     (tmp_path / "unfinished" / "tasks").mkdir()
     (tmp_path / "unfinished" / "tasks" / "task_000.json").write_text("{}")
     found = runs.load([*sorted(tmp_path.iterdir()), tmp_path / "absent"])
-    assert [run.folder.name for run in runs_of(found)] == ["good"]
-    why = reasons(found)
+    assert [run.folder.name for run in runs_of(found[0])] == ["good"]
+    why = reasons(found[1])
     assert set(why) == {"absent", "empty", "file", "unfinished", "cut", "list"}
     assert "unfinished" in why["unfinished"] and "1 task" in why["unfinished"]
     for name in ("absent", "empty", "file"):
@@ -79,8 +79,7 @@ def test_results_that_are_not_a_run_s_are_skipped_with_the_field_that_is_wrong(
     place[path[-1]] = value
     write_run(tmp_path / "bad", found)
     skipped = loaded(tmp_path)
-    assert skipped.groups == []
-    assert f"results.json: {'.'.join(path)}" in skipped.skipped[0].reason
+    assert skipped[0] == [] and f"results.json: {'.'.join(path)}" in skipped[1][0].reason
 
 
 def test_predictions_are_checked_when_a_run_is_read(tmp_path):
@@ -93,14 +92,14 @@ def test_predictions_are_checked_when_a_run_is_read(tmp_path):
     (tmp_path / "e" / "predictions.npz").write_bytes(b"PK\x03\x04 cut")
     write_run(tmp_path / "f", found | {"seed": 6})
     read = loaded(tmp_path)
-    assert [run.folder.name for run in runs_of(read)] == ["a", "f"]
-    why = reasons(read)
+    assert [run.folder.name for run in runs_of(read[0])] == ["a", "f"]
+    why = reasons(read[1])
     assert "column label: expected 90 integers" in why["b"]
     assert "column fdc_label" in why["c"]
     assert set(why) == {"b", "c", "e"}
-    for name, column in runs.predictions(runs_of(read)[0]).items():
+    for name, column in runs.predictions(runs_of(read[0])[0]).items():
         np.testing.assert_array_equal(column, columns[name])
-    assert runs.predictions(runs_of(read)[1]) == {}
+    assert runs.predictions(runs_of(read[0])[1]) == {}
 
 
 def test_of_equal_runs_the_first_counts(tmp_path):
@@ -110,10 +109,10 @@ def test_of_equal_runs_the_first_counts(tmp_path):
     write_run(tmp_path / "c", config={"train.epochs": 5})
     write_run(tmp_path / "d", config={"calibrators": "fdc,gaussians,ncm"})
     found = loaded(tmp_path)
-    assert [run.folder.name for run in runs_of(found)] == ["a", "c"]
+    assert [run.folder.name for run in runs_of(found[0])] == ["a", "c"]
     same = f"same benchmark, learner, seed and settings as {tmp_path / 'a'}, but for what"
-    assert all(reason.startswith(same) for reason in reasons(found).values())
-    assert set(reasons(found)) == {"b", "d"}
+    assert all(reason.startswith(same) for reason in reasons(found[1]).values())
+    assert set(reasons(found[1])) == {"b", "d"}
 
 
 def test_groups_say_what_departs_from_the_protocol(tmp_path):
@@ -126,7 +125,7 @@ def test_groups_say_what_departs_from_the_protocol(tmp_path):
     }
     for name, (config, changed, _) in cases.items():
         write_run(tmp_path / name, results(config=config, **changed))
-    groups = loaded(tmp_path).groups
+    groups = loaded(tmp_path)[0]
     assert {group.runs[0].folder.name: group.title for group in groups} == {
         name: title for name, (_, _, title) in cases.items()
     }
@@ -138,10 +137,10 @@ def test_options_of_other_learners_make_no_other_group_and_those_stated_are_comp
     write_run(tmp_path / "a", learner="ewc_lora")
     write_run(tmp_path / "b", learner="ewc_lora", seed=2, config=other)
     # Before a field existed, it had the value that the paper states.
-    (group,) = loaded(tmp_path).groups
+    (group,) = loaded(tmp_path)[0]
     assert group.seeds == [1, 2] and group.follows_protocol
     write_run(tmp_path / "c", learner="ewc_lora", config={"learner.ewc_lora.strength": 10.0})
-    assert "strength 10" in [group.title for group in loaded(tmp_path).groups]
+    assert "strength 10" in [group.title for group in loaded(tmp_path)[0]]
 
 
 @pytest.mark.parametrize("benchmark", [*paper.benchmarks(), "digits"])
@@ -162,7 +161,7 @@ def test_provenance_says_where_runs_differ(tmp_path):
     write_run(tmp_path / "a", config={"data.dir": "here"})
     versions = {"commit": "ffff", "jax": "0.10.2"}
     write_run(tmp_path / "b", results(seed=2, device="1 x gpu", versions=versions))
-    (group,) = loaded(tmp_path).groups
+    (group,) = loaded(tmp_path)[0]
     assert "not computed" not in runs.provenance(group)
     group.missing.append("no similarity: why")
     found = runs.provenance(group)
@@ -181,5 +180,5 @@ def test_code_that_lies_beside_a_run_is_not_run(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     write_run(tmp_path / "runs" / "a", learner="probe_of_mine")
     found = loaded(tmp_path / "runs")
-    assert found.skipped == [] and "probe_of_mine" not in sys.modules
-    assert [group.name.split(",")[0] for group in found.groups] == ["probe_of_mine"]
+    assert found[1] == [] and "probe_of_mine" not in sys.modules
+    assert [group.name.split(",")[0] for group in found[0]] == ["probe_of_mine"]
