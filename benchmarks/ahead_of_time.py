@@ -32,7 +32,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import measure, synthetic
 from fdc_jax import learners
-from fdc_jax.calibration import batching, fdc
+from fdc_jax.calibration import fdc
+from fdc_jax.calibration.compiled import padded_size
 from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extractor
 from fdc_jax.machine import devices
@@ -86,15 +87,15 @@ def scoring(mesh: Mesh, width: int, tasks: int, classes: int, rows: int) -> Prog
     def array(*shape):
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
-    tasks, classes = batching.padded_size(tasks, 8), batching.padded_size(classes, 4)
-    each = [(width,), (128, width), (width,), (classes, width), (classes,), *[()] * 5]
-    view = fdc.ViewArrays(*(array(tasks, *shape) for shape in each))
-    heads = fdc.HeadArrays(*(array(tasks, classes, *shape) for shape in ((width,), (width,), ())))
-    arrays = fdc.Arrays([view, view], heads, array(2, 3), array())
-    fixed = {"normalised": False, "neighbours": 1, "nearest": False}
-    function = jax.jit(lambda *given: fdc.score_batch(*given, **fixed))
+    tasks, classes = padded_size(tasks, 8), padded_size(classes, 4)
+    of_task = ((width,), (128, width), (classes, width), (classes,), (4,))
+    frame = fdc.Frame(array(width), tuple(array(tasks, *shape) for shape in of_task))
+    heads = tuple(array(tasks, classes, *shape) for shape in ((width,), (width,), ()))
+    fixed = {"gamma": 0.5, "neighbours": 1, "normalised": False}
+    function = jax.jit(lambda *given: fdc.measure(*given, **fixed))
     first = Mesh(mesh.devices.ravel()[:1], mesh.axis_names)
-    arguments = _placed(first, (arrays, array(rows, width), array(rows, width)))
+    features = array(rows, width)
+    arguments = _placed(first, (([frame, frame], heads), features, features))
     return Program(function, arguments, rows)
 
 

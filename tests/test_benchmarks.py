@@ -58,8 +58,8 @@ def test_a_benchmark_prints_lines_and_writes_numbers(tmp_path, name, arguments):
 def check_calibration(found):
     for result, tasks in zip(found["results"], (2, 3), strict=True):
         assert (result["tasks"], result["images"], result["views"]) == (tasks, 330, 2)
-        images = calibration.Point(tasks, 330, 22, 16, 2).images_of
-        scalars = sum(2 * task * images(task) for task in range(tasks))
+        point = calibration.Point(tasks, 330, 22, 16, 2)
+        scalars = sum(2 * task * point.of_task(task)[0] for task in range(tasks))
         assert result["foreign_residual_bytes"] == 4 * scalars
         # The paper's accounting: bases, prototypes, means and scalars in float32.
         numbers = (tasks * (result["mean_rank"] + 1) + 22) * 16 + 4 * tasks + 3
@@ -120,14 +120,11 @@ def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, name, arguments, me
     assert message in line
 
 
-def test_samples_depend_on_their_position_alone():
-    point = calibration.Point(3, 10_000, 7, 8, 2)
-    task = calibration.Features(point, 1)
-    chunks, again = list(task.source()), list(calibration.Features(point, 1).source())
-    assert sum(len(labels) for _, _, labels in chunks) == task.count == 3333
-    for one, other in zip(chunks, again, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, one, other)
-    assert {int(label) for _, _, labels in chunks for label in labels} == {3, 4}
+def test_tasks_share_images_and_classes_out():
+    point = calibration.Point(3, 100, 7, 8, 2)
+    assert [point.of_task(task) for task in range(3)] == [(34, 3), (33, 2), (33, 2)]
+    found = point.features(1)
+    assert set(found["labels"]) == {3, 4} and found["adapted"].shape == (33, 8)
 
 
 # The formula for operations against what the compiler counts --------------------------------------
