@@ -1,11 +1,10 @@
 """The command `fdc`: `fdc NAME ...` is `python -m fdc_jax.NAME ...`, and takes `--help`, too."""
 
-import difflib
 import runpy
 import sys
 
 import fdc_jax
-from fdc_jax.errors import Program
+from fdc_jax.errors import Program, did_you_mean
 
 PROGRAMS = {
     "run": ("fdc_jax.run", "learn a stream of tasks, calibrate and evaluate on the way"),
@@ -26,9 +25,7 @@ def main() -> None:
     elif name == "--version":
         print(fdc_jax.__version__)
     elif name not in PROGRAMS:
-        near = difflib.get_close_matches(name, PROGRAMS, 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        print(f"fdc: expected one of {', '.join(PROGRAMS)}, found {name}{hint}", file=sys.stderr)
+        print(did_you_mean("fdc", name, PROGRAMS), file=sys.stderr)
         sys.exit(2)
     else:
         Program.front = "python -m fdc_jax" if sys.argv[0] == __file__ else "fdc"

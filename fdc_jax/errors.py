@@ -77,19 +77,18 @@ def stop_on_signals() -> Iterator[StopRequest]:
             signal.signal(number, handler)
 
 
-def line(error: BaseException, limit: int = 200) -> str:
-    """Returns the first line of what an exception says, or the name of its kind."""
-    said = str(error).strip().partition("\n")[0].strip() or type(error).__name__
-    return said.encode("unicode_escape").decode("ascii")[:limit] if len(said) > limit else said
+def line(error: BaseException) -> str:
+    """Returns the start of the first line that an exception says, or the name of its kind."""
+    return str(error).strip().partition("\n")[0].strip()[:200] or type(error).__name__
 
 
 def place(error: BaseException) -> str:
     """Returns where outside of libraries an exception arose, and its first line."""
     if isinstance(error, InputError):
         return line(error)
-    said = f"{type(error).__name__}: {line(error)}"
     if isinstance(error, SyntaxError):
-        return f"{error.filename}, line {error.lineno}: {said}"
+        return f"{error.filename}, line {error.lineno}: {error.msg}"
+    said = f"{type(error).__name__}: {line(error)}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not _LIBRARIES.search(frame.filename)]
     return f"{own[-1].filename}, line {own[-1].lineno}: {said}" if own else said

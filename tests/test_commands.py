@@ -80,7 +80,7 @@ def test_what_is_no_name(monkeypatch, capsys):
     assert said("--version") == f"{fdc_jax.__version__}\n"
     with pytest.raises(SystemExit, match="2"):
         said("posthic")
-    assert "found posthic; did you mean posthoc?" in capsys.readouterr().err
+    assert "found 'posthic'; did you mean posthoc?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("given", ["omnibench", "configs/omnibench.py"])

@@ -8,24 +8,19 @@ import dataclasses
 import functools
 import importlib
 import pkgutil
-import re
 import sys
-import traceback
 import types
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, place
 from fdc_jax.learners.learner import Learner, Option, Replaced, expected, option
 from fdc_jax.learners.training import Setup
 
 __all__ = ["Learner", "Option", "Replaced", "expected", "option"]
-
-_LIBRARIES = re.compile(rf"site-packages|<frozen|^{re.escape(str(Path(__file__).parents[1]))}")
 
 
 # Which learners there are ------------------------------------------------------------------------
@@ -93,17 +88,6 @@ def _outside(name: str) -> type[Learner]:
             "@dataclasses.dataclass(frozen=True)"
         )
     return learner
-
-
-def place(error: BaseException) -> str:
-    """Returns an error in one line, with the file and the line that it comes from."""
-    if isinstance(error, SyntaxError):
-        return f"{error.filename}, line {error.lineno}: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
-    # The innermost line of the user's own; libraries below it were only told something wrong.
-    own = [each for each in frames if not _LIBRARIES.search(each.filename)]
-    last, said = (own or frames)[-1], str(error).strip().partition("\n")[0]
-    return f"{last.filename}, line {last.lineno}: {type(error).__name__}: {said}"
 
 
 def _at_hand(name: str) -> type[Learner]:

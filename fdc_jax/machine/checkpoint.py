@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, line
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.files import read_json, sha256, write_json
 
@@ -184,6 +184,5 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 def _reason(error: Exception) -> str:
     """Returns what the operating system said, or the start of a long message."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    said = re.search(r"\[OS error [^:\]]*: ?([^\]]*)\]", text)
-    return said.group(1) if said else text[:200]
+    said = re.search(r"\[OS error [^:\]]*: ?([^\]]*)\]", str(error))
+    return said.group(1) if said else line(error)

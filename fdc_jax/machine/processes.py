@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fdc_jax.errors import InputError, Interrupted, TrainingError
+from fdc_jax.errors import InputError, Interrupted, TrainingError, line
 from fdc_jax.machine import devices
 
 # Seconds that a process waits for the first to listen.
@@ -88,7 +88,7 @@ def start(
     try:
         jax.distributed.initialize(coordinator_address, num_processes, process_id)
     except (RuntimeError, ValueError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = line(error)
         if detect:
             raise InputError(
                 f"--distributed: JAX found no job of several processes here ({reason}); "
@@ -280,5 +280,4 @@ def lost(error: Exception) -> str | None:
         return None
     if "RESOURCE_EXHAUSTED" in str(error):
         return None
-    reason = str(error).strip().partition("\n")[0][:200]
-    return f"lost another process of this run ({reason}); start all of them again"
+    return f"lost another process of this run ({line(error)}); start all of them again"
