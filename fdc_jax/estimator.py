@@ -6,6 +6,7 @@ only file of the package that imports scikit-learn.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from sklearn.utils.validation import (
 )
 
 from fdc_jax import calibration
+from fdc_jax.calibration.comparators import base, random_features
 from fdc_jax.errors import InputError, did_you_mean
 from fdc_jax.heads import LinearHead, NearestMeanHead
 
@@ -38,25 +40,20 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
     pretrained [n, e]), or columns of one array that `views` picks.
 
     Args:
-        calibrator: `fdc`, the paper's; or of those beyond it `whitened`, `whitened-classes` or
-            `transported`.
-        head: of tasks that come without one: `ridge`, regression to one-hot labels whose penalty
-            is chosen on a fifth of the samples, or `nearest_mean`, the cosine to class means.
+        calibrator: a name of `calibration.METHODS`: `fdc`, the paper's; `gaussians`, beyond it; or
+            a comparator.
+        head: of tasks that come without one, where the calibrator needs heads: `ridge`, regression
+            to one-hot labels whose penalty is chosen on a fifth of the samples, or `nearest_mean`,
+            the cosine to class means.
         views: the columns of X with the adapted and with the pretrained features, such as
             `(slice(0, 768), slice(768, None))`; None for one view, or for two as a tuple.
-        retained_energy: eta, share of the variance that a task's subspace keeps.
-        attenuation: gamma, how much of a feature outside the subspace TSF removes.
-        rlc_weight: alpha, weight of the residual correction.
-        pac_weight: beta, weight of the prototype correction.
-        adapted_view_weight: w_T.
-        pretrained_view_weight: w_0.
-        neighbours: K, class prototypes that the affinity averages.
-        affinity_shrinkage: lambda of `whitened` and `whitened-classes`.
+        settings: of the calibrator, such as `{"pac_weight": 0.5}`; those of FDC are the fields of
+            `calibration.Settings`. None for its defaults.
 
     Attributes:
         classes_: labels of all tasks so far, ascending.
         class_tasks_: the task of each, counted from 0.
-        calibrator_: an `FDC`, in which a class goes by its place in the order of arrival.
+        calibrator_: a `Calibrator`, in which a class goes by its place in the order of arrival.
         n_features_in_: columns of X, those of both views together.
         feature_names_in_: where X is a data frame.
     """
@@ -66,26 +63,12 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
         calibrator: str = "fdc",
         head: str = "ridge",
         views: tuple[Any, Any] | None = None,
-        retained_energy: float = 0.75,
-        attenuation: float = 0.5,
-        rlc_weight: float = 1.0,
-        pac_weight: float = 1.0,
-        adapted_view_weight: float = 1.0,
-        pretrained_view_weight: float = 1.0,
-        neighbours: int = 1,
-        affinity_shrinkage: float = 0.05,
+        settings: Mapping[str, Any] | None = None,
     ):
         self.calibrator = calibrator
         self.head = head
         self.views = views
-        self.retained_energy = retained_energy
-        self.attenuation = attenuation
-        self.rlc_weight = rlc_weight
-        self.pac_weight = pac_weight
-        self.adapted_view_weight = adapted_view_weight
-        self.pretrained_view_weight = pretrained_view_weight
-        self.neighbours = neighbours
-        self.affinity_shrinkage = affinity_shrinkage
+        self.settings = settings
 
     def fit(self, X: Any, y: Any, tasks: Any = None) -> FDCClassifier:
         """Forgets everything and fits features of one encoder.
@@ -94,7 +77,7 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
             X: features of the samples of all tasks.
             y: labels [n], numbers or strings.
             tasks: the task of each sample [n], in the order of their values. By default one task
-                has all classes; nothing competes with its head then, which TSF alone changes.
+                has all classes; of FDC, TSF alone changes its head then.
 
         Raises:
             ValueError: as of `partial_fit`.
@@ -105,9 +88,10 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
         calibrator, labels = self._new()
         for task in np.unique(tasks):
             rows = tasks == task
+            of_task = X[rows]
             # The encoder has not moved since the task before.
-            previous = self._split(X[rows])[0]
-            labels = self._fit_task(calibrator, labels, X[rows], y[rows], previous=previous)
+            previous = self._split(of_task)[0]
+            labels = self._fit_task(calibrator, labels, of_task, y[rows], previous=previous)
         return self._keep(calibrator, labels)
 
     def partial_fit(
@@ -122,8 +106,9 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
                 elsewhere in scikit-learn, these are the classes of this task alone.
             head: of the task, such as `fdc_jax.heads.LinearHead(weight, bias)`, of one type for all
                 tasks; by default one in closed form.
-            previous: adapted features of the same samples by the encoder before the task [n, d];
-                `transported` needs them for all tasks but the first.
+            previous: adapted features of the same samples by the encoder before the task [n, d],
+                those of X itself where it does not move; given for all tasks from the second on,
+                the class Gaussians follow the encoder.
 
         Raises:
             ValueError: input that is malformed, unlike that of earlier tasks, or of a class that an
@@ -191,11 +176,12 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
 
     def _new(self) -> tuple[calibration.Calibrator, Shaped[np.ndarray, " 0"]]:
         """Returns a calibrator before its first task, and no labels."""
-        for field, known in (("calibrator", calibration.METHODS), ("head", HEADS)):
-            if (found := getattr(self, field)) not in known:
-                raise InputError(did_you_mean(field, found, known))
-        own = ("calibrator", "head", "views")
-        settings = {name: each for name, each in self.get_params().items() if name not in own}
+        if self.head not in HEADS:
+            raise InputError(did_you_mean("head", self.head, HEADS))
+        settings, known = self.settings or {}, calibration.find(self.calibrator).settings
+        for name in settings:
+            if name not in known:
+                raise InputError(did_you_mean(f"setting of {self.calibrator}", name, known))
         return calibration.make(self.calibrator, **settings), np.array([], int)
 
     def _fit_task(
@@ -223,7 +209,7 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
         order = np.argsort(names)
         rows = order[np.searchsorted(names[order], y)]
         adapted, *pretrained = self._split(X)
-        if head is None:
+        if head is None and calibrator.needs_heads:
             if len(np.unique(rows)) < len(names):
                 raise InputError("classes: each needs a sample where no head is given")
             if len(names) == 1 and self.head == "ridge":
@@ -232,8 +218,9 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
                 )
             head = closed_form_head(self.head, adapted, rows)
         places = np.arange(len(labels), len(labels) + len(names))
-        moved = {"previous": previous}
-        calibrator.fit_task(adapted, places[rows], head, *pretrained, classes=places, **moved)
+        calibrator.fit_task(
+            adapted, places[rows], head, *pretrained, classes=places, previous=previous
+        )
         return np.concatenate([labels.astype(every.dtype), names.astype(every.dtype)])
 
     def _keep(
@@ -254,8 +241,6 @@ def closed_form_head(
 
     The penalty of ridge regression is chosen as that of RanPAC, on a fifth of the samples.
     """
-    from fdc_jax.calibration.comparators import base, random_features  # These need JAX.
-
     if kind == "nearest_mean":
         return NearestMeanHead(base.class_means(features, rows).astype(np.float32))
     inputs = np.column_stack([features, np.ones(len(features))]).astype(np.float64)

@@ -1,14 +1,14 @@
-"""FDC for PyTorch: features of a model as arrays, and a model that scores with a fitted calibrator.
+"""Calibrators for PyTorch: features of a model as arrays, and a model whose scores are calibrated.
 
-Imported only by those who have PyTorch. JAX fits (`fdc_jax.calibration`); `Calibrated` holds what a
-calibrator stores as buffers and computes the same scores with PyTorch alone.
+Imported only by those who have PyTorch, which computes features; a calibrator fits and scores them
+on the host (`fdc_jax.calibration`), so that its formulas stand in one place.
 """
 
 # pyright: reportAttributeAccessIssue=false
 # Where PyTorch is not installed, pyright takes this file for it.
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,10 +21,8 @@ from fdc_jax.errors import InputError
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
-    from fdc_jax.calibration import FDC
+    from fdc_jax.calibration import Calibrator
 
-# As in `calibration.fdc`, which scoring does not import.
-SCALE_FLOOR, ENERGY_FLOOR = 1e-6, 1e-12
 # From a model and images to one or two views, [n, d] and [n, e].
 Views = Callable[[Any, torch.Tensor], Any]
 
@@ -65,7 +63,7 @@ def collect(
         views: from model and images to the adapted features, or a pair with the pretrained ones.
 
     Returns:
-        Adapted features, pretrained ones or None, and labels, as `FDC.fit_task` takes them.
+        Adapted features, pretrained ones or None, and labels, as `fit_task` takes them.
 
     Raises:
         InputError: no batch, batches without labels, or features that are not rows.
@@ -79,8 +77,8 @@ def collect(
             if not isinstance(batch, list | tuple) or len(batch) < 2:
                 raise InputError("loader: expected batches (images, labels, ...)")
             found = _pair(views(model, batch[0].to(device)))
-            arrays = [each.float().cpu().numpy() for each in found if each is not None]
-            columns.append([*arrays, np.asarray(torch.as_tensor(batch[1]).cpu(), np.int64)])
+            labels = np.asarray(torch.as_tensor(batch[1]).cpu(), np.int64)
+            columns.append([*_on_host(found), labels])
     finally:
         for each, mode in modes:
             each.training = mode
@@ -101,67 +99,57 @@ def head_of(layer: Any, rows: Any = slice(None)) -> heads.LinearHead:
     return heads.LinearHead(weight[rows], bias[rows].astype(np.float32))
 
 
-def _pair(features: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    pair = tuple(features) if isinstance(features, list | tuple) else (features, None)
+def _pair(features: Any) -> tuple[torch.Tensor, ...]:
+    pair = tuple(features) if isinstance(features, list | tuple) else (features,)
     for each in pair:
-        if each is not None and getattr(each, "ndim", 0) != 2:
+        if getattr(each, "ndim", 0) != 2:
             found = list(each.shape) if isinstance(each, torch.Tensor) else type(each).__name__
             raise InputError(f"features: expected one row per image, [n, d], found {found}")
     return pair
 
 
+def _on_host(features: tuple[torch.Tensor, ...]) -> list[Float[np.ndarray, "n _"]]:
+    return [each.detach().float().cpu().numpy() for each in features]
+
+
 class Calibrated(nn.Module):
     """A model whose forward returns calibrated scores of all classes, [n, classes].
 
-    The largest score is at the class that the calibrator predicts, and is the score of its task.
-    What scoring needs of the calibrator are buffers, so that the module can be saved, moved to a
-    device and traced. Where the model is to compute in half precision, cast `module` alone.
+    The largest score is at the class that the calibrator predicts. Features go to the host, where
+    the calibrator scores them, and scores come back without a gradient. The module can be copied,
+    pickled and moved to a device; its `state_dict` has nothing of the calibrator.
 
     Attributes:
         classes: the label of each column, ascending, [classes].
     """
 
     classes: torch.Tensor
-    columns: torch.Tensor
 
-    def __init__(self, module: nn.Module, calibrator: FDC, views: Views = pooled):
-        """Takes what scoring needs of a calibrator.
+    def __init__(self, module: nn.Module, calibrator: Calibrator, views: Views = pooled):
+        """Holds a model and a calibrator.
 
         Args:
             module: the model.
-            calibrator: finalized, from `calibration.from_settings` or `calibration.load`.
-            views: as of `collect`; a function with a name, if the whole module is to be saved.
+            calibrator: finalized, from `calibration.make` or `calibration.load`.
+            views: as of `collect`; a function with a name, if the whole module is to be pickled.
 
         Raises:
-            InputError: not finalized, another kind of calibrator, or one that needs the logits of
-                heads that are functions; in `forward`, features of another form than when fitted.
+            InputError: no task was fitted; in `forward`, also features of another form than when
+                fitted.
         """
         super().__init__()
-        from fdc_jax.calibration import FDC
-
-        if not isinstance(calibrator, FDC):
-            raise InputError(f"calibrator: expected FDC, found {type(calibrator).__name__}")
-        calibrator.require_finalized()
-        plain: Any = calibrator.to_numpy()
-        self.module, self.views = module, views
-        self.widths = plain.widths if plain.settings.pretrained_view_weight else plain.widths[:1]
-        transport = getattr(plain.settings, "transport", False)
-        self.scorer = (_Gaussians if transport else _Fused)(plain, len(self.widths))
-        labels, padded = np.concatenate(plain.classes), plain.arrays.views[0].offsets.shape[1]
-        places = [t * padded + np.arange(len(each)) for t, each in enumerate(plain.classes)]
-        order = np.argsort(labels)
-        self.register_buffer("classes", torch.tensor(labels[order]))
-        self.register_buffer("columns", torch.tensor(np.concatenate(places)[order]))
+        if not calibrator.num_tasks:
+            raise InputError("calibrator: expected fitted tasks, found none")
+        self.module, self.calibrator, self.views = module, calibrator, views
+        labels = np.concatenate(calibrator.classes)
+        self.columns = np.argsort(labels)
+        self.register_buffer("classes", torch.tensor(labels[self.columns]))
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """Returns the scores of all classes."""
-        found = _pair(self.views(self.module, images))[: len(self.widths)]
-        if not torch.jit.is_tracing():
-            shape = [None if each is None else each.shape[1] for each in found]
-            if shape != self.widths:
-                raise InputError(f"features: expected views of widths {self.widths}, found {shape}")
-        scores = self.scorer([each.to(torch.float32) for each in found if each is not None])
-        return scores.flatten(1)[:, self.columns]
+        found = _pair(self.views(self.module, images))
+        scores = self.calibrator.class_scores(*_on_host(found))[:, self.columns]
+        return torch.from_numpy(scores).to(found[0].device, torch.float32)
 
 
 def by_label(
@@ -177,141 +165,3 @@ def by_label(
     found = scores.new_full((len(scores), count), float(scores.min()) - 1.0)
     found[:, classes] = scores
     return found
-
-
-class _Arrays(nn.Module):
-    """Arrays by name, as buffers."""
-
-    def __init__(self, **arrays: Any):
-        super().__init__()
-        for name, array in arrays.items():
-            self.register_buffer(name, torch.tensor(np.asarray(array, np.float32)))
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> torch.Tensor: ...
-
-
-class _Fused(nn.Module):
-    """Eq. score-fusion and Eq. dual-main for every class, and those of `calibration.whitened`."""
-
-    def __init__(self, calibrator: Any, count: int):
-        from fdc_jax.calibration.whitened import LEAST_UNIT, PAPER_AFFINITY
-
-        super().__init__()
-        arrays, settings = calibrator.arrays, calibrator.settings
-        if arrays.heads is None:
-            raise InputError("heads: expected built-in ones, found functions")
-        paper = PAPER_AFFINITY._replace(reference=settings.affinity_reference)
-        self.metric, self.evidence, self.reference, self.scope = getattr(
-            settings, "affinity", paper
-        )
-        self.weights = (settings.adapted_view_weight, settings.pretrained_view_weight)
-        self.rlc, self.pac = settings.rlc_weight, settings.pac_weight
-        self.kept, self.neighbours = (1.0 - settings.attenuation) ** 2, settings.neighbours
-        self.normalised = calibrator.normalised
-        # Class by class, scores are in units of the score scale; see `WhitenedTerms`.
-        scale = np.array([task.filtered_scale for task in calibrator.tasks], np.float32)
-        unit, gain = np.ones_like(scale), scale
-        if self.scope == "class":
-            unit, gain = np.maximum(scale, LEAST_UNIT * scale.mean()), unit
-        own = {"rows": arrays.heads.folded, "bias": arrays.heads.bias}
-        self.heads = _Arrays(**own, scale=scale, unit=unit, gain=gain)
-        self.known = nn.ModuleList()
-        for index, view in enumerate(arrays.views[:count]):
-            parts = view._asdict() | {"coefficients": arrays.coefficients[index]}
-            if self.metric == "whitened":
-                own = np.array([each[index][1:] for each in calibrator.affinities])
-                if self.reference == "pooled":
-                    own[:] = own.mean(axis=0)
-                parts |= calibrator._prototypes[index]._asdict()
-                parts |= {"cosine_mean": own[:, 0], "cosine_std": own[:, 1]}
-            self.known.append(_Arrays(**parts))
-
-    def forward(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
-        own, scores = self.heads, torch.zeros(())
-        for index, features in enumerate(views):
-            known: Any = self.known[index]
-            centred = features[:, None] - known.mean
-            coordinates = torch.einsum("ntd,trd->ntr", centred, known.basis)
-            if index == 0:
-                scores = self._logits(features, coordinates, known) / own.unit[:, None]
-            total = _energy(centred)
-            outside = (total - _energy(coordinates)).clamp_min(0.0)
-            u = outside / total.clamp_min(ENERGY_FLOOR) - known.residual_mean
-            u, (a, b, c) = u / known.residual_std, known.coefficients.unbind()
-            rlc = self.weights[index] * self.rlc * torch.tanh((a * u + b) * u + c)
-            scores = scores - (own.scale / own.unit * rlc)[..., None]
-            if weight := self.weights[index] * self.pac:
-                scores = scores + weight * own.gain[:, None] * self._closeness(features, known)
-        return scores
-
-    def _logits(
-        self, features: torch.Tensor, coordinates: torch.Tensor, known: Any
-    ) -> torch.Tensor:
-        """Returns filtered logits, [n, tasks, c]; padded classes have minus infinity."""
-        logits = torch.einsum("nd,tcd->ntc", features, self.heads.rows)
-        if self.normalised:
-            inside = _energy(coordinates + torch.einsum("td,trd->tr", known.mean, known.basis))
-            filtered = self.kept * _energy(features)[:, None] + (1.0 - self.kept) * inside
-            logits = logits / filtered.sqrt().clamp_min(heads.NORM_FLOOR)[..., None]
-        return logits + self.heads.bias
-
-    def _closeness(self, features: torch.Tensor, known: Any) -> torch.Tensor:
-        """Returns the evidence of the affinity, [n, tasks, 1] or class by class [n, tasks, c]."""
-        if self.metric == "whitened":
-            near = _unit((features - known.origin) @ known.whitener.T)
-            found = torch.einsum("nd,tcd->ntc", near, known.directions)
-            found = found.masked_fill(known.present == 0, -torch.inf)
-            found = found if self.scope == "class" else found.amax(2, keepdim=True)
-            q = (found - known.cosine_mean[:, None]) / known.cosine_std[:, None]
-        else:
-            units = _unit(features)
-            centred = units[:, None] - known.centre
-            near = torch.einsum("ntd,tcd->ntc", centred, known.offsets)
-            found = 0.5 * _energy(centred)[..., None] + known.constants - near
-            directed = (_energy(units) > 0.5)[:, None, None] | known.constants.isinf()
-            found = torch.where(directed, found, torch.ones_like(found))
-            found = found.sort(2).values[..., : self.neighbours].mean(2, keepdim=True)
-            mean, std = known.distance_mean[:, None], known.distance_std[:, None]
-            if self.reference == "nearest":
-                mean = found.mean(1, keepdim=True)
-                std = (found - mean).square().mean(1, keepdim=True).sqrt().clamp_min(SCALE_FLOOR)
-            q = (mean - found) / std
-        return torch.tanh(q) if self.evidence == "tanh" else q
-
-
-class _Gaussians(nn.Module):
-    """The scores of `calibration.transported`, half squared distances to class Gaussians."""
-
-    def __init__(self, calibrator: Any, count: int):
-        from fdc_jax.calibration.transported import PRETRAINED_SHARE
-
-        super().__init__()
-        settings = calibrator.settings
-        pretrained = PRETRAINED_SHARE * settings.pretrained_view_weight
-        self.weights = (settings.adapted_view_weight, pretrained)
-        calibrator.arrays  # noqa: B018  makes the metrics
-        metrics = calibrator._metrics[:count]
-        self.known = nn.ModuleList(_Arrays(**each._asdict()) for each in metrics)
-
-    def forward(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
-        total = torch.zeros(())
-        for index, features in enumerate(views):
-            known: Any = self.known[index]
-            near = (features - known.origin) @ known.whitener.T
-            linear = torch.einsum("nd,tcd->ntc", near, known.means) - _energy(known.means) / 2
-            own = torch.einsum("nd,tcrd->ntcr", near, known.factors)
-            centre = torch.einsum("tcrd,tcd->tcr", known.factors, known.means)
-            total = total + self.weights[index] * (linear + _energy(own - centre) / 2)
-        return total.masked_fill(self.known[0].present == 0, -torch.inf)
-
-
-def _energy(vectors: torch.Tensor) -> torch.Tensor:
-    return vectors.square().sum(-1)
-
-
-def _unit(vectors: torch.Tensor) -> torch.Tensor:
-    return vectors / torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).clamp_min(
-        heads.NORM_FLOOR
-    )

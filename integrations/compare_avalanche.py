@@ -74,8 +74,7 @@ def compare(seed: int) -> dict[str, float]:
         model = TrainEvalModel(fresh.body, fresh.classifier, FeCAMClassifier())
         return accuracy(naive(model, [CurrentDataFeCAMUpdate()]), stream.test_stream)
 
-    makers = {k: calibration.from_settings(v) for k, v in calibration.CALIBRATORS.items()}
-    plugins = {k: FDCPlugin(v.to_numpy(), "classifier") for k, v in makers.items()}
+    plugins = {k: FDCPlugin(calibration.make(k), "classifier") for k in ("fdc", "gaussians")}
     trained = naive(copy.deepcopy(network), list(plugins.values()))
     fitted = {name: plugin.calibrated for name, plugin in plugins.items()}
     found = {}

@@ -20,7 +20,6 @@ from torch import nn
 from torchvision import transforms
 
 from fdc_jax import calibration
-from fdc_jax.calibration import comparators
 from fdc_jax.features import feature_files
 
 SIZE, CLASSES, COUNTS = 48, 20, {"train": 30, "test": 20}
@@ -119,11 +118,9 @@ def compare(seed: int, manager: Any) -> dict[str, float]:
             paths = [f"{folder}/own_{task}.pkl" for task in range(manager.nb_tasks)]
             dump(f"{folder}/file", type(learner)(learner.args), manager, paths)
             file = feature_files.load(f"{folder}/file")
-            makers = {k: calibration.from_settings(v) for k, v in calibration.CALIBRATORS.items()}
-            for method, calibrator in {"raw": comparators.Raw(), **makers}.items():
-                if method in makers:
-                    calibrator = calibrator.to_numpy()
-                labels = file.fit(calibrator).score(file.test_adapted, file.test_pretrained).label
+            for method in ("raw", "fdc", "gaussians"):
+                fitted = file.fit(calibration.make(method))
+                labels = fitted.score(file.test_adapted, file.test_pretrained).label
                 found[f"{trains}: {method}"] = 100 * float(np.mean(labels == file.test_labels))
         found[f"{trains}: fdc, in PILOT"] = in_pilot
     others = ("simplecil", "ranpac", "fecam")

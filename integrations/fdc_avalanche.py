@@ -1,6 +1,6 @@
 """FDC on top of any class-incremental strategy of Avalanche, as a plugin; see docs/integrations.md.
 
-    FDCPlugin(calibration.FDC(), layer="classifier")
+    FDCPlugin(calibration.make("gaussians"), layer="classifier")
 
 goes into a strategy's `plugins`. Statistics are taken after each experience; in evaluation the
 model's output is replaced by calibrated scores before loss and metrics are computed.
@@ -16,7 +16,7 @@ from avalanche.training.plugins import SupervisedPlugin
 from torch import nn
 
 from fdc_jax import torch as fdc_torch
-from fdc_jax.calibration import FDC
+from fdc_jax.calibration import Calibrator
 
 
 class FDCPlugin(SupervisedPlugin):
@@ -25,7 +25,7 @@ class FDCPlugin(SupervisedPlugin):
     Classes may come in any order, each in one experience.
 
     Args:
-        calibrator: one without tasks, from `calibration.from_settings`.
+        calibrator: one without tasks, from `calibration.make`.
         layer: name of the last layer within the model; `classifier.classifier` where `classifier`
             is Avalanche's `IncrementalClassifier`.
         pretrained: whether the model as it is before the first experience is the second view; for
@@ -34,21 +34,21 @@ class FDCPlugin(SupervisedPlugin):
     """
 
     def __init__(
-        self, calibrator: FDC, layer: str, pretrained: bool = True, batch_size: int = 64
+        self, calibrator: Calibrator, layer: str, pretrained: bool = True, batch_size: int = 64
     ) -> None:
         super().__init__()
         self.calibrator, self.layer, self.pretrained = calibrator, layer, pretrained
         self.batch_size, self.views = batch_size, functools.partial(fdc_torch.pooled, layer=layer)
         self.frozen: list[nn.Module] = []
-        self.previous: dict[str, Any] = {}
+        self.previous: np.ndarray | None = None
         self.calibrated: fdc_torch.Calibrated | None = None
 
     def before_training_exp(self, strategy: Any, **kwargs: Any) -> None:
         """Keeps the model before the first experience, and features by that before each other."""
         if not self.calibrator.num_tasks:
             self.frozen = [copy.deepcopy(strategy.model)] * self.pretrained
-        elif self.calibrator.follows_encoder:
-            self.previous = {"previous": self._collect(strategy)[0]}
+        elif self.calibrator.reads_previous:
+            self.previous = self._collect(strategy)[0]
 
     def after_training_exp(self, strategy: Any, **kwargs: Any) -> None:
         """Collects the statistics of the experience."""
@@ -56,7 +56,7 @@ class FDCPlugin(SupervisedPlugin):
         classes = np.unique(labels)
         # Of this time: later experiences push the logits of classes without images down.
         head = fdc_torch.head_of(strategy.model.get_submodule(self.layer), classes)
-        self.calibrator.fit_task(adapted, labels, head, frozen, classes, **self.previous)
+        self.calibrator.fit_task(adapted, labels, head, frozen, classes, self.previous)
         self.calibrator.finalize()
         encoders = self._encoders(strategy)
         self.calibrated = fdc_torch.Calibrated(encoders, self.calibrator, self.views)

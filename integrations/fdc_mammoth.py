@@ -25,25 +25,27 @@ class FDCModel:
     """Comes before a `ContinualModel` among the bases of a class.
 
     Attributes:
-        SETTINGS: of the calibrator, as of `calibration.from_settings`; the paper's by default.
+        CALIBRATOR: a name of `calibration.METHODS`; `gaussians` follows the backbone.
+        SETTINGS: of the calibrator.
         LAYER: name of the last layer in the backbone, linear with a row for each class; `head` for
             the vision transformers.
         PRETRAINED: whether the backbone before the first task is the second view.
     """
 
+    CALIBRATOR = "fdc"
     SETTINGS: dict[str, Any] = {}  # noqa: RUF012
     LAYER = "classifier"
     PRETRAINED = True
 
     def begin_task(self: Any, dataset: Any) -> None:
         """Keeps the first backbone, and features by that before each further task."""
-        self._previous = {}
+        self._previous = None
         if self.current_task == 0:
-            self._calibrator = calibration.from_settings(self.SETTINGS).to_numpy()
+            self._calibrator = calibration.make(self.CALIBRATOR, **self.SETTINGS)
             # Within lists, which hide modules from those who look for parameters.
             self._frozen, self._calibrated = [copy.deepcopy(self.net)] * self.PRETRAINED, []
-        elif self._calibrator.follows_encoder:
-            self._previous = {"previous": self._collect(dataset)[0]}
+        elif self._calibrator.reads_previous:
+            self._previous = self._collect(dataset)[0]
         super().begin_task(dataset)
 
     def end_task(self: Any, dataset: Any) -> None:
@@ -53,7 +55,7 @@ class FDCModel:
         classes = np.arange(*dataset.get_offsets(self.current_task))
         # Of this time: later tasks push the logits of classes without images down.
         head = fdc_torch.head_of(self.net.get_submodule(self.LAYER), classes)
-        self._calibrator.fit_task(adapted, labels, head, frozen, classes, **self._previous)
+        self._calibrator.fit_task(adapted, labels, head, frozen, classes, self._previous)
         self._calibrator.finalize()
         fitted = fdc_torch.Calibrated(self._encoders(), self._calibrator, self._views())
         self._calibrated = [fitted.to(self.device)]

@@ -19,24 +19,29 @@ from fdc_jax.features import feature_files
 
 
 class FDCLearner:
-    """Comes before a learner; `args["calibrator"]` may have settings of `from_settings`."""
+    """Comes before a learner; `args["calibrator"]` may name one of `calibration.METHODS`.
+
+    By default it is `fdc`; `gaussians` follows the network. `args["calibrator_settings"]` are its
+    settings.
+    """
 
     def __init__(self: Any, args: dict[str, Any]) -> None:
         super().__init__(args)  # pyright: ignore[reportCallIssue]
-        self.calibrator = calibration.from_settings(args.get("calibrator", {})).to_numpy()
+        settings = args.get("calibrator_settings", {})
+        self.calibrator = calibration.make(args.get("calibrator", "fdc"), **settings)
         self.frozen = copy.deepcopy(self._network)
 
     def incremental_train(self: Any, data_manager: Any) -> None:
         """Trains, then collects the statistics of the task."""
-        task, previous = self._cur_task + 1, {}
+        task, previous = self._cur_task + 1, None
         total = self._known_classes + data_manager.get_task_size(task)
         loader = _loader(data_manager, self._known_classes, total)
-        if task and self.calibrator.follows_encoder:
-            previous = {"previous": self._extract_vectors(loader)[0]}
+        if task and self.calibrator.reads_previous:
+            previous = self._extract_vectors(loader)[0]
         super().incremental_train(data_manager)  # pyright: ignore
         adapted, frozen, labels = _views(self, self.frozen, loader)
         head = _head(self._network, task, np.unique(labels))
-        self.calibrator.fit_task(adapted, labels, head, frozen, **previous)
+        self.calibrator.fit_task(adapted, labels, head, frozen, None, previous)
         self.calibrator.finalize()
         # Training goes on to change the rows of earlier classes.
         known = enumerate(self.calibrator.classes)
@@ -62,7 +67,7 @@ def dump(folder: str, learner: Any, data_manager: Any, checkpoints: Sequence[str
         loader = _loader(data_manager, known, total)
         previous = learner._extract_vectors(loader)[0] if task else None
         network.update_fc(total)
-        stored = torch.load(path, map_location="cpu")
+        stored = torch.load(path, map_location="cpu", weights_only=True)
         network.load_state_dict(stored.get("model_state_dict", stored))
         adapted, frozen, labels = _views(learner, initial, loader)
         classes, known = [*classes, np.unique(labels)], total

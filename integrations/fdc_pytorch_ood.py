@@ -23,7 +23,8 @@ class FDCDetector(FeaturesDetector):
         head: the classifier, with a row for each class.
         tasks: labels of each task. By default all classes are one; more give FDC its residuals of
             foreign tasks.
-        settings: of the calibrator, as of `calibration.from_settings`; the paper's by default.
+        calibrator: a name of `calibration.METHODS`.
+        settings: of the calibrator.
     """
 
     requires_fit = True
@@ -33,10 +34,12 @@ class FDCDetector(FeaturesDetector):
         encoder: Callable[[Tensor], Tensor] | None,
         head: nn.Linear,
         tasks: Sequence[Sequence[int]] | None = None,
-        settings: dict[str, Any] | None = None,
+        calibrator: str = "fdc",
+        **settings: Any,
     ) -> None:
         super().__init__()
-        self.encoder, self.head, self.settings = encoder, head, settings or {}
+        self.encoder, self.head = encoder, head
+        self.calibrator, self.settings = calibrator, settings
         self.tasks = tasks or [range(head.out_features)]
         self.calibrated: fdc_torch.Calibrated | None = None
 
@@ -49,11 +52,12 @@ class FDCDetector(FeaturesDetector):
     def fit_features(self, x: Tensor, y: Tensor) -> "FDCDetector":
         """Fits on features [n, d] and labels [n]; unknown labels, below zero, are left out."""
         features, labels = x.detach().cpu().numpy(), y.cpu().numpy()
-        calibrator = calibration.from_settings(self.settings).to_numpy()
+        calibrator = calibration.make(self.calibrator, **self.settings)
         for task in map(np.array, self.tasks):
             rows = np.isin(labels, task)
             head = fdc_torch.head_of(self.head, task)
-            calibrator.fit_task(features[rows], labels[rows], head, classes=task)
+            own = features[rows]  # The encoder does not move between tasks.
+            calibrator.fit_task(own, labels[rows], head, classes=task, previous=own)
         calibrator.finalize()
         self.calibrated = fdc_torch.Calibrated(nn.Identity(), calibrator).to(self.device)
         return self

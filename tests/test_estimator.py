@@ -19,7 +19,7 @@ from sklearn.utils.estimator_checks import check_estimator, parametrize_with_che
 
 import fdc_jax
 from fdc_jax import FDCClassifier, calibration
-from fdc_jax.calibration import CALIBRATORS
+from fdc_jax.calibration import compiled
 from fdc_jax.errors import InputError
 from fdc_jax.estimator import closed_form_head
 from tests.calibration import streams
@@ -30,24 +30,25 @@ EXPECTED = {
 }
 
 
+BOTH = ("fdc", "gaussians")
+
+
 @pytest.fixture
 def plain(monkeypatch):
     """Has NumPy compute, without whose compilation most tests take milliseconds."""
-    made, loaded = calibration.from_settings, calibration.load
-    monkeypatch.setattr(calibration, "from_settings", lambda each: made(each).to_numpy())
-    monkeypatch.setattr(calibration, "load", lambda *each: loaded(*each).to_numpy())
+    monkeypatch.setattr(compiled, "jax", None)
+    monkeypatch.setattr(compiled, "jnp", np)
 
 
 @parametrize_with_checks(
-    [FDCClassifier(name) for name in ("fdc", "transported")],  # the others: on a device, below
-    expected_failed_checks=lambda _: EXPECTED,
+    [FDCClassifier(name) for name in BOTH], expected_failed_checks=lambda _: EXPECTED
 )
 def test_the_checks_of_scikit_learn(estimator, check, plain):
     check(estimator)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CALIBRATORS)
+@pytest.mark.parametrize("name", [*BOTH, "raw", "mahalanobis"])
 def test_the_checks_of_scikit_learn_on_a_device(name):
     estimator = FDCClassifier(name, head="nearest_mean")
     check_estimator(estimator, expected_failed_checks=EXPECTED, on_skip=None)
@@ -63,11 +64,11 @@ def tasks():
 
 def by_hand(tasks, calibrator):
     """The calibrator fitted without the estimator, on labels that count from 0."""
-    previous = [task.adapted for task in tasks] if calibrator == "transported" else None
-    return streams.fit(calibration.from_settings(CALIBRATORS[calibrator]), tasks, previous=previous)
+    previous = [task.adapted for task in tasks]
+    return streams.fit(calibration.make(calibrator), tasks, previous=previous)
 
 
-@pytest.mark.parametrize("calibrator", CALIBRATORS)
+@pytest.mark.parametrize("calibrator", BOTH)
 def test_tasks_one_by_one_give_the_calibrators_scores(tasks, calibrator, plain):
     estimator = FDCClassifier(calibrator)
     for task in tasks:
@@ -101,7 +102,7 @@ def together(tasks):
     return [np.concatenate(part)[order] for part in zip(*parts, strict=True)]
 
 
-@pytest.mark.parametrize("calibrator", CALIBRATORS)
+@pytest.mark.parametrize("calibrator", BOTH)
 def test_all_tasks_at_once_are_the_same_as_one_by_one(tasks, calibrator, plain):
     adapted, pretrained, labels, of_task = together(tasks)
     whole = FDCClassifier(calibrator).fit((adapted, pretrained), labels, tasks=10.0 * of_task)
@@ -141,16 +142,16 @@ def test_the_heads_are_ridge_regression_and_class_means(tasks):
     np.testing.assert_allclose(found, 2 * cosine_similarity(features, means) - 2, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["linear", "function"])
-def test_joblib_keeps_what_further_tasks_need(tasks, kind, tmp_path, plain):
-    estimator = FDCClassifier("whitened")
+@pytest.mark.parametrize("calibrator", BOTH)
+def test_joblib_keeps_what_further_tasks_need(tasks, calibrator, tmp_path, plain):
+    estimator = FDCClassifier(calibrator)
     for task in tasks[:2]:
-        estimator.partial_fit(task.adapted, task.labels, head=streams.head_of(task, kind))
+        estimator.partial_fit(task.adapted, task.labels)
     joblib.dump(estimator, tmp_path / "estimator.joblib")
     again = joblib.load(tmp_path / "estimator.joblib")
     inputs = streams.probe_inputs(tasks)[0]
     for each in (estimator, again):
-        each.partial_fit(tasks[2].adapted, tasks[2].labels, head=streams.head_of(tasks[2], kind))
+        each.partial_fit(tasks[2].adapted, tasks[2].labels)
     np.testing.assert_array_equal(
         again.decision_function(inputs), estimator.decision_function(inputs)
     )
@@ -180,14 +181,16 @@ with np.load("inputs.npz") as views:
 def test_settings_are_searched_and_cloned(tasks, plain):
     adapted, _, labels, of_task = together(tasks)
     frame = pd.DataFrame(adapted, columns=[f"f{i}" for i in range(16)])
-    grid = {"pac_weight": [0.0, 2.0], "calibrator": ["fdc", "whitened"]}
-    search = GridSearchCV(FDCClassifier(attenuation=0.25), grid, cv=2, error_score="raise")
+    grid = [
+        {"settings": [{"pac_weight": weight, "attenuation": 0.25} for weight in (0.0, 2.0)]},
+        {"calibrator": ["gaussians"]},
+    ]
+    search = GridSearchCV(FDCClassifier(), grid, cv=2, error_score="raise")
     search.fit(frame, labels, tasks=of_task)
-    found = search.best_estimator_
-    assert found.calibrator_.settings.attenuation == 0.25
-    assert found.calibrator_.settings.pac_weight == search.best_params_["pac_weight"]
-    assert found.calibrator_.num_tasks == 3
-    assert found.feature_names_in_.tolist() == list(frame)
+    assert len(search.cv_results_["params"]) == 3
+    assert search.best_estimator_.feature_names_in_.tolist() == list(frame)
+    found = clone(FDCClassifier(settings=grid[0]["settings"][1])).fit(frame, labels, tasks=of_task)
+    assert found.calibrator_.settings == calibration.Settings(pac_weight=2.0, attenuation=0.25)
     copied = clone(FDCClassifier(views=(slice(0, 4), [5, 6])))
     assert copied.get_params()["views"] == (slice(0, 4), [5, 6])
 
@@ -237,7 +240,9 @@ def test_mistakes_change_nothing(tasks, mistake, plain):
 def test_words_and_forms_that_are_none(tasks, plain):
     X, y = tasks[0].adapted, tasks[0].labels
     for wrong, message in (
-        ({"calibrator": "fcd"}, "calibrator: expected one of fdc, whitened, .*, found 'fcd'"),
+        ({"calibrator": "fcd"}, "calibrator: expected one of .*, found 'fcd'; did you mean fdc"),
+        ({"settings": {"pack_weight": 1.0}}, "setting of fdc: .* did you mean pac_weight"),
+        ({"settings": {"pac_weight": -1.0}}, "pac_weight: expected"),
         ({"head": "linear"}, "head: expected one of ridge, nearest_mean, found 'linear'"),
     ):
         with pytest.raises(InputError, match=message):
@@ -248,9 +253,17 @@ def test_words_and_forms_that_are_none(tasks, plain):
         FDCClassifier().fit(X, y, tasks=[0, 1])
     with pytest.raises(ValueError, match="class 0 belongs to an earlier task"):
         FDCClassifier().fit(X, y, tasks=np.arange(len(y)) % 2)
-    moving = FDCClassifier("transported").partial_fit(X, y)
-    with pytest.raises(InputError, match="previous features of task 1: expected"):
-        moving.partial_fit(tasks[1].adapted, tasks[1].labels)
+
+
+def test_gaussians_take_tasks_of_one_class_and_say_when_they_stayed(tasks, plain):
+    estimator = FDCClassifier("gaussians")
+    for task in tasks[:2]:
+        rows = task.rows == 0
+        estimator.partial_fit(task.adapted[rows], task.labels[rows])
+    assert estimator.classes_.tolist() == [0, 3]
+    assert "stay as they were" in estimator.calibrator_.note
+    with pytest.raises(InputError, match="previous features of task 2"):
+        estimator.partial_fit(tasks[2].adapted, tasks[2].labels, previous=tasks[2].adapted)
 
 
 def test_importing_the_package_loads_nothing_heavy():

@@ -84,8 +84,9 @@ class Calibrator:
     """
 
     name: ClassVar[str]
-    # Whether tasks need a head.
+    # Whether tasks need a head, and whether features by the encoder before each are of use.
     needs_heads: ClassVar[bool] = False
+    reads_previous: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.classes: list[Int[np.ndarray, " c"]] = []

@@ -164,6 +164,7 @@ class Gaussians(Calibrator):
     """
 
     name = "gaussians"
+    reads_previous = True
 
     def __init__(self):
         super().__init__()

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from fdc_jax import calibration, heads
-from fdc_jax.calibration.components import TRANSPORTED, WHITENED_CLASSES
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
 pytestmark = pytest.mark.filterwarnings("ignore:::avalanche", "ignore:No loggers specified")
@@ -93,31 +92,27 @@ class Copies:
         return Watch()
 
 
-def fitted_again(settings, digits, copies, layer, body):
+def fitted_again(name, digits, copies, layer, body):
     """Fits from the arrays of copies of the model, with no part of the adapter."""
-    calibrator = calibration.from_settings(settings).to_numpy()
+    calibrator = calibration.make(name)
     for task, classes in enumerate([[3, 8], [0, 1], [2, 9], [5, 7], [4, 6]]):
         rows = np.isin(digits[2], classes)
         models = copies.after[task], copies.before[0], copies.before[task]
         adapted, frozen, previous = (body(each)(torch.tensor(digits[0][rows])) for each in models)
         last = copies.after[task].get_submodule(layer)
         head = heads.LinearHead(last.weight[classes].numpy(), last.bias[classes].numpy())
-        before = {"previous": previous.numpy()} if task and calibrator.follows_encoder else {}
-        calibrator.fit_task(
-            adapted.numpy(), digits[2][rows], head, frozen.numpy(), np.array(classes), **before
-        )
+        named = {"classes": np.array(classes), "previous": previous.numpy()}
+        calibrator.fit_task(adapted.numpy(), digits[2][rows], head, frozen.numpy(), **named)
     calibrator.finalize()
     return calibrator
 
 
-@pytest.mark.parametrize(
-    ("settings", "growing"), [({}, False), (WHITENED_CLASSES, True), (TRANSPORTED, False)]
-)
-def test_calibrated_accuracy(avalanche, digits, settings, growing):
+@pytest.mark.parametrize(("name", "growing"), [("fdc", False), ("gaussians", True)])
+def test_calibrated_accuracy(avalanche, digits, name, growing):
     from fdc_avalanche import FDCPlugin
 
     model, layer = network(growing)
-    plugin, copies = FDCPlugin(calibration.from_settings(settings).to_numpy(), layer), Copies()
+    plugin, copies = FDCPlugin(calibration.make(name), layer), Copies()
     strategy, benchmark = trained(digits, [plugin, copies.plugin()], model)
     calibrated = accuracy(strategy, benchmark)
     fitted, plugin.calibrated = plugin.calibrator, None
@@ -129,7 +124,7 @@ def test_calibrated_accuracy(avalanche, digits, settings, growing):
 
     images, labels = torch.tensor(digits[1]), digits[3]
     with torch.no_grad():
-        again = fitted_again(settings, digits, copies, layer, body)
+        again = fitted_again(name, digits, copies, layer, body)
         probe = [body(each)(images).numpy() for each in (copies.after[-1], copies.before[0])]
         logits = model.eval()(images).numpy()
     expected = again.class_scores(*probe)
@@ -140,7 +135,7 @@ def test_calibrated_accuracy(avalanche, digits, settings, growing):
     assert raw == pytest.approx(before.mean())
     # More than three standard errors of a paired difference.
     assert np.sum(right) - np.sum(before) > 3 * np.sqrt(np.sum(right != before))
-    if not settings:  # Training goes as it would without the plugin.
+    if name == "fdc":  # Training goes as it would without the plugin.
         other, _ = network(growing)
         trained(digits, [], other)
         with torch.no_grad():
@@ -151,9 +146,9 @@ def test_one_view_and_classes_not_seen_yet(avalanche, digits):
     from fdc_avalanche import FDCPlugin
 
     model, layer = network(growing=False)
-    plugin = FDCPlugin(calibration.FDC().to_numpy(), layer, pretrained=False)
+    plugin = FDCPlugin(calibration.FDC(), layer, pretrained=False)
     trained(digits, [plugin], model)
-    assert plugin.calibrator.num_views == 1
+    assert len(plugin.calibrator.widths) == 1
     found = plugin.calibrated
 
     class Seen:  # The least of a strategy that the hook looks at.

@@ -28,8 +28,8 @@ def write_digits(folder, digits):
             start.with_name(f"{name}-labels-idx1-ubyte").write_bytes(head + rest)
 
 
-@pytest.mark.parametrize("settings", [{}, {"transport": True}])
-def test_model(checkout, digits, tmp_path, monkeypatch, settings):
+@pytest.mark.parametrize("name", ["fdc", "gaussians"])
+def test_model(checkout, digits, tmp_path, monkeypatch, name):
     model_type = checkout("MAMMOTH", "Mammoth")["SgdFDC"]
     write_digits(tmp_path, digits)
     options = "--model=sgd --dataset=seq-mnist --lr=0.05 --n_epochs=2 --batch_size=32 --seed=1"
@@ -43,7 +43,7 @@ def test_model(checkout, digits, tmp_path, monkeypatch, settings):
     networks, seen = [], []
 
     class Watched(model_type):
-        SETTINGS = settings
+        CALIBRATOR = name
 
         def begin_task(self, dataset):
             networks.append(copy.deepcopy(self.net).eval())
@@ -62,13 +62,13 @@ def test_model(checkout, digits, tmp_path, monkeypatch, settings):
         with torch.no_grad():
             return network(images.float()[:, None] / 255, returnt="features").numpy()
 
-    again = calibration.from_settings(settings)
+    again = calibration.make(name)
     for task, (images, labels) in enumerate(seen):
         classes, last = np.array([2 * task, 2 * task + 1]), networks[task + 1].classifier
         rows = (each.detach().numpy()[classes] for each in (last.weight, last.bias))
         adapted, frozen = (features(each, images) for each in (networks[task + 1], networks[0]))
-        before = {"previous": features(networks[task], images)} if task and settings else {}
-        again.fit_task(adapted, labels, heads.LinearHead(*rows), frozen, classes, **before)
+        before = features(networks[task], images)
+        again.fit_task(adapted, labels, heads.LinearHead(*rows), frozen, classes, before)
     again.finalize()
     images = torch.cat([each.dataset.data for each in dataset.test_loaders])
     labels = np.concatenate([each.dataset.targets for each in dataset.test_loaders])

@@ -1,7 +1,6 @@
 """The learner in a checkout of PILOT, which `PILOT` names, on scanned digits in five tasks."""
 
 import copy
-import importlib
 import sys
 
 import numpy as np
@@ -41,8 +40,8 @@ def data_manager(digits):
     return found
 
 
-@pytest.mark.parametrize("settings", [{}, {"transport": True}])
-def test_learner_and_dump(checkout, digits, tmp_path, monkeypatch, settings):
+@pytest.mark.parametrize("name", ["fdc", "gaussians"])
+def test_learner_and_dump(checkout, digits, tmp_path, monkeypatch, name):
     # Newer versions of timm have moved it.
     moved = pytest.importorskip("timm.layers.weight_init", reason="needs timm, as PILOT does")
     monkeypatch.setitem(sys.modules, "timm.models.layers.weight_init", moved)
@@ -60,7 +59,7 @@ def test_learner_and_dump(checkout, digits, tmp_path, monkeypatch, settings):
 
     inc_net.get_backbone, finetune.num_workers = backbone, 0
     manager = data_manager(digits)
-    learner = learner_type(ARGS | {"calibrator": settings})
+    learner = learner_type(ARGS | {"calibrator": name})
     learner.topk = 2
     networks = [copy.deepcopy(learner._network)]
     for _ in range(5):
@@ -77,16 +76,14 @@ def test_learner_and_dump(checkout, digits, tmp_path, monkeypatch, settings):
         with torch.no_grad():
             return network.backbone(torch.tensor(images / 255).float()).numpy(), labels
 
-    again, final = calibration.from_settings(settings), networks[-1].fc
+    again, final = calibration.make(name), networks[-1].fc
     for task in range(5):
         first, end = 2 * task, 2 * task + 2
         adapted, labels = features(networks[task + 1], first, end)
         frozen = features(networks[0], first, end)[0]
-        before = {}
-        if task and settings:
-            before = {"previous": features(networks[task], first, end)[0]}
+        before = features(networks[task], first, end)[0]
         rows = (each.detach().numpy()[first:end] for each in (final.weight, final.bias))
-        again.fit_task(adapted, labels, heads.LinearHead(*rows), frozen, **before)
+        again.fit_task(adapted, labels, heads.LinearHead(*rows), frozen, previous=before)
     again.finalize()
     (test, labels), start = features(networks[-1], 0, 10, "test"), features(
         networks[0], 0, 10, "test"
@@ -101,7 +98,6 @@ def test_learner_and_dump(checkout, digits, tmp_path, monkeypatch, settings):
     fresh = finetune.Learner(ARGS)
     dump(str(tmp_path / "file"), fresh, manager, [tmp_path / f"own_{t}.pkl" for t in range(5)])
     file = feature_files.load(str(tmp_path / "file"))
-    posthoc = importlib.import_module("fdc_jax.posthoc.methods")
-    name = "transported" if settings else "fdc"
-    scored = posthoc.run(name, file, posthoc.Settings({}, 1000, 0)).scores.label
+    fitted = file.fit(calibration.make(name))
+    scored = fitted.score(file.test_adapted, file.test_pretrained).label
     assert 100 * np.mean(scored == file.test_labels) == pytest.approx(found, abs=0.3)
