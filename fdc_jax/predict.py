@@ -26,7 +26,8 @@ from PIL import Image
 
 import fdc_jax
 from fdc_jax import report
-from fdc_jax.calibration import FDC, METHODS, Scores
+from fdc_jax.calibration import FDC, METHODS
+from fdc_jax.calibration.calibrator import best_by_task
 from fdc_jax.data import folder
 from fdc_jax.data.batches import ReadableBatches
 from fdc_jax.data.benchmarks import BENCHMARKS
@@ -38,7 +39,7 @@ from fdc_jax.run.progress import Progress
 
 _log = logging.getLogger("fdc_jax.predict")  # also where it is the program
 
-# What a score is the sum of: columns, and what the page calls them.
+# What a score of FDC is the sum of: columns, and what the page calls them; see `pictures.split`.
 EVIDENCE = {
     "raw_logit": "Raw logit",
     "filtered_logit": "Filtered logit",
@@ -47,7 +48,6 @@ EVIDENCE = {
     "residual_pretrained": "Residual, E_0",
     "affinity_pretrained": "Affinity, E_0",
 }
-_COLUMNS = {title: column for column, title in EVIDENCE.items()}
 _ON_SCREEN = 10  # images
 _ON_PAGE = 100  # likewise
 
@@ -132,16 +132,16 @@ class Predictions:
                 table.insert(0, "image", [self.images.ids[row] for row in rows[readable]])
                 yield table.set_index(rows[readable]), pixels[: len(rows)][readable]
 
-    def _table(
-        self, adapted: Float[np.ndarray, "n d"], pretrained: Float[np.ndarray, "n e"] | None = None
-    ) -> pd.DataFrame:
+    def _table(self, adapted: Float[np.ndarray, "n d"], *pretrained: Any) -> pd.DataFrame:
         """Returns all columns but the name of the image."""
-        said, raw = self.calibrator.score(adapted, pretrained), self._raw(adapted)
-        by_class, parts = self.calibrator.class_scores(adapted, pretrained), {}
-        if isinstance(self.calibrator, FDC):
-            terms = self.calibrator.terms(adapted, pretrained)
-            titles, values = pictures.split(terms)
-            parts = dict(zip(titles[:-1], values, strict=False))
+        calibrator = self.calibrator
+        said = calibrator.score(adapted, *pretrained)
+        by_class = calibrator.class_scores(adapted, *pretrained)
+        logits = np.concatenate([head.logits(adapted) for head in self.heads], axis=1)
+        raw, parts = best_by_task(logits, calibrator.classes), {}
+        if isinstance(calibrator, FDC):
+            _, values = pictures.split(calibrator.terms(adapted, *pretrained))
+            parts = dict(zip(EVIDENCE, values[:-1], strict=False))
         label, task = said.label, said.task
         each, labels = np.arange(len(label)), np.concatenate(said.classes)
         tasks = np.repeat(np.arange(self.num_tasks), [len(own) for own in said.classes])
@@ -157,8 +157,8 @@ class Predictions:
         columns["raw_class"] = self.class_names[raw.label]
         columns["raw_task"] = raw.task + 1
         columns["changed"] = raw.label != label
-        for title, values in parts.items():
-            columns[_COLUMNS[title]] = values[each, task]
+        for name, values in parts.items():
+            columns[name] = values[each, task]
         if self.num_tasks > 1:
             others = said.task_scores.copy()
             others[each, task] = -np.inf
@@ -166,16 +166,9 @@ class Predictions:
             columns["rival_class"] = self.class_names[said.label_in_task(rival)]
             columns["rival_task"] = rival + 1
             columns["rival_score"] = others[each, rival]
-            for title, values in parts.items():
-                columns[f"rival_{_COLUMNS[title]}"] = values[each, rival]
+            for name, values in parts.items():
+                columns[f"rival_{name}"] = values[each, rival]
         return pd.DataFrame(columns)
-
-    def _raw(self, adapted: Float[np.ndarray, "n d"]) -> Scores:
-        """Returns what the heads alone say."""
-        logits = [np.asarray(head.logits(adapted)) for head in self.heads]
-        best = np.stack([each.argmax(axis=1) for each in logits], axis=1)
-        scores = np.stack([each.max(axis=1) for each in logits], axis=1)
-        return Scores(scores, best, self.calibrator.classes)
 
 
 def predict(run: Any, images: Any, top: int = 5, method: str = "fdc") -> pd.DataFrame:
@@ -193,8 +186,8 @@ def predict(run: Any, images: Any, top: int = 5, method: str = "fdc") -> pd.Data
         A row per image under its position; an image that cannot be read is logged and has none.
         `image`; `class`, `task` (from 1) and `score`, and the same of the next classes with `_2`,
         `_3` and so on; `raw_class` and `raw_task`, what the heads alone say, and whether that was
-        `changed`; the parts of the score, see `EVIDENCE`; and after `rival_` class, score and parts
-        of the best other task.
+        `changed`; of FDC, the parts of the score, see `EVIDENCE`; and after `rival_` class, score
+        and parts of the best other task.
 
     Raises:
         InputError: there is no such image, or what the run needs to answer is missing.
@@ -302,6 +295,8 @@ def _run(options: argparse.Namespace) -> None:
             f"the run has learned {found.num_tasks} of its {run.num_tasks} tasks; it knows no "
             "class of the others"
         )
+    if found.calibrator.note:
+        progress.line(found.calibrator.note)
     progress.start(len(found), 0)
     clock = time.perf_counter()
     with contextlib.closing(progress), write_atomically(options.output) as file:
@@ -333,7 +328,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _picture(line: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[str, Any]:
-    """Returns what the page shows of an image; `rival` and evidence where there are more tasks."""
+    """Returns what the page shows of an image: `rival` of several tasks, evidence of FDC."""
     shown = {
         "uri": pictures.data_uri(image),
         "small": pictures.is_small(image),
@@ -344,7 +339,7 @@ def _picture(line: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[st
     for name, prefix in (("chosen", ""), ("raw", "raw_"), ("rival", "rival_")):
         if f"{prefix}class" in line:
             shown[name] = pictures.Said(line[f"{prefix}class"], line[f"{prefix}task"])
-    if "rival" in shown:
+    if "rival_filtered_logit" in line:
         shown["evidence"] = [
             pictures.Evidence(title, line[column], line[f"rival_{column}"])
             for column, title in {**EVIDENCE, "score": "Score"}.items()

@@ -67,62 +67,44 @@ def test_files_of_test_images_get_the_predictions_of_the_run(whole, opened, file
     assert said["image"].tolist() == [str(path) for path in files]
 
 
-def test_parts_add_up_and_classes_are_ranked_by_the_formulas(whole, opened, said):
-    """In float64, from the statistics and the saved features."""
+def test_parts_add_up_and_classes_are_ranked(whole, opened, said):
     fdc = opened.calibrator()
-    terms = fdc.terms(
-        *(np.load(whole / "features" / f"test_{view}.npy") for view in ("adapted", "pretrained"))
-    )
-    adapted = np.load(whole / "features" / "test_adapted.npy").astype(np.float64)
-    scores, logits = [], []
-    for t, (head, task) in enumerate(zip(fdc.heads, fdc.tasks, strict=True)):
-        basis = task.views[0].basis.astype(np.float64)
-        filtered = 0.5 * adapted + 0.5 * (adapted @ basis.T) @ basis
-        z = filtered @ head.weight.T.astype(np.float64) + head.bias
-        correction = sum(
-            view.pac[:, t] - view.rlc[:, t] for view in (terms.adapted, terms.pretrained)
-        )
-        logits.append(z.max(axis=1))
-        scores.append(z + task.filtered_scale * correction[:, None])
-    by_class, logits, rows = np.concatenate(scores, axis=1), np.array(logits), np.arange(60)
-    labels = np.concatenate(fdc.classes)
-    order = np.argsort(-by_class, axis=1)
-    for place in range(10):
-        suffix = f"_{place + 1}" if place else ""
-        best = order[:, place]
-        expected = by_class[rows, best]
-        np.testing.assert_allclose(said[f"score{suffix}"], expected, atol=1e-3)
-        names = np.array(opened.class_names)[labels[best]]
-        # Scores nearer than rounding may change places.
-        gaps = np.abs(np.diff(np.take_along_axis(by_class, order, axis=1), axis=1)).min(axis=1)
-        clear = gaps > 1e-3
-        assert clear.sum() > 50
-        assert (said[f"class{suffix}"] == names)[clear].all()
-    chosen = said["task"].to_numpy() - 1
-    np.testing.assert_allclose(said["filtered_logit"], logits[chosen, rows], atol=1e-3)
-    np.testing.assert_allclose(said["rival_filtered_logit"], logits[1 - chosen, rows], atol=1e-3)
+    views = [np.load(whole / "features" / f"test_{v}.npy") for v in ("adapted", "pretrained")]
+    by_class, labels = fdc.class_scores(*views), np.concatenate(fdc.classes)
+    expected = -np.sort(-by_class, axis=1)
+    columns = ["", *(f"_{place}" for place in range(2, 11))]
+    found = said[[f"score{suffix}" for suffix in columns]].to_numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-3)
+    names = np.array(opened.class_names)[labels[np.argsort(-by_class, axis=1)]]
+    clear = np.abs(np.diff(expected, axis=1)).min(axis=1) > 1e-3  # Others may change places.
+    assert clear.sum() > 50
+    ranked = said[[f"class{suffix}" for suffix in columns]].to_numpy()
+    np.testing.assert_array_equal(ranked[clear], names[clear])
+    terms, rows, chosen = fdc.terms(*views), np.arange(60), said["task"].to_numpy() - 1
+    logits = terms.fuse(rlc=False, pac=False).task_scores
+    np.testing.assert_allclose(said["filtered_logit"], logits[rows, chosen], atol=1e-3)
+    np.testing.assert_allclose(said["rival_filtered_logit"], logits[rows, 1 - chosen], atol=1e-3)
     parts = ["filtered_logit"]
     parts += [f"{part}_{v}" for part in ("residual", "affinity") for v in ("adapted", "pretrained")]
     for prefix in ("", "rival_"):
         total = sum(said[prefix + part] for part in parts)
         np.testing.assert_allclose(total, said[f"{prefix}score"], atol=1e-4)
-    affinity = 1.0 * terms.filtered_scale * np.tanh(terms.adapted.affinity)
-    np.testing.assert_allclose(said["affinity_adapted"], affinity[rows, chosen], atol=1e-4)
+    only = terms.fuse(rlc=False, pretrained_view=False).task_scores - logits
+    np.testing.assert_allclose(said["affinity_adapted"], only[rows, chosen], atol=1e-4)
 
 
-def test_statistics_that_follow_the_encoder_answer_too(cache, tmp_path):
-    workdir = tmp_path / "run"
-    small_runs.run(small_runs.config(cache, fdc__transport=True), workdir)
-    opened = fdc_jax.open_run(workdir)
-    files = small_runs.test_files(opened, tmp_path / "images")
-    found = predict.predict(opened, files, top=10, method="transported")
-    agrees(found, opened, "transported")
-    agrees(predict.predict(opened, tmp_path / "images"), opened)
-    for prefix in ("", "rival_"):
-        total = found[f"{prefix}gaussian_adapted"] + found[f"{prefix}gaussian_pretrained"]
-        np.testing.assert_allclose(total, found[f"{prefix}score"], rtol=1e-4)
+def test_every_calibrator_of_the_run_answers_by_its_name(opened, files, tmp_path, capsys):
+    found = predict.predict(opened, files, top=10, method="gaussians")
+    agrees(found, opened, "gaussians")
+    assert not any("affinity" in name for name in found)
     scores = found[["score", *(f"score_{place}" for place in range(2, 11))]].to_numpy()
     assert (np.diff(scores, axis=1) <= 0).all()
+    page = tmp_path / "out.html"
+    arguments = [*map(str, files[:3]), "--method=gaussians", f"--html={page}"]
+    output = f"--output={tmp_path / 'out.csv'}"
+    assert predict.main([str(opened.folder), *arguments, output]) == 0
+    assert "class Gaussians follow the encoder" in capsys.readouterr().err
+    assert "decided by class Gaussians" in page.read_text()
 
 
 def test_a_stopped_run_answers_with_the_tasks_that_it_has(half, files, tmp_path, capsys):
@@ -142,7 +124,7 @@ def test_a_stopped_run_answers_with_the_tasks_that_it_has(half, files, tmp_path,
 
 
 def test_an_exported_run_answers_alike(whole, opened, files, said, tmp_path):
-    export.write(whole, tmp_path / "out", merge=True)
+    export.write(whole, tmp_path / "out")
     found = predict.predict(fdc_jax.open_run(tmp_path / "out"), files, top=10)
     pd.testing.assert_frame_equal(found, said)
 
@@ -284,9 +266,7 @@ def test_progress_is_plain_where_it_is_no_terminal_and_quiet_says_errors_alone(
         (["WHOLE", "EMPTY"], "empty: expected images in this folder, found none; skipped, as no"),
         (["WHOLE", "EMPTY", "--output=x.png"], "--output: expected a file that ends in .csv, fou"),
         (["WHOLE", "IMAGE", "--top=0"], "top: expected at least 1, found 0"),
-        (["WHOLE", "IMAGE", "--method=raw"], "argument --method: invalid choice: 'raw' (choose"),
-        (["WHOLE", "IMAGE", "--method=transported"], "method: transported needs a run with config"),
-        (["WITHOUT", "IMAGE"], "expected a calibrator, found none; the command of the run makes"),
+        (["WHOLE", "IMAGE", "--method=ncm"], "has no calibrator ncm, expected one of fdc, gaussi"),
     ],
 )
 def test_bad_input_is_one_line(whole, files, tmp_path, capsys, monkeypatch, arguments, message):
@@ -294,10 +274,6 @@ def test_bad_input_is_one_line(whole, files, tmp_path, capsys, monkeypatch, argu
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.txt").write_text("none")
     places = {"WHOLE": whole, "EMPTY": tmp_path / "empty", "IMAGE": files[0]}
-    if "WITHOUT" in arguments:
-        places["WITHOUT"] = small_runs.copied(whole, tmp_path / "without")
-        (tmp_path / "without" / "calibrator.npz").unlink()
-        shutil.rmtree(tmp_path / "without" / "calibrators")
     assert predict.main([str(places.get(word, word)) for word in arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == "" and len(printed.err.splitlines()) == 1
