@@ -1,14 +1,15 @@
 """A finished run as one folder that needs neither its images nor the file of its encoder.
 
-    python -m fdc_jax.export WORKDIR OUT [--merge] [--timm]
+    python -m fdc_jax.export WORKDIR OUT
 
 `fdc_jax.open_run(OUT)` reads it. Prediction takes E_T and E_0 alone (Algorithm 1, line 15): the
-statistics of earlier tasks were collected with their own E_t and lie in the calibrator.
+statistics of earlier tasks were collected with their own E_t and lie in the calibrators.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import logging
 import os
 import shutil
 import sys
@@ -17,11 +18,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from flax import traverse_util
 
-from fdc_jax import learners
+from fdc_jax import evaluation, learners
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.machine.files import (
     check_writable_folder,
@@ -33,8 +33,11 @@ from fdc_jax.machine.files import (
     write_text,
 )
 from fdc_jax.model import layouts, vit, weights
+from fdc_jax.report import words
 from fdc_jax.run.opened import Opened, open_run
 from fdc_jax.run.places import Places
+
+_log = logging.getLogger("fdc_jax.export")  # also where it is the program
 
 # Fields of a configuration that were of the machine, and what they are of any.
 _ANYWHERE = {
@@ -45,15 +48,13 @@ _ANYWHERE = {
     "encoder.attention": "auto",
 }
 _BESIDE_WEIGHTS = ("config.json", "preprocessor_config.json")
-_TIMM_FOLDER = "timm"
 _ASSETS = Path(__file__).with_name("assets")
-# Files of an export.
+# Files of an export; beside them, calibrators by name, a manifest and a model card.
 WHAT = {
     "config.json": "settings of the run",
     "results.json": "its results, with the names of the classes",
     "predictions.npz": "predicted and true labels of the test images",
-    "state.safetensors": "what the learner has kept, from which every encoder follows that it has",
-    "merged.safetensors": "key and value kernels of E_T, or its adapters",
+    "merged.safetensors": "what E_T has in the place of parameters of E_0",
     "pretrained/model.safetensors": "the pretrained encoder E_0",
     "timm/config.json": "how timm makes its model",
     "timm/model.safetensors": "E_T as a state dict of timm",
@@ -63,18 +64,16 @@ WHAT = {
 def write(
     workdir: str | os.PathLike[str],
     output: str | os.PathLike[str],
-    merge: bool = False,
-    timm: bool = False,
     weights_file: str | None = None,
     learner: str = "",
 ) -> dict[str, int]:
     """Writes a finished run as one folder, whole or not at all; the same run gives the same bytes.
 
+    The folder is read once before it gets its name, and must say what the run says.
+
     Args:
-        workdir: of one seed; or such a folder.
+        workdir: of one seed.
         output: the folder to make.
-        merge: keep the kernels of E_T alone in the place of the learner's state.
-        timm: write E_T in timm's layout, too.
         weights_file: the file of the pretrained encoder, if no longer where it was.
         learner: the module of a learner outside the package, whose code is run.
 
@@ -82,8 +81,8 @@ def write(
         The bytes of every file, by its name in the folder.
 
     Raises:
-        InputError: the folder exists or cannot be written, the run is not finished or something of
-            it is missing, or there is no such form of its encoder or heads.
+        InputError: the folder exists or cannot be written, the run is not finished, or something of
+            it is missing, damaged or of another run.
     """
     output = Path(output)
     if output.exists() or output.is_symlink():
@@ -92,32 +91,30 @@ def write(
     run = open_run(workdir, weights=weights_file, learner=learner)
     if run.results is None:
         raise InputError(f"{run.folder}: expected a finished run, found no results.json")
-    if (trained := len(run.heads())) != run.num_tasks:
+    heads = run.heads()
+    if len(heads) != run.num_tasks:
         raise InputError(
             f"{run.folder}: its results are of {counted(run.num_tasks, 'task')}, and it has "
-            f"learned {trained}; let it finish first"
+            f"learned {len(heads)}; let it finish first"
         )
-    kernels = run.encoder(run.num_tasks)
+    merged = _flat(run.encoder(run.num_tasks))
     with _made_whole(output) as folder:
         target = Places(folder)
         _write_pretrained(run, target)
         own = _ANYWHERE | {"weights sha256": sha256(target.weights_file)}
         write_json(target.config_file, read_json(run.config_file) | own)
         config = run.results["config"] | _ANYWHERE
-        names = {"class_names": run.class_names, "config": config}
-        write_json(target.results_file, run.results | names)
+        write_json(target.results_file, run.results | {"config": config})
         for name in run.calibrators:
             target.calibrator_file(name).parent.mkdir(exist_ok=True)
-            _copy(run.calibrator_file(name), target.calibrator_file(name))
+            run.calibrator(name).save(target.calibrator_file(name))
         _copy(run.predictions_file, target.predictions_file)
-        if merge:
-            write_safetensors(target.merged_file, _flat(kernels))
-        else:
-            write_safetensors(target.state_file, _read_of_state(run))
-        if timm:
-            _write_timm(run, kernels, folder / _TIMM_FOLDER)
-        sizes = _sizes(folder)
-        write_text(folder / "README.md", _card(run, folder, sizes))
+        write_safetensors(target.merged_file, merged)
+        _write_timm(run, folder / "timm")
+        files = {name: sha256(folder / name) for name in _sizes(folder)}
+        write_json(target.manifest_file, {"sha256": files})
+        _check(open_run(folder, learner=learner), run, heads, merged)
+        write_text(folder / "README.md", _card(run, folder, _sizes(folder)))
         return _sizes(folder)
 
 
@@ -162,40 +159,51 @@ def _write_pretrained(run: Opened, target: Places) -> None:
                 _copy(path.with_name(name), target.weights_file.with_name(name))
 
 
-def _read_of_state(run: Opened) -> dict[str, np.ndarray]:
-    """Returns the leaves of the learner's state, those without elements that it does without.
-
-    Large things of training are arrays of the host, such as covariances. They are left out where
-    every encoder and all heads are had without them.
-    """
-    e, state = run.encoders, run.state
-    bare = jax.tree.map(lambda leaf: object() if isinstance(leaf, np.ndarray) else leaf, state)
-    try:
-        for t in range(1, run.num_tasks + 1):
-            with contextlib.suppress(InputError):  # It does not keep that encoder.
-                e.learner.encoder(e.backbone, bare, t)
-        e.learner.heads(bare, run.num_tasks)
-    except Exception:  # whatever a function raises that finds no array
-        bare = state
-    found = {}
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    for (place, leaf), known in zip(leaves, jax.tree.leaves(bare), strict=True):
-        name = jax.tree_util.keystr(place, simple=True, separator="/")
-        leaf = np.asarray(leaf)
-        found[name] = np.zeros(0, leaf.dtype) if type(known) is object else leaf
-    return found
-
-
-def _write_timm(run: Opened, kernels: vit.KeyValueKernels, folder: Path) -> None:
-    """Writes E_T as timm has it; the pixels that it gets are those of the run."""
-    e = run.encoders
-    model = e.learner.setup.model
+def _write_timm(run: Opened, folder: Path) -> None:
+    """Writes E_T as timm has it, if it has; the pixels that it gets are those of the run."""
+    encoders, kernels = run.encoders, run.encoder(run.num_tasks)
+    model, size = encoders.learner.setup.model, run.config["encoder.image_size"]
     offset, divisor = vit.INPUT_RANGES.get(model.input_range, (None, None))
     pixels = {} if offset is None else {"mean": (offset,) * 3, "std": (divisor,) * 3}
     variant = dataclasses.replace(model.variant, **pixels)
-    arrays, config = layouts.as_timm(e.backbone, variant, kernels, run.config["encoder.image_size"])
+    try:
+        arrays, config = layouts.as_timm(encoders.backbone, variant, kernels, size)
+    except InputError as error:
+        _log.warning("without a folder for timm: %s", error)
+        return
     write_safetensors(folder / "model.safetensors", arrays)
     write_json(folder / "config.json", config)
+
+
+def _check(made: Opened, run: Opened, heads: list[Any], merged: dict[str, np.ndarray]) -> None:
+    """Raises InputError where an export, as it is read, does not say what the run says."""
+    results: Any = run.results
+    columns, classes = made.predictions, results["num_classes"]
+    for name in made.calibrators:
+        calibrator = made.calibrator(name)
+        known = np.sort(np.concatenate(calibrator.classes)) if calibrator.num_tasks else ()
+        if not np.array_equal(known, np.arange(classes)):
+            raise InputError(
+                f"{run.calibrator_file(name)}: expected the {classes} classes of the run, found "
+                f"{len(known)}"
+            )
+    for name, accuracy in results["accuracy"].items():
+        kind = f"{name}_label"
+        if {kind, "label"} - columns.keys() or columns["label"].shape != columns[kind].shape:
+            raise InputError(f"{run.predictions_file}: holds no predictions of {name}")
+        found = evaluation.accuracy(columns["label"], columns[kind])
+        if abs(found - accuracy) > 1e-6 or len(columns["label"]) != results["num_test_images"]:
+            raise InputError(
+                f"{run.predictions_file}: is not of the run: {name} is right for {found:.2f} % of "
+                f"{counted(len(columns['label']), 'image')}, its results say {accuracy:.2f} % of "
+                f"{results['num_test_images']:,}"
+            )
+    again = _flat(made.encoder(made.num_tasks))
+    pairs = [(again.get(name), array) for name, array in merged.items()]
+    for pair in zip(made.heads(), heads, strict=True):
+        pairs += zip(*pair, strict=True)
+    if not all(np.array_equal(*pair) for pair in pairs):
+        raise InputError(f"{run.folder}: its calibrators and its checkpoint have different heads")
 
 
 def _sizes(folder: Path) -> dict[str, int]:
@@ -211,10 +219,11 @@ def _card(run: Opened, folder: Path, sizes: dict[str, int]) -> str:
     """Returns a description in Markdown, with the fields that model hubs read."""
     results: Any = run.results
     fields, encoder = results["config"], results["encoder"]
-    accuracy, routing, average = (
-        {name: "" if value is None else f"{value:.2f}" for name, value in results[entry].items()}
-        for entry in ("accuracy", "routing_accuracy", "average_incremental_accuracy")
-    )
+    measures = ("accuracy", "routing_accuracy", "average_incremental_accuracy")
+    rows = [
+        [words.method_title(name), *(_percent(results[each].get(name)) for each in measures)]
+        for name in results["accuracy"]
+    ]
     licence, source = _licence(run, folder)
     tasks, classes = counted(results["num_tasks"], "task"), counted(results["num_classes"], "class")
     settings = {
@@ -234,7 +243,6 @@ def _card(run: Opened, folder: Path, sizes: dict[str, int]) -> str:
         "made with": ", ".join(f"{k} {v}" for k, v in results["versions"].items() if v),
     }
     timm = _ASSETS / "model_card_timm.md"
-    kept = ", and, where the learner keeps them, those after earlier tasks"
     return (
         (_ASSETS / "model_card.md")
         .read_text(encoding="utf-8")
@@ -246,14 +254,12 @@ def _card(run: Opened, folder: Path, sizes: dict[str, int]) -> str:
             tasks=tasks,
             classes=classes,
             last=results["num_tasks"],
-            earlier=kept if Places(folder).state_file.exists() else "",
+            calibrators=", ".join(map(words.method_title, run.calibrators)),
             test=counted(results["num_test_images"], "test image"),
             training=counted(results["num_train_images"], "training image"),
-            accuracy=accuracy,
-            routing=routing,
-            average=average,
+            accuracies="\n".join(f"| {' | '.join(row)} |" for row in rows),
             settings="\n".join(f"| {name} | {text} |" for name, text in settings.items()),
-            timm=timm.read_text(encoding="utf-8") if (folder / _TIMM_FOLDER).exists() else "",
+            timm=timm.read_text(encoding="utf-8") if (folder / "timm").exists() else "",
             files="\n".join(
                 f"| {name} | {size:,} | {WHAT.get(name, 'a calibrator and the heads')} |"
                 for name, size in sizes.items()
@@ -261,6 +267,10 @@ def _card(run: Opened, folder: Path, sizes: dict[str, int]) -> str:
             source=source,
         )
     )
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
 def _licence(run: Opened, folder: Path) -> tuple[str, str]:
@@ -287,8 +297,6 @@ def parser() -> Program:
     add = program.add_argument
     add("workdir", help="the work directory of one seed")
     add("out", help="the folder to make")
-    add("--merge", action="store_true", help="keep E_0 and E_T alone, which predictions need")
-    add("--timm", action="store_true", help="write E_T as a state dict of timm, too")
     add("--weights", metavar="FILE", help="the pretrained encoder, if it was moved")
     add("--learner", metavar="MODULE", default="", help="a learner of your own, whose code is run")
     return program
@@ -300,10 +308,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    sizes = write(
-        *(options.workdir, options.out, options.merge, options.timm),
-        *(options.weights, options.learner),
-    )
+    sizes = write(options.workdir, options.out, options.weights, options.learner)
     if options.quiet:
         return
     for name, size in sizes.items():

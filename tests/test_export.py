@@ -7,10 +7,9 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 import fdc_jax
-from fdc_jax import export
+from fdc_jax import calibration, export
 from fdc_jax.data import task_stream
 from fdc_jax.errors import InputError
 from fdc_jax.model import weights
@@ -40,14 +39,15 @@ def contents(folder):
 
 
 def answers(run, images):
-    """Returns features of E_0 and E_T, and what FDC says of them."""
-    adapted, pretrained = (run.features(images, t) for t in (run.num_tasks, 0))
-    scores = run.calibrator().score(adapted, pretrained)
-    found = {"adapted": adapted, "pretrained": pretrained, "scores": scores.task_scores}
-    return found | {"task": scores.task, "label": scores.label}
+    """Returns features of E_0 and E_T, and what calibrators say of them."""
+    found = {"adapted": run.features(images, run.num_tasks), "pretrained": run.features(images, 0)}
+    views = [*found.values()]
+    for name in ("fdc", "gaussians"):
+        scores = run.calibrator(name).score(*views)
+        found |= {f"{name} scores": scores.task_scores, f"{name} label": scores.label}
+    return found
 
 
-@pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize(
     "learner",
     [
@@ -56,71 +56,100 @@ def answers(run, images):
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("inflora_ca", "sd_lora")),
     ],
 )
-def test_an_export_answers_alone_as_the_run_does(runs, tmp_path, monkeypatch, learner, merge):
+def test_an_export_answers_alone_as_the_run_does(runs, tmp_path, monkeypatch, learner):
     workdir = small_runs.copied(runs(learner), tmp_path / "run")
     file = str(shutil.copy(weights.DIGITS_WEIGHTS, tmp_path / "encoder.npz"))
     run = fdc_jax.open_run(workdir, weights=file)
     images = run.test_images(ROWS)
     expected, heads = answers(run, images), run.heads()
-    keeps_all = learner != "rsiat"
-    earlier = run.features(images, 1) if keeps_all else None
-    export.write(workdir, tmp_path / "out", merge=merge, weights_file=file)
+    export.write(workdir, tmp_path / "out", weights_file=file)
 
     shutil.rmtree(workdir)
     (tmp_path / "encoder.npz").unlink()
     monkeypatch.setattr(weights, "DIGITS_WEIGHTS", tmp_path / "encoder.npz")
-    monkeypatch.setattr(task_stream, "build", lambda *_, **__: pytest.fail("images are read"))
+    monkeypatch.setattr(task_stream, "open_stream", lambda *_, **__: pytest.fail("images are read"))
     exported = fdc_jax.open_run((tmp_path / "out").rename(tmp_path / "moved"))
     small_runs.assert_equal(answers(exported, images), expected)
-    np.testing.assert_array_equal(exported.predictions["fdc_label"][ROWS], expected["label"])
+    np.testing.assert_array_equal(exported.predictions["fdc_label"][ROWS], expected["fdc label"])
     assert (exported.num_tasks, exported.class_names) == (2, run.class_names)
     assert exported.results["accuracy"] == run.results["accuracy"]
     for head, other in zip(exported.heads(), heads, strict=True):
         for part, same in zip(head, other, strict=True):
             np.testing.assert_array_equal(part, same)
-    if merge:
-        with pytest.raises(InputError, match=r"with --merge and keeps E_0 and E_2 alone"):
-            exported.encoder(1)
-    elif keeps_all:
-        np.testing.assert_array_equal(exported.features(images, 1), earlier)
-    with pytest.raises(InputError, match="E_3" if not merge else "alone"):
-        exported.encoder(3)
+    assert (exported.folder / "timm").exists() == (learner != "rsiat")  # which has adapters
+    for t in (1, 3):
+        with pytest.raises(InputError, match=r"was exported and keeps E_0 and E_2 alone"):
+            exported.encoder(t)
 
 
-def test_a_damaged_export_is_refused_in_a_line(whole, tmp_path):
-    export.write(whole, tmp_path / "out")
-    for name in ("state.safetensors", "pretrained/model.safetensors", "results.json"):
-        (tmp_path / "out" / name).rename(tmp_path / "elsewhere")
+def test_what_is_not_as_it_was_exported_is_refused_in_a_line(whole, tmp_path):
+    out = tmp_path / "out"
+    export.write(whole, out)
+    known = json.loads((out / "manifest.json").read_text())["sha256"]
+    assert {*known, "manifest.json", "README.md"} == {*contents(out)}
+    for name in known:
+        content = (out / name).read_bytes()
+        (out / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(InputError, match=rf"{name}: is not what was exported; export"):
+            fdc_jax.open_run(out)
+        (out / name).unlink()
         with pytest.raises(InputError, match=f"{name}: expected this file of an export, found no"):
-            fdc_jax.open_run(tmp_path / "out")
-        (tmp_path / "elsewhere").rename(tmp_path / "out" / name)
+            fdc_jax.open_run(out)
+        (out / name).write_bytes(content)
+    shutil.copy(out / "calibrators" / "fdc.npz", out / "calibrators" / "other.npz")
+    with pytest.raises(InputError, match=r"manifest.json: does not know other.npz"):
+        fdc_jax.open_run(out)
+    (out / "manifest.json").unlink()
+    with pytest.raises(InputError, match=r"manifest.json: .*export the run again"):
+        fdc_jax.open_run(out)
 
 
-@pytest.mark.parametrize("learner", [RSIAT, pytest.param("inflora_ca", marks=pytest.mark.slow)])
-def test_what_only_training_reads_is_left_out(runs, tmp_path, learner):
-    export.write(runs(learner), tmp_path / "out")
-    arrays = load_file(tmp_path / "out" / "state.safetensors")
-    assert [name for name, array in arrays.items() if not array.size] == ["gaussians/factors"]
+def changed_predictions(workdir):
+    """Predictions of another run."""
+    with np.load(workdir / "predictions.npz") as file:
+        columns = dict(file)
+    columns["gaussians_label"] = np.roll(columns["gaussians_label"], 7)
+    np.savez(workdir / "predictions.npz", **columns)
 
 
-def test_the_same_run_gives_the_same_bytes_also_by_way_of_an_export(whole, tmp_path):
-    for name, source in (("one", whole), ("two", whole), ("three", tmp_path / "one")):
-        export.write(source, tmp_path / name, timm=True)
+def changed_heads(workdir):
+    """A calibrator whose heads are not the learner's."""
+    path = workdir / "calibrators" / "fdc.npz"
+    calibrator = calibration.load(path)
+    calibrator.replace_heads([head._replace(bias=head.bias + 1) for head in calibrator.heads])
+    calibrator.save(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (changed_predictions, r"predictions.npz: is not of the run: gaussians is right for"),
+        (changed_heads, "its calibrators and its checkpoint have different heads"),
+        (lambda w: (w / "calibrators" / "gaussians.npz").write_bytes(b"PK"), r"run/calibrators/gaussians.npz: "),
+    ],
+)
+def test_what_does_not_belong_to_the_run_is_never_shipped(whole, tmp_path, change, message):
+    workdir = small_runs.copied(whole, tmp_path / "run")
+    change(workdir)
+    with pytest.raises(InputError, match=message):
+        export.write(workdir, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_same_run_gives_the_same_bytes(whole, tmp_path):
+    for name in ("one", "two"):
+        export.write(whole, tmp_path / name)
     one = contents(tmp_path / "one")
-    assert one == contents(tmp_path / "two") == contents(tmp_path / "three")
-    assert {*one} == {*export.WHAT} - {"merged.safetensors"} | {"README.md"}
-    export.write(tmp_path / "one", tmp_path / "merged", merge=True)
-    export.write(whole, tmp_path / "directly", merge=True)
-    assert contents(tmp_path / "merged") == contents(tmp_path / "directly")
-    with pytest.raises(InputError, match="with --merge and keeps E_0 and E_2 alone"):
-        export.write(tmp_path / "merged", tmp_path / "back")
+    assert one == contents(tmp_path / "two")
+    others = {"README.md", "manifest.json", "calibrators/fdc.npz", "calibrators/gaussians.npz"}
+    assert {*one} == {*export.WHAT} | others
     # Nothing tells of the machine.
     assert all(str(tmp_path.parent).encode() not in content for content in one.values())
     assert json.loads(one["config.json"])["cache_dir"] == ""
 
 
 def test_the_encoder_in_timms_layout_gives_the_features_of_the_run(whole, tmp_path):
-    export.write(whole, tmp_path / "out", timm=True)
+    export.write(whole, tmp_path / "out")
     path = tmp_path / "out" / "timm" / "model.safetensors"
     run = fdc_jax.open_run(whole)
     _, variant = weights.recognise(str(path), "")
@@ -132,36 +161,31 @@ def test_the_encoder_in_timms_layout_gives_the_features_of_the_run(whole, tmp_pa
 
 
 def test_the_command_says_what_it_wrote(whole, tmp_path, capsys):
-    assert export.main([str(whole), str(tmp_path / "out"), "--merge"]) == 0
+    assert export.main([str(whole), str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out.splitlines()
     sizes = {name: len(content) for name, content in contents(tmp_path / "out").items()}
     assert [line.split()[2] for line in printed] == [*sorted(sizes), str(tmp_path / "out")]
     assert float(printed[-1].split()[0]) == round(sum(sizes.values()) / 1e6, 2)
     card = (tmp_path / "out" / "README.md").read_text()
     accuracy = small_runs.results(whole)["accuracy"]
-    raw, fdc, oracle = (f"{accuracy[name]:.2f}" for name in ("raw", "fdc", "oracle"))
-    assert f"| all classes | {raw} | {fdc} | {oracle} |" in card
+    assert f"| FDC | {accuracy['fdc']:.2f} |" in card
     assert "license: apache-2.0" in card and "digits_vit.npz" in card
 
 
 @pytest.mark.parametrize(
-    ("learner", "change", "flags", "message"),
+    ("change", "flags", "message"),
     [
-        ("cumulative_lora", "exists", (), r"out: exists already; name a folder that does not"),
-        ("cumulative_lora", "results.json", (), r"expected a finished run, found no results.json"),
-        ("cumulative_lora", "checkpoints", (), r"expected the checkpoints of a run"),
-        ("cumulative_lora", None, ("--weights=absent.npz",), r"found no file absent.npz"),
-        ("cumulative_lora", "fewer tasks", (), r"results are of 1 task, and it has learned 2; let"),
-        pytest.param(
-            *("rsiat", None, ("--timm",), r"no plain Vision Transformer of timm has an adapter"),
-            marks=pytest.mark.ci,
-        ),
+        ("exists", (), r"out: exists already; name a folder that does not"),
+        ("results.json", (), r"expected a finished run, found no results.json"),
+        ("checkpoints", (), r"expected the checkpoints of a run"),
+        (None, ("--weights=absent.npz",), r"found no file absent.npz"),
+        ("fewer tasks", (), r"results are of 1 task, and it has learned 2; let"),
     ],
 )
 def test_what_cannot_be_exported_is_refused_in_a_line(
-    runs, tmp_path, capsys, learner, change, flags, message
+    whole, tmp_path, capsys, change, flags, message
 ):
-    workdir, out = small_runs.copied(runs(learner), tmp_path / "run"), tmp_path / "out"
+    workdir, out = small_runs.copied(whole, tmp_path / "run"), tmp_path / "out"
     if change == "exists":
         out.mkdir()
     elif change == "fewer tasks":

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fdc_jax.calibration.components import CALIBRATORS, TRANSPORTED, WHITENED_CLASSES
 
 from fdc_jax import calibration
 from fdc_jax.errors import InputError

@@ -7,7 +7,6 @@ are asked for.
 import functools
 import os
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +24,7 @@ from fdc_jax.errors import InputError
 from fdc_jax.learners import Replaced
 from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
-from fdc_jax.machine.files import read_npz, read_safetensors
+from fdc_jax.machine.files import read_npz, read_safetensors, sha256
 from fdc_jax.model import vit
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
@@ -68,6 +67,7 @@ class Opened(Places):
     Attributes:
         config: values of the configuration by field, such as `train.rank`.
         results: what `results.json` holds, None before the run is finished.
+        exported: whether the folder is what `fdc_jax.export` made.
     """
 
     def __init__(
@@ -78,6 +78,9 @@ class Opened(Places):
         learner: str = "",
     ):
         super().__init__(folder)
+        self.exported = self.manifest_file.exists() or self.merged_file.exists()
+        if self.exported:
+            _check_export(self)
         if not self.config_file.exists():
             seeds = sorted(self.folder.glob("seed_*"))
             hint = f"; of several seeds, open one: {seeds[0]}" if seeds else ""
@@ -95,12 +98,7 @@ class Opened(Places):
             )
         self._weights_sha256, self._planned = saved["weights sha256"], saved[PLANNED]
         self._known = known_of(saved)
-        learned = self.merged_file if self.merged_file.exists() else self.state_file
-        if exported := learned.exists() or self.weights_file.exists():
-            for path in (learned, self.weights_file, self.results_file):
-                if not path.exists():
-                    raise InputError(f"{path}: expected this file of an export, found none")
-        if self.weights_file.exists():
+        if self.exported:
             self.config["encoder.weights"] = str(self.weights_file)
         if data_dir is not None:
             self.config["data.source" if self.config.get("data.source") else "data.dir"] = data_dir
@@ -109,10 +107,7 @@ class Opened(Places):
         self._learner = learner
         self.results: dict[str, Any] | None = None
         if self.results_file.exists():
-            remedy = "export the run again" if exported else WRITTEN_AGAIN
-            self.results = read_object(self.results_file, remedy)
-            if exported and not {"num_tasks", "class_names"} <= self.results.keys():
-                raise InputError(f"{self.results_file}: lacks num_tasks or class_names; {remedy}")
+            self.results = read_object(self.results_file, WRITTEN_AGAIN)
 
     @functools.cached_property
     def records(self) -> list[dict[str, Any]]:
@@ -175,15 +170,12 @@ class Opened(Places):
     @functools.cached_property
     def _saved(self) -> tuple[Any, int]:
         """State of the learner from the newest readable checkpoint, and its number of tasks."""
-        if self.merged_file.exists():
+        if self.exported:
             raise InputError(
-                f"{self.folder} was exported with --merge and keeps E_0 and E_{self.num_tasks} "
-                "alone, not what other encoders follow from"
+                f"{self.folder} was exported and keeps E_0 and E_{self.num_tasks} alone, not what "
+                "other encoders follow from"
             )
         encoders, seed = self.encoders, self.config["seed"][0]
-        if self.state_file.exists():
-            first = setups.first_state(encoders.learner)
-            return _read_state(self.state_file, first), self.num_tasks
         checkpoints = Checkpoints(self.checkpoints_folder, read_only=True)
         try:
             for _, cursor, tree in setups.checkpoints(encoders, checkpoints, seed):
@@ -202,7 +194,7 @@ class Opened(Places):
         found = self.encoders
         if t == 0:
             return vit.pretrained_kernels(found.backbone)
-        if t == self.num_tasks and self.merged_file.exists():
+        if t == self.num_tasks and self.exported:
             arrays = traverse_util.unflatten_dict(read_safetensors(self.merged_file), sep="/")
             return devices.replicate(found.learner.setup.mesh, jax.tree.map(jnp.asarray, arrays))
         state, tasks_done = self._saved
@@ -212,12 +204,11 @@ class Opened(Places):
 
     def heads(self, num_tasks: int | None = None) -> list[Any]:
         """Returns the heads of the first tasks, by default of all that were trained."""
-        merged = self.merged_file.exists()
-        state, tasks_done = (None, self.num_tasks) if merged else self._saved
+        state, tasks_done = (None, self.num_tasks) if self.exported else self._saved
         num_tasks = tasks_done if num_tasks is None else num_tasks
         if not 0 <= num_tasks <= tasks_done:
             raise InputError(f"{self.folder}: expected up to {tasks_done} heads, found {num_tasks}")
-        if merged:
+        if self.exported:
             return self.calibrator(self.calibrators[0]).heads[:num_tasks]
         return setups.heads(self.encoders.learner, state, num_tasks)
 
@@ -286,20 +277,18 @@ class Opened(Places):
         return evaluation_images(tasks.test, indices, self.config["encoder.image_size"])
 
 
-def _read_state(path: Path, first: Any) -> Any:
-    """Returns an exported state in the form of a learner's first one.
-
-    What was left out, as nothing but training reads it, stays as it is in the first one.
-    """
-    arrays = read_safetensors(path)
-
-    def stored(place: Any, leaf: Any) -> Any:
-        name = jax.tree_util.keystr(place, simple=True, separator="/")
-        found = arrays.get(name)
-        if found is not None and found.size == 0 < leaf.size:
-            return leaf
-        if found is None or (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
-            raise InputError(f"{path}: {name}: missing, or not as the learner has it")
-        return devices.put(found, leaf.sharding) if isinstance(leaf, jax.Array) else found
-
-    return jax.tree_util.tree_map_with_path(stored, first)
+def _check_export(run: Opened) -> None:
+    """Raises InputError unless an export holds what its manifest says, byte for byte."""
+    remedy = "export the run again"
+    found = read_object(run.manifest_file, remedy).get("sha256")
+    known = found if isinstance(found, dict) else {}
+    needed = (run.config_file, run.results_file, run.weights_file, run.merged_file)
+    for path in (*needed, *run.folder.glob("calibrators/*")):
+        if path.relative_to(run.folder).as_posix() not in known:
+            raise InputError(f"{run.manifest_file}: does not know {path.name}; {remedy}")
+    for name, digest in known.items():
+        path = run.folder / name
+        if not path.is_file():
+            raise InputError(f"{path}: expected this file of an export, found none; {remedy}")
+        if sha256(path) != digest:
+            raise InputError(f"{path}: is not what was exported; {remedy}")

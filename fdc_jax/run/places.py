@@ -29,8 +29,8 @@ class Places:
         self.results_file = self.folder / "results.json"  # the last one that a run writes
         self.predictions_file = self.folder / "predictions.npz"
         # In the place of checkpoints and of a file elsewhere, where the folder was exported.
-        self.state_file = self.folder / "state.safetensors"
-        self.merged_file = self.folder / "merged.safetensors"  # or else
+        self.manifest_file = self.folder / "manifest.json"
+        self.merged_file = self.folder / "merged.safetensors"
         self.weights_file = self.folder / "pretrained" / "model.safetensors"
 
     def calibrator_file(self, name: str) -> Path:
