@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from flax import traverse_util
 
@@ -181,11 +182,11 @@ def _check(made: Opened, run: Opened, heads: list[Any], merged: dict[str, np.nda
     columns, classes = made.predictions, results["num_classes"]
     for name in made.calibrators:
         calibrator = made.calibrator(name)
-        known = np.sort(np.concatenate(calibrator.classes)) if calibrator.num_tasks else ()
-        if not np.array_equal(known, np.arange(classes)):
+        known = sorted(label for own in calibrator.classes for label in own.tolist())
+        if known != list(range(classes)) or not _same(calibrator.heads, heads):
             raise InputError(
-                f"{run.calibrator_file(name)}: expected the {classes} classes of the run, found "
-                f"{len(known)}"
+                f"{run.calibrator_file(name)}: expected the {classes} classes and the heads of the "
+                f"run, found {len(known)} classes, or other heads"
             )
     for name, accuracy in results["accuracy"].items():
         kind = f"{name}_label"
@@ -198,12 +199,14 @@ def _check(made: Opened, run: Opened, heads: list[Any], merged: dict[str, np.nda
                 f"{counted(len(columns['label']), 'image')}, its results say {accuracy:.2f} % of "
                 f"{results['num_test_images']:,}"
             )
-    again = _flat(made.encoder(made.num_tasks))
-    pairs = [(again.get(name), array) for name, array in merged.items()]
-    for pair in zip(made.heads(), heads, strict=True):
-        pairs += zip(*pair, strict=True)
-    if not all(np.array_equal(*pair) for pair in pairs):
-        raise InputError(f"{run.folder}: its calibrators and its checkpoint have different heads")
+    if not _same(_flat(made.encoder(made.num_tasks)), merged):
+        raise InputError(f"{run.folder}: its encoder is not read back as it was written")
+
+
+def _same(left: Any, right: Any) -> bool:
+    """Tells whether two trees hold the same arrays in the same places."""
+    alike = jax.tree.structure(left) == jax.tree.structure(right)
+    return alike and jax.tree.all(jax.tree.map(np.array_equal, left, right))
 
 
 def _sizes(folder: Path) -> dict[str, int]:

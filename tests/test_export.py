@@ -112,6 +112,12 @@ def changed_predictions(workdir):
     np.savez(workdir / "predictions.npz", **columns)
 
 
+def damaged_calibrator(workdir):
+    """A file that ends early."""
+    path = workdir / "calibrators" / "gaussians.npz"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
 def changed_heads(workdir):
     """A calibrator whose heads are not the learner's."""
     path = workdir / "calibrators" / "fdc.npz"
@@ -124,8 +130,11 @@ def changed_heads(workdir):
     ("change", "message"),
     [
         (changed_predictions, r"predictions.npz: is not of the run: gaussians is right for"),
-        (changed_heads, "its calibrators and its checkpoint have different heads"),
-        (lambda w: (w / "calibrators" / "gaussians.npz").write_bytes(b"PK"), r"run/calibrators/gaussians.npz: "),
+        (changed_heads, r"fdc.npz: expected the 10 classes and the heads of the run"),
+        (
+            lambda w: (w / "calibrators" / "gaussians.npz").write_bytes(b"PK"),
+            r"run/calibrators/gaussians.npz: ",
+        ),
     ],
 )
 def test_what_does_not_belong_to_the_run_is_never_shipped(whole, tmp_path, change, message):
