@@ -141,7 +141,7 @@ def train(
         number = setup.first_steps[tasks_done] + step + tasks_done
         checkpoints.save(number, tree, log.cursor(tasks_done, step) | planned)
 
-    follows = any(hasattr(each, "follows") for each in begun.calibrators.values())
+    follows = any(each.reads_previous for each in begun.calibrators.values())
     extracted = 0.0
     if task and follows and work.store.previous(task) is None:
         previous = images.previous_features(task, learner.encoder(backbone, state, task))
