@@ -171,7 +171,6 @@ def test_a_wheel_works_outside_of_the_checkout(wheel, tmp_path, cache):
     fdc("run", "--config", "digits", *fields, "--config.report=True", "--quiet")
     found = small_runs.results(tmp_path / "runs" / "digits")
     assert found["versions"]["commit"] is None
-    page = (tmp_path / "runs" / "digits" / "report" / "report.html").read_text()
-    assert "python main.py --config=configs/digits.py" in page
+    assert (tmp_path / "runs" / "digits" / "report" / "report.html").exists()
     fdc("posthoc", "runs/digits/features", "--output=again.npz", "--quiet")
     assert (tmp_path / "again.json").exists()
