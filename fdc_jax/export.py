@@ -23,6 +23,7 @@ import numpy as np
 from flax import traverse_util
 
 from fdc_jax import evaluation, learners
+from fdc_jax.calibration import METHODS
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.machine.files import (
     check_writable_folder,
@@ -50,8 +51,9 @@ _ANYWHERE = {
 }
 _BESIDE_WEIGHTS = ("config.json", "preprocessor_config.json")
 _ASSETS = Path(__file__).with_name("assets")
-# Files of an export; beside them, calibrators by name, a manifest and a model card.
+# Files of an export, beside what lay beside E_0 and the model card.
 WHAT = {
+    **{f"calibrators/{name}.npz": f"{each.title}, and the heads" for name, each in METHODS.items()},
     "config.json": "settings of the run",
     "results.json": "its results, with the names of the classes",
     "predictions.npz": "predicted and true labels of the test images",
@@ -59,6 +61,7 @@ WHAT = {
     "pretrained/model.safetensors": "the pretrained encoder E_0",
     "timm/config.json": "how timm makes its model",
     "timm/model.safetensors": "E_T as a state dict of timm",
+    "manifest.json": "SHA-256 of every file but this one and the card",
 }
 
 
@@ -264,8 +267,7 @@ def _card(run: Opened, folder: Path, sizes: dict[str, int]) -> str:
             settings="\n".join(f"| {name} | {text} |" for name, text in settings.items()),
             timm=timm.read_text(encoding="utf-8") if (folder / "timm").exists() else "",
             files="\n".join(
-                f"| {name} | {size:,} | {WHAT.get(name, 'a calibrator and the heads')} |"
-                for name, size in sizes.items()
+                f"| {name} | {size:,} | {WHAT.get(name, '')} |" for name, size in sizes.items()
             ),
             source=source,
         )
