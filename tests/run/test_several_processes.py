@@ -101,7 +101,7 @@ def test_a_signal_to_one_process_stops_both_at_the_same_step(two, tmp_path, cach
     wait_for(workdir, "training", running[0])
     running[1].send_signal(signal.SIGTERM)
     ours, others = finish_two(running, expected=75)
-    assert ours.splitlines()[-1] == "fdc_jax: error: stopped by SIGTERM"
+    assert ours.splitlines()[-1] == "fdc_jax.run: stopped by SIGTERM"
     assert others == ""
     assert list((workdir / "checkpoints").iterdir())
     finish_two(start_two(workdir, never, "--quiet", cache=cache))
@@ -135,7 +135,7 @@ def test_a_run_goes_on_with_another_number_of_devices(whole, tmp_path, cache, be
 )
 def test_what_one_process_lacks_or_has_otherwise_both_refuse(tmp_path, cache, second, line):
     ours, others = finish_two(start_two(tmp_path / "run", cache=cache, second=[second]), expected=2)
-    assert ours.startswith(f"fdc_jax: error: {line}") and ours.count("\n") == 1
+    assert ours.startswith(f"fdc_jax.run: {line}") and ours.count("\n") == 1
     assert others == ""
 
 
@@ -144,7 +144,7 @@ def test_a_process_that_fails_alone_says_so_and_ends_the_other(tmp_path, cache):
     learner = "--config.learner.name=tests.learners.fails_on_second"
     first, second = start_two(tmp_path / "run", learner, "--quiet", cache=cache)
     _, errors = second.communicate()
-    assert "fdc_jax: error: process 1: an image that cannot be read" in errors
+    assert "fdc_jax.run: process 1: an image that cannot be read" in errors
     assert second.returncode == 2
     first.communicate()
     assert first.returncode != 0
