@@ -6,8 +6,6 @@
 Targets are described in `benchmarks/targets.json`. XLA compiles for them on any Linux machine: for
 TPUs with `jax[tpu]` installed, for GPUs with `jax[cuda12]`, both of the version of jax. Nothing
 runs: memory is what the compiler plans, and times, of TPUs alone, are sums of its estimated cycles.
-A file of --output is gone on with, if the commit and the packages are the same; it may hold several
-encoders and targets.
 """
 
 import collections
@@ -37,9 +35,7 @@ from fdc_jax.calibration.compiled import padded_size
 from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extractor
 from fdc_jax.machine import devices
-from fdc_jax.machine.files import read_object
 from fdc_jax.model import vit
-from fdc_jax.run import results
 
 PROGRAM = "benchmarks.ahead_of_time"
 TARGETS = Path(__file__).with_name("targets.json")
@@ -333,28 +329,6 @@ def lines(record: dict[str, Any]) -> str:
     return "\n    ".join(found)
 
 
-def earlier_records(path: Path) -> list[dict[str, Any]]:
-    """Returns the records of a file to go on with.
-
-    Raises:
-        InputError: it is of another program or of other versions.
-    """
-    earlier = read_object(path)
-    if not earlier:
-        return []
-    found, now = earlier.get("versions"), results.versions()
-    if not isinstance(found, dict) or not isinstance(earlier.get("records"), list):
-        raise InputError(f"--output={path}: expected a file of {PROGRAM}, found another")
-    for name in now:
-        # A file within the checkout makes it dirty.
-        old, new = (str(each.get(name)).removesuffix("-dirty") for each in (found, now))
-        if old != new:
-            raise InputError(
-                f"--output={path}: expected records of {name} {new}, found {old}; name another file"
-            )
-    return earlier["records"]
-
-
 def main() -> None:
     """Prints some lines per program, and writes all of them after each."""
     flags = {"target": "v5e", "devices": "1", "learner": "all", "batch_sizes": "64,256"}
@@ -378,9 +352,6 @@ def main() -> None:
                 f"--batch_sizes: expected multiples of {mesh.size}, found {options.batch_sizes}"
             )
     records: list[dict[str, Any]] = []
-    if options.output:
-        records = earlier_records(Path(options.output))
-        measure.write_report(PROGRAM, options, {"records": records})
     stream = {"tasks": options.tasks, "classes": options.classes}
     for mesh, model in zip(meshes, models, strict=True):
         for size in sizes:
@@ -390,13 +361,9 @@ def main() -> None:
             for name, make in makers.items():
                 what = {"program": name, "batch_size": size, "devices": mesh.size}
                 what |= given | stream | {"target": options.target, "attention": model.attention}
-                found = next((each for each in records if what.items() <= each.items()), None)
-                if found is None:
-                    what |= {"command": measure.command_of(PROGRAM)}
-                    found = what | record_of(make(), options.target)
-                    records.append(found)
-                    measure.write_report(PROGRAM, options, {"records": records})
-                print(lines(found), flush=True)
+                records.append(what | record_of(make(), options.target))
+                measure.write_report(PROGRAM, options, {"records": records})
+                print(lines(records[-1]), flush=True)
 
 
 if __name__ == "__main__":

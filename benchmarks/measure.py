@@ -295,18 +295,13 @@ def summary(seconds: list[float]) -> dict[str, Any]:
     return {"median": median, "relative_spread": spread, "all": seconds}
 
 
-def command_of(program: str) -> str:
-    """Returns the command that runs, for a report."""
-    return shlex.join(["python", "-m", program, *sys.argv[1:]])
-
-
 def write_report(program: str, options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Writes what was found, with the command, settings and versions, where --output asks."""
     from fdc_jax.run import results
 
     if options.output:
         report = {
-            "command": command_of(program),
+            "command": shlex.join(["python", "-m", program, *sys.argv[1:]]),
             "settings": {
                 key: each for key, each in vars(options).items() if key not in _NO_SETTING
             },

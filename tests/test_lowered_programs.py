@@ -1,6 +1,5 @@
 """Programs as TPUs and GPUs get them, checked where there is neither; and what is read of them."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ahead_of_time
-from fdc_jax.errors import InputError
-from fdc_jax.run import results
 from tests import small_runs
 
 
@@ -84,18 +81,3 @@ ENTRY %main (a: f32[2]) -> f32[2] {
     assert found["fusion.1"] == found["sine"]
     assert ahead_of_time.part_of(found["sine"]) == "products of the MLP"
     assert ahead_of_time.part_of("jit(step)/sqrt") == ahead_of_time.PARTS[-1][0]
-
-
-def test_records_of_the_same_versions_alone_are_gone_on_with(tmp_path):
-    path, versions = tmp_path / "x.json", results.versions()
-    assert ahead_of_time.earlier_records(path) == []
-    path.write_text(json.dumps({"versions": versions, "records": [{"turns": 4}]}))
-    assert ahead_of_time.earlier_records(path) == [{"turns": 4}]
-    for found, message in (
-        ({"versions": versions | {"jax": "0.1"}, "records": []}, "expected records of jax .* 0.1;"),
-        ({"a": 1}, "expected a file of benchmarks.ahead_of_time, found another"),
-        ([], "expected a JSON object, found list"),
-    ):
-        path.write_text(json.dumps(found))
-        with pytest.raises(InputError, match=message):
-            ahead_of_time.earlier_records(path)

@@ -73,19 +73,17 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     then stays is the name alone.
 
     Raises:
-        InputError: another process is there, which is named, or `.lock` is no file to write to.
+        InputError: another process is there, which is named, or `.lock` cannot be written.
     """
     path = Path(folder) / ".lock"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # A link could lead to anybody's file, which is emptied below.
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-        file = open(os.open(path, flags, 0o666), "r+b", buffering=0)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        file = open(descriptor, "r+b", buffering=0)
     except OSError as error:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
     with file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise InputError(f"cannot write {path}: it is no regular file")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -273,17 +271,9 @@ def printable(text: str, limit: int = 80) -> str:
     return text.encode("unicode_escape").decode("ascii")[:limit]
 
 
-def is_web_page(path: str | os.PathLike[str]) -> bool:
-    """Whether a file starts as HTML does, as a failed download leaves it."""
-    try:
-        with open_regular(path) as file:
-            start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-    except OSError:
-        return False
-    return start.startswith((b"<!doctype", b"<html", b"<head", b"<?xml"))
-
-
 def _reason(error: Exception, path: str | os.PathLike[str]) -> str:
-    if is_web_page(path):
-        return "it is a web page (HTML), as a failed download leaves"
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+        if start.startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
+            return "it is a web page (HTML), as a failed download leaves"
     return printable(" ".join(str(error).split()), 200) or type(error).__name__

@@ -14,7 +14,6 @@ without a heartbeat. The same command on all hosts goes on from the last checkpo
 
 import functools
 import json
-import re
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -34,6 +33,8 @@ JOINING_SECONDS = 300
 LEAVING_SECONDS = 30
 # Batches between two looks at whether any process was asked to stop.
 AGREE_EVERY = 4
+
+_FLAGS = "--coordinator_address, --num_processes and --process_id"
 
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (InputError, TrainingError, Interrupted)
@@ -57,26 +58,14 @@ def start(
     Raises:
         InputError: arguments that do not fit together, or nothing to detect.
     """
-    given = {
-        "--coordinator_address": coordinator_address,
-        "--num_processes": num_processes,
-        "--process_id": process_id,
-    }
-    missing = [flag for flag, value in given.items() if value is None]
-    if len(missing) == len(given) and not detect:
-        return
-    if detect and len(missing) < len(given):
+    given = coordinator_address, num_processes, process_id
+    if detect and given != (None, None, None):
         raise InputError("--distributed finds the processes itself; expected no other flag of them")
     if not detect:
+        if given == (None, None, None):
+            return
         if coordinator_address is None or num_processes is None or process_id is None:
-            raise InputError(
-                f"expected --coordinator_address, --num_processes and --process_id together, "
-                f"found no {' and no '.join(missing)}"
-            )
-        if not re.fullmatch(r".+:\d{1,5}", coordinator_address):
-            raise InputError(
-                f"--coordinator_address: expected host:port, found {coordinator_address!r}"
-            )
+            raise InputError(f"expected {_FLAGS} together, found {given}")
         if not 0 <= process_id < num_processes:
             raise InputError(
                 f"--process_id: expected 0 to {num_processes - 1} of {num_processes} processes, "
@@ -89,20 +78,17 @@ def start(
         jax.distributed.initialize(coordinator_address, num_processes, process_id)
     except (RuntimeError, ValueError) as error:
         reason = line(error)
+        failed = f"--coordinator_address={coordinator_address}: cannot join the other processes"
         if detect:
-            raise InputError(
-                f"--distributed: JAX found no job of several processes here ({reason}); "
-                f"expected {', '.join(given)} instead"
-            ) from error
-        raise InputError(
-            f"--coordinator_address={coordinator_address}: cannot join the other processes "
-            f"({reason})"
-        ) from error
+            failed = f"--distributed: JAX found no job here; give {_FLAGS} instead"
+        raise InputError(f"{failed} ({reason})") from error
 
 
 def _reach(address: str, listens: bool) -> None:
     """Waits for process 0 to listen, which checks that it can; JAX would end with a stack."""
     host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal()):
+        raise InputError(f"--coordinator_address: expected host:port, found {address!r}")
     deadline = time.monotonic() + JOINING_SECONDS
     while True:
         try:

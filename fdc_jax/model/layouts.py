@@ -7,7 +7,6 @@ wrote it puts it there.
 
 import collections
 import dataclasses
-import itertools
 import math
 import re
 from collections.abc import Mapping
@@ -130,10 +129,7 @@ def rename(arrays: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray
             found |= _renamed(name, array)
         except (ValueError, IndexError) as error:
             raise InputError(f"{path}: {name} has the unexpected shape {array.shape}") from error
-    try:
-        return _completed(found)
-    except ValueError as error:
-        raise InputError(f"{path}: its arrays do not fit together ({error})") from error
+    return _completed(found)
 
 
 def used(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -143,32 +139,9 @@ def used(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def skipped(arrays: Mapping[str, np.ndarray]) -> tuple[str, ...]:
     """Returns the names of arrays that no feature comes from; a text tower is one name."""
-    groups = collections.defaultdict(list)
-    for name in filter(_is_skipped, arrays):
-        groups[name.split(".")[0]].append(name)
-    names = ([f"{first}.*"] if len(all_) > 4 else all_ for first, all_ in groups.items())
-    return tuple(sorted(itertools.chain(*names)))
-
-
-def in_heads(
-    arrays: Mapping[str, np.ndarray], variant: vit.Variant, path: Path
-) -> dict[str, np.ndarray]:
-    """Returns the arrays with those of attentions divided into heads, where they are not yet.
-
-    Raises:
-        InputError: one cannot be divided.
-    """
-    split, found = (variant.heads, variant.width // variant.heads), dict(arrays)
-    for name, array in arrays.items():
-        *_, layer, kind = ("", *name.split("/"))
-        try:
-            if layer in ("query", "key", "value") and array.ndim == (2 if kind == "kernel" else 1):
-                found[name] = array.reshape(*array.shape[:-1], *split)
-            elif layer == "out" and kind == "kernel" and array.ndim == 2:
-                found[name] = array.reshape(*split, array.shape[-1])
-        except ValueError as error:
-            raise InputError(f"{path}: {name} has the unexpected shape {array.shape}") from error
-    return found
+    names = {name: name.split(".")[0] for name in arrays if _is_skipped(name)}
+    sizes = collections.Counter(names.values())
+    return tuple(sorted({f"{of}.*" if sizes[of] > 4 else name for name, of in names.items()}))
 
 
 def _is_skipped(name: str) -> bool:
@@ -280,17 +253,14 @@ def describe(arrays: Mapping[str, np.ndarray], path: Path) -> tuple[str, vit.Var
 def _described(
     arrays: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], path: Path
 ) -> tuple[str, vit.Variant]:
-    strangers = [name for name in own if "/" not in name.removesuffix("*") and name != "cls"]
     block = "Transformer/encoderblock_0"
-    needed = ("embedding/kernel", f"{block}/MlpBlock_3/Dense_0/kernel")
-    needed += (f"{block}/MlpBlock_3/Dense_1/kernel",)
-    if strangers or any(name not in own for name in needed):
-        names = sorted(strangers or arrays)
-        what = f"{len(strangers)} of its {len(arrays)} arrays do not fit, first"
+    layers = ("embedding", f"{block}/MlpBlock_3/Dense_0", f"{block}/MlpBlock_3/Dense_1")
+    needed = [f"{layer}/kernel" for layer in layers]
+    odd = sorted(name for name in own if "/" not in name.removesuffix("*") and name != "cls")
+    if odd := odd or [name for name in needed if name not in own]:
         raise InputError(
-            f"{path}: not recognised as a Vision Transformer: "
-            f"{what if strangers else 'its arrays are'} {', '.join(names[:3])}"
-            f"{' and others' if len(names) > 3 else ''}"
+            f"{path}: not recognised as a Vision Transformer: {len(odd)} of its arrays are unknown "
+            f"or missing, first {', '.join(odd[:3])}"
         )
     patch, width = own["embedding/kernel"].shape[0], own["embedding/kernel"].shape[-1]
     units, hidden = (own[name].shape for name in needed[1:])
@@ -460,7 +430,7 @@ def as_timm(
         for block, kernel in enumerate(np.asarray(stacked)):
             name = f"Transformer/encoderblock_{block}/MultiHeadDotProductAttention_1/{part}/kernel"
             own[name] = kernel
-    architecture, arguments = _timm_model(own, variant, "adapter" in kernels)
+    architecture, arguments = _timm_model(variant, "adapter" in kernels)
     layers = ["patch_embed.proj", "norm_pre", "norm", "fc_norm"]
     of_block = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
     layers += [f"blocks.{block}.{layer}" for block in range(variant.depth) for layer in of_block]
@@ -494,35 +464,26 @@ def as_timm(
     }
 
 
-def _timm_model(
-    own: Mapping[str, np.ndarray], variant: vit.Variant, adapted: bool
-) -> tuple[str, dict[str, Any]]:
+def _timm_model(variant: vit.Variant, adapted: bool) -> tuple[str, dict[str, Any]]:
     """Returns a model of timm and the arguments with which it is this encoder."""
+    if adapted or variant.rotary:
+        what = "an adapter" if adapted else "rotary positions"
+        raise InputError(f"timm's layout: no plain Vision Transformer of timm has {what}")
     distilled, gated = variant.pooling == "prefix", variant.activation == "swiglu"
-    for what, holds in (
-        ("an adapter", adapted),
-        ("rotary positions", variant.rotary > 0),
-        ("gated MLPs behind a norm of the tokens", variant.pre_norm and gated),
-        ("a bias before that norm", variant.pre_norm and own["embedding/bias"].any()),
-        ("a mean of other learned tokens", distilled and variant.tokens + variant.registers != 2),
-    ):
-        if holds:
-            raise InputError(f"timm's layout: no plain Vision Transformer of timm has {what}")
     name = "vit_base_patch16_clip_224" if variant.pre_norm else "vit_base_patch16_224"
     name = "vit_giant_patch14_dinov2" if gated else name
     name = "deit_base_distilled_patch16_224" if distilled else name
     hidden = variant.mlp_width * (2 if gated else 1)
     ratio = hidden / variant.width
+    if int(variant.width * ratio) != hidden:  # timm takes the whole part of the product.
+        ratio = (hidden + 0.5) / variant.width
     pools = {"token": "token", "prefix": "token", "attention": "map"}
     arguments: dict[str, Any] = {
         "patch_size": variant.patch,
         "embed_dim": variant.width,
         "depth": variant.depth,
         "num_heads": variant.heads,
-        # timm takes the whole part of the product.
-        "mlp_ratio": ratio
-        if int(variant.width * ratio) == hidden
-        else (hidden + 0.5) / variant.width,
+        "mlp_ratio": ratio,
         "global_pool": pools.get(variant.pooling, "avg"),
     }
     if arguments["global_pool"] == "avg":

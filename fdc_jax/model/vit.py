@@ -37,7 +37,9 @@ class Variant:
         registers: learned tokens behind these, without a position.
         pre_norm: whether the tokens are normalised before the first block.
         activation: of every MLP, a key of `operations.ACTIVATIONS`.
-        pooling: what becomes the feature, one of `POOLINGS`.
+        pooling: what becomes the feature; `token`: the class token; `prefix`: the mean of all
+            learned tokens with a position; `mean`: of the patches; `mean_then_norm`: of the
+            patches, before the final norm; `attention`: of a learned query over the patches.
         rotary: base of the rotary positions of the patches; 0: learned positions.
         epsilon: of every norm.
         image_size: side of the images of the pre-training, in pixels.
@@ -79,10 +81,6 @@ VARIANTS = {
         width=96, depth=4, heads=3, patch=8, image_size=32, mean=(0.0,) * 3, std=(1.0,) * 3
     ),
 }
-
-# token: the class token; prefix: the mean of all learned tokens with a position; mean: of the
-# patches, behind the final norm or before it; attention: of a learned query over the patches.
-POOLINGS = ("token", "prefix", "mean", "mean_then_norm", "attention")
 
 # Offset and divisor applied to pixels in [0, 1]: PILOT feeds them as they are, AugReg in [-1, 1].
 # The third, `model`, is what the checkpoint was trained with.

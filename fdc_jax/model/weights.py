@@ -161,7 +161,7 @@ def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: i
     shapes = vit.parameter_shapes(model, image_size)
     expected: dict[str, Any] = dict(traverse_util.flatten_dict(shapes, sep="/"))
     read = _read(path)
-    arrays = layouts.in_heads(layouts.rename(read, path), model.variant, path)
+    arrays = layouts.rename(read, path)
     given = arrays.get(layouts.POSITIONS)
     if given is not None and given.ndim == 3 and not model.variant.rotary:
         length, tokens = expected[layouts.POSITIONS].shape[1], model.variant.tokens
@@ -176,15 +176,12 @@ def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: i
             f"{len(unknown)} unknown{_first(unknown)}"
         )
     for name, spec in expected.items():
-        if arrays[name].shape != spec.shape:
-            raise InputError(
-                f"{another} {name} has shape {arrays[name].shape}, expected {spec.shape}"
-            )
-        if not jnp.issubdtype(arrays[name].dtype, jnp.floating):
-            raise InputError(
-                f"{path}: {name} holds {arrays[name].dtype}, expected floating-point numbers"
-            )
-        if not np.all(np.isfinite(arrays[name])):
+        array, shape = arrays[name], spec.shape
+        if array.ndim == len(shape) - 1 and array.size == math.prod(shape):
+            array = arrays[name] = array.reshape(shape)  # AugReg's attentions are in heads.
+        if array.shape != shape:
+            raise InputError(f"{another} {name} has shape {array.shape}, expected {shape}")
+        if not (jnp.issubdtype(array.dtype, jnp.floating) and np.isfinite(array).all()):
             raise InputError(f"{path}: {name} holds values that are not finite numbers")
     params = traverse_util.unflatten_dict(
         {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}, sep="/"
@@ -202,8 +199,6 @@ def _first(names: list[str]) -> str:
 
 
 def _read(path: Path) -> dict[str, np.ndarray]:
-    if not path.is_file():
-        raise InputError(f"encoder.weights: no file {path}")
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     if path.suffix != ".npz":

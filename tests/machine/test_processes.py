@@ -15,7 +15,7 @@ from fdc_jax.machine import devices, processes
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(process_id=0), "found no --coordinator_address and no --num_processes"),
+        (dict(process_id=0), "together, found (None, None, 0)"),
         (
             dict(coordinator_address="host", num_processes=2, process_id=0),
             "--coordinator_address: expected host:port, found 'host'",

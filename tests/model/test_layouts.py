@@ -178,19 +178,9 @@ def test_a_file_of_timm_is_written_as_it_was(family):
         assert config["model_args"][name] == own["model_args"][name], name
 
 
-@pytest.mark.parametrize(
-    ("family", "change", "message"),
-    [
-        ("timm_dinov3", {}, "has rotary positions"),
-        ("timm_clip", {"activation": "swiglu"}, "has gated MLPs behind a norm of the tokens"),
-        ("timm_deit", {"registers": 1}, "has a mean of other learned tokens"),
-        ("timm_vit", {"pre_norm": True}, "has a bias before that norm"),
-    ],
-)
-def test_an_encoder_that_timm_has_not_is_not_written(family, change, message):
-    variant, params = encoder(family)
-    variant = dataclasses.replace(variant, **change)
-    with pytest.raises(InputError, match=message):
+def test_an_encoder_that_timm_has_not_is_not_written():
+    variant, params = encoder("timm_dinov3")
+    with pytest.raises(InputError, match="has rotary positions"):
         layouts.as_timm(params, variant, vit.pretrained_kernels(params), SIDE)
 
 
@@ -270,7 +260,7 @@ ARRAY = np.zeros((3, 3), np.float32)
             "hf_vit",
             {"zebra": ARRAY, "encoder.layer.0.gate": ARRAY, "x.y.weight": ARRAY, "yak": ARRAY},
             (),
-            r"4 of its \d+ arrays do not fit, first encoder.layer.0.gate, x.y.weight, yak and oth",
+            "4 of its arrays are unknown or missing, first encoder.layer.0.gate, x.y.weight, yak",
         ),
         ("timm_vit", {"patch_embed.proj.weight": None}, (), "not recognised as a Vision"),
         ("hf_vit", (), None, "expected the config.json of the model beside it, found none"),

@@ -117,7 +117,7 @@ def test_other_file_types_and_missing_files_are_refused(tmp_path):
     path.write_bytes(b"anything")
     with pytest.raises(InputError, match=r"weights\.pth: expected a \.npz or \.safetensors"):
         load(path)
-    with pytest.raises(InputError, match=r"no file .*absent\.npz"):
+    with pytest.raises(InputError, match=r"absent\.npz: no such file"):
         load(tmp_path / "absent.npz")
     with pytest.raises(InputError, match=r"not the weights of encoder\.variant Ti/16"):
         weights.load(GOLDEN / "augreg.npz", "Ti/16", 224)
