@@ -23,6 +23,11 @@ from fdc_jax.errors import TrainingError
 from fdc_jax.machine import devices
 from fdc_jax.model.vit import KeyValueKernels, VisionTransformer
 
+# The authors' of both learners that draw features: of a class in an epoch, and of a step.
+SAMPLES, BATCH_SIZE = 256, 256
+# Factor on the means of the oldest task as the stream grows.
+OLDEST_MEAN_SCALE = 0.9
+
 
 class ClassGaussians(NamedTuple):
     """One Gaussian per class, in slots [task, class of the task], zero where none is fitted yet.
@@ -107,10 +112,10 @@ def fit_task(
     return ClassGaussians(gaussians.means.at[task].set(means), factors)
 
 
-def mean_scales(oldest: float, tasks: int, tasks_done: int) -> Float[np.ndarray, " t"]:
+def mean_scales(tasks: int, tasks_done: int) -> Float[np.ndarray, " t"]:
     """Returns the factor on the means of each task's classes, 1 for the newest."""
     age = (np.arange(tasks) + 1) / tasks_done
-    return (oldest + (1.0 - oldest) * age).astype(np.float32)
+    return (OLDEST_MEAN_SCALE + (1.0 - OLDEST_MEAN_SCALE) * age).astype(np.float32)
 
 
 def draw(
@@ -147,23 +152,20 @@ def _draw_task(key, features, task, means, scales, factors) -> Float[Array, "t c
 def retraining(
     loss: Callable[..., Float[Array, ""]],
     transformation: optax.GradientTransformation,
-    samples: int,
-    batch_size: int,
-    rate_field: str,
+    samples: int = SAMPLES,
+    batch_size: int = BATCH_SIZE,
 ) -> Callable[..., Any]:
     """Returns a function that trains the heads of all tasks on drawn features.
 
     In every epoch it draws `samples` features of each class seen, shuffles them and goes over them
     in batches; the last batch may be smaller. It is compiled once for all tasks. In
     `loss(heads, features, labels, weights, seen)` labels are positions in the flattened slots
-    [t * c], rows of weight 0 are padding; `transformation` makes directions of gradients;
-    `rate_field` is the option to lower where they diverge.
+    [t * c], rows of weight 0 are padding; `transformation` makes directions of gradients.
 
     Returns:
-        `retrain(heads, gaussians, seen, oldest, rates, key) -> heads`, where `heads` is a pytree
-        whose leaves lead with [t], `seen` [t, c] marks the classes to draw, `oldest` is that of
-        `mean_scales`, and `rates` [epochs] are learning rates. It raises TrainingError when a head
-        is not finite afterwards.
+        `retrain(heads, gaussians, seen, rates, key) -> heads`, where `heads` is a pytree whose
+        leaves lead with [t], `seen` [t, c] marks the classes to draw, and `rates` [epochs] are
+        learning rates. It raises TrainingError when a head is not finite afterwards.
     """
 
     @jax.jit
@@ -199,13 +201,12 @@ def retraining(
         heads: Any,
         gaussians: ClassGaussians,
         seen: Bool[Array, "t c"] | Bool[np.ndarray, "t c"],
-        oldest: float,
         rates: Float[Array, " e"] | Float[np.ndarray, " e"],
         key: Array,
     ) -> Any:
         seen, rates = np.asarray(seen), np.asarray(rates, np.float32)
         tasks_done = int(seen.any(axis=1).sum())
-        scales = mean_scales(oldest, len(seen), tasks_done)
+        scales = mean_scales(len(seen), tasks_done)
         # Where heads are, what is new must be too, or the second epoch would compile again.
         heads = jax.tree.map(jnp.asarray, heads)
         place = jax.tree.leaves(heads)[0].sharding
@@ -221,10 +222,7 @@ def retraining(
                 key_of_order,
             )
         if not all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(heads)):
-            raise TrainingError(
-                f"classifier alignment after task {tasks_done} diverged; a smaller "
-                f"{rate_field} may help"
-            )
+            raise TrainingError(f"classifier alignment after task {tasks_done} diverged")
         return heads
 
     return retrain

@@ -36,6 +36,10 @@ from fdc_jax.learners import gaussian_alignment, inflora, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
 from fdc_jax.learners.learner import Learner, Replaced, option
 
+# Of classifier alignment, from the second task on; native, it is SGD.
+EPOCHS, LEARNING_RATE = 5, 5e-3
+# Added to the variances of a class, the authors'.
+RIDGE = 1e-4
 NATIVE_LEARNING_RATE, NATIVE_MOMENTUM, NATIVE_WEIGHT_DECAY = 1e-2, 0.9, 5e-4
 
 
@@ -55,13 +59,6 @@ class InfLoRACA(Learner):
     reads = ("inflora",)
     task_count = inflora.InfLoRA.task_count
 
-    epochs: int = option(5, "[1, inf)", "of classifier alignment, from the second task on")
-    learning_rate: float = option(5e-3, "(0, inf)", "of Adam; native: SGD with 1e-2")
-    schedule: str = option("cosine", ("constant", "cosine"), "half a wave over the epochs, or none")
-    samples_per_class: int = option(256, "[1, inf)", "pseudo-features of a class in an epoch")
-    batch_size: int = option(256, "[1, inf)", "pseudo-features of a step")
-    mean_scale: float = option(0.9, "[0, 1]", "of the oldest means, as the stream grows; 1: none")
-    ridge: float = option(1e-4, "(0, inf)", "added to the variances of a class")
     logit_temperature: float = option(
         0.1, "[0, inf)", "of normalised logits; 0: logits as they are", on={"cifar100": 0.0}
     )
@@ -108,7 +105,7 @@ class InfLoRACA(Learner):
         )
         classes = self.setup.classes_per_task[task]
         gaussians = gaussian_alignment.fit_task(
-            state.gaussians, task, features, labels, classes, self.ridge
+            state.gaussians, task, features, labels, classes, RIDGE
         )
         if task > 0:
             key = jax.random.wrap_key_data(frozen["alignment"])
@@ -119,10 +116,10 @@ class InfLoRACA(Learner):
         self, heads: LinearHead, gaussians: ClassGaussians, task: int, key: Array
     ) -> LinearHead:
         """Returns the heads of tasks 0 to `task` trained on features drawn from the Gaussians."""
-        rate = NATIVE_LEARNING_RATE if self.native else self.learning_rate
-        rates = training.learning_rates(self.schedule, self.epochs, rate)
+        rate = NATIVE_LEARNING_RATE if self.native else LEARNING_RATE
+        rates = training.learning_rates("cosine", EPOCHS, rate)
         seen = self.setup.classes_of_first(task + 1)
-        return self._alignment(heads, gaussians, seen, self.mean_scale, rates, key)
+        return self._alignment(heads, gaussians, seen, rates, key)
 
     @functools.cached_property
     def _alignment(self):
@@ -139,8 +136,7 @@ class InfLoRACA(Learner):
                 logits, labels, weights, seen, self.logit_temperature
             )
 
-        sizes, field = (self.samples_per_class, self.batch_size), "learner.inflora_ca.learning_rate"
-        return gaussian_alignment.retraining(loss, transformation, *sizes, field)
+        return gaussian_alignment.retraining(loss, transformation)
 
     # 5. What it offers for inference.
     def encoder(self, backbone, state: State, num_tasks) -> Replaced:

@@ -67,6 +67,10 @@ NATIVE_RATE = 1e-2
 NATIVE_RATE_OF = {"cifar100": 5e-3, "imagenet_a": 1e-2, "imagenet_r": 2e-2, "cub200": 5e-3}
 NATIVE_WEIGHT_DECAY, NATIVE_WEIGHT_DECAY_OF = 5e-4, {"imagenet_r": 0.0}
 
+# Of the general and of the isolated product, and of cosines in the loss; the authors'.
+GENERAL_SCALE, ISOLATED_SCALE, COSINE_SCALE = 0.25, 0.5, 20.0
+# Weight of the new task where products are shrunk, the authors'.
+GAMMA = 3.0
 FIRST_JITTER = 1e-12
 ENERGY_FLOOR = 1e-12
 # Added to the norm of a gradient before dividing by it.
@@ -108,17 +112,12 @@ class LoDA(Learner):
     paper_row = 7
     selected = "pac+rlc_adapted_view"
 
-    general_scale: float = option(0.25, "[0, inf)", "of the general product; without halving 0.5")
-    isolated_scale: float = option(0.5, "[0, inf)", "of the isolated product; without halving 1")
-    merge_gamma: float = option(3.0, "(0, inf)", "weight of the new task where products are shrunk")
-    scale: float = option(20.0, "(0, inf)", "of cosines in the loss")
     margin: float = option(  # The authors'; unpublished for OmniBenchmark, which has ImageNet-R's.
         0.0,
         "[0, inf)",
         "off the cosine of the own class",
         on={"imagenet_a": 0.15, "imagenet_r": 0.1, "cub200": 0.1, "omnibench": 0.1},
     )
-    alignment: bool = option(True, comment="half-steps over groups of classes; off: plain steps")
     look_ahead: float = option(0.3, "[0, inf)", "rho, the longest", on={"imagenet_r": 0.7})
 
     # 1. What it keeps between tasks.
@@ -192,10 +191,10 @@ class LoDA(Learner):
 
         def factors(name):
             general = trained["increment"]["general"][name]
-            B = self.general_scale * general["B"]
+            B = GENERAL_SCALE * general["B"]
             if shrinking is not None:
                 B = shrinking[name][:, :, None] * B
-            isolated = self.isolated_scale * trained["increment"]["isolated"][name]
+            isolated = ISOLATED_SCALE * trained["increment"]["isolated"][name]
             return vit.Factors(
                 A=jnp.concatenate([general["A"], frozen["isolated"]], axis=2),
                 B=jnp.concatenate([B, isolated], axis=1),
@@ -208,7 +207,7 @@ class LoDA(Learner):
         increment = self._increment(frozen, trained)
         features = self.features(backbone, batch, frozen["kernels"], increment)
         cosines = CosineHead(trained["head"]).logits(features)
-        return training.cosface(cosines, batch, frozen["class_mask"], self.scale, self.margin)
+        return training.cosface(cosines, batch, frozen["class_mask"], COSINE_SCALE, self.margin)
 
     def update(self) -> training.Update:
         """Returns Adam with the paper's rates, or SGD with the authors'; in half-steps."""
@@ -227,7 +226,7 @@ class LoDA(Learner):
         transformation: optax.GradientTransformation,
         schedule: Callable[[int, int], float] | None = None,
     ) -> training.Update:
-        """Returns an update in half-steps, or in plain ones; arguments as of `gradient_update`."""
+        """Returns an update in half-steps; arguments as of `gradient_update`."""
 
         def initialise(trained) -> Progress:
             return Progress(jnp.zeros((), jnp.int32), transformation.init(trained))
@@ -240,12 +239,6 @@ class LoDA(Learner):
                 )(leaves)
                 return value, jax.tree.map(jnp.multiply, frozen["trains"], gradients)
 
-            def descended(trained, optimizer, ahead, gradients):
-                directions: Any
-                directions, optimizer = transformation.update(gradients, optimizer, ahead)
-                directions = jax.tree.map(jnp.multiply, frozen["trains"], directions)
-                return training.descended(trained, directions, rates, rate), optimizer
-
             def one_pass(carried, kind):
                 trained, optimizer, ahead = carried
                 weights, descends = kind
@@ -257,14 +250,14 @@ class LoDA(Learner):
                     gradients["increment"],
                 )
                 looked = (trained, optimizer, trained | {"increment": moved})
-                stepped = descended(trained, optimizer, ahead, gradients)
-                carried = jax.tree.map(partial(jnp.where, descends), (*stepped, stepped[0]), looked)
+                directions: Any
+                directions, optimizer = transformation.update(gradients, optimizer, ahead)
+                directions = jax.tree.map(jnp.multiply, frozen["trains"], directions)
+                trained = training.descended(trained, directions, rates, rate)
+                stepped = (trained, optimizer, trained)
+                carried = jax.tree.map(partial(jnp.where, descends), stepped, looked)
                 return carried, descends * value * weights.sum()
 
-            if not self.alignment:
-                value, gradients = slopes(trained, batch)
-                trained, optimizer = descended(trained, progress.optimizer, trained, gradients)
-                return trained, Progress(progress.batches + 1, optimizer), value
             key = jax.random.wrap_key_data(frozen["alignment"])
             key_of_length, key_of_groups = jax.random.split(
                 jax.random.fold_in(key, progress.batches)
@@ -297,7 +290,7 @@ class LoDA(Learner):
 
         new = moments_under(self._increment(frozen, trained))
         shrinking = {
-            name: shrinkage(factors["A"], state.moments, new, self.merge_gamma)
+            name: shrinkage(factors["A"], state.moments, new, GAMMA)
             for name, factors in trained["increment"]["general"].items()
         }
         shrunken = self._increment(frozen, trained, shrinking)

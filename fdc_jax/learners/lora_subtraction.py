@@ -8,23 +8,23 @@ eigenvalue sum, span the drift-resistant space. From the second task on every fi
 A and B is projected on it. Classes are told apart by the nearest class mean; a linear head and a
 triplet loss, which treats the means of earlier classes as further negatives, serve training only.
 
-Authors' code: the projector is divided by its Frobenius norm, the root of the number of directions
-(`normalise_projector`); Adam's moments see the gradient as it is; one projector acts on both
-factors of both projections, on that side of each which has the encoder's width (for B that is the
-output, though the space is one of inputs); second moments over all tokens of augmented images
-(drawn anew; those of the first epoch here), not centred, energies not squared; B starts with one
-entry of standard deviation 0.01 for each rank (`sparse_start`; a port by others starts at zero), so
-that the encoder moves a little when a task begins; Adam's epsilon is added before the second moment
-is corrected for its start; class means over images in evaluation preprocessing, by the encoder of
-the class's own task, never renewed.
+Authors' code: the share is 0.99; the projector is divided by its Frobenius norm, the root of the
+number of directions; Adam's moments see the gradient as it is; one projector acts on both factors
+of both projections, on that side of each which has the encoder's width (for B that is the output,
+though the space is one of inputs); second moments over all tokens of augmented images (drawn anew;
+those of the first epoch here), not centred, energies not squared; B starts with one entry of
+standard deviation 0.01 for each rank (a port by others starts at zero), so that the encoder moves a
+little when a task begins; Adam's epsilon is added before the second moment is corrected for its
+start; class means over images in evaluation preprocessing, by the encoder of the class's own task,
+never renewed.
 
 Preset `native` runs along InfLoRA's quarter cosine, with the authors' head rates of 2e-3 on
 CIFAR-100, 5e-4 on ImageNet-R and 1e-3 on CUB-200 (1e-3 elsewhere is a guess), and their rate of
 5e-4 for the increment where `train` has that. Inferred: a constant rate in the FDC paper's runs.
 Unknown: their triplet settings, and whether they keep the normalised projector. Their raw accuracy
 of 34.6 percent on CIFAR-100 is far below the 88 percent that the authors and a port report; no
-cause is known. The fields `train.schedule=quarter_cosine`, `normalise_projector`, `triplet_weight`,
-`margin` and the two rates tell the candidates apart.
+cause is known. The fields `train.schedule=quarter_cosine`, `triplet_weight`, `margin` and the two
+rates tell the candidates apart.
 
 E_t is Cumulative-LoRA's. The nearest-mean head normalises the class token: its logits are minus the
 squared distances between unit features and unit means. sigma_t comes from the means taken after
@@ -50,6 +50,8 @@ from fdc_jax.learners.learner import Learner, Replaced, option
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
+# Share of the eigenvalue sum that the drift-resistant space holds, the authors'.
+ENERGY = 0.99
 # Standard deviation of the entries of B that do not start at zero.
 START_DEVIATION = 0.01
 # Squared distances below this floor have no gradient: the root has none at zero.
@@ -103,9 +105,6 @@ class LoRASubtraction(Learner):
         "of the triplet loss, between unit features",
         on={"imagenet_r": 2.0, "imagenet_a": 2.0, "omnibench": 2.0},
     )
-    energy: float = option(0.99, "(0, 1]", "share of the eigenvalue sum to keep")
-    normalise_projector: bool = option(True, comment="divide it by its Frobenius norm")
-    sparse_start: bool = option(True, comment="B starts with an entry per rank")
 
     # 1. What it keeps between tasks.
     def initial_state(self) -> State:
@@ -125,10 +124,7 @@ class LoRASubtraction(Learner):
             return state
         kernels, augmented = self.subtracted(backbone, state, task), images.augmented()
         moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
-        found = [
-            drift_resistant_projector(moment, self.energy, self.normalise_projector)
-            for moment in np.asarray(moments, np.float64)
-        ]
+        found = [drift_resistant_projector(each) for each in np.asarray(moments, np.float64)]
         return state._replace(
             projector=jnp.asarray(np.stack([projector for projector, _ in found]), jnp.float32),
             space_sizes=state.space_sizes.at[task].set(jnp.asarray([size for _, size in found])),
@@ -154,10 +150,9 @@ class LoRASubtraction(Learner):
             "mean_mask": jnp.asarray(setup.classes_of_first(task)).reshape(-1),
         }
         increment = increments.initialise(key_of_increment, variant, setup.rank)
-        if self.sparse_start:
-            keys = jax.random.split(key_of_entries)
-            for name, key_of_name in zip(("key", "value"), keys, strict=True):
-                increment[name]["B"] = _one_entry_per_rank(key_of_name, increment[name]["B"].shape)
+        keys = jax.random.split(key_of_entries)
+        for name, key_of_name in zip(("key", "value"), keys, strict=True):
+            increment[name]["B"] = _one_entry_per_rank(key_of_name, increment[name]["B"].shape)
         head = training.new_linear_head(key_of_head, setup.head_rows, variant.width)
         return frozen, {"increment": increment, "head": head}
 
@@ -224,19 +219,18 @@ class LoRASubtraction(Learner):
 
 
 def drift_resistant_projector(
-    moment: Float64[np.ndarray, "d d"], energy: float, normalise: bool
+    moment: Float64[np.ndarray, "d d"], energy: float = ENERGY
 ) -> tuple[Float64[np.ndarray, "d d"], int]:
     """Returns the projector on the fewest directions that hold a share of the energy, and how many.
 
-    `normalise` divides by the projector's norm.
+    The projector is divided by its Frobenius norm.
     """
     # Ascending; on the host, since the number of directions must not hang on float32 rounding.
     values, directions = np.linalg.eigh(moment)
     shares = np.cumsum(np.maximum(values[::-1], 0.0))
     size = min(int(np.sum(shares < energy * shares[-1])) + 1, len(moment))
     space = directions[:, -size:]
-    projector = space @ space.T
-    return projector / np.sqrt(size) if normalise else projector, size
+    return space @ space.T / np.sqrt(size), size
 
 
 def _one_entry_per_rank(key, shape) -> Float[Array, "l r d"]:

@@ -15,20 +15,18 @@ Authors' code: everything in this file that is not named below, with the constan
 ImageNet-A file as defaults. Where their paper differs, the code is followed: the repulsion is the
 signed mean cosine, not its modulus; apart are pairs whose cosine is below a threshold, so that the
 1.5 of ImageNet-A asks for nothing; the alignment averages over coordinates; the projector ends in a
-sigmoid and is carried from task to task (`identity_init`: anew in every task, without the sigmoid,
-at first the identity). Not followed: that code takes the features before and after a task from
-shuffled, augmented images, which do not pair.
+sigmoid and is carried from task to task. Not followed: that code takes the features before and
+after a task from shuffled, augmented images, which do not pair.
 FDC paper: the adapter, paired drift, ten epochs of calibration on later tasks in batches of 256,
 three epochs of warm-up, 20 epochs of batch 64. Inferred: the constants of ImageNet-A, the only ones
 with that warm-up; Adam without decay at `train`'s two rates, adapter and head, since the paper's
 accuracies are far below the authors' where tasks have many steps and near them where they have few;
 and the authors' rate for the projector, and SGD for the calibration. Unknown: whether the paper's
-runs used any of these. The authors' own branch with Adam leaves the projector untrained
-(`projector_learning_rate=0`); InfLoRA+CA's calibration in the paper is Adam at 5e-3. The native
-preset is SGD with momentum 0.9 along a cosine, at 1e-2 in the first task, then with the authors'
-rates and decays for the data set, also in the calibration; the decay shrinks heads of earlier
-tasks, too. Choosing between the presets by the paper's accuracies would fit them to its test
-images; report both.
+runs used any of these. The authors' own branch with Adam leaves the projector untrained;
+InfLoRA+CA's calibration in the paper is Adam at 5e-3. The native preset is SGD with momentum 0.9
+along a cosine, at 1e-2 in the first task, then with the authors' rates and decays for the data set,
+also in the calibration; the decay shrinks heads of earlier tasks, too. Choosing between the presets
+by the paper's accuracies would fit them to its test images; report both.
 
 E_0 is the pretrained encoder without an adapter; E_t has the adapter as it is after task t, and the
 E_t before it cannot be had again. A head is the class token's cosine with its rows, without a
@@ -57,8 +55,16 @@ from fdc_jax.learners.learner import Learner, Replaced, option
 from fdc_jax.model import increments, vit
 
 NATIVE_MOMENTUM, NATIVE_FIRST_RATE = 0.9, 1e-2
+# Of the adapter of a block, and the share of them that a training step drops; the authors'.
+BOTTLENECK, DROPOUT = 64, 0.1
 # Between the features and the projector's code, in either direction.
 HIDDEN_UNITS = 64
+# Of the projector by the protocol, the authors' on ImageNet-A.
+PROJECTOR_RATE = 3.121e-4
+# Reach of an image's drift, and what is added to the variances of a class; the authors'.
+DRIFT_WIDTH, RIDGE = 4.0, 1e-3
+# From the second task on; the rate is the protocol's and rounds the authors' on ImageNet-A.
+CALIBRATION_EPOCHS, CALIBRATION_RATE = 10, 6.69e-3
 # Keeps a mean over no pair at zero.
 PAIR_FLOOR = 1e-6
 # Added to every weight: far from all images a mean moves as they move on average.
@@ -124,8 +130,6 @@ class RSIAT(Learner):
     selected = "pac+rlc_pretrained_view"
 
     # The authors' constants for ImageNet-A.
-    bottleneck: int = option(64, "[1, inf)", "hidden units of the adapter of a block")
-    dropout: float = option(0.1, "[0, 1)", "share of them that a training step drops")
     scale: float = option(30.0, "(0, inf)", "s, on cosines in training")
     margin: float = option(0.3, "[0, inf)", "m, off the cosine of the own class")
     steering_weight: float = option(1.0, "[0, inf)", "lambda_RS, in the first task")
@@ -137,20 +141,6 @@ class RSIAT(Learner):
     alignment_weight: float = option(3.0, "[0, inf)", "beta, in later tasks")
     repulsion_weight: float = option(6.0, "[0, inf)", "gamma, in later tasks")
     projector_width: int = option(128, "[1, inf)", "of the projector's code")
-    projector_learning_rate: float = option(
-        3.121e-4, "[0, inf)", "0: untrained; native: per data set"
-    )
-    identity_init: bool = option(False, comment="a new projector per task, at first the identity")
-    drift_width: float = option(4.0, "(0, inf)", "sigma, reach of an image's drift")
-    ridge: float = option(1e-3, "(0, inf)", "added to the variances of a class")
-    calibration_epochs: int = option(10, "[1, inf)", "from the second task on")
-    calibration_learning_rate: float = option(
-        6.69e-3, "(0, inf)", "native: the authors' per data set"
-    )
-    calibration_optimizer: str = option("sgd", ("sgd", "adam"), "in the native preset, too")
-    samples_per_class: int = option(256, "[1, inf)", "pseudo-features of a class in an epoch")
-    calibration_batch_size: int = option(256, "[1, inf)", "pseudo-features of a step")
-    mean_scale: float = option(0.9, "[0, 1]", "of the oldest means, as the stream grows; 1: none")
 
     # 1. What it keeps between tasks.
     def initial_state(self) -> State:
@@ -161,9 +151,9 @@ class RSIAT(Learner):
         shapes = jax.eval_shape(lambda: new_projector(key, width, self.projector_width))
         return State(
             adapter=vit.Adapter(
-                down=jnp.zeros((depth, width, self.bottleneck)),
-                down_bias=jnp.zeros((depth, self.bottleneck)),
-                up=jnp.zeros((depth, self.bottleneck, width)),
+                down=jnp.zeros((depth, width, BOTTLENECK)),
+                down_bias=jnp.zeros((depth, BOTTLENECK)),
+                up=jnp.zeros((depth, BOTTLENECK, width)),
                 up_bias=jnp.zeros((depth, width)),
             ),
             projector=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
@@ -193,12 +183,12 @@ class RSIAT(Learner):
             adapter["down"] = increments.drawn(
                 jax.random.uniform, of_adapter, shape, minval=-bound, maxval=bound
             )
-        carried = jax.tree.map(jnp.copy, state.projector)
-        if task <= 1 or self.identity_init:
-            carried = new_projector(of_projector, width, self.projector_width, self.identity_init)
+        projector = jax.tree.map(jnp.copy, state.projector)
+        if task <= 1:
+            projector = new_projector(of_projector, width, self.projector_width)
         trained = {
             "adapter": adapter,
-            "projector": carried,
+            "projector": projector,
             "head": training.new_cosine_rows(of_head, self.setup.head_rows, width),
         }
         if self.native:
@@ -212,7 +202,7 @@ class RSIAT(Learner):
         `warm_up` is a factor on the steering loss; without `dropout_key` the adapter drops nothing.
         """
         kernels: Any = dict(frozen["kernels"], adapter=trained["adapter"])
-        features = self.features(backbone, batch, kernels, None, dropout_key, self.dropout)
+        features = self.features(backbone, batch, kernels, None, dropout_key, DROPOUT)
         cosines = CosineHead(trained["head"]).logits(features)
         classification = training.cosface(
             cosines, batch, frozen["class_mask"], self.scale, self.margin
@@ -227,7 +217,7 @@ class RSIAT(Learner):
             lambda: jnp.ones(features.shape),
         )
         alignment, repulsion = projection_losses(
-            lambda rows: project(trained["projector"], rows, not self.identity_init),
+            lambda rows: project(trained["projector"], rows),
             features,
             jax.lax.stop_gradient(earlier),
             batch.weights,
@@ -246,7 +236,7 @@ class RSIAT(Learner):
         later = {
             "adapter": paper["increment"],
             "head": paper["head"],
-            "projector": self.projector_learning_rate,
+            "projector": PROJECTOR_RATE,
         }
         first, decays = later, dict.fromkeys(later, 0.0)
         transformation = optax.scale_by_adam()
@@ -315,13 +305,13 @@ class RSIAT(Learner):
 
         features, labels = features_by(self.encoder(backbone, state, task + 1))
         gaussians = gaussian_alignment.fit_task(
-            state.gaussians, task, features, labels, self.setup.classes_per_task[task], self.ridge
+            state.gaussians, task, features, labels, self.setup.classes_per_task[task], RIDGE
         )
         if task > 0:
             means = np.array(gaussians.means)
             classes = self.setup.classes_of_first(task)
             before, _ = features_by(frozen["kernels"])
-            means[classes] = moved_means(means[classes], before, features, self.drift_width)
+            means[classes] = moved_means(means[classes], before, features, DRIFT_WIDTH)
             if not np.isfinite(means).all():
                 raise TrainingError(f"the class means are not finite after task {task + 1}")
             gaussians = gaussians._replace(means=jnp.asarray(means))
@@ -333,18 +323,17 @@ class RSIAT(Learner):
         self, heads: Float[Array, "t c d"], gaussians: ClassGaussians, task: int, key: Array
     ) -> Float[Array, "t c d"]:
         """Returns the heads trained on features drawn from the Gaussians, along a cosine."""
-        rate = self.native_rates().rate if self.native else self.calibration_learning_rate
-        rates = training.learning_rates("cosine", self.calibration_epochs, rate)
+        rate = self.native_rates().rate if self.native else CALIBRATION_RATE
+        rates = training.learning_rates("cosine", CALIBRATION_EPOCHS, rate)
         seen = self.setup.classes_of_first(task + 1)
-        return self._calibration(heads, gaussians, seen, self.mean_scale, rates, key)
+        return self._calibration(heads, gaussians, seen, rates, key)
 
     @functools.cached_property
     def _calibration(self):
         """One compiled calibration for all tasks."""
-        adam = self.calibration_optimizer == "adam"
         directions = optax.chain(
             optax.add_decayed_weights(self.native_rates().decay if self.native else 0.0),
-            optax.scale_by_adam() if adam else optax.trace(NATIVE_MOMENTUM),
+            optax.trace(NATIVE_MOMENTUM),
         )
 
         def loss(heads, features, labels, weights, seen):
@@ -354,10 +343,7 @@ class RSIAT(Learner):
             logits = self.scale * cosines
             return gaussian_alignment.cross_entropy_over_all(logits, labels, weights, seen)
 
-        field = "learner.rsiat.calibration_learning_rate"
-        return gaussian_alignment.retraining(
-            loss, directions, self.samples_per_class, self.calibration_batch_size, field
-        )
+        return gaussian_alignment.retraining(loss, directions)
 
     # 5. What it offers for inference.
     def encoder(self, backbone, state: State, num_tasks) -> Replaced:
@@ -430,12 +416,9 @@ def projection_losses(
     return alignment, jnp.sum(mean_of_means * mean_of_images)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def new_projector(key: Array, width: int, code: int, identity: bool = False) -> Projector:
-    """Returns layers uniform in +-1/sqrt(inputs), as PyTorch initialises; `code` is their waist.
-
-    With `identity` the last layer is zero, so that `project` with `bounded=False` changes nothing.
-    """
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def new_projector(key: Array, width: int, code: int) -> Projector:
+    """Returns layers uniform in +-1/sqrt(inputs), as PyTorch initialises; `code` is their waist."""
     sizes = (width, HIDDEN_UNITS, code, HIDDEN_UNITS, width)
 
     def layer(key, inputs, outputs):
@@ -450,23 +433,18 @@ def new_projector(key: Array, width: int, code: int, identity: bool = False) -> 
         layer(*arguments)
         for arguments in zip(jax.random.split(key, 4), sizes[:-1], sizes[1:], strict=True)
     ]
-    if identity:
-        layers[-1] = Dense(*(jnp.zeros_like(leaf) for leaf in layers[-1]))
     return Projector(*layers)
 
 
-def project(
-    projector: Projector, features: Float[Array, "n d"], bounded: bool = True
-) -> Float[Array, "n d"]:
+def project(projector: Projector, features: Float[Array, "n d"]) -> Float[Array, "n d"]:
     """Returns the features plus what comes back from the code.
 
-    Where it is bounded by a sigmoid, coordinates only grow, by less than 1 each.
+    A sigmoid bounds it, so that coordinates only grow, by less than 1 each.
     """
     hidden = features
     for layer in projector[:-1]:
         hidden = jax.nn.gelu(_dense(layer, hidden), approximate=False)
-    correction = _dense(projector.out, hidden)
-    return features + (jax.nn.sigmoid(correction) if bounded else correction)
+    return features + jax.nn.sigmoid(_dense(projector.out, hidden))
 
 
 def _dense(layer: Dense, x: Float[Array, "n i"]) -> Float[Array, "n o"]:

@@ -72,9 +72,6 @@ class SplitLoRA(Learner):
     mean_over_images = True
 
     alpha: float = option(20.0, "(0, inf)", "plasticity against stability")
-    loss_temperature: float = option(
-        0.0, "[0, inf)", "of logits in training; 0 stands for 1, in the native preset for 30"
-    )
 
     # 1. What it keeps between tasks.
     def initial_state(self) -> State:
@@ -118,7 +115,7 @@ class SplitLoRA(Learner):
 
     def loss(self, backbone, frozen, trained, batch):
         """Returns the cross-entropy over the task's own classes, of logits over a temperature."""
-        temperature = self.loss_temperature or (NATIVE_TEMPERATURE if self.native else 1.0)
+        temperature = NATIVE_TEMPERATURE if self.native else 1.0
         return super().loss(backbone, frozen, trained, batch, temperature)
 
     def update(self) -> training.Update:

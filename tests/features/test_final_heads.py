@@ -16,8 +16,7 @@ pytestmark = pytest.mark.ci
 
 def config(cache, **fields):
     aligned = dict(learner__name="inflora_ca", classes_per_task=4, train__epochs=1)
-    alignment = dict(learner__inflora_ca__epochs=2, learner__inflora_ca__samples_per_class=64)
-    return small_runs.config(cache, **aligned, **alignment, **fields)
+    return small_runs.config(cache, **aligned, **fields)
 
 
 @pytest.fixture(scope="module")

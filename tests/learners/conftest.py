@@ -1,7 +1,10 @@
 """What the tests of learners share."""
 
+import functools
+
 import pytest
 
+from fdc_jax.learners import gaussian_alignment
 from tests.learners import toy
 
 
@@ -9,3 +12,11 @@ from tests.learners import toy
 def backbone():
     """Pretrained parameters of the tiny encoder."""
     return toy.make_backbone()
+
+
+@pytest.fixture
+def one_batch(monkeypatch):
+    """Heads are trained on a few drawn features of a class, all in one batch."""
+    whole = gaussian_alignment.retraining
+    few = functools.partial(whole, samples=4, batch_size=20)
+    monkeypatch.setattr(gaussian_alignment, "retraining", few)

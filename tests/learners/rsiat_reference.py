@@ -35,14 +35,14 @@ def steering(features, labels, separation_weight, threshold):
     )
 
 
-def project(projector, x, bounded=True):
+def project(projector, x):
     """Returns P(x): four layers, the exact GELU after three of them, a sigmoid after the last."""
     hidden = x
     for layer in projector[:-1]:
         hidden = hidden @ layer.weight + layer.bias
         hidden = hidden * (1.0 + _erf(hidden / math.sqrt(2.0))) / 2.0
     correction = hidden @ projector.out.weight + projector.out.bias
-    return x + (1.0 / (1.0 + np.exp(-correction)) if bounded else correction)
+    return x + 1.0 / (1.0 + np.exp(-correction))
 
 
 def alignment(features, projected):

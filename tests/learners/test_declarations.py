@@ -21,10 +21,9 @@ NAN = float("nan")
     ("field", "value", "expected"),
     [
         ("inflora.lamb", 0.0, r"a number in \(0, 1\]"),
-        ("inflora_ca.epochs", 0, r"a whole number in \[1, inf\)"),
-        ("inflora_ca.schedule", "linear", "constant or cosine"),
-        ("ewc_lora.accumulation", NAN, r"a number in \[0, inf\)"),
-        ("rsiat.dropout", 1.0, r"a number in \[0, 1\)"),
+        ("rsiat.projector_width", 0, r"a whole number in \[1, inf\)"),
+        ("ewc_lora.fisher", "mean", "per_sample or batch_mean"),
+        ("ewc_lora.strength", NAN, r"a number in \[0, inf\)"),
         ("rsiat.separation_threshold", NAN, r"a number in \(-inf, inf\)"),
     ],
 )
@@ -56,8 +55,9 @@ def test_no_default_is_a_departure(benchmark):
 
 def test_departures_are_said_in_words():
     flat = configuration.flatten(base.get_config())
-    flat |= {"learner.loda.alignment": False, "learner.loda.merge_gamma": 2.5}
-    assert learners.deviations("loda", flat) == ["merge gamma 2.5", "alignment off"]
+    flat |= {"learner.loda.margin": 2.5, "learner.ewc_lora.fisher": "batch_mean"}
+    assert learners.deviations("loda", flat) == ["margin 2.5"]
+    assert learners.deviations("ewc_lora", flat) == ["fisher batch_mean"]
     flat |= {"learner.inflora.lamb": 0.9}
     # InfLoRA+CA reads InfLoRA's options, too; other learners' are nothing to it.
     assert learners.deviations("inflora_ca", flat) == ["lamb 0.9"]

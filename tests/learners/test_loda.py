@@ -194,5 +194,5 @@ def test_loss_is_cosface_over_the_tasks_own_classes(run, backbone):
     features = toy.reference_features(batch.images[:4], kernels)
     rows = toy.float64(step.trained["head"])[:2]
     value = jax.jit(partial(run.learner.loss, backbone))(step.frozen, step.trained, batch)
-    expected = rsiat_reference.cosface(features, rows, batch.labels[:4], 7.0, 0.15)
+    expected = rsiat_reference.cosface(features, rows, batch.labels[:4], 20.0, 0.15)
     np.testing.assert_allclose(value, expected, rtol=2e-4)

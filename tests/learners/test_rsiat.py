@@ -12,8 +12,8 @@ from fdc_jax.model import operations
 from tests.learners import rsiat_reference, toy
 
 # As the set-up of the trajectory has them.
-SCALE, MARGIN, STEERING, SEPARATION, THRESHOLD, ALIGNMENT, REPULSION, REACH = (
-    *(4.0, 0.3, 0.7, 1.5, 0.2, 0.9, 2.0, 2.0),
+SCALE, MARGIN, STEERING, SEPARATION, THRESHOLD, ALIGNMENT, REPULSION = (
+    *(4.0, 0.3, 0.7, 1.5, 0.2, 0.9, 2.0),
 )
 PARTS = ("adapter", "projector", "head")
 
@@ -38,7 +38,7 @@ def random_start(learner, backbone, task):
 # The loss ----------------------------------------------------------------------------------------
 
 
-def reference_loss(state, trained, batch, task, warm_up, bounded=True):
+def reference_loss(state, trained, batch, task, warm_up):
     """The loss in float64; `trained` holds float64 leaves."""
     images, labels = toy.shown([batch])
     features = toy.reference_features(images, adapter=trained["adapter"])
@@ -52,7 +52,7 @@ def reference_loss(state, trained, batch, task, warm_up, bounded=True):
     means = toy.float64(state.gaussians.means)
     means = np.concatenate([means[t, :classes] for t, classes in enumerate(toy.CLASSES[:task])])
     projected, projected_means = (
-        rsiat_reference.project(trained["projector"], rows, bounded) for rows in (earlier, means)
+        rsiat_reference.project(trained["projector"], rows) for rows in (earlier, means)
     )
     value += ALIGNMENT * rsiat_reference.alignment(features, projected)
     return value + REPULSION * rsiat_reference.repulsion(projected_means, projected)
@@ -63,9 +63,10 @@ def test_loss_and_gradients_against_the_formulas(run, backbone, task, warm_up=0.
     """The slope along a random direction of each part is that of the formula in float64."""
     state, frozen, trained = random_start(run.learner, backbone, task)
     batch = toy.make_batch(3, size=6, classes=toy.CLASSES[task], padding=1)
-    value, gradients = toy.value_and_gradients(
-        run.update, backbone, frozen, trained, batch, (1.0, warm_up)
-    )
+    # Without a key for it, nothing is dropped.
+    loss = jax.jit(jax.value_and_grad(run.learner.loss, argnums=2))
+    value, gradients = loss(backbone, frozen, trained, batch, warm_up)
+    gradients = toy.float64(gradients)
 
     def expected(leaves):
         return reference_loss(state, leaves, batch, task, warm_up)
@@ -80,24 +81,6 @@ def test_loss_and_gradients_against_the_formulas(run, backbone, task, warm_up=0.
         assert (abs(found) > 1e-3) == (part != "projector" or task > 0)
 
 
-@pytest.mark.slow
-def test_the_identity_projector(backbone):
-    """Unbounded, a new one in every task, with finite gradients from the first task on."""
-    learner = toy.make_learner("rsiat", learner__rsiat__identity_init=True)
-    loss = jax.jit(jax.value_and_grad(lambda leaves, *rest: learner.loss(*rest, leaves, batch)))
-    batch = toy.make_batch(3, size=6, classes=2, padding=1)
-    for task in (0, 2):
-        state, frozen, trained = random_start(learner, backbone, task)
-        value, _ = loss(trained, backbone, frozen)
-        expected = reference_loss(state, toy.float64(trained), batch, task, 1.0, bounded=False)
-        np.testing.assert_allclose(value, expected, rtol=1e-5)
-        _, fresh = learner.start_task(backbone, state, task, jax.random.key(0))
-        np.testing.assert_array_equal(fresh["projector"].out.weight, 0)
-        assert np.abs(fresh["projector"].into.weight - state.projector.into.weight).max() > 0.1
-        _, gradients = loss(fresh, backbone, frozen)
-        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(gradients))
-
-
 # Start and steps ---------------------------------------------------------------------------------
 
 
@@ -105,7 +88,7 @@ def test_what_a_task_starts_from(run):
     """A new adapter adds nothing; it and the projector go on from task to task."""
     first, second, third = run.steps
     adapter, bound = first.started["adapter"], toy.TINY.width**-0.5
-    assert adapter["down"].shape == (toy.TINY.depth, toy.TINY.width, 5)
+    assert adapter["down"].shape == (toy.TINY.depth, toy.TINY.width, 64)
     assert -bound <= adapter["down"].min() < -0.9 * bound
     assert 0.9 * bound < adapter["down"].max() <= bound
     for leaf in ("down_bias", "up", "up_bias"):
@@ -145,12 +128,12 @@ def test_the_loss_asks_for_its_dropout(run, backbone):
     """In the encoder that is trained, and not in the one before the task."""
     spy, key, step = toy.ModelSpy(run.setup.model), jax.random.key(0), run.steps[1]
     spied = dataclasses.replace(run.setup, model=spy)
-    learner = dataclasses.replace(run.learner, setup=spied, dropout=0.25)
+    learner = dataclasses.replace(run.learner, setup=spied)
     batch = toy.make_batch(3)
     jax.eval_shape(
         lambda leaves: learner.loss(backbone, step.frozen, leaves, batch, 1.0, key), step.trained
     )
-    assert spy.asked == [(None, key, 0.25), ()]
+    assert spy.asked == [(None, key, 0.1), ()]
 
 
 def test_warm_up():
@@ -175,7 +158,7 @@ def test_earlier_means_drift(run):
         before, after = step.before.gaussians, step.after.gaussians
         for past, classes in enumerate(toy.CLASSES[:task]):
             means = toy.float64(before.means)[past, :classes]
-            moved = rsiat_reference.moved_means(means, old, new, REACH)
+            moved = rsiat_reference.moved_means(means, old, new, 4.0)
             assert np.abs(moved - means).max() > 1e-3
             np.testing.assert_allclose(after.means[past, :classes], moved, atol=1e-5)
             np.testing.assert_array_equal(after.means[past, classes:], 0)

@@ -92,28 +92,3 @@ def test_magnitudes_are_recorded_at_the_end_of_a_task():
         np.testing.assert_array_equal(row[: task + 1], step.trained["magnitudes"][: task + 1])
         np.testing.assert_array_equal(row[task + 1 :], 0)
         assert np.abs(row[: task + 1] - 0.8).min() > 1e-4
-
-
-def test_magnitudes_start_anew_or_are_carried_over(backbone):
-    learned = np.array([[0.7, 0, 0], [0.6, 1.1, 0], [0, 0, 0]], np.float32)
-    for reset, expected in ((True, [0.9, 0.9, 0.9]), (False, [0.6, 0.9, 1.1])):
-        learner = toy.make_learner(
-            "sd_lora", learner__sd_lora__magnitude=0.9, learner__sd_lora__reset_magnitudes=reset
-        )
-        state = random_state(learner, 2)._replace(magnitudes=jnp.asarray(learned))
-        _, trained = learner.start_task(backbone, state, 2, jax.random.key(0))
-        np.testing.assert_allclose(trained["magnitudes"], expected)
-        # Of the second task the first direction is old for the first time.
-        _, trained = learner.start_task(backbone, state, 1, jax.random.key(0))
-        np.testing.assert_allclose(trained["magnitudes"][:2], [0.9, 0.9 if reset else 0.7])
-        _, trained = learner.start_task(backbone, state, 0, jax.random.key(0))
-        np.testing.assert_allclose(trained["magnitudes"], 0.9)
-
-
-def test_the_authors_start_of_the_head(backbone):
-    learner = toy.make_learner("sd_lora", (400,), learner__sd_lora__head_start="zero_bias")
-    state = learner.initial_state()
-    head = learner.start_task(backbone, state, 0, jax.random.key(0))[1]["head"]
-    bound = 3**0.5 * toy.TINY.width**-0.5
-    assert 0.98 * bound < np.abs(head.weight).max() <= bound * (1 + 1e-6)
-    np.testing.assert_array_equal(head.bias, 0)

@@ -35,22 +35,14 @@ CLASSES = (2, 3, 2)
 # Constants of which none is one that another could be taken for.
 FIELDS: dict[str, dict[str, Any]] = {
     "inflora": {"inflora.lamb": 0.9998},
-    "inflora_ca": {
-        "inflora_ca.epochs": 3,
-        "inflora_ca.samples_per_class": 8,
-        "inflora_ca.batch_size": 8,
-        "inflora_ca.ridge": 1e-2,
-    },
     "splitlora": {"splitlora.alpha": 0.05},
-    "ewc_lora": {"ewc_lora.strength": 3.0, "ewc_lora.accumulation": 0.25},
+    "ewc_lora": {"ewc_lora.strength": 3.0},
     "lora_subtraction": {
         "lora_subtraction.triplet_weight": 0.7,
         "lora_subtraction.margin": 1.5,
     },
-    "loda": {"loda.scale": 7.0, "loda.margin": 0.15},
+    "loda": {"loda.margin": 0.15},
     "rsiat": {
-        "rsiat.bottleneck": 5,
-        "rsiat.dropout": 0.0,
         "rsiat.scale": 4.0,
         "rsiat.margin": 0.3,
         "rsiat.steering_weight": 0.7,
@@ -59,11 +51,6 @@ FIELDS: dict[str, dict[str, Any]] = {
         "rsiat.alignment_weight": 0.9,
         "rsiat.repulsion_weight": 2.0,
         "rsiat.projector_width": 7,
-        "rsiat.drift_width": 2.0,
-        "rsiat.samples_per_class": 8,
-        "rsiat.calibration_batch_size": 8,
-        "rsiat.calibration_epochs": 3,
-        "rsiat.calibration_learning_rate": 0.5,
     },
 }
 # Factors on the learning rates that make a few steps visible.

@@ -133,7 +133,7 @@ def test_groups_say_what_departs_from_the_protocol(tmp_path):
 
 
 def test_options_of_other_learners_make_no_other_group_and_those_stated_are_compared(tmp_path):
-    other = {"learner.loda.scale": 1.0, "learner.ewc_lora.strength": 1e7}
+    other = {"learner.loda.margin": 1.0, "learner.ewc_lora.strength": 1e7}
     write_run(tmp_path / "a", learner="ewc_lora")
     write_run(tmp_path / "b", learner="ewc_lora", seed=2, config=other)
     # Before a field existed, it had the value that the paper states.
