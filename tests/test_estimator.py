@@ -48,7 +48,7 @@ def test_the_checks_of_scikit_learn(estimator, check, plain):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*BOTH, "raw", "mahalanobis"])
+@pytest.mark.parametrize("name", [*BOTH, "mahalanobis"])
 def test_the_checks_of_scikit_learn_on_a_device(name):
     estimator = FDCClassifier(name, head="nearest_mean")
     check_estimator(estimator, expected_failed_checks=EXPECTED, on_skip=None)
