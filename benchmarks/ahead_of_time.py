@@ -85,7 +85,7 @@ def scoring(mesh: Mesh, width: int, tasks: int, classes: int, rows: int) -> Prog
 
     tasks, classes = padded_size(tasks, 8), padded_size(classes, 4)
     of_task = ((width,), (128, width), (classes, width), (classes,), (4,))
-    frame = fdc.Frame(array(width), tuple(array(tasks, *shape) for shape in of_task))
+    frame = fdc.Frame(array(width), array(width), tuple(array(tasks, *shape) for shape in of_task))
     heads = tuple(array(tasks, classes, *shape) for shape in ((width,), (width,), ()))
     fixed = {"gamma": 0.5, "neighbours": 1, "normalised": False}
     function = jax.jit(lambda *given: fdc.measure(*given, **fixed))

@@ -135,7 +135,7 @@ class Calibrator:
         """
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
-        """Returns calibrated scores of a batch of any size.
+        """Returns calibrated scores of a batch of any size; by default the best class decides.
 
         Args:
             adapted: final features E_T(x), [n, d].
@@ -144,7 +144,7 @@ class Calibrator:
         Raises:
             InputError: nothing was fitted or finalized, or features of another shape than then.
         """
-        raise NotImplementedError
+        return best_by_task(self.class_scores(adapted, pretrained), self.classes)
 
     def components(self, adapted: Any, pretrained: Any = None) -> dict[str, Scores]:
         """Returns the scores of every combination of components by name, `full` being `score`."""
@@ -211,7 +211,7 @@ class Calibrator:
     def _task(
         self, adapted: Any, labels: Any, head: Any, pretrained: Any, classes: Any
     ) -> inputs.TaskInput:
-        """Returns the input of `fit_task`, all but the features' values checked."""
+        """Returns the input of `fit_task`, checked."""
         task = self.num_tasks
         views, labels = inputs.task_views(adapted, labels, pretrained, task, self.widths)
         head = self._head(head, task, views[0].shape[1])

@@ -8,14 +8,13 @@ is not installed, takes one task after the other.
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fdc_jax.calibration.inputs import BLOCK_ROWS, finite_features
+from fdc_jax.calibration.inputs import BLOCK_ROWS, float32
 
 try:
     import jax
@@ -26,8 +25,6 @@ except ImportError:
 
 if TYPE_CHECKING:
     from jaxtyping import Float
-
-_LOGGER = logging.getLogger("fdc_jax.calibration")
 
 # Tasks that a kernel takes at once, which bounds its memory.
 TASK_GROUP = 64
@@ -90,7 +87,7 @@ def _jitted(kernel: Callable[..., Any], static: tuple[str, ...]) -> Callable[...
 def in_blocks(
     kernel: Callable[..., Any],
     fitted: Any,
-    views: Mapping[str, Float[np.ndarray, "n _"]],
+    *views: Float[np.ndarray, "n _"],
     plain: bool = False,
     **static: Any,
 ) -> Any:
@@ -99,19 +96,13 @@ def in_blocks(
     It takes some rows of all `views` at once; zero rows fill blocks up to a power of two, so that
     few sizes occur. Nothing waits for a block before all were handed over. NumPy computes if
     `plain`, as where JAX is not installed.
-
-    Raises:
-        InputError: a row is not finite; names it by the view's name.
     """
     plain = plain or not jax
     found, sizes, step = [], [], BLOCK_ROWS if plain else ROWS
-    count = max(len(next(iter(views.values()))), 1)
+    count = max(len(views[0]), 1)
     least = 8 if count <= ROWS else ROWS
     for start in range(0, count, step):
-        parts = [
-            finite_features(view[start : start + step], name, start=start)
-            for name, view in views.items()
-        ]
+        parts = [float32(view[start : start + step]) for view in views]
         sizes.append(len(parts[0]))
         if plain:
             found.append(kernel(fitted, *parts, **static))
@@ -136,34 +127,18 @@ def eigh(matrix: Float[np.ndarray, "k k"]) -> tuple[np.ndarray, np.ndarray]:
     size, scale = len(matrix), np.trace(matrix) or 1.0
     padded = np.zeros((-(-size // 64) * 64,) * 2, np.float32)
     padded[:size, :size] = matrix / scale
-    with _off_tpus():
+    with jax.default_device(_host()) if jax else contextlib.nullcontext():
         values, vectors = map(np.asarray, jnp.linalg.eigh(padded))
     return scale * values[::-1][:size].astype(np.float64), vectors.T[::-1][:size, :size]
 
 
-@contextlib.contextmanager
-def _off_tpus() -> Iterator[None]:
-    """Computes on the host's processor inside, where the device is a TPU.
+@cache
+def _host() -> Any:
+    """Returns the host's processor where the device is a TPU and JAX has both, else None.
 
     XLA compiles an eigendecomposition for a TPU for minutes, and for every size anew.
     """
-    if jax is None or jax.default_backend() != "tpu" or (host := _host()) is None:
-        yield
-        return
-    with jax.default_device(host):
-        yield
-
-
-@cache
-def _host() -> Any:
-    """Returns the processor as a device, or None where JAX has none; says so once."""
     try:
-        host = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:
-        _LOGGER.warning(
-            "statistics are fitted on the TPU, for which decompositions compile for minutes; "
-            "JAX_PLATFORMS=tpu,cpu lets them be fitted on the host"
-        )
+        return jax.local_devices(backend="cpu")[0] if jax.default_backend() == "tpu" else None
+    except RuntimeError:  # Left out of JAX_PLATFORMS.
         return None
-    _LOGGER.warning("statistics are decomposed on the host's processor, since the device is a TPU")
-    return host

@@ -29,19 +29,12 @@ LEFT_OUT = 2048
 
 
 class AffineMap(NamedTuple):
-    """g -> g A + b on rows g.
+    """g -> g A + b on rows g."""
 
-    Attributes:
-        matrix: A = I + Delta.
-        offset: b.
-        ridge: lambda.
-        residual: covariance of the errors on left-out images.
-    """
-
-    matrix: Float[np.ndarray, "d d"]
-    offset: Float[np.ndarray, " d"]
-    ridge: float
-    residual: Float[np.ndarray, "d d"]
+    matrix: Float[np.ndarray, "d d"]  # A = I + Delta
+    offset: Float[np.ndarray, " d"]  # b
+    ridge: float  # lambda
+    residual: Float[np.ndarray, "d d"]  # covariance of the errors on left-out images
 
     def move(self, rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
         """Returns features, or means of features, where the newer encoder has them."""

@@ -58,14 +58,11 @@ def retained_rank(energies: Float[np.ndarray, " k"], share: float, count: int) -
 
 
 def means(
-    features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"], classes: int, name: str
+    features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"], classes: int
 ) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, "c d"]]:
-    """Returns m_t, and p_{t,c} by class rows, zero for classes without an image (Eq. proto).
-
-    Raises InputError for the first row of features that is not finite.
-    """
+    """Returns m_t, and p_{t,c} by class rows, zero for classes without an image (Eq. proto)."""
     total, directions = np.zeros(features.shape[1]), np.zeros((classes, features.shape[1]))
-    for place, block in inputs.blocks(features, name):
+    for place, block in inputs.blocks(features):
         total += block.sum(axis=0, dtype=np.float64)
         directions += np.eye(classes, dtype=np.float32)[rows[place]].T @ unit(block)
     return (total / len(features)).astype(np.float32), unit(directions).astype(np.float32)
@@ -115,6 +112,14 @@ def filtered(rows: Float[Any, "n d"], basis: Float[Any, "r d"], gamma: float) ->
     return (1.0 - gamma) * rows + gamma * products(products(rows, basis), basis.T)
 
 
+def filtered_energy(
+    energies: Float[Any, " n"], inside: Float[Any, "n r"], gamma: float
+) -> Float[Any, " n"]:
+    """Returns squared lengths of filtered features, of those of h and of h U."""
+    kept = energy(inside)
+    return (1.0 - gamma) ** 2 * (energies - kept) + kept
+
+
 def residual_ratio(
     near: Float[Any, "n d"],
     squares: Float[Any, " n"],
@@ -133,15 +138,23 @@ def residual_ratio(
     return outside / xp.maximum(total, ENERGY_FLOOR), coordinates
 
 
-def affinity(
-    units: Float[Any, "n d"], prototypes: Float[Any, "c d"], absent: Float[Any, " c"], k: int
+def cosine_distance(
+    near: Float[Any, "n d"],
+    squares: Float[Any, " n"],
+    prototypes: Float[Any, "c d"],
+    absent: Float[Any, " c"],
+    k: int,
 ) -> Float[Any, " n"]:
-    """Returns A_{t,K}, the mean of the K largest cosines to prototypes (Eq. par).
+    """Returns 1 - A_{t,K}, where A_{t,K} is the mean of the K largest cosines (Eq. par).
 
-    `absent` is minus infinity for classes without an image, else 0.
+    The cosine distance of unit vectors is half the square between them. Expanded about a point amid
+    the prototypes, which `near` and `prototypes` are relative to, it keeps the digits that 1 - cos
+    loses where all point nearly the same way. `squares` are the energies of `near`, 1 more for
+    features of length zero, whose cosines are 0. `absent` is infinite for classes without an image.
     """
-    cosines, xp = products(units, prototypes) + absent, namespace(units, prototypes)
-    return cosines.max(axis=-1) if k == 1 else xp.sort(cosines, axis=-1)[:, -k:].mean(axis=-1)
+    squares = squares[:, None] - 2.0 * products(near, prototypes) + energy(prototypes)
+    distances, xp = squares / 2.0 + absent, namespace(near, prototypes)
+    return distances.min(axis=-1) if k == 1 else xp.sort(distances, axis=-1)[:, :k].mean(axis=-1)
 
 
 def foreign_residuals(

@@ -6,10 +6,10 @@ Lines are those of the algorithm; its equations are functions of `equations`. A 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -24,8 +24,6 @@ from fdc_jax.heads import products, unit
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Int
-
-_LOGGER = logging.getLogger("fdc_jax.calibration")
 
 # Table current-ablation, and the views of Table plugin without TSF, as arguments of `Terms.fuse`.
 COMPONENTS = {
@@ -77,7 +75,7 @@ class View(NamedTuple):
     basis: Float[np.ndarray, "r d"]  # U_t; no row where nothing varies
     prototypes: Float[np.ndarray, "c d"]  # p_{t,c}; zero for classes without an image
     residual: tuple[float, float] = (0.0, 1.0)  # moments of the task's own rho_t
-    affinity: tuple[float, float] = (0.0, 1.0)  # of its own A_t
+    affinity: tuple[float, float] = (1.0, 1.0)  # of its own A_t
 
 
 class Task(NamedTuple):
@@ -92,65 +90,77 @@ class Task(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The tasks' statistics in one view side by side, relative to a point amid their means."""
+    """The tasks' statistics in one view side by side, where float32 has digits to spare."""
 
-    origin: Float[Any, " d"]
-    tasks: tuple[Any, ...]  # m_t - origin, U_t, prototypes, `absent`, moments of rho_t and A_t
-
-
-def framed(
-    views: Sequence[View], counts: Sequence[Int[np.ndarray, " c"]], plain: bool = False
-) -> Frame:
-    """Returns the statistics of tasks for `measure`; see `compiled.stack` for `plain`."""
-    origin = np.mean([view.mean for view in views], axis=0)
-    absent = [np.where(count > 0, 0.0, -np.inf) for count in counts]
-    columns = (
-        stack([view.mean - origin for view in views], plain=plain),
-        stack([view.basis for view in views], 8, plain=plain),
-        stack([view.prototypes for view in views], 4, plain=plain),
-        stack(absent, 4, -np.inf, plain=plain),
-        stack([np.array(view.residual + view.affinity) for view in views], plain=plain),
-    )
-    return Frame(origin, columns)
+    origin: Float[Any, " d"]  # amid the m_t
+    direction: Float[Any, " d"]  # amid the prototypes
+    tasks: tuple[Any, ...]  # m_t - origin, U_t, p_{t,c} - direction, `absent`, moments
 
 
-def folded(
-    heads: Sequence[Any], bases: Sequence[Float[np.ndarray, "r d"]], gamma: float, plain=False
-) -> tuple[Any, Any, Any]:
-    """Returns the rows of heads, these with TSF folded in (line 9), and their biases."""
+def side_by_side(
+    views: Sequence[Sequence[View]],
+    counts: Sequence[Int[np.ndarray, " c"]],
+    heads: Sequence[Any],
+    gamma: float,
+    plain: bool = False,
+) -> tuple[list[Frame], tuple[Any, ...]]:
+    """Returns what `measure` takes: of each view the tasks' statistics, and the tasks' heads.
+
+    Heads are their weights W_t, these with TSF folded in (line 9), and biases b_t. See
+    `compiled.stack` for `plain`.
+    """
+    put = partial(stack, plain=plain)
+    absent = put([np.where(count > 0, 0.0, np.inf) for count in counts], 4, np.inf)
+    frames = []
+    for own in views:
+        origin = np.mean([view.mean for view in own], axis=0)
+        direction = np.mean([unit(view.prototypes.sum(axis=0)) for view in own], axis=0)
+        # Of rho_t and 1 - A_t.
+        moments = [(*view.residual, 1.0 - view.affinity[0], view.affinity[1]) for view in own]
+        columns = (
+            put([view.mean - origin for view in own]),
+            put([view.basis for view in own], 8),
+            put([view.prototypes - direction for view in own], 4),
+            absent,
+            put(moments),
+        )
+        frames.append(Frame(origin, direction, columns))
     forms = [head.affine for head in heads]
-    bent = [eq.filtered(form.rows, basis, gamma) for form, basis in zip(forms, bases, strict=True)]
+    pairs = zip(forms, views[0], strict=True)
+    bent = [eq.filtered(form.rows, view.basis, gamma) for form, view in pairs]
     biases = [np.broadcast_to(form.bias, len(form.rows)) for form in forms]
-    rows = stack([form.rows for form in forms], 4, plain=plain)
-    return rows, stack(bent, 4, plain=plain), stack(biases, 4, -np.inf, plain=plain)
+    weights = put([form.rows for form in forms], 4), put(bent, 4), put(biases, 4, -np.inf)
+    return frames, weights
 
 
 def against_task(
     features: Float[Any, "n d"],
-    origin: Float[Any, " d"],
+    frame: Frame,
     gamma: float,
     neighbours: int,
     normalised: bool,
     all_rows: bool = False,
 ) -> Callable[..., tuple[Any, ...]]:
     """Returns the function of one task, and of its head where it takes part, that measures rows."""
-    near, units = features - origin, unit(features)  # once for all tasks
-    squares, lengths = eq.energy(near), eq.energy(features) if normalised else None
+    # Once for all tasks.
+    near, units = features - frame.origin, unit(features)
+    aside, no_length = units - frame.direction, eq.energy(units) < 0.5
+    squares, spread = eq.energy(near), eq.energy(aside) + no_length
+    lengths = eq.energy(features) if normalised else None
 
     def one_task(mean, basis, prototypes, absent, own, *head):
         ratio, coordinates = eq.residual_ratio(near, squares, mean, basis)
-        closeness = eq.affinity(units, prototypes, absent, neighbours)
-        measured = (ratio - own[0]) / own[1], (closeness - own[2]) / own[3]
+        distance = eq.cosine_distance(aside, spread, prototypes, absent, neighbours)
+        measured = (ratio - own[0]) / own[1], (own[2] - distance) / own[3]  # u_t and q_t
         if not head:
             return measured
-        rows, bent, bias = head
+        weight, bent_weight, bias = head
         bent_lengths = None
         if normalised:
-            # Of (1 - gamma) h + gamma (h U) U^T, with h U = (h - m_t) U + m_t U.
-            inside = eq.energy(coordinates + products((mean + origin)[None], basis))
-            bent_lengths = (1 - gamma) ** 2 * (lengths - inside) + inside
-        raw = eq.head_logits(features, rows, bias, lengths)
-        bent = eq.head_logits(features, bent, bias, bent_lengths)
+            inside = coordinates + products((mean + frame.origin)[None], basis)  # h U
+            bent_lengths = eq.filtered_energy(lengths, inside, gamma)
+        raw = eq.head_logits(features, weight, bias, lengths)
+        bent = eq.head_logits(features, bent_weight, bias, bent_lengths)
         largest = [each for z in (raw, bent) for each in (z.max(axis=-1), z.argmax(axis=-1))]
         return *measured, *largest, *((bent,) if all_rows else ())
 
@@ -171,7 +181,7 @@ def measure(
     frames, heads = fitted
     for name, frame, features in zip(inputs.VIEWS, frames, views, strict=False):
         given = *frame.tasks, *(heads if name == "adapted" else ())
-        columns = over_tasks(against_task(features, frame.origin, **static), *given)
+        columns = over_tasks(against_task(features, frame, **static), *given)
         logits = "raw", "raw_row", "filtered", "filtered_row", "filtered_rows"
         found |= dict(zip((f"{name}_residual", f"{name}_affinity", *logits), columns, strict=False))
     return found
@@ -182,7 +192,7 @@ class Terms:
     """Everything that the scores of a batch are made of, so that any combination costs no pass."""
 
     measured: dict[str, Float[np.ndarray, "n tasks"]]  # what `measure` returns
-    views: list[tuple[float, Any, Any, Any]]  # each one's weight, RLC evidence, q_t, A_t's moments
+    views: list[tuple[float, Any, Any]]  # each one's weight, RLC evidence and q_t
     raw_scale: Float[np.ndarray, " tasks"]  # sigma_t without TSF
     filtered_scale: Float[np.ndarray, " tasks"]  # sigma_t
     settings: Settings
@@ -195,23 +205,15 @@ class Terms:
         pac: bool = True,
         adapted_view: bool = True,
         pretrained_view: bool = True,
-        nearest: bool = False,
     ) -> Scores:
         """Returns the scores with the named components switched on (lines 18 and 19).
 
         Without TSF both the logits and the score scales are the raw ones; with everything switched
-        off the scores are the raw logits. With `nearest`, affinities are standardised over the
-        candidate tasks of each input (paper, "PAC Neighborhood Size").
+        off the scores are the raw logits.
         """
-        views = []
         switches = adapted_view, pretrained_view
-        for on, (weight, evidence, q, (mean, std)) in zip(switches, self.views, strict=False):
-            if nearest:
-                closeness = q * std + mean
-                spread = np.maximum(closeness.std(axis=1, keepdims=True), eq.SCALE_FLOOR)
-                q = (closeness - closeness.mean(axis=1, keepdims=True)) / spread
-            if on:
-                views.append((weight, evidence, np.tanh(q)))
+        chosen = [view for on, view in zip(switches, self.views, strict=False) if on]
+        views = [(weight, evidence, np.tanh(q)) for weight, evidence, q in chosen]
         kind, scale = ("filtered", self.filtered_scale) if tsf else ("raw", self.raw_scale)
         weights = rlc * self.settings.rlc_weight, pac * self.settings.pac_weight
         scores = eq.fused(self.measured[kind], scale, views, *weights)
@@ -244,33 +246,28 @@ class FDC(Calibrator):
         """See `Calibrator.fit_task` (lines 5 to 11)."""
         if self.foreign is None:
             raise InputError("the foreign residuals were released: no further task can be fitted")
-        given, settings = self._task(adapted, labels, head, pretrained, classes), self.settings
-        if (present := int((given.counts > 0).sum())) < settings.neighbours:
+        given = self._task(adapted, labels, head, pretrained, classes)
+        gamma, eta = self.settings.attenuation, self.settings.retained_energy
+        neighbours = self.settings.neighbours
+        if (present := int((given.counts > 0).sum())) < neighbours:
             raise InputError(
-                f"task {given.task}: {settings.neighbours} neighbours need as many classes with "
-                f"samples, found {present}"
+                f"task {given.task}: {neighbours} neighbours need as many classes with samples, "
+                f"found {present}"
             )
         views, foreign = [], []
-        for index, features in enumerate(given.views):  # Line 6.
-            name, count = given.name(index), len(given.classes)
-            mean, prototypes = eq.means(features, given.rows, count, name)
-            views.append(View(mean, eq.pca(features, mean, settings.retained_energy), prototypes))
-        # Own moments and line 10 need another walk, with the finished subspace and prototypes.
-        frames = [framed([view], [given.counts], plain=True) for view in views]
-        heads = folded([given.head], [views[0].basis], settings.attenuation, plain=True)
-        measured = self._measure((frames, heads), given.views, given.head, plain=True)
-        scales = [eq.moments(measured[kind])[1] for kind in ("raw", "filtered")]
+        for features in given.views:  # Line 6, but for own moments.
+            mean, prototypes = eq.means(features, given.rows, len(given.classes))
+            views.append(View(mean, eq.pca(features, mean, eta), prototypes))
+        alone = side_by_side([[view] for view in views], [given.counts], [given.head], gamma, True)
+        measured = self._measure(alone, given.views, given.head, plain=True)
+        scales = [eq.moments(measured[kind])[1] for kind in ("raw", "filtered")]  # Line 10.
         for index, (view, features) in enumerate(zip(views, given.views, strict=True)):
             name = inputs.VIEWS[index]
-            own = [eq.moments(measured[f"{name}_{kind}"]) for kind in ("residual", "affinity")]
-            views[index] = view._replace(residual=own[0], affinity=own[1])
+            residual = eq.moments(measured[f"{name}_residual"])
+            mean, std = eq.moments(measured[f"{name}_affinity"])  # Of A_t - 1.
+            views[index] = view._replace(residual=residual, affinity=(1.0 + mean, std))
             earlier = [task.views[index] for task in self.tasks]
             foreign.append(eq.foreign_residuals(features, earlier))  # Line 7.
-            if own[0][1] <= eq.SCALE_FLOOR and len(view.basis) < len(view.mean):
-                _LOGGER.warning(
-                    f"{given.name(index)}: residual ratios of its samples ({len(features)}) do not "
-                    "vary; RLC's foreign reference, which all tasks share, will be dominated by it"
-                )
         self.tasks = [*self.tasks, Task(views, *scales)]
         self.foreign = [*self.foreign, foreign]
         self.references = []
@@ -294,26 +291,22 @@ class FDC(Calibrator):
         weights = settings.adapted_view_weight, settings.pretrained_view_weight
         views = inputs.score_views(adapted, pretrained, self.widths, weights[1] > 0.0)
         if self._fitted is None:
-            own = [[task.views[index] for task in self.tasks] for index in range(len(self.widths))]
-            bases = [view.basis for view in own[0]]
-            frames = [framed(each, self.counts) for each in own]
-            self._fitted = frames, folded(self.heads, bases, settings.attenuation)
+            of_views = [*zip(*(task.views for task in self.tasks), strict=True)]
+            self._fitted = side_by_side(of_views, self.counts, self.heads, settings.attenuation)
         found = self._measure(self._fitted, views, self.heads[0], all_rows=all_rows)
         found = {name: column[:, :count] for name, column in found.items()}  # no padding
         terms = []
         for index, (mean, variance, tau) in enumerate(self.references[: len(views)]):
             name = inputs.VIEWS[index]
             evidence = np.tanh(eq.log_ratio(found[f"{name}_residual"], mean, variance) / tau)
-            of_tasks = np.array([task.views[index].affinity for task in self.tasks], np.float32).T
-            terms.append((weights[index], evidence, found[f"{name}_affinity"], of_tasks))
+            terms.append((weights[index], evidence, found[f"{name}_affinity"]))
         raw, bent = np.array([task[1:] for task in self.tasks], np.float32).T
         return Terms(found, terms, raw, bent, settings, self.classes)
 
     def _measure(self, fitted, views, head, plain=False, **more) -> dict[str, np.ndarray]:
-        given = dict(zip((f"{name} features" for name in inputs.VIEWS), views, strict=False))
         settings, normalised = self.settings, head.affine.normalised
         static = {"gamma": settings.attenuation, "neighbours": settings.neighbours, **more}
-        return in_blocks(measure, fitted, given, plain=plain, normalised=normalised, **static)
+        return in_blocks(measure, fitted, *views, plain=plain, normalised=normalised, **static)
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
         """Returns calibrated scores of a batch of any size (lines 14 to 20)."""
@@ -333,9 +326,8 @@ class FDC(Calibrator):
         terms = self.terms(adapted, pretrained, all_rows=True)
         scores = terms.fuse().task_scores - terms.measured["filtered"]
         rows = terms.measured["filtered_rows"] + scores[..., None]
-        return np.concatenate(
-            [rows[:, task, : len(own)] for task, own in enumerate(self.classes)], axis=1
-        )
+        parts = [rows[:, t, : len(own)] for t, own in enumerate(self.classes)]
+        return np.concatenate(parts, axis=1)
 
     @property
     def storage_bytes(self) -> int:
@@ -350,9 +342,8 @@ class FDC(Calibrator):
         for index, weight in enumerate(weights[: len(self.widths)]):
             if weight or (index == 0 and settings.attenuation):
                 numbers += sum(task.views[index].basis.size for task in self.tasks)
-            if weight:
+            if weight:  # Four moments of each task; the foreign mean, variance and scale.
                 numbers += (self.num_tasks + present) * self.widths[index]
-                # Four moments of each task; mean, variance and scale of the foreign reference.
                 numbers += 4 * self.num_tasks + (3 if self.num_tasks > 1 else 0)
         return 4 * numbers
 

@@ -39,18 +39,11 @@ PRETRAINED_SHARE = 0.5
 
 
 class ViewClasses(NamedTuple):
-    """The classes of one view, those of all tasks in a row.
+    """The classes of one view, those of all tasks in a row."""
 
-    Attributes:
-        means: zero for classes without an image.
-        factors: B_c, whose rows are principal directions of the class, each as long as its standard
-            deviation along it.
-        scatter: S, summed over all images.
-    """
-
-    means: Float[np.ndarray, "c d"]
-    factors: Float[np.ndarray, "c r d"]
-    scatter: Float[np.ndarray, "d d"]
+    means: Float[np.ndarray, "c d"]  # mu_c; zero for classes without an image
+    factors: Float[np.ndarray, "c r d"]  # B_c; rows are as long as standard deviations along them
+    scatter: Float[np.ndarray, "d d"]  # S, summed over all images
 
     def moved(self, by: drift.AffineMap, images: int) -> ViewClasses:
         """Returns the classes, of so many images, as a newer encoder has them.
@@ -101,21 +94,12 @@ def fit_classes(
 
 
 class Metric(NamedTuple):
-    """The classes of one view as scoring takes them.
+    """The classes of one view in coordinates W (g - m), in which all share the covariance I."""
 
-    In coordinates W (g - m), in which the covariance that all classes share is the identity.
-
-    Attributes:
-        origin: m, the mean of the class means.
-        whitener: W.
-        means: of each class in these coordinates.
-        factors: F_c such that the inverse covariance of class c is I - F_c' F_c.
-    """
-
-    origin: Float[Any, " d"]
-    whitener: Float[Any, "d d"]
+    origin: Float[Any, " d"]  # m, the mean of the class means
+    whitener: Float[Any, "d d"]  # W
     means: Float[Any, "c d"]
-    factors: Float[Any, "c r d"]
+    factors: Float[Any, "c r d"]  # F_c; the inverse covariance of class c is I - F_c' F_c
 
 
 def metric(known: ViewClasses, counts: Int[np.ndarray, " c"]) -> Metric:
@@ -177,23 +161,16 @@ class Gaussians(Calibrator):
         """See `Calibrator.fit_task`."""
         given = self._task(adapted, labels, head, pretrained, classes)
         follows, earlier = self.follows, self.views
-        for index, features in enumerate(given.views):
-            inputs.check_finite(features, given.name(index))
         if given.task:
             name = f"previous features of task {given.task}"
-            if follows is not None and follows != (previous is not None):
+            if follows not in (None, previous is not None):
                 raise InputError(
                     f"{name}: expected features by the encoder before each task from the second "
                     f"one on, or of none, as its statistics follow the encoder or stay"
                 )
             if follows := previous is not None:
                 before = inputs.feature_array(previous, name, self.widths[0])
-                if len(before) != len(given.labels):
-                    raise InputError(
-                        f"{name}: expected {len(given.labels)} rows like the adapted features, "
-                        f"found {len(before)}"
-                    )
-                inputs.check_finite(before, name)
+                inputs.same_length(before, given.views[0], name)
                 by = drift.fit_map(before, given.views[0])
                 images = sum(int(counts.sum()) for counts in self.counts)
                 earlier = [self.views[0].moved(by, images), *self.views[1:]]
@@ -202,10 +179,6 @@ class Gaussians(Calibrator):
         self.views = [known.joined(other) for known, other in pairs] or new
         self.follows = follows
         self._append(given)
-
-    def score(self, adapted: Any, pretrained: Any = None) -> Scores:
-        """See `Calibrator.score`."""
-        return self.components(adapted, pretrained)["full"]
 
     def components(self, adapted: Any, pretrained: Any = None) -> dict[str, Scores]:
         """Returns the scores by all views and, where there are two, by each alone."""
@@ -226,8 +199,7 @@ class Gaussians(Calibrator):
         counts = np.concatenate(self.counts)
         if self._metrics is None:
             self._metrics = [metric(known, counts) for known in self.views]
-        given = dict(zip((f"{name} features" for name in inputs.VIEWS), views, strict=False))
-        found = in_blocks(class_distances, self._metrics, given)
+        found = in_blocks(class_distances, self._metrics, *views)
         shares = {"adapted": 1.0, "pretrained": 1.0 if self.follows is False else PRETRAINED_SHARE}
         absent = np.where(counts > 0, np.float32(0.0), np.float32(-np.inf))
         return {

@@ -62,33 +62,52 @@ def _is_of_jax(value: Any) -> TypeGuard[Array]:
 def feature_array(value: Any, name: str, width: int | None = None) -> np.ndarray:
     """Returns features as a host array [n, width] of their own number type.
 
+    This is the one place where every value is looked at, block by block.
+
     Raises:
-        InputError: not two-dimensional, no columns, not real numbers, or another width.
+        InputError: not two-dimensional, no columns, not real numbers, another width, or a row that
+            is not finite in float32.
     """
     array = host_array(value, name)
-    check_feature_shape(array.shape, array.dtype, name, width)
+    if array.ndim != 2 or array.shape[1] == 0:
+        raise InputError(f"{name}: expected shape [samples, width], found {list(array.shape)}")
+    check_real(array, name)
+    if width is not None and array.shape[1] != width:
+        raise InputError(f"{name}: expected width {width}, found {array.shape[1]}")
+    for place, block in blocks(array):
+        with np.errstate(over="ignore", invalid="ignore"):
+            finite = np.isfinite(np.einsum("nd,nd->n", block, block))
+        if not finite.all():
+            row = place.start + int(np.argmin(finite))
+            raise InputError(f"{name}: row {row} is not finite, or too large for float32")
     return array
 
 
-def check_feature_shape(shape: tuple[int, ...], dtype: Any, name: str, width: int | None) -> None:
-    """Raises InputError unless shape and number type are those of features [n, width]."""
-    if len(shape) != 2 or shape[1] == 0:
-        raise InputError(f"{name}: expected shape [samples, width], found {list(shape)}")
-    check_real(dtype, name)
-    if width is not None and shape[1] != width:
-        raise InputError(f"{name}: expected width {width}, found {shape[1]}")
-
-
-def check_real(dtype: Any, name: str) -> None:
+def check_real(array: np.ndarray, name: str) -> None:
     """Raises InputError for objects, text, truth values and complex numbers."""
-    if np.dtype(dtype).kind not in "iuf" and not np.dtype(dtype).name.startswith(_SHORT_FLOATS):
-        raise InputError(f"{name}: expected real numbers, found {dtype}")
+    if array.dtype.kind not in "iuf" and not array.dtype.name.startswith(_SHORT_FLOATS):
+        raise InputError(f"{name}: expected real numbers, found {array.dtype}")
 
 
 def float32(array: np.ndarray) -> Float[np.ndarray, ...]:
-    """Returns the array in float32; what does not fit becomes infinite and is reported later."""
+    """Returns the array in float32; what does not fit becomes infinite."""
     with np.errstate(over="ignore"):
         return np.asarray(array, dtype=np.float32)
+
+
+def blocks(features: np.ndarray) -> Iterator[tuple[slice, Float[np.ndarray, "block d"]]]:
+    """Yields some rows of features at a time in float32, with their place."""
+    for start in range(0, len(features), BLOCK_ROWS):
+        place = slice(start, start + BLOCK_ROWS)
+        yield place, float32(features[place])
+
+
+def same_length(array: np.ndarray, adapted: np.ndarray, name: str) -> None:
+    """Raises InputError unless an array has a row for each row of the adapted features."""
+    if len(array) != len(adapted):
+        raise InputError(
+            f"{name}: expected {len(adapted)} rows like the adapted features, found {len(array)}"
+        )
 
 
 def label_array(value: Any, name: str) -> Int[np.ndarray, " n"]:
@@ -105,49 +124,6 @@ def label_array(value: Any, name: str) -> Int[np.ndarray, " n"]:
     if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
         raise InputError(f"{name}: {array.max()} does not fit a signed 64-bit integer")
     return array.astype(np.int64)
-
-
-def check_rows(name: str, energies: Float[np.ndarray, " n"], start: int = 0) -> None:
-    """Raises InputError naming the first row whose sum of squares is not finite in float32."""
-    finite = np.isfinite(energies)
-    if not finite.all():
-        row = start + int(np.argmin(finite))
-        raise InputError(f"{name}: row {row} is not finite, or too large for float32")
-
-
-def finite_features(
-    value: Any, name: str, width: int | None = None, start: int = 0
-) -> Float[np.ndarray, "n d"]:
-    """Returns features in float32; `start` is the number of their first row.
-
-    Raises:
-        InputError: of `feature_array` and `check_rows`.
-    """
-    array = float32(feature_array(value, name, width))
-    with np.errstate(over="ignore", invalid="ignore"):
-        check_rows(name, np.einsum("nd,nd->n", array, array), start)
-    return array
-
-
-def check_finite(features: np.ndarray, name: str) -> None:
-    """Raises InputError naming the first row of features that is not finite in float32."""
-    for _ in blocks(features, name):
-        pass
-
-
-def class_labels(classes: Any, name: str) -> Int[np.ndarray, " c"]:
-    """Returns the labels of a head's rows, in row order.
-
-    Raises:
-        InputError: not integers, none at all, or a label named twice.
-    """
-    labels = label_array(classes, name)
-    if labels.size == 0:
-        raise InputError(f"{name}: expected at least one label, found none")
-    values, counts = np.unique(labels, return_counts=True)
-    if (counts > 1).any():
-        raise InputError(f"{name}: label {values[counts > 1][0]} is named twice")
-    return labels
 
 
 def score_views(
@@ -170,34 +146,15 @@ def score_views(
         for view, value, width in zip(VIEWS, (adapted, pretrained), widths, strict=False)
         if not (value is None and view == "pretrained")
     ]
-    if len(views[-1]) != len(views[0]):
-        raise InputError(
-            f"pretrained features: expected {len(views[0])} rows like the adapted features, "
-            f"found {len(views[1])}"
-        )
+    same_length(views[-1], views[0], "pretrained features")
     return views
-
-
-def blocks(
-    features: np.ndarray, name: str | None = None
-) -> Iterator[tuple[slice, Float[np.ndarray, "block d"]]]:
-    """Yields some rows of features at a time in float32, with their place.
-
-    Where they have a `name`, raises InputError for the first row that is not finite.
-    """
-    for start in range(0, len(features), BLOCK_ROWS):
-        place = slice(start, start + BLOCK_ROWS)
-        if name is None:
-            yield place, float32(features[place])
-        else:
-            yield place, finite_features(features[place], name, start=start)
 
 
 # A task ------------------------------------------------------------------------------------------
 
 
 class TaskInput(NamedTuple):
-    """What `fit_task` is given, checked but for the features' values.
+    """What `fit_task` is given, checked.
 
     Attributes:
         task: its number, counted from 0.
@@ -221,10 +178,6 @@ class TaskInput(NamedTuple):
         order = np.argsort(self.classes)
         return order[np.searchsorted(self.classes, self.labels, sorter=order)]
 
-    def name(self, view: int) -> str:
-        """What messages call the features of a view."""
-        return f"{VIEWS[view]} features of task {self.task}"
-
 
 def task_views(
     adapted: Any, labels: Any, pretrained: Any, task: int, widths: Sequence[int]
@@ -237,16 +190,12 @@ def task_views(
             f"pretrained features of task {task}: earlier tasks had {had}, this one has {have}; "
             "give them for all tasks or for none"
         )
-    views: list[np.ndarray] = []
-    for view, value, width in zip(VIEWS, given, widths or (None, None), strict=False):
-        views.append(feature_array(value, f"{view} features of task {task}", width))
+    names = [f"{view} features of task {task}" for view in VIEWS]
+    each = zip(given, names, widths or (None, None), strict=False)
+    views = [feature_array(*value) for value in each]
     labels = label_array(labels, f"labels of task {task}")
-    for name, array in (("pretrained features", views[-1]), ("labels", labels)):
-        if len(array) != len(views[0]):
-            raise InputError(
-                f"{name} of task {task}: expected {len(views[0])} rows like the adapted features, "
-                f"found {len(array)}"
-            )
+    same_length(views[-1], views[0], names[1])
+    same_length(labels, views[0], f"labels of task {task}")
     if not len(labels):
         raise InputError(f"task {task}: expected at least one sample, found none")
     return views, labels
@@ -255,7 +204,7 @@ def task_views(
 def task_classes(
     labels: Int[np.ndarray, " n"],
     task: int,
-    num_classes: int | None,
+    num_rows: int | None,
     named: Any,
     earlier: Sequence[Int[np.ndarray, " _"]],
 ) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
@@ -264,48 +213,36 @@ def task_classes(
     Args:
         labels: of all samples of the task.
         task: its number, for messages.
-        num_classes: rows of its head, None where it has none.
+        num_rows: rows of its head, None where it has none.
         named: the label of each row; None for the distinct labels, ascending.
         earlier: labels of earlier tasks.
 
     Raises:
-        InputError: a label is an earlier task's or no row's, or a row has no label.
+        InputError: a label is an earlier task's or no row's, or named twice, or not one per row.
     """
-    values, first, counts = np.unique(labels, return_index=True, return_counts=True)
-    if named is not None:
-        named = class_labels(named, f"classes of task {task}")
-    if num_classes is None:
-        num_classes = len(values if named is None else named)
-    if named is not None:
-        if len(named) != num_classes:
-            raise InputError(
-                f"classes of task {task}: expected {num_classes} labels, one per row of the head, "
-                f"found {len(named)}"
-            )
-    classes = values if named is None else named
-    for other, taken in enumerate(earlier):
-        if (again := np.isin(classes, taken)).any():
-            label = classes[again][0]
-            raise InputError(
-                f"labels of task {task}: label {label} already belongs to task {other}"
-            )
-    if named is None:
-        strangers = np.argsort(np.argsort(first)) >= num_classes
-    else:
-        strangers = ~np.isin(values, named)
-    if strangers.any():
-        row = first[strangers].min()
-        where = f"labels of task {task}: label {labels[row]} at row {row}"
-        if named is not None:
-            raise InputError(f"{where} is none of the head's classes")
-        raise InputError(f"{where} is one more than the {num_classes} classes of the head")
-    if named is None and len(values) < num_classes:
-        raise InputError(
-            f"labels of task {task}: found {len(values)} classes, the head has {num_classes} rows; "
-            "name their labels with classes"
+    name = f"classes of task {task}"
+    classes = np.unique(labels) if named is None else label_array(named, name)
+    if len(np.unique(classes)) < len(classes):
+        raise InputError(f"{name}: a label is named twice")
+    if num_rows not in (None, len(classes)):
+        found = (
+            f"found {len(classes)}"
+            if named is not None
+            else (f"the samples have {len(classes)}; where a class has no sample, name the labels")
         )
-    known = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    return classes, np.array([known.get(label, 0) for label in classes.tolist()], np.int64)
+        raise InputError(f"{name}: expected {num_rows} labels, one per row of the head, {found}")
+    for other, taken in enumerate(earlier):
+        if again := set(classes.tolist()) & set(taken.tolist()):
+            raise InputError(
+                f"labels of task {task}: label {min(again)} already belongs to task {other}"
+            )
+    counts = np.array([(labels == label).sum() for label in classes], np.int64)
+    if counts.sum() < len(labels):
+        row = int(np.argmin(np.isin(labels, classes)))
+        raise InputError(
+            f"labels of task {task}: label {labels[row]} at row {row} is none of the head's classes"
+        )
+    return classes, counts
 
 
 # Heads -------------------------------------------------------------------------------------------
@@ -331,7 +268,7 @@ def checked_head(head: Any, name: str, width: int, like: Any) -> Any:
     for part, value in head._asdict().items():
         plain = isinstance(value, int | float)
         array = host_array(np.asarray(value) if plain else value, f"{name}: {part}")
-        check_real(array.dtype, f"{name}: {part}")
+        check_real(array, f"{name}: {part}")
         parts[part] = float32(array).copy()  # Whoever gave it may go on training it.
     matrix, *others = parts
     rows = parts[matrix]
@@ -347,11 +284,6 @@ def checked_head(head: Any, name: str, width: int, like: Any) -> Any:
             expected = f"shape {[*shape]}" if shape else "a number"
             raise InputError(f"{name}: {part}: expected {expected}, found {[*parts[part].shape]}")
     for part, values in parts.items():
-        if not np.isfinite(values).all():
-            row = int(
-                np.argmin(
-                    np.isfinite(values.reshape(max(values.shape[:1], default=1), -1)).all(axis=1)
-                )
-            )
-            raise InputError(f"{name}: {part}: row {row} is not finite")
+        if len(wrong := np.argwhere(~np.isfinite(values))):
+            raise InputError(f"{name}: {part}: row {[*wrong[0], 0][0]} is not finite")
     return type(head)(**parts)

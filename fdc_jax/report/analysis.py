@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fdc_jax import calibration, evaluation
+from fdc_jax import evaluation
+from fdc_jax.calibration import FDC, Settings, Terms
+from fdc_jax.calibration.equations import SCALE_FLOOR
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import FeatureSet
@@ -44,7 +46,7 @@ def analyse(group: Group, sweep: Sequence[str] = ()) -> None:
             )
         try:
             features = _features(run)
-            fdc = features.fit(calibration.FDC(**_settings(run.results)))
+            fdc = features.fit(FDC(**_settings(run.results)))
         except InputError as error:
             missing.setdefault(str(error), []).extend(compute)
             continue
@@ -69,7 +71,7 @@ def _features(run: Any) -> FeatureSet:
 
 def _settings(results: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of the paper's FDC; a field that the run does not have is the default."""
-    names = [field.name for field in dataclasses.fields(calibration.Settings)]
+    names = [field.name for field in dataclasses.fields(Settings)]
     fields = {name: results["config"].get(f"fdc.{name}") for name in names}
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -97,14 +99,23 @@ def vary(
         # Classes without images have no prototype.
         feasible = min(len(np.unique(task.labels)) for task in features.tasks)
         values = VALUES.get(parameter) or range(1, feasible + 1)
-    references = {"accuracy": False}
-    if parameter == "neighbours":
-        references["nearest"] = True
+    columns = ["accuracy", *["nearest"] * (parameter == "neighbours")]
     test_labels, found = features.test_labels, []
     assert test_labels is not None  # `_features` has refused features without.
     for value in values:
-        fdc = features.fit(calibration.FDC(**{**settings, parameter: value}))
+        fdc = features.fit(FDC(**{**settings, parameter: value}))
         terms = fdc.terms(features.test_adapted, features.test_pretrained)
-        labels = [terms.fuse(nearest=nearest).label for nearest in references.values()]
-        found.append([evaluation.accuracy(test_labels, each) for each in labels])
-    return pd.DataFrame(found, index=pd.Index(values, name=parameter), columns=[*references])
+        standardised = (terms, nearest(terms, fdc))[: len(columns)]
+        found.append([evaluation.accuracy(test_labels, each.fuse().label) for each in standardised])
+    return pd.DataFrame(found, index=pd.Index(values, name=parameter), columns=columns)
+
+
+def nearest(terms: Terms, fdc: FDC) -> Terms:
+    """Returns terms whose affinities are standardised over the candidate tasks of each input."""
+    views = []
+    for index, (weight, evidence, q) in enumerate(terms.views):
+        mean, std = np.array([task.views[index].affinity for task in fdc.tasks]).T
+        affinity = q * std + mean
+        spread = np.maximum(affinity.std(axis=1, keepdims=True), SCALE_FLOOR)
+        views.append((weight, evidence, (affinity - affinity.mean(axis=1, keepdims=True)) / spread))
+    return dataclasses.replace(terms, views=views)

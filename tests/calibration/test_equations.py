@@ -12,7 +12,7 @@ from fdc_jax.errors import InputError
 
 def mean_and_basis(features, share):
     """Returns m_t and U_t as a task is fitted."""
-    mean, _ = eq.means(features, np.zeros(len(features), int), 1, "features")
+    mean, _ = eq.means(features, np.zeros(len(features), int), 1)
     return mean, eq.pca(features, mean, share)
 
 
@@ -149,7 +149,7 @@ def test_prototypes_are_renormalised_means_of_unit_features():
     features = random_features(2, 600, 10) + np.float32(0.7)
     labels = np.random.default_rng(0).choice([7, -2, 5], 600)
     rows = np.array([{5: 0, 7: 2, -2: 3}[label] for label in labels.tolist()])
-    found = eq.means(features, rows, 4, "features")[1]
+    found = eq.means(features, rows, 4)[1]
     unit = features.astype(np.float64)
     unit /= np.linalg.norm(unit, axis=1, keepdims=True)
     for label, prototype in zip([5, 7, -2], found[[0, 2, 3]], strict=True):
@@ -225,18 +225,19 @@ def test_affinity_averages_the_largest_cosines_of_classes_with_images():
         rows / np.linalg.norm(rows, axis=1, keepdims=True)
         for rows in (rng.normal(size=(7, 5)), rng.normal(size=(4, 5)))
     )
-    absent = np.array([0.0, -np.inf, 0.0, 0.0])
+    absent, centre = np.array([0.0, np.inf, 0.0, 0.0]), 0.2
+    near = units - centre
     cosines = np.sort((units @ prototypes.T)[:, [0, 2, 3]], axis=1)
     for k in (1, 2, 3):
-        found = eq.affinity(units, prototypes, absent, k)
-        np.testing.assert_allclose(found, cosines[:, -k:].mean(axis=1), rtol=1e-12)
+        found = eq.cosine_distance(near, eq.energy(near), prototypes - centre, absent, k)
+        np.testing.assert_allclose(1.0 - found, cosines[:, -k:].mean(axis=1), rtol=1e-12)
 
 
 def test_the_first_row_that_is_not_finite_is_named():
     features = random_features(0, inputs.BLOCK_ROWS + 9, 3)
     features[inputs.BLOCK_ROWS + 2, 1] = np.nan
     with pytest.raises(InputError, match=f"^given: row {inputs.BLOCK_ROWS + 2} is not finite"):
-        eq.means(features, np.zeros(len(features), int), 1, "given")
+        inputs.feature_array(features, "given")
 
 
 def test_padded_sizes_are_few_and_tight():

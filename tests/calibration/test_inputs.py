@@ -71,11 +71,14 @@ TASKS = [
     (dict(labels=SECOND.labels[None]), r"labels of task 1: expected shape \[samples\], found"),
     (dict(labels=SECOND.labels - 1), "label 2 already belongs to task 0"),
     (dict(classes=[3, 4, 5, 9]), "label 6 at row 3 is none of the head's classes"),
-    (dict(classes=[3, 4, 5, 5]), "classes of task 1: label 5 is named twice"),
-    (dict(classes=[]), "classes of task 1: expected at least one label, found none"),
+    (dict(classes=[3, 4, 5, 5]), "classes of task 1: a label is named twice"),
+    (dict(classes=[]), "classes of task 1: expected 4 labels, one per row of the head, found 0"),
     (dict(classes=[3, 4, 5]), "classes of task 1: expected 4 labels, one per row of the head"),
-    (dict(labels=np.minimum(SECOND.labels, 5)), "found 3 classes, the head has 4 rows"),
-    (dict(labels=np.arange(45) + 3), "label 7 at row 4 is one more than the 4 classes of the head"),
+    (
+        dict(labels=np.minimum(SECOND.labels, 5)),
+        "4 labels, one per row of the head, the samples have 3",
+    ),
+    (dict(labels=np.arange(45) + 3), "expected 4 labels, .*, the samples have 45; where"),
     (dict(pretrained=None), "pretrained features of task 1: earlier tasks had some, this one has"),
     (dict(pretrained=SECOND.pretrained[1:]), "pretrained features of task 1: expected 45 rows"),
     (
@@ -100,8 +103,6 @@ HEADS = [
 @pytest.mark.parametrize("method", ["fdc", "gaussians", "anacp-pretrained"])
 @pytest.mark.parametrize(("change", "message"), TASKS)
 def test_messages_of_fit_task(change, message, method):
-    if method == "anacp-pretrained" and change.keys() == {"adapted"} and "row 7" in message:
-        return  # A comparator looks at the values of its own view alone.
     with pytest.raises(InputError, match=message) as caught:
         fit(**change, method=method)
     assert "\n" not in str(caught.value)
@@ -290,14 +291,6 @@ def test_a_sample_of_a_long_task_tells_whether_its_head_is_weak(caplog):
             task.adapted.view(Watched), task.labels, linear(task.weight[[1, 2, 0]], task.bias)
         )
     assert max(read) == 1000 and len(lines(caplog)) == 1
-
-
-def test_a_task_whose_residuals_do_not_vary_is_warned_of(caplog):
-    with caplog.at_level(logging.WARNING, "fdc_jax"):
-        fit(SECOND.adapted[[0] * 45])
-    told = [line for _, line in lines(caplog) if "residual" in line]
-    (line,) = told
-    assert line.startswith("adapted features of task 1: residual ratios of its samples (45) do not")
 
 
 def test_ordinary_tasks_are_not_warned_of(caplog):

@@ -7,13 +7,12 @@ are taken in float64 on the host, where they cost nothing; products over samples
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fdc_jax.calibration import inputs
-from fdc_jax.calibration.calibrator import Calibrator, Scores, best_by_task
+from fdc_jax.calibration.calibrator import Calibrator
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
 
@@ -58,7 +57,7 @@ class Comparator(Calibrator):
         index = inputs.VIEWS.index(self.view)
         if index >= len(given.views):
             raise InputError(f"{self.name}: expected pretrained features of task {given.task}")
-        features = inputs.finite_features(given.views[index], given.name(index))
+        features = inputs.float32(given.views[index])
         # The method sees the classes that have samples, numbered from 0.
         _, rows = np.unique(given.rows, return_inverse=True)
         self.statistics = [*self.statistics, self._collect(features, rows, given.head)]
@@ -68,10 +67,6 @@ class Comparator(Calibrator):
         """Solves for what scoring needs of all tasks; more may follow, then finalize again."""
         if self.classes and self._solved is None:
             self._solved = self._solve()
-
-    def score(self, adapted: Any, pretrained: Any = None) -> Scores:
-        """See `Calibrator.score`; of the view that the method does not read, None will do."""
-        return best_by_task(self.class_scores(adapted, pretrained), self.classes)
 
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """See `Calibrator.class_scores`; minus infinity for classes without a sample."""
@@ -106,7 +101,7 @@ class Comparator(Calibrator):
         value, name = (adapted, pretrained)[index], f"{self.view} features"
         if value is None:
             raise InputError(f"{self.name}: {name}: expected, as the method reads them")
-        return inputs.finite_features(value, name, self.widths[index])
+        return inputs.float32(inputs.feature_array(value, name, self.widths[index]))
 
     def _head(self, head: Any, task: int, width: int, first: Any = None) -> Any:
         if self.needs_linear and not isinstance(head, LinearHead):
@@ -143,10 +138,3 @@ def class_means(
     totals = np.zeros((rows.max() + 1, features.shape[1]))
     np.add.at(totals, rows, features.astype(np.float64))
     return totals / np.bincount(rows)[:, None]
-
-
-def split_tasks(
-    values: Float[np.ndarray, "n classes"], classes: Sequence[Int[np.ndarray, " c"]]
-) -> list[Float[np.ndarray, "n c"]]:
-    """Cuts columns of all classes into those of each task."""
-    return np.split(values, np.cumsum([len(rows) for rows in classes])[:-1], axis=1)

@@ -39,7 +39,7 @@ class NearestClassMean(Comparator):
         return np.concatenate(self.statistics)
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
-        return in_blocks(_cosines, self._solved, {"features": features})
+        return in_blocks(_cosines, self._solved, features)
 
 
 class NearestMeanOfExemplars(NearestClassMean):
@@ -152,7 +152,7 @@ def squared_distances(
     centre = means.mean(axis=0)
     narrow = (np.asarray(part, np.float32) for part in (means - centre, factor))
     near = np.asarray(features - centre, np.float32)
-    return in_blocks(_whitened, tuple(narrow), {"features": near})
+    return in_blocks(_whitened, tuple(narrow), near)
 
 
 def _cosines(rows: Float[Array, "c d"], features: Float[Array, "n d"]) -> Float[Array, "n c"]:

@@ -70,7 +70,7 @@ class RanPAC(Comparator):
             self.random.standard_normal((features.shape[1], self.projections), np.float32)
         order = self.random.permutation(len(rows))
         onehot = _onehot(rows[order])
-        hidden = in_blocks(_hidden, self._projection(features), {"features": features[order]})
+        hidden = in_blocks(_hidden, self._projection(features), features[order])
         gram, sums = _moments(hidden, onehot)
         self.total = gram if self.total is None else self.total + gram
         self.ridge = chosen_ridge(hidden, onehot, self.ridge)
@@ -83,7 +83,7 @@ class RanPAC(Comparator):
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         fitted = self._projection(features), self._solved
-        return in_blocks(_ridge_scores, fitted, {"features": features})
+        return in_blocks(_ridge_scores, fitted, features)
 
     def _projection(self, features: Float[np.ndarray, "n d"]) -> Float[Array, "d m"] | None:
         """Returns R, None of the linear variant."""
@@ -139,7 +139,7 @@ class AnaCP(Comparator):
         wide = unit(features.astype(np.float64))
         means, of_task = within_classes(wide, rows)
         grams, scatter = self.total
-        hidden = (in_blocks(gelu_features, matrix, {"features": wide}) for matrix in matrices[:-1])
+        hidden = (in_blocks(gelu_features, matrix, wide) for matrix in matrices[:-1])
         added, sums = zip(*(_moments(each, _onehot(rows)) for each in hidden), strict=True)
         self.total = [old + new for old, new in zip(grams, added, strict=True)], scatter + of_task
         return means, np.bincount(rows), list(sums)
@@ -159,7 +159,7 @@ class AnaCP(Comparator):
         outer_gram, sums = np.zeros((self.projections, self.projections)), []
         for mean in means:
             noise = random.standard_normal((self.samples_per_class, width)) @ root.T
-            hidden = in_blocks(_pulled, (matrices, maps), {"features": mean + noise})
+            hidden = in_blocks(_pulled, (matrices, maps), mean + noise)
             gram, total = _moments(hidden, np.ones((len(noise), 1), np.float32))
             outer_gram += gram
             sums.append(total)
@@ -168,7 +168,7 @@ class AnaCP(Comparator):
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
         matrices = _gaussians(self.seed, features.shape[1], self.projections, self.num_heads + 1)
-        return in_blocks(_anacp_scores, (matrices, *self._solved), {"features": features})
+        return in_blocks(_anacp_scores, (matrices, *self._solved), features)
 
 
 def _spread(
