@@ -49,7 +49,7 @@ def test_a_few_steps_write_a_file_that_loads_and_repeats(
     for name in ("first.npz", "second.npz"):
         script.main([*arguments, f"--output={tmp_path / name}"])
     printed = capsys.readouterr().out
-    assert "held-out faces" in printed and str(tmp_path / "second.npz") in printed
+    assert "classes of letters" in printed and str(tmp_path / "second.npz") in printed
     first = weights.load(tmp_path / "first.npz", "digits", 32)
     second = weights.load(tmp_path / "second.npz", "digits", 32)
     jax.tree.map(np.testing.assert_array_equal, first.params, second.params)
