@@ -301,36 +301,23 @@ def record_of(program: Program, target: str) -> dict[str, Any]:
     return found
 
 
-def lines(record: dict[str, Any]) -> str:
-    """Returns a record for the screen: the program, then what it needs, then where time goes."""
-    memory_bytes = record["memory_bytes"]
-    kinds = ("arguments", "outputs", "temporary", "peak", "of_the_device")
-    memory_text = ", ".join(f"{name} {memory_bytes[name] / 2**30:.2f}" for name in kinds)
-    work = [f"{record['float32_products']} float32 products"]
-    if record["operations"]:
-        work.append(f"{1e-9 * record['operations']:.0f} GFLOP")
-        work.append(f"{record['bytes_accessed'] / 2**30:.2f} GiB read and written")
-    for kind, size in record["collective_bytes"].items():
-        work.append(f"{kind} {size / 2**20:.2f} MiB")
-    found = [
+def line(record: dict[str, Any]) -> str:
+    """Returns the main numbers of a record for the screen; the file has all of them."""
+    sizes = {name: size / 2**30 for name, size in record["memory_bytes"].items()}
+    text = (
         f"{record['program']}, batch {record['batch_size']}, {record['devices']} x "
-        f"{record['target']}, turns of its loop: {record['turns']}, compiled in "
-        f"{record['compile_processor_seconds']:.0f} s",
-        f"GiB: {memory_text.replace('_', ' ')}",
-        ", ".join(work),
-    ]
+        f"{record['target']}: {sizes['temporary']:.2f} GiB temporary, {sizes['peak']:.2f} of "
+        f"{sizes['of_the_device']:.2f} at the peak, {record['float32_products']} float32 products, "
+        f"compiled in {record['compile_processor_seconds']:.0f} s"
+    )
     if "milliseconds" in record:
-        parts = record["milliseconds"]
-        share = record.get("share_of_peak")
-        peak = f", {100 * share:.0f} % of peak" if share else ""
-        where = ", ".join(f"{name} {each:.2f}" for name, each in parts.items())
-        speed = f"{record['images_per_second']:.0f} images/s{peak}"
-        found.append(f"estimated {sum(parts.values()):.2f} ms ({where}), {speed}")
-    return "\n    ".join(found)
+        total, speed = sum(record["milliseconds"].values()), record["images_per_second"]
+        text += f", estimated {total:.2f} ms, {speed:.0f} images/s"
+    return text
 
 
 def main() -> None:
-    """Prints some lines per program, and writes all of them after each."""
+    """Prints a line per program, and writes all records after each."""
     flags = {"target": "v5e", "devices": "1", "learner": "all", "batch_sizes": "64,256"}
     encoder = {"variant": "B/16", "image_size": 224, "precision": "fast", "attention": "auto"}
     parser = measure.parser_of(__doc__, PROGRAM, **flags, **encoder, tasks=20, classes=5)
@@ -363,7 +350,7 @@ def main() -> None:
                 what |= given | stream | {"target": options.target, "attention": model.attention}
                 records.append(what | record_of(make(), options.target))
                 measure.write_report(PROGRAM, options, {"records": records})
-                print(lines(records[-1]), flush=True)
+                print(line(records[-1]), flush=True)
 
 
 if __name__ == "__main__":

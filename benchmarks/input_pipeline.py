@@ -97,7 +97,6 @@ def measure(source: Dataset, workers: int, options: argparse.Namespace) -> list[
         about = {"data": source.name, "contender": name, "workers": workers, "images": number}
         speeds = {
             "images_per_second": number / clock,
-            "images_per_second_and_worker": number / clock / workers,
             "images_per_processor_second": number / processor,
         }
         records.append(about | speeds | {"seconds": {"clock": clock, "processor": processor}})

@@ -99,11 +99,9 @@ def check_input_pipeline(found):
     [
         ("ahead_of_time", ["--target=b9"], "--target: expected one of v5e, v6e, v5p, h100"),
         ("calibration", ["--tasks=1"], "expected at least two tasks"),
-        ("calibration", ["--images=3"], "expected at least two tasks"),
         ("learners", ["--images=0"], "--images: expected at least 1, found 0"),
         ("learners", ["--output=table.txt"], "--output: expected a file that ends in .json, found"),
         ("training_step", ["--pytorch=fast"], "--pytorch: expected some of eager"),
-        ("extraction", ["--repeats=0"], "--repeats: expected at least 1, found 0"),
         ("input_pipeline", ["--workers=a"], "--workers"),
     ],
 )
@@ -152,12 +150,3 @@ def test_operations_of_a_forward_pass_and_of_a_training_step(rank):
     analysis = jax.jit(function).lower(increment, params, images).compile().cost_analysis()
     assert analysis is not None
     assert analysis["flops"] == pytest.approx(expected, rel=0.03)
-
-
-def test_published_size():
-    """ViT-B/16 at 224 pixels is 17.6 GMAC with every token through the last block."""
-    variant = vit.VARIANTS["B/16"]
-    per_block = 24 * 197 * 768**2 + 4 * 197**2 * 768
-    last = 4 * 197 * 768**2 + 20 * 768**2 + 4 * 197 * 768
-    whole = flops.forward(variant, 224) + per_block - last
-    assert whole / 2e9 == pytest.approx(17.56, rel=2e-3)

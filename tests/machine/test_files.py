@@ -5,7 +5,6 @@ import fcntl
 import os
 import socket
 
-import numpy as np
 import pytest
 
 from fdc_jax.errors import InputError
@@ -41,14 +40,6 @@ def test_an_error_keeps_the_old_file(tmp_path):
         raise RuntimeError
     assert path.read_bytes() == b"old"
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
-
-
-def test_archives_are_whole_or_absent(tmp_path):
-    path = tmp_path / "out" / "x.npz"
-    write_npz(path, {"a": [1, 2]})
-    with pytest.raises(ValueError, match=r"pickle|Object"):
-        write_npz(path, {"a": np.array([object()])})
-    np.testing.assert_array_equal(read_npz(path)["a"], [1, 2])
 
 
 def test_a_path_that_cannot_be_made(tmp_path):
