@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -29,7 +30,7 @@ from fdc_jax import report
 from fdc_jax.calibration import FDC, METHODS
 from fdc_jax.calibration.calibrator import best_by_task
 from fdc_jax.data import folder
-from fdc_jax.data.batches import ReadableBatches
+from fdc_jax.data.batches import EvaluationBatches
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError, Program, counted
@@ -81,7 +82,7 @@ class Predictions:
             *("images", "", "", np.zeros(len(named), np.int32)),
             ids=tuple(name for name, _ in named),
             class_names=(),
-            read=lambda index: _read(*named[index]),
+            read=lambda index: _read(named[index][1]),
             upright=run.config["benchmark"] not in BENCHMARKS,  # as the images it was trained on
         )
         calibrator = run.calibrator(method)
@@ -103,7 +104,7 @@ class Predictions:
 
     def __iter__(self) -> Iterator[tuple[pd.DataFrame, UInt8[np.ndarray, "n s s 3"]]]:
         config = self.run.config
-        batches = ReadableBatches(
+        batches = EvaluationBatches(
             self.images,
             np.arange(len(self.images)),
             None,
@@ -112,6 +113,8 @@ class Predictions:
             workers=config["data.workers"] or None,
         )
         waiting: list[np.ndarray] = []
+        broken = self.images.broken
+        broken.clear()
         self.unreadable.clear()
 
         def watched() -> Iterator[Any]:
@@ -122,9 +125,9 @@ class Predictions:
         first, encoders = 0, (self.num_tasks, 0)[: len(self.calibrator.widths)]
         for views in self.run.stream(watched(), *encoders):
             rows, pixels = np.arange(first, first + len(views[0])), waiting.pop(0)
-            readable = np.array([row not in batches.unreadable for row in rows.tolist()])
+            readable = np.array([row not in broken for row in rows.tolist()])
             for row in rows[~readable].tolist():
-                self.unreadable.append(batches.unreadable[row])
+                self.unreadable.append(broken[row])
                 _log.error("%s", self.unreadable[-1])
             first += len(rows)
             if readable.any():
@@ -202,8 +205,18 @@ def predict(run: Any, images: Any, top: int = 5, method: str = "fdc") -> pd.Data
 # Images from anywhere -----------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
 class _Loose(Dataset):
-    """Images that belong to no data set, by their own names."""
+    """Images that belong to no data set, by their own names; black where they are unreadable."""
+
+    broken: dict[int, str] = dataclasses.field(default_factory=dict)  # why, by index
+
+    def image(self, index: int) -> Image.Image:
+        try:
+            return super().image(index)
+        except InputError as error:
+            self.broken[index] = str(error)
+            return Image.new("RGB", (1, 1))
 
     def describe(self, index: int) -> str:
         return self.ids[index]
@@ -242,14 +255,11 @@ def _gather(images: Any, position: int = 0) -> Iterator[tuple[str, Any]]:
         raise InputError(f"expected paths, arrays or images, found {type(images).__name__}")
 
 
-def _read(name: str, source: Any) -> Any:
+def _read(source: Any) -> Any:
     """Returns what `images.decode` takes."""
-    if not isinstance(source, Path):
-        return Image.fromarray(source) if isinstance(source, np.ndarray) else source
-    try:
-        return source.read_bytes()
-    except OSError as error:
-        raise InputError(f"{name}: cannot read: {error.strerror}") from error
+    if isinstance(source, Path):
+        return folder.content(source)
+    return Image.fromarray(source) if isinstance(source, np.ndarray) else source
 
 
 # The command --------------------------------------------------------------------------------------

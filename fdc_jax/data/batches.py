@@ -19,7 +19,6 @@ from PIL import Image
 
 from fdc_jax.data import images
 from fdc_jax.data.dataset import Dataset, default_workers
-from fdc_jax.errors import InputError
 
 _PERMUTATION, _AUGMENTATION = 0, 1
 _AHEAD = 4  # batches that are decoded ahead of the consumer
@@ -286,25 +285,6 @@ class EvaluationBatches(_Batches):
             if self.cache is not None:
                 self.cache.put(key, found, found.nbytes)
         return found
-
-
-class ReadableBatches(EvaluationBatches):
-    """Images as of `EvaluationBatches`, with black ones in the place of those that are unreadable.
-
-    Attributes:
-        unreadable: why, by row of the indices; complete for the batches so far.
-    """
-
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
-        self.unreadable: dict[int, str] = {}
-
-    def _transform(self, row: int) -> UInt8[np.ndarray, "s s 3"]:
-        try:
-            return super()._transform(row)
-        except InputError as error:
-            self.unreadable[row] = str(error)
-            return np.zeros((self.image_size, self.image_size, 3), np.uint8)
 
 
 def evaluation_images(

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 from jaxtyping import Int
@@ -47,26 +47,16 @@ class Dataset:
 
     @functools.cached_property
     def checksum(self) -> str:
-        """SHA-256 of what the images are, however they are stored; 64 hexadecimal digits."""
+        """SHA-256 of names, labels and pixels, in any order; 64 hexadecimal digits."""
+        digest = hashlib.sha256(json.dumps(list(self.class_names)).encode())
         records = zip(self.ids, self.labels.tolist(), self.pixel_hashes(), strict=True)
-        return images_sha256(self.class_names, records)
+        for name, label, pixels in sorted(records):
+            digest.update(f"\n{name}\t{label}\t{pixels.hex()}".encode())
+        return digest.hexdigest()
 
     def describe(self, index: int) -> str:
         """Names image `index` for an error message."""
         return f"{self.name}, split {self.split}, image {index} ({self.ids[index]})"
-
-
-def images_sha256(class_names: Iterable[str], records: Iterable[tuple[str, int, bytes]]) -> str:
-    """Returns the checksum of images: names, labels and pixels, however they are stored.
-
-    Args:
-        class_names: by class index.
-        records: identifier, class index and `images.pixels_sha256` of each image, in any order.
-    """
-    digest = hashlib.sha256(json.dumps(list(class_names)).encode())
-    for name, label, pixels in sorted(records):
-        digest.update(f"\n{name}\t{label}\t{pixels.hex()}".encode())
-    return digest.hexdigest()
 
 
 def class_checksums(*splits: Dataset) -> dict[str, str]:
@@ -81,7 +71,7 @@ def class_checksums(*splits: Dataset) -> dict[str, str]:
     return {name: digest.hexdigest()[:16] for name, digest in digests.items()}
 
 
-def name_of(split: str, there: Container[str]) -> str:
+def split_name(split: str, there: Container[str]) -> str:
     """Returns what the split "train" or "test" is called among the names that are there."""
     return next((name for name in TEST_NAMES if split == "test" and name in there), split)
 

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import stat
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +21,9 @@ import numpy as np
 from tqdm import tqdm
 
 from fdc_jax.data import images
-from fdc_jax.data.dataset import TEST_NAMES, Dataset, default_workers, name_of
+from fdc_jax.data.dataset import Dataset, default_workers, split_name
 from fdc_jax.errors import InputError, counted
-from fdc_jax.machine.files import read_object, write_json
+from fdc_jax.machine.files import open_regular, read_object, write_json
 
 _log = logging.getLogger(__name__)
 
@@ -84,20 +83,19 @@ def open_folder(
                 f"{each!r}"
             )
     place = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
-    kept = cache / f"{name[:50]}-{place}{'' if upright else '-stored'}.json"
+    kept = cache / f"{name[:50]}-{place}.json"
     hashes, new = _look(name, every, kept, upright, workers or default_workers(), quiet)
     if new:
-        for note in (*notes, *_repeated(splits, hashes)):
+        trained_on = {hashes[image.path] for image in splits["train"]}
+        both = [image.path for image in splits["test"] if hashes[image.path] in trained_on]
+        if both:
+            found = f"{counted(len(both), 'test image')} also in train, such as {both[0]}"
+            _log.warning("%s: %s", name, found)
+        for note in notes:
             _log.warning("%s: %s", name, note)
     label = {each: index for index, each in enumerate(class_names)}
 
     def opened(split: str, found: list[ImageFile]) -> Dataset:
-        def read(index: int) -> bytes:
-            try:
-                return found[index].path.read_bytes()
-            except OSError as error:
-                raise InputError(f"{found[index].path}: cannot read: {error.strerror}") from error
-
         return Dataset(
             name=name,
             split=split,
@@ -105,7 +103,7 @@ def open_folder(
             labels=np.array([label[image.class_name] for image in found], np.int32),
             ids=tuple(image.name for image in found),
             class_names=class_names,
-            read=read,
+            read=lambda index: content(found[index].path),
             upright=upright,
             pixel_hashes=lambda: [hashes[image.path] for image in found],
         )
@@ -120,15 +118,13 @@ def _splits(
     root: Path, given: str, share: float
 ) -> tuple[dict[str, list[ImageFile]], str, list[str]]:
     """Returns the images for training and testing, how they were divided, and what to note."""
-    divided = _nearest(root, lambda below: "train" in below and name_of("test", below) in below)
+    divided = _nearest(root, lambda below: "train" in below and split_name("test", below) in below)
     if divided is not None:
         below = _subfolders(divided)
-        names = {"train": "train", "test": name_of("test", below)}
+        names = {"train": "train", "test": split_name("test", below)}
         listed = {split: list_images(below[name]) for split, name in names.items()}
         splits, partition = {split: found for split, (found, _) in listed.items()}, given
         skipped = [other for _, others in listed.values() for other in others]
-        more = [each for each in TEST_NAMES if each in below and each != names["test"]]
-        notes = [f"left out the images of {each}, beside {names['test']}" for each in more]
     else:
         top = _nearest(root, lambda below: sum(map(_holds_images, below.values())) > 1)
         if top is None or not share:
@@ -137,12 +133,12 @@ def _splits(
                 f"{root}: expected train/CLASS/IMAGE and test/CLASS/IMAGE, or CLASS/IMAGE with "
                 f"config.data.test_share above 0; found {found}"
             )
-        (found, skipped), notes = list_images(top), []
+        found, skipped = list_images(top)
         splits, partition = divide(found, share), f"{share:g} of each class"
     for split, found in splits.items():
         if not found:
             raise InputError(f"{root}: expected images for {split}, found none")
-    return splits, partition, [*_skipped(skipped), *notes]
+    return splits, partition, _skipped(skipped)
 
 
 def _nearest(root: Path, fits: Callable[[dict[str, Path]], bool]) -> Path | None:
@@ -197,8 +193,8 @@ def list_images(folder: Path) -> tuple[list[ImageFile], list[str]]:
         The images, and the names of the files that are no images by their suffix.
 
     Raises:
-        InputError: a class folder without an image, or a link that leads back; an image that is no
-            file, or whose name is not in UTF-8.
+        InputError: a class folder without an image, a link that leads back, or a name of an image
+            that is not in UTF-8.
     """
     found: list[ImageFile] = []
     others: list[str] = []
@@ -215,6 +211,15 @@ def list_images(folder: Path) -> tuple[list[ImageFile], list[str]]:
         )
         others += skipped
     return found, others
+
+
+def content(path: Path) -> bytes:
+    """Returns what is in an image file; InputError where it cannot be read or is a pipe."""
+    try:
+        with open_regular(path) as file:
+            return file.read()
+    except OSError as error:
+        raise InputError(f"{path}: cannot read: {error.strerror}") from error
 
 
 def find_images(folder: Path) -> list[Path]:
@@ -242,8 +247,6 @@ def _image(path: Path, name: str, class_name: str) -> ImageFile:
             f"{path.parent}: expected file names in UTF-8, found {os.fsencode(name)!r}"
         ) from error
     found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise InputError(f"{path}: expected an image file, found a pipe, socket or device")
     return ImageFile(path, name, class_name, (found.st_size, found.st_mtime_ns))
 
 
@@ -303,12 +306,10 @@ def _look(
 
     def look(image: ImageFile) -> None:
         try:
-            decoded = images.decode(image.path.read_bytes(), str(image.path), upright)
+            decoded = images.decode(content(image.path), str(image.path), upright)
             hashes[image.path] = images.pixels_sha256(np.asarray(decoded))
         except InputError as error:
             unreadable.append(str(error))
-        except OSError as error:
-            unreadable.append(f"{image.path}: cannot read: {error.strerror}")
 
     pool = ThreadPoolExecutor(workers, thread_name_prefix="look")
     try:
@@ -326,21 +327,3 @@ def _look(
             + "; ".join(sorted(unreadable))
         )
     return hashes, len(new)
-
-
-def _repeated(splits: dict[str, list[ImageFile]], hashes: dict[Path, bytes]) -> list[str]:
-    """Says in one line how many images occur more than once, with an example; or nothing."""
-    groups: dict[bytes, list[tuple[str, ImageFile]]] = {}
-    for split, found in splits.items():
-        for image in found:
-            groups.setdefault(hashes[image.path], []).append((split, image))
-    several = [group for group in groups.values() if len(group) > 1]
-    if not several:
-        return []
-    across = sum(len({split for split, _ in group}) > 1 for group in several)
-    classes = sum(len({image.class_name for _, image in group}) > 1 for group in several)
-    (_, first), (_, second), *_ = several[0]
-    return [
-        f"{counted(len(several), 'image')} more than once ({across} in train and test, {classes} "
-        f"in several classes), such as {first.path} and {second.path}"
-    ]

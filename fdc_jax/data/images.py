@@ -68,8 +68,6 @@ def decode(encoded: bytes | Image.Image, description: str, upright: bool = False
             have neither 8 nor 16 bits.
     """
     what = "this image" if isinstance(encoded, Image.Image) else f"these {len(encoded)} bytes"
-    if encoded == b"":
-        raise InputError(f"{description}: expected an image, found 0 bytes")
     try:
         with (
             contextlib.nullcontext(encoded)

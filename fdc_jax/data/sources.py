@@ -94,10 +94,8 @@ def open_splits(
         from fdc_jax.data import tfds_format  # takes seconds, too
 
         if found := tfds_format.find(name, prepared):
-            given = (found, name, place, benchmark.partition if benchmark else "tfds", upright)
-            return tfds_format.open_prepared("train", *given), tfds_format.open_prepared(
-                "test", *given
-            )
+            partition = benchmark.partition if benchmark else "tfds"
+            return tfds_format.open_prepared(found, name, place, partition, upright)
     if name == "cifar100":
         with archive.alone(place, name):
             return cifar100.open_cifar100(place, quiet=quiet)

@@ -103,13 +103,16 @@ class TaskStream:
 
 
 def open_stream(config: Any, cache: Path, known: Known = NOTHING, quiet: bool = True) -> TaskStream:
-    """Opens the images of a configuration and divides them into tasks; see `build`.
+    """Opens the images of a configuration and divides them into tasks.
 
     Args:
         config: the configuration, whose benchmark has a name.
         cache: as of `sources.open_splits`.
         known: what the run knows from before.
         quiet: show no progress.
+
+    Raises:
+        InputError: as of `sources.open_splits` and of `build`.
     """
     data = config.data
     train, test = sources.open_splits(
@@ -121,43 +124,13 @@ def open_stream(config: Any, cache: Path, known: Known = NOTHING, quiet: bool = 
         workers=data.workers,
         quiet=quiet,
     )
-    return build(
-        train,
-        test,
-        class_order_seed=config.class_order_seed,
-        classes_per_task=config.classes_per_task,
-        train_per_class=data.train_per_class,
-        test_per_class=data.test_per_class,
-        class_order=config.class_order,
-        num_tasks=config.num_tasks,
-        known=known,
-    )
+    return build(config, train, test, known)
 
 
-def build(
-    train: Dataset,
-    test: Dataset,
-    class_order_seed: int,
-    classes_per_task: int | Sequence[int] = 0,
-    train_per_class: int = 0,
-    test_per_class: int = 0,
-    class_order: Sequence[str] = (),
-    num_tasks: int = 0,
-    known: Known = NOTHING,
-) -> TaskStream:
+def build(config: Any, train: Dataset, test: Dataset, known: Known = NOTHING) -> TaskStream:
     """Checks the data, those of a benchmark against its entry, and divides them into tasks.
 
-    Args:
-        train: all training images.
-        test: all test images.
-        class_order_seed: as in `benchmarks.class_order`; PILOT uses 1993.
-        classes_per_task: as in `benchmarks.task_sizes`.
-        train_per_class: images of each class, 0 for all.
-        test_per_class: likewise.
-        class_order: names of all classes in the order in which they arrive; empty for the seed's,
-            which classes that are new to the run have among themselves.
-        num_tasks: how many of the tasks there are for now, 0 for all.
-        known: what the run knows from before.
+    Classes that are new to the run have the order of the seed among themselves.
 
     Raises:
         InputError: counts differ from the entry; classes, names or task sizes do not add up; a
@@ -168,20 +141,23 @@ def build(
     before = [each for each in known.classes if each in set(names)]
     # Where classes are gone, the run says so when it compares what it knows.
     taken = known.sizes if len(before) == len(known.classes) else ()
-    sizes = benchmarks.task_sizes(name, len(names), classes_per_task, taken)
-    if class_order:
-        order = benchmarks.named_order(names, class_order)
+    sizes = benchmarks.task_sizes(name, len(names), config.classes_per_task, taken)
+    if config.class_order:
+        order = benchmarks.named_order(names, config.class_order)
     else:
-        drawn = [names[label] for label in benchmarks.class_order(len(names), class_order_seed)]
-        label = {each: index for index, each in enumerate(names)}
-        order = np.array([label[each] for each in dict.fromkeys((*before, *drawn))])
-    if num_tasks > len(sizes):
+        drawn = benchmarks.class_order(len(names), config.class_order_seed).tolist()
+        order = np.array(list(dict.fromkeys([*map(names.index, before), *drawn])))
+    if config.num_tasks > len(sizes):
         raise InputError(
             f"config.num_tasks: expected at most the {len(sizes)} tasks of {name}, found "
-            f"{num_tasks}"
+            f"{config.num_tasks}"
         )
-    tasks = np.split(order, np.cumsum(sizes)[:-1])[: num_tasks or None]
-    test_indices = [task_indices(test.labels, classes, test_per_class) for classes in tasks]
+    tasks = np.split(order, np.cumsum(sizes)[:-1])[: config.num_tasks or None]
+
+    def of_tasks(split: Dataset, per_class: int) -> list[Int[np.ndarray, " n"]]:
+        return [task_indices(split.labels, classes, per_class) for classes in tasks]
+
+    test_indices = of_tasks(test, config.data.test_per_class)
     for task, indices in enumerate(test_indices):
         if not len(indices):
             raise InputError(
@@ -193,7 +169,7 @@ def build(
         test=test,
         order=np.concatenate(tasks),
         tasks=tasks,
-        train_indices=[task_indices(train.labels, classes, train_per_class) for classes in tasks],
+        train_indices=of_tasks(train, config.data.train_per_class),
         test_indices=np.concatenate(test_indices),
         test_tasks=np.repeat(np.arange(len(tasks)), [len(part) for part in test_indices]),
         planned=sizes,

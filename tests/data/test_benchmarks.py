@@ -1,3 +1,7 @@
+"""The table of benchmarks, the order of classes, task sizes, and the check of data."""
+
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -29,17 +33,9 @@ PER_TEN = {
 @pytest.mark.parametrize("name", PAPER)
 def test_table_is_the_papers(name):
     row = benchmarks.BENCHMARKS[name]
-    num_tasks = len(row.task_test_counts)
-    found = (row.num_classes, num_tasks, row.classes_per_task, row.num_train, row.num_test)
-    assert found == PAPER[name]
-
-
-@pytest.mark.parametrize("name", benchmarks.BENCHMARKS)
-def test_rows_are_consistent(name):
-    row = benchmarks.BENCHMARKS[name]
-    assert row.name == name
-    assert len(row.task_test_counts) * row.classes_per_task == row.num_classes
-    assert sum(row.task_test_counts) == row.num_test
+    counts = row.task_test_counts
+    found = (row.num_classes, len(counts), row.classes_per_task, row.num_train, sum(counts))
+    assert (row.name, found) == (name, PAPER[name])
 
 
 @pytest.mark.parametrize("name", PER_TEN)
@@ -49,34 +45,72 @@ def test_task_counts_agree_with_finer_ones(name):
     np.testing.assert_array_equal(fine.sum(axis=1), row.task_test_counts)
 
 
-TRAIN = np.repeat(np.arange(5), 2)
-TEST = np.array([0, 1, 2, 3, 4, 4, 4, 1])
-OTHER = "; config.benchmark gives another division a name of its own$"
+@pytest.mark.parametrize(
+    ("num_classes", "digest", "first", "last"),
+    [
+        (100, "e90204efdce7db6c", [68, 56, 78, 8, 23], [67, 29, 49, 57, 33]),
+        (200, "b113214bc61598d0", [168, 136, 51, 9, 183], [195, 29, 177, 185, 161]),
+        (300, "28f846a95c20caae", [169, 221, 146, 296, 92], [295, 95, 285, 225, 185]),
+    ],
+)
+def test_class_order_is_pilots(num_classes, digest, first, last):
+    order = benchmarks.class_order(num_classes, 1993).tolist()
+    assert hashlib.sha256(str(order).encode()).hexdigest().startswith(digest)
+    assert (order[:5], order[-5:]) == (first, last)
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+TRAIN = np.repeat(np.arange(6), 2)
+TEST = np.array([0, 1, 2, 3, 4, 4, 5, 1])
 
 
 @pytest.mark.parametrize(
     ("train", "test", "message"),
     [
-        (np.repeat(np.arange(6), 2), TEST, "cub200: expected 5 classes, found 6$"),
-        (TRAIN[1:], TEST, "expected 10 training images, found 9" + OTHER),
-        (TRAIN, TEST[:-1], "expected 8 test images, found 7" + OTHER),
-        (np.where(TRAIN == 2, 1, TRAIN), TEST, "training images of every class.* C$"),
-        (TRAIN, np.where(TEST == 3, 1, TEST), "test images of every class.* D$"),
-        (TRAIN, TEST.clip(None, 3), "test images of every class.* E$"),
-        (TRAIN, np.array([0, 1, 2, 3, 4, 4, 4, 4]), "expected 2 4 2 test .* found 2 5 1" + OTHER),
+        (TRAIN.clip(0, 4), TEST, "cub200: expected 6 classes, found 5"),
+        (TRAIN[1:], TEST, "expected 12 training images, found 11"),
+        (TRAIN, TEST[:-1], "expected 8 test images, found 7"),
+        (TRAIN, TEST % 4, "expected 2 3 3 test images in the tasks of .*, found 4 1 3"),
     ],
 )
-def test_verify_names_expected_and_found(tiny_benchmark, train, test, message):
-    order = benchmarks.class_order(5, 1993)
+def test_a_benchmark_has_the_counts_of_its_table(tiny_benchmark, train, test, message):
+    order = benchmarks.class_order(6, 1993)
     counts = tuple(int(np.isin(TEST, order[i : i + 2]).sum()) for i in (0, 2, 4))
-    shrunk = dict(num_classes=5, classes_per_task=2, num_train=10, num_test=8)
-    tiny_benchmark("cub200", **shrunk, task_test_counts=counts)
-    benchmarks.verify("cub200", TRAIN, TEST, "ABCDE")
+    tiny_benchmark("cub200", classes_per_task=2, num_train=12, task_test_counts=counts)
+    benchmarks.verify("cub200", TRAIN, TEST, "ABCDEF")
+    message += "; config.benchmark gives another division a name of its own$"
     with pytest.raises(InputError, match=message):
-        benchmarks.verify("cub200", train, test, "ABCDEF"[: max(5, train.max() + 1)])
+        benchmarks.verify("cub200", train, test, "ABCDEF"[: train.max() + 1])
 
 
-def test_data_of_a_users_own_need_training_images_of_every_class():
-    benchmarks.verify("mine", TRAIN, TEST[:2], "ABCDE")
-    with pytest.raises(InputError, match=r"mine: expected training images of every class.* F$"):
-        benchmarks.verify("mine", TRAIN, TEST, "ABCDEF")
+def test_every_class_has_training_images():
+    benchmarks.verify("mine", TRAIN, TEST[:2], "ABCDEF")
+    with pytest.raises(InputError, match=r"mine: expected training images of every class.* G$"):
+        benchmarks.verify("mine", TRAIN, TEST, "ABCDEFG")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ((2, 2), r"add up to the 5 classes of mine, found 2 \+ 2 = 4$"),
+        (6, "at most the 5 classes of mine, found 6$"),
+        (0, "the number of classes of each task of mine, or a list such as 10,5,5; found 0$"),
+    ],
+)
+def test_task_sizes_add_up(wanted, message):
+    with pytest.raises(InputError, match="config.classes_per_task: expected .*" + message):
+        benchmarks.task_sizes("mine", 5, wanted)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ("0124", "it lacks 3$"),
+        ("012344", "it names twice 4$"),
+        ("012345678", "it names, unlike the data, 5, 6, 7, 8$"),
+    ],
+)
+def test_an_order_names_every_class_once(names, message):
+    with pytest.raises(InputError, match="config.class_order: expected each of the 5 .*" + message):
+        benchmarks.named_order("01234", names)

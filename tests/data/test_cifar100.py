@@ -17,7 +17,6 @@ from fdc_jax.data import benchmarks, cifar100, images, sources
 from fdc_jax.errors import InputError
 
 FINE = sorted(f"class_{i:03d}" for i in range(100))
-COARSE = sorted(f"group_{i:02d}" for i in range(20))
 
 
 def archive_bytes(labels):
@@ -25,7 +24,6 @@ def archive_bytes(labels):
     generator = np.random.default_rng(0)
     files = {
         "fine_label_names.txt": "\n".join(FINE).encode() + b"\n",
-        "coarse_label_names.txt": "\n".join(COARSE).encode() + b"\n",
     }
     pixels = {}
     for split, split_labels in labels.items():
@@ -54,7 +52,7 @@ def cifar(tmp_path, tiny_benchmark, monkeypatch):
     archive = tmp_path / "raw" / cifar100.ARCHIVE_NAME
     archive.parent.mkdir()
     archive.write_bytes(content)
-    tiny_benchmark("cifar100", num_train=102, num_test=100, task_test_counts=(5,) * 20)
+    tiny_benchmark("cifar100", num_train=102, task_test_counts=(5,) * 20)
     monkeypatch.setattr(cifar100, "SHA256", hashlib.sha256(content).hexdigest())
     return archive, pixels
 

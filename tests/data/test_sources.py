@@ -36,8 +36,7 @@ def pilot(tmp_path, encode, tiny_benchmark):
                 (root / split / name / f"{number}.{suffix}").write_bytes(content)
     order = benchmarks.class_order(4, 1993)
     counts = tuple(sum(TEST[ORDERED[c]] for c in order[i : i + 2]) for i in (0, 2))
-    shrunk = dict(num_classes=4, classes_per_task=2)
-    tiny_benchmark("omnibench", num_train=8, num_test=5, task_test_counts=counts, **shrunk)
+    tiny_benchmark("omnibench", classes_per_task=2, num_train=8, task_test_counts=counts)
     return root
 
 
