@@ -221,7 +221,7 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     printed = capsys.readouterr()
     errors = printed.err.splitlines()
     assert errors[-1] == "fdc_jax.predict: 1 of 61 images could not be read"
-    assert f"{folder / 'zero.png'}: expected an image, found 0 bytes" in printed.err
+    assert f"{folder / 'zero.png'}: cannot decode these 0 bytes" in printed.err
     changed = int(said["changed"].sum())
     assert f"50 more; of {changed} images the heads alone would have said" in printed.out
     table = pd.read_csv(output, dtype={name: str for name in said if "class" in name})
