@@ -174,10 +174,7 @@ class _Batches:
             for slot in slots:
                 batch.images[slot] = transform(int(rows[slot]))
 
-        # A few images a job: small enough to share a batch between threads, large enough to
-        # make the cost of a job vanish.
-        size = max(1, min(8, -(-len(own) // self.workers)))
-        jobs = [own[i : i + size] for i in range(0, len(own), size)]
+        jobs = [own[first :: self.workers] for first in range(self.workers)]
         return batch, [pool.submit(fill, job) for job in jobs]
 
     def _finish(self, batch: Batch, jobs: list[Future[None]]) -> Batch:

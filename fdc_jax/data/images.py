@@ -8,7 +8,6 @@ grey (which `convert` clips) as in colour.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import math
@@ -19,7 +18,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 from PIL import ExifTags, Image
 
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, line
 
 # Pillow loads its rarer formats at the first file that needs them, which is not safe in threads.
 Image.init()
@@ -67,24 +66,23 @@ def decode(encoded: bytes | Image.Image, description: str, upright: bool = False
         InputError: the bytes are empty, truncated or no image that Pillow reads, or its pixels
             have neither 8 nor 16 bits.
     """
-    what = "this image" if isinstance(encoded, Image.Image) else f"these {len(encoded)} bytes"
+    what, refused = "this image", ""
+    if isinstance(encoded, bytes):
+        what = f"these {len(encoded)} bytes"
     try:
-        with (
-            contextlib.nullcontext(encoded)
-            if isinstance(encoded, Image.Image)
-            else Image.open(io.BytesIO(encoded), formats=_FORMATS)
-        ) as image:
-            if image.mode not in _REFUSED or (image.mode, image.format) in _SIXTEEN_BITS:
-                pixels = _rgb(image)
-                turn = _TURNS.get(_orientation(image)) if upright else None
-                return pixels if turn is None else pixels.transpose(turn)
-            refused = _REFUSED[image.mode]
+        image = encoded
+        if isinstance(image, bytes):
+            image = Image.open(io.BytesIO(image), formats=_FORMATS)
+        if (image.mode, image.format) not in _SIXTEEN_BITS:
+            refused = _REFUSED.get(image.mode, "")
+        if not refused:
+            pixels = _rgb(image)
+            turn = _TURNS.get(_orientation(image)) if upright else None
+            return pixels if turn is None else pixels.transpose(turn)
     except _DAMAGED as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = line(error)
         if isinstance(error, Image.UnidentifiedImageError):
             reason = "not a known image format"
-            if isinstance(encoded, bytes) and encoded.startswith((b"II*\0", b"MM\0*")):
-                reason = "a TIFF of a kind that is not read, such as floating-point colours"
         raise InputError(f"{description}: cannot decode {what}: {reason}") from error
     raise InputError(f"{description}: expected pixels of 8 or 16 bits, found {refused}")
 

@@ -82,60 +82,42 @@ def test_a_benchmark_is_a_folder_or_an_archive_with_a_table_of_counts(tmp_path, 
     assert task_stream.open_stream(config, tmp_path / "cache").train.upright
 
 
-@pytest.mark.parametrize(
-    ("source", "name"),
-    [
-        *(("photos", "photos"), ("photos/", "photos"), ("a/My photos.2024", "My photos.2024")),
-        *(("a/birds.tar.gz", "birds"), ("birds.ZIP", "birds"), ("../données", "données")),
-    ],
-)
-def test_data_go_by_the_name_of_their_folder_or_archive(source, name):
-    assert sources.name_of("", source) == name
-    assert sources.name_of("trees", source) == "trees"
-
-
-def test_the_folder_where_one_is_has_a_name_too(tmp_path, monkeypatch):
+def test_data_go_by_the_name_of_their_folder_or_archive(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert sources.name_of("", ".") == tmp_path.name
+    for source, name in {
+        **{"photos": "photos", "photos/": "photos", "a/My photos.2024": "My photos.2024"},
+        **{"a/birds.tar.gz": "birds", "birds.ZIP": "birds", "../données": "données"},
+        ".": tmp_path.name,
+    }.items():
+        assert sources.name_of("", source) == name
+        assert sources.name_of("trees", source) == "trees"
 
 
 NO_NAME = [
-    (
-        "",
-        "",
-        "config.data.source: expected a folder or an archive of images, train/.*; found none$",
-    ),
-    ("", "/", "config.data.source: expected a name for the data, found ''$"),
-    ("", "a\x1bb", r"config.data.source: expected a name for the data, found 'a\\x1bb'$"),
-    ("../x", "", "config.benchmark: expected a name for the data, found '../x'$"),
-    (".x", "", "config.benchmark: expected a name for the data, found '.x'$"),
-    ("", "a/digits", "config.data.source: the name digits is a benchmark's; name your images with"),
-    ("", "cub200.zip", "the name cub200 is a benchmark's.* or use configs/cub200.py$"),
+    ("", "", "data.source: expected a folder or an archive of images, train/.*; found none$"),
+    ("", "/", "data.source: expected a name for the data, found ''$"),
+    ("", "a\x1bb", r"data.source: expected a name for the data, found 'a\\x1bb'$"),
+    ("../x", "", "benchmark: expected a name for the data, found '../x'$"),
+    (".x", "", "benchmark: expected a name for the data, found '.x'$"),
+    ("", "a/digits", "data.source: the name digits is a benchmark's; name your images with"),
+    ("", "cub200.zip", "data.source: the name cub200 is .* or use configs/cub200.py$"),
 ]
 
 
 @pytest.mark.parametrize(("benchmark", "source", "message"), NO_NAME)
 def test_names_that_are_refused(benchmark, source, message):
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match="config." + message):
         sources.name_of(benchmark, source)
 
 
 NO_DATA = [
-    (
-        "omnibench",
-        "",
-        "config.data.source: expected an archive behind .* PILOT .*; found none, nor ",
-    ),
-    (
-        "mine",
-        "",
-        "config.data.source: expected a folder or an archive.* mine prepared by TFDS in /",
-    ),
-    ("mine", "nowhere", "config.data.source: nowhere: expected a folder .*, found nothing$"),
-    ("mine", "pipe", "config.data.source: pipe: expected a folder .*, found neither$"),
+    ("omnibench", "", "data.source: expected an archive behind .* PILOT .*; found none, nor "),
+    ("mine", "", "data.source: expected a folder or an archive.* mine prepared by TFDS in /"),
+    ("mine", "nowhere", "data.source: nowhere: expected a folder .*, found nothing$"),
+    ("mine", "pipe", "data.source: pipe: expected a folder .*, found neither$"),
     ("mine", "file", "file: expected a folder, or a zip or tar archive of one$"),
     ("cifar100", "file", "file: expected SHA-256 58a81ae[0-9a-f]+, found e3b0c[0-9a-f]+$"),
-    ("digits", "file", "config.data.source: expected none, digits are embedded: file$"),
+    ("digits", "file", "data.source: expected none, digits are embedded: file$"),
 ]
 
 

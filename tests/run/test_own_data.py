@@ -285,23 +285,6 @@ def test_who_plans_ahead_says_so(cache, tmp_path, caplog):
 # Settings -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        (dict(data__source=""), "config.data.source: expected a folder or an archive of images, "),
-        (dict(data__test_share=1.0), r"data.test_share: expected a number in \[0, 1\), found 1.0"),
-        (dict(classes_per_task=-1), "classes_per_task: expected a whole number, or a list"),
-        (dict(classes_per_task=(3, 0, 3)), r"classes_per_task: expected .* found \[3, 0, 3\]"),
-        (dict(classes_per_task="five"), "classes_per_task: expected a whole number.* 'five'"),
-        (dict(class_order=("a", "b"), class_order_seed=7), "seed: expected -1 beside .* found 7"),
-        (dict(class_order=("nowhere.txt",)), "class_order: cannot read nowhere.txt: No such file"),
-    ],
-)
-def test_settings_that_are_refused(fields, message):
-    with pytest.raises(InputError, match=message):
-        configuration.validate(config("trees", "cache", **fields))
-
-
 def test_an_order_is_read_from_its_file(tmp_path):
     order = tmp_path / "order.txt"
     order.write_text("\n".join(ALL) + "\n")
@@ -313,3 +296,8 @@ def test_an_order_is_read_from_its_file(tmp_path):
         order.write_bytes(content)
         with pytest.raises(InputError, match=f"config.class_order: .*{message}"):
             configuration.validate(config("trees", "cache", class_order=(str(order),)))
+    order.unlink()
+    with pytest.raises(InputError, match=r"class_order: cannot read .*order.txt: No such file"):
+        configuration.validate(config("trees", "cache", class_order=(str(order),)))
+    with pytest.raises(InputError, match=r"seed: expected -1 beside .* found 7"):
+        configuration.validate(config("trees", "cache", class_order=ALL, class_order_seed=7))
