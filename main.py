@@ -1,4 +1,4 @@
-"""The command `fdc run` in a clone; see `fdc_jax/run/command.py`.
+"""The command `fdc run` in a clone; see `fdc_jax/command.py`.
 
 python main.py --config=configs/digits.py [--workdir=FOLDER] [--config.FIELD=VALUE ...]
 """

@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from configs import digits
+from fdc_jax import command
 from fdc_jax.errors import Interrupted, StopRequest
-from fdc_jax.run import command, configuration
+from fdc_jax.run import configuration
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Two tasks of eight steps, with checkpoints within them; four devices share no batch evenly.

@@ -12,12 +12,12 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Int
 
-import fdc_jax
 from fdc_jax import evaluation, learners
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError, counted
 from fdc_jax.report import paper, quantities
 from fdc_jax.run.configuration import WITHOUT_EFFECT
+from fdc_jax.run.opened import open_run
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _seeds_of(path: Path) -> list[Path]:
 
 def _open(path: Path) -> Any:
     """Opens a finished run, and looks at what the report reads of it."""
-    run = fdc_jax.open_run(path)
+    run = open_run(path)
     if run.results is None:
         done = len(list((path / "tasks").glob("task_*.json")))
         raise InputError(f"unfinished: no results.json, {counted(done, 'task')} done")

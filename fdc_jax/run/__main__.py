@@ -1,5 +1,6 @@
-"""Starts the command `fdc run`; see `fdc_jax/run/command.py`."""
+"""Starts the command `fdc run`; see `fdc_jax/command.py`."""
 
+import importlib
 import os
 import sys
 
@@ -14,6 +15,5 @@ if __name__ == "__main__":
     sys.path.append(os.getcwd())  # where a learner of the user's own may lie
     # From here on a signal counts; what follows takes seconds to import.
     with errors.stop_on_signals() as stop:
-        from fdc_jax.run import command
-
-        sys.exit(command.main(stop))
+        # It stands above this folder, as it ends with a report.
+        sys.exit(importlib.import_module("fdc_jax.command").main(stop))

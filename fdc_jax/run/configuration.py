@@ -22,22 +22,17 @@ Config: TypeAlias = Any
 
 _PACKAGE = Path(__file__).parents[1]
 
-# Where things lie and how fast they are read and computed; no number in a result depends on them,
-# but for rounding. Weights are compared by their checksum.
-WITHOUT_EFFECT = frozenset(
+# Where things lie and how fast they are read; these may differ between the hosts of one run.
+OF_A_HOST = frozenset(
     {
-        "cache_dir",
-        "data.dir",
-        "data.source",
-        "encoder.weights",
-        "encoder.attention",
-        "data.workers",
-        "data.cache_gib",
-        "checkpoint.every_steps",
-        "checkpoint.keep",
-        "report",
+        *("cache_dir", "data.dir", "data.source", "encoder.weights"),
+        *("data.workers", "data.cache_gib"),
     }
 )
+# No number in a result depends on these, but for rounding. Weights are compared by their checksum.
+WITHOUT_EFFECT = OF_A_HOST | {
+    *("encoder.attention", "checkpoint.every_steps", "checkpoint.keep", "report"),
+}
 
 # What values may be, as in `learners.Option`.
 _ALLOWED: dict[str, str | tuple[str, ...]] = {
@@ -274,15 +269,12 @@ def _read_class_order(config: Config) -> None:
         config.class_order = names
 
 
-def differences(
-    saved: dict[str, Any], config: Config, checksums: dict[str, str]
-) -> list[tuple[str, Any, Any]]:
+def differences(saved: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
     """Returns (field, saved value, new value) where a result would be another one.
 
     Fields of an earlier version that are gone, and options of learners that are, do not count;
     checksums of weights and images, by name, do.
     """
-    new = flatten(config) | checksums
     return [
         (field, saved.get(field), value)
         for field, value in sorted(new.items())

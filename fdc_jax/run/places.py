@@ -11,6 +11,7 @@ from fdc_jax.machine import processes
 from fdc_jax.machine.files import read_json
 
 # What to do about a file that is damaged.
+PUT_BACK = "put it back, or choose another --workdir"
 WRITTEN_AGAIN = "remove it, and the run writes it again"
 MEASURED_AGAIN = "remove it, and its accuracies are measured again"
 # In config.json: checksums by name of the classes that the run knows, and the numbers of classes of
@@ -69,11 +70,7 @@ def known_classes(folders: Sequence[Path], classes_per_task: int | list[int]) ->
 
     def read() -> list[dict[str, Any]]:
         found = (Places(folder).config_file for folder in folders)
-        return [
-            read_object(path, "put it back, or choose another --workdir")
-            for path in found
-            if path.exists()
-        ]
+        return [read_object(path, PUT_BACK) for path in found if path.exists()]
 
     best = max(processes.on_first(read)(), key=lambda it: len(it.get(CLASSES, {})), default={})
     same = best.get("classes_per_task") == classes_per_task

@@ -32,7 +32,8 @@ def collect(
     """
     config, tasks, last = setup.config, setup.tasks, records[-1]
     complete = len(records) == len(tasks.tasks)
-    selected, storage = setup.learner.selected, _storage(calibrators)
+    selected = setup.learner.selected
+    storage = {name: each.storage_bytes for name, each in calibrators.items()}
     if selected not in last["components"]:  # Without the pretrained view, the other is all.
         selected = selected.removesuffix("_adapted_view")
 
@@ -63,6 +64,7 @@ def collect(
         "curve": [{name: record[name] for name in _POINT} for record in records],
         "fdc_storage_bytes": storage.get("fdc"),
         "storage_bytes": storage,
+        "notes": {name: each.note for name, each in calibrators.items() if each.note},
         "peak_memory_bytes": _peak_memory([record["peak_memory"] for record in records]),
         "timing": _timing([record["timing"] for record in records]) if complete else None,
         "encoder": {
@@ -79,10 +81,6 @@ def collect(
         "config": configuration.flatten(config) | {"seed": [seed]},
         "versions": versions(),
     }
-
-
-def _storage(calibrators: Mapping[str, Any]) -> dict[str, int]:
-    return {name: each.storage_bytes for name, each in calibrators.items()}
 
 
 def _peak_memory(per_task: list[dict[str, int | None]]) -> dict[str, int | None]:

@@ -4,19 +4,19 @@ Everything finished is on disk before the next thing starts. Of several processe
 reads and writes there.
 """
 
-import itertools
 import json
 import logging
 import os
 import pickle
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from fdc_jax import calibration
+from fdc_jax.data.task_stream import Known, TaskStream
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import TaskFeatures
@@ -28,6 +28,7 @@ from fdc_jax.run.places import (
     CLASSES,
     MEASURED_AGAIN,
     PLANNED,
+    PUT_BACK,
     WRITTEN_AGAIN,
     Places,
     known_of,
@@ -37,22 +38,8 @@ from fdc_jax.run.places import (
 _log = logging.getLogger(__name__)
 
 
-class Claim(NamedTuple):
-    """What a run is, besides its configuration.
-
-    Attributes:
-        classes: checksums of the images of each class by name, as the classes arrive.
-        planned: number of classes of each task, also of those that follow later.
-        num_tasks: how many tasks are learned for now.
-        checksums: of weights and images, by name.
-        task_count: what in the learning of a task depends on the number of tasks, in words.
-    """
-
-    classes: dict[str, str]
-    planned: list[int]
-    num_tasks: int
-    checksums: dict[str, str]
-    task_count: str
+# Checksums that change where a run grows.
+_IMAGES = {"training images sha256", "test images sha256"}
 
 
 class Store(Places):
@@ -61,22 +48,31 @@ class Store(Places):
     Args:
         folder: made when missing.
         config: the run's configuration, `seed` being this run's alone.
-        claim: what the run is besides.
+        tasks: its images.
+        checksums: of weights and images, by name.
+        task_count: what in the learning of a task depends on the number of tasks, in words.
 
     Raises:
         InputError: the folder belongs to another configuration; the differing fields are named.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], config: Config, claim: Claim):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        config: Config,
+        tasks: TaskStream,
+        checksums: dict[str, str],
+        task_count: str,
+    ):
         super().__init__(folder)
-        self._config, self._num_tasks = config, claim.num_tasks
+        self._config, self._num_tasks = config, len(tasks.tasks)
         self._names = configuration.calibrators(config)
-        self._claim(claim)
+        self._claim(tasks, checksums, task_count)
 
     @processes.on_first
-    def _claim(self, claim: Claim) -> None:
-        own = configuration.flatten(self._config) | claim.checksums
-        own |= {CLASSES: claim.classes, PLANNED: claim.planned}
+    def _claim(self, tasks: TaskStream, checksums: dict[str, str], task_count: str) -> None:
+        settings, planned = configuration.flatten(self._config) | checksums, len(tasks.planned)
+        own = settings | {CLASSES: tasks.class_checksums, PLANNED: list(tasks.planned)}
         if not self.config_file.exists():
             if self.results_file.exists() or self.checkpoints_folder.exists():
                 raise InputError(
@@ -85,10 +81,12 @@ class Store(Places):
                 )
             write_json(self.config_file, own)
             return
-        saved = read_object(self.config_file, "put it back, or choose another --workdir")
-        self._check_results(saved)
-        differing = configuration.differences(saved, self._config, claim.checksums)
-        grown = self._grown(saved, claim, {name for name, *_ in differing})
+        saved, done = read_object(self.config_file, PUT_BACK), self._results().get("config", {})
+        # Either file may have been changed by hand; in config.json the run may have grown since.
+        ended = {name: done[name] for name in done.keys() - configuration.TASKS}
+        differing = configuration.differences(saved, settings)
+        differing = differing or configuration.differences(saved | ended, settings)
+        grown = self._grown(saved, own, {name for name, *_ in differing})
         differing = [each for each in differing if each[0] not in grown]
         if differing:
             fields = ", ".join(f"{name} was {old!r}, is {new!r}" for name, old, new in differing)
@@ -98,70 +96,55 @@ class Store(Places):
                 f"{self.folder} holds a run of another configuration: {fields}; choose another "
                 f"--workdir or the old values{refit if ours else ''}"
             )
-        if grown:
-            tasks = saved["num_tasks"] or len(saved[PLANNED])
-            self._tell_of_growth(tasks, len(saved[PLANNED]), claim)
-            write_json(self.config_file, own)
-
-    def _check_results(self, saved: dict[str, Any]) -> None:
-        """Refuses a config.json that says something else than results.json."""
-        if not self.results_file.exists():
+        if not grown:
             return
-        results = read_object(self.results_file, WRITTEN_AGAIN)
-        for name, value in results.get("config", {}).items():
-            known = configuration.WITHOUT_EFFECT | configuration.TASKS  # These may have grown.
-            if name not in known and saved.get(name, value) != value:
-                raise InputError(
-                    f"{self.folder}: config.json says {name} {saved[name]!r}, results.json "
-                    f"{value!r}; put back the file that was changed, or choose another --workdir"
-                )
+        taken, before = len(known_of(saved).sizes), len(saved[PLANNED])
+        if taken < self._num_tasks:
+            _log.warning("%s: goes on from %d tasks to %d", self.folder, taken, self._num_tasks)
+        if before != planned and task_count:
+            _log.warning(
+                "%s: was planned for %d tasks, is for %d; %s: a run that knew them all from the "
+                "start would end otherwise",
+                *(self.folder, before, planned, task_count),
+            )
+        write_json(self.config_file, own)
 
-    def _grown(self, saved: dict[str, Any], claim: Claim, differing: set[str]) -> set[str]:
+    def _grown(self, saved: dict[str, Any], own: dict[str, Any], differing: set[str]) -> set[str]:
         """Returns the differing fields that say no more than that the run grows by further tasks.
 
         Raises:
             InputError: classes that the run knows are gone or have other images, or a task of it
                 has other classes, though no field says so.
         """
-        known, images = known_of(saved), {"training images sha256", "test images sha256"}
-        now = claim.classes
+        known, now, may_differ = known_of(saved), own[CLASSES], configuration.TASKS | _IMAGES
         changed = [name for name in known.classes if known.classes[name] != now.get(name)]
-        if changed and not differing - images - configuration.TASKS:
+        if changed and differing <= may_differ:
             found = "other images" if changed[0] in now else "no such class"
             raise InputError(
                 f"{self.folder}: expected the class {changed[0]} of {self._config.benchmark} as "
                 f"this run knows it, found {found}; put it back, or choose another --workdir"
             )
-        names = iter(now)
-        tasks = [list(itertools.islice(names, size)) for size in claim.planned]
-        differ = [old for task, old in enumerate(known.tasks) if tasks[task : task + 1] != [old]]
-        if not known.classes or changed or differ or claim.num_tasks < len(known.tasks):
+        taken = Known(now, own[PLANNED]).tasks[: len(known.tasks)]
+        fewer = self._num_tasks < len(known.tasks)
+        if not known.classes or changed or taken != known.tasks or fewer:
             return set()
-        return differing & (configuration.TASKS | images)
+        return differing & may_differ
 
-    def _tell_of_growth(self, tasks: int, planned: int, claim: Claim) -> None:
-        if tasks < claim.num_tasks:
-            _log.warning("%s: goes on from %d tasks to %d", self.folder, tasks, claim.num_tasks)
-        if planned != len(claim.planned) and claim.task_count:
-            _log.warning(
-                "%s: was planned for %d tasks, is for %d; %s: a run that knew them all from the "
-                "start would end otherwise",
-                *(self.folder, planned, len(claim.planned), claim.task_count),
-            )
+    def _results(self) -> dict[str, Any]:
+        """Returns what `results.json` holds, nothing before it is written."""
+        return read_object(self.results_file, WRITTEN_AGAIN) if self.results_file.exists() else {}
 
     # What is there -------------------------------------------------------------------------------
 
     @processes.on_first
     def finished(self) -> dict[str, Any] | None:
         """Returns the results of a run that has learned all of its tasks, or else None."""
-        if not self.results_file.exists():
-            return None
-        results = read_object(self.results_file, WRITTEN_AGAIN)
-        if "num_tasks" not in results:
+        results = self._results()
+        if results and "num_tasks" not in results:
             raise InputError(
                 f"{self.results_file}: expected num_tasks, found none; {WRITTEN_AGAIN}"
             )
-        return results if results["num_tasks"] >= self._num_tasks else None
+        return results if results.get("num_tasks", 0) >= self._num_tasks else None
 
     @processes.on_first
     def has_fitted(self, num_tasks: int) -> bool:

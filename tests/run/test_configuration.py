@@ -51,17 +51,13 @@ def test_impossible_values_are_named(field):
 
 def test_differences_name_fields_that_change_results_only():
     saved = configuration.flatten(base.get_config()) | {"weights": "a"}
-    config = base.get_config()
-    assert configuration.differences(saved, config, {"weights": "a"}) == []
-    config.data.dir = "/elsewhere"
-    config.data.workers = 3
-    assert configuration.differences(saved, config, {"weights": "a"}) == []
-    config.train.epochs = 5
-    config.seed = (2,)
-    assert configuration.differences(saved, config, {"weights": "a"}) == [
-        ("seed", [1], [2]),
-        ("train.epochs", 20, 5),
-    ]
-    del saved["train.rank"]
-    assert configuration.differences(saved, config, {"weights": "b"})[-1] == ("weights", "a", "b")
-    assert ("train.rank", None, 10) in configuration.differences(saved, config, {"weights": "a"})
+
+    def found(**fields):
+        named = {name.replace("__", "."): value for name, value in fields.items()}
+        return configuration.differences(saved, saved | named)
+
+    assert found() == found(data__dir="/elsewhere", data__workers=3) == []
+    changed = found(train__epochs=5, seed=[2], weights="b")
+    assert changed == [("seed", [1], [2]), ("train.epochs", 20, 5), ("weights", "a", "b")]
+    of_before = {name: value for name, value in saved.items() if name != "train.rank"}
+    assert configuration.differences(of_before, saved) == [("train.rank", None, 10)]

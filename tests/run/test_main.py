@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fdc_jax import evaluation
+from fdc_jax import command, evaluation
 from fdc_jax.errors import StopRequest
 from fdc_jax.posthoc import __main__ as posthoc
-from fdc_jax.run import command
 from tests import small_runs
 from tests.small_runs import finish, predictions, results, start
 

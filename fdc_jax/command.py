@@ -46,15 +46,9 @@ from fdc_jax.run.configuration import Config
 from fdc_jax.run.places import known_classes
 from fdc_jax.run.progress import Progress
 from fdc_jax.run.setup import Setup
-from fdc_jax.run.store import Claim, Store
+from fdc_jax.run.store import Store
 
 _log = logging.getLogger(__name__)
-
-# Settings that may differ between the hosts of one run.
-_OF_A_HOST = (
-    *("cache_dir", "data.dir", "data.source", "encoder.weights"),
-    *("data.workers", "data.cache_gib"),
-)
 
 
 def main(stop: StopRequest, arguments: Sequence[str] | None = None) -> int:
@@ -231,9 +225,9 @@ def _explained(config: Config) -> Iterator[None]:
 
 def _common(setup: Setup) -> dict[str, Any]:
     """Returns what processes that run together must not differ in, by name."""
-    fields = configuration.flatten(setup.config)
+    fields, own = configuration.flatten(setup.config), configuration.OF_A_HOST
     return {
-        **{f"config.{name}": value for name, value in fields.items() if name not in _OF_A_HOST},
+        **{f"config.{name}": value for name, value in fields.items() if name not in own},
         **setups.checksums(setup, setup.tasks),
         "the package": fdc_jax.__version__,
         "jax": jax.__version__,
@@ -274,7 +268,8 @@ def _run_seed(
     """Returns the results of a seed, which is trained where it is not finished."""
     of_seed = ml_collections.ConfigDict(setup.config)
     of_seed.seed = (seed,)
-    store = Store(folder, of_seed, _claim(setup))
+    checksums = setups.checksums(setup, setup.tasks)
+    store = Store(folder, of_seed, setup.tasks, checksums, setup.learner.task_count)
     finished = store.finished()
     if finished is not None:
         if not quiet:
@@ -284,17 +279,6 @@ def _run_seed(
     checkpoints = Checkpoints(store.checkpoints_folder, setup.config.checkpoint.keep)
     with contextlib.closing(progress), contextlib.closing(checkpoints):
         return experiment.run(setup, seed, store, checkpoints, stop, progress)
-
-
-def _claim(setup: Setup) -> Claim:
-    tasks = setup.tasks
-    return Claim(
-        classes=tasks.class_checksums,
-        planned=list(tasks.planned),
-        num_tasks=len(tasks.tasks),
-        checksums=setups.checksums(setup, tasks),
-        task_count=setup.learner.task_count,
-    )
 
 
 def describe(setup: Setup) -> str:
