@@ -297,7 +297,7 @@ def summary(seconds: list[float]) -> dict[str, Any]:
 
 def write_report(program: str, options: argparse.Namespace, found: dict[str, Any]) -> None:
     """Writes what was found, with the command, settings and versions, where --output asks."""
-    from fdc_jax.run import results
+    from fdc_jax.machine.versions import versions
 
     if options.output:
         report = {
@@ -305,7 +305,7 @@ def write_report(program: str, options: argparse.Namespace, found: dict[str, Any
             "settings": {
                 key: each for key, each in vars(options).items() if key not in _NO_SETTING
             },
-            "versions": results.versions(),
+            "versions": versions(),
         }
         write_json(options.output, report | found)
 

@@ -6,12 +6,13 @@ Importing this loads nothing else; what takes seconds is loaded when it is asked
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from fdc_jax.machine.versions import __version__ as __version__
+
 if TYPE_CHECKING:
     from fdc_jax import calibration, heads
     from fdc_jax.estimator import FDCClassifier
     from fdc_jax.run.opened import open_run
 
-__version__ = "0.1.0"
 __all__ = ["FDCClassifier", "calibration", "heads", "open_run"]
 
 

@@ -1,19 +1,6 @@
-"""Starts the command `fdc run`; see `fdc_jax/command.py`."""
+"""`python -m fdc_jax.run` is the command `fdc run`; see `fdc_jax/command/run.py`."""
 
-import importlib
-import os
-import sys
-
-# Before NumPy loads: threads of OpenBLAS that wait for a busy core spin, and decompositions of a
-# few hundred rows gain nothing from them. And XLA's start-up notes are of no use to a reader.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
-from fdc_jax import errors
+import runpy
 
 if __name__ == "__main__":
-    sys.path.append(os.getcwd())  # where a learner of the user's own may lie
-    # From here on a signal counts; what follows takes seconds to import.
-    with errors.stop_on_signals() as stop:
-        # It stands above this folder, as it ends with a report.
-        sys.exit(importlib.import_module("fdc_jax.command").main(stop))
+    runpy.run_module("fdc_jax.command", run_name="__main__", alter_sys=True)

@@ -1,20 +1,15 @@
 """The content of `results.json`."""
 
-import importlib.metadata
-import platform
-import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import fdc_jax
 from fdc_jax.evaluation import average_incremental_accuracy
 from fdc_jax.machine import devices
+from fdc_jax.machine.versions import versions
 from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 from fdc_jax.run.setup import Setup
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-datasets", "numpy")
 # What a point of the curve has of the record of a task.
 _POINT = ("task", "accuracy", "routing_accuracy", "components", "task_accuracy")
 
@@ -102,22 +97,3 @@ def _timing(per_task: list[dict[str, float]]) -> dict[str, Any]:
     total["training_images_per_second"] = total["training_images"] / seconds if seconds else None
     total["input_wait_fraction"] = total["input_wait_seconds"] / seconds if seconds else None
     return total
-
-
-def versions() -> dict[str, str | None]:
-    """Returns the versions of Python, of this package and of what it computes with."""
-    own = {"python": platform.python_version(), "fdc_jax": fdc_jax.__version__, "commit": _commit()}
-    return own | {name: importlib.metadata.version(name) for name in _PACKAGES}
-
-
-def _commit() -> str | None:
-    """Returns the commit that the package is checked out at, or None outside a checkout."""
-    folder = Path(fdc_jax.__file__).parents[1]
-    if not (folder / ".git").exists():
-        return None
-    try:
-        command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout.strip() or None

@@ -1,0 +1,1 @@
+"""The command `fdc run`, above runs and reports."""

@@ -1,0 +1,28 @@
+"""Versions of the package and of what it computes with; needs the standard library alone."""
+
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+
+__version__ = "0.1.0"
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-datasets", "numpy")
+
+
+def versions() -> dict[str, str | None]:
+    """Returns the versions of Python, of this package and of what it computes with."""
+    own = {"python": platform.python_version(), "fdc_jax": __version__, "commit": _commit()}
+    return own | {name: importlib.metadata.version(name) for name in _PACKAGES}
+
+
+def _commit() -> str | None:
+    """Returns the commit that the package is checked out at, or None outside a checkout."""
+    folder = Path(__file__).parents[2]
+    if not (folder / ".git").exists():
+        return None
+    try:
+        command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=40"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
