@@ -22,7 +22,7 @@ from fdc_jax.calibration import Scores
 from fdc_jax.errors import InputError
 
 # Names of accuracies in a line of text, where they are not what they go by.
-TITLES = {"fdc": "FDC"}
+TITLES = {"fdc": "FDC", "oracle": "task given"}
 # Of all intervals, and how many samples a bootstrap draws.
 _CONFIDENCE, _RESAMPLES = 0.95, 9999
 

@@ -156,7 +156,8 @@ def _comparison(reports: list[dict[str, Any]]) -> list[str]:
         interval = f"{gain['low']:+.2f} .. {gain['high']:+.2f}"
         last = (_mebibytes(report), f"{report['seconds']['fit']:.1f}")
         rows.append((method, accuracy, f"{gain['mean']:+.2f}", interval, *others, *last))
-    header = ("method", "accuracy", "gain", "95% interval", "routing", "oracle", "storage", "fit s")
+    header = ("method", "accuracy", "gain", "95% interval", "routing", "task given")
+    header += ("storage", "fit s")
     tasks = counted(reports[0]["num_tasks"], "task")
     sizes = f"{tasks}, {counted(reports[0]['num_test_samples'], 'test sample')}"
     caption = f"Accuracy in percent, gains over raw in points; {sizes}"
@@ -177,7 +178,8 @@ def _details(report: dict[str, Any]) -> list[str]:
     for name, title in (("raw", "raw"), ("calibrated", method)):
         errors = (f"{report['decomposition'][name][error]:.2f}" for error in _ERRORS)
         rows.append((title, *_percentages(report, name), *errors))
-    header = ("method", "accuracy", "routing", "oracle", "wrong class", "wrong task", "both wrong")
+    header = ("method", "accuracy", "routing", "task given")
+    header += ("wrong class", "wrong task", "both wrong")
     gain, flips, seconds = report["gain"], report["flips"], report["seconds"]
     return [
         f"Percent of {samples} test samples; {sizes}",

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fdc_jax.errors import InputError, counted
-from fdc_jax.machine.files import check_writable_folder, write_json, write_text
+from fdc_jax.machine.files import check_writable_folder, write_text
 
 # Settings that can be varied; each fits FDC anew at every value.
 SWEEPS = ("attenuation", "retained_energy", "neighbours")
@@ -81,7 +81,6 @@ def write(
     drawn = figures.draw(groups)
     for drawing in drawn:
         figures.write(drawing, folder / "figures")
-    write_json(folder / "provenance.json", [runs.provenance(group) for group in groups])
     shown = [pictures.load(group.runs[0]) for group in groups]
     text = page.render(groups, skipped, built, drawn, shown)
     write_text(folder / "report.html", text)

@@ -38,7 +38,7 @@ def show(per_seed: Sequence[dict[str, Any]]) -> None:
     ]
     chosen = (first.get("selected") or {}).get("components", "full")
     if chosen != "full":
-        gain = words.spread(values("selected_gain"), signed=True)
+        gain = words.spread(values("gain:selected"), signed=True)
         row = ["FDC, the paper's choice", words.spread(values("selected")), gain, "", ""]
         rows.insert(names.index("fdc") + 1, row)
     rows = [["" if cell != cell else cell for cell in row] for row in rows]  # NaN is not itself.

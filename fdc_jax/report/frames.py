@@ -11,8 +11,6 @@ import pandas as pd
 from jaxtyping import Float
 
 from fdc_jax import evaluation
-from fdc_jax.errors import counted
-from fdc_jax.report import quantities, words
 from fdc_jax.report.runs import Group, predictions
 
 # What an image's two decisions, task and class, come to: fields of `evaluation.Decomposition`.
@@ -123,30 +121,3 @@ def shares(group: Group) -> pd.DataFrame:
         if all(of):
             found[name] = [np.mean([each[share] for each in of]) for share in SHARES]
     return pd.DataFrame.from_dict(found, orient="index", columns=SHARES)
-
-
-def sentences(group: Group) -> list[str]:
-    """Says what the calibrator of the headline did to single images, and what the task would do."""
-    said = []
-    name = quantities.headline(group.methods)
-    title = words.method_title(name)
-    changes = [
-        evaluation.flips(of["label"], of["raw_label"], of[f"{name}_label"])
-        for run in group.runs
-        if f"{name}_label" in (of := predictions(run)) and name != "raw"
-    ]
-    if changes:
-        fixed, broken, *_ = np.mean(changes, axis=0)
-        average = ", on average over seeds" if len(changes) > 1 else ""
-        said.append(
-            f"{title} puts right {counted(fixed, 'image')} that the raw logits get wrong, and "
-            f"spoils {counted(broken, 'image')} that they get right{average}."
-        )
-    pairs = zip(group.values("raw"), group.values("oracle"), strict=True)
-    repaired = [100 * (given - raw) / (100 - raw) for raw, given in pairs if raw < 100]
-    if repaired:
-        said.append(
-            f"Knowing the task of every image would put right {np.mean(repaired):.0f} % of the "
-            "errors of the raw logits."
-        )
-    return said

@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 
 from fdc_jax.errors import counted
 from fdc_jax.learners import title as learner_title
-from fdc_jax.report import drawing, figures, frames, paper, quantities, runs, words
+from fdc_jax.report import figures, frames, paper, pictures, quantities, runs, words
 from fdc_jax.report.figures import Drawing
 from fdc_jax.report.pictures import Pictures
 from fdc_jax.report.runs import Group, Skipped
@@ -46,7 +46,6 @@ def render(
         skipped=skipped,
         tables=tables,
         figures=[each for each in drawings if each not in own],
-        provenance=[runs.provenance(group) for group in groups],
     )
 
 
@@ -70,7 +69,7 @@ def _fill(template: str, **material: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    for function in (_words, _rows, _said, _drawn, _bar, _subscripts, words.minus, counted):
+    for function in (_words, _rows, _said, _inline, _bar, _subscripts, words.minus, counted):
         environment.filters[function.__name__.lstrip("_")] = function
     style = Markup((_FOLDER / "page.css").read_text(encoding="utf-8"))
     return environment.get_template(f"{template}.html.jinja").render(stylesheet=style, **material)
@@ -92,10 +91,10 @@ def _section(group: Group, own: Sequence[Drawing], found: Pictures) -> dict[str,
         "best": lines[best],
         "notes": quantities.notes(group.results),
         "interval": group.gain(best) if best != "raw" else None,
-        "sentences": frames.sentences(group),
         "tasks": _tasks(group, found.class_names),
         "drawings": [each for each in own if each.groups == [group]],
         "pictures": found,
+        "provenance": runs.provenance(group),
     }
 
 
@@ -157,8 +156,9 @@ def _words(value: Any) -> str:
     return str(value) or "(empty)"
 
 
-def _drawn(figure: Drawing) -> Markup:
-    return Markup(drawing.inline_svg(figure.svg, figure.name))
+def _inline(figure: Drawing) -> str:
+    """Returns a drawing as an image, whose names and colours are no other's business."""
+    return pictures.inline(figure.svg.encode(), "svg+xml")
 
 
 def _bar(value: float, lines: Sequence[Any]) -> tuple[float, float]:

@@ -20,20 +20,13 @@ class Published(NamedTuple):
     count: int = 3
 
 
-class Plugged(NamedTuple):
-    """A row of Table plugin: gains by benchmark, and their average."""
-
-    gains: dict[str, Published]
-    average: float
-
-
 @functools.cache
 def numbers() -> dict[str, Any]:
     """Returns the content of `paper.json`; not to be changed."""
     return json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
 
 
-# Of `fdc_jax.calibration.components.COMPONENTS`, in the order of Table current-ablation.
+# Combinations of FDC's components, in the order of Table current-ablation.
 COMPONENT_TITLES: dict[str, str] = numbers()["components"]
 
 
@@ -64,26 +57,17 @@ def row(table: str, learner: str, *keys: str) -> dict[str, Published]:
     return {name: Published(*pair) for name, pair in zip(benchmarks(), found, strict=bool(found))}
 
 
-def plugin(learner: str, kind: str) -> Plugged | None:
-    """Returns gains with the "selected" or the "full" components, None for other learners.
-
-    Cumulative-LoRA has no row in Table plugin: all its components are on, and its gains are those
-    of the full combination in Table current-ablation.
-    """
-    if learner == "cumulative_lora":
-        gains = row("ablation", learner, "full")
-        return Plugged(gains, sum(each.mean for each in gains.values()) / 5)
-    found = numbers()["tables"]["plugin"]["rows"].get(learner, {}).get(kind)
-    return found and Plugged(row("plugin", learner, kind, "gain"), found["average"])
+def average(learner: str, kind: str) -> float | None:
+    """Returns the average of a row of Table plugin, whose `kind` is "selected" or "full"."""
+    return numbers()["tables"]["plugin"]["rows"].get(learner, {}).get(kind, {}).get("average")
 
 
 def columns(table: str, benchmark: str) -> dict[str, float]:
     """Returns a row without deviations by column, empty for other benchmarks.
 
     Args:
-        table: `partitions` (Table training), `cost` (Table app-cost; Cumulative-LoRA on one A100)
-            or `latency` (Table app-latency: milliseconds a batch of 64, increases in percent;
-            `single_mib` and `dual_mib` are increases over `raw_mib`).
+        table: `partitions` (Table training) or `cost` (Table app-cost; Cumulative-LoRA on one
+            A100).
         benchmark: as in configurations.
     """
     found = numbers()["tables"][table]

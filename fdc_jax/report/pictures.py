@@ -183,4 +183,9 @@ def data_uri(image: UInt8[np.ndarray, "h w 3"]) -> str:
     kind = "png" if is_small(image) else "jpeg"
     picture.thumbnail((_SIDE, _SIDE))
     picture.save(file, kind, quality=85, optimize=True)
-    return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode()}"
+    return inline(file.getvalue(), kind)
+
+
+def inline(content: bytes, kind: str) -> str:
+    """Returns a file of a kind such as `png` as a data URI."""
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"

@@ -4,10 +4,8 @@ The file is a CSV with a header and these columns, in any order:
 
     benchmark   as in the configuration (cifar100) or as in the tables (CIFAR-100)
     learner     likewise (cumulative_lora or Cumulative-LoRA)
-    quantity    a name of `fdc_jax.report.quantities`: raw, fdc, oracle or another calibrator, or a
-                component combination such as tsf+rlc, or selected: final accuracy in percent;
-                gain, selected_gain, gain:NAME: over raw; routing_NAME: task-routing accuracy; aia,
-                aia_NAME: average incremental accuracy
+    quantity    a name of `fdc_jax.report.quantities`, such as raw, fdc, oracle (the task given),
+                tsf+rlc, selected, gain:fdc, routing:fdc, aia:raw
     seed        optional: the training seed; empty for a mean over seeds
     value       percent or percentage points
     std         optional: sample standard deviation over seeds; without a seed alone
@@ -32,7 +30,7 @@ from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError
 from fdc_jax.report import paper, quantities, words
 from fdc_jax.report.runs import Group
-from fdc_jax.report.tables import Layout, Table, frame, spread
+from fdc_jax.report.tables import Table, frame, ours, spread
 from fdc_jax.report.words import number
 
 _KEY = ["benchmark", "learner", "quantity"]
@@ -84,7 +82,7 @@ def read(path: str | Path) -> pd.DataFrame:
 
     for column in (*_KEY, "value"):
         check(rows[column].notna(), column, "something")
-    names = "a quantity such as raw, fdc, oracle, gain, selected, routing_fdc, aia or tsf+rlc"
+    names = "a quantity such as raw, fdc, oracle, tsf+rlc, gain:fdc, routing:fdc or aia:raw"
     check(rows.quantity.isin(quantities.KNOWN), "quantity", names)
     for column, least in _LEAST.items():
         values: Any = pd.to_numeric(rows[column], errors="coerce")
@@ -140,25 +138,23 @@ def name_of(path: str | Path) -> str:
 
 def table(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group]) -> Table:
     """Lines a file up with the groups."""
-    layout, rows = Layout(groups), []
+    rows = []
     by_quantity: Any = lines.groupby(_KEY, sort=False)
     for (benchmark, learner, name), of in by_quantity:
         labels = (paper.benchmark_title(benchmark), learners.title(learner), name)
-        signed, place = "gain" in name, (learner, benchmark)
+        signed, place = name.startswith("gain:"), (learner, benchmark)
         for each in [g for g in groups if (g.learner, g.benchmark) == place] or [None]:
-            ours = each.numbers[name].dropna().to_dict() if each and name in each.numbers else {}
-            found = compare(ours, of) if ours else Comparison(math.nan)
+            own = each.numbers[name].dropna().to_dict() if each and name in each.numbers else {}
+            found = compare(own, of) if own else Comparison(math.nan)
             if found.paired:  # The two sides are shown as they are compared.
-                ours = {seed: ours[seed] for seed in found.paired}
-            mean, std, count = _summary(of[of.seed.isin(found.paired)] if found.paired else of)
-            deviation = "" if math.isnan(std) else f" ± {std:.2f}"
-            seeds = "" if math.isnan(count) else f" ({count:.0f})"
+                own = {seed: own[seed] for seed in found.paired}
+            other = _summary(of[of.seed.isin(found.paired)] if found.paired else of)
             cells = {
-                "numbers": layout.ours(each.title) if each else "no run",
-                "ours": spread(list(ours.values()), signed=signed),
-                "reference": number(mean, signed=signed) + deviation + seeds,
+                "numbers": ours(each) if each else "no run",
+                "ours": spread(list(own.values()), signed=signed),
+                "reference": words.mean(*other, signed=signed),
                 "paired seeds": ", ".join(map(str, found.paired)) or math.nan,
-                "difference": number(found.mean if ours else None, signed=True),
+                "difference": number(found.mean if own else None, signed=True),
                 "95 % interval": words.interval(found),
                 "source": "; ".join(of.source.dropna().unique()) or math.nan,
             }
@@ -168,7 +164,6 @@ def table(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group]) -> Tab
         "its 95 % interval: over differences within seeds where the reference has two or more "
         "seeds of ours, else Welch's from the deviations over seeds of both. The reference says "
         "nothing of settings, so every group of runs of the learner on the benchmark is lined up."
-        + layout.legend()
     )
     columns = ["ours", "reference", "paired seeds", "difference", "95 % interval", "source"]
     made = frame(rows, [*_KEY, "numbers"], columns)

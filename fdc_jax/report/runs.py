@@ -207,17 +207,12 @@ def _order(each: Group) -> tuple[Any, ...]:
 def _told_apart(each: Group, groups: Sequence[Group]) -> Group:
     """Adds to a title the fields in which groups of the same title differ."""
     key = (each.benchmark, each.learner, each.title)
-    alike = [
-        settings(other.results)
-        for other in groups
-        if (other.benchmark, other.learner, other.title) == key
-    ]
+    alike = [of for of in groups if (of.benchmark, of.learner, of.title) == key]
+    fields = pd.DataFrame([settings(of.results) for of in alike]).astype(str)
     mine = settings(each.results)
-    fields = sorted({field for other in alike for field in other} - {"encoder.weights"})
     differing = [
         f"{field} {str(mine.get(field, 'not recorded'))[:16]}"
-        for field in fields
-        if any(other.get(field) != mine.get(field) for other in alike)
+        for field in fields.columns[fields.nunique() > 1].difference(["encoder.weights"])
     ]
     title = ", ".join([each.title] * bool(each.title) + differing)
     return dataclasses.replace(each, title=title)
@@ -298,22 +293,17 @@ def _word(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def provenance(each: Group) -> dict[str, Any]:
-    """Returns where the numbers of a group come from, ready for JSON and for a page.
+def provenance(each: Group) -> dict[str, dict[str, Any]]:
+    """Returns where the numbers of a group come from, by heading and name.
 
-    Returns:
-        `group`, its name; `runs`, by seed what may differ between them; and the weights, data and
-        configuration that they share.
+    Of every run the end of its path, since where things lie on a machine is nobody's business, and
+    what may differ between them; and the settings, weights and data that they share.
     """
-    of = ("device", "versions", "encoder", "data")
-    results = each.results
-    hidden = WITHOUT_EFFECT | {"seed"}  # Where things lie on a machine is nobody's business.
-    config = {name: value for name, value in results["config"].items() if name not in hidden}
-    found: dict[str, Any] = {"group": each.name, "runs": {}}
-    for run in each.runs:
-        # The end of the path alone, for the same reason.
-        folder = "/".join(run.folder.absolute().parts[-2:])
-        mine = {"folder": folder} | {name: run.results.get(name) for name in of[:2]}
-        found["runs"][f"seed {run.results['seed']}"] = mine
-    found |= {name: results.get(name) for name in of[2:]} | {"configuration": config}
-    return found | ({"not computed": each.missing} if each.missing else {})
+    own = {
+        f"seed {run.results['seed']}": {
+            "folder": "/".join(run.folder.absolute().parts[-2:]),
+            **{name: run.results.get(name) for name in ("device", "versions")},
+        }
+        for run in each.runs
+    }
+    return {"runs": own, "settings": settings(each.results)}

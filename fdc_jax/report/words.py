@@ -33,12 +33,22 @@ def number(value: float | None, digits: int = 2, signed: bool = False) -> Any:
     return f"{round(value, digits) + 0.0:{'+' * signed},.{digits}f}"
 
 
-def spread(values: Sequence[float] | np.ndarray, digits: int = 2, signed: bool = False) -> Any:
-    """Says a mean over seeds and, of several, the sample standard deviation; NaN of none."""
+def mean(
+    value: float, std: float, count: float | None = None, digits: int = 2, signed: bool = False
+) -> str:
+    """Says a mean over seeds with what is known of the deviation (else NaN) and of their number."""
+    deviation = "" if math.isnan(std) else f" ± {std:.{digits}f}"
+    seeds = "" if count is None or math.isnan(count) else f" ({count:.0f})"
+    return number(value, digits, signed) + deviation + seeds
+
+
+def spread(
+    values: Sequence[float] | np.ndarray, digits: int = 2, signed: bool = False, count: bool = False
+) -> Any:
+    """Says mean and sample standard deviation over seeds, and how many if asked; NaN of none."""
     if not len(values):
         return math.nan
-    mean, std = evaluation.mean_and_std(values)
-    return number(mean, digits, signed) + (f" ± {std:.{digits}f}" if len(values) > 1 else "")
+    return mean(*evaluation.mean_and_std(values), len(values) if count else None, digits, signed)
 
 
 def interval(gain: Any) -> Any:

@@ -28,7 +28,7 @@ def test_one_seed_has_a_row_per_calibrator(capsys):
         assert rows[title] == expected
     chosen = of["components"]["pac+rlc_adapted_view"]
     assert rows["FDC, the paper's choice"][0] == f"{chosen:.2f}"
-    assert rows["Task given"] == ["95.00"]
+    assert rows["Task given"] == ["95.00", "95.00"]
     assert rest == ["Class Gaussians follow the encoder."]
 
 

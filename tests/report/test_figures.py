@@ -34,7 +34,7 @@ def the_line(axes, gid):
 
 
 def hollow(axes):
-    return [line for line in axes.lines if line.get_markerfacecolor() == "none"]
+    return [line for line in axes.lines if line.get_gid() == "paper"]
 
 
 def texts(figure):
@@ -142,7 +142,7 @@ def test_similarity_is_the_mean_over_seeds(protocol, drawn):
             assert points.get_ydata() == pytest.approx(np.mean([s.error for s in seeds], axis=0))
     assert residual.get_ylabel() == "Routing error (%)"
     rank = np.mean([stats.spearmanr(s.adapted_affinity, s.error).statistic for s in seeds])
-    assert f"adapted view, ρ = {rank:.2f}" in [text.get_text() for text in affinity.texts]
+    assert f"adapted view, ρ = {rank:.2f}" in texts(affinity)
 
 
 def test_contributions_of_the_first_head_stand_first(protocol, drawn):
