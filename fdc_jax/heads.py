@@ -62,7 +62,8 @@ class Head(Protocol):
 def _affine_logits(head: Any, features: Float[Any, "n d"]) -> Float[Any, "n c"]:
     """Returns the logits of each feature, by the head's affine form."""
     rows, bias, normalised = head.affine
-    return products(unit(features) if normalised else features, rows) + bias
+    scores = products(unit(features) if normalised else features, rows)
+    return scores + (bias if isinstance(bias, float) else bias[None])
 
 
 class LinearHead(NamedTuple):

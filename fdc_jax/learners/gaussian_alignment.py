@@ -242,11 +242,11 @@ def cross_entropy_over_all(
     """
     if temperature > 0:
         seen_tasks = seen.any(axis=1)
-        squares = jnp.sum(jnp.where(seen, logits, 0.0) ** 2, axis=2)
+        squares = jnp.sum(jnp.where(seen[None], logits, 0.0) ** 2, axis=2)
         # The square root has no derivative at 0, where a head of zeros is.
         norms = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
-        mean_norm = jnp.sum((norms + 1e-7) * seen_tasks, axis=1) / jnp.sum(seen_tasks)
+        mean_norm = jnp.sum((norms + 1e-7) * seen_tasks[None], axis=1) / jnp.sum(seen_tasks)
         logits = logits / (temperature * mean_norm[:, None, None])
-    flat = jnp.where(seen, logits, -jnp.inf).reshape(len(logits), -1)
+    flat = jnp.where(seen[None], logits, -jnp.inf).reshape(len(logits), -1)
     losses = optax.softmax_cross_entropy_with_integer_labels(flat, labels)
     return jnp.sum(weights * losses) / jnp.sum(weights)

@@ -255,17 +255,17 @@ def triplet_loss(
     labels, weights = batch.labels, batch.weights
     between = _distances(features, features)
     real = weights > 0
-    same = (labels[:, None] == labels) & real
+    same = (labels[:, None] == labels[None]) & real[None]
     farthest = jnp.max(jnp.where(same, between, 0.0), axis=1)
-    others = jnp.where(~same & real, between, jnp.inf)
-    earlier = jnp.where(mean_mask, _distances(features, means), jnp.inf)
+    others = jnp.where(~same & real[None], between, jnp.inf)
+    earlier = jnp.where(mean_mask[None], _distances(features, means), jnp.inf)
     nearest = jnp.minimum(others.min(axis=1), earlier.min(axis=1))
     hinges = jnp.maximum(0.0, farthest - nearest + margin)
     return jnp.sum(weights * hinges) / jnp.sum(weights)
 
 
 def _distances(rows: Float[Array, "n d"], columns: Float[Array, "m d"]) -> Float[Array, "n m"]:
-    squares = jnp.sum((rows[:, None] - columns) ** 2, axis=-1)
+    squares = jnp.sum((rows[:, None] - columns[None]) ** 2, axis=-1)
     return jnp.sqrt(jnp.maximum(squares, SQUARED_DISTANCE_FLOOR))
 
 

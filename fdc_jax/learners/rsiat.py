@@ -379,8 +379,9 @@ def steering_loss(
     units = unit(features)
     cosines = jnp.matmul(units, units.T, precision=jax.lax.Precision.HIGHEST)
     real = jnp.asarray(batch.weights) > 0
-    pairs = real[:, None] & real & ~jnp.eye(len(cosines), dtype=bool)
-    same = jnp.asarray(batch.labels)[:, None] == jnp.asarray(batch.labels)
+    labels = jnp.asarray(batch.labels)
+    pairs = real[:, None] & real[None] & ~jnp.eye(len(cosines), dtype=bool)
+    same = labels[:, None] == labels[None]
 
     def mean(costs, counted):
         return jnp.sum(jnp.where(counted, costs, 0.0)) / (jnp.sum(counted) + PAIR_FLOOR)
@@ -448,7 +449,7 @@ def project(projector: Projector, features: Float[Array, "n d"]) -> Float[Array,
 
 
 def _dense(layer: Dense, x: Float[Array, "n i"]) -> Float[Array, "n o"]:
-    return jnp.matmul(x, layer.weight, precision=jax.lax.Precision.HIGHEST) + layer.bias
+    return jnp.matmul(x, layer.weight, precision=jax.lax.Precision.HIGHEST) + layer.bias[None]
 
 
 def moved_means(

@@ -152,7 +152,7 @@ def within_minor(
 
     They are as long as `reference` in Frobenius norm, divided by `task + 1`.
     """
-    minor = jnp.arange(reference.shape[1]) >= state.major[:, None]
+    minor = jnp.arange(reference.shape[1])[None] >= state.major[:, None]
     weights = minor[:, :, None] * increments.drawn(jax.random.normal, key, reference.shape)
     drawn = jnp.matmul(state.directions, weights, precision=jax.lax.Precision.HIGHEST)
 

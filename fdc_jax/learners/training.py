@@ -174,7 +174,7 @@ def cross_entropy(
 
     `class_mask` marks the rows of the padded head that are classes.
     """
-    logits = jnp.where(class_mask, logits, -jnp.inf)
+    logits = jnp.where(class_mask[None], logits, -jnp.inf)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
     return jnp.sum(batch.weights * losses) / jnp.sum(batch.weights)
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import pytest
 
 from fdc_jax.learners import gaussian_alignment
@@ -20,3 +21,10 @@ def one_batch(monkeypatch):
     whole = gaussian_alignment.retraining
     few = functools.partial(whole, samples=4, batch_size=20)
     monkeypatch.setattr(gaussian_alignment, "retraining", few)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def equal_ranks():
+    """An axis that is missing is an error."""
+    with jax.numpy_rank_promotion("raise"):
+        yield

@@ -73,7 +73,8 @@ def test_a_task_starts_from_state_task_and_key(run, backbone):
             for seed in (task, 9)
         )
         toy.assert_equal(again, (step.frozen, step.started))
-        assert np.abs(jax.tree.leaves(other[1]["head"])[0] - again[1]["head"][0]).max() > 1e-3
+        ours, theirs = (jax.tree.leaves(each[1]["head"])[0] for each in (again, other))
+        assert np.abs(ours - theirs).max() > 1e-3
 
 
 def test_random_keys_are_never_used_twice(run, backbone, monkeypatch):
