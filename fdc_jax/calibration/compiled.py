@@ -26,8 +26,6 @@ except ImportError:
 if TYPE_CHECKING:
     from jaxtyping import Float
 
-# Tasks that a kernel takes at once, which bounds its memory.
-TASK_GROUP = 64
 # Rows per call of a kernel; fewer are padded to a power of two, at least 8.
 ROWS = 256
 
@@ -73,10 +71,7 @@ def over_tasks(function: Callable[..., tuple[Any, ...]], *arrays: Any) -> tuple[
     if isinstance(arrays[0], list):
         results = [function(*each) for each in zip(*arrays, strict=True)]
         return tuple(np.stack(parts, axis=1) for parts in zip(*results, strict=True))
-    if len(arrays[0]) <= TASK_GROUP:
-        return jax.vmap(function, out_axes=1)(*arrays)
-    results = jax.lax.map(lambda each: function(*each), arrays, batch_size=TASK_GROUP)
-    return tuple(jnp.swapaxes(each, 0, 1) for each in results)
+    return jax.vmap(function, out_axes=1)(*arrays)
 
 
 @cache

@@ -17,11 +17,19 @@ class StreamTask(NamedTuple):
     weight: np.ndarray
     bias: np.ndarray
 
+    first: int = 0
+
     @property
     def labels(self):
         return self.rows + self.first
 
-    first: int = 0
+    @property
+    def classes(self):
+        return self.first + np.arange(len(self.weight))
+
+    @property
+    def head(self):
+        return head_of(self, "linear")
 
 
 def stream(
@@ -55,6 +63,45 @@ def stream(
         made.append(StreamTask(*views, rows, weight.astype(np.float32), bias, first))
         first += count
     return made
+
+
+class Problem(NamedTuple):
+    """Tasks, and test inputs of them."""
+
+    tasks: list[StreamTask]
+    adapted: np.ndarray
+    pretrained: np.ndarray
+    labels: np.ndarray
+
+
+def problem(sizes=((40, 30, 20), (25, 35), (30, 30, 30, 30)), width=12, seed=0):
+    """Returns tasks of so many samples per class, whose adapted view drifts; labels are 10 t + c.
+
+    Unlike in `stream`, views are of one width and heads know their tasks roughly.
+    """
+    rng = np.random.default_rng(seed)
+    mixing = rng.normal(size=(width, width)) / np.sqrt(width) + np.eye(width)
+    offset = 2.0 * rng.normal(size=width)
+    tasks, tests, labels = [], [], []
+    for t, counts in enumerate(sizes):
+        centres = 1.5 * rng.normal(size=(len(counts), width)) + rng.normal(size=width)
+
+        def draw(rows, centres=centres):
+            noisy = centres[rows] + rng.normal(size=(len(rows), width))
+            return (noisy @ mixing + offset).astype(np.float32)
+
+        rows = rng.permutation(np.repeat(np.arange(len(counts)), counts))
+        drift = 0.1 * t * rng.normal(size=width).astype(np.float32)
+        pretrained = draw(rows)
+        weight = (centres @ mixing).astype(np.float32) * (1.0 + 0.3 * t)
+        bias = rng.normal(size=len(counts)).astype(np.float32)
+        tasks.append(StreamTask(pretrained + drift, pretrained, rows, weight, bias, 10 * t))
+        test_rows = rng.integers(0, len(counts), 20)
+        tests.append(draw(test_rows))
+        labels.append(10 * t + test_rows)
+    pretrained = np.concatenate(tests)
+    adapted = pretrained + 0.1 * rng.normal(size=width).astype(np.float32)
+    return Problem(tasks, adapted, pretrained, np.concatenate(labels))
 
 
 def known(seed=0, tasks=3, **options):

@@ -9,7 +9,8 @@ import scipy.special
 from fdc_jax.calibration import comparators
 from fdc_jax.calibration.comparators import random_features
 from fdc_jax.errors import InputError
-from tests.calibration.comparator_problem import by_task, fitted, problem
+from tests.calibration.streams import fit as fitted
+from tests.calibration.streams import problem
 
 covariance = pytest.importorskip("sklearn.covariance")
 linear_model = pytest.importorskip("sklearn.linear_model")
@@ -40,6 +41,13 @@ def within(features, labels, classes):
     """Within-class deviations and class means."""
     means = np.stack([features[labels == c].mean(axis=0) for c in classes])
     return features - means[np.searchsorted(classes, labels)], means
+
+
+def by_task(class_scores, tasks):
+    """Best score and row of each task from [n, classes]."""
+    ends = np.cumsum([len(task.classes) for task in tasks])[:-1]
+    parts = np.split(np.asarray(class_scores), ends, axis=1)
+    return [np.stack([getattr(p, f)(axis=1) for p in parts], axis=1) for f in ("max", "argmax")]
 
 
 def check(data, comparator, class_scores, rtol=2e-5):

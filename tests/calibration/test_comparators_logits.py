@@ -8,7 +8,8 @@ import scipy.stats
 from fdc_jax import heads
 from fdc_jax.calibration import comparators
 from fdc_jax.errors import InputError
-from tests.calibration.comparator_problem import fitted, problem
+from tests.calibration.streams import fit as fitted
+from tests.calibration.streams import problem
 
 
 @pytest.fixture(scope="module")
@@ -99,16 +100,15 @@ METHODS = [
 
 
 def test_other_heads_are_scored_by_their_own_logits(data):
-    tasks = [task._replace(head=heads.CosineHead(task.head.weight, 4.0)) for task in data.tasks]
-    scores = fitted(comparators.Raw(), tasks).score(data.adapted)
-    for t, task in enumerate(tasks):
-        rows = np.asarray(task.head.weight, np.float64)
+    scores = fitted(comparators.Raw(), data.tasks, "cosine").score(data.adapted)
+    for t, task in enumerate(data.tasks):
+        rows = np.asarray(task.weight, np.float64)
         norms = np.outer(np.linalg.norm(data.adapted, axis=1), np.linalg.norm(rows, axis=1))
-        expected = 4 * (data.adapted @ rows.T / norms).max(axis=1)
+        expected = 7 * (data.adapted @ rows.T / norms).max(axis=1)
         np.testing.assert_allclose(scores.task_scores[:, t], expected, rtol=1e-5)
     for method in (comparators.WeightAligning, comparators.VirtualLogitMatching):
         with pytest.raises(InputError, match=r": needs linear heads, .* is a CosineHead"):
-            fitted(method(), tasks)
+            fitted(method(), data.tasks, "cosine")
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -119,7 +119,7 @@ def test_replaced_heads(data, method):
     for task in data.tasks:
         noise = rng.normal(size=task.head.weight.shape)
         weight = (2.0 * task.head.weight + noise).astype(np.float32)
-        early.append(task._replace(head=heads.LinearHead(weight, np.flip(task.head.bias))))
+        early.append(task._replace(weight=weight, bias=np.flip(task.bias)))
     comparator = fitted(method(), early)
     before = comparator.score(data.adapted).task_scores
     comparator.replace_heads([task.head for task in data.tasks])

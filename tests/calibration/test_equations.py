@@ -103,19 +103,6 @@ def test_equal_samples_have_no_subspace(samples, width):
     np.testing.assert_array_equal(mean, row)
 
 
-def test_the_smaller_matrix_is_decomposed(monkeypatch):
-    sizes = []
-
-    def eigh(matrix):
-        sizes.append(len(matrix))
-        return np.ones(len(matrix)), np.eye(len(matrix))
-
-    monkeypatch.setattr(eq, "eigh", eigh)
-    for samples in (2, 60, 129, 299, 300, 700):
-        mean_and_basis(random_features(0, samples, 300), 0.75)
-    assert sizes == [2, 60, 129, 299, 300, 300]
-
-
 @pytest.mark.parametrize("scale", [1e-18, 1.0, 0.037, 1e18])
 def test_an_energy_reached_exactly_is_reached(scale):
     # Four equal variances, rotated so that rounding strikes: three of them are exactly 0.75.

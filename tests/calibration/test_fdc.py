@@ -147,16 +147,6 @@ def test_every_increment_scores_like_a_fresh_fit_and_the_reference():
         assert growing.num_tasks == count == scores.task_scores.shape[1]
 
 
-def test_more_tasks_than_a_group():
-    count = compiled.TASK_GROUP + 1
-    stream = streams.stream(14, count, 7, 5, classes=(2, 3), samples=(12, 9, 15))
-    inputs = streams.probe_inputs(stream)
-    found = streams.fitted(stream)
-    assert_equal_scores(found.score(*inputs), streams.fitted_reference(stream).score(*inputs))
-    # Of more tasks than a group, all are padded; scores of classes are those of no padding either.
-    assert found.class_scores(*inputs).shape == (40, sum(len(task.bias) for task in stream))
-
-
 def test_scoring_compiles_once_per_shape():
     # Nine and ten tasks are padded to ten, batches to powers of two.
     stream = streams.stream(5, 10, classes=(3,), samples=(40,))

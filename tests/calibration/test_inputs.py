@@ -1,10 +1,6 @@
 """What calibrators take as features, labels, heads and settings, and one line for what is wrong."""
 
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -276,23 +272,6 @@ def test_a_head_in_another_order_is_warned_of_once(caplog):
     assert not lines(caplog)
 
 
-def test_a_sample_of_a_long_task_tells_whether_its_head_is_weak(caplog):
-    (task,) = streams.known(3, 1, samples=(5000,))
-    read = []
-
-    class Watched(np.ndarray):
-        def __getitem__(self, key):
-            if isinstance(key, np.ndarray):
-                read.append(len(key))
-            return super().__getitem__(key)
-
-    with caplog.at_level(logging.WARNING, "fdc_jax"):
-        calibration.make("raw").fit_task(
-            task.adapted.view(Watched), task.labels, linear(task.weight[[1, 2, 0]], task.bias)
-        )
-    assert max(read) == 1000 and len(lines(caplog)) == 1
-
-
 def test_ordinary_tasks_are_not_warned_of(caplog):
     with caplog.at_level(logging.WARNING, "fdc_jax"):
         fit()
@@ -407,37 +386,3 @@ def test_number_types_are_widened_before_any_statistic(dtype, convert, method):
     )
     np.testing.assert_array_equal(found.task_scores, expected.task_scores)
     assert found.task_scores.dtype == expected.task_scores.dtype
-
-
-SHARDED = """
-import jax, numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
-from tests.calibration import streams
-
-assert len(jax.devices()) == 4
-mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-split = NamedSharding(mesh, PartitionSpec("data"))
-stream = streams.stream(9, 2, samples=(600, 48))
-probe = streams.probe_inputs(stream)
-expected = streams.fitted(stream)
-place = {
-    "sharded": lambda array: jax.device_put(array, split),
-    "elsewhere": lambda array: jax.device_put(array, jax.devices()[2]),
-}
-for name, put in place.items():
-    spread = streams.fitted(streams.mapped(stream, put, put))
-    streams.same_scores(spread, expected, list(map(put, probe)))
-print("equal")
-"""
-
-
-@pytest.mark.ci
-def test_arrays_on_several_devices():
-    root = Path(__file__).resolve().parents[2]
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": str(root)}
-    run = subprocess.run(
-        [sys.executable, "-c", SHARDED], env=environment, cwd=root, capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
-    assert run.stdout.strip() == "equal"
