@@ -142,8 +142,7 @@ def against_task(
     all_rows: bool = False,
 ) -> Callable[..., tuple[Any, ...]]:
     """Returns the function of one task, and of its head where it takes part, that measures rows."""
-    # Once for all tasks.
-    near, units = features - frame.origin, unit(features)
+    near, units = features - frame.origin, unit(features)  # Once for all tasks.
     aside, no_length = units - frame.direction, eq.energy(units) < 0.5
     squares, spread = eq.energy(near), eq.energy(aside) + no_length
     lengths = eq.energy(features) if normalised else None

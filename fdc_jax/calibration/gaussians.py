@@ -200,24 +200,20 @@ class Gaussians(Calibrator):
         if self._metrics is None:
             self._metrics = [metric(known, counts) for known in self.views]
         found = in_blocks(class_distances, self._metrics, *views)
-        shares = {"adapted": 1.0, "pretrained": 1.0 if self.follows is False else PRETRAINED_SHARE}
+        if self.follows is not False and "pretrained" in found:
+            found["pretrained"] *= np.float32(PRETRAINED_SHARE)
         absent = np.where(counts > 0, np.float32(0.0), np.float32(-np.inf))
-        return {
-            name: np.float32(shares[name]) * each[:, : len(counts)] + absent
-            for name, each in found.items()
-        }
+        return {name: each[:, : len(counts)] + absent for name, each in found.items()}
 
     @property
     def note(self) -> str:
         """Which of the two it was, once there are two tasks."""
-        if self.follows is None:
-            return ""
-        if self.follows:
-            return "class Gaussians follow the encoder"
-        return (
-            "class Gaussians stay as they were fitted, since features by the encoder before each "
-            "task were not given; the pretrained view counts fully"
-        )
+        return {
+            None: "",
+            True: "class Gaussians follow the encoder",
+            False: "class Gaussians stay as they were fitted, since features by the encoder before "
+            "each task were not given; the pretrained view counts fully",
+        }[self.follows]
 
     @property
     def storage_bytes(self) -> int:

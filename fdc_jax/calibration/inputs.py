@@ -6,9 +6,8 @@ Features and labels come as arrays of NumPy, JAX or any library that offers `__a
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +15,7 @@ from fdc_jax.errors import InputError
 from fdc_jax.heads import KINDS
 
 if TYPE_CHECKING:
-    from jaxtyping import Array, Float, Int
+    from jaxtyping import Float, Int
 
 # Rows that are read and computed with at once.
 BLOCK_ROWS = 1024
@@ -35,8 +34,6 @@ def host_array(value: Any, name: str) -> np.ndarray:
     """
     if isinstance(value, np.ndarray):
         return value
-    if _is_of_jax(value) and not value.is_fully_addressable:
-        raise InputError(f"{name}: is spread over devices of other processes; gather it first")
     reason: Exception | str = "it is no array"
     if isinstance(value, list | tuple) or hasattr(value, "__array__"):
         try:
@@ -52,11 +49,6 @@ def host_array(value: Any, name: str) -> np.ndarray:
         except (ImportError, TypeError, ValueError, RuntimeError, BufferError) as error:
             reason = error
     raise InputError(f"{name}: cannot be read as an array: {reason}")
-
-
-def _is_of_jax(value: Any) -> TypeGuard[Array]:
-    jax = sys.modules.get("jax")  # Whoever holds an array of JAX has imported it.
-    return jax is not None and isinstance(value, jax.Array)
 
 
 def feature_array(value: Any, name: str, width: int | None = None) -> np.ndarray:

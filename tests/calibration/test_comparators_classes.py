@@ -162,20 +162,21 @@ def test_vim_of_small_tasks_keeps_a_residual():
     assert comparator.storage_bytes == 4 * (12 * 10 + 13 + 12 * 11 + 13)
 
 
-@pytest.mark.parametrize("split", [30, 6])
-def test_best_ridge_is_sklearns_best(split):
-    rng = np.random.default_rng(split)
-    expanded = np.maximum(rng.normal(size=(60, 20)), 0).astype(np.float32)
+@pytest.mark.parametrize("rows", [60, 12])
+def test_the_chosen_ridge_is_sklearns_best(rows):
+    rng, split = np.random.default_rng(rows), int(0.8 * rows)
+    expanded = np.maximum(rng.normal(size=(rows, 20)), 0).astype(np.float32)
     truth = expanded @ rng.normal(size=(20, 3))
-    onehot = np.eye(3, dtype=np.float32)[(truth + 3 * rng.normal(size=(60, 3))).argmax(axis=1)]
+    onehot = np.eye(3, dtype=np.float32)[(truth + 3 * rng.normal(size=(rows, 3))).argmax(axis=1)]
     losses = []
     for ridge in random_features.RIDGES:
         model = linear_model.Ridge(ridge, fit_intercept=False, solver="svd")
         model.fit(expanded[:split].astype(np.float64), onehot[:split])
         losses.append(np.mean((model.predict(expanded[split:]) - onehot[split:]) ** 2))
-    best = random_features.best_ridge(expanded, onehot, split)
+    best = random_features.chosen_ridge(expanded, onehot, 0.0)
     assert best == random_features.RIDGES[int(np.argmin(losses))]
     assert 1e-8 < best < 1e8
+    assert random_features.chosen_ridge(expanded[:1], onehot[:1], 7.0) == 7.0
 
 
 @pytest.mark.parametrize("variant", ["original", "linear"])

@@ -148,17 +148,6 @@ def test_prototypes_are_renormalised_means_of_unit_features():
     assert np.abs(found[0] - raw / np.linalg.norm(raw)).max() > 1e-3
 
 
-def test_labels_get_rows_in_ascending_order_unless_they_are_named():
-    for classes, wanted, counts in (
-        (None, [-2, 5, 7], [10, 9, 11]),
-        ([5, 9, 7, -2], [5, 9, 7, -2], [9, 0, 11, 10]),
-    ):
-        named = None if classes is None else np.array(classes)
-        labels = np.repeat([7, -2, 5, 7], [10, 10, 9, 1])
-        found = inputs.task_classes(labels, 0, len(wanted), named, [])
-        assert found[0].tolist() == wanted and found[1].tolist() == counts
-
-
 def test_population_moments_and_their_floor():
     expected = pytest.approx(7 / 3), pytest.approx(np.sqrt(14) / 3)
     assert eq.moments(np.float32([1, 2, 4])) == expected

@@ -175,22 +175,6 @@ def test_unknown_kinds_and_trees_are_refused_and_nothing_is_run(tmp_path):
     assert not os.path.exists("ran")
 
 
-def test_a_failed_save_keeps_the_old_file(saved, tmp_path, monkeypatch):
-    path = tmp_path / "calibrator.npz"
-    path.write_bytes(saved.read_bytes())
-    found = calibration.load(path)
-
-    def full_disk(file, **arrays):
-        file.write(b"half")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(np, "savez", full_disk)
-    with pytest.raises(InputError, match=r"calibrator\.npz: No space left"):
-        found.save(path)
-    assert path.read_bytes() == saved.read_bytes()
-    assert os.listdir(tmp_path) == ["calibrator.npz"]
-
-
 def test_a_tree_comes_back_as_it_was(tmp_path):
     generator = np.random.default_rng(4)
     generator.normal(size=3)

@@ -1,14 +1,7 @@
-"""All comparators of FDC; each has FDC's interface, holds one idea, and shares one base.
-
-    comparator.fit_task(adapted, labels, head, pretrained=None, classes=None)   # in task order
-    comparator.finalize()
-    comparator.replace_heads(heads)   # optional; methods that read no head keep none
-    scores = comparator.score(adapted, pretrained=None)                         # Scores
-    comparator.storage_bytes
+"""All comparators of FDC: each is a `Calibrator`, holds one idea, and shares one base.
 
 Every score is per task, so that every method has a routing accuracy; methods that score classes
-give a task the score of its best class. Statistics are collected task by task, and no feature of an
-old task is needed again.
+give a task the score of its best class. No feature of an old task is needed again.
 """
 
 from fdc_jax.calibration.comparators.distances import (

@@ -87,9 +87,8 @@ class RanPAC(Comparator):
 
     def _projection(self, features: Float[np.ndarray, "n d"]) -> Float[Array, "d m"] | None:
         """Returns R, None of the linear variant."""
-        if self.variant == "linear":
-            return None
-        return _gaussians(self.seed, features.shape[1], self.projections)[0]
+        linear = self.variant == "linear"
+        return None if linear else _gaussians(self.seed, features.shape[1], self.projections)[0]
 
 
 class AnaCP(Comparator):
@@ -135,7 +134,7 @@ class AnaCP(Comparator):
 
     def _collect(self, features, rows, head) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """Class means [c, d] and counts [c], and per head the sums of z over each class [m, c]."""
-        matrices = _gaussians(self.seed, features.shape[1], self.projections, self.num_heads + 1)
+        matrices = self._matrices(features.shape[1])
         wide = unit(features.astype(np.float64))
         means, of_task = within_classes(wide, rows)
         grams, scatter = self.total
@@ -150,7 +149,7 @@ class AnaCP(Comparator):
         width = means.shape[1]
         covariance = scatter / np.concatenate(counts).sum() + self.jitter * np.eye(width)
         targets = _spread(means, covariance)
-        matrices = _gaussians(self.seed, width, self.projections, self.num_heads + 1)
+        matrices = self._matrices(width)
         maps = []
         for gram, *sums in zip(grams, *by_task, strict=True):
             pulls = np.concatenate(sums, axis=1) @ targets
@@ -167,8 +166,12 @@ class AnaCP(Comparator):
         return maps, jnp.asarray(solve_ridge(outer_gram, self.ridge, cross), jnp.float32)
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
-        matrices = _gaussians(self.seed, features.shape[1], self.projections, self.num_heads + 1)
+        matrices = self._matrices(features.shape[1])
         return in_blocks(_anacp_scores, (matrices, *self._solved), features)
+
+    def _matrices(self, width: int) -> list[Float[Array, "d m"]]:
+        """Returns A of each head, then B."""
+        return _gaussians(self.seed, width, self.projections, self.num_heads + 1)
 
 
 def _spread(
@@ -212,20 +215,13 @@ def _moments(
     return np.asarray(gram), np.asarray(cross)
 
 
-def relu_features(
-    matrix: Float[Array, "d m"], features: Float[Array, "n d"]
-) -> Float[Array, "n m"]:
-    """Returns relu(g R)."""
-    return jnp.maximum(products(features, matrix.T), 0.0)
-
-
 def _hidden(
     projection: Float[Array, "d m"] | None, features: Float[Array, "n d"]
 ) -> Float[Array, "n m"]:
     """Returns RanPAC's h."""
     if projection is None:
         return jnp.pad(features, ((0, 0), (0, 1)), constant_values=1.0)
-    return relu_features(projection, features)
+    return jnp.maximum(products(features, projection.T), 0.0)
 
 
 def gelu_features(
@@ -286,19 +282,15 @@ def solve_ridge(
 def chosen_ridge(
     expanded: Float[np.ndarray, "n m"], onehot: Float[np.ndarray, "n c"], otherwise: float
 ) -> float:
-    """Returns the best lambda for the last fifth of shuffled samples, or else that of a single."""
-    split = int(0.8 * len(onehot))
-    return best_ridge(expanded, onehot, split) if split else otherwise
-
-
-def best_ridge(
-    expanded: Float[np.ndarray, "n m"], onehot: Float[np.ndarray, "n c"], split: int
-) -> float:
-    """Returns the member of `RIDGES` with the least squared error on the rows from `split` on.
+    """Returns the member of `RIDGES` with the least squared error on the last fifth of the rows.
 
     All candidates share one eigendecomposition, of the smaller of the two Gram matrices of the
-    first `split` rows: (H'H + l I)^-1 H'Y = H'(HH' + l I)^-1 Y. Ties go to the smallest.
+    rows before: (H'H + l I)^-1 H'Y = H'(HH' + l I)^-1 Y. Ties go to the smallest; with a single
+    row, `otherwise`.
     """
+    split = int(0.8 * len(onehot))
+    if not split:
+        return otherwise
     wide = expanded.astype(np.float64)
     fit, held = wide[:split], wide[split:]
     labels, truth = onehot[:split].astype(np.float64), onehot[split:]
