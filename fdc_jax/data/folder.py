@@ -205,10 +205,13 @@ def list_images(folder: Path) -> tuple[list[ImageFile], list[str]]:
         if not paths:
             expected = f"{class_folder}: expected images in this class folder, found none"
             raise InputError("; ".join([expected, *_skipped(skipped)]))
-        found += sorted(
-            (_image(path, path.relative_to(folder).as_posix(), class_name) for path in paths),
-            key=lambda image: image.name,
-        )
+        for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in paths):
+            if os.fsencode(name) != name.encode("utf-8", "replace"):
+                raise InputError(
+                    f"{path.parent}: expected file names in UTF-8, found {os.fsencode(name)!r}"
+                )
+            state = path.stat()
+            found.append(ImageFile(path, name, class_name, (state.st_size, state.st_mtime_ns)))
         others += skipped
     return found, others
 
@@ -237,17 +240,6 @@ def find_images(folder: Path) -> list[Path]:
         expected = f"{folder}: expected images in this folder, found none"
         raise InputError("; ".join([expected, *_skipped(path.name for path in files)]))
     return found
-
-
-def _image(path: Path, name: str, class_name: str) -> ImageFile:
-    try:
-        name.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(
-            f"{path.parent}: expected file names in UTF-8, found {os.fsencode(name)!r}"
-        ) from error
-    found = path.stat()
-    return ImageFile(path, name, class_name, (found.st_size, found.st_mtime_ns))
 
 
 def _skipped(names: Iterable[str]) -> list[str]:

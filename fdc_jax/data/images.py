@@ -28,7 +28,6 @@ _FORMATS = sorted(set(Image.OPEN) - {"EPS"})
 CROP_SCALE = (0.05, 1.0)  # of the image's area
 _CROP_RATIO = (3 / 4, 4 / 3)  # of width to height
 _TRIES = 10
-_STRIP = 64  # so many times its short side of an image are resized for a test, at most
 # Uniform numbers that one training image consumes: area and ratio per try, position, flip.
 NUM_UNIFORMS = 2 * _TRIES + 3
 
@@ -117,11 +116,6 @@ def evaluation_transform(image: Image.Image, image_size: int) -> UInt8[np.ndarra
     The short side becomes 256 pixels for an `image_size` of 224, others in proportion.
     """
     width, height = image.size
-    # The ends of a long strip would take gigabytes, and are cut off in any case.
-    x, y = (max(0, side - _STRIP * min(width, height)) // 2 for side in (width, height))
-    if x or y:
-        image = image.crop((x, y, width - x, height - y))
-        width, height = image.size
     short = round(image_size * 256 / 224)
     if width <= height:
         size = (short, int(short * height / width))

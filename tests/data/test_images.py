@@ -37,20 +37,6 @@ def test_evaluation_transform_is_pilots(photo, size, image_size):
     np.testing.assert_array_equal(found, evaluation_reference(image, image_size))
 
 
-@pytest.mark.parametrize("size", [(2, 200), (300, 3)])
-def test_of_a_strip_no_more_is_resized_than_is_seen(photo, size, monkeypatch):
-    image, resize, pixels = photo(*size), Image.Image.resize, []
-    expected = evaluation_reference(image, 97)
-
-    def watched(self, size, *arguments, **options):
-        pixels.append(size[0] * size[1])
-        return resize(self, size, *arguments, **options)
-
-    monkeypatch.setattr(Image.Image, "resize", watched)
-    np.testing.assert_array_equal(images.evaluation_transform(image, 97), expected)
-    assert pixels == [111 * 111 * 64]
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_train_transform_crops_then_resizes_then_mirrors(photo, size):
     image = photo(*size)
