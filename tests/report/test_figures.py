@@ -80,17 +80,6 @@ def test_accuracies_stand_where_they_belong(protocol, drawn):
     assert published == [each.mean for each in row]
 
 
-def test_other_settings_stand_without_the_papers_numbers():
-    reduced = made_up.run(1, **{"train.epochs": 5})
-    (figure,) = draw("task_identity", made_up.run(1), reduced)
-    (axes,) = figure.axes
-    labels = [text.get_text() for text in axes.get_yticklabels()]
-    assert labels[1].startswith("Cumulative-LoRA, CIFAR-100, 5 ep")
-    assert len(hollow(axes)) == 2
-    digits = made_up.run(1, "digits")
-    assert "Paper" not in texts(draw("task_identity", reduced, digits)[0])
-
-
 # One run ------------------------------------------------------------------------------------------
 
 

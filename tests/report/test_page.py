@@ -166,24 +166,6 @@ def test_several_configurations_have_a_summary_tables_and_a_section_each(read):
     assert "unfinished: no results.json, 3 tasks done" in read.texts("dd")
 
 
-def test_what_is_missing_is_said():
-    run = made_up.run(1)
-    for point in run.results["curve"]:
-        del point["task_accuracy"]
-    read = Reader(rendered([run], kinds=(), found=[Pictures(missing="Gone.")]))
-    assert "Gone." in read.texts("p") and "Task, classes" not in read.texts("th")
-
-
-def test_a_run_without_fdc_has_the_number_of_its_own_calibrator():
-    run = made_up.run(1, benchmark="digits")
-    accuracy = {"raw": 50.0, "ncm": 60.0, "oracle": 90.0}
-    run.results |= {"accuracy": accuracy, "components": {}}
-    read = Reader(rendered([run], kinds=(), found=[Pictures()]))
-    assert "60.0 %" in read.texts("span") and any(
-        f"class with {words.method_title('ncm')}" in each for each in read.texts("p")
-    )
-
-
 def test_names_from_files_are_text():
     run = made_up.run(1, learner=HOSTILE, **{HOSTILE: HOSTILE})
     frame = pd.DataFrame({HOSTILE: [HOSTILE]}, pd.Index([HOSTILE], name=HOSTILE))
