@@ -233,11 +233,7 @@ class RSIAT(Learner):
     def update(self) -> training.Update:
         """Returns Adam with the paper's rates, or the authors' SGD along a cosine."""
         paper = training.paper_rates(self.setup)
-        later = {
-            "adapter": paper["increment"],
-            "head": paper["head"],
-            "projector": PROJECTOR_RATE,
-        }
+        later = {"adapter": paper["increment"], "head": paper["head"], "projector": PROJECTOR_RATE}
         first, decays = later, dict.fromkeys(later, 0.0)
         transformation = optax.scale_by_adam()
         if self.native:
@@ -430,11 +426,7 @@ def new_projector(key: Array, width: int, code: int) -> Projector:
             jax.random.uniform(key_of_bias, (outputs,), minval=-bound, maxval=bound),
         )
 
-    layers = [
-        layer(*arguments)
-        for arguments in zip(jax.random.split(key, 4), sizes[:-1], sizes[1:], strict=True)
-    ]
-    return Projector(*layers)
+    return Projector(*map(layer, jax.random.split(key, 4), sizes[:-1], sizes[1:]))
 
 
 def project(projector: Projector, features: Float[Array, "n d"]) -> Float[Array, "n d"]:

@@ -133,12 +133,6 @@ def test_growing_alone_equals_the_rule_that_swaps_to_the_complement(seed):
     np.testing.assert_allclose(projector(memory), expected, atol=1e-8)
 
 
-def test_threshold_rises_towards_lame_without_reaching_it():
-    learner = toy.make_learner("inflora", (2,) * 20, learner__inflora__lamb=0.95)
-    found = [learner.threshold(task) for task in range(20)]
-    np.testing.assert_allclose(found, 0.95 + 0.0025 * np.arange(20))
-
-
 # Three tasks -------------------------------------------------------------------------------------
 
 
