@@ -90,7 +90,7 @@ class Task(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """The tasks' statistics in one view side by side, where float32 has digits to spare."""
+    """Statistics of tasks in one view, near zero for float32; moments are of rho_t and 1 - A_t."""
 
     origin: Float[Any, " d"]  # amid the m_t
     direction: Float[Any, " d"]  # amid the prototypes
@@ -112,15 +112,14 @@ def side_by_side(
     put = partial(stack, plain=plain)
     absent = put([np.where(count > 0, 0.0, np.inf) for count in counts], 4, np.inf)
     frames = []
-    for own in views:
-        origin = np.mean([view.mean for view in own], axis=0)
-        direction = np.mean([unit(view.prototypes.sum(axis=0)) for view in own], axis=0)
-        # Of rho_t and 1 - A_t.
-        moments = [(*view.residual, 1.0 - view.affinity[0], view.affinity[1]) for view in own]
+    for each in views:
+        origin = np.mean([view.mean for view in each], axis=0)
+        direction = np.mean([unit(view.prototypes.sum(axis=0)) for view in each], axis=0)
+        moments = [(*view.residual, 1.0 - view.affinity[0], view.affinity[1]) for view in each]
         columns = (
-            put([view.mean - origin for view in own]),
-            put([view.basis for view in own], 8),
-            put([view.prototypes - direction for view in own], 4),
+            put([view.mean - origin for view in each]),
+            put([view.basis for view in each], 8),
+            put([view.prototypes - direction for view in each], 4),
             absent,
             put(moments),
         )
@@ -143,16 +142,17 @@ def against_task(
 ) -> Callable[..., tuple[Any, ...]]:
     """Returns the function of one task, and of its head where it takes part, that measures rows."""
     near, units = features - frame.origin, unit(features)  # Once for all tasks.
-    aside, no_length = units - frame.direction, eq.energy(units) < 0.5
-    squares, spread = eq.energy(near), eq.energy(aside) + no_length
+    turned, no_length = units - frame.direction, eq.energy(units) < 0.5
+    squares, spread = eq.energy(near), eq.energy(turned) + no_length
     lengths = eq.energy(features) if normalised else None
 
-    def one_task(mean, basis, prototypes, absent, own, *head):
+    def one_task(mean, basis, prototypes, absent, moments, *head):
         ratio, coordinates = eq.residual_ratio(near, squares, mean, basis)
-        distance = eq.cosine_distance(aside, spread, prototypes, absent, neighbours)
-        measured = (ratio - own[0]) / own[1], (own[2] - distance) / own[3]  # u_t and q_t
+        distance = eq.cosine_distance(turned, spread, prototypes, absent, neighbours)
+        residual = (ratio - moments[0]) / moments[1]  # u_t
+        closeness = (moments[2] - distance) / moments[3]  # q_t
         if not head:
-            return measured
+            return residual, closeness
         weight, bent_weight, bias = head
         bent_lengths = None
         if normalised:
@@ -161,7 +161,7 @@ def against_task(
         raw = eq.head_logits(features, weight, bias, lengths)
         bent = eq.head_logits(features, bent_weight, bias, bent_lengths)
         largest = [each for z in (raw, bent) for each in (z.max(axis=-1), z.argmax(axis=-1))]
-        return *measured, *largest, *((bent,) if all_rows else ())
+        return residual, closeness, *largest, *((bent,) if all_rows else ())
 
     return one_task
 
