@@ -114,10 +114,19 @@ def counted(number: float, noun: str) -> str:
 
 @contextlib.contextmanager
 def plain_warnings(title: str, level: int = logging.WARNING) -> Iterator[None]:
-    """Prints what the package warns of as lines on standard error, while a program runs."""
+    """Prints what the package warns of as lines on standard error, each once, in a program."""
+    said: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        """Tells whether it was not said yet; all calibrators of one head would warn of it."""
+        before = len(said)
+        said.add(record.getMessage())
+        return len(said) > before
+
     handler, logger = logging.StreamHandler(), logging.getLogger("fdc_jax")
     handler.setFormatter(logging.Formatter(f"{title}: %(levelname)s: %(message)s"))
     handler.setLevel(level)
+    handler.addFilter(is_new)
     before, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:

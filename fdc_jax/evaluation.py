@@ -39,21 +39,6 @@ class Decomposition(NamedTuple):
     wrong_task_oracle_right: float
     wrong_task_oracle_wrong: float
 
-    @property
-    def errors_fixed_by_task(self) -> float:
-        """Share of the errors that knowing the task would repair; NaN without errors."""
-        errors = 100.0 - self.right_task_right_class
-        return 100.0 * self.wrong_task_oracle_right / errors if errors > 0 else float("nan")
-
-
-class ConfusedPair(NamedTuple):
-    """Samples of `true_task` that went to the head of `predicted_task`."""
-
-    true_task: int
-    predicted_task: int
-    count: int
-    share: float  # percent of the samples of `true_task`
-
 
 class Flips(NamedTuple):
     """Numbers of samples by what a second prediction did to the first."""
@@ -160,19 +145,6 @@ def task_confusion(
     return matrix
 
 
-def most_confused(confusion: Int[np.ndarray, "t t"], limit: int = 5) -> list[ConfusedPair]:
-    """The largest off-diagonal counts of a task confusion matrix, ties by task index."""
-    totals = confusion.sum(axis=1)
-    wrong = confusion.copy()
-    np.fill_diagonal(wrong, 0)
-    order = np.argsort(-wrong, axis=None, kind="stable")[:limit]
-    pairs = (divmod(int(place), len(wrong)) for place in order if wrong.flat[place])
-    return [
-        ConfusedPair(*pair, int(wrong[pair]), 100.0 * int(wrong[pair]) / int(totals[pair[0]]))
-        for pair in pairs
-    ]
-
-
 def task_accuracies(
     true_task: ArrayLike, true_label: ArrayLike, predicted_label: ArrayLike, num_tasks: int
 ) -> Float[np.ndarray, " t"]:
@@ -249,17 +221,6 @@ def bootstrap_gain(
     gains = 100.0 * (draws[:, 0] - draws[:, 1]) / size
     low, high = np.quantile(gains, [0.5 - _CONFIDENCE / 2, 0.5 + _CONFIDENCE / 2])
     return Gain(gain, float(np.std(gains, ddof=1)), float(low), float(high))
-
-
-def mcnemar(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> float:
-    """Exact two-sided McNemar p-value of two predictions on the same samples.
-
-    Samples on which only one of the two is right favour either equally under the null hypothesis.
-    """
-    change = flips(true_label, before, after)
-    discordant = change.wrong_to_right + change.right_to_wrong
-    fewer = min(change.wrong_to_right, change.right_to_wrong)
-    return min(1.0, 2.0 * float(scipy.special.bdtr(fewer, discordant, 0.5)))
 
 
 # Several calibrators ------------------------------------------------------------------------------

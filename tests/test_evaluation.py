@@ -47,12 +47,6 @@ def test_decomposition_by_hand():
         oracle_label=[0, 0, 2, 2, 3],
     )
     assert cells == evaluation.Decomposition(5, 40.0, 60.0, 60.0, 40.0, 20.0, 20.0, 20.0)
-    assert cells.errors_fixed_by_task == pytest.approx(100 / 3)
-
-
-def test_no_errors_means_no_share():
-    cells = evaluation.decompose([0], [1], [0], [1], [1])
-    assert math.isnan(cells.errors_fixed_by_task)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +65,7 @@ def test_contradicting_columns_are_refused(columns, message):
         evaluation.decompose(*columns)
 
 
-def test_confusion_pairs_and_task_accuracies():
+def test_confusion_and_task_accuracies():
     true_task = np.array([0, 0, 0, 1, 1, 2, 2, 2])
     chosen = np.array([0, 1, 1, 1, 2, 0, 0, 2])
     matrix = evaluation.task_confusion(true_task, chosen, 4)
@@ -80,10 +74,6 @@ def test_confusion_pairs_and_task_accuracies():
     expected[1, 1:3] = 1, 1
     expected[2, [0, 2]] = 2, 1
     np.testing.assert_array_equal(matrix, expected)
-    pairs = evaluation.most_confused(matrix, limit=2)
-    assert pairs[0] == (0, 1, 2, pytest.approx(200 / 3))
-    assert pairs[1][:3] == (2, 0, 2)
-    assert len(evaluation.most_confused(matrix, limit=99)) == 3
     accuracies = evaluation.task_accuracies(true_task, true_task, chosen, 4)
     np.testing.assert_allclose(accuracies[:3], [100 / 3, 50, 100 / 3])
     assert np.isnan(accuracies[3])
@@ -152,22 +142,6 @@ def test_bootstrap_agrees_with_scipy():
 
 def test_bootstrap_of_equal_predictions_is_a_point():
     assert evaluation.bootstrap_gain([1, 2], [1, 1], [1, 1])[:4] == (0.0, 0.0, 0.0, 0.0)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_mcnemar_agrees_with_statsmodels(seed):
-    tables = pytest.importorskip("statsmodels.stats.contingency_tables")
-    rng = np.random.default_rng(seed)
-    label = np.zeros(80, int)
-    before, after = rng.integers(0, 2, (2, 80))
-    table = [[np.sum((before == a) & (after == b)) for b in (0, 1)] for a in (0, 1)]
-    reference = tables.mcnemar(table, exact=True).pvalue
-    assert evaluation.mcnemar(label, before, after) == pytest.approx(reference, rel=1e-9)
-
-
-def test_mcnemar_without_discordant_samples():
-    assert evaluation.mcnemar([0, 0], [0, 1], [0, 1]) == 1.0
-    assert evaluation.mcnemar([0] * 4, [1] * 4, [0] * 4) == pytest.approx(2 * 0.5**4)
 
 
 # Several calibrators -----------------------------------------------------------------------------

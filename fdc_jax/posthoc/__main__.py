@@ -17,8 +17,11 @@ from fdc_jax.machine.files import check_writable_file, write_json, write_npz
 from fdc_jax.posthoc.methods import moved, run, summarise
 from fdc_jax.posthoc.template import write_template
 
-_OF_FDC = {each.name: each.default for each in dataclasses.fields(calibration.Settings)}
-_RANDOM = {"projections": 2000, "seed": 0}
+# Settings of methods with their defaults; RanPAC's and AnaCP's own would take minutes.
+_SETTINGS: dict[str, Any] = {
+    **{each.name: each.default for each in dataclasses.fields(calibration.Settings)},
+    "projections": 2000,
+}
 # Raw reads no statistics; class Gaussians follow the encoder themselves.
 _UNMOVED = ("raw", "gaussians")
 # Cells of the decomposition that are errors.
@@ -37,11 +40,10 @@ def _program() -> Program:
     names = ("all", *METHODS)
     text = f"one of {', '.join(names)} (default fdc)"
     add("--method", default="fdc", choices=names, metavar="NAME", help=text)
-    for name, default in _OF_FDC.items():
-        add(f"--{name}", type=type(default), help=f"FDC, as config.fdc.{name} (default {default})")
-    size = "ranpac and anacp: random features (default 2000; the papers use 10000 and 5000)"
-    add("--projections", type=int, help=size)
-    add("--seed", type=int, help="ranpac and anacp (default 0)")
+    of = {"projections": "ranpac and anacp: random features; the papers use 10000 and 5000"}
+    for name, default in _SETTINGS.items():
+        text = of.get(name, f"FDC, as config.fdc.{name}")
+        add(f"--{name}", type=type(default), help=f"{text} (default {default})")
     text = (
         "move what methods know of the adapted view along with the encoder (needs "
         "train_previous_t; the method gaussians does so itself)"
@@ -103,14 +105,11 @@ def _run(options: argparse.Namespace) -> None:
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     """Returns the settings of methods; refuses those that are none before any file is read."""
-    known: dict[str, Any] = _OF_FDC | _RANDOM
-    given = {name: value for name in known if (value := getattr(options, name)) is not None}
+    given = {name: value for name in _SETTINGS if (value := getattr(options, name)) is not None}
     for name in given:
         if options.method != "all" and name not in METHODS[options.method].settings:
             raise InputError(f"--{name}: is no setting of {options.method}")
-    settings = known | given
-    if settings["seed"] < 0:
-        raise InputError(f"--seed: expected a whole number from 0, found {settings['seed']}")
+    settings = _SETTINGS | given
     if settings["projections"] < 1:
         raise InputError(f"--projections: expected at least 1, found {settings['projections']}")
     try:
@@ -145,34 +144,31 @@ def _name(report: dict[str, Any]) -> str:
 
 def _comparison(reports: list[dict[str, Any]]) -> list[str]:
     """What is said on screen of all methods."""
-    rows, refused = [], []
+    rows, said = [], []
     for report in reports:
-        method = _name(report)
         if "not_applicable" in report:
-            refused.append(f"{method}: not applicable: {report['not_applicable']}")
+            said.append(f"{report['method']}: not applicable: {report['not_applicable']}")
             continue
-        gain = report["gain"]
         accuracy, *others = _percentages(report, "calibrated")
+        gain, seconds = report["gain"], f"{report['seconds']['fit']:.1f}"
         interval = f"{gain['low']:+.2f} .. {gain['high']:+.2f}"
-        last = (_mebibytes(report), f"{report['seconds']['fit']:.1f}")
-        rows.append((method, accuracy, f"{gain['mean']:+.2f}", interval, *others, *last))
+        gains = (f"{gain['mean']:+.2f}", interval)
+        rows.append((_name(report), accuracy, *gains, *others, _mebibytes(report), seconds))
+        said += _note(report)
     header = ("method", "accuracy", "gain", "95% interval", "routing", "task given")
     header += ("storage", "fit s")
-    tasks = counted(reports[0]["num_tasks"], "task")
-    sizes = f"{tasks}, {counted(reports[0]['num_test_samples'], 'test sample')}"
-    caption = f"Accuracy in percent, gains over raw in points; {sizes}"
-    notes = [each["note"] for each in reports if each.get("note")]
-    return [caption, _table(header, rows), *notes, *refused]
+    caption = f"Accuracy in percent, gains over raw in points; {_sizes(reports[0])}"
+    return [caption, _table(header, rows), *said]
 
 
 def _details(report: dict[str, Any]) -> list[str]:
     """What is said on screen of one method."""
     method, samples = _name(report), report["num_test_samples"]
-    sizes = f"{counted(report['num_tasks'], 'task')}, {counted(report['num_classes'], 'class')}"
     if "accuracy" not in report:
         return [
-            f"{method}: {sizes}; {report['num_changed_labels']} of {samples} test labels changed; "
-            "no test_labels, so no accuracy"
+            f"{method}: {_sizes(report)}; {report['num_changed_labels']} of {samples} test labels "
+            "changed; no test_labels, so no accuracy",
+            *_note(report),
         ]
     rows = []
     for name, title in (("raw", "raw"), ("calibrated", method)):
@@ -182,20 +178,24 @@ def _details(report: dict[str, Any]) -> list[str]:
     header += ("wrong class", "wrong task", "both wrong")
     gain, flips, seconds = report["gain"], report["flips"], report["seconds"]
     return [
-        f"Percent of {samples} test samples; {sizes}",
+        f"Percent of test samples; {_sizes(report)}",
         _table(header, rows),
         f"gain {gain['mean']:+.2f} points, 95% interval {gain['low']:+.2f} .. {gain['high']:+.2f} "
-        f"(bootstrap over test samples), McNemar p = {report['mcnemar_p_value']:.2g}; "
-        f"{flips['wrong_to_right']} repaired, {flips['right_to_wrong']} broken",
-        *(
-            f"task {pair['true_task']} read as task {pair['predicted_task']}: {pair['count']} "
-            f"samples, {pair['share']:.1f}% of the task"
-            for pair in report["most_confused_tasks"]["calibrated"][:3]
-        ),
-        *([report["note"]] if report["note"] else []),
+        f"(bootstrap over test samples); {flips['wrong_to_right']} repaired, "
+        f"{flips['right_to_wrong']} broken",
+        *_note(report),
         f"statistics {_mebibytes(report)}, fit {seconds['fit']:.1f} s, scoring "
         f"{1e3 * seconds['score'] / samples:.3f} ms per sample, first call included",
     ]
+
+
+def _note(report: dict[str, Any]) -> list[str]:
+    return [report["note"]] if report["note"] else []
+
+
+def _sizes(report: dict[str, Any]) -> str:
+    nouns = {"num_tasks": "task", "num_classes": "class", "num_test_samples": "test sample"}
+    return ", ".join(counted(report[name], noun) for name, noun in nouns.items())
 
 
 def _percentages(report: dict[str, Any], name: str) -> list[str]:

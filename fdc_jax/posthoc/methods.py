@@ -10,7 +10,7 @@ import numpy as np
 
 import fdc_jax
 from fdc_jax import calibration, evaluation
-from fdc_jax.calibration import Calibrator, Scores, drift
+from fdc_jax.calibration import Calibrator, Scores, drift, inputs
 from fdc_jax.errors import InputError
 from fdc_jax.features.feature_files import FeatureSet
 
@@ -69,7 +69,9 @@ def moved(features: FeatureSet) -> FeatureSet:
                 f"train_previous_{t}: missing; expected, as statistics follow the encoder, "
                 "features of the task's samples by the encoder before it"
             )
-        by = drift.fit_map(np.asarray(task.previous), np.asarray(task.adapted))
+        for name, each in (("previous", task.previous), ("adapted", task.adapted)):
+            inputs.check_finite(each, f"train_{name}_{t}")
+        by = drift.fit_map(task.previous, task.adapted)
         adapted[:t] = [by.move(each).astype(np.float32) for each in adapted[:t]]
     pairs = zip(features.tasks, adapted, strict=True)
     return features._replace(tasks=tuple(task._replace(adapted=each) for task, each in pairs))
@@ -104,21 +106,15 @@ def summarise(
     }
     if truth is None:
         return found
-    tasks, count = features.test_tasks, len(features.tasks)
-    both = {"raw": raw, "calibrated": calibrated}
-    confusion = {
-        name: evaluation.task_confusion(tasks, each.task, count) for name, each in both.items()
-    }
+    tasks, both = features.test_tasks, {"raw": raw, "calibrated": calibrated}
     return {
         **found,
         **evaluation.measure(both, truth, tasks),
-        "task_confusion": {name: each.tolist() for name, each in confusion.items()},
-        "most_confused_tasks": {
-            name: [pair._asdict() for pair in evaluation.most_confused(each)]
-            for name, each in confusion.items()
+        "task_confusion": {
+            name: evaluation.task_confusion(tasks, each.task, len(features.tasks)).tolist()
+            for name, each in both.items()
         },
         "gain": evaluation.bootstrap_gain(truth, raw.label, calibrated.label)._asdict(),
-        "mcnemar_p_value": evaluation.mcnemar(truth, raw.label, calibrated.label),
         "flips": evaluation.flips(truth, raw.label, calibrated.label)._asdict(),
         "component_accuracy": {
             name: evaluation.accuracy(truth, each.label)

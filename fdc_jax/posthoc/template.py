@@ -40,10 +40,9 @@ def write_template(path: str | os.PathLike[str]) -> str:
     Raises:
         InputError: the path exists already, or cannot be written.
     """
-    path = Path(path)
+    path, arrays = Path(path), example()
     if path.exists():
         raise InputError(f"--template: {path} exists already")
-    arrays = example()
     if path.suffix not in ("", ".npz"):
         raise InputError(
             f"--template: expected a name that ends in .npz, or a folder, found {path}"
@@ -51,8 +50,11 @@ def write_template(path: str | os.PathLike[str]) -> str:
     if path.suffix:
         write_npz(path, arrays)
     else:
+        # Where this is killed, the same command writes it again.
+        unfinished = path.with_name(f".{path.name}.unfinished")
         for name, array in arrays.items():
-            write_npy(path / f"{name}.npy", array)
+            write_npy(unfinished / f"{name}.npy", array)
+        unfinished.rename(path)
     tasks = sum(name.startswith("head_weight") for name in arrays)
     classes = sum(len(np.unique(arrays[f"train_labels_{t}"])) for t in range(tasks))
     program = Program.typed("posthoc")
@@ -65,7 +67,6 @@ def example(
     width: int = 48,
     per_class: int = 60,
     test_per_class: int = 25,
-    seed: int = 0,
 ) -> dict[str, np.ndarray]:
     """Features with the structure that matters here: tasks in different, overlapping subspaces.
 
@@ -74,13 +75,18 @@ def example(
     alone, so that heads compete without ever having seen each other's inputs.
 
     Returns:
-        The arrays of a feature file with two views, reproducible from the seed.
+        The arrays of a feature file with two views, the same in each call.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     arrays: dict[str, np.ndarray] = {}
     shared = 0.1 * rng.normal(size=width)
     drifts = 0.2 * rng.normal(size=(num_tasks, width, width)) / np.sqrt(width)
     tests: list[np.ndarray] = []
+
+    def by_encoder(pretrained: np.ndarray, tasks: int) -> np.ndarray:
+        """Returns features as the encoder after so many tasks has them."""
+        return pretrained @ (np.eye(width) + drifts[:tasks].sum(axis=0))
+
     for t in range(num_tasks):
         basis = np.linalg.qr(rng.normal(size=(width, 8)))[0].T
         centre = shared + rng.normal(size=width) / np.sqrt(width)
@@ -92,21 +98,19 @@ def example(
             return centres[rows] + inside + 0.8 * rng.normal(size=(len(rows), width)), rows
 
         pretrained, rows = draw(per_class)
-        adapted = pretrained @ (np.eye(width) + drifts[: t + 1].sum(axis=0))
+        adapted = by_encoder(pretrained, t + 1)
         targets = 10.0 * (np.eye(classes_per_task)[rows] - 1.0 / classes_per_task)
         weight, bias = _ridge(adapted, targets)
         arrays[f"train_adapted_{t}"] = adapted.astype(np.float32)
         if t:
-            before = pretrained @ (np.eye(width) + drifts[:t].sum(axis=0))
-            arrays[f"train_previous_{t}"] = before.astype(np.float32)
+            arrays[f"train_previous_{t}"] = by_encoder(pretrained, t).astype(np.float32)
         arrays[f"train_pretrained_{t}"] = pretrained.astype(np.float32)
         arrays[f"train_labels_{t}"] = t * classes_per_task + rows
         arrays[f"head_weight_{t}"] = weight.astype(np.float32)
         arrays[f"head_bias_{t}"] = bias.astype(np.float32)
         tests.append(draw(test_per_class)[0])
     pretrained = np.concatenate(tests)
-    adapted = pretrained @ (np.eye(width) + drifts.sum(axis=0))
-    arrays["test_adapted"] = adapted.astype(np.float32)
+    arrays["test_adapted"] = by_encoder(pretrained, num_tasks).astype(np.float32)
     arrays["test_pretrained"] = pretrained.astype(np.float32)
     arrays["test_labels"] = np.repeat(np.arange(num_tasks * classes_per_task), test_per_class)
     return arrays

@@ -1,3 +1,4 @@
+import os
 import types
 import zipfile
 
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fdc_jax import heads
+from fdc_jax import calibration, heads
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 
@@ -160,14 +161,6 @@ def change(**new):
     return apply
 
 
-def poke(name, place, value):
-    def apply(arrays):
-        arrays[name] = arrays[name].copy()
-        arrays[name][place] = value
-
-    return apply
-
-
 def zeros(*shape):
     return np.zeros(shape, np.float32)
 
@@ -176,39 +169,36 @@ FAULTS = {
     "typo": (change(train_adaptd_0=zeros(3)),
              "train_adaptd_0: unknown array; did you mean train_adapted_0"),
     "gap": (lambda a: [a.update({k.replace("_1", "_2"): a.pop(k)}) for k in list(a) if "_1" in k],
-            r"train_adapted_1: missing; expected .* for each task t = 0 .. 2"),
+            r"train_adapted_1: missing; expected for each task t = 0 .. 2"),
     "no labels": (change(train_labels_1=None), "train_labels_1: missing"),
     "one view lost": (change(train_pretrained_1=None), "train_pretrained_1: missing; expected"),
-    "columns": (change(train_adapted_1=zeros(5, 3)),
-                "train_adapted_1: expected 4 columns as in train_adapted_0, found 3"),
-    "label outside": (change(head_classes_0=np.array([1, 2])),
-                      "train_labels_0: row 1 is label 0, no class of its head"),
-    "class twice": (poke("train_labels_1", slice(None), [0, 1, 0, 1, 1]),
-                    r"train_labels_0: row 0 is label 1, which is a class of task 1 \(with 3 "
-                    r"samples there and 2 here\); expected tasks without common classes"),
-    "head class twice": (change(head_classes_1=np.array([10, 11, 1])),
-                         "head_classes_1: class 1 is already a class of task 0"),
+    "no test": (change(test_pretrained=None), "test_pretrained: missing; expected beside"),
     "bfloat16": (change(train_adapted_0=np.zeros((5, 4), "V2")),
                  r"train_adapted_0: is stored as \|V2, .* bfloat16 .* float32"),
     "growing head": (change(head_weight_1=zeros(4, 4)),
-                     r"head_weight_1: found 4 rows for the 2 classes of task 1, as many as tasks 0 "
-                     r".. 1 have together: one head that grows; .*, weight\[2:4\]"),
+                     r"head_weight_1: found 4 rows for the 2 classes of task 1, as many as several "
+                     r"tasks have together; .*, weight\[2:4\]"),
     "one full head": (change(head_weight_0=zeros(4, 4)),
-                      r"found 4 rows for the 2 classes of task 0, as many as all tasks have "
-                      r"together: one head over all classes; .*, weight\[0:2\]"),
+                      r"found 4 rows for the 2 classes of task 0, as many as .*weight\[0:2\]"),
     "head rows": (change(head_weight_1=zeros(3, 4)),
-                  "head_weight_1: expected one row for each class of the distinct labels, 2, "
-                  "found 3"),
-    "float labels": (change(train_labels_0=zeros(5)), "vector of integers, .* found float32"),
+                  "head_weight_1: found 3 rows for the 2 classes of task 1$"),
+    "head bias": (change(head_bias_1=zeros(3)), r"head of task 1: bias: expected shape \[2\]"),
+    "float labels": (change(train_labels_0=zeros(5)),
+                     "train_labels_0: expected integers, found float32"),
+    "test labels": (change(test_labels=np.zeros(5, int)),
+                    "test_labels: expected 6 rows as in test_adapted, found 5"),
+    "no class": (change(test_labels=np.array([0, 1, 7, 0, 0, 0])),
+                 "test_labels: row 2 is label 7, no class of any task"),
     "head kind": (change(head_kind=np.array("quadratic")), "head_kind: expected one of linear"),
-    "bias of cosine": (change(head_kind=np.array("cosine")), "head_bias_0: expected only for lin"),
+    "bias of cosine": (change(head_kind=np.array("cosine")), "head_bias_0: cosine heads, .* none"),
     "final bias alone": (change(final_head_bias_1=zeros(2)),
                          "final_head_weight_1: missing, but there is a final_head_bias_1"),
     "previous before the first": (change(train_previous_0=zeros(5, 4)),
                                   "train_previous_0: expected from t = 1 on"),
-    "previous of some": (
-        lambda a: a.update(example(3), train_previous_2=zeros(5, 4)),
-        "train_previous_1: missing; expected for every task from t = 1 on or for none"),
+    "previous of some": (lambda a: a.update(example(3), train_previous_2=zeros(5, 4)),
+                         "train_previous_1: missing; expected for each task t = 1 .. 2"),
+    "previous of others": (change(train_previous_1=zeros(4, 4)),
+                           r"train_previous_1: expected shape \[5, 4\] as train_adapted_1"),
 }  # fmt: skip
 
 
@@ -218,6 +208,25 @@ def test_each_fault_is_one_line_with_file_and_array(tmp_path, fault):
     arrays = example()
     damage(arrays)
     refused(save(tmp_path / "features.npz", arrays), message)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change(train_adapted_1=zeros(5, 3), head_weight_1=zeros(2, 3)),
+         "adapted features of task 1: expected width 4, found 3"),
+        (change(train_labels_0=np.array([0, 1])), "labels of task 0: expected 5 rows"),
+        (change(train_labels_1=np.array([1, 10, 1, 1, 1])), "task 1: label 1 already belongs"),
+        (change(head_classes_0=np.array([1, 2])), "task 0: label 0 at row 1 is none of the head's"),
+    ],
+)  # fmt: skip
+def test_what_calibrators_check_is_left_to_them(tmp_path, damage, message):
+    arrays = example()
+    damage(arrays)
+    del arrays["test_labels"]
+    features = feature_files.load(save(tmp_path / "features.npz", arrays))
+    with pytest.raises(InputError, match=message):
+        features.fit(calibration.make("raw"))
 
 
 class Trap:
@@ -278,6 +287,15 @@ def test_damage_to_one_array_of_a_folder_is_named(tmp_path, content, message):
     file = folder / "train_adapted_1.npy"
     file.write_bytes(content(file.read_bytes()))
     refused(folder, f"train_adapted_1.npy: .*{message}")
+
+
+def test_pipes_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.npz")
+    refused(tmp_path / "pipe.npz", "expected a regular file")
+    folder = save(tmp_path / "features", example())
+    (folder / "test_labels.npy").unlink()
+    os.mkfifo(folder / "test_labels.npy")
+    refused(folder, "test_labels.npy: .*expected a regular file")
 
 
 @pytest.fixture(scope="module")
@@ -371,8 +389,6 @@ def test_only_final_heads_that_differ_are_written(tmp_path):
     ):
         same(head.weight, expected.weight)
         same(head.bias, expected.bias)
-    with pytest.raises(InputError, match="expected cosine as the final head of task 0, is linear"):
-        feature_files.write_final_heads(tmp_path, [heads.CosineHead(own[0].weight), own[1]])
     # A task that is written anew has no final head yet.
     write(tmp_path, arrays, 0, own[0])
     assert feature_files.load(tmp_path).final_heads is None
