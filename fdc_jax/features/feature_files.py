@@ -121,14 +121,13 @@ class FeatureSet(NamedTuple):
 def load(path: str | os.PathLike[str]) -> FeatureSet:
     """Reads a feature file, an `.npz` or a folder.
 
-    What it holds together is checked here: names, number types, heads, labels of test images.
-    Whether a task agrees with itself and with those before it, calibrators check when they are
-    fitted, and whether numbers are finite.
+    What the arrays of a file have to be together is checked here; the features, labels and head of
+    a task, and whether they suit the tasks before it, calibrators check when they are fitted.
 
     Raises:
         InputError: one line with the file and the array of the first fault: a damaged file, an
-            unknown, missing or superfluous array, numbers of another type, a head of another shape
-            or with rows for the classes of several tasks, a test label that is no class.
+            unknown, missing or superfluous array, a head with rows for the classes of several
+            tasks, a test label that is no class.
     """
     path = Path(path)
     arrays = read_folder(path) if path.is_dir() else read_npz(path)
@@ -211,7 +210,10 @@ def _suggestion(name: str) -> str:
 
 
 def _features(arrays: Arrays, name: str) -> Float[np.ndarray, "n d"]:
-    return inputs.feature_array(arrays[name], name)
+    """Returns features unread; calibrators look at their numbers."""
+    if arrays[name].ndim != 2:
+        raise InputError(f"{name}: expected shape [samples, width], found {[*arrays[name].shape]}")
+    return arrays[name]
 
 
 def _labels(arrays: Arrays, name: str) -> Int[np.ndarray, " n"]:
@@ -220,9 +222,8 @@ def _labels(arrays: Arrays, name: str) -> Int[np.ndarray, " n"]:
 
 def _classes(arrays: Arrays, t: int) -> Int[np.ndarray, " c"]:
     """Returns the label of each row of a task's head."""
-    name = f"head_classes_{t}"
-    if name in arrays:
-        return inputs.class_labels(arrays[name], name)
+    if f"head_classes_{t}" in arrays:
+        return _labels(arrays, f"head_classes_{t}")
     return np.unique(_labels(arrays, f"train_labels_{t}"))
 
 
@@ -267,9 +268,7 @@ def _head(
         if name in arrays and name not in parts:
             raise InputError(f"{name}: {kind} heads, as head_kind says they are, have none")
     _check_rows(parts[0], len(np.atleast_1d(arrays[parts[0]])), t, [len(each) for each in classes])
-    head = _TYPES[kind](*(arrays[part] for part in parts if part in arrays))
-    width = arrays[f"train_adapted_{t}"].shape[1]
-    return inputs.checked_head(head, f"{prefix}head of task {t}", width, head)
+    return _TYPES[kind](*(arrays[part] for part in parts if part in arrays))
 
 
 def _check_rows(name: str, found: int, t: int, counts: Sequence[int]) -> None:

@@ -69,9 +69,8 @@ def moved(features: FeatureSet) -> FeatureSet:
                 f"train_previous_{t}: missing; expected, as statistics follow the encoder, "
                 "features of the task's samples by the encoder before it"
             )
-        for name, each in (("previous", task.previous), ("adapted", task.adapted)):
-            inputs.check_finite(each, f"train_{name}_{t}")
-        by = drift.fit_map(task.previous, task.adapted)
+        previous = inputs.feature_array(task.previous, f"train_previous_{t}")
+        by = drift.fit_map(previous, task.adapted)
         adapted[:t] = [by.move(each).astype(np.float32) for each in adapted[:t]]
     pairs = zip(features.tasks, adapted, strict=True)
     return features._replace(tasks=tuple(task._replace(adapted=each) for task, each in pairs))

@@ -182,7 +182,6 @@ FAULTS = {
                       r"found 4 rows for the 2 classes of task 0, as many as .*weight\[0:2\]"),
     "head rows": (change(head_weight_1=zeros(3, 4)),
                   "head_weight_1: found 3 rows for the 2 classes of task 1$"),
-    "head bias": (change(head_bias_1=zeros(3)), r"head of task 1: bias: expected shape \[2\]"),
     "float labels": (change(train_labels_0=zeros(5)),
                      "train_labels_0: expected integers, found float32"),
     "test labels": (change(test_labels=np.zeros(5, int)),
@@ -217,6 +216,7 @@ def test_each_fault_is_one_line_with_file_and_array(tmp_path, fault):
          "adapted features of task 1: expected width 4, found 3"),
         (change(train_labels_0=np.array([0, 1])), "labels of task 0: expected 5 rows"),
         (change(train_labels_1=np.array([1, 10, 1, 1, 1])), "task 1: label 1 already belongs"),
+        (change(head_bias_1=zeros(3)), r"head of task 1: bias: expected shape \[2\]"),
         (change(head_classes_0=np.array([1, 2])), "task 0: label 0 at row 1 is none of the head's"),
     ],
 )  # fmt: skip
