@@ -1,6 +1,7 @@
 """An example feature file, and how to dump one's own from PyTorch."""
 
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -50,8 +51,9 @@ def write_template(path: str | os.PathLike[str]) -> str:
     if path.suffix:
         write_npz(path, arrays)
     else:
-        # Where this is killed, the same command writes it again.
+        # Where this is killed, the same command starts afresh.
         unfinished = path.with_name(f".{path.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
         for name, array in arrays.items():
             write_npy(unfinished / f"{name}.npy", array)
         unfinished.rename(path)
