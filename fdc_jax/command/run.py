@@ -43,6 +43,7 @@ from fdc_jax.report import console
 from fdc_jax.run import configuration, experiment
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
+from fdc_jax.run.images import RunImages
 from fdc_jax.run.places import known_classes
 from fdc_jax.run.progress import Progress
 from fdc_jax.run.setup import Setup
@@ -278,7 +279,9 @@ def _run_seed(
     progress = Progress(quiet, f"seed {seed}, " if len(setup.config.seed) > 1 else "")
     checkpoints = Checkpoints(store.checkpoints_folder, setup.config.checkpoint.keep)
     with contextlib.closing(progress), contextlib.closing(checkpoints):
-        return experiment.run(setup, seed, store, checkpoints, stop, progress)
+        images = RunImages(setup, seed, stop.poll)
+        work = experiment.Work(store, checkpoints, images, progress, stop)
+        return experiment.run(setup, seed, work)
 
 
 def describe(setup: Setup) -> str:

@@ -13,8 +13,6 @@ import ml_collections
 from fdc_jax import calibration, learners
 from fdc_jax.data import sources
 from fdc_jax.errors import InputError, did_you_mean, nearest, place
-from fdc_jax.model import weights
-from fdc_jax.model.vit import VARIANTS, Variant
 from fdc_jax.run import base
 
 # An ml_collections.ConfigDict; no type checker knows its fields.
@@ -215,8 +213,6 @@ def validate(config: Config) -> None:
         wanted = learners.expected(allowed, flat[field])
         if wanted is not None:
             refuse(field, wanted)
-    if config.encoder.weights in weights.NAMED and config.encoder.variant in VARIANTS:
-        check_rank(config, VARIANTS[config.encoder.variant])
     learners.check_options(name, flat)
     for each in calibrators(config):
         if each not in calibration.METHODS:
@@ -229,19 +225,6 @@ def validate(config: Config) -> None:
     pair = isinstance(scale, list) and [type(each) in (int, float) for each in scale] == [True] * 2
     if not pair or not 0 < scale[0] <= scale[1] <= 1:
         refuse("data.crop_scale", "two ascending shares of at most 1, such as 0.05,1.0")
-
-
-def check_rank(config: Config, variant: Variant) -> None:
-    """Checks that increments are no wider than the encoder.
-
-    Raises:
-        InputError: they are.
-    """
-    if config.train.rank > variant.width:
-        raise InputError(
-            f"config.train.rank: expected at most {variant.width}, the width of encoder "
-            f"{config.encoder.variant}, found {config.train.rank}"
-        )
 
 
 def _read_class_order(config: Config) -> None:

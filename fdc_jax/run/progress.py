@@ -66,11 +66,6 @@ class Progress:
                 f"about {left / size:.0f} {unit} left"
             )
 
-    def stage(self, text: str) -> None:
-        """Shows what is going on between training steps; in a terminal only."""
-        if self._bar is not None:
-            self._bar.set_description_str(self._label + text)
-
     def line(self, text: str) -> None:
         """Prints one line above the bar."""
         if not self._quiet:

@@ -81,20 +81,14 @@ def build(
     """Returns the set-up of a configuration; everything that can be wrong is found here.
 
     Args:
-        config: the configuration.
+        config: the configuration, which is valid.
         quiet: show no download.
         known: what a run that goes on knows of its classes.
 
     Raises:
         InputError: configuration, data or weights are not as expected, or too large.
     """
-    configuration.validate(config)
-    # What a file of weights says itself stands in the configuration from here on.
-    config.encoder.variant, variant = weights.recognise(
-        config.encoder.weights, config.encoder.variant
-    )
-    config.encoder.image_size = config.encoder.image_size or variant.image_size
-    _check_memory(config, variant)
+    _check_sizes(config, _recognise(config))
     tasks = task_stream.open_stream(config, cache_folder(config), known, quiet)
     _check_neighbours(config, tasks)
     encoders = build_encoders(config, tasks.planned, quiet)
@@ -132,10 +126,7 @@ def build_encoders(
     Raises:
         InputError: configuration or weights are not as expected.
     """
-    encoder, mesh = config.encoder, devices.data_mesh()
-    encoder.variant, variant = weights.recognise(encoder.weights, encoder.variant)
-    encoder.image_size = encoder.image_size or variant.image_size
-    configuration.check_rank(config, variant)
+    encoder, mesh, variant = config.encoder, devices.data_mesh(), _recognise(config)
     kind = (config.data.input_range, config.precision, encoder.attention)
     model = vit.build(variant, encoder.image_size, *kind, cudnn=devices.have_cudnn(mesh))
     cache = cache_folder(config)
@@ -152,6 +143,14 @@ def build_encoders(
         extract=Extractor(model, mesh),
         cache=cache,
     )
+
+
+def _recognise(config: Config) -> vit.Variant:
+    """Returns the architecture; what a file of weights says itself stands in the configuration."""
+    encoder = config.encoder
+    encoder.variant, variant = weights.recognise(encoder.weights, encoder.variant)
+    encoder.image_size = encoder.image_size or variant.image_size
+    return variant
 
 
 def cache_folder(config: Config) -> Path:
@@ -189,8 +188,16 @@ def _check_neighbours(config: Config, tasks: task_stream.TaskStream) -> None:
         )
 
 
-def _check_memory(config: Config, variant: vit.Variant) -> None:
-    """Refuses batches whose pixels and tokens, in training of every block, exceed the memory."""
+def _check_sizes(config: Config, variant: vit.Variant) -> None:
+    """Refuses increments that are wider than the encoder, and batches that exceed the memory.
+
+    Of a batch it counts pixels and tokens, in training those of every block.
+    """
+    if config.train.rank > variant.width:
+        raise InputError(
+            f"config.train.rank: expected at most {variant.width}, the width of encoder "
+            f"{config.encoder.variant}, found {config.train.rank}"
+        )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     side = config.encoder.image_size
     tokens = (side // variant.patch) ** 2 * variant.width
