@@ -40,12 +40,12 @@ from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_writable_folder, locked, write_json
 from fdc_jax.report import console
-from fdc_jax.run import configuration, experiment
+from fdc_jax.run import configuration, experiment, results
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.images import RunImages
 from fdc_jax.run.places import known_classes
-from fdc_jax.run.progress import Progress
+from fdc_jax.run.progress import Progress, StepLog
 from fdc_jax.run.setup import Setup
 from fdc_jax.run.store import Store
 
@@ -279,9 +279,16 @@ def _run_seed(
     progress = Progress(quiet, f"seed {seed}, " if len(setup.config.seed) > 1 else "")
     checkpoints = Checkpoints(store.checkpoints_folder, setup.config.checkpoint.keep)
     with contextlib.closing(progress), contextlib.closing(checkpoints):
+        begun = experiment.resume(setup, seed, store, checkpoints)
+        steps = setup.first_steps
+        progress.start(total=steps[-1], done=steps[begun.trained_tasks] + begun.step)
+        log = StepLog(setup.config, store.event, progress, begun.timing)
         images = RunImages(setup, seed, stop.poll)
-        work = experiment.Work(store, checkpoints, images, progress, stop)
-        return experiment.run(setup, seed, work)
+        work = experiment.Work(store, checkpoints, images, log, stop)
+        calibrators = experiment.run(setup, seed, begun, work)
+    found = results.collect(setup, seed, calibrators, store.records())
+    store.finish(calibrators, found)
+    return found
 
 
 def describe(setup: Setup) -> str:

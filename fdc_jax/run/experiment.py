@@ -13,11 +13,11 @@ from fdc_jax.errors import StopRequest
 from fdc_jax.features.feature_files import TaskFeatures
 from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
-from fdc_jax.run import configuration, results
+from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.images import RunImages
-from fdc_jax.run.progress import Progress, StepLog
+from fdc_jax.run.progress import StepLog
 from fdc_jax.run.setup import Setup
 from fdc_jax.run.store import Store
 
@@ -30,7 +30,7 @@ class Work(NamedTuple):
     store: Store
     checkpoints: Checkpoints
     images: RunImages
-    progress: Progress
+    log: StepLog
     stop: StopRequest
 
 
@@ -47,25 +47,21 @@ class Begun(NamedTuple):
     optimizer: Any = None
 
 
-def run(setup: Setup, seed: int, work: Work) -> dict[str, Any]:
-    """Does what is left of one seed and returns its results (Algorithm 1).
+def run(setup: Setup, seed: int, begun: Begun, work: Work) -> dict[str, Any]:
+    """Does what is left of one seed and returns its calibrators (Algorithm 1).
 
     Raises:
-        InputError: the work directory lacks what it would need to go on.
         TrainingError: a loss is not finite.
         Interrupted: a stop was requested; the same call in a new process goes on from there.
     """
-    learner, tasks, store = setup.learner, setup.tasks, work.store
-    begun = resume(setup, seed, store, work.checkpoints)
+    learner, tasks, store, log = setup.learner, setup.tasks, work.store, work.log
     state, calibrators = begun.state, begun.calibrators
-    log = StepLog(setup.config, store.event, work.progress, begun.timing)
-    work.progress.start(setup.first_steps[-1], setup.first_steps[begun.trained_tasks] + begun.step)
     for task in range(begun.tasks_done, len(tasks.tasks)):
         took = {"previous_extraction_seconds": 0.0}
         if task >= begun.trained_tasks:
             if task and any(each.reads_previous for each in calibrators.values()):
                 took = keep_previous(task, learner.encoder(setup.backbone, state, task), work)
-            state = train(setup, seed, task, state, begun, log, work)  # line 3
+            state = train(setup, seed, task, state, begun, work)  # line 3
         encoder = learner.encoder(setup.backbone, state, task + 1)
         heads = setups.heads(learner, state, task + 1)
         features, extracted = extract(tasks, task, encoder, heads[task], work)  # line 4
@@ -77,19 +73,21 @@ def run(setup: Setup, seed: int, work: Work) -> dict[str, Any]:
             record["timing"] |= log.timing | took
             record["peak_memory"] = {"training": log.peak_memory, "task": devices.peak_memory()}
             store.record(record)
-            work.progress.line(evaluation.describe(record, len(tasks.tasks)))
+            log.line(evaluation.describe(record, len(tasks.tasks)))
     for calibrator in calibrators.values():
         calibrator.replace_heads(setups.heads(learner, state, len(tasks.tasks)))
         calibrator.finalize(release=True)
         if calibrator.note:
-            work.progress.line(calibrator.note)
-    found = results.collect(setup, seed, calibrators, store.records())
-    store.finish(calibrators, found)
-    return found
+            log.line(calibrator.note)
+    return calibrators
 
 
 def resume(setup: Setup, seed: int, store: Store, checkpoints: Checkpoints) -> Begun:
-    """Returns the newest state that all else in the work directory goes with, or the first one."""
+    """Returns the newest state that all else in the work directory goes with, or the first one.
+
+    Raises:
+        InputError: the work directory lacks what it would need to go on.
+    """
     for number, cursor, tree in setups.checkpoints(setup, checkpoints, seed):
         trained, step = cursor["tasks_done"], cursor["step"]
         # The encoder of a task that ends here is at hand, whatever else of the task is lacking.
@@ -123,11 +121,9 @@ def keep_previous(task: int, encoder: Any, work: Work) -> Seconds:
     return {"previous_extraction_seconds": found.seconds}
 
 
-def train(
-    setup: Setup, seed: int, task: int, state: Any, begun: Begun, log: StepLog, work: Work
-) -> Any:
+def train(setup: Setup, seed: int, task: int, state: Any, begun: Begun, work: Work) -> Any:
     """Learns a task, or what is left of it (line 3), and returns the learner's state."""
-    learner, update, backbone = setup.learner, setup.update, setup.backbone
+    learner, update, backbone, log = setup.learner, setup.update, setup.backbone, work.log
     mesh, every = learner.setup.mesh, setup.config.checkpoint.every_steps
     first, epochs = begun.step if task == begun.trained_tasks else 0, setup.epochs[task]
     planned = {"classes_per_task": learner.setup.classes_per_task}  # the slots of a checkpoint

@@ -95,6 +95,10 @@ class StepLog:
         self._compiled = False
         self._pending: tuple[int, Any] | None = None
 
+    def line(self, text: str) -> None:
+        """Prints one line."""
+        self._progress.line(text)
+
     def begin(
         self, task: int, num_tasks: int, epochs: int, first: int, batches: TrainBatches
     ) -> None:
