@@ -155,6 +155,15 @@ def events(workdir, kind):
     return [each for each in found if kind in ("", each["event"])]
 
 
+def contents(workdir):
+    """Returns every file but those that say when something happened."""
+    return {
+        path.relative_to(workdir).as_posix(): path.read_bytes()
+        for path in workdir.rglob("*")
+        if path.is_file() and path.name not in ("metrics.jsonl", ".lock")
+    }
+
+
 def copied(workdir, target):
     """Returns a copy of a work directory."""
     shutil.copytree(workdir, target)

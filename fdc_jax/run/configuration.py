@@ -89,14 +89,14 @@ def load(name: str, learner: str = "") -> Config:
                 + nearest(path.stem, known)
             )
         path = known[path.stem]
+    config: Any = None
     try:
-        config: Any = runpy.run_path(str(path))["get_config"]()
-    except KeyError as error:
-        if error.args != ("get_config",):
-            raise InputError(f"--config: {place(error)}") from error
-        raise InputError(f"--config: {path}: expected a function get_config, found none") from error
+        if make := runpy.run_path(str(path)).get("get_config"):
+            config = make()
     except Exception as error:  # whatever a file raises
         raise InputError(f"--config: {place(error)}") from error
+    if not make:
+        raise InputError(f"--config: {path}: expected a function get_config, found none")
     if not isinstance(config, ml_collections.ConfigDict):
         found = type(config).__name__
         raise InputError(

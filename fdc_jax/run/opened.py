@@ -39,13 +39,8 @@ from fdc_jax.run.places import (
 from fdc_jax.run.setup import EncoderSetup
 
 
-def open_run(
-    folder: str | os.PathLike[str],
-    data_dir: str | None = None,
-    weights: str | None = None,
-    learner: str = "",
-) -> "Opened":
-    """Opens the work directory of one seed, or what `fdc_jax.export` made of it.
+class Opened(Places):
+    """The work directory of one seed, finished or stopped, or what `fdc_jax.export` made of it.
 
     Args:
         folder: where it lies.
@@ -54,20 +49,14 @@ def open_run(
         learner: the module of a learner outside the package. Its code is run, so that the name must
             come from the caller and not from the folder.
 
-    Raises:
-        InputError: no run lies there. What else it needs, data or weights or a checkpoint, is
-            looked for when it is asked for.
-    """
-    return Opened(folder, data_dir, weights, learner)
-
-
-class Opened(Places):
-    """A finished or stopped run; see `open_run`.
-
     Attributes:
         config: values of the configuration by field, such as `train.rank`.
         results: what `results.json` holds, None before the run is finished.
         exported: whether the folder is what `fdc_jax.export` made.
+
+    Raises:
+        InputError: no run lies there. What else it needs, data or weights or a checkpoint, is
+            looked for when it is asked for.
     """
 
     def __init__(
@@ -292,3 +281,7 @@ def _check_export(run: Opened) -> None:
             raise InputError(f"{path}: expected this file of an export, found none; {remedy}")
         if sha256(path) != digest:
             raise InputError(f"{path}: is not what was exported; {remedy}")
+
+
+# The name that users know.
+open_run = Opened

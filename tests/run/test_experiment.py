@@ -41,17 +41,6 @@ def test_a_file_of_weights_says_itself_what_it_holds(cache, tmp_path):
         run(config(cache, **fields, train__rank=25), tmp_path / "wide")
 
 
-def test_all_calibrators_are_recorded_side_by_side(whole):
-    found, columns = results(whole), predictions(whole)
-    for name in ("raw", "fdc", "gaussians"):
-        right = 100 * (columns[f"{name}_label"] == columns["label"]).mean()
-        assert found["accuracy"][name] == found["curve"][-1]["accuracy"][name]
-        assert found["accuracy"][name] == pytest.approx(right)
-        assert found["average_incremental_accuracy"][name] > 0
-    assert found["storage_bytes"].keys() == {"fdc", "gaussians"}
-    assert found["fdc_storage_bytes"] == found["storage_bytes"]["fdc"]
-
-
 def test_class_gaussians_get_features_by_the_encoder_before_the_task(whole):
     opened = fdc_jax.open_run(whole)
     images = evaluation_images(opened.tasks.train, opened.tasks.train_indices[1], 32)

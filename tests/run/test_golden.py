@@ -10,16 +10,11 @@ import pytest
 
 import fdc_jax
 from configs import digits
-from fdc_jax import calibration
 from tests import small_runs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Of all labels, those that rounding on another processor may change.
 DIFFERENT = 0.005
-
-pytestmark = pytest.mark.skipif(
-    not hasattr(calibration, "make"), reason="runs do not fit several calibrators yet"
-)
 
 
 def golden(name):

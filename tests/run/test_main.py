@@ -69,31 +69,19 @@ def test_runs_killed_at_random_end_with_the_same_numbers(tmp_path, cache):
         small_runs.nothing_done_twice(workdir)
 
 
-def test_results_follow_the_contract(whole):
+def test_results_fit_together(whole):
+    """Their names are those of `tests/golden/results_keys.json`."""
     found = results(whole)
-    assert found.keys() >= {
-        *("benchmark", "learner", "seed", "class_order_seed", "num_tasks", "num_classes"),
-        *("num_test_images", "accuracy", "routing_accuracy", "average_incremental_accuracy"),
-        *("components", "curve", "fdc_storage_bytes", "timing", "encoder", "config", "versions"),
-    }
     assert (found["num_tasks"], found["num_classes"], found["num_test_images"]) == (2, 10, 60)
-    assert found["accuracy"].keys() == {"raw", "fdc", "gaussians", "oracle"}
-    assert found["components"].keys() == {
-        *("raw", "tsf", "pac", "rlc", "tsf+pac", "tsf+rlc", "pac+rlc", "full"),
-        *("adapted_view", "pretrained_view", "pac+rlc_adapted_view", "pac+rlc_pretrained_view"),
-    }
     assert found["selected"] == {"components": "full", "accuracy": found["accuracy"]["fdc"]}
     assert found["components"]["raw"] == found["accuracy"]["raw"]
     assert found["components"]["full"] == found["accuracy"]["fdc"]
-    assert len(found["curve"]) == 2
     assert found["curve"][-1]["accuracy"] == found["accuracy"]
-    for name in ("raw", "fdc", "gaussians"):
-        assert found["average_incremental_accuracy"][name] == pytest.approx(
-            np.mean([point["accuracy"][name] for point in found["curve"]])
-        )
-    assert found["encoder"].keys() >= {"variant", "weights", "sha256", "input_range"}
-    assert found["fdc_storage_bytes"] > 0
-    assert found["versions"].keys() >= {"python", "jax", "flax", "numpy", "fdc_jax"}
+    for name, average in found["average_incremental_accuracy"].items():
+        curve = [point["accuracy"][name] for point in found["curve"]]
+        assert len(curve) == 2 and average == pytest.approx(np.mean(curve))
+    assert found["fdc_storage_bytes"] == found["storage_bytes"]["fdc"] > 0
+    assert found["notes"] == {"gaussians": "class Gaussians follow the encoder"}
 
 
 def test_predictions_give_the_accuracies_of_the_results(whole):

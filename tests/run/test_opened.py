@@ -9,13 +9,7 @@ import fdc_jax
 from fdc_jax.data.batches import evaluation_images
 from fdc_jax.errors import InputError
 from tests import small_runs
-from tests.small_runs import results
-
-
-def contents(workdir):
-    """Every file of a work directory."""
-    paths = (path for path in workdir.rglob("*") if path.is_file())
-    return {path.relative_to(workdir).as_posix(): path.read_bytes() for path in paths}
+from tests.small_runs import contents, results
 
 
 def test_a_finished_run_is_opened_without_a_change(whole, cache):

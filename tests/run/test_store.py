@@ -11,17 +11,8 @@ import pytest
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import locked
 from tests import small_runs
-from tests.small_runs import config, results
+from tests.small_runs import config, contents, results
 from tests.small_runs import run as go
-
-
-def contents(workdir):
-    """Every file but those that say when something happened."""
-    return {
-        path.relative_to(workdir).as_posix(): path.read_bytes()
-        for path in workdir.rglob("*")
-        if path.is_file() and path.name not in ("metrics.jsonl", ".lock")
-    }
 
 
 @pytest.fixture
