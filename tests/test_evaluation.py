@@ -81,19 +81,6 @@ def test_confusion_and_task_accuracies():
         evaluation.task_confusion([0, 1, 1], [0, 1, 2], 2)
 
 
-def test_confusion_agrees_with_sklearn():
-    metrics = pytest.importorskip("sklearn.metrics")
-    rng = np.random.default_rng(0)
-    true, chosen = rng.integers(0, 6, (2, 500))
-    np.testing.assert_array_equal(
-        evaluation.task_confusion(true, chosen, 6),
-        metrics.confusion_matrix(true, chosen, labels=range(6)),
-    )
-    assert evaluation.accuracy(true, chosen) == pytest.approx(
-        100 * metrics.accuracy_score(true, chosen)
-    )
-
-
 def test_flips_by_hand():
     change = evaluation.flips([1] * 7, [1, 1, 2, 2, 2, 2, 2], [1, 2, 1, 3, 2, 3, 3])
     assert change == (1, 1, 3, 2)

@@ -5,13 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fdc_jax import calibration
 from fdc_jax.posthoc import __main__ as posthoc
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-@pytest.mark.skipif(not hasattr(calibration, "make"), reason="one interface is yet to come")
 @pytest.mark.parametrize("method", ["fdc", "gaussians"])
 def test_the_command_gives_what_it_gave(method, tmp_path):
     output = tmp_path / "calibrated.npz"
