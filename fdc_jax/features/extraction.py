@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,12 +76,27 @@ class Extractor:
         """
         start = time.perf_counter()
         found = [[np.zeros((0, kernels["key"].shape[-1]), np.float32)] for kernels in views]
+        for features in self.stream(backbone, views, batches, poll):
+            for rows, of_view in zip(found, features, strict=True):
+                rows.append(of_view)
+        # The views' shares of one pass.
+        seconds = (time.perf_counter() - start) / len(views)
+        waited = getattr(batches, "input_wait_seconds", 0.0) / len(views)
+        return [Extraction(np.concatenate(rows), seconds, waited) for rows in found]
+
+    def stream(
+        self,
+        backbone: Any,
+        views: Sequence[Any],
+        batches: Iterable[Batch],
+        poll: Callable[[], None] = lambda: None,
+    ) -> Iterator[list[Float[np.ndarray, "n d"]]]:
+        """Yields the features of batch after batch, by each encoder; arguments as of a call."""
         pending: collections.deque = collections.deque()
 
-        def fetch() -> None:
+        def fetch() -> list[np.ndarray]:
             features, count = pending.popleft()
-            for rows, of_view in zip(found, features, strict=True):
-                rows.append(np.asarray(of_view)[:count])
+            return [np.asarray(of_view)[:count] for of_view in features]
 
         for batch in batches:
             poll()
@@ -89,13 +104,9 @@ class Extractor:
             features = [self.encode(backbone, images, kernels) for kernels in views]
             pending.append((features, int(batch.weights.sum())))
             if len(pending) > _IN_FLIGHT:
-                fetch()
+                yield fetch()
         while pending:
-            fetch()
-        # The views' shares of one pass.
-        seconds = (time.perf_counter() - start) / len(views)
-        waited = getattr(batches, "input_wait_seconds", 0.0) / len(views)
-        return [Extraction(np.concatenate(rows), seconds, waited) for rows in found]
+            yield fetch()
 
 
 class FeatureCache:
