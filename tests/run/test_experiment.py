@@ -13,13 +13,16 @@ from tests.model import make_encoders
 from tests.small_runs import config, events, predictions, results, run, same_outcome, stopped
 
 
-# After preparation a run looks once, then at every step, and at every batch of an extraction.
+# After preparation a run looks once, then at every step, and at every batch of an extraction; the
+# pretrained encoder's features may be there from other tests.
 def test_stopped_in_every_task_it_ends_the_same(whole, cache, tmp_path):
-    for looks in (7, 9):
+    for looks in (7, 9, 9):
         stopped(config(cache), tmp_path / "run", looks)
         assert not (tmp_path / "run" / "results.json").exists()
-    tasks = [each["task"] for each in events(tmp_path / "run", "training")]
-    assert set(tasks) == {0, 1}
+        tasks = {each["task"] for each in events(tmp_path / "run", "training")}
+        if tasks == {0, 1}:
+            break
+    assert tasks == {0, 1}
     run(config(cache), tmp_path / "run")
     same_outcome(whole, tmp_path / "run")
     small_runs.nothing_done_twice(tmp_path / "run")
