@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pooch
 from PIL import Image
 
 from fdc_jax.data import images
@@ -29,6 +28,8 @@ def download(cache: Path, quiet: bool) -> Path:
     Raises:
         InputError: the download fails or its checksum is wrong.
     """
+    import pooch  # warns in a notebook without widgets
+
     downloader: Any = pooch.HTTPDownloader(progressbar=not quiet, timeout=60)
     if quiet:
         pooch.get_logger().setLevel("WARNING")
