@@ -6,6 +6,7 @@ words and None stand in the tree itself. A checksum of everything makes damage o
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import hashlib
 import json
@@ -28,7 +29,7 @@ def write(path: str | os.PathLike[str], value: Any) -> None:
     `__getstate__`; its leaves NumPy arrays, numbers, words, truth values and None.
     """
     parts: dict[str, list[np.ndarray]] = {}
-    tree = json.dumps(_taken_apart(value, parts))
+    tree = json.dumps(_taken_apart(value, parts, collections.Counter()))
     arrays = {dtype: np.concatenate(each) for dtype, each in parts.items()}
     write_npz(path, arrays | {"format": FORMAT, "tree": tree, "sha256": _checksum(tree, arrays)})
 
@@ -61,21 +62,26 @@ def _checksum(tree: str, arrays: Mapping[str, np.ndarray]) -> str:
     return found.hexdigest()
 
 
-def _taken_apart(value: Any, parts: dict[str, list[np.ndarray]]) -> Any:
-    """Returns a value as JSON; its arrays are appended to `parts` by number type."""
+def _taken_apart(
+    value: Any, parts: dict[str, list[np.ndarray]], ends: collections.Counter[str]
+) -> Any:
+    """Returns a value as JSON; its arrays are appended to `parts` by number type.
+
+    `ends` are how many numbers of a type there are by now.
+    """
 
     def inner(each: Any) -> Any:
-        return _taken_apart(each, parts)
+        return _taken_apart(each, parts, ends)
 
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
-        members = parts.setdefault(value.dtype.name, [])
-        start = sum(each.size for each in members)
-        members.append(value.ravel())
-        return {"array": [value.dtype.name, start, *value.shape]}
+        name = value.dtype.name
+        start, ends[name] = ends[name], ends[name] + value.size
+        parts.setdefault(name, []).append(value.ravel())
+        return {"array": [name, start, *value.shape]}
     if isinstance(value, list):
         return [inner(each) for each in value]
     if isinstance(value, dict):
