@@ -64,7 +64,8 @@ def means(
     total, directions = np.zeros(features.shape[1]), np.zeros((classes, features.shape[1]))
     for place, block in inputs.blocks(features):
         total += block.sum(axis=0, dtype=np.float64)
-        directions += np.eye(classes, dtype=np.float32)[rows[place]].T @ unit(block)
+        present, members = np.unique(rows[place], return_inverse=True)
+        directions[present] += np.eye(len(present), dtype=np.float32)[members].T @ unit(block)
     return (total / len(features)).astype(np.float32), unit(directions).astype(np.float32)
 
 
@@ -87,14 +88,15 @@ def foreign_reference(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Fo
 
     `residuals` are, for each task, u_j of its features by every earlier task j.
     """
-    pairs = [pair.astype(np.float64) for task in residuals for pair in task]
-    if not pairs:
+    tasks = [task for task in residuals if task.size]
+    if not tasks:
         return Foreign()
-    means = np.array([pair.mean() for pair in pairs])
+    means = np.concatenate([task.mean(axis=1, dtype=np.float64) for task in tasks])
+    variances = np.concatenate([task.var(axis=1, dtype=np.float64) for task in tasks])
     mean = float(means.mean())
-    variance = np.mean([pair.var() for pair in pairs]) + np.mean((means - mean) ** 2)
-    variance = max(float(variance), SCALE_FLOOR)
-    ratios = [np.abs(log_ratio(pair, mean, variance)).astype(np.float32) for pair in pairs]
+    variance = max(float(np.mean(variances) + np.mean((means - mean) ** 2)), SCALE_FLOOR)
+    logs = (log_ratio(task.astype(np.float64), mean, variance) for task in tasks)
+    ratios = [np.abs(each).astype(np.float32).ravel() for each in logs]
     median = np.median(np.concatenate(ratios), overwrite_input=True)
     return Foreign(mean, variance, max(float(median), SCALE_FLOOR))
 

@@ -213,7 +213,8 @@ def task_classes(
         InputError: a label is an earlier task's or no row's, or named twice, or not one per row.
     """
     name = f"classes of task {task}"
-    classes = np.unique(labels) if named is None else label_array(named, name)
+    values, times = np.unique(labels, return_counts=True)
+    classes = values if named is None else label_array(named, name)
     if len(np.unique(classes)) < len(classes):
         raise InputError(f"{name}: a label is named twice")
     if num_rows not in (None, len(classes)):
@@ -228,7 +229,8 @@ def task_classes(
             raise InputError(
                 f"labels of task {task}: label {min(again)} already belongs to task {other}"
             )
-    counts = np.array([(labels == label).sum() for label in classes], np.int64)
+    known = dict(zip(values.tolist(), times.tolist(), strict=True))
+    counts = np.array([known.get(label, 0) for label in classes.tolist()], np.int64)
     if counts.sum() < len(labels):
         row = int(np.argmin(np.isin(labels, classes)))
         raise InputError(
