@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fdc_jax.errors import InputError
+from fdc_jax.machine.files import open_lock
 
 _log = logging.getLogger(__name__)
 
@@ -74,12 +75,7 @@ def alone(cache: Path, name: str) -> Iterator[None]:
         InputError: nothing can be written there.
     """
     path = cache / f".{name[:50]}.lock"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        lock = open(path, "w")
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
-    with lock:
+    with open_lock(path) as lock:
         with contextlib.suppress(OSError):  # Some file systems have no locks.
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

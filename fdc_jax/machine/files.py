@@ -65,6 +65,21 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     return open(descriptor, "rb")
 
 
+def open_lock(path: Path) -> io.FileIO:
+    """Opens the file of a lock, made when missing and never emptied; follows no link.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # A link could lead to anybody's file, which the holder of a lock may write.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        return open(descriptor, "r+b", buffering=0)
+    except OSError as error:
+        raise InputError(f"cannot write {path}: {error.strerror}") from error
+
+
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Keeps other processes out of a folder, by a lock on its file `.lock`.
@@ -75,15 +90,7 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
         InputError: another process is there, which is named, or `.lock` cannot be written.
     """
-    path = Path(folder) / ".lock"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A link could lead to anybody's file, which is emptied below.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        file = open(descriptor, "r+b", buffering=0)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
-    with file:
+    with open_lock(Path(folder) / ".lock") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
