@@ -138,13 +138,15 @@ class Predictions:
     def _table(self, adapted: Float[np.ndarray, "n d"], *pretrained: Any) -> pd.DataFrame:
         """Returns all columns but the name of the image."""
         calibrator = self.calibrator
-        said = calibrator.score(adapted, *pretrained)
-        by_class = calibrator.class_scores(adapted, *pretrained)
         logits = np.concatenate([head.logits(adapted) for head in self.heads], axis=1)
         raw, parts = best_by_task(logits, calibrator.classes), {}
         if isinstance(calibrator, FDC):
-            _, values = pictures.split(calibrator.terms(adapted, *pretrained))
-            parts = dict(zip(EVIDENCE, values[:-1], strict=False))
+            terms = calibrator.terms(adapted, *pretrained, all_rows=True)
+            said, by_class = terms.fuse(), terms.by_class()
+            parts = dict(zip(EVIDENCE, pictures.split(terms)[1][:-1], strict=False))
+        else:
+            by_class = calibrator.class_scores(adapted, *pretrained)
+            said = best_by_task(by_class, calibrator.classes)
         label, task = said.label, said.task
         each, labels = np.arange(len(label)), np.concatenate(said.classes)
         tasks = np.repeat(np.arange(self.num_tasks), [len(own) for own in said.classes])

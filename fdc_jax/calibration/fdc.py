@@ -218,6 +218,12 @@ class Terms:
         scores = eq.fused(self.measured[kind], scale, views, *weights)
         return Scores(scores, self.measured[f"{kind}_row"], self.classes)
 
+    def by_class(self) -> Float[np.ndarray, "n classes"]:
+        """Returns each class's task score, less what its logit lacks of the task's largest one."""
+        scores = self.fuse().task_scores - self.measured["filtered"]
+        rows = self.measured["filtered_rows"] + scores[..., None]
+        return np.hstack([rows[:, t, : len(own)] for t, own in enumerate(self.classes)])
+
 
 class FDC(Calibrator):
     """Calibrates the competition of task heads from feature statistics (Algorithm 1).
@@ -246,8 +252,7 @@ class FDC(Calibrator):
         if self.foreign is None:
             raise InputError("the foreign residuals were released: no further task can be fitted")
         given = self._task(adapted, labels, head, pretrained, classes)
-        gamma, eta = self.settings.attenuation, self.settings.retained_energy
-        neighbours = self.settings.neighbours
+        gamma, neighbours = self.settings.attenuation, self.settings.neighbours
         if (present := int((given.counts > 0).sum())) < neighbours:
             raise InputError(
                 f"task {given.task}: {neighbours} neighbours need as many classes with samples, "
@@ -256,7 +261,8 @@ class FDC(Calibrator):
         views, foreign = [], []
         for features in given.views:  # Line 6, but for own moments.
             mean, prototypes = eq.means(features, given.rows, len(given.classes))
-            views.append(View(mean, eq.pca(features, mean, eta), prototypes))
+            basis = eq.pca(features, mean, self.settings.retained_energy)
+            views.append(View(mean, basis, prototypes))
         alone = side_by_side([[view] for view in views], [given.counts], [given.head], gamma, True)
         measured = self._measure(alone, given.views, given.head, plain=True)
         scales = [eq.moments(measured[kind])[1] for kind in ("raw", "filtered")]  # Line 10.
@@ -277,8 +283,7 @@ class FDC(Calibrator):
         if not self.tasks:
             raise InputError("finalize: no task was fitted")
         if self.foreign is not None and not self.references:
-            by_view = zip(*self.foreign, strict=True)
-            self.references = [eq.foreign_reference(residuals) for residuals in by_view]
+            self.references = [eq.foreign_reference(u) for u in zip(*self.foreign, strict=True)]
         if release:
             self.foreign = None
 
@@ -321,12 +326,8 @@ class FDC(Calibrator):
         }
 
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
-        """Returns each class's task score, less what its logit lacks of the task's largest one."""
-        terms = self.terms(adapted, pretrained, all_rows=True)
-        scores = terms.fuse().task_scores - terms.measured["filtered"]
-        rows = terms.measured["filtered_rows"] + scores[..., None]
-        parts = [rows[:, t, : len(own)] for t, own in enumerate(self.classes)]
-        return np.concatenate(parts, axis=1)
+        """See `Terms.by_class`."""
+        return self.terms(adapted, pretrained, all_rows=True).by_class()
 
     @property
     def storage_bytes(self) -> int:
