@@ -252,17 +252,16 @@ class FDC(Calibrator):
         if self.foreign is None:
             raise InputError("the foreign residuals were released: no further task can be fitted")
         given = self._task(adapted, labels, head, pretrained, classes)
-        gamma, neighbours = self.settings.attenuation, self.settings.neighbours
-        if (present := int((given.counts > 0).sum())) < neighbours:
+        settings, gamma = self.settings, self.settings.attenuation
+        if (present := int((given.counts > 0).sum())) < settings.neighbours:
             raise InputError(
-                f"task {given.task}: {neighbours} neighbours need as many classes with samples, "
-                f"found {present}"
+                f"task {given.task}: {settings.neighbours} neighbours need as many classes with "
+                f"samples, found {present}"
             )
         views, foreign = [], []
         for features in given.views:  # Line 6, but for own moments.
             mean, prototypes = eq.means(features, given.rows, len(given.classes))
-            basis = eq.pca(features, mean, self.settings.retained_energy)
-            views.append(View(mean, basis, prototypes))
+            views.append(View(mean, eq.pca(features, mean, settings.retained_energy), prototypes))
         alone = side_by_side([[view] for view in views], [given.counts], [given.head], gamma, True)
         measured = self._measure(alone, given.views, given.head, plain=True)
         scales = [eq.moments(measured[kind])[1] for kind in ("raw", "filtered")]  # Line 10.
