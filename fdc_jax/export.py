@@ -31,6 +31,7 @@ from fdc_jax.machine.files import (
     read_json,
     sha256,
     write_json,
+    write_manifest,
     write_safetensors,
     write_text,
 )
@@ -115,8 +116,7 @@ def write(
         _copy(run.predictions_file, target.predictions_file)
         write_safetensors(target.merged_file, merged)
         _write_timm(run, folder / "timm")
-        files = {name: sha256(folder / name) for name in _sizes(folder)}
-        write_json(target.manifest_file, {"sha256": files})
+        write_manifest(folder, {name: sha256(folder / name) for name in _sizes(folder)})
         _check(open_run(folder, learner=learner), run, heads, merged)
         write_text(folder / "README.md", _card(run, folder, _sizes(folder)))
         return _sizes(folder)

@@ -41,7 +41,18 @@ from numpy.typing import ArrayLike
 from fdc_jax import heads
 from fdc_jax.calibration import inputs
 from fdc_jax.errors import InputError, nearest
-from fdc_jax.machine.files import printable, read_folder, read_npy, read_npz, write_npy
+from fdc_jax.machine.files import (
+    MANIFEST,
+    check_manifest,
+    printable,
+    read_folder,
+    read_manifest,
+    read_npy,
+    read_npz,
+    sha256,
+    write_manifest,
+    write_npy,
+)
 
 _TYPES: dict[str, Any] = {kind: of_kind for of_kind, kind in heads.KINDS.items()}
 _HEAD = ("head_weight", "head_bias", "head_scale")
@@ -130,6 +141,8 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
             tasks, a test label that is no class.
     """
     path = Path(path)
+    if path.is_dir():
+        check_manifest(path, f"write it again, or remove {MANIFEST} if that was intended")
     arrays = read_folder(path) if path.is_dir() else read_npz(path)
     try:
         return _feature_set(arrays)
@@ -323,26 +336,25 @@ def write_task(
     path, kind = Path(folder) / "head_kind.npy", heads.KINDS[type(head)]
     if task > 0 and path.exists() and (stored := str(read_npy(path))) != kind:
         raise InputError(f"{path}: expected {kind} as the head of task {task}, is {stored}")
-    write_npy(path, np.array(kind))
     given = dict(zip(_TRAIN, (adapted, pretrained, labels), strict=True))
     given |= {"head_classes": classes, "train_previous": previous, **_head_arrays(head)}
-    for name in _PER_TASK:
-        _write_or_remove(Path(folder) / f"{name}_{task}.npy", given.get(name))
+    of_task = {f"{name}_{task}": given.get(name) for name in _PER_TASK}
+    write(folder, {"head_kind": np.array(kind), **of_task})
 
 
 def write_final_heads(folder: str | os.PathLike[str], final: Sequence[heads.Head]) -> None:
     """Writes those heads, one per task, that differ from the heads a folder's tasks have."""
-    folder = Path(folder)
+    given: dict[str, ArrayLike | None] = {}
     for task, head in enumerate(final):
         parts = _head_arrays(head)
-        own = {name: folder / f"{name}_{task}.npy" for name in parts}
+        own = {name: Path(folder) / f"{name}_{task}.npy" for name in parts}
         if all(
             own[name].exists() and np.array_equal(read_npy(own[name]), parts[name])
             for name in parts
         ):
             parts = {}
-        for name in _HEAD:
-            _write_or_remove(folder / f"final_{name}_{task}.npy", parts.get(name))
+        given |= {f"final_{name}_{task}": parts.get(name) for name in _HEAD}
+    write(folder, given)
 
 
 def write_test(
@@ -359,9 +371,29 @@ def write_test(
         pretrained: [n, d'] features of the pretrained encoder, if the tasks have them.
         labels: [n] integers, if known.
     """
-    given = dict(zip(_WHOLE, (adapted, pretrained, labels), strict=False))
-    for name, array in given.items():
-        _write_or_remove(Path(folder) / f"{name}.npy", array)
+    write(folder, dict(zip(_WHOLE, (adapted, pretrained, labels), strict=False)))
+
+
+def write(folder: str | os.PathLike[str], arrays: Mapping[str, ArrayLike | None]) -> None:
+    """Writes arrays into a folder, each file whole or not at all, and their checksums.
+
+    Args:
+        folder: made when missing.
+        arrays: by name; what is None is removed.
+    """
+    paths = {name: Path(folder) / f"{name}.npy" for name in arrays}
+    before = read_manifest(folder)
+    known = {name: digest for name, digest in before.items() if name[:-4] not in paths}
+    # What is stopped in here leaves files without a checksum, not with a wrong one.
+    if known != before:
+        write_manifest(folder, known)
+    for name, array in arrays.items():
+        if array is None:
+            paths[name].unlink(missing_ok=True)
+        else:
+            write_npy(paths[name], array)
+            known[paths[name].name] = sha256(paths[name])
+    write_manifest(folder, known)
 
 
 def _head_arrays(head: Any) -> dict[str, np.ndarray]:
@@ -370,10 +402,3 @@ def _head_arrays(head: Any) -> dict[str, np.ndarray]:
         name: np.asarray(part, np.float32)
         for name, part in zip(_parts(heads.KINDS[type(head)]), head, strict=True)
     }
-
-
-def _write_or_remove(path: Path, array: ArrayLike | None) -> None:
-    if array is None:
-        path.unlink(missing_ok=True)
-    else:
-        write_npy(path, array)

@@ -139,6 +139,48 @@ def read_object(path: Path) -> dict[str, Any]:
     return found
 
 
+# A folder's manifest ------------------------------------------------------------------------------
+
+MANIFEST = "manifest.json"
+
+
+def read_manifest(folder: str | os.PathLike[str]) -> dict[str, str]:
+    """Returns the SHA-256 of files of a folder by their names in there; empty without a manifest.
+
+    Raises:
+        InputError: the manifest is none.
+    """
+    path = Path(folder) / MANIFEST
+    known = read_object(path).get("sha256", None if path.exists() else {})
+    if not isinstance(known, dict) or not all(isinstance(each, str) for each in known.values()):
+        raise InputError(f"{path}: expected checksums under the key sha256")
+    return known
+
+
+def write_manifest(folder: str | os.PathLike[str], known: Mapping[str, str]) -> None:
+    """Writes what `read_manifest` reads, whole or not at all."""
+    write_json(Path(folder) / MANIFEST, {"sha256": dict(sorted(known.items()))})
+
+
+def check_manifest(folder: str | os.PathLike[str], remedy: str) -> dict[str, str]:
+    """Returns what `read_manifest` does, after comparing every file that it names, byte for byte.
+
+    Raises:
+        InputError: a file is missing or another; the line ends with what to do then.
+    """
+    known = read_manifest(folder)
+    for name, digest in known.items():
+        try:
+            found = sha256(Path(folder) / name)
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"{folder}: {MANIFEST} names {printable(name)}, which cannot be read; {remedy}"
+            ) from error
+        if found != digest:
+            raise InputError(f"{Path(folder) / name}: is not what was written; {remedy}")
+    return known
+
+
 def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
     """Refuses, before any work, a folder that is none, or cannot be made or written in.
 

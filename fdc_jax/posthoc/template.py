@@ -8,7 +8,8 @@ import numpy as np
 from jaxtyping import Float
 
 from fdc_jax.errors import InputError, Program
-from fdc_jax.machine.files import write_npy, write_npz
+from fdc_jax.features import feature_files
+from fdc_jax.machine.files import write_npz
 
 HOW_TO = """\
 wrote {path}: {num_tasks} tasks with {num_classes} classes of made-up features. Try it:
@@ -54,8 +55,7 @@ def write_template(path: str | os.PathLike[str]) -> str:
         # Where this is killed, the same command starts afresh.
         unfinished = path.with_name(f".{path.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
-        for name, array in arrays.items():
-            write_npy(unfinished / f"{name}.npy", array)
+        feature_files.write(unfinished, arrays)
         unfinished.rename(path)
     tasks = sum(name.startswith("head_weight") for name in arrays)
     classes = sum(len(np.unique(arrays[f"train_labels_{t}"])) for t in range(tasks))

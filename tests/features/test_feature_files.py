@@ -409,10 +409,38 @@ def test_rewriting_a_task_removes_what_is_no_longer_given(tmp_path):
 
 
 def test_one_flipped_bit_in_stored_numbers_is_found(tmp_path):
+    """By the archive's own checksum, or by the manifest of a folder that was written here."""
     path = save(tmp_path / "features.npz", example())
-    content = bytearray(path.read_bytes())
     with zipfile.ZipFile(path) as archive:
-        member = archive.getinfo("test_adapted.npy")
-    content[member.header_offset + 260] ^= 1
-    path.write_bytes(content)
+        place = archive.getinfo("test_adapted.npy").header_offset + 260
+    flip(path, place)
     refused(path, "test_adapted: not a readable .*Bad CRC")
+    feature_files.write(folder := tmp_path / "features", example())
+    feature_files.load(folder)
+    flip(folder / "test_adapted.npy", -1)
+    refused(folder, "test_adapted.npy: is not what was written; write it again, or remove manif")
+    (folder / "test_adapted.npy").unlink()
+    refused(folder, "names test_adapted.npy, which cannot be read")
+    (folder / "manifest.json").write_text('{"sha256": {"test_adapted.npy": 1}}')
+    refused(folder, "manifest.json: expected checksums under the key sha256")
+
+
+def flip(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_write_that_is_killed_leaves_no_wrong_checksum(tmp_path, monkeypatch):
+    feature_files.write(tmp_path, example())
+    written = feature_files.write_npy
+
+    def killed(path, array):
+        if path.stem == "head_bias_1":
+            raise KeyboardInterrupt
+        written(path, array)
+
+    monkeypatch.setattr(feature_files, "write_npy", killed)
+    with pytest.raises(KeyboardInterrupt):
+        feature_files.write(tmp_path, example(seed=1))
+    feature_files.load(tmp_path)

@@ -241,7 +241,7 @@ def test_a_template_that_was_killed_is_written_by_the_same_command(tmp_path, mon
 
     path = tmp_path / "example"
     with monkeypatch.context() as patch:
-        patch.setattr("fdc_jax.posthoc.template.write_npy", killed)
+        patch.setattr("fdc_jax.features.feature_files.write_npy", killed)
         assert run(f"--template={path}")[0] == 130
     assert not path.exists()
     assert run(f"--template={path}")[0] == 0
