@@ -18,7 +18,7 @@ from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError
 from fdc_jax.machine import devices, files, processes
 from fdc_jax.machine.devices import Mesh
-from fdc_jax.model import operations
+from fdc_jax.model import operations, vit
 from fdc_jax.model.vit import VisionTransformer
 
 # Batches whose features may be on the device before the oldest is fetched.
@@ -43,15 +43,16 @@ class Extractor:
     """
 
     def __init__(self, model: VisionTransformer, mesh: Mesh):
-        self._mesh = mesh
+        self._mesh, self._width = mesh, model.variant.width
 
-        def encode(backbone, images, kernels):
+        def encode(backbone, images, replaced):
             count, side = images.shape[:2]
             size = operations.images_together(mesh, count, side, model.variant.patch)
             if size == count:
-                return model.apply({"params": backbone}, images, kernels)
+                return vit.encode(model, backbone, images, replaced)
             cut = images.reshape(-1, size, *images.shape[1:])
-            return jax.lax.map(lambda part: encode(backbone, part, kernels), cut).reshape(count, -1)
+            found = jax.lax.map(lambda part: encode(backbone, part, replaced), cut)
+            return found.reshape(count, -1)
 
         # Each of several processes gets the features of all.
         self.encode = jax.jit(encode, out_shardings=devices.everywhere(mesh))
@@ -70,12 +71,12 @@ class Extractor:
 
         Args:
             backbone: pretrained parameters.
-            views: key and value kernels, one pair per encoder, E_0 to E_T.
+            views: what each encoder, E_0 to E_T, has in the place of parameters of E_0.
             batches: images in evaluation preprocessing.
             poll: called before each batch; raises to stop.
         """
         start = time.perf_counter()
-        found = [[np.zeros((0, kernels["key"].shape[-1]), np.float32)] for kernels in views]
+        found = [[np.zeros((0, self._width), np.float32)] for _ in views]
         for features in self.stream(backbone, views, batches, poll):
             for rows, of_view in zip(found, features, strict=True):
                 rows.append(of_view)
@@ -101,7 +102,7 @@ class Extractor:
         for batch in batches:
             poll()
             images = devices.split(self._mesh, batch.images)
-            features = [self.encode(backbone, images, kernels) for kernels in views]
+            features = [self.encode(backbone, images, replaced) for replaced in views]
             pending.append((features, int(batch.weights.sum())))
             if len(pending) > _IN_FLIGHT:
                 yield fetch()

@@ -21,7 +21,8 @@ from jaxtyping import Array, Bool, Float, Float64, Int
 from fdc_jax.data.batches import Batch
 from fdc_jax.errors import TrainingError
 from fdc_jax.machine import devices
-from fdc_jax.model.vit import KeyValueKernels, VisionTransformer
+from fdc_jax.model import vit
+from fdc_jax.model.vit import Replaced, VisionTransformer
 
 # The authors' of both learners that draw features: of a class in an epoch, and of a step.
 SAMPLES, BATCH_SIZE = 256, 256
@@ -51,12 +52,12 @@ def empty(num_tasks: int, classes: int, width: int) -> ClassGaussians:
 
 
 def class_features(
-    model: VisionTransformer, backbone: Any, kernels: KeyValueKernels, batches: Iterable[Batch]
+    model: VisionTransformer, backbone: Any, replaced: Replaced, batches: Iterable[Batch]
 ) -> tuple[Float[np.ndarray, "n d"], Int[np.ndarray, " n"]]:
     """Returns features and labels of all images, those of weight 0 left out."""
     features, labels = [], []
     for batch in batches:
-        encoded = _encode(model, backbone, batch.images, kernels)
+        encoded = _encode(model, backbone, batch.images, replaced)
         encoded, shown, weights = devices.to_host((encoded, batch.labels, batch.weights))
         features.append(encoded[weights > 0])
         labels.append(shown[weights > 0])
@@ -64,8 +65,8 @@ def class_features(
 
 
 @partial(jax.jit, static_argnums=0)
-def _encode(model, backbone, images, kernels):
-    return model.apply({"params": backbone}, images, kernels)
+def _encode(model, backbone, images, replaced):
+    return vit.encode(model, backbone, images, replaced)
 
 
 def fit(
@@ -226,6 +227,18 @@ def retraining(
         return heads
 
     return retrain
+
+
+def linear_retraining(
+    transformation: optax.GradientTransformation, temperature: float
+) -> Callable[..., Any]:
+    """Returns the `retraining` of linear heads with `cross_entropy_over_all` at a temperature."""
+
+    def loss(heads, features, labels, weights, seen):
+        logits = jax.vmap(lambda head: head.logits(features), out_axes=1)(heads)
+        return cross_entropy_over_all(logits, labels, weights, seen, temperature)
+
+    return retraining(loss, transformation)
 
 
 def cross_entropy_over_all(

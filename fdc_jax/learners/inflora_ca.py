@@ -129,14 +129,7 @@ class InfLoRACA(Learner):
             transformation = optax.chain(
                 optax.add_decayed_weights(NATIVE_WEIGHT_DECAY), optax.trace(NATIVE_MOMENTUM)
             )
-
-        def loss(heads, features, labels, weights, seen):
-            logits = jax.vmap(lambda head: head.logits(features), out_axes=1)(heads)
-            return gaussian_alignment.cross_entropy_over_all(
-                logits, labels, weights, seen, self.logit_temperature
-            )
-
-        return gaussian_alignment.retraining(loss, transformation)
+        return gaussian_alignment.linear_retraining(transformation, self.logit_temperature)
 
     # 5. What it offers for inference.
     def encoder(self, backbone, state: State, num_tasks) -> Replaced:

@@ -36,10 +36,9 @@ from fdc_jax.model import increments, operations, vit
 
 Value: TypeAlias = bool | int | float | str
 
-# Parameters of an encoder E_t that replace those of E_0. Training, extraction, prediction and
-# export take the tree as it is. Today these are key and value kernels, and an adapter beside them;
-# for a learner that changes more, `vit.VisionTransformer` reads more of the tree.
-Replaced: TypeAlias = vit.KeyValueKernels
+# Training, extraction, prediction and export take the tree as it is; increments, second moments and
+# the Fisher information are of key and value kernels alone.
+Replaced: TypeAlias = vit.Replaced
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,8 +194,7 @@ class Learner:
         self, backbone: Any, batch: Batch, kernels: Replaced | None = None, *more: Any
     ) -> Float[Array, "n d"]:
         """Returns the features of a batch; further arguments are those of the encoder."""
-        features: Any = self.setup.model.apply({"params": backbone}, batch.images, kernels, *more)
-        return features
+        return vit.encode(self.setup.model, backbone, batch.images, kernels, *more)
 
     def update(self) -> Update:
         """Returns Adam with the paper's two learning rates."""

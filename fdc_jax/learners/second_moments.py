@@ -10,14 +10,14 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from fdc_jax.data.batches import Batch
-from fdc_jax.errors import TrainingError
-from fdc_jax.model.vit import KeyValueKernels, VisionTransformer, in_float32
+from fdc_jax.errors import InputError, TrainingError
+from fdc_jax.model.vit import Replaced, VisionTransformer, in_float32
 
 
 def attention_input_moments(
     model: VisionTransformer,
     backbone: Any,
-    kernels: KeyValueKernels,
+    kernels: Replaced,
     batches: Iterable[Batch],
 ) -> tuple[Float[Array, "l d d"], float]:
     """Returns, for every block, the mean of x x^T over all tokens of all images, not centred.
@@ -29,8 +29,11 @@ def attention_input_moments(
     Rows of weight 0 do not count. Also returns the number of tokens that these are means over.
 
     Raises:
+        InputError: the encoder replaces more than key and value kernels.
         TrainingError: the inputs of a block are not finite.
     """
+    if "parameters" in kernels:
+        raise InputError("attention inputs: expected key and value kernels, found all parameters")
     model = in_float32(model)
     depth, width = kernels["key"].shape[0], kernels["key"].shape[-1]
     total = jnp.zeros((depth, width, width))

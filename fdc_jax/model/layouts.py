@@ -407,7 +407,7 @@ def _refuse(place: Path, field: str, expected: str, found: Any) -> NoReturn:
 
 
 def as_timm(
-    params: Any, variant: vit.Variant, kernels: vit.KeyValueKernels, image_size: int
+    params: Any, variant: vit.Variant, replaced: vit.Replaced, image_size: int
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Returns an encoder's arrays and configuration as timm has them, without a classifier.
 
@@ -416,21 +416,22 @@ def as_timm(
     Args:
         params: the pretrained parameters.
         variant: the architecture; its mean and deviation are of the pixels that it gets.
-        kernels: key and value kernels in the place of the pretrained ones.
+        replaced: what the encoder has in the place of pretrained parameters.
         image_size: side of the images in pixels.
 
     Raises:
         InputError: timm has no such model.
     """
+    params = replaced.get("parameters", params)
     own = {
         name: np.asarray(array)
         for name, array in traverse_util.flatten_dict(params, sep="/").items()
     }
-    for part, stacked in (("key", kernels["key"]), ("value", kernels["value"])):
-        for block, kernel in enumerate(np.asarray(stacked)):
+    for part in replaced.keys() & {"key", "value"}:
+        for block, kernel in enumerate(np.asarray(replaced[part])):
             name = f"Transformer/encoderblock_{block}/MultiHeadDotProductAttention_1/{part}/kernel"
             own[name] = kernel
-    architecture, arguments = _timm_model(variant, "adapter" in kernels)
+    architecture, arguments = _timm_model(variant, "adapter" in replaced)
     layers = ["patch_embed.proj", "norm_pre", "norm", "fc_norm"]
     of_block = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
     layers += [f"blocks.{block}.{layer}" for block in range(variant.depth) for layer in of_block]

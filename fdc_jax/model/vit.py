@@ -3,14 +3,15 @@
 Module names are the keys of the AugReg files, so that such a checkpoint is the parameter tree. The
 encoder sees the same images under different key and value kernels: the pretrained ones (E_0), or
 those with the increments of the first t tasks added (E_t). A learner that leaves the kernels alone
-passes an adapter beside them instead. They are passed as arguments; one compiled function serves
-every view. How it is computed, where that is not the plain formula, stands in `operations`.
+passes an adapter beside them instead, and one that changes everything a whole tree. They are passed
+as arguments; one compiled function serves every view. How it is computed, where that is not the
+plain formula, stands in `operations`.
 """
 
 import dataclasses
 import math
 from functools import cache
-from typing import Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 import flax.linen as nn
 import jax
@@ -118,6 +119,16 @@ class KeyValueKernels(TypedDict):
     key: Float[Array, "l d d"]
     value: Float[Array, "l d d"]
     adapter: NotRequired[Adapter]
+
+
+class AllParameters(TypedDict):
+    """A whole parameter tree in the place of the pretrained one, in float32."""
+
+    parameters: Any
+
+
+# What an encoder E_t has in the place of parameters of E_0.
+Replaced: TypeAlias = KeyValueKernels | AllParameters
 
 
 class Increment(TypedDict):
@@ -402,6 +413,29 @@ class VisionTransformer(nn.Module):
             x = jnp.concatenate([tokens, x], axis=1)
         transformer = _Transformer(variant, arithmetic, name="Transformer")
         return transformer(x, kernels, increments, dropout_key, dropout_rate)
+
+
+def encode(
+    model: VisionTransformer,
+    backbone: Any,
+    images: UInt8[Any, "n s s 3"],
+    replaced: Replaced | None = None,
+    *more: Any,
+) -> Float[Array, "n d"]:
+    """Returns features by an encoder E_t.
+
+    Args:
+        model: the architecture.
+        backbone: the parameters of E_0.
+        images: of `VisionTransformer`, as are further arguments.
+        replaced: what E_t has in the place of parameters of E_0; None: nothing.
+        *more: what is added to kernels, and the dropout of an adapter.
+    """
+    kernels: Any = replaced
+    if replaced is not None and "parameters" in replaced:
+        backbone, kernels = replaced["parameters"], None
+    found: Any = model.apply({"params": backbone}, images, kernels, *more)
+    return found
 
 
 def build(

@@ -51,7 +51,10 @@ def run(name, mesh):
         state = learner.after_task(backbone, state, task, frozen, trained, images)
     pretrained = vit.pretrained_kernels(backbone)
     kernels = dict(learner.encoder(backbone, state, 2))
-    added = {part: kernels.pop(part) - kernel for part, kernel in pretrained.items()}
+    if "parameters" in kernels:
+        added = jax.tree.map(jnp.subtract, kernels.pop("parameters"), backbone)
+    else:
+        added = {part: kernels.pop(part) - kernel for part, kernel in pretrained.items()}
     return {"state": state, "added": added, "offered": (kernels, learner.heads(state, 2))}
 
 

@@ -42,6 +42,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "lora_subtraction.margin": 1.5,
     },
     "loda": {"loda.margin": 0.15},
+    "slca": {"slca.encoder_rate": 0.03, "slca.head_rate": 0.2, "slca.logit_temperature": 0.4},
     "rsiat": {
         "rsiat.scale": 4.0,
         "rsiat.margin": 0.3,
@@ -54,7 +55,12 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
 }
 # Factors on the learning rates that make a few steps visible.
-RATES: dict[str, Any] = {"rsiat": (100.0, 1.0), "inflora_ca": 10.0, "splitlora": 400.0}
+RATES: dict[str, Any] = {
+    "rsiat": (100.0, 1.0),
+    "inflora_ca": 10.0,
+    "splitlora": 400.0,
+    "slca": 10.0,
+}
 RATE = 100.0
 
 
@@ -63,6 +69,7 @@ def make_setup(name="cumulative_lora", classes_per_task=CLASSES, **fields) -> tr
     config = digits.get_config()
     config.learner.name = name
     config.train.rank = RANK
+    config.encoder.image_size = SIDE
     config.update_from_flattened_dict(
         {f"learner.{field}": value for field, value in FIELDS.get(name, {}).items()}
         | {field.replace("__", "."): value for field, value in fields.items()}
@@ -232,7 +239,7 @@ def value_and_gradients(update, backbone, frozen, trained, batch, rate=1.0):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _encode(model, images, kernels):
-    return model.apply({"params": make_backbone()}, images, kernels)
+    return vit.encode(model, make_backbone(), images, kernels)
 
 
 def encode(setup, images, kernels=None):

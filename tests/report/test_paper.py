@@ -10,7 +10,8 @@ from fdc_jax.report import paper
 from tests.conftest import SHARED_ASSETS
 
 TABLES = Path(__file__).with_name("paper_tables.tex").read_text(encoding="utf-8")
-LEARNERS = learners.names()  # In the paper's order.
+# In the paper's order; those behind it have no row.
+LEARNERS = [name for name in learners.names() if learners.find(name).paper_row < 100]
 
 
 def test_the_copy_is_the_paper_s():
