@@ -39,7 +39,7 @@ from fdc_jax.errors import (
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_writable_folder, locked, write_json
-from fdc_jax.report import console
+from fdc_jax.report import console, runs
 from fdc_jax.run import configuration, experiment, results
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
@@ -193,7 +193,7 @@ def run(
             if several:
                 processes.on_first(write_json)(folder / "summary.json", outcome)
             if not quiet:
-                console.show(per_seed)
+                console.show(runs.load(places.values())[0][0])
                 print(f"results: {folder / ('summary.json' if several else 'results.json')}")
             _report(config, folder, quiet)
             return outcome
@@ -280,6 +280,8 @@ def _run_seed(
     checkpoints = Checkpoints(store.checkpoints_folder, setup.config.checkpoint.keep)
     with contextlib.closing(progress), contextlib.closing(checkpoints):
         begun = experiment.resume(setup, seed, store, checkpoints)
+        if begun.trained_tasks:
+            progress.line(f"goes on after {begun.trained_tasks} of {len(setup.tasks.tasks)} tasks")
         steps = setup.first_steps
         progress.start(total=steps[-1], done=steps[begun.trained_tasks] + begun.step)
         log = StepLog(setup.config, store.event, progress, begun.timing)

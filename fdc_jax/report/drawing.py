@@ -14,16 +14,12 @@ import matplotlib
 from jaxtyping import Float
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy import ndarray
 
 # Inches.
 COLUMN, PAGE = 3.3, 6.75
-
-# Points: the mean width of a letter at 7 pt.
-_LETTER = 3.7
 
 # Dark, medium and light for eyes of every kind, and each with a marker of its own for grey prints.
 INK = "#222222"
@@ -43,37 +39,30 @@ def style() -> AbstractContextManager[None]:
     return matplotlib.rc_context(fname=_STYLE)
 
 
-def panels(
-    count: int, height: float, columns: int, width: float | None = None, **keywords: Any
-) -> tuple[Figure, list[Axes]]:
+def panels(count: int, height: float, columns: int, **keywords: Any) -> tuple[Figure, list[Axes]]:
     """Returns a figure of `count` panels, row by row; to be called within `style()`.
 
     Args:
         count: number of panels, at least 1.
-        height: of one row in inches.
+        height: of one row in inches; the width is a column of a paper for one panel, else a page.
         columns: panels in a row, at most.
-        width: of the figure in inches; else a column of a paper for one panel in a row, or a page.
         keywords: for `Figure.subplots`, such as sharey.
     """
     columns = min(columns, count)
     rows = -(-count // columns)
-    width = width or (COLUMN if columns == 1 else PAGE)
-    figure = Figure(figsize=(width, rows * height))
-    FigureCanvasAgg(figure)
+    figure = Figure(figsize=(COLUMN if count == 1 else PAGE, rows * height))
     axes = figure.subplots(rows, columns, squeeze=False, **keywords).ravel()
     for spare in axes[count:]:
         spare.set_axis_off()
     return figure, list(axes[:count])
 
 
-def names_down(axes: Axes, names: Iterable[str], inches: float) -> None:
-    """Names the rows 0, 1, ... of a list from above; what would be wider at 7 pt is cut."""
-    most = int(inches * 72 / _LETTER)
-    names = [name if len(name) <= most else name[: most - 1] + "…" for name in names]
+def names_down(axes: Axes, names: Iterable[str]) -> None:
+    """Names the rows 0, 1, ... of a list from above."""
+    names = [name if len(name) < 48 else f"{name[:47]}…" for name in names]
     axes.set_yticks(range(len(names)), names)
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.yaxis.grid(visible=False)
-    axes.tick_params(axis="y", length=0)
 
 
 def band(
@@ -91,12 +80,6 @@ def points(axes: Axes, x: Any, y: Any, colour: str, marker: str, **look: Any) ->
     """Draws points that may lie on each other."""
     look = {"linestyle": "none", "markersize": 3.4, "markeredgewidth": 0, "alpha": 0.6} | look
     axes.plot(x, y, color=colour, marker=marker, **look)
-
-
-def published(axes: Axes, x: float, y: float, marker: str, colour: str) -> None:
-    """Draws a value of the paper, beside ours: an empty marker."""
-    look = {"markerfacecolor": "none", "markersize": 7, "markeredgewidth": 0.9}
-    axes.plot([x], [y], marker, color=colour, label="Paper", gid="paper", **look)
 
 
 def whole_numbers(axis: Axis) -> None:

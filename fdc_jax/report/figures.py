@@ -10,28 +10,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
-from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize, PowerNorm
 from matplotlib.figure import Figure
 
 from fdc_jax import evaluation
 from fdc_jax.machine.files import write_atomically, write_text
-from fdc_jax.report import drawing, frames, paper, words
+from fdc_jax.report import drawing, frames, words
 from fdc_jax.report.runs import Group
 
-# Inches: a row of a list; title, axis and legend around it; names at its left.
-_ROW, _FRAME, _NAMES = 0.19, 1.2, 1.15
-_FEW_TASKS = 10  # that fit a column of a paper
-_MOST_NUMBERS = 20  # tasks up to which a confusion matrix has numbers in its cells
-# Colour, hatch, label.
-_SHARES = {
-    "right_task_right_class": ("#3a7d5d", "", "right task, right class"),
-    "right_task_wrong_class": ("#b9d5c5", "", "right task, wrong class"),
-    "wrong_task_oracle_right": ("#e3b04b", "////", "wrong task, class right given the task"),
-    "wrong_task_oracle_wrong": ("#8c4a3c", "", "wrong task, wrong given the task too"),
-}
+# Inches: a row of a list; axis and legend around it.
+_ROW, _FRAME = 0.22, 1.2
 # Colour, marker, label.
 _VIEWS = {
     "adapted": (drawing.ADAPTED, "o", "adapted view"),
@@ -74,29 +63,6 @@ def accuracy_curve(group: Group) -> Figure | None:
     return figure
 
 
-def decomposition(group: Group) -> Figure | None:
-    """Where the errors are.
-
-    Test images by the two decisions of a prediction: the task and the class. Hatched is what the
-    right task alone would put right.
-    """
-    found = frames.shares(group)
-    if found.empty:
-        return None
-    figure, (axes,) = drawing.panels(1, _FRAME + 0.26 * len(found), 1)
-    left = np.zeros(len(found))
-    for name, (colour, hatch, label) in _SHARES.items():
-        look: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": drawing.INK}
-        widths = found[name].to_numpy()
-        axes.barh(range(len(found)), widths, 0.7, left, linewidth=0.25, label=label, **look)
-        left += widths
-    drawing.names_down(axes, map(words.method_title, found.index), _NAMES)
-    axes.set_xlim(0, 100)
-    axes.set_xlabel("Share of test images (%)")
-    drawing.legend(figure, columns=1)
-    return figure
-
-
 def task_confusion(group: Group) -> Figure | None:
     """Where the images of each task are sent.
 
@@ -104,43 +70,21 @@ def task_confusion(group: Group) -> Figure | None:
     right. Colours follow the square root, to show what lies off the diagonal.
     """
     matrices = {name: frames.confusion(group, name) for name in group.methods}
-    found = {name: values for name, values in matrices.items() if values is not None}
+    found = {name: each for name, each in matrices.items() if each is not None}
     if not found:
         return None
-    count = group.results["num_tasks"]
-    columns, height = (3, 2.5) if count <= _FEW_TASKS else (2, 3.3)
-    figure, panels = drawing.panels(len(found), height, columns)
-    scale = PowerNorm(0.5, 0, 100)
+    figure, panels = drawing.panels(len(found), 2.5, 3, sharey=True)
+    scale, edge = PowerNorm(0.5, 0, 100), group.results["num_tasks"] + 0.5
     for axes, (name, values) in zip(panels, found.items(), strict=True):
-        _matrix(axes, values, scale)
+        axes.imshow(values, "Blues", norm=scale, extent=(0.5, edge, edge, 0.5))
+        axes.grid(visible=False)
         axes.set_xlabel(f"Task chosen by {words.method_title(name)}")
-        axes.set_ylabel("True task")
-    if count > _MOST_NUMBERS:
-        look: dict[str, Any] = {"shrink": 0.8, "ticks": (0, 1, 5, 20, 50, 100)}
-        colours = ScalarMappable(scale, "Blues")
-        figure.colorbar(colours, ax=panels, label="Images of the true task (%)", **look)
-    return figure
-
-
-def _matrix(axes: Axes, values: Float[np.ndarray, "tasks tasks"], scale: PowerNorm) -> None:
-    count = len(values)
-    extent = (0.5, count + 0.5, count + 0.5, 0.5)
-    axes.imshow(values, cmap="Blues", norm=scale, extent=extent, aspect="auto")
-    axes.grid(visible=False)
-    axes.spines[:].set_visible(True)
-    if count > _MOST_NUMBERS:
         drawing.whole_numbers(axes.xaxis)
         drawing.whole_numbers(axes.yaxis)
-        return
-    size = 7 if count <= _FEW_TASKS else 5
-    axes.set_xticks(range(1, count + 1))
-    axes.set_yticks(range(1, count + 1))
-    axes.tick_params(length=0, labelsize=size)
-    look: dict[str, Any] = {"fontsize": size, "ha": "center", "va": "center"}
-    for row, column in np.argwhere(values >= 0.5):
-        value = values[row, column]
-        colour = "#ffffff" if scale(value) > 0.55 else drawing.INK
-        axes.text(column + 1, row + 1, f"{value:.0f}", color=colour, **look)
+    panels[0].set_ylabel("True task")
+    colours = ScalarMappable(scale, "Blues")
+    figure.colorbar(colours, ax=panels, label="Images of the true task (%)", shrink=0.8)
+    return figure
 
 
 # Figure motivation-gap of the paper.
@@ -148,13 +92,11 @@ def task_identity(groups: Sequence[Group]) -> Figure | None:
     """Final accuracy with and without task identity.
 
     Final accuracy without task identity, by raw logits and by calibrators, and by raw logits when
-    the true task is given. Points are means over seeds, bars one sample standard deviation. Empty
-    markers are the paper's numbers, where runs follow its protocol.
+    the true task is given. Points are means over seeds, bars one sample standard deviation.
     """
     if len(groups) < 2:
         return None
-    width = drawing.PAGE
-    figure, (axes,) = drawing.panels(1, _FRAME + _ROW * len(groups), 1, width)
+    figure, (axes,) = drawing.panels(1, _FRAME + _ROW * len(groups), 1)
     looks = drawing.looks([*(name for group in groups for name in group.methods), "oracle"])
     for row, group in enumerate(groups):
         for name in (*group.methods, "oracle"):
@@ -162,11 +104,7 @@ def task_identity(groups: Sequence[Group]) -> Figure | None:
             mean, std = evaluation.mean_and_std(group.values(name))
             look: dict[str, Any] = {"color": colour, "label": title, "gid": f"{name}-{row}"}
             axes.errorbar([mean], [row], xerr=[np.nan_to_num(std)], fmt=marker, **look)
-            value = paper.row("benchmark", group.learner, name).get(group.benchmark)
-            if group.follows_protocol and value is not None:
-                drawing.published(axes, value.mean, row, marker, colour)
-    drawing.names_down(axes, [group.name for group in groups], width / 3)
-    axes.spines["left"].set_visible(False)
+    drawing.names_down(axes, [group.name for group in groups])
     axes.set_xlabel("Final accuracy (%)")
     drawing.legend(figure)
     return figure
@@ -301,15 +239,13 @@ def sweeps(group: Group) -> Figure | None:
     Final accuracy of full FDC in percent, fitted anew at every setting. The dotted line is the
     setting of the run; vertical axes differ. Nearest standardises affinities not by the task's own
     training images for the same K but over the tasks that compete for an image. Means over seeds;
-    of several, one sample standard deviation is shaded. Empty markers are the paper's numbers,
-    where runs follow its protocol.
+    of several, one sample standard deviation is shaded.
     """
     found = {name: group.analyses.get(f"sweep_{name}") for name in _SWEPT}
     found = {name: seeds for name, seeds in found.items() if seeds}
     if not found:
         return None
     figure, panels = drawing.panels(len(found), 2.3, 3)
-    published = paper.row("benchmark", group.learner, "fdc").get(group.benchmark)
     for axes, (name, seeds) in zip(panels, found.items(), strict=True):
         for column in seeds[0]:
             colour, marker, label = _REFERENCES[column]
@@ -319,8 +255,6 @@ def sweeps(group: Group) -> Figure | None:
             drawing.band(axes, seeds[0].index, rows, colour, **look)
         default: float = group.results["config"][f"fdc.{name}"]
         axes.axvline(default, color=drawing.INK, linestyle=":", linewidth=1.0, gid="default")
-        if group.follows_protocol and published is not None:
-            drawing.published(axes, default, published.mean, "s", drawing.FDC)
         axes.set_xlabel(_SWEPT[name])
         if name == "neighbours":
             drawing.whole_numbers(axes.xaxis)
@@ -355,7 +289,7 @@ class Drawing(NamedTuple):
 
 
 # Figures of a run itself, which stand at the head of the page, and of its analyses.
-_OF_A_RUN = (accuracy_curve, decomposition, task_confusion)
+_OF_A_RUN = (accuracy_curve, task_confusion)
 _OF_ANALYSES = (
     *(similarity, residual_contributions, residual_distributions, prototype_geometry),
     sweeps,
@@ -366,30 +300,24 @@ OF_A_RUN = tuple(each.__name__ for each in _OF_A_RUN)
 def draw(groups: Sequence[Group]) -> list[Drawing]:
     """Draws all figures of some groups: one of all, and those of each group."""
     found = [_drawn(task_identity, groups)]
-    found += [_drawn(each, group) for each in (*_OF_A_RUN, *_OF_ANALYSES) for group in groups]
-    drawn: dict[str, Drawing] = {}
-    for each in filter(None, found):
-        name, count = each.name, 1
-        while name in drawn:
-            name, count = f"{each.name}_{count + 1}", count + 1
-        drawn[name] = each._replace(name=name)
-    return [*drawn.values()]
+    for function in (*_OF_A_RUN, *_OF_ANALYSES):
+        found += [_drawn(function, each, place) for place, each in enumerate(groups, 1)]
+    return [*filter(None, found)]
 
 
-def _drawn(function: Callable[[Any], Figure | None], of: Any) -> Drawing | None:
+def _drawn(function: Callable[[Any], Figure | None], of: Any, place: int = 0) -> Drawing | None:
     """Draws a figure, if there is one, with the title and caption of its function."""
     with drawing.style():
         figure = function(of)
         if figure is None:
             return None
         text = drawing.svg(figure)
-    kind = function.__name__
+    kind = name = function.__name__
     title, _, caption = (function.__doc__ or "").partition(".\n\n")
-    parts, groups = [kind], of
     if isinstance(of, Group):
-        title, parts, groups = f"{title}: {of.name}", [kind, of.benchmark, of.learner], [of]
-    name = re.sub(r"[^a-z0-9_-]+", "-", "_".join(parts).lower())[:80]
-    return Drawing(name, kind, title, " ".join(caption.split()), [*groups], figure, text)
+        name = re.sub(r"[^a-z0-9_-]+", "-", f"{kind}_{place}_{of.benchmark}_{of.learner}".lower())
+        title, of = f"{title}: {of.name}", [of]
+    return Drawing(name[:80], kind, title, " ".join(caption.split()), [*of], figure, text)
 
 
 def write(drawn: Drawing, folder: Path) -> None:

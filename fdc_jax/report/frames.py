@@ -4,17 +4,16 @@ Accuracies and shares are in percent, differences of accuracies in percentage po
 means over seeds. Methods are those of `Group.methods`, and `oracle`: raw logits, task given.
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from fdc_jax import evaluation
+from fdc_jax import evaluation, learners
+from fdc_jax.report import baselines, words
 from fdc_jax.report.runs import Group, predictions
-
-# What an image's two decisions, task and class, come to: fields of `evaluation.Decomposition`.
-SHARES = evaluation.Decomposition._fields[-4:]
 
 
 def curve(group: Group) -> pd.DataFrame | None:
@@ -56,20 +55,8 @@ def forgetting(matrix: Float[np.ndarray, "tasks tasks"]) -> float:
     return float(np.nanmean(best - matrix[-1, :-1]))
 
 
-def backward_transfer(matrix: Float[np.ndarray, "tasks tasks"]) -> float:
-    """Mean over all tasks but the last of their final accuracy minus that right after learning.
-
-    Lopez-Paz and Ranzato, "Gradient Episodic Memory for Continual Learning" (2017).
-    """
-    return float(np.nanmean(matrix[-1, :-1] - np.diag(matrix)[:-1]))
-
-
-# What a table of tasks ends with.
-OVER_TASKS = {"Forgetting": forgetting, "Backward transfer": backward_transfer}
-
-
 def tasks(group: Group) -> pd.DataFrame:
-    """Final accuracy on each task: a row per task, a column per method; `OVER_TASKS` below.
+    """Final accuracy on each task: a row per task, a column per method; forgetting below.
 
     Empty where the runs did not record the accuracies of all tasks.
     """
@@ -78,25 +65,11 @@ def tasks(group: Group) -> pd.DataFrame:
         matrices = [accuracy_matrix(run.results, name) for run in group.runs]
         known = [matrix for matrix in matrices if matrix is not None]
         if len(known) == len(matrices):
-            column: dict[Any, float] = {
-                task: value for task, value in enumerate(np.mean(known, axis=0)[-1])
-            }
+            column: dict[Any, float] = dict(enumerate(np.mean(known, axis=0)[-1], 1))
             if len(column) > 1:
-                for title, measure in OVER_TASKS.items():
-                    column[title] = float(np.mean([measure(matrix) for matrix in known]))
+                column["Forgetting"] = float(np.mean([forgetting(matrix) for matrix in known]))
             found[name] = column
     return pd.DataFrame(found)
-
-
-def classes(group: Group) -> list[list[int]]:
-    """Returns the labels of each task's classes that have test images; empty without predictions.
-
-    A task counts from 0.
-    """
-    of = predictions(group.runs[0])
-    if not of:
-        return []
-    return [np.unique(of["label"][of["task"] == t]).tolist() for t in range(of["task"].max() + 1)]
 
 
 def confusion(group: Group, method: str) -> Float[np.ndarray, "tasks tasks"] | None:
@@ -110,14 +83,60 @@ def confusion(group: Group, method: str) -> Float[np.ndarray, "tasks tasks"] | N
     return np.mean(found, axis=0) if found else None
 
 
-def shares(group: Group) -> pd.DataFrame:
-    """Shares of the test images by their two decisions: a row per method, columns `SHARES`.
+def leading(group: Group) -> dict[str, str]:
+    """Returns what a reader has to know first: methods by what they stand for.
 
-    Methods whose decompositions were not recorded are left out.
+    `best` is the best calibrator of the run but for those on frozen features, of which `untrained`
+    is the best; with `fdc`, `raw` and `oracle`. What the run does not have is left out.
     """
-    found = {}
-    for name in group.methods:
-        of = [(run.results.get("decomposition") or {}).get(name, {}) for run in group.runs]
-        if all(of):
-            found[name] = [np.mean([each[share] for each in of]) for share in SHARES]
-    return pd.DataFrame.from_dict(found, orient="index", columns=SHARES)
+
+    def best(names: Iterable[str]) -> str | None:
+        known = [name for name in names if group.values(name)]
+        return max(known, key=lambda name: np.mean(group.values(name)), default=None)
+
+    own = [name for name in group.methods if name != "raw" and not name.endswith("-pretrained")]
+    frozen = {name for name in group.methods if name.endswith("-pretrained")}
+    found = {"best": best(own), "fdc": best(["fdc"]), "raw": "raw"}
+    found |= {"untrained": best(sorted(frozen.union(baselines.NAMES))), "oracle": "oracle"}
+    return {role: name for role, name in found.items() if name}
+
+
+def verdict(group: Group) -> str:
+    """Says whether the run beats no training at all; empty where that is not known."""
+    of = leading(group)
+    known = {"best", "untrained"} <= of.keys()
+    gain = group.gain(of["best"], of["untrained"]) if known else None
+    if gain is None or np.isnan(gain.low):
+        return ""
+    said = "Better than no training at all" if gain.low > 0 else "No training at all does better"
+    if gain.low <= 0 <= gain.high:
+        said = "Not told apart from no training at all"
+    names = [words.method_title(of[role]) for role in ("best", "untrained")]
+    return (
+        f"{said}: {names[0]} minus {names[1]} is {gain.mean:+.2f} points, 95 % interval "
+        f"{words.interval(gain)}."
+    )
+
+
+def calibrators(group: Group) -> pd.DataFrame:
+    """What each calibrator came to, as it reads: a row by its title.
+
+    Below them the methods of `baselines`, and the task given. Of several seeds, means ± sample
+    standard deviations; intervals are those of `Group.gain`.
+    """
+    names = dict.fromkeys([*group.methods, *baselines.NAMES, "oracle"])
+    if learners.selected(group.learner) != "full" and group.values("selected"):
+        names = {each: None for name in names for each in (name, *["selected"] * (name == "fdc"))}
+    rows = {}
+    for name in filter(group.values, names):
+        gain = group.values(f"gain:{name}") if name not in ("raw", "oracle") else ()
+        rows[words.method_title(name)] = {
+            "accuracy": words.spread(group.values(name)),
+            "95 % interval": words.interval(group.gain(name, None), signed=False),
+            "gain": words.spread(gain, signed=True),
+            "interval of the gain": words.interval(group.gain(name) if gain else None),
+            "right task": words.spread(group.values(f"routing:{name}")),
+            "average over tasks": words.spread(group.values(f"aia:{name}")),
+            "storage, MiB": words.spread(np.array(group.values(f"storage:{name}")) / 2**20),
+        }
+    return pd.DataFrame.from_dict(rows, orient="index")

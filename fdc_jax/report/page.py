@@ -1,30 +1,29 @@
 """The report as one HTML page: no script, nothing from the network, light, dark and on paper."""
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
-import numpy as np
 from markupsafe import Markup, escape
 
 from fdc_jax.errors import counted
 from fdc_jax.learners import title as learner_title
-from fdc_jax.report import figures, frames, paper, pictures, quantities, runs, words
+from fdc_jax.report import figures, frames, paper, pictures, quantities, runs, tables, words
 from fdc_jax.report.figures import Drawing
 from fdc_jax.report.pictures import Pictures
 from fdc_jax.report.runs import Group, Skipped
 from fdc_jax.report.tables import Table
 
 _FOLDER = Path(__file__).parent
-_MOST_CLASSES = 4  # of a task that are named in a table
 
 
 def render(
     groups: Sequence[Group],
     skipped: Sequence[Skipped],
-    tables: Sequence[Table],
+    compared: Sequence[Table],
     drawings: Sequence[Drawing],
     found: Sequence[Pictures],
 ) -> str:
@@ -33,18 +32,16 @@ def render(
     Args:
         groups: a section each.
         skipped: folders that could not be used.
-        tables: in the order to show them.
+        compared: tables over groups, in the order to show them.
         drawings: likewise; those of a run itself stand in the section of its group.
         found: of each group.
     """
     own = [each for each in drawings if each.kind in figures.OF_A_RUN]
-    names = dict.fromkeys([*(name for group in groups for name in group.methods), "oracle"])
     return _fill(
         "page",
         sections=[_section(group, own, each) for group, each in zip(groups, found, strict=True)],
-        columns={name: words.method_title(name) for name in names},
         skipped=skipped,
-        tables=tables,
+        tables=compared,
         figures=[each for each in drawings if each not in own],
     )
 
@@ -69,7 +66,7 @@ def _fill(template: str, **material: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    for function in (_words, _rows, _said, _inline, _bar, _subscripts, words.minus, counted):
+    for function in (_rows, _said, _inline, _bar, _subscripts, words.minus, counted):
         environment.filters[function.__name__.lstrip("_")] = function
     style = Markup((_FOLDER / "page.css").read_text(encoding="utf-8"))
     return environment.get_template(f"{template}.html.jinja").render(stylesheet=style, **material)
@@ -81,49 +78,36 @@ def _title(learner: str, benchmark: str) -> str:
 
 def _section(group: Group, own: Sequence[Drawing], found: Pictures) -> dict[str, Any]:
     """Returns what the page says of a group."""
-    lines = {line.name: line for line in quantities.summary(group.methods, group.values, 1)}
-    best = quantities.headline(group.methods)
     return {
         "group": group,
         "title": _title(group.learner, group.benchmark),
         "results": group.results,
-        "lines": lines,
-        "best": lines[best],
+        "headline": _headline(group),
+        "verdict": frames.verdict(group),
         "notes": quantities.notes(group.results),
-        "interval": group.gain(best) if best != "raw" else None,
-        "tasks": _tasks(group, found.class_names),
+        "tables": [tables.of_calibrators(group), tables.of_tasks(group)],
         "drawings": [each for each in own if each.groups == [group]],
         "pictures": found,
-        "provenance": runs.provenance(group),
+        "provenance": json.dumps(runs.provenance(group), indent=1, ensure_ascii=False),
     }
 
 
-def _tasks(group: Group, names: Sequence[str]) -> dict[str, Any]:
-    """Returns `columns` and `rows` of accuracies on each task: number, classes, cells as they read.
+def _headline(group: Group) -> dict[str, Any]:
+    """Returns what the page begins with, by the roles of `frames.leading`.
 
-    Rows of what is measured over all tasks have no number.
+    Title, accuracy, its interval, gain over raw, and the interval of that, as they read.
     """
-    found, known = frames.tasks(group), frames.classes(group)
-    rows = []
-    index: Sequence[Any] = found.index.tolist()  # numbers of tasks, then names
-    for task, values in zip(index, found.to_numpy(), strict=True):
-        over = task in frames.OVER_TASKS
-        cells = [
-            "–" if np.isnan(each) else words.number(each, 1, signed=task == "Backward transfer")
-            for each in values
-        ]
-        classes = known[task] if not over and task < len(known) else ()
-        named = task if over else _named(classes, names)
-        rows.append(("" if over else task + 1, named, [*map(words.minus, cells)]))
-    return {"columns": [words.method_title(name) for name in found], "rows": rows}
-
-
-def _named(labels: Sequence[int], names: Sequence[str]) -> str:
-    known = [names[label] for label in labels if label < len(names)]
-    if len(known) > _MOST_CLASSES:
-        rest = len(known) - _MOST_CLASSES + 1
-        return f"{', '.join(known[: _MOST_CLASSES - 1])} and {rest} more"
-    return ", ".join(known)
+    found = {}
+    for role, name in frames.leading(group).items():
+        gain = group.gain(name) if role not in ("raw", "oracle") else None
+        found[role] = (
+            words.method_title(name),
+            words.spread(group.values(name), 1),
+            words.interval(group.gain(name, None), 1, signed=False),
+            gain and words.number(gain.mean, 1, signed=True),
+            words.interval(gain, 1),
+        )
+    return found
 
 
 def _rows(table: Table) -> list[tuple[list[str], list[str]]]:
@@ -143,17 +127,6 @@ def _said(cell: Any) -> str:
 def _subscripts(text: str) -> Markup:
     """Sets the names of encoders as the paper does."""
     return Markup(re.sub(r"E_(\w)", r"E<sub>\1</sub>", str(escape(text))))
-
-
-def _words(value: Any) -> str:
-    """Says a value of a configuration or of a record."""
-    if value is None or isinstance(value, bool):
-        return {None: "not recorded", True: "yes", False: "no"}[value]
-    if isinstance(value, Mapping):
-        return "; ".join(f"{key}: {_words(each)}" for key, each in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(_words, value)) or "(none)"
-    return str(value) or "(empty)"
 
 
 def _inline(figure: Drawing) -> str:

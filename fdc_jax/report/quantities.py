@@ -13,15 +13,14 @@ and for the paper's Table app-cost `training_minutes`, `fdc_minutes`, `peak_memo
 `fdc_peak_memory_gib` and `storage_mib`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from fdc_jax import learners
 from fdc_jax.calibration import METHODS
-from fdc_jax.report import paper, words
+from fdc_jax.report import paper
 
 # Sections of results that have a number for each calibrator.
 _SECTIONS = {
@@ -45,14 +44,16 @@ def notes(results: Mapping[str, Any]) -> list[str]:
     return [f"{note[:1].upper()}{note[1:]}." for note in (results.get("notes") or {}).values()]
 
 
-def headline(names: Sequence[str]) -> str:
-    """Returns the calibrator whose number stands at the head of a page: FDC where it is there."""
-    return "fdc" if "fdc" in names else names[-1]
+def measured(
+    results: Mapping[str, Any], untrained: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Returns the numbers of a `results.json` by name; what it lacks is left out.
 
-
-def measured(results: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the numbers of a `results.json` by name; what it lacks is left out."""
-    found = _accuracies(results, results["learner"])
+    Args:
+        results: of a run.
+        untrained: accuracies of `baselines`, for calibrators that the run did not have.
+    """
+    found = dict(untrained or {}) | _accuracies(results, results["learner"])
     found |= {f"gain:{name}": value - found["raw"] for name, value in found.items()}
     averages = results.get("average_incremental_accuracy") or {}
     if averages.get("raw") is not None:  # Else not every task was evaluated.
@@ -91,38 +92,3 @@ def _costs(results: Mapping[str, Any]) -> dict[str, Any]:
         "storage_mib": (results.get("fdc_storage_bytes"), 2**20),
     }
     return {name: value and value / unit for name, (value, unit) in of.items()}
-
-
-class Line(NamedTuple):
-    """What a calibrator came to, as it reads: means and sample standard deviations over seeds."""
-
-    name: str
-    title: str
-    accuracy: Any
-    gain: Any  # over raw
-    routing: Any  # right task chosen
-    average: Any  # average incremental accuracy
-    storage: Any  # MiB
-
-
-def summary(
-    names: Sequence[str], values: Callable[[str], Sequence[float]], digits: int = 2
-) -> list[Line]:
-    """Returns a line per calibrator, and one of the task given.
-
-    Args:
-        names: of `methods`.
-        values: numbers of `measured` by name, one per seed.
-        digits: after the point.
-    """
-    lines = []
-    for name in (*names, "oracle"):
-        own = [values(each) for each in (name, f"routing:{name}", f"aia:{name}")]
-        accuracy, routing, average = (words.spread(each, digits) for each in own)
-        gain = values(f"gain:{name}") if name not in ("raw", "oracle") else ()
-        storage = words.spread(np.array(values(f"storage:{name}")) / 2**20)
-        gained = words.spread(gain, digits, signed=True)
-        lines.append(
-            Line(name, words.method_title(name), accuracy, gained, routing, average, storage)
-        )
-    return lines

@@ -2,8 +2,8 @@
 
 The file is a CSV with a header and these columns, in any order:
 
-    benchmark   as in the configuration (cifar100) or as in the tables (CIFAR-100)
-    learner     likewise (cumulative_lora or Cumulative-LoRA)
+    benchmark   as in the configuration, such as cifar100
+    learner     likewise, such as cumulative_lora
     quantity    a name of `fdc_jax.report.quantities`, such as raw, fdc, oracle (the task given),
                 tsf+rlc, selected, gain:fdc, routing:fdc, aia:raw
     seed        optional: the training seed; empty for a mean over seeds
@@ -26,7 +26,6 @@ import pandas as pd
 from scipy import stats
 
 from fdc_jax import evaluation, learners
-from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError
 from fdc_jax.report import paper, quantities, words
 from fdc_jax.report.runs import Group
@@ -52,7 +51,7 @@ class Comparison(NamedTuple):
 
 
 def read(path: str | Path) -> pd.DataFrame:
-    """Reads and checks a file; benchmarks and learners get the names of configurations.
+    """Reads and checks a file.
 
     Raises:
         InputError: one line with the file, the line and the column of the first fault.
@@ -89,12 +88,6 @@ def read(path: str | Path) -> pd.DataFrame:
         good = rows[column].isna() | (np.isfinite(values) & (values >= least))
         check(good, column, "a number" + f" from {least}" * math.isfinite(least))
         rows[column] = values
-    for column, titles in (
-        ("benchmark", {name: each.title for name, each in BENCHMARKS.items()}),
-        ("learner", {name: learners.title(name) for name in learners.names()}),
-    ):
-        by_title = {title.lower(): name for name, title in titles.items()}
-        rows[column] = [by_title.get(name.lower(), name) for name in rows[column]]
     check(~rows.duplicated([*_KEY, "seed"]), "quantity", "each once, seed included")
     return rows
 

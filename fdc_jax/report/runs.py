@@ -15,7 +15,7 @@ from jaxtyping import Int
 from fdc_jax import evaluation, learners
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError, counted
-from fdc_jax.report import paper, quantities
+from fdc_jax.report import baselines, paper, quantities
 from fdc_jax.run.configuration import WITHOUT_EFFECT
 from fdc_jax.run.opened import open_run
 
@@ -72,19 +72,20 @@ class Group:
         """Returns a quantity of every seed that has it."""
         return self.numbers[name].dropna().tolist() if name in self.numbers else []
 
-    def gain(self, method: str) -> evaluation.Gain | None:
-        """Returns the gain of a calibrator over raw logits with its 95 % interval.
+    def gain(self, method: str, over: str | None = "raw") -> evaluation.Gain | None:
+        """Returns the gain of a method over another one with its 95 % interval.
 
         Several seeds: Student's t over gains paired within seeds. One seed: a percentile bootstrap
-        over test images, None where predictions were not kept.
+        over test images, None where predictions were not kept. Over None: the accuracy itself.
         """
         if len(self.runs) > 1:
-            pairs = self.numbers[["raw", method]].dropna().to_numpy()
-            return evaluation.paired_gain(*pairs.T)
+            numbers = self.numbers.assign(none=0.0).reindex(columns=[over or "none", method])
+            return evaluation.paired_gain(*numbers.dropna().to_numpy().T)
         of = predictions(self.runs[0])
         if f"{method}_label" not in of:
             return None
-        return evaluation.bootstrap_gain(of["label"], of["raw_label"], of[f"{method}_label"])
+        before = of[f"{over}_label"] if over else np.full_like(of["label"], -1)
+        return evaluation.bootstrap_gain(of["label"], before, of[f"{method}_label"])
 
 
 class Skipped(NamedTuple):
@@ -147,8 +148,9 @@ def _open(path: Path) -> Any:
 
 
 def predictions(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
-    """Returns labels and tasks out of `predictions.npz`; nothing where the run has none."""
+    """Returns labels and tasks out of `predictions.npz`, and labels of `baselines`."""
     columns = run.predictions if run.predictions_file.exists() else {}
+    columns = baselines.labels(run) | columns
     return {name: each for name, each in columns.items() if name.endswith(("label", "task"))}
 
 
@@ -185,7 +187,8 @@ def group(runs: Sequence[Any]) -> list[Group]:
         title = ", ".join(deviations(of["benchmark"], of["learner"], settings(of)))
         follows = not title and of["benchmark"] in paper.benchmarks()
         seeds = pd.Index([run.results["seed"] for run in alike], name="seed")
-        numbers = pd.DataFrame([quantities.measured(run.results) for run in alike], index=seeds)
+        own = [quantities.measured(run.results, baselines.accuracies(run)) for run in alike]
+        numbers = pd.DataFrame(own, index=seeds)
         groups.append(Group(of["benchmark"], of["learner"], title, follows, alike, numbers))
     return sorted((_told_apart(each, groups) for each in groups), key=_order)
 
@@ -251,7 +254,7 @@ def settings(results: dict[str, Any]) -> dict[str, Any]:
 
 
 def deviations(benchmark: str, learner: str, found: dict[str, Any]) -> list[str]:
-    """Says in words what departs from the paper's protocol, and from what it leaves open.
+    """Says what departs from the paper's protocol, and from what it leaves open.
 
     Of a benchmark that the paper does not have, only settings of learner and FDC are compared.
     """
@@ -259,15 +262,11 @@ def deviations(benchmark: str, learner: str, found: dict[str, Any]) -> list[str]
     if not sizes:
         method = ("learner.preset", "fdc.")
         expected = {name: value for name, value in expected.items() if name.startswith(method)}
-    # Where the name of the field and the value do not do; with a noun where a number is counted.
-    phrases, known = [], paper.numbers()["protocol"]["words"]
-    for field, value in expected.items():
-        if found[field] != value:
-            phrase = known.get(field, field.split(".")[-1].replace("_", " ") + " {}")
-            noun, phrase = (None, phrase) if isinstance(phrase, str) else phrase
-            values = found[field] if isinstance(found[field], list) else [found[field]]
-            counts = [*map(str, values[:-1]), counted(values[-1], noun)] if noun else []
-            phrases.append(phrase.format(", ".join(counts) or _word(found[field])))
+    phrases = [
+        f"{field.split('.')[-1].replace('_', ' ')} {found[field]}"
+        for field, value in expected.items()
+        if found[field] != value
+    ]
     for part, word in (("train", "training"), ("test", "test")):
         count = found[f"num_{part}_images"]
         if sizes and not found[f"data.{part}_per_class"] and count not in (None, sizes[part]):
@@ -283,14 +282,6 @@ def _expected() -> dict[str, Any]:
     """The paper's settings by field, and what it leaves open by default."""
     known = paper.numbers()["protocol"]
     return known["fields"] | known["unstated"]
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, list):
-        return " to ".join(_word(each) for each in value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def provenance(each: Group) -> dict[str, dict[str, Any]]:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from fdc_jax import learners
 from fdc_jax.machine.files import read_json, write_text
-from fdc_jax.report import paper, quantities, words
+from fdc_jax.report import frames, paper, words
 from fdc_jax.report.paper import Published
 from fdc_jax.report.runs import Group
 from fdc_jax.report.words import number
@@ -40,14 +40,6 @@ class Table(NamedTuple):
         """The frame with a dash in every gap."""
         return self.frame.astype(object).where(self.frame.notna(), "–")
 
-    def to_markdown(self) -> str:
-        """Returns the table in GitHub's dialect under its title, with its note."""
-        frame = self.shown.reset_index().replace(r"\|", r"\\|", regex=True)
-        labels = self.frame.index.nlevels
-        align = ["left"] * labels + ["right"] * (len(frame.columns) - labels)
-        body = frame.to_markdown(index=False, disable_numparse=True, colalign=align)
-        return f"**{self.title}**\n\n{body}\n\n{self.note}\n"
-
     def to_latex(self) -> str:
         """Returns a table environment, which needs the package booktabs."""
         body = self.shown.to_latex(
@@ -60,11 +52,9 @@ class Table(NamedTuple):
         return f"% {self.note}\n{body}"
 
     def write(self, folder: Path) -> None:
-        """Writes `<name>.csv`, `.md` and `.tex` into a folder."""
-        texts = {"csv": words.csv(self.frame.reset_index())}
-        texts |= {"md": self.to_markdown(), "tex": self.to_latex()}
-        for suffix, text in texts.items():
-            write_text(folder / f"{self.name}.{suffix}", text)
+        """Writes `<name>.csv` and `.tex` into a folder."""
+        write_text(folder / f"{self.name}.csv", words.csv(self.frame.reset_index()))
+        write_text(folder / f"{self.name}.tex", self.to_latex())
 
 
 # Titles, headings, and how to read each table.
@@ -81,16 +71,29 @@ def build(groups: Sequence[Group]) -> list[Table]:
     headings = benchmarks(groups)
     rows = {"calibrators": _calibrators(groups)}
     rows |= {name: _beside(groups, name) for name in _BESIDE}
-    rows |= {"partitions": _partitions(groups), "cost": _cost(groups)}
-    built = []
-    for name, lines in rows.items():
-        text = _TEXTS[name]
-        columns = text.get("columns") or [*headings.values(), "Avg."]
-        made = frame(lines, text["labels"], columns)
-        if len(made) > 1:
-            note = text["note"].replace("{ours}", _TEXTS["ours"])
-            built.append(Table(name, text["title"], made, note))
-    return built
+    rows["cost"] = _cost(groups)
+    built = [_table(name, lines, [*headings.values(), "Avg."]) for name, lines in rows.items()]
+    return [each for each in built if len(each.frame) > 1]
+
+
+def of_calibrators(group: Group) -> Table:
+    """Builds the table of a group's calibrators."""
+    made = _table("calibrators", _calibrators([group]))
+    labels = made.frame.index.names[:-1]
+    return made._replace(frame=made.frame.droplevel(labels))
+
+
+def of_tasks(group: Group) -> Table:
+    """Builds the table of accuracies on each task, empty where not all were recorded."""
+    found = frames.tasks(group).rename(columns=words.method_title).rename_axis("task")
+    shown = found.map(lambda value: math.nan if math.isnan(value) else number(value, 1))
+    return Table("tasks", _TEXTS["tasks"]["title"], shown, _TEXTS["tasks"]["note"])
+
+
+def _table(name: str, rows: Iterable[Row], headings: Sequence[str] = ()) -> Table:
+    text = _TEXTS[name]
+    made = frame(rows, text["labels"], text.get("columns") or headings)
+    return Table(name, text["title"], made, text["note"].replace("{ours}", _TEXTS["ours"]))
 
 
 def frame(rows: Iterable[Row], labels: Sequence[str], columns: Sequence[str]) -> pd.DataFrame:
@@ -192,39 +195,8 @@ def spread(values: Sequence[float], signed: bool = False) -> Any:
 def _calibrators(groups: Sequence[Group]) -> Iterable[Row]:
     """All calibrators of the runs side by side."""
     for group in groups:
-        for line in quantities.summary(group.methods, group.values):
-            gained = line.name not in ("raw", "oracle")
-            yield _labels(group) | {
-                "calibrator": line.title,
-                "seeds": str(len(group.runs)),
-                "accuracy": line.accuracy,
-                "gain": line.gain,
-                "95 % interval": words.interval(group.gain(line.name)) if gained else math.nan,
-                "right task": line.routing,
-                "average over tasks": line.average,
-                "storage, MiB": line.storage,
-            }
-
-
-_COUNTED = ("classes", "tasks", "train_images", "test_images")
-
-
-def _partitions(groups: Sequence[Group]) -> Iterable[Row]:
-    """Classes, tasks and images of the runs against the paper's (Table training)."""
-    headings = _TEXTS["partitions"]["columns"]
-    for name, title in benchmarks(groups).items():
-        published = tuple(paper.columns("partitions", name).values())
-        lines: dict[tuple[float | None, ...], str] = {}
-        for each in (group for group in groups if group.benchmark == name):
-            classes, tasks, *images = (each.results.get(f"num_{part}") for part in _COUNTED)
-            sizes = (classes, tasks, -(-classes // tasks) if classes and tasks else None, *images)
-            split = f", {each.results['split']} split" if each.results.get("split") else ""
-            lines.setdefault(sizes, ours(each) + split)
-        for sizes, numbers in [*lines.items(), (published, "paper")]:
-            cells = dict(zip(headings, (number(size, 0) for size in sizes), strict=False))
-            if published and numbers != "paper":
-                cells["against the paper"] = "equal" if sizes == published else "differs"
-            yield {"benchmark": title, "numbers": numbers} | cells
+        for title, cells in frames.calibrators(group).iterrows():
+            yield _labels(group) | {"calibrator": title} | cells.to_dict()
 
 
 def _cost(groups: Sequence[Group]) -> Iterable[Row]:

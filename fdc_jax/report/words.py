@@ -21,7 +21,7 @@ def method_title(name: str) -> str:
     The key `oracle` of files is the accuracy of the raw logits where the task is given.
     """
     if name not in METHODS:
-        return "Task given" if name == "oracle" else name
+        return {"oracle": "Task given", "selected": "FDC, the paper's choice"}.get(name, name)
     title = METHODS[name].title
     return title[:1].upper() + title[1:]
 
@@ -51,11 +51,11 @@ def spread(
     return mean(*evaluation.mean_and_std(values), len(values) if count else None, digits, signed)
 
 
-def interval(gain: Any) -> Any:
+def interval(gain: Any, digits: int = 2, signed: bool = True) -> Any:
     """Says the `low` and `high` of a gain; NaN where they are not known."""
     if gain is None or math.isnan(gain.low):
         return math.nan
-    return f"{gain.low:+.2f} to {gain.high:+.2f}"
+    return " to ".join(number(each, digits, signed) for each in (gain.low, gain.high))
 
 
 def minus(text: str) -> str:

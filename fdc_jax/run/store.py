@@ -98,9 +98,7 @@ class Store(Places):
             )
         if not grown:
             return
-        taken, before = len(known_of(saved).sizes), len(saved[PLANNED])
-        if taken < self._num_tasks:
-            _log.warning("%s: goes on from %d tasks to %d", self.folder, taken, self._num_tasks)
+        before = len(saved[PLANNED])
         if before != planned and task_count:
             _log.warning(
                 "%s: was planned for %d tasks, is for %d; %s: a run that knew them all from the "

@@ -8,7 +8,6 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from fdc_jax import evaluation
 from fdc_jax.report import paper, runs
 from fdc_jax.report.runs import Group
 from fdc_jax.run import places
@@ -85,7 +84,6 @@ def results(
         "num_test_images": sizes["test"],
         **point(9),
         "average_incremental_accuracy": dict(zip(METHODS, accuracies.mean(axis=0), strict=True)),
-        "decomposition": {name: _decomposition(seed, name) for name in METHODS},
         "curve": curve,
         "notes": {"gaussians": "class Gaussians follow the encoder"},
         "storage_bytes": {"raw": 0, "fdc": 3 * 2**20, "gaussians": 6 * 2**20},
@@ -122,13 +120,6 @@ def write_run(folder, found=None, columns=None, **arguments):
     if columns is not None:
         np.savez(folder / "predictions.npz", **columns)
     return found
-
-
-def _decomposition(seed: int, name: str) -> dict[str, float]:
-    """Shares of the images of `predictions`."""
-    of = predictions(seed)
-    columns = of["task"], of["label"], of[f"{name}_task"], of[f"{name}_label"], of["oracle_label"]
-    return evaluation.decompose(*columns)._asdict()
 
 
 class MadeUpRun:

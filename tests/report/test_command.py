@@ -36,8 +36,8 @@ def test_a_report_has_a_page_tables_figures_and_provenance(folder, tmp_path, cap
     assert "Digits" in page and "notes" in page and list((output / "figures").glob("*.svg"))
     for table in tables.build(runs.load([folder / "a", folder / "b"])[0]):
         of = output / "tables" / table.name
-        assert of.with_suffix(".md").read_text() == table.to_markdown()
-        assert of.with_suffix(".csv").exists() and of.with_suffix(".tex").exists()
+        assert of.with_suffix(".tex").read_text() == table.to_latex()
+        assert of.with_suffix(".csv").exists()
         assert table.title.replace("'", "&#39;") in page
     assert "Not computed: no similarity: why" in page
     # Nothing is written where the run is.
@@ -54,7 +54,7 @@ def test_references_become_tables_quietly(folder, tmp_path, capsys, monkeypatch)
     given += [f"--reference={tmp_path / 'other code.csv'}"]
     assert __main__.main(given) == 0
     assert capsys.readouterr() == ("", "")
-    assert " 50.00 (1) |" in (tmp_path / "o" / "tables" / "reference_other_code.md").read_text()
+    assert ",50.00 (1)," in (tmp_path / "o" / "tables" / "reference_other_code.csv").read_text()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.text import Text
 from scipy import stats
 
-from fdc_jax.report import drawing, figures, frames, paper, words
+from fdc_jax.report import drawing, figures, frames, words
 from tests.report import made_up
 
 
@@ -31,10 +31,6 @@ def draw(kind, *members):
 def the_line(axes, gid):
     (line,) = [line for line in axes.lines if line.get_gid() == gid]
     return line
-
-
-def hollow(axes):
-    return [line for line in axes.lines if line.get_gid() == "paper"]
 
 
 def texts(figure):
@@ -73,11 +69,8 @@ def test_accuracies_stand_where_they_belong(protocol, drawn):
         point = the_line(axes, f"{name}-0")
         assert point.get_xdata() == pytest.approx([np.mean(group.values(name))])
         assert point.get_color() == colour
-    titles = {"Raw", "FDC", "Task given", "Paper", words.method_title("gaussians")}
+    titles = {"Raw", "FDC", "Task given", words.method_title("gaussians")}
     assert titles <= set(texts(figure))
-    published = sorted(float(line.get_xdata()[0]) for line in hollow(axes))
-    row = [paper.row("benchmark", "cumulative_lora", name)["cifar100"] for name in ("raw", "fdc")]
-    assert published == [each.mean for each in row]
 
 
 # One run ------------------------------------------------------------------------------------------
@@ -100,19 +93,9 @@ def test_a_curve_needs_every_task_and_one_seed_has_no_band():
     assert draw("accuracy_curve", run) == []
 
 
-def test_shares_are_stacked_to_the_whole(protocol, drawn):
-    (group,), (axes,) = protocol, drawn["decomposition"].figure.axes
-    titles = [text.get_text() for text in axes.get_yticklabels()]
-    assert titles == ["Raw", "FDC", words.method_title("gaussians")]
-    shares = frames.shares(group)
-    for bars, name in zip(axes.containers, frames.SHARES, strict=True):
-        assert [bar.get_width() for bar in bars] == pytest.approx(shares[name].tolist())
-    assert [bar.get_x() + bar.get_width() for bar in bars] == pytest.approx([100] * 3)
-
-
 def test_every_calibrator_has_a_confusion_matrix(protocol, drawn):
     (group,), panels = protocol, drawn["task_confusion"].figure.axes
-    for axes, name in zip(panels, made_up.METHODS, strict=True):
+    for axes, name in zip(panels, made_up.METHODS, strict=False):  # The last is the scale.
         values = axes.images[0].get_array()
         assert np.asarray(values) == pytest.approx(frames.confusion(group, name))
 
@@ -158,7 +141,6 @@ def test_distributions_show_own_foreign_and_their_mean_dashed(protocol, drawn):
 def test_sweeps_are_means_with_the_default_dotted(protocol, drawn):
     (group,) = protocol
     defaults = {"attenuation": 0.5, "retained_energy": 0.75, "neighbours": 1}
-    published = paper.row("benchmark", "cumulative_lora", "fdc")["cifar100"].mean
     for axes, (name, own) in zip(drawn["sweeps"].figure.axes, defaults.items(), strict=True):
         seeds = group.analyses[f"sweep_{name}"]
         for index, column in enumerate(seeds[0]):
@@ -166,5 +148,3 @@ def test_sweeps_are_means_with_the_default_dotted(protocol, drawn):
         assert the_line(axes, "accuracy").get_xdata() == pytest.approx(seeds[0].index)
         default = the_line(axes, "default")
         assert (default.get_xdata()[0], default.get_linestyle()) == (own, ":")
-        (marker,) = hollow(axes)
-        assert (marker.get_xdata(), marker.get_ydata()) == ([own], [published])

@@ -85,8 +85,7 @@ def test_rows_with_deviations_are_the_paper_s_in_its_order(label, expected):
 
 
 def test_switches_and_averages():
-    rows = zip(lines_of_five("tab:plugin"), plugged(), strict=True)
-    for line, (learner, kind, switches) in rows:
+    for line, (learner, kind, switches) in zip(lines_of_five("tab:plugin"), plugged(), strict=True):
         found = re.search(r"& ([01]) & ([01]) & ([01]) &", line)
         assert switches == tuple(int(each) for each in found.groups())
         assert paper.average(learner, kind) == float(line.split("&")[-1])

@@ -29,10 +29,10 @@ def entries(*rows):
     return pd.DataFrame(rows, columns=["value", "seed", "std", "n"], dtype=float)
 
 
-def test_a_file_is_read_whatever_the_order_of_columns_and_the_names(tmp_path):
+def test_a_file_is_read_whatever_the_order_of_columns(tmp_path):
     found = read(
         tmp_path,
-        "88.6, FDC paper ,Cumulative-LoRA,fdc,CIFAR-100",
+        "88.6, FDC paper ,cumulative_lora,fdc,cifar100",
         "1.5,,mine.module,gain:tsf+rlc,my benchmark",
         header="\ufeffvalue,source,learner,quantity,benchmark",
     )
@@ -49,7 +49,7 @@ def test_a_file_is_read_whatever_the_order_of_columns_and_the_names(tmp_path):
     [
         ("cifar100,inflora,raw,,much,,,", "line 3: column value: expected a number"),
         ("cifar100,inflora,raw,,1,-0.1,3,", "line 3: column std: expected a number from 0"),
-        ("CIFAR-100,LoDA,raw,,2,,,", "line 3: column quantity: expected each once"),
+        ("cifar100,loda,raw,,2,,,", "line 3: column quantity: expected each once"),
     ],
 )
 def test_a_bad_row_gets_one_line_that_names_file_line_and_column(tmp_path, line, place):
