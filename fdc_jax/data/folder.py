@@ -9,13 +9,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import hashlib
+import json
 import logging
 import os
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -285,7 +286,9 @@ def _look(
     """Returns the hash of the pixels of every image, and how many had to be looked at for it."""
     remembered: dict[str, list] = {}
     with contextlib.suppress(InputError):  # Damaged, it is made anew.
-        remembered = read_object(kept)
+        found = read_object(kept)
+        if found.get("sha256") == _digest(found.get("images")):
+            remembered = found["images"]
     hashes: dict[Path, bytes] = {}
     for image in every:
         *state, pixels = remembered.get(str(image.path), [""])
@@ -312,10 +315,14 @@ def _look(
         # Even if stopped: the next look goes on from here.
         known = {image.path: image for image in every if image.path in hashes}
         facts = {str(path): (*known[path].state, hashes[path].hex()) for path in known}
-        write_json(kept, facts)
+        write_json(kept, {"sha256": _digest(facts), "images": facts})
     if unreadable:
         raise InputError(
             f"{name}: {len(unreadable)} of {counted(len(every), 'image')} cannot be read: "
             + "; ".join(sorted(unreadable))
         )
     return hashes, len(new)
+
+
+def _digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()

@@ -127,7 +127,7 @@ def read_json(path: Path) -> Any:
     try:
         with open_regular(path) as file:
             return json.loads(file.read().decode())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: unreadable JSON ({error})") from error
 
 

@@ -4,8 +4,6 @@ import zipfile
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fdc_jax import calibration, heads
 from fdc_jax.errors import InputError
@@ -296,44 +294,6 @@ def test_pipes_are_refused(tmp_path):
     (folder / "test_labels.npy").unlink()
     os.mkfifo(folder / "test_labels.npy")
     refused(folder, "test_labels.npy: .*expected a regular file")
-
-
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory):
-    """The same content as a stored and a packed archive and as a folder."""
-    folder, arrays = tmp_path_factory.mktemp("fuzz"), example()
-    np.savez_compressed(folder / "packed.npz", **arrays)
-    return save(folder / "stored.npz", arrays), folder / "packed.npz", save(folder / "f", arrays)
-
-
-@settings(deadline=None, max_examples=150, derandomize=True)
-@given(data=st.data())
-def test_any_damage_is_an_input_error_or_a_valid_file(originals, data):
-    path = data.draw(st.sampled_from(originals))
-    file = data.draw(st.sampled_from(sorted(path.iterdir()))) if path.is_dir() else path
-    whole = file.read_bytes()
-    content = bytearray(whole)
-    for _ in range(data.draw(st.integers(1, 4))):
-        place = data.draw(st.integers(0, len(content) - 1))
-        match data.draw(st.sampled_from(["set", "cut", "insert"])):
-            case "set":
-                content[place] = data.draw(st.integers(0, 255))
-            case "cut":
-                del content[place : place + data.draw(st.integers(1, 50))]
-            case "insert":
-                content[place:place] = data.draw(st.binary(min_size=1, max_size=20))
-        if not content:
-            break
-    file.write_bytes(content)
-    try:
-        features = feature_files.load(path)
-    except InputError as error:
-        assert "\n" not in str(error)
-    else:
-        assert len(features.tasks) >= 1
-        del features  # Its memory maps end before the file is whole again.
-    finally:
-        file.write_bytes(whole)
 
 
 def write(folder, arrays, task, head, **given):
