@@ -38,11 +38,10 @@ of rank 10); nothing grows with tasks. A batch costs four passes forward and bac
 group, without second derivatives: about 2.3 plain steps on one device, four on several. Beside the
 training there are three passes over the images without gradients: one before, two after.
 Decompositions run in float64 on the host; where a moment is not positive definite, multiples of the
-identity from 1e-12 on are added, which is logged.
+identity from 1e-12 on are added.
 """
 
 import dataclasses
-import logging
 import math
 from collections.abc import Callable
 from functools import partial
@@ -77,8 +76,6 @@ ENERGY_FLOOR = 1e-12
 NORM_FLOOR = 1e-12
 # Sizes that a part of a batch can have, in eighths of the batch.
 PART_SIZES = (4, 5, 6, 8)
-
-_log = logging.getLogger(__name__)
 
 
 class State(NamedTuple):
@@ -142,13 +139,7 @@ class LoDA(Learner):
             general = general_directions(new[block] + old[block], rank)
             isolated = np.zeros_like(general)
             if task > 0:
-                isolated, jitter = isolated_directions(new[block], old[block], rank)
-                if jitter:
-                    _log.warning(
-                        "task %d, block %d: %.3g was added to the diagonal of the old moment, "
-                        "which is not positive definite",
-                        *(task + 1, block, jitter),
-                    )
+                isolated = isolated_directions(new[block], old[block], rank)
             designed.append(np.concatenate([general, isolated], axis=1) / math.sqrt(3.0))
         stack = training.with_directions(state.increments, task, np.stack(designed))
         return state._replace(increments=stack)
@@ -317,27 +308,24 @@ def general_directions(moment: Float64[np.ndarray, "d d"], rank: int) -> Float64
 
 def isolated_directions(
     new: Float64[np.ndarray, "d d"], old: Float64[np.ndarray, "d d"], rank: int
-) -> tuple[Float64[np.ndarray, "d r"], float]:
-    """Returns an orthonormal basis of the directions with the most new energy to old.
-
-    Also what was added to the diagonal of `old` to make it positive definite.
-    """
-    root, jitter = cholesky(old)
+) -> Float64[np.ndarray, "d r"]:
+    """Returns an orthonormal basis of the directions with the most new energy to old."""
+    root = cholesky(old)
     half = scipy.linalg.solve_triangular(root, new, lower=True)
     ratios = _symmetric(scipy.linalg.solve_triangular(root, half.T, lower=True))
     directions = scipy.linalg.solve_triangular(root.T, general_directions(ratios, rank))
-    return np.linalg.qr(directions)[0], jitter
+    return np.linalg.qr(directions)[0]
 
 
-def cholesky(matrix: Float64[np.ndarray, "d d"]) -> tuple[Float64[np.ndarray, "d d"], float]:
-    """Returns the lower root of matrix + jitter I, and the jitter.
+def cholesky(matrix: Float64[np.ndarray, "d d"]) -> Float64[np.ndarray, "d d"]:
+    """Returns the lower root of matrix + jitter I.
 
     The jitter is 0 if that is enough, or else 1e-12, then 1e-11 more, and so on until it is.
     """
     jitter, more = 0.0, FIRST_JITTER
     while True:
         try:
-            return np.linalg.cholesky(matrix + jitter * np.eye(len(matrix))), jitter
+            return np.linalg.cholesky(matrix + jitter * np.eye(len(matrix)))
         except np.linalg.LinAlgError:
             jitter, more = jitter + more, 10 * more
 

@@ -34,7 +34,6 @@ interrupted task goes on without its first pass.
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,7 +44,8 @@ from jaxtyping import Array, Bool, Float, Float64, Int
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import Head, NearestMeanHead, unit
-from fdc_jax.learners import gaussian_alignment, training
+from fdc_jax.learners import training
+from fdc_jax.learners.gaussian_alignment import class_features
 from fdc_jax.learners.learner import Learner, Replaced, option
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
@@ -195,22 +195,15 @@ class LoRASubtraction(Learner):
 
     # 4. What it does when a task ends.
     def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
-        """Returns the state with the task's increment, and the means of its classes."""
+        """Returns the state with the task's increment, and the mean feature of each class."""
         stack = increments.store(state.increments, task, trained["increment"])
-        state = state._replace(increments=stack)
+        state, setup = state._replace(increments=stack), self.setup
         kernels = self.encoder(backbone, state, task + 1)
-        means = self.class_means(backbone, kernels, images.plain())
-        return state._replace(means=state.means.at[task].set(means))
-
-    def class_means(
-        self, backbone, kernels: Replaced, batches: Iterable[Batch]
-    ) -> Float[np.ndarray, "c d"]:
-        """Returns the mean feature of every class of a task, zero where a class has no image."""
-        model, rows = self.setup.model, np.arange(self.setup.head_rows)
-        features, labels = gaussian_alignment.class_features(model, backbone, kernels, batches)
-        belongs = rows[:, None] == labels
-        totals = belongs @ features.astype(np.float64)
-        return (totals / np.maximum(belongs.sum(axis=1), 1)[:, None]).astype(np.float32)
+        features, labels = class_features(setup.model, backbone, kernels, images.plain())
+        belongs = np.arange(setup.head_rows)[:, None] == labels
+        # Zero where a class has no image.
+        means = belongs @ features.astype(np.float64) / np.maximum(belongs.sum(axis=1), 1)[:, None]
+        return state._replace(means=state.means.at[task].set(means.astype(np.float32)))
 
     # 5. What it offers for inference.
     def heads(self, state: State, num_tasks) -> list[Head]:

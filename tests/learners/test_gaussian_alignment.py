@@ -71,13 +71,6 @@ def test_draws_have_the_moments_of_their_gaussian():
             np.testing.assert_allclose(found, covariance, atol=0.06 * np.abs(covariance).max())
 
 
-def test_newest_means_stay_and_the_oldest_shrink():
-    np.testing.assert_allclose(gaussian_alignment.mean_scales(4, 2)[:2], [0.95, 1.0])
-    np.testing.assert_allclose(
-        gaussian_alignment.mean_scales(20, 20)[[0, 9, 19]], [0.905, 0.95, 1.0]
-    )
-
-
 # The loss ----------------------------------------------------------------------------------------
 
 

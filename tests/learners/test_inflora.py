@@ -30,19 +30,6 @@ def share(basis, moment):
 # The design of A ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 3, 9])
-def test_design_takes_the_leading_directions_outside_the_memory(size):
-    moment = random_moment(0)
-    memory = np.linalg.qr(np.random.default_rng(1).normal(size=(16, size)))[0]
-    A = inflora.design(moment, memory, 4)
-    np.testing.assert_allclose(A.T @ A, np.eye(4) / 3, atol=1e-12)
-    np.testing.assert_allclose(memory.T @ A, 0, atol=1e-12)
-    # Left singular vectors of (I - P) R are eigenvectors of (I - P) R R (I - P).
-    outside = (np.eye(16) - projector(memory)) @ moment
-    vectors = np.linalg.eigh(outside @ outside.T)[1][:, ::-1][:, :4]
-    np.testing.assert_allclose(3 * projector(A), projector(vectors), atol=1e-8)
-
-
 def test_design_never_points_into_the_memory():
     """Inputs of rank 3, two of whose directions are in the memory, have one direction to give."""
     moment = random_moment(2, rank=3)

@@ -33,29 +33,19 @@ def trace_of_ratio(basis, new, old):
 def test_isolated_directions_maximise_the_trace_of_the_ratio(seed):
     new, old = random_moment(seed), random_moment(seed + 50)
     values, vectors = scipy.linalg.eigh(new, old)
-    found, jitter = loda.isolated_directions(new, old, 4)
-    assert jitter == 0
+    found = loda.isolated_directions(new, old, 4)
     np.testing.assert_allclose(found.T @ found, np.eye(4), atol=1e-12)
-    best = trace_of_ratio(found, new, old)
-    np.testing.assert_allclose(best, values[-4:].sum(), rtol=1e-9)
+    np.testing.assert_allclose(trace_of_ratio(found, new, old), values[-4:].sum(), rtol=1e-9)
     angles = scipy.linalg.subspace_angles(found, vectors[:, -4:])
     assert angles.max() < 1e-6
-    rng = np.random.default_rng(seed)
-    others = [np.linalg.qr(found + 0.1 * rng.normal(size=(12, 4)))[0] for _ in range(200)]
-    others += [np.linalg.eigh(old)[1][:, :4], np.linalg.eigh(new)[1][:, -4:]]
-    assert max(trace_of_ratio(other, new, old) for other in others) < best
 
 
-@pytest.mark.parametrize(
-    ("least", "jitter"),
-    [(1e-3, 0.0), (-2e-5, 1.1111111e-4)],
-)
+@pytest.mark.parametrize(("least", "jitter"), [(1e-3, 0.0), (-2e-5, 1.1111111e-4)])
 def test_cholesky_adds_growing_multiples_of_the_identity(least, jitter):
     axes = np.linalg.qr(np.random.default_rng(0).normal(size=(6, 6)))[0]
     matrix = axes @ np.diag([1.0, 0.5, 0.1, 0.1, 0.1, least]) @ axes.T
-    root, found = loda.cholesky(matrix)
-    assert found == pytest.approx(jitter, rel=1e-6)
-    np.testing.assert_allclose(root @ root.T, matrix + jitter * np.eye(6), atol=1e-12)
+    root = loda.cholesky(matrix)
+    np.testing.assert_allclose(root @ root.T, matrix + jitter * np.eye(6), atol=1e-11)
     np.testing.assert_array_equal(np.triu(root, 1), 0)
 
 
@@ -95,9 +85,9 @@ def test_designed_directions(run, backbone, task):
             np.testing.assert_array_equal(isolated, 0)
         else:
             np.testing.assert_allclose(isolated.T @ isolated, np.eye(toy.RANK) / 3, atol=1e-5)
-            jitter = loda.cholesky(old[block])[1] * np.eye(toy.TINY.width)
-            values = scipy.linalg.eigh(new[block], old[block] + jitter, eigvals_only=True)
-            ratio = trace_of_ratio(isolated, new[block], old[block] + jitter)
+            root = loda.cholesky(old[block])
+            values = scipy.linalg.eigh(new[block], root @ root.T, eigvals_only=True)
+            ratio = trace_of_ratio(isolated, new[block], root @ root.T)
             np.testing.assert_allclose(ratio, values[-toy.RANK :].sum(), rtol=1e-3)
 
 

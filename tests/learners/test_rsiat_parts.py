@@ -1,4 +1,4 @@
-"""The parts of RSIAT's method against their formulas: losses, projector, drift, calibration."""
+"""The parts of RSIAT's method against their formulas: losses, projector, calibration."""
 
 import jax
 import jax.numpy as jnp
@@ -49,30 +49,6 @@ def test_a_new_projector():
             largest = float(jnp.abs(leaf).max())
             assert 0.85 * inputs**-0.5 < largest <= inputs**-0.5
             assert float(leaf.min()) < 0
-
-
-# Means that move with the features near them -----------------------------------------------------
-
-
-def drift_problem(classes=4, images=9, width=6):
-    rng = np.random.default_rng(0)
-    before = rng.normal(size=(images, width))
-    return rng.normal(size=(classes, width)), before, before + 0.5 * rng.normal(size=before.shape)
-
-
-@pytest.mark.parametrize("width", [0.3, 4.0])
-def test_drift_against_its_formula(width):
-    of_classes, before, after = drift_problem()
-    expected = rsiat_reference.moved_means(of_classes, before, after, width)
-    assert np.abs(expected - of_classes).max() > 0.1
-    found = rsiat.moved_means(of_classes, before, after, width)
-    assert found.dtype == np.float64
-    np.testing.assert_allclose(found, expected, rtol=1e-9)
-    np.testing.assert_array_equal(rsiat.moved_means(of_classes, before, before, 1.0), of_classes)
-    # A drift common to all images is that of every mean.
-    common = np.linspace(-1, 1, before.shape[1])
-    found = rsiat.moved_means(of_classes, before, before + common, width) - of_classes
-    np.testing.assert_allclose(found, np.tile(common, (len(found), 1)), rtol=1e-9)
 
 
 # Calibration of cosine heads ---------------------------------------------------------------------

@@ -73,13 +73,6 @@ def test_slots_beyond_the_task_are_not_looked_at(stack):
     assert_equal(found, expected)
 
 
-def test_select_returns_what_store_kept_and_other_slots_stay(tasks, stack):
-    changed = increments.store(stack, 1, tasks[3])
-    for task, increment in enumerate(tasks):
-        assert_equal(increments.select(stack, task), increment)
-        assert_equal(increments.select(changed, task), tasks[3] if task == 1 else increment)
-
-
 # The product with a kernel that carries an update -------------------------------------------------
 
 HIGHEST = jax.lax.Precision.HIGHEST
