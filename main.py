@@ -1,4 +1,4 @@
-"""The command `fdc run` in a clone; see `fdc_jax/command/run.py`.
+"""The command `fdc run` in a clone; see `fdc_jax/command.py`.
 
 python main.py --config=configs/digits.py [--workdir=FOLDER] [--config.FIELD=VALUE ...]
 """
@@ -6,4 +6,4 @@ python main.py --config=configs/digits.py [--workdir=FOLDER] [--config.FIELD=VAL
 import runpy
 
 if __name__ == "__main__":
-    runpy.run_module("fdc_jax.command", run_name="__main__", alter_sys=True)
+    runpy.run_module("fdc_jax.run", run_name="__main__", alter_sys=True)

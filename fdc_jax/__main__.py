@@ -7,7 +7,7 @@ import fdc_jax
 from fdc_jax.errors import Program, did_you_mean
 
 PROGRAMS = {
-    "run": ("fdc_jax.command", "learn a stream of tasks, calibrate and evaluate on the way"),
+    "run": ("fdc_jax.run", "learn a stream of tasks, calibrate and evaluate on the way"),
     "report": ("fdc_jax.report", "write a report about runs"),
     "predict": ("fdc_jax.predict", "say the classes of new images by a run"),
     "export": ("fdc_jax.export", "make a run one folder that predicts"),

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from configs import digits
-from fdc_jax.command import run as command
+from fdc_jax import command
 from fdc_jax.errors import Interrupted, StopRequest
 from fdc_jax.run import configuration
 

@@ -185,7 +185,7 @@ def test_the_command_says_what_it_wrote(whole, tmp_path, capsys):
     [
         ("exists", (), r"out: exists already; name a folder that does not"),
         ("results.json", (), r"expected a finished run, found no results.json"),
-        ("checkpoints", (), r"expected the checkpoints of a run"),
+        ("checkpoints", (), r"expected a checkpoint of the run"),
         (None, ("--weights=absent.npz",), r"found no file absent.npz"),
         ("fewer tasks", (), r"results are of 1 task, and it has learned 2; let"),
     ],

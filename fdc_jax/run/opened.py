@@ -167,11 +167,8 @@ class Opened(Places):
             )
         encoders, seed = self.encoders, self.config["seed"][0]
         checkpoints = Checkpoints(self.checkpoints_folder, read_only=True)
-        try:
-            for _, cursor, tree in setups.checkpoints(encoders, checkpoints, seed):
-                return tree["state"], cursor["tasks_done"]
-        finally:
-            checkpoints.close()
+        for _, cursor, tree in setups.checkpoints(encoders, checkpoints, seed):
+            return tree["state"], cursor["tasks_done"]
         raise InputError(f"{self.checkpoints_folder}: expected a checkpoint of the run, found none")
 
     def encoder(self, t: int) -> Replaced:

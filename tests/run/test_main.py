@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fdc_jax import evaluation
-from fdc_jax.command import run as command
+from fdc_jax import command, evaluation
 from fdc_jax.errors import StopRequest
 from fdc_jax.posthoc import __main__ as posthoc
 from tests import small_runs

@@ -278,7 +278,7 @@ def _run_seed(
         return finished
     progress = Progress(quiet, f"seed {seed}, " if len(setup.config.seed) > 1 else "")
     checkpoints = Checkpoints(store.checkpoints_folder, setup.config.checkpoint.keep)
-    with contextlib.closing(progress), contextlib.closing(checkpoints):
+    with contextlib.closing(progress):
         begun = experiment.resume(setup, seed, store, checkpoints)
         if begun.trained_tasks:
             progress.line(f"goes on after {begun.trained_tasks} of {len(setup.tasks.tasks)} tasks")

@@ -1,1 +1,0 @@
-"""The command `fdc run`, above runs and reports."""
