@@ -134,9 +134,52 @@ def read_json(path: Path) -> Any:
 def read_object(path: Path) -> dict[str, Any]:
     """Reads a JSON object, empty where there is no file; InputError where it is none."""
     found = read_json(path) if path.exists() else {}
-    if not isinstance(found, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(found).__name__}")
+    check_form(found, {}, f"{path}: ")
     return found
+
+
+def check_form(value: Any, form: Any, place: str) -> None:
+    """Checks a JSON value from a file.
+
+    Args:
+        value: the value.
+        form: a type or a tuple of types, none of which is bool unless it says so; a tuple of two
+            numbers that bound it, whole ones for whole numbers; a list of the form of every item;
+            or a dictionary of forms by name. There, a name with `?` may be absent or null, and `*`
+            stands for all other names.
+        place: where the value stands, the start of a line.
+
+    Raises:
+        InputError: says where the value is of another form.
+    """
+
+    def refuse(expected: str) -> None:
+        found = "none" if value is None else printable(repr(value), 60)
+        found = type(value).__name__ if isinstance(value, list | dict) else found
+        raise InputError(f"{place.rstrip('. ').rstrip(':')}: expected {expected}, found {found}")
+
+    if isinstance(form, list):
+        if not isinstance(value, list):
+            refuse("a list")
+        for index, each in enumerate(value):
+            check_form(each, form[0], f"{place}{index}.")
+    elif isinstance(form, dict):
+        if not isinstance(value, dict):
+            refuse("a JSON object")
+        named = {name.rstrip("?"): name for name in form}
+        for name in (*named, *(value.keys() - named.keys())):
+            if (key := named.get(name, named.get("*"))) and name != "*":
+                if value.get(name) is not None or not key.endswith("?"):
+                    check_form(value.get(name), form[key], f"{place}{printable(name)}.")
+    elif isinstance(form, tuple) and not isinstance(form[0], type):
+        low, high = form
+        kinds, noun = (int, "a whole number") if isinstance(low, int) else (int | float, "a number")
+        if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
+            refuse(f"{noun} from {low:g} to {high:g}")
+    else:
+        kinds = form if isinstance(form, tuple) else (form,)
+        if type(value) not in kinds:
+            refuse(" or ".join(each.__name__ for each in kinds))
 
 
 # A folder's manifest ------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -133,10 +133,6 @@ def _open(path: Path) -> Any:
     if run.results is None:
         done = len(list((path / "tasks").glob("task_*.json")))
         raise InputError(f"unfinished: no results.json, {counted(done, 'task')} done")
-    try:
-        _check(run.results)
-    except InputError as error:
-        raise InputError(f"results.json: {error}") from None
     rows = run.results["num_test_images"]
     for name, column in predictions(run).items():
         if column.shape != (rows,) or column.dtype.kind not in "iu":
@@ -152,25 +148,6 @@ def predictions(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
     columns = run.predictions if run.predictions_file.exists() else {}
     columns = baselines.labels(run) | columns
     return {name: each for name, each in columns.items() if name.endswith(("label", "task"))}
-
-
-_KINDS: dict[str, type] = {"benchmark": str, "learner": str, "seed": int, "num_test_images": int}
-_KINDS |= {"num_tasks": int, "num_classes": int, "accuracy": dict, "curve": list, "config": dict}
-
-
-def _check(results: Mapping[str, Any]) -> None:
-    """Refuses what is no `results.json` of a run."""
-    for name, kind in _KINDS.items():
-        value = results.get(name)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise InputError(f"{name}: expected {kind.__name__}, found {value!r:.60}")
-    if not {"raw", "oracle"} <= results["accuracy"].keys():
-        raise InputError("accuracy: expected at least raw and oracle")
-    for point in (results, *results["curve"]):
-        for section in ("accuracy", "components"):
-            for name, value in (point.get(section) or {}).items():
-                if not isinstance(value, int | float) or not 0 <= value <= 100:
-                    raise InputError(f"{section}.{name}: expected percent, found {value!r:.60}")
 
 
 # Groups ------------------------------------------------------------------------------------------

@@ -209,11 +209,7 @@ def validate(config: Config) -> None:
         refuse("seed", "one or more whole numbers from 0 to 4294967295, such as 1,2,3")
     if len(set(seeds)) != len(seeds):
         refuse("seed", "different numbers")
-    for field, allowed in _ALLOWED.items():
-        wanted = learners.expected(allowed, flat[field])
-        if wanted is not None:
-            refuse(field, wanted)
-    learners.check_options(name, flat)
+    check_ranges(flat, name)
     for each in calibrators(config):
         if each not in calibration.METHODS:
             raise InputError(did_you_mean("config.calibrators", each, calibration.METHODS))
@@ -225,6 +221,19 @@ def validate(config: Config) -> None:
     pair = isinstance(scale, list) and [type(each) in (int, float) for each in scale] == [True] * 2
     if not pair or not 0 < scale[0] <= scale[1] <= 1:
         refuse("data.crop_scale", "two ascending shares of at most 1, such as 0.05,1.0")
+
+
+def check_ranges(flat: dict[str, Any], learner: str) -> None:
+    """Checks values by field that are of the fields' types, and a learner's options.
+
+    Raises:
+        InputError: names the field, what was expected and what was found.
+    """
+    for field, allowed in _ALLOWED.items():
+        wanted = learners.expected(allowed, flat[field])
+        if wanted is not None:
+            raise InputError(f"config.{field}: expected {wanted}, found {flat[field]!r}")
+    learners.check_options(learner, flat)
 
 
 def _read_class_order(config: Config) -> None:

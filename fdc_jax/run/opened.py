@@ -6,7 +6,7 @@ are asked for.
 
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -20,22 +20,16 @@ from fdc_jax import calibration, learners
 from fdc_jax.calibration import Calibrator
 from fdc_jax.data.batches import Batch, evaluation_images
 from fdc_jax.data.task_stream import TaskStream, open_stream
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, line
 from fdc_jax.learners import Replaced
 from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
-from fdc_jax.machine.files import check_manifest, read_manifest, read_npz, read_safetensors
+from fdc_jax.machine.files import check_manifest, read_npz, read_safetensors
 from fdc_jax.model import vit
+from fdc_jax.run import base, configuration
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
-from fdc_jax.run.places import (
-    MEASURED_AGAIN,
-    PLANNED,
-    WRITTEN_AGAIN,
-    Places,
-    known_of,
-    read_object,
-)
+from fdc_jax.run.places import PLANNED, Places, known_of
 from fdc_jax.run.setup import EncoderSetup
 
 
@@ -67,25 +61,22 @@ class Opened(Places):
         learner: str = "",
     ):
         super().__init__(folder)
-        merged = self.merged_file
-        self.exported = merged.exists() or merged.name in read_manifest(self.folder)
+        remedy = "put it back, or export or run again"
+        known = check_manifest(self.folder, remedy)
+        self.exported = self.merged_file.exists() or self.merged_file.name in known
         if self.exported:
-            _check_export(self)
+            self._check_export(known)
         if not self.config_file.exists():
             seeds = sorted(self.folder.glob("seed_*"))
             hint = f"; of several seeds, open one: {seeds[0]}" if seeds else ""
             raise InputError(
                 f"{self.folder}: expected the work directory of a run, found no config.json{hint}"
             )
-        saved = read_object(self.config_file, "it says what the run is")
+        saved = self.read_config()
         # Names with a space are no fields.
         self.config: dict[str, Any] = {
             name: value for name, value in saved.items() if " " not in name
         }
-        if lacking := {"benchmark", "learner.name", "weights sha256", PLANNED} - saved.keys():
-            raise InputError(
-                f"{self.config_file}: expected the settings of a run, found no {min(lacking)}"
-            )
         self._weights_sha256, self._planned = saved["weights sha256"], saved[PLANNED]
         self._known = known_of(saved)
         if self.exported:
@@ -95,25 +86,26 @@ class Opened(Places):
         if weights is not None:
             self.config["encoder.weights"] = weights
         self._learner = learner
-        self.results: dict[str, Any] | None = None
-        if self.results_file.exists():
-            self.results = read_object(self.results_file, WRITTEN_AGAIN)
+        self.results = self.read_results()
+
+    def _check_export(self, known: Mapping[str, str]) -> None:
+        """Raises InputError where the manifest lacks a file that an export must have."""
+        needed = (self.config_file, self.results_file, self.weights_file, self.merged_file)
+        for path in (*needed, *self.folder.glob("calibrators/*")):
+            if path.relative_to(self.folder).as_posix() not in known:
+                raise InputError(
+                    f"{self.manifest_file}: does not know {path.name}; export the run again"
+                )
 
     @functools.cached_property
     def records(self) -> list[dict[str, Any]]:
         """What was measured after each task so far."""
-        tasks = self.recorded_tasks()
-        return [read_object(self.record_file(task), MEASURED_AGAIN) for task in tasks]
+        return self.read_records()
 
     @functools.cached_property
     def encoders(self) -> EncoderSetup:
         """What every encoder follows from, together with the learner's state."""
-        try:
-            found = setups.build_encoders(self._configuration(), self._planned)
-        except (AttributeError, KeyError) as error:
-            raise InputError(
-                f"{self.config_file}: lacks a field of this version: {error}"
-            ) from error
+        found = setups.build_encoders(self._configuration(), self._planned)
         if self._weights_sha256 != found.pretrained.sha256:
             raise InputError(
                 f"{found.pretrained.path}: expected the weights that {self.folder} was run with, "
@@ -135,6 +127,15 @@ class Opened(Places):
                 f"{self.config_file}: was run with the learner {name}, which is none of the "
                 f"package; to run its code, name it: --learner={name}, or open_run(learner=...)"
             )
+        fields = configuration.flatten(base.get_config())
+        lacking = {field for field in fields if self.config.get(field) is None}
+        if lacking or not self.config["seed"]:
+            field = min(lacking, default="seed")
+            raise InputError(f"{self.config_file}: {field}: expected a value, found none")
+        try:
+            configuration.check_ranges(self.config, name)
+        except (InputError, KeyError, TypeError) as error:  # of a learner outside, any
+            raise InputError(f"{self.config_file}: {line(error)}") from error
         nested: dict[str, Any] = {}
         for field, value in self.config.items():
             *sections, last = field.split(".")
@@ -213,7 +214,7 @@ class Opened(Places):
     def calibrator(self, name: str = "fdc") -> Calibrator:
         """Returns a calibrator as it was fitted, on all tasks or on those of a run that stopped."""
         final = self.calibrator_file(name)
-        found = self.fitted_files(name) + [final] * final.exists()
+        found = sorted(self.folder.glob(f"calibrators/{name}_*.npz")) + [final] * final.exists()
         if not found:
             raise InputError(
                 f"{self.folder}: has no calibrator {name}, expected one of "
@@ -262,16 +263,6 @@ class Opened(Places):
             )
         indices = tasks.test_indices[np.asarray(rows)]
         return evaluation_images(tasks.test, indices, self.config["encoder.image_size"])
-
-
-def _check_export(run: Opened) -> None:
-    """Raises InputError unless an export holds what its manifest says, byte for byte."""
-    remedy = "export the run again"
-    known = check_manifest(run.folder, remedy)
-    needed = (run.config_file, run.results_file, run.weights_file, run.merged_file)
-    for path in (*needed, *run.folder.glob("calibrators/*")):
-        if path.relative_to(run.folder).as_posix() not in known:
-            raise InputError(f"{run.manifest_file}: does not know {path.name}; {remedy}")
 
 
 # The name that users know.

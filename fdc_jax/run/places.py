@@ -1,4 +1,4 @@
-"""Names of the files in the work directory of one seed, and the reading of its JSON objects."""
+"""Names of the files in the work directory of one seed, and the reading of its JSON."""
 
 import os
 from collections.abc import Sequence
@@ -8,29 +8,57 @@ from typing import Any
 from fdc_jax.data.task_stream import Known
 from fdc_jax.errors import InputError
 from fdc_jax.machine import processes
-from fdc_jax.machine.files import read_json
+from fdc_jax.machine.files import MANIFEST, check_form, read_json
+from fdc_jax.run import base, configuration
 
-# What to do about a file that is damaged.
-PUT_BACK = "put it back, or choose another --workdir"
-WRITTEN_AGAIN = "remove it, and the run writes it again"
-MEASURED_AGAIN = "remove it, and its accuracies are measured again"
 # In config.json: checksums by name of the classes that the run knows, and the numbers of classes of
 # its tasks, both with those that are to come.
 CLASSES, PLANNED = "known classes", "classes of planned tasks"
 
+# What the JSON files hold, as of `check_form`.
+_SECONDS, _PERCENT, _COUNT, _SIZE = (0.0, 1e18), (0.0, 100.0), (0, 2**53), (1, 2**31)
+_ANY, _NUMBERS = (bool, int, float, str, list), {"*": {"*": (float, int)}}
+_MEASURED = {
+    "accuracy": {"raw": _PERCENT, "oracle": _PERCENT, "*": _PERCENT},
+    "routing_accuracy?": {"*": _PERCENT},
+    "components?": {"*": _PERCENT},
+    "decomposition?": _NUMBERS,
+}
+_POINT = _MEASURED | {"task": _COUNT, "task_accuracy?": {"*": [(float, int)]}}
+_RECORD = _POINT | {"timing": {"*": _SECONDS}, "peak_memory": {"*?": _COUNT}}
+_RESULTS = _MEASURED | {
+    **{"benchmark": str, "learner": str, "seed": _COUNT, "config": {"*?": _ANY}},
+    **{"num_tasks": _SIZE, "num_classes": _SIZE, "num_test_images": _COUNT, "curve": [_POINT]},
+    **{"average_incremental_accuracy?": {"*?": _PERCENT}, "timing?": {"*?": _SECONDS}},
+    **{"storage_bytes?": {"*": _COUNT}, "fdc_storage_bytes?": _COUNT, "peak_memory_bytes?": dict},
+    **{"class_names?": [str], "notes?": {"*": str}, "versions?": dict, "encoder?": dict},
+    **{"data?": {"*": str}, "selected?": {"components": str, "accuracy?": _PERCENT}},
+    **{"split?": str, "num_train_images?": _COUNT, "device?": str},
+}
+
+
+def _config() -> dict[str, Any]:
+    """Returns the form of `config.json`: values are of the types of the fields' defaults."""
+    kinds = {float: (float, int)}
+    defaults = configuration.flatten(base.get_config())
+    fields = {f"{name}?": kinds.get(type(each), type(each)) for name, each in defaults.items()}
+    named = {"benchmark": str, "learner.name": str, "weights sha256": str, PLANNED: [_SIZE]}
+    exact = {"classes_per_task?": (int, list), "seed?": [_COUNT], "num_tasks?": _COUNT}
+    return {**fields, **exact, **named, f"{CLASSES}?": {"*": str}, "*?": _ANY}
+
 
 class Places:
-    """Names of the files in the work directory of one seed."""
+    """Names of the files in the work directory of one seed, and what its JSON says."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
         self.checkpoints_folder = self.folder / "checkpoints"
         self.features_folder = self.folder / "features"  # in the form that `fdc_jax.posthoc` reads
         self.config_file = self.folder / "config.json"
-        self.results_file = self.folder / "results.json"  # the last one that a run writes
+        self.results_file = self.folder / "results.json"  # the last one that a run writes but
+        self.manifest_file = self.folder / MANIFEST  # the checksums of what others read
         self.predictions_file = self.folder / "predictions.npz"
         # In the place of checkpoints and of a file elsewhere, where the folder was exported.
-        self.manifest_file = self.folder / "manifest.json"
         self.merged_file = self.folder / "merged.safetensors"
         self.weights_file = self.folder / "pretrained" / "model.safetensors"
 
@@ -42,10 +70,6 @@ class Places:
         """File of a calibrator of the first `num_tasks` tasks, ready for more."""
         return self.folder / "calibrators" / f"{name}_{num_tasks:03d}.npz"
 
-    def fitted_files(self, name: str) -> list[Path]:
-        """Files of a calibrator that are there, by number of tasks."""
-        return sorted(self.folder.glob(f"calibrators/{name}_*.npz"))
-
     def record_file(self, task: int) -> Path:
         """File of what was measured after a task."""
         return self.folder / "tasks" / f"task_{task:03d}.json"
@@ -55,10 +79,43 @@ class Places:
         paths = self.folder.glob("tasks/task_*.json")
         return sorted(int(path.stem.removeprefix("task_")) for path in paths)
 
+    def read_config(self) -> dict[str, Any]:
+        """Returns what `config.json` holds; this and the next two raise InputError, with a remedy.
+
+        The fields of the configuration by name; beside them, under names with a space, checksums
+        and what the run knows of its classes.
+        """
+        return _read(self.config_file, _config(), "put it back, or choose another --workdir")
+
+    def read_results(self) -> dict[str, Any] | None:
+        """Returns what `results.json` holds, None before it is written."""
+        if not self.results_file.exists():
+            return None
+        path = self.results_file
+        found = _read(path, _RESULTS, remedy := "remove it, and the run writes it again")
+        if len(found.get("class_names") or ()) not in (0, found["num_classes"]):
+            raise InputError(f"{path}: class_names: expected as many as num_classes; {remedy}")
+        if not found["curve"]:
+            raise InputError(f"{path}: curve: expected a point, found none; {remedy}")
+        return found
+
+    def read_records(self) -> list[dict[str, Any]]:
+        """Returns what was measured after each task so far."""
+        files, remedy = map(self.record_file, self.recorded_tasks()), "its accuracies are measured"
+        return [_read(path, _RECORD, f"remove it, and {remedy} again") for path in files]
+
+
+def _read(path: Path, form: dict[str, Any], remedy: str) -> dict[str, Any]:
+    try:
+        check_form(found := read_json(path), form, f"{path}: ")
+    except InputError as error:
+        raise InputError(f"{error}; {remedy}") from error
+    return found
+
 
 def known_of(saved: dict[str, Any]) -> Known:
     """Returns what the `config.json` of a run says of its classes."""
-    planned = saved.get(PLANNED, [])
+    planned = saved[PLANNED]
     return Known(saved.get(CLASSES, {}), tuple(planned[: saved.get("num_tasks") or None]))
 
 
@@ -69,20 +126,10 @@ def known_classes(folders: Sequence[Path], classes_per_task: int | list[int]) ->
     """
 
     def read() -> list[dict[str, Any]]:
-        found = (Places(folder).config_file for folder in folders)
-        return [read_object(path, PUT_BACK) for path in found if path.exists()]
+        found = map(Places, folders)
+        return [each.read_config() for each in found if each.config_file.exists()]
 
-    best = max(processes.on_first(read)(), key=lambda it: len(it.get(CLASSES, {})), default={})
+    empty = {PLANNED: []}
+    best = max(processes.on_first(read)(), key=lambda it: len(it.get(CLASSES, {})), default=empty)
     same = best.get("classes_per_task") == classes_per_task
     return known_of(best) if same else known_of(best)._replace(sizes=())
-
-
-def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Reads a JSON object of the work directory; an InputError says what to do."""
-    try:
-        found = read_json(path)
-    except InputError as error:
-        raise InputError(f"{error}; {remedy}") from error
-    if not isinstance(found, dict):
-        raise InputError(f"{path}: expected a JSON object, found {type(found).__name__}; {remedy}")
-    return found

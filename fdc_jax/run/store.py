@@ -10,6 +10,7 @@ import os
 import pickle
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,19 +22,18 @@ from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import TaskFeatures
 from fdc_jax.machine import processes
-from fdc_jax.machine.files import read_npy, write_atomically, write_json, write_npy
+from fdc_jax.machine.files import (
+    read_manifest,
+    read_npy,
+    sha256,
+    write_atomically,
+    write_json,
+    write_manifest,
+    write_npy,
+)
 from fdc_jax.run import configuration
 from fdc_jax.run.configuration import Config
-from fdc_jax.run.places import (
-    CLASSES,
-    MEASURED_AGAIN,
-    PLANNED,
-    PUT_BACK,
-    WRITTEN_AGAIN,
-    Places,
-    known_of,
-    read_object,
-)
+from fdc_jax.run.places import CLASSES, PLANNED, Places, known_of
 
 _log = logging.getLogger(__name__)
 
@@ -81,11 +81,9 @@ class Store(Places):
                 )
             write_json(self.config_file, own)
             return
-        saved, done = read_object(self.config_file, PUT_BACK), self._results().get("config", {})
-        # Either file may have been changed by hand; in config.json the run may have grown since.
-        ended = {name: done[name] for name in done.keys() - configuration.TASKS}
+        saved = self.read_config()
+        self._check_unchanged(self.config_file)
         differing = configuration.differences(saved, settings)
-        differing = differing or configuration.differences(saved | ended, settings)
         grown = self._grown(saved, own, {name for name, *_ in differing})
         differing = [each for each in differing if each[0] not in grown]
         if differing:
@@ -105,6 +103,7 @@ class Store(Places):
                 "start would end otherwise",
                 *(self.folder, before, planned, task_count),
             )
+        self.manifest_file.unlink(missing_ok=True)
         write_json(self.config_file, own)
 
     def _grown(self, saved: dict[str, Any], own: dict[str, Any], differing: set[str]) -> set[str]:
@@ -128,21 +127,20 @@ class Store(Places):
             return set()
         return differing & may_differ
 
-    def _results(self) -> dict[str, Any]:
-        """Returns what `results.json` holds, nothing before it is written."""
-        return read_object(self.results_file, WRITTEN_AGAIN) if self.results_file.exists() else {}
+    def _check_unchanged(self, path: Path) -> None:
+        """Refuses a file that was changed after the run had ended."""
+        written = read_manifest(self.folder).get(path.name)
+        if written and path.exists() and written != sha256(path):
+            raise InputError(f"{path}: is not what was written; put it back, or remove it")
 
     # What is there -------------------------------------------------------------------------------
 
     @processes.on_first
     def finished(self) -> dict[str, Any] | None:
         """Returns the results of a run that has learned all of its tasks, or else None."""
-        results = self._results()
-        if results and "num_tasks" not in results:
-            raise InputError(
-                f"{self.results_file}: expected num_tasks, found none; {WRITTEN_AGAIN}"
-            )
-        return results if results.get("num_tasks", 0) >= self._num_tasks else None
+        results = self.read_results()
+        self._check_unchanged(self.results_file)
+        return results if results and results["num_tasks"] >= self._num_tasks else None
 
     @processes.on_first
     def has_fitted(self, num_tasks: int) -> bool:
@@ -184,6 +182,7 @@ class Store(Places):
                 f"{self.folder} holds a finished run, and no checkpoint to go on from; remove "
                 f"{self.results_file} to train again"
             )
+        self.manifest_file.unlink(missing_ok=True)
         for task in self.recorded_tasks():
             if task >= num_tasks:
                 self.record_file(task).unlink()
@@ -236,8 +235,7 @@ class Store(Places):
     @processes.on_first
     def records(self) -> list[dict[str, Any]]:
         """Returns what was measured after each task."""
-        tasks = self.recorded_tasks()
-        return [read_object(self.record_file(task), MEASURED_AGAIN) for task in tasks]
+        return self.read_records()
 
     @processes.on_first
     def keep_test(
@@ -260,7 +258,14 @@ class Store(Places):
 
     @processes.on_first
     def finish(self, calibrators: Mapping[str, Any], results: dict[str, Any]) -> None:
-        """Writes the calibrators of all tasks, and the results."""
+        """Writes the calibrators of all tasks, the results, and the checksums of what others read.
+
+        The manifest is the last file that a run writes, and goes before anything else changes.
+        """
         for name, calibrator in calibrators.items():
             calibrator.save(self.calibrator_file(name))
         write_json(self.results_file, results)
+        files = [self.config_file, self.results_file, self.predictions_file]
+        files += [*self.folder.glob("calibrators/*.npz"), *self.folder.glob("tasks/*.json")]
+        known = {path.relative_to(self.folder).as_posix(): sha256(path) for path in files}
+        write_manifest(self.folder, known)
