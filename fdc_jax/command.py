@@ -33,6 +33,7 @@ from fdc_jax.errors import (
     TrainingError,
     counted,
     line,
+    outcome,
     place,
     stop_on_signals,
 )
@@ -133,8 +134,8 @@ def _run_with_others(
 def _end(error: Exception, show_traceback: bool) -> None:
     """Says in one line what went wrong and exits, together with processes that failed alike."""
     lost = processes.lost(error)
-    message = str(error) if type(error) in CODES else lost
-    code = CODES.get(type(error), CODES[Interrupted] if lost else 1)
+    found = (CODES[Interrupted], lost) if lost else outcome(error)
+    code, message = found or (1, None)
     if message is None or show_traceback:
         traceback.print_exception(error)
     elif processes.is_first():

@@ -6,7 +6,9 @@ Imported before JAX, which takes seconds, so that a signal counts from the start
 import argparse
 import contextlib
 import difflib
+import itertools
 import logging
+import os
 import re
 import signal
 import sys
@@ -79,6 +81,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
 def line(error: BaseException) -> str:
     """Returns the start of the first line that an exception says, or the name of its kind."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{str(error.filename)[:200]}: {error.strerror}"
     return str(error).strip().partition("\n")[0].strip()[:200] or type(error).__name__
 
 
@@ -143,7 +147,54 @@ CODES: dict[type[BaseException], int] = {
     TrainingError: 3,
     Interrupted: 75,
     KeyboardInterrupt: 130,
+    BrokenPipeError: 141,
+    OSError: 2,
 }
+
+
+def outcome(error: BaseException) -> tuple[int, str] | None:
+    """Returns the exit code of an error and what to print of it; None for one of the program's own.
+
+    Nothing is to be said where nobody reads on, as of `fdc report ... | head`.
+    """
+    said = {MemoryError: "out of memory", KeyboardInterrupt: "stopped by SIGINT"}
+    said |= {BrokenPipeError: ""}
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and frames[-1].filename.endswith("xla_bridge.py"):  # some say nothing but assert
+        wanted = os.environ.get("JAX_PLATFORMS", "")
+        return 2, f"JAX_PLATFORMS={wanted}: JAX finds no such device here ({line(error)})"
+    if type(error) is ValueError and str(error).startswith("embedded null"):
+        return 2, "expected the name of a file, found one with a NUL character"
+    for kind, code in CODES.items():
+        if isinstance(error, kind):
+            text = line(error) if isinstance(error, OSError) else str(error)
+            return code, said.get(type(error), text or type(error).__name__)
+    return None
+
+
+def guarded(title: str, body: Callable[[], Any], show_traceback: bool = False) -> int:
+    """Runs what a program does; returns 0 or the exit code of an error that was told in a line."""
+    # Without the streams, the first file that is opened would take their place.
+    sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))
+    try:
+        try:
+            body()
+        finally:
+            sys.stdout.flush()
+    except BaseException as error:
+        if (found := outcome(error)) is None:
+            raise
+        if show_traceback:
+            traceback.print_exc()
+        code, text = found
+        with contextlib.suppress(OSError, ValueError):
+            if text:
+                print(f"{title}: {text}", file=sys.stderr, flush=True)
+            # What is left in the buffer of a closed or full stream would be tried again.
+            if isinstance(error, OSError):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return code
+    return 0
 
 
 class Once(argparse.Action):
@@ -206,16 +257,15 @@ class Program(argparse.ArgumentParser):
             0; after an error of `CODES`, which has been printed as one line, its code.
         """
         arguments = sys.argv[1:] if arguments is None else list(arguments)
-        try:
+
+        def parsed() -> None:
+            for before, word in itertools.pairwise(["", *arguments]):
+                flag = before if word == "" else word.removesuffix("=")
+                if (word == "" or flag != word) and not flag.startswith("--config."):
+                    raise InputError(f"{flag or self.prog}: expected a value, found an empty one")
             prepare(arguments)
             options = self.parse_args(arguments)
             with plain_warnings(self.title, logging.ERROR if options.quiet else logging.WARNING):
                 body(options)
-        except tuple(CODES) as error:
-            if "--traceback" in arguments:
-                traceback.print_exc()
-            said = {MemoryError: "out of memory", KeyboardInterrupt: "stopped by SIGINT"}
-            text = str(error) or said.get(type(error), type(error).__name__)
-            print(f"{self.title}: {text}", file=sys.stderr, flush=True)
-            return next(code for kind, code in CODES.items() if isinstance(error, kind))
-        return 0
+
+        return guarded(self.title, parsed, "--traceback" in arguments)

@@ -69,6 +69,74 @@ def test_an_interrupt_is_one_line(capsys):
     assert capsys.readouterr().err == "fdc_jax.predict: stopped by SIGINT\n"
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (PermissionError(13, "Permission denied", "/closed/x"), 2, "/closed/x: Permission denied"),
+        (OSError(36, "File name too long", "x" * 999), 2, "x" * 200 + ": File name too long"),
+        (OSError(28, "No space left on device"), 2, "[Errno 28] No space left on device"),
+        (ValueError("embedded null byte"), 2, "expected the name of a file, found one with a NUL"),
+        (MemoryError(), 2, "out of memory"),
+    ],
+)
+def test_what_the_system_refuses_is_one_line(error, code, text, capsys):
+    def body(options):
+        raise error
+
+    assert Program("predict", "").run(body, []) == code
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"fdc_jax.predict: {text}")
+    with pytest.raises(ZeroDivisionError):
+        Program("predict", "").run(lambda options: 1 / 0, [])
+
+
+@pytest.mark.parametrize("name", ["cuda", "nowhere"])
+def test_a_device_that_is_not_there_is_one_line(name):
+    script = "import jax; from fdc_jax.errors import Program; import sys\n"
+    script += "sys.exit(Program('run', '').run(lambda options: print(jax.devices()), []))"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=REPOSITORY,
+        env=os.environ | {"JAX_PLATFORMS": name},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 0:
+        pytest.skip(f"there is a device {name}")
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert last.startswith(f"fdc_jax.run: JAX_PLATFORMS={name}: JAX finds no such device here (")
+
+
+@pytest.mark.parametrize("words", [["--output="], ["--output", ""], [""]])
+def test_a_value_that_is_empty_is_no_value(words, capsys):
+    """As a variable of the shell that is not set leaves it."""
+    assert posthoc.main(words) == 2
+    flag = "--output" if words[0] else ".*"
+    assert re.search(f"{flag}: expected a value, found an empty one", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "said"),
+    [
+        (">/dev/full", 2, "fdc_jax.posthoc: [Errno 28] No space left on device"),
+        (">&-", 0, ""),
+        ("| exec sleep 0", 141, ""),
+    ],
+)
+def test_a_standard_output_that_takes_nothing(ending, code, said, tmp_path):
+    """Help longer than a pipe holds, so that it is noticed while it is written."""
+    script = (
+        "import sys; from fdc_jax.errors import Program\n"
+        "sys.exit(Program('posthoc', '').run(lambda options: print('x' * 10**6), []))"
+    )
+    line = f"set -o pipefail; '{sys.executable}' -c \"$1\" {ending}"
+    done = subprocess.run(
+        ["bash", "-c", line, "-", script], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr.strip()) == (code, said)
+
+
 def test_what_is_no_name(monkeypatch, capsys):
     def said(*words):
         monkeypatch.setattr(sys, "argv", ["fdc", *words])

@@ -104,7 +104,10 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
             yield
             return
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        try:
+            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
+        except OSError as error:
+            raise InputError(f"cannot write {file.name}: {error.strerror}") from error
         try:
             yield
         finally:
@@ -231,7 +234,12 @@ def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
     named it, such as `--output`, and what stands in the way.
     """
     path = Path(folder).absolute()
-    existing = next(each for each in (path, *path.parents) if each.exists())
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()
+    except OSError as error:
+        raise InputError(f"{flag}={str(folder)[:200]}: {error.strerror}") from error
+    existing = next(each for each in (path, *path.parents) if os.path.exists(each))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise InputError(f"{flag}={folder}: expected a folder to write in, found {existing}")
 

@@ -13,6 +13,7 @@ import ml_collections
 from fdc_jax import calibration, learners
 from fdc_jax.data import sources
 from fdc_jax.errors import InputError, did_you_mean, nearest, place
+from fdc_jax.machine.files import check_form
 from fdc_jax.run import base
 
 # An ml_collections.ConfigDict; no type checker knows its fields.
@@ -93,7 +94,8 @@ def load(name: str, learner: str = "") -> Config:
     try:
         if make := runpy.run_path(str(path)).get("get_config"):
             config = make()
-    except Exception as error:  # whatever a file raises
+            fields = flatten(config) if isinstance(config, ml_collections.ConfigDict) else {}
+    except (Exception, SystemExit) as error:  # whatever a file raises
         raise InputError(f"--config: {place(error)}") from error
     if not make:
         raise InputError(f"--config: {path}: expected a function get_config, found none")
@@ -103,12 +105,8 @@ def load(name: str, learner: str = "") -> Config:
             f"--config: {path}: get_config: expected what fdc_jax.run.base.get_config returns, "
             f"found {found}"
         )
-    fields, expected = flatten(config), flatten(base.get_config())
-    if lacking := [field for field in expected if field not in fields]:
-        raise InputError(
-            f"--config: {path}: lacks the field {lacking[0]}; begin with what "
-            "fdc_jax.run.base.get_config returns"
-        )
+    expected = kinds()
+    check_form(fields, expected, f"--config: {path}: ")
     for field in fields:
         if field not in expected and not field.startswith("learner."):
             raise InputError(
@@ -119,6 +117,13 @@ def load(name: str, learner: str = "") -> Config:
         config.update_from_flattened_dict({"learner.name": learner})
     _complete(config)
     return config
+
+
+def kinds() -> dict[str, Any]:
+    """Returns types of the values of every field of a configuration, as of `files.check_form`."""
+    found = {name: type(value) for name, value in flatten(base.get_config()).items()}
+    numbers = {name: (float, int) for name, kind in found.items() if kind is float}
+    return found | numbers | {"classes_per_task": (int, list)}
 
 
 def reader(config: Config, field: str) -> Callable[[str], Any]:
@@ -247,7 +252,7 @@ def _read_class_order(config: Config) -> None:
         path = Path(names[0]).expanduser()
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise InputError(
                 f"config.class_order: cannot read {path}: {getattr(error, 'strerror', error)}"
             ) from error

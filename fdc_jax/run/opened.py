@@ -61,7 +61,7 @@ class Opened(Places):
         learner: str = "",
     ):
         super().__init__(folder)
-        remedy = "put it back, or export or run again"
+        remedy = "export or run it again"
         known = check_manifest(self.folder, remedy)
         self.exported = self.merged_file.exists() or self.merged_file.name in known
         if self.exported:
@@ -87,6 +87,11 @@ class Opened(Places):
             self.config["encoder.weights"] = weights
         self._learner = learner
         self.results = self.read_results()
+        if self._planned and not 0 <= self.num_tasks <= len(self._planned):
+            raise InputError(
+                f"{self.folder}: expected at most the {len(self._planned)} tasks of config.json, "
+                f"found {self.num_tasks}"
+            )
 
     def _check_export(self, known: Mapping[str, str]) -> None:
         """Raises InputError where the manifest lacks a file that an export must have."""

@@ -9,6 +9,7 @@ import pytest
 
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import (
+    check_writable_folder,
     locked,
     open_regular,
     read_folder,
@@ -124,3 +125,23 @@ def test_a_file_without_its_lock_is_left_as_it_is(tmp_path, monkeypatch):
     with locked(tmp_path):
         assert (tmp_path / ".lock").read_text() == "of somebody"
     assert (tmp_path / ".lock").read_text() == "of somebody"
+
+
+# Folders to write in ------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_any_work(tmp_path, monkeypatch):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for name, reason in (
+        ("x" * 300, "File name too long"),
+        ("y/" * 3000, "File name too long"),
+        ("loop/out", "Too many levels of symbolic links"),
+    ):
+        with pytest.raises(InputError, match=f"^--output=.*: {reason}$") as caught:
+            check_writable_folder("--output", tmp_path / name)
+        assert len(str(caught.value)) < 300
+    check_writable_folder("--output", tmp_path / "new" / "folder")
+    closed = PermissionError(errno.EACCES, "Permission denied")
+    monkeypatch.setattr("pathlib.Path.stat", lambda *_: (_ for _ in ()).throw(closed))
+    with pytest.raises(InputError, match=r"^--output=/closed/x: Permission denied$"):
+        check_writable_folder("--output", "/closed/x")

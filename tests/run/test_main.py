@@ -200,7 +200,10 @@ def test_mistakes_get_one_line(argument, tmp_path, capsys):
         ("def get_config():\n    return 1 / 0", "own.py, line 2: ZeroDivisionError: "),
         ("a = 1", "own.py: expected a function get_config, found none"),
         ("def get_config():\n    return {}", "get_config: expected .*, found dict"),
-        ("import ml_collections\nget_config = ml_collections.ConfigDict", "lacks the field "),
+        (
+            "import ml_collections\nget_config = ml_collections.ConfigDict",
+            "own.py: benchmark: expected str",
+        ),
         (
             "from fdc_jax.run import base\n\n\ndef get_config():\n    config = base.get_config()\n"
             "    config.trian = 1\n    return config",
