@@ -16,7 +16,7 @@ from fdc_jax.model import weights
 from tests import small_runs
 
 ROWS = np.arange(0, 60, 5)
-RSIAT = pytest.param("rsiat", marks=pytest.mark.ci)
+OTHERS = [pytest.param(name, marks=pytest.mark.ci) for name in ("rsiat", "slca")]
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def answers(run, images):
     "learner",
     [
         "cumulative_lora",
-        RSIAT,
+        *OTHERS,
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("inflora_ca", "sd_lora")),
     ],
 )

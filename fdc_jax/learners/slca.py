@@ -135,7 +135,7 @@ class SLCA(Learner):
             state.gaussians, task, features, labels, classes, RIDGE
         )
         aligned = heads
-        if task > 0 and self.alignment_epochs > 0:
+        if task > 0:
             rates = training.learning_rates("cosine", self.alignment_epochs, ALIGNMENT_RATE)
             seen = self.setup.classes_of_first(task + 1)
             key = jax.random.wrap_key_data(frozen["alignment"])

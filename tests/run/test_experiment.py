@@ -68,9 +68,10 @@ def test_a_run_fits_what_it_is_told_to_and_keeps_no_features_unasked(whole, cach
 
 
 @pytest.mark.ci
-def test_the_encoder_before_a_task_can_be_had_of_a_learner_that_keeps_the_newest(cache, tmp_path):
-    """Which RSIAT does: other encoders are refused when the run is opened."""
-    fields = config(cache, learner__name="rsiat")
+@pytest.mark.parametrize("name", ["rsiat", "slca"])
+def test_the_encoder_before_a_task_can_be_had_of_one_that_keeps_the_newest(cache, tmp_path, name):
+    """Other encoders are refused when the run is opened."""
+    fields = config(cache, learner__name=name)
     stopped(fields, tmp_path / "run", 23)
     before = fdc_jax.open_run(tmp_path / "run")
     images = evaluation_images(before.tasks.train, before.tasks.train_indices[1], 32)
