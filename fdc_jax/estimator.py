@@ -85,6 +85,10 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
         X, y = self._validated(True, X, y)
         tasks = np.zeros(len(y), int) if tasks is None else column_or_1d(tasks)
         check_consistent_length(X, y, tasks)
+        if tasks.dtype.kind == "O":  # as words in a column of pandas
+            tasks = np.array(tasks.tolist())
+        if tasks.dtype.kind == "O" or (tasks != tasks).any():
+            raise InputError("tasks: expected a number or a word for each sample, found others")
         calibrator, labels = self._new()
         for task in np.unique(tasks):
             rows = tasks == task
@@ -165,7 +169,14 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
     def _split(self, X: Float[np.ndarray, "n d"]) -> list[Float[np.ndarray, "n _"]]:
         """Returns the views of X, one or two."""
         if self.views is not None:
-            return [X[:, columns] for columns in self.views]
+            try:
+                views = [X[:, columns] for columns in self.views]
+                if [each.ndim for each in views] in ([2], [2, 2]):
+                    return views
+                reason = "they do not pick columns of one or two views"
+            except (IndexError, TypeError) as error:
+                reason = str(error)
+            raise InputError(f"views: expected such as (slice(0, 3), slice(3, 6)): {reason}")
         return [X] if self._widths is None else np.split(X, self._widths[:1], axis=1)
 
     def _test_views(self, X: Any) -> list[Float[np.ndarray, "n _"]]:

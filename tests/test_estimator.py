@@ -243,6 +243,9 @@ def test_words_and_forms_that_are_none(tasks, plain):
         ({"calibrator": "fcd"}, "calibrator: expected one of .*, found 'fcd'; did you mean fdc"),
         ({"settings": {"pack_weight": 1.0}}, "setting of fdc: .* did you mean pac_weight"),
         ({"settings": {"pac_weight": -1.0}}, "pac_weight: expected"),
+        ({"views": 2}, r"views: expected such as \(slice.*not iterable"),
+        ({"views": (0, 99)}, "views: expected such as .*out of bounds"),
+        ({"views": (3, 4)}, "views: expected such as .*do not pick columns"),
         ({"head": "linear"}, "head: expected one of ridge, nearest_mean, found 'linear'"),
     ):
         with pytest.raises(InputError, match=message):
@@ -281,3 +284,10 @@ fdc_jax.FDCClassifier
     assert set(fdc_jax.__all__) <= set(dir(fdc_jax))
     with pytest.raises(AttributeError, match="has no attribute 'FDCClasifier'"):
         fdc_jax.FDCClasifier  # noqa: B018
+
+
+@pytest.mark.parametrize("gap", [np.nan, None])
+def test_a_task_for_each_sample_or_a_line(tasks, gap):
+    X, y = tasks[0].adapted, tasks[0].labels
+    with pytest.raises(InputError, match="tasks: expected a number or a word for each sample"):
+        FDCClassifier().fit(X, y, tasks=[gap, *y[1:]])

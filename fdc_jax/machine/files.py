@@ -376,4 +376,6 @@ def _reason(error: Exception, path: str | os.PathLike[str]) -> str:
         start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
         if start.startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
             return "it is a web page (HTML), as a failed download leaves"
+        if start.startswith(b"pk") and isinstance(error, zipfile.BadZipFile):
+            return "it is damaged, or ends early"
     return printable(" ".join(str(error).split()), 200) or type(error).__name__

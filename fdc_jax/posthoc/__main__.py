@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -121,19 +122,19 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 def _output(options: argparse.Namespace) -> Path | None:
     """Refuses files that cannot be written, or would overwrite each other or the features."""
-    output = None if options.output is None else Path(options.output)
     if options.calibrator is not None and options.method == "all":
         raise InputError("--calibrator: expected together with one --method")
-    files = {}
-    if output is not None:
-        files = {"--output": output, "the report of --output": output.with_suffix(".json")}
+    output, files = None, {}
+    if options.output is not None:
+        output = files["--output"] = check_writable_file("--output", options.output, ".npz")
+        name = "the report of --output"
+        files[name] = check_writable_file(name, output.with_suffix(".json"), ".json")
     if options.calibrator is not None:
-        files["--calibrator"] = Path(options.calibrator)
-    taken = {Path(options.features).resolve(): "the feature file"}
+        name = "--calibrator"
+        files[name] = check_writable_file(name, options.calibrator, ".npz")
+    taken = {os.path.realpath(options.features): "the feature file"}
     for name, path in files.items():
-        check_writable_file(name, path, ".json" if name.startswith("the report") else ".npz")
-        other = taken.setdefault(path.resolve(), name)
-        if other != name:
+        if (other := taken.setdefault(os.path.realpath(path), name)) != name:
             raise InputError(f"{name}: {path} is {other} itself")
     return output
 

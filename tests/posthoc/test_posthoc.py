@@ -180,6 +180,8 @@ def test_without_test_labels(tmp_path, arrays):
         ("source.npz --retained_energy=2", "retained_energy: expected"),
         ("source.npz --method=ncm --attenuation=1", "--attenuation: is no setting of ncm"),
         ("source.npz --output=x.json", "ends in .npz"),
+        ("/dev/zero", "expected a regular file"),
+        ("cut.npz", "not a readable .npz file: it is damaged, or ends early"),
         ("source.npz --method=all --calibrator=e.npz", "--calibrator: expected together"),
         ("source.npz --method=ranpac --projections=0", "--projections: expected at least 1"),
         ("bad.npz --output=x.npz", "adapted features: row 0"),
@@ -194,6 +196,7 @@ def test_refusals_are_one_line_and_write_nothing(
 ):
     monkeypatch.chdir(tmp_path)
     Path("source.npz").symlink_to(source)
+    Path("cut.npz").write_bytes(source.read_bytes()[:3000])
     Path("c.npz").write_text("kept")
     Path("d.json").mkdir()
     np.savez("bad.npz", **arrays | {"test_adapted": np.full((48, 10), np.nan)})
