@@ -47,7 +47,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Float64, Int
 
 from fdc_jax.data.batches import Batch
-from fdc_jax.errors import InputError, TrainingError
+from fdc_jax.errors import TrainingError
 from fdc_jax.heads import CosineHead, Head, unit
 from fdc_jax.learners import gaussian_alignment, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
@@ -350,13 +350,7 @@ class RSIAT(Learner):
         """
         if num_tasks == 0:
             return _kernels(backbone, jax.tree.map(jnp.zeros_like, state.adapter))
-        # A head is zero until its task is learned.
-        newest = int(np.any(state.heads, axis=(1, 2)).sum())
-        if num_tasks != newest:
-            raise InputError(
-                f"RSIAT keeps no encoder but its newest: expected E_0 or E_{newest}, "
-                f"found E_{num_tasks}"
-            )
+        training.require_newest(self.title, state.heads, num_tasks)
         return _kernels(backbone, state.adapter)
 
     def heads(self, state: State, num_tasks) -> list[Head]:

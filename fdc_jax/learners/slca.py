@@ -33,10 +33,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
-from fdc_jax.errors import InputError
 from fdc_jax.heads import Head, LinearHead
 from fdc_jax.learners import gaussian_alignment, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
@@ -156,13 +154,7 @@ class SLCA(Learner):
         """
         if num_tasks == 0:
             return vit.pretrained_kernels(backbone)
-        # A head is zero until its task is learned.
-        newest = int(np.any(state.heads.weight, axis=(1, 2)).sum())
-        if num_tasks != newest:
-            raise InputError(
-                f"SLCA keeps no encoder but its newest: expected E_0 or E_{newest}, "
-                f"found E_{num_tasks}"
-            )
+        training.require_newest(self.title, state.heads.weight, num_tasks)
         return vit.AllParameters(parameters=state.encoder)
 
     def heads(self, state: State, num_tasks) -> list[Head]:

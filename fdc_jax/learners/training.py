@@ -12,6 +12,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Float64
 
 from fdc_jax.data.batches import Batch
+from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
 from fdc_jax.machine import devices
 from fdc_jax.machine.devices import Mesh
@@ -137,6 +138,19 @@ def unpadded(setup: Setup, stack: Any, num_tasks: int) -> list[Any]:
         jax.tree.map(lambda leaf, t=task, c=classes: leaf[t, :c], stack)
         for task, classes in enumerate(setup.classes_per_task[:num_tasks])
     ]
+
+
+def require_newest(title: str, weights: Float[Array, "t c d"], num_tasks: int) -> None:
+    """Raises InputError where a learner that keeps its newest encoder alone is asked for another.
+
+    The weights of a head are zero until its task is learned.
+    """
+    newest = int(np.any(weights, axis=(1, 2)).sum())
+    if num_tasks != newest:
+        raise InputError(
+            f"{title} keeps no encoder but its newest: expected E_0 or E_{newest}, "
+            f"found E_{num_tasks}"
+        )
 
 
 def in_slots(tree: Any, wanted: Any) -> Any:
