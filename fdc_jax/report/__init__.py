@@ -54,7 +54,7 @@ def write(
     # Plotting and pandas take seconds to import, which tables on the screen should not wait for.
     import tqdm
 
-    from fdc_jax.report import analysis, figures, page, pictures, reference, runs, tables
+    from fdc_jax.report import analysis, classes, figures, page, pictures, reference, runs, tables
 
     def say(text: str) -> None:
         if not quiet:
@@ -82,7 +82,15 @@ def write(
     for drawing in drawn:
         figures.write(drawing, folder / "figures")
     shown = [pictures.load(group.runs[0]) for group in groups]
-    text = page.render(groups, skipped, built, drawn, shown)
+    of_classes: dict[int, str] = {}
+    for place, group in enumerate(groups, 1):
+        found = classes.load(group, shown[place - 1].class_names)
+        if found is not None:
+            reason = "Pictures are in the report of each run alone."
+            wrong = classes.wrong_pictures(group) if len(groups) == 1 else ([], 0, reason)
+            of_classes[place] = f"classes_{place}.html"
+            write_text(folder / of_classes[place], page.render_classes(group, found, *wrong))
+    text = page.render(groups, skipped, built, drawn, shown, of_classes)
     write_text(folder / "report.html", text)
     if not quiet:
         count = sum(len(group.runs) for group in groups)

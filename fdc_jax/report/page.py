@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from markupsafe import Markup, escape
 from fdc_jax.errors import counted
 from fdc_jax.learners import title as learner_title
 from fdc_jax.report import figures, frames, paper, pictures, quantities, runs, tables, words
+from fdc_jax.report.classes import Classes, Wrong
 from fdc_jax.report.figures import Drawing
 from fdc_jax.report.pictures import Pictures
 from fdc_jax.report.runs import Group, Skipped
@@ -26,6 +27,7 @@ def render(
     compared: Sequence[Table],
     drawings: Sequence[Drawing],
     found: Sequence[Pictures],
+    classes: Mapping[int, str],
 ) -> str:
     """Returns the page; everything that comes from files is escaped.
 
@@ -35,15 +37,37 @@ def render(
         compared: tables over groups, in the order to show them.
         drawings: likewise; those of a run itself stand in the section of its group.
         found: of each group.
+        classes: names of the pages of classes, by the number of the group from 1.
     """
     own = [each for each in drawings if each.kind in figures.OF_A_RUN]
     return _fill(
         "page",
-        sections=[_section(group, own, each) for group, each in zip(groups, found, strict=True)],
+        sections=[
+            _section(group, own, each) | {"classes": classes.get(place)}
+            for place, (group, each) in enumerate(zip(groups, found, strict=True), 1)
+        ],
+        overview=[each for each in compared if each.name == "runs"],
         skipped=skipped,
         tables=compared,
         figures=[each for each in drawings if each not in own],
     )
+
+
+def render_classes(
+    group: Group, found: Classes, wrong: Sequence[Wrong], number: int, missing: str = ""
+) -> str:
+    """Returns the page of a group's classes; see `fdc_jax.report.classes`.
+
+    Args:
+        group: whose classes they are.
+        found: of `classes.load`.
+        wrong: pictures that are shown, of `number` that there are.
+        number: likewise.
+        missing: why there are none.
+    """
+    place = {label: index for index, label in enumerate(found.order)}
+    material = {"found": found, "wrong": wrong, "number": number, "missing": missing}
+    return _fill("classes", title=group.name, place=place, **material)
 
 
 def render_predictions(learner: str, benchmark: str, **material: Any) -> str:

@@ -177,11 +177,11 @@ def is_small(image: UInt8[np.ndarray, "h w 3"]) -> bool:
     return max(image.shape[:2]) <= _SMALL
 
 
-def data_uri(image: UInt8[np.ndarray, "h w 3"]) -> str:
+def data_uri(image: UInt8[np.ndarray, "h w 3"], side: int = _SIDE) -> str:
     """Returns a PNG of a small image, or a JPEG of a larger one at a smaller size."""
     picture, file = Image.fromarray(np.asarray(image)), io.BytesIO()
     kind = "png" if is_small(image) else "jpeg"
-    picture.thumbnail((_SIDE, _SIDE))
+    picture.thumbnail((side, side))
     picture.save(file, kind, quality=85, optimize=True)
     return inline(file.getvalue(), kind)
 

@@ -191,7 +191,7 @@ def _told_apart(each: Group, groups: Sequence[Group]) -> Group:
     fields = pd.DataFrame([settings(of.results) for of in alike]).astype(str)
     mine = settings(each.results)
     differing = [
-        f"{field} {str(mine.get(field, 'not recorded'))[:16]}"
+        f"{field} {str(mine.get(field, 'not recorded'))[:40]}"
         for field in fields.columns[fields.nunique() > 1].difference(["encoder.weights"])
     ]
     title = ", ".join([each.title] * bool(each.title) + differing)
@@ -202,7 +202,7 @@ def _told_apart(each: Group, groups: Sequence[Group]) -> Group:
 
 # Fields of a configuration that no accuracy of a calibrator depends on.
 _IGNORED = WITHOUT_EFFECT | {
-    *("seed", "report", "save_features", "calibrators"),
+    *("seed", "report", "save_features"),
     *("evaluation.batch_size", "evaluation.every_task"),
 }
 

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.report import made_up, test_page
+from fdc_jax.report import classes
+from fdc_jax.report import page as page_of
+from tests.report import made_up, test_classes, test_page
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 SCREENS = [(1280, 900, "light"), (390, 844, "dark")]
@@ -71,4 +73,22 @@ def test_the_page_fits_every_screen(browser, report, width, height, scheme):
     assert (ground.mean() < 60) if scheme == "dark" else (ground.mean() > 240)
     assert np.abs(pixels - ground).max() > 150  # something is written that stands out
     assert said == [] and [url for url in asked if not url.startswith(("file:", "data:"))] == []
+    page.close()
+
+
+def test_a_click_at_a_pair_shows_its_pictures(browser, tmp_path):
+    of = test_classes.group()
+    found = classes.load(of, ("a_very_long_name_" * 4,) * 6)
+    path = tmp_path / "classes.html"
+    path.write_text(page_of.render_classes(of, found, *classes.wrong_pictures(of)), "utf-8")
+    page = browser.new_page(viewport={"width": 390, "height": 844})
+    said: list[str] = []
+    page.on("console", lambda message: said.append(message.text))
+    page.goto(path.as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    assert page.inner_text("#count") == "3 pictures"
+    page.click("rect[data-pair='0,3']")
+    assert page.inner_text("#count") == "2 pictures" and page.input_value("#said") == "3"
+    page.select_option("#is", "3")
+    assert page.inner_text("#count") == "0 pictures" and said == []
     page.close()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from fdc_jax.report import __main__, analysis, figures, pictures, runs, tables
+from fdc_jax.report import __main__, analysis, classes, figures, pictures, runs, tables
 from tests.report.made_up import predictions, results, write_run
 
 
@@ -14,6 +14,7 @@ def folder(tmp_path, monkeypatch):
     write_run(place / "b", results(benchmark="digits", seed=2), predictions(2))
     (place / "notes").mkdir()
     monkeypatch.setattr(pictures, "load", lambda run: pictures.Pictures(missing="Gone."))
+    monkeypatch.setattr(classes, "wrong_pictures", lambda group: ([], 5, "Gone, too."))
     return place
 
 
@@ -39,7 +40,8 @@ def test_a_report_has_a_page_tables_figures_and_provenance(folder, tmp_path, cap
         assert of.with_suffix(".tex").read_text() == table.to_latex()
         assert of.with_suffix(".csv").exists()
         assert table.title.replace("'", "&#39;") in page
-    assert "Not computed: no similarity: why" in page
+    assert "Not computed: no similarity: why" in page and "classes_1.html" in page
+    assert "Gone, too." in (output / "classes_1.html").read_text()
     # Nothing is written where the run is.
     assert sorted(path.name for path in (folder / "b").iterdir()) == [
         "config.json", "predictions.npz", "results.json"

@@ -77,7 +77,7 @@ def rendered(members, tables=(), skipped=(), kinds=figures.OF_A_RUN, found=None)
     groups = made_up.analysed(*members) if members else []
     drawn = [each for each in figures.draw(groups) if each.kind in kinds]
     found = found or [material() for _ in groups]
-    return page.render(groups, skipped, tables, drawn, found)
+    return page.render(groups, skipped, tables, drawn, found, {1: "classes_1.html"})
 
 
 def several():
@@ -109,7 +109,7 @@ def test_nothing_comes_from_elsewhere(text, read):
         for name, value in attributes.items():
             assert not name.startswith("on"), (tag, name)
             if name in ("src", "href", "xlink:href", "data", "action", "srcset", "poster"):
-                assert value.startswith(("#", "tables/", "figures/", "data:image/"))
+                assert value.startswith(("#", "tables/", "figures/", "classes_", "data:image/"))
     (policy,) = [each for each in read.all("meta") if "http-equiv" in each]
     assert "default-src 'none'" in policy["content"]
     style = text[text.index("<style>") : text.index("</style>")]

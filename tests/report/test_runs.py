@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from fdc_jax.report import paper, runs
+from fdc_jax.report import paper, runs, tables
 from fdc_jax.run import configuration
 from tests.report.made_up import predictions, results, write_run
 
@@ -103,16 +103,23 @@ def test_predictions_are_checked_when_a_run_is_read(tmp_path):
 
 
 def test_of_equal_runs_the_first_counts(tmp_path):
-    write_run(tmp_path / "a")
+    usual = {"calibrators": "fdc,gaussians"}
+    write_run(tmp_path / "a", config=usual)
     # What moves no number makes no other run.
-    write_run(tmp_path / "b", config={"data.dir": "x", "report": False})
-    write_run(tmp_path / "c", config={"train.epochs": 5})
+    write_run(tmp_path / "b", config=usual | {"data.dir": "x", "report": False})
+    write_run(tmp_path / "c", config=usual | {"train.epochs": 5})
     write_run(tmp_path / "d", config={"calibrators": "fdc,gaussians,ncm"})
     found = loaded(tmp_path)
-    assert [run.folder.name for run in runs_of(found[0])] == ["a", "c"]
+    assert {run.folder.name for run in runs_of(found[0])} == {"a", "c", "d"}
     same = f"same benchmark, learner, seed and settings as {tmp_path / 'a'}, but for what"
-    assert all(reason.startswith(same) for reason in reasons(found[1]).values())
-    assert set(reasons(found[1])) == {"b", "d"}
+    assert reasons(found[1])["b"].startswith(same) and set(reasons(found[1])) == {"b"}
+    titles = {group.runs[0].folder.name: group.title for group in found[0]}
+    assert titles["c"] == "epochs 5" and titles["d"] == "calibrators fdc,gaussians,ncm"
+    shown = tables.of_runs(found[0]).frame
+    of = shown.loc[f"{tmp_path.name}/d"]
+    assert of["calibrators"] == "fdc,gaussians,ncm" and "train.rank" not in shown
+    assert of["best, %"] == f"{results()['accuracy']['gaussians']:.2f}"
+    assert shown["train.epochs"].to_list().count("5") == 1
 
 
 def test_groups_say_what_departs_from_the_protocol(tmp_path):

@@ -1,0 +1,64 @@
+"""Classes: counts by hand, the order of the confusion, and the page with its wrong pictures."""
+
+import numpy as np
+
+from fdc_jax.report import classes, page
+from tests.report import made_up
+from tests.report.test_page import HOSTILE, Reader
+
+NAMES = ("ant", "bee", "cat", HOSTILE, "emu", "fox")
+
+
+def group():
+    """Eight images of four of six classes; FDC is right of five of them."""
+    run = made_up.run(1, "digits", num_tasks=3)
+    run.predictions = {
+        "task": np.array([0, 0, 0, 0, 0, 1, 1, 2]),
+        "label": np.array([0, 0, 0, 1, 1, 3, 3, 5]),
+        "raw_label": np.array([1, 1, 1, 1, 1, 1, 1, 1]),
+        "fdc_label": np.array([0, 3, 3, 1, 1, 3, 0, 5]),
+        "oracle_label": np.array([0, 0, 0, 1, 1, 3, 3, 5]),
+    }
+    run.results["accuracy"] = {"raw": 25.0, "fdc": 62.5, "oracle": 100.0}
+    run.test_images = lambda rows: np.stack([np.full((8, 8, 3), 9 * row, np.uint8) for row in rows])
+    return made_up.groups(run)[0]
+
+
+def test_counts_by_hand():
+    found = classes.load(group(), NAMES)
+    assert found.method == "FDC" and found.pairs == [(0, 3, 2, 200 / 3), (3, 0, 1, 50.0)]
+    rows = {label: row.tolist() for label, row in found.table.iterrows()}
+    assert rows == {0: [1, 3, 100 / 3, 0, 3], 3: [2, 2, 50, 0, 0], 1: [1, 2, 100, 100, -1],
+                    5: [3, 1, 100, 0, -1]}  # fmt: skip
+    assert list(found.table.index[:2]) == [0, 3]  # The worst first.
+    assert {cell[:3] for cell in found.cells} >= {(0, 0, 1), (0, 3, 2), (5, 5, 1)}
+    assert sorted(found.order) == [*range(6)]
+    assert abs(found.order.index(0) - found.order.index(3)) == 1
+    of = group()
+    del of.runs[0].predictions["fdc_label"]
+    assert classes.load(of, ()) is None
+
+
+def test_pairs_that_are_confused_stand_side_by_side():
+    rng, size = np.random.default_rng(0), 40
+    wrong, partner = np.zeros((size, size)), rng.permutation(size)
+    for first, second in partner.reshape(-1, 2):
+        wrong[first, second] = 0.1 + rng.random()
+    places = np.argsort(classes.sorted_by_likeness(wrong))
+    assert (np.abs(np.diff(places[partner.reshape(-1, 2)])) == 1).all()
+
+
+def test_the_page_has_every_class_and_every_wrong_picture(monkeypatch):
+    of = group()
+    monkeypatch.setattr(classes, "_BLOCK", 2)
+    wrong, number, missing = classes.wrong_pictures(of)
+    assert [(each.true, each.chosen) for each in wrong] == [(0, 3), (0, 3), (3, 0)]
+    assert (number, missing) == (3, "") and len({each.uri for each in wrong}) == 3
+    text = page.render_classes(of, classes.load(of, NAMES), wrong, number)
+    assert "<script>alert" not in text and "http" not in text.replace("http-equiv", "")
+    read = Reader(text.replace("<br>", ""))
+    assert {"ant", "bee", "fox", HOSTILE} < set(read.texts("th")) and "66.7" in read.texts("td")
+    assert [each["data-is"] for each in read.all("li") if "data-is" in each] == ["0", "0", "3"]
+    assert {"0,3", "0,", "5,5"} <= {each.get("data-pair") for _, each in read.elements}
+    monkeypatch.setattr(classes, "MOST", 2)
+    assert [len(each) for each in (classes.wrong_pictures(of)[0], wrong)] == [2, 3]
