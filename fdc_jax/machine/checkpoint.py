@@ -1,26 +1,36 @@
-"""Checkpoints of a run: numbered files, each of a pytree and of what says where it belongs.
+"""Checkpoints of a run. The only file that knows Orbax.
 
 What a run keeps is the same on all devices. It is written as arrays of the host by process 0 and
 handed to the others when it is read, so that a checkpoint fits any number of devices and processes,
-and its folder need not be shared between hosts. A file is whole or absent, and every array in it
-has a checksum.
+and its folder need not be shared between hosts.
 """
 
-import json
+import contextlib
 import logging
 import os
+import re
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
 from fdc_jax.errors import InputError, line
 from fdc_jax.machine import devices, processes
-from fdc_jax.machine.files import read_npz, write_npz
+from fdc_jax.machine.files import read_json, sha256, write_json
 
 _log = logging.getLogger(__name__)
+
+# Beside the files of a checkpoint.
+_CHECKSUMS = "checksums.json"
+
+# Orbax reports every step of every save, and asyncio every file of a save that failed; errors
+# that matter are raised.
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).addFilter(lambda record: record.levelno >= logging.CRITICAL)
 
 
 class Checkpoints:
@@ -30,10 +40,31 @@ class Checkpoints:
         folder: where they lie; made when missing.
         keep: how many of the newest stay.
         read_only: change nothing, pass over what is damaged.
+
+    Raises:
+        InputError: the folder is to be read only, and missing.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2, read_only: bool = False):
-        self._folder, self._keep, self._read_only = Path(folder), keep, read_only
+        self._folder, self._read_only = Path(folder).absolute(), read_only
+        self._open(keep)
+
+    @processes.on_first
+    def _open(self, keep: int) -> None:
+        if self._read_only and not self._folder.is_dir():
+            raise InputError(f"{self._folder}: expected a checkpoint of the run, found no folder")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=not self._read_only,
+            create=False,
+            read_only=self._read_only,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=0, active_processes={0}
+            ),
+        )
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def save(self, number: int, tree: Any, cursor: dict[str, Any]) -> None:
         """Writes a checkpoint; it exists as a whole when this returns, or not at all.
@@ -46,16 +77,28 @@ class Checkpoints:
         Raises:
             InputError: the disk refuses the write.
         """
-        self._write(number, jax.tree.leaves(devices.to_host(tree)), cursor)
+        self._write(number, jax.tree.map(np.asarray, devices.to_host(tree)), cursor)
 
     @processes.on_first
-    def _write(self, number: int, leaves: list[Any], cursor: dict[str, Any]) -> None:
-        arrays = {f"leaf_{index}": leaf for index, leaf in enumerate(leaves)}
-        arrays["cursor"] = np.frombuffer(json.dumps(cursor).encode(), np.uint8)
-        write_npz(self._file(number), arrays)
-        # Also what a killed process was writing.
-        for path in (*self._folder.glob(".*.npz.*"), *map(self._file, self._numbers[self._keep :])):
-            path.unlink(missing_ok=True)
+    def _write(self, number: int, tree: Any, cursor: dict[str, Any]) -> None:
+        items = ocp.args.Composite(
+            tree=ocp.args.StandardSave(tree), cursor=ocp.args.JsonSave(cursor)
+        )
+        try:
+            # A disk without room is noticed before; half-written checkpoints fail less legibly.
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+            with tempfile.TemporaryFile(dir=self._folder) as file:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, max(size, 1))
+            self._manager.save(number, args=items, force=True)
+            self._manager.wait_until_finished()
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"cannot write a checkpoint in {self._folder}: {_reason(error)}"
+            ) from error
+        # Orbax fails in many ways on damaged files; with their checksums it need not read them.
+        place = self._folder / str(number)
+        write_json(place / _CHECKSUMS, _checksums(place))
 
     def newest(
         self, target: Callable[[dict[str, Any]], Any]
@@ -68,47 +111,73 @@ class Checkpoints:
             target: returns for a cursor a tree of the wanted structure, shapes and types; leaves
                 that are JAX arrays come back in their placement, others as arrays of the host.
         """
-        for number in processes.on_first(lambda: self._numbers)():
-            found = processes.from_first(lambda n=number: self._read(n))
-            if found is None:
+        for number in self._numbers():
+            if (cursor := self._cursor(number)) is None:
                 continue
-            *arrays, cursor = found.values()
-            cursor = json.loads(cursor.tobytes())
-            leaves, structure = jax.tree.flatten(target(cursor))
-            expected = [(np.shape(leaf), leaf.dtype.itemsize) for leaf in leaves]
-            if expected != [(array.shape, array.itemsize) for array in arrays]:
-                self.set_aside(number, "its arrays are not those of this run")
-                continue
-            # Types that NumPy lacks, such as bfloat16, are read as bytes.
-            typed = [array.view(leaf.dtype) for array, leaf in zip(arrays, leaves, strict=True)]
-            placed = [
-                devices.put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
-                for array, leaf in zip(typed, leaves, strict=True)
-            ]
-            yield number, cursor, jax.tree.unflatten(structure, placed)
+            leaves, structure = jax.tree.flatten(wanted := target(cursor))
+            found = processes.from_first(lambda n=number, w=wanted: self._leaves(n, w))
+            if found is not None:
+                placed = [
+                    devices.put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
+                    for leaf, array in zip(leaves, found.values(), strict=True)
+                ]
+                yield number, cursor, jax.tree.unflatten(structure, placed)
 
-    def _file(self, number: int) -> Path:
-        return self._folder / f"{number:09d}.npz"
-
-    @property
+    @processes.on_first
     def _numbers(self) -> list[int]:
-        return sorted((int(path.stem) for path in self._folder.glob("[0-9]*.npz")), reverse=True)
+        return sorted(self._manager.all_steps(), reverse=True)
 
-    def _read(self, number: int) -> dict[str, np.ndarray] | None:
+    @processes.on_first
+    def _cursor(self, number: int) -> dict[str, Any] | None:
+        place = self._folder / str(number)
+        # A process may have died before it wrote the checksums.
+        with contextlib.suppress(InputError):
+            if read_json(place / _CHECKSUMS) != _checksums(place):
+                return self._move_aside(number, "its files are damaged")
+        return self._read(number, "cursor", ocp.args.JsonRestore())
+
+    def _leaves(self, number: int, target: Any) -> dict[str, np.ndarray] | None:
+        abstract = jax.tree.map(
+            lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), target
+        )
+        tree = self._read(number, "tree", ocp.args.StandardRestore(abstract))
+        return tree and {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
+
+    def _read(self, number: int, item: str, restore: Any) -> Any:
         try:
-            found = read_npz(self._file(number))
-            json.loads(found["cursor"].tobytes())
-        except (InputError, KeyError, ValueError) as error:
-            return self._move_aside(number, line(error))
-        return found
+            return self._manager.restore(number, args=ocp.args.Composite(**{item: restore}))[item]
+        except Exception as error:  # whatever a damaged file makes Orbax raise
+            return self._move_aside(number, _reason(error))
 
     @processes.on_first
     def set_aside(self, number: int, reason: str) -> None:
-        """Renames an unusable checkpoint, with a warning; its number is free."""
+        """Moves an unusable checkpoint beside the folder, with a warning; its number is free."""
         self._move_aside(number, reason)
 
     def _move_aside(self, number: int, reason: str) -> None:
-        path = self._file(number)
-        _log.warning("checkpoint %s is unusable (%s); trying the one before it", path, reason)
-        if not self._read_only:
-            os.replace(path, path.with_suffix(".unusable"))
+        place = self._folder / str(number)
+        if self._read_only:
+            _log.warning("checkpoint %s is unusable (%s)", place, reason)
+            return
+        aside = self._folder.with_name(f"{self._folder.name}_unusable_{number}")
+        while aside.exists():
+            aside = aside.with_name(f"{aside.name}_again")
+        _log.warning(
+            "checkpoint %s is unusable (%s); moved to %s, going back to the one before it",
+            place,
+            reason,
+            aside.name,
+        )
+        os.replace(place, aside)
+        self._manager.reload()
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != _CHECKSUMS)
+    return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+
+
+def _reason(error: Exception) -> str:
+    """Returns what the operating system said, or the start of a long message."""
+    said = re.search(r"\[OS error [^:\]]*: ?([^\]]*)\]", str(error))
+    return said.group(1) if said else line(error)
