@@ -137,7 +137,7 @@ class StepLog:
         if not math.isfinite(value):
             raise TrainingError(
                 f"the loss is {value} in task {self._task + 1}, epoch {epoch + 1}, "
-                f"step {step + 1}; config.train has learning rates {train.increment_learning_rate:g} "
+                f"step {step + 1}; config.train has the rates {train.increment_learning_rate:g} "
                 f"(increment) and {train.head_learning_rate:g} (head); checkpoints of before are "
                 "kept"
             )
