@@ -30,8 +30,9 @@ _RESULTS = _MEASURED | {
     **{"benchmark": str, "learner": str, "seed": _COUNT, "config": {"*?": _ANY}},
     **{"num_tasks": _SIZE, "num_classes": _SIZE, "num_test_images": _COUNT, "curve": [_POINT]},
     **{"average_incremental_accuracy?": {"*?": _PERCENT}, "timing?": {"*?": _SECONDS}},
-    **{"storage_bytes?": {"*": _COUNT}, "fdc_storage_bytes?": _COUNT, "peak_memory_bytes?": dict},
-    **{"class_names?": [str], "notes?": {"*": str}, "versions?": dict, "encoder?": dict},
+    **{"storage_bytes?": {"*": _COUNT}, "fdc_storage_bytes?": _COUNT},
+    **{"peak_memory_bytes?": {"*?": _COUNT}, "class_names?": [str], "notes?": {"*": str}},
+    **{"versions?": dict, "encoder?": dict},
     **{"data?": {"*": str}, "selected?": {"components": str, "accuracy?": _PERCENT}},
     **{"split?": str, "num_train_images?": _COUNT, "device?": str},
 }

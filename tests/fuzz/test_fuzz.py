@@ -22,6 +22,7 @@ from fdc_jax.data import tfds_format
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.model import weights
+from fdc_jax.report import runs
 from fdc_jax.run import configuration
 from tests.data.conftest import encode_fixture, photo  # noqa: F401
 from tests.data.test_tfds_format import prepare  # noqa: F401
@@ -181,6 +182,27 @@ def test_exports(tmp_path, whole, damage, count):
     export.write(whole, out)
     files = [path for path in sorted(out.rglob("*")) if path.is_file() and path.suffix != ".md"]
     fuzz(opened, out, files if damage is DAMAGED else [out / "manifest.json"], damage, count)
+
+
+@inputs
+@pytest.mark.parametrize("damage", [DAMAGED, ALTERED], ids=["bytes", "json"])
+def test_work_directories(tmp_path, whole, damage, count):
+    """As a run left it; and one without a manifest, of which reports and encoders are made."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    files = sorted([*folder.glob("*.json"), *folder.glob("tasks/*.json")])
+    if damage is ALTERED:
+        files.remove(folder / "manifest.json")
+        (folder / "manifest.json").unlink()
+
+    def read(folder):
+        found = opened(folder)
+        if damage is ALTERED:
+            runs.load([folder])
+            found.append(fdc_jax.open_run(folder).encoders.pretrained.sha256)
+        return found
+
+    fuzz(read, folder, files, damage, count, same=damage is DAMAGED)
 
 
 @inputs
