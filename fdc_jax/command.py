@@ -296,23 +296,15 @@ def _run_seed(
 
 def describe(setup: Setup) -> str:
     """Returns the lines that a run starts with: device, precision, parameters, weights, data."""
-    config, data, tasks = setup.config, setup.config.data, setup.tasks
-    part = ""
-    if data.train_per_class or data.test_per_class:
-        part = (
-            f", {data.train_per_class or 'all'} training and {data.test_per_class or 'all'} test "
-            "images of each class"
-        )
-    weights = setup.pretrained
-    positions = ", position embeddings resized" if weights.resized_positions else ""
+    config, tasks, weights = setup.config, setup.tasks, setup.pretrained
     train, trained = sum(map(len, tasks.train_indices)), setups.trained_parameters(setup)
     return (
         f"device     {devices.describe()}, precision {config.precision}\n"
         f"learner    {config.learner.name}, {trained:,} trained parameters a task\n"
         f"encoder    {config.encoder.variant} at {config.encoder.image_size} px, input range "
-        f"{data.input_range}{positions}\n"
+        f"{config.data.input_range}\n"
         f"weights    {weights.path.name}, sha256 {weights.sha256[:16]}\n"
-        f"data       {config.benchmark} ({tasks.test.partition} split{part}), "
+        f"data       {config.benchmark} ({tasks.test.partition} split), "
         f"{counted(len(tasks.tasks), 'task')}, {train:,} training and "
         f"{counted(len(tasks.test_indices), 'test image')}, "
         f"sha256 {tasks.train.checksum[:8]}, {tasks.test.checksum[:8]}"

@@ -89,8 +89,8 @@ class Opened(Places):
         self.results = self.read_results()
         if self._planned and not 0 <= self.num_tasks <= len(self._planned):
             raise InputError(
-                f"{self.folder}: expected at most the {len(self._planned)} tasks of config.json, "
-                f"found {self.num_tasks}"
+                f"{self.config_file}: num_tasks: expected at most the {len(self._planned)} that "
+                f"were planned, found {self.num_tasks}"
             )
 
     def _check_export(self, known: Mapping[str, str]) -> None:

@@ -84,7 +84,14 @@ class Places:
         The fields of the configuration by name; beside them, under names with a space, checksums
         and what the run knows of its classes.
         """
-        return _read(self.config_file, _config(), "put it back, or choose another --workdir")
+        remedy = "put it back, or choose another --workdir"
+        found = _read(self.config_file, _config(), remedy)
+        if sum(found[PLANNED]) > (known := len(found.get(CLASSES, {}))):
+            raise InputError(
+                f"{self.config_file}: {PLANNED}: expected at most the {known} known classes, "
+                f"found {sum(found[PLANNED])}; {remedy}"
+            )
+        return found
 
     def read_results(self) -> dict[str, Any] | None:
         """Returns what `results.json` holds, None before it is written."""

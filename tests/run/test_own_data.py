@@ -131,16 +131,6 @@ def test_it_ends_as_if_all_had_been_known(whole, grown):
         assert (first / name).read_bytes() == (end / name).read_bytes()
 
 
-def test_results_have_the_users_names(whole):
-    results, columns = small_runs.results(whole), small_runs.predictions(whole)
-    assert (results["benchmark"], results["split"]) == ("trees", "given")
-    assert results["class_names"] == columns["class_names"].tolist() == list(ALL)
-    assert results["config"]["classes_per_task"] == list(SIZES)
-    assert (results["num_tasks"], results["num_classes"], results["num_test_images"]) == (3, 7, 21)
-    assert np.bincount(columns["label"]).tolist() == [3] * 7
-    assert np.bincount(columns["task"]).tolist() == [3 * size for size in SIZES]
-
-
 @pytest.mark.ci
 def test_its_earlier_results_stand_while_it_goes_on(grown, cache, monkeypatch):
     monkeypatch.setenv("FDC_JAX_CACHE", str(cache))

@@ -33,7 +33,7 @@ def places(tree, path=()):
 def look(folder):
     """Reads what a reader of a run reads first."""
     run = fdc_jax.open_run(folder)
-    return run.records, run.num_tasks, run.class_names, run._configuration()
+    return run.records, run.num_tasks, run._configuration()
 
 
 @pytest.mark.parametrize("name", ["config.json", "results.json", "tasks/task_000.json"])
@@ -91,3 +91,16 @@ def test_a_finished_run_is_what_was_written(whole, tmp_path):
             fdc_jax.open_run(copied)
         (copied / name).write_bytes(content)
     fdc_jax.open_run(copied)
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["num_tasks", "classes of planned tasks", "encoder.image_size", "evaluation.batch_size"],
+)
+def test_a_number_that_would_take_all_memory_is_refused_at_once(opened, field):
+    config = json.loads((opened / "config.json").read_text())
+    config[field] = [10**9] if isinstance(config[field], list) else 10**9
+    (opened / "config.json").write_text(json.dumps(config))
+    (opened / "results.json").unlink()
+    with pytest.raises(InputError, match=rf"config.json.*{field}|{field}.*config.json"):
+        look(opened)
