@@ -216,6 +216,16 @@ def test_ranpac_with_fewer_samples_than_projections():
     assert np.abs(found.task_scores).max() < 3
 
 
+def test_gram_matrices_are_added_to_in_tiles(monkeypatch):
+    """With a smaller tile at the end, and a smaller block of rows."""
+    monkeypatch.setattr(random_features, "TILE", 16)
+    hidden = np.random.default_rng(0).normal(size=(1100, 40)).astype(np.float32)
+    total = random_features.with_gram(None, hidden[:7])
+    assert random_features.with_gram(total, hidden[7:]) is total
+    wide = hidden.astype(np.float64)
+    np.testing.assert_allclose(total, wide.T @ wide, atol=1e-3)
+
+
 def test_ridge_solve_survives_a_singular_gram_matrix():
     gram = np.diag([4.0, 1.0, -1e-3])  # What float32 rounding makes of a zero eigenvalue.
     solution = random_features.solve_ridge(gram, 1e-8, np.ones((3, 1)))

@@ -1,8 +1,9 @@
 """Ridge regression on random features: RanPAC and AnaCP.
 
-Random features and their Gram matrices are float32 at the highest matmul precision under
-`jax.jit`, where nearly all the work is. Sums over tasks and the solves are float64 on the host: a
-Gram matrix of thousands of correlated features has a condition number far beyond float32.
+Random features and products of them are float32 at the highest matmul precision under `jax.jit`,
+where nearly all the work is. Sums and the solves are float64 on the host: a Gram matrix of
+thousands of correlated features has a condition number far beyond float32. It is by far the
+largest array: products are added to it a tile at a time, and what solves makes one copy.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 _products = products if jax is None else jax.jit(products)
 RIDGES = 10.0 ** np.arange(-8, 9)
+# Rows and columns of a Gram matrix that are computed together.
+TILE = 2048
 
 
 class RanPAC(Comparator):
@@ -44,7 +47,7 @@ class RanPAC(Comparator):
         view: "adapted" or "pretrained".
         variant: "original", or "linear": h W with h = (g, 1), ridge regression on the features
             themselves, as ACIL has it (Zhuang et al., 2022) behind a random layer.
-        projections: M. The paper's 10,000 takes 0.8 GB of host memory while fitting.
+        projections: M. The paper's 10,000 takes 2.2 GB of host memory.
         seed: of R, which is not stored, and of the shuffles.
     """
 
@@ -71,11 +74,10 @@ class RanPAC(Comparator):
         order = self.random.permutation(len(rows))
         onehot = _onehot(rows[order])
         hidden = in_blocks(_hidden, self._projection(features), features[order])
-        gram, sums = _moments(hidden, onehot)
-        self.total = gram if self.total is None else self.total + gram
         self.ridge = chosen_ridge(hidden, onehot, self.ridge)
+        self.total = with_gram(self.total, hidden)
         self.ridge = max(self.ridge, float(np.finfo(np.float32).eps * np.trace(self.total)))
-        return sums
+        return _sums(hidden, onehot)
 
     def _solve(self) -> Float[Array, "m classes"]:
         targets = np.concatenate(self.statistics, axis=1)
@@ -114,7 +116,7 @@ class AnaCP(Comparator):
 
     Args:
         view: "adapted" or "pretrained"; the method is meant for features that do not move.
-        projections: D. The default takes 0.6 GB of host memory while fitting.
+        projections: D. The default takes 1.5 GB of host memory.
         seed: of the random matrices and the pseudo-features.
     """
 
@@ -130,18 +132,20 @@ class AnaCP(Comparator):
         self.projections = projections
         self.seed = seed
         # Gram matrix of each head's z, and the within-class scatter of x.
-        self.total: tuple[Any, Any] = [0.0] * self.num_heads, 0.0
+        self.total: tuple[Any, Any] = [None] * self.num_heads, 0.0
 
     def _collect(self, features, rows, head) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
         """Class means [c, d] and counts [c], and per head the sums of z over each class [m, c]."""
         matrices = self._matrices(features.shape[1])
         wide = unit(features.astype(np.float64))
         means, of_task = within_classes(wide, rows)
-        grams, scatter = self.total
-        hidden = (in_blocks(gelu_features, matrix, wide) for matrix in matrices[:-1])
-        added, sums = zip(*(_moments(each, _onehot(rows)) for each in hidden), strict=True)
-        self.total = [old + new for old, new in zip(grams, added, strict=True)], scatter + of_task
-        return means, np.bincount(rows), list(sums)
+        (grams, scatter), sums = self.total, []
+        for head, matrix in enumerate(matrices[:-1]):
+            hidden = in_blocks(gelu_features, matrix, wide)
+            grams[head] = with_gram(grams[head], hidden)
+            sums.append(_sums(hidden, _onehot(rows)))
+        self.total = grams, scatter + of_task
+        return means, np.bincount(rows), sums
 
     def _solve(self) -> tuple[list[Float[Array, "m d"]], Float[Array, "m classes"]]:
         means, counts, by_task = zip(*self.statistics, strict=True)
@@ -156,12 +160,13 @@ class AnaCP(Comparator):
             maps.append(jnp.asarray(solve_ridge(gram, self.ridge, pulls), jnp.float32))
         random, root = np.random.default_rng([self.seed, 1]), np.linalg.cholesky(covariance)
         outer_gram, sums = np.zeros((self.projections, self.projections)), []
-        for mean in means:
-            noise = random.standard_normal((self.samples_per_class, width)) @ root.T
-            hidden = in_blocks(_pulled, (matrices, maps), mean + noise)
-            gram, total = _moments(hidden, np.ones((len(noise), 1), np.float32))
-            outer_gram += gram
-            sums.append(total)
+        together = max(1, BLOCK_ROWS // self.samples_per_class)
+        for first in range(0, len(means), together):
+            rows = np.repeat(np.arange(len(means[first:][:together])), self.samples_per_class)
+            noise = random.standard_normal((len(rows), width)) @ root.T
+            hidden = in_blocks(_pulled, (matrices, maps), means[first:][rows] + noise)
+            outer_gram = with_gram(outer_gram, hidden)
+            sums.append(_sums(hidden, _onehot(rows)))
         cross = np.concatenate(sums, axis=1)
         return maps, jnp.asarray(solve_ridge(outer_gram, self.ridge, cross), jnp.float32)
 
@@ -203,16 +208,31 @@ def _onehot(rows: Int[np.ndarray, " n"]) -> Float[np.ndarray, "n c"]:
     return np.eye(rows.max() + 1, dtype=np.float32)[rows]
 
 
-def _moments(
-    hidden: Float[np.ndarray, "n m"] | Float[Array, "n m"], onehot: Float[np.ndarray, "n c"]
-) -> tuple[Float[np.ndarray, "m m"], Float[np.ndarray, "m c"]]:
-    """Returns h'h and h'Y, of some rows at a time in float32, summed in float64."""
-    gram, cross = 0.0, 0.0
+def with_gram(
+    total: Float[np.ndarray, "m m"] | None, hidden: Float[np.ndarray, "n m"]
+) -> Float[np.ndarray, "m m"]:
+    """Returns total + h'h, added in place: products of some rows in float32, sums in float64."""
+    size = hidden.shape[1]
+    total = np.zeros((size, size)) if total is None else total
+    tiles = [slice(start, start + TILE) for start in range(0, size, TILE)]
+    for number, left in enumerate(tiles):
+        for right in tiles[number:]:
+            tile = _sums(hidden[:, left], hidden[:, right])
+            total[left, right] += tile
+            if left != right:
+                total[right, left] += tile.T
+    return total
+
+
+def _sums(
+    hidden: Float[np.ndarray, "n m"], onehot: Float[np.ndarray, "n c"]
+) -> Float[np.ndarray, "m c"]:
+    """Returns h'Y, of some rows at a time in float32, summed in float64."""
+    total = np.zeros((hidden.shape[1], onehot.shape[1]))
     for start in range(0, len(hidden), BLOCK_ROWS):
-        part, labels = hidden[start : start + BLOCK_ROWS].T, onehot[start : start + BLOCK_ROWS].T
-        gram = gram + np.asarray(_products(part, part), np.float64)
-        cross = cross + np.asarray(_products(part, labels), np.float64)
-    return np.asarray(gram), np.asarray(cross)
+        rows = slice(start, start + BLOCK_ROWS)
+        total += np.asarray(_products(hidden[rows].T, onehot[rows].T))
+    return total
 
 
 def _hidden(
@@ -267,7 +287,7 @@ def solve_ridge(
     gram: Float[np.ndarray, "m m"], ridge: float, targets: Float[np.ndarray, "m c"]
 ) -> Float[np.ndarray, "m c"]:
     """Returns (G + lambda I)^-1 Q in float64."""
-    shifted = gram.copy()
+    shifted = np.array(gram, order="F")  # As LAPACK has it; else it would make a copy of its own.
     shifted[np.diag_indices_from(shifted)] += ridge
     try:
         factor = scipy.linalg.cho_factor(shifted, overwrite_a=True)
