@@ -8,7 +8,8 @@ means m_X and m_Y, centred rows Xc and R = (Y - m_Y) - Xc,
     Delta = (Xc' Xc + lambda (tr Xc' Xc / d) I)^-1 Xc' R,    g -> g + (g - m_X) Delta + m_Y - m_X.
 
 The ridge pulls towards a mere shift. Its lambda has the least error on images that were left out
-one at a time, which the hat matrix gives in closed form.
+one at a time, which the hat matrix gives in closed form. Products of rows are taken in float32 and
+added up in float64.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+import scipy.linalg
 
+from fdc_jax.calibration.compiled import eigh
 from fdc_jax.calibration.inputs import blocks, float32
 
 if TYPE_CHECKING:
@@ -26,6 +29,8 @@ if TYPE_CHECKING:
 RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, np.inf)
 # Images that the error is measured on, evenly spaced; all count for the map.
 LEFT_OUT = 2048
+# Random directions of the errors in which candidates of lambda are compared.
+DIRECTIONS = 64
 
 
 class AffineMap(NamedTuple):
@@ -53,40 +58,56 @@ def fit_map(before: Float[np.ndarray, "n d"], after: Float[np.ndarray, "n d"]) -
         after: E_t(D_t), rows in the same order.
     """
     count, width = before.shape
-    mean = sum(block.sum(axis=0, dtype=np.float64) for _, block in blocks(before)) / count
-    target = sum(block.sum(axis=0, dtype=np.float64) for _, block in blocks(after)) / count
-    scatter, cross = np.zeros((width, width)), np.zeros((width, width))
-    for (_, old), (_, new) in zip(blocks(before), blocks(after), strict=True):
-        centred = old - mean
-        scatter += centred.T @ centred
-        cross += centred.T @ ((new - target) - centred)
-    energies, vectors = np.linalg.eigh(scatter)
-    energies = np.maximum(energies, 0.0)
-    rotated = vectors.T @ cross
-
+    sums = (sum(rows.sum(axis=0, dtype=np.float64) for _, rows in blocks(x)) for x in (before, after))
+    mean, target = (each / count for each in sums)
     some = np.unique(np.linspace(0, count - 1, min(count, LEFT_OUT)).astype(int))
-    centred = float32(before[some]) - mean
-    inputs, truth = centred @ vectors, (float32(after[some]) - target) - centred
+    centred, truth = _centred(before[some], after[some], mean, target)
+    few = count < min(width, LEFT_OUT)
+    if few:  # (X' X + l I)^-1 X' R = X' (X X' + l I)^-1 R, which is smaller.
+        gram, cross = centred @ centred.T, truth
+    else:
+        gram, cross = np.zeros((width, width)), np.zeros((width, width))
+        for (_, old), (_, new) in zip(blocks(before), blocks(after), strict=True):
+            rows, change = _centred(old, new, mean, target)
+            gram += rows.T @ rows
+            cross += rows.T @ change
+    found, vectors = eigh(gram)
+    level = float(np.trace(gram)) / width or 1.0
+    energies = (np.maximum(found, 0.0) / level).astype(np.float32)
+    gains = 1.0 / (energies + np.array(RIDGES, np.float32)[:, None])
+    lengths, unit = np.sqrt(energies), np.float32(1.0 / np.sqrt(level))
+    inputs = vectors.T * lengths if few else (centred @ vectors.T) * unit
+    rotated = (vectors @ cross.astype(np.float32)) * (lengths[:, None] if few else unit)
+    # An image's own share of its prediction: of the map, and of the mean.
+    leverage = (inputs**2) @ gains.T + np.float32(1.0 / count)
+    kept = np.maximum(1.0 - leverage, np.float32(1e-6))
 
-    def left_out(ridge: float) -> Float[np.ndarray, "n d"]:
-        gains = _gains(energies, ridge)
-        # An image's own share of its prediction: of the map, and of the mean.
-        leverage = (inputs**2) @ gains + 1.0 / count
-        kept = np.maximum(1.0 - leverage, 1e-6)[:, None]
-        return (truth - (inputs * gains) @ rotated) / kept
+    def left_out(
+        place: int, truth: Float[np.ndarray, "n k"], rotated: Float[np.ndarray, "d k"]
+    ) -> tuple[float, Float[np.ndarray, "n k"]]:
+        errors = (truth - (inputs * gains[place]) @ rotated) / kept[:, place, None]
+        return float((errors * errors).sum(dtype=np.float64)), errors
 
-    errors = [float((left_out(ridge) ** 2).sum()) for ridge in RIDGES]
-    best = int(np.argmin(errors))
-    residual = left_out(RIDGES[best])
-    delta = vectors @ (_gains(energies, RIDGES[best])[:, None] * rotated)
-    matrix = np.eye(width) + delta
+    # All candidates in few directions, the best two in full.
+    narrow = truth, rotated
+    if width > DIRECTIONS:
+        sketch = np.random.default_rng(0).standard_normal((width, DIRECTIONS), np.float32)
+        narrow = truth @ sketch, rotated @ sketch
+    order = np.argsort([left_out(place, *narrow)[0] for place in range(len(RIDGES))])
+    compared = [(*left_out(place, truth, rotated), RIDGES[place]) for place in order[:2]]
+    _, residual, ridge = min(compared, key=lambda each: each[0])
+    matrix = np.eye(width)
+    if np.isfinite(ridge):
+        raised = gram + ridge * level * np.eye(len(gram))
+        delta = scipy.linalg.cho_solve(scipy.linalg.cho_factor(raised), cross)
+        matrix += centred.T @ delta if few else delta
     covariance = residual.T @ residual / len(some)
-    return AffineMap(matrix, target - mean @ matrix, RIDGES[best], covariance)
+    return AffineMap(matrix, target - mean @ matrix, ridge, covariance)
 
 
-def _gains(energies: Float[np.ndarray, " d"], ridge: float) -> Float[np.ndarray, " d"]:
-    """Returns 1 / (energies + ridge x their mean); zero where nothing varies, or none may."""
-    level = energies.mean()
-    if level <= 0 or not np.isfinite(ridge):
-        return np.zeros_like(energies)
-    return 1.0 / (energies + ridge * level)
+def _centred(
+    before: np.ndarray, after: np.ndarray, mean: np.ndarray, target: np.ndarray
+) -> tuple[Float[np.ndarray, "n d"], Float[np.ndarray, "n d"]]:
+    """Returns Xc and R of some rows in float32."""
+    centred = (float32(before) - mean).astype(np.float32)
+    return centred, (float32(after) - target).astype(np.float32) - centred

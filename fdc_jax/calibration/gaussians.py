@@ -50,9 +50,10 @@ class ViewClasses(NamedTuple):
 
         What the map leaves unexplained varies within classes from then on.
         """
+        by = by._replace(matrix=by.matrix.astype(np.float32))
         return ViewClasses(
             by.move(self.means).astype(np.float32),
-            (self.factors @ by.matrix).astype(np.float32),
+            self.factors @ by.matrix,
             (by.move_scatter(self.scatter) + images * by.residual).astype(np.float32),
         )
 
@@ -70,7 +71,8 @@ def fit_classes(
 ) -> ViewClasses:
     """Returns the Gaussians of classes from the features of their images, one class at a time."""
     width = features.shape[1]
-    means, factors = np.zeros((num_classes, width)), np.zeros((num_classes, RANK, width))
+    means = np.zeros((num_classes, width), np.float32)
+    factors = np.zeros((num_classes, RANK, width), np.float32)
     scatter = np.zeros((width, width))
     for row in np.unique(rows):
         members = inputs.float32(features[rows == row])
@@ -90,7 +92,7 @@ def fit_classes(
         lengths = np.sqrt(np.maximum(found, 0.0))
         leading = (vectors.T @ centred) if few else vectors.T * lengths[:, None]
         factors[row, :kept] = leading[::-1] / np.sqrt(count)
-    return ViewClasses(*(part.astype(np.float32) for part in (means, factors, scatter)))
+    return ViewClasses(means, factors, scatter.astype(np.float32))
 
 
 class Metric(NamedTuple):

@@ -63,10 +63,10 @@ def test_the_map_is_the_ridge_of_least_left_out_error(count, width):
     found = drift.fit_map(before, after)
     errors = [left_out_error(before, after, ridge) for ridge in drift.RIDGES]
     assert found.ridge == drift.RIDGES[int(np.argmin(errors))]
-    np.testing.assert_allclose(np.trace(found.residual), min(errors) / count, rtol=1e-6)
+    np.testing.assert_allclose(np.trace(found.residual), min(errors) / count, rtol=1e-5)
     matrix, offset = by_hand(before, after, found.ridge)
-    np.testing.assert_allclose(found.matrix, matrix, atol=1e-9)
-    np.testing.assert_allclose(found.offset, offset, atol=1e-8)
+    np.testing.assert_allclose(found.matrix, matrix, atol=2e-6)
+    np.testing.assert_allclose(found.offset, offset, atol=2e-6)
 
 
 def test_an_affine_change_is_found_and_a_shift_is_left_a_shift():
@@ -92,7 +92,18 @@ def test_few_or_equal_images_give_a_shift(count):
 def test_many_images_count_for_the_map_and_some_for_its_ridge():
     before, after = pair(4, count=3 * drift.LEFT_OUT, width=3)
     found = drift.fit_map(before, after)
-    np.testing.assert_allclose(found.matrix, by_hand(before, after, found.ridge)[0], atol=1e-9)
+    np.testing.assert_allclose(found.matrix, by_hand(before, after, found.ridge)[0], atol=2e-6)
+
+
+@pytest.mark.parametrize("count", [40, 150])
+def test_ridges_compared_in_few_directions_are_as_good(count):
+    before, after = pair(5, count, width=80, noise=0.3)
+    found = drift.fit_map(before, after)
+    errors = [left_out_error(before, after, ridge) for ridge in drift.RIDGES]
+    assert min(errors) < 0.9 * errors[-1]
+    assert np.trace(found.residual) < 1.01 * min(errors) / count
+    matrix, _ = by_hand(before, after, found.ridge)
+    np.testing.assert_allclose(found.matrix, matrix, atol=2e-5)
 
 
 @settings(max_examples=25, deadline=None)
