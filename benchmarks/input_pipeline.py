@@ -30,7 +30,7 @@ from fdc_jax.data import batches, dataset, sources
 from fdc_jax.data.batches import ByteCache
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.machine import devices
-from fdc_jax.model import weights
+from fdc_jax.machine.files import user_cache
 
 PROGRAM = "benchmarks.input_pipeline"
 JPEG_SIZE = (500, 375)
@@ -124,7 +124,7 @@ def main() -> None:
             if name == "jpeg":
                 source = photographs(Path(folder), options.images)
             else:
-                cache = weights.cache_folder()
+                cache = user_cache()
                 source, _ = sources.open_splits(name, cache, data_dir=options.data_dir)
             for number in workers:
                 for record in measure(source, number, options):

@@ -58,8 +58,10 @@ def fit_map(before: Float[np.ndarray, "n d"], after: Float[np.ndarray, "n d"]) -
         after: E_t(D_t), rows in the same order.
     """
     count, width = before.shape
-    sums = (sum(rows.sum(axis=0, dtype=np.float64) for _, rows in blocks(x)) for x in (before, after))
-    mean, target = (each / count for each in sums)
+    mean, target = (
+        sum(block.sum(axis=0, dtype=np.float64) for _, block in blocks(each)) / count
+        for each in (before, after)
+    )
     some = np.unique(np.linspace(0, count - 1, min(count, LEFT_OUT)).astype(int))
     centred, truth = _centred(before[some], after[some], mean, target)
     few = count < min(width, LEFT_OUT)

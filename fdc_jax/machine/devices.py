@@ -4,6 +4,7 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -117,6 +118,16 @@ def to_host(tree: Any) -> Any:
         return multihost_utils.process_allgather(leaf, tiled=True)
 
     return jax.tree.map(fetch, tree)
+
+
+def keep_programs(folder: Path) -> None:
+    """Keeps compiled programs of any size in a cache, for further processes.
+
+    Where JAX was told of a folder, as by `JAX_COMPILATION_CACHE_DIR`, they lie there.
+    """
+    if not jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def peak_memory() -> int | None:

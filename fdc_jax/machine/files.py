@@ -51,6 +51,12 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
         raise InputError(f"cannot write {path}: {error.strerror or error}") from error
 
 
+def user_cache() -> Path:
+    """Returns `$FDC_JAX_CACHE`, or `fdc_jax` in the user's cache folder."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("FDC_JAX_CACHE") or Path(home) / "fdc_jax")
+
+
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Opens a regular file for reading; a pipe or a device might never end.
 

@@ -45,12 +45,6 @@ class Weights:
     resized_positions: bool
 
 
-def cache_folder() -> Path:
-    """Returns `$FDC_JAX_CACHE`, or `fdc_jax` in the user's cache folder."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("FDC_JAX_CACHE") or Path(home) / "fdc_jax")
-
-
 def locate(
     weights: str, variant: str, folder: str | os.PathLike[str], show_progress: bool = True
 ) -> Path:

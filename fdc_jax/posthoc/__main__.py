@@ -14,7 +14,8 @@ from fdc_jax import calibration
 from fdc_jax.calibration import METHODS
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.features import feature_files
-from fdc_jax.machine.files import check_writable_file, write_json, write_npz
+from fdc_jax.machine import devices
+from fdc_jax.machine.files import check_writable_file, user_cache, write_json, write_npz
 from fdc_jax.posthoc.methods import moved, run, summarise
 from fdc_jax.posthoc.template import write_template
 
@@ -71,6 +72,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.features is None:
         raise InputError("expected a feature file, or --template for an example of one")
     settings, output = _settings(options), _output(options)
+    devices.keep_programs(user_cache())
     stored, every = feature_files.load(options.features), options.method == "all"
     if stored.test_labels is None and (every or (output or options.calibrator) is None):
         raise InputError(

@@ -21,7 +21,7 @@ from fdc_jax.features.extraction import Extractor, FeatureCache
 from fdc_jax.learners import Learner, training
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
-from fdc_jax.machine.files import check_writable_folder
+from fdc_jax.machine.files import check_writable_folder, user_cache
 from fdc_jax.model import vit, weights
 from fdc_jax.run import configuration
 from fdc_jax.run.configuration import Config
@@ -130,7 +130,7 @@ def build_encoders(
     kind = (config.data.input_range, config.precision, encoder.attention)
     model = vit.build(variant, encoder.image_size, *kind, cudnn=devices.have_cudnn(mesh))
     cache = cache_folder(config)
-    jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
+    devices.keep_programs(cache)
     wanted = encoder.weights, encoder.variant, cache, not quiet
     # A download is the first process's alone where all share a cache.
     processes.on_first(lambda: str(weights.locate(*wanted)))()
@@ -156,7 +156,7 @@ def _recognise(config: Config) -> vit.Variant:
 def cache_folder(config: Config) -> Path:
     """Returns the folder of downloads, compiled programs and features of E_0."""
     if not config.cache_dir:
-        return weights.cache_folder()
+        return user_cache()
     cache = Path(config.cache_dir).expanduser()
     check_writable_folder("config.cache_dir", cache)
     return cache

@@ -12,7 +12,7 @@ from flax import traverse_util
 from PIL import Image
 
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import sha256
+from fdc_jax.machine.files import sha256, user_cache
 from fdc_jax.model import vit, weights
 from tests.model.test_golden import GOLDEN, VARIANT, make_golden
 
@@ -109,7 +109,7 @@ def test_where_weights_are_looked_up(monkeypatch, tmp_path):
     with pytest.raises(InputError, match=r"'augreg' has no file for encoder\.variant 'digits'"):
         weights.locate("augreg", "digits", tmp_path)
     monkeypatch.setenv("FDC_JAX_CACHE", str(tmp_path / "a"))
-    assert weights.cache_folder() == tmp_path / "a"
+    assert user_cache() == tmp_path / "a"
 
 
 def test_other_file_types_and_missing_files_are_refused(tmp_path):
