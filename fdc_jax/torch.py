@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from fdc_jax import heads
+from fdc_jax.calibration.inputs import label_array
 from fdc_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def collect(
             if not isinstance(batch, list | tuple) or len(batch) < 2:
                 raise InputError("loader: expected batches (images, labels, ...)")
             found = _pair(views(model, batch[0].to(device)))
-            labels = np.asarray(torch.as_tensor(batch[1]).cpu(), np.int64)
+            labels = label_array(torch.as_tensor(batch[1]).cpu(), "loader: labels")
             columns.append([*_on_host(found), labels])
     finally:
         for each, mode in modes:

@@ -71,6 +71,10 @@ def test_one_view_and_what_is_refused():
         fdc_torch.Calibrated(Split(), calibration.FDC())
     with pytest.raises(InputError, match=r"batches \(images, labels"):
         fdc_torch.collect(Split(), [both])
+    with pytest.raises(InputError, match="loader: labels: expected integers, found float32"):
+        fdc_torch.collect(
+            Split(), [(both, torch.full((len(both),), 1.5))], lambda model, rows: rows
+        )
 
 
 def test_any_timm_vit():

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from fdc_jax.calibration import inputs, storage
+from fdc_jax.calibration.equations import SCALE_FLOOR
 from fdc_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -249,4 +250,14 @@ def warn_of_weak_head(given: inputs.TaskInput) -> None:
             f"samples (chance {100 / count:.1f}%). The two usual causes: rows of the head in "
             "another order than the labels, ascending or as classes names them; or features of a "
             "loader that shuffles, so that the labels are of other images"
+        )
+
+
+def warn_of_equal_residuals(given: inputs.TaskInput, index: int, view: Any) -> None:
+    """Warns where u_t has no spread to be measured in, as with one or two samples."""
+    if view.residual[1] <= SCALE_FLOOR and len(view.basis) < len(view.mean):
+        _LOGGER.warning(
+            f"{inputs.VIEWS[index]} features of task {given.task}: residual ratios of its samples "
+            f"({len(given.labels)}) do not vary; RLC's foreign reference, which all tasks share, "
+            "will be dominated by it"
         )

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float
 
 # Rows per call of a kernel; fewer are padded to a power of two, at least 8.
-ROWS = 256
+ROWS = 512
 
 
 def padded_size(size: int, least: int = 1) -> int:
@@ -42,7 +42,11 @@ def padded_size(size: int, least: int = 1) -> int:
 
 
 def stack(
-    arrays: Sequence[Any], least: int | None = None, fill: float = 0.0, plain: bool = False
+    arrays: Sequence[Any],
+    least: int | None = None,
+    fill: float = 0.0,
+    plain: bool = False,
+    turned: bool = True,
 ) -> Any:
     """Returns the arrays of all tasks as one for `over_tasks`.
 
@@ -52,6 +56,7 @@ def stack(
         fill: the padding. A task that is not there is all zero.
         plain: for NumPy, as where JAX is not installed: a list of the tasks' arrays, and no size
             larger than the largest.
+        turned: matrices become [d, tasks, rows], so that rows of all tasks are one without a copy.
     """
     plain, shape, tasks = plain or not jax, np.shape(arrays[0]), len(arrays)
     if least is not None:
@@ -63,7 +68,10 @@ def stack(
     stacked[len(arrays) :] = 0.0
     for task, array in enumerate(arrays):
         stacked[(task, slice(len(array))) if shape else task] = array
-    return list(stacked) if plain else jax.device_put(stacked)
+    if plain:
+        return list(stacked)
+    turned = turned and stacked.ndim == 3
+    return jax.device_put(stacked.transpose(2, 0, 1).copy() if turned else stacked)
 
 
 def over_tasks(function: Callable[..., tuple[Any, ...]], *arrays: Any) -> tuple[Any, ...]:
@@ -71,7 +79,12 @@ def over_tasks(function: Callable[..., tuple[Any, ...]], *arrays: Any) -> tuple[
     if isinstance(arrays[0], list):
         results = [function(*each) for each in zip(*arrays, strict=True)]
         return tuple(np.stack(parts, axis=1) for parts in zip(*results, strict=True))
-    return jax.vmap(function, out_axes=1)(*arrays)
+
+    def of_task(*each: Any) -> tuple[Any, ...]:
+        return function(*(array.T for array in each))
+
+    axes = [1 if array.ndim == 3 else 0 for array in arrays]
+    return jax.vmap(of_task, axes, 1)(*arrays)
 
 
 @cache

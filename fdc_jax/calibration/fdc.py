@@ -17,7 +17,7 @@ import numpy as np
 
 from fdc_jax.calibration import equations as eq
 from fdc_jax.calibration import inputs
-from fdc_jax.calibration.calibrator import Calibrator, Scores
+from fdc_jax.calibration.calibrator import Calibrator, Scores, warn_of_equal_residuals
 from fdc_jax.calibration.compiled import in_blocks, over_tasks, stack
 from fdc_jax.errors import InputError
 from fdc_jax.heads import products, unit
@@ -270,11 +270,11 @@ class FDC(Calibrator):
             residual = eq.moments(measured[f"{name}_residual"])
             mean, std = eq.moments(measured[f"{name}_affinity"])  # Of A_t - 1.
             views[index] = view._replace(residual=residual, affinity=(1.0 + mean, std))
+            warn_of_equal_residuals(given, index, views[index])
             earlier = [task.views[index] for task in self.tasks]
             foreign.append(eq.foreign_residuals(features, earlier))  # Line 7.
         self.tasks = [*self.tasks, Task(views, *scales)]
-        self.foreign = [*self.foreign, foreign]
-        self.references = []
+        self.foreign, self.references = [*self.foreign, foreign], []
         self._append(given)
 
     def finalize(self, release: bool = False) -> None:

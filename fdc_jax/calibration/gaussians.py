@@ -120,7 +120,7 @@ def metric(known: ViewClasses, counts: Int[np.ndarray, " c"]) -> Metric:
     inner = np.eye(own.shape[1]) + own @ own.swapaxes(1, 2)
     factors = np.linalg.solve(np.linalg.cholesky(inner), own)
     means = (known.means.astype(np.float64) - origin) @ whitener.T
-    columns = stack([means], 8)[0], stack([factors], 8)[0]
+    columns = (stack([each], 8, turned=False)[0] for each in (means, factors))
     return Metric(origin, whitener.astype(np.float32), *columns)
 
 

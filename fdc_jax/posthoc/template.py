@@ -22,7 +22,7 @@ Dump the same arrays from PyTorch (encoder: images -> head-input features; in ev
     with torch.no_grad():                       # after training task t = 0, 1, ...; no augmentation
         arrays[f"train_adapted_{{t}}"] = cat([encoder(x) for x, y in task_loader])
         arrays[f"train_pretrained_{{t}}"] = cat([pretrained(x) for x, y in task_loader])  # optional
-        arrays[f"train_labels_{{t}}"] = cat([y for x, y in task_loader]).astype("int64")
+        arrays[f"train_labels_{{t}}"] = torch.cat([y for x, y in task_loader]).cpu().numpy()
         arrays[f"head_weight_{{t}}"] = head.weight.detach().cpu().numpy().copy()
         arrays[f"head_bias_{{t}}"] = head.bias.detach().cpu().numpy().copy()
     # after the last task: test_adapted, test_pretrained and test_labels likewise, then

@@ -272,6 +272,14 @@ def test_a_head_in_another_order_is_warned_of_once(caplog):
     assert not lines(caplog)
 
 
+def test_a_task_whose_residuals_do_not_vary_is_warned_of(caplog):
+    with caplog.at_level(logging.WARNING, "fdc_jax"):
+        fit(SECOND.adapted[[0] * 45], head=linear(np.zeros((4, 16)), np.array([1, 0, 0, 0])))
+    said = [line for _, line in lines(caplog) if "do not vary" in line]
+    (line,) = said
+    assert line.startswith("adapted features of task 1: residual ratios of its samples (45) do not")
+
+
 def test_ordinary_tasks_are_not_warned_of(caplog):
     with caplog.at_level(logging.WARNING, "fdc_jax"):
         fit()
