@@ -113,7 +113,7 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
         try:
             file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         except OSError as error:
-            raise InputError(f"cannot write {file.name}: {error.strerror}") from error
+            raise InputError(f"cannot write {folder}/.lock: {error.strerror}") from error
         try:
             yield
         finally:

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import io
 import os
 import socket
 
@@ -104,6 +105,17 @@ def test_a_lock_tells_whose_it_is_and_what_a_killed_process_left_is_a_name_alone
     path.write_text("process 1 on elsewhere")
     with locked(tmp_path / "folder"):
         assert path.read_text() == holder
+
+
+def test_a_lock_on_a_full_disk_is_one_line(tmp_path, monkeypatch):
+    class Full(io.FileIO):
+        def write(self, content):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("fdc_jax.machine.files.open_lock", lambda path: Full(path, "w+"))
+    with pytest.raises(InputError, match=r"cannot write .*/.lock: No space left on device"):
+        with locked(tmp_path):
+            pytest.fail("locked a full disk")
 
 
 def test_a_lock_is_no_link(tmp_path):
