@@ -48,7 +48,7 @@ def accuracy_curve(group: Group) -> Figure | None:
     standard deviation is shaded.
     """
     found = frames.curve(group)
-    if found is None or group.results["num_tasks"] < 2:
+    if found is None:
         return None
     figure, (axes,) = drawing.panels(1, 2.5, 1)
     for name, (colour, marker) in drawing.looks(found.columns).items():

@@ -17,19 +17,19 @@ from fdc_jax.report.runs import Group, predictions
 
 
 def curve(group: Group) -> pd.DataFrame | None:
-    """Accuracy over all classes so far: a row per seed and task, a column per method.
+    """Accuracy over all classes so far: a row per seed and evaluated task, a column per method.
 
-    None where a task was not evaluated.
+    None where fewer than two tasks were evaluated.
     """
     names = [*group.methods, "oracle"]
     rows = {
-        (run.results["seed"], place): [point["accuracy"].get(name) for name in names]
+        (run.results["seed"], point["task"] + 1): [point["accuracy"].get(name) for name in names]
         for run in group.runs
-        for place, point in enumerate(run.results["curve"], start=1)
+        for point in run.results["curve"]
     }
     found = pd.DataFrame.from_dict(rows, orient="index", columns=names, dtype=float)
     found.index = pd.MultiIndex.from_tuples(rows, names=["seed", "task"]) if rows else found.index
-    return found if len(found) == len(group.runs) * group.results["num_tasks"] else None
+    return found if len({task for _, task in rows}) > 1 else None
 
 
 def accuracy_matrix(

@@ -203,7 +203,7 @@ def _told_apart(each: Group, groups: Sequence[Group]) -> Group:
 # Fields of a configuration that no accuracy of a calibrator depends on.
 _IGNORED = WITHOUT_EFFECT | {
     *("seed", "report", "save_features"),
-    *("evaluation.batch_size", "evaluation.every_task"),
+    *("evaluation.batch_size", "evaluation.every"),
 }
 
 

@@ -53,6 +53,7 @@ _ALLOWED: dict[str, str | tuple[str, ...]] = {
     "train.schedule": ("constant", "cosine", "quarter_cosine"),
     "train.rank": "[1, 8192]",
     "evaluation.batch_size": "[1, 65536]",
+    "evaluation.every": "[1, inf)",
     "checkpoint.every_steps": "[1, inf)",
     "checkpoint.keep": "[1, inf)",
 }

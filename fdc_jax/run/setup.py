@@ -96,7 +96,7 @@ def build(
     counts = [len(indices) for indices in tasks.train_indices]
     epochs = [train.first_epochs or train.epochs, *[train.epochs] * (len(counts) - 1)]
     steps = [n * -(-count // train.batch_size) for n, count in zip(epochs, counts, strict=True)]
-    mesh, every = encoders.learner.setup.mesh, config.evaluation.every_task
+    mesh, every = encoders.learner.setup.mesh, config.evaluation.every
     sizes = {section: config[section].batch_size for section in ("train", "evaluation")}
     return Setup(
         **vars(encoders),
@@ -106,7 +106,7 @@ def build(
         or functools.partial(training.learning_rate_factor, train.schedule),
         epochs=epochs,
         first_steps=[0, *itertools.accumulate(steps)],
-        evaluated=[*[every] * (len(counts) - 1), True],
+        evaluated=[*(task % every == 0 for task in range(1, len(counts))), True],
         own_rows={name: devices.own_rows(mesh, size) for name, size in sizes.items()},
         pretrained_features=_pretrained_features(encoders, tasks),
         test_images=ByteCache(int(config.data.cache_gib * 2**30)),

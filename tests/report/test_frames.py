@@ -48,7 +48,10 @@ def recorded(rows=MATRIX):
     """A curve with the accuracy on every task after each task, the same for all methods."""
     point = made_up.results("digits")["curve"][0]
     names = (*made_up.METHODS, "oracle")
-    return [point | {"task_accuracy": dict.fromkeys(names, row)} for row in rows]
+    return [
+        point | {"task": task, "task_accuracy": dict.fromkeys(names, row)}
+        for task, row in enumerate(rows)
+    ]
 
 
 def test_accuracies_of_tasks_and_forgetting_by_hand():
@@ -68,13 +71,15 @@ def test_a_task_without_images_is_left_out():
     assert frames.tasks(group(by_hand(), curve=recorded()[1:])).empty
 
 
-def test_the_curve_needs_every_task():
+def test_the_curve_has_the_tasks_that_were_evaluated():
     made = group(by_hand(), by_hand())
     found = frames.curve(made)
     assert found.shape == (6, 4)
     expected = made.results["curve"][2]["accuracy"]["gaussians"]
     assert found.loc[(1, 3), "gaussians"] == expected
-    assert frames.curve(group(by_hand(), curve=recorded()[1:])) is None
+    few = frames.curve(group(by_hand(), curve=recorded()[1:]))
+    assert [task for _, task in few.index] == [2, 3]
+    assert frames.curve(group(by_hand(), curve=recorded()[2:])) is None
 
 
 def test_the_interval_is_over_seeds_or_over_images():

@@ -21,6 +21,7 @@ IMPOSSIBLE = {
     "train.rank": (0,),
     "train.epochs": (0,),
     "train.batch_size": (-1,),
+    "evaluation.every": (0,),
     "train.increment_learning_rate": (0.0,),
     "train.head_learning_rate": (float("nan"),),
     "train.schedule": ("linear",),

@@ -32,7 +32,7 @@ def test_a_file_of_weights_says_itself_what_it_holds(cache, tmp_path):
     """Size, mean and deviation, too; the same command finds the run finished."""
     file = make_encoders.FOLDER / "hf_clip" / "model.safetensors"
     fields = {"encoder__weights": str(file), "encoder__image_size": 0, "train__epochs": 1}
-    fields |= {"data__input_range": "model", "evaluation__every_task": False}
+    fields |= {"data__input_range": "model", "evaluation__every": 5}
     found = run(config(cache, **fields), tmp_path / "run")
     assert run(config(cache, **fields), tmp_path / "run") == found
     encoder, saved = found["encoder"], found["config"]
@@ -120,7 +120,7 @@ def test_images_are_kept_for_one_task(cache, tmp_path, monkeypatch):
 
 def test_what_is_kept_and_evaluated_on_the_way_has_no_effect(whole, cache, tmp_path):
     """Neither images nor accuracies; features of the pretrained encoder are shared with others."""
-    found = run(config(cache, evaluation__every_task=False, data__cache_gib=0.0), tmp_path / "run")
+    found = run(config(cache, evaluation__every=5, data__cache_gib=0.0), tmp_path / "run")
     assert found["timing"] is None
     assert found["average_incremental_accuracy"] == {
         name: None for name in ("raw", "fdc", "gaussians")
