@@ -7,14 +7,12 @@ statistics of earlier tasks were collected with their own E_t and lie in the cal
 """
 
 import argparse
-import contextlib
 import dataclasses
 import logging
 import os
 import shutil
 import sys
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from fdc_jax.machine.files import (
     printable,
     read_json,
     sha256,
+    write_folder_atomically,
     write_json,
     write_manifest,
     write_safetensors,
@@ -103,7 +102,7 @@ def write(
             f"learned {len(heads)}; let it finish first"
         )
     merged = _flat(run.encoder(run.num_tasks))
-    with _made_whole(output) as folder:
+    with write_folder_atomically(output) as folder:
         target = Places(folder)
         _write_pretrained(run, target)
         own = _ANYWHERE | {"weights sha256": sha256(target.weights_file)}
@@ -120,20 +119,6 @@ def write(
         _check(open_run(folder, learner=learner), run, heads, merged)
         write_text(folder / "README.md", _card(run, folder, _sizes(folder)))
         return _sizes(folder)
-
-
-@contextlib.contextmanager
-def _made_whole(folder: Path) -> Iterator[Path]:
-    """Yields a temporary folder, which is renamed to `folder` when the block succeeds."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as place:
-            inner = Path(place) / "whole"  # in the usual mode, unlike the temporary one
-            inner.mkdir()
-            yield inner
-            os.rename(inner, folder)
-    except OSError as error:
-        raise InputError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
 def _flat(tree: Any) -> dict[str, np.ndarray]:

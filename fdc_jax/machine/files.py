@@ -3,12 +3,14 @@
 import contextlib
 import errno
 import fcntl
+import glob
 import hashlib
 import io
 import json
 import logging
 import os
 import secrets
+import shutil
 import socket
 import stat
 import warnings
@@ -30,7 +32,8 @@ _log = logging.getLogger(__name__)
 def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Opens a temporary binary file and renames it to `path` when the block succeeds.
 
-    The folder is made when missing. On any error an existing `path` keeps its old content.
+    The folder is made when missing. On any error an existing `path` keeps its old content. What a
+    writer of `path` left that was killed is removed.
 
     Raises:
         InputError: the file system refuses the write (full disk, no permission).
@@ -39,8 +42,15 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for other in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}"):
+            # Who still writes holds a lock.
+            with contextlib.suppress(OSError), open_regular(other) as left:
+                fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                other.unlink()
         try:
             with open(temporary, "xb") as file:
+                with contextlib.suppress(OSError):  # not every file system has locks
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -55,6 +65,29 @@ def user_cache() -> Path:
     """Returns `$FDC_JAX_CACHE`, or `fdc_jax` in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(os.environ.get("FDC_JAX_CACHE") or Path(home) / "fdc_jax")
+
+
+@contextlib.contextmanager
+def write_folder_atomically(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a temporary folder and renames it to `folder`, which is none yet, at the end.
+
+    After a kill, the same call starts afresh.
+
+    Raises:
+        InputError: the file system refuses.
+    """
+    folder = Path(folder)
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        try:
+            yield unfinished
+            os.rename(unfinished, folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        raise InputError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
 def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:

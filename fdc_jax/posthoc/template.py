@@ -1,7 +1,6 @@
 """An example feature file, and how to dump one's own from PyTorch."""
 
 import os
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ from jaxtyping import Float
 
 from fdc_jax.errors import InputError, Program
 from fdc_jax.features import feature_files
-from fdc_jax.machine.files import write_npz
+from fdc_jax.machine.files import write_folder_atomically, write_npz
 
 HOW_TO = """\
 wrote {path}: {num_tasks} tasks with {num_classes} classes of made-up features. Try it:
@@ -52,11 +51,8 @@ def write_template(path: str | os.PathLike[str]) -> str:
     if path.suffix:
         write_npz(path, arrays)
     else:
-        # Where this is killed, the same command starts afresh.
-        unfinished = path.with_name(f".{path.name}.unfinished")
-        shutil.rmtree(unfinished, ignore_errors=True)
-        feature_files.write(unfinished, arrays)
-        unfinished.rename(path)
+        with write_folder_atomically(path) as folder:
+            feature_files.write(folder, arrays)
     tasks = sum(name.startswith("head_weight") for name in arrays)
     classes = sum(len(np.unique(arrays[f"train_labels_{t}"])) for t in range(tasks))
     program = Program.typed("posthoc")

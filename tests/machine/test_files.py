@@ -157,3 +157,15 @@ def test_a_folder_that_cannot_be_made_is_refused_before_any_work(tmp_path, monke
     monkeypatch.setattr("pathlib.Path.stat", lambda *_: (_ for _ in ()).throw(closed))
     with pytest.raises(InputError, match=r"^--output=/closed/x: Permission denied$"):
         check_writable_folder("--output", "/closed/x")
+
+
+def test_what_a_killed_writer_left_is_removed_and_what_another_writes_is_not(tmp_path):
+    left = tmp_path / ".x.json.0123abcd"
+    left.write_bytes(b"half")
+    with write_atomically(tmp_path / "x.json") as first:
+        first.write(b"1")
+        with write_atomically(tmp_path / "x.json") as second:
+            second.write(b"2")
+        assert not left.exists()
+    assert [each.name for each in tmp_path.iterdir()] == ["x.json"]
+    assert (tmp_path / "x.json").read_bytes() == b"1"
