@@ -110,7 +110,7 @@ class Predictions:
             None,
             self.batch_size,
             image_size=config["encoder.image_size"],
-            workers=config["data.workers"] or None,
+            workers=config["data.workers"],
         )
         waiting: list[np.ndarray] = []
         broken = self.images.broken

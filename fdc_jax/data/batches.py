@@ -7,6 +7,7 @@ step `s` of a run is the same batch however many threads decode it and wherever 
 from __future__ import annotations
 
 import collections
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -97,38 +98,26 @@ class ByteCache:
 _Transform = Callable[[int], UInt8[np.ndarray, "s s 3"]]
 
 
+@dataclasses.dataclass(eq=False)
 class _Batches:
-    """Decodes ahead in threads and hands batches out in order; nothing is read before iteration.
+    """Decodes ahead in threads and hands batches out in order; nothing is read before iteration."""
 
-    Args:
-        dataset: where the images are.
-        indices: images to show, as indices into `dataset`.
-        labels: label per entry of `indices`; None takes the labels of `dataset`.
-        batch_size: rows of every batch.
-        image_size: side of the images in pixels.
-        workers: decoding threads; None for one per core.
-        own_rows: the rows of every batch that this process decodes; None for all.
-        decoded: keeps decoded images as they are before any transform, for later passes.
-    """
+    dataset: Dataset
+    indices: Int[np.ndarray, " n"]  # images to show, into `dataset`
+    labels: Any  # one per index; None: those of `dataset`
+    batch_size: int
+    _: dataclasses.KW_ONLY
+    image_size: int  # side in pixels
+    workers: int = 0  # decoding threads; 0: one per core
+    own_rows: Bool[np.ndarray, " b"] | None = None  # of every batch, this process's; None: all
+    decoded: ByteCache | None = None  # keeps images as before any transform, for later passes
+    input_wait_seconds: float = dataclasses.field(default=0.0, init=False)
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        indices: Int[np.ndarray, " n"],
-        labels: Int[np.ndarray, " n"] | None,
-        batch_size: int,
-        *,
-        image_size: int,
-        workers: int | None = None,
-        own_rows: Bool[np.ndarray, " b"] | None = None,
-        decoded: ByteCache | None = None,
-    ):
-        self.dataset, self.decoded, self.own_rows = dataset, decoded, own_rows
-        self.indices = np.asarray(indices, np.int64)
-        self.labels = np.asarray(dataset.labels[self.indices] if labels is None else labels)
-        self.batch_size, self.image_size = batch_size, image_size
-        self.workers = workers or default_workers()
-        self.input_wait_seconds = 0.0
+    def __post_init__(self) -> None:
+        self.indices = np.asarray(self.indices, np.int64)
+        labels = self.dataset.labels[self.indices] if self.labels is None else self.labels
+        self.labels = np.asarray(labels)
+        self.workers = self.workers or default_workers()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -197,40 +186,21 @@ class _Batches:
         return image
 
 
+@dataclasses.dataclass(eq=False)
 class TrainBatches(_Batches):
     """The training batches of one task, over all its epochs.
 
     Iterating yields `Batch` after `Batch` from `start_step`, counted over all epochs, to the end
-    of the last epoch. Each epoch visits every image once; its last batch is padded. What is not
-    listed is as of `_Batches`.
-
-    Args:
-        seed: training seed.
-        task: index of the task, from 0.
-        epochs: number of passes.
-        start_step: steps already taken, over all epochs.
-        crop_scale: share of an image's area that a crop may cover.
-        flip: whether images are mirrored half the time.
+    of the last epoch. Each epoch visits every image once; its last batch is padded.
     """
 
-    def __init__(
-        self,
-        dataset: Dataset,
-        indices: Int[np.ndarray, " n"],
-        labels: Int[np.ndarray, " n"] | None,
-        batch_size: int,
-        seed: int,
-        task: int,
-        *,
-        epochs: int = 1,
-        start_step: int = 0,
-        crop_scale: tuple[float, float] = images.CROP_SCALE,
-        flip: bool = True,
-        **options: Any,
-    ):
-        super().__init__(dataset, indices, labels, batch_size, **options)
-        self.seed, self.task, self.epochs, self.start_step = seed, task, epochs, start_step
-        self.crop_scale, self.flip = crop_scale, flip
+    seed: int  # of training
+    task: int  # counted from 0
+    _: dataclasses.KW_ONLY
+    epochs: int = 1  # number of passes
+    start_step: int = 0  # steps already taken, over all epochs
+    crop_scale: tuple[float, float] = images.CROP_SCALE  # share of the area that a crop covers
+    flip: bool = True  # mirror images half the time
 
     @property
     def num_steps(self) -> int:
@@ -255,18 +225,11 @@ class TrainBatches(_Batches):
         )
 
 
+@dataclasses.dataclass(eq=False)
 class EvaluationBatches(_Batches):
-    """Images with the test transform, in the order given, the last batch padded.
+    """Images with the test transform, in the order given, the last batch padded."""
 
-    What is not listed is as of `_Batches`.
-
-    Args:
-        cache: keeps transformed images for later passes; may be shared between data sets.
-    """
-
-    def __init__(self, *arguments: Any, cache: ByteCache | None = None, **options: Any):
-        super().__init__(*arguments, **options)
-        self.cache = cache
+    cache: ByteCache | None = None  # keeps transformed images for later passes
 
     def _plan(self) -> Iterator[tuple[Int[np.ndarray, " m"], _Transform]]:
         rows = np.arange(len(self.indices))

@@ -12,10 +12,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -34,16 +34,12 @@ def find(name: str, data_dir: Path) -> Path | None:
     """
     # A folder may hold several configurations, and each of them versions.
     below = data_dir / name
-    patterns = ("*/dataset_info.json", "*/*/dataset_info.json")
-    found = [path.parent for pattern in patterns for path in below.glob(pattern)]
+    found = [path.parent for path in below.rglob("dataset_info.json")]
     if len({folder.parent for folder in found}) > 1:
         places = ", ".join(sorted({folder.parent.name for folder in found}))
         raise InputError(f"{below}: expected one configuration, found {places}")
-
-    def version(folder: Path) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", folder.name)]
-
-    return max(found, key=version, default=None)
+    numbers = {folder: [int(each) for each in re.findall(r"\d+", folder.name)] for folder in found}
+    return max(found, key=numbers.__getitem__, default=None)
 
 
 def open_prepared(
@@ -67,13 +63,13 @@ def open_prepared(
         try:
             builder: Any = tfds.builder_from_directory(str(folder))
             stored = builder.info.splits[split_name(split, builder.info.splits)]
-            keys = _keys(builder.info)
-            decoders = {keys.image: tfds.decode.SkipDecoding()}
+            keys = image_key, label_key, _ = _keys(builder.info)
+            decoders = {image_key: tfds.decode.SkipDecoding()}
             if builder.info.file_format is tfds.core.FileFormat.TFRECORD:
                 records = _TFRecords(builder.info, stored.filepaths, decoders)
             else:
                 records = builder.as_data_source(split=stored.name, decoders=decoders)
-            class_names = tuple(builder.info.features[keys.label].names)
+            class_names = tuple(builder.info.features[label_key].names)
             stats = [(os.path.realpath(path), os.stat(path)) for path in stored.filepaths]
         except Exception as error:
             # TFDS raises many types here, all of them about the files of this folder.
@@ -89,7 +85,7 @@ def open_prepared(
 
         def read(index: int) -> bytes:
             try:
-                return records[int(found["positions"][index])][keys.image]
+                return records[int(found["positions"][index])][image_key]
             except Exception as error:
                 raise InputError(f"{place}: cannot read a record: {line(error)}") from error
 
@@ -108,37 +104,37 @@ def open_prepared(
     return opened("train"), opened("test")
 
 
-class _Keys(NamedTuple):
-    """What the fields of a record are called."""
-
-    image: str
-    label: str
-    name: str  # of the image; empty where records have no names
-
-
-def _keys(info: Any) -> _Keys:
-    """Returns the fields of a data set, if it is one of classified images."""
+def _keys(info: Any) -> tuple[str, str, str]:
+    """Returns the fields of an image, of its class and of its name, empty where it has none."""
     features = dict(info.features.items())
     supervised = info.supervised_keys or ("image", "label")
     image, label = (key if isinstance(key, str) else "" for key in supervised[:2])
-    kinds = (tfds.features.Image, tfds.features.ClassLabel)
-    for key, kind in zip((image, label), kinds, strict=True):
-        if not isinstance(features.get(key), kind):
-            fields = ", ".join(sorted(features))
-            raise InputError(f"expected images and their classes, found the fields {fields}")
-    names = [
-        key for key in ("file_name", "id") if isinstance(features.get(key), tfds.features.Text)
-    ]
-    return _Keys(image, label, next(iter(names), ""))
+    known = isinstance(features.get(image), tfds.features.Image)
+    if not (known and isinstance(features.get(label), tfds.features.ClassLabel)):
+        fields = ", ".join(sorted(features))
+        raise InputError(f"expected images and their classes, found the fields {fields}")
+    texts = (k for k in ("file_name", "id") if isinstance(features.get(k), tfds.features.Text))
+    return image, label, next(texts, "")
 
 
 class _TFRecords:
-    """TFDS's usual format, a mere sequence: its records by their places in the files."""
+    """TFDS's usual format, a mere sequence: its records by their places in the files.
+
+    Before a record are its length, in 8 bytes, and 4 bytes of a checksum; 4 more come after it.
+    """
 
     def __init__(self, info: Any, paths: Sequence[Any], decoders: dict[str, Any]):
-        files = [np.memmap(path, np.uint8, "r") for path in paths if os.path.getsize(path)]
-        self._places = [(file, *place) for file in files for place in _places(file)]
         self._decode = functools.partial(info.features.deserialize_example_np, decoders=decoders)
+        self._places: list[tuple[np.memmap, int, int]] = []
+        for file in (np.memmap(path, np.uint8, "r") for path in paths if os.path.getsize(path)):
+            after = 0
+            while after < len(file):
+                first = after + 12
+                length = int.from_bytes(file[after : after + 8].tobytes(), "little")
+                after = first + length + 4
+                self._places.append((file, first, first + length))
+            if after > len(file):
+                raise InputError(f"{file.filename}: expected whole records, found a part of one")
 
     def __len__(self) -> int:
         return len(self._places)
@@ -148,31 +144,20 @@ class _TFRecords:
         return self._decode(file[first:after].tobytes())
 
 
-def _places(file: np.memmap) -> Iterator[tuple[int, int]]:
-    """Yields where each record of a TFRecord file begins and ends.
-
-    Before a record are its length, in 8 bytes, and 4 bytes of a checksum; 4 more come after it.
-    """
-    start = 0
-    while start < len(file):
-        length = int.from_bytes(file[start : start + 8].tobytes(), "little")
-        first, start = start + 12, start + 16 + length
-        if start > len(file):
-            raise InputError(f"{file.filename}: expected whole records, found a part of one")
-        yield first, first + length
-
-
-def _look(place: str, records: Any, keys: _Keys, upright: bool) -> dict[str, np.ndarray]:
+def _look(
+    place: str, records: Any, keys: tuple[str, str, str], upright: bool
+) -> dict[str, np.ndarray]:
     """Returns labels, identifiers, positions and hashes of all images, in the canonical order.
 
     Records without a name of their own are called by their position.
     """
+    image_key, label_key, name_key = keys
 
     def look(position: int) -> tuple[int, str, bytes]:
         record = records[position]
-        image = images.decode(record[keys.image], f"record {position}", upright)
-        name = record[keys.name].decode() if keys.name else ""
-        return record[keys.label], name, images.pixels_sha256(np.asarray(image))
+        image = images.decode(record[image_key], f"record {position}", upright)
+        name = record[name_key].decode() if name_key else ""
+        return record[label_key], name, images.pixels_sha256(np.asarray(image))
 
     try:
         with ThreadPoolExecutor(default_workers()) as pool:
@@ -184,7 +169,7 @@ def _look(place: str, records: Any, keys: _Keys, upright: bool) -> dict[str, np.
     names, label = np.array(ids, np.str_), np.array(labels, np.int32)
     if (label < 0).any():
         raise InputError(f"{place}: expected the class of every image, found images without")
-    positions = np.argsort(names) if keys.name == "id" else np.lexsort((names, label))
+    positions = np.argsort(names) if name_key == "id" else np.lexsort((names, label))
     sha256 = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 32)
     found = {"labels": label, "ids": names, "sha256": sha256}
     return {"positions": positions} | {key: array[positions] for key, array in found.items()}

@@ -56,7 +56,7 @@ class RunImages:
             start_step=start_step,
             crop_scale=tuple(config.data.crop_scale),
             flip=config.data.flip,
-            workers=config.data.workers or None,
+            workers=config.data.workers,
             own_rows=self._setup.own_rows["train"],
             decoded=self._decoded,
         )
@@ -139,7 +139,7 @@ class RunImages:
             labels,
             config.evaluation.batch_size,
             image_size=config.encoder.image_size,
-            workers=config.data.workers or None,
+            workers=config.data.workers,
             own_rows=self._setup.own_rows["evaluation"],
             **caches,
         )

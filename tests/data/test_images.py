@@ -101,12 +101,6 @@ def test_crop_that_never_fits_falls_back_to_the_centre(size, expected):
     assert images.random_crop_box(*size, np.full(images.NUM_UNIFORMS, 0.999)) == expected
 
 
-def test_later_tries_are_used():
-    uniforms = np.full(images.NUM_UNIFORMS, 0.999)
-    uniforms[18:20] = 0.0, 0.5
-    assert images.random_crop_box(100, 100, uniforms) == (78, 78, 100, 100)
-
-
 @hypothesis.settings(deadline=None, max_examples=200, derandomize=True)
 @hypothesis.given(
     st.integers(1, 400), st.integers(1, 400), st.integers(0, 2**32 - 1), st.sampled_from([0, 1])
@@ -138,16 +132,6 @@ def test_decode_gives_rgb_without_transparency(photo, encode):
         decoded = images.decode(encode(stored), "x")
         assert decoded.mode == "RGB"
         np.testing.assert_array_equal(np.asarray(decoded), expected)
-
-
-@pytest.mark.parametrize("options", [{}, {"transparency": 3}, {"transparency": b"\0\x80\xff"}])
-def test_decode_palette(encode, options):
-    palette = np.arange(36, dtype=np.uint8).reshape(12, 3) * 7
-    image = Image.new("P", (4, 3))
-    image.putdata(range(12))
-    image.putpalette(palette.tobytes())
-    found = images.decode(encode(image, **options), "x")
-    np.testing.assert_array_equal(np.asarray(found), palette.reshape(3, 4, 3))
 
 
 SIXTEEN_BITS = np.array([[0, 7, 255, 256, 32768, 65535]], np.uint16)

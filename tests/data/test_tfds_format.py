@@ -151,12 +151,6 @@ def test_one_look_is_kept_until_the_data_change(tmp_path, prepare, opened, monke
     assert len(set(found)) == 1
 
 
-def test_the_newest_version_is_taken(prepare, opened):
-    prepare(names=True)
-    prepare("flowers/10.0.0")
-    assert opened()[0].ids[0].startswith("0000")
-
-
 DAMAGES = {
     "info": ("array_record", "dataset_info.json", "split train: cannot open: "),
     "features": ("array_record", "features.json", "split train: cannot open: "),
@@ -174,18 +168,6 @@ def test_damaged_files(prepare, opened, file_format, name, message):
     with pytest.raises(InputError, match=re.escape(f"{folder}: ") + message) as caught:
         opened()
     assert "\n" not in str(caught.value)
-
-
-def test_files_that_are_gone(prepare, opened):
-    folder, _ = prepare(names=True)
-    opened()
-    train, _ = opened()  # Of files that nobody has read from yet.
-    for shard in folder.glob("*-train*"):
-        shard.unlink()
-    with pytest.raises(InputError, match="split train: cannot read a record: "):
-        [train.read(row) for row in range(6)]
-    with pytest.raises(InputError, match=r"split train: cannot open: .*No such file"):
-        opened()
 
 
 def test_which_data_are_refused(tmp_path, prepare, opened):
