@@ -297,12 +297,15 @@ def _run_seed(
 def describe(setup: Setup) -> str:
     """Returns the lines that a run starts with: device, precision, parameters, weights, data."""
     config, tasks, weights = setup.config, setup.tasks, setup.pretrained
+    sizes = dict.fromkeys(map(str, tasks.classes_per_task))
     train, trained = sum(map(len, tasks.train_indices)), setups.trained_parameters(setup)
     return (
         f"device     {devices.describe()}, precision {config.precision}\n"
         f"learner    {config.learner.name}, {trained:,} trained parameters a task\n"
         f"encoder    {config.encoder.variant} at {config.encoder.image_size} px, input range "
         f"{config.data.input_range}\n"
+        f"training   {counted(config.train.epochs, 'epoch')} of batches of "
+        f"{config.train.batch_size}, {', '.join(sizes)} classes a task\n"
         f"weights    {weights.path.name}, sha256 {weights.sha256[:16]}\n"
         f"data       {config.benchmark} ({tasks.test.partition} split), "
         f"{counted(len(tasks.tasks), 'task')}, {train:,} training and "

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import open_lock
+from fdc_jax.machine.files import open_lock, open_regular
 
 _log = logging.getLogger(__name__)
 
@@ -51,13 +51,16 @@ def unpacked(archive: Path, cache: Path) -> Path:
         *(OSError, EOFError, RuntimeError, NotImplementedError),
         *(zlib.error, zipfile.BadZipFile, tarfile.TarError),
     ) as error:
-        raise InputError(f"{archive}: cannot unpack: {error}") from error
+        cut = "; is it there to its end?" if isinstance(error, zipfile.BadZipFile) else ""
+        raise InputError(f"{archive}: cannot unpack: {error}{cut}") from error
     return folder
 
 
 def _extract(archive: Path, destination: Path) -> None:
     destination.mkdir()
-    if zipfile.is_zipfile(archive):
+    with open_regular(archive) as file:
+        begins_as_zip = file.read(4) == b"PK\x03\x04"
+    if begins_as_zip or zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as packed:
             packed.extractall(destination)
     elif tarfile.is_tarfile(archive):

@@ -109,28 +109,29 @@ def task_sizes(
         name: of the data set.
         num_classes: of all tasks.
         wanted: of each task; one number for all of them but perhaps a shorter last one; 0 for the
-            benchmark's own number.
+            benchmark's own number, for other data a fifth of the classes, but two at least.
         taken: of the tasks that a run took in before; beside one number, they stay.
 
     Raises:
-        InputError: they do not add up, or there is no number.
+        InputError: they do not add up.
     """
     field = "config.classes_per_task: expected"
     if not isinstance(wanted, int):
         if sum(wanted) != num_classes:
+            more = (*taken, num_classes - sum(taken))
+            advice = (
+                f"; to add a task: {','.join(map(str, more))}" if taken and more[-1] > 0 else ""
+            )
             raise InputError(
                 f"{field} numbers that add up to the {num_classes} classes of {name}, found "
-                f"{' + '.join(map(str, wanted))} = {sum(wanted)}"
+                f"{' + '.join(map(str, wanted))} = {sum(wanted)}{advice}"
             )
         return tuple(wanted)
     if wanted > num_classes:
         raise InputError(f"{field} at most the {num_classes} classes of {name}, found {wanted}")
-    size = wanted or (BENCHMARKS[name].classes_per_task if name in BENCHMARKS else 0)
-    if not size:
-        raise InputError(
-            f"{field} the number of classes of each task of {name}, or a list such as 10,5,5; "
-            "found 0"
-        )
+    own = BENCHMARKS[name].classes_per_task if name in BENCHMARKS else max(2, -(-num_classes // 5))
+    # Chosen once: classes that come later do not change it.
+    size = wanted or (taken[0] if taken and name not in BENCHMARKS else own)
     rest = range(sum(taken), num_classes, size)
     return (*taken, *(min(size, num_classes - first) for first in rest))
 

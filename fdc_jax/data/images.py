@@ -31,6 +31,9 @@ _TRIES = 10
 # Uniform numbers that one training image consumes: area and ratio per try, position, flip.
 NUM_UNIFORMS = 2 * _TRIES + 3
 
+# The longest side in shortest sides: a transform enlarges the short one, whatever the other is.
+_LONGEST = 64
+
 # All that Pillow's parsers are known to raise on damaged files.
 _DAMAGED = (
     *(OSError, SyntaxError, ValueError, EOFError, IndexError, KeyError, TypeError),
@@ -63,7 +66,7 @@ def decode(encoded: bytes | Image.Image, description: str, upright: bool = False
 
     Raises:
         InputError: the bytes are empty, truncated or no image that Pillow reads, or its pixels
-            have neither 8 nor 16 bits.
+            have neither 8 nor 16 bits; or it is more than 64 times as long as wide.
     """
     what, refused = "this image", ""
     if isinstance(encoded, bytes):
@@ -72,12 +75,20 @@ def decode(encoded: bytes | Image.Image, description: str, upright: bool = False
         image = encoded
         if isinstance(image, bytes):
             image = Image.open(io.BytesIO(image), formats=_FORMATS)
+        # The header says this before any pixel is read.
+        if max(image.size) > _LONGEST * min(image.size):
+            raise InputError(
+                f"{description}: expected an image at most {_LONGEST} times as long as wide, found "
+                f"{image.width} x {image.height} pixels"
+            )
         if (image.mode, image.format) not in _SIXTEEN_BITS:
             refused = _REFUSED.get(image.mode, "")
         if not refused:
             pixels = _rgb(image)
             turn = _TURNS.get(_orientation(image)) if upright else None
             return pixels if turn is None else pixels.transpose(turn)
+    except InputError:
+        raise
     except _DAMAGED as error:
         reason = line(error)
         if isinstance(error, Image.UnidentifiedImageError):

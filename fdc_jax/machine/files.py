@@ -98,9 +98,12 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """
     # Without O_NONBLOCK, a pipe into which nobody writes would not even open.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "expected a regular file, found another", os.fspath(path))
+        kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe"}
+        found = f"expected a regular file, found a {kinds.get(stat.S_IFMT(mode), 'device')}"
+        raise OSError(errno.EINVAL, found, os.fspath(path))
     return open(descriptor, "rb")
 
 

@@ -479,7 +479,8 @@ def build(
     if input_range == "model" and variant.mean is None:
         raise InputError(
             "data.input_range: model needs the mean and the deviation of the pre-training, which "
-            "nothing beside encoder.weights says"
+            "nothing beside encoder.weights says; put timm's config.json or Hugging Face's "
+            "preprocessor_config.json there, or give augreg (pixels in [-1, 1]) or pilot01 ([0, 1])"
         )
     fits = precision == "fast" and cudnn
     if attention == "auto":

@@ -14,7 +14,8 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.seed = (1,)  # training seeds, one run each: --config.seed=1,2,3
     config.class_order_seed = 1993  # PILOT's permutation of the classes; -1: the order given
     config.class_order = ()  # with -1: a file with all class names, one a line, or the names
-    # A number, or a list of one for each task; 0: the paper's number for the benchmark.
+    # A number, or a list of one for each task; 0: the paper's number for the benchmark, a fifth of
+    # the classes for other data.
     config.classes_per_task = config_dict.FieldReference(0, field_type=object)
     config.num_tasks = 0  # stop after so many, and go on later with more; 0: all
     config.precision = "parity"  # parity: float32, exact products; fast: bfloat16 activations
@@ -26,6 +27,7 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.encoder.variant = "B/16"  # of augreg, Ti/16 to L/16; a file says itself what it holds
     config.encoder.weights = "augreg"  # the public file; digits; or a path, see docs/encoders.md
     config.encoder.image_size = 224  # pixels, 0: the file's; tests resize to 256/224 of it first
+    config.encoder.heads = 0  # of a plain timm file without config.json; any other says it itself
     config.encoder.attention = "auto"  # cudnn, a fused kernel, on NVIDIA GPUs in fast mode, or xla
 
     config.data = ml_collections.ConfigDict()
@@ -47,7 +49,7 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.learner.update(learners.defaults(benchmark))
 
     config.train = ml_collections.ConfigDict()
-    config.train.epochs = 20
+    config.train.epochs = 20  # 0: by the number of images of the first task
     config.train.first_epochs = 0  # of the first task; 0: as many as the others
     config.train.batch_size = 64
     config.train.increment_learning_rate = 5e-4

@@ -13,7 +13,7 @@ import ml_collections
 from fdc_jax import calibration, learners
 from fdc_jax.data import sources
 from fdc_jax.errors import InputError, did_you_mean, nearest, place
-from fdc_jax.machine.files import check_form
+from fdc_jax.machine.files import check_form, open_regular
 from fdc_jax.run import base
 
 # An ml_collections.ConfigDict; no type checker knows its fields.
@@ -39,13 +39,14 @@ _ALLOWED: dict[str, str | tuple[str, ...]] = {
     "num_tasks": "[0, inf)",
     "precision": ("parity", "fast"),
     "encoder.image_size": "[0, 4096]",
+    "encoder.heads": "[0, 4096]",
     "data.test_share": "[0, 1)",
     "data.train_per_class": "[0, inf)",
     "data.test_per_class": "[0, inf)",
     "data.workers": "[0, inf)",
     "data.cache_gib": "[0, inf)",
     "learner.preset": ("protocol", "native"),
-    "train.epochs": "[1, inf)",
+    "train.epochs": "[0, inf)",
     "train.first_epochs": "[0, inf)",
     "train.batch_size": "[1, inf)",
     "train.increment_learning_rate": "(0, inf)",
@@ -252,7 +253,8 @@ def _read_class_order(config: Config) -> None:
     if len(names) == 1:
         path = Path(names[0]).expanduser()
         try:
-            lines = path.read_text(encoding="utf-8").splitlines()
+            with open_regular(path) as file:
+                lines = file.read().decode().splitlines()
         except (OSError, ValueError) as error:
             raise InputError(
                 f"config.class_order: cannot read {path}: {getattr(error, 'strerror', error)}"

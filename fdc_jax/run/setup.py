@@ -91,6 +91,8 @@ def build(
     _check_sizes(config, _recognise(config))
     tasks = task_stream.open_stream(config, cache_folder(config), known, quiet)
     _check_neighbours(config, tasks)
+    if not config.train.epochs:
+        config.train.epochs = epochs_for(len(tasks.train_indices[0]))
     encoders = build_encoders(config, tasks.planned, quiet)
     train, update = config.train, encoders.learner.update()
     counts = [len(indices) for indices in tasks.train_indices]
@@ -111,6 +113,11 @@ def build(
         pretrained_features=_pretrained_features(encoders, tasks),
         test_images=ByteCache(int(config.data.cache_gib * 2**30)),
     )
+
+
+def epochs_for(num_images: int) -> int:
+    """Returns the number of epochs for tasks of so many images: 20, the paper's, for thousands."""
+    return 40 if num_images <= 1000 else 20 if num_images <= 5000 else 10
 
 
 def build_encoders(
@@ -148,7 +155,7 @@ def build_encoders(
 def _recognise(config: Config) -> vit.Variant:
     """Returns the architecture; what a file of weights says itself stands in the configuration."""
     encoder = config.encoder
-    encoder.variant, variant = weights.recognise(encoder.weights, encoder.variant)
+    encoder.variant, variant = weights.recognise(encoder.weights, encoder.variant, encoder.heads)
     encoder.image_size = encoder.image_size or variant.image_size
     return variant
 

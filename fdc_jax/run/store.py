@@ -88,11 +88,16 @@ class Store(Places):
         differing = [each for each in differing if each[0] not in grown]
         if differing:
             fields = ", ".join(f"{name} was {old!r}, is {new!r}" for name, old, new in differing)
-            refit = f" (python -m fdc_jax.posthoc {self.features_folder} fits calibrators again)"
-            ours = all(name.startswith(("fdc.", "calibrators")) for name, *_ in differing)
+            names, advice = {name for name, *_ in differing}, ""
+            if all(name.startswith(("fdc.", "calibrators")) for name in names):
+                folder = self.features_folder
+                advice = f" (python -m fdc_jax.posthoc {folder} fits calibrators again)"
+            elif "classes_per_task" in names:
+                sizes = ",".join(map(str, known_of(saved).sizes))
+                advice = f" (classes_per_task={sizes},N learns N further classes)"
             raise InputError(
                 f"{self.folder} holds a run of another configuration: {fields}; choose another "
-                f"--workdir or the old values{refit if ours else ''}"
+                f"--workdir or the old values{advice}"
             )
         if not grown:
             return

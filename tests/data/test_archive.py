@@ -55,7 +55,7 @@ def test_damaged_archives(tmp_path, cache, pack, name):
     pack(tmp_path / name, os.urandom(5000))
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[:2500])
-    with pytest.raises(InputError, match=f"{name}: (cannot unpack|expected a folder, or a zip)"):
+    with pytest.raises(InputError, match=f"{name}: cannot unpack: .*"):
         archive.unpacked(tmp_path / name, cache)
     assert list(cache.iterdir()) == []
 

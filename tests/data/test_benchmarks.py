@@ -93,14 +93,21 @@ def test_every_class_has_training_images():
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        ((2, 2), r"add up to the 5 classes of mine, found 2 \+ 2 = 4$"),
+        ((2, 2), r"add up to the 5 classes of mine, found 2 \+ 2 = 4; to add a task: 3,2$"),
         (6, "at most the 5 classes of mine, found 6$"),
-        (0, "the number of classes of each task of mine, or a list such as 10,5,5; found 0$"),
+        ((3,), r"found 3 = 3; to add a task: 3,2$"),
     ],
 )
 def test_task_sizes_add_up(wanted, message):
     with pytest.raises(InputError, match="config.classes_per_task: expected .*" + message):
-        benchmarks.task_sizes("mine", 5, wanted)
+        benchmarks.task_sizes("mine", 5, wanted, taken=(3,))
+
+
+def test_who_says_no_number_gets_a_fifth_of_the_classes_also_for_those_that_come_later():
+    assert benchmarks.task_sizes("mine", 14) == (3, 3, 3, 3, 2)
+    assert benchmarks.task_sizes("mine", 3) == (2, 1)
+    assert benchmarks.task_sizes("mine", 18, taken=(3, 3, 3, 3, 2)) == (3, 3, 3, 3, 2, 3, 1)
+    assert benchmarks.task_sizes("cub200", 200) == (10,) * 20
 
 
 @pytest.mark.parametrize(

@@ -191,6 +191,11 @@ def fifo(root):
     os.mkfifo(root / "train" / "ant" / "z.png")
 
 
+def named_as_image(root):
+    (root / "test" / "z.png").mkdir()
+    (root / "test" / "ant" / "y.png").symlink_to("/dev/zero")
+
+
 def emptied(root):
     for path in (root / "train" / "ant").iterdir():
         path.rename(path.with_suffix(".GIF"))
@@ -211,7 +216,8 @@ def linked(place, target):
 
 
 REFUSED = {
-    "pipe": (fifo, "train/ant/z.png: cannot read: expected a regular file, found another$"),
+    "pipe": (fifo, "train/ant/z.png: cannot read: expected a regular file, found a pipe$"),
+    "device": (named_as_image, r"test/z.png: expected images in this class folder, found none$"),
     "broken link": (linked("train/ant/z.png", "gone"), "train/ant/z.png: cannot read: No such fi"),
     "link to itself": (linked("train/ant/z", "z"), "train/ant.*: cannot read: Too many levels of"),
     "link back": (linked("train/ant/up", ".."), "train/ant/up/ant: expected a folder, found a"),

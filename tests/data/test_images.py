@@ -224,3 +224,14 @@ def test_programs_in_postscript_are_not_run():
     Image.new("RGB", (4, 4)).save(file, "EPS")
     with pytest.raises(InputError, match=r"photo\.jpg: .*not a known image format"):
         images.decode(file.getvalue(), "photo.jpg")
+
+
+def test_an_image_far_longer_than_wide_is_refused_before_its_pixels_are_read(monkeypatch, encode):
+    images.decode(encode(Image.new("RGB", (64, 1))), "x")
+    monkeypatch.setattr(Image.Image, "convert", None)
+    for size in ((65, 1), (1, 65)):
+        found = (
+            f"x: expected an image at most 64 times as long as wide, found {size[0]} x {size[1]}"
+        )
+        with pytest.raises(InputError, match=found):
+            images.decode(encode(Image.new("RGB", size)), "x")

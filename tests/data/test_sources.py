@@ -14,6 +14,7 @@ import pytest
 from configs import omnibench, own
 from fdc_jax.data import benchmarks, sources, task_stream
 from fdc_jax.errors import InputError
+from fdc_jax.run import base
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # As strings "10" and "100" come before "4"; one class has a single training image.
@@ -140,6 +141,8 @@ def test_own_images_need_no_more_than_a_source(tmp_path, pilot):
     stream = task_stream.open_stream(config, tmp_path / "cache")
     assert stream.class_names == ["10", "4", "44"] and stream.planned == (2, 1)
     assert (stream.train.name, stream.train.partition) == ("train", "0.2 of each class")
+    assert config.data.input_range == "model" and stream.train.upright
+    assert base.get_config().data.input_range == "pilot01"
 
 
 def test_tensorflow_is_never_imported(tmp_path, pilot):

@@ -79,7 +79,7 @@ def test_files_are_for_whom_the_umask_admits_and_it_is_never_changed(tmp_path, m
 )
 def test_no_reader_waits_for_a_pipe(tmp_path, read, name):
     os.mkfifo(tmp_path / (name or "x.npy"))
-    with pytest.raises((InputError, OSError), match="expected a regular file, found another"):
+    with pytest.raises((InputError, OSError), match="expected a regular file, found a pipe"):
         read(tmp_path / name)
 
 

@@ -11,9 +11,12 @@ from PIL import Image
 import fdc_jax
 from configs import own
 from fdc_jax import predict
+from fdc_jax.command import describe
+from fdc_jax.data import task_stream
 from fdc_jax.errors import InputError
 from fdc_jax.learners.inflora import InfLoRA
 from fdc_jax.run import configuration
+from fdc_jax.run import setup as setups
 from tests import small_runs
 from tests.small_runs import stopped
 
@@ -230,7 +233,10 @@ def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
     assert [list(each["known classes"]) for each in kept] == [[*NEW], [*NEW, *OLD]]
     assert kept[1]["known classes"].items() > kept[0]["known classes"].items()
     # Other sizes are another run.
-    with pytest.raises(InputError, match="classes_per_task was 2, is 3; choose"):
+    advice = (
+        r"classes_per_task was 2, is 3; choose .* \(classes_per_task=2,1,2,2,N learns N further"
+    )
+    with pytest.raises(InputError, match=advice):
         small_runs.run(config(source, cache, classes_per_task=3), workdir)
     for name in ("box", "yew"):
         for split in ("train", "test"):
@@ -273,6 +279,19 @@ def test_who_plans_ahead_says_so(cache, tmp_path, caplog):
 
 
 # Settings -----------------------------------------------------------------------------------------
+
+
+def test_what_is_chosen_for_images_of_ones_own_is_said_and_stays(cache, tmp_path):
+    source, fields = tmp_path / "trees", {"train__epochs": 0, "classes_per_task": 0}
+    add(source, *OLD)
+    setup = setups.build(config(source, cache, **fields), quiet=True)
+    assert (setup.config.train.epochs, setup.tasks.planned) == (40, (2, 2))
+    assert "training   40 epochs of batches of 6, 2 classes a task\n" in describe(setup)
+    assert "input range model" in describe(setup)
+    assert [setups.epochs_for(n) for n in (1000, 1001, 5000, 5001)] == [40, 20, 20, 10]
+    known = task_stream.Known(setup.tasks.class_checksums, setup.tasks.planned)
+    add(source, *NEW)
+    assert setups.build(config(source, cache, **fields), True, known).tasks.planned == (2, 2, 2, 1)
 
 
 def test_an_order_is_read_from_its_file(tmp_path):
