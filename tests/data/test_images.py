@@ -77,15 +77,10 @@ def test_crop_boxes_are_distributed_as_torchvisions(size, scale):
     def quantities(boxes):
         left, top, right, bottom = boxes.T
         width, height = right - left, bottom - top
-        yield "area", width * height
-        yield "ratio", width / height
-        yield "left", left
-        yield "top", top
-        yield "free space left", left / np.maximum(size[0] - width, 1)
-        yield "right edge", right
+        return width * height, width / height, left, left / np.maximum(size[0] - width, 1)
 
-    for (name, a), (_, b) in zip(quantities(found), quantities(expected), strict=True):
-        assert stats.ks_2samp(a, b).pvalue > 1e-3, name
+    for a, b in zip(quantities(found), quantities(expected), strict=True):
+        assert stats.ks_2samp(a, b).pvalue > 1e-3
     # Position and area are independent given the size: a shared random number would show here.
     free = found[:, 0] / np.maximum(size[0] - (found[:, 2] - found[:, 0]), 1)
     down = found[:, 1] / np.maximum(size[1] - (found[:, 3] - found[:, 1]), 1)

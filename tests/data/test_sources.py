@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -16,7 +14,6 @@ from fdc_jax.data import benchmarks, sources, task_stream
 from fdc_jax.errors import InputError
 from fdc_jax.run import base
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 # As strings "10" and "100" come before "4"; one class has a single training image.
 TRAIN = {"10": 3, "100": 1, "4": 2, "44": 2}
 TEST = {"10": 1, "100": 2, "4": 1, "44": 1}
@@ -143,22 +140,3 @@ def test_own_images_need_no_more_than_a_source(tmp_path, pilot):
     assert (stream.train.name, stream.train.partition) == ("train", "0.2 of each class")
     assert config.data.input_range == "model" and stream.train.upright
     assert base.get_config().data.input_range == "pilot01"
-
-
-def test_tensorflow_is_never_imported(tmp_path, pilot):
-    for name in ("tensorflow", "torch"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text(f"raise AssertionError('{name} imported')")
-    program = f"""
-from pathlib import Path
-from fdc_jax.data import sources, tfds_format
-from fdc_jax.data.batches import TrainBatches
-train, test = sources.open_splits("mine", Path({str(tmp_path)!r}), source={str(pilot)!r})
-assert next(iter(TrainBatches(train, [0, 1], None, 4, 0, 0, image_size=8))).weights.sum() == 2
-"""
-    subprocess.run(
-        [sys.executable, "-W", "error", "-c", program],
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
-        check=True,
-        timeout=120,
-    )
