@@ -19,7 +19,7 @@ def test_shipped_configurations_are_valid(name):
 
 IMPOSSIBLE = {
     "train.rank": (0,),
-    "train.epochs": (0,),
+    "train.epochs": (-1,),
     "train.batch_size": (-1,),
     "evaluation.every": (0,),
     "train.increment_learning_rate": (0.0,),
