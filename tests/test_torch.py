@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -67,18 +68,175 @@ def test_one_view_and_what_is_refused():
         model(both)
     with pytest.raises(InputError, match=r"features: expected one row per image, .* \[40, 4, 4\]"):
         model(torch.tensor(adapted).reshape(-1, 4, 4))
-    with pytest.raises(InputError, match="expected fitted tasks, found none"):
-        fdc_torch.Calibrated(Split(), calibration.FDC())
-    with pytest.raises(InputError, match=r"batches \(images, labels"):
-        fdc_torch.collect(Split(), [both])
-    with pytest.raises(InputError, match="loader: labels: expected integers, found float32"):
-        fdc_torch.collect(
-            Split(), [(both, torch.full((len(both),), 1.5))], lambda model, rows: rows
-        )
+    with pytest.raises(InputError, match="call fit_task for every task, then finalize, first"):
+        fdc_torch.Calibrated(Split(), calibration.FDC())(both)
+    labels = torch.arange(40)
+    for batch, message in (
+        (both, "dictionaries with labels, found none"),
+        ({"image": both}, "dictionaries with labels, found none"),
+        ((both, labels + 0.5), "loader: labels: expected integers, found float32"),
+        ((both, labels[:7]), "loader: labels: .*40.*7"),
+        (["a", "b"], r"batches \(images, labels, ...\) or dictionaries of tensors"),
+    ):
+        with pytest.raises(InputError, match=message):
+            fdc_torch.collect(Split(), [batch])
+    for layer in (torch.nn.LayerNorm(3), torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU()):
+        with pytest.raises(InputError, match=f"expected a linear layer, .*{type(layer).__name__}"):
+            fdc_torch.head_of(layer)
+    network = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+    with pytest.raises(InputError, match="layer: expected one of 0, 2, found '3'"):
+        fdc_torch.pooled(network, torch.zeros(1, 4), layer="3")
+    assert fdc_torch.head_of(network, [1], name="2").weight.shape == (1, 3)
+
+
+def task_loader(task):
+    """Batches of a task, in order; images are both features, one after the other."""
+    images = torch.tensor(np.hstack([task.adapted, task.pretrained]))
+    labels = torch.tensor(task.labels)
+    return [{"x": images[i : i + 9], "labels": labels[i : i + 9]} for i in range(0, len(labels), 9)]
+
+
+@pytest.mark.parametrize("name", ["fdc", "gaussians"])
+def test_a_checkpoint_carries_the_calibrator_and_fitting_goes_on_bit_by_bit(name, tmp_path):
+    tasks = streams.stream(9, offset=1.0)
+    heads_of = [streams.head_of(task, "linear") for task in tasks]
+
+    def fresh():
+        return fdc_torch.Calibrated(Split(), calibration.make(name))
+
+    whole = fresh()
+    for task, head in zip(tasks[:2], heads_of[:2], strict=True):
+        whole.before_task(task_loader(task))
+        whole.after_task(task_loader(task), head=head)
+    whole.before_task(task_loader(tasks[2]))  # Stopped within the third.
+    assert (whole.previous is not None) == (name == "gaussians")
+    torch.save(whole.state_dict(), tmp_path / "checkpoint.pt")
+    read = fresh()
+    read.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
+    others = [read, copy.deepcopy(whole), pickle.loads(pickle.dumps(whole))]
+    images = torch.tensor(np.hstack(streams.probe_inputs(tasks)))
+    for each in (whole, *others):
+        each.after_task(task_loader(tasks[2]), head=heads_of[2])
+    for each in others:
+        assert torch.equal(each(images), whole(images))
+        assert each.classes.tolist() == whole.classes.tolist() == list(range(9))
+    direct = calibration.make(name)
+    for task, head in zip(tasks, heads_of, strict=True):
+        direct.fit_task(task.adapted, task.labels, head, task.pretrained, previous=task.adapted)
+    direct.finalize()
+    scores = direct.class_scores(*streams.probe_inputs(tasks))
+    np.testing.assert_array_equal(whole(images), scores.astype(np.float32))
+    state = whole.get_extra_state()
+    state["calibrator"][len(state["calibrator"]) // 2] ^= 1
+    with pytest.raises(InputError, match=r"calibrator.npz: "):
+        read.set_extra_state(state)
+
+
+# transformers and PEFT ---------------------------------------------------------------------------
+
+SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+SMALL |= {"image_size": 8, "patch_size": 4, "num_labels": 6}
+
+
+@pytest.fixture(scope="module")
+def transformers():
+    reason = "needs transformers, which the package does not require"
+    return pytest.importorskip("transformers", reason=reason, exc_type=ImportError)
+
+
+def made(transformers, kind):
+    """Returns a small image classifier with random weights."""
+    torch.manual_seed(0)
+    if kind == "CLIP":
+        size = {k: v for k, v in SMALL.items() if k != "num_labels"}
+        config = transformers.CLIPConfig(vision_config=size | {"projection_dim": 8}, num_labels=6)
+    else:
+        config = getattr(transformers, f"{kind}Config")(**SMALL)
+    return getattr(transformers, f"{kind}ForImageClassification")(config)
+
+
+def dictionaries():
+    """Batches as the collators of transformers give them, and their images and labels."""
+    images, labels = torch.randn(30, 3, 8, 8), torch.arange(30) % 6
+    parts = zip(images.split(16), labels.split(16), strict=True)
+    return [{"pixel_values": x, "labels": y} for x, y in parts], images, labels
+
+
+@pytest.mark.parametrize("kind", ["ViT", "DeiT", "Dinov2", "CLIP"])
+def test_image_classifiers_of_transformers(transformers, kind):
+    model = made(transformers, kind)
+    batches, images, labels = dictionaries()
+    features, none, found = fdc_torch.collect(model, batches)
+    head = fdc_torch.head_of(model, [4, 1])
+    assert none is None and found.tolist() == labels.tolist()
+    with torch.no_grad():
+        logits = model.eval()(pixel_values=images).logits
+    np.testing.assert_allclose(head.logits(features), logits[:, [4, 1]], atol=1e-5)
+
+
+def test_models_of_transformers_without_a_linear_classifier_get_a_line(transformers):
+    teacher = transformers.DeiTForImageClassificationWithTeacher(transformers.DeiTConfig(**SMALL))
+    resnet = transformers.ResNetForImageClassification(
+        transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1])
+    )
+    for model, found in (
+        (transformers.ViTModel(transformers.ViTConfig(**SMALL)), "no classifier"),
+        (teacher, "no classifier"),
+        (resnet, "a classifier of type Sequential"),
+    ):
+        with pytest.raises(InputError, match=f"{type(model).__name__}: .*{found}; .*layer=.*views"):
+            fdc_torch.collect(model, dictionaries()[0])
+    features = fdc_torch.pooled(teacher, torch.zeros(2, 3, 8, 8), layer="cls_classifier")
+    assert features.shape == (2, 24)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")  # PEFT asks for what is gone.
+def test_views_of_a_peft_model_and_adapters_read_back(transformers, tmp_path):
+    peft = pytest.importorskip("peft", reason="needs PEFT, which the package does not require")
+    base = made(transformers, "ViT").eval()
+    plain = copy.deepcopy(base)
+    batches, images, labels = dictionaries()
+    lora = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["classifier"],
+        init_lora_weights=False,
+    )  # fmt: skip
+    model, seen = peft.get_peft_model(base, lora), []
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    for step in range(2):
+        model(**batches[0]).loss.backward()
+        optimizer.step()
+        model.save_pretrained(tmp_path / str(step))
+        trained = [each.requires_grad for each in model.parameters()]
+        adapted, pretrained, found = fdc_torch.collect(model, batches)
+        assert [each.requires_grad for each in model.parameters()] == trained
+        seen.append((adapted, fdc_torch.head_of(model)))
+        with torch.no_grad():
+            logits = model(pixel_values=images).logits
+        np.testing.assert_allclose(seen[-1][1].logits(adapted), logits, atol=1e-5)
+        np.testing.assert_array_equal(pretrained, fdc_torch.collect(plain, batches)[0])
+        assert found.tolist() == labels.tolist() and abs(adapted - pretrained).max() > 0.1
+    # In another process: the adapters of both tasks on the same pretrained model.
+    again = peft.PeftModel.from_pretrained(copy.deepcopy(plain), tmp_path / "0", "before")
+    again.load_adapter(tmp_path / "1", "after")
+    again.set_adapter("after")
+    before = functools.partial(fdc_torch.pooled, adapters=["before"])
+    for (adapted, head), views, name in (
+        (seen[0], before, "before"),
+        (seen[1], fdc_torch.pooled, None),
+    ):
+        np.testing.assert_allclose(fdc_torch.collect(again, batches, views)[0], adapted, atol=1e-6)
+        np.testing.assert_array_equal(fdc_torch.head_of(again, adapter=name).weight, head.weight)
+    assert again.active_adapter == "after"
+    with pytest.raises(InputError, match="adapter: expected one of before, after, found 'befor'"):
+        fdc_torch.pooled(again, images, adapters=["befor"])
+    wrong = peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["classifier"]))
+    with pytest.raises(InputError, match=r"that PEFT adapts .put it into modules_to_save"):
+        fdc_torch.head_of(wrong)
 
 
 def test_any_timm_vit():
-    timm = pytest.importorskip("timm", reason="needs timm, which the package does not require")
+    reason = "needs timm, which the package does not require"
+    timm = pytest.importorskip("timm", reason=reason, exc_type=ImportError)
     torch.manual_seed(0)
     size = {"img_size": 16, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
     variants = [{}, {"global_pool": "avg", "fc_norm": True}, {"num_classes": 0}]
@@ -117,20 +275,43 @@ def test_any_timm_vit():
         )
 
 
-def test_program_of_the_page(capsys):
-    pytest.importorskip("timm", reason="needs timm, which the package does not require")
+def page_program(heading):
+    """Runs the page's program under a heading; returns what it defines."""
     page = (Path(__file__).parents[1] / "docs" / "integrations.md").read_text()
-    program = page.split("```python\n")[1].split("```")[0]
+    program = page.split(f"## {heading}\n")[1].split("```python\n")[1].split("```")[0]
     found = {}
     exec(compile(program, "docs/integrations.md", "exec"), found)
+    return found
+
+
+def surpasses(better, worse):
+    """Tells of two arrays of truth values whether one is above by three standard errors."""
+    return np.sum(better) - np.sum(worse) > 3 * np.sqrt(np.sum(better != worse))
+
+
+def test_program_of_the_page(capsys):
+    reason = "needs timm, which the package does not require"
+    pytest.importorskip("timm", reason=reason, exc_type=ImportError)
+    found = page_program("PyTorch")
     assert list(found["accuracies"]) == ["raw", "fdc", "gaussians"]
     assert str(found["accuracies"]) in capsys.readouterr().out
     features = fdc_torch.collect(found["both"], [(found["images"], found["labels"])])[:2]
     for name, calibrator in found["calibrators"].items():
         expected = calibrator.score(*(each[found["test"]] for each in features)).label
         assert np.mean(expected == found["predicted"][name].numpy()) > 0.99  # but for rounding
-    # More than three standard errors of a paired difference each.
     labels, order = found["labels"][found["test"]], ("raw", "fdc", "gaussians")
     right = [(found["predicted"][name] == labels).numpy() for name in order]
     for worse, better in itertools.pairwise(right):
-        assert np.sum(better) - np.sum(worse) > 3 * np.sqrt(np.sum(better != worse))
+        assert surpasses(better, worse)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
+def test_program_of_the_page_with_an_adapter(transformers, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("peft", reason="needs PEFT, which the package does not require")
+    monkeypatch.chdir(tmp_path)
+    found = page_program("transformers and PEFT")
+    assert capsys.readouterr().out.splitlines()[-1] == "True"
+    labels = found["labels"][found["test"]]
+    raw, calibrated = ((each == labels).numpy() for each in found["accuracies"].values())
+    assert surpasses(calibrated, raw)
+    assert "follow the encoder" in found["read"].calibrator.note

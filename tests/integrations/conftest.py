@@ -25,7 +25,7 @@ def digits():
 
 def run_program(heading):
     """Runs the page's program under a heading; returns what it defines."""
-    program = PAGE.read_text().split(f"### {heading}\n")[1].split("```python\n")[1]
+    program = PAGE.read_text().split(f"## {heading}\n")[1].split("```python\n")[1]
     found = {"__name__": heading}
     exec(compile(program.split("```")[0], str(PAGE), "exec"), found)
     return found

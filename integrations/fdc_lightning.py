@@ -1,0 +1,90 @@
+"""A calibrator that Lightning fits after every task, as a callback; see docs/integrations.md.
+
+    callback = FDCCallback(calibration.make("gaussians"))
+    for loader in loaders_of_tasks:
+        Trainer(callbacks=[callback], ...).fit(module, loader)
+
+One `fit` is a task. Lightning's checkpoints carry the calibrator and what the task in progress
+needs of it, so that training goes on from any of them.
+"""
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader
+
+from fdc_jax import torch as fdc_torch
+from fdc_jax.calibration import Calibrator
+
+
+def in_order(trainer: Trainer) -> Iterable[Any]:
+    """Returns the training loader's images in their order, with its transform."""
+    own: Any = trainer.train_dataloader
+    return DataLoader(own.dataset, own.batch_size, collate_fn=own.collate_fn)
+
+
+class FDCCallback(Callback):
+    """Fits a calibrator at the end of every `fit`.
+
+    Args:
+        calibrator: from `calibration.make`.
+        network: name of the network within the module, `model` by default; its last layer has a
+            row for each class.
+        layer: name of the last layer, where `fdc_jax.torch.pooled` does not find it.
+        pretrained: whether the network as it is before the first task is the second view; models of
+            PEFT have it anyway.
+        walk: from the trainer to batches of the task's images in evaluation preprocessing, in the
+            same order whenever it is called.
+
+    Attributes:
+        calibrated: after the first `fit`, the network with calibrated scores.
+    """
+
+    def __init__(
+        self,
+        calibrator: Calibrator,
+        network: str = "model",
+        layer: str = "",
+        pretrained: bool = True,
+        walk: Callable[[Trainer], Iterable[Any]] = in_order,
+    ) -> None:
+        self.calibrator, self.network, self.layer = calibrator, network, layer
+        self.pretrained, self.walk = pretrained, walk
+        self.calibrated: fdc_torch.Calibrated | None = None
+        self.begun = False
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Finds the network, before a checkpoint is read, and keeps a copy of the first one."""
+        if self.calibrated is None:
+            model = pl_module.get_submodule(self.network)
+            if self.pretrained and not hasattr(model, "disable_adapter"):
+                model = nn.ModuleList([model, copy.deepcopy(model)])
+            self.calibrated = fdc_torch.Calibrated(model, self.calibrator, layer=self.layer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keeps features by the network before the task; a checkpoint within it has them."""
+        if not self.begun:
+            self.calibrated.to(pl_module.device).before_task(self.walk(trainer))
+        self.begun = True
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Collects the statistics of the task."""
+        self.calibrated.after_task(self.walk(trainer))
+        self.begun = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps: the calibrator, and the first network."""
+        state = {"begun": self.begun, **self.calibrated.get_extra_state()}
+        if isinstance(self.calibrated.module, nn.ModuleList):
+            state["pretrained"] = self.calibrated.module[1].state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on from a checkpoint."""
+        self.begun = state_dict["begun"]
+        self.calibrated.set_extra_state(state_dict)
+        if "pretrained" in state_dict:
+            self.calibrated.module[1].load_state_dict(state_dict["pretrained"])
