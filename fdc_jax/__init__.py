@@ -10,13 +10,17 @@ from fdc_jax.machine.versions import __version__ as __version__
 
 if TYPE_CHECKING:
     from fdc_jax import calibration, heads
-    from fdc_jax.estimator import FDCClassifier
+    from fdc_jax.estimator import ContinualClassifier, FDCClassifier
     from fdc_jax.run.opened import open_run
 
-__all__ = ["FDCClassifier", "calibration", "heads", "open_run"]
+__all__ = ["ContinualClassifier", "FDCClassifier", "calibration", "heads", "open_run"]
 
 
-_HOME = {"FDCClassifier": "fdc_jax.estimator", "open_run": "fdc_jax.run.opened"}
+_HOME = {
+    "ContinualClassifier": "fdc_jax.estimator",
+    "FDCClassifier": "fdc_jax.estimator",
+    "open_run": "fdc_jax.run.opened",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""FDC as an estimator of scikit-learn.
+"""Calibrators as estimators of scikit-learn.
 
 A task is one call of `partial_fit`, or the samples of one value of `tasks` in `fit`. This is the
 only file of the package that imports scikit-learn.
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 HEADS = ("ridge", "nearest_mean")
 
 
-class FDCClassifier(ClassifierMixin, BaseEstimator):
+class ContinualClassifier(ClassifierMixin, BaseEstimator):
     """Classifies features among the classes of all tasks, with calibrated task heads.
 
     Features X are rows, [n, d], or two views of the same samples: a tuple (adapted [n, d],
     pretrained [n, e]), or columns of one array that `views` picks.
 
     Args:
-        calibrator: a name of `calibration.METHODS`: `fdc`, the paper's; `gaussians`, beyond it; or
-            a comparator.
+        calibrator: a name of `calibration.METHODS`: `gaussians`, the default; `fdc`, the paper's,
+            that of `FDCClassifier`; or a comparator.
         head: of tasks that come without one, where the calibrator needs heads: `ridge`, regression
             to one-hot labels whose penalty is chosen on a fifth of the samples, or `nearest_mean`,
             the cosine to class means.
@@ -60,7 +60,7 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
 
     def __init__(
         self,
-        calibrator: str = "fdc",
+        calibrator: str = "gaussians",
         head: str = "ridge",
         views: tuple[Any, Any] | None = None,
         settings: Mapping[str, Any] | None = None,
@@ -70,7 +70,7 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
         self.views = views
         self.settings = settings
 
-    def fit(self, X: Any, y: Any, tasks: Any = None) -> FDCClassifier:
+    def fit(self, X: Any, y: Any, tasks: Any = None) -> ContinualClassifier:
         """Forgets everything and fits features of one encoder.
 
         Args:
@@ -100,7 +100,7 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
 
     def partial_fit(
         self, X: Any, y: Any, classes: Any = None, head: Head | None = None, previous: Any = None
-    ) -> FDCClassifier:
+    ) -> ContinualClassifier:
         """Fits one more task, whose classes are new. Nothing is fitted again.
 
         Args:
@@ -236,13 +236,26 @@ class FDCClassifier(ClassifierMixin, BaseEstimator):
 
     def _keep(
         self, calibrator: calibration.Calibrator, labels: Shaped[np.ndarray, " c"]
-    ) -> FDCClassifier:
+    ) -> ContinualClassifier:
         calibrator.finalize()
         order = np.argsort(labels)
         tasks = np.repeat(range(calibrator.num_tasks), [len(each) for each in calibrator.classes])
         self.calibrator_, self._labels = calibrator, labels
         self.classes_, self.class_tasks_ = labels[order], tasks[order]
         return self
+
+
+class FDCClassifier(ContinualClassifier):
+    """The same with the paper's FDC by default."""
+
+    def __init__(
+        self,
+        calibrator: str = "fdc",
+        head: str = "ridge",
+        views: tuple[Any, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ):
+        super().__init__(calibrator, head, views, settings)
 
 
 def closed_form_head(

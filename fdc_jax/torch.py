@@ -140,7 +140,7 @@ def _adapter(model: Any, name: str | None) -> Iterator[None]:
 
 def _unwrapped(layer: Any) -> Any:
     """Returns the layer that PEFT uses in the place of one of `modules_to_save`."""
-    saved = getattr(layer, "modules_to_save", None)
+    saved: Any = getattr(layer, "modules_to_save", None)
     if not isinstance(saved, nn.ModuleDict):
         return layer
     return saved[layer.active_adapters[0]]

@@ -18,7 +18,7 @@ from sklearn.model_selection import GridSearchCV
 from sklearn.utils.estimator_checks import check_estimator, parametrize_with_checks
 
 import fdc_jax
-from fdc_jax import FDCClassifier, calibration
+from fdc_jax import ContinualClassifier, FDCClassifier, calibration
 from fdc_jax.calibration import compiled
 from fdc_jax.errors import InputError
 from fdc_jax.estimator import closed_form_head
@@ -41,7 +41,7 @@ def plain(monkeypatch):
 
 
 @parametrize_with_checks(
-    [FDCClassifier(name) for name in BOTH], expected_failed_checks=lambda _: EXPECTED
+    [FDCClassifier(), ContinualClassifier()], expected_failed_checks=lambda _: EXPECTED
 )
 def test_the_checks_of_scikit_learn(estimator, check, plain):
     check(estimator)
@@ -115,6 +115,8 @@ def test_all_tasks_at_once_are_the_same_as_one_by_one(tasks, calibrator, plain):
         whole.decision_function((adapted, pretrained)), parts.decision_function(columns)
     )
     assert whole.score((adapted, pretrained), labels) > 0.7
+    kind = {"fdc": FDCClassifier, "gaussians": ContinualClassifier}[calibrator]
+    assert type(kind().fit(adapted, labels).calibrator_) is type(calibration.make(calibrator))
     # Without tasks there is one, whose classes no other competes with.
     alone = FDCClassifier(calibrator).fit(adapted, labels)
     assert not alone.predict_task(adapted).any()
