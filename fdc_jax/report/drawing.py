@@ -23,7 +23,6 @@ COLUMN, PAGE = 3.3, 6.75
 
 # Dark, medium and light for eyes of every kind, and each with a marker of its own for grey prints.
 INK = "#222222"
-GRID = "#8c8c8c"
 RAW, FDC, TASK_GIVEN = "#c77700", "#0b559f", "#6e6e6e"
 OWN, FOREIGN = "#00664d", "#c75f9f"
 ADAPTED, PRETRAINED = "#4b3f8f", "#b58900"
