@@ -81,11 +81,13 @@ def load(group: Group, names: Sequence[str]) -> Classes | None:
         right = np.bincount(of["label"][of["label"] == of[f"{name}_label"]], minlength=size)
         table[words.method_title(name)] = 100.0 * right / np.maximum(totals, 1)
     table["taken"] = np.where(wrong.any(axis=1), wrong.argmax(axis=1), -1)
-    table = table[totals > 0].sort_values(words.method_title(best), kind="stable")
+    known: Any = table[totals > 0]
+    table = known.sort_values(words.method_title(best), kind="stable")
     shown = [names[c] if c < len(names) else f"class {c + 1}" for c in range(size)]
+    shares = 100.0 * counts / np.maximum(totals, 1)[:, None]
     cells = [
-        (int(row), int(column), int(counts[row, column]), 100.0 * counts[row, column] / totals[row])
-        for row, column in np.argwhere(counts)
+        (row, column, int(counts[row, column]), float(shares[row, column]))
+        for row, column in np.argwhere(counts).tolist()
     ]
     pairs = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])
     order = sorted_by_likeness(wrong / np.maximum(totals, 1)[:, None])
