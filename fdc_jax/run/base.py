@@ -70,7 +70,7 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
 
     config.evaluation = ml_collections.ConfigDict()
     config.evaluation.batch_size = 256  # images per forward pass without gradients
-    config.evaluation.every = 1  # evaluate after so many tasks, and after the last one; 1: after each
+    config.evaluation.every = 1  # evaluate after so many tasks, and after the last one
 
     config.checkpoint = ml_collections.ConfigDict()
     config.checkpoint.every_steps = 500  # within a task; each task's end is always kept
