@@ -125,7 +125,7 @@ def keep_programs(folder: Path) -> None:
 
     Where JAX was told of a folder, as by `JAX_COMPILATION_CACHE_DIR`, they lie there.
     """
-    if not jax.config.jax_compilation_cache_dir:
+    if not getattr(jax.config, "jax_compilation_cache_dir", None):
         jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
