@@ -85,8 +85,12 @@ def scoring(mesh: Mesh, width: int, tasks: int, classes: int, rows: int) -> Prog
 
     tasks, classes = padded_size(tasks, 8), padded_size(classes, 4)
     of_task = ((width,), (128, width), (classes, width), (classes,), (4,))
-    frame = fdc.Frame(array(width), array(width), tuple(array(tasks, *shape) for shape in of_task))
-    heads = tuple(array(tasks, classes, *shape) for shape in ((width,), (width,), ()))
+
+    def of_tasks(*shape):  # as `compiled.stack` lays them out
+        return array(shape[1], tasks, shape[0]) if len(shape) == 2 else array(tasks, *shape)
+
+    frame = fdc.Frame(array(width), array(width), tuple(of_tasks(*shape) for shape in of_task))
+    heads = tuple(of_tasks(classes, *shape) for shape in ((width,), (width,), ()))
     fixed = {"gamma": 0.5, "neighbours": 1, "normalised": False}
     function = jax.jit(lambda *given: fdc.measure(*given, **fixed))
     first = Mesh(mesh.devices.ravel()[:1], mesh.axis_names)
