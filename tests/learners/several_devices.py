@@ -16,8 +16,8 @@ from fdc_jax.machine import devices
 from fdc_jax.model import vit
 from tests.learners import toy
 
-# Of the largest number of a leaf.
-TOLERANCE = 2e-3
+# Of the largest number of a leaf; processors round differently, and few steps make it larger.
+TOLERANCE = 5e-3
 # Of the length of all that was added to a kernel. Adam's first steps have the length of the rate
 # however small the gradient is, and rounding decides about the direction of the smallest.
 TOLERANCE_OF_INCREMENTS = 0.05
