@@ -3,7 +3,10 @@
 python main.py --config=configs/digits.py [--workdir=FOLDER] [--config.FIELD=VALUE ...]
 """
 
-import runpy
+import sys
+
+from fdc_jax.__main__ import main
 
 if __name__ == "__main__":
-    runpy.run_module("fdc_jax.run", run_name="__main__", alter_sys=True)
+    sys.argv.insert(1, "run")
+    main()

@@ -1,17 +1,18 @@
-"""The command `fdc`: `fdc NAME ...` is `python -m fdc_jax.NAME ...`, and takes `--help`, too."""
+"""The command `fdc`: `fdc NAME ...` is `python -m fdc_jax NAME ...`, and takes `--help`, too."""
 
+import os
 import runpy
 import sys
 
 import fdc_jax
-from fdc_jax.errors import InputError, Program, did_you_mean, guarded
+from fdc_jax.errors import InputError, Program, did_you_mean, guarded, stop_on_signals
 
 PROGRAMS = {
-    "run": ("fdc_jax.run", "learn a stream of tasks, calibrate and evaluate on the way"),
-    "report": ("fdc_jax.report", "write a report about runs"),
-    "predict": ("fdc_jax.predict", "say the classes of new images by a run"),
-    "export": ("fdc_jax.export", "make a run one folder that predicts"),
-    "posthoc": ("fdc_jax.posthoc", "calibrate heads from a file of features"),
+    "run": "learn a stream of tasks, calibrate and evaluate on the way",
+    "report": "write a report about runs",
+    "predict": "say the classes of new images by a run",
+    "export": "make a run one folder that predicts",
+    "posthoc": "calibrate heads from a file of features",
 }
 
 
@@ -22,9 +23,24 @@ def main() -> None:
         if code := guarded("fdc", lambda: _about(name)):
             sys.exit(code)
     else:
-        Program.front = "python -m fdc_jax" if sys.argv[0] == __file__ else "fdc"
+        Program.front = "fdc" if os.path.basename(sys.argv[0]) == "fdc" else "python -m fdc_jax"
         sys.argv[1:] = arguments
-        runpy.run_module(PROGRAMS[name][0], run_name="__main__", alter_sys=True)
+        if name == "run":
+            _run()
+        runpy.run_module(f"fdc_jax.{name}", run_name="__main__", alter_sys=True)
+
+
+def _run() -> None:
+    # Before NumPy loads: threads of OpenBLAS that wait for a busy core spin, and decompositions of
+    # a few hundred rows gain nothing from them. And XLA's start-up notes are of no use to a reader.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.path.append(os.getcwd())  # where a learner of the user's own may lie
+    # From here on a signal counts; what follows takes seconds to import.
+    with stop_on_signals() as stop:
+        from fdc_jax import command
+
+        sys.exit(command.main(stop))
 
 
 def _about(name: str) -> None:
@@ -34,7 +50,7 @@ def _about(name: str) -> None:
     if name not in ("-h", "--help"):
         raise InputError(did_you_mean("NAME", name, PROGRAMS))
     width = max(map(len, PROGRAMS))
-    lines = (f"  {each:<{width}}  {text}" for each, (_, text) in PROGRAMS.items())
+    lines = (f"  {each:<{width}}  {text}" for each, text in PROGRAMS.items())
     print("\n".join(["usage: fdc NAME ...", "", *lines]))
 
 

@@ -26,7 +26,7 @@ PACKAGE = REPOSITORY / "fdc_jax"
 
 
 def test_every_name_is_a_program():
-    for module, _ in command.PROGRAMS.values():
+    for module in (f"fdc_jax.{name}" for name in command.PROGRAMS.keys() - {"run"}):
         assert importlib.util.find_spec(module), module
 
 
