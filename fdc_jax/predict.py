@@ -373,7 +373,9 @@ def _write_page(
         method=METHODS[found.method].title,
         images=said,
         changed=changed,
-        unreadable=len(found.unreadable),
+        unreadable=[
+            "/".join(Path(found.images.ids[row]).parts[-2:]) for row in sorted(found.images.broken)
+        ],
         shown=shown,
     )
     write_text(path, text)

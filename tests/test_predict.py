@@ -214,6 +214,8 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     name = HOSTILE.replace("/", "") + ".png"
     (folder / "0010.png").rename(folder / f"0010 {name}")
     (folder / "zero.png").write_bytes(b"")
+    for other in ("a.HEIC", "b.heic", "c.gif"):
+        (folder / other).write_bytes(b"")
     output, page = tmp_path / "out.csv", tmp_path / "out.html"
     shown = (4, 13, 21, 30, 39, 47, 56)
     arguments = [str(whole), str(folder), f"--output={output}", f"--html={page}", "--top=10"]
@@ -222,6 +224,7 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     errors = printed.err.splitlines()
     assert errors[-1] == "fdc_jax.predict: 1 of 61 images could not be read"
     assert f"{folder / 'zero.png'}: cannot decode these 0 bytes" in printed.err
+    assert f"{folder}: skipped, as no images by their suffix: 2 .heic, 1 .gif" in errors[0]
     changed = int(said["changed"].sum())
     assert f"50 more; of {changed} images the heads alone would have said" in printed.out
     table = pd.read_csv(output, dtype={name: str for name in said if "class" in name})
@@ -231,7 +234,8 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     assert "60 images, by Cumulative-LoRA on " in " ".join(read.texts("h1"))
     pictures = read.all("img")
     assert len(pictures) == 7 and all(each["src"].startswith("data:image/") for each in pictures)
-    expected = [f"images/{path.name}" for path in sorted(folder.iterdir())]
+    assert "1 image could not be read: images/zero.png." in " ".join(read.texts("p"))
+    expected = [f"images/{path.name}" for path in sorted(folder.glob("*.png"))]
     assert [each["alt"] for each in pictures] == [expected[row] for row in shown]
     assert "<script" not in text and str(tmp_path) not in text
     assert {tag for tag, _ in read.elements}.isdisjoint({"script", "link", "iframe", "object"})

@@ -227,7 +227,7 @@ def content(path: Path) -> bytes:
 
 
 def find_images(folder: Path) -> list[Path]:
-    """Returns the images at and below a folder, in the order of their names.
+    """Returns the images at and below a folder, by name; a log line counts the other files.
 
     Raises:
         InputError: there are none, or a folder cannot be read.
@@ -237,9 +237,12 @@ def find_images(folder: Path) -> list[Path]:
     except OSError as error:
         raise InputError(f"{error.filename}: cannot read: {error.strerror}") from error
     found = [path for path in files if _is_image(path.name)]
+    skipped = _skipped(path.name for path in files if not _is_image(path.name))
     if not found:
         expected = f"{folder}: expected images in this folder, found none"
-        raise InputError("; ".join([expected, *_skipped(path.name for path in files)]))
+        raise InputError("; ".join([expected, *skipped]))
+    for note in skipped:
+        _log.warning("%s: %s", folder, note)
     return found
 
 

@@ -354,6 +354,10 @@ def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             open_regular(path) as opened,
             zipfile.ZipFile(opened) as archive,
         ):
+            # Of its directory zipfile does not compare the number of members.
+            opened.seek(-12 - len(archive.comment), os.SEEK_END)
+            if int.from_bytes(opened.read(2), "little") not in (len(archive.filelist), 0xFFFF):
+                raise ValueError("its directory lacks members")
             for member in archive.infolist():
                 name = member.filename.removesuffix(".npy")
                 if name == member.filename or name in arrays:

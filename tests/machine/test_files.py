@@ -6,6 +6,7 @@ import io
 import os
 import socket
 
+import numpy as np
 import pytest
 
 from fdc_jax.errors import InputError
@@ -87,6 +88,21 @@ def test_no_reader_waits_for_a_pipe(tmp_path, read, name):
 def test_devices_and_folders_are_no_files(path):
     with pytest.raises(OSError, match="expected a regular file"):
         open_regular(path)
+
+
+def test_an_archive_whose_directory_lost_a_member_is_damaged(tmp_path):
+    """As where one flipped bit makes the last entry of the directory a comment of that before."""
+    path = tmp_path / "x.npz"
+    write_npz(path, {"a": np.arange(3), "b": np.arange(4)})
+    content = bytearray(path.read_bytes())
+    last = content.rindex(b"PK\1\2")
+    entry = content.rindex(b"PK\1\2", 0, last)
+    content[entry + 32 : entry + 34] = (content.rindex(b"PK\5\6") - last).to_bytes(2, "little")
+    path.write_bytes(content)
+    with np.load(path) as file:
+        assert file.files == ["a"]
+    with pytest.raises(InputError, match=r"npz: not a readable .*: its directory lacks"):
+        read_npz(path)
 
 
 # Locks --------------------------------------------------------------------------------------------
