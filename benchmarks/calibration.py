@@ -81,7 +81,7 @@ def fit_and_score(point: Point, method: str, repeats: int) -> dict[str, Any]:
     _, finalize = measure.timed(calibrator.finalize)
     found = {**point._asdict(), "method": method, "storage_bytes": calibrator.storage_bytes}
     if method == "fdc":
-        residuals = sum(view.nbytes for task in calibrator.foreign for view in task)
+        residuals = sum(u.values.nbytes + u.weights.nbytes for u in calibrator.foreign)
         ranks = [len(view.basis) for task in calibrator.tasks for view in task.views]
         found |= {"foreign_residual_bytes": residuals, "mean_rank": float(np.mean(ranks))}
         share = flops_per_image(point, sum(ranks)) / FORWARD_FLOPS

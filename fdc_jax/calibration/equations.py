@@ -7,7 +7,7 @@ task is written once, for arrays of NumPy and of JAX.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -24,7 +24,7 @@ ENERGY_FLOOR = 1e-12
 ENERGY_TOLERANCE = 1e-6
 
 
-# Statistics of a task (lines 6, 10 and 13) -------------------------------------------------------
+# Statistics of a task (lines 6 and 10) ------------------------------------------------------------
 
 
 def pca(
@@ -73,32 +73,6 @@ def moments(values: Float[np.ndarray, " n"]) -> tuple[float, float]:
     """Returns mean and population standard deviation, at least 1e-6, computed in float64."""
     wide = np.asarray(values, np.float64)
     return float(wide.mean()), max(float(wide.std()), SCALE_FLOOR)
-
-
-class Foreign(NamedTuple):
-    """The reference p_F = N(mean, variance) and tau of one view; with one task p_F is p_O."""
-
-    mean: float = 0.0
-    variance: float = 1.0
-    scale: float = 1.0
-
-
-def foreign_reference(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Foreign:
-    """Fits mu_F and V_F, pairs of tasks weighing the same, and tau (Eq. foreign, line 13).
-
-    `residuals` are, for each task, u_j of its features by every earlier task j.
-    """
-    tasks = [task for task in residuals if task.size]
-    if not tasks:
-        return Foreign()
-    means = np.concatenate([task.mean(axis=1, dtype=np.float64) for task in tasks])
-    variances = np.concatenate([task.var(axis=1, dtype=np.float64) for task in tasks])
-    mean = float(means.mean())
-    variance = max(float(np.mean(variances) + np.mean((means - mean) ** 2)), SCALE_FLOOR)
-    logs = (log_ratio(task.astype(np.float64), mean, variance) for task in tasks)
-    ratios = [np.abs(each).astype(np.float32).ravel() for each in logs]
-    median = np.median(np.concatenate(ratios), overwrite_input=True)
-    return Foreign(mean, variance, max(float(median), SCALE_FLOOR))
 
 
 # Features against a task (lines 6, 7, 10 and 16 to 18) -------------------------------------------
@@ -157,23 +131,6 @@ def cosine_distance(
     squares = squares[:, None] - 2.0 * products(near, prototypes) + energy(prototypes)
     distances, xp = squares / 2.0 + absent, namespace(near, prototypes)
     return distances.min(axis=-1) if k == 1 else xp.sort(distances, axis=-1)[:, :k].mean(axis=-1)
-
-
-def foreign_residuals(
-    features: Float[np.ndarray, "n d"], earlier: Sequence[Any]
-) -> Float[np.ndarray, "earlier n"]:
-    """Returns u_j of features for every earlier task j, of which `fdc.View` is kept (line 7)."""
-    found = np.empty((len(earlier), len(features)), np.float32)
-    if not earlier:
-        return found
-    origin = np.mean([view.mean for view in earlier], axis=0)
-    for place, block in inputs.blocks(features):
-        near = block - origin
-        squares = energy(near)
-        for j, view in enumerate(earlier):
-            ratio = residual_ratio(near, squares, view.mean - origin, view.basis)[0]
-            found[j, place] = (ratio - view.residual[0]) / view.residual[1]
-    return found
 
 
 def head_logits(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fdc_jax.calibration import equations as eq
-from fdc_jax.calibration import inputs
+from fdc_jax.calibration import foreign, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores, warn_of_equal_residuals
 from fdc_jax.calibration.compiled import in_blocks, over_tasks, stack
 from fdc_jax.errors import InputError
@@ -231,8 +231,6 @@ class FDC(Calibrator):
     The order of tasks matters: a task's foreign residuals are measured against earlier tasks only.
     Features are used as they are, never centred or scaled as a whole: TSF and PAC depend on where
     the origin is. When further tasks follow, nothing is refitted but the foreign reference.
-
-    Settings are the fields of `Settings`; InputError when one is outside its range.
     """
 
     name = "fdc"
@@ -242,9 +240,8 @@ class FDC(Calibrator):
         super().__init__()
         self.settings = Settings(**settings)
         self.tasks: list[Task] = []
-        # F^v of each task and view: u_j of its features by every earlier task j.
-        self.foreign: list[list[Float[np.ndarray, "earlier n"]]] | None = []
-        self.references: list[eq.Foreign] = []  # of each view; none before `finalize`
+        self.foreign: list[foreign.Residuals] | None = []  # F^v of each view; None once released
+        self.references: list[foreign.Foreign] = []  # of each view; none before `finalize`
         self._forget()
 
     def fit_task(self, adapted, labels, head=None, pretrained=None, classes=None, previous=None):
@@ -258,7 +255,7 @@ class FDC(Calibrator):
                 f"task {given.task}: {settings.neighbours} neighbours need as many classes with "
                 f"samples, found {present}"
             )
-        views, foreign = [], []
+        views, residuals = [], []
         for features in given.views:  # Line 6, but for own moments.
             mean, prototypes = eq.means(features, given.rows, len(given.classes))
             views.append(View(mean, eq.pca(features, mean, settings.retained_energy), prototypes))
@@ -271,10 +268,9 @@ class FDC(Calibrator):
             mean, std = eq.moments(measured[f"{name}_affinity"])  # Of A_t - 1.
             views[index] = view._replace(residual=residual, affinity=(1.0 + mean, std))
             warn_of_equal_residuals(given, index, views[index])
-            earlier = [task.views[index] for task in self.tasks]
-            foreign.append(eq.foreign_residuals(features, earlier))  # Line 7.
+            residuals.append(foreign.residuals(features, self.tasks, index))  # Line 7.
         self.tasks = [*self.tasks, Task(views, *scales)]
-        self.foreign, self.references = [*self.foreign, foreign], []
+        self.foreign, self.references = foreign.appended(self.foreign, residuals), []
         self._append(given)
 
     def finalize(self, release: bool = False) -> None:
@@ -282,9 +278,8 @@ class FDC(Calibrator):
         if not self.tasks:
             raise InputError("finalize: no task was fitted")
         if self.foreign is not None and not self.references:
-            self.references = [eq.foreign_reference(u) for u in zip(*self.foreign, strict=True)]
-        if release:
-            self.foreign = None
+            self.references = [each.reference() for each in self.foreign]
+        self.foreign = None if release else self.foreign
 
     def terms(self, adapted: Any, pretrained: Any = None, all_rows: bool = False) -> Terms:
         """Returns what scores are made of; see `score`. With `all_rows`, of classes, too."""
@@ -327,6 +322,11 @@ class FDC(Calibrator):
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """See `Terms.by_class`."""
         return self.terms(adapted, pretrained, all_rows=True).by_class()
+
+    @property
+    def note(self) -> str:
+        """Whether earlier tasks were drawn for the foreign reference."""
+        return foreign.note(self.num_tasks)
 
     @property
     def storage_bytes(self) -> int:

@@ -9,9 +9,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fdc_jax import heads
-from fdc_jax.calibration import comparators, fdc, gaussians, storage
+from fdc_jax.calibration import comparators, fdc, foreign, gaussians, storage
 from fdc_jax.calibration.calibrator import Calibrator
-from fdc_jax.calibration.equations import Foreign
 from fdc_jax.errors import InputError, did_you_mean
 
 
@@ -67,7 +66,7 @@ _TYPES = {
     kind.__name__: kind
     for kind in (
         *(getattr(comparators, name) for name in comparators.__all__),
-        *(fdc.FDC, fdc.Settings, fdc.Task, fdc.View, Foreign),
+        *(fdc.FDC, fdc.Settings, fdc.Task, fdc.View, foreign.Foreign, foreign.Residuals),
         *(gaussians.Gaussians, gaussians.ViewClasses),
         *heads.KINDS,
     )

@@ -1,4 +1,4 @@
-"""Means, subspaces, prototypes and the foreign reference, against independent implementations."""
+"""Means, subspaces and prototypes, against independent implementations."""
 
 import numpy as np
 import pytest
@@ -154,35 +154,11 @@ def test_population_moments_and_their_floor():
     assert eq.moments(np.float32([3, 3])) == (3.0, 1e-6)
 
 
-# The foreign reference -------------------------------------------------------------------------
+# The log ratio ---------------------------------------------------------------------------------
 
 
-def test_foreign_reference_weights_pairs_equally_but_the_median_pools_samples():
-    rng = np.random.default_rng(0)
-    tasks = [
-        rng.normal(3 + t, 1 + t, size=(t, size)).astype(np.float32)
-        for t, size in enumerate((50, 20, 900))
-    ]
-    found = eq.foreign_reference(tasks)
-    pairs = [pair.astype(np.float64) for pair in (tasks[1][0], tasks[2][0], tasks[2][1])]
-    mean = sum(pair.mean() for pair in pairs) / 3
-    variance = sum((pair**2).mean() for pair in pairs) / 3 - mean**2
-    pooled = np.concatenate(pairs)
-    ratio = norm.logpdf(pooled, mean, np.sqrt(variance)) - norm.logpdf(pooled)
-    np.testing.assert_allclose(found[:2], (mean, variance), rtol=1e-9)
-    np.testing.assert_allclose(found.scale, np.median(np.abs(ratio)), rtol=1e-6)
-    assert abs(mean - pooled.mean()) > 0.05
-
-
-def test_foreign_floors():
-    # With one task p_F is p_O, which leaves RLC at zero.
-    assert eq.foreign_reference([np.zeros((0, 30), np.float32)]) == eq.Foreign(0.0, 1.0, 1.0)
+def test_the_log_ratio_is_zero_with_one_task():
     assert eq.log_ratio(np.float32([-7.0, 0.5]), 0.0, 1.0).tolist() == [0.0, 0.0]
-    found = eq.foreign_reference([np.zeros((0, 3)), np.full((1, 4), 2.0)])
-    assert found.variance == 1e-6
-    # p_F equal to p_O: every ratio is zero, and the scale keeps its floor.
-    found = eq.foreign_reference([np.zeros((0, 3)), np.array([[-1.0, 1.0]])])
-    assert found == (0.0, 1.0, 1e-6)
 
 
 @pytest.mark.parametrize(("mean", "variance"), [(3.0, 4.0), (-1.0, 0.3), (1e-3, 1.0)])

@@ -72,9 +72,7 @@ def test_released_residuals_are_not_stored(tmp_path):
     again = saved_and_loaded(found, tmp_path)
     assert again.foreign is None
     smaller = (tmp_path / "calibrator.npz").stat().st_size
-    residuals = sum(
-        view.nbytes for task in streams.fitted(streams.stream(2, 3)).foreign for view in task
-    )
+    residuals = sum(view.values.nbytes for view in streams.fitted(streams.stream(2, 3)).foreign)
     assert smaller <= (tmp_path / "whole.npz").stat().st_size - residuals
     streams.same_scores(again, found, streams.probe_inputs(streams.stream(2, 3)))
 
@@ -122,7 +120,7 @@ def test_files_of_other_kinds_are_one_line(saved, tmp_path):
     np.savez(tmp_path / "old.npz", **arrays | {"format": "fdc_jax calibrator, 3"})
     said = {
         "absent.npz": "no such file",
-        "features.npz": "expected a file of kind 'fdc_jax calibrator, 4', found ''",
+        "features.npz": "expected a file of kind 'fdc_jax calibrator, 5', found ''",
         "changed.npz": "damaged: its content is not what was written",
         "old.npz": "expected a file of kind",
     }
