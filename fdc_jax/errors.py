@@ -104,9 +104,9 @@ def nearest(found: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def did_you_mean(what: str, found: str, known: Iterable[str]) -> str:
+def did_you_mean(what: str, found: Any, known: Iterable[str]) -> str:
     """Returns a line that says what a word may be, and which of these it resembles."""
-    names = list(known)
+    names, found = list(known), found if isinstance(found, str) else type(found).__name__
     return f"{what}: expected one of {', '.join(names)}, found {found!r}{nearest(found, names)}"
 
 

@@ -79,6 +79,8 @@ def _features(model: Any, inputs: Any, layer: str) -> Any:
         _called(model, inputs)
     finally:
         hook.remove()
+    if not seen:
+        raise InputError(f"layer: expected one that the model uses for its output, found {layer}")
     return seen[0]
 
 
@@ -234,11 +236,13 @@ def head_of(
         layer = _last(layer, name)
     layer = _unwrapped(layer)
     weight = getattr(layer, "weight", None)
-    if weight is None or weight.ndim != 2 or hasattr(layer, "base_layer"):
+    known = hasattr(layer, "in_features") and not hasattr(layer, "base_layer")
+    if weight is None or weight.ndim != 2 or not known:
         found = type(layer).__name__
         found += " that PEFT adapts (put it into modules_to_save)" * hasattr(layer, "base_layer")
         raise InputError(
-            f"layer: expected a linear layer, with a weight [classes, d], found {found}"
+            "layer: expected a linear layer, with a weight [classes, d], or a model and the name "
+            f"of one, found {found}"
         )
     bias = torch.zeros(len(weight)) if (own := getattr(layer, "bias", None)) is None else own
     arrays = (each.detach().float().cpu().numpy() for each in (weight, bias))
@@ -259,6 +263,14 @@ def _pair(features: Any) -> tuple[torch.Tensor, ...]:
 
 def _on_host(features: tuple[torch.Tensor, ...]) -> list[Float[np.ndarray, "n _"]]:
     return [each.detach().float().cpu().numpy() for each in features]
+
+
+def checked(calibrator: Any) -> Calibrator:
+    """Returns a calibrator; InputError where it is none."""
+    if isinstance(calibrator, calibration.Calibrator):
+        return calibrator
+    found = type(calibrator).__name__
+    raise InputError(f"calibrator: expected one of calibration.make or load, found {found}")
 
 
 class Calibrated(nn.Module):
@@ -290,10 +302,11 @@ class Calibrated(nn.Module):
             layer: name of the last layer, for `pooled` and `head_of`, where they do not find it.
 
         Raises:
-            InputError: in `forward`, no task was fitted, or features of another form than then.
+            InputError: the calibrator is none; in `forward`, no task was fitted, or features of
+                another form than then.
         """
         super().__init__()
-        self.module, self.calibrator, self.layer = module, calibrator, layer
+        self.module, self.calibrator, self.layer = module, checked(calibrator), layer
         self.views = views or functools.partial(pooled, layer=layer)
         self.previous: Float[np.ndarray, "n d"] | None = None
         self.register_buffer("classes", torch.zeros(0, dtype=torch.int64), persistent=False)

@@ -37,14 +37,16 @@ class FDCPlugin(SupervisedPlugin):
         self, calibrator: Calibrator, layer: str, pretrained: bool = True, batch_size: int = 64
     ) -> None:
         super().__init__()
-        self.calibrator, self.layer, self.pretrained = calibrator, layer, pretrained
-        self.batch_size, self.views = batch_size, functools.partial(fdc_torch.pooled, layer=layer)
+        self.calibrator, self.layer = fdc_torch.checked(calibrator), layer
+        self.pretrained, self.batch_size = pretrained, batch_size
+        self.views = functools.partial(fdc_torch.pooled, layer=layer)
         self.frozen: list[nn.Module] = []
         self.previous: np.ndarray | None = None
         self.calibrated: fdc_torch.Calibrated | None = None
 
     def before_training_exp(self, strategy: Any, **kwargs: Any) -> None:
         """Keeps the model before the first experience, and features by that before each other."""
+        fdc_torch.head_of(strategy.model, name=self.layer)  # A wrong name shows before training.
         if not self.calibrator.num_tasks:
             self.frozen = [copy.deepcopy(strategy.model)] * self.pretrained
         elif self.calibrator.reads_previous:
@@ -55,7 +57,7 @@ class FDCPlugin(SupervisedPlugin):
         adapted, frozen, labels = self._collect(strategy)
         classes = np.unique(labels)
         # Of this time: later experiences push the logits of classes without images down.
-        head = fdc_torch.head_of(strategy.model.get_submodule(self.layer), classes)
+        head = fdc_torch.head_of(strategy.model, classes, self.layer)
         self.calibrator.fit_task(adapted, labels, head, frozen, classes, self.previous)
         self.calibrator.finalize()
         encoders = self._encoders(strategy)

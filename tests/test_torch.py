@@ -80,12 +80,21 @@ def test_one_view_and_what_is_refused():
     ):
         with pytest.raises(InputError, match=message):
             fdc_torch.collect(Split(), [batch])
-    for layer in (torch.nn.LayerNorm(3), torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU()):
+    kinds = (torch.nn.LayerNorm(3), torch.nn.Conv2d(1, 2, 3), torch.nn.ReLU())
+    for layer in (*kinds, torch.nn.Embedding(3, 2), torch.nn.LazyLinear(3), None):
         with pytest.raises(InputError, match=f"expected a linear layer, .*{type(layer).__name__}"):
             fdc_torch.head_of(layer)
     network = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
     with pytest.raises(InputError, match="layer: expected one of 0, 2, found '3'"):
         fdc_torch.pooled(network, torch.zeros(1, 4), layer="3")
+    with pytest.raises(InputError, match="layer: expected one of 0, 2, found 'Linear'"):
+        fdc_torch.pooled(network, torch.zeros(1, 4), layer=network[0])
+    network[0].spare = torch.nn.Linear(4, 3)
+    with pytest.raises(InputError, match=r"one that the model uses .*, found 0.spare"):
+        fdc_torch.pooled(network, torch.zeros(1, 4), layer="0.spare")
+    for wrong in ({"tsf": True}, "fdc", calibration.FDC):
+        with pytest.raises(InputError, match=f"calibrator: expected .*{type(wrong).__name__}"):
+            fdc_torch.Calibrated(network, wrong)
     assert fdc_torch.head_of(network, [1], name="2").weight.shape == (1, 3)
 
 

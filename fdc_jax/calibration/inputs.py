@@ -34,7 +34,7 @@ def host_array(value: Any, name: str) -> np.ndarray:
     """
     if isinstance(value, np.ndarray):
         return value
-    reason: Exception | str = "it is no array"
+    reason: Exception | str = f"found {type(value).__name__}"
     if isinstance(value, list | tuple) or hasattr(value, "__array__"):
         try:
             return np.asarray(value)

@@ -75,7 +75,7 @@ _TYPES = {
 
 def find(name: str) -> Method:
     """Returns the method of a name; InputError where there is none."""
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         raise InputError(did_you_mean("calibrator", name, METHODS))
     return METHODS[name]
 

@@ -26,7 +26,7 @@ from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_manifest, read_npz, read_safetensors
 from fdc_jax.model import vit
-from fdc_jax.run import base, configuration
+from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.places import PLANNED, Places, known_of
@@ -132,11 +132,8 @@ class Opened(Places):
                 f"{self.config_file}: was run with the learner {name}, which is none of the "
                 f"package; to run its code, name it: --learner={name}, or open_run(learner=...)"
             )
-        fields = configuration.flatten(base.get_config())
-        lacking = {field for field in fields if self.config.get(field) is None}
-        if lacking or not self.config["seed"]:
-            field = min(lacking, default="seed")
-            raise InputError(f"{self.config_file}: {field}: expected a value, found none")
+        if not self.config["seed"]:
+            raise InputError(f"{self.config_file}: seed: expected a value, found none")
         try:
             configuration.check_ranges(self.config, name)
         except (InputError, KeyError, TypeError) as error:  # of a learner outside, any

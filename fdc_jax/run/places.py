@@ -1,5 +1,6 @@
 """Names of the files in the work directory of one seed, and the reading of its JSON."""
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 from fdc_jax.data.task_stream import Known
 from fdc_jax.errors import InputError
 from fdc_jax.machine import processes
-from fdc_jax.machine.files import MANIFEST, check_form, read_json
-from fdc_jax.run import configuration
+from fdc_jax.machine.files import MANIFEST, check_form, printable, read_json
+from fdc_jax.run import base, configuration
+
+_log = logging.getLogger(__name__)
 
 # In config.json: checksums by name of the classes that the run knows, and the numbers of classes of
 # its tasks, both with those that are to come.
@@ -81,17 +84,22 @@ class Places:
     def read_config(self) -> dict[str, Any]:
         """Returns what `config.json` holds; this and the next two raise InputError, with a remedy.
 
-        The fields of the configuration by name; beside them, under names with a space, checksums
-        and what the run knows of its classes.
+        The fields of the configuration by name, those that came later with their defaults; beside
+        them, under names with a space, checksums and what the run knows of its classes.
         """
         remedy = "put it back, or choose another --workdir"
-        found = _read(self.config_file, _config(), remedy)
+        read = _read(self.config_file, _config(), remedy)
+        found = {name: value for name, value in read.items() if value is not None}
         if sum(found[PLANNED]) > (known := len(found.get(CLASSES, {}))):
             raise InputError(
                 f"{self.config_file}: {PLANNED}: expected at most the {known} known classes, "
                 f"found {sum(found[PLANNED])}; {remedy}"
             )
-        return found
+        fields = configuration.flatten(base.get_config(found["benchmark"]))
+        for name in sorted(found.keys() - fields.keys()):
+            if not name.startswith("learner.") and " " not in name:
+                _log.warning("%s: no field of this version: %s", self.config_file, printable(name))
+        return fields | found
 
     def read_results(self) -> dict[str, Any] | None:
         """Returns what `results.json` holds, None before it is written."""

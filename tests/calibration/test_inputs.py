@@ -61,7 +61,7 @@ TASKS = [
     (dict(adapted=SECOND.adapted[:, :-1]), "adapted features of task 1: expected width 16, found"),
     (dict(adapted=SECOND.adapted[0]), r"features of task 1: expected shape .* found \[16\]"),
     (dict(adapted=SECOND.adapted.astype(str)), "adapted features of task 1: expected real numbers"),
-    (dict(adapted=3), "adapted features of task 1: cannot be read as an array: it is no array"),
+    (dict(adapted=3), "adapted features of task 1: cannot be read as an array: found int"),
     (dict(labels=SECOND.labels[:-1]), "labels of task 1: expected 45 rows .* found 44"),
     (dict(labels=SECOND.labels.astype(float)), "labels of task 1: expected integers, found fl"),
     (dict(labels=SECOND.labels[None]), r"labels of task 1: expected shape \[samples\], found"),
@@ -92,6 +92,7 @@ HEADS = [
     (linear(bias=SECOND.bias[:3]), r"bias: expected shape \[4\], found \[3\]"),
     (linear(SECOND.weight.astype(complex)), "weight: expected real numbers, found complex128"),
     (heads.CosineHead(SECOND.weight), "expected a linear head like task 0, found cosine"),
+    (linear(bias=None), "bias: cannot be read as an array: found NoneType"),
     (SECOND.weight, r"expected one of LinearHead, .* \(fdc_jax.heads\), found ndarray"),
 ]
 
@@ -165,6 +166,9 @@ def test_settings_are_numbers_of_their_kind():
 def test_unknown_names_and_settings_are_refused():
     with pytest.raises(InputError, match=r"^calibrator: .* did you mean gaussians"):
         calibration.make("gausians")
+    for wrong in ({"fdc": {}}, None, ["fdc"]):
+        with pytest.raises(InputError, match=f"^calibrator: .* found '{type(wrong).__name__}'"):
+            calibration.make(wrong)
     with pytest.raises(InputError, match="found 'neighbors'; did you mean neighbours"):
         calibration.make("gaussians", neighbors=2)
     # Those of others are for others: a caller gives all calibrators the same settings.

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fdc_jax import calibration, heads
+from fdc_jax.errors import InputError
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
 pytestmark = pytest.mark.filterwarnings("ignore:::avalanche", "ignore:No loggers specified")
@@ -162,6 +163,20 @@ def test_one_view_and_classes_not_seen_yet(avalanche, digits):
     )
     assert Seen.mb_output[:, 10:].max() < Seen.mb_output[:, :10].min()
     assert np.isfinite(Seen.mb_output.numpy()).all()
+
+
+def test_a_wrong_calibrator_or_layer_is_one_line_before_training(avalanche, digits):
+    from fdc_avalanche import FDCPlugin
+
+    with pytest.raises(InputError, match=r"calibrator: expected one of .*, found dict"):
+        FDCPlugin({"tsf": True}, "classifier")
+    model, _ = network(growing=False)
+    first = copy.deepcopy(model.state_dict())
+    for layer, found in (("clasifier", "did you mean classifier"), ("features.1", "ReLU")):
+        with pytest.raises(InputError, match=f"layer: expected .*{found}"):
+            trained(digits, [FDCPlugin(calibration.FDC(), layer)], model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, first[name])
 
 
 def test_program_of_the_page(avalanche, program, capsys):

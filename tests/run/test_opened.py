@@ -72,6 +72,24 @@ def test_what_is_no_run_or_another_one_is_refused(whole, tmp_path):
         fdc_jax.open_run(copy).test_images(np.arange(2))
 
 
+def test_a_run_of_an_earlier_version_is_opened_and_goes_on(whole, cache, tmp_path, caplog):
+    """Its fields that came later have their defaults; one that is gone is named."""
+    copy = small_runs.copied(whole, tmp_path / "copy")
+    saved = json.loads((copy / "config.json").read_text())
+    later = [name for name in saved if name.startswith("learner.slca.")]
+    later += ["encoder.heads", "evaluation.every", "train.schedule"]
+    earlier = {name: value for name, value in saved.items() if name not in later}
+    (copy / "config.json").write_text(json.dumps(earlier | {"train.gone\n": 1, "num_tasks": None}))
+    run = fdc_jax.open_run(copy)
+    assert {name: run.config[name] for name in later} == {name: saved[name] for name in later}
+    rows = np.arange(3)
+    np.testing.assert_array_equal(run.features(rows, 2), fdc_jax.open_run(whole).features(rows, 2))
+    assert caplog.messages == [f"{copy / 'config.json'}: no field of this version: train.gone\\n"]
+    (copy / "results.json").unlink()
+    small_runs.run(small_runs.config(cache), copy)
+    small_runs.same_outcome(whole, copy)
+
+
 def test_code_of_a_learner_outside_the_package_runs_where_the_caller_names_it(whole, tmp_path):
     copy = small_runs.copied(whole, tmp_path / "copy")
     saved = json.loads((copy / "config.json").read_text())
