@@ -121,14 +121,6 @@ def test_fecam(data):
     check(data, comparators.FeCAM(), np.stack(scores, axis=1), rtol=1e-4)
 
 
-def test_fecam_of_a_class_of_one_image_is_the_distance_to_it():
-    data = problem(((1, 20), (15, 15)))
-    image = data.tasks[0].adapted[data.tasks[0].labels == 0]
-    scores = fitted(comparators.FeCAM(), data.tasks).score(image)
-    assert scores.label == [0]
-    assert scores.task_scores[0, 0] == pytest.approx(0.0, abs=1e-6)
-
-
 def test_vim(data):
     task_scores = []
     for task in data.tasks:
@@ -235,12 +227,6 @@ def test_ridge_solve_survives_a_singular_gram_matrix():
 
 def gelu(x):
     return 0.5 * x * (1 + scipy.special.erf(x / np.sqrt(2)))
-
-
-def test_random_features_use_the_exact_gelu():
-    x = np.linspace(-4, 4, 50, dtype=np.float32)[:, None]
-    found = random_features.gelu_features(np.ones((1, 1), np.float32), x)
-    np.testing.assert_allclose(found, gelu(x), atol=1e-6)
 
 
 def test_anacp(data):

@@ -109,14 +109,6 @@ def test_few_and_many_images_per_class_in_one_view(width):
     assert found.components(inputs).keys() == {"full"}
 
 
-def test_the_note_says_which_of_the_two_it_was():
-    tasks = streams.stream(5, 2)
-    one, follows = fitted(tasks[:1]), fitted(tasks, streams.previous_of(tasks))
-    assert one.note == "" and follows.note == "class Gaussians follow the encoder"
-    assert "stay as they were fitted" in fitted(tasks).note
-    assert one.follows is None and follows.follows is True and fitted(tasks).follows is False
-
-
 def test_without_drift_nothing_moves_and_with_it_standing_still_is_worse():
     tasks = streams.stream(5, 3)
     still = fitted(tasks, [None, *(t.adapted for t in tasks[1:])])

@@ -8,6 +8,7 @@ import pytest
 
 from fdc_jax import calibration, heads
 from fdc_jax.calibration import inputs
+from fdc_jax.calibration.inputs import BLOCK_ROWS
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
@@ -57,6 +58,10 @@ def fit(
 # One table of all that is said of a task, by what is wrong with the second one.
 TASKS = [
     (dict(adapted=spoiled(SECOND.adapted, 7, np.nan)), "adapted features of task 1: row 7 is not"),
+    (
+        dict(adapted=spoiled(np.ones((BLOCK_ROWS + 9, 16)), BLOCK_ROWS + 2, np.nan)),
+        f"task 1: row {BLOCK_ROWS + 2} is not finite",
+    ),
     (dict(adapted=spoiled(SECOND.adapted, 7, 1e30)), "row 7 is not finite, or too large"),
     (dict(adapted=SECOND.adapted[:, :-1]), "adapted features of task 1: expected width 16, found"),
     (dict(adapted=SECOND.adapted[0]), r"features of task 1: expected shape .* found \[16\]"),
@@ -155,12 +160,6 @@ def test_settings_outside_their_range(setting):
     for value in SETTINGS[setting]:
         with pytest.raises(InputError, match=f"^{setting}: expected"):
             calibration.make("fdc", **{setting: value})
-
-
-def test_settings_are_numbers_of_their_kind():
-    found = calibration.Settings(neighbours=np.int64(2), pac_weight=3)
-    assert (found.neighbours, found.pac_weight, found.rlc_weight) == (2, 3.0, 1.0)
-    assert type(found.neighbours) is int and type(found.pac_weight) is float
 
 
 def test_unknown_names_and_settings_are_refused():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fdc_jax import calibration, heads
-from fdc_jax.calibration import fdc, storage
+from fdc_jax.calibration import storage
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import write_npz
 from tests.calibration import streams
@@ -171,24 +171,3 @@ def test_unknown_kinds_and_trees_are_refused_and_nothing_is_run(tmp_path):
     refused(tmp_path / "deep.npz")
     assert not any(path.suffix != ".npz" for path in tmp_path.iterdir())
     assert not os.path.exists("ran")
-
-
-def test_a_tree_comes_back_as_it_was(tmp_path):
-    generator = np.random.default_rng(4)
-    generator.normal(size=3)
-    tree = {
-        "arrays": [np.arange(6).reshape(2, 3), np.zeros((0, 4), np.float32), np.float64(2.5)],
-        "words": ("a", None, True, 10**30, float("inf")),
-        7: fdc.Settings(neighbours=3),
-        "view": fdc.View(np.ones(2, np.float32), np.zeros((0, 2), np.float32), np.eye(2)),
-        "generator": generator,
-    }
-    storage.write(tmp_path / "tree.npz", tree)
-    found = storage.read(tmp_path / "tree.npz", {"Settings": fdc.Settings, "View": fdc.View})
-    assert found.keys() == tree.keys()
-    for array, again in zip(tree["arrays"], found["arrays"], strict=True):
-        np.testing.assert_array_equal(again, array)
-        assert np.shape(again) == np.shape(array)
-    assert found["words"] == tree["words"] and found[7] == tree[7]
-    assert type(found["view"]) is fdc.View and found["view"].residual == (0.0, 1.0)
-    assert found["generator"].normal() == generator.normal()

@@ -1,11 +1,10 @@
 import os
-import types
 import zipfile
 
 import numpy as np
 import pytest
 
-from fdc_jax import calibration, heads
+from fdc_jax import heads
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 
@@ -129,25 +128,6 @@ def with_final_head(task=1):
     return arrays
 
 
-@pytest.mark.parametrize("arrays", [with_final_head(), example(two_views=False)])
-def test_fit_gives_a_calibrator_tasks_in_order_then_the_final_heads(tmp_path, arrays):
-    calls = []
-    calibrator = types.SimpleNamespace(
-        fit_task=lambda *given, **named: calls.append((*given, *named.values())),
-        finalize=lambda: calls.append("finalize"),
-        replace_heads=calls.append,
-    )
-    features = feature_files.load(save(tmp_path / "f.npz", arrays))
-    assert features.fit(calibrator) is calibrator
-    first, second, *rest = calls
-    for task, arguments in zip(features.tasks, (first, second), strict=True):
-        expected = (task.adapted, task.labels, task.head, task.pretrained)
-        expected += (task.classes, task.previous)
-        assert all(a is b for a, b in zip(arguments, expected, strict=True))
-    replaced = features.final_heads is not None
-    assert rest == ["finalize", *([features.final_heads] if replaced else [])]
-
-
 def change(**new):
     def apply(arrays):
         for name, array in new.items():
@@ -205,26 +185,6 @@ def test_each_fault_is_one_line_with_file_and_array(tmp_path, fault):
     arrays = example()
     damage(arrays)
     refused(save(tmp_path / "features.npz", arrays), message)
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (change(train_adapted_1=zeros(5, 3), head_weight_1=zeros(2, 3)),
-         "adapted features of task 1: expected width 4, found 3"),
-        (change(train_labels_0=np.array([0, 1])), "labels of task 0: expected 5 rows"),
-        (change(train_labels_1=np.array([1, 10, 1, 1, 1])), "task 1: label 1 already belongs"),
-        (change(head_bias_1=zeros(3)), r"head of task 1: bias: expected shape \[2\]"),
-        (change(head_classes_0=np.array([1, 2])), "task 0: label 0 at row 1 is none of the head's"),
-    ],
-)  # fmt: skip
-def test_what_calibrators_check_is_left_to_them(tmp_path, damage, message):
-    arrays = example()
-    damage(arrays)
-    del arrays["test_labels"]
-    features = feature_files.load(save(tmp_path / "features.npz", arrays))
-    with pytest.raises(InputError, match=message):
-        features.fit(calibration.make("raw"))
 
 
 class Trap:

@@ -252,18 +252,6 @@ def test_a_template_that_was_killed_is_written_by_the_same_command(tmp_path, mon
     assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize("method", ["fdc", "gaussians"])
-def test_numbers_of_another_byte_order_are_read_right(source, arrays, tmp_path, method):
-    swapped = {name: each.astype(each.dtype.newbyteorder(">")) for name, each in arrays.items()}
-    np.savez(tmp_path / "swapped.npz", **swapped)
-    found = []
-    for path in (source, tmp_path / "swapped.npz"):
-        assert run(path, f"--method={method}", f"--output={tmp_path / 'x.npz'}")[0] == 0
-        with np.load(tmp_path / "x.npz") as stored:
-            found.append(stored["scores"])
-    np.testing.assert_array_equal(*found)
-
-
 def test_the_dumping_recipe_runs_and_is_short(tmp_path, arrays):
     """The printed code, with stand-ins for PyTorch."""
     _, out, _ = run(f"--template={tmp_path / 'example.npz'}")
