@@ -25,11 +25,6 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "fdc_jax"
 
 
-def test_every_name_is_a_program():
-    for module in (f"fdc_jax.{name}" for name in command.PROGRAMS.keys() - {"run"}):
-        assert importlib.util.find_spec(module), module
-
-
 def test_a_name_runs_its_module(tmp_path):
     def said(*program):
         path = {"PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu"}

@@ -99,12 +99,3 @@ def test_others_wait(tmp_path, caplog):
     with pytest.raises(InputError, match=r"cannot write .*file/\.mine\.lock: "):
         with archive.alone(tmp_path / "file", "mine"):
             pass
-
-
-def test_a_lock_follows_no_link_and_empties_nothing(tmp_path):
-    (tmp_path / "precious").write_text("kept")
-    (tmp_path / ".mine.lock").symlink_to(tmp_path / "precious")
-    with pytest.raises(InputError, match=r"cannot write .*\.mine\.lock: "):
-        with archive.alone(tmp_path, "mine"):
-            pass
-    assert (tmp_path / "precious").read_text() == "kept"

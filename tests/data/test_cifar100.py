@@ -72,16 +72,6 @@ def assert_is_cifar(splits, pixels):
         benchmarks.verify("cifar100", *(each.labels for each in splits), FINE)
 
 
-def test_the_archive_is_read_and_unpacked_once(tmp_path, cifar):
-    archive, pixels = cifar
-    splits = sources.open_splits("cifar100", tmp_path / "cache", source=str(archive))
-    assert_is_cifar(splits, pixels)
-    (folder,) = (tmp_path / "cache" / "data").glob("cifar*")
-    unchanged = (folder / "cifar-100-binary" / "test.bin").stat().st_ino
-    sources.open_splits("cifar100", tmp_path / "cache", source=str(archive))
-    assert (folder / "cifar-100-binary" / "test.bin").stat().st_ino == unchanged
-
-
 def test_published_checksum_is_the_one_of_tfds():
     path = Path(tfds.__file__).parent / "url_checksums" / "cifar100.txt"
     expected = [cifar100.URL, "168513733", cifar100.SHA256, cifar100.ARCHIVE_NAME]

@@ -2,17 +2,15 @@
 
 import os
 import shutil
-import tarfile
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from configs import omnibench, own
+from configs import omnibench
 from fdc_jax.data import benchmarks, sources, task_stream
 from fdc_jax.errors import InputError
-from fdc_jax.run import base
 
 # As strings "10" and "100" come before "4"; one class has a single training image.
 TRAIN = {"10": 3, "100": 1, "4": 2, "44": 2}
@@ -45,15 +43,10 @@ def pack_zip(root, path):
         packed.writestr(f"__MACOSX/{root.name}/train/4/._0.JPEG", b"resource fork")
 
 
-def pack_tar(root, path):
-    with tarfile.open(path, "w:gz") as packed:
-        packed.add(root, root.name)
-
-
 @pytest.mark.parametrize(
     ("pack", "name"),
-    [(None, "raw/omnibenchmark"), (pack_zip, "omnibenchmark.zip"), (pack_tar, "o.tar.gz")],
-    ids=["folder", "zip", "tar"],
+    [(None, "raw/omnibenchmark"), (pack_zip, "omnibenchmark.zip")],
+    ids=["folder", "zip"],
 )
 def test_a_benchmark_is_a_folder_or_an_archive_with_a_table_of_counts(tmp_path, pilot, pack, name):
     if pack is not None:
@@ -127,16 +120,3 @@ def test_data_that_are_not_there(tmp_path, monkeypatch, name, source, message):
     with pytest.raises(InputError, match=message) as caught:
         sources.open_splits(name, tmp_path / "cache", source=source, data_dir=str(tmp_path))
     assert "\n" not in str(caught.value)
-
-
-def test_own_images_need_no_more_than_a_source(tmp_path, pilot):
-    shutil.rmtree(pilot / "test")
-    shutil.rmtree(pilot / "train" / "100")
-    config = own.get_config()
-    config.data.source = str(pilot / "train")
-    config.benchmark = sources.name_of("", config.data.source)
-    stream = task_stream.open_stream(config, tmp_path / "cache")
-    assert stream.class_names == ["10", "4", "44"] and stream.planned == (2, 1)
-    assert (stream.train.name, stream.train.partition) == ("train", "0.2 of each class")
-    assert config.data.input_range == "model" and stream.train.upright
-    assert base.get_config().data.input_range == "pilot01"

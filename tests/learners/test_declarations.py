@@ -53,17 +53,6 @@ def test_no_default_is_a_departure(benchmark):
     assert flat["learner.loda.look_ahead"] == (0.7 if benchmark == "imagenet_r" else 0.3)
 
 
-def test_departures_are_said_in_words():
-    flat = configuration.flatten(base.get_config())
-    flat |= {"learner.loda.margin": 2.5, "learner.ewc_lora.fisher": "batch_mean"}
-    assert learners.deviations("loda", flat) == ["margin 2.5"]
-    assert learners.deviations("ewc_lora", flat) == ["fisher batch_mean"]
-    flat |= {"learner.inflora.lamb": 0.9}
-    # InfLoRA+CA reads InfLoRA's options, too; other learners' are nothing to it.
-    assert learners.deviations("inflora_ca", flat) == ["lamb 0.9"]
-    assert learners.deviations("splitlora", flat) == []
-
-
 # How one is found ---------------------------------------------------------------------------------
 
 

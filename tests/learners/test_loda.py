@@ -12,32 +12,12 @@ from fdc_jax.learners import loda
 from fdc_jax.learners.second_moments import attention_input_moments
 from tests.learners import rsiat_reference, toy
 
-
-def random_moment(seed, width=12, spread=3.0):
-    """A second moment with energies over `spread` orders of magnitude."""
-    rng = np.random.default_rng(seed)
-    axes = np.linalg.qr(rng.normal(size=(width, width)))[0]
-    rows = rng.normal(size=(10 * width, width)) * np.logspace(0, -spread / 2, width) @ axes
-    return rows.T @ rows / len(rows)
-
-
 # Directions --------------------------------------------------------------------------------------
 
 
 def trace_of_ratio(basis, new, old):
     """J(Q) = tr((Q' old Q)^-1 Q' new Q), which does not depend on the basis of a space."""
     return np.trace(np.linalg.solve(basis.T @ old @ basis, basis.T @ new @ basis))
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_isolated_directions_maximise_the_trace_of_the_ratio(seed):
-    new, old = random_moment(seed), random_moment(seed + 50)
-    values, vectors = scipy.linalg.eigh(new, old)
-    found = loda.isolated_directions(new, old, 4)
-    np.testing.assert_allclose(found.T @ found, np.eye(4), atol=1e-12)
-    np.testing.assert_allclose(trace_of_ratio(found, new, old), values[-4:].sum(), rtol=1e-9)
-    angles = scipy.linalg.subspace_angles(found, vectors[:, -4:])
-    assert angles.max() < 1e-6
 
 
 @pytest.mark.parametrize(("least", "jitter"), [(1e-3, 0.0), (-2e-5, 1.1111111e-4)])
@@ -92,26 +72,6 @@ def test_designed_directions(run, backbone, task):
 
 
 # Shrinking ---------------------------------------------------------------------------------------
-
-
-def test_shrinkage_minimises_its_objective():
-    rng = np.random.default_rng(0)
-    A = rng.normal(size=(2, 12, 3))
-    old = np.stack([random_moment(0), random_moment(1)])
-    new = np.stack([random_moment(2), random_moment(3)])
-    found = toy.float64(
-        loda.shrinkage(*(jnp.asarray(each, jnp.float32) for each in (A, old, new)), 2.5)
-    )
-    grid = np.linspace(0, 1, 10001)
-    for block in range(2):
-        for column in range(3):
-            a = A[block, :, column]
-            kept, gained = a @ old[block] @ a, a @ new[block] @ a
-            objective = kept * grid**2 + 2.5 * gained * (1 - grid) ** 2
-            np.testing.assert_allclose(
-                found[block, column], grid[np.argmin(objective)], atol=1.01e-4
-            )
-    assert found.min() > 0 and found.max() < 1 and np.ptp(found) > 0.1
 
 
 # Three tasks -------------------------------------------------------------------------------------

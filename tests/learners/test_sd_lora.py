@@ -68,27 +68,3 @@ def test_a_direction_of_zeros_is_no_quotient_of_zeros():
         for name, axis in (("A", -1), ("B", -2)):
             assert directions[part][name].shape[axis] == len(toy.CLASSES) * toy.RANK
             np.testing.assert_array_equal(directions[part][name], 0)
-
-
-def test_encoders_follow_the_formula(backbone):
-    """E_t is the formula with the magnitudes at the end of task t, whatever came later."""
-    learner = toy.make_learner("sd_lora")
-    state = random_state(learner, 3)
-    for last in range(3):
-        current = jax.tree.map(lambda slots, t=last: slots[t], state.increments)
-        expected = expected_kernels(
-            backbone, state.increments, state.magnitudes[last], last, current
-        )
-        found = learner.encoder(backbone, state, last + 1)
-        for part in toy.PARTS:
-            np.testing.assert_allclose(found[part], expected[part], atol=1e-5)
-
-
-def test_magnitudes_are_recorded_at_the_end_of_a_task():
-    """Old ones trained along; those of tasks to come are not kept."""
-    run = toy.trajectory("sd_lora")
-    for task, step in enumerate(run.steps):
-        row = np.asarray(step.after.magnitudes[task])
-        np.testing.assert_array_equal(row[: task + 1], step.trained["magnitudes"][: task + 1])
-        np.testing.assert_array_equal(row[task + 1 :], 0)
-        assert np.abs(row[: task + 1] - 0.8).min() > 1e-4

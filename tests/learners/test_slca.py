@@ -48,34 +48,6 @@ def test_gradients_of_all_parameters_in_float64(backbone):
     assert np.sum(np.abs(expected) < 1e-5) == toy.TINY.depth
 
 
-@pytest.mark.parametrize(("preset", "decay"), [("protocol", 0.0), ("native", 5e-4)])
-def test_steps_are_the_authors(backbone, preset, decay):
-    """Three steps of PyTorch's SGD with momentum 0.9 on gradients of the loss, in float64."""
-    learner = toy.make_learner("slca", learner__preset=preset)
-    state = learner.initial_state()
-    frozen, trained = learner.start_task(backbone, state, 0, jax.random.key(0))
-    toy.assert_equal(trained["encoder"], backbone)
-    trained["head"] = toy.random_like(trained["head"], 1)
-    expected, optimizer = toy.float64(trained), toy.Optimizer("sgd", decay)
-    update = learner.update()
-    progress, gradient = update.initialise(trained), jax.jit(jax.grad(learner.loss, argnums=2))
-    for number in range(3):
-        batch = toy.make_batch(number, 6, 2)
-        slopes = toy.float64(gradient(backbone, frozen, trained, batch))
-        directions = optimizer(slopes, expected)
-        rates = {"encoder": 0.03, "head": 0.2}
-        expected = {
-            part: jax.tree.map(
-                lambda x, d, r=rate: x - 0.5 * r * d, expected[part], directions[part]
-            )
-            for part, rate in rates.items()
-        }
-        trained, progress, _ = update.step(backbone, frozen, trained, progress, batch, 0.5)
-    jax.tree.map(
-        lambda one, other: np.testing.assert_allclose(one, other, atol=2e-6), trained, expected
-    )
-
-
 @pytest.mark.parametrize("temperature", [0.4, 0.0])
 def test_alignment_starts_from_heads_as_their_tasks_left_them(
     backbone, one_batch, monkeypatch, temperature

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import io
 import os
-import socket
 
 import numpy as np
 import pytest
@@ -106,21 +105,6 @@ def test_an_archive_whose_directory_lost_a_member_is_damaged(tmp_path):
 
 
 # Locks --------------------------------------------------------------------------------------------
-
-
-def test_a_lock_tells_whose_it_is_and_what_a_killed_process_left_is_a_name_alone(tmp_path):
-    path = tmp_path / "folder" / ".lock"
-    with locked(tmp_path / "folder"):
-        holder = path.read_text()
-        assert holder == f"process {os.getpid()} on {socket.gethostname()}"
-        with pytest.raises(InputError, match=f"folder is in use by {holder}; wait for it"):
-            with locked(tmp_path / "folder"):
-                pytest.fail("two at once")
-        assert path.read_text() == holder
-    assert path.read_text() == ""
-    path.write_text("process 1 on elsewhere")
-    with locked(tmp_path / "folder"):
-        assert path.read_text() == holder
 
 
 def test_a_lock_on_a_full_disk_is_one_line(tmp_path, monkeypatch):

@@ -161,14 +161,6 @@ def test_unknown_names_and_sizes_are_refused(arguments, message):
         vit.build(*arguments)
 
 
-def test_attention_is_fused_where_it_can_be():
-    known = {("fast", True): "cudnn", ("fast", False): "xla", ("parity", True): "xla"}
-    for (precision, cudnn), expected in known.items():
-        model = vit.build("Ti/16", 224, precision=precision, cudnn=cudnn)
-        assert model.attention == expected
-        assert vit.in_float32(model).attention == "xla"
-
-
 @pytest.mark.parametrize("queries", [5, 1])
 def test_attention_in_bfloat16_has_values_and_gradients_of_float32(queries):
     rng = np.random.default_rng(0)

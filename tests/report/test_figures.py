@@ -22,12 +22,6 @@ def drawn(protocol):
     return {each.kind: each for each in figures.draw(protocol)}
 
 
-def draw(kind, *members):
-    """The figures of a kind of some runs."""
-    found = figures.draw(made_up.analysed(*members))
-    return [each.figure for each in found if each.kind == kind]
-
-
 def the_line(axes, gid):
     (line,) = [line for line in axes.lines if line.get_gid() == gid]
     return line
@@ -60,7 +54,8 @@ def check_band(axes, gid, expected, index=0):
 def test_accuracies_stand_where_they_belong(protocol, drawn):
     assert "task_identity" not in drawn  # which compares groups
     members = [made_up.run(seed) for seed in (1, 2, 3)] + [made_up.run(1, "digits")]
-    (group, _), (figure,) = made_up.groups(*members), draw("task_identity", *members)
+    group, _ = groups = made_up.groups(*members)
+    figure = figures.task_identity(groups)
     (axes,) = figure.axes
     assert axes.get_xlabel() == "Final accuracy (%)"
     labels = [text.get_text() for text in axes.get_yticklabels()]
@@ -87,10 +82,10 @@ def test_the_curve_is_the_mean_with_one_standard_deviation(protocol, drawn):
 
 def test_a_curve_needs_two_evaluated_tasks_and_one_seed_has_no_band():
     run = made_up.run(1)
-    (figure,) = draw("accuracy_curve", run)
-    assert not figure.axes[0].collections
+    (group,) = made_up.groups(run)
+    assert not figures.accuracy_curve(group).axes[0].collections
     del run.results["curve"][:-1]
-    assert draw("accuracy_curve", run) == []
+    assert figures.accuracy_curve(group) is None
 
 
 def test_every_calibrator_has_a_confusion_matrix(protocol, drawn):

@@ -97,23 +97,6 @@ def test_the_interval_is_over_seeds_or_over_images():
 # Numbers by name ----------------------------------------------------------------------------------
 
 
-def test_every_number_has_a_name():
-    of = made_up.results(learner="splitlora")
-    found = quantities.measured(of)
-    raw, gaussians = of["accuracy"]["raw"], of["accuracy"]["gaussians"]
-    assert (found["raw"], found["gaussians"], found["oracle"]) == (raw, gaussians, 95.0)
-    assert found["gain:gaussians"] == gaussians - raw
-    chosen = of["components"]["pac+rlc_adapted_view"]
-    assert (found["selected"], found["gain:selected"]) == (chosen, chosen - raw)
-    assert found["routing:gaussians"] == of["routing_accuracy"]["gaussians"]
-    assert found["aia:raw"] == of["average_incremental_accuracy"]["raw"]
-    curve = [point["components"]["tsf"] for point in of["curve"]]
-    assert found["aia:tsf"] == pytest.approx(np.mean(curve))
-    assert found["storage:gaussians"] == 6 * 2**20
-    assert (found["training_minutes"], found["storage_mib"]) == (601 / 60, 3.0)
-    assert {"raw", "gain:tsf", "gain:selected", "routing:gaussians", "aia:raw"} <= quantities.KNOWN
-
-
 def test_without_the_pretrained_view_the_adapted_view_is_all_there_is():
     of = made_up.results(learner="splitlora")
     for name in [name for name in of["components"] if name.endswith("_view")]:
