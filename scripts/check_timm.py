@@ -25,7 +25,7 @@ import fdc_jax
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import write_json, write_safetensors
 from fdc_jax.model import increments, layouts, vit, weights
-from tests.model import make_encoders
+from tests.model import encoders
 
 LARGEST = 2e-4
 
@@ -51,17 +51,17 @@ def timm_features(folder: Path, images: np.ndarray) -> np.ndarray:
 
 def family_difference(family: str) -> float:
     """Returns the largest difference of features in one family."""
-    path = make_encoders.FOLDER / family / "model.safetensors"
+    path = encoders.FOLDER / family / "model.safetensors"
     _, variant = weights.recognise(str(path), "")
-    params = weights.load(path, variant, make_encoders.SIDE).params
-    added: Any = make_encoders.increment()
+    params = weights.load(path, variant, encoders.SIDE).params
+    added: Any = encoders.increment()
     kernels = increments.merge(vit.pretrained_kernels(params), added)
-    arrays, config = layouts.as_timm(params, variant, kernels, make_encoders.SIDE)
+    arrays, config = layouts.as_timm(params, variant, kernels, encoders.SIDE)
     with tempfile.TemporaryDirectory() as folder:
         write_safetensors(Path(folder) / "model.safetensors", arrays)
         write_json(Path(folder) / "config.json", config)
-        found = timm_features(Path(folder), make_encoders.images())
-    with np.load(make_encoders.FEATURES) as golden:
+        found = timm_features(Path(folder), encoders.images())
+    with np.load(encoders.FEATURES) as golden:
         return np.abs(found - golden[f"{family} with an increment"]).max()
 
 
@@ -108,7 +108,7 @@ def _random_model(name: str, folder: Path) -> tuple[np.ndarray, np.ndarray]:
             each.add_(torch.randn_like(each) * 0.05)
     save_for_hf(model, folder, safe_serialization=True)
     pixels = model.pretrained_cfg
-    images = make_encoders.images(pixels["input_size"][-1])[:1]
+    images = encoders.images(pixels["input_size"][-1])[:1]
     scaled = torch.tensor((images / 255.0 - pixels["mean"]) / pixels["std"]).float()
     with torch.no_grad():
         features = model.forward_features(scaled.permute(0, 3, 1, 2))
@@ -118,7 +118,7 @@ def _random_model(name: str, folder: Path) -> tuple[np.ndarray, np.ndarray]:
 def export_difference(folder: Path) -> float:
     """Returns the largest difference of features between an export and its timm model."""
     run = fdc_jax.open_run(folder)
-    images = make_encoders.images(run.config["encoder.image_size"])
+    images = encoders.images(run.config["encoder.image_size"])
     ours = run.features(images, run.num_tasks)
     return np.abs(timm_features(folder / "timm", images) - ours).max()
 
@@ -126,7 +126,7 @@ def export_difference(folder: Path) -> float:
 def main(arguments: list[str]) -> int:
     """Prints a line an encoder; returns 1 where one differs by more than 2e-4."""
     found: dict[str, float] = {}
-    for family in (*make_encoders.TIMM, *make_encoders.HUGGING_FACE):
+    for family in encoders.FAMILIES:
         try:
             found[family] = family_difference(family)
         except InputError as error:

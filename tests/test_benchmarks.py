@@ -1,11 +1,8 @@
 """Every benchmark runs at a tiny size and writes what it says; wrong arguments are one line."""
 
-import contextlib
 import importlib.util
-import io
 import json
 import os
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -67,30 +64,6 @@ def check_calibration(found):
         assert result["storage_bytes"] == round(4 * (2 * numbers + 2 * tasks))
         assert min(result["fit_seconds"].values()) > 0
         assert min(result["score_milliseconds"]["64"].values()) > 0
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("ahead_of_time", ["--target=b9"], "--target: expected one of v5e, v6e, v5p, h100"),
-        ("calibration", ["--tasks=1"], "expected at least two tasks"),
-        ("learners", ["--images=0"], "--images: expected at least 1, found 0"),
-        ("learners", ["--output=table.txt"], "--output: expected a file that ends in .json, found"),
-        ("training_step", ["--pytorch=fast"], "--pytorch: expected some of eager"),
-        ("input_pipeline", ["--workers=a"], "--workers"),
-    ],
-)
-def test_wrong_arguments_are_one_line(tmp_path, monkeypatch, name, arguments, message):
-    output, errors = io.StringIO(), io.StringIO()
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", *arguments])
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.chdir(tmp_path)
-    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
-        with pytest.raises(SystemExit) as ended:
-            runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"), run_name="__main__")
-    assert (ended.value.code, output.getvalue()) == (2, "")
-    (line,) = errors.getvalue().splitlines()
-    assert message in line
 
 
 # The formula for operations against what the compiler counts --------------------------------------

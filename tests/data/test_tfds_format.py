@@ -166,6 +166,7 @@ def test_which_data_are_refused(tmp_path, prepare, opened):
         opened("bright")
 
 
+@pytest.mark.ci
 def test_real_cifar100(shared_asset, tmp_path):
     data_dir = shared_asset("tensorflow_datasets")
     _, source = sources.open_splits("cifar100", tmp_path, data_dir=str(data_dir))

@@ -1,4 +1,4 @@
-"""Encoders of every family against what timm and transformers make of them; see `make_encoders`."""
+"""Encoders of every family against what timm and transformers make of them."""
 
 import dataclasses
 import functools
@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from fdc_jax.errors import InputError
 from fdc_jax.model import increments, layouts, vit, weights
-from tests.model import make_encoders
-from tests.model.make_encoders import DEPTH, FOLDER, HIDDEN, PATCH, SIDE, WIDTH
+from tests.model import encoders
+from tests.model.encoders import DEPTH, FOLDER, HIDDEN, PATCH, SIDE, WIDTH
 
 # The name, and what is not as in a small AugReg encoder.
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
@@ -70,7 +70,7 @@ EXPECTED = {
 
 @functools.cache
 def golden():
-    return dict(np.load(make_encoders.FEATURES))
+    return dict(np.load(encoders.FEATURES))
 
 
 def weights_of(family):
@@ -93,14 +93,12 @@ def _encode(model, params, images, added):
     return model.apply({"params": params}, images, vit.pretrained_kernels(params), added)
 
 
-NOTHING = jax.tree.map(np.zeros_like, make_encoders.increment())
+NOTHING = jax.tree.map(np.zeros_like, encoders.increment())
 
 
 def encode(variant, params, added=NOTHING):
     """Returns features of the images, under an increment; encoders alike are compiled once."""
-    return np.asarray(
-        _encode(vit.build(variant, SIDE, "model"), params, make_encoders.images(), added)
-    )
+    return np.asarray(_encode(vit.build(variant, SIDE, "model"), params, encoders.images(), added))
 
 
 # Other files of their layout hold the same keys.
@@ -112,7 +110,7 @@ SLOW = ("timm_dinov2_gated", "timm_gap", "hf_mae", "hf_dinov3_gated")
     [pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW)) for each in EXPECTED],
 )
 def test_features_and_those_with_an_increment_are_the_librarys(family):
-    added = make_encoders.increment()
+    added = encoders.increment()
     for name, factors in ((family, NOTHING), (f"{family} with an increment", added)):
         found = encode(*encoder(family), factors)
         np.testing.assert_allclose(found, golden()[name], rtol=0, atol=2e-5, err_msg=name)
@@ -150,7 +148,7 @@ def test_other_arrays_are_named_and_large_groups_shortly():
 def test_written_in_timms_layout_an_encoder_is_the_same(tmp_path, family):
     """With its increment merged; names are those of timm's own file, but for layer scale."""
     variant, params = encoder(family)
-    kernels = increments.merge(vit.pretrained_kernels(params), make_encoders.increment())
+    kernels = increments.merge(vit.pretrained_kernels(params), encoders.increment())
     arrays, config = layouts.as_timm(params, variant, kernels, SIDE)
     path = tmp_path / "model.safetensors"
     save_file({name: np.ascontiguousarray(array) for name, array in arrays.items()}, path)
@@ -209,7 +207,7 @@ def test_a_side_of_the_pretraining_that_patches_do_not_divide():
     model = vit.build(variant, SIDE + 2, "model")
     params, images = (
         encoder("hf_siglip")[1],
-        np.pad(make_encoders.images(), ((0, 0), (0, 2), (0, 2), (0, 0))),
+        np.pad(encoders.images(), ((0, 0), (0, 2), (0, 2), (0, 0))),
     )
     found = jax.jit(model.apply)({"params": params}, images)
     np.testing.assert_allclose(found, golden()["hf_siglip"], atol=2e-5)
@@ -285,39 +283,6 @@ def test_what_does_not_fit_is_refused(tmp_path, family, arrays, config, message)
     with pytest.raises(InputError, match=message) as caught:
         recognise(path)
     assert str(path.parent) in str(caught.value) and "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(("text", "found"), [("{", "unreadable"), ("[]", "found list")])
-def test_a_damaged_configuration_is_refused(tmp_path, text, found):
-    path = changed(tmp_path, "hf_vit", config=None)
-    path.with_name("config.json").write_text(text)
-    with pytest.raises(InputError, match=rf"config\.json: .*{found}"):
-        recognise(path)
-
-
-@pytest.mark.parametrize(
-    ("family", "arrays", "message"),
-    [
-        ("hf_dinov2", {"layernorm.bias": None}, r"1 arrays missing \(first: .*encoder_norm/bias\)"),
-        ("timm_siglip", {"attn_pool.kv.weight": ARRAY}, "attn_pool.kv.weight has the unexpected"),
-        ("hf_clip", {"vision_model.pre_layrnorm.bias": ARRAY}, r"bias has shape \(3, 3\), expect"),
-    ],
-)
-def test_missing_arrays_and_other_shapes_are_refused(tmp_path, family, arrays, message):
-    path = changed(tmp_path, family, arrays)
-    with pytest.raises(InputError, match=message) as caught:
-        weights.load(path, recognise(weights_of(family))[1], SIDE)
-    assert str(path) in str(caught.value)
-
-
-def test_named_weights_are_of_the_variant_that_is_asked_for():
-    assert weights.recognise("augreg", "B/32") == ("B/32", vit.VARIANTS["B/32"])
-    with pytest.raises(
-        InputError, match=r"encoder\.variant: expected one of Ti/16, .*found 'X/16'"
-    ):
-        weights.recognise("augreg", "X/16")
-    with pytest.raises(InputError, match="expected 'augreg', 'digits' or a file, found no file"):
-        weights.recognise("absent.npz", "B/16")
 
 
 @pytest.mark.parametrize("name", vit.VARIANTS)

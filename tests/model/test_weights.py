@@ -14,9 +14,7 @@ from PIL import Image
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import sha256, user_cache
 from fdc_jax.model import vit, weights
-from tests.model.test_golden import GOLDEN, VARIANT, make_golden
-
-SIDE, WIDTH = make_golden.SIDE, make_golden.WIDTH
+from tests.model.test_golden import GOLDEN, SIDE, VARIANT
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +25,7 @@ def golden_variant(monkeypatch):
 @pytest.fixture
 def arrays():
     """AugReg keys to float32 arrays, with a classification head of seven classes."""
-    return make_golden.augreg_arrays()
+    return dict(np.load(GOLDEN / "augreg.npz"))
 
 
 def load(path, side=SIDE):
@@ -82,22 +80,6 @@ def test_every_array_is_checked(tmp_path, arrays, name, value, message):
     with pytest.raises(InputError, match=message) as caught:
         load(path)
     assert str(path) in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["augreg.npz", "timm.safetensors"])
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda content: content[:-20], "not a readable"),
-        (lambda content: b"<!DOCTYPE html>\n<html><head>", "not a readable .*it is a web page"),
-    ],
-)
-def test_damaged_files_are_refused(tmp_path, name, damage, message):
-    path = tmp_path / f"damaged_{name}"
-    path.write_bytes(damage((GOLDEN / name).read_bytes()))
-    with pytest.raises(InputError, match=message) as caught:
-        load(path)
-    assert str(path) in str(caught.value) and "unsafe" not in str(caught.value)
 
 
 def test_where_weights_are_looked_up(monkeypatch, tmp_path):

@@ -9,7 +9,7 @@ import fdc_jax
 from fdc_jax.data.batches import ByteCache, evaluation_images
 from fdc_jax.errors import InputError, TrainingError
 from tests import small_runs
-from tests.model import make_encoders
+from tests.model import encoders
 from tests.small_runs import config, events, predictions, results, run, same_outcome, stopped
 
 
@@ -30,7 +30,7 @@ def test_stopped_in_every_task_it_ends_the_same(whole, cache, tmp_path):
 
 def test_a_file_of_weights_says_itself_what_it_holds(cache, tmp_path):
     """Size, mean and deviation, too; the same command finds the run finished."""
-    file = make_encoders.FOLDER / "hf_clip" / "model.safetensors"
+    file = encoders.FOLDER / "hf_clip" / "model.safetensors"
     fields = {"encoder__weights": str(file), "encoder__image_size": 0, "train__epochs": 1}
     fields |= {"data__input_range": "model", "evaluation__every": 5}
     found = run(config(cache, **fields), tmp_path / "run")
