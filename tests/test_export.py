@@ -103,12 +103,6 @@ def changed_predictions(workdir):
     np.savez(workdir / "predictions.npz", **columns)
 
 
-def damaged_calibrator(workdir):
-    """A file that ends early."""
-    path = workdir / "calibrators" / "gaussians.npz"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 def changed_heads(workdir):
     """A calibrator whose heads are not the learner's."""
     path = workdir / "calibrators" / "fdc.npz"
