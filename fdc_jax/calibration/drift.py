@@ -50,6 +50,44 @@ class AffineMap(NamedTuple):
         return self.matrix.T @ scatter @ self.matrix
 
 
+class Path(NamedTuple):
+    """Maps one after the other as one, in float64, and the way back.
+
+    What is kept of classes stays in the frame where the path began, and is moved when it is needed.
+    """
+
+    matrix: Float[np.ndarray, "d d"]
+    offset: Float[np.ndarray, " d"]
+    inverse: Float[np.ndarray, "d d"]
+
+    def move(self, rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
+        """Returns rows at the end of the path, of those at its beginning."""
+        return rows @ self.matrix + self.offset
+
+    @property
+    def reversed(self) -> Path:
+        """The way back."""
+        return Path(self.inverse, -self.offset @ self.inverse, self.matrix)
+
+    @property
+    def amplification(self) -> float:
+        """How much rounding at the beginning grows to the end, at least 1; 1 for rotations."""
+        lengths = np.linalg.norm(self.matrix), np.linalg.norm(self.inverse)
+        return float(lengths[0] * lengths[1]) / len(self.matrix)
+
+
+def path(known: Path | None, by: AffineMap) -> Path:
+    """Returns a path with one more map; the way back of a singular one is infinite."""
+    matrix, offset = by.matrix, by.offset
+    if known:
+        matrix, offset = known.matrix @ matrix, by.move(known.offset)
+    try:
+        inverse = np.linalg.inv(matrix)
+    except np.linalg.LinAlgError:
+        inverse = np.full_like(matrix, np.inf)
+    return Path(matrix, offset, inverse)
+
+
 def fit_map(before: Float[np.ndarray, "n d"], after: Float[np.ndarray, "n d"]) -> AffineMap:
     """Fits the map from features of some images to features of the same ones by a newer encoder.
 

@@ -4,12 +4,17 @@ Of each view are kept the mean mu_c of every class c, the within-class scatter S
 together, and of each class's own covariance the leading directions, as rows of a factor B_c. Given
 the features of a task's images by the encoder before that task, what is kept of earlier classes in
 the adapted view is carried along by the affine map of `drift`, and S grows by what that map does
-not explain. With N images of C classes in width d, a class scores minus half the squared distance
+not explain. Maps are composed, and classes are moved when scores need them, so that a task costs
+the same however many classes there are. With N images of C classes in width d, a class scores minus
+half the squared distance
 
     (g - mu_c)' [ (1 - a) S / N + lambda (tr S / (N d)) I + a B_c' B_c ]^-1 (g - mu_c),
 
 where a = 0.1 and lambda = 0.1 + d / (N - C), which is more while images are few. The pretrained
 encoder does not move. Its view counts half, and fully where the adapted statistics stayed behind.
+
+Of more than 1,000 classes, the 50 best of each image without the last term, which cannot lower a
+score, get it; the others keep their score without it.
 """
 
 from __future__ import annotations
@@ -36,34 +41,37 @@ OWN_SHARE = 0.1
 RANK = 8
 LEAST_SHRINKAGE = 0.1
 PRETRAINED_SHARE = 0.5
+# Classes are moved where rounding of what is kept would grow by more on the way.
+AMPLIFICATION = 8.0
+# Classes whose own directions count for an image where there are more than `MANY`, and images that
+# are taken together for that.
+BEST = 50
+MANY = 1000
+TOGETHER = 4096
 
 
 class ViewClasses(NamedTuple):
-    """The classes of one view, those of all tasks in a row."""
+    """The classes of one view, task by task."""
 
-    means: Float[np.ndarray, "c d"]  # mu_c; zero for classes without an image
-    factors: Float[np.ndarray, "c r d"]  # B_c; rows are as long as standard deviations along them
+    means: list[Float[np.ndarray, "c d"]]  # mu_c; zero for classes without an image
+    factors: list[Float[np.ndarray, "c r d"]]  # B_c; rows are as long as deviations along them
     scatter: Float[np.ndarray, "d d"]  # S, summed over all images
-
-    def moved(self, by: drift.AffineMap, images: int) -> ViewClasses:
-        """Returns the classes, of so many images, as a newer encoder has them.
-
-        What the map leaves unexplained varies within classes from then on.
-        """
-        by = by._replace(matrix=by.matrix.astype(np.float32))
-        return ViewClasses(
-            by.move(self.means).astype(np.float32),
-            self.factors @ by.matrix,
-            (by.move_scatter(self.scatter) + images * by.residual).astype(np.float32),
-        )
 
     def joined(self, other: ViewClasses) -> ViewClasses:
         """Returns these classes and others."""
-        return ViewClasses(
-            np.concatenate([self.means, other.means]),
-            np.concatenate([self.factors, other.factors]),
-            self.scatter + other.scatter,
-        )
+        factors = [*self.factors, *other.factors]
+        return ViewClasses([*self.means, *other.means], factors, self.scatter + other.scatter)
+
+    def all(self, path: drift.Path | None) -> tuple[np.ndarray, np.ndarray]:
+        """Returns mu_c and B_c of all classes, moved along a path, in float64."""
+        means, factors = (np.concatenate(each, dtype=np.float64) for each in self[:2])
+        return (path.move(means), factors @ path.matrix) if path else (means, factors)
+
+    def moved(self, path: drift.Path) -> ViewClasses:
+        """Returns the classes at the end of a path; S, which all share, is not moved."""
+        sizes = np.cumsum([len(each) for each in self.means])[:-1]
+        means, factors = (np.split(inputs.float32(each), sizes) for each in self.all(path))
+        return ViewClasses(means, factors, self.scatter)
 
 
 def fit_classes(
@@ -92,7 +100,7 @@ def fit_classes(
         lengths = np.sqrt(np.maximum(found, 0.0))
         leading = (vectors.T @ centred) if few else vectors.T * lengths[:, None]
         factors[row, :kept] = leading[::-1] / np.sqrt(count)
-    return ViewClasses(means, factors, scatter.astype(np.float32))
+    return ViewClasses([means], [factors], scatter.astype(np.float32))
 
 
 class Metric(NamedTuple):
@@ -104,8 +112,11 @@ class Metric(NamedTuple):
     factors: Float[Any, "c r d"]  # F_c; the inverse covariance of class c is I - F_c' F_c
 
 
-def metric(known: ViewClasses, counts: Int[np.ndarray, " c"]) -> Metric:
+def metric(
+    known: ViewClasses, counts: Int[np.ndarray, " c"], path: drift.Path | None = None
+) -> Metric:
     """Returns what scoring needs of the classes of one view and their images, found in float64."""
+    all_means, all_factors = known.all(path)
     width, present = len(known.scatter), counts > 0
     images, classes = int(counts.sum()), int(present.sum())
     covariance = known.scatter.astype(np.float64) / images
@@ -114,32 +125,57 @@ def metric(known: ViewClasses, counts: Int[np.ndarray, " c"]) -> Metric:
     level = shrinkage * variance if variance > 0 else 1.0
     shared = (1 - OWN_SHARE) * covariance + level * np.eye(width)
     whitener = np.linalg.inv(np.linalg.cholesky(shared))
-    origin = known.means[present].mean(axis=0, dtype=np.float64).astype(np.float32)
-    own = np.sqrt(OWN_SHARE) * known.factors.astype(np.float64) @ whitener.T
+    origin = all_means[present].mean(axis=0).astype(np.float32)
+    own = all_factors @ (np.sqrt(OWN_SHARE) * whitener.T)
     # Woodbury: (I + B' B)^-1 = I - B' (I + B B')^-1 B.
     inner = np.eye(own.shape[1]) + own @ own.swapaxes(1, 2)
     factors = np.linalg.solve(np.linalg.cholesky(inner), own)
-    means = (known.means.astype(np.float64) - origin) @ whitener.T
+    means = (all_means - origin) @ whitener.T
     columns = (stack([each], 8, turned=False)[0] for each in (means, factors))
     return Metric(origin, whitener.astype(np.float32), *columns)
 
 
 def class_distances(
-    metrics: Sequence[Metric], *views: Float[Any, "n d"]
-) -> dict[str, Float[Any, "n c"]]:
+    metrics: Sequence[Metric], *views: Float[Any, "n d"], own: bool = True
+) -> dict[str, Float[Any, "n _"]]:
     """Returns by view minus half the squared distance to every class, padded classes too.
 
-    The term of the feature alone, which all classes share, is left out.
+    The term of the feature alone, which all classes share, is left out. Unless `own`, so are the
+    classes' own directions, and `NAME_near` are the features W (g - m).
     """
     found = {}
     for name, known, features in zip(inputs.VIEWS, metrics, views, strict=False):
         classes, rank, width = known.factors.shape
         near = products(features - known.origin, known.whitener)
-        linear = products(near, known.means) - energy(known.means) / 2
-        own = products(near, known.factors.reshape(-1, width)).reshape(-1, classes, rank)
+        found[name] = products(near, known.means) - energy(known.means) / 2
+        if not own:
+            found[f"{name}_near"] = near
+            continue
+        along = products(near, known.factors.reshape(-1, width)).reshape(-1, classes, rank)
         centre = (known.factors * known.means[:, None]).sum(axis=-1)
-        found[name] = linear + energy(own - centre) / 2
+        found[name] = found[name] + energy(along - centre) / 2
     return found
+
+
+def add_own(
+    found: Float[np.ndarray, "n c"],
+    parts: Sequence[tuple[float, Metric, Float[np.ndarray, "n d"]]],
+) -> None:
+    """Adds to the `BEST` scores of every row the term of the classes' own directions.
+
+    `parts` are of each view its weight, its classes and W (g - m). A class's rows are computed
+    together.
+    """
+    for start in range(0, len(found), TOGETHER):
+        some = slice(start, start + TOGETHER)
+        best = np.argpartition(-found[some], BEST - 1, axis=1)[:, :BEST].ravel()
+        order = np.argsort(best, kind="stable")
+        classes, ends = np.unique(best[order], return_index=True)
+        for row, places in zip(classes, np.split(order // BEST, ends[1:]), strict=True):
+            for weight, known, near in parts:
+                mean, factors = known.means[row], known.factors[row]
+                along = (near[some][places] - mean) @ factors.T
+                found[start + places, row] += weight / 2 * energy(along)
 
 
 class Gaussians(Calibrator):
@@ -157,55 +193,99 @@ class Gaussians(Calibrator):
         self.views: list[ViewClasses] = []
         # Whether the statistics follow the encoder; None while there is one task.
         self.follows: bool | None = None
+        # The way of the adapted view's classes from where they are kept, None where they are, and
+        # the map into the first task where others come before it.
+        self.path: drift.Path | None = None
+        self.entry: drift.AffineMap | None = None
         self._forget()
 
     def fit_task(self, adapted, labels, head=None, pretrained=None, classes=None, previous=None):
         """See `Calibrator.fit_task`."""
         given = self._task(adapted, labels, head, pretrained, classes)
-        follows, earlier = self.follows, self.views
+        follows, by = self.follows, None
         if given.task:
             name = f"previous features of task {given.task}"
-            if follows not in (None, previous is not None):
-                raise InputError(
-                    f"{name}: expected features by the encoder before each task from the second "
-                    f"one on, or of none, as its statistics follow the encoder or stay"
-                )
+            self._check_follows(previous is not None, name)
             if follows := previous is not None:
-                before = inputs.feature_array(previous, name, self.widths[0])
+                before = inputs.feature_array(previous, name, given.views[0].shape[1])
                 inputs.same_length(before, given.views[0], name)
                 by = drift.fit_map(before, given.views[0])
-                images = sum(int(counts.sum()) for counts in self.counts)
-                earlier = [self.views[0].moved(by, images), *self.views[1:]]
         new = [fit_classes(each, given.rows, len(given.classes)) for each in given.views]
-        pairs = zip(earlier, new, strict=True) if earlier else ()
-        self.views = [known.joined(other) for known, other in pairs] or new
+        self._take(by, new)
         self.follows = follows
         self._append(given)
+
+    def _check_follows(self, follows: bool, name: str) -> None:
+        if self.follows not in (None, follows):
+            raise InputError(
+                f"{name}: expected features by the encoder before each task from the second "
+                f"one on, or of none, as its statistics follow the encoder or stay"
+            )
+
+    def _take(self, by: drift.AffineMap | None, new: list[ViewClasses]) -> None:
+        """Takes the classes of a task, before which the map moved all others."""
+        if not self.views:
+            self.entry, self.views = by, new
+            return
+        earlier, (first, *others) = self.views, new
+        if by is not None:
+            images = sum(int(counts.sum()) for counts in self.counts)
+            known, narrow = earlier[0], by._replace(matrix=by.matrix.astype(np.float32))
+            # What the map leaves unexplained varies within classes from then on.
+            scatter = narrow.move_scatter(known.scatter) + images * by.residual
+            known = known._replace(scatter=scatter.astype(np.float32))
+            path = drift.path(self.path, by)
+            if not path.amplification <= AMPLIFICATION:
+                known, path = known.moved(path), None
+            self.path, earlier = path, [known, *earlier[1:]]
+        if self.path:
+            first = first.moved(self.path.reversed)
+        pairs = zip(earlier, [first, *others], strict=True)
+        self.views = [known.joined(other) for known, other in pairs]
 
     def components(self, adapted: Any, pretrained: Any = None) -> dict[str, Scores]:
         """Returns the scores by all views and, where there are two, by each alone."""
         found = self._by_view(adapted, pretrained)
-        single = {f"{name}_view": best_by_task(each, self.classes) for name, each in found.items()}
-        full = {"full": best_by_task(np.sum([*found.values()], axis=0), self.classes)}
-        return full | (single if len(single) == 2 else {})
+        together = {"full": [*found]}
+        if len(found) == 2:
+            together |= {f"{name}_view": [name] for name in found}
+        return {
+            name: best_by_task(self._summed([found[view] for view in views]), self.classes)
+            for name, views in together.items()
+        }
 
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """See `Calibrator.class_scores`; minus infinity for classes without an image."""
-        return np.sum([*self._by_view(adapted, pretrained).values()], axis=0)
+        return self._summed([*self._by_view(adapted, pretrained).values()])
 
-    def _by_view(self, adapted: Any, pretrained: Any) -> dict[str, Any]:
-        """Returns by view the weighted scores of all classes, [n, classes]."""
+    def _by_view(self, adapted: Any, pretrained: Any) -> dict[str, tuple[Any, ...]]:
+        """Returns by view its weight, scores of all classes [n, c], their metric, and W (g - m)."""
         if not self.views:
             raise InputError("call fit_task for every task first")
         views = inputs.score_views(adapted, pretrained, self.widths, True)
         counts = np.concatenate(self.counts)
         if self._metrics is None:
-            self._metrics = [metric(known, counts) for known in self.views]
-        found = in_blocks(class_distances, self._metrics, *views)
-        if self.follows is not False and "pretrained" in found:
-            found["pretrained"] *= np.float32(PRETRAINED_SHARE)
-        absent = np.where(counts > 0, np.float32(0.0), np.float32(-np.inf))
-        return {name: each[:, : len(counts)] + absent for name, each in found.items()}
+            paths = self.path, None
+            pairs = zip(self.views, paths, strict=False)
+            self._metrics = [metric(known, counts, path) for known, path in pairs]
+        found = in_blocks(class_distances, self._metrics, *views, own=len(counts) <= MANY)
+        weights = 1.0, 1.0 if self.follows is False else PRETRAINED_SHARE
+        return {
+            name: (weight, found[name][:, : len(counts)], known, found.get(f"{name}_near"))
+            for name, weight, known in zip(inputs.VIEWS, weights, self._metrics, strict=False)
+        }
+
+    def _summed(self, views: Sequence[tuple[Any, ...]]) -> Float[np.ndarray, "n classes"]:
+        """Returns the scores of some views of `_by_view` together."""
+        total = sum(np.float32(weight) * scores for weight, scores, _, _ in views)
+        absent = np.where(np.concatenate(self.counts) > 0, np.float32(0), np.float32(-np.inf))
+        total += absent
+        if total.shape[1] > MANY:
+            each = [
+                (weight, Metric(*map(np.asarray, known)), near) for weight, _, known, near in views
+            ]
+            add_own(total, each)
+        return total
 
     @property
     def note(self) -> str:
@@ -219,11 +299,12 @@ class Gaussians(Calibrator):
 
     @property
     def storage_bytes(self) -> int:
-        """See `Calibrator.storage_bytes`; of a symmetric scatter, half counts."""
+        """See `Calibrator.storage_bytes`; half of a symmetric scatter counts, no path."""
         numbers = sum(len(each) for each in self.classes)  # Images of each class.
         for known in self.views:
             width = len(known.scatter)
-            numbers += known.means.size + known.factors.size + width * (width + 1) // 2
+            numbers += sum(each.size for each in (*known.means, *known.factors))
+            numbers += width * (width + 1) // 2
         return 4 * numbers
 
     def _forget(self) -> None:
