@@ -278,6 +278,9 @@ def checked_head(head: Any, name: str, width: int, like: Any) -> Any:
             expected = f"shape {[*shape]}" if shape else "a number"
             raise InputError(f"{name}: {part}: expected {expected}, found {[*parts[part].shape]}")
     for part, values in parts.items():
-        if len(wrong := np.argwhere(~np.isfinite(values))):
-            raise InputError(f"{name}: {part}: row {[*wrong[0], 0][0]} is not finite")
+        with np.errstate(over="ignore"):
+            squares = np.square(values.reshape(*values.shape[:1], -1)).sum(axis=-1)
+        if len(wrong := np.flatnonzero(~np.isfinite(squares))):
+            found = "is not finite, or too large for float32"
+            raise InputError(f"{name}: {part}: row {wrong[0]} {found}")
     return type(head)(**parts)

@@ -159,7 +159,7 @@ def _look(
         record = records[position]
         image = images.decode(record[image_key], f"record {position}", upright)
         name = record[name_key].decode() if name_key else ""
-        return record[label_key], name, images.pixels_sha256(np.asarray(image))
+        return int(record[label_key]), name, images.pixels_sha256(np.asarray(image))
 
     try:
         with ThreadPoolExecutor(default_workers()) as pool:

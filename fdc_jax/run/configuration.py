@@ -145,7 +145,7 @@ def reader(config: Config, field: str) -> Callable[[str], Any]:
 
     def number(word: str) -> int | tuple[int, ...]:
         parts = tuple(int(each) for each in word.strip("()[]").split(",") if each)
-        return parts if "," in word else parts[0]
+        return parts if "," in word or not parts else parts[0]
 
     return {bool: truth, tuple: numbers, object: number}.get(kind, kind)
 

@@ -94,6 +94,8 @@ TASKS = [
 HEADS = [
     (linear(SECOND.weight[:, 1:]), r"weight: expected shape \[classes, 16\], found \[4, 15\]"),
     (linear(spoiled(SECOND.weight, 2, np.nan)), "weight: row 2 is not finite"),
+    (linear(spoiled(SECOND.weight, 1, 1e38)), "weight: row 1 is not finite, or too large for floa"),
+    (linear(bias=np.array([0, 0, 0, np.inf])), "bias: row 3 is not finite"),
     (linear(bias=SECOND.bias[:3]), r"bias: expected shape \[4\], found \[3\]"),
     (linear(SECOND.weight.astype(complex)), "weight: expected real numbers, found complex128"),
     (heads.CosineHead(SECOND.weight), "expected a linear head like task 0, found cosine"),

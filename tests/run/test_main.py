@@ -169,6 +169,7 @@ MISTAKES = {
     "--workdir=here": "--workdir: is given twice",
     "--config=cub200": "--config: is given twice",
     "--config.train.epochs=abc": "argument --config.train.epochs: invalid int value: 'abc'",
+    "--config.classes_per_task=[]": "config.classes_per_task: expected a whole number, or a list",
     "--config.report=perhaps": "argument --config.report: invalid",
     "--config.train.rank=97": "config.train.rank: expected at most 96, the width of ",
     "--config.learner.name=none": "learner.name: expected one of cumulative_lora",
