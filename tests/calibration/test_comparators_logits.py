@@ -138,8 +138,6 @@ def test_replaced_heads(data, method):
 def test_replacing_heads_is_checked(data):
     comparator = fitted(comparators.WeightAligning(), data.tasks)
     own = [task.head for task in data.tasks]
-    with pytest.raises(InputError, match="heads: expected one per task, 3, found 2"):
-        comparator.replace_heads(own[:2])
     zero = own[1]._replace(weight=np.zeros_like(own[1].weight))
     with pytest.raises(InputError, match="wa: all rows of the head of task 1 are zero"):
         comparator.replace_heads([own[0], zero, own[2]])

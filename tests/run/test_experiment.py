@@ -8,6 +8,8 @@ import pytest
 import fdc_jax
 from fdc_jax.data.batches import ByteCache, evaluation_images
 from fdc_jax.errors import InputError, TrainingError
+from fdc_jax.features import feature_files
+from fdc_jax.posthoc import __main__ as posthoc
 from tests import small_runs
 from tests.model import encoders
 from tests.small_runs import config, events, predictions, results, run, same_outcome, stopped
@@ -83,6 +85,13 @@ def test_the_encoder_before_a_task_can_be_had_of_one_that_keeps_the_newest(cache
     np.testing.assert_array_equal(after.features(images, 0), before.features(images, 0))
     with pytest.raises(InputError, match=r"keeps no encoder but its newest: .* found E_1"):
         after.encoder(1)
+    # The first head was aligned again, and a fit of what was saved predicts with the final ones.
+    folder, output = tmp_path / "run" / "features", tmp_path / "again.npz"
+    assert [task.final_head is None for task in feature_files.load(folder).tasks] == [False, True]
+    assert posthoc.main([str(folder), f"--output={output}", "--quiet"]) == 0
+    with np.load(output) as again:
+        np.testing.assert_array_equal(again["raw_label"], after.predictions["raw_label"])
+        np.testing.assert_array_equal(again["label"], after.predictions["fdc_label"])
 
 
 def test_the_steps_of_every_task_are_taken_once(whole):
