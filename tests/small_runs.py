@@ -81,6 +81,13 @@ def stopped(config, workdir, looks):
 # Processes ----------------------------------------------------------------------------------------
 
 
+def python(*words, expected=0, cwd=REPOSITORY, env=None):
+    """Runs Python with these words to its end, and returns what it printed."""
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, *map(str, words)]
+    return finish(subprocess.Popen(command, cwd=cwd, env=env, **pipes), expected)[0]
+
+
 def with_devices(count):
     """Returns variables of the environment of a process with a number of devices."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"

@@ -2,10 +2,6 @@
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +10,8 @@ import pytest
 
 from benchmarks import calibration, flops
 from fdc_jax.model import increments, vit
+from tests import small_runs
 
-ROOT = Path(__file__).resolve().parents[1]
 ENCODER = ("--variant=digits", "--image_size=32", "--batch_size=4")
 STEP = (*ENCODER, "--warm_up=1", "--repeats=2")
 PYTORCH = ("--pytorch=eager",) if importlib.util.find_spec("torch") else ()
@@ -38,15 +34,7 @@ def tiny(name, *arguments, slow=True):
 )
 def test_a_benchmark_prints_lines_and_writes_numbers(tmp_path, name, arguments):
     output = tmp_path / "out" / "found.json"
-    done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", *arguments, f"--output={output}"],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()
+    assert small_runs.python("-m", f"benchmarks.{name}", *arguments, f"--output={output}")
     found = json.loads(output.read_text())
     assert {"fdc_jax", "jax", "commit"} <= found["versions"].keys()
     if name == "calibration":

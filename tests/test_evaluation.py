@@ -86,14 +86,6 @@ def test_flips_by_hand():
     assert change == (1, 1, 3, 2)
 
 
-def test_means_over_tasks_and_seeds():
-    assert evaluation.average_incremental_accuracy([90.0, 80.0, 70.0]) == pytest.approx(80.0)
-    assert evaluation.mean_and_std([1.0, 2.0, 4.0]) == pytest.approx((7 / 3, math.sqrt(7 / 3)))
-    mean, std = evaluation.mean_and_std([5.0])
-    assert mean == 5.0
-    assert math.isnan(std)
-
-
 def test_paired_gain_is_the_paired_t_interval():
     before, after = [84.1, 84.4, 84.5], [88.6, 88.5, 88.8]
     gain = evaluation.paired_gain(before, after)

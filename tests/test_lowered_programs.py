@@ -1,9 +1,5 @@
 """Programs as TPUs and GPUs get them, checked where there is neither; and what is read of them."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from benchmarks import ahead_of_time
@@ -12,15 +8,8 @@ from tests import small_runs
 
 @pytest.mark.ci
 def test_programs_of_all_learners_for_tpus_and_gpus():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.lowered_programs"],
-        cwd=Path(__file__).resolve().parents[1],
-        env=small_runs.with_devices(4),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "no program surprises\n"
+    said = small_runs.python("-m", "tests.lowered_programs", env=small_runs.with_devices(4))
+    assert said == "no program surprises\n"
 
 
 def test_a_product_is_float32_if_an_operand_is():

@@ -127,13 +127,6 @@ def test_predictions_have_known_options(arguments):
     assert options.workdir.startswith("runs/") and options.images
 
 
-def test_requirement_files_exist():
-    named = set(re.findall(r"-r (\S+\.txt)", README))
-    assert named == {"requirements.txt", "requirements-dev.txt"}
-    for name in named:
-        assert (REPOSITORY / name).is_file()
-
-
 def test_continuous_integration_runs_the_readmes_test_command():
     script = (REPOSITORY / ".ci" / "run").read_text()
     assert "README.md" in script and "-m ci" in script

@@ -1,9 +1,5 @@
 """Learners on four devices: what they leave behind is what one device gives."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from fdc_jax import learners
@@ -22,12 +18,6 @@ FAST = ("rsiat",)
     ids=["rsiat", "others"],
 )
 def test_four_devices_leave_what_one_leaves(names, cache):
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.learners.several_devices", *names],
-        cwd=Path(__file__).resolve().parents[2],
-        env=small_runs.with_devices(4),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "four devices agree with one\n"
+    words = ("-m", "tests.learners.several_devices", *names)
+    said = small_runs.python(*words, env=small_runs.with_devices(4))
+    assert said == "four devices agree with one\n"
