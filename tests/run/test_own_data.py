@@ -201,6 +201,7 @@ def added(root):
     shutil.copy(root / "train" / "oak" / "0.png", root / "test" / "box" / "9.png")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("change", "found"),
     [(removed, "no such class"), (changed, "other images"), (added, "other images")],
