@@ -311,7 +311,8 @@ def _look(
 
     pool = ThreadPoolExecutor(workers, thread_name_prefix="look")
     try:
-        looks = tqdm(pool.map(look, new), name, len(new), unit="image", disable=quiet)
+        bar = {"unit": "image", "disable": quiet or None}  # none where it would be no terminal
+        looks = tqdm(pool.map(look, new), name, len(new), **bar)
         collections.deque(looks, maxlen=0)
     finally:
         pool.shutdown(cancel_futures=True)
