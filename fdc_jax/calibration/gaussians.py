@@ -215,6 +215,13 @@ class Gaussians(Calibrator):
         self.follows = follows
         self._append(given)
 
+    def join(self, other: Any) -> None:
+        """See `Calibrator.join`."""
+        self._check_follows(other.follows, f"previous features of task {other.first}")
+        super().join(other)
+        self._take(other.entry, other.views)
+        self.follows = other.follows
+
     def _check_follows(self, follows: bool, name: str) -> None:
         if self.follows not in (None, follows):
             raise InputError(
@@ -229,7 +236,8 @@ class Gaussians(Calibrator):
             return
         earlier, (first, *others) = self.views, new
         if by is not None:
-            images = sum(int(counts.sum()) for counts in self.counts)
+            before = self.counts[: len(earlier[0].means)]
+            images = sum(int(counts.sum()) for counts in before)
             known, narrow = earlier[0], by._replace(matrix=by.matrix.astype(np.float32))
             # What the map leaves unexplained varies within classes from then on.
             scatter = narrow.move_scatter(known.scatter) + images * by.residual

@@ -224,11 +224,7 @@ def task_classes(
             else (f"the samples have {len(classes)}; where a class has no sample, name the labels")
         )
         raise InputError(f"{name}: expected {num_rows} labels, one per row of the head, {found}")
-    for other, taken in enumerate(earlier):
-        if again := set(classes.tolist()) & set(taken.tolist()):
-            raise InputError(
-                f"labels of task {task}: label {min(again)} already belongs to task {other}"
-            )
+    check_new(classes, task, earlier)
     known = dict(zip(values.tolist(), times.tolist(), strict=True))
     counts = np.array([known.get(label, 0) for label in classes.tolist()], np.int64)
     if counts.sum() < len(labels):
@@ -237,6 +233,17 @@ def task_classes(
             f"labels of task {task}: label {labels[row]} at row {row} is none of the head's classes"
         )
     return classes, counts
+
+
+def check_new(
+    classes: Int[np.ndarray, " c"], task: int, earlier: Sequence[Int[np.ndarray, " _"]]
+) -> None:
+    """Raises InputError where a label of a task is an earlier one's."""
+    for other, taken in enumerate(earlier):
+        if again := set(classes.tolist()) & set(taken.tolist()):
+            raise InputError(
+                f"labels of task {task}: label {min(again)} already belongs to task {other}"
+            )
 
 
 # Heads -------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ for _name in ("ncm", "nme", "mahalanobis", "fecam", "ridge", "ranpac", "anacp"):
     )
 
 # What files of calibrators hold.
-_TYPES = {
+TYPES = {
     kind.__name__: kind
     for kind in (
         *(getattr(comparators, name) for name in comparators.__all__),
@@ -101,7 +101,7 @@ def load(path: str | os.PathLike[str]) -> Calibrator:
     Raises:
         InputError: the file is missing, damaged, or of another kind or version.
     """
-    found = storage.read(path, _TYPES)
+    found = storage.read(path, TYPES)
     if not isinstance(found, Calibrator):
         raise InputError(f"{path}: expected a calibrator, found {type(found).__name__}")
     if vars(found).keys() != vars(type(found)()).keys():

@@ -11,11 +11,12 @@ from typing import Any
 from tabulate import tabulate
 
 from fdc_jax import calibration
-from fdc_jax.calibration import METHODS
+from fdc_jax.calibration import METHODS, storage
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.features import feature_files
 from fdc_jax.machine import devices
 from fdc_jax.machine.files import check_writable_file, user_cache, write_json, write_npz
+from fdc_jax.posthoc import shards
 from fdc_jax.posthoc.methods import moved, run, summarise
 from fdc_jax.posthoc.template import write_template
 
@@ -41,7 +42,7 @@ def _program() -> Program:
     add("--output", help="predictions (.npz); the report gets the suffix .json")
     names = ("all", *METHODS)
     text = f"one of {', '.join(names)} (default fdc)"
-    add("--method", default="fdc", choices=names, metavar="NAME", help=text)
+    add("--method", choices=names, metavar="NAME", help=text)
     of = {"projections": "ranpac and anacp: random features; the papers use 10000 and 5000"}
     for name, default in _SETTINGS.items():
         text = of.get(name, f"FDC, as config.fdc.{name}")
@@ -53,6 +54,11 @@ def _program() -> Program:
     add("--moved", action="store_true", help=text)
     fitted = "also save the fitted calibrator (.npz), for calibration.load"
     add("--calibrator", metavar="PATH", help=fitted)
+    apart = "fit the tasks of shard i of n, from 0, and write what they leave to --output"
+    add("--shard", metavar="i/n", help=f"{apart} (default methods {', '.join(shards.TOGETHER)})")
+    add("--merge", metavar="PATH", nargs="+", help="join what all shards wrote to --output")
+    add("--basis", metavar="PATH", help="for the second pass of FDC, what merging the first wrote")
+    add("--dry_run", action="store_true", help="only say what --shard would read, and how long")
     made = "write a small example of a feature file (.npz, or a folder) and say how to dump one"
     add("--template", metavar="PATH", nargs="?", const="features.npz", help=made)
     return program
@@ -69,6 +75,10 @@ def _run(options: argparse.Namespace) -> None:
         if not options.quiet:
             print(text)
         return
+    if options.merge is not None or options.shard is not None:
+        _apart(options)
+        return
+    options.method = options.method or "fdc"
     if options.features is None:
         raise InputError("expected a feature file, or --template for an example of one")
     settings, output = _settings(options), _output(options)
@@ -104,6 +114,40 @@ def _run(options: argparse.Namespace) -> None:
         print("\n".join(_comparison(reports) if every else _details(reports[0])))
         if output is not None:
             print(f"wrote {output} and {output.with_suffix('.json')}")
+
+
+def _apart(options: argparse.Namespace) -> None:
+    """Fits the tasks of a shard, or joins what shards wrote."""
+    names = shards.TOGETHER if options.method is None else (options.method,)
+    if not set(names) <= set(shards.METHODS):
+        raise InputError(f"--method: expected one of {', '.join(shards.METHODS)} here")
+    if options.output is None and not options.dry_run:
+        raise InputError("--output: expected beside --shard and --merge")
+    path = check_writable_file("--output", options.output or "part.npz", ".npz")
+    basis: Any = None if options.basis is None else calibration.load(options.basis)
+    if options.basis is not None and not isinstance(basis, calibration.FDC):
+        raise InputError(f"{options.basis}: expected fdc, found {basis.name}")
+    if options.merge is not None:
+        said = []
+        for place, (name, found) in enumerate(shards.merged(options.merge, basis).items()):
+            to = path.with_name(f"{path.stem}_{name}.npz") if place else path
+            found.save(to)
+            said.append(f"wrote {name} to {to}")
+            if name == "fdc" and basis is None:
+                said.append(f"second pass: all shards with --basis={to}, then --merge with it")
+    else:
+        if options.features is None:
+            raise InputError("--shard: expected a feature file")
+        options.method, features = names[0], feature_files.load(options.features)
+        how = _settings(options), basis
+        tasks = shards.tasks_of(options.shard, len(features.tasks))
+        if options.dry_run:
+            said = [shards.plan(features, tasks, names, *how)]
+        else:
+            storage.write(path, shards.part(features, tasks, names, *how))
+            said = [f"wrote {path}; after all shards: --merge PARTS --output=PATH"]
+    if not options.quiet:
+        print("\n".join(said))
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
