@@ -189,6 +189,8 @@ def guarded(title: str, body: Callable[[], Any], show_traceback: bool = False) -
         code, text = found
         with contextlib.suppress(OSError, ValueError):
             if text:
+                # Names of files may hold what steers a terminal.
+                text = re.sub(r"[\0-\t\v-\x1f\x7f-\x9f]", lambda one: ascii(one[0])[1:-1], text)
                 print(f"{title}: {text}", file=sys.stderr, flush=True)
             # What is left in the buffer of a closed or full stream would be tried again.
             if isinstance(error, OSError):

@@ -21,7 +21,7 @@ import numpy as np
 from flax import traverse_util
 
 from fdc_jax import evaluation, learners
-from fdc_jax.calibration import METHODS
+from fdc_jax.calibration import METHODS, make
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.machine.files import (
     check_writable_folder,
@@ -171,10 +171,11 @@ def _check(made: Opened, run: Opened, heads: list[Any], merged: dict[str, np.nda
     for name in made.calibrators:
         calibrator = made.calibrator(name)
         known = sorted(label for own in calibrator.classes for label in own.tolist())
-        if known != list(range(classes)) or not _same(calibrator.heads, heads):
+        alike = type(calibrator) is type(make(name)) and _same(calibrator.heads, heads)
+        if known != list(range(classes)) or not alike:
             raise InputError(
-                f"{run.calibrator_file(name)}: expected the {classes} classes and the heads of the "
-                f"run, found {len(known)} classes, or other heads"
+                f"{run.calibrator_file(name)}: expected {name}, the {classes} classes and the "
+                f"heads of the run, found {calibrator.name}, {len(known)} classes, or other heads"
             )
     for name, accuracy in results["accuracy"].items():
         kind = f"{name}_label"

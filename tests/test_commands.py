@@ -72,6 +72,7 @@ def test_an_interrupt_is_one_line(capsys):
         (OSError(28, "No space left on device"), 2, "[Errno 28] No space left on device"),
         (ValueError("embedded null byte"), 2, "expected the name of a file, found one with a NUL"),
         (MemoryError(), 2, "out of memory"),
+        (InputError("a\x1b[2Jb\r\x9bé: none"), 2, "a\\x1b[2Jb\\r\\x9bé: none"),
     ],
 )
 def test_what_the_system_refuses_is_one_line(error, code, text, capsys):

@@ -106,7 +106,7 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Group], list[Ski
     """
     skipped: list[Skipped] = []
     found: dict[tuple[str, int], Any] = {}
-    folders = {each.resolve(): each for path in paths for each in _seeds_of(Path(path))}
+    folders = {os.path.realpath(each): each for path in paths for each in _seeds_of(Path(path))}
     for path in folders.values():
         try:
             run = _open(path)

@@ -40,6 +40,7 @@ def test_a_folder_of_seeds_stands_for_its_seeds_in_order(tmp_path):
 
 def test_folders_that_are_no_finished_runs_are_named_and_do_not_stop_the_others(tmp_path):
     write_run(tmp_path / "good")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     for name in ("unfinished", "cut", "list"):
@@ -51,9 +52,9 @@ def test_folders_that_are_no_finished_runs_are_named_and_do_not_stop_the_others(
     found = runs.load([*sorted(tmp_path.iterdir()), tmp_path / "absent"])
     assert [run.folder.name for run in runs_of(found[0])] == ["good"]
     why = reasons(found[1])
-    assert set(why) == {"absent", "empty", "file", "unfinished", "cut", "list"}
+    assert set(why) == {"absent", "empty", "file", "loop", "unfinished", "cut", "list"}
     assert "unfinished" in why["unfinished"] and "1 task" in why["unfinished"]
-    for name in ("absent", "empty", "file"):
+    for name in ("absent", "empty", "file", "loop"):
         assert "expected the work directory of a run, found no config.json" in why[name]
     assert "unreadable" in why["cut"] and "expected a JSON object, found list" in why["list"]
     assert all("\n" not in reason for reason in why.values())
