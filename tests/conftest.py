@@ -1,7 +1,10 @@
 """Shared by all tests: CPU, quick compilation, one small run, and optional real assets."""
 
+import functools
+import http.server
 import importlib.metadata
 import os
+import threading
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -69,3 +72,30 @@ def half(tmp_path_factory, cache):
         "half",
         lambda workdir: small_runs.stopped(small_runs.config(cache), workdir, 18),
     )
+
+
+class _Handler(http.server.SimpleHTTPRequestHandler):
+    """Serves files with the checksums that the server was given as headers."""
+
+    def end_headers(self):
+        self.server.requests.append(self.command)
+        for each in self.server.hashes:
+            self.send_header("x-goog-hash", each)
+        super().end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def served(tmp_path_factory, monkeypatch):
+    """A server on this machine, by its `address`, of the files in `folder`, until it is closed."""
+    folder = tmp_path_factory.mktemp("served")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    handler = functools.partial(_Handler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        server.folder, server.hashes, server.requests = folder, [], []
+        server.address = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        yield server
+        server.shutdown()

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -197,18 +196,6 @@ def test_every_folder_is_shipped():
     folders = {path for path in folders if "__pycache__" not in path.parts}
     packages = {".".join(path.parts) for path in folders}
     assert {*settings["packages"]} == {*packages, "fdc_jax.configs"}
-
-
-@pytest.mark.slow
-def test_a_wheel_holds_the_whole_package(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        held = {name for name in archive.namelist() if name.startswith("fdc_jax/")}
-    files = [path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    ours = {path.relative_to(REPOSITORY).as_posix() for path in files}
-    configs = {
-        f"fdc_jax/{path.relative_to(REPOSITORY)}" for path in REPOSITORY.glob("configs/*.py")
-    }
-    assert held == ours | configs
 
 
 @pytest.mark.slow

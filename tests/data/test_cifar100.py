@@ -1,12 +1,8 @@
 """CIFAR-100's archive, in a small copy of its layout, from a file and from a server."""
 
-import contextlib
-import functools
 import hashlib
-import http.server
 import io
 import tarfile
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -46,15 +42,15 @@ LABELS = {"train": [*range(100), 7, 3], "test": [*range(99, -1, -1)]}
 
 
 @pytest.fixture
-def cifar(tmp_path, tiny_benchmark, monkeypatch):
-    """A synthetic archive, its pixels, and cifar100's row shrunk to it."""
+def cifar(served, tiny_benchmark, monkeypatch):
+    """Pixels of a synthetic archive that is served, and cifar100's row shrunk to it."""
     content, pixels = archive_bytes(LABELS)
-    archive = tmp_path / "raw" / cifar100.ARCHIVE_NAME
-    archive.parent.mkdir()
+    archive = served.folder / cifar100.ARCHIVE_NAME
     archive.write_bytes(content)
     tiny_benchmark("cifar100", num_train=102, task_test_counts=(5,) * 20)
     monkeypatch.setattr(cifar100, "SHA256", hashlib.sha256(content).hexdigest())
-    return archive, pixels
+    monkeypatch.setattr(cifar100, "URL", f"{served.address}/{archive.name}")
+    return pixels
 
 
 def assert_is_cifar(splits, pixels):
@@ -78,33 +74,18 @@ def test_published_checksum_is_the_one_of_tfds():
     assert path.read_text().split() == expected
 
 
-@contextlib.contextmanager
-def serving(folder):
-    """Serves a folder on this machine; yields its address."""
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *arguments):
-            pass
-
-    handler = functools.partial(Quiet, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-def test_it_is_downloaded_at_the_first_start(tmp_path, cifar, monkeypatch):
-    archive, pixels = cifar
+def test_it_is_downloaded_at_the_first_start(tmp_path, cifar, served, monkeypatch):
+    pixels = cifar
 
     def opened(cache):
         return sources.open_splits("cifar100", tmp_path / cache, data_dir=str(tmp_path))
 
-    with serving(archive.parent) as address:
-        monkeypatch.setattr(cifar100, "URL", f"{address}/{archive.name}")
-        assert_is_cifar(opened("a"), pixels)
-        assert (tmp_path / "a" / "data" / cifar100.ARCHIVE_NAME).is_file()
-        monkeypatch.setattr(cifar100, "SHA256", "0" * 64)
-        with pytest.raises(InputError, match=f"cannot download {address}.* config.data.source$"):
-            opened("b")
-    monkeypatch.setattr(cifar100, "SHA256", hashlib.sha256(archive.read_bytes()).hexdigest())
-    assert_is_cifar(opened("a"), pixels)  # The server is gone.
+    assert_is_cifar(opened("a"), pixels)
+    assert (tmp_path / "a" / "data" / cifar100.ARCHIVE_NAME).is_file()
+    asked = [*served.requests]
+    assert_is_cifar(opened("a"), pixels)
+    assert served.requests == asked
+    monkeypatch.setattr(cifar100, "SHA256", "0" * 64)
+    address = served.address
+    with pytest.raises(InputError, match=f"cannot download {address}.* config.data.source$"):
+        opened("b")

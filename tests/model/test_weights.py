@@ -2,8 +2,6 @@
 
 import base64
 import hashlib
-import http.server
-import threading
 
 import jax.numpy as jnp
 import numpy as np
@@ -127,60 +125,34 @@ def test_the_embedded_encoder_loads_strictly_and_is_small():
     assert path.stat().st_size <= 2 * 1000**2
 
 
-class _Bucket(http.server.BaseHTTPRequestHandler):
-    """Serves one file with the checksum headers of a storage bucket."""
-
-    def do_HEAD(self):
-        self.server.requests.append(self.command)
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(self.server.content)))
-        if self.server.md5 is not None:
-            self.send_header("x-goog-hash", "crc32c=AAAAAA==")
-            self.send_header("x-goog-hash", f"md5={base64.b64encode(self.server.md5).decode()}")
-        self.end_headers()
-
-    def do_GET(self):
-        self.do_HEAD()
-        self.wfile.write(self.server.content)
-
-    def log_message(self, *arguments):
-        pass
-
-
 @pytest.fixture
-def bucket(monkeypatch):
-    with http.server.HTTPServer(("127.0.0.1", 0), _Bucket) as server:
-        server.content, server.requests = b"the weights" * 1000, []
-        server.md5 = hashlib.md5(server.content).digest()
-        monkeypatch.setattr(weights, "AUGREG_BUCKET", f"http://127.0.0.1:{server.server_port}/")
-        monkeypatch.setenv("no_proxy", "127.0.0.1")
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+def bucket(served, monkeypatch):
+    """The server of AugReg's weights, with the checksum headers of a storage bucket."""
+    content = b"the weights" * 1000
+    (served.folder / weights.AUGREG_FILES["Ti/16"]).write_bytes(content)
+    md5 = base64.b64encode(hashlib.md5(content).digest()).decode()
+    served.hashes = ["crc32c=AAAAAA==", f"md5={md5}"]
+    monkeypatch.setattr(weights, "AUGREG_BUCKET", f"{served.address}/")
+    return served
 
 
 def test_download_is_checked_kept_and_not_repeated(bucket, tmp_path):
     for show_progress in (True, False):
         path = weights.locate("augreg", "Ti/16", tmp_path / "cache", show_progress)
         assert path == tmp_path / "cache" / weights.AUGREG_FILES["Ti/16"]
-        assert path.read_bytes() == bucket.content
+        assert path.read_bytes() == b"the weights" * 1000
         assert bucket.requests == ["HEAD", "GET"]
         assert list(path.parent.iterdir()) == [path]
 
 
 @pytest.mark.parametrize(
-    ("md5", "message", "requests"),
-    [
-        (hashlib.md5(b"other").digest(), "cannot download weights", ["HEAD", "GET"]),
-        (None, "sends no MD5", ["HEAD"]),
-    ],
+    ("hashes", "message", "requests"),
+    [(["md5=abcd"], "cannot download weights", ["HEAD", "GET"]), ([], "sends no MD5", ["HEAD"])],
 )
 def test_a_download_that_cannot_be_checked_leaves_nothing_behind(
-    bucket, tmp_path, md5, message, requests
+    bucket, tmp_path, hashes, message, requests
 ):
-    bucket.md5 = md5
+    bucket.hashes = hashes
     with pytest.raises(InputError, match=message):
         weights.locate("augreg", "Ti/16", tmp_path, show_progress=False)
     assert bucket.requests == requests
