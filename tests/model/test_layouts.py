@@ -285,6 +285,14 @@ def test_what_does_not_fit_is_refused(tmp_path, family, arrays, config, message)
     assert str(path.parent) in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_arrays_of_other_shapes_and_unknown_variants_are_refused(tmp_path):
+    path = changed(tmp_path, "timm_siglip", {"attn_pool.kv.weight": ARRAY})
+    with pytest.raises(InputError, match=r"kv\.weight has the unexpected shape"):
+        weights.load(path, recognise(weights_of("timm_siglip"))[1], SIDE)
+    with pytest.raises(InputError, match=r"variant: expected one of Ti/16, .*found 'X/16'"):
+        weights.recognise("augreg", "X/16")
+
+
 @pytest.mark.parametrize("name", vit.VARIANTS)
 def test_augreg_files_of_every_size_are_recognised(name):
     variant = vit.VARIANTS[name]
