@@ -21,6 +21,7 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.precision = "parity"  # parity: float32, exact products; fast: bfloat16 activations
     config.cache_dir = ""  # downloads, compiled programs, E_0 features; empty: the user's cache
     config.save_features = True  # keep features under the work directory, for refits and sweeps
+    config.log = ""  # events also for these, where installed: tensorboard,wandb
     config.report = True  # write tables, figures and a page into the work directory at the end
 
     config.encoder = ml_collections.ConfigDict()

@@ -14,7 +14,7 @@ from fdc_jax import calibration, learners
 from fdc_jax.data import sources
 from fdc_jax.errors import InputError, did_you_mean, nearest, place
 from fdc_jax.machine.files import check_form, open_regular
-from fdc_jax.run import base
+from fdc_jax.run import base, loggers
 
 # An ml_collections.ConfigDict; no type checker knows its fields.
 Config: TypeAlias = Any
@@ -220,6 +220,9 @@ def validate(config: Config) -> None:
     for each in calibrators(config):
         if each not in calibration.METHODS:
             raise InputError(did_you_mean("config.calibrators", each, calibration.METHODS))
+    for each in config.log.split(",") if config.log else ():
+        if each not in loggers.KINDS:
+            raise InputError(did_you_mean("config.log", each, loggers.KINDS))
     try:
         calibration.make("fdc", **config.fdc.to_dict())
     except InputError as error:

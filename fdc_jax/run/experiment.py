@@ -212,6 +212,12 @@ def evaluate(
         columns = evaluation.predictions(scores, labels, true_tasks)
         work.store.keep_predictions(columns, tasks.class_names)
         work.store.keep_test(*views.arrays, columns["label"], heads)
+    work.store.event(
+        "confusion",  # percentages of images taken for those of other tasks
+        task=task,
+        earlier={n: 100 * float(np.mean(s.task < true_tasks)) for n, s in scores.items()},
+        later={n: 100 * float(np.mean(s.task > true_tasks)) for n, s in scores.items()},
+    )
     extraction = {"images": len(labels), "seconds": views.adapted.seconds}
     return {
         "task": task,

@@ -33,6 +33,7 @@ from fdc_jax.machine.files import (
 )
 from fdc_jax.run import configuration
 from fdc_jax.run.configuration import Config
+from fdc_jax.run.loggers import Loggers
 from fdc_jax.run.places import CLASSES, PLANNED, Places, known_of
 
 _log = logging.getLogger(__name__)
@@ -68,6 +69,8 @@ class Store(Places):
         self._config, self._num_tasks = config, len(tasks.tasks)
         self._names = configuration.calibrators(config)
         self._claim(tasks, checksums, task_count)
+        names = config.log if processes.is_first() else ""
+        self._loggers = Loggers(names, self.folder / "metrics.jsonl")
 
     @processes.on_first
     def _claim(self, tasks: TaskStream, checksums: dict[str, str], task_count: str) -> None:
@@ -195,16 +198,18 @@ class Store(Places):
     # What a run adds -----------------------------------------------------------------------------
 
     def event(self, kind: str, **values: Any) -> None:
-        """Appends one line to `metrics.jsonl`."""
+        """Appends one line to `metrics.jsonl`, and passes it on to those of `config.log`."""
         if not processes.is_first():
             return
-        line = json.dumps({"event": kind, "time": round(time.time(), 3), **values})
+        event = {"event": kind, "time": round(time.time(), 3), **values}
+        line = json.dumps(event)
         path = self.folder / "metrics.jsonl"
         try:
             with open(path, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
         except OSError as error:
             raise InputError(f"cannot write {path}: {error.strerror}") from error
+        self._loggers.add(event)
 
     @processes.on_first
     def keep_previous(self, task: int, features: Float[np.ndarray, "n d"]) -> None:

@@ -1,0 +1,85 @@
+"""The events of `metrics.jsonl` for TensorBoard and Weights & Biases, where they are installed.
+
+The file stays the source: a process that goes on with a run passes on all that it holds, once each.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+_PLACE = ("event", "time", "task", "epoch", "step", "tasks_done")  # what an event is of
+
+
+class Loggers:
+    """Those of `config.log`, for the run whose events are in a file that grows."""
+
+    def __init__(self, names: str, events: Path):
+        self._names, self._folder, self._sinks = (
+            names.split(",") if names else [],
+            events.parent,
+            [],
+        )
+        self._seen: list[tuple[Any, ...]] = []
+        self._learned: dict[str, list[float]] = {}  # accuracy of each task when it was learned
+        for line in events.read_text("utf-8").splitlines() if names and events.exists() else ():
+            if line.endswith("}"):  # The last one may lack its end.
+                self.add(json.loads(line))
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Passes an event on, unless it comes again, after a stop within a task."""
+        key, kind = tuple(map(event.get, ("event", "task", "epoch"))), event["event"]
+        values = {name: each for name, each in event.items() if name not in _PLACE}
+        if not self._names or not values or key in self._seen:
+            return
+        for name, now in event.get("task_accuracy", {}).items():
+            before = self._learned.setdefault(name, [])
+            if 0 < len(before) == event["task"]:  # evaluated after every task
+                change = (end - start for end, start in zip(now, before, strict=False))
+                values.setdefault("backward_transfer", {})[name] = sum(change) / len(before)
+            before.append(now[-1])
+        for name in () if self._seen else self._names:
+            try:
+                self._sinks.append(KINDS[name](self._folder, event))
+            except Exception as error:  # whatever a library raises: not installed, not logged in
+                logging.getLogger(__name__).warning("config.log: %s left out: %s", name, error)
+        self._seen.append(key)
+        step = sum(each[0] == kind for each in self._seen) if kind == "epoch" else event["task"] + 1
+        for sink in self._sinks:
+            sink(dict(_flat(kind, values)), step, len(self._seen), event["time"])
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict | list):
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _flat(f"{name}/{key}", each)
+    elif value is not None:
+        yield name, float(value)
+
+
+def _tensorboard(folder: Path, first: dict[str, Any]) -> Callable[..., None]:
+    from tensorboard.summary import Writer
+
+    for path in folder.glob("tensorboard/events.out.tfevents.*"):
+        path.unlink()
+    writer = Writer(str(folder / "tensorboard"))
+
+    def write(values: dict[str, float], step: int, number: int, time: float) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step, wall_time=time)
+        writer.flush()
+
+    return write
+
+
+def _wandb(folder: Path, first: dict[str, Any]) -> Callable[..., None]:
+    import wandb
+
+    # The service leaves out numbers that it has, where a run goes on under its name.
+    same = {"id": f"{1000 * first['time']:.0f}", "resume": "allow", "reinit": "finish_previous"}
+    run = wandb.init(project="fdc_jax", name=folder.name, dir=folder, **same)
+    return lambda values, step, number, time: run.log(values | {"step": step}, step=number)
+
+
+KINDS = {"tensorboard": _tensorboard, "wandb": _wandb}
