@@ -10,11 +10,12 @@ In Mammoth's folder `models`, a file such as `sgd_fdc.py` makes a model of its o
 """
 
 import copy
-import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from fdc_jax import calibration
@@ -23,6 +24,8 @@ from fdc_jax import torch as fdc_torch
 
 class FDCModel:
     """Comes before a `ContinualModel` among the bases of a class.
+
+    Mammoth's checkpoints carry the calibrator, and training goes on from them.
 
     Attributes:
         CALIBRATOR: a name of `calibration.METHODS`; `gaussians` follows the backbone.
@@ -39,48 +42,51 @@ class FDCModel:
 
     def begin_task(self: Any, dataset: Any) -> None:
         """Keeps the first backbone, and features by that before each further task."""
-        self._previous = None
         if self.current_task == 0:
-            self._calibrator = calibration.make(self.CALIBRATOR, **self.SETTINGS)
-            # Within lists, which hide modules from those who look for parameters.
-            self._frozen, self._calibrated = [copy.deepcopy(self.net)] * self.PRETRAINED, []
-        elif self._calibrator.reads_previous:
-            self._previous = self._collect(dataset)[0]
+            self._start()
+        self._calibrated[0].to(self.device).before_task(self._walk(dataset))
         super().begin_task(dataset)
 
     def end_task(self: Any, dataset: Any) -> None:
-        """Collects the statistics of the task."""
+        """Collects the statistics of the task, with the head of this time.
+
+        Later tasks push the logits of classes without images down.
+        """
         super().end_task(dataset)
-        adapted, frozen, labels = self._collect(dataset)
         classes = np.arange(*dataset.get_offsets(self.current_task))
-        # Of this time: later tasks push the logits of classes without images down.
-        head = fdc_torch.head_of(self.net.get_submodule(self.LAYER), classes)
-        self._calibrator.fit_task(adapted, labels, head, frozen, classes, self._previous)
-        self._calibrator.finalize()
-        fitted = fdc_torch.Calibrated(self._encoders(), self._calibrator, self._views())
-        self._calibrated = [fitted.to(self.device)]
+        self._calibrated[0].after_task(self._walk(dataset), classes)
 
     def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
         """In evaluation, gives scores of all classes; those not seen yet are below all others."""
-        if self.net.training or not getattr(self, "_calibrated", None):
+        (calibrated,) = getattr(self, "_calibrated", None) or [None]
+        if self.net.training or calibrated is None or not len(calibrated.classes):
             return super().forward(x)
-        (calibrated,) = self._calibrated
         return fdc_torch.by_label(calibrated.eval()(x), calibrated.classes, self.num_classes)
 
-    def _views(self) -> fdc_torch.Views:
-        return functools.partial(fdc_torch.pooled, layer=self.LAYER)
+    def get_extra_state(self: Any) -> dict[str, Any]:
+        """Returns what a checkpoint keeps beside the backbone."""
+        (calibrated,) = getattr(self, "_calibrated", None) or [nn.Module()]
+        return {k: v for k, v in calibrated.state_dict().items() if not k.startswith("module.0.")}
 
-    def _encoders(self: Any) -> torch.nn.ModuleList:
-        return torch.nn.ModuleList([self.net, *self._frozen])
+    def set_extra_state(self: Any, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint."""
+        if state:
+            self._start()
+            self._calibrated[0].load_state_dict(state, strict=False)
 
-    def _collect(self: Any, dataset: Any) -> tuple[np.ndarray, np.ndarray | None, np.ndarray]:
+    def _start(self: Any) -> None:
+        pair = nn.ModuleList([self.net, *[copy.deepcopy(self.net)] * self.PRETRAINED])
+        calibrator = calibration.make(self.CALIBRATOR, **self.SETTINGS)
+        # Within a list, which hides modules from those who look for parameters.
+        self._calibrated = [fdc_torch.Calibrated(pair, calibrator, layer=self.LAYER)]
+
+    def _walk(self: Any, dataset: Any) -> Iterator[Any]:
         images = dataset.train_loader.dataset
         training = images.transform
         images.transform = getattr(dataset, "TEST_TRANSFORM", training)
         try:
             # A generator of its own, so that training draws what it would without.
             batch, own = dataset.train_loader.batch_size, torch.Generator()
-            loader = DataLoader(images, batch, generator=own)
-            return fdc_torch.collect(self._encoders(), loader, self._views())
+            yield from DataLoader(images, batch, generator=own)
         finally:
             images.transform = training

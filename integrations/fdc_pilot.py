@@ -47,6 +47,11 @@ class FDCLearner:
         known = enumerate(self.calibrator.classes)
         self.calibrator.replace_heads([_head(self._network, t, c) for t, c in known])
 
+    def save_checkpoint(self: Any, filename: str) -> None:
+        """Writes the calibrator beside PILOT's own file; `calibration.load` reads it."""
+        super().save_checkpoint(filename)  # pyright: ignore[reportAttributeAccessIssue]
+        self.calibrator.save(f"{filename}_{self._cur_task}.npz")
+
     def _eval_cnn(self: Any, loader: Any) -> tuple[np.ndarray, np.ndarray]:
         *views, labels = _views(self, self.frozen, loader)
         scores = self.calibrator.class_scores(*views)  # Columns are positions, as tasks are.

@@ -1,6 +1,7 @@
 """The plugin in the real Avalanche, on scanned digits in five experiences."""
 
 import copy
+import pickle
 from collections import OrderedDict
 
 import numpy as np
@@ -34,8 +35,8 @@ def network(growing):
     return torch.nn.Sequential(OrderedDict(layers)), "classifier.classifier"
 
 
-def trained(digits, plugins, model):
-    """Trains on five experiences; returns the strategy and the benchmark."""
+def trained(digits, plugins, model, experiences=5):
+    """Trains on so many of five experiences; returns the strategy and the benchmark."""
     from avalanche.benchmarks.scenarios.supervised import class_incremental_benchmark
     from avalanche.benchmarks.utils import as_classification_dataset
     from avalanche.evaluation.metrics import accuracy_metrics
@@ -64,7 +65,7 @@ def trained(digits, plugins, model):
         plugins=plugins,
         evaluator=EvaluationPlugin(accuracy_metrics(stream=True), loggers=[]),
     )
-    for experience in benchmark.train_stream:
+    for experience in benchmark.train_stream[:experiences]:
         strategy.train(experience)
     return strategy, benchmark
 
@@ -113,7 +114,8 @@ def test_calibrated_accuracy(avalanche, digits, name, growing):
     from fdc_avalanche import FDCPlugin
 
     model, layer = network(growing)
-    plugin, copies = FDCPlugin(calibration.make(name), layer), Copies()
+    given = name if growing else calibration.make(name)
+    plugin, copies = FDCPlugin(given, layer), Copies()
     strategy, benchmark = trained(digits, [plugin, copies.plugin()], model)
     calibrated = accuracy(strategy, benchmark)
     fitted, plugin.calibrated = plugin.calibrator, None
@@ -177,6 +179,50 @@ def test_a_wrong_calibrator_or_layer_is_one_line_before_training(avalanche, digi
             trained(digits, [FDCPlugin(calibration.FDC(), layer)], model)
     for name, value in model.state_dict().items():
         assert torch.equal(value, first[name])
+
+
+@pytest.mark.parametrize("route", ["pickle", "copy", "state_dict"])
+def test_fitting_goes_on_after_reading(avalanche, digits, route):
+    from fdc_avalanche import FDCPlugin
+
+    def go_on(strategy):
+        torch.manual_seed(5)
+        for experience in benchmark.train_stream[3:]:
+            strategy.train(experience)
+        return strategy.model.state_dict()
+
+    def scores(plugin):
+        return plugin.calibrated.eval()(torch.tensor(digits[1]))
+
+    model, layer = network(growing=False)
+    plugin = FDCPlugin("gaussians", layer)
+    strategy, benchmark = trained(digits, [plugin], model, experiences=3)
+    other, _ = network(growing=False)
+    read = FDCPlugin("fdc", layer)
+    if route == "pickle":
+        read = pickle.loads(pickle.dumps(plugin))
+    elif route == "copy":
+        read = copy.deepcopy(plugin)
+    else:
+        read.start(other)
+        read.calibrated.load_state_dict(plugin.calibrated.state_dict())
+    other.load_state_dict(model.state_dict())
+    again, _ = trained(digits, [read], other, 0)
+    assert torch.equal(scores(read), scores(plugin))
+    weights, expected = go_on(again), go_on(strategy)
+    assert all(torch.equal(weights[name], expected[name]) for name in expected)
+    assert torch.equal(scores(read), scores(plugin))
+    assert len(read.calibrated.classes) == 10
+    # What is evaluated is what was trained, not the copy that was read.
+    assert read.calibrated.module[0] is again.model
+
+
+def test_settings_go_with_a_name(avalanche):
+    from fdc_avalanche import FDCPlugin
+
+    assert FDCPlugin("fdc", "classifier", attenuation=0.25).calibrator.settings.attenuation == 0.25
+    with pytest.raises(InputError, match="none beside a calibrator, found attenuation"):
+        FDCPlugin(calibration.make("fdc"), "classifier", attenuation=0.25)
 
 
 def test_program_of_the_page(avalanche, program, capsys):

@@ -40,7 +40,12 @@ def test_model(checkout, digits, tmp_path, monkeypatch, name):
     import main
 
     plain, dataset, args = main.initialize()
-    networks, seen = [], []
+    networks, seen, others = [], [], []
+
+    def made():
+        return Watched(
+            copy.deepcopy(plain.net), plain.loss, args, dataset.get_transform(), dataset
+        ).to(plain.device)
 
     class Watched(model_type):
         CALIBRATOR = name
@@ -48,13 +53,24 @@ def test_model(checkout, digits, tmp_path, monkeypatch, name):
         def begin_task(self, dataset):
             networks.append(copy.deepcopy(self.net).eval())
             super().begin_task(dataset)
+            if others:
+                others[0]._current_task = self.current_task
+                model_type.begin_task(others[0], dataset)
 
         def end_task(self, dataset):
             images = dataset.train_loader.dataset
             seen.append((images.data.clone(), np.array(images.targets)))
             super().end_task(dataset)
+            if others:
+                others[0].net.load_state_dict(self.net.state_dict())
+                model_type.end_task(others[0], dataset)
+            elif self.current_task == 2:  # What a checkpoint has after three tasks goes on.
+                torch.save(self.state_dict(), tmp_path / "third.pt")
+                others.append(made())
+                stored = torch.load(tmp_path / "third.pt", weights_only=True)
+                others[0].load_state_dict(stored)
 
-    model = Watched(plain.net, plain.loss, args, dataset.get_transform(), dataset)
+    model = made()
     train(model, dataset, args)
     networks.append(copy.deepcopy(model.net).eval())
 
@@ -77,7 +93,10 @@ def test_model(checkout, digits, tmp_path, monkeypatch, name):
     with torch.no_grad():
         found = model(images.float()[:, None] / 255).numpy()
         raw = model.net(images.float()[:, None] / 255).numpy().argmax(axis=1)
+        others[0].net.eval()
+        assert torch.equal(others[0](images.float()[:, None] / 255), torch.from_numpy(found))
     np.testing.assert_allclose(found, expected, atol=1e-3 * abs(expected).max())
     right, before = found.argmax(axis=1) == labels, raw == labels
+    print({"raw": before.mean().item(), name: right.mean().item()})
     # More than three standard errors of a paired difference.
     assert np.sum(right) - np.sum(before) > 3 * np.sqrt(np.sum(right != before))

@@ -1,6 +1,7 @@
 """The learner in a checkout of PILOT, which `PILOT` names, on scanned digits in five tasks."""
 
 import copy
+import pickle
 import sys
 
 import numpy as np
@@ -62,11 +63,19 @@ def test_learner_and_dump(checkout, digits, tmp_path, monkeypatch, name):
     learner = learner_type(ARGS | {"calibrator": name})
     learner.topk = 2
     networks = [copy.deepcopy(learner._network)]
-    for _ in range(5):
-        learner.incremental_train(manager)
+    others = []
+    for task in range(5):
+        if task == 3:  # What was copied, or pickled, after three tasks goes on.
+            learner.data_manager = None  # A class of this test, which no other process knows.
+            others = [copy.deepcopy(learner)]
+            others[0].calibrator = pickle.loads(pickle.dumps(learner.calibrator))
+        for other in [learner, *others]:
+            torch.manual_seed(task)
+            other.incremental_train(manager)
         found = learner.eval_task()[0]["top1"]
         learner.save_checkpoint(str(tmp_path / "own"))
-        learner.after_task()
+        for other in [learner, *others]:
+            other.after_task()
         networks.append(copy.deepcopy(learner._network))
 
     def features(network, first, end, source="train"):
@@ -94,6 +103,17 @@ def test_learner_and_dump(checkout, digits, tmp_path, monkeypatch, name):
         learner.calibrator.class_scores(test, start), expected, atol=1e-3 * scale
     )
     assert found == pytest.approx(100 * np.mean(again.score(test, start).label == labels), abs=0.3)
+
+    scores = learner.calibrator.class_scores(test, start)
+    np.testing.assert_array_equal(others[0].calibrator.class_scores(test, start), scores)
+    stored = calibration.load(tmp_path / "own_4.npz")
+    np.testing.assert_array_equal(stored.class_scores(test, start), scores)
+
+    logits = networks[-1].fc(torch.tensor(test))["logits"].detach().numpy()
+    raw = np.mean(logits.argmax(axis=1) == labels).item()
+    print({"raw": raw, name: found / 100})
+    if name == "gaussians":
+        assert found / 100 > raw + 0.2
 
     fresh = finetune.Learner(ARGS)
     dump(str(tmp_path / "file"), fresh, manager, [tmp_path / f"own_{t}.pkl" for t in range(5)])

@@ -1,0 +1,98 @@
+"""Prints the table of docs/integrations.md: `python integrations/measure.py`, names for a part.
+
+Runs the page's programs, of toolboxes that are installed, and the tests of those that are only
+repositories, where `MAMMOTH`, `PILOT` and `LIBCONTINUAL` name their folders. Each prints its
+numbers as one dictionary; seconds are processor time with imports.
+"""
+
+import ast
+import importlib.metadata
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# By heading of the page: what is installed, or a repository and its test.
+PROGRAMS = {
+    "PyTorch": "torch",
+    "transformers and PEFT": "peft",
+    "Lightning": "lightning",
+    "Avalanche": "avalanche-lib",
+    "pytorch-ood": "pytorch-ood",
+}
+REPOSITORIES = {
+    "Mammoth": ("MAMMOTH", "mammoth", "test_model[gaussians]"),
+    "PILOT": ("PILOT", "pilot", "test_learner_and_dump[gaussians]"),
+    "LibContinual": ("LIBCONTINUAL", "libcontinual", "test_finetune_with_a_buffer[gaussians]"),
+}
+OWN = re.compile(r"fdc|calibrat|gaussians|\bboth\b|\bwalk\b|FDC|LAYER")
+
+
+def program(heading: str) -> str:
+    """Returns the first program under a heading of the page."""
+    page = (ROOT / "docs" / "integrations.md").read_text("utf-8")
+    return page.split(f"## {heading}\n")[1].split("```python\n")[1].split("```")[0]
+
+
+def spent() -> float:
+    """Returns the processor time of processes that have ended, in seconds."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def measured(command: list[str], folder: str) -> tuple[dict[str, float], float]:
+    """Returns the dictionary that a command prints, and its seconds."""
+    paths = [str(ROOT), str(ROOT / "integrations"), os.environ.get("PYTHONPATH", "")]
+    one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1") | {"JAX_PLATFORMS": "cpu"}
+    before, environment = spent(), os.environ | one | {"PYTHONPATH": os.pathsep.join(paths)}
+    made = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    found = re.findall(r"\{'\w+': [\d.]+.*?\}", made.stdout)
+    if not found:
+        raise SystemExit(f"{' '.join(command)[:200]}: no numbers\n{made.stdout}{made.stderr}")
+    return ast.literal_eval(found[0]), spent() - before
+
+
+def version(heading: str) -> str | None:
+    """Returns what is installed, or the commit of a repository; None where it is not there."""
+    if heading in PROGRAMS:
+        try:
+            return importlib.metadata.version(PROGRAMS[heading])
+        except importlib.metadata.PackageNotFoundError:
+            return None
+    folder = os.environ.get(REPOSITORIES[heading][0])
+    if not folder:
+        return None
+    command = ["git", "-C", folder, "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True).stdout.strip() or "a copy"
+
+
+def main(headings: list[str]) -> None:
+    """Prints a row for each heading, or for all."""
+    print("| | version | lines | seconds | before | after | date |\n|---|---|---|---|---|---|---|")
+    for heading in headings or [*PROGRAMS, *REPOSITORIES]:
+        own, found = version(heading), program(heading)
+        if own is None:
+            print(f"{heading}: not installed", file=sys.stderr)
+            continue
+        lines = sum(bool(OWN.search(line)) for line in found.splitlines())
+        if heading in PROGRAMS:
+            command = [sys.executable, "-W", "ignore", "-c", found]
+        else:
+            _, name, test = REPOSITORIES[heading]
+            file = ROOT / "tests" / "integrations" / f"test_{name}.py"
+            command = [sys.executable, "-m", "pytest", "-n", "0", "-s", f"{file}::{test}"]
+        with tempfile.TemporaryDirectory() as folder:
+            numbers, seconds = measured(command, str(ROOT) if heading in REPOSITORIES else folder)
+        before, *after = (f"{name} {100 * value:.1f}" for name, value in numbers.items())
+        day = time.strftime("%Y-%m-%d")
+        row = (heading, own, lines, f"{seconds:.0f}", before, ", ".join(after), day)
+        print("|", " | ".join(map(str, row)), "|", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
