@@ -59,7 +59,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, float]]:
 
 
 def _tensorboard(folder: Path, first: dict[str, Any]) -> Callable[..., None]:
-    from tensorboard.summary import Writer
+    from tensorboard.summary import Writer  # pyright: ignore[reportMissingImports]
 
     for path in folder.glob("tensorboard/events.out.tfevents.*"):
         path.unlink()
@@ -74,7 +74,7 @@ def _tensorboard(folder: Path, first: dict[str, Any]) -> Callable[..., None]:
 
 
 def _wandb(folder: Path, first: dict[str, Any]) -> Callable[..., None]:
-    import wandb
+    import wandb  # pyright: ignore[reportMissingImports]
 
     # The service leaves out numbers that it has, where a run goes on under its name.
     same = {"id": f"{1000 * first['time']:.0f}", "resume": "allow", "reinit": "finish_previous"}
