@@ -1,10 +1,13 @@
-"""Time, memory and storage of a calibrator: fit and scoring, by the number of tasks.
+r"""Time, memory and storage of a calibrator: fit and scoring, by the number of tasks.
 
     python -m benchmarks.calibration --output=calibration.json
-    python -m benchmarks.calibration --tasks=10,100,1000 --images=1300000 --classes=1000 --views=1
+    python -m benchmarks.calibration --tasks=10,100,1000 --images=130000,1300000 --classes=1000 \
+        --width=192 --views=1
 
-Features are random and drawn task by task, outside the clock. Every number of tasks is measured in
-a process of its own, whose largest resident memory is that of the point.
+Features are random and drawn task by task, outside the clock. Every number of tasks and of images
+is measured in a process of its own, whose largest resident memory is that of the point. Of several
+points the growth is fitted: the exponents of time and memory in tasks and in images. With --exact
+labels are compared with those of the formulas without bins, drawn tasks and two steps of scoring.
 """
 
 import resource
@@ -16,6 +19,7 @@ import numpy as np
 
 from benchmarks import measure
 from fdc_jax import calibration
+from fdc_jax.calibration import foreign, gaussians
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
 
@@ -60,8 +64,12 @@ class Point(NamedTuple):
         found *= scale
         found += centres[rows]
         given = {"labels": first + rows, "head": LinearHead(centres, np.zeros(classes, np.float32))}
+        if task:  # The encoder before stretched all features a little less.
+            given["previous"] = np.float32(0.999) * found
         if self.views == 1:
             return given | {"adapted": found, "pretrained": None}
+        if task:
+            given["previous"] = np.float32(1.099) * np.roll(found, 1, axis=1)
         return given | {"adapted": np.float32(1.1) * np.roll(found, 1, axis=1), "pretrained": found}
 
 
@@ -70,8 +78,11 @@ def peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def fit_and_score(point: Point, method: str, repeats: int) -> dict[str, Any]:
-    """Fits all tasks of a point, the first of which compiles, and scores with them."""
+def fit_and_score(point: Point, method: str, repeats: int, exact: bool) -> dict[str, Any]:
+    """Fits all tasks of a point, the first of which compiles, and scores with them.
+
+    With `exact` a second calibrator is fitted, without anything that stands for something larger.
+    """
     single = {"pretrained_view_weight": 0.0} if (method, point.views) == ("fdc", 1) else {}
     calibrator: Any = calibration.make(method, **single)
     fit = np.zeros((point.tasks, 2))
@@ -92,7 +103,7 @@ def fit_and_score(point: Point, method: str, repeats: int) -> dict[str, Any]:
         calibrator.score(*batch)
         each = [measure.timed(lambda b=batch: calibrator.score(*b))[1] for _ in range(repeats)]
         score[str(size)] = measure.named(np.median(each, axis=0), 1e3)
-    return found | {
+    found |= {
         "fit_seconds": measure.named(fit.sum(axis=0)),
         "fit_seconds_first_task": measure.named(fit[0]),
         "fit_seconds_last_task": measure.named(fit[-1]),
@@ -100,6 +111,19 @@ def fit_and_score(point: Point, method: str, repeats: int) -> dict[str, Any]:
         "score_milliseconds": score,
         "peak_memory_bytes": peak_bytes(),
     }
+    if exact:
+        tested = [point.features(task) for task in range(0, point.tasks, max(1, point.tasks // 20))]
+        parts = [[given[view] for given in tested] for view in _VIEWS[: point.views]]
+        test = [np.concatenate([each[:500] for each in part]) for part in parts]
+        ours = calibrator.score(*test).label
+        foreign.EARLIER, foreign.EXACT, gaussians.MANY = 10**9, 10**12, 10**9
+        plain: Any = calibration.make(method, **single)
+        for task in range(point.tasks):
+            plain.fit_task(**point.features(task))
+        plain.finalize()
+        equal = float(np.mean(ours == plain.score(*test).label))
+        found["exact"] = {"rows": len(ours), "equal_labels": equal}
+    return found
 
 
 _VIEWS = ("adapted", "pretrained")
@@ -128,31 +152,59 @@ def line(found: dict[str, Any]) -> str:
         f"{fit['clock']:.1f} s ({fit['processor']:.1f} s of processor time), finalize "
         f"{found['finalize_seconds']['clock']:.2f} s{text}, score {score['clock']:.1f} ms per 64 "
         f"({score['processor']:.1f} ms of processor time)"
+        + (
+            f", {100 * found['exact']['equal_labels']:.3f} % exact labels"
+            if "exact" in found
+            else ""
+        )
         + (f", {100 * share:.3f} % of a forward pass's operations" if share else "")
     )
 
 
+def growth(results: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns exponents of time and memory, along tasks and along images where both vary."""
+    found = {}
+    for along, fixed in (("tasks", "images"), ("images", "tasks")):
+        last = [each for each in results if each[fixed] == results[-1][fixed]]
+        if len({each[along] for each in last}) < 2:
+            continue
+        for name, values in (
+            ("fit", [each["fit_seconds"]["processor"] for each in last]),
+            ("peak", [each["peak_memory_bytes"] for each in last]),
+        ):
+            sizes = np.log([each[along] for each in last])
+            found[f"{name}_by_{along}"] = float(np.polyfit(sizes, np.log(values), 1)[0])
+    return found
+
+
 def main() -> None:
     """Measures every number of tasks, prints a line for each and writes them as JSON."""
-    flags = {"tasks": "20", "images": 6000, "classes": 100, "width": 768, "views": 2}
-    parser = measure.parser_of(__doc__, PROGRAM, **flags, repeats=5)
+    flags = {"tasks": "20", "images": "6000", "classes": 100, "width": 768, "views": 2}
+    parser = measure.parser_of(__doc__, PROGRAM, **flags, repeats=5, exact=False)
     parser.add_argument("--method", choices=calibration.METHODS, default="fdc")
     options = measure.parsed(parser)
-    tasks = measure.numbers(options, "tasks")
-    if min(tasks) < 2 or options.classes < max(tasks) or options.images < options.classes:
+    tasks, images = measure.numbers(options, "tasks"), measure.numbers(options, "images")
+    if min(tasks) < 2 or options.classes < max(tasks) or min(images) < options.classes:
         raise InputError(
             "expected at least two tasks, a class for each and an image for each class, found "
             f"--tasks={options.tasks} --classes={options.classes} --images={options.images}"
         )
     if options.views > 2:
         raise InputError(f"--views: expected 1 or 2, found {options.views}")
-    results, sizes = [], (options.images, options.classes, options.width, options.views)
-    for number in tasks:
-        given = Point(number, *sizes), options.method, options.repeats
-        results.append(measure.in_a_process(fit_and_score, *given))
-        print(line(results[-1]), flush=True)
+    results, rest = [], (options.classes, options.width, options.views)
+    for size in images:
+        for number in tasks:
+            point = Point(number, size, *rest)
+            given = point, options.method, options.repeats, options.exact
+            results.append(measure.in_a_process(fit_and_score, *given))
+            print(line(results[-1]), flush=True)
+    exponents = growth(results)
+    for name, exponent in exponents.items():
+        print(f"{name.replace('_', ' ')}: to the power of {exponent:.2f}")
     device = jax.devices()[0].device_kind
-    measure.write_report(PROGRAM, options, {"results": results, "device": device})
+    measure.write_report(
+        PROGRAM, options, {"results": results, "growth": exponents, "device": device}
+    )
 
 
 if __name__ == "__main__":
