@@ -4,6 +4,7 @@ import importlib
 
 import pytest
 
+from fdc_jax.data import benchmarks as stream
 from fdc_jax.errors import InputError
 from fdc_jax.run import base, configuration
 
@@ -15,6 +16,14 @@ def test_shipped_configurations_are_valid(name):
     config = importlib.import_module(f"configs.{name}").get_config()
     configuration.validate(config)
     assert config.benchmark == name
+
+
+def test_long_streams_are_cifar100_in_fifty_tasks():
+    config = importlib.import_module("configs.long").get_config()
+    configuration.validate(config)
+    cifar100 = stream.BENCHMARKS["cifar100"]
+    sizes = stream.task_sizes("cifar100", cifar100.num_classes, config.classes_per_task)
+    assert sizes == (2,) * 50 and config.evaluation.every == 10
 
 
 IMPOSSIBLE = {
