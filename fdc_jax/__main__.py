@@ -13,6 +13,7 @@ PROGRAMS = {
     "predict": "say the classes of new images by a run",
     "export": "make a run one folder that predicts",
     "posthoc": "calibrate heads from a file of features",
+    "bench": "write and check records of the league",
 }
 
 
@@ -25,17 +26,22 @@ def main() -> None:
     else:
         Program.front = "fdc" if os.path.basename(sys.argv[0]) == "fdc" else "python -m fdc_jax"
         sys.argv[1:] = arguments
+        if name in ("run", "bench"):
+            _prepare()
         if name == "run":
             _run()
         runpy.run_module(f"fdc_jax.{name}", run_name="__main__", alter_sys=True)
 
 
-def _run() -> None:
+def _prepare() -> None:
     # Before NumPy loads: threads of OpenBLAS that wait for a busy core spin, and decompositions of
     # a few hundred rows gain nothing from them. And XLA's start-up notes are of no use to a reader.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.path.append(os.getcwd())  # where a learner of the user's own may lie
+
+
+def _run() -> None:
     # From here on a signal counts; what follows takes seconds to import.
     with stop_on_signals() as stop:
         from fdc_jax import command

@@ -57,7 +57,7 @@ def run(setup: Setup, seed: int, begun: Begun, work: Work) -> dict[str, Any]:
     learner, tasks, store, log = setup.learner, setup.tasks, work.store, work.log
     state, calibrators = begun.state, begun.calibrators
     for task in range(begun.tasks_done, len(tasks.tasks)):
-        took = {"previous_extraction_seconds": 0.0}
+        took, processor = {"previous_extraction_seconds": 0.0}, time.process_time()
         if task >= begun.trained_tasks:
             if task and any(each.reads_previous for each in calibrators.values()):
                 took = keep_previous(task, learner.encoder(setup.backbone, state, task), work)
@@ -70,6 +70,7 @@ def run(setup: Setup, seed: int, begun: Begun, work: Work) -> dict[str, Any]:
         store.event("statistics", task=task, **took)
         if setup.evaluated[task]:
             record = evaluate(tasks, task, encoder, heads, calibrators, work)  # lines 14 to 20
+            took["processor_seconds"] = time.process_time() - processor
             record["timing"] |= log.timing | took
             record["peak_memory"] = {"training": log.peak_memory, "task": devices.peak_memory()}
             store.record(record)

@@ -1,0 +1,370 @@
+"""The league's command: records of runs, and of what other code predicted, that add up.
+
+    fdc bench --learner=NAME [--seed=1] [--workdir=FOLDER] [--config.FIELD=VALUE ...]
+    fdc bench WORKDIR [--facts=FACTS.json]
+    fdc bench DUMP.npz --images=FOLDER --facts=FACTS.json
+    fdc bench --images=FOLDER [--config.FIELD=VALUE ...]
+    fdc bench --check=results/league
+
+Learns the protocol of `configs/league.py` and writes a record for each calibrator; does so for a
+finished work directory; for predictions of other code; writes the images for it; checks records.
+"""
+
+import argparse
+import base64
+import binascii
+import json
+import re
+import sys
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy.typing import ArrayLike
+
+from fdc_jax import calibration, command, evaluation
+from fdc_jax.data.dataset import Dataset
+from fdc_jax.data.task_stream import open_stream
+from fdc_jax.errors import InputError, Program, stop_on_signals
+from fdc_jax.features import feature_files
+from fdc_jax.machine.files import (
+    MANIFEST,
+    check_form,
+    check_manifest,
+    read_json,
+    read_npz,
+    read_object,
+    sha256,
+    write_folder_atomically,
+    write_json,
+    write_manifest,
+    write_text,
+)
+from fdc_jax.run import configuration
+from fdc_jax.run import setup as setups
+from fdc_jax.run.opened import Opened
+
+RECALL = (1, 2, 3, 5)
+_PERCENT, _COUNT, _SIZE = (0.0, 100.0), (0, 2**53), (1, 2**16 - 1)
+# What follows from the protocol, which all records of a folder share.
+_PROTOCOL = {
+    "class_order": [str],
+    "classes_per_task": [_SIZE],
+    "test_images": [_SIZE],  # of each class, as classes arrive
+    "data": {"train_sha256": str, "test_sha256": str},
+    "weights": str,  # SHA-256
+}
+# What only who ran it knows.
+_FACTS = {
+    "method": str,
+    "calibrator": str,
+    "code": str,  # fdc_jax, or a repository
+    "commit": str,
+    "changes": str,  # of that code and of its hyperparameters, in words
+    "seed": _COUNT,
+    "passes": (1, 2**16),  # of an encoder, per test image
+    "processor_seconds?": (0.0, 1e12),  # of everything: training, statistics, test images
+    "storage_bytes?": _COUNT,  # what is kept beside the encoder and the heads
+    "versions": {"*?": str},
+}
+# Packed vectors: the labels predicted at the end, those after each task, and how many tasks score
+# higher than the true one.
+_PREDICTIONS = {"label": str, "label_after?": [str], "task_rank?": str}
+_NUMBERS = {
+    "accuracy": _PERCENT,
+    "curve": [_PERCENT],  # accuracy after each task
+    "routing_accuracy": _PERCENT,
+    "task_recall?": {"*": _PERCENT},  # share of images with the true task among the best k
+}
+FORM = {**_FACTS, **_PROTOCOL, **_NUMBERS, "predictions": _PREDICTIONS}
+
+
+# Records -----------------------------------------------------------------------------------------
+
+
+def pack(numbers: ArrayLike) -> str:
+    """Returns whole numbers below 2^16 as text: base64 of zlib of little-endian uint16."""
+    return base64.b64encode(zlib.compress(np.asarray(numbers, "<u2").tobytes(), 9)).decode()
+
+
+def unpack(text: str, size: int, limit: int, place: str) -> Int[np.ndarray, " n"]:
+    """Returns what `pack` was given; InputError unless it is `size` numbers below `limit`."""
+    try:
+        content = zlib.decompressobj().decompress(
+            base64.b64decode(text, validate=True), 2 * size + 1
+        )
+        found = np.frombuffer(content, "<u2").astype(np.int64)
+    except (binascii.Error, zlib.error, ValueError) as error:
+        raise InputError(f"{place}: not packed numbers ({error})") from error
+    if len(found) != size or found.max(initial=0) >= limit:
+        raise InputError(f"{place}: expected {size} numbers below {limit}")
+    return found
+
+
+def truth(record: Mapping[str, Any]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " c"]]:
+    """Returns the class of each test image and the task of each class, as classes arrive."""
+    counts, sizes = record["test_images"], record["classes_per_task"]
+    if not len(counts) == len(record["class_order"]) == sum(sizes):
+        raise InputError("class_order, classes_per_task and test_images: not of as many classes")
+    return np.repeat(np.arange(len(counts)), counts), np.repeat(np.arange(len(sizes)), sizes)
+
+
+def measure(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of a record, in percent, from the predictions that it carries.
+
+    Without labels after each task, the curve has the accuracy after the last one alone.
+
+    Raises:
+        InputError: the predictions are damaged, or not of these images.
+    """
+    label, task_of = truth(record)
+    task, kept = task_of[label], record["predictions"]
+    classes, tasks = len(task_of), len(record["classes_per_task"])
+    found = unpack(kept["label"], len(label), classes, "predictions.label")
+    after = kept.get("label_after") or []
+    if len(after) not in (0, tasks):
+        raise InputError(f"predictions.label_after: expected {tasks}, found {len(after)}")
+    curve = []
+    for t, text in enumerate(after):
+        seen = label[task <= t]
+        each = unpack(text, len(seen), classes, f"predictions.label_after.{t}")
+        curve.append(evaluation.accuracy(seen, each))
+    accuracy = evaluation.accuracy(label, found)
+    numbers = {
+        "accuracy": accuracy,
+        "curve": curve or [accuracy],
+        "routing_accuracy": evaluation.accuracy(task, task_of[found]),
+    }
+    if kept.get("task_rank"):
+        rank = unpack(kept["task_rank"], len(label), tasks, "predictions.task_rank")
+        recall = {str(k): 100.0 * float(np.mean(rank < k)) for k in RECALL}
+        numbers["task_recall"] = recall
+    return numbers
+
+
+def check(record: Any, place: str) -> None:
+    """Raises InputError where a record is none, or a number is not that of its predictions."""
+    check_form(record, FORM, f"{place}: ")
+    try:
+        found = measure(record)
+    except InputError as error:
+        raise InputError(f"{place}: {error}") from error
+    for name, value in found.items():
+        given = record.get(name)
+        if name == "curve" and isinstance(given, list):
+            if len(given) != len(record["classes_per_task"]):
+                raise InputError(f"{place}: curve: expected a number for each task")
+            given = given[-len(value) :]
+        if not _same(value, given):
+            raise InputError(f"{place}: {name}: expected {value} by its predictions, found {given}")
+
+
+def _same(value: Any, given: Any) -> bool:
+    """Tells whether two numbers, lists or dictionaries of numbers are equal but for rounding."""
+    if isinstance(value, dict):
+        keys, lists = [*value], [[*each.values()] for each in (value, given or {})]
+        return keys == [*(given or {})] and _same(*lists)
+    return np.shape(value) == np.shape(given) and np.allclose(value, given, rtol=0, atol=1e-6)
+
+
+def read(folder: str | Path) -> dict[Path, dict[str, Any]]:
+    """Returns the checked records of a folder by their files; all are of one protocol.
+
+    Raises:
+        InputError: there is none, or one does not add up or is of another protocol.
+    """
+    records = {path: read_json(path) for path in sorted(Path(folder).glob("*.json"))}
+    if not records:
+        raise InputError(f"{folder}: expected records, found none")
+    first = next(iter(records.values()))
+    for path, record in records.items():
+        check(record, str(path))
+        for name in _PROTOCOL:
+            if record[name] != first[name]:
+                raise InputError(f"{path}: {name}: not as in {next(iter(records))}")
+    return records
+
+
+def write(record: dict[str, Any], folder: str | Path) -> Path:
+    """Checks a record and writes it, a line for each field, under a name that says whose it is."""
+    check(record, "the record")
+    words = [record[name] for name in ("method", "calibrator", "code")]
+    words = words[: 2 + (words[2] != "fdc_jax")]
+    name = "-".join(re.sub(r"\W+", "_", word).strip("_").lower() for word in words)
+    path = Path(folder) / f"{name}-{record['seed']}.json"
+    lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
+    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+    return path
+
+
+# Where they come from ----------------------------------------------------------------------------
+
+
+def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns a record for each calibrator of a finished run; `facts` replace what it says.
+
+    Ranks of tasks are those by the features that it kept, if it did.
+    """
+    run = Opened(workdir)
+    if (results := run.results) is None:
+        raise InputError(f"{workdir}: expected a finished run, found no results.json")
+    columns = run.predictions
+    label, task = columns["label"], columns["task"]
+    records, stored = [], None
+    if run.features_folder.is_dir():
+        stored = feature_files.load(run.features_folder)
+    for name in (each for each in results["accuracy"] if each != "oracle"):
+        views = 2 if name in ("fdc", "gaussians") else 1
+        predictions: dict[str, Any] = {"label": pack(columns[f"{name}_label"])}
+        if stored is not None:
+            # Raw has nothing to keep, and so no file.
+            raw = calibration.make("raw")
+            calibrator = stored.fit(raw) if name == "raw" else run.calibrator(name)
+            scores = calibrator.score(stored.test_adapted, stored.test_pretrained)
+            predictions["task_rank"] = pack(_rank(scores.task_scores, task))
+        record = {
+            "method": results["learner"],
+            "calibrator": name,
+            "code": "fdc_jax",
+            "commit": results["versions"]["commit"] or "",
+            "changes": "",
+            "seed": results["seed"],
+            "passes": views,
+            "processor_seconds": (results["timing"] or {}).get("processor_seconds"),
+            "storage_bytes": results["storage_bytes"].get(name, 0),
+            "versions": results["versions"],
+            **dict(facts),
+            "class_order": run.class_names,
+            "classes_per_task": [len(np.unique(label[task == t])) for t in np.unique(task)],
+            "test_images": np.bincount(label).tolist(),
+            "data": results["data"],
+            "weights": results["encoder"]["sha256"],
+            "predictions": predictions,
+        }
+        points = {"curve": [point["accuracy"][name] for point in results["curve"]]}
+        records.append(record | measure(record) | points)
+    return records
+
+
+def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the record of what other code predicted of the images that `write_images` wrote.
+
+    Args:
+        path: an `.npz` of `label_t` [n_t] for each task t from 0, the labels predicted after it of
+            all test images seen so far, or of `label` [n] after the last task; labels and rows in
+            the order of the folder; and perhaps `task_scores` [n, tasks] after the last task.
+        images: the folder.
+        facts: what the record says of the method.
+    """
+    check_manifest(images, "write the images again")
+    arrays, protocol = read_npz(path), read_object(Path(images) / "protocol.json")
+    record = {**facts, **protocol}
+    tasks = len(record.get("classes_per_task", ()))
+    after = [arrays[f"label_{t}"] for t in range(tasks) if f"label_{t}" in arrays]
+    if len(after) not in (0, tasks) or not (after or "label" in arrays):
+        raise InputError(f"{path}: expected label, or label_0 to label_{tasks - 1}")
+    predictions: dict[str, Any] = {"label": pack(after[-1] if after else arrays["label"])}
+    if after:
+        predictions["label_after"] = [pack(each) for each in after]
+    if "task_scores" in arrays:
+        label, task_of = truth(record)
+        predictions["task_rank"] = pack(_rank(arrays["task_scores"], task_of[label]))
+    record["predictions"] = predictions
+    return [record | measure(record)]
+
+
+def _rank(scores: Float[np.ndarray, "n tasks"], task: Int[np.ndarray, " n"]) -> Any:
+    return (scores > scores[np.arange(len(task)), task, None]).sum(axis=1)
+
+
+def write_images(folder: str | Path, fields: Sequence[str]) -> None:
+    """Writes the protocol's images, `train/CLASS/NUMBER.png` and `test/CLASS/NUMBER.png`.
+
+    Folders of classes begin with their place in the class order. `protocol.json` says what records
+    say of it; the manifest has the checksum of every file.
+    """
+    config = configuration.load("league")
+    for word in fields:
+        name, _, value = word.removeprefix("--config.").partition("=")
+        reader = configuration.reader(config, name)
+        config.update_from_flattened_dict({name: reader(value)})
+    tasks = open_stream(config, setups.cache_folder(config))
+
+    def save(split: Dataset, indices: Sequence[int], place: Path) -> None:
+        for number, index in enumerate(indices):
+            label = split.labels[index]
+            name = f"{tasks.positions[label]:03d}_{split.class_names[label]}"
+            file = place / split.split / name / f"{number:05d}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            split.image(int(index)).save(file)
+
+    with write_folder_atomically(folder) as place:
+        save(tasks.train, np.concatenate(tasks.train_indices).tolist(), place)
+        save(tasks.test, tasks.test_indices.tolist(), place)
+        weights = sha256(config.encoder.weights) if Path(config.encoder.weights).is_file() else ""
+        protocol = {
+            "class_order": tasks.class_names,
+            "classes_per_task": list(tasks.classes_per_task),
+            "test_images": np.bincount(tasks.test_labels).tolist(),
+            "data": {"train_sha256": tasks.train.checksum, "test_sha256": tasks.test.checksum},
+            "weights": weights,
+        }
+        write_json(place / "protocol.json", protocol)
+        files = [file for file in place.rglob("*") if file.is_file() and file.name != MANIFEST]
+        write_manifest(place, {file.relative_to(place).as_posix(): sha256(file) for file in files})
+
+
+# The command -------------------------------------------------------------------------------------
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line, `sys.argv` when None; returns 0 or a code of `errors.CODES`."""
+    program = Program("bench", "Write or check records of the league: docs/league.md.")
+    add = program.add_argument
+    add("source", nargs="?", help="a finished work directory, or an .npz of predictions")
+    add("--learner", metavar="NAME", help="learn the protocol: one of ours, or a module of yours")
+    add("--seed", type=int, default=1, help="of the training (default 1)")
+    add("--workdir", metavar="FOLDER", help="default runs/league_NAME_SEED")
+    add("--images", metavar="FOLDER", help="the images as files: written, or those of an .npz")
+    add("--facts", metavar="FILE", help="what a record says of the method: docs/league.md")
+    add("--output", default="results/league", metavar="FOLDER", help="of the records")
+    add("--check", metavar="FOLDER", help="compute the numbers of its records again")
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    fields = [word for word in words if word.startswith("--config.")]
+
+    def body(options: argparse.Namespace) -> None:
+        say = (lambda text: None) if options.quiet else print
+        if options.check:
+            return say(f"{len(read(options.check))} records add up")
+        facts = read_json(Path(options.facts)) if options.facts else {}
+        check_form(
+            facts, {f"{name.rstrip('?')}?": form for name, form in _FACTS.items()}, "facts: "
+        )
+        source, images = options.source, options.images
+        if options.learner:
+            source = options.workdir or f"runs/league_{options.learner}_{options.seed}"
+            _learn(options.learner, options.seed, source, fields)
+        if source is None and images:
+            write_images(images, fields)
+            return say(f"wrote {images}")
+        if source is None or (source.endswith(".npz") and not images):
+            raise InputError("expected a work directory, an .npz with --images, or --learner")
+        dumped = source.endswith(".npz")
+        for record in of_dump(source, images, facts) if dumped else of_run(source, facts):
+            say(f"{record['accuracy']:6.2f} %  {write(record, options.output)}")
+
+    return program.run(body, [word for word in words if word not in fields])
+
+
+def _learn(learner: str, seed: int, workdir: str, fields: Sequence[str]) -> None:
+    words = [f"--config.learner.name={learner}", f"--config.seed={seed}", f"--workdir={workdir}"]
+    with stop_on_signals() as stop:
+        if code := command.main(stop, ["--config=league", *words, *fields]):
+            sys.exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

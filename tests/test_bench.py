@@ -1,0 +1,180 @@
+"""Records of the league: what they carry, what does not add up, images for the code of others."""
+
+import base64
+import importlib.util
+import json
+import shutil
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import fdc_jax
+from fdc_jax import bench
+from fdc_jax.errors import InputError
+from fdc_jax.run import configuration
+from tests import small_runs
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+FACTS = {
+    **{"method": "guess", "calibrator": "raw", "code": "somebody/toolbox", "commit": "0123abcd"},
+    **{"changes": "none", "seed": 3, "passes": 2, "processor_seconds": 1.5, "versions": {}},
+}
+
+
+def numbers(text):
+    """Decodes packed numbers without the package."""
+    return np.frombuffer(zlib.decompress(base64.b64decode(text)), "<u2").astype(int)
+
+
+@pytest.fixture
+def records(whole, tmp_path):
+    """A folder of the records of a small run."""
+    assert bench.main([str(whole), f"--output={tmp_path / 'records'}", "--quiet"]) == 0
+    return tmp_path / "records"
+
+
+def test_records_of_a_run_say_what_it_measured(whole, records, capsys):
+    results, columns = small_runs.results(whole), small_runs.predictions(whole)
+    for name in ("raw", "fdc", "gaussians"):
+        record = json.loads((records / f"cumulative_lora-{name}-1.json").read_text())
+        assert record["accuracy"] == pytest.approx(results["accuracy"][name], abs=1e-9)
+        assert record["routing_accuracy"] == pytest.approx(results["routing_accuracy"][name])
+        assert record["curve"] == [point["accuracy"][name] for point in results["curve"]]
+        assert record["task_recall"]["1"] == pytest.approx(record["routing_accuracy"])
+        assert record["task_recall"]["2"] == 100.0  # of two tasks
+        np.testing.assert_array_equal(
+            numbers(record["predictions"]["label"]), columns[f"{name}_label"]
+        )
+        assert record["passes"] == (1 if name == "raw" else 2)
+        assert record["processor_seconds"] > 0
+        assert record["storage_bytes"] == results["storage_bytes"].get(name, 0)
+    assert bench.main([f"--check={records}"]) == 0
+    assert capsys.readouterr().out == "3 records add up\n"
+
+
+def worse(text):
+    """Packed labels of which one, a right one of class 0, is another."""
+    found = numbers(text)
+    found[np.argmax(found == 0)] += 1
+    return bench.pack(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda it: it.update(accuracy=it["accuracy"] + 0.01), "accuracy: expected"),
+        (lambda it: it.update(routing_accuracy=it["routing_accuracy"] - 1), "routing_accuracy"),
+        (lambda it: it["task_recall"].update({"2": 99.0}), "task_recall: expected"),
+        (lambda it: it["task_recall"].pop("5"), "task_recall: expected"),
+        (lambda it: it["curve"].pop(), "curve: expected a number for each task"),
+        (lambda it: it["curve"].__setitem__(-1, 50.0), "curve: expected"),
+        (lambda it: it["predictions"].update(label=worse(it["predictions"]["label"])), "accuracy"),
+        (lambda it: it["predictions"].update(label=it["predictions"]["label"][:-8]), "label: "),
+        (lambda it: it["predictions"].update(label=bench.pack([0] * 59)), "expected 60 numbers"),
+        (lambda it: it["predictions"].update(label=bench.pack([10] * 60)), "60 numbers below 10"),
+        (lambda it: it["predictions"].update(label="~"), "not packed numbers"),
+        (lambda it: it["test_images"].pop(), "not of as many classes"),
+        (lambda it: it.update(weights="another"), "weights: not as in"),
+        (lambda it: it.pop("commit"), "commit: expected str, found none"),
+        (lambda it: it.update(passes=0), "passes: expected a whole number from 1"),
+    ],
+)
+def test_a_record_that_does_not_add_up_is_refused(records, change, said, capsys):
+    path = records / "cumulative_lora-gaussians-1.json"
+    record = json.loads(path.read_text())
+    change(record)
+    path.write_text(json.dumps(record))
+    assert bench.main([f"--check={records}"]) == 2
+    error = capsys.readouterr().err
+    assert f"{path}: " in error and said in error
+
+
+@pytest.fixture
+def images(tmp_path, cache, monkeypatch):
+    """The images of a small protocol as files."""
+    monkeypatch.setattr(configuration, "load", lambda name: small_runs.config(cache))
+    assert bench.main([f"--images={tmp_path / 'images'}", "--quiet"]) == 0
+    return tmp_path / "images"
+
+
+def test_predictions_of_other_code_on_the_images(images, whole, tmp_path):
+    """Rows and labels follow from the names of files and folders alone."""
+    files = sorted(images.glob("test/*/*.png"))
+    label = np.array([int(file.parent.name[:3]) for file in files])
+    np.testing.assert_array_equal(label, small_runs.predictions(whole)["label"])
+    assert len(list(images.glob("train/*/*.png"))) == 120
+
+    run = fdc_jax.open_run(whole)
+    at = run.tasks.test_indices[7]
+    np.testing.assert_array_equal(
+        np.asarray(Image.open(files[7]).convert("RGB")), np.asarray(run.tasks.test.image(int(at)))
+    )
+    guess = np.where(np.arange(60) % 3, label, (label + 5) % 10)
+    scores = np.eye(2)[guess // 5]
+    dump = {"label_0": label[:30], "label_1": guess, "task_scores": scores}
+    np.savez(tmp_path / "dump.npz", **dump)
+    (tmp_path / "facts.json").write_text(json.dumps(FACTS))
+    given = [str(tmp_path / "dump.npz"), f"--images={images}", f"--facts={tmp_path / 'facts.json'}"]
+    assert bench.main([*given, f"--output={tmp_path / 'records'}", "--quiet"]) == 0
+    record = json.loads((tmp_path / "records" / "guess-raw-somebody_toolbox-3.json").read_text())
+    assert record["accuracy"] == pytest.approx(200 / 3)
+    assert record["curve"] == pytest.approx([100.0, 200 / 3])
+    assert record["task_recall"] == pytest.approx({"1": 200 / 3, "2": 100, "3": 100, "5": 100})
+    assert {name: record[name] for name in FACTS} == FACTS
+    assert record["data"] == small_runs.results(whole)["data"]
+    files[0].write_bytes(b"")
+    with pytest.raises(InputError, match="is not what was written; write the images again"):
+        bench.of_dump(tmp_path / "dump.npz", images, FACTS)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "facts", "said"),
+    [
+        ({"labels": [0] * 60}, FACTS, "expected label, or label_0 to label_1"),
+        ({"label": [0] * 59}, FACTS, "expected 60 numbers below 10"),
+        ({"label": [0] * 60}, FACTS | {"passes": "two"}, "passes: expected a whole number"),
+        ({"label": [0] * 60}, {}, "method: expected str, found none"),
+    ],
+)
+def test_a_dump_that_says_too_little_is_refused(images, arrays, facts, said, tmp_path, capsys):
+    np.savez(tmp_path / "dump.npz", **arrays)
+    (tmp_path / "facts.json").write_text(json.dumps(facts))
+    given = [str(tmp_path / "dump.npz"), f"--images={images}", f"--facts={tmp_path / 'facts.json'}"]
+    assert bench.main([*given, f"--output={tmp_path / 'records'}"]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_learner_is_run_by_the_run_command(whole, tmp_path, monkeypatch):
+    def run(stop, words):
+        said.append(words)
+        shutil.copytree(whole, tmp_path / "run")
+        return 0
+
+    said = []
+    monkeypatch.setattr(bench.command, "main", run)
+    given = ["--learner=rsiat", "--seed=2", f"--workdir={tmp_path / 'run'}"]
+    fields = ["--config.encoder.weights=here.npz"]
+    assert bench.main([*given, *fields, f"--output={tmp_path / 'records'}", "--quiet"]) == 0
+    assert said[0][0] == "--config=league"
+    assert {"--config.learner.name=rsiat", "--config.seed=2", *fields} < {*said[0]}
+    assert len(bench.read(tmp_path / "records")) == 3
+
+
+def test_the_protocol_is_the_one_of_the_records():
+    config = configuration.load("league")
+    for record in bench.read(REPOSITORY / "results" / "league").values():
+        assert record["classes_per_task"] == [config.classes_per_task] * 20
+        assert record["test_images"] == [config.data.test_per_class] * 100
+
+
+def test_the_page_is_made_from_the_records():
+    """Of the figure, whose digits depend on the machine's fonts, what it says."""
+    spec = importlib.util.spec_from_file_location("page", REPOSITORY / "scripts/league_page.py")
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
+    text, figure = made.page()
+    assert (REPOSITORY / "docs" / "league.md").read_text() == text
+    assert figure.startswith("<?xml")
