@@ -26,8 +26,7 @@ class FDCModel:
     Attributes:
         CALIBRATOR: a name of `calibration.METHODS`; `gaussians` follows the network.
         SETTINGS: of the calibrator.
-        LAYER: name of the last layer: linear with a row for each class, or a list of one for each
-            task, such as InfLoRA's `_network.classifier_pool`.
+        LAYER: name of the last layer, linear with a row for each class.
         PRETRAINED: whether the network before the first task is the second view.
     """
 
@@ -56,9 +55,7 @@ class FDCModel:
         """Collects the statistics of the task, with the head of this time."""
         super().after_task(task_idx, *args)
         classes, layer = np.unique(self._images.labels), self.get_submodule(self.LAYER)
-        own = (layer[task_idx],) if isinstance(layer, nn.ModuleList) else (layer, classes)
-        (calibrated,) = self._calibrated
-        head = fdc_torch.head_of(*own) if calibrated.calibrator.needs_heads else None
+        (calibrated,), head = self._calibrated, fdc_torch.head_of(layer, classes)
         calibrated.to(self.device).after_task(self._walk(), classes, head)
 
     def _walk(self: Any) -> DataLoader:
@@ -79,9 +76,8 @@ def _views(models: nn.ModuleList, images: torch.Tensor) -> tuple[torch.Tensor, .
     """Returns what the last layer is given in each model's own inference."""
     seen: list[torch.Tensor] = []
     for model in models:
-        layer: Any = model.get_submodule(model.LAYER)
-        first = layer[0] if isinstance(layer, nn.ModuleList) else layer
-        hook = first.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        layer = model.get_submodule(model.LAYER)
+        hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
         labels = torch.zeros(len(images), dtype=torch.int64)
         try:
             super(FDCModel, model).inference({"image": images, "label": labels})
