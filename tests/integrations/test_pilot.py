@@ -111,7 +111,7 @@ def test_learner_and_dump(checkout, digits, tmp_path, monkeypatch, name):
 
     logits = networks[-1].fc(torch.tensor(test))["logits"].detach().numpy()
     raw = np.mean(logits.argmax(axis=1) == labels).item()
-    print({"raw": raw, name: found / 100})
+    print({"raw": raw, name: float(found / 100)})
     if name == "gaussians":
         assert found / 100 > raw + 0.2
 
