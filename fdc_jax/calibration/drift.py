@@ -60,10 +60,6 @@ class Path(NamedTuple):
     offset: Float[np.ndarray, " d"]
     inverse: Float[np.ndarray, "d d"]
 
-    def move(self, rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
-        """Returns rows at the end of the path, of those at its beginning."""
-        return rows @ self.matrix + self.offset
-
     @property
     def reversed(self) -> Path:
         """The way back."""

@@ -326,7 +326,7 @@ class FDC(Calibrator):
     @property
     def note(self) -> str:
         """Whether earlier tasks were drawn for the foreign reference."""
-        return foreign.note(self.num_tasks)
+        return foreign.NOTE if self.num_tasks > foreign.EARLIER + 1 else ""
 
     @property
     def storage_bytes(self) -> int:

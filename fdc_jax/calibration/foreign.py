@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jaxtyping import Float, Int
 
 EARLIER = 64
+NOTE = f"RLC's reference measures each task against {EARLIER} earlier ones, drawn by its number"
 EXACT = 2**20
 # |rho - m| <= 1 over a deviation of at least 1e-6 is below sinh(15); bins are 2.9e-5 wide.
 BINS, LARGEST = 2**20, 15.0
@@ -100,16 +101,6 @@ def appended(known: Sequence[Residuals], new: Sequence[Residuals]) -> list[Resid
     """Returns F^v of each view, of tasks and of further ones."""
     pairs = zip(known or [Residuals() for _ in new], new, strict=True)
     return [each.and_of(other) for each, other in pairs]
-
-
-def note(tasks: int) -> str:
-    """What is to be said of so many tasks."""
-    if tasks <= EARLIER + 1:
-        return ""
-    return (
-        f"RLC's reference measures each task against {EARLIER} earlier ones at most, drawn at "
-        "random with the task's number as the seed"
-    )
 
 
 def median(values: Float[np.ndarray, " k"], weights: Float[np.ndarray, " k"]) -> float:

@@ -65,7 +65,9 @@ class ViewClasses(NamedTuple):
     def all(self, path: drift.Path | None) -> tuple[np.ndarray, np.ndarray]:
         """Returns mu_c and B_c of all classes, moved along a path, in float64."""
         means, factors = (np.concatenate(each, dtype=np.float64) for each in self[:2])
-        return (path.move(means), factors @ path.matrix) if path else (means, factors)
+        if path is None:
+            return means, factors
+        return means @ path.matrix + path.offset, factors @ path.matrix
 
     def moved(self, path: drift.Path) -> ViewClasses:
         """Returns the classes at the end of a path; S, which all share, is not moved."""

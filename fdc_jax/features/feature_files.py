@@ -1,7 +1,8 @@
 """Feature files: what FDC needs from any class-incremental learner, as plain NumPy arrays.
 
-A file is an `.npz`, or a folder of `.npy` files of the same names, which are memory-mapped. For
-each task t = 0 .. T-1:
+A file is an `.npz`, or a folder of `.npy` files of the same names, which are memory-mapped, or of
+Parquet (`features.parquet`). Numbers may be of half precision, float16 or bfloat16. For each task
+t = 0 .. T-1:
 
     train_adapted_t     [n_t, d]   features of the training images by the encoder after task t
     train_labels_t      [n_t]      integers; no class may occur in two tasks
@@ -34,6 +35,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
@@ -41,6 +43,7 @@ from numpy.typing import ArrayLike
 from fdc_jax import heads
 from fdc_jax.calibration import inputs
 from fdc_jax.errors import InputError, nearest
+from fdc_jax.features import parquet
 from fdc_jax.machine.files import (
     MANIFEST,
     check_manifest,
@@ -143,7 +146,11 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
     path = Path(path)
     if path.is_dir():
         check_manifest(path, f"write it again, or remove {MANIFEST} if that was intended")
-    arrays = read_folder(path) if path.is_dir() else read_npz(path)
+    columns = parquet.read(path)
+    arrays = columns | (read_folder(path) if path.is_dir() else read_npz(path))
+    # What NumPy makes of bfloat16 when it writes it.
+    short = {name: array for name, array in arrays.items() if array.dtype == "V2"}
+    arrays |= {name: array.view(ml_dtypes.bfloat16) for name, array in short.items()}
     try:
         return _feature_set(arrays)
     except InputError as error:
@@ -175,17 +182,11 @@ def _feature_set(arrays: Arrays) -> FeatureSet:
 def _check_names(arrays: Arrays) -> int:
     """Returns the number of tasks; refuses names that are unknown or missing, and bfloat16."""
     last = 0
-    for name, array in arrays.items():
+    for name in arrays:
         if match := _TASK_NAME.fullmatch(name):
             last = max(last, int(match[2]))
         elif name not in _WHOLE:
             raise InputError(f"{printable(name)}: unknown array{_suggestion(name[:80])}")
-        if array.dtype.kind == "V":
-            raise InputError(
-                f"{name}: is stored as {array.dtype}, which is what NumPy makes of bfloat16 and "
-                "other types that it does not know; save it as float32, such as with "
-                "tensor.float() in PyTorch or array.astype('float32') in JAX"
-            )
     if "train_previous_0" in arrays:
         raise InputError("train_previous_0: expected from t = 1 on; nothing precedes task 0")
 

@@ -62,7 +62,7 @@ def moved(features: FeatureSet) -> FeatureSet:
     Raises:
         InputError: the file lacks `train_previous_t`.
     """
-    adapted = [task.adapted for task in features.tasks]
+    adapted = [np.asarray(task.adapted) for task in features.tasks]
     for t, task in enumerate(features.tasks[1:], start=1):
         if task.previous is None:
             raise InputError(
@@ -70,7 +70,7 @@ def moved(features: FeatureSet) -> FeatureSet:
                 "features of the task's samples by the encoder before it"
             )
         previous = inputs.feature_array(task.previous, f"train_previous_{t}")
-        by = drift.fit_map(previous, task.adapted)
+        by = drift.fit_map(previous, adapted[t])
         adapted[:t] = [by.move(each).astype(np.float32) for each in adapted[:t]]
     pairs = zip(features.tasks, adapted, strict=True)
     return features._replace(tasks=tuple(task._replace(adapted=each) for task, each in pairs))

@@ -44,17 +44,10 @@ def one_task(
     return fitted
 
 
-def part(
-    features: FeatureSet,
-    tasks: range,
-    names: Sequence[str],
-    settings: Mapping[str, Any],
-    basis: FDC | None,
-) -> dict[str, Any]:
+def part(features: FeatureSet, tasks: range, names: Sequence[str], *how: Any) -> dict[str, Any]:
     """Returns what a shard writes: each of its tasks by method, and what all shards agree in."""
-    fitted = {
-        name: [one_task(name, features, task, settings, basis) for task in tasks] for name in names
-    }
+    fitted = {name: [one_task(name, features, task, *how) for task in tasks] for name in names}
+    settings, basis = how
     rows = [len(task.labels) for task in features.tasks]
     of = {"rows": rows, "settings": settings, "second": basis is not None, "methods": [*names]}
     return {"of": of, "tasks": [tasks.start, tasks.stop], "fitted": fitted}

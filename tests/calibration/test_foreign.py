@@ -83,7 +83,7 @@ def test_drawn_tasks_stand_for_all_pairs_without_bias(monkeypatch):
     assert whole.note == ""
     monkeypatch.setattr(foreign, "EARLIER", 4)
     drawn = streams.fitted(tasks)
-    assert "against 4 earlier ones at most" in drawn.note
+    assert "earlier ones, drawn by its number" in drawn.note
     numbers = [len(foreign.earlier_tasks(t)) for t in range(12)]
     assert numbers == [0, 1, 2, 3, *[4] * 8]
     for found, expected in zip(drawn.foreign, whole.foreign, strict=True):
