@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils.metaestimators import available_if
 from sklearn.utils.multiclass import check_classification_targets, unique_labels
 from sklearn.utils.validation import (
     check_array,
@@ -143,6 +144,16 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         views = self._test_views(X)
         scores = self.calibrator_.class_scores(*views)[:, np.argsort(self._labels)]
         return scores[:, 1] - scores[:, 0] if scores.shape[1] == 2 else scores
+
+    @available_if(lambda self: self.calibrator == "gaussians")
+    def predict_proba(self, X: Any) -> Float[np.ndarray, "n classes"]:
+        """Returns the probability of every class [n, classes], columns as `classes_`.
+
+        Class Gaussians alone have it, from images that were left out (`calibration.confidence`).
+        """
+        views = self._test_views(X)
+        calibrator: Any = self.calibrator_
+        return calibrator.probabilities(*views)[:, np.argsort(self._labels)]
 
     # Samples -------------------------------------------------------------------------------------
 

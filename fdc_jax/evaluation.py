@@ -19,6 +19,7 @@ from jaxtyping import Bool, Float, Int
 from numpy.typing import ArrayLike
 
 from fdc_jax.calibration import Scores
+from fdc_jax.calibration.confidence import of_labels
 from fdc_jax.errors import InputError
 
 # Names of accuracies in a line of text, where they are not what they go by.
@@ -184,6 +185,16 @@ def mean_and_std(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     return float(np.mean(array)), std
 
 
+def calibration_error(probability: Float[np.ndarray, " n"], right: Bool[np.ndarray, " n"]) -> float:
+    """Returns the expected calibration error in points: what probability and accuracy differ by.
+
+    That is the mean over samples of the difference of the two means in the sample's bin, of 15 of
+    equal width (Guo et al., "On Calibration of Modern Neural Networks", 2017).
+    """
+    bins = np.minimum((15 * probability).astype(int), 14)
+    return 100.0 * float(np.abs(np.bincount(bins, probability - right)).sum()) / len(right)
+
+
 def paired_gain(before: Sequence[float], after: Sequence[float] | np.ndarray) -> Gain:
     """Gain within each seed, its mean, sample std and Student t interval; NaN for one seed.
 
@@ -227,7 +238,10 @@ def bootstrap_gain(
 
 
 def measure(
-    scores: Mapping[str, Scores], labels: Int[np.ndarray, " n"], tasks: Int[np.ndarray, " n"]
+    scores: Mapping[str, Scores],
+    labels: Int[np.ndarray, " n"],
+    tasks: Int[np.ndarray, " n"],
+    probabilities: Float[np.ndarray, "n classes"] | None = None,
 ) -> dict[str, Any]:
     """Returns what calibrators got right, in percent, by quantity and by their names.
 
@@ -237,6 +251,8 @@ def measure(
         scores: by name, `raw` among them.
         labels: true labels.
         tasks: true tasks, counted from 0.
+        probabilities: of all classes, tasks in order; with them `calibration_error` says how far
+            those of the predicted labels are from the share of right ones.
     """
     count = int(tasks.max()) + 1
     found = {
@@ -245,6 +261,11 @@ def measure(
     }
     predicted = {name: each.label for name, each in scores.items()}
     predicted["oracle"] = scores["raw"].label_in_task(tasks)
+    sure = {}
+    if probabilities is not None:
+        for name, each in scores.items():
+            said = of_labels(probabilities, each.classes, each.label)
+            sure[name] = calibration_error(said, each.label == labels)
     return {
         "accuracy": {name: accuracy(labels, each) for name, each in predicted.items()},
         "routing_accuracy": {name: each.routing_accuracy for name, each in found.items()},
@@ -256,6 +277,7 @@ def measure(
             ]
             for name, each in predicted.items()
         },
+        **({"calibration_error": sure} if sure else {}),
     }
 
 

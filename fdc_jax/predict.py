@@ -2,6 +2,8 @@
 
     python -m fdc_jax.predict WORKDIR IMAGE_OR_FOLDER... [--top=5] [--output=predictions.csv]
 
+How sure an answer is, the class Gaussians of the run say, whoever answers.
+
 Images go through the evaluation path of the run: its transform, its encoders, its final heads and
 its calibrator, as `fdc_jax.open_run` gives them. They are decoded in threads and said batch by
 batch, so that memory does not grow with their number.
@@ -13,6 +15,7 @@ import argparse
 import contextlib
 import dataclasses
 import logging
+import operator
 import os
 import sys
 import time
@@ -27,7 +30,7 @@ from PIL import Image
 
 import fdc_jax
 from fdc_jax import report
-from fdc_jax.calibration import FDC, METHODS
+from fdc_jax.calibration import FDC, METHODS, confidence
 from fdc_jax.calibration.calibrator import best_by_task
 from fdc_jax.data import folder
 from fdc_jax.data.batches import EvaluationBatches
@@ -91,6 +94,7 @@ class Predictions:
         self.heads = run.heads(self.num_tasks)
         calibrator.replace_heads(self.heads)
         self.calibrator = calibrator
+        self.gaussians = run.calibrator("gaussians") if "gaussians" in run.calibrators else None
         self.class_names = np.array(run.class_names, object)
         # A single image does not take the time of a whole batch; powers of two compile seldom.
         self.batch_size = min(
@@ -154,6 +158,12 @@ class Predictions:
         order = np.where(labels == label[:, None], np.inf, by_class)
         ranked = np.argsort(-order, axis=1, kind="stable")[:, : self.top].T
         columns: dict[str, Any] = {}
+        if self.gaussians is not None:
+            views = adapted, *pretrained
+            sure = self.gaussians.probabilities(*views)
+            columns["confidence"] = confidence.of_labels(sure, self.gaussians.classes, label)
+            columns["typicality"] = self.gaussians.typicality(*views)
+            columns["unlike_learned"] = columns["typicality"] < confidence.UNTYPICAL
         for place, best in enumerate(ranked, start=1):
             suffix = f"_{place}" if place > 1 else ""
             columns[f"class{suffix}"] = self.class_names[labels[best]]
@@ -189,10 +199,12 @@ def predict(run: Any, images: Any, top: int = 5, method: str = "fdc") -> pd.Data
 
     Returns:
         A row per image under its position; an image that cannot be read is logged and has none.
-        `image`; `class`, `task` (from 1) and `score`, and the same of the next classes with `_2`,
-        `_3` and so on; `raw_class` and `raw_task`, what the heads alone say, and whether that was
-        `changed`; of FDC, the parts of the score, see `EVIDENCE`; and after `rival_` class, score
-        and parts of the best other task.
+        `image`; where the run has class Gaussians, `confidence`, the probability of `class`,
+        `typicality`, the share of left-out training images that are no more familiar, and
+        `unlike_learned`, where that is below 5 %; `class`, `task` (from 1) and `score`, and the
+        same of the next classes with `_2`, `_3` and so on; `raw_class` and `raw_task`, what the
+        heads alone say, and whether that was `changed`; of FDC, the parts of the score, see
+        `EVIDENCE`; and after `rival_` class, score and parts of the best other task.
 
     Raises:
         InputError: there is no such image, or what the run needs to answer is missing.
@@ -277,7 +289,8 @@ def parser() -> Program:
     add("workdir", help="work directory of a run of one seed")
     add("images", nargs="+", help="images, or folders of images at any depth")
     add("--top", type=int, default=5, help="how many classes to name (default 5)")
-    add("--output", default="predictions.csv", help="CSV to write (default predictions.csv)")
+    text = "CSV to write, or lines of JSON where it ends in .jsonl (default predictions.csv)"
+    add("--output", default="predictions.csv", help=text)
     add("--html", metavar="FILE", help=f"also a page with pictures, of {_ON_PAGE} images at most")
     add("--method", default="fdc", help="a calibrator of the run (default fdc)")
     add("--learner", metavar="MODULE", default="", help="a learner of your own, whose code is run")
@@ -290,9 +303,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    for flag, suffix in (("output", ".csv"), ("html", ".html")):
-        if (given := getattr(options, flag)) is not None:
-            check_writable_file(f"--{flag}", given, suffix)
+    lines = options.output.endswith(".jsonl")
+    check_writable_file("--output", options.output, ".jsonl" if lines else ".csv")
+    if options.html is not None:
+        check_writable_file("--html", options.html, ".html")
     if options.html:
         report.require_packages()
     run = fdc_jax.open_run(options.workdir, learner=options.learner)
@@ -300,8 +314,7 @@ def _run(options: argparse.Namespace) -> None:
     images = counted(len(found.images), "image")
     progress, said, changed = Progress(options.quiet, unit="batch"), 0, 0
     first: list[pd.DataFrame] = []
-    rows = pictures.spaced(np.arange(len(found.images)), _ON_PAGE if options.html else 0)
-    shown: list[dict[str, Any]] = []
+    shown: list[tuple[Any, dict[str, Any]]] = []
     if found.num_tasks < run.num_tasks:
         progress.line(
             f"the run has learned {found.num_tasks} of its {run.num_tasks} tasks; it knows no "
@@ -314,21 +327,29 @@ def _run(options: argparse.Namespace) -> None:
     with contextlib.closing(progress), write_atomically(options.output) as file:
         for table, pixels in found:
             text = words.csv(table, header=not said, float_format="%.6g")
-            file.write(text.encode())
+            if lines:
+                text = table.to_json(orient="records", lines=True, force_ascii=False)
+            file.write(str(text).encode())
             if said < _ON_SCREEN:
                 first.append(table)
-            for place in np.flatnonzero(table.index.isin(rows)):
-                shown.append(_picture(table.iloc[place].to_dict(), pixels[place]))
+            if options.html:
+                doubts = _certainty(table)
+                for place in np.argsort(doubts, kind="stable")[:_ON_PAGE]:
+                    if len(shown) < _ON_PAGE or doubts[place] < shown[-1][0]:
+                        picture = _picture(table.iloc[place].to_dict(), pixels[place])
+                        shown.append((doubts[place], picture))
+                shown = sorted(shown, key=operator.itemgetter(0))[:_ON_PAGE]
             said, changed = said + len(table), changed + int(np.count_nonzero(table["changed"]))
             speed = (said + len(found.unreadable)) / (time.perf_counter() - clock)
             progress.step("predict", images_per_second=f"{speed:.0f}")
         if not said:
             raise InputError(f"none of {images} could be read")
     if options.html:
-        _write_page(options.html, found, said, changed, shown)
+        _write_page(options.html, found, said, changed, [picture for _, picture in shown])
     if not options.quiet:
         printed = pd.concat(first).head(_ON_SCREEN)
-        print(printed[["image", "class", "task", "score", "raw_class"]].to_string(index=False))
+        names = ("image", "class", "confidence", "unlike_learned", "task", "score", "raw_class")
+        print(printed[[name for name in names if name in printed]].to_string(index=False))
         more = f"{said - len(printed):,} more; " if said > len(printed) else ""
         files = " and ".join(filter(None, (options.output, options.html)))
         print(
@@ -339,6 +360,13 @@ def _run(options: argparse.Namespace) -> None:
         raise InputError(f"{len(found.unreadable)} of {images} could not be read")
 
 
+def _certainty(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
+    """Returns what the page is sorted by: the confidence, below what is unlike anything learned."""
+    if "confidence" not in table:
+        return np.zeros(len(table))
+    return (table["confidence"] - table["unlike_learned"]).to_numpy()
+
+
 def _picture(line: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[str, Any]:
     """Returns what the page shows of an image: `rival` of several tasks, evidence of FDC."""
     shown = {
@@ -347,6 +375,8 @@ def _picture(line: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[st
         # A page that is passed on should not tell of a machine.
         "name": "/".join(Path(line["image"]).parts[-2:]),
         "changed": line["changed"],
+        "confidence": line.get("confidence"),
+        "unlike": line.get("unlike_learned", False),
     }
     for name, prefix in (("chosen", ""), ("raw", "raw_"), ("rival", "rival_")):
         if f"{prefix}class" in line:
@@ -377,6 +407,7 @@ def _write_page(
             "/".join(Path(found.images.ids[row]).parts[-2:]) for row in sorted(found.images.broken)
         ],
         shown=shown,
+        sure=found.gaussians is not None,
     )
     write_text(path, text)
 

@@ -217,14 +217,13 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     for other in ("a.HEIC", "b.heic", "c.gif"):
         (folder / other).write_bytes(b"")
     output, page = tmp_path / "out.csv", tmp_path / "out.html"
-    shown = (4, 13, 21, 30, 39, 47, 56)
     arguments = [str(whole), str(folder), f"--output={output}", f"--html={page}", "--top=10"]
     assert predict.main(arguments) == 2
     printed = capsys.readouterr()
     errors = printed.err.splitlines()
     assert errors[-1] == "fdc_jax.predict: 1 of 61 images could not be read"
     assert f"{folder / 'zero.png'}: cannot decode these 0 bytes" in printed.err
-    assert f"{folder}: skipped, as no images by their suffix: 2 .heic, 1 .gif" in errors[0]
+    assert f"{folder}: skipped, as no images by their suffix: 2 .heic, 1 .gif (pip" in errors[0]
     changed = int(said["changed"].sum())
     assert f"50 more; of {changed} images the heads alone would have said" in printed.out
     table = pd.read_csv(output, dtype={name: str for name in said if "class" in name})
@@ -235,8 +234,10 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     pictures = read.all("img")
     assert len(pictures) == 7 and all(each["src"].startswith("data:image/") for each in pictures)
     assert "1 image could not be read: images/zero.png." in " ".join(read.texts("p"))
-    expected = [f"images/{path.name}" for path in sorted(folder.glob("*.png"))]
-    assert [each["alt"] for each in pictures] == [expected[row] for row in shown]
+    order = said["confidence"] - said["unlike_learned"]  # unlike anything learned first
+    names = sorted(folder.glob("*.png"))
+    shown = [f"images/{names[row].name}" for row in np.argsort(order, kind="stable")[:7]]
+    assert [each["alt"] for each in pictures] == shown
     assert "<script" not in text and str(tmp_path) not in text
     assert {tag for tag, _ in read.elements}.isdisjoint({"script", "link", "iframe", "object"})
     assert not re.search(r"(src|href)=\"(?!#|data:)", text)
@@ -283,3 +284,20 @@ def test_bad_input_is_one_line(whole, files, tmp_path, capsys, monkeypatch, argu
     assert printed.out == "" and len(printed.err.splitlines()) == 1
     assert printed.err.startswith("fdc_jax.predict: ") and message in printed.err
     assert not list(tmp_path.glob("*.csv"))
+
+
+def test_lines_of_json_say_what_the_table_says(whole, files, said, tmp_path):
+    output = tmp_path / "out.jsonl"
+    images = [str(path) for path in files]
+    assert predict.main([str(whole), *images, f"--output={output}", "--top=10", "--quiet"]) == 0
+    same(pd.read_json(output, orient="records", lines=True, dtype=False), said)
+
+
+def test_how_sure_an_answer_is_the_gaussians_say_whoever_answers(whole, opened, said):
+    views = [np.load(whole / "features" / f"test_{v}.npy") for v in ("adapted", "pretrained")]
+    gaussians, columns = opened.calibrator("gaussians"), opened.predictions
+    chances, rows = gaussians.probabilities(*views), np.arange(60)
+    place = {label: column for column, label in enumerate(np.concatenate(gaussians.classes))}
+    expected = chances[rows, [place[label] for label in columns["fdc_label"]]]
+    np.testing.assert_allclose(said["confidence"], expected, atol=1e-3)
+    np.testing.assert_allclose(said["typicality"], gaussians.typicality(*views), atol=0.02)

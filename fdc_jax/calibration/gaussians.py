@@ -15,10 +15,13 @@ encoder does not move. Its view counts half, and fully where the adapted statist
 
 Of more than 1,000 classes, the 50 best of each image without the last term, which cannot lower a
 score, get it; the others keep their score without it.
+
+How sure an answer is, is learned from images that are left out of a second fit; see `confidence`.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,13 +30,14 @@ import scipy.linalg
 
 from fdc_jax.calibration import drift, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores, best_by_task
-from fdc_jax.calibration.compiled import in_blocks, stack
+from fdc_jax.calibration.compiled import in_blocks, jnp, stack
+from fdc_jax.calibration.confidence import MEASURED, Confidence, left_out
 from fdc_jax.calibration.equations import energy
 from fdc_jax.errors import InputError
 from fdc_jax.heads import products
 
 if TYPE_CHECKING:
-    from jaxtyping import Float, Int
+    from jaxtyping import Bool, Float, Int
 
 # Share a of a class's own covariance, directions kept of it, least lambda, and how much the
 # pretrained view counts beside an adapted view that follows the encoder.
@@ -75,16 +79,27 @@ class ViewClasses(NamedTuple):
         means, factors = (np.split(inputs.float32(each), sizes) for each in self.all(path))
         return ViewClasses(means, factors, self.scatter)
 
+    def as_one(self, counts: Int[np.ndarray, " c"], path: drift.Path | None) -> ViewClasses:
+        """Returns all images, moved along a path, as those of one class."""
+        means, factors = self.all(path)
+        mean = np.average(means, axis=0, weights=counts)
+        about = (means - mean) * np.sqrt(counts)[:, None]
+        scatter = self.scatter + about.T @ about
+        return ViewClasses([mean[None]], [0.0 * factors[:1]], scatter)
+
 
 def fit_classes(
     features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"], num_classes: int
 ) -> ViewClasses:
-    """Returns the Gaussians of classes from the features of their images, one class at a time."""
+    """Returns the Gaussians of classes from the features of their images, one class at a time.
+
+    Images of row -1 are passed over.
+    """
     width = features.shape[1]
     means = np.zeros((num_classes, width), np.float32)
     factors = np.zeros((num_classes, RANK, width), np.float32)
     scatter = np.zeros((width, width))
-    for row in np.unique(rows):
+    for row in np.unique(rows[rows >= 0]):
         members = inputs.float32(features[rows == row])
         means[row] = members.mean(axis=0, dtype=np.float64)
         centred = members - means[row]
@@ -115,9 +130,12 @@ class Metric(NamedTuple):
 
 
 def metric(
-    known: ViewClasses, counts: Int[np.ndarray, " c"], path: drift.Path | None = None
+    known: ViewClasses, counts: Int[np.ndarray, " c"], path: drift.Path | None, plain: bool
 ) -> Metric:
-    """Returns what scoring needs of the classes of one view and their images, found in float64."""
+    """Returns what scoring needs of the classes of one view and their images, found in float64.
+
+    See `compiled.stack` for `plain`.
+    """
     all_means, all_factors = known.all(path)
     width, present = len(known.scatter), counts > 0
     images, classes = int(counts.sum()), int(present.sum())
@@ -133,7 +151,7 @@ def metric(
     inner = np.eye(own.shape[1]) + own @ own.swapaxes(1, 2)
     factors = np.linalg.solve(np.linalg.cholesky(inner), own)
     means = (all_means - origin) @ whitener.T
-    columns = (stack([each], 8, turned=False)[0] for each in (means, factors))
+    columns = (stack([each], 8, 0.0, plain, turned=False)[0] for each in (means, factors))
     return Metric(origin, whitener.astype(np.float32), *columns)
 
 
@@ -156,6 +174,20 @@ def class_distances(
         along = products(near, known.factors.reshape(-1, width)).reshape(-1, classes, rank)
         centre = (known.factors * known.means[:, None]).sum(axis=-1)
         found[name] = found[name] + energy(along - centre) / 2
+    return found
+
+
+def lengths(
+    metrics: Sequence[tuple[Metric, Metric]], *views: Float[Any, "n d"]
+) -> dict[str, Float[Any, "n 2"]]:
+    """Returns by view what `class_distances` leaves out, and the same of all images as one class.
+
+    Both are half a squared distance, to the middle of the classes and of the images.
+    """
+    found = {}
+    for name, pair, features in zip(inputs.VIEWS, metrics, views, strict=False):
+        columns = [energy(products(features - each.origin, each.whitener)) for each in pair]
+        found[name] = jnp.stack(columns, axis=-1) / 2
     return found
 
 
@@ -199,6 +231,7 @@ class Gaussians(Calibrator):
         # the map into the first task where others come before it.
         self.path: drift.Path | None = None
         self.entry: drift.AffineMap | None = None
+        self.confidence = Confidence()
         self._forget()
 
     def fit_task(self, adapted, labels, head=None, pretrained=None, classes=None, previous=None):
@@ -212,10 +245,31 @@ class Gaussians(Calibrator):
                 before = inputs.feature_array(previous, name, given.views[0].shape[1])
                 inputs.same_length(before, given.views[0], name)
                 by = drift.fit_map(before, given.views[0])
-        new = [fit_classes(each, given.rows, len(given.classes)) for each in given.views]
-        self._take(by, new)
+        confidence, held = self.confidence, left_out(given.rows)
+        first = sum(map(len, self.classes))
+        if held.any() and first + len(given.classes) <= MANY:
+            some = np.flatnonzero(held)
+            some = some[np.linspace(0, len(some) - 1, min(len(some), MEASURED)).astype(int)]
+            rest = copy.copy(self)
+            rest._fit(given, by, follows, held)
+            rest._plain = True  # Many sizes occur once.
+            scores, *more = rest._scores(*(each[some] for each in given.views))
+            confidence = confidence.with_task(scores, first + given.rows[some], *more)
+        self._fit(given, by, follows)
+        self.confidence = confidence
+
+    def _fit(
+        self,
+        given: inputs.TaskInput,
+        by: drift.AffineMap | None,
+        follows: bool | None,
+        without: Bool[np.ndarray, " n"] | bool = False,
+    ) -> None:
+        """Takes a task without some of its images."""
+        rows, count = np.where(without, -1, given.rows), len(given.classes)
+        self._take(by, [fit_classes(each, rows, count) for each in given.views])
         self.follows = follows
-        self._append(given)
+        self._append(given._replace(counts=np.bincount(rows[rows >= 0], minlength=count)))
 
     def join(self, other: Any) -> None:
         """See `Calibrator.join`."""
@@ -223,6 +277,7 @@ class Gaussians(Calibrator):
         super().join(other)
         self._take(other.entry, other.views)
         self.follows = other.follows
+        self.confidence = self.confidence.joined(other.confidence)
 
     def _check_follows(self, follows: bool, name: str) -> None:
         if self.follows not in (None, follows):
@@ -268,6 +323,35 @@ class Gaussians(Calibrator):
         """See `Calibrator.class_scores`; minus infinity for classes without an image."""
         return self._summed([*self._by_view(adapted, pretrained).values()])
 
+    def probabilities(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
+        """Returns the probability of every class; arguments and errors as of `score`."""
+        scores, spread, _ = self._scores(adapted, pretrained)
+        return self.confidence.probabilities(scores, spread)
+
+    def typicality(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, " n"]:
+        """Returns the share of left-out training images that are no more familiar, in (0, 1]."""
+        return self.confidence.typicality(self._scores(adapted, pretrained)[2])
+
+    def _scores(self, adapted: Any, pretrained: Any = None) -> tuple[np.ndarray, ...]:
+        """Returns scores of classes, their spread and the familiarity; see `confidence`."""
+        found, counts = self._by_view(adapted, pretrained), np.concatenate(self.counts)
+        scores, every, plain = (
+            self._summed([*found.values()]),
+            counts.sum(keepdims=True),
+            self._plain,
+        )
+        if self._pairs is None:
+            ones = [
+                metric(known.as_one(counts, path), every, None, plain)
+                for known, path in zip(self.views, (self.path, None), strict=False)
+            ]
+            self._pairs = [*zip((each[2] for each in found.values()), ones, strict=True)]
+        views = inputs.score_views(adapted, pretrained, self.widths, True)
+        of_views = in_blocks(lengths, self._pairs, *views, plain=plain)
+        weighted = [np.float32(found[name][0]) * each for name, each in of_views.items()]
+        own, one = np.sum(weighted, axis=0).T
+        return scores, np.sqrt(one / sum(self.widths)), scores.max(axis=1) - own + one
+
     def _by_view(self, adapted: Any, pretrained: Any) -> dict[str, tuple[Any, ...]]:
         """Returns by view its weight, scores of all classes [n, c], their metric, and W (g - m)."""
         if not self.views:
@@ -277,8 +361,9 @@ class Gaussians(Calibrator):
         if self._metrics is None:
             paths = self.path, None
             pairs = zip(self.views, paths, strict=False)
-            self._metrics = [metric(known, counts, path) for known, path in pairs]
-        found = in_blocks(class_distances, self._metrics, *views, own=len(counts) <= MANY)
+            self._metrics = [metric(known, counts, path, self._plain) for known, path in pairs]
+        own, plain = len(counts) <= MANY, self._plain
+        found = in_blocks(class_distances, self._metrics, *views, plain=plain, own=own)
         weights = 1.0, 1.0 if self.follows is False else PRETRAINED_SHARE
         return {
             name: (weight, found[name][:, : len(counts)], known, found.get(f"{name}_near"))
@@ -311,6 +396,7 @@ class Gaussians(Calibrator):
     def storage_bytes(self) -> int:
         """See `Calibrator.storage_bytes`; half of a symmetric scatter counts, no path."""
         numbers = sum(len(each) for each in self.classes)  # Images of each class.
+        numbers += sum(each.size for each in self.confidence)
         for known in self.views:
             width = len(known.scatter)
             numbers += sum(each.size for each in (*known.means, *known.factors))
@@ -319,3 +405,5 @@ class Gaussians(Calibrator):
 
     def _forget(self) -> None:
         self._metrics: list[Metric] | None = None
+        self._pairs: list[tuple[Metric, Metric]] | None = None
+        self._plain = False

@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 
 # The file names that torchvision's ImageFolder, and so PILOT, takes for images.
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+if images.HEIC:
+    IMAGE_SUFFIXES += (".heic", ".heif")
 
 
 class ImageFile(NamedTuple):
@@ -250,7 +252,10 @@ def _skipped(names: Iterable[str]) -> list[str]:
     """Counts files by what is no suffix of images, in one line; no line where there are none."""
     counts = collections.Counter(os.path.splitext(name)[1].lower() or name for name in names)
     listed = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common(5))
-    return [f"skipped, as no images by their suffix: {listed}"] if listed else []
+    if not listed:
+        return []
+    remedy = " (pip install pillow-heif)" if {".heic", ".heif"} & counts.keys() else ""
+    return [f"skipped, as no images by their suffix: {listed}{remedy}"]
 
 
 def divide(found: list[ImageFile], share: float) -> dict[str, list[ImageFile]]:

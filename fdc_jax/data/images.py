@@ -8,6 +8,7 @@ grey (which `convert` clips) as in colour.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import math
@@ -20,10 +21,16 @@ from PIL import ExifTags, Image
 
 from fdc_jax.errors import InputError, line
 
+with contextlib.suppress(ImportError):
+    import pillow_heif  # pyright: ignore[reportMissingImports]
+
+    pillow_heif.register_heif_opener()  # of .heic, upright
+
 # Pillow loads its rarer formats at the first file that needs them, which is not safe in threads.
 Image.init()
 # Programs in PostScript would be run by Ghostscript.
 _FORMATS = sorted(set(Image.OPEN) - {"EPS"})
+HEIC = "HEIF" in Image.OPEN
 
 CROP_SCALE = (0.05, 1.0)  # of the image's area
 _CROP_RATIO = (3 / 4, 4 / 3)  # of width to height
@@ -93,6 +100,8 @@ def decode(encoded: bytes | Image.Image, description: str, upright: bool = False
         reason = line(error)
         if isinstance(error, Image.UnidentifiedImageError):
             reason = "not a known image format"
+            if isinstance(encoded, bytes) and encoded[4:11] == b"ftyphei" and not HEIC:
+                reason = "HEIC needs a package: pip install pillow-heif"
         raise InputError(f"{description}: cannot decode {what}: {reason}") from error
     raise InputError(f"{description}: expected pixels of 8 or 16 bits, found {refused}")
 

@@ -41,7 +41,11 @@ def methods(results: Mapping[str, Any]) -> list[str]:
 
 def notes(results: Mapping[str, Any]) -> list[str]:
     """Returns what a user should know of calibrators, such as which kind of Gaussians they are."""
-    return [f"{note[:1].upper()}{note[1:]}." for note in (results.get("notes") or {}).values()]
+    found = [f"{note[:1].upper()}{note[1:]}." for note in (results.get("notes") or {}).values()]
+    if sure := results.get("calibration_error"):
+        said = ", ".join(f"{value:.1f} for {METHODS[name].title}" for name, value in sure.items())
+        found.append(f"Calibration error of the confidence on the test images, in points: {said}.")
+    return found
 
 
 def measured(

@@ -209,6 +209,8 @@ def evaluate(
     labels, true_tasks = tasks.test_labels[seen], tasks.test_tasks[seen]
     views = work.images.test_features(len(labels), encoder)
     scores, components, took = score(calibrators, heads, *views.arrays)
+    gaussians = calibrators.get("gaussians")
+    sure = None if gaussians is None else gaussians.probabilities(*views.arrays)
     if task + 1 == len(tasks.tasks):
         columns = evaluation.predictions(scores, labels, true_tasks)
         work.store.keep_predictions(columns, tasks.class_names)
@@ -223,7 +225,7 @@ def evaluate(
     return {
         "task": task,
         "test_images": len(labels),
-        **evaluation.measure(scores, labels, true_tasks),
+        **evaluation.measure(scores, labels, true_tasks, sure),
         "components": {
             name: evaluation.accuracy(labels, each.label) for name, each in components.items()
         },

@@ -56,6 +56,7 @@ def collect(
         "components": last["components"],
         "selected": {"components": selected, "accuracy": last["components"].get(selected)},
         "decomposition": last["decomposition"],
+        "calibration_error": last.get("calibration_error") or {},  # the record may be older
         "curve": [{name: record[name] for name in _POINT} for record in records],
         "fdc_storage_bytes": storage.get("fdc"),
         "storage_bytes": storage,

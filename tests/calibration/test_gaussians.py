@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fdc_jax import calibration
-from fdc_jax.calibration import drift, gaussians
+from fdc_jax.calibration import confidence, drift, gaussians
 from fdc_jax.errors import InputError
 from tests.calibration import streams
 
@@ -156,8 +156,9 @@ def test_classes_without_images_and_single_images():
 def test_storage_counts_means_factors_and_half_of_a_symmetric_scatter():
     tasks, classes = streams.stream(2, 3), 9
     numbers = [classes * d * (1 + gaussians.RANK) + d * (d + 1) // 2 for d in (16, 12)]
-    assert fitted(tasks).storage_bytes == 4 * (sum(numbers) + classes)
-    assert fitted(tasks, dual=False).storage_bytes == 4 * (numbers[0] + classes)
+    sure = len(confidence.TEMPERATURES) + 3 * confidence.QUANTILES
+    assert fitted(tasks).storage_bytes == 4 * (sum(numbers) + classes + sure)
+    assert fitted(tasks, dual=False).storage_bytes == 4 * (numbers[0] + classes + sure)
 
 
 def test_a_tasks_features_are_not_held_while_fitting(tmp_path):

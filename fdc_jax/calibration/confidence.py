@@ -1,0 +1,99 @@
+"""How sure an answer is, and how like what was learned an image is (docs/predict.md).
+
+While the images of a task are at hand, its classes are described once more without a fifth of each
+one's images. Of these are kept minus their log probability, summed, at some temperatures, and
+quantiles of their familiarity: how much likelier the nearest class is than one Gaussian of
+everything, as a log. Scores are divided by the distance of the image to that Gaussian, as squared
+distances of far images differ by more, right or wrong; and by the temperature with the least sum.
+Probabilities are their softmax. The typicality of an image is the share of left-out images, itself
+among them, that are no more familiar than it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from scipy.special import log_softmax, softmax
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from jaxtyping import Bool, Float, Int
+
+# The first one, the least sure, is taken where no image could be left out.
+TEMPERATURES = np.geomspace(64.0, 0.25, 65)
+# Every so manieth image of a class is left out, and so many of a task are measured at most.
+EVERY, MEASURED = 5, 256
+# Of their familiarity so many quantiles are kept, and no number of an image.
+QUANTILES = 64
+# Images that are less typical are unlike anything learned.
+UNTYPICAL = 0.05
+
+
+class Confidence(NamedTuple):
+    """What is kept of images that were left out; q is a multiple of `QUANTILES`."""
+
+    losses: Float[np.ndarray, " temperatures"] = np.zeros(len(TEMPERATURES))
+    familiarity: Float[np.ndarray, " q"] = np.zeros(0, np.float32)
+
+    def with_task(
+        self,
+        scores: Float[np.ndarray, "n classes"],
+        columns: Int[np.ndarray, " n"],
+        spread: Float[np.ndarray, " n"],
+        familiarity: Float[np.ndarray, " n"],
+    ) -> Confidence:
+        """Returns this with the left-out images of one more task, of the classes of `columns`."""
+        true = np.arange(len(columns)), columns
+        scaled = _scaled(scores, spread)
+        losses = [-log_softmax(scaled / each, axis=1)[true].sum() for each in TEMPERATURES]
+        kept = np.quantile(familiarity, (np.arange(QUANTILES) + 0.5) / QUANTILES)
+        return self.joined(Confidence(np.array(losses), kept.astype(np.float32)))
+
+    def joined(self, other: Confidence) -> Confidence:
+        """Returns this with the images of other tasks, measured beside their own classes."""
+        every = np.sort(np.append(self.familiarity, other.familiarity))
+        return Confidence(self.losses + other.losses, every)
+
+    def probabilities(
+        self, scores: Float[np.ndarray, "n classes"], spread: Float[np.ndarray, " n"]
+    ) -> Float[np.ndarray, "n classes"]:
+        """Returns the probability of every class; in each row they sum to 1."""
+        temperature = TEMPERATURES[np.argmin(self.losses)]
+        return softmax(_scaled(scores, spread) / temperature, axis=1)
+
+    def typicality(self, familiarity: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+        """Returns the share of left-out images, in (0, 1], that are no more familiar."""
+        below = np.searchsorted(self.familiarity, familiarity, side="right")
+        return (1.0 + below) / (1.0 + len(self.familiarity))
+
+
+def _scaled(
+    scores: Float[np.ndarray, "n classes"], spread: Float[np.ndarray, " n"]
+) -> Float[np.ndarray, "n classes"]:
+    return scores.astype(np.float64) / np.maximum(spread, 1e-6)[:, None]
+
+
+def left_out(rows: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+    """Tells which images are left out: the first of every class, the sixth, and so on.
+
+    None is of a class of one image.
+    """
+    counts = np.bincount(rows)
+    place = np.empty(len(rows), int)
+    starts = np.repeat(np.cumsum(counts) - counts, counts)
+    place[np.argsort(rows, kind="stable")] = np.arange(len(rows)) - starts
+    return (place % EVERY == 0) & (counts[rows] > 1)
+
+
+def of_labels(
+    probabilities: Float[np.ndarray, "n classes"],
+    classes: Sequence[Int[np.ndarray, " c"]],
+    labels: Int[np.ndarray, " n"],
+) -> Float[np.ndarray, " n"]:
+    """Returns the probability of one label of each row, whoever predicted it."""
+    known = np.concatenate(classes)
+    order = np.argsort(known)
+    columns = order[np.searchsorted(known, labels, sorter=order)]
+    return probabilities[np.arange(len(labels)), columns]

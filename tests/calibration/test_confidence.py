@@ -1,0 +1,68 @@
+"""Probabilities and typicality against their definitions, and what they are worth."""
+
+import numpy as np
+
+from fdc_jax import calibration, evaluation
+from fdc_jax.calibration import confidence
+from tests.calibration import streams
+
+VIEWS = ("adapted", "pretrained")
+
+
+def test_a_fifth_of_every_class_is_left_out_and_no_single_image():
+    rows = np.array([2, 0, 2, 2, 1, 2, 2, 2, 3, 3])
+    expected = np.flatnonzero(confidence.left_out(rows))
+    # The first and the sixth of class 2, the first of class 3, none of those of one image.
+    np.testing.assert_array_equal(expected, [0, 7, 8])
+
+
+def test_the_temperature_is_the_one_of_the_least_loss_and_rows_sum_to_one():
+    rng = np.random.default_rng(0)
+    truth = rng.normal(size=(4000, 6)) * 2
+    chances = np.exp(truth) / np.exp(truth).sum(axis=1, keepdims=True)
+    columns = np.array([rng.choice(6, p=each) for each in chances])
+    spread = rng.uniform(0.5, 2.0, 4000)
+    scores = 7.0 * truth * spread[:, None]  # seven times too sure
+    found = confidence.Confidence().with_task(scores, columns, spread, spread)
+    probabilities = found.probabilities(scores, spread)
+    np.testing.assert_allclose(probabilities.sum(axis=1), 1.0)
+    np.testing.assert_allclose(probabilities, chances, atol=0.03)
+
+
+def test_typicality_is_the_share_of_left_out_images_that_are_no_more_familiar():
+    left = np.random.default_rng(0).normal(size=5000)
+    nothing = np.zeros((5000, 2)), np.zeros(5000, int), np.ones(5000)
+    found = confidence.Confidence().with_task(*nothing, left)
+    shares = found.typicality(np.quantile(left, [0.1, 0.5, 0.9]))
+    np.testing.assert_allclose(shares, [0.1, 0.5, 0.9], atol=0.02)
+    assert confidence.Confidence().typicality(np.array([-1e9]))[0] == 1.0
+    assert found.typicality(np.array([-1e9]))[0] < confidence.UNTYPICAL
+
+
+def test_answers_are_as_sure_as_they_are_right_and_strangers_are_told():
+    *learned, stranger = streams.stream(3, 4, samples=(1200,))
+    found = calibration.Gaussians()
+    for task in learned:
+        half = task.adapted[::2]
+        found.fit_task(half, task.labels[::2], None, task.pretrained[::2], None, half)
+    views = [np.concatenate([getattr(t, v)[1::2] for t in learned]) for v in VIEWS]
+    labels = np.concatenate([t.labels[1::2] for t in learned])
+    probabilities, classes = found.probabilities(*views), np.concatenate(found.classes)
+    label = found.score(*views).label
+    np.testing.assert_array_equal(classes[probabilities.argmax(axis=1)], label)
+    said = confidence.of_labels(probabilities, found.classes, label)
+    np.testing.assert_array_equal(said, probabilities.max(axis=1))
+    assert evaluation.calibration_error(said, label == labels) < 5.0
+    known, strange = (
+        found.typicality(*views),
+        found.typicality(stranger.adapted, stranger.pretrained),
+    )
+    limit = confidence.UNTYPICAL
+    assert 0.01 < (known < limit).mean() < 0.1 < 0.3 < (strange < limit).mean()
+
+
+def test_calibration_error_by_hand():
+    # Bins of a fifteenth: 0.1 of which none is right, 0.9 of which half are.
+    probability, right = np.array([0.1, 0.1, 0.9, 0.9]), np.array([False, False, True, False])
+    expected = 100 * (0.5 * 0.1 + 0.5 * 0.4)
+    np.testing.assert_allclose(evaluation.calibration_error(probability, right), expected)
