@@ -6,8 +6,8 @@
     fdc bench --images=FOLDER [--config.FIELD=VALUE ...]
     fdc bench --check=results/league
 
-Learns the protocol of `configs/league.py` and writes a record for each calibrator; does so for a
-finished work directory; for predictions of other code; writes the images for it; checks records.
+Learns the protocol of `configs/league.py`; or takes a finished work directory, or what other code
+predicted of the images that the fourth line writes. A record is one JSON file (`FORM`).
 """
 
 import argparse
@@ -31,18 +31,17 @@ from fdc_jax.data.task_stream import open_stream
 from fdc_jax.errors import InputError, Program, stop_on_signals
 from fdc_jax.features import feature_files
 from fdc_jax.machine.files import (
-    MANIFEST,
     check_form,
     check_manifest,
     read_json,
     read_npz,
-    read_object,
     sha256,
     write_folder_atomically,
     write_json,
     write_manifest,
     write_text,
 )
+from fdc_jax.model import weights
 from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 from fdc_jax.run.opened import Opened
@@ -70,15 +69,15 @@ _FACTS = {
     "storage_bytes?": _COUNT,  # what is kept beside the encoder and the heads
     "versions": {"*?": str},
 }
-# Packed vectors: the labels predicted at the end, those after each task, and how many tasks score
-# higher than the true one.
-_PREDICTIONS = {"label": str, "label_after?": [str], "task_rank?": str}
 _NUMBERS = {
     "accuracy": _PERCENT,
     "curve": [_PERCENT],  # accuracy after each task
     "routing_accuracy": _PERCENT,
     "task_recall?": {"*": _PERCENT},  # share of images with the true task among the best k
 }
+# Of each test image, packed: the label at the end, those after each task that the image was there,
+# and how many tasks score higher than the true one.
+_PREDICTIONS = {"label": str, "label_after?": [str], "task_rank?": str}
 FORM = {**_FACTS, **_PROTOCOL, **_NUMBERS, "predictions": _PREDICTIONS}
 
 
@@ -93,9 +92,8 @@ def pack(numbers: ArrayLike) -> str:
 def unpack(text: str, size: int, limit: int, place: str) -> Int[np.ndarray, " n"]:
     """Returns what `pack` was given; InputError unless it is `size` numbers below `limit`."""
     try:
-        content = zlib.decompressobj().decompress(
-            base64.b64decode(text, validate=True), 2 * size + 1
-        )
+        packed = base64.b64decode(text, validate=True)
+        content = zlib.decompressobj().decompress(packed, 2 * size + 1)
         found = np.frombuffer(content, "<u2").astype(np.int64)
     except (binascii.Error, zlib.error, ValueError) as error:
         raise InputError(f"{place}: not packed numbers ({error})") from error
@@ -115,10 +113,8 @@ def truth(record: Mapping[str, Any]) -> tuple[Int[np.ndarray, " n"], Int[np.ndar
 def measure(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the numbers of a record, in percent, from the predictions that it carries.
 
-    Without labels after each task, the curve has the accuracy after the last one alone.
-
-    Raises:
-        InputError: the predictions are damaged, or not of these images.
+    Without labels after each task, the curve has the accuracy after the last one alone. Raises
+    InputError where predictions are damaged, or not of these images.
     """
     label, task_of = truth(record)
     task, kept = task_of[label], record["predictions"]
@@ -140,8 +136,7 @@ def measure(record: Mapping[str, Any]) -> dict[str, Any]:
     }
     if kept.get("task_rank"):
         rank = unpack(kept["task_rank"], len(label), tasks, "predictions.task_rank")
-        recall = {str(k): 100.0 * float(np.mean(rank < k)) for k in RECALL}
-        numbers["task_recall"] = recall
+        numbers["task_recall"] = {str(k): 100.0 * float(np.mean(rank < k)) for k in RECALL}
     return numbers
 
 
@@ -152,29 +147,26 @@ def check(record: Any, place: str) -> None:
         found = measure(record)
     except InputError as error:
         raise InputError(f"{place}: {error}") from error
-    for name, value in found.items():
-        given = record.get(name)
-        if name == "curve" and isinstance(given, list):
-            if len(given) != len(record["classes_per_task"]):
-                raise InputError(f"{place}: curve: expected a number for each task")
-            given = given[-len(value) :]
-        if not _same(value, given):
-            raise InputError(f"{place}: {name}: expected {value} by its predictions, found {given}")
+    if len(record["curve"]) != len(record["classes_per_task"]):
+        raise InputError(f"{place}: curve: expected a number for each task")
+    given = {name.rstrip("?"): record.get(name.rstrip("?")) for name in _NUMBERS}
+    given["curve"] = given["curve"][-len(found["curve"]) :]
+    for name, value in given.items():
+        if (of := _numbers(value)) != (by := _numbers(found.get(name))):
+            raise InputError(f"{place}: {name}: expected {by} by its predictions, found {of}")
 
 
-def _same(value: Any, given: Any) -> bool:
-    """Tells whether two numbers, lists or dictionaries of numbers are equal but for rounding."""
+def _numbers(value: Any) -> Any:
+    """Returns a number, or those of a list or a dictionary, rounded; None where there is none."""
     if isinstance(value, dict):
-        keys, lists = [*value], [[*each.values()] for each in (value, given or {})]
-        return keys == [*(given or {})] and _same(*lists)
-    return np.shape(value) == np.shape(given) and np.allclose(value, given, rtol=0, atol=1e-6)
+        return {key: round(each, 6) for key, each in value.items()}
+    return value and np.round(value, 6).tolist()
 
 
 def read(folder: str | Path) -> dict[Path, dict[str, Any]]:
-    """Returns the checked records of a folder by their files; all are of one protocol.
+    """Returns the records of a folder by their files; InputError where one does not add up.
 
-    Raises:
-        InputError: there is none, or one does not add up or is of another protocol.
+    All are of one protocol, and there is at least one.
     """
     records = {path: read_json(path) for path in sorted(Path(folder).glob("*.json"))}
     if not records:
@@ -192,8 +184,7 @@ def write(record: dict[str, Any], folder: str | Path) -> Path:
     """Checks a record and writes it, a line for each field, under a name that says whose it is."""
     check(record, "the record")
     words = [record[name] for name in ("method", "calibrator", "code")]
-    words = words[: 2 + (words[2] != "fdc_jax")]
-    name = "-".join(re.sub(r"\W+", "_", word).strip("_").lower() for word in words)
+    name = "-".join(re.sub(r"\W+", "_", word).lower() for word in words if word != "fdc_jax")
     path = Path(folder) / f"{name}-{record['seed']}.json"
     lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
     write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
@@ -204,26 +195,19 @@ def write(record: dict[str, Any], folder: str | Path) -> Path:
 
 
 def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a record for each calibrator of a finished run; `facts` replace what it says.
-
-    Ranks of tasks are those by the features that it kept, if it did.
-    """
+    """Returns a record for each calibrator of a finished run; `facts` replace what it says."""
     run = Opened(workdir)
     if (results := run.results) is None:
         raise InputError(f"{workdir}: expected a finished run, found no results.json")
     columns = run.predictions
-    label, task = columns["label"], columns["task"]
-    records, stored = [], None
-    if run.features_folder.is_dir():
-        stored = feature_files.load(run.features_folder)
+    label, task, records = columns["label"], columns["task"], []
+    stored = feature_files.load(run.features_folder) if run.features_folder.is_dir() else None
     for name in (each for each in results["accuracy"] if each != "oracle"):
-        views = 2 if name in ("fdc", "gaussians") else 1
         predictions: dict[str, Any] = {"label": pack(columns[f"{name}_label"])}
         if stored is not None:
-            # Raw has nothing to keep, and so no file.
-            raw = calibration.make("raw")
-            calibrator = stored.fit(raw) if name == "raw" else run.calibrator(name)
-            scores = calibrator.score(stored.test_adapted, stored.test_pretrained)
+            # No file holds Raw.
+            found = run.calibrator(name) if name != "raw" else stored.fit(calibration.make(name))
+            scores = found.score(stored.test_adapted, stored.test_pretrained)
             predictions["task_rank"] = pack(_rank(scores.task_scores, task))
         record = {
             "method": results["learner"],
@@ -232,7 +216,7 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
             "commit": results["versions"]["commit"] or "",
             "changes": "",
             "seed": results["seed"],
-            "passes": views,
+            "passes": 2 if name in ("fdc", "gaussians") else 1,  # E_T and E_0
             "processor_seconds": (results["timing"] or {}).get("processor_seconds"),
             "storage_bytes": results["storage_bytes"].get(name, 0),
             "versions": results["versions"],
@@ -250,25 +234,21 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
 
 
 def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns the record of what other code predicted of the images that `write_images` wrote.
+    """Returns the record of what other code predicted of the images of `write_images`.
 
-    Args:
-        path: an `.npz` of `label_t` [n_t] for each task t from 0, the labels predicted after it of
-            all test images seen so far, or of `label` [n] after the last task; labels and rows in
-            the order of the folder; and perhaps `task_scores` [n, tasks] after the last task.
-        images: the folder.
-        facts: what the record says of the method.
+    An `.npz` has `label_t` [n_t] of the test images seen after task t, for each t, or `label` [n]
+    after the last; labels and rows as in the folder; perhaps `task_scores` [n, tasks].
     """
     check_manifest(images, "write the images again")
-    arrays, protocol = read_npz(path), read_object(Path(images) / "protocol.json")
-    record = {**facts, **protocol}
-    tasks = len(record.get("classes_per_task", ()))
-    after = [arrays[f"label_{t}"] for t in range(tasks) if f"label_{t}" in arrays]
-    if len(after) not in (0, tasks) or not (after or "label" in arrays):
-        raise InputError(f"{path}: expected label, or label_0 to label_{tasks - 1}")
-    predictions: dict[str, Any] = {"label": pack(after[-1] if after else arrays["label"])}
+    arrays = read_npz(path)
+    record = {**facts, **read_json(Path(images) / "protocol.json")}
+    names = [f"label_{t}" for t in range(len(record["classes_per_task"]))]
+    after = [pack(arrays[name]) for name in names if name in arrays]
+    if len(after) not in (0, len(names)) or not (after or "label" in arrays):
+        raise InputError(f"{path}: expected label, or label_0 to {names[-1]}")
+    predictions: dict[str, Any] = {"label": after[-1] if after else pack(arrays["label"])}
     if after:
-        predictions["label_after"] = [pack(each) for each in after]
+        predictions["label_after"] = after
     if "task_scores" in arrays:
         label, task_of = truth(record)
         predictions["task_rank"] = pack(_rank(arrays["task_scores"], task_of[label]))
@@ -277,21 +257,23 @@ def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> l
 
 
 def _rank(scores: Float[np.ndarray, "n tasks"], task: Int[np.ndarray, " n"]) -> Any:
+    if scores.shape != (len(task), task.max() + 1):
+        raise InputError(f"task_scores: expected {len(task)} rows of {task.max() + 1}")
     return (scores > scores[np.arange(len(task)), task, None]).sum(axis=1)
 
 
 def write_images(folder: str | Path, fields: Sequence[str]) -> None:
     """Writes the protocol's images, `train/CLASS/NUMBER.png` and `test/CLASS/NUMBER.png`.
 
-    Folders of classes begin with their place in the class order. `protocol.json` says what records
-    say of it; the manifest has the checksum of every file.
+    Names of classes begin with their place in the order; `protocol.json` is what records share, and
+    the manifest has the checksum of every file.
     """
     config = configuration.load("league")
     for word in fields:
         name, _, value = word.removeprefix("--config.").partition("=")
-        reader = configuration.reader(config, name)
-        config.update_from_flattened_dict({name: reader(value)})
-    tasks = open_stream(config, setups.cache_folder(config))
+        config.update_from_flattened_dict({name: configuration.reader(config, name)(value)})
+    cache, encoder = setups.cache_folder(config), config.encoder
+    tasks = open_stream(config, cache)
 
     def save(split: Dataset, indices: Sequence[int], place: Path) -> None:
         for number, index in enumerate(indices):
@@ -304,16 +286,15 @@ def write_images(folder: str | Path, fields: Sequence[str]) -> None:
     with write_folder_atomically(folder) as place:
         save(tasks.train, np.concatenate(tasks.train_indices).tolist(), place)
         save(tasks.test, tasks.test_indices.tolist(), place)
-        weights = sha256(config.encoder.weights) if Path(config.encoder.weights).is_file() else ""
         protocol = {
             "class_order": tasks.class_names,
             "classes_per_task": list(tasks.classes_per_task),
             "test_images": np.bincount(tasks.test_labels).tolist(),
             "data": {"train_sha256": tasks.train.checksum, "test_sha256": tasks.test.checksum},
-            "weights": weights,
+            "weights": sha256(weights.locate(encoder.weights, encoder.variant, cache)),
         }
         write_json(place / "protocol.json", protocol)
-        files = [file for file in place.rglob("*") if file.is_file() and file.name != MANIFEST]
+        files = (file for file in place.rglob("*") if file.is_file())
         write_manifest(place, {file.relative_to(place).as_posix(): sha256(file) for file in files})
 
 
@@ -340,13 +321,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.check:
             return say(f"{len(read(options.check))} records add up")
         facts = read_json(Path(options.facts)) if options.facts else {}
-        check_form(
-            facts, {f"{name.rstrip('?')}?": form for name, form in _FACTS.items()}, "facts: "
-        )
+        check_form(facts, {}, f"{options.facts}: ")
         source, images = options.source, options.images
         if options.learner:
             source = options.workdir or f"runs/league_{options.learner}_{options.seed}"
-            _learn(options.learner, options.seed, source, fields)
+            own = [f"--config.learner.name={options.learner}", f"--config.seed={options.seed}"]
+            with stop_on_signals() as stop:
+                given = ["--config=league", f"--workdir={source}", *own, *fields]
+                if code := command.main(stop, given):
+                    sys.exit(code)
         if source is None and images:
             write_images(images, fields)
             return say(f"wrote {images}")
@@ -357,13 +340,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             say(f"{record['accuracy']:6.2f} %  {write(record, options.output)}")
 
     return program.run(body, [word for word in words if word not in fields])
-
-
-def _learn(learner: str, seed: int, workdir: str, fields: Sequence[str]) -> None:
-    words = [f"--config.learner.name={learner}", f"--config.seed={seed}", f"--workdir={workdir}"]
-    with stop_on_signals() as stop:
-        if code := command.main(stop, ["--config=league", *words, *fields]):
-            sys.exit(code)
 
 
 if __name__ == "__main__":

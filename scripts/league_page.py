@@ -180,7 +180,9 @@ def orders(record: dict[str, Any]) -> str:
         f"{record['processor_seconds'] / 60:.0f} minutes of one processor; all methods see one "
         "view and, per task, ridge regression as the head. *Similar* and *dissimilar* are orders "
         "by class means: a task takes in the class whose mean has the highest cosine to those that "
-        "it has, or the lowest ([`scripts/league_orders.py`](../scripts/league_orders.py)).",
+        "it has, or the lowest ([`scripts/league_orders.py`](../scripts/league_orders.py)). What "
+        "keeps means and covariances of classes ends the same in every order; what decides between "
+        "the heads of tasks does not.",
         "",
         "| | | mean ± deviation | least to most | 1993 | similar | dissimilar |",
         "|---|---|--:|--:|--:|--:|--:|",

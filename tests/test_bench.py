@@ -69,6 +69,7 @@ def worse(text):
         (lambda it: it.update(routing_accuracy=it["routing_accuracy"] - 1), "routing_accuracy"),
         (lambda it: it["task_recall"].update({"2": 99.0}), "task_recall: expected"),
         (lambda it: it["task_recall"].pop("5"), "task_recall: expected"),
+        (lambda it: it["predictions"].pop("task_rank"), "task_recall: expected None by"),
         (lambda it: it["curve"].pop(), "curve: expected a number for each task"),
         (lambda it: it["curve"].__setitem__(-1, 50.0), "curve: expected"),
         (lambda it: it["predictions"].update(label=worse(it["predictions"]["label"])), "accuracy"),
@@ -135,6 +136,7 @@ def test_predictions_of_other_code_on_the_images(images, whole, tmp_path):
     [
         ({"labels": [0] * 60}, FACTS, "expected label, or label_0 to label_1"),
         ({"label": [0] * 59}, FACTS, "expected 60 numbers below 10"),
+        ({"label": [0] * 60, "task_scores": [[0, 1]] * 59}, FACTS, "expected 60 rows of 2"),
         ({"label": [0] * 60}, FACTS | {"passes": "two"}, "passes: expected a whole number"),
         ({"label": [0] * 60}, {}, "method: expected str, found none"),
     ],
