@@ -16,10 +16,10 @@ document$.subscribe(() => {
         const text = (row) => row.cells[column].textContent;
         const rows = [...body.rows].sort((a, b) => {
           const [x, y] = [parseFloat(text(a)), parseFloat(text(b))];
-          if (isNaN(x) || isNaN(y)) return isNaN(x) - isNaN(y) || text(a).localeCompare(text(b));
-          return x - y;
+          if (isNaN(x) !== isNaN(y)) return isNaN(x) - isNaN(y); // what is no number comes last
+          return (up ? 1 : -1) * (isNaN(x) ? text(a).localeCompare(text(b)) : x - y);
         });
-        body.append(...(up ? rows : rows.reverse()));
+        body.append(...rows);
       });
     });
   }

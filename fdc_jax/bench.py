@@ -202,11 +202,11 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
     columns = run.predictions
     label, task, records = columns["label"], columns["task"], []
     stored = feature_files.load(run.features_folder) if run.features_folder.is_dir() else None
+    settings = {name[4:]: each for name, each in run.config.items() if name.startswith("fdc.")}
     for name in (each for each in results["accuracy"] if each != "oracle"):
         predictions: dict[str, Any] = {"label": pack(columns[f"{name}_label"])}
         if stored is not None:
-            # No file holds Raw.
-            found = run.calibrator(name) if name != "raw" else stored.fit(calibration.make(name))
+            found = stored.fit(calibration.make(name, **settings))
             scores = found.score(stored.test_adapted, stored.test_pretrained)
             predictions["task_rank"] = pack(_rank(scores.task_scores, task))
         record = {

@@ -7,8 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import numpy as np
 from jaxtyping import Float
+from matplotlib.ticker import LogLocator, NullLocator
 
 from fdc_jax import bench, learners
 from fdc_jax.calibration import METHODS
@@ -200,10 +202,12 @@ def orders(record: dict[str, Any]) -> str:
 
 
 def figure(rows: list[list[dict[str, Any]]], known: dict[str, Any]) -> str:
-    """Returns accuracy against processor seconds as SVG."""
+    """Returns accuracy against processor seconds as SVG; the best row of a method has its name."""
     with drawing.style():
         made, (axes,) = drawing.panels(1, 3.2, 1)
         made.set_size_inches(drawing.PAGE, 3.2)
+        matplotlib.rcParams["savefig.facecolor"] = "white"  # The page may be dark.
+        said: set[str] = set()
         kinds = {"own": (drawing.INK, "^", "own head, others' code")}
         for name, (colour, marker) in drawing.looks(_TITLES).items():
             kinds[METHODS[name].title] = (colour, marker, f"{_TITLES[name]}, ours")
@@ -215,14 +219,19 @@ def figure(rows: list[list[dict[str, Any]]], known: dict[str, Any]) -> str:
                 continue
             look = {"label": label, "alpha": 1.0, "markersize": 5.5}
             drawing.points(axes, [seconds], [accuracy], colour, marker, **look)
+            name = title(row[0]["method"], known)
             axes.annotate(
-                title(row[0]["method"], known),
+                "" if name in said else name,
                 (seconds, accuracy),
                 xytext=(5, -2.5),
                 textcoords="offset points",
                 fontsize=7,
             )
+            said.add(name)
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.xaxis.set_minor_locator(NullLocator())
         axes.margins(x=0.15)
         axes.set_xlabel("processor seconds of one run")
         axes.set_ylabel("accuracy after the last task, %")
