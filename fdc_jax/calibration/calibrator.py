@@ -131,9 +131,9 @@ class Calibrator:
         raise NotImplementedError
 
     def join(self, other: Calibrator) -> None:
-        """Takes the next task from a calibrator that was fitted on it alone, as its `first`.
+        """Appends the one task of another calibrator, whose `first` is the number of that task.
 
-        What has been fitted is then as `fit_task` leaves it, bit for bit.
+        What one pass collects is then as `fit_task` leaves it, bit for bit.
 
         Raises:
             InputError: the task is not the next one, or unlike earlier tasks; nothing has changed.

@@ -102,8 +102,8 @@ def in_blocks(
     """Returns arrays [n, ...], or several by name: a kernel of `fitted` and of rows of features.
 
     It takes some rows of all `views` at once; zero rows fill blocks up to a power of two, so that
-    few sizes occur. Nothing waits for a block before all were handed over. NumPy computes if
-    `plain`, as where JAX is not installed.
+    few sizes occur. All blocks are handed over before the first result is fetched. NumPy computes
+    if `plain`, as where JAX is not installed.
     """
     plain = plain or not jax
     found, sizes, step = [], [], BLOCK_ROWS if plain else ROWS

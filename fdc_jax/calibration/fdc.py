@@ -1,7 +1,9 @@
-"""Feature Distribution Calibration (FDC): Algorithm 1 of the paper, from top to bottom.
+"""Feature Distribution Calibration (FDC): Algorithm 1 of the paper.
 
-Lines are those of the algorithm; its equations are functions of `equations`. A view is an encoder:
-"adapted" (E_t while learning, E_T at the end) or "pretrained" (E_0). Features are rows [n, d].
+Lines 5 to 11 are `FDC.fit_task` (7: `foreign.residuals`, 9: `side_by_side`), 13 is `FDC.finalize`,
+16 and 17 are `measure` and `FDC.terms`, 18 is `Terms.fuse`, 20 is `Scores.task`. Equations are
+functions of `equations`. A view is an encoder: "adapted" (E_t while learning, E_T at the end) or
+"pretrained" (E_0). Features are rows [n, d].
 """
 
 from __future__ import annotations
@@ -74,8 +76,8 @@ class View(NamedTuple):
     mean: Float[np.ndarray, " d"]  # m_t
     basis: Float[np.ndarray, "r d"]  # U_t; no row where nothing varies
     prototypes: Float[np.ndarray, "c d"]  # p_{t,c}; zero for classes without an image
-    residual: tuple[float, float] = (0.0, 1.0)  # moments of the task's own rho_t
-    affinity: tuple[float, float] = (1.0, 1.0)  # of its own A_t
+    residual: tuple[float, float] = (0.0, 1.0)  # moments of own rho_t; until known, u_t is rho_t
+    affinity: tuple[float, float] = (1.0, 1.0)  # of its own A_t; until known, q_t is A_t - 1
 
 
 class Task(NamedTuple):
@@ -90,11 +92,11 @@ class Task(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """Statistics of tasks in one view, near zero for float32; moments are of rho_t and 1 - A_t."""
+    """One view's statistics of all tasks, less what they share: float32 keeps its digits so."""
 
-    origin: Float[Any, " d"]  # amid the m_t
-    direction: Float[Any, " d"]  # amid the prototypes
-    tasks: tuple[Any, ...]  # m_t - origin, U_t, p_{t,c} - direction, `absent`, moments
+    origin: Float[Any, " d"]  # mean of the m_t
+    direction: Float[Any, " d"]  # mean of the tasks' mean prototypes, each of unit length
+    tasks: tuple[Any, ...]  # m_t - origin, U_t, p_{t,c} - direction, absent, moments (rho, 1 - A)
 
 
 def side_by_side(
@@ -104,10 +106,9 @@ def side_by_side(
     gamma: float,
     plain: bool = False,
 ) -> tuple[list[Frame], tuple[Any, ...]]:
-    """Returns what `measure` takes: of each view the tasks' statistics, and the tasks' heads.
+    """Returns what `measure` takes: a frame of each view, and W_t, W~_t and b_t of all heads.
 
-    Heads are their weights W_t, these with TSF folded in (line 9), and biases b_t. See
-    `compiled.stack` for `plain`.
+    W~_t is W_t with TSF folded in (Eq. osp, line 9). See `compiled.stack` for `plain`.
     """
     put = partial(stack, plain=plain)
     absent = put([np.where(count > 0, 0.0, np.inf) for count in counts], 4, np.inf)
@@ -125,10 +126,9 @@ def side_by_side(
         )
         frames.append(Frame(origin, direction, columns))
     forms = [head.affine for head in heads]
-    pairs = zip(forms, views[0], strict=True)
-    bent = [eq.filtered(form.rows, view.basis, gamma) for form, view in pairs]
+    filtered = [eq.filtered(f.rows, v.basis, gamma) for f, v in zip(forms, views[0], strict=True)]
     biases = [np.broadcast_to(form.bias, len(form.rows)) for form in forms]
-    weights = put([form.rows for form in forms], 4), put(bent, 4), put(biases, 4, -np.inf)
+    weights = put([form.rows for form in forms], 4), put(filtered, 4), put(biases, 4, -np.inf)
     return frames, weights
 
 
@@ -147,21 +147,21 @@ def against_task(
     lengths = eq.energy(features) if normalised else None
 
     def one_task(mean, basis, prototypes, absent, moments, *head):
-        ratio, coordinates = eq.residual_ratio(near, squares, mean, basis)
-        distance = eq.cosine_distance(turned, spread, prototypes, absent, neighbours)
+        ratio, coordinates = eq.residual_ratio(near, squares, mean, basis)  # Eq. residual
+        distance = eq.cosine_distance(turned, spread, prototypes, absent, neighbours)  # Eq. par
         residual = (ratio - moments[0]) / moments[1]  # u_t
         closeness = (moments[2] - distance) / moments[3]  # q_t
         if not head:
             return residual, closeness
-        weight, bent_weight, bias = head
-        bent_lengths = None
+        weight, filtered_weight, bias = head
+        filtered_energies = None
         if normalised:
             inside = coordinates + products((mean + frame.origin)[None], basis)  # h U
-            bent_lengths = eq.filtered_energy(lengths, inside, gamma)
+            filtered_energies = eq.filtered_energy(lengths, inside, gamma)
         raw = eq.head_logits(features, weight, bias, lengths)
-        bent = eq.head_logits(features, bent_weight, bias, bent_lengths)
-        largest = [each for z in (raw, bent) for each in (z.max(axis=-1), z.argmax(axis=-1))]
-        return residual, closeness, *largest, *((bent,) if all_rows else ())
+        filtered = eq.head_logits(features, filtered_weight, bias, filtered_energies)
+        largest = [each for z in (raw, filtered) for each in (z.max(axis=-1), z.argmax(axis=-1))]
+        return residual, closeness, *largest, *((filtered,) if all_rows else ())
 
     return one_task
 
@@ -188,7 +188,7 @@ def measure(
 
 @dataclass(frozen=True)
 class Terms:
-    """Everything that the scores of a batch are made of, so that any combination costs no pass."""
+    """What the scores of a batch are made of; `fuse` combines it without the features."""
 
     measured: dict[str, Float[np.ndarray, "n tasks"]]  # what `measure` returns
     views: list[tuple[float, Any, Any]]  # each one's weight, RLC evidence and q_t
@@ -205,21 +205,21 @@ class Terms:
         adapted_view: bool = True,
         pretrained_view: bool = True,
     ) -> Scores:
-        """Returns the scores with the named components switched on (lines 18 and 19).
+        """Returns the scores with the named components switched on (line 18).
 
         Without TSF both the logits and the score scales are the raw ones; with everything switched
         off the scores are the raw logits.
         """
-        switches = adapted_view, pretrained_view
-        chosen = [view for on, view in zip(switches, self.views, strict=False) if on]
-        views = [(weight, evidence, np.tanh(q)) for weight, evidence, q in chosen]
+        chosen = zip((adapted_view, pretrained_view), self.views, strict=False)
+        # Eq. pac-correction; RLC's evidence, Eq. llr, is from `FDC.terms`.
+        views = [(weight, evidence, np.tanh(q)) for on, (weight, evidence, q) in chosen if on]
         kind, scale = ("filtered", self.filtered_scale) if tsf else ("raw", self.raw_scale)
         weights = rlc * self.settings.rlc_weight, pac * self.settings.pac_weight
         scores = eq.fused(self.measured[kind], scale, views, *weights)
         return Scores(scores, self.measured[f"{kind}_row"], self.classes)
 
     def by_class(self) -> Float[np.ndarray, "n classes"]:
-        """Returns each class's task score, less what its logit lacks of the task's largest one."""
+        """Returns S_t less what a class's logit lacks of its task's largest (not in the paper)."""
         scores = self.fuse().task_scores - self.measured["filtered"]
         rows = self.measured["filtered_rows"] + scores[..., None]
         return np.hstack([rows[:, t, : len(own)] for t, own in enumerate(self.classes)])
@@ -229,8 +229,7 @@ class FDC(Calibrator):
     """Calibrates the competition of task heads from feature statistics (Algorithm 1).
 
     The order of tasks matters: a task's foreign residuals are measured against earlier tasks only.
-    Features are used as they are, never centred or scaled as a whole: TSF and PAC depend on where
-    the origin is. When further tasks follow, nothing is refitted but the foreign reference.
+    Features are used as they are: TSF and PAC depend on where the origin is.
     """
 
     name = "fdc"
@@ -251,12 +250,10 @@ class FDC(Calibrator):
         given = self._task(adapted, labels, head, pretrained, classes)
         settings, gamma = self.settings, self.settings.attenuation
         if (present := int((given.counts > 0).sum())) < settings.neighbours:
-            raise InputError(
-                f"task {given.task}: {settings.neighbours} neighbours need as many classes with "
-                f"samples, found {present}"
-            )
+            wanted = f"{settings.neighbours} neighbours need as many classes with samples"
+            raise InputError(f"task {given.task}: {wanted}, found {present}")
         views, residuals = [], []
-        for features in given.views:  # Line 6, but for own moments.
+        for features in given.views:  # Line 6, first half.
             mean, prototypes = eq.means(features, given.rows, len(given.classes))
             views.append(View(mean, eq.pca(features, mean, settings.retained_energy), prototypes))
         alone = side_by_side([[view] for view in views], [given.counts], [given.head], gamma, True)
@@ -265,7 +262,7 @@ class FDC(Calibrator):
         for index, (view, features) in enumerate(zip(views, given.views, strict=True)):
             name = inputs.VIEWS[index]
             residual = eq.moments(measured[f"{name}_residual"])
-            mean, std = eq.moments(measured[f"{name}_affinity"])  # Of A_t - 1.
+            mean, std = eq.moments(measured[f"{name}_affinity"])  # Line 6, own moments: of A_t - 1.
             views[index] = view._replace(residual=residual, affinity=(1.0 + mean, std))
             warn_of_equal_residuals(given, index, views[index])
             residuals.append(foreign.residuals(features, self.tasks, index))  # Line 7.
@@ -275,11 +272,15 @@ class FDC(Calibrator):
 
     def finalize(self, release: bool = False) -> None:
         """Fits the foreign reference of RLC, and may discard what it is fitted on (line 13)."""
-        if not self.tasks:
-            raise InputError("finalize: no task was fitted")
-        if self.foreign is not None and not self.references:
-            self.references = [each.reference() for each in self.foreign]
+        if not (self.references or self.foreign):
+            raise InputError("finalize: no task was fitted, or joined ones await a second pass")
+        self.references = self.references or [each.reference() for each in self.foreign or []]
         self.foreign = None if release else self.foreign
+
+    def join(self, other: Any) -> None:
+        """See `Calibrator.join`; residuals against earlier tasks take a pass of their own."""
+        super().join(other)
+        self.foreign, self.references = None, []
 
     def terms(self, adapted: Any, pretrained: Any = None, all_rows: bool = False) -> Terms:
         """Returns what scores are made of; see `score`. With `all_rows`, of classes, too."""
@@ -292,14 +293,14 @@ class FDC(Calibrator):
             of_views = [*zip(*(task.views for task in self.tasks), strict=True)]
             self._fitted = side_by_side(of_views, self.counts, self.heads, settings.attenuation)
         found = self._measure(self._fitted, views, self.heads[0], all_rows=all_rows)
-        found = {name: column[:, :count] for name, column in found.items()}  # no padding
-        terms = []
+        found, terms = {name: column[:, :count] for name, column in found.items()}, []  # no padding
+        # Eq. llr; of one task p_F is p_O, and RLC 0.
         for index, (mean, variance, tau) in enumerate(self.references[: len(views)]):
             name = inputs.VIEWS[index]
             evidence = np.tanh(eq.log_ratio(found[f"{name}_residual"], mean, variance) / tau)
             terms.append((weights[index], evidence, found[f"{name}_affinity"]))
-        raw, bent = np.array([task[1:] for task in self.tasks], np.float32).T
-        return Terms(found, terms, raw, bent, settings, self.classes)
+        raw, filtered = np.array([task[1:] for task in self.tasks], np.float32).T
+        return Terms(found, terms, raw, filtered, settings, self.classes)
 
     def _measure(self, fitted, views, head, plain=False, **more) -> dict[str, np.ndarray]:
         settings, normalised = self.settings, head.affine.normalised
@@ -325,15 +326,14 @@ class FDC(Calibrator):
 
     @property
     def note(self) -> str:
-        """Whether earlier tasks were drawn for the foreign reference."""
+        """A line for the user where earlier tasks were drawn for the foreign reference."""
         return foreign.NOTE if self.num_tasks > foreign.EARLIER + 1 else ""
 
     @property
     def storage_bytes(self) -> int:
         """Returns the bytes of the paper's statistics in use, by its accounting, in float32.
 
-        PCA bases count as factors; classifier weights and foreign residuals do not count. A view of
-        weight 0 counts no more than what TSF needs: the adapted bases.
+        Heads and foreign residuals do not count, of a view of weight 0 only the bases TSF needs.
         """
         settings, numbers = self.settings, 2 * self.num_tasks  # Scales with and without TSF.
         weights = settings.adapted_view_weight, settings.pretrained_view_weight

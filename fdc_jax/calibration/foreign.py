@@ -1,11 +1,13 @@
-"""The foreign reference of RLC (lines 7 and 13), without a residual of an image being kept.
+"""The foreign reference of RLC (lines 7 and 13).
 
 p_O and p_F are the same for all tasks, so that the ratio depends on a standardised residual u
-alone. Pairs (j, t) of tasks leave their means of u and u^2 in sums of each task t, and of all
-residuals it is known how often each u occurred: exactly for up to `EXACT` of them, beyond in bins
-of equal width in arcsinh u, which moves tau by less than half a bin. A task is measured against all
-earlier ones up to `EARLIER`; beyond that against as many, drawn at random by its number alone,
-whose pairs then stand for all of the task's pairs: pairs still weigh the same, and without bias.
+alone. Pairs (j, t) of tasks leave their means of u and u^2 in sums of each task t. Up to `EXACT`
+residuals of a view are kept, which is the paper's line 13.
+
+Not in the paper, for long streams: of more residuals a histogram is kept, in bins of equal width in
+arcsinh u, which moves tau by less than half a bin. And a task is measured against all earlier ones
+up to `EARLIER`, beyond that against as many, drawn at random by its number alone, whose pairs then
+stand for all of the task's pairs: pairs still weigh the same, and the means are without bias.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Residuals(NamedTuple):
     count: int = 0  # residuals that were measured
 
     def and_of(self, other: Residuals) -> Residuals:
-        """Returns those of these tasks and further ones; bins are the same in whatever order."""
+        """Joins the residuals of further tasks; bins are the same in whatever order."""
         pairs, values, weights = (
             np.concatenate(each) for each in zip(self[:3], other[:3], strict=True)
         )
@@ -78,7 +80,7 @@ def earlier_tasks(task: int) -> Int[np.ndarray, " k"]:
 
 
 def residuals(features: Float[np.ndarray, "n d"], tasks: Sequence[Any], view: int) -> Residuals:
-    """Returns F^v of a task in one view, of whose earlier tasks `fdc.Task` is kept (line 7)."""
+    """Measures u_j of a task's features in one view against its earlier tasks j (line 7)."""
     if not (task := len(tasks)):
         return Residuals(np.zeros((1, 3)))
     chosen = [tasks[j].views[view] for j in earlier_tasks(task)]
@@ -104,7 +106,7 @@ def appended(known: Sequence[Residuals], new: Sequence[Residuals]) -> list[Resid
 
 
 def median(values: Float[np.ndarray, " k"], weights: Float[np.ndarray, " k"]) -> float:
-    """Returns the median of values of which each occurs so many times."""
+    """Returns the weighted median."""
     order = np.argsort(values)
     reached = np.cumsum(weights[order])
     first, last = (np.searchsorted(reached, reached[-1] / 2, side) for side in ("left", "right"))

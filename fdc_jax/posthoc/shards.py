@@ -80,8 +80,10 @@ def merged(paths: Sequence[str], basis: FDC | None) -> dict[str, Any]:
     """
     starts = sorted((_part(path)["tasks"], path) for path in paths)
     whole, reached, of = {}, 0, _part(starts[0][1])["of"]
-    if of["second"] != (basis is not None):
-        raise InputError("--basis: expected for the parts of a second pass, and for no others")
+    if of["second"] and not basis:
+        raise InputError(f"{starts[0][1]}: is of a second pass: expected --basis, as for the part")
+    if basis and not of["second"]:
+        raise InputError(f"--basis: expected parts of a second pass, found {starts[0][1]}")
     for (start, stop), path in starts:
         part = _part(path)
         if part["of"] != of or start != reached:

@@ -102,7 +102,7 @@ def test_what_does_not_fit_is_one_line(features, tmp_path, capsys):
         (["--merge", three[0], three[0], output], "expected task 2 .* found task 0"),
         (["--merge", three[0], three[1], output], "task 4 and those after it are in no part"),
         (["--merge", three[0], other[1], three[2], output], "of the same features and methods"),
-        (["--merge", *one, output, f"--basis={basis}"], "--basis: expected for the parts"),
+        (["--merge", *one, output, f"--basis={basis}"], "--basis: expected parts of a second pass"),
         (["--merge", features, output], "expected a file of kind"),
         (["--merge", basis, output], "expected a part, as --shard writes it"),
         (["--merge", *one], "--output: expected"),
