@@ -49,12 +49,8 @@ class Confidence(NamedTuple):
         scaled = _scaled(scores, spread)
         losses = [-log_softmax(scaled / each, axis=1)[true].sum() for each in TEMPERATURES]
         kept = np.quantile(familiarity, (np.arange(QUANTILES) + 0.5) / QUANTILES)
-        return self.joined(Confidence(np.array(losses), kept.astype(np.float32)))
-
-    def joined(self, other: Confidence) -> Confidence:
-        """Returns this with the images of other tasks, measured beside their own classes."""
-        every = np.sort(np.append(self.familiarity, other.familiarity))
-        return Confidence(self.losses + other.losses, every)
+        every = np.sort(np.append(self.familiarity, kept.astype(np.float32)))
+        return Confidence(self.losses + losses, every)
 
     def probabilities(
         self, scores: Float[np.ndarray, "n classes"], spread: Float[np.ndarray, " n"]

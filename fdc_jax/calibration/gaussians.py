@@ -144,7 +144,7 @@ def metric(
     shrinkage = LEAST_SHRINKAGE + width / max(images - classes, 1)
     level = shrinkage * variance if variance > 0 else 1.0
     shared = (1 - OWN_SHARE) * covariance + level * np.eye(width)
-    whitener = np.linalg.inv(np.linalg.cholesky(shared))
+    whitener = scipy.linalg.solve_triangular(np.linalg.cholesky(shared), np.eye(width), lower=True)
     origin = all_means[present].mean(axis=0).astype(np.float32)
     own = all_factors @ (np.sqrt(OWN_SHARE) * whitener.T)
     # Woodbury: (I + B' B)^-1 = I - B' (I + B B')^-1 B.
@@ -245,18 +245,18 @@ class Gaussians(Calibrator):
                 before = inputs.feature_array(previous, name, given.views[0].shape[1])
                 inputs.same_length(before, given.views[0], name)
                 by = drift.fit_map(before, given.views[0])
-        confidence, held = self.confidence, left_out(given.rows)
-        first = sum(map(len, self.classes))
+        carried, held, first = copy.copy(self), left_out(given.rows), sum(map(len, self.classes))
+        carried._carry(by)
         if held.any() and first + len(given.classes) <= MANY:
             some = np.flatnonzero(held)
             some = some[np.linspace(0, len(some) - 1, min(len(some), MEASURED)).astype(int)]
-            rest = copy.copy(self)
+            rest = copy.copy(carried)
             rest._fit(given, by, follows, held)
             rest._plain = True  # Many sizes occur once.
             scores, *more = rest._scores(*(each[some] for each in given.views))
-            confidence = confidence.with_task(scores, first + given.rows[some], *more)
-        self._fit(given, by, follows)
-        self.confidence = confidence
+            carried.confidence = self.confidence.with_task(scores, first + given.rows[some], *more)
+        carried._fit(given, by, follows)
+        vars(self).update(vars(carried))
 
     def _fit(
         self,
@@ -267,7 +267,7 @@ class Gaussians(Calibrator):
     ) -> None:
         """Takes a task without some of its images."""
         rows, count = np.where(without, -1, given.rows), len(given.classes)
-        self._take(by, [fit_classes(each, rows, count) for each in given.views])
+        self._add(by, [fit_classes(each, rows, count) for each in given.views])
         self.follows = follows
         self._append(given._replace(counts=np.bincount(rows[rows >= 0], minlength=count)))
 
@@ -275,9 +275,11 @@ class Gaussians(Calibrator):
         """See `Calibrator.join`."""
         self._check_follows(other.follows, f"previous features of task {other.first}")
         super().join(other)
-        self._take(other.entry, other.views)
+        self._carry(other.entry)
+        self._add(other.entry, other.views)
         self.follows = other.follows
-        self.confidence = self.confidence.joined(other.confidence)
+        # Its images were not measured beside the classes of others.
+        self.confidence = Confidence()
 
     def _check_follows(self, follows: bool, name: str) -> None:
         if self.follows not in (None, follows):
@@ -286,27 +288,29 @@ class Gaussians(Calibrator):
                 f"one on, or of none, as its statistics follow the encoder or stay"
             )
 
-    def _take(self, by: drift.AffineMap | None, new: list[ViewClasses]) -> None:
-        """Takes the classes of a task, before which the map moved all others."""
+    def _carry(self, by: drift.AffineMap | None) -> None:
+        """Moves the classes so far."""
+        if by is None or not self.views:
+            return
+        before = self.counts[: len(self.views[0].means)]
+        images = sum(int(counts.sum()) for counts in before)
+        known, narrow = self.views[0], by._replace(matrix=by.matrix.astype(np.float32))
+        # What the map leaves unexplained varies within classes from then on.
+        scatter = narrow.move_scatter(known.scatter) + images * by.residual
+        known = known._replace(scatter=scatter.astype(np.float32))
+        path = drift.path(self.path, by)
+        if not path.amplification <= AMPLIFICATION:
+            known, path = known.moved(path), None
+        self.path, self.views = path, [known, *self.views[1:]]
+
+    def _add(self, by: drift.AffineMap | None, new: list[ViewClasses]) -> None:
+        """Takes the classes of a task, where the map has moved all others before."""
         if not self.views:
             self.entry, self.views = by, new
             return
-        earlier, (first, *others) = self.views, new
-        if by is not None:
-            before = self.counts[: len(earlier[0].means)]
-            images = sum(int(counts.sum()) for counts in before)
-            known, narrow = earlier[0], by._replace(matrix=by.matrix.astype(np.float32))
-            # What the map leaves unexplained varies within classes from then on.
-            scatter = narrow.move_scatter(known.scatter) + images * by.residual
-            known = known._replace(scatter=scatter.astype(np.float32))
-            path = drift.path(self.path, by)
-            if not path.amplification <= AMPLIFICATION:
-                known, path = known.moved(path), None
-            self.path, earlier = path, [known, *earlier[1:]]
         if self.path:
-            first = first.moved(self.path.reversed)
-        pairs = zip(earlier, [first, *others], strict=True)
-        self.views = [known.joined(other) for known, other in pairs]
+            new = [new[0].moved(self.path.reversed), *new[1:]]
+        self.views = [known.joined(other) for known, other in zip(self.views, new, strict=True)]
 
     def components(self, adapted: Any, pretrained: Any = None) -> dict[str, Scores]:
         """Returns the scores by all views and, where there are two, by each alone."""
