@@ -326,6 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.learner:
             source = options.workdir or f"runs/league_{options.learner}_{options.seed}"
             own = [f"--config.learner.name={options.learner}", f"--config.seed={options.seed}"]
+            own += ["--quiet"] * options.quiet
             with stop_on_signals() as stop:
                 given = ["--config=league", f"--workdir={source}", *own, *fields]
                 if code := command.main(stop, given):
