@@ -12,7 +12,6 @@ predicted of the images that the fourth line writes. A record is one JSON file (
 
 import argparse
 import base64
-import binascii
 import json
 import re
 import sys
@@ -77,8 +76,8 @@ _NUMBERS = {
 }
 # Of each test image, packed: the label at the end, those after each task that the image was there,
 # and how many tasks score higher than the true one.
-_PREDICTIONS = {"label": str, "label_after?": [str], "task_rank?": str}
-FORM = {**_FACTS, **_PROTOCOL, **_NUMBERS, "predictions": _PREDICTIONS}
+_PACKED = {"label": str, "label_after?": [str], "task_rank?": str}
+FORM = {**_FACTS, **_PROTOCOL, **_NUMBERS, "predictions": _PACKED}
 
 
 # Records -----------------------------------------------------------------------------------------
@@ -95,7 +94,7 @@ def unpack(text: str, size: int, limit: int, place: str) -> Int[np.ndarray, " n"
         packed = base64.b64decode(text, validate=True)
         content = zlib.decompressobj().decompress(packed, 2 * size + 1)
         found = np.frombuffer(content, "<u2").astype(np.int64)
-    except (binascii.Error, zlib.error, ValueError) as error:
+    except (zlib.error, ValueError) as error:
         raise InputError(f"{place}: not packed numbers ({error})") from error
     if len(found) != size or found.max(initial=0) >= limit:
         raise InputError(f"{place}: expected {size} numbers below {limit}")
@@ -246,13 +245,11 @@ def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> l
     after = [pack(arrays[name]) for name in names if name in arrays]
     if len(after) not in (0, len(names)) or not (after or "label" in arrays):
         raise InputError(f"{path}: expected label, or label_0 to {names[-1]}")
-    predictions: dict[str, Any] = {"label": after[-1] if after else pack(arrays["label"])}
-    if after:
-        predictions["label_after"] = after
+    label = after[-1] if after else pack(arrays["label"])
+    record["predictions"] = predictions = {"label": label, "label_after": after}
     if "task_scores" in arrays:
-        label, task_of = truth(record)
-        predictions["task_rank"] = pack(_rank(arrays["task_scores"], task_of[label]))
-    record["predictions"] = predictions
+        classes, task_of = truth(record)
+        predictions["task_rank"] = pack(_rank(arrays["task_scores"], task_of[classes]))
     return [record | measure(record)]
 
 
@@ -326,10 +323,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.learner:
             source = options.workdir or f"runs/league_{options.learner}_{options.seed}"
             own = [f"--config.learner.name={options.learner}", f"--config.seed={options.seed}"]
-            own += ["--quiet"] * options.quiet
+            own += ["--config=league", f"--workdir={source}", *["--quiet"] * options.quiet]
             with stop_on_signals() as stop:
-                given = ["--config=league", f"--workdir={source}", *own, *fields]
-                if code := command.main(stop, given):
+                if code := command.main(stop, [*own, *fields]):
                     sys.exit(code)
         if source is None and images:
             write_images(images, fields)
