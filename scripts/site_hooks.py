@@ -1,4 +1,5 @@
-"""What MkDocs does beside `mkdocs.yml`: notebooks, API pages, links that leave docs/, formulas.
+"""What MkDocs does beside `mkdocs.yml`: notebooks, API pages, links that leave docs/, formulas,
+names in the code that may go on in the next line.
 
 Pages stay as a code host reads them. In the site a notebook is a page, every package has a page of
 its docstrings, what pages link to outside docs/ lies below `repository/`, and TeX is MathML, which
@@ -20,6 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "fdc_jax"
 _LINK = re.compile(r"(?<=\]\()[^()#:\s]+")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
+# Code in a line of text, a long word in it, and where that may go on in the next line.
+_CODE = re.compile(r"(?<!<pre>)(?<!</span>)<code>[^<]+</code>")
+_LONG = re.compile(r"(?<![^\s<>])[^\s<>]{16,}(?![^\s<>])")
+_PART = re.compile(r"(?<=[\w)\]}][._/=,:-])(?=[\w{\[])|(?<=\w)(?=\()")
 # A dotted name in the code but for fields of the configuration: first what has a place in the API,
 # which of what a class holds is the class.
 _NAME = re.compile(
@@ -65,12 +70,21 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Turns TeX into MathML."""
+    """Turns TeX into MathML, and lets long names go on in the next line."""
+    content = _CODE.sub(lambda found: _LONG.sub(_parted, found[0]), content)
     return _FORMULA.sub(_mathml, content)
 
 
+def _parted(found: re.Match[str]) -> str:
+    return _PART.sub("<wbr>", found[0])
+
+
 def _mathml(found: re.Match[str]) -> str:
-    return convert(html.unescape(found[2]), "block" if found[1] == "div" else "inline")
+    tex = html.unescape(found[2])
+    if found[1] == "span":
+        return convert(tex)
+    # Scrolls where it is wider than the screen.
+    return f'<div class="formula" tabindex="0">{convert(tex, display="block")}</div>'
 
 
 def _notebook(path: Path) -> Iterator[tuple[str, str | bytes]]:

@@ -16,10 +16,12 @@ import yaml
 
 from fdc_jax import calibration
 from fdc_jax.run import base, configuration
+from tests.report import test_browser
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 DOCS, PACKAGE = REPOSITORY / "docs", REPOSITORY / "fdc_jax"
 NOTEBOOKS = sorted(DOCS.rglob("*.ipynb"))
+browser = test_browser.browser
 NOTATION = re.findall(r"`([a-z]\w*(?:\.\w+)+)`", (DOCS / "notation.md").read_text())
 
 
@@ -141,16 +143,59 @@ class Page(HTMLParser):
             (self.loaded if loads else self.linked).append(place)
 
 
-@pytest.mark.ci
-def test_the_site_builds_links_to_what_is_there_and_loads_nothing_from_elsewhere(tmp_path):
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the site."""
     pytest.importorskip("mkdocs")
+    folder = tmp_path_factory.mktemp("site")
     # Not quietly: what is not logged does not count as a warning.
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder]
     built = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
+    return folder
+
+
+# Words of text, not of blocks of code, that do not stand in one line.
+BROKEN = r"""() => {
+  const found = [], range = document.createRange(), page = document.querySelector(".md-content");
+  const walk = document.createTreeWalker(page, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const text = walk.currentNode;
+    if (text.parentElement.closest("pre, script, style")) continue;
+    for (const word of text.data.matchAll(/[A-Za-z0-9]{2,}/g)) {
+      range.setStart(text, word.index);
+      range.setEnd(text, word.index + word[0].length);
+      const tops = [...range.getClientRects()].filter(each => each.width).map(each => each.top);
+      if (Math.max(...tops) - Math.min(...tops) > 4) found.push(word[0]);
+    }
+  }
+  return found;
+}"""
+CUT = (
+    "[...document.querySelectorAll('pre > code')].map(each => each.scrollWidth - each.clientWidth)"
+)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("width", [1280, 390])
+def test_pages_fit_screens_break_no_word_and_cut_no_command_of_the_start(browser, site, width):
+    opened = browser.new_page(viewport={"width": width, "height": 900})
+    for path in sorted(
+        {*site.glob("*.html"), *site.glob("tutorials/*.html")} - {site / "404.html"}
+    ):
+        opened.goto(path.as_uri())
+        assert opened.evaluate("document.documentElement.scrollWidth") <= width, path
+        assert opened.evaluate(BROKEN) == [], path
+        if path.name == "index.html":
+            assert max(opened.evaluate(CUT)) <= 0
+    opened.close()
+
+
+@pytest.mark.ci
+def test_the_site_links_to_what_is_there_and_loads_nothing_from_elsewhere(site):
     # The report is there without its other files; the page for what is missing has absolute links.
     left = ("404.html", "example_report.html")
-    pages = {path: Page(path) for path in tmp_path.rglob("*.html") if path.name not in left}
+    pages = {path: Page(path) for path in site.rglob("*.html") if path.name not in left}
     assert len(pages) > 40
     for path, page in pages.items():
         for place in page.loaded:
@@ -163,13 +208,15 @@ def test_the_site_builds_links_to_what_is_there_and_loads_nothing_from_elsewhere
             assert target.is_file(), (path, place)
             if found.fragment and target in pages:
                 assert unquote(found.fragment) in pages[target].ids, (path, place)
-    for sheet in tmp_path.rglob("*.css"):
+    for sheet in site.rglob("*.css"):
         assert not re.search(r"(url\(|@import )[\"']?(https?:)?//", sheet.read_text()), sheet
 
-    assert "math" in pages[tmp_path / "notation.html"].tags
+    assert not any("arithmatex" in path.read_text() for path in pages)
+    for name in ("beyond", "predict"):
+        assert 'display="block"' in (site / f"{name}.html").read_text()
     for path in NOTEBOOKS:
-        page = pages[tmp_path / path.relative_to(DOCS).with_suffix(".html")]
+        page = pages[site / path.relative_to(DOCS).with_suffix(".html")]
         assert any(place.startswith(f"{path.stem}_files/") for place in page.loaded)
         assert path.name in page.linked
-    names = pages[tmp_path / "api" / "fdc_jax.calibration.html"].ids
+    names = pages[site / "api" / "fdc_jax.calibration.html"].ids
     assert "fdc_jax.calibration.fdc.FDC.fit_task" in names
