@@ -63,6 +63,7 @@ after the last task; and what is to be known of the method as JSON:
  "storage_bytes": null, "versions": {"torch": "2.13.0"}}
 ```
 
+[`scripts/league_pilot.py`](../scripts/league_pilot.py) does that for methods of LAMDA-PILOT.
 `fdc bench dump.npz --images=FOLDER --facts=facts.json` writes the record and
 `fdc bench --check=results/league` checks all. `processor_seconds` is the processor time of the
 whole process.
