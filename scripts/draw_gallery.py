@@ -43,8 +43,9 @@ def main() -> None:
         browser = started.chromium.launch(
             executable_path=os.environ["CHROMIUM"], args=["--no-sandbox"]
         )
-        size = {"width": 1000, "height": 900}
-        page = browser.new_page(viewport=size, device_scale_factor=1.4, color_scheme="light")
+        page = browser.new_page(
+            viewport={"width": 1000, "height": 900}, device_scale_factor=1.4, color_scheme="light"
+        )
         for name, (of, first, last) in PICTURES.items():
             page.goto((ROOT / "results" / f"{of}.html").as_uri())
             clip = page.evaluate(BETWEEN, [first, last])
