@@ -21,9 +21,9 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS, PACKAGE = ROOT / "docs", ROOT / "fdc_jax"
 _LINK = re.compile(r"(?<=\]\()[^()#:\s]+")
 _FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](.*?)\\[)\]]</\1>', re.DOTALL)
-# Code in a line of text, a long word in it, and where that may go on in the next line.
+# Code in a line of text, a long word or an option in it, where that may go on in the next line.
 _CODE = re.compile(r"(?<!<pre>)(?<!</span>)<code>[^<]+</code>")
-_LONG = re.compile(r"(?<![^\s<>])[^\s<>]{16,}(?![^\s<>])")
+_LONG = re.compile(r"(?<![^\s<>])(?:[^\s<>]{16,}|-[^\s<>]+)(?![^\s<>])")
 _PART = re.compile(r"(?<=[\w)\]}][._/=,:-])(?=[\w{\[])|(?<=\w)(?=\()")
 # A dotted name in the code but for fields of the configuration: first what has a place in the API,
 # which of what a class holds is the class.
@@ -76,7 +76,8 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def _parted(found: re.Match[str]) -> str:
-    return _PART.sub("<wbr>", found[0])
+    parts = _PART.split(found[0])
+    return "<wbr>".join(f'<span class="whole">{part}</span>' for part in parts)
 
 
 def _mathml(found: re.Match[str]) -> str:

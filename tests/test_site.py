@@ -162,7 +162,7 @@ BROKEN = r"""() => {
   while (walk.nextNode()) {
     const text = walk.currentNode;
     if (text.parentElement.closest("pre, script, style")) continue;
-    for (const word of text.data.matchAll(/[A-Za-z0-9]{2,}/g)) {
+    for (const word of text.data.matchAll(/(?<![A-Za-z0-9])-*[A-Za-z0-9]{2,}/g)) {
       range.setStart(text, word.index);
       range.setEnd(text, word.index + word[0].length);
       const tops = [...range.getClientRects()].filter(each => each.width).map(each => each.top);
