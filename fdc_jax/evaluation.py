@@ -195,6 +195,12 @@ def calibration_error(probability: Float[np.ndarray, " n"], right: Bool[np.ndarr
     return 100.0 * float(np.abs(np.bincount(bins, probability - right)).sum()) / len(right)
 
 
+def chance_calibration_error(probability: Float[np.ndarray, " n"]) -> float:
+    """Returns the mean `calibration_error` of as many samples that are right as often as said."""
+    draws = np.random.default_rng(0).random((100, len(probability))) < probability
+    return float(np.mean([calibration_error(probability, right) for right in draws]))
+
+
 def paired_gain(before: Sequence[float], after: Sequence[float] | np.ndarray) -> Gain:
     """Gain within each seed, its mean, sample std and Student t interval; NaN for one seed.
 
@@ -252,7 +258,8 @@ def measure(
         labels: true labels.
         tasks: true tasks, counted from 0.
         probabilities: of all classes, tasks in order; with them `calibration_error` says how far
-            those of the predicted labels are from the share of right ones.
+            those of the predicted labels are from the share of right ones, and
+            `chance_calibration_error` how far that would be by chance alone.
     """
     count = int(tasks.max()) + 1
     found = {
@@ -261,11 +268,12 @@ def measure(
     }
     predicted = {name: each.label for name, each in scores.items()}
     predicted["oracle"] = scores["raw"].label_in_task(tasks)
-    sure = {}
+    sure, chance = {}, {}
     if probabilities is not None:
         for name, each in scores.items():
             said = of_labels(probabilities, each.classes, each.label)
             sure[name] = calibration_error(said, each.label == labels)
+            chance[name] = chance_calibration_error(said)
     return {
         "accuracy": {name: accuracy(labels, each) for name, each in predicted.items()},
         "routing_accuracy": {name: each.routing_accuracy for name, each in found.items()},
@@ -277,7 +285,7 @@ def measure(
             ]
             for name, each in predicted.items()
         },
-        **({"calibration_error": sure} if sure else {}),
+        **({"calibration_error": sure, "chance_calibration_error": chance} if sure else {}),
     }
 
 

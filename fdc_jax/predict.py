@@ -312,13 +312,20 @@ def _run(options: argparse.Namespace) -> None:
     run = fdc_jax.open_run(options.workdir, learner=options.learner)
     found = Predictions(run, options.images, options.top, options.method)
     images = counted(len(found.images), "image")
-    progress, said, changed = Progress(options.quiet, unit="batch"), 0, 0
+    progress, said, changed, unlike = Progress(options.quiet, unit="batch"), 0, 0, 0
     first: list[pd.DataFrame] = []
     shown: list[tuple[Any, dict[str, Any]]] = []
     if found.num_tasks < run.num_tasks:
         progress.line(
             f"the run has learned {found.num_tasks} of its {run.num_tasks} tasks; it knows no "
             "class of the others"
+        )
+    right = (run.results or {"accuracy": {}})["accuracy"]
+    best = max(run.calibrators, key=lambda name: right.get(name, 0.0))
+    if right.get(best, 0.0) > right.get(found.method, 100.0):
+        progress.line(
+            f"{METHODS[found.method].title} answers, right on {right[found.method]:.1f} % of the "
+            f"run's test images; {right[best]:.1f} % with --method={best}"
         )
     if found.calibrator.note:
         progress.line(found.calibrator.note)
@@ -340,21 +347,24 @@ def _run(options: argparse.Namespace) -> None:
                         shown.append((doubts[place], picture))
                 shown = sorted(shown, key=operator.itemgetter(0))[:_ON_PAGE]
             said, changed = said + len(table), changed + int(np.count_nonzero(table["changed"]))
+            unlike += int(np.count_nonzero(table["unlike_learned"])) if found.gaussians else 0
             speed = (said + len(found.unreadable)) / (time.perf_counter() - clock)
             progress.step("predict", images_per_second=f"{speed:.0f}")
         if not said:
             raise InputError(f"none of {images} could be read")
     if options.html:
-        _write_page(options.html, found, said, changed, [picture for _, picture in shown])
+        counts = {"images": said, "changed": changed, "unlike": unlike}
+        _write_page(options.html, found, [picture for _, picture in shown], counts)
     if not options.quiet:
         printed = pd.concat(first).head(_ON_SCREEN)
         names = ("image", "class", "confidence", "unlike_learned", "task", "score", "raw_class")
         print(printed[[name for name in names if name in printed]].to_string(index=False))
         more = f"{said - len(printed):,} more; " if said > len(printed) else ""
+        strange = f"{unlike:,} unlike anything learned; " if found.gaussians else ""
         files = " and ".join(filter(None, (options.output, options.html)))
         print(
-            f"{more}of {counted(changed, 'image')} the heads alone would have said another class; "
-            f"wrote {files}"
+            f"{more}{strange}of {counted(changed, 'image')} the heads alone would have said "
+            f"another class; wrote {files}"
         )
     if found.unreadable:
         raise InputError(f"{len(found.unreadable)} of {images} could not be read")
@@ -391,7 +401,7 @@ def _picture(line: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[st
 
 
 def _write_page(
-    path: str, found: Predictions, said: int, changed: int, shown: list[dict[str, Any]]
+    path: str, found: Predictions, shown: list[dict[str, Any]], counts: dict[str, int]
 ) -> None:
     from fdc_jax.report import page  # plotting takes seconds to import
 
@@ -401,8 +411,7 @@ def _write_page(
         num_tasks=found.num_tasks,
         num_classes=sum(map(len, found.calibrator.classes)),
         method=METHODS[found.method].title,
-        images=said,
-        changed=changed,
+        **counts,
         unreadable=[
             "/".join(Path(found.images.ids[row]).parts[-2:]) for row in sorted(found.images.broken)
         ],

@@ -1,5 +1,6 @@
 """Answers for new images: those of the evaluation, with what they are made of, from anywhere."""
 
+import json
 import re
 import shutil
 
@@ -218,6 +219,8 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
         (folder / other).write_bytes(b"")
     output, page = tmp_path / "out.csv", tmp_path / "out.html"
     arguments = [str(whole), str(folder), f"--output={output}", f"--html={page}", "--top=10"]
+    results = json.loads((whole / "results.json").read_text())
+    right = {name: results["accuracy"][name] for name in ("fdc", "gaussians")}
     assert predict.main(arguments) == 2
     printed = capsys.readouterr()
     errors = printed.err.splitlines()
@@ -225,7 +228,9 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     assert f"{folder / 'zero.png'}: cannot decode these 0 bytes" in printed.err
     assert f"{folder}: skipped, as no images by their suffix: 2 .heic, 1 .gif (pip" in errors[0]
     changed = int(said["changed"].sum())
-    assert f"50 more; of {changed} images the heads alone would have said" in printed.out
+    strange = f"{said['unlike_learned'].sum()} unlike anything learned"
+    assert f"50 more; {strange}; of {changed} images the heads alone would have said" in printed.out
+    assert ("--method=" in printed.out + printed.err) == (right["fdc"] < max(right.values()))
     table = pd.read_csv(output, dtype={name: str for name in said if "class" in name})
     same(table, said)
     text = page.read_text()
@@ -259,7 +264,9 @@ def test_progress_is_plain_where_it_is_no_terminal_and_quiet_says_errors_alone(
     output = f"--output={tmp_path / 'out.csv'}"
     assert predict.main([str(whole), *images, output]) == 0
     found = capsys.readouterr().err
-    assert re.match(r"predict: batch 2 of 4, images_per_second \d+, about \d+ s left\n", found)
+    assert re.search(
+        r"(?m)^predict: batch 2 of 4, images_per_second \d+, about \d+ s left\n", found
+    )
     assert predict.main([str(whole), *images, output, "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
 

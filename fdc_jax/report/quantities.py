@@ -44,7 +44,11 @@ def notes(results: Mapping[str, Any]) -> list[str]:
     found = [f"{note[:1].upper()}{note[1:]}." for note in (results.get("notes") or {}).values()]
     if sure := results.get("calibration_error"):
         said = ", ".join(f"{value:.1f} for {METHODS[name].title}" for name, value in sure.items())
+        if chance := results.get("chance_calibration_error"):
+            said += f"; by chance alone {', '.join(f'{chance[name]:.1f}' for name in sure)}"
         found.append(f"Calibration error of the confidence on the test images, in points: {said}.")
+    if (share := results.get("unlike_learned")) is not None:
+        found.append(f"Of the test images, {share:.1f} % are taken for unlike anything learned.")
     return found
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from fdc_jax import calibration, evaluation
-from fdc_jax.calibration import Scores
+from fdc_jax.calibration import Scores, confidence
 from fdc_jax.data.task_stream import TaskStream
 from fdc_jax.errors import StopRequest
 from fdc_jax.features.feature_files import TaskFeatures
@@ -210,7 +210,11 @@ def evaluate(
     views = work.images.test_features(len(labels), encoder)
     scores, components, took = score(calibrators, heads, *views.arrays)
     gaussians = calibrators.get("gaussians")
-    sure = None if gaussians is None else gaussians.probabilities(*views.arrays)
+    sure = unlike = None
+    if gaussians is not None:
+        sure = gaussians.probabilities(*views.arrays)
+        untypical = gaussians.typicality(*views.arrays) < confidence.UNTYPICAL
+        unlike = 100.0 * float(untypical.mean())
     if task + 1 == len(tasks.tasks):
         columns = evaluation.predictions(scores, labels, true_tasks)
         work.store.keep_predictions(columns, tasks.class_names)
@@ -226,6 +230,7 @@ def evaluate(
         "task": task,
         "test_images": len(labels),
         **evaluation.measure(scores, labels, true_tasks, sure),
+        "unlike_learned": unlike,
         "components": {
             name: evaluation.accuracy(labels, each.label) for name, each in components.items()
         },

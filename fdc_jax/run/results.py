@@ -56,7 +56,10 @@ def collect(
         "components": last["components"],
         "selected": {"components": selected, "accuracy": last["components"].get(selected)},
         "decomposition": last["decomposition"],
-        "calibration_error": last.get("calibration_error") or {},  # the record may be older
+        # The record may be older, and the run without class Gaussians.
+        "calibration_error": last.get("calibration_error") or {},
+        "chance_calibration_error": last.get("chance_calibration_error") or {},
+        "unlike_learned": last.get("unlike_learned"),
         "curve": [{name: record[name] for name in _POINT} for record in records],
         "fdc_storage_bytes": storage.get("fdc"),
         "storage_bytes": storage,

@@ -1,6 +1,8 @@
 """Probabilities and typicality against their definitions, and what they are worth."""
 
 import numpy as np
+import pytest
+from scipy.stats import binom
 
 from fdc_jax import calibration, evaluation
 from fdc_jax.calibration import confidence
@@ -66,3 +68,13 @@ def test_calibration_error_by_hand():
     probability, right = np.array([0.1, 0.1, 0.9, 0.9]), np.array([False, False, True, False])
     expected = 100 * (0.5 * 0.1 + 0.5 * 0.4)
     np.testing.assert_allclose(evaluation.calibration_error(probability, right), expected)
+
+
+def test_so_few_images_are_off_by_chance_alone():
+    """Of n sure by p in one bin, |k / n - p| with k binomial; many are off by little."""
+    few, many = np.full(9, 0.9), np.full(90_000, 0.9)
+    k = np.arange(10)
+    expected = 100 * np.sum(binom.pmf(k, 9, 0.9) * np.abs(k / 9 - 0.9))
+    assert evaluation.chance_calibration_error(few) == pytest.approx(expected, rel=0.25)
+    assert evaluation.chance_calibration_error(many) < 0.2
+    assert evaluation.chance_calibration_error(np.ones(9)) == 0.0
