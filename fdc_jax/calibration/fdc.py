@@ -8,7 +8,6 @@ functions of `equations`. A view is an encoder: "adapted" (E_t while learning, E
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -61,7 +60,7 @@ class Settings:
             value, kind = getattr(self, field.name), type(field.default)
             least, what = (1, "count") if kind is int else (0, "finite number")
             real = issubclass(type(value), Real) and not isinstance(value, bool)
-            if not (real and math.isfinite(value) and kind(value) == value >= least):
+            if not (real and abs(value) < 1e300 and kind(value) == value >= least):
                 raise InputError(f"{field.name}: expected a {what} from {least}, found {value!r}")
             object.__setattr__(self, field.name, kind(value))
         if not 0.0 < self.retained_energy <= 1.0:

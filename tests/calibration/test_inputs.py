@@ -149,11 +149,11 @@ def test_a_head_without_bias_has_biases_of_zero(head):
 SETTINGS = {
     "retained_energy": (0.0, 1.1),
     "attenuation": (-0.1, 1.5, True),
-    "rlc_weight": (-1.0, np.bool_(False)),
+    "rlc_weight": (-1.0, np.bool_(False), 10**400),
     "pac_weight": (float("nan"),),
     "adapted_view_weight": ("one",),
     "pretrained_view_weight": (float("inf"),),
-    "neighbours": (0, 1.5, True),
+    "neighbours": (0, 1.5, True, 10**400),
 }
 
 
