@@ -48,7 +48,8 @@ def render(
         ],
         overview=[each for each in compared if each.name == "runs"],
         skipped=skipped,
-        tables=compared,
+        # Those of a single group stand in its section.
+        tables=[each for each in compared if each.name != "calibrators" or len(groups) > 1],
         figures=[each for each in drawings if each not in own],
     )
 

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fdc_jax.report import figures, page, pictures, words
+from fdc_jax.report import figures, page, pictures, tables, words
 from fdc_jax.report.pictures import Evidence, Picture, Pictures, Said
 from fdc_jax.report.runs import Skipped
 from fdc_jax.report.tables import Table
@@ -73,7 +73,7 @@ def material(name="ant"):
     return Pictures(names, [picture(name), picture(name, 5)], 12, [picture(name, 6)], 1)
 
 
-def rendered(members, tables=(), skipped=(), kinds=figures.OF_A_RUN, found=None):
+def rendered(members, built=(), skipped=(), kinds=figures.OF_A_RUN, found=None):
     groups = made_up.analysed(*members)
     with pytest.MonkeyPatch.context() as patch:  # Figures that are not shown are not drawn.
         for name in ("_OF_A_RUN", "_OF_ANALYSES"):
@@ -81,7 +81,7 @@ def rendered(members, tables=(), skipped=(), kinds=figures.OF_A_RUN, found=None)
             patch.setattr(figures, name, wanted)
         drawn = [each for each in figures.draw(groups) if each.kind in kinds]
     found = found or [material() for _ in groups]
-    return page.render(groups, skipped, tables, drawn, found, {1: "classes_1.html"})
+    return page.render(groups, skipped, built, drawn, found, {1: "classes_1.html"})
 
 
 def several():
@@ -104,7 +104,8 @@ def read(text):
 
 @pytest.fixture(scope="module")
 def single():
-    return Reader(rendered([made_up.run(1, benchmark="digits")], kinds=("accuracy_curve",)))
+    run = made_up.run(1, benchmark="digits")
+    return Reader(rendered([run], tables.build(made_up.groups(run)), kinds=("accuracy_curve",)))
 
 
 def test_nothing_comes_from_elsewhere(text, read):
@@ -136,7 +137,7 @@ def test_links_lead_somewhere(text, read):
 
 def test_a_single_run_comes_first_with_its_number(single):
     assert single.texts("h1") == ["Cumulative-LoRA on Digits, with FDC"]
-    assert single.texts("h2") == ["Result", "Provenance"]
+    assert single.texts("h2") == ["Result", "Tables", "Provenance"]
     results = made_up.run(1, benchmark="digits").results["accuracy"]
     assert results["gaussians"] > results["fdc"]
     values = [f"{results[kind]:.1f} %" for kind in ("gaussians", "fdc", "raw", "oracle")]
@@ -150,6 +151,7 @@ def test_a_single_run_comes_first_with_its_number(single):
 def test_calibrators_tasks_and_pictures(single):
     results, cells = made_up.run(1, benchmark="digits").results, single.texts("td")
     assert {"Raw", "FDC", words.method_title("gaussians"), "Task given"} < set(single.texts("th"))
+    assert single.texts("h3").count("Calibrators side by side") == 1
     for section in ("accuracy", "routing_accuracy", "average_incremental_accuracy"):
         assert {f"{results[section][name]:.2f}" for name in made_up.METHODS} < set(cells)
     assert any("Class Gaussians follow the encoder." in each for each in single.texts("p"))
