@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from fdc_jax import calibration, command, evaluation
+from fdc_jax import command, evaluation
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.data.task_stream import open_stream
 from fdc_jax.errors import InputError, Program, stop_on_signals
@@ -41,7 +41,7 @@ from fdc_jax.machine.files import (
     write_text,
 )
 from fdc_jax.model import weights
-from fdc_jax.run import configuration
+from fdc_jax.run import configuration, experiment
 from fdc_jax.run import setup as setups
 from fdc_jax.run.opened import Opened
 
@@ -200,14 +200,17 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
         raise InputError(f"{workdir}: expected a finished run, found no results.json")
     columns = run.predictions
     label, task, records = columns["label"], columns["task"], []
-    stored = feature_files.load(run.features_folder) if run.features_folder.is_dir() else None
-    settings = {name[4:]: each for name, each in run.config.items() if name.startswith("fdc.")}
+    scores: dict[str, Any] = {}
+    if run.features_folder.is_dir():
+        stored = feature_files.load(run.features_folder)
+        fitted = {name: run.calibrator(name) for name in run.calibrators}
+        heads = next(iter(fitted.values())).heads  # the final ones, of all alike
+        views = stored.test_adapted, stored.test_pretrained
+        scores = experiment.score(fitted, heads, *views)[0]
     for name in (each for each in results["accuracy"] if each != "oracle"):
         predictions: dict[str, Any] = {"label": pack(columns[f"{name}_label"])}
-        if stored is not None:
-            found = stored.fit(calibration.make(name, **settings))
-            scores = found.score(stored.test_adapted, stored.test_pretrained)
-            predictions["task_rank"] = pack(_rank(scores.task_scores, task))
+        if name in scores:
+            predictions["task_rank"] = pack(_rank(scores[name].task_scores, task))
         record = {
             "method": results["learner"],
             "calibrator": name,

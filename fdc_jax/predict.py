@@ -159,10 +159,9 @@ class Predictions:
         ranked = np.argsort(-order, axis=1, kind="stable")[:, : self.top].T
         columns: dict[str, Any] = {}
         if self.gaussians is not None:
-            views = adapted, *pretrained
-            sure = self.gaussians.probabilities(*views)
+            sure, typicality = self.gaussians.assess(adapted, *pretrained)
             columns["confidence"] = confidence.of_labels(sure, self.gaussians.classes, label)
-            columns["typicality"] = self.gaussians.typicality(*views)
+            columns["typicality"] = typicality
             columns["unlike_learned"] = columns["typicality"] < confidence.UNTYPICAL
         for place, best in enumerate(ranked, start=1):
             suffix = f"_{place}" if place > 1 else ""

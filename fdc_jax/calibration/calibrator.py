@@ -145,9 +145,9 @@ class Calibrator:
                 f"{self.widths}"
             )
         inputs.check_new(classes, task, self.classes)
-        for name in ("classes", "counts", "heads", "tasks", "statistics"):
-            if hasattr(self, name):
-                setattr(self, name, [*getattr(self, name), *getattr(other, name)])
+        self.classes = [*self.classes, *other.classes]
+        self.counts = [*self.counts, *other.counts]
+        self.heads = [*self.heads, *other.heads]
         self._forget()
 
     def finalize(self, release: bool = False) -> None:

@@ -279,7 +279,7 @@ class FDC(Calibrator):
     def join(self, other: Any) -> None:
         """See `Calibrator.join`; residuals against earlier tasks take a pass of their own."""
         super().join(other)
-        self.foreign, self.references = None, []
+        self.tasks, self.foreign, self.references = [*self.tasks, *other.tasks], None, []
 
     def terms(self, adapted: Any, pretrained: Any = None, all_rows: bool = False) -> Terms:
         """Returns what scores are made of; see `score`. With `all_rows`, of classes, too."""

@@ -327,24 +327,29 @@ class Gaussians(Calibrator):
         """See `Calibrator.class_scores`; minus infinity for classes without an image."""
         return self._summed([*self._by_view(adapted, pretrained).values()])
 
+    def assess(
+        self, adapted: Any, pretrained: Any = None
+    ) -> tuple[Float[np.ndarray, "n classes"], Float[np.ndarray, " n"]]:
+        """Returns `probabilities` and `typicality` from one scoring."""
+        scores, spread, familiarity = self._scores(adapted, pretrained)
+        kept = self.confidence
+        return kept.probabilities(scores, spread), kept.typicality(familiarity)
+
     def probabilities(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """Returns the probability of every class; arguments and errors as of `score`."""
-        scores, spread, _ = self._scores(adapted, pretrained)
-        return self.confidence.probabilities(scores, spread)
+        return self.assess(adapted, pretrained)[0]
 
     def typicality(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, " n"]:
         """Returns the share of left-out training images that are no more familiar, in (0, 1]."""
-        return self.confidence.typicality(self._scores(adapted, pretrained)[2])
+        return self.assess(adapted, pretrained)[1]
 
     def _scores(self, adapted: Any, pretrained: Any = None) -> tuple[np.ndarray, ...]:
         """Returns scores of classes, their spread and the familiarity; see `confidence`."""
-        found, counts = self._by_view(adapted, pretrained), np.concatenate(self.counts)
-        scores, every, plain = (
-            self._summed([*found.values()]),
-            counts.sum(keepdims=True),
-            self._plain,
-        )
+        found, plain = self._by_view(adapted, pretrained), self._plain
+        scores = self._summed([*found.values()])
         if self._pairs is None:
+            counts = np.concatenate(self.counts)
+            every = counts.sum(keepdims=True)
             ones = [
                 metric(known.as_one(counts, path), every, None, plain)
                 for known, path in zip(self.views, (self.path, None), strict=False)

@@ -212,9 +212,8 @@ def evaluate(
     gaussians = calibrators.get("gaussians")
     sure = unlike = None
     if gaussians is not None:
-        sure = gaussians.probabilities(*views.arrays)
-        untypical = gaussians.typicality(*views.arrays) < confidence.UNTYPICAL
-        unlike = 100.0 * float(untypical.mean())
+        sure, typicality = gaussians.assess(*views.arrays)
+        unlike = 100.0 * float(np.mean(typicality < confidence.UNTYPICAL))
     if task + 1 == len(tasks.tasks):
         columns = evaluation.predictions(scores, labels, true_tasks)
         work.store.keep_predictions(columns, tasks.class_names)

@@ -16,11 +16,8 @@ class Loggers:
     """Those of `config.log`, for the run whose events are in a file that grows."""
 
     def __init__(self, names: str, events: Path):
-        self._names, self._folder, self._sinks = (
-            names.split(",") if names else [],
-            events.parent,
-            [],
-        )
+        self._names, self._folder = names.split(",") if names else [], events.parent
+        self._sinks: list[Callable[..., None]] = []
         self._seen: list[tuple[Any, ...]] = []
         self._learned: dict[str, list[float]] = {}  # accuracy of each task when it was learned
         for line in events.read_text("utf-8").splitlines() if names and events.exists() else ():

@@ -66,6 +66,7 @@ class Comparator(Calibrator):
     def join(self, other: Any) -> None:
         """See `Calibrator.join`; for methods whose total is a plain sum, or that have none."""
         super().join(other)
+        self.statistics = [*self.statistics, *other.statistics]
         self.total = self.total if other.total is None else self.total + other.total
 
     def finalize(self, release: bool = False) -> None:
