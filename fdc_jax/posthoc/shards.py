@@ -78,21 +78,21 @@ def merged(paths: Sequence[str], basis: FDC | None) -> dict[str, Any]:
         InputError: a file is no part, or parts are of different files, methods or passes, or tasks
             are in none of them or in two.
     """
-    starts = sorted((_part(path)["tasks"], path) for path in paths)
-    whole, reached, of = {}, 0, _part(starts[0][1])["of"]
+    # What parts hold of tasks is read one part at a time, as it may not fit in memory twice.
+    starts = sorted(map(_outline, paths), key=lambda each: each[:2])
+    whole, reached, of = {}, 0, starts[0][2]
     if of["second"] and not basis:
         raise InputError(f"{starts[0][1]}: is of a second pass: expected --basis, as for the part")
     if basis and not of["second"]:
         raise InputError(f"--basis: expected parts of a second pass, found {starts[0][1]}")
-    for (start, stop), path in starts:
-        part = _part(path)
-        if part["of"] != of or start != reached:
+    for (start, stop), path, own in starts:
+        if own != of or start != reached:
             raise InputError(
                 f"{path}: expected task {reached} and those after it, of the same features and "
                 f"methods as {starts[0][1]}; found task {start}"
             )
         reached = stop
-        for name, pieces in part["fitted"].items():
+        for name, pieces in _part(path)["fitted"].items():
             for piece in pieces:
                 if basis is not None:
                     whole[name] = foreign.appended(whole.get(name, []), piece)
@@ -107,6 +107,11 @@ def merged(paths: Sequence[str], basis: FDC | None) -> dict[str, Any]:
     if "fdc" in whole:
         whole["fdc"].foreign = None
     return whole
+
+
+def _outline(path: str) -> tuple[list[int], str, dict[str, Any]]:
+    part = _part(path)
+    return part["tasks"], path, part["of"]
 
 
 def _part(path: str) -> dict[str, Any]:
