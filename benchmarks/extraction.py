@@ -76,7 +76,12 @@ def main() -> None:
     parser = measure.parser_of(__doc__, PROGRAM, **flags)
     names = ("jax", "jax_dual")
     measure.contest(
-        PROGRAM, parser, contender, names, "eager,compiled", lambda o: o.batches * o.batch_size
+        PROGRAM,
+        parser,
+        contender,
+        names,
+        ",".join(measure.PYTORCH),
+        lambda o: o.batches * o.batch_size,
     )
 
 

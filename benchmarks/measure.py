@@ -24,7 +24,7 @@ import numpy as np
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import check_writable_file, write_json
 
-PYTORCH = ("eager", "factors", "compiled")
+PYTORCH = ("eager", "expert")
 
 # What JAX and PyTorch do in float32 differs by the order of sums.
 TOLERANCE = 1e-4
@@ -170,8 +170,7 @@ def _serve(
     """Is the process of some contenders: makes them, and repeats the one that is named."""
     from fdc_jax.machine import devices
 
-    if names[0].startswith("jax"):
-        devices.keep_freed_memory()
+    devices.keep_freed_memory()
     use_cores(options.cores)
     try:
         made = {name: make(options, name) for name in names}

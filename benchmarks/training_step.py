@@ -6,9 +6,9 @@
 
 Weights and images are random; the images are on the device before the clock starts. With --pytorch
 the same encoder, increments and head in PyTorch take turns with ours, checked to have the same
-features, gradients and losses: `eager`, with increments as the codes of the field compute them;
-`factors`, eager with the cheaper increments; `compiled`, `eager` through torch.compile. Utilisation
-is the operations of the formula in `benchmarks/flops.py` a second over those of a large product.
+features, gradients and losses: `eager`, as the codes of the field compute them, and `expert`, what
+PyTorch can do. Utilisation is the operations of the formula in `benchmarks/flops.py` a second over
+those of a large product.
 """
 
 import argparse
