@@ -39,6 +39,7 @@ from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.ahead_of_time"
 TARGETS = Path(__file__).with_name("targets.json")
+STREAM = {"tasks": 20, "classes": 5}
 
 
 class Program(NamedTuple):
@@ -259,13 +260,6 @@ def cycles(compiled: str) -> dict[str, int]:
     return dict(total(entry[1] if entry else "").most_common())
 
 
-# Names in a record, and in what the compiler plans.
-_SIZES = {
-    **{"arguments": "argument", "outputs": "output", "aliased": "alias"},
-    **{"temporary": "temp", "program": "generated_code"},
-}
-
-
 def record_of(program: Program, target: str) -> dict[str, Any]:
     """Compiles a program and returns what the compiler plans and estimates."""
     described = json.loads(TARGETS.read_text())[target]
@@ -277,7 +271,9 @@ def record_of(program: Program, target: str) -> dict[str, Any]:
     executable = lowered.compile(compiler_options=options)
     seconds = time.process_time() - clock
     plan, cost = executable.memory_analysis(), executable.cost_analysis() or {}
-    sizes = {name: getattr(plan, f"{of}_size_in_bytes") for name, of in _SIZES.items()}
+    kinds = {"arguments": "argument", "outputs": "output", "aliased": "alias"}
+    kinds |= {"temporary": "temp", "program": "generated_code"}
+    sizes = {name: getattr(plan, f"{of}_size_in_bytes") for name, of in kinds.items()}
     sizes["peak"] = sum(sizes.values()) - 2 * sizes["aliased"]
     exchanged = collectives(executable.as_text())
     # The compiler counts the body of a loop once; of portions of a batch, or of LoDA's half steps,
@@ -305,56 +301,39 @@ def record_of(program: Program, target: str) -> dict[str, Any]:
     return found
 
 
-def line(record: dict[str, Any]) -> str:
-    """Returns the main numbers of a record for the screen; the file has all of them."""
-    sizes = {name: size / 2**30 for name, size in record["memory_bytes"].items()}
-    text = (
-        f"{record['program']}, batch {record['batch_size']}, {record['devices']} x "
-        f"{record['target']}: {sizes['temporary']:.2f} GiB temporary, {sizes['peak']:.2f} of "
-        f"{sizes['of_the_device']:.2f} at the peak, {record['float32_products']} float32 products, "
-        f"compiled in {record['compile_processor_seconds']:.0f} s"
-    )
-    if "milliseconds" in record:
-        total, speed = sum(record["milliseconds"].values()), record["images_per_second"]
-        text += f", estimated {total:.2f} ms, {speed:.0f} images/s"
-    return text
-
-
 def main() -> None:
     """Prints a line per program, and writes all records after each."""
     flags = {"target": "v5e", "devices": "1", "learner": "all", "batch_sizes": "64,256"}
-    encoder = {"variant": "B/16", "image_size": 224, "precision": "fast", "attention": "auto"}
-    parser = measure.parser_of(__doc__, PROGRAM, **flags, **encoder, tasks=20, classes=5)
-    options = measure.parsed(parser)
+    encoder = {"variant": "B/16", "image_size": 224}
+    options = measure.parsed(measure.parser_of(__doc__, PROGRAM, **flags, **encoder))
     meshes = [mesh_of(options.target, count) for count in measure.numbers(options, "devices")]
     names = learners.names() if options.learner == "all" else options.learner.split(",")
     for name in names:
         learners.find(name)
+    sizes, records = measure.numbers(options, "batch_sizes"), []
+    if any(size % mesh.size for size in sizes for mesh in meshes):
+        raise InputError(
+            f"--batch_sizes: expected multiples of {options.devices}, found {options.batch_sizes}"
+        )
     given = {"variant": options.variant, "image_size": options.image_size}
-    given |= {"precision": options.precision, "attention": options.attention}
-    sizes, models = measure.numbers(options, "batch_sizes"), []
     for mesh in meshes:
-        model = vit.build(**given, cudnn=devices.have_cudnn(mesh))
+        model = vit.build(**given, precision="fast", cudnn=devices.have_cudnn(mesh))
         # Programs take the side of their images from the variant.
         variant = dataclasses.replace(model.variant, image_size=options.image_size)
-        models.append(model.clone(variant=variant))
-        if any(size % mesh.size for size in sizes):
-            raise InputError(
-                f"--batch_sizes: expected multiples of {mesh.size}, found {options.batch_sizes}"
-            )
-    records: list[dict[str, Any]] = []
-    stream = {"tasks": options.tasks, "classes": options.classes}
-    for mesh, model in zip(meshes, models, strict=True):
+        model = model.clone(variant=variant)
         for size in sizes:
-            makers = {name: partial(step, mesh, model, name, size, **stream) for name in names}
+            makers = {name: partial(step, mesh, model, name, size, **STREAM) for name in names}
             makers["extraction"] = partial(extraction, mesh, model, size)
-            makers["scoring"] = partial(scoring, mesh, model.variant.width, **stream, rows=size)
+            makers["scoring"] = partial(scoring, mesh, model.variant.width, **STREAM, rows=size)
             for name, make in makers.items():
                 what = {"program": name, "batch_size": size, "devices": mesh.size}
-                what |= given | stream | {"target": options.target, "attention": model.attention}
-                records.append(what | record_of(make(), options.target))
+                what |= given | STREAM | {"target": options.target, "attention": model.attention}
+                found = record_of(make(), options.target)
+                records.append(what | found)
                 measure.write_report(PROGRAM, options, {"records": records})
-                print(line(records[-1]), flush=True)
+                memory = found["memory_bytes"]["temporary"] / 2**30
+                took = sum(found["milliseconds"].values()) if "milliseconds" in found else math.nan
+                print(f"{what}: {memory:.2f} GiB temporary, {took:.2f} ms", flush=True)
 
 
 if __name__ == "__main__":

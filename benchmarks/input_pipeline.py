@@ -34,52 +34,38 @@ from fdc_jax.machine.files import user_cache
 
 PROGRAM = "benchmarks.input_pipeline"
 JPEG_SIZE = (500, 375)
+_LINE = (
+    "{data:9} {contender:19} {workers:2} threads: {images_per_second:8.0f} images/s, "
+    "{images_per_processor_second:8.0f} a processor second"
+)
 
 
-def photographs(folder: Path, number: int) -> Dataset:
-    """Writes JPEG files of smooth colours and some noise, about 80 kB each."""
+def photographs(root: Path, number: int) -> None:
+    """Writes JPEG files of smooth colours and some noise, about 80 kB each, one of them to test."""
     rng = np.random.default_rng(0)
-    paths = []
-    for index in range(number):
+    for index in range(number + 1):
         coarse = Image.fromarray(rng.integers(0, 256, (12, 16, 3), np.uint8))
         smooth = np.asarray(coarse.resize(JPEG_SIZE, Image.Resampling.BICUBIC), np.int16)
         noise = rng.integers(-12, 13, smooth.shape, np.int16)
-        paths.append(folder / f"{index:06d}.jpg")
-        Image.fromarray(np.clip(smooth + noise, 0, 255).astype(np.uint8)).save(
-            paths[-1], quality=90
-        )
-    return Dataset(
-        name="jpeg",
-        split="train",
-        partition="given",
-        labels=np.zeros(number, np.int32),
-        ids=tuple(path.name for path in paths),
-        class_names=("photograph",),
-        read=lambda index: paths[index].read_bytes(),
-    )
+        folder = root / ("train" if index else "test") / "photograph"
+        folder.mkdir(parents=True, exist_ok=True)
+        picture = Image.fromarray(np.clip(smooth + noise, 0, 255).astype(np.uint8))
+        picture.save(folder / f"{index:06d}.jpg", quality=90)
 
 
 def contenders(
     source: Dataset, number: int, workers: int, options: argparse.Namespace
 ) -> dict[str, Callable[[], Iterable[Any]]]:
     """Returns, by name, functions that start a walk over the images."""
-    indices, size = np.arange(number), options.image_size
-    decoded = ByteCache(1 << 40)
-
-    def training(kept: ByteCache | None) -> batches.TrainBatches:
-        batch_size = min(options.batch_size, number)
-        given = (source, indices, None, batch_size, 0, 0)
-        return batches.TrainBatches(*given, image_size=size, workers=workers, decoded=kept)
-
-    def evaluation(kept: ByteCache | None) -> batches.EvaluationBatches:
-        given = (source, indices, None, options.batch_size)
-        return batches.EvaluationBatches(*given, image_size=size, workers=workers, decoded=kept)
-
+    train = (source, np.arange(number), None, min(options.batch_size, number), 0, 0)
+    evaluate = (*train[:3], options.batch_size)
+    keep: dict[str, Any] = {"image_size": options.image_size, "workers": workers}
+    kept: dict[str, Any] = keep | {"decoded": ByteCache(1 << 40)}
     return {
-        "training": lambda: training(None),
-        "training_kept": lambda: training(decoded),
-        "evaluation": lambda: evaluation(None),
-        "evaluation_kept": lambda: evaluation(decoded),
+        "training": lambda: batches.TrainBatches(*train, **keep),
+        "training_kept": lambda: batches.TrainBatches(*train, **kept),
+        "evaluation": lambda: batches.EvaluationBatches(*evaluate, **keep),
+        "evaluation_kept": lambda: batches.EvaluationBatches(*evaluate, **kept),
     }
 
 
@@ -103,15 +89,6 @@ def measure(source: Dataset, workers: int, options: argparse.Namespace) -> list[
     return records
 
 
-def line(record: dict[str, Any]) -> str:
-    """A record for the screen."""
-    return (
-        f"{record['data']:9} {record['contender']:19} {record['workers']:2} threads: "
-        f"{record['images_per_second']:8.0f} images/s, "
-        f"{record['images_per_processor_second']:8.0f} a processor second"
-    )
-
-
 def main() -> None:
     """Measures all data with all numbers of threads and writes the records as JSON."""
     sizes = {"images": 512, "image_size": 224, "batch_size": 64, "repeats": 5}
@@ -121,14 +98,15 @@ def main() -> None:
     records = []
     with tempfile.TemporaryDirectory() as folder:
         for name in options.data.split(","):
+            given: dict[str, Any] = {"data_dir": options.data_dir}
             if name == "jpeg":
-                source = photographs(Path(folder), options.images)
-            else:
-                cache = user_cache()
-                source, _ = sources.open_splits(name, cache, data_dir=options.data_dir)
+                photographs(Path(folder, name), options.images)
+                given = {"source": f"{folder}/{name}"}
+            cache = Path(folder) if name == "jpeg" else user_cache()
+            source, _ = sources.open_splits(name, cache, **given)
             for number in workers:
                 for record in measure(source, number, options):
-                    print(line(record), flush=True)
+                    print(_LINE.format(**record), flush=True)
                     records.append(record)
     found = {"device": devices.describe(), "cores": dataset.default_workers(), "records": records}
     write_report(PROGRAM, options, found)

@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tabulate
 import tqdm
@@ -53,40 +54,29 @@ class Trial:
     def _learn(self, task: int, state: Any, arguments: argparse.Namespace) -> Any:
         """Learns a task in two steps, times what surrounds them, and returns the state."""
         images = _images(arguments, task)
-        state, self.before = timed(
-            lambda: self.learner.before_task(self.backbone, state, task, images)
-        )
+        given: Any = (self.backbone, state, task, images)
+        state, self.before = timed(lambda: self.learner.before_task(*given))
         key = jax.random.key(task)
         self.frozen, self.trained = self.learner.start_task(self.backbone, state, task, key)
         self.optimizer = self.update.initialise(self.trained)
         self.batches = itertools.cycle(images.augmented())
         for _ in range(2):
             self.step()
-        trained = jax.tree.map(jax.numpy.copy, self.trained)
-        state, self.after = timed(
-            lambda: self.learner.after_task(
-                self.backbone, state, task, self.frozen, trained, images
-            )
-        )
+        given = (*given[:3], self.frozen, jax.tree.map(jnp.copy, self.trained), images)
+        state, self.after = timed(lambda: self.learner.after_task(*given))
         return state
 
     def step(self) -> np.ndarray:
         """Makes one training step and returns its seconds."""
-        batch = next(self.batches)
-        (self.trained, self.optimizer, _), seconds = timed(
-            lambda: self.update.step(
-                self.backbone, self.frozen, self.trained, self.optimizer, batch, self.rate
-            )
-        )
+        given: Any = (self.backbone, self.frozen, self.trained, self.optimizer, next(self.batches))
+        found, seconds = timed(lambda: self.update.step(*given, self.rate))
+        self.trained, self.optimizer, _ = found
         return seconds
 
 
 def _images(arguments: argparse.Namespace, task: int) -> training.TaskImages:
-    batches = []
-    for first in range(0, arguments.images, arguments.batch_size):
-        batch = noise(arguments.batch_size, arguments.image_size, arguments.classes, task + first)
-        weights = np.arange(arguments.batch_size) < arguments.images - first
-        batches.append(batch._replace(weights=weights.astype(np.float32)))
+    batch = noise(arguments.batch_size, arguments.image_size, arguments.classes, task)
+    batches = [batch] * -(-arguments.images // arguments.batch_size)
     return training.TaskImages(lambda: iter(batches), lambda: iter(batches))
 
 
@@ -109,14 +99,12 @@ def trials_of(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         seconds = {"step": step, "before_task": trial.before, "after_task": trial.after}
         seconds["task"] = trial.before + num_steps * step + trial.after
         first = first or seconds
-        speed = {"learner": name, "images_per_second": arguments.batch_size / step[0]}
-        relative = {
-            f"{what}_relative_{kind}": value
-            for what in _WHAT
-            for kind, value in named(seconds[what] / first[what]).items()
-        }
-        times = {f"{what}_seconds": named(each) for what, each in seconds.items()}
-        records.append(speed | times | relative)
+        record = {"learner": name, "images_per_second": arguments.batch_size / step[0]}
+        record |= {f"{what}_seconds": named(each) for what, each in seconds.items()}
+        for what in _WHAT:
+            relative = named(seconds[what] / first[what])
+            record |= {f"{what}_relative_{kind}": value for kind, value in relative.items()}
+        records.append(record)
     return records
 
 

@@ -14,9 +14,8 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -155,71 +154,44 @@ def noise(size: int, side: int, classes: int, seed: int) -> Any:
     return Batch(pixels, labels, np.ones(size, np.float32))
 
 
-def use_cores(cores: int) -> None:
-    """Keeps this process on the first cores of the processor, where a number is given."""
-    if cores and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:cores])
+_made: dict[str, Contender] = {}  # of the process of some contenders
 
 
-def _serve(
-    connection: Connection,
+def _make(
     make: Callable[[argparse.Namespace, str], Contender],
     options: argparse.Namespace,
     names: Sequence[str],
-) -> None:
-    """Is the process of some contenders: makes them, and repeats the one that is named."""
+) -> dict[str, Any]:
+    """Makes the contenders of this process; returns what is said of each, and its outputs."""
     from fdc_jax.machine import devices
 
     devices.keep_freed_memory()
-    use_cores(options.cores)
+    if options.cores and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: options.cores])
+    _made.update({name: make(options, name) for name in names})
+    return {name: (each.about, each.outputs) for name, each in _made.items()}
+
+
+def _repeat(name: str) -> dict[str, float]:
+    return named(timed(_made[name].repeat)[1])
+
+
+def _in(pool: futures.Executor, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns what a function returns in a process; InputError where that ends."""
     try:
-        made = {name: make(options, name) for name in names}
-    except InputError as error:
-        return connection.send(error)
-    connection.send({name: (each.about, each.outputs) for name, each in made.items()})
-    for name in iter(connection.recv, None):
-        connection.send(named(timed(made[name].repeat)[1]))
+        return pool.submit(function, *arguments).result()
+    except futures.BrokenExecutor as error:
+        raise InputError(f"the process of a measurement ended: {error}") from error
 
 
-class _Child:
-    def __init__(self, names: Sequence[str], *arguments: Any):
-        self.names = names
-        self.connection, other = _SPAWN.Pipe()
-        self.process = _SPAWN.Process(target=_serve, args=(other, *arguments, names))
-        self.process.start()
-        other.close()
-        self.made = self.reply()
+def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns what a function of a benchmark returns in a fresh process.
 
-    def reply(self) -> dict[str, Any]:
-        try:
-            reply = self.connection.recv()
-        except EOFError:
-            raise InputError(f"{', '.join(self.names)}: the process ended, see above") from None
-        if isinstance(reply, InputError):
-            raise reply
-        return reply
-
-    def repeat(self, name: str) -> dict[str, Any]:
-        self.connection.send(name)
-        return self.reply()
-
-
-@contextlib.contextmanager
-def _children(groups: list[Sequence[str]], *arguments: Any) -> Iterator[dict[str, _Child]]:
-    """Starts a process for every group and yields them by contender."""
-    children: list[_Child] = []
-    # Contenders share the accelerator.
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    try:
-        # The last are those that a machine may not be able to run; others need not compile first.
-        for names in reversed(groups):
-            children.insert(0, _Child(names, *arguments))
-        yield {name: child for child in children for name in child.names}
-    finally:
-        for child in children:
-            with contextlib.suppress(OSError):
-                child.connection.send(None)
-            child.process.join()
+    Raises:
+        InputError: the process ended, such as for want of memory; or of the function.
+    """
+    with futures.ProcessPoolExecutor(1, _SPAWN) as pool:
+        return _in(pool, function, *arguments)
 
 
 def contest(
@@ -247,44 +219,49 @@ def contest(
     add("--pytorch", nargs="?", const=pytorch, default="", help=f"beside PyTorch: {PYTORCH}")
     options = parsed(parser)
     groups = [ours, *([name] for name in pytorch_names(options.pytorch))]
-    tolerance = TOLERANCE if options.precision == "parity" else np.inf
-    with _children(groups, make, options) as children:
-        names = list(children)
-        found: dict[str, dict[str, Any]] = {}
-        first = children[names[0]].made[names[0]][1]
-        for name, child in children.items():
-            found[name], outputs = child.made[name]
-            shared = first.keys() & outputs.keys()
-            if name != names[0] and shared:
-                differences = [np.abs(outputs[key] - first[key]).max(initial=0) for key in shared]
-                found[name]["largest_difference"] = difference = float(max(differences))
-                if not difference <= tolerance:
-                    raise InputError(
-                        f"{name}: expected the outputs of {names[0]} to {tolerance:g}, "
-                        f"found a difference of {difference:.3g}"
-                    )
-        seconds: dict[str, list[dict[str, Any]]] = {name: [] for name in names}
-        for turn in range(options.warm_up + options.repeats):
-            for name, child in children.items():
-                reply = child.repeat(name)
-                if turn >= options.warm_up:
-                    seconds[name].append(reply)
+    # Contenders share the accelerator.
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    made, pools = {}, {}
+    with contextlib.ExitStack() as stack:
+        # The last are those that a machine may not be able to run; others need not compile first.
+        for names in reversed(groups):
+            pool = stack.enter_context(futures.ProcessPoolExecutor(1, _SPAWN))
+            made = _in(pool, _make, make, options, names) | made
+            pools |= dict.fromkeys(names, pool)
+        seconds: dict[str, list[dict[str, float]]] = {name: [] for name in made}
+        _compare(made, np.inf if options.precision == "fast" else TOLERANCE)
+        for _ in range(options.warm_up + options.repeats):
+            for name in made:
+                seconds[name].append(_in(pools[name], _repeat, name))
+    found = {name: about for name, (about, _) in made.items()}
+    first = found[ours[0]]
     for name, each in found.items():
-        clock, processor = (summary([s[k] for s in seconds[name]]) for k in ("clock", "processor"))
-        each["seconds"] = {"clock": clock, "processor": processor}
-        if name != names[0]:
-            first = found[names[0]]["seconds"]
-            each["times_the_first"] = {
-                kind: each["seconds"][kind]["median"] / first[kind]["median"] for kind in first
-            }
-        each["images_per_second"] = unit(options) / clock["median"]
+        own = seconds[name][options.warm_up :]
+        each["seconds"] = {kind: summary([s[kind] for s in own]) for kind in own[0]}
+        median = {kind: of["median"] for kind, of in each["seconds"].items()}
+        if each is not first:
+            of_first = first["seconds"]
+            each["times_the_first"] = {k: median[k] / of_first[k]["median"] for k in median}
+        each["images_per_second"] = unit(options) / median["clock"]
         # A processor is shared; what its peak was measured by is its time.
-        of = processor if each.get("device", "").endswith("cpu") else clock
-        each["utilisation"] = None
-        if each.get("flops") and each.get("peak_flops"):
-            each["utilisation"] = each["flops"] / of["median"] / each["peak_flops"]
+        spent = median["processor" if each.get("device", "").endswith("cpu") else "clock"]
+        known = each.get("flops") and each.get("peak_flops")
+        each["utilisation"] = each["flops"] / spent / each["peak_flops"] if known else None
         print(_line(name, each), flush=True)
     write_report(program, options, {"contenders": found})
+
+
+def _compare(made: dict[str, Any], tolerance: float) -> None:
+    """Notes how far outputs are from those of the first contender; refuses others."""
+    (reference, (_, first)), *others = made.items()
+    for name, (about, outputs) in others:
+        differences = [np.abs(outputs[key] - first[key]).max() for key in outputs.keys() & first]
+        about["largest_difference"] = difference = float(max(differences, default=0.0))
+        if not difference <= tolerance:
+            raise InputError(
+                f"{name}: expected the outputs of {reference} to {tolerance:g}, found a "
+                f"difference of {difference:.3g}"
+            )
 
 
 def summary(seconds: list[float]) -> dict[str, Any]:
@@ -322,19 +299,6 @@ def _line(name: str, each: dict[str, Any]) -> str:
         ratio = each["times_the_first"]
         text += f"; {ratio['clock']:.2f} times the first, processor {ratio['processor']:.2f}"
     return text + f"; {each['device']}"
-
-
-def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns what a function of a benchmark returns in a fresh process.
-
-    Raises:
-        InputError: the process ended, such as for want of memory; or of the function.
-    """
-    with futures.ProcessPoolExecutor(1, _SPAWN) as pool:
-        try:
-            return pool.submit(function, *arguments).result()
-        except futures.BrokenExecutor as error:
-            raise InputError(f"the process of a measurement ended: {error}") from error
 
 
 def run(program: str, body: Callable[[], None]) -> int:

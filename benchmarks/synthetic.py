@@ -54,18 +54,8 @@ def problem(options: argparse.Namespace) -> Problem:
         InputError: of `vit.build`.
     """
     model, image_size = measure.encoder(options), options.image_size
-    rng = np.random.default_rng(0)
-
-    def random(path, leaf):
-        noise = rng.standard_normal(leaf.shape, np.float32)
-        if path[-1].key == "kernel":
-            # Activations keep their size from block to block.
-            fan_in = np.prod(leaf.shape[: -2 if path[-2].key in _PER_HEAD else -1])
-            return noise * np.float32(fan_in**-0.5)
-        return noise * np.float32(0.02) + np.float32(path[-1].key == "scale")
-
-    shapes = vit.parameter_shapes(model, image_size)
-    parameters = jax.tree_util.tree_map_with_path(random, shapes)
+    rng, first = np.random.default_rng(0), vit.initialise(model, image_size, jax.random.key(0))
+    parameters = jax.tree.map(np.asarray, first)
     pretrained: Any = jax.tree.map(np.asarray, vit.pretrained_kernels(parameters))
     fresh = jax.eval_shape(lambda: increments.initialise(jax.random.key(0), model.variant, RANK))
     noise = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), fresh)
@@ -90,6 +80,3 @@ def problem(options: argparse.Namespace) -> Problem:
         rng.integers(0, 256, (options.batch_size, image_size, image_size, 3), np.uint8),
         rng.integers(0, CLASSES, options.batch_size).astype(np.int32),
     )
-
-
-_PER_HEAD = ("query", "key", "value")

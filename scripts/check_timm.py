@@ -125,17 +125,16 @@ def export_difference(folder: Path) -> float:
 
 def main(arguments: list[str]) -> int:
     """Prints a line an encoder; returns 1 where one differs by more than 2e-4."""
+    folders = [each for each in arguments if each != "architectures"]
+    checks: list[Any] = [(family_difference, family) for family in encoders.FAMILIES]
+    checks += [(export_difference, Path(folder)) for folder in folders]
     found: dict[str, float] = {}
-    for family in encoders.FAMILIES:
+    for difference, of in checks:
         try:
-            found[family] = family_difference(family)
+            found[str(of)] = difference(of)
+            print(f"{of!s:24} {found[str(of)]:.1e}", flush=True)
         except InputError as error:
-            print(f"{family:24} {error}")
-            continue
-        print(f"{family:24} {found[family]:.1e}", flush=True)
-    for folder in (each for each in arguments if each != "architectures"):
-        found[folder] = export_difference(Path(folder))
-        print(f"{folder:24} {found[folder]:.1e}")
+            print(f"{of!s:24} {error}")
     if "architectures" in arguments:
         found |= walk()
     return int(max(found.values()) > LARGEST)
