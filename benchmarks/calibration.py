@@ -7,7 +7,7 @@ r"""Time, memory and storage of a calibrator: fit and scoring, by the number of 
 Features are random and drawn task by task, outside the clock. Every number of tasks and of images
 is measured in a process of its own, whose largest resident memory is that of the point. Of several
 points the growth is fitted: the exponents of time and memory in tasks and in images. With --exact
-labels are compared with those of the formulas without bins, drawn tasks and two steps of scoring.
+FDC's labels are compared with those of the formulas without bins and drawn tasks.
 """
 
 import resource
@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks import measure
 from fdc_jax import calibration
-from fdc_jax.calibration import foreign, gaussians
+from fdc_jax.calibration import foreign
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
 
@@ -121,7 +121,7 @@ def fit_and_score(point: Point, method: str, repeats: int, exact: bool) -> dict[
         test = [np.concatenate([each[:500] for each in part]) for part in parts]
         truth = np.concatenate([given["labels"][:500] for given in tested])
         ours = calibrator.score(*test).label
-        foreign.EARLIER, foreign.EXACT, gaussians.MANY = 10**9, 10**12, 10**9
+        foreign.EARLIER, foreign.EXACT = 10**9, 10**12
         plain: Any = calibration.make(method, **single)
         for task in range(point.tasks):
             plain.fit_task(**point.features(task))

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 # The first one, the least sure, is taken where no image could be left out.
 TEMPERATURES = np.geomspace(64.0, 0.25, 65)
-# Every so manieth image of a class is left out, and so many of a task are measured at most.
-EVERY, MEASURED = 5, 256
+# Every so manieth image of a class is left out, and so many of a task are measured at most, while
+# there are no more classes.
+EVERY, MEASURED, CLASSES = 5, 256, 1000
 # Of their familiarity so many quantiles are kept, and no number of an image.
 QUANTILES = 64
 # Images that are less typical are unlike anything learned.

@@ -13,9 +13,6 @@ half the squared distance
 where a = 0.1 and lambda = 0.1 + d / (N - C), which is more while images are few. The pretrained
 encoder does not move. Its view counts half, and fully where the adapted statistics stayed behind.
 
-Of more than 1,000 classes, the 50 best of each image without the last term, which cannot lower a
-score, get it; the others keep their score without it.
-
 How sure an answer is, is learned from images that are left out of a second fit; see `confidence`.
 """
 
@@ -31,7 +28,7 @@ import scipy.linalg
 from fdc_jax.calibration import drift, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores, best_by_task
 from fdc_jax.calibration.compiled import in_blocks, jnp, stack
-from fdc_jax.calibration.confidence import MEASURED, Confidence, left_out
+from fdc_jax.calibration.confidence import CLASSES, MEASURED, Confidence, left_out
 from fdc_jax.calibration.equations import energy
 from fdc_jax.errors import InputError
 from fdc_jax.heads import products
@@ -47,11 +44,6 @@ LEAST_SHRINKAGE = 0.1
 PRETRAINED_SHARE = 0.5
 # Classes are moved where rounding of what is kept would grow by more on the way.
 AMPLIFICATION = 8.0
-# Classes whose own directions count for an image where there are more than `MANY`, and images that
-# are taken together for that.
-BEST = 50
-MANY = 1000
-TOGETHER = 4096
 
 
 class ViewClasses(NamedTuple):
@@ -125,8 +117,9 @@ class Metric(NamedTuple):
 
     origin: Float[Any, " d"]  # m, the mean of the class means
     whitener: Float[Any, "d d"]  # W
-    means: Float[Any, "c d"]
-    factors: Float[Any, "c r d"]  # F_c; the inverse covariance of class c is I - F_c' F_c
+    rows: Float[Any, "c d"]  # A_c mu, where A_c = I - F_c' F_c is the inverse covariance of class c
+    constants: Float[Any, " c"]  # mu' A_c mu / 2
+    factors: list[Float[Any, "c d"]]  # of each class the first row of F_c, the second, and so on
 
 
 def metric(
@@ -151,29 +144,26 @@ def metric(
     inner = np.eye(own.shape[1]) + own @ own.swapaxes(1, 2)
     factors = np.linalg.solve(np.linalg.cholesky(inner), own)
     means = (all_means - origin) @ whitener.T
-    columns = (stack([each], 8, 0.0, plain, turned=False)[0] for each in (means, factors))
-    return Metric(origin, whitener.astype(np.float32), *columns)
+    along = factors @ means[:, :, None]
+    rows, constants = means - (along * factors).sum(axis=1), energy(means) - energy(along[..., 0])
+    columns = rows, constants / 2, *factors.swapaxes(0, 1)
+    put = [stack([each], 8, plain=plain, turned=False)[0] for each in columns]
+    return Metric(origin, whitener.astype(np.float32), put[0], put[1], put[2:])
 
 
 def class_distances(
-    metrics: Sequence[Metric], *views: Float[Any, "n d"], own: bool = True
+    metrics: Sequence[Metric], *views: Float[Any, "n d"]
 ) -> dict[str, Float[Any, "n _"]]:
     """Returns by view minus half the squared distance to every class, padded classes too.
 
-    The term of the feature alone, which all classes share, is left out. Unless `own`, so are the
-    classes' own directions, and `NAME_near` are the features W (g - m).
+    The term of the feature alone, which all classes share, is left out.
     """
     found = {}
     for name, known, features in zip(inputs.VIEWS, metrics, views, strict=False):
-        classes, rank, width = known.factors.shape
         near = products(features - known.origin, known.whitener)
-        found[name] = products(near, known.means) - energy(known.means) / 2
-        if not own:
-            found[f"{name}_near"] = near
-            continue
-        along = products(near, known.factors.reshape(-1, width)).reshape(-1, classes, rank)
-        centre = (known.factors * known.means[:, None]).sum(axis=-1)
-        found[name] = found[name] + energy(along - centre) / 2
+        found[name] = products(near, known.rows) - known.constants
+        for factor in known.factors:
+            found[name] = found[name] + products(near, factor) ** 2 / 2
     return found
 
 
@@ -189,27 +179,6 @@ def lengths(
         columns = [energy(products(features - each.origin, each.whitener)) for each in pair]
         found[name] = jnp.stack(columns, axis=-1) / 2
     return found
-
-
-def add_own(
-    found: Float[np.ndarray, "n c"],
-    parts: Sequence[tuple[float, Metric, Float[np.ndarray, "n d"]]],
-) -> None:
-    """Adds to the `BEST` scores of every row the term of the classes' own directions.
-
-    `parts` are of each view its weight, its classes and W (g - m). A class's rows are computed
-    together.
-    """
-    for start in range(0, len(found), TOGETHER):
-        some = slice(start, start + TOGETHER)
-        best = np.argpartition(-found[some], BEST - 1, axis=1)[:, :BEST].ravel()
-        order = np.argsort(best, kind="stable")
-        classes, ends = np.unique(best[order], return_index=True)
-        for row, places in zip(classes, np.split(order // BEST, ends[1:]), strict=True):
-            for weight, known, near in parts:
-                mean, factors = known.means[row], known.factors[row]
-                along = (near[some][places] - mean) @ factors.T
-                found[start + places, row] += weight / 2 * energy(along)
 
 
 class Gaussians(Calibrator):
@@ -247,7 +216,7 @@ class Gaussians(Calibrator):
                 by = drift.fit_map(before, given.views[0])
         carried, held, first = copy.copy(self), left_out(given.rows), sum(map(len, self.classes))
         carried._carry(by)
-        if held.any() and first + len(given.classes) <= MANY:
+        if held.any() and first + len(given.classes) <= CLASSES:
             some = np.flatnonzero(held)
             some = some[np.linspace(0, len(some) - 1, min(len(some), MEASURED)).astype(int)]
             rest = copy.copy(carried)
@@ -362,7 +331,7 @@ class Gaussians(Calibrator):
         return scores, np.sqrt(one / sum(self.widths)), scores.max(axis=1) - own + one
 
     def _by_view(self, adapted: Any, pretrained: Any) -> dict[str, tuple[Any, ...]]:
-        """Returns by view its weight, scores of all classes [n, c], their metric, and W (g - m)."""
+        """Returns by view its weight, the scores of all classes [n, c], and their metric."""
         if not self.views:
             raise InputError("call fit_task for every task first")
         views = inputs.score_views(adapted, pretrained, self.widths, True)
@@ -371,25 +340,17 @@ class Gaussians(Calibrator):
             paths = self.path, None
             pairs = zip(self.views, paths, strict=False)
             self._metrics = [metric(known, counts, path, self._plain) for known, path in pairs]
-        own, plain = len(counts) <= MANY, self._plain
-        found = in_blocks(class_distances, self._metrics, *views, plain=plain, own=own)
+        found = in_blocks(class_distances, self._metrics, *views, plain=self._plain)
         weights = 1.0, 1.0 if self.follows is False else PRETRAINED_SHARE
         return {
-            name: (weight, found[name][:, : len(counts)], known, found.get(f"{name}_near"))
+            name: (weight, found[name][:, : len(counts)], known)
             for name, weight, known in zip(inputs.VIEWS, weights, self._metrics, strict=False)
         }
 
     def _summed(self, views: Sequence[tuple[Any, ...]]) -> Float[np.ndarray, "n classes"]:
         """Returns the scores of some views of `_by_view` together."""
-        total = sum(np.float32(weight) * scores for weight, scores, _, _ in views)
-        absent = np.where(np.concatenate(self.counts) > 0, np.float32(0), np.float32(-np.inf))
-        total += absent
-        if total.shape[1] > MANY:
-            each = [
-                (weight, Metric(*map(np.asarray, known)), near) for weight, _, known, near in views
-            ]
-            add_own(total, each)
-        return total
+        total = sum(np.float32(weight) * scores for weight, scores, _ in views)
+        return np.where(np.concatenate(self.counts) > 0, total, np.float32(-np.inf))
 
     @property
     def note(self) -> str:

@@ -234,23 +234,3 @@ def test_a_map_without_a_way_back_moves_the_classes():
     streams.fit(found, [tasks[2]._replace(adapted=flat)], previous=[tasks[2].adapted])
     assert found.path is None
     assert np.isfinite(found.class_scores(*streams.probe_inputs(tasks))).all()
-
-
-@pytest.mark.parametrize("dual", [True, False])
-def test_of_many_classes_the_best_get_their_own_directions(monkeypatch, dual):
-    tasks = streams.stream(9, 12, width=24, classes=(100,), samples=(1200,))
-    inputs = streams.probe_inputs(tasks, size=3000)[: 1 + dual]
-    found = fitted(tasks, streams.previous_of(tasks), dual=dual)
-    assert sum(map(len, found.classes)) > gaussians.MANY
-    monkeypatch.setattr(gaussians, "TOGETHER", 700)
-    scores, components = found.class_scores(*inputs), found.components(*inputs)
-    monkeypatch.setattr(gaussians, "MANY", 10**6)
-    whole, expected = found.class_scores(*inputs), found.components(*inputs)
-    assert (scores.argmax(axis=1) == whole.argmax(axis=1)).mean() >= 0.999
-    for name, each in components.items():
-        assert (each.label == expected[name].label).mean() >= 0.999, name
-    # Fifty have the full score; that of all others is not above it.
-    spread = whole.std()
-    full = np.abs(scores - whole) < 1e-4 * spread
-    assert (full.sum(axis=1) >= gaussians.BEST).all() and full.mean() < 0.2
-    assert (scores <= whole + 1e-4 * spread).all()
