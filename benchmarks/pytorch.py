@@ -85,8 +85,9 @@ class Attention(nn.Module):
     def merge(self):
         """Merges the increments into the weight; once a step."""
         with torch.no_grad():
-            parts = [*self.qkv.weight.chunk(3)]
-            for at, each in ((1, self.key), (2, self.value)):
+            parts, layers = [*self.qkv.weight.chunk(3)], [self.key, self.value]
+            each: Any
+            for at, each in enumerate(layers, 1):
                 parts[at] = torch.addmm(parts[at], each.up.weight, each.down.weight)
             self.weight = torch.cat(parts)
 
