@@ -208,6 +208,8 @@ def test_what_is_no_image_is_refused(opened, images, message):
 
 def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(predict, "_ON_PAGE", 7)
+    # Whether or not the package of `.heic` is there.
+    monkeypatch.setattr("fdc_jax.data.folder.IMAGE_SUFFIXES", (".jpg", ".png"))
     folder = tmp_path / "images"
     folder.mkdir()
     for path in files:

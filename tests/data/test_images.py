@@ -178,6 +178,18 @@ def test_photographs_are_turned_upright_where_asked(photo, encode, file_format, 
         np.testing.assert_array_equal(images.decode(content, "x"), image)
 
 
+@pytest.mark.parametrize("orientation", [1, 3, 6, 8])
+def test_heic_is_read_upright_where_its_package_is(encode, orientation):
+    pytest.importorskip("pillow_heif")
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = orientation
+    image = Image.fromarray(np.array([[[250, 0, 0]] * 32 + [[0, 0, 250]] * 32] * 48, np.uint8))
+    found = images.decode(encode(image, "HEIF", exif=exif.tobytes()), "a.heic", upright=True)
+    image.getexif()[ExifTags.Base.Orientation] = orientation
+    expected = np.asarray(ImageOps.exif_transpose(image), int)
+    np.testing.assert_allclose(np.asarray(found, int), expected, atol=12)
+
+
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")
 @pytest.mark.parametrize("file_format", ["PNG", "JPEG", "WEBP"])
 @pytest.mark.parametrize("exif", [b"MM\0*", b"MM\xd7*" + bytes(9), b"II*\0" + b"\xff" * 9])
