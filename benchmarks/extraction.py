@@ -19,12 +19,6 @@ from benchmarks import measure
 PROGRAM = "benchmarks.extraction"
 
 
-class Batches(list):
-    """Batches that nobody reads and waits for."""
-
-    input_wait_seconds = 0.0
-
-
 def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
     """Returns the extraction of `extraction.Extractor`."""
     import jax
@@ -48,7 +42,7 @@ def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
     batch = Batch(problem.images, np.zeros(count, np.int32), np.ones(count, np.float32))
 
     def repeat(batches: int = options.batches):
-        return extract(backbone, views, Batches([batch] * batches))
+        return extract(backbone, views, [batch] * batches)
 
     names = ("adapted", "pretrained")
     outputs = {name: found.features for name, found in zip(names, repeat(1), strict=False)}

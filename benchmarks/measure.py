@@ -63,10 +63,7 @@ def parser_of(description: str | None, program: str, **defaults: Any) -> argpars
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     for name, default in defaults.items():
-        kind: dict[str, Any] = {
-            "default": default,
-            "type": str if default is None else type(default),
-        }
+        kind: dict[str, Any] = {"default": default, "type": type(default)}
         if default is False:
             kind = {"action": "store_true"}
         parser.add_argument(f"--{name}", help=" ", **kind)
@@ -288,11 +285,11 @@ def write_report(program: str, options: argparse.Namespace, found: dict[str, Any
 
 def _line(name: str, each: dict[str, Any]) -> str:
     clock, processor = (each["seconds"][kind] for kind in ("clock", "processor"))
-    text = (
-        f"{name}: {each['images_per_second']:.1f} images/s, {1e3 * clock['median']:.1f} ms "
-        f"(spread {100 * clock['relative_spread']:.0f} %), processor "
-        f"{1e3 * processor['median']:.1f} ms ({100 * processor['relative_spread']:.0f} %)"
+    times = (
+        f"{1e3 * of['median']:.1f} ms (spread {100 * of['relative_spread']:.0f} %)"
+        for of in (clock, processor)
     )
+    text = f"{name}: {each['images_per_second']:.1f} images/s, {', processor '.join(times)}"
     if each["utilisation"] is not None:
         text += f", {100 * each['utilisation']:.1f} % of a large product"
     if "times_the_first" in each:

@@ -8,7 +8,7 @@ of it is of the same.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -46,21 +46,8 @@ class Affine(NamedTuple):
     normalised: bool
 
 
-class Head(Protocol):
-    """What every head offers."""
-
-    @property
-    def affine(self) -> Affine:
-        """The head as rows and a bias."""
-        ...
-
-    def logits(self, features: Float[Any, "n d"]) -> Float[Any, "n c"]:
-        """Returns the scores of the task's classes, before any calibration."""
-        ...
-
-
 def _affine_logits(head: Any, features: Float[Any, "n d"]) -> Float[Any, "n c"]:
-    """Returns the logits of each feature, by the head's affine form."""
+    """Returns the scores of the task's classes, before any calibration."""
     rows, bias, normalised = head.affine
     scores = products(unit(features) if normalised else features, rows)
     return scores + (bias if isinstance(bias, float) else bias[None])
@@ -120,6 +107,8 @@ class NearestMeanHead(NamedTuple):
 
     logits = _affine_logits
 
+
+Head: TypeAlias = LinearHead | NormalisedLinearHead | CosineHead | NearestMeanHead
 
 # The heads under the names that files and messages use.
 KINDS = {

@@ -294,13 +294,6 @@ fdc_jax.FDCClassifier
         fdc_jax.FDCClasifier  # noqa: B018
 
 
-@pytest.mark.parametrize("gap", [np.nan, None])
-def test_a_task_for_each_sample_or_a_line(tasks, gap):
-    X, y = tasks[0].adapted, tasks[0].labels
-    with pytest.raises(InputError, match="tasks: expected a number or a word for each sample"):
-        FDCClassifier().fit(X, y, tasks=[gap, *y[1:]])
-
-
 def test_probabilities_agree_with_predictions_and_are_of_gaussians_alone():
     rng = np.random.default_rng(0)
     y, tasks = np.repeat(np.arange(6), 40)[::-1], np.repeat([1, 0], 120)

@@ -202,12 +202,7 @@ def list_images(folder: Path) -> tuple[list[ImageFile], list[str]]:
     found: list[ImageFile] = []
     others: list[str] = []
     for class_name, class_folder in _subfolders(folder).items():
-        files = list(_files(class_folder))
-        paths = [path for path in files if _is_image(path.name)]
-        skipped = [path.name for path in files if not _is_image(path.name)]
-        if not paths:
-            expected = f"{class_folder}: expected images in this class folder, found none"
-            raise InputError("; ".join([expected, *_skipped(skipped)]))
+        paths, skipped = _sorted_out(class_folder, "class folder")
         for name, path in sorted((path.relative_to(folder).as_posix(), path) for path in paths):
             if os.fsencode(name) != name.encode("utf-8", "replace"):
                 raise InputError(
@@ -235,17 +230,24 @@ def find_images(folder: Path) -> list[Path]:
         InputError: there are none, or a folder cannot be read.
     """
     try:
-        files = list(_files(folder))
+        found, skipped = _sorted_out(folder, "folder")
     except OSError as error:
         raise InputError(f"{error.filename}: cannot read: {error.strerror}") from error
-    found = [path for path in files if _is_image(path.name)]
-    skipped = _skipped(path.name for path in files if not _is_image(path.name))
-    if not found:
-        expected = f"{folder}: expected images in this folder, found none"
-        raise InputError("; ".join([expected, *skipped]))
-    for note in skipped:
+    for note in _skipped(skipped):
         _log.warning("%s: %s", folder, note)
     return found
+
+
+def _sorted_out(folder: Path, kind: str) -> tuple[list[Path], list[str]]:
+    """Returns the images below a folder, and the names of its other files."""
+    found: dict[bool, list[Path]] = {True: [], False: []}
+    for path in _files(folder):
+        found[_is_image(path.name)].append(path)
+    skipped = [path.name for path in found[False]]
+    if not found[True]:
+        expected = f"{folder}: expected images in this {kind}, found none"
+        raise InputError("; ".join([expected, *_skipped(skipped)]))
+    return found[True], skipped
 
 
 def _skipped(names: Iterable[str]) -> list[str]:

@@ -158,12 +158,18 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
 
 
 def _feature_set(arrays: Arrays) -> FeatureSet:
-    count, two_views = _check_names(arrays), "test_pretrained" in arrays
-    classes = [_classes(arrays, t) for t in range(count)]
-    tasks = tuple(_task(arrays, t, classes, two_views) for t in range(count))
-    test, test_labels = _features(arrays, "test_adapted"), None
-    if "test_labels" in arrays:
-        test_labels = _labels(arrays, "test_labels")
+    whole, parts = _sorted_out(arrays)
+    classes = [
+        _labels(part, "head_classes", t)
+        if "head_classes" in part
+        else np.unique(_labels(part, "train_labels", t))
+        for t, part in enumerate(parts)
+    ]
+    kind = _kind(whole)
+    tasks = tuple(_task(part, t, classes, kind) for t, part in enumerate(parts))
+    test, test_labels = _features(whole, "test_adapted"), None
+    if "test_labels" in whole:
+        test_labels = _labels(whole, "test_labels")
         if len(test_labels) != len(test):
             raise InputError(
                 f"test_labels: expected {len(test)} rows as in test_adapted, found "
@@ -175,45 +181,44 @@ def _feature_set(arrays: Arrays) -> FeatureSet:
             raise InputError(
                 f"test_labels: row {row} is label {test_labels[row]}, no class of any task"
             )
-    pretrained = _features(arrays, "test_pretrained") if two_views else None
-    return FeatureSet(tasks, test, pretrained, test_labels)
+    return FeatureSet(tasks, test, _features(whole, "test_pretrained"), test_labels)
 
 
-def _check_names(arrays: Arrays) -> int:
-    """Returns the number of tasks; refuses names that are unknown or missing, and bfloat16."""
-    last = 0
-    for name in arrays:
+def _sorted_out(arrays: Arrays) -> tuple[Arrays, Sequence[Arrays]]:
+    """Returns the arrays of the whole file, and those of each task without its number.
+
+    Refuses names that are unknown or missing.
+    """
+    whole: dict[str, np.ndarray] = {}
+    numbered: dict[int, dict[str, np.ndarray]] = {}
+    for name, array in arrays.items():
         if match := _TASK_NAME.fullmatch(name):
-            last = max(last, int(match[2]))
-        elif name not in _WHOLE:
+            numbered.setdefault(int(match[2]), {})[match[1]] = array
+        elif name in _WHOLE:
+            whole[name] = array
+        else:
             raise InputError(f"{printable(name)}: unknown array{_suggestion(name[:80])}")
-    if "train_previous_0" in arrays:
+    last = max(numbered, default=0)
+    parts = [numbered.get(t, {}) for t in range(last + 1)]
+    if "train_previous" in parts[0]:
         raise InputError("train_previous_0: expected from t = 1 on; nothing precedes task 0")
-
-    def some(*stems: str) -> bool:
-        return any(name.startswith(stems) for name in arrays)
-
-    tasks = range(last + 1)
-    needed = {"train_adapted": tasks, "train_labels": tasks, "head_weight": tasks}
-    test = ["test_adapted"]
-    if some("train_pretrained", "test_pretrained"):
-        needed["train_pretrained"] = tasks
-        test.append("test_pretrained")
-    if some("train_previous"):
-        needed["train_previous"] = tasks[1:]
-    for stem, numbers in needed.items():
-        for t in numbers:
-            if f"{stem}_{t}" not in arrays:
-                raise InputError(
-                    f"{stem}_{t}: missing; expected for each task t = {numbers[0]} .. {last}"
-                )
-    for name in test:
-        if name not in arrays:
+    given = whole.keys() | {stem for part in parts for stem in part}
+    needed = dict.fromkeys(("train_adapted", "train_labels", "head_weight"), 0)
+    needed |= {"train_pretrained": 0} if {"train_pretrained", "test_pretrained"} & given else {}
+    needed |= {"train_previous": 1} if "train_previous" in given else {}
+    for stem, first in needed.items():
+        for t in range(first, last + 1):
+            if stem not in parts[t]:
+                expected = f"expected for each task t = {first} .. {last}"
+                raise InputError(f"{stem}_{t}: missing; {expected}")
+    for name in ("test_adapted", *["test_pretrained"] * ("train_pretrained" in needed)):
+        if name not in whole:
             raise InputError(f"{name}: missing; expected beside the arrays of {last + 1} tasks")
-    for t, part in ((t, part) for t in tasks for part in _FINAL[1:]):
-        if f"{part}_{t}" in arrays and f"final_head_weight_{t}" not in arrays:
-            raise InputError(f"final_head_weight_{t}: missing, but there is a {part}_{t}")
-    return last + 1
+    for t, part in enumerate(parts):
+        beside = [name for name in _FINAL[1:] if name in part]
+        if beside and _FINAL[0] not in part:
+            raise InputError(f"{_FINAL[0]}_{t}: missing, but there is a {beside[0]}_{t}")
+    return whole, parts
 
 
 def _suggestion(name: str) -> str:
@@ -223,80 +228,72 @@ def _suggestion(name: str) -> str:
     return hint or "; expected names such as train_adapted_0 or test_adapted"
 
 
-def _features(arrays: Arrays, name: str) -> Float[np.ndarray, "n d"]:
-    """Returns features unread; calibrators look at their numbers."""
-    if arrays[name].ndim != 2:
-        raise InputError(f"{name}: expected shape [samples, width], found {[*arrays[name].shape]}")
-    return arrays[name]
+def _features(arrays: Arrays, stem: str, t: int | None = None) -> Any:
+    """Returns features unread, None where there are none; calibrators look at their numbers."""
+    array = arrays.get(stem)
+    if array is not None and array.ndim != 2:
+        name = stem if t is None else f"{stem}_{t}"
+        raise InputError(f"{name}: expected shape [samples, width], found {[*array.shape]}")
+    return array
 
 
-def _labels(arrays: Arrays, name: str) -> Int[np.ndarray, " n"]:
-    return inputs.label_array(arrays[name], name)
+def _labels(arrays: Arrays, stem: str, t: int | None = None) -> Int[np.ndarray, " n"]:
+    return inputs.label_array(arrays[stem], stem if t is None else f"{stem}_{t}")
 
 
-def _classes(arrays: Arrays, t: int) -> Int[np.ndarray, " c"]:
-    """Returns the label of each row of a task's head."""
-    if f"head_classes_{t}" in arrays:
-        return _labels(arrays, f"head_classes_{t}")
-    return np.unique(_labels(arrays, f"train_labels_{t}"))
-
-
-def _task(
-    arrays: Arrays, t: int, classes: Sequence[Int[np.ndarray, " c"]], two_views: bool
-) -> TaskFeatures:
-    adapted = _features(arrays, f"train_adapted_{t}")
-    final = previous = None
-    if f"final_head_weight_{t}" in arrays:
-        final = _head(arrays, "final_", t, classes)
-    if (name := f"train_previous_{t}") in arrays:
-        previous = _features(arrays, name)
-        if previous.shape != adapted.shape:
-            raise InputError(
-                f"{name}: expected shape {[*adapted.shape]} as train_adapted_{t}, found "
-                f"{[*previous.shape]}"
-            )
-    return TaskFeatures(
-        adapted,
-        _features(arrays, f"train_pretrained_{t}") if two_views else None,
-        _labels(arrays, f"train_labels_{t}"),
-        _head(arrays, "", t, classes),
-        classes[t],
-        final,
-        previous,
-    )
-
-
-def _head(
-    arrays: Arrays, prefix: str, t: int, classes: Sequence[Int[np.ndarray, " c"]]
-) -> heads.Head:
-    """Returns the head of a task, of the kind that all heads of a file are of."""
-    stored = arrays.get("head_kind", np.array("linear"))
+def _kind(whole: Arrays) -> str:
+    """Returns the kind that all heads of a file are of."""
+    stored = whole.get("head_kind", np.array("linear"))
     value = stored.item() if stored.ndim == 0 else stored
     kind = value.decode("ascii", "replace") if isinstance(value, bytes) else str(value)
     if kind not in _TYPES:
         raise InputError(
             f"head_kind: expected one of {', '.join(_TYPES)}; found {printable(kind, 40)}"
         )
-    parts = [f"{prefix}{part}_{t}" for part in _parts(kind)]
-    for name in (f"{prefix}{part}_{t}" for part in _HEAD):
-        if name in arrays and name not in parts:
-            raise InputError(f"{name}: {kind} heads, as head_kind says they are, have none")
-    _check_rows(parts[0], len(np.atleast_1d(arrays[parts[0]])), t, [len(each) for each in classes])
-    return _TYPES[kind](*(arrays[part] for part in parts if part in arrays))
+    return kind
 
 
-def _check_rows(name: str, found: int, t: int, counts: Sequence[int]) -> None:
-    """Refuses a head without one row for each class, which often is one head of several tasks."""
-    first, own = sum(counts[:t]), counts[t]
-    if found == own:
-        return
-    hint = ""
-    if found in (first + own, sum(counts)):
-        hint = (
-            ", as many as several tasks have together; expected the task's own rows alone, "
-            f"weight[{first}:{first + own}] where rows stand task by task, and so for the bias"
+def _task(
+    part: Arrays, t: int, classes: Sequence[Int[np.ndarray, " c"]], kind: str
+) -> TaskFeatures:
+    adapted, previous = (_features(part, f"train_{each}", t) for each in ("adapted", "previous"))
+    if previous is not None and previous.shape != adapted.shape:
+        raise InputError(
+            f"train_previous_{t}: expected shape {[*adapted.shape]} as train_adapted_{t}, found "
+            f"{[*previous.shape]}"
         )
-    raise InputError(f"{name}: found {found} rows for the {own} classes of task {t}{hint}")
+    return TaskFeatures(
+        adapted,
+        _features(part, "train_pretrained", t),
+        _labels(part, "train_labels", t),
+        _head(part, "", t, classes, kind),
+        classes[t],
+        _head(part, "final_", t, classes, kind) if _FINAL[0] in part else None,
+        previous,
+    )
+
+
+def _head(
+    part: Arrays, prefix: str, t: int, classes: Sequence[Int[np.ndarray, " c"]], kind: str
+) -> heads.Head:
+    """Returns a head of a task; refuses one of another kind or without a row for each class."""
+    names = [f"{prefix}{name}" for name in _parts(kind)]
+    for name in (f"{prefix}{each}" for each in _HEAD):
+        if name in part and name not in names:
+            raise InputError(f"{name}_{t}: {kind} heads, as head_kind says they are, have none")
+    counts, found = [len(each) for each in classes], len(np.atleast_1d(part[names[0]]))
+    first, own = sum(counts[:t]), counts[t]
+    if found != own:
+        hint = ""
+        if found in (first + own, sum(counts)):  # It often is one head of several tasks.
+            hint = (
+                ", as many as several tasks have together; expected the task's own rows alone, "
+                f"weight[{first}:{first + own}] where rows stand task by task, and so for the bias"
+            )
+        raise InputError(
+            f"{names[0]}_{t}: found {found} rows for the {own} classes of task {t}{hint}"
+        )
+    return _TYPES[kind](*(part[name] for name in names if name in part))
 
 
 def _parts(kind: str) -> tuple[str, ...]:

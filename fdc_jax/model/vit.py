@@ -215,15 +215,7 @@ class _Mlp(nn.Module):
 
 
 def _adapted(x, adapter: Adapter, dropout_key, dropout_rate: float, precision):
-    """Returns what an adapter adds to the output of a block.
-
-    Args:
-        x: tokens after the attention, before any norm.
-        adapter: of this block, in any precision.
-        dropout_key: drops hidden units; None: keeps them all.
-        dropout_rate: share of hidden units to drop.
-        precision: of the products.
-    """
+    """Returns what an adapter adds to a block, of tokens x after its attention, before any norm."""
     hidden = jax.nn.relu(operations.dense(x, adapter["down"], adapter["down_bias"], precision))
     if dropout_key is not None:
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, hidden.shape)

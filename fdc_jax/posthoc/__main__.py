@@ -27,8 +27,6 @@ _SETTINGS: dict[str, Any] = {
 }
 # Raw reads no statistics; class Gaussians follow the encoder themselves.
 _UNMOVED = ("raw", "gaussians")
-# Cells of the decomposition that are errors.
-_ERRORS = ("right_task_wrong_class", "wrong_task_oracle_right", "wrong_task_oracle_wrong")
 
 
 def _program() -> Program:
@@ -88,30 +86,31 @@ def _run(options: argparse.Namespace) -> None:
         raise InputError(
             f"{options.features}: no test_labels, so expected --output=PATH.npz and one method"
         )
-    raw = run("raw", stored, {}).scores
+    raw = run("raw", stored, {})
     features = moved(stored) if options.moved and options.method not in _UNMOVED else stored
     reports: list[dict[str, Any]] = []
-    for method in METHODS if every else [options.method]:
+    for method in METHODS if every else dict.fromkeys(("raw", options.method)):
+        follows = options.moved and method not in _UNMOVED
         try:
-            outcome = run(method, stored if method in _UNMOVED else features, settings)
+            of = features if follows else stored
+            outcome = raw if method == "raw" else run(method, of, settings)
         except InputError as error:
             if not every:
                 raise
             reports.append({"method": method, "not_applicable": str(error)})
             continue
-        reports.append(summarise(stored, settings, raw, outcome))
-        reports[-1]["moved"] = options.moved and method not in _UNMOVED
+        reports.append(summarise(stored, settings, raw.scores, outcome) | {"moved": follows})
         # Of all methods, FDC's predictions are written.
         if output is not None and method in (options.method, "fdc"):
             scores = outcome.scores
             names = {"scores": scores.task_scores, "task": scores.task, "label": scores.label}
-            write_npz(output, names | {"raw_label": raw.label})
-        if options.calibrator is not None:
+            write_npz(output, names | {"raw_label": raw.scores.label})
+        if options.calibrator is not None and method == options.method:
             outcome.calibrator.save(options.calibrator)
     if output is not None:
-        write_json(output.with_suffix(".json"), {"methods": reports} if every else reports[0])
+        write_json(output.with_suffix(".json"), {"methods": reports} if every else reports[-1])
     if not options.quiet:
-        print("\n".join(_comparison(reports) if every else _details(reports[0])))
+        print("\n".join(_said(reports)))
         if output is not None:
             print(f"wrote {output} and {output.with_suffix('.json')}")
 
@@ -185,79 +184,32 @@ def _output(options: argparse.Namespace) -> Path | None:
     return output
 
 
-def _name(report: dict[str, Any]) -> str:
-    return report["method"] + " --moved" * report.get("moved", False)
-
-
-def _comparison(reports: list[dict[str, Any]]) -> list[str]:
-    """What is said on screen of all methods."""
+def _said(reports: list[dict[str, Any]]) -> list[str]:
+    """What is said on screen: a table of methods where labels are known, and their notes."""
     rows, said = [], []
     for report in reports:
+        name = report["method"] + " --moved" * report.get("moved", False)
         if "not_applicable" in report:
-            said.append(f"{report['method']}: not applicable: {report['not_applicable']}")
+            said.append(f"{name}: not applicable: {report['not_applicable']}")
             continue
-        accuracy, *others = _percentages(report, "calibrated")
-        gain, seconds = report["gain"], f"{report['seconds']['fit']:.1f}"
-        interval = f"{gain['low']:+.2f} .. {gain['high']:+.2f}"
-        gains = (f"{gain['mean']:+.2f}", interval)
-        rows.append((_name(report), accuracy, *gains, *others, _mebibytes(report), seconds))
-        said += _note(report)
-    header = ("method", "accuracy", "gain", "95% interval", "routing", "task given")
-    header += ("storage", "fit s")
-    caption = f"Accuracy in percent, gains over raw in points; {_sizes(reports[0])}"
-    return [caption, _table(header, rows), *said]
-
-
-def _details(report: dict[str, Any]) -> list[str]:
-    """What is said on screen of one method."""
-    method, samples = _name(report), report["num_test_samples"]
-    if "accuracy" not in report:
-        return [
-            f"{method}: {_sizes(report)}; {report['num_changed_labels']} of {samples} test labels "
-            "changed; no test_labels, so no accuracy",
-            *_note(report),
-        ]
-    rows = []
-    for name, title in (("raw", "raw"), ("calibrated", method)):
-        errors = (f"{report['decomposition'][name][error]:.2f}" for error in _ERRORS)
-        rows.append((title, *_percentages(report, name), *errors))
-    header = ("method", "accuracy", "routing", "task given")
-    header += ("wrong class", "wrong task", "both wrong")
-    gain, flips, seconds = report["gain"], report["flips"], report["seconds"]
-    return [
-        f"Percent of test samples; {_sizes(report)}",
-        _table(header, rows),
-        f"gain {gain['mean']:+.2f} points, 95% interval {gain['low']:+.2f} .. {gain['high']:+.2f} "
-        f"(bootstrap over test samples); {flips['wrong_to_right']} repaired, "
-        f"{flips['right_to_wrong']} broken",
-        *_note(report),
-        f"statistics {_mebibytes(report)}, fit {seconds['fit']:.1f} s, scoring "
-        f"{1e3 * seconds['score'] / samples:.3f} ms per sample, first call included",
-    ]
-
-
-def _note(report: dict[str, Any]) -> list[str]:
-    return [report["note"]] if report["note"] else []
-
-
-def _sizes(report: dict[str, Any]) -> str:
+        if "gain" in report:
+            cells, gain = report["decomposition"]["calibrated"], report["gain"]
+            interval = f"{gain['low']:+.2f} .. {gain['high']:+.2f}"
+            shares = (cells[kind] for kind in ("routing_accuracy", "oracle_accuracy"))
+            numbers = (*shares, report["storage_bytes"] / 2**20, report["seconds"]["fit"])
+            texts = (f"{cells['accuracy']:.2f}", f"{gain['mean']:+.2f}", interval)
+            rows.append((name, *texts, *(f"{number:.2f}" for number in numbers)))
+        said += [report["note"]] * bool(report["note"])
     nouns = {"num_tasks": "task", "num_classes": "class", "num_test_samples": "test sample"}
-    return ", ".join(counted(report[name], noun) for name, noun in nouns.items())
-
-
-def _percentages(report: dict[str, Any], name: str) -> list[str]:
-    cells = report["decomposition"][name]
-    kinds = ("accuracy", "routing_accuracy", "oracle_accuracy")
-    return [f"{cells[kind]:.2f}" for kind in kinds]
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    align = ("left", *("right" for _ in header[1:]))
-    return tabulate(rows, header, tablefmt="plain", disable_numparse=True, colalign=align)
-
-
-def _mebibytes(report: dict[str, Any]) -> str:
-    return f"{report['storage_bytes'] / 2**20:.2f} MiB"
+    sizes = ", ".join(counted(reports[0][number], noun) for number, noun in nouns.items())
+    if not rows:
+        changed = f"{report['num_changed_labels']} of {report['num_test_samples']} test labels"
+        return [f"{name}: {sizes}; {changed} changed; no test_labels, so no accuracy", *said]
+    header = ("method", "accuracy", "gain", "95% interval", "routing", "task given")
+    header += ("storage, MiB", "fit, s")
+    caption = f"Accuracy in percent, gains over raw in points; {sizes}"
+    align = ("left", *["right"] * (len(header) - 1))
+    return [caption, tabulate(rows, header, "plain", disable_numparse=True, colalign=align), *said]
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float
 
 from fdc_jax.errors import InputError, Program
 from fdc_jax.features import feature_files
@@ -97,29 +96,21 @@ def example(
 
         pretrained, rows = draw(per_class)
         adapted = by_encoder(pretrained, t + 1)
+        # Ridge regression; targets are 0 in the mean, so the bias has no penalty.
         targets = 10.0 * (np.eye(classes_per_task)[rows] - 1.0 / classes_per_task)
-        weight, bias = _ridge(adapted, targets)
-        arrays[f"train_adapted_{t}"] = adapted.astype(np.float32)
-        if t:
-            arrays[f"train_previous_{t}"] = by_encoder(pretrained, t).astype(np.float32)
-        arrays[f"train_pretrained_{t}"] = pretrained.astype(np.float32)
-        arrays[f"train_labels_{t}"] = t * classes_per_task + rows
-        arrays[f"head_weight_{t}"] = weight.astype(np.float32)
-        arrays[f"head_bias_{t}"] = bias.astype(np.float32)
+        centred = adapted - adapted.mean(axis=0)
+        inner = centred.T @ centred + 10.0 * np.eye(width)
+        weight = np.linalg.solve(inner, centred.T @ targets).T
+        of_task = {"train_adapted": adapted, "train_pretrained": pretrained}
+        of_task |= {"train_previous": by_encoder(pretrained, t)} if t else {}
+        of_task |= {"head_weight": weight, "head_bias": -weight @ adapted.mean(axis=0)}
+        of_task |= {"train_labels": t * classes_per_task + rows}
+        arrays |= {f"{name}_{t}": array for name, array in of_task.items()}
         tests.append(draw(test_per_class)[0])
     pretrained = np.concatenate(tests)
-    arrays["test_adapted"] = by_encoder(pretrained, num_tasks).astype(np.float32)
-    arrays["test_pretrained"] = pretrained.astype(np.float32)
+    arrays |= {"test_adapted": by_encoder(pretrained, num_tasks), "test_pretrained": pretrained}
     arrays["test_labels"] = np.repeat(np.arange(num_tasks * classes_per_task), test_per_class)
-    return arrays
-
-
-def _ridge(
-    features: Float[np.ndarray, "n d"], targets: Float[np.ndarray, "n c"], penalty: float = 10.0
-) -> tuple[Float[np.ndarray, "c d"], Float[np.ndarray, " c"]]:
-    """Returns weight and bias of ridge regression, the bias without a penalty."""
-    mean, level = features.mean(axis=0), targets.mean(axis=0)
-    centred = features - mean
-    inner = centred.T @ centred + penalty * np.eye(features.shape[1])
-    weight = np.linalg.solve(inner, centred.T @ (targets - level)).T
-    return weight, level - weight @ mean
+    return {
+        name: array.astype(np.float32) if array.dtype.kind == "f" else array
+        for name, array in arrays.items()
+    }

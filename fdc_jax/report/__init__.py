@@ -86,10 +86,9 @@ def write(
     for place, group in enumerate(groups, 1):
         found = classes.load(group, shown[place - 1].class_names)
         if found is not None:
-            reason = "Pictures are in the report of each run alone."
-            wrong = classes.wrong_pictures(group) if len(groups) == 1 else ([], 0, reason)
+            found = classes.with_pictures(found, group) if len(groups) == 1 else found
             of_classes[place] = f"classes_{place}.html"
-            write_text(folder / of_classes[place], page.render_classes(group, found, *wrong))
+            write_text(folder / of_classes[place], page.render_classes(group, found))
     text = page.render(groups, skipped, built, drawn, shown, of_classes)
     write_text(folder / "report.html", text)
     if not quiet:

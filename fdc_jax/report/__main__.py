@@ -12,8 +12,8 @@ def parser() -> Program:
     """Returns the options of the command."""
     made = Program(
         "report",
-        "Write a report about finished runs: report.html, tables (CSV, Markdown, "
-        "LaTeX) and figures (SVG, PNG). Nothing is trained.",
+        "Write a report about finished runs: report.html, tables (CSV, LaTeX) and figures (SVG, "
+        "PNG). Nothing is trained.",
     )
     add = made.add_argument
     folders = "run folders; one of several seeds stands for its seed_* folders"

@@ -1,7 +1,8 @@
 """What is computed anew from the saved features of runs: the paper's diagnostics and sweeps."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,57 +37,45 @@ def analyse(group: Group, sweep: Sequence[str] = ()) -> None:
     """
     missing: dict[str, list[str]] = {}
     for run in group.runs:
-        compute: dict[str, Callable[[FeatureSet, Any], Any]] = {
-            name: getattr(diagnostics, name)
-            for name in (*_OF_EVERY_SEED, *_OF_THE_FIRST * (run is group.runs[0]))
-        }
+        names = [*_OF_EVERY_SEED, *_OF_THE_FIRST * (run is group.runs[0])]
+        compute: dict[str, Callable[[FeatureSet, Any], Any]]
+        compute = {name: getattr(diagnostics, name) for name in names}
         for name in sweep:
-            compute[f"sweep_{name}"] = lambda features, fdc, name=name: vary(
-                features, dataclasses.asdict(fdc.settings), name
-            )
-        try:
-            features = _features(run)
-            fdc = features.fit(FDC(**_settings(run.results)))
-        except InputError as error:
-            missing.setdefault(str(error), []).extend(compute)
-            continue
+            compute[f"sweep_{name}"] = partial(vary, parameter=name)
+        given: list[Any] = []  # Features and FDC; without them, all say why.
         for name, function in compute.items():
             try:
-                group.analyses.setdefault(name, []).append(function(features, fdc))
+                given = given or _fitted(run)
+                group.analyses.setdefault(name, []).append(function(*given))
             except InputError as error:
                 missing.setdefault(str(error), []).append(name)
     for reason, names in missing.items():
         group.missing.append(f"no {', '.join(dict.fromkeys(names))}: {reason}")
 
 
-def _features(run: Any) -> FeatureSet:
+def _fitted(run: Any) -> list[Any]:
+    """Returns the saved features of a run, and the paper's FDC fitted on them."""
     folder = run.folder / "features"
     if not (folder / "test_adapted.npy").exists():
         raise InputError("no saved features; the run had save_features off")
     features = feature_files.load(folder)
     if features.test_labels is None:
         raise InputError("test_labels: absent from the saved features")
-    return features
-
-
-def _settings(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of the paper's FDC; a field that the run does not have is the default."""
     names = [field.name for field in dataclasses.fields(Settings)]
-    fields = {name: results["config"].get(f"fdc.{name}") for name in names}
-    return {name: value for name, value in fields.items() if value is not None}
+    fields = {name: run.results["config"].get(f"fdc.{name}") for name in names}
+    # A field that the run does not have is the default.
+    settings = {name: value for name, value in fields.items() if value is not None}
+    return [features, features.fit(FDC(**settings))]
 
 
 def vary(
-    features: FeatureSet,
-    settings: Mapping[str, Any],
-    parameter: str,
-    values: Sequence[float] | None = None,
+    features: FeatureSet, fdc: FDC, parameter: str, values: Sequence[float] | None = None
 ) -> pd.DataFrame:
     """Fits FDC anew at every value of a setting.
 
     Args:
         features: of a whole stream, with test labels.
-        settings: arguments of FDC that are not varied.
+        fdc: whose other settings stay.
         parameter: `attenuation`, `retained_energy` or `neighbours`.
         values: those of the paper when None; for `neighbours`, all that are feasible.
 
@@ -101,11 +90,11 @@ def vary(
         values = VALUES.get(parameter) or range(1, feasible + 1)
     columns = ["accuracy", *["nearest"] * (parameter == "neighbours")]
     test_labels, found = features.test_labels, []
-    assert test_labels is not None  # `_features` has refused features without.
+    assert test_labels is not None  # `_fitted` has refused features without.
     for value in values:
-        fdc = features.fit(FDC(**{**settings, parameter: value}))
-        terms = fdc.terms(features.test_adapted, features.test_pretrained)
-        standardised = (terms, nearest(terms, fdc))[: len(columns)]
+        changed = FDC(**{**dataclasses.asdict(fdc.settings), parameter: value})
+        terms = features.fit(changed).terms(features.test_adapted, features.test_pretrained)
+        standardised = (terms, nearest(terms, changed))[: len(columns)]
         found.append([evaluation.accuracy(test_labels, each.fuse().label) for each in standardised])
     return pd.DataFrame(found, index=pd.Index(values, name=parameter), columns=columns)
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from jaxtyping import Int
 from scipy.cluster import hierarchy
 from scipy.spatial import distance
 
@@ -45,6 +44,10 @@ class Classes(NamedTuple):
             `WORST` most frequent.
         order: labels such that classes that are confused stand side by side.
         cells: likewise of every pair that occurs, right ones included.
+        wrong: pictures that were taken for another class, at most `MOST`, evenly spaced, by true
+            class; of `number` that there are.
+        number: likewise.
+        missing: why there are none.
     """
 
     method: str
@@ -53,6 +56,9 @@ class Classes(NamedTuple):
     pairs: list[tuple[int, int, int, float]]
     order: list[int]
     cells: list[tuple[int, int, int, float]]
+    wrong: Sequence[Wrong] = ()
+    number: int = 0
+    missing: str = "Pictures are in the report of each run alone."
 
 
 def load(group: Group, names: Sequence[str]) -> Classes | None:
@@ -104,24 +110,21 @@ def sorted_by_likeness(wrong: np.ndarray) -> list[int]:
     return hierarchy.leaves_list(linked).tolist()
 
 
-def wrong_pictures(group: Group) -> tuple[list[Wrong], int, str]:
-    """Reads the test images of the first seed that the best calibrator took for another class.
-
-    Returns:
-        At most `MOST`, evenly spaced, by true class; how many there are; why there are none.
-    """
+def with_pictures(found: Classes, group: Group) -> Classes:
+    """Adds the test images of the first seed that the best calibrator took for another class."""
     run: Any = group.runs[0]
     of, best = predictions(run), frames.leading(group).get("best", "raw")
-    chosen: Int[np.ndarray, " n"] = of[f"{best}_label"]
-    every = np.flatnonzero(chosen != of["label"])
-    every = every[np.argsort(of["label"][every], kind="stable")]
-    rows, found = pictures.spaced(every, MOST), []
+    label, chosen = of["label"], of[f"{best}_label"]
+    every = np.flatnonzero(chosen != label)
+    every = every[np.argsort(label[every], kind="stable")]
+    rows, wrong = pictures.spaced(every, MOST), []
     for block in np.split(rows, range(_BLOCK, len(rows), _BLOCK)):
         try:
             images = run.test_images(block) if len(block) else ()
         except InputError as error:
-            return [], len(every), f"The test images could not be read: {error}"
+            reason = f"The test images could not be read: {error}"
+            return found._replace(number=len(every), missing=reason)
         for row, image in zip(block, images, strict=True):
             uri, small = pictures.data_uri(image, _SIDE), pictures.is_small(image)
-            found.append(Wrong(uri, small, int(of["label"][row]), int(chosen[row])))
-    return found, len(every), ""
+            wrong.append(Wrong(uri, small, int(label[row]), int(chosen[row])))
+    return found._replace(wrong=wrong, number=len(every), missing="")

@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 from fdc_jax.errors import counted
 from fdc_jax.learners import title as learner_title
 from fdc_jax.report import figures, frames, paper, pictures, quantities, runs, tables, words
-from fdc_jax.report.classes import Classes, Wrong
+from fdc_jax.report.classes import Classes
 from fdc_jax.report.figures import Drawing
 from fdc_jax.report.pictures import Pictures
 from fdc_jax.report.runs import Group, Skipped
@@ -54,21 +54,10 @@ def render(
     )
 
 
-def render_classes(
-    group: Group, found: Classes, wrong: Sequence[Wrong], number: int, missing: str = ""
-) -> str:
-    """Returns the page of a group's classes; see `fdc_jax.report.classes`.
-
-    Args:
-        group: whose classes they are.
-        found: of `classes.load`.
-        wrong: pictures that are shown, of `number` that there are.
-        number: likewise.
-        missing: why there are none.
-    """
+def render_classes(group: Group, found: Classes) -> str:
+    """Returns the page of a group's classes."""
     place = {label: index for index, label in enumerate(found.order)}
-    material = {"found": found, "wrong": wrong, "number": number, "missing": missing}
-    return _fill("classes", title=group.name, place=place, **material)
+    return _fill("classes", title=group.name, place=place, found=found)
 
 
 def render_predictions(learner: str, benchmark: str, **material: Any) -> str:

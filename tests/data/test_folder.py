@@ -87,14 +87,6 @@ def test_an_undivided_folder_is_divided_within_each_class_by_names(photos, opene
     assert tuple(each for each in again.ids if not each.startswith("aardvark")) == test.ids
 
 
-def test_a_look_shows_its_bar_in_a_terminal_alone(photos, opened, monkeypatch, capsys):
-    opened(photos, quiet=False)
-    assert not capsys.readouterr().err
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    opened(photos, share=0.5, quiet=False, name="again")
-    assert "16/16" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("share", [0.01, 0.99])
 def test_no_class_is_without_images_for_training_or_testing(photos, opened, share):
     expected = [[3, 4, 6], [1, 1, 1]]

@@ -13,7 +13,6 @@ import pytest
 from fdc_jax import calibration
 from fdc_jax.calibration import METHODS, drift
 from fdc_jax.features import feature_files
-from fdc_jax.machine.files import write_npy
 from fdc_jax.posthoc.__main__ import main
 from fdc_jax.posthoc.template import example
 
@@ -234,22 +233,6 @@ def test_template_is_reproducible_and_fdc_helps_on_it(tmp_path, name):
     assert report["accuracy"]["calibrated"] < report["accuracy"]["oracle"]
     assert "exists already" in fails(f"--template={path}")
     assert "ends in .npz, or a folder" in fails(f"--template={tmp_path / 'x.npy'}")
-
-
-def test_a_template_that_was_killed_is_written_by_the_same_command(tmp_path, monkeypatch):
-    def killed(path, array):
-        if path.name == "train_labels_0.npy":
-            raise KeyboardInterrupt
-        write_npy(path, array)
-
-    path = tmp_path / "example"
-    with monkeypatch.context() as patch:
-        patch.setattr("fdc_jax.features.feature_files.write_npy", killed)
-        assert run(f"--template={path}")[0] == 130
-    assert not path.exists()
-    assert run(f"--template={path}")[0] == 0
-    assert len(feature_files.load(path).tasks) == 5
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_the_dumping_recipe_runs_and_is_short(tmp_path, arrays):

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from fdc_jax import calibration
 from fdc_jax.report import analysis, runs
 from tests.report.feature_sets import feature_set, reference_of, write_features
 from tests.report.made_up import write_run
@@ -29,14 +30,14 @@ def check(features, found, place, **settings):
 )
 def test_a_sweep_is_the_reference_at_every_value(parameter, value, keyword):
     features = feature_set()
-    found = analysis.vary(features, {}, parameter, (value,))
+    found = analysis.vary(features, calibration.FDC(), parameter, (value,))
     check(features, found["accuracy"], 0, **{keyword: value})
     assert {"attenuation": 0.5, "retained_energy": 0.75}[parameter] in analysis.VALUES[parameter]
 
 
 def test_neighbourhoods_are_the_reference_s():
     features = feature_set()
-    found = analysis.vary(features, {}, "neighbours")
+    found = analysis.vary(features, calibration.FDC(), "neighbours")
     assert found.index.tolist() == [1, 2]
     for place, count in enumerate(found.index):
         for name in ("accuracy", "nearest"):

@@ -80,7 +80,7 @@ def test_a_click_at_a_pair_shows_its_pictures(browser, tmp_path):
     of = test_classes.group()
     found = classes.load(of, ("a_very_long_name_" * 4,) * 6)
     path = tmp_path / "classes.html"
-    path.write_text(page_of.render_classes(of, found, *classes.wrong_pictures(of)), "utf-8")
+    path.write_text(page_of.render_classes(of, classes.with_pictures(found, of)), "utf-8")
     page = browser.new_page(viewport={"width": 390, "height": 844})
     said: list[str] = []
     page.on("console", lambda message: said.append(message.text))

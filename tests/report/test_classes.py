@@ -51,14 +51,14 @@ def test_pairs_that_are_confused_stand_side_by_side():
 def test_the_page_has_every_class_and_every_wrong_picture(monkeypatch):
     of = group()
     monkeypatch.setattr(classes, "_BLOCK", 2)
-    wrong, number, missing = classes.wrong_pictures(of)
-    assert [(each.true, each.chosen) for each in wrong] == [(0, 3), (0, 3), (3, 0)]
-    assert (number, missing) == (3, "") and len({each.uri for each in wrong}) == 3
-    text = page.render_classes(of, classes.load(of, NAMES), wrong, number)
+    found = classes.with_pictures(classes.load(of, NAMES), of)
+    assert [(each.true, each.chosen) for each in found.wrong] == [(0, 3), (0, 3), (3, 0)]
+    assert (found.number, found.missing) == (3, "") and len({each.uri for each in found.wrong}) == 3
+    text = page.render_classes(of, found)
     assert "<script>alert" not in text and "http" not in text.replace("http-equiv", "")
     read = Reader(text.replace("<br>", ""))
     assert {"ant", "bee", "fox", HOSTILE} < set(read.texts("th")) and "66.7" in read.texts("td")
     assert [each["data-is"] for each in read.all("li") if "data-is" in each] == ["0", "0", "3"]
     assert {"0,3", "0,", "5,5"} <= {each.get("data-pair") for _, each in read.elements}
     monkeypatch.setattr(classes, "MOST", 2)
-    assert [len(each) for each in (classes.wrong_pictures(of)[0], wrong)] == [2, 3]
+    assert [len(each.wrong) for each in (classes.with_pictures(found, of), found)] == [2, 3]

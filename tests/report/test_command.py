@@ -14,7 +14,8 @@ def folder(tmp_path, monkeypatch):
     write_run(place / "b", results(benchmark="digits", seed=2), predictions(2))
     (place / "notes").mkdir()
     monkeypatch.setattr(pictures, "load", lambda run: pictures.Pictures(missing="Gone."))
-    monkeypatch.setattr(classes, "wrong_pictures", lambda group: ([], 5, "Gone, too."))
+    gone = {"number": 5, "missing": "Gone, too."}
+    monkeypatch.setattr(classes, "with_pictures", lambda found, group: found._replace(**gone))
     return place
 
 

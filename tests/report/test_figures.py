@@ -6,7 +6,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.text import Text
 from scipy import stats
 
-from fdc_jax.report import drawing, figures, frames, words
+from fdc_jax.report import drawing, figures, words
 from tests.report import made_up
 
 
@@ -52,7 +52,9 @@ def check_band(axes, gid, expected, index=0):
 
 
 def test_accuracies_stand_where_they_belong(protocol, drawn):
-    assert "task_identity" not in drawn  # which compares groups
+    # All others are drawn of one group.
+    kinds = ("similarity", "residual_contributions", "residual_distributions")
+    assert [*drawn] == [*figures.OF_A_RUN, *kinds, "prototype_geometry", "sweeps"]
     members = [made_up.run(seed) for seed in (1, 2, 3)] + [made_up.run(1, "digits")]
     group, _ = groups = made_up.groups(*members)
     figure = figures.task_identity(groups)
@@ -88,13 +90,6 @@ def test_a_curve_needs_two_evaluated_tasks_and_one_seed_has_no_band():
     assert figures.accuracy_curve(group) is None
 
 
-def test_every_calibrator_has_a_confusion_matrix(protocol, drawn):
-    (group,), panels = protocol, drawn["task_confusion"].figure.axes
-    for axes, name in zip(panels, made_up.METHODS, strict=False):  # The last is the scale.
-        values = axes.images[0].get_array()
-        assert np.asarray(values) == pytest.approx(frames.confusion(group, name))
-
-
 # Diagnostics and sweeps ---------------------------------------------------------------------------
 
 
@@ -110,27 +105,6 @@ def test_similarity_is_the_mean_over_seeds(protocol, drawn):
     assert residual.get_ylabel() == "Routing error (%)"
     rank = np.mean([stats.spearmanr(s.adapted_affinity, s.error).statistic for s in seeds])
     assert f"adapted view, ρ = {rank:.2f}" in texts(affinity)
-
-
-def test_contributions_of_the_first_head_stand_first(protocol, drawn):
-    (group,), (axes,) = protocol, drawn["residual_contributions"].figure.axes
-    for side in ("own", "foreign"):
-        mean, _ = over_seeds([each[side] for each in group.analyses["residual_contributions"]])
-        assert the_line(axes, side).get_ydata() == pytest.approx(mean)
-        assert list(the_line(axes, side).get_xdata()) == [1, 2, 3, 4]
-
-
-def test_distributions_show_own_foreign_and_their_mean_dashed(protocol, drawn):
-    (group,) = protocol
-    found = group.analyses["residual_distributions"][0]
-    cells = [(view, head) for view in ("adapted", "pretrained") for head in ("first", "last")]
-    panels = drawn["residual_distributions"].figure.axes
-    for axes, (view, head) in zip(panels, cells, strict=True):
-        densities, task = found[view][head], 0 if head == "first" else 3
-        own, mean = the_line(axes, "own"), the_line(axes, "foreign_mean")
-        assert own.get_xdata() == pytest.approx(densities.index)
-        assert own.get_ydata() == pytest.approx(densities[task])
-        assert mean.get_ydata() == pytest.approx(densities.drop(columns=task).mean(axis=1))
 
 
 def test_sweeps_are_means_with_the_default_dotted(protocol, drawn):

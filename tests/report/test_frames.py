@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from fdc_jax import evaluation
 from fdc_jax.report import frames, quantities
 from tests.report import made_up
 
@@ -80,18 +79,6 @@ def test_the_curve_has_the_tasks_that_were_evaluated():
     few = frames.curve(group(by_hand(), curve=recorded()[1:]))
     assert [task for _, task in few.index] == [2, 3]
     assert frames.curve(group(by_hand(), curve=recorded()[2:])) is None
-
-
-def test_the_interval_is_over_seeds_or_over_images():
-    (one,), (three,) = made_up.groups(made_up.run(1)), made_up.groups()
-    for name in ("fdc", "gaussians"):
-        expected = evaluation.paired_gain(three.values("raw"), three.values(name))
-        assert three.gain(name) == expected
-        of = one.runs[0].predictions
-        labels = (of["label"], of["raw_label"], of[f"{name}_label"])
-        assert one.gain(name) == evaluation.bootstrap_gain(*labels)
-    one.runs[0].predictions = by_hand()
-    assert one.gain("gaussians") is None
 
 
 # Numbers by name ----------------------------------------------------------------------------------

@@ -111,9 +111,9 @@ def test_rows_without_deviations(label, table):
         assert found == list(paper.columns(table, name).values())
 
 
-@pytest.mark.parametrize(
-    ("text", "field"),
-    [
+def test_settings():
+    fields = paper.numbers()["protocol"]["fields"]
+    for text, field in (
         ("{:g} / 64", "train.epochs"),
         ("20 / {:g}", "train.batch_size"),
         ("{:g} / key and value", "train.rank"),
@@ -121,11 +121,8 @@ def test_rows_without_deviations(label, table):
         ("& {:g}", "fdc.retained_energy"),
         ("& {:g}", "fdc.attenuation"),
         ("neighbors $K$ & {:g}", "fdc.neighbours"),
-    ],
-)
-def test_settings(text, field):
-    fields = paper.numbers()["protocol"]["fields"]
-    assert text.format(fields[field]) in tabular("tab:app-settings")
+    ):
+        assert text.format(fields[field]) in tabular("tab:app-settings"), field
     rates = [fields[f"train.{part}_learning_rate"] for part in ("increment", "head")]
     assert rates == [5e-4, 5e-3]
     assert r"5\times10^{-4}$ / $5\times10^{-3}" in tabular("tab:app-settings")

@@ -111,15 +111,6 @@ def test_an_average_is_over_all_five_benchmarks_only(ours, tmp_path):
     assert found["ours"]["Avg."] == f"{np.mean(gains):+.2f}" and found["paper"]["Avg."] == "+5.15"
 
 
-def test_the_incremental_average_is_that_of_the_curve(ours):
-    curves = [each["curve"] for each in of_seeds("splitlora", seeds=(1, 2))]
-    for suffix, name in (("", "raw"), (" + FDC", "pac+rlc_adapted_view")):
-        means = [np.mean([point["components"][name] for point in curve]) for curve in curves]
-        found = lines(ours["average_incremental_accuracy"], f"SplitLoRA{suffix}")
-        assert found["ours"]["CIFAR-100"] == written(means)
-        assert ("paper" in found) == (not suffix)
-
-
 # Statistics, data, costs --------------------------------------------------------------------------
 
 
