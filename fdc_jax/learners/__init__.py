@@ -115,11 +115,9 @@ def section(name: str) -> str:
 
 
 def options(name: str) -> dict[str, Option]:
-    """Returns the options that a learner reads, by their field, such as `learner.inflora.lamb`."""
+    """Returns the options of a learner by their field, such as `learner.inflora.lamb`."""
     return {
-        f"learner.{section(learner)}.{field}": each
-        for learner in (*_at_hand(name).reads, name)
-        for field, each in _at_hand(learner).options().items()
+        f"learner.{section(name)}.{field}": each for field, each in _at_hand(name).options().items()
     }
 
 

@@ -71,8 +71,8 @@ class InfLoRA(Learner):
         """Refuses energies that fall."""
         if self.lame < self.lamb:
             raise InputError(
-                f"config.learner.inflora.lame: expected at least lamb, {self.lamb:g}, found "
-                f"{self.lame:g}"
+                f"config.learner.{self.section()}.lame: expected at least lamb, {self.lamb:g}, "
+                f"found {self.lame:g}"
             )
 
     # 1. What it keeps between tasks.

@@ -29,12 +29,14 @@ from typing import NamedTuple
 
 import jax
 import optax
-from jaxtyping import Array
+from jaxtyping import Array, Float, Int
 
-from fdc_jax.heads import Head, LinearHead
-from fdc_jax.learners import gaussian_alignment, inflora, training
+from fdc_jax.heads import LinearHead
+from fdc_jax.learners import gaussian_alignment, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
-from fdc_jax.learners.learner import Learner, Replaced, option
+from fdc_jax.learners.inflora import InfLoRA
+from fdc_jax.learners.learner import option
+from fdc_jax.model import vit
 
 # Of classifier alignment, from the second task on; native, it is SGD.
 EPOCHS, LEARNING_RATE = 5, 5e-3
@@ -46,71 +48,53 @@ NATIVE_LEARNING_RATE, NATIVE_MOMENTUM, NATIVE_WEIGHT_DECAY = 1e-2, 0.9, 5e-4
 class State(NamedTuple):
     """What InfLoRA keeps, its heads aligned, and a Gaussian of each class."""
 
-    inflora: inflora.State
+    increments: vit.Increment
+    heads: LinearHead
+    memory: Float[Array, "l d d"]
+    memory_size: Int[Array, " l"]
     gaussians: ClassGaussians
 
 
 @dataclasses.dataclass(frozen=True)
-class InfLoRACA(Learner):
+class InfLoRACA(InfLoRA):
     """InfLoRA+CA, as described above."""
 
     title = "InfLoRA+CA"
     paper_row = 5
-    reads = ("inflora",)
-    task_count = inflora.InfLoRA.task_count
 
     logit_temperature: float = option(
         0.1, "[0, inf)", "of normalised logits; 0: logits as they are", on={"cifar100": 0.0}
     )
 
-    @property
-    def unaligned(self) -> inflora.InfLoRA:
-        """InfLoRA with its own options."""
-        return inflora.InfLoRA.configured(self.setup)
-
     # 1. What it keeps between tasks.
     def initial_state(self) -> State:
         """Returns InfLoRA's initial state and no Gaussian."""
-        return State(
-            self.unaligned.initial_state(),
-            gaussian_alignment.empty(
-                self.setup.num_tasks, self.setup.head_rows, self.setup.variant.width
-            ),
-        )
-
-    # 2. What it computes before a task.
-    def before_task(self, backbone, state: State, task, images) -> State:
-        """Returns the state with the task's A designed, as InfLoRA does."""
-        designed = self.unaligned.before_task(backbone, state.inflora, task, images)
-        return state._replace(inflora=designed)
+        setup = self.setup
+        slots = setup.num_tasks, setup.head_rows, setup.variant.width
+        return State(*super().initial_state(), gaussian_alignment.empty(*slots))
 
     # 3. What it trains, and how.
     def start_task(self, backbone, state: State, task, key):
         """Returns what InfLoRA freezes and trains, and beside it the key of the alignment."""
-        frozen, trained = self.unaligned.start_task(backbone, state.inflora, task, key)
+        frozen, trained = super().start_task(backbone, state, task, key)
         # Keys 0 and 1 under this one are those that the new head was split into.
         return frozen | {"alignment": jax.random.key_data(jax.random.fold_in(key, 2))}, trained
-
-    def update(self) -> training.Update:
-        """Returns InfLoRA's update."""
-        return self.unaligned.update()
 
     # 4. What it does when a task ends.
     def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
         """Returns the state with the task stored, its Gaussians fitted and all heads aligned."""
-        stored = self.unaligned.after_task(backbone, state.inflora, task, frozen, trained, images)
-        kernels = self.unaligned.encoder(backbone, stored, task + 1)
+        state = super().after_task(backbone, state, task, frozen, trained, images)
+        kernels, classes = self.encoder(backbone, state, task + 1), self.setup.classes_per_task
         features, labels = gaussian_alignment.class_features(
             self.setup.model, backbone, kernels, images.plain()
         )
-        classes = self.setup.classes_per_task[task]
         gaussians = gaussian_alignment.fit_task(
-            state.gaussians, task, features, labels, classes, RIDGE
+            state.gaussians, task, features, labels, classes[task], RIDGE
         )
         if task > 0:
             key = jax.random.wrap_key_data(frozen["alignment"])
-            stored = stored._replace(heads=self.align(stored.heads, gaussians, task, key))
-        return State(stored, gaussians)
+            state = state._replace(heads=self.align(state.heads, gaussians, task, key))
+        return state._replace(gaussians=gaussians)
 
     def align(
         self, heads: LinearHead, gaussians: ClassGaussians, task: int, key: Array
@@ -130,12 +114,3 @@ class InfLoRACA(Learner):
                 optax.add_decayed_weights(NATIVE_WEIGHT_DECAY), optax.trace(NATIVE_MOMENTUM)
             )
         return gaussian_alignment.linear_retraining(transformation, self.logit_temperature)
-
-    # 5. What it offers for inference.
-    def encoder(self, backbone, state: State, num_tasks) -> Replaced:
-        """Returns InfLoRA's kernels of E_t."""
-        return self.unaligned.encoder(backbone, state.inflora, num_tasks)
-
-    def heads(self, state: State, num_tasks) -> list[Head]:
-        """Returns the heads of the first `num_tasks` tasks as the last alignment left them."""
-        return self.unaligned.heads(state.inflora, num_tasks)

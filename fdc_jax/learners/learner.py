@@ -103,7 +103,6 @@ class Learner:
         paper_row: its row in the paper's tables.
         selected: the components of FDC that the paper enables for it, a key of `components` in
             `results.json`.
-        reads: names of other learners whose options it reads.
         task_count: what in the learning of a task depends on how many there will be, in words.
         mean_over_images: the loss is a mean of terms of one image each, weighted by
             `batch.weights`, plus what no image enters; a batch may then be taken in portions.
@@ -114,7 +113,6 @@ class Learner:
     title: ClassVar[str] = ""
     paper_row: ClassVar[int] = 100
     selected: ClassVar[str] = "full"
-    reads: ClassVar[tuple[str, ...]] = ()
     task_count: ClassVar[str] = ""
     mean_over_images: ClassVar[bool] = False
 
