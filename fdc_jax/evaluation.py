@@ -8,8 +8,6 @@ head. `oracle_label` is the class that the same scores give when the true task i
 ID" in the paper).
 """
 
-import functools
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,19 +24,6 @@ from fdc_jax.errors import InputError
 TITLES = {"fdc": "FDC", "oracle": "task given"}
 # Of all intervals, and how many samples a bootstrap draws.
 _CONFIDENCE, _RESAMPLES = 0.95, 9999
-
-
-class Decomposition(NamedTuple):
-    """One prediction in percent: three accuracies and four shares that sum to 100."""
-
-    num_samples: int
-    accuracy: float
-    routing_accuracy: float
-    oracle_accuracy: float
-    right_task_right_class: float
-    right_task_wrong_class: float
-    wrong_task_oracle_right: float
-    wrong_task_oracle_wrong: float
 
 
 class Flips(NamedTuple):
@@ -60,71 +45,43 @@ class Gain(NamedTuple):
     confidence: float = _CONFIDENCE
 
 
-def _columns(**arrays: ArrayLike) -> list[Int[np.ndarray, " n"]]:
-    """Integer vectors of one length, at least one long."""
-    columns = {name: np.asarray(array) for name, array in arrays.items()}
-    for name, column in columns.items():
-        if column.ndim != 1 or not np.issubdtype(column.dtype, np.integer):
-            raise InputError(
-                f"{name}: expected a vector of integers, found {column.dtype} "
-                f"of shape {column.shape}"
-            )
-    sizes = {len(column) for column in columns.values()}
-    if len(sizes) > 1 or not sizes.pop():
-        found = ", ".join(f"{name} {len(column)}" for name, column in columns.items())
-        raise InputError(f"expected columns of one length, at least 1; found {found}")
-    return list(columns.values())
+def _columns(*arrays: ArrayLike) -> list[Int[np.ndarray, " n"]]:
+    """Returns integer vectors of one length, at least one long; raises InputError of others."""
+    columns = [np.asarray(array) for array in arrays]
+    for each in columns:
+        if each.dtype.kind not in "iu" or each.ndim != 1 or not each.size == len(columns[0]) > 0:
+            found = ", ".join(f"{each.dtype} {[*each.shape]}" for each in columns)
+            raise InputError(f"predictions: expected columns of integers, as long, found {found}")
+    return columns
 
 
 def accuracy(true_label: ArrayLike, predicted_label: ArrayLike) -> float:
     """Returns the percentage of equal entries of two label vectors [n]."""
-    true, predicted = _columns(true_label=true_label, predicted_label=predicted_label)
+    true, predicted = _columns(true_label, predicted_label)
     return 100.0 * float(np.sum(true == predicted)) / len(true)
 
 
 def decompose(
-    true_task: ArrayLike,
-    true_label: ArrayLike,
-    predicted_task: ArrayLike,
-    predicted_label: ArrayLike,
-    oracle_label: ArrayLike,
-) -> Decomposition:
-    """Splits all samples into four cells by the task decision and the class decision.
+    scores: Scores, labels: Int[np.ndarray, " n"], tasks: Int[np.ndarray, " n"]
+) -> dict[str, float]:
+    """Returns three accuracies in percent, and four shares that sum to 100.
 
-    Raises:
-        InputError: a row contradicts itself: the right task was chosen and yet the prediction is
-            not the oracle's, or the label is right in the wrong task.
+    The shares are of the samples by the task decision and the class decision; arguments as of
+    `measure`.
     """
-    task, label, chosen, predicted, oracle = _columns(
-        true_task=true_task,
-        true_label=true_label,
-        predicted_task=predicted_task,
-        predicted_label=predicted_label,
-        oracle_label=oracle_label,
-    )
-    routed = task == chosen
-    right = label == predicted
-    oracle_right = label == oracle
-    for what, bad in {
-        "the task is right but the label is not the oracle's": routed & (predicted != oracle),
-        "the label is right but the task is not": right & ~routed,
-    }.items():
-        if bad.any():
-            raise InputError(f"row {bad.argmax()} of the predictions: {what} ({bad.sum()} in all)")
-
-    def percent(holds: Bool[np.ndarray, " n"]) -> float:
-        return 100.0 * float(np.sum(holds)) / len(label)
-
-    return Decomposition(
-        num_samples=len(label),
-        accuracy=percent(right),
-        routing_accuracy=percent(routed),
-        oracle_accuracy=percent(oracle_right),
-        right_task_right_class=percent(routed & right),
-        right_task_wrong_class=percent(routed & ~right),
-        wrong_task_oracle_right=percent(~routed & oracle_right),
-        wrong_task_oracle_wrong=percent(~routed & ~oracle_right),
-    )
+    routed, right = scores.task == tasks, scores.label == labels
+    oracle_right = scores.label_in_task(tasks) == labels
+    cells = {
+        "accuracy": right,
+        "routing_accuracy": routed,
+        "oracle_accuracy": oracle_right,
+        "right_task_right_class": routed & right,
+        "right_task_wrong_class": routed & ~right,
+        "wrong_task_oracle_right": ~routed & oracle_right,
+        "wrong_task_oracle_wrong": ~routed & ~oracle_right,
+    }
+    shares = {name: 100.0 * float(np.sum(holds)) / len(labels) for name, holds in cells.items()}
+    return {"num_samples": len(labels), **shares}
 
 
 def task_confusion(
@@ -135,15 +92,12 @@ def task_confusion(
     Raises:
         InputError: a task index is outside 0 .. num_tasks - 1.
     """
-    task, chosen = _columns(true_task=true_task, predicted_task=predicted_task)
-    for name, column in (("true_task", task), ("predicted_task", chosen)):
-        if column.min() < 0 or column.max() >= num_tasks:
-            raise InputError(
-                f"{name}: expected 0 .. {num_tasks - 1}, found {column.min()} .. {column.max()}"
-            )
-    matrix = np.zeros((num_tasks, num_tasks), np.int64)
-    np.add.at(matrix, (task, chosen), 1)
-    return matrix
+    task, chosen = _columns(true_task, predicted_task)
+    low, high = (int(each(np.concatenate([task, chosen]))) for each in (np.min, np.max))
+    if low < 0 or high >= num_tasks:
+        raise InputError(f"predictions: expected 0 .. {num_tasks - 1}, found {low} .. {high}")
+    counts = np.bincount(task * num_tasks + chosen, minlength=num_tasks**2)
+    return counts.reshape(num_tasks, num_tasks)
 
 
 def task_accuracies(
@@ -153,9 +107,7 @@ def task_accuracies(
 
     The mean of these numbers weights tasks equally and differs from `accuracy` when task sizes do.
     """
-    task, label, predicted = _columns(
-        true_task=true_task, true_label=true_label, predicted_label=predicted_label
-    )
+    task, label, predicted = _columns(true_task, true_label, predicted_label)
     totals = np.bincount(task, minlength=num_tasks)
     right = np.bincount(task, weights=label == predicted, minlength=num_tasks)
     return np.where(totals > 0, 100.0 * right / np.maximum(totals, 1), np.nan)
@@ -163,14 +115,10 @@ def task_accuracies(
 
 def flips(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> Flips:
     """Counts what `after` repaired, broke and merely changed, against `before`."""
-    label, first, second = _columns(true_label=true_label, before=before, after=after)
-    was, now = label == first, label == second
-    return Flips(
-        wrong_to_right=int(np.sum(~was & now)),
-        right_to_wrong=int(np.sum(was & ~now)),
-        wrong_to_other_wrong=int(np.sum(~was & ~now & (first != second))),
-        unchanged=int(np.sum(first == second)),
-    )
+    label, first, second = _columns(true_label, before, after)
+    was, now, same = label == first, label == second, first == second
+    cells = (~was & now, was & ~now, ~was & ~now & ~same, same)
+    return Flips(*(int(np.sum(each)) for each in cells))
 
 
 def average_incremental_accuracy(accuracies: Sequence[float]) -> float:
@@ -212,17 +160,12 @@ def paired_gain(before: Sequence[float], after: Sequence[float] | np.ndarray) ->
     mean, std = mean_and_std(gains)
     if gains.size < 2:  # SciPy warns of no degrees of freedom
         return Gain(mean, std, float("nan"), float("nan"))
-    reach = (
-        float(scipy.special.stdtrit(gains.size - 1, 0.5 + _CONFIDENCE / 2)) * std / gains.size**0.5
-    )
+    quantile = float(scipy.special.stdtrit(gains.size - 1, 0.5 + _CONFIDENCE / 2))
+    reach = quantile * std / gains.size**0.5
     return Gain(mean, std, mean - reach, mean + reach)
 
 
-def bootstrap_gain(
-    true_label: ArrayLike,
-    before: ArrayLike,
-    after: ArrayLike,
-) -> Gain:
+def bootstrap_gain(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> Gain:
     """Percentile bootstrap interval of the accuracy gain over test samples, paired by sample.
 
     A sample contributes -1, 0 or +1, so the counts of the three in a resample of the n samples
@@ -262,10 +205,7 @@ def measure(
             `chance_calibration_error` how far that would be by chance alone.
     """
     count = int(tasks.max()) + 1
-    found = {
-        name: decompose(tasks, labels, each.task, each.label, each.label_in_task(tasks))
-        for name, each in scores.items()
-    }
+    found = {name: decompose(each, labels, tasks) for name, each in scores.items()}
     predicted = {name: each.label for name, each in scores.items()}
     predicted["oracle"] = scores["raw"].label_in_task(tasks)
     sure, chance = {}, {}
@@ -276,8 +216,8 @@ def measure(
             chance[name] = chance_calibration_error(said)
     return {
         "accuracy": {name: accuracy(labels, each) for name, each in predicted.items()},
-        "routing_accuracy": {name: each.routing_accuracy for name, each in found.items()},
-        "decomposition": {name: each._asdict() for name, each in found.items()},
+        "routing_accuracy": {name: each["routing_accuracy"] for name, each in found.items()},
+        "decomposition": found,
         "task_accuracy": {
             name: [
                 None if np.isnan(value) else float(value)
@@ -312,46 +252,3 @@ def describe(record: dict[str, Any], num_tasks: int) -> str:
         f"after task {record['task'] + 1}/{num_tasks}: {'  '.join(accuracies)}  "
         f"routing {routing['raw']:.2f}{to} %"
     )
-
-
-def summarise(per_seed: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns mean and sample standard deviation over seeds, and gains paired within each seed.
-
-    Args:
-        per_seed: `results.json` of every seed of one configuration.
-    """
-    first = per_seed[0]
-
-    def column(*names: str) -> list[Any]:
-        return [functools.reduce(operator.getitem, names, run) for run in per_seed]
-
-    def over_seeds(values: list[float]) -> dict[str, float]:
-        return dict(zip(("mean", "std"), mean_and_std(values), strict=True))
-
-    def of(section: str) -> dict[str, Any]:
-        found = {name: column(section, name) for name in first[section]}
-        return {name: over_seeds(values) for name, values in found.items() if None not in values}
-
-    raw = column("accuracy", "raw")
-    sections = ("accuracy", "routing_accuracy", "average_incremental_accuracy", "components")
-    gains = {
-        name: paired_gain(raw, column("accuracy", name))._asdict()
-        for name in first["accuracy"]
-        if name not in ("raw", "oracle")
-    }
-    return {
-        **{name: first[name] for name in ("benchmark", "split", "learner", "class_order_seed")},
-        "seeds": column("seed"),
-        **{section: of(section) for section in sections},
-        "selected": {"components": first["selected"]["components"]},
-        "gain": gains.get("fdc"),
-        "gains": gains,
-        "component_gains": {
-            name: over_seeds(list(np.subtract(column("components", name), raw)))
-            for name in first["components"]
-            if name != "raw"
-        },
-        "device": first["device"],
-        "config": first["config"] | {"seed": column("seed")},
-        "versions": first["versions"],
-    }
