@@ -5,7 +5,7 @@ import runpy
 import sys
 
 import fdc_jax
-from fdc_jax.errors import InputError, Program, did_you_mean, guarded, stop_on_signals
+from fdc_jax.errors import InputError, did_you_mean, guarded, stop_on_signals
 
 PROGRAMS = {
     "run": "learn a stream of tasks, calibrate and evaluate on the way",
@@ -19,29 +19,19 @@ PROGRAMS = {
 
 def main() -> None:
     """Runs the program that the first word of the command line names."""
-    name, *arguments = sys.argv[1:] or ["--help"]
+    name = sys.argv.pop(1) if len(sys.argv) > 1 else "--help"
     if name not in PROGRAMS:
         if code := guarded("fdc", lambda: _about(name)):
             sys.exit(code)
-    else:
-        Program.front = "fdc" if os.path.basename(sys.argv[0]) == "fdc" else "python -m fdc_jax"
-        sys.argv[1:] = arguments
-        if name in ("run", "bench"):
-            _prepare()
-        if name == "run":
-            _run()
-        runpy.run_module(f"fdc_jax.{name}", run_name="__main__", alter_sys=True)
-
-
-def _prepare() -> None:
-    # Before NumPy loads: threads of OpenBLAS that wait for a busy core spin, and decompositions of
-    # a few hundred rows gain nothing from them. And XLA's start-up notes are of no use to a reader.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+        return
     sys.path.append(os.getcwd())  # where a learner of the user's own may lie
-
-
-def _run() -> None:
+    if name in ("run", "bench"):
+        # Before NumPy loads: threads of OpenBLAS that wait for a busy core spin, and decompositions
+        # of a few hundred rows gain nothing from them. XLA's start-up notes are of no use.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    if name != "run":
+        runpy.run_module(f"fdc_jax.{name}", run_name="__main__")
     # From here on a signal counts; what follows takes seconds to import.
     with stop_on_signals() as stop:
         from fdc_jax import command

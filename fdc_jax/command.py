@@ -21,13 +21,12 @@ import jax
 import ml_collections
 
 import fdc_jax
-from fdc_jax import evaluation, report
+from fdc_jax import report
 from fdc_jax.data import sources
 from fdc_jax.errors import (
     CODES,
     InputError,
     Interrupted,
-    Once,
     Program,
     StopRequest,
     TrainingError,
@@ -39,7 +38,7 @@ from fdc_jax.errors import (
 )
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
-from fdc_jax.machine.files import check_writable_folder, locked, write_json
+from fdc_jax.machine.files import check_writable_folder, locked
 from fdc_jax.report import console, runs
 from fdc_jax.run import configuration, experiment, results
 from fdc_jax.run import setup as setups
@@ -58,9 +57,9 @@ def main(stop: StopRequest, arguments: Sequence[str] | None = None) -> int:
     program = Program("run", "Learn a stream of tasks, calibrate and evaluate on the way.")
     add = program.add_argument
     text = f"a file, or one of {', '.join(configuration.named())}; its fields: --config.FIELD=VALUE"
-    add("--config", action=Once, metavar="NAME", help=text)
+    add("--config", metavar="NAME", help=text)
     text = "the folder that receives everything (default runs/NAME of configs/NAME.py)"
-    add("--workdir", action=Once, metavar="FOLDER", help=text)
+    add("--workdir", metavar="FOLDER", help=text)
     text = "join the other processes of a TPU pod, SLURM or MPI job"
     add("--distributed", action="store_true", help=text)
     text = "elsewhere: host:port of process 0, the same for all processes"
@@ -151,14 +150,10 @@ def _end(error: Exception, show_traceback: bool) -> None:
 
 def run(
     config: Config, workdir: str, quiet: bool = False, stop: StopRequest | None = None
-) -> dict[str, Any]:
-    """Runs every seed of a configuration, or what is left of it.
+) -> list[dict[str, Any]]:
+    """Runs every seed of a configuration, or what is left of it, and returns the results of each.
 
-    One seed keeps its files in `workdir`; of several, each has a folder `seed_N` there, beside a
-    `summary.json`.
-
-    Returns:
-        The results of a single seed, or the summary over several.
+    One seed keeps its files in `workdir`; of several, each has a folder `seed_N` there.
 
     Raises:
         InputError: configuration, data, weights or work directory are not as expected.
@@ -186,18 +181,16 @@ def run(
             lock = processes.on_first(lambda folder: held.enter_context(locked(folder)))
             for place in places.values():
                 lock(place)
-            per_seed = []
+            found = []
             for seed, place in places.items():
                 stop.poll()
-                per_seed.append(_run_seed(setup, seed, place, stop, quiet))
-            outcome = evaluation.summarise(per_seed) if several else per_seed[0]
-            if several:
-                processes.on_first(write_json)(folder / "summary.json", outcome)
+                found.append(_run_seed(setup, seed, place, stop, quiet))
             if not quiet:
                 console.show(runs.load(places.values())[0][0])
-                print(f"results: {folder / ('summary.json' if several else 'results.json')}")
+                for place in places.values():
+                    print(f"results: {place / 'results.json'}")
             _report(config, folder, quiet)
-            return outcome
+            return found
 
 
 @contextlib.contextmanager
@@ -258,7 +251,7 @@ def _check_workdir(folder: Path, several: bool) -> None:
         raise InputError(
             f"{folder} holds a run of a single seed; several seeds need another --workdir"
         )
-    if not several and (any(folder.glob("seed_*")) or (folder / "summary.json").exists()):
+    if not several and any(folder.glob("seed_*")):
         raise InputError(
             f"{folder} holds runs of several seeds; a single seed needs another --workdir"
         )

@@ -16,7 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 _LIBRARIES = re.compile(rf"site-packages|<frozen|^{re.escape(str(Path(__file__).parent))}")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -119,18 +119,11 @@ def counted(number: float, noun: str) -> str:
 @contextlib.contextmanager
 def plain_warnings(title: str, level: int = logging.WARNING) -> Iterator[None]:
     """Prints what the package warns of as lines on standard error, each once, in a program."""
-    said: set[str] = set()
-
-    def is_new(record: logging.LogRecord) -> bool:
-        """Tells whether it was not said yet; all calibrators of one head would warn of it."""
-        before = len(said)
-        said.add(record.getMessage())
-        return len(said) > before
-
+    said: dict[str, logging.LogRecord] = {}  # all calibrators of one head would warn of it
     handler, logger = logging.StreamHandler(), logging.getLogger("fdc_jax")
     handler.setFormatter(logging.Formatter(f"{title}: %(levelname)s: %(message)s"))
     handler.setLevel(level)
-    handler.addFilter(is_new)
+    handler.addFilter(lambda record: said.setdefault(record.getMessage(), record) is record)
     before, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
@@ -150,15 +143,12 @@ CODES: dict[type[BaseException], int] = {
     BrokenPipeError: 141,
     OSError: 2,
 }
+# What is said of errors that say nothing; nothing where nobody reads on, as of `... | head`.
+_SAID = {MemoryError: "out of memory", KeyboardInterrupt: "stopped by SIGINT", BrokenPipeError: ""}
 
 
 def outcome(error: BaseException) -> tuple[int, str] | None:
-    """Returns the exit code of an error and what to print of it; None for one of the program's own.
-
-    Nothing is to be said where nobody reads on, as of `fdc report ... | head`.
-    """
-    said = {MemoryError: "out of memory", KeyboardInterrupt: "stopped by SIGINT"}
-    said |= {BrokenPipeError: ""}
+    """Returns the exit code of an error and what to print; None for one of the program's own."""
     frames = traceback.extract_tb(error.__traceback__)
     if frames and frames[-1].filename.endswith("xla_bridge.py"):  # some say nothing but assert
         wanted = os.environ.get("JAX_PLATFORMS", "")
@@ -168,7 +158,7 @@ def outcome(error: BaseException) -> tuple[int, str] | None:
     for kind, code in CODES.items():
         if isinstance(error, kind):
             text = line(error) if isinstance(error, OSError) else str(error)
-            return code, said.get(type(error), text or type(error).__name__)
+            return code, _SAID.get(type(error), text or type(error).__name__)
     return None
 
 
@@ -199,14 +189,9 @@ def guarded(title: str, body: Callable[[], Any], show_traceback: bool = False) -
     return 0
 
 
-class Once(argparse.Action):
-    """A flag that may be given once."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        """Keeps the value of the flag."""
-        if getattr(namespace, self.dest) is not None:
-            parser.error(f"{option_string}: is given twice")
-        setattr(namespace, self.dest, values)
+def typed(name: str) -> str:
+    """Returns what a user types to start a program, in the way that this one was started."""
+    return f"fdc {name}" if Path(sys.argv[0]).name == "fdc" else f"python -m fdc_jax {name}"
 
 
 class Program(argparse.ArgumentParser):
@@ -215,26 +200,13 @@ class Program(argparse.ArgumentParser):
     Args:
         name: after `fdc_jax.`; starts every line of error or warning.
         description: for --help.
-
-    Attributes:
-        front: the command that started the program by its name, such as `fdc`; None for a module
-            of its own.
     """
 
-    front: ClassVar[str | None] = None
-
     def __init__(self, name: str, description: str):
-        super().__init__(prog=self.typed(name), allow_abbrev=False, description=description)
+        super().__init__(prog=typed(name), allow_abbrev=False, description=description)
         self.title = f"fdc_jax.{name}"
         self.add_argument("--quiet", action="store_true", help="print nothing but errors")
         self.add_argument("--traceback", action="store_true", help="show where an error arose")
-
-    @classmethod
-    def typed(cls, name: str) -> str:
-        """Returns what a user types to start a program, in the way that this one was started."""
-        if cls.front is None:
-            return f"python -m fdc_jax.{name}"
-        return f"{cls.front} {name.rpartition('.')[2]}"
 
     def error(self, message: str) -> NoReturn:
         """Raises InputError, with the flag that a mistyped one resembles."""

@@ -421,5 +421,4 @@ def _write_page(
 
 
 if __name__ == "__main__":
-    sys.path.append(os.getcwd())  # where a learner of the user's own may lie
     sys.exit(main())

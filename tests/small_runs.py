@@ -41,7 +41,7 @@ def config(cache, **fields):
 
 def run(config, workdir):
     """Runs or goes on in this process, and returns the results."""
-    return command.run(config, str(workdir), quiet=True)
+    return command.run(config, str(workdir), quiet=True)[0]
 
 
 def shared(tmp_path_factory, name, make):

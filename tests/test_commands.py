@@ -41,15 +41,6 @@ def test_a_name_runs_its_module(tmp_path):
     assert said("fdc", "posthoc", "--help").startswith("usage: fdc posthoc ")
 
 
-@pytest.mark.parametrize("front", [None, "fdc"])
-def test_usage_says_what_the_user_typed(front, monkeypatch, capsys):
-    monkeypatch.setattr(Program, "front", front)
-    with pytest.raises(SystemExit, match="0"):
-        posthoc.main(["--help"])
-    usage = f"usage: {'python -m fdc_jax.posthoc' if front is None else 'fdc posthoc'} "
-    assert capsys.readouterr().out.startswith(usage)
-
-
 def test_an_interrupt_is_one_line(capsys):
     def body(options):
         signal.raise_signal(signal.SIGINT)

@@ -98,13 +98,12 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
     """
     # Without O_NONBLOCK, a pipe into which nobody writes would not even open.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        kinds = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe"}
-        found = f"expected a regular file, found a {kinds.get(stat.S_IFMT(mode), 'device')}"
-        raise OSError(errno.EINVAL, found, os.fspath(path))
-    return open(descriptor, "rb")
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind == stat.S_IFREG:
+        return open(descriptor, "rb")
+    os.close(descriptor)
+    found = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe"}.get(kind, "device")
+    raise OSError(errno.EINVAL, f"expected a regular file, found a {found}", os.fspath(path))
 
 
 def open_lock(path: Path) -> io.FileIO:

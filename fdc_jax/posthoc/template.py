@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fdc_jax.errors import InputError, Program
+from fdc_jax.errors import InputError, typed
 from fdc_jax.features import feature_files
 from fdc_jax.machine.files import write_folder_atomically, write_npz
 
@@ -54,8 +54,7 @@ def write_template(path: str | os.PathLike[str]) -> str:
             feature_files.write(folder, arrays)
     tasks = sum(name.startswith("head_weight") for name in arrays)
     classes = sum(len(np.unique(arrays[f"train_labels_{t}"])) for t in range(tasks))
-    program = Program.typed("posthoc")
-    return HOW_TO.format(program=program, path=path, num_tasks=tasks, num_classes=classes)
+    return HOW_TO.format(program=typed("posthoc"), path=path, num_tasks=tasks, num_classes=classes)
 
 
 def example(
