@@ -25,7 +25,7 @@ classes of ViT-B/16.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -67,21 +67,21 @@ class InfLoRACA(InfLoRA):
     )
 
     # 1. What it keeps between tasks.
-    def initial_state(self) -> State:
+    def initial_state(self) -> Any:
         """Returns InfLoRA's initial state and no Gaussian."""
         setup = self.setup
         slots = setup.num_tasks, setup.head_rows, setup.variant.width
         return State(*super().initial_state(), gaussian_alignment.empty(*slots))
 
     # 3. What it trains, and how.
-    def start_task(self, backbone, state: State, task, key):
+    def start_task(self, backbone, state: Any, task, key):
         """Returns what InfLoRA freezes and trains, and beside it the key of the alignment."""
         frozen, trained = super().start_task(backbone, state, task, key)
         # Keys 0 and 1 under this one are those that the new head was split into.
         return frozen | {"alignment": jax.random.key_data(jax.random.fold_in(key, 2))}, trained
 
     # 4. What it does when a task ends.
-    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
+    def after_task(self, backbone, state: Any, task, frozen, trained, images) -> Any:
         """Returns the state with the task stored, its Gaussians fitted and all heads aligned."""
         state = super().after_task(backbone, state, task, frozen, trained, images)
         kernels, classes = self.encoder(backbone, state, task + 1), self.setup.classes_per_task
