@@ -1,45 +1,70 @@
-"""Checkpoints of a run: numbered archives of arrays, each with a small JSON cursor.
+"""Checkpoints of a run. The only file that knows Orbax.
 
 What a run keeps is the same on all devices. It is written as arrays of the host by process 0 and
 handed to the others when it is read, so that a checkpoint fits any number of devices and processes,
 and its folder need not be shared between hosts.
 """
 
-import json
+import contextlib
 import logging
 import os
+import re
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, line
 from fdc_jax.machine import devices, processes
-from fdc_jax.machine.files import read_npz, write_npz
+from fdc_jax.machine.files import read_json, sha256, write_json
 
 _log = logging.getLogger(__name__)
 
+# Beside the files of a checkpoint.
+_CHECKSUMS = "checksums.json"
+
+# Orbax reports every step of every save, and asyncio every file of a save that failed; errors
+# that matter are raised.
+for _name in ("absl", "asyncio"):
+    logging.getLogger(_name).addFilter(lambda record: record.levelno >= logging.CRITICAL)
+
 
 class Checkpoints:
-    """A folder of numbered checkpoints, each a pytree and a cursor.
+    """A folder of numbered checkpoints, each a pytree and a small JSON cursor.
 
     Args:
-        folder: where they lie; made when something is written.
+        folder: where they lie; made when missing.
         keep: how many of the newest stay.
         read_only: change nothing, pass over what is damaged.
+
+    Raises:
+        InputError: the folder is to be read only, and missing.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2, read_only: bool = False):
-        self._folder, self._keep, self._read_only = Path(folder), keep, read_only
-        self._arrays: dict[str, np.ndarray] = {}  # of the checkpoint whose cursor was read last
-        if processes.is_first() and not read_only:
-            for left in self._folder.glob(".*.npz.*"):  # by a process that was killed
-                left.unlink()
+        self._folder, self._read_only = Path(folder).absolute(), read_only
+        self._open(keep)
 
-    def _file(self, number: int) -> Path:
-        return self._folder / f"{number}.npz"
+    @processes.on_first
+    def _open(self, keep: int) -> None:
+        if self._read_only and not self._folder.is_dir():
+            raise InputError(f"{self._folder}: expected a checkpoint of the run, found no folder")
+        self._folder.mkdir(parents=True, exist_ok=True)
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            enable_async_checkpointing=False,
+            cleanup_tmp_directories=not self._read_only,
+            create=False,
+            read_only=self._read_only,
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                primary_host=0, active_processes={0}
+            ),
+        )
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def save(self, number: int, tree: Any, cursor: dict[str, Any]) -> None:
         """Writes a checkpoint; it exists as a whole when this returns, or not at all.
@@ -52,13 +77,28 @@ class Checkpoints:
         Raises:
             InputError: the disk refuses the write.
         """
-        self._write(number, _named(devices.to_host(tree)), cursor)
+        self._write(number, jax.tree.map(np.asarray, devices.to_host(tree)), cursor)
 
     @processes.on_first
-    def _write(self, number: int, arrays: dict[str, Any], cursor: dict[str, Any]) -> None:
-        write_npz(self._file(number), arrays | {"cursor": np.array(json.dumps(cursor))})
-        for earlier in self._numbers()[self._keep :]:
-            self._file(earlier).unlink()
+    def _write(self, number: int, tree: Any, cursor: dict[str, Any]) -> None:
+        items = ocp.args.Composite(
+            tree=ocp.args.StandardSave(tree), cursor=ocp.args.JsonSave(cursor)
+        )
+        try:
+            # A disk without room is noticed before; half-written checkpoints fail less legibly.
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+            with tempfile.TemporaryFile(dir=self._folder) as file:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, max(size, 1))
+            self._manager.save(number, args=items, force=True)
+            self._manager.wait_until_finished()
+        except (OSError, ValueError) as error:
+            raise InputError(
+                f"cannot write a checkpoint in {self._folder}: {_reason(error)}"
+            ) from error
+        # Orbax fails in many ways on damaged files; with their checksums it need not read them.
+        place = self._folder / str(number)
+        write_json(place / _CHECKSUMS, _checksums(place))
 
     def newest(
         self, target: Callable[[dict[str, Any]], Any]
@@ -71,12 +111,11 @@ class Checkpoints:
             target: returns for a cursor a tree of the wanted structure, shapes and types; leaves
                 that are JAX arrays come back in their placement, others as arrays of the host.
         """
-        for number in processes.on_first(self._numbers)():
+        for number in self._numbers():
             if (cursor := self._cursor(number)) is None:
                 continue
-            wanted = target(cursor)
-            leaves, structure = jax.tree.flatten(wanted)
-            found = processes.from_first(lambda n=number, w=wanted: self._fitting(n, w))
+            leaves, structure = jax.tree.flatten(wanted := target(cursor))
+            found = processes.from_first(lambda n=number, w=wanted: self._leaves(n, w))
             if found is not None:
                 placed = [
                     devices.put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
@@ -84,28 +123,31 @@ class Checkpoints:
                 ]
                 yield number, cursor, jax.tree.unflatten(structure, placed)
 
+    @processes.on_first
     def _numbers(self) -> list[int]:
-        return sorted((int(path.stem) for path in self._folder.glob("*.npz")), reverse=True)
+        return sorted(self._manager.all_steps(), reverse=True)
 
     @processes.on_first
     def _cursor(self, number: int) -> dict[str, Any] | None:
-        try:
-            self._arrays = read_npz(self._file(number))
-            return json.loads(self._arrays.pop("cursor").item())
-        except (InputError, KeyError) as error:
-            return self._move_aside(number, str(error).rpartition("file: ")[2])
+        place = self._folder / str(number)
+        # A process may have died before it wrote the checksums.
+        with contextlib.suppress(InputError):
+            if read_json(place / _CHECKSUMS) != _checksums(place):
+                return self._move_aside(number, "its files are damaged")
+        return self._read(number, "cursor", ocp.args.JsonRestore())
 
-    def _fitting(self, number: int, wanted: Any) -> dict[str, np.ndarray] | None:
-        """Returns the arrays in the order of the leaves of a tree, if they are of its form."""
-        arrays, self._arrays, found = self._arrays, {}, {}
-        for name, leaf in _named(wanted).items():
-            each = arrays.get(name, np.zeros(0))
-            if each.dtype == np.dtype(f"V{leaf.dtype.itemsize}"):  # as NumPy keeps bfloat16
-                each = each.view(leaf.dtype)
-            if (each.shape, each.dtype) != (leaf.shape, leaf.dtype):
-                return self._move_aside(number, f"expected {leaf.dtype}{[*leaf.shape]} at {name}")
-            found[name] = each
-        return found
+    def _leaves(self, number: int, target: Any) -> dict[str, np.ndarray] | None:
+        abstract = jax.tree.map(
+            lambda leaf: np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape), target
+        )
+        tree = self._read(number, "tree", ocp.args.StandardRestore(abstract))
+        return tree and {str(i): leaf for i, leaf in enumerate(jax.tree.leaves(tree))}
+
+    def _read(self, number: int, item: str, restore: Any) -> Any:
+        try:
+            return self._manager.restore(number, args=ocp.args.Composite(**{item: restore}))[item]
+        except Exception as error:  # whatever a damaged file makes Orbax raise
+            return self._move_aside(number, _reason(error))
 
     @processes.on_first
     def set_aside(self, number: int, reason: str) -> None:
@@ -113,19 +155,29 @@ class Checkpoints:
         self._move_aside(number, reason)
 
     def _move_aside(self, number: int, reason: str) -> None:
-        place = self._file(number)
+        place = self._folder / str(number)
         if self._read_only:
             _log.warning("checkpoint %s is unusable (%s)", place, reason)
             return
-        aside = self._folder.with_name(f"{self._folder.name}_unusable_{number}.npz")
+        aside = self._folder.with_name(f"{self._folder.name}_unusable_{number}")
+        while aside.exists():
+            aside = aside.with_name(f"{aside.name}_again")
         _log.warning(
             "checkpoint %s is unusable (%s); moved to %s, going back to the one before it",
-            *(place, reason, aside.name),
+            place,
+            reason,
+            aside.name,
         )
         os.replace(place, aside)
+        self._manager.reload()
 
 
-def _named(tree: Any) -> dict[str, Any]:
-    """Returns the leaves of a tree by their places in it."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+def _checksums(folder: Path) -> dict[str, str]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != _CHECKSUMS)
+    return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+
+
+def _reason(error: Exception) -> str:
+    """Returns what the operating system said, or the start of a long message."""
+    said = re.search(r"\[OS error [^:\]]*: ?([^\]]*)\]", str(error))
+    return said.group(1) if said else line(error)

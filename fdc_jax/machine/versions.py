@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 __version__ = "0.1.0"
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "tensorflow-datasets", "numpy")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-datasets", "numpy")
 
 
 def versions() -> dict[str, str | None]:

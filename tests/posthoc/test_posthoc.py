@@ -276,7 +276,7 @@ def test_the_dumping_recipe_runs_and_is_short(tmp_path, arrays):
 
 
 def test_the_command_as_a_process_imports_no_encoder_and_no_data(source, tmp_path):
-    heavy = {"flax", "tensorflow", "tensorflow_datasets", "grain", "optax", "PIL"}
+    heavy = {"flax", "orbax", "tensorflow", "tensorflow_datasets", "grain", "optax", "PIL"}
     heavy |= {"fdc_jax.model", "fdc_jax.data", "fdc_jax.learners", "sklearn", "torch"}
     script = f"""
 import runpy, sys
