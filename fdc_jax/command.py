@@ -60,47 +60,40 @@ def main(stop: StopRequest, arguments: Sequence[str] | None = None) -> int:
     add("--config", metavar="NAME", help=text)
     text = "the folder that receives everything (default runs/NAME of configs/NAME.py)"
     add("--workdir", metavar="FOLDER", help=text)
-    text = "join the other processes of a TPU pod, SLURM or MPI job"
-    add("--distributed", action="store_true", help=text)
-    text = "elsewhere: host:port of process 0, the same for all processes"
-    add("--coordinator_address", help=text)
-    add("--num_processes", type=int, help="elsewhere: how many there are")
-    add("--process_id", type=int, help="elsewhere: which one this is, from 0")
-    found: list[Config] = []
-
-    def body(options: argparse.Namespace) -> None:
-        if not found:
-            known = ", ".join(configuration.named())
-            raise InputError(f"--config: expected a file, or one of {known}")
-        config, given = found[0], vars(options)
-        flat = {name: given[f"config.{name}"] for name in configuration.flatten(config)}
-        set_here = {name: value for name, value in flat.items() if value is not None}
-        config.update_from_flattened_dict(set_here)
-        name = Path(options.config).stem
-        if name == "own":
-            name = sources.name_of(config.benchmark, config.data.source)
-        _run_with_others(config, options.workdir or f"runs/{name}", options, stop)
-
-    def prepare(words: list[str]) -> None:
-        found.extend(_add_fields(program, words))
-
-    return program.run(body, arguments, prepare)
+    text = "join the other processes: those of a TPU pod, SLURM or MPI job, or as process 0 of 2 "
+    text += "by an address of process 0"
+    add("--distributed", nargs="?", const="auto", metavar="HOST:PORT,0/2", help=text)
+    return program.run(lambda options: _start(options, stop), arguments, _add_fields)
 
 
-def _add_fields(program: Program, words: Sequence[str]) -> list[Config]:
+def _add_fields(program: Program, words: Sequence[str]) -> None:
     """Makes a flag of every field of the configuration that a command line names, if it does."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     first.add_argument("--config.learner.name", dest="learner", default="")
     given, _ = first.parse_known_args(words)
     if given.config is None:
-        return []
+        return
     config = configuration.load(given.config, given.learner)
+    program.set_defaults(loaded=config)
     for name, value in configuration.flatten(config).items():
         reader = configuration.reader(config, name)
         text = f"default {value}".replace("%", "%%")
         program.add_argument(f"--config.{name}", type=reader, metavar="VALUE", help=text)
-    return [config]
+
+
+def _start(options: argparse.Namespace, stop: StopRequest) -> None:
+    """Does what a command line says."""
+    if options.config is None:
+        known = ", ".join(configuration.named())
+        raise InputError(f"--config: expected a file, or one of {known}")
+    config, given = options.loaded, vars(options)
+    flat = {name: given[f"config.{name}"] for name in configuration.flatten(config)}
+    config.update_from_flattened_dict({k: each for k, each in flat.items() if each is not None})
+    name = Path(options.config).stem
+    if name == "own":
+        name = sources.name_of(config.benchmark, config.data.source)
+    _run_with_others(config, options.workdir or f"runs/{name}", options, stop)
 
 
 def _run_with_others(
@@ -112,10 +105,7 @@ def _run_with_others(
     # matplotlib of the fonts that it found, in the first report of a machine.
     for name in ("jax._src.xla_bridge", "jax._src.distributed", "matplotlib"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    processes.start(
-        *(options.distributed, options.coordinator_address),
-        *(options.num_processes, options.process_id),
-    )
+    processes.start(options.distributed)
     if processes.count() == 1:
         run(config, workdir, options.quiet, stop)
         return

@@ -218,14 +218,14 @@ class Program(argparse.ArgumentParser):
         self,
         body: Callable[[argparse.Namespace], None],
         arguments: Sequence[str] | None,
-        prepare: Callable[[list[str]], Any] = list,
+        prepare: Callable[..., None] | None = None,
     ) -> int:
         """Parses the command line (`sys.argv` when None) and runs a program.
 
         Args:
             body: what it does with its options.
             arguments: the words of the command line.
-            prepare: called with them before they are parsed; may add flags.
+            prepare: called with the program and them before they are parsed; may add flags.
 
         Returns:
             0; after an error of `CODES`, which has been printed as one line, its code.
@@ -237,7 +237,8 @@ class Program(argparse.ArgumentParser):
                 flag = before if word == "" else word.removesuffix("=")
                 if (word == "" or flag != word) and not flag.startswith("--config."):
                     raise InputError(f"{flag or self.prog}: expected a value, found an empty one")
-            prepare(arguments)
+            if prepare is not None:
+                prepare(self, arguments)
             options = self.parse_args(arguments)
             with plain_warnings(self.title, logging.ERROR if options.quiet else logging.WARNING):
                 body(options)

@@ -101,14 +101,6 @@ def test_what_is_not_as_it_was_exported_is_refused_in_a_line(whole, tmp_path):
         fdc_jax.open_run(out)
 
 
-def changed_predictions(workdir):
-    """Predictions of another run."""
-    with np.load(workdir / "predictions.npz") as file:
-        columns = dict(file)
-    columns["gaussians_label"] = np.roll(columns["gaussians_label"], 7)
-    np.savez(workdir / "predictions.npz", **columns)
-
-
 def changed_heads(workdir):
     """A calibrator whose heads are not the learner's."""
     path = workdir / "calibrators" / "fdc.npz"
@@ -120,12 +112,7 @@ def changed_heads(workdir):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (changed_predictions, r"predictions.npz: is not of the run: gaussians is right for"),
-        (changed_heads, r"fdc.npz: expected fdc, the 10 classes and the heads"),
-        (
-            lambda w: shutil.copy(w / "calibrators" / "gaussians.npz", w / "calibrators/fdc.npz"),
-            r"fdc.npz: expected fdc, .*, found gaussians, 10 classes",
-        ),
+        (changed_heads, r"fdc.npz: its heads are not those of the run"),
         (
             lambda w: (w / "calibrators" / "gaussians.npz").write_bytes(b"PK"),
             r"run/calibrators/gaussians.npz: ",

@@ -75,7 +75,7 @@ def test_every_command_is_of_a_kind_that_is_tested_here():
 def test_runs_of_the_main_program_have_valid_configurations(arguments):
     options = dict(word.removeprefix("--").split("=", 1) for word in arguments)
     config = load_config(options.pop("config"))
-    for flag in ("workdir", "coordinator_address", "num_processes", "process_id"):
+    for flag in ("workdir", "distributed"):
         options.pop(flag, None)
     fields = configuration.flatten(config)
     for name, value in options.items():

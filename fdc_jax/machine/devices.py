@@ -13,14 +13,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Bool
 
-# Options of glibc's mallopt: one arena for all threads, since only the first one holds blocks of
-# this size; no block mapped on its own; no memory given back; growth in steps of 256 MiB.
-_OPTIONS = {
-    "M_ARENA_MAX": (-8, 1),
-    "M_MMAP_MAX": (-4, 0),
-    "M_TRIM_THRESHOLD": (-1, -1),
-    "M_TOP_PAD": (-2, 2**28),
-}
+# Numbers and values for glibc's mallopt: one arena for all threads, since only the first one holds
+# blocks of this size; no block mapped on its own; no memory given back; growth by 256 MiB.
+_MALLOPT = ((-8, 1), (-4, 0), (-1, -1), (-2, 2**28))
 
 
 def data_mesh() -> Mesh:
@@ -152,5 +147,5 @@ def keep_freed_memory() -> None:
     if accelerated or importlib.util.find_spec("libtpu") or not sys.platform.startswith("linux"):
         return
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        for option in _OPTIONS.values():
+        for option in _MALLOPT:
             mallopt(*option)

@@ -145,10 +145,7 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
             yield
             return
         file.truncate(0)
-        try:
-            file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
-        except OSError as error:
-            raise InputError(f"cannot write {folder}/.lock: {error.strerror}") from error
+        file.write(f"process {os.getpid()} on {socket.gethostname()}".encode())
         try:
             yield
         finally:

@@ -14,6 +14,7 @@ without a heartbeat. The same command on all hosts goes on from the last checkpo
 
 import functools
 import json
+import re
 import socket
 import time
 from collections.abc import Callable, Mapping
@@ -34,73 +35,55 @@ LEAVING_SECONDS = 30
 # Batches between two looks at whether any process was asked to stop.
 AGREE_EVERY = 4
 
-_FLAGS = "--coordinator_address, --num_processes and --process_id"
-
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (InputError, TrainingError, Interrupted)
 }
 
 
-def start(
-    detect: bool = False,
-    coordinator_address: str | None = None,
-    num_processes: int | None = None,
-    process_id: int | None = None,
-) -> None:
-    """Joins the other processes; does nothing when no argument asks for it.
+def start(where: str | None) -> None:
+    """Joins the other processes; does nothing for None.
 
     Args:
-        detect: let JAX find the others (TPU pods, SLURM, Open MPI, Kubernetes).
-        coordinator_address: `host:port` of process 0, free there and reachable from all hosts.
-        num_processes: how many there are.
-        process_id: which one this is, from 0.
+        where: `auto` lets JAX find them (TPU pods, SLURM, Open MPI, Kubernetes); or, such as
+            `HOST:PORT,0/2`, an address of process 0, free there and reachable from all hosts, which
+            process this is, from 0, and how many there are.
 
     Raises:
-        InputError: arguments that do not fit together, or nothing to detect.
+        InputError: it says something else, or there is nothing to join.
     """
-    given = coordinator_address, num_processes, process_id
-    if detect and given != (None, None, None):
-        raise InputError("--distributed finds the processes itself; expected no other flag of them")
-    if not detect:
-        if given == (None, None, None):
-            return
-        if coordinator_address is None or num_processes is None or process_id is None:
-            raise InputError(f"expected {_FLAGS} together, found {given}")
-        if not 0 <= process_id < num_processes:
-            raise InputError(
-                f"--process_id: expected 0 to {num_processes - 1} of {num_processes} processes, "
-                f"found {process_id}"
-            )
-        _reach(coordinator_address, listens=process_id == 0)
+    if where is None:
+        return
+    given: Any = ()
+    failed = "JAX found no job here; give HOST:PORT,0/2"
+    if where != "auto":
+        found = re.fullmatch(r"(.+):(\d+),(\d+)/(\d+)", where)
+        if found is None or int(found[3]) >= int(found[4]):
+            raise InputError(f"--distributed: expected HOST:PORT,0/2 or no value, found {where}")
+        host, port, number, processes = found[1], *map(int, found.groups()[1:])
+        _reach(host, port, listens=number == 0)
+        given, failed = (f"{host}:{port}", processes, number), "cannot join the other processes"
     # SIGTERM is ours: JAX's own notice of it would replace our handler.
     jax.config.update("jax_enable_preemption_service", False)
     try:
-        jax.distributed.initialize(coordinator_address, num_processes, process_id)
+        jax.distributed.initialize(*given)
     except (RuntimeError, ValueError) as error:
-        reason = line(error)
-        failed = f"--coordinator_address={coordinator_address}: cannot join the other processes"
-        if detect:
-            failed = f"--distributed: JAX found no job here; give {_FLAGS} instead"
-        raise InputError(f"{failed} ({reason})") from error
+        raise InputError(f"--distributed={where}: {failed} ({line(error)})") from error
 
 
-def _reach(address: str, listens: bool) -> None:
+def _reach(host: str, port: int, listens: bool) -> None:
     """Waits for process 0 to listen, which checks that it can; JAX would end with a stack."""
-    host, _, port = address.rpartition(":")
-    if not (host and port.isdecimal()):
-        raise InputError(f"--coordinator_address: expected host:port, found {address!r}")
     deadline = time.monotonic() + JOINING_SECONDS
     while True:
         try:
             if listens:
-                socket.create_server(("", int(port))).close()
+                socket.create_server(("", port)).close()
             else:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+                socket.create_connection((host.strip("[]"), port), timeout=5).close()
             return
         except (OSError, OverflowError) as error:
             if listens or time.monotonic() > deadline:
                 failed = f"cannot listen on port {port}" if listens else "process 0 does not answer"
-                raise InputError(f"--coordinator_address={address}: {failed} ({error})") from error
+                raise InputError(f"--distributed: {host}:{port}: {failed} ({error})") from error
         time.sleep(0.2)
 
 

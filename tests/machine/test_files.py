@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import io
 import os
 
 import numpy as np
@@ -105,17 +104,6 @@ def test_an_archive_whose_directory_lost_a_member_is_damaged(tmp_path):
 
 
 # Locks --------------------------------------------------------------------------------------------
-
-
-def test_a_lock_on_a_full_disk_is_one_line(tmp_path, monkeypatch):
-    class Full(io.FileIO):
-        def write(self, content):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("fdc_jax.machine.files.open_lock", lambda path: Full(path, "w+"))
-    with pytest.raises(InputError, match=r"cannot write .*/.lock: No space left on device"):
-        with locked(tmp_path):
-            pytest.fail("locked a full disk")
 
 
 def test_a_lock_is_no_link(tmp_path):

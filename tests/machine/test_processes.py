@@ -12,27 +12,11 @@ from fdc_jax.heads import LinearHead
 from fdc_jax.machine import devices, processes
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (dict(process_id=0), "together, found (None, None, 0)"),
-        (
-            dict(coordinator_address="host", num_processes=2, process_id=0),
-            "--coordinator_address: expected host:port, found 'host'",
-        ),
-        (
-            dict(coordinator_address="a:1", num_processes=2, process_id=2),
-            "--process_id: expected 0 to 1 of 2 processes, found 2",
-        ),
-        (dict(detect=True, num_processes=2), "--distributed finds the processes itself"),
-    ],
-)
-def test_arguments_that_do_not_fit_together(arguments, message, monkeypatch):
+@pytest.mark.parametrize("where", ["host", "host:1", "host,0/2", "host:1,2/2", "host:1,a/2"])
+def test_what_is_no_place_among_processes(where, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **b: pytest.fail("joined"))
-    with pytest.raises(InputError) as caught:
-        processes.start(**arguments)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match=f"expected HOST:PORT,0/2 or no value, found {where}$"):
+        processes.start(where)
 
 
 def test_an_address_that_nobody_answers_and_a_port_that_is_taken(monkeypatch):
@@ -41,10 +25,10 @@ def test_an_address_that_nobody_answers_and_a_port_that_is_taken(monkeypatch):
     taken = socket.create_server(("", 0))
     address = f"127.0.0.1:{taken.getsockname()[1]}"
     with pytest.raises(InputError, match=r"cannot listen on port \d+ "):
-        processes.start(False, address, 2, 0)
+        processes.start(f"{address},0/2")
     taken.close()
     with pytest.raises(InputError, match="process 0 does not answer"):
-        processes.start(False, address, 2, 1)
+        processes.start(f"{address},1/2")
 
 
 def test_where_jax_finds_no_job_it_says_so(monkeypatch):
@@ -53,8 +37,8 @@ def test_where_jax_finds_no_job_it_says_so(monkeypatch):
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     with pytest.raises(InputError) as caught:
-        processes.start(detect=True)
-    assert "--distributed: JAX found no job" in str(caught.value)
+        processes.start("auto")
+    assert "--distributed=auto: JAX found no job" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 

@@ -16,15 +16,15 @@ def start_two(workdir, *options, cache, second=()):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    join = (f"--coordinator_address=127.0.0.1:{port}", "--num_processes=2")
+    join = f"--distributed=127.0.0.1:{port}"
     nowhere = workdir.with_name(f"{workdir.name}_nowhere")
     nowhere.mkdir(exist_ok=True)
     # Of what the first has, compiled programs alone are at hand, which saves minutes.
     if not (nowhere / "compiled").exists():
         (nowhere / "compiled").symlink_to(cache / "compiled")
     return [
-        start(workdir, *options, *join, "--process_id=0", cache=cache, devices=2),
-        start(nowhere, *options, *second, *join, "--process_id=1", cache=nowhere, devices=2),
+        start(workdir, *options, f"{join},0/2", cache=cache, devices=2),
+        start(nowhere, *options, *second, f"{join},1/2", cache=nowhere, devices=2),
     ]
 
 
