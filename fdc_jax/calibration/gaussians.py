@@ -58,12 +58,13 @@ class ViewClasses(NamedTuple):
         factors = [*self.factors, *other.factors]
         return ViewClasses([*self.means, *other.means], factors, self.scatter + other.scatter)
 
-    def all(self, path: drift.Path | None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns mu_c and B_c of all classes, moved along a path, in float64."""
-        means, factors = (np.concatenate(each, dtype=np.float64) for each in self[:2])
+    def all(self, path: drift.Path | None, kind: type = np.float64) -> list[np.ndarray]:
+        """Returns mu_c and B_c of all classes, moved along a path."""
+        means, factors = (np.concatenate(each, dtype=kind) for each in self[:2])
         if path is None:
-            return means, factors
-        return means @ path.matrix + path.offset, factors @ path.matrix
+            return [means, factors]
+        matrix, offset = path.matrix.astype(kind), path.offset.astype(kind)
+        return [means @ matrix + offset, factors @ matrix]
 
     def moved(self, path: drift.Path) -> ViewClasses:
         """Returns the classes at the end of a path; S, which all share, is not moved."""
@@ -71,45 +72,65 @@ class ViewClasses(NamedTuple):
         means, factors = (np.split(inputs.float32(each), sizes) for each in self.all(path))
         return ViewClasses(means, factors, self.scatter)
 
-    def as_one(self, counts: Int[np.ndarray, " c"], path: drift.Path | None) -> ViewClasses:
-        """Returns all images, moved along a path, as those of one class."""
-        means, factors = self.all(path)
-        mean = np.average(means, axis=0, weights=counts)
-        about = (means - mean) * np.sqrt(counts)[:, None]
-        scatter = self.scatter + about.T @ about
-        return ViewClasses([mean[None]], [0.0 * factors[:1]], scatter)
-
 
 def fit_classes(
-    features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"], num_classes: int
-) -> ViewClasses:
+    features: Float[np.ndarray, "n d"],
+    rows: Int[np.ndarray, " n"],
+    num_classes: int,
+    held: Bool[np.ndarray, " n"],
+) -> list[ViewClasses]:
     """Returns the Gaussians of classes from the features of their images, one class at a time.
 
-    Images of row -1 are passed over.
+    Where some images are held back, those of the rest follow, found by taking away from all.
     """
     width = features.shape[1]
-    means = np.zeros((num_classes, width), np.float32)
-    factors = np.zeros((num_classes, RANK, width), np.float32)
-    scatter = np.zeros((width, width))
-    for row in np.unique(rows[rows >= 0]):
-        members = inputs.float32(features[rows == row])
-        means[row] = members.mean(axis=0, dtype=np.float64)
-        centred = members - means[row]
-        count, kept = len(members), min(RANK, len(members) - 1, width)
+    shapes = (num_classes, width), (num_classes, RANK, width)
+    scatter, taken = np.zeros((width, width)), np.zeros((width, width), np.float32)
+    found = [[np.zeros(shape, np.float32) for shape in shapes] for _ in range(1 + held.any())]
+    for row in np.unique(rows):
+        members, out = inputs.float32(features[rows == row]), held[rows == row]
+        mean = members.mean(axis=0, dtype=np.float64).astype(np.float32)
+        centred = members - mean
         own = centred.T @ centred
         scatter += own
-        if kept == 0:
-            continue
-        # With X X' v = s v, which is smaller for few images, X' v is as long as the square root of
-        # s and points along the class's principal direction.
-        few = count < width
-        matrix = centred @ centred.T if few else own
-        last = len(matrix) - 1
-        found, vectors = scipy.linalg.eigh(matrix, subset_by_index=[last - kept + 1, last])
-        lengths = np.sqrt(np.maximum(found, 0.0))
-        leading = (vectors.T @ centred) if few else vectors.T * lengths[:, None]
-        factors[row, :kept] = leading[::-1] / np.sqrt(count)
-    return ViewClasses([means], [factors], scatter.astype(np.float32))
+        # The smaller one of X X' and X' X.
+        gram = centred @ centred.T if len(centred) < width else own
+        parts = [(mean, principal(centred, gram))]
+        if len(found) == 2:
+            rest = centred[~out]
+            shift = rest.mean(axis=0)
+            away = np.vstack([centred[out], np.sqrt(len(rest)) * shift])
+            taken += (lost := away.T @ away)
+            if gram is own:
+                gram = own - lost
+            else:
+                gram = gram[~out][:, ~out]
+                gram = gram - gram.mean(axis=0)
+                gram -= gram.mean(axis=1, keepdims=True)
+            parts.append((mean + shift, principal(rest - shift, gram)))
+        for (means, factors), (middle, leading) in zip(found, parts, strict=True):
+            means[row], factors[row, : len(leading)] = middle, leading
+    return [
+        ViewClasses([means], [factors], total.astype(np.float32))
+        for (means, factors), total in zip(found, (scatter, scatter - taken), strict=False)
+    ]
+
+
+def principal(
+    centred: Float[np.ndarray, "n d"], gram: Float[np.ndarray, "k k"]
+) -> Float[np.ndarray, "r d"]:
+    """Returns the leading directions of a class, as long as standard deviations along them.
+
+    `gram` is the smaller one of X X' and X' X. With X X' v = s v, X' v is as long as the square
+    root of s and points along the class's principal direction.
+    """
+    (count, width), last = centred.shape, len(gram) - 1
+    if not (kept := min(RANK, count - 1, width)):
+        return centred[:0]
+    found, vectors = scipy.linalg.eigh(gram, subset_by_index=[last - kept + 1, last])
+    lengths = np.sqrt(np.maximum(found, 0.0))
+    leading = vectors.T @ centred if len(gram) < width else vectors.T * lengths[:, None]
+    return leading[::-1] / np.sqrt(count)
 
 
 class Metric(NamedTuple):
@@ -117,7 +138,9 @@ class Metric(NamedTuple):
 
     origin: Float[Any, " d"]  # m, the mean of the class means
     whitener: Float[Any, "d d"]  # W
-    rows: Float[Any, "c d"]  # A_c mu, where A_c = I - F_c' F_c is the inverse covariance of class c
+    middle: Float[Any, " d"]  # the mean of all images
+    one: Float[Any, "d d"]  # W of all images as those of one class
+    rows: Float[Any, "c d"]  # A_c mu, where A_c = I - F_c' F_c, the inverse covariance of class c
     constants: Float[Any, " c"]  # mu' A_c mu / 2
     factors: list[Float[Any, "c d"]]  # of each class the first row of F_c, the second, and so on
 
@@ -127,36 +150,51 @@ def metric(
 ) -> Metric:
     """Returns what scoring needs of the classes of one view and their images, found in float64.
 
-    See `compiled.stack` for `plain`.
+    If `plain`, for a single use, in float32; see `compiled.stack`.
     """
-    all_means, all_factors = known.all(path)
-    width, present = len(known.scatter), counts > 0
-    images, classes = int(counts.sum()), int(present.sum())
-    covariance = known.scatter.astype(np.float64) / images
-    variance = np.trace(covariance) / width
-    shrinkage = LEAST_SHRINKAGE + width / max(images - classes, 1)
-    level = shrinkage * variance if variance > 0 else 1.0
-    shared = (1 - OWN_SHARE) * covariance + level * np.eye(width)
-    whitener = scipy.linalg.solve_triangular(np.linalg.cholesky(shared), np.eye(width), lower=True)
+    kind = np.float32 if plain else np.float64
+    all_means, all_factors = known.all(path, kind)
+    present, scatter, images = counts > 0, known.scatter.astype(kind), int(counts.sum())
+    whitener = _whitener(scatter, images, int(present.sum()))
     origin = all_means[present].mean(axis=0).astype(np.float32)
-    own = all_factors @ (np.sqrt(OWN_SHARE) * whitener.T)
-    # Woodbury: (I + B' B)^-1 = I - B' (I + B B')^-1 B.
-    inner = np.eye(own.shape[1]) + own @ own.swapaxes(1, 2)
-    factors = np.linalg.solve(np.linalg.cholesky(inner), own)
     means = (all_means - origin) @ whitener.T
+    own = all_factors @ (kind(np.sqrt(OWN_SHARE)) * whitener.T)
+    # Woodbury: (I + B' B)^-1 = I - B' (I + B B')^-1 B.
+    inner = np.eye(RANK, dtype=kind) + own @ own.swapaxes(1, 2)
+    factors = np.linalg.solve(np.linalg.cholesky(inner), own)
     along = factors @ means[:, :, None]
     rows, constants = means - (along * factors).sum(axis=1), energy(means) - energy(along[..., 0])
     columns = rows, constants / 2, *factors.swapaxes(0, 1)
     put = [stack([each], 8, plain=plain, turned=False)[0] for each in columns]
-    return Metric(origin, whitener.astype(np.float32), put[0], put[1], put[2:])
+    middle = np.average(all_means, axis=0, weights=counts)
+    about = (all_means - middle) * np.sqrt(counts).astype(kind)[:, None]
+    one = _whitener(scatter + about.T @ about, images, 1)
+    whitener, middle, one = (each.astype(np.float32) for each in (whitener, middle, one))
+    return Metric(origin, whitener, middle, one, put[0], put[1], put[2:])
+
+
+def _whitener(
+    scatter: Float[np.ndarray, "d d"], images: int, classes: int
+) -> Float[np.ndarray, "d d"]:
+    """Returns W with W' W the inverse of the covariance that classes share."""
+    width, kind = len(scatter), scatter.dtype.type
+    covariance = scatter / kind(images)
+    variance = np.trace(covariance) / width
+    shrinkage = LEAST_SHRINKAGE + width / max(images - classes, 1)
+    covariance *= kind(1 - OWN_SHARE)
+    covariance.flat[:: width + 1] += kind(shrinkage * variance if variance > 0 else 1.0)
+    lower = np.linalg.cholesky(covariance)
+    identity = np.eye(width, dtype=kind)
+    return scipy.linalg.solve_triangular(lower, identity, lower=True, check_finite=False)
 
 
 def class_distances(
-    metrics: Sequence[Metric], *views: Float[Any, "n d"]
+    metrics: Sequence[Metric], *views: Float[Any, "n d"], lengths: bool
 ) -> dict[str, Float[Any, "n _"]]:
     """Returns by view minus half the squared distance to every class, padded classes too.
 
-    The term of the feature alone, which all classes share, is left out.
+    The term of the feature alone, which all classes share, is left out. With `lengths` it is
+    `NAME_lengths`, beside half the squared distance to all images as one class.
     """
     found = {}
     for name, known, features in zip(inputs.VIEWS, metrics, views, strict=False):
@@ -164,20 +202,9 @@ def class_distances(
         found[name] = products(near, known.rows) - known.constants
         for factor in known.factors:
             found[name] = found[name] + products(near, factor) ** 2 / 2
-    return found
-
-
-def lengths(
-    metrics: Sequence[tuple[Metric, Metric]], *views: Float[Any, "n d"]
-) -> dict[str, Float[Any, "n 2"]]:
-    """Returns by view what `class_distances` leaves out, and the same of all images as one class.
-
-    Both are half a squared distance, to the middle of the classes and of the images.
-    """
-    found = {}
-    for name, pair, features in zip(inputs.VIEWS, metrics, views, strict=False):
-        columns = [energy(products(features - each.origin, each.whitener)) for each in pair]
-        found[name] = jnp.stack(columns, axis=-1) / 2
+        if lengths:
+            far = products(features - known.middle, known.one)
+            found[f"{name}_lengths"] = jnp.stack([energy(near), energy(far)], axis=-1) / 2
     return found
 
 
@@ -214,31 +241,34 @@ class Gaussians(Calibrator):
                 before = inputs.feature_array(previous, name, given.views[0].shape[1])
                 inputs.same_length(before, given.views[0], name)
                 by = drift.fit_map(before, given.views[0])
-        carried, held, first = copy.copy(self), left_out(given.rows), sum(map(len, self.classes))
+        carried, first, count = copy.copy(self), sum(map(len, self.classes)), len(given.classes)
+        held = left_out(given.rows) & (first + count <= CLASSES)
         carried._carry(by)
-        if held.any() and first + len(given.classes) <= CLASSES:
+        fits = (fit_classes(each, given.rows, count, held) for each in given.views)
+        views, *rest = map(list, zip(*fits, strict=True))
+        if rest:
             some = np.flatnonzero(held)
             some = some[np.linspace(0, len(some) - 1, min(len(some), MEASURED)).astype(int)]
-            rest = copy.copy(carried)
-            rest._fit(given, by, follows, held)
-            rest._plain = True  # Many sizes occur once.
-            scores, *more = rest._scores(*(each[some] for each in given.views))
+            without = copy.copy(carried)
+            left = given.counts - np.bincount(given.rows[held], minlength=count)
+            without._take(given._replace(counts=left), by, follows, rest[0])
+            without._plain = True  # Many sizes occur once.
+            scores, *more = without._scores(*(each[some] for each in given.views))
             carried.confidence = self.confidence.with_task(scores, first + given.rows[some], *more)
-        carried._fit(given, by, follows)
+        carried._take(given, by, follows, views)
         vars(self).update(vars(carried))
 
-    def _fit(
+    def _take(
         self,
         given: inputs.TaskInput,
         by: drift.AffineMap | None,
         follows: bool | None,
-        without: Bool[np.ndarray, " n"] | bool = False,
+        views: list[ViewClasses],
     ) -> None:
-        """Takes a task without some of its images."""
-        rows, count = np.where(without, -1, given.rows), len(given.classes)
-        self._add(by, [fit_classes(each, rows, count) for each in given.views])
+        """Takes the classes of a task."""
+        self._add(by, views)
         self.follows = follows
-        self._append(given._replace(counts=np.bincount(rows[rows >= 0], minlength=count)))
+        self._append(given)
 
     def join(self, other: Any) -> None:
         """See `Calibrator.join`."""
@@ -314,42 +344,34 @@ class Gaussians(Calibrator):
 
     def _scores(self, adapted: Any, pretrained: Any = None) -> tuple[np.ndarray, ...]:
         """Returns scores of classes, their spread and the familiarity; see `confidence`."""
-        found, plain = self._by_view(adapted, pretrained), self._plain
-        scores = self._summed([*found.values()])
-        if self._pairs is None:
-            counts = np.concatenate(self.counts)
-            every = counts.sum(keepdims=True)
-            ones = [
-                metric(known.as_one(counts, path), every, None, plain)
-                for known, path in zip(self.views, (self.path, None), strict=False)
-            ]
-            self._pairs = [*zip((each[2] for each in found.values()), ones, strict=True)]
-        views = inputs.score_views(adapted, pretrained, self.widths, True)
-        of_views = in_blocks(lengths, self._pairs, *views, plain=plain)
-        weighted = [np.float32(found[name][0]) * each for name, each in of_views.items()]
-        own, one = np.sum(weighted, axis=0).T
+        found = self._by_view(adapted, pretrained, lengths=True).values()
+        scores = self._summed([*found])
+        own, one = np.sum([weight * lengths for weight, _, lengths in found], axis=0).T
         return scores, np.sqrt(one / sum(self.widths)), scores.max(axis=1) - own + one
 
-    def _by_view(self, adapted: Any, pretrained: Any) -> dict[str, tuple[Any, ...]]:
-        """Returns by view its weight, the scores of all classes [n, c], and their metric."""
+    def _by_view(
+        self, adapted: Any, pretrained: Any, lengths: bool = False
+    ) -> dict[str, tuple[Any, ...]]:
+        """Returns by view its weight, scores of all classes [n, c], and, if asked, lengths."""
         if not self.views:
             raise InputError("call fit_task for every task first")
         views = inputs.score_views(adapted, pretrained, self.widths, True)
         counts = np.concatenate(self.counts)
         if self._metrics is None:
-            paths = self.path, None
-            pairs = zip(self.views, paths, strict=False)
+            pairs = zip(self.views, (self.path, None), strict=False)
             self._metrics = [metric(known, counts, path, self._plain) for known, path in pairs]
-        found = in_blocks(class_distances, self._metrics, *views, plain=self._plain)
+        found = in_blocks(
+            class_distances, self._metrics, *views, plain=self._plain, lengths=lengths
+        )
         weights = 1.0, 1.0 if self.follows is False else PRETRAINED_SHARE
         return {
-            name: (weight, found[name][:, : len(counts)], known)
-            for name, weight, known in zip(inputs.VIEWS, weights, self._metrics, strict=False)
+            name: (np.float32(weight), found[name][:, : len(counts)], found.get(f"{name}_lengths"))
+            for name, weight, _ in zip(inputs.VIEWS, weights, views, strict=False)
         }
 
     def _summed(self, views: Sequence[tuple[Any, ...]]) -> Float[np.ndarray, "n classes"]:
         """Returns the scores of some views of `_by_view` together."""
-        total = sum(np.float32(weight) * scores for weight, scores, _ in views)
+        total = sum(weight * scores for weight, scores, _ in views)
         return np.where(np.concatenate(self.counts) > 0, total, np.float32(-np.inf))
 
     @property
@@ -375,5 +397,4 @@ class Gaussians(Calibrator):
 
     def _forget(self) -> None:
         self._metrics: list[Metric] | None = None
-        self._pairs: list[tuple[Metric, Metric]] | None = None
         self._plain = False

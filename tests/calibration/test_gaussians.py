@@ -234,3 +234,16 @@ def test_a_map_without_a_way_back_moves_the_classes():
     streams.fit(found, [tasks[2]._replace(adapted=flat)], previous=[tasks[2].adapted])
     assert found.path is None
     assert np.isfinite(found.class_scores(*streams.probe_inputs(tasks))).all()
+
+
+@pytest.mark.parametrize("width", [5, 36, 200])
+def test_what_is_held_back_is_taken_away(width):
+    (task,) = streams.stream(2, 1, width=width, classes=(3,), samples=(120,))
+    held = confidence.left_out(task.rows)
+    _, found = gaussians.fit_classes(task.adapted, task.rows, 3, held)
+    kept = task.adapted[~held], task.rows[~held], 3, held[~held] & False
+    (expected,) = gaussians.fit_classes(*kept)
+    np.testing.assert_allclose(found.means, expected.means, atol=1e-5)
+    np.testing.assert_allclose(found.scatter, expected.scatter, atol=1e-3)
+    own, alone = (f.factors[0].swapaxes(1, 2) @ f.factors[0] for f in (found, expected))
+    np.testing.assert_allclose(own, alone, atol=1e-4)
