@@ -183,9 +183,9 @@ def _whitener(
     shrinkage = LEAST_SHRINKAGE + width / max(images - classes, 1)
     covariance *= kind(1 - OWN_SHARE)
     covariance.flat[:: width + 1] += kind(shrinkage * variance if variance > 0 else 1.0)
-    lower = np.linalg.cholesky(covariance)
-    identity = np.eye(width, dtype=kind)
-    return scipy.linalg.solve_triangular(lower, identity, lower=True, check_finite=False)
+    lower = scipy.linalg.cholesky(covariance, lower=True, check_finite=False)
+    (trtri,) = scipy.linalg.get_lapack_funcs(["trtri"], [lower])
+    return trtri(lower, lower=1)[0]
 
 
 def class_distances(
