@@ -69,14 +69,7 @@ def main() -> None:
     flags = {**measure.ENCODER, **measure.TURNS, "batches": 2}
     parser = measure.parser_of(__doc__, PROGRAM, **flags)
     names = ("jax", "jax_dual")
-    measure.contest(
-        PROGRAM,
-        parser,
-        contender,
-        names,
-        ",".join(measure.PYTORCH),
-        lambda o: o.batches * o.batch_size,
-    )
+    measure.contest(PROGRAM, parser, contender, names, lambda o: o.batches * o.batch_size)
 
 
 if __name__ == "__main__":

@@ -196,7 +196,6 @@ def contest(
     parser: argparse.ArgumentParser,
     make: Callable[[argparse.Namespace, str], Contender],
     ours: Sequence[str],
-    pytorch: str,
     unit: Callable[[argparse.Namespace], int],
 ) -> None:
     """Is the program of contenders: measures, prints a line for each and writes the report.
@@ -206,14 +205,19 @@ def contest(
         parser: with the flags `ENCODER` and `TURNS`.
         make: returns a contender by its name; runs in the contender's process.
         ours: names of our contenders, to the first of which all others are compared.
-        pytorch: names of PyTorch's that --pytorch without a value stands for.
         unit: images that a repeat takes.
 
     Raises:
         InputError: a contender cannot run, or its outputs are others.
     """
     add = parser.add_argument
-    add("--pytorch", nargs="?", const=pytorch, default="", help=f"beside PyTorch: {PYTORCH}")
+    add(
+        "--pytorch",
+        nargs="?",
+        const=",".join(PYTORCH),
+        default="",
+        help=f"beside PyTorch: {PYTORCH}",
+    )
     options = parsed(parser)
     groups = [ours, *([name] for name in pytorch_names(options.pytorch))]
     # Contenders share the accelerator.

@@ -25,13 +25,11 @@ from torch._inductor import config as inductor  # pyright: ignore[reportMissingI
 from torch.nn import functional  # pyright: ignore[reportMissingImports]
 
 from benchmarks import measure, synthetic
-from fdc_jax.model import layouts, vit
+from fdc_jax.model import layouts, operations, vit
 from fdc_jax.run import base
 
 # What PyTorch calls the factors of an increment.
 _FACTORS = {"A": "down", "B": "up"}
-# Tokens that a processor takes together.
-TOKENS = 1100
 
 
 class LowRank(nn.Module):
@@ -211,7 +209,7 @@ def _portions(options: argparse.Namespace, expert: bool, device) -> int:
     if not expert or device.type == "cuda":
         return options.batch_size
     tokens = (options.image_size // vit.VARIANTS[options.variant].patch) ** 2 + 1
-    return max(1, round(TOKENS / tokens))
+    return max(1, round(operations.PORTION_TOKENS["cpu"] / tokens))
 
 
 def training_step(options: argparse.Namespace, name: str) -> measure.Contender:

@@ -87,8 +87,7 @@ def contender(options: argparse.Namespace, name: str) -> measure.Contender:
 def main() -> None:
     """Measures and prints one line per contender."""
     parser = measure.parser_of(__doc__, PROGRAM, **measure.ENCODER, **measure.TURNS)
-    everything = ",".join(measure.PYTORCH)
-    measure.contest(PROGRAM, parser, contender, ["jax"], everything, lambda o: o.batch_size)
+    measure.contest(PROGRAM, parser, contender, ["jax"], lambda o: o.batch_size)
 
 
 if __name__ == "__main__":

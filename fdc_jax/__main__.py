@@ -32,6 +32,7 @@ def main() -> None:
         os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     if name != "run":
         runpy.run_module(f"fdc_jax.{name}", run_name="__main__")
+        return
     # From here on a signal counts; what follows takes seconds to import.
     with stop_on_signals() as stop:
         from fdc_jax import command

@@ -120,8 +120,8 @@ def section(method: str, rows: list[Row], known: dict[str, Any]) -> str:
     said = [f"### {title(method, known)}", about.get("what"), about.get("differences"), *changes]
     if about.get("command", "").startswith("fdc "):
         said.append(f"`{about['command']}`")
-    if (record := own[0][0])["code"] != "fdc_jax":
-        said.append(f"Code: {record['code']} at `{record['commit'][:7]}`.")
+    codes = {(row[0]["code"], row[0]["commit"]) for row in own if row[0]["code"] != "fdc_jax"}
+    said += [f"Code: {code} at `{commit[:7]}`." for code, commit in sorted(codes)]
     columns = ("here", "accuracy", "mean over tasks")
     said.append(lines(columns, 1, ([head(row), *reached(row)] for row in own)))
     if about.get("authors"):

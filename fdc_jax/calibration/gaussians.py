@@ -13,7 +13,7 @@ half the squared distance
 where a = 0.1 and lambda = 0.1 + d / (N - C), which is more while images are few. The pretrained
 encoder does not move. Its view counts half, and fully where the adapted statistics stayed behind.
 
-How sure an answer is, is learned from images that are left out of a second fit; see `confidence`.
+How sure an answer is, is learned from images that are taken away from the fit; see `confidence`.
 """
 
 from __future__ import annotations

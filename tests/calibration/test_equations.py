@@ -70,7 +70,7 @@ def test_samples_that_repeat_span_what_one_copy_spans_and_leave_no_residual():
     for features in (few, np.tile(few, (8, 1)), np.tile(few, (11, 1))):
         mean, basis = mean_and_basis(features, 1.0)
         assert basis.shape == (19, 200)
-        np.testing.assert_allclose(residual_ratios(few, mean, basis), 0.0, atol=1e-6)
+        np.testing.assert_allclose(residual_ratios(few, mean, basis), 0.0, atol=5e-6)
 
 
 @pytest.mark.parametrize("samples", [1, 2, 60, 700])
