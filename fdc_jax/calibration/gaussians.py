@@ -4,9 +4,9 @@ Of each view are kept the mean mu_c of every class c, the within-class scatter S
 together, and of each class's own covariance the leading directions, as rows of a factor B_c. Given
 the features of a task's images by the encoder before that task, what is kept of earlier classes in
 the adapted view is carried along by the affine map of `drift`, and S grows by what that map does
-not explain. Maps are composed, and classes are moved when scores need them, so that a task costs
-the same however many classes there are. With N images of C classes in width d, a class scores minus
-half the squared distance
+not explain. Beyond a thousand classes maps are composed, and classes are moved when scores need
+them, so that a task costs the same however many classes there are. With N images of C classes in
+width d, a class scores minus half the squared distance
 
     (g - mu_c)' [ (1 - a) S / N + lambda (tr S / (N d)) I + a B_c' B_c ]^-1 (g - mu_c),
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import scipy.linalg
@@ -45,6 +45,8 @@ PRETRAINED_SHARE = 0.5
 # Classes are moved where rounding of what is kept would grow by more on the way.
 AMPLIFICATION = 8.0
 
+Move: TypeAlias = "drift.Path | drift.AffineMap"
+
 
 class ViewClasses(NamedTuple):
     """The classes of one view, task by task."""
@@ -58,7 +60,7 @@ class ViewClasses(NamedTuple):
         factors = [*self.factors, *other.factors]
         return ViewClasses([*self.means, *other.means], factors, self.scatter + other.scatter)
 
-    def all(self, path: drift.Path | None, kind: type = np.float64) -> list[np.ndarray]:
+    def all(self, path: Move | None, kind: type = np.float64) -> list[np.ndarray]:
         """Returns mu_c and B_c of all classes, moved along a path."""
         means, factors = (np.concatenate(each, dtype=kind) for each in self[:2])
         if path is None:
@@ -66,7 +68,7 @@ class ViewClasses(NamedTuple):
         matrix, offset = path.matrix.astype(kind), path.offset.astype(kind)
         return [means @ matrix + offset, factors @ matrix]
 
-    def moved(self, path: drift.Path) -> ViewClasses:
+    def moved(self, path: Move) -> ViewClasses:
         """Returns the classes at the end of a path; S, which all share, is not moved."""
         sizes = np.cumsum([len(each) for each in self.means])[:-1]
         means, factors = (np.split(inputs.float32(each), sizes) for each in self.all(path))
@@ -297,9 +299,11 @@ class Gaussians(Calibrator):
         # What the map leaves unexplained varies within classes from then on.
         scatter = narrow.move_scatter(known.scatter) + images * by.residual
         known = known._replace(scatter=scatter.astype(np.float32))
-        path = drift.path(self.path, by)
-        if not path.amplification <= AMPLIFICATION:
-            known, path = known.moved(path), None
+        # Few classes are scored at every task, see `confidence`, and need no way back.
+        few = self.path is None and sum(map(len, before)) <= CLASSES
+        path = None if few else drift.path(self.path, by)
+        if path is None or not path.amplification <= AMPLIFICATION:
+            known, path = known.moved(path or by), None
         self.path, self.views = path, [known, *self.views[1:]]
 
     def _add(self, by: drift.AffineMap | None, new: list[ViewClasses]) -> None:
