@@ -30,7 +30,6 @@ from fdc_jax.data.task_stream import open_stream
 from fdc_jax.errors import InputError, Program, stop_on_signals
 from fdc_jax.features import feature_files
 from fdc_jax.machine.files import (
-    check_form,
     check_manifest,
     read_json,
     read_npz,
@@ -46,38 +45,31 @@ from fdc_jax.run import setup as setups
 from fdc_jax.run.opened import Opened
 
 RECALL = (1, 2, 3, 5)
-_PERCENT, _COUNT, _SIZE = (0.0, 100.0), (0, 2**53), (1, 2**16 - 1)
 # What follows from the protocol, which all records of a folder share.
-_PROTOCOL = {
-    "class_order": [str],
-    "classes_per_task": [_SIZE],
-    "test_images": [_SIZE],  # of each class, as classes arrive
-    "data": {"train_sha256": str, "test_sha256": str},
-    "weights": str,  # SHA-256
-}
+_PROTOCOL = (
+    *("class_order", "classes_per_task"),
+    "test_images",  # of each class, as classes arrive
+    *("data", "weights"),  # checksums
+)
 # What only who ran it knows.
-_FACTS = {
-    "method": str,
-    "calibrator": str,
-    "code": str,  # fdc_jax, or a repository
-    "commit": str,
-    "changes": str,  # of that code and of its hyperparameters, in words
-    "seed": _COUNT,
-    "passes": (1, 2**16),  # of an encoder, per test image
-    "processor_seconds?": (0.0, 1e12),  # of everything: training, statistics, test images
-    "storage_bytes?": _COUNT,  # what is kept beside the encoder and the heads
-    "versions": {"*?": str},
-}
-_NUMBERS = {
-    "accuracy": _PERCENT,
-    "curve": [_PERCENT],  # accuracy after each task
-    "routing_accuracy": _PERCENT,
-    "task_recall?": {"*": _PERCENT},  # share of images with the true task among the best k
-}
-# Of each test image, packed: the label at the end, those after each task that the image was there,
-# and how many tasks score higher than the true one.
-_PACKED = {"label": str, "label_after?": [str], "task_rank?": str}
-FORM = {**_FACTS, **_PROTOCOL, **_NUMBERS, "predictions": _PACKED}
+_FACTS = (
+    *("method", "calibrator"),
+    "code",  # fdc_jax, or a repository
+    "commit",
+    "changes",  # of that code and of its hyperparameters, in words
+    "seed",
+    "passes",  # of an encoder, per test image
+    "versions",
+)  # and processor_seconds, of everything; storage_bytes, beside the encoder and the heads
+_NUMBERS = (
+    "accuracy",
+    "curve",  # accuracy after each task
+    "routing_accuracy",
+    "task_recall",  # perhaps: share of images with the true task among the best k
+)
+# `predictions` are of each test image, packed: `label` at the end, perhaps `label_after` each task
+# that the image was there, and `task_rank`, how many tasks score higher than the true one.
+FORM = {*_FACTS, *_PROTOCOL, *_NUMBERS[:3], "predictions"}
 
 
 # Records -----------------------------------------------------------------------------------------
@@ -141,14 +133,15 @@ def measure(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def check(record: Any, place: str) -> None:
     """Raises InputError where a record is none, or a number is not that of its predictions."""
-    check_form(record, FORM, f"{place}: ")
+    if missing := sorted(FORM - record.keys()):
+        raise InputError(f"{place}: expected {', '.join(missing)}")
     try:
         found = measure(record)
     except InputError as error:
         raise InputError(f"{place}: {error}") from error
     if len(record["curve"]) != len(record["classes_per_task"]):
         raise InputError(f"{place}: curve: expected a number for each task")
-    given = {name.rstrip("?"): record.get(name.rstrip("?")) for name in _NUMBERS}
+    given = {name: record.get(name) for name in _NUMBERS}
     given["curve"] = given["curve"][-len(found["curve"]) :]
     for name, value in given.items():
         if (of := _numbers(value)) != (by := _numbers(found.get(name))):
@@ -241,7 +234,7 @@ def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> l
     An `.npz` has `label_t` [n_t] of the test images seen after task t, for each t, or `label` [n]
     after the last; labels and rows as in the folder; perhaps `task_scores` [n, tasks].
     """
-    check_manifest(images, "write the images again")
+    check_manifest(Path(images), "write the images again")
     arrays = read_npz(path)
     record = {**facts, **read_json(Path(images) / "protocol.json")}
     names = [f"label_{t}" for t in range(len(record["classes_per_task"]))]
@@ -294,8 +287,7 @@ def write_images(folder: str | Path, fields: Sequence[str]) -> None:
             "weights": sha256(weights.locate(encoder.weights, encoder.variant, cache)),
         }
         write_json(place / "protocol.json", protocol)
-        files = (file for file in place.rglob("*") if file.is_file())
-        write_manifest(place, {file.relative_to(place).as_posix(): sha256(file) for file in files})
+        write_manifest(place)
 
 
 # The command -------------------------------------------------------------------------------------
@@ -321,7 +313,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.check:
             return say(f"{len(read(options.check))} records add up")
         facts = read_json(Path(options.facts)) if options.facts else {}
-        check_form(facts, {}, f"{options.facts}: ")
         source, images = options.source, options.images
         if options.learner:
             source = options.workdir or f"runs/league_{options.learner}_{options.seed}"

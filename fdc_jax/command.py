@@ -17,10 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import ml_collections
 
-import fdc_jax
 from fdc_jax import report
 from fdc_jax.data import sources
 from fdc_jax.errors import (
@@ -214,8 +212,6 @@ def _common(setup: Setup) -> dict[str, Any]:
     return {
         **{f"config.{name}": value for name, value in fields.items() if name not in own},
         **setups.checksums(setup, setup.tasks),
-        "the package": fdc_jax.__version__,
-        "jax": jax.__version__,
     }
 
 

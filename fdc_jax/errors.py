@@ -6,7 +6,6 @@ Imported before JAX, which takes seconds, so that a signal counts from the start
 import argparse
 import contextlib
 import difflib
-import itertools
 import logging
 import os
 import re
@@ -153,8 +152,6 @@ def outcome(error: BaseException) -> tuple[int, str] | None:
     if frames and frames[-1].filename.endswith("xla_bridge.py"):  # some say nothing but assert
         wanted = os.environ.get("JAX_PLATFORMS", "")
         return 2, f"JAX_PLATFORMS={wanted}: JAX finds no such device here ({line(error)})"
-    if type(error) is ValueError and str(error).startswith("embedded null"):
-        return 2, "expected the name of a file, found one with a NUL character"
     for kind, code in CODES.items():
         if isinstance(error, kind):
             text = line(error) if isinstance(error, OSError) else str(error)
@@ -164,8 +161,6 @@ def outcome(error: BaseException) -> tuple[int, str] | None:
 
 def guarded(title: str, body: Callable[[], Any], show_traceback: bool = False) -> int:
     """Runs what a program does; returns 0 or the exit code of an error that was told in a line."""
-    # Without the streams, the first file that is opened would take their place.
-    sys.stdout, sys.stderr = (each or open(os.devnull, "w") for each in (sys.stdout, sys.stderr))
     try:
         try:
             body()
@@ -179,8 +174,6 @@ def guarded(title: str, body: Callable[[], Any], show_traceback: bool = False) -
         code, text = found
         with contextlib.suppress(OSError, ValueError):
             if text:
-                # Names of files may hold what steers a terminal.
-                text = re.sub(r"[\0-\t\v-\x1f\x7f-\x9f]", lambda one: ascii(one[0])[1:-1], text)
                 print(f"{title}: {text}", file=sys.stderr, flush=True)
             # What is left in the buffer of a closed or full stream would be tried again.
             if isinstance(error, OSError):
@@ -233,10 +226,6 @@ class Program(argparse.ArgumentParser):
         arguments = sys.argv[1:] if arguments is None else list(arguments)
 
         def parsed() -> None:
-            for before, word in itertools.pairwise(["", *arguments]):
-                flag = before if word == "" else word.removesuffix("=")
-                if (word == "" or flag != word) and not flag.startswith("--config."):
-                    raise InputError(f"{flag or self.prog}: expected a value, found an empty one")
             if prepare is not None:
                 prepare(self, arguments)
             options = self.parse_args(arguments)

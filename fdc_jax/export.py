@@ -114,7 +114,7 @@ def write(
         _copy(run.predictions_file, target.predictions_file)
         write_safetensors(target.merged_file, _flat(run.encoder(run.num_tasks)))
         _write_timm(run, folder / "timm")
-        write_manifest(folder, {name: sha256(folder / name) for name in _sizes(folder)})
+        write_manifest(folder)
         made = open_run(folder, learner=learner)
         for name in made.calibrators:
             if not _same(made.calibrator(name).heads, heads):

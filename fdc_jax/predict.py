@@ -38,7 +38,7 @@ from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.machine.files import check_writable_file, write_atomically, write_text
-from fdc_jax.report import pictures, words
+from fdc_jax.report import pictures
 from fdc_jax.run.progress import Progress
 
 _log = logging.getLogger("fdc_jax.predict")  # also where it is the program
@@ -332,7 +332,7 @@ def _run(options: argparse.Namespace) -> None:
     clock = time.perf_counter()
     with contextlib.closing(progress), write_atomically(options.output) as file:
         for table, pixels in found:
-            text = words.csv(table, header=not said, float_format="%.6g")
+            text = table.to_csv(index=False, header=not said, float_format="%.6g")
             if lines:
                 text = table.to_json(orient="records", lines=True, force_ascii=False)
             file.write(str(text).encode())

@@ -182,7 +182,7 @@ def test_unreadable_images_are_named_and_the_rest_goes_on(opened, files, said, t
     assert found.index.tolist() == [0, 2]
     same(found, said.iloc[:2])
     assert [record.getMessage() for record in caplog.records] == [
-        f"{broken}: cannot decode these 60 bytes: image file is truncated"
+        f"{broken}: cannot decode this image: image file is truncated"
     ]
     with pytest.raises(InputError, match=r"no image could be read: .*broken.jpg: cannot decode"):
         predict.predict(opened, broken)
@@ -227,7 +227,7 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     printed = capsys.readouterr()
     errors = printed.err.splitlines()
     assert errors[-1] == "fdc_jax.predict: 1 of 61 images could not be read"
-    assert f"{folder / 'zero.png'}: cannot decode these 0 bytes" in printed.err
+    assert f"{folder / 'zero.png'}: cannot decode this image" in printed.err
     assert f"{folder}: skipped, as no images by their suffix: 2 .heic, 1 .gif (pip" in errors[0]
     changed = int(said["changed"].sum())
     strange = f"{said['unlike_learned'].sum()} unlike anything learned"

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import open_lock, open_regular
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +57,7 @@ def unpacked(archive: Path, cache: Path) -> Path:
 
 def _extract(archive: Path, destination: Path) -> None:
     destination.mkdir()
-    with open_regular(archive) as file:
+    with open(archive, "rb") as file:
         begins_as_zip = file.read(4) == b"PK\x03\x04"
     if begins_as_zip or zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as packed:
@@ -72,13 +71,10 @@ def _extract(archive: Path, destination: Path) -> None:
 
 @contextlib.contextmanager
 def alone(cache: Path, name: str) -> Iterator[None]:
-    """Keeps other processes from working on a data set in the cache; they wait.
-
-    Raises:
-        InputError: nothing can be written there.
-    """
+    """Keeps other processes from working on a data set in the cache; they wait."""
     path = cache / f".{name[:50]}.lock"
-    with open_lock(path) as lock:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a") as lock:
         with contextlib.suppress(OSError):  # Some file systems have no locks.
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -69,10 +69,9 @@ def open_splits(
     path = Path(source).expanduser()
     upright = benchmark is None  # Benchmarks keep the paper's protocol.
     if source:
-        if not path.is_dir() and not path.is_file():
-            found = "neither" if path.exists() else "nothing"
+        if not path.exists():
             raise InputError(
-                f"config.data.source: {path}: expected a folder or an archive, found {found}"
+                f"config.data.source: {path}: expected a folder or an archive, found nothing"
             )
         with archive.alone(place, name):
             if name == "cifar100" and path.is_file():

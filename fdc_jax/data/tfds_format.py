@@ -23,7 +23,7 @@ import tensorflow_datasets as tfds
 from fdc_jax.data import images
 from fdc_jax.data.dataset import Dataset, default_workers, split_name
 from fdc_jax.errors import InputError, line
-from fdc_jax.machine.files import open_regular, read_npz, write_npz
+from fdc_jax.machine.files import read_npz, write_npz
 
 
 def find(name: str, data_dir: Path) -> Path | None:
@@ -61,8 +61,6 @@ def open_prepared(
     def opened(split: str) -> Dataset:
         place = f"{folder}: split {split}"
         try:
-            for path in folder.iterdir():  # TFDS would wait for the end of a pipe.
-                open_regular(path).close()
             builder: Any = tfds.builder_from_directory(str(folder))
             stored = builder.info.splits[split_name(split, builder.info.splits)]
             keys = image_key, label_key, _ = _keys(builder.info)

@@ -42,20 +42,9 @@ from numpy.typing import ArrayLike
 
 from fdc_jax import heads
 from fdc_jax.calibration import inputs
-from fdc_jax.errors import InputError, nearest
+from fdc_jax.errors import InputError, did_you_mean, nearest
 from fdc_jax.features import parquet
-from fdc_jax.machine.files import (
-    MANIFEST,
-    check_manifest,
-    printable,
-    read_folder,
-    read_manifest,
-    read_npy,
-    read_npz,
-    sha256,
-    write_manifest,
-    write_npy,
-)
+from fdc_jax.machine.files import read_folder, read_npy, read_npz, write_npy
 
 _TYPES: dict[str, Any] = {kind: of_kind for of_kind, kind in heads.KINDS.items()}
 _HEAD = ("head_weight", "head_bias", "head_scale")
@@ -144,8 +133,6 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
             tasks, a test label that is no class.
     """
     path = Path(path)
-    if path.is_dir():
-        check_manifest(path, f"write it again, or remove {MANIFEST} if that was intended")
     columns = parquet.read(path)
     arrays = columns | (read_folder(path) if path.is_dir() else read_npz(path))
     # What NumPy makes of bfloat16 when it writes it.
@@ -197,7 +184,8 @@ def _sorted_out(arrays: Arrays) -> tuple[Arrays, Sequence[Arrays]]:
         elif name in _WHOLE:
             whole[name] = array
         else:
-            raise InputError(f"{printable(name)}: unknown array{_suggestion(name[:80])}")
+            known = [*_WHOLE, *(f"{each}_t" for each in _PER_TASK)]
+            raise InputError(f"{name}: unknown array{nearest(name, known)}")
     last = max(numbered, default=0)
     parts = [numbered.get(t, {}) for t in range(last + 1)]
     if "train_previous" in parts[0]:
@@ -221,13 +209,6 @@ def _sorted_out(arrays: Arrays) -> tuple[Arrays, Sequence[Arrays]]:
     return whole, parts
 
 
-def _suggestion(name: str) -> str:
-    number = re.search(r"[0-9]{1,6}$", name)
-    known = [f"{each}_{int(number[0]) if number else 't'}" for each in _PER_TASK]
-    hint = nearest(name, [*_WHOLE, *known])
-    return hint or "; expected names such as train_adapted_0 or test_adapted"
-
-
 def _features(arrays: Arrays, stem: str, t: int | None = None) -> Any:
     """Returns features unread, None where there are none; calibrators look at their numbers."""
     array = arrays.get(stem)
@@ -247,9 +228,7 @@ def _kind(whole: Arrays) -> str:
     value = stored.item() if stored.ndim == 0 else stored
     kind = value.decode("ascii", "replace") if isinstance(value, bytes) else str(value)
     if kind not in _TYPES:
-        raise InputError(
-            f"head_kind: expected one of {', '.join(_TYPES)}; found {printable(kind, 40)}"
-        )
+        raise InputError(did_you_mean("head_kind", kind, _TYPES))
     return kind
 
 
@@ -373,25 +352,18 @@ def write_test(
 
 
 def write(folder: str | os.PathLike[str], arrays: Mapping[str, ArrayLike | None]) -> None:
-    """Writes arrays into a folder, each file whole or not at all, and their checksums.
+    """Writes arrays into a folder, each file whole or not at all.
 
     Args:
         folder: made when missing.
         arrays: by name; what is None is removed.
     """
-    paths = {name: Path(folder) / f"{name}.npy" for name in arrays}
-    before = read_manifest(folder)
-    known = {name: digest for name, digest in before.items() if name[:-4] not in paths}
-    # What is stopped in here leaves files without a checksum, not with a wrong one.
-    if known != before:
-        write_manifest(folder, known)
     for name, array in arrays.items():
+        path = Path(folder) / f"{name}.npy"
         if array is None:
-            paths[name].unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
         else:
-            write_npy(paths[name], array)
-            known[paths[name].name] = sha256(paths[name])
-    write_manifest(folder, known)
+            write_npy(path, array)
 
 
 def _head_arrays(head: Any) -> dict[str, np.ndarray]:

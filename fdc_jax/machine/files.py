@@ -1,19 +1,14 @@
 """Files that are either whole or absent: JSON, NumPy arrays, checksums, locks."""
 
 import contextlib
-import errno
 import fcntl
-import glob
 import hashlib
-import io
 import json
 import logging
 import os
 import secrets
 import shutil
 import socket
-import stat
-import warnings
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -32,8 +27,7 @@ _log = logging.getLogger(__name__)
 def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Opens a temporary binary file and renames it to `path` when the block succeeds.
 
-    The folder is made when missing. On any error an existing `path` keeps its old content. What a
-    writer of `path` left that was killed is removed.
+    The folder is made when missing. On any error an existing `path` keeps its old content.
 
     Raises:
         InputError: the file system refuses the write (full disk, no permission).
@@ -42,15 +36,8 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for other in path.parent.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}"):
-            # Who still writes holds a lock.
-            with contextlib.suppress(OSError), open_regular(other) as left:
-                fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                other.unlink()
         try:
             with open(temporary, "xb") as file:
-                with contextlib.suppress(OSError):  # not every file system has locks
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -90,37 +77,6 @@ def write_folder_atomically(folder: str | os.PathLike[str]) -> Iterator[Path]:
         raise InputError(f"cannot write {folder}: {error.strerror or error}") from error
 
 
-def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """Opens a regular file for reading; a pipe or a device might never end.
-
-    Raises:
-        OSError: there is no such file, it may not be read, or it is none.
-    """
-    # Without O_NONBLOCK, a pipe into which nobody writes would not even open.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
-    if kind == stat.S_IFREG:
-        return open(descriptor, "rb")
-    os.close(descriptor)
-    found = {stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe"}.get(kind, "device")
-    raise OSError(errno.EINVAL, f"expected a regular file, found a {found}", os.fspath(path))
-
-
-def open_lock(path: Path) -> io.FileIO:
-    """Opens the file of a lock, made when missing and never emptied; follows no link.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # A link could lead to anybody's file, which the holder of a lock may write.
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        return open(descriptor, "r+b", buffering=0)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
-
-
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     """Keeps other processes out of a folder, by a lock on its file `.lock`.
@@ -129,12 +85,15 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     then stays is the name alone.
 
     Raises:
-        InputError: another process is there, which is named, or `.lock` cannot be written.
+        InputError: another process is there, which is named.
     """
-    with open_lock(Path(folder) / ".lock") as file:
+    path = Path(folder) / ".lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
+            file.seek(0)
             holder = printable(file.read(200).decode("ascii", "replace").strip())
             raise InputError(
                 f"{folder} is in use by {holder or 'another process'}; wait for it, stop it or "
@@ -166,61 +125,17 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 def read_json(path: Path) -> Any:
     """Reads a JSON file; raises InputError where it cannot be read."""
     try:
-        with open_regular(path) as file:
-            return json.loads(file.read().decode())
-    except (OSError, ValueError, RecursionError) as error:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         raise InputError(f"{path}: unreadable JSON ({error})") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """Reads a JSON object, empty where there is no file; InputError where it is none."""
     found = read_json(path) if path.exists() else {}
-    check_form(found, {}, f"{path}: ")
+    if not isinstance(found, dict):
+        raise InputError(f"{path}: expected a JSON object, found a {type(found).__name__}")
     return found
-
-
-def check_form(value: Any, form: Any, place: str) -> None:
-    """Checks a JSON value from a file.
-
-    Args:
-        value: the value.
-        form: a type or a tuple of types, none of which is bool unless it says so; a tuple of two
-            numbers that bound it, whole ones for whole numbers; a list of the form of every item;
-            or a dictionary of forms by name. There, a name with `?` may be absent or null, and `*`
-            stands for all other names.
-        place: where the value stands, the start of a line.
-
-    Raises:
-        InputError: says where the value is of another form.
-    """
-
-    def refuse(expected: str) -> None:
-        found = "none" if value is None else printable(repr(value), 60)
-        found = type(value).__name__ if isinstance(value, list | dict) else found
-        raise InputError(f"{place.rstrip('. ').rstrip(':')}: expected {expected}, found {found}")
-
-    if isinstance(form, list):
-        if not isinstance(value, list):
-            refuse("a list")
-        for index, each in enumerate(value):
-            check_form(each, form[0], f"{place}{index}.")
-    elif isinstance(form, dict):
-        if not isinstance(value, dict):
-            refuse("a JSON object")
-        named = {name.rstrip("?"): name for name in form}
-        for name in (*named, *(value.keys() - named.keys())):
-            if (key := named.get(name, named.get("*"))) and name != "*":
-                if value.get(name) is not None or not key.endswith("?"):
-                    check_form(value.get(name), form[key], f"{place}{printable(name)}.")
-    elif isinstance(form, tuple) and not isinstance(form[0], type):
-        low, high = form
-        kinds, noun = (int, "a whole number") if isinstance(low, int) else (int | float, "a number")
-        if not isinstance(value, kinds) or isinstance(value, bool) or not low <= value <= high:
-            refuse(f"{noun} from {low:g} to {high:g}")
-    else:
-        kinds = form if isinstance(form, tuple) else (form,)
-        if type(value) not in kinds:
-            refuse(" or ".join(each.__name__ for each in kinds))
 
 
 # A folder's manifest ------------------------------------------------------------------------------
@@ -228,41 +143,23 @@ def check_form(value: Any, form: Any, place: str) -> None:
 MANIFEST = "manifest.json"
 
 
-def read_manifest(folder: str | os.PathLike[str]) -> dict[str, str]:
-    """Returns the SHA-256 of files of a folder by their names in there; empty without a manifest.
-
-    Raises:
-        InputError: the manifest is none.
-    """
-    path = Path(folder) / MANIFEST
-    known = read_object(path).get("sha256", None if path.exists() else {})
-    if not isinstance(known, dict) or not all(isinstance(each, str) for each in known.values()):
-        raise InputError(f"{path}: expected checksums under the key sha256")
-    return known
+def write_manifest(folder: Path) -> None:
+    """Writes the SHA-256 of every file of a folder, by its name in there."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    known = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+    write_json(folder / MANIFEST, {"sha256": known})
 
 
-def write_manifest(folder: str | os.PathLike[str], known: Mapping[str, str]) -> None:
-    """Writes what `read_manifest` reads, whole or not at all."""
-    write_json(Path(folder) / MANIFEST, {"sha256": dict(sorted(known.items()))})
-
-
-def check_manifest(folder: str | os.PathLike[str], remedy: str) -> dict[str, str]:
-    """Returns what `read_manifest` does, after comparing every file that it names, byte for byte.
+def check_manifest(folder: Path, remedy: str) -> None:
+    """Compares every file that a folder's manifest names, byte for byte.
 
     Raises:
         InputError: a file is missing or another; the line ends with what to do then.
     """
-    known = read_manifest(folder)
-    for name, digest in known.items():
-        try:
-            found = sha256(Path(folder) / name)
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"{folder}: {MANIFEST} names {printable(name)}, which cannot be read; {remedy}"
-            ) from error
-        if found != digest:
-            raise InputError(f"{Path(folder) / name}: is not what was written; {remedy}")
-    return known
+    for name, digest in read_json(folder / MANIFEST)["sha256"].items():
+        path = folder / name
+        if not path.is_file() or sha256(path) != digest:
+            raise InputError(f"{path}: is not what was written; {remedy}")
 
 
 def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
@@ -272,11 +169,6 @@ def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
     named it, such as `--output`, and what stands in the way.
     """
     path = Path(folder).absolute()
-    try:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            path.stat()
-    except OSError as error:
-        raise InputError(f"{flag}={str(folder)[:200]}: {error.strerror}") from error
     existing = next(each for each in (path, *path.parents) if os.path.exists(each))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise InputError(f"{flag}={folder}: expected a folder to write in, found {existing}")
@@ -295,15 +187,15 @@ def check_writable_file(flag: str, path: str | os.PathLike[str], suffix: str) ->
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
-    """Returns the SHA-256 of a regular file as 64 hexadecimal digits."""
-    with open_regular(path) as file:
+    """Returns the SHA-256 of a file as 64 hexadecimal digits."""
+    with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # Arrays ------------------------------------------------------------------------------------------
 #
-# Pickled objects are never read, and whatever a damaged or hostile file does to the parsers becomes
-# one InputError with the file and the array.
+# Pickled objects are never read, and whatever a damaged file does to the parsers becomes one
+# InputError with the file and the array.
 
 
 def read_folder(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -326,8 +218,7 @@ def read_npy(path: str | os.PathLike[str]) -> np.ndarray:
         InputError: the file is absent, damaged, longer or shorter than it says, or holds objects.
     """
     try:
-        with warnings.catch_warnings(action="error"), open_regular(path):
-            array = np.lib.format.open_memmap(path, mode="r")
+        array = np.lib.format.open_memmap(path, mode="r")
         if array.offset + array.nbytes != os.path.getsize(path):
             raise ValueError("it is longer than its header says")
     except Exception as error:  # Damage surfaces as many types, see read_npz.
@@ -339,30 +230,15 @@ def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Reads every array of an `.npz` archive into memory.
 
     Raises:
-        InputError: the file is absent or damaged, holds objects, or has a member that is no array.
+        InputError: the file is absent or damaged, or holds objects.
     """
     arrays: dict[str, np.ndarray] = {}
     name = ""
     try:
-        # Old-format and odd headers warn; here they count as damage.
-        with (
-            warnings.catch_warnings(action="error"),
-            open_regular(path) as opened,
-            zipfile.ZipFile(opened) as archive,
-        ):
-            # Of its directory zipfile does not compare the number of members.
-            opened.seek(-12 - len(archive.comment), os.SEEK_END)
-            if int.from_bytes(opened.read(2), "little") not in (len(archive.filelist), 0xFFFF):
-                raise ValueError("its directory lacks members")
-            for member in archive.infolist():
-                name = member.filename.removesuffix(".npy")
-                if name == member.filename or name in arrays:
-                    raise ValueError("expected .npy members, each once")
-                with archive.open(member) as file:
-                    arrays[name] = np.lib.format.read_array(file, allow_pickle=False)
-                    # At the end of a member zipfile compares its checksum.
-                    if file.read(1):
-                        raise ValueError("it is longer than its header says")
+        # Of each array it compares the checksum.
+        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+            for name in archive.files:
+                arrays[name] = np.asarray(archive[name])
     except FileNotFoundError:
         raise InputError(f"{path}: no such file or folder") from None
     # A damaged archive makes zipfile, its decompressors and the npy parser raise a dozen types
@@ -393,8 +269,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         InputError: the file is absent or damaged.
     """
     try:
-        with open_regular(path):
-            return safetensors.numpy.load_file(path)
+        return safetensors.numpy.load_file(path)
     except Exception as error:  # As above.
         raise InputError(
             f"{path}: not a readable .safetensors file: {_reason(error, path)}"
@@ -414,7 +289,7 @@ def printable(text: str, limit: int = 80) -> str:
 
 
 def _reason(error: Exception, path: str | os.PathLike[str]) -> str:
-    with contextlib.suppress(OSError), open_regular(path) as file:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
         start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
         if start.startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
             return "it is a web page (HTML), as a failed download leaves"

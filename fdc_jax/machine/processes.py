@@ -15,8 +15,6 @@ without a heartbeat. The same command on all hosts goes on from the last checkpo
 import functools
 import json
 import re
-import socket
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -28,8 +26,6 @@ from jax.experimental import multihost_utils
 from fdc_jax.errors import InputError, Interrupted, TrainingError, line
 from fdc_jax.machine import devices
 
-# Seconds that a process waits for the first to listen.
-JOINING_SECONDS = 300
 # Seconds that an ending process waits for the others.
 LEAVING_SECONDS = 30
 # Batches between two looks at whether any process was asked to stop.
@@ -59,32 +55,14 @@ def start(where: str | None) -> None:
         found = re.fullmatch(r"(.+):(\d+),(\d+)/(\d+)", where)
         if found is None or int(found[3]) >= int(found[4]):
             raise InputError(f"--distributed: expected HOST:PORT,0/2 or no value, found {where}")
-        host, port, number, processes = found[1], *map(int, found.groups()[1:])
-        _reach(host, port, listens=number == 0)
-        given, failed = (f"{host}:{port}", processes, number), "cannot join the other processes"
+        number, processes = int(found[3]), int(found[4])
+        given, failed = (f"{found[1]}:{found[2]}", processes, number), "cannot join the others"
     # SIGTERM is ours: JAX's own notice of it would replace our handler.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(*given)
     except (RuntimeError, ValueError) as error:
         raise InputError(f"--distributed={where}: {failed} ({line(error)})") from error
-
-
-def _reach(host: str, port: int, listens: bool) -> None:
-    """Waits for process 0 to listen, which checks that it can; JAX would end with a stack."""
-    deadline = time.monotonic() + JOINING_SECONDS
-    while True:
-        try:
-            if listens:
-                socket.create_server(("", port)).close()
-            else:
-                socket.create_connection((host.strip("[]"), port), timeout=5).close()
-            return
-        except (OSError, OverflowError) as error:
-            if listens or time.monotonic() > deadline:
-                failed = f"cannot listen on port {port}" if listens else "process 0 does not answer"
-                raise InputError(f"--distributed: {host}:{port}: {failed} ({error})") from error
-        time.sleep(0.2)
 
 
 def count() -> int:

@@ -53,7 +53,7 @@ class Table(NamedTuple):
 
     def write(self, folder: Path) -> None:
         """Writes `<name>.csv` and `.tex` into a folder."""
-        write_text(folder / f"{self.name}.csv", words.csv(self.frame.reset_index()))
+        write_text(folder / f"{self.name}.csv", self.frame.to_csv())
         write_text(folder / f"{self.name}.tex", self.to_latex())
 
 

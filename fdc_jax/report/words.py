@@ -10,10 +10,6 @@ import numpy as np
 from fdc_jax import evaluation
 from fdc_jax.calibration import METHODS
 
-# What a number, a spread or an interval looks like; such a cell is no formula.
-_NUMBERS = re.compile(r"[-+]?\d[\d.,]*(?: (?:±|to) [-+]?\d[\d.,]*)?(?: \(\d+\))?")
-_STARTS = re.compile(r"[=+\-@\x00-\x1f\x7f]")
-
 
 def method_title(name: str) -> str:
     """Returns what a calibrator is called; an unknown name stays itself.
@@ -61,23 +57,3 @@ def interval(gain: Any, digits: int = 2, signed: bool = True) -> Any:
 def minus(text: str) -> str:
     """Gives negative numbers a minus sign in place of a hyphen."""
     return re.sub(r"(?<![\w.)])-(?=\d)", "\N{MINUS SIGN}", text)
-
-
-def csv(frame: Any, **options: Any) -> str:
-    """Returns a pandas frame as CSV, its index left out: the one writer of CSV files.
-
-    A spreadsheet would compute what begins with = + - @ or a control character. Such text gets an
-    apostrophe in front, be it a cell or a heading; numbers, spreads and intervals stay.
-
-    Args:
-        frame: cells of any type; text alone is changed.
-        options: for `DataFrame.to_csv`.
-    """
-
-    def harmless(cell: Any) -> Any:
-        if not isinstance(cell, str):
-            return cell
-        acts = _STARTS.match(cell) and not _NUMBERS.fullmatch(cell)
-        return "'" * bool(acts) + cell.replace("\r", "\n")  # which is quoted
-
-    return frame.map(harmless).rename(columns=harmless).to_csv(index=False, **options)

@@ -76,4 +76,7 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.checkpoint = ml_collections.ConfigDict()
     config.checkpoint.every_steps = 500  # within a task; each task's end is always kept
     config.checkpoint.keep = 2  # newest checkpoints that stay
+    # A name that is no field is refused, but for options of learners outside the package.
+    config.lock()
+    config.learner.unlock()
     return config

@@ -13,8 +13,7 @@ import ml_collections
 from fdc_jax import calibration, learners
 from fdc_jax.data import sources
 from fdc_jax.errors import InputError, did_you_mean, nearest, place
-from fdc_jax.machine.files import check_form, open_regular
-from fdc_jax.run import base, loggers
+from fdc_jax.run import loggers
 
 # An ml_collections.ConfigDict; no type checker knows its fields.
 Config: TypeAlias = Any
@@ -92,40 +91,15 @@ def load(name: str, learner: str = "") -> Config:
                 + nearest(path.stem, known)
             )
         path = known[path.stem]
-    config: Any = None
     try:
-        if make := runpy.run_path(str(path)).get("get_config"):
-            config = make()
-            fields = flatten(config) if isinstance(config, ml_collections.ConfigDict) else {}
+        config: Any = runpy.run_path(str(path))["get_config"]()
+        config.lock()  # which refuses what is no configuration
     except (Exception, SystemExit) as error:  # whatever a file raises
-        raise InputError(f"--config: {place(error)}") from error
-    if not make:
-        raise InputError(f"--config: {path}: expected a function get_config, found none")
-    if not isinstance(config, ml_collections.ConfigDict):
-        found = type(config).__name__
-        raise InputError(
-            f"--config: {path}: get_config: expected what fdc_jax.run.base.get_config returns, "
-            f"found {found}"
-        )
-    expected = kinds()
-    check_form(fields, expected, f"--config: {path}: ")
-    for field in fields:
-        if field not in expected and not field.startswith("learner."):
-            raise InputError(
-                f"--config: {path}: {field} is no field of a configuration"
-                + nearest(field, expected)
-            )
+        raise InputError(f"--config: {path}: {place(error)}") from error
     if learner:
         config.update_from_flattened_dict({"learner.name": learner})
     _complete(config)
     return config
-
-
-def kinds() -> dict[str, Any]:
-    """Returns types of the values of every field of a configuration, as of `files.check_form`."""
-    found = {name: type(value) for name, value in flatten(base.get_config()).items()}
-    numbers = {name: (float, int) for name, kind in found.items() if kind is float}
-    return found | numbers | {"classes_per_task": (int, list)}
 
 
 def reader(config: Config, field: str) -> Callable[[str], Any]:
@@ -195,7 +169,6 @@ def validate(config: Config) -> None:
         InputError: names the field, what was expected and what was found.
     """
     config.benchmark = sources.name_of(config.benchmark, config.data.source)
-    name = config.learner.name
     _complete(config)
     _read_class_order(config)
     flat = flatten(config)
@@ -216,7 +189,11 @@ def validate(config: Config) -> None:
         refuse("seed", "one or more whole numbers from 0 to 4294967295, such as 1,2,3")
     if len(set(seeds)) != len(seeds):
         refuse("seed", "different numbers")
-    check_ranges(flat, name)
+    for field, allowed in _ALLOWED.items():
+        wanted = learners.expected(allowed, flat[field])
+        if wanted is not None:
+            refuse(field, wanted)
+    learners.check_options(config.learner.name, flat)
     for each in calibrators(config):
         if each not in calibration.METHODS:
             raise InputError(did_you_mean("config.calibrators", each, calibration.METHODS))
@@ -233,41 +210,12 @@ def validate(config: Config) -> None:
         refuse("data.crop_scale", "two ascending shares of at most 1, such as 0.05,1.0")
 
 
-def check_ranges(flat: dict[str, Any], learner: str) -> None:
-    """Checks values by field that are of the fields' types, and a learner's options.
-
-    Raises:
-        InputError: names the field, what was expected and what was found.
-    """
-    for field, allowed in _ALLOWED.items():
-        wanted = learners.expected(allowed, flat[field])
-        if wanted is not None:
-            raise InputError(f"config.{field}: expected {wanted}, found {flat[field]!r}")
-    learners.check_options(learner, flat)
-
-
 def _read_class_order(config: Config) -> None:
-    """Puts names in the place of the file that holds them, so that a run is tied to the names.
-
-    Raises:
-        InputError: the file cannot be read.
-    """
+    """Puts names in the place of the file that holds them, so that a run is tied to the names."""
     names = tuple(map(str, config.class_order))
     if len(names) == 1:
-        path = Path(names[0]).expanduser()
-        try:
-            with open_regular(path) as file:
-                lines = file.read().decode().splitlines()
-        except (OSError, ValueError) as error:
-            raise InputError(
-                f"config.class_order: cannot read {path}: {getattr(error, 'strerror', error)}"
-            ) from error
+        lines = Path(names[0]).expanduser().read_text(encoding="utf-8").splitlines()
         names = tuple(line.strip() for line in lines if line.strip())
-        if len(names) < 2:
-            raise InputError(
-                f"config.class_order: expected a class name on each line of {path}, found "
-                + (names[0] if names else "nothing")
-            )
     if names:
         config.class_order = names
 

@@ -6,7 +6,7 @@ are asked for.
 
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -20,13 +20,12 @@ from fdc_jax import calibration, learners
 from fdc_jax.calibration import Calibrator
 from fdc_jax.data.batches import Batch, evaluation_images
 from fdc_jax.data.task_stream import TaskStream, open_stream
-from fdc_jax.errors import InputError, line
+from fdc_jax.errors import InputError
 from fdc_jax.learners import Replaced
 from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_manifest, read_npz, read_safetensors
 from fdc_jax.model import vit
-from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.places import PLANNED, Places, known_of
@@ -61,11 +60,9 @@ class Opened(Places):
         learner: str = "",
     ):
         super().__init__(folder)
-        remedy = "export or run it again"
-        known = check_manifest(self.folder, remedy)
-        self.exported = self.merged_file.exists() or self.merged_file.name in known
+        self.exported = self.weights_file.parent.is_dir()
         if self.exported:
-            self._check_export(known)
+            check_manifest(self.folder, "export the run again")
         if not self.config_file.exists():
             seeds = sorted(self.folder.glob("seed_*"))
             hint = f"; of several seeds, open one: {seeds[0]}" if seeds else ""
@@ -87,20 +84,6 @@ class Opened(Places):
             self.config["encoder.weights"] = weights
         self._learner = learner
         self.results = self.read_results()
-        if self._planned and not 0 <= self.num_tasks <= len(self._planned):
-            raise InputError(
-                f"{self.config_file}: num_tasks: expected at most the {len(self._planned)} that "
-                f"were planned, found {self.num_tasks}"
-            )
-
-    def _check_export(self, known: Mapping[str, str]) -> None:
-        """Raises InputError where the manifest lacks a file that an export must have."""
-        needed = (self.config_file, self.results_file, self.weights_file, self.merged_file)
-        for path in (*needed, *self.folder.glob("calibrators/*")):
-            if path.relative_to(self.folder).as_posix() not in known:
-                raise InputError(
-                    f"{self.manifest_file}: does not know {path.name}; export the run again"
-                )
 
     @functools.cached_property
     def records(self) -> list[dict[str, Any]]:
@@ -132,12 +115,6 @@ class Opened(Places):
                 f"{self.config_file}: was run with the learner {name}, which is none of the "
                 f"package; to run its code, name it: --learner={name}, or open_run(learner=...)"
             )
-        if not self.config["seed"]:
-            raise InputError(f"{self.config_file}: seed: expected a value, found none")
-        try:
-            configuration.check_ranges(self.config, name)
-        except (InputError, KeyError, TypeError) as error:  # of a learner outside, any
-            raise InputError(f"{self.config_file}: {line(error)}") from error
         nested: dict[str, Any] = {}
         for field, value in self.config.items():
             *sections, last = field.split(".")

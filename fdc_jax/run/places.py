@@ -9,7 +9,7 @@ from typing import Any
 from fdc_jax.data.task_stream import Known
 from fdc_jax.errors import InputError
 from fdc_jax.machine import processes
-from fdc_jax.machine.files import MANIFEST, check_form, printable, read_json
+from fdc_jax.machine.files import MANIFEST, read_json
 from fdc_jax.run import base, configuration
 
 _log = logging.getLogger(__name__)
@@ -17,36 +17,6 @@ _log = logging.getLogger(__name__)
 # In config.json: checksums by name of the classes that the run knows, and the numbers of classes of
 # its tasks, both with those that are to come.
 CLASSES, PLANNED = "known classes", "classes of planned tasks"
-
-# What the JSON files hold, as of `check_form`.
-_SECONDS, _PERCENT, _COUNT, _SIZE = (0.0, 1e18), (0.0, 100.0), (0, 2**53), (1, 2**31)
-_ANY, _NUMBERS = (bool, int, float, str, list), {"*": {"*": (float, int)}}
-_MEASURED = {
-    "accuracy": {"raw": _PERCENT, "oracle": _PERCENT, "*": _PERCENT},
-    "routing_accuracy?": {"*": _PERCENT},
-    "components?": {"*": _PERCENT},
-    "decomposition?": _NUMBERS,
-}
-_POINT = _MEASURED | {"task": _COUNT, "task_accuracy?": {"*": [(float, int)]}}
-_RECORD = _POINT | {"timing": {"*": _SECONDS}, "peak_memory": {"*?": _COUNT}}
-_RESULTS = _MEASURED | {
-    **{"benchmark": str, "learner": str, "seed": _COUNT, "config": {"*?": _ANY}},
-    **{"num_tasks": _SIZE, "num_classes": _SIZE, "num_test_images": _COUNT, "curve": [_POINT]},
-    **{"average_incremental_accuracy?": {"*?": _PERCENT}, "timing?": {"*?": _SECONDS}},
-    **{"storage_bytes?": {"*": _COUNT}, "fdc_storage_bytes?": _COUNT},
-    **{"peak_memory_bytes?": {"*?": _COUNT}, "class_names?": [str], "notes?": {"*": str}},
-    **{"versions?": dict, "encoder?": dict},
-    **{"data?": {"*": str}, "selected?": {"components": str, "accuracy?": _PERCENT}},
-    **{"split?": str, "num_train_images?": _COUNT, "device?": str},
-}
-
-
-def _config() -> dict[str, Any]:
-    """Returns the form of `config.json`; a field that came later may be absent."""
-    fields = {f"{name}?": kind for name, kind in configuration.kinds().items()}
-    named = {"benchmark": str, "learner.name": str, "weights sha256": str, PLANNED: [_SIZE]}
-    exact = {"seed?": [_COUNT], "num_tasks?": _COUNT}
-    return {**fields, **exact, **named, f"{CLASSES}?": {"*": str}, "*?": _ANY}
 
 
 class Places:
@@ -57,10 +27,11 @@ class Places:
         self.checkpoints_folder = self.folder / "checkpoints"
         self.features_folder = self.folder / "features"  # in the form that `fdc_jax.posthoc` reads
         self.config_file = self.folder / "config.json"
-        self.results_file = self.folder / "results.json"  # the last one that a run writes but
-        self.manifest_file = self.folder / MANIFEST  # the checksums of what others read
+        self.results_file = self.folder / "results.json"  # the last one that a run writes
         self.predictions_file = self.folder / "predictions.npz"
-        # In the place of checkpoints and of a file elsewhere, where the folder was exported.
+        # In the place of checkpoints and of a file elsewhere, where the folder was exported; then
+        # with checksums of all files.
+        self.manifest_file = self.folder / MANIFEST
         self.merged_file = self.folder / "merged.safetensors"
         self.weights_file = self.folder / "pretrained" / "model.safetensors"
 
@@ -88,42 +59,40 @@ class Places:
         them, under names with a space, checksums and what the run knows of its classes.
         """
         remedy = "put it back, or choose another --workdir"
-        read = _read(self.config_file, _config(), remedy)
+        names = {"benchmark", "learner.name", "weights sha256", PLANNED}
+        read = _read(self.config_file, names, remedy)
         found = {name: value for name, value in read.items() if value is not None}
-        if sum(found[PLANNED]) > (known := len(found.get(CLASSES, {}))):
-            raise InputError(
-                f"{self.config_file}: {PLANNED}: expected at most the {known} known classes, "
-                f"found {sum(found[PLANNED])}; {remedy}"
-            )
         fields = configuration.flatten(base.get_config(found["benchmark"]))
         for name in sorted(found.keys() - fields.keys()):
             if not name.startswith("learner.") and " " not in name:
-                _log.warning("%s: no field of this version: %s", self.config_file, printable(name))
+                _log.warning("%s: no field of this version: %s", self.config_file, name)
         return fields | found
 
     def read_results(self) -> dict[str, Any] | None:
         """Returns what `results.json` holds, None before it is written."""
         if not self.results_file.exists():
             return None
-        path = self.results_file
-        found = _read(path, _RESULTS, remedy := "remove it, and the run writes it again")
-        if len(found.get("class_names") or ()) not in (0, found["num_classes"]):
-            raise InputError(f"{path}: class_names: expected as many as num_classes; {remedy}")
-        if not found["curve"]:
-            raise InputError(f"{path}: curve: expected a point, found none; {remedy}")
-        return found
+        return _read(
+            self.results_file,
+            {"benchmark", "learner", "seed", "accuracy", "curve", "num_tasks", "config"},
+            "remove it, and the run writes it again",
+        )
 
     def read_records(self) -> list[dict[str, Any]]:
         """Returns what was measured after each task so far."""
-        files, remedy = map(self.record_file, self.recorded_tasks()), "its accuracies are measured"
-        return [_read(path, _RECORD, f"remove it, and {remedy} again") for path in files]
+        files, names = map(self.record_file, self.recorded_tasks()), {"task", "accuracy"}
+        remedy = "remove it, and its accuracies are measured again"
+        return [_read(path, names, remedy) for path in files]
 
 
-def _read(path: Path, form: dict[str, Any], remedy: str) -> dict[str, Any]:
+def _read(path: Path, names: set[str], remedy: str) -> dict[str, Any]:
+    """Returns a JSON object that has these names."""
     try:
-        check_form(found := read_json(path), form, f"{path}: ")
+        found = read_json(path)
     except InputError as error:
         raise InputError(f"{error}; {remedy}") from error
+    if not isinstance(found, dict) or not names <= found.keys():
+        raise InputError(f"{path}: expected an object with {', '.join(sorted(names))}; {remedy}")
     return found
 
 

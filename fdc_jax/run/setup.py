@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,9 +85,9 @@ def build(
         known: what a run that goes on knows of its classes.
 
     Raises:
-        InputError: configuration, data or weights are not as expected, or too large.
+        InputError: configuration, data or weights are not as expected.
     """
-    _check_sizes(config, _recognise(config))
+    _check_rank(config, _recognise(config))
     tasks = task_stream.open_stream(config, cache_folder(config), known, quiet)
     _check_neighbours(config, tasks)
     if not config.train.epochs:
@@ -195,28 +194,13 @@ def _check_neighbours(config: Config, tasks: task_stream.TaskStream) -> None:
         )
 
 
-def _check_sizes(config: Config, variant: vit.Variant) -> None:
-    """Refuses increments that are wider than the encoder, and batches that exceed the memory.
-
-    Of a batch it counts pixels and tokens, in training those of every block.
-    """
+def _check_rank(config: Config, variant: vit.Variant) -> None:
+    """Refuses increments that are wider than the encoder."""
     if config.train.rank > variant.width:
         raise InputError(
             f"config.train.rank: expected at most {variant.width}, the width of encoder "
             f"{config.encoder.variant}, found {config.train.rank}"
         )
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    side = config.encoder.image_size
-    tokens = (side // variant.patch) ** 2 * variant.width
-    for section, copies in (("train", variant.depth), ("evaluation", 1)):
-        size = config[section].batch_size
-        needed = size * (3 * side**2 + 4 * tokens * copies)
-        if needed > memory:
-            raise InputError(
-                f"config.{section}.batch_size: expected batches that fit into memory, found "
-                f"{size:,} images, which take {needed / 2**30:,.0f} GiB with "
-                f"{memory / 2**30:.0f} GiB here"
-            )
 
 
 # What follows from a set-up -----------------------------------------------------------------------

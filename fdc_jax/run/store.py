@@ -10,7 +10,6 @@ import os
 import pickle
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,15 +21,7 @@ from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import TaskFeatures
 from fdc_jax.machine import processes
-from fdc_jax.machine.files import (
-    read_manifest,
-    read_npy,
-    sha256,
-    write_atomically,
-    write_json,
-    write_manifest,
-    write_npy,
-)
+from fdc_jax.machine.files import read_npy, write_atomically, write_json, write_npy
 from fdc_jax.run import configuration
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.loggers import Loggers
@@ -85,7 +76,6 @@ class Store(Places):
             write_json(self.config_file, own)
             return
         saved = self.read_config()
-        self._check_unchanged(self.config_file)
         differing = configuration.differences(saved, settings)
         grown = self._grown(saved, own, {name for name, *_ in differing})
         differing = [each for each in differing if each[0] not in grown]
@@ -111,7 +101,6 @@ class Store(Places):
                 "start would end otherwise",
                 *(self.folder, before, planned, task_count),
             )
-        self.manifest_file.unlink(missing_ok=True)
         write_json(self.config_file, own)
 
     def _grown(self, saved: dict[str, Any], own: dict[str, Any], differing: set[str]) -> set[str]:
@@ -135,19 +124,12 @@ class Store(Places):
             return set()
         return differing & may_differ
 
-    def _check_unchanged(self, path: Path) -> None:
-        """Refuses a file that was changed after the run had ended."""
-        written = read_manifest(self.folder).get(path.name)
-        if written and path.exists() and written != sha256(path):
-            raise InputError(f"{path}: is not what was written; put it back, or remove it")
-
     # What is there -------------------------------------------------------------------------------
 
     @processes.on_first
     def finished(self) -> dict[str, Any] | None:
         """Returns the results of a run that has learned all of its tasks, or else None."""
         results = self.read_results()
-        self._check_unchanged(self.results_file)
         return results if results and results["num_tasks"] >= self._num_tasks else None
 
     @processes.on_first
@@ -190,7 +172,6 @@ class Store(Places):
                 f"{self.folder} holds a finished run, and no checkpoint to go on from; remove "
                 f"{self.results_file} to train again"
             )
-        self.manifest_file.unlink(missing_ok=True)
         for task in self.recorded_tasks():
             if task >= num_tasks:
                 self.record_file(task).unlink()
@@ -268,14 +249,7 @@ class Store(Places):
 
     @processes.on_first
     def finish(self, calibrators: Mapping[str, Any], results: dict[str, Any]) -> None:
-        """Writes the calibrators of all tasks, the results, and the checksums of what others read.
-
-        The manifest is the last file that a run writes, and goes before anything else changes.
-        """
+        """Writes the calibrators of all tasks, and the results as the last file of a run."""
         for name, calibrator in calibrators.items():
             calibrator.save(self.calibrator_file(name))
         write_json(self.results_file, results)
-        files = [self.config_file, self.results_file, self.predictions_file]
-        files += [*self.folder.glob("calibrators/*.npz"), *self.folder.glob("tasks/*.json")]
-        known = {path.relative_to(self.folder).as_posix(): sha256(path) for path in files}
-        write_manifest(self.folder, known)

@@ -139,7 +139,7 @@ def test_only_what_is_new_or_changed_is_looked_at(divided, opened, monkeypatch, 
     assert sorted(looked) == ["test/Bee/0.jpg", "test/ant/new.jpg", "train/ant/2.jpg"]
     assert again[0].checksum == first[0].checksum and again[1].checksum != first[1].checksum
     (kept,) = (tmp_path / "cache").glob("*.json")
-    assert len(json.loads(kept.read_text())["images"]) == 17
+    assert len(json.loads(kept.read_text())) == 17
 
 
 def test_orientation_is_applied_to_images_of_ones_own(divided, opened, photo):
@@ -182,22 +182,9 @@ def test_images_of_train_in_test_are_counted(divided, opened, caplog):
 # What is refused ----------------------------------------------------------------------------------
 
 
-def fifo(root):
-    os.mkfifo(root / "train" / "ant" / "z.png")
-
-
-def named_as_image(root):
-    (root / "test" / "z.png").mkdir()
-    (root / "test" / "ant" / "y.png").symlink_to("/dev/zero")
-
-
 def emptied(root):
     for path in (root / "train" / "ant").iterdir():
         path.rename(path.with_suffix(".GIF"))
-
-
-def renamed(name):
-    return lambda root: (root / "train" / "ant").rename(root / "train" / os.fsdecode(name))
 
 
 def single(root):
@@ -206,26 +193,13 @@ def single(root):
     shutil.rmtree(root / "test")
 
 
-def linked(place, target):
-    return lambda root: (root / place).symlink_to(target)
-
-
 REFUSED = {
-    "pipe": (fifo, "train/ant/z.png: cannot read: expected a regular file, found a pipe$"),
-    "device": (named_as_image, r"test/z.png: expected images in this class folder, found none$"),
-    "broken link": (linked("train/ant/z.png", "gone"), "train/ant/z.png: cannot read: No such fi"),
-    "link to itself": (linked("train/ant/z", "z"), "train/ant.*: cannot read: Too many levels of"),
-    "link back": (linked("train/ant/up", ".."), "train/ant/up/ant: expected a folder, found a"),
-    "no image": (emptied, r"train/ant: expected images in this class folder.* suffix: 3 \.gif$"),
-    "control character": (renamed(b"a\x1bnt"), r"expected class names without .* 'a\\x1bnt'$"),
-    "line": (renamed("a\u2028nt".encode()), r"expected class names without .* 'a\\u2028nt'$"),
-    "blank end": (renamed(b"ant "), "expected class names without .* or blank ends, found 'ant '$"),
-    "not UTF-8": (
-        renamed(b"a\xffnt"),
-        r"train/.*: expected file names in UTF-8, found b'a\\xffnt/",
+    "folder named as an image": (
+        lambda root: (root / "test" / "z.png").mkdir(),
+        r"test/z.png: expected images in this class folder, found none$",
     ),
+    "no image": (emptied, r"train/ant: expected images in this class folder.* suffix: 3 \.gif$"),
     "single image": (single, "class ant: expected two images or more to divide, found .*/train/a"),
-    "no classes": (shutil.rmtree, "cannot read: No such file or directory$"),
 }
 
 
@@ -243,14 +217,14 @@ def test_who_wants_no_division_gets_none(photos, opened):
         opened(photos, 0.0)
 
 
-def test_a_folder_that_cannot_be_read_is_named(divided, opened, monkeypatch):
+def test_a_folder_that_cannot_be_read_is_not_passed_over(divided, opened, monkeypatch):
     def closed(path, scan=os.scandir):
         if str(path).endswith("ant"):
             raise PermissionError(13, "Permission denied", str(path))
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", closed)
-    with pytest.raises(InputError, match=r"train/ant: cannot read: Permission denied$"):
+    with pytest.raises(PermissionError, match="train/ant"):
         opened(divided)
-    with pytest.raises(InputError, match=r"train/ant: cannot read: Permission denied$"):
+    with pytest.raises(PermissionError, match="train/ant"):
         folder.find_images(divided / "train" / "ant")

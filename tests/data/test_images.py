@@ -145,7 +145,7 @@ def test_of_sixteen_bits_the_upper_eight_are_kept(encode, file_format):
 )
 def test_pixels_without_a_white_are_refused(encode, pixels, found):
     encoded = encode(SIXTEEN_BITS.astype(pixels), "TIFF")
-    with pytest.raises(InputError, match=f"^a/b.tif: expected pixels of 8 or 16 bits, .* {found}$"):
+    with pytest.raises(InputError, match=rf"^a/b.tif: .*8 or 16 bits, .* {found}$"):
         images.decode(encoded, "a/b.tif")
 
 
@@ -210,14 +210,3 @@ def test_programs_in_postscript_are_not_run():
     Image.new("RGB", (4, 4)).save(file, "EPS")
     with pytest.raises(InputError, match=r"photo\.jpg: .*not a known image format"):
         images.decode(file.getvalue(), "photo.jpg")
-
-
-def test_an_image_far_longer_than_wide_is_refused_before_its_pixels_are_read(monkeypatch, encode):
-    images.decode(encode(Image.new("RGB", (64, 1))), "x")
-    monkeypatch.setattr(Image.Image, "convert", None)
-    for size in ((65, 1), (1, 65)):
-        found = (
-            f"x: expected an image at most 64 times as long as wide, found {size[0]} x {size[1]}"
-        )
-        with pytest.raises(InputError, match=found):
-            images.decode(encode(Image.new("RGB", size)), "x")

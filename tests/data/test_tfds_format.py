@@ -150,9 +150,6 @@ def test_one_look_is_kept_until_the_data_change(tmp_path, prepare, opened, monke
     assert len(set(found)) == 1
     (folder / "label.labels.txt").write_text("rose\ntulip\nlily\n")
     assert looks() == 0 and found[-1][1] != found[0][1]
-    os.mkfifo(folder / "pipe")
-    with pytest.raises(InputError, match=r"cannot open: .*expected a regular file, found a pipe"):
-        opened()
 
 
 def test_a_record_whose_class_is_gone_is_one_line(prepare, opened):

@@ -1,7 +1,5 @@
 """How processes are asked for; runs of several are in test_several_processes.py."""
 
-import socket
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,18 +15,6 @@ def test_what_is_no_place_among_processes(where, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **b: pytest.fail("joined"))
     with pytest.raises(InputError, match=f"expected HOST:PORT,0/2 or no value, found {where}$"):
         processes.start(where)
-
-
-def test_an_address_that_nobody_answers_and_a_port_that_is_taken(monkeypatch):
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **b: pytest.fail("joined"))
-    monkeypatch.setattr(processes, "JOINING_SECONDS", 0)
-    taken = socket.create_server(("", 0))
-    address = f"127.0.0.1:{taken.getsockname()[1]}"
-    with pytest.raises(InputError, match=r"cannot listen on port \d+ "):
-        processes.start(f"{address},0/2")
-    taken.close()
-    with pytest.raises(InputError, match="process 0 does not answer"):
-        processes.start(f"{address},1/2")
 
 
 def test_where_jax_finds_no_job_it_says_so(monkeypatch):

@@ -1,7 +1,5 @@
 """Tables against numbers computed here from the results of the runs alone."""
 
-import csv
-import io
 import math
 
 import numpy as np
@@ -169,17 +167,3 @@ def test_files_hold_the_same_table(tmp_path):
     assert r"\caption{A title.}" in latex and r"\label{tab:a-b}" in latex
     assert r"n \& m" in latex and r"a\_b & x|y & -1.00 ± 0.50 & 1 \\" in latex
     assert r"50 \% & <b> & – & 2 \\" in latex
-
-
-@pytest.mark.parametrize(
-    "text", ["=1+1", "+x", "-x", "@x", "\tx", "\rx", "\x00x", "-1;x", "+1|'x'"]
-)
-def test_what_a_spreadsheet_would_compute_is_text_in_a_csv_file(tmp_path, text):
-    frame = pd.DataFrame({text: [text, "-1.50", "+3.21 ± 0.16 (3)", "-1.00 to +2.00"]})
-    frame.index = pd.Index([text, "a", "b", "c"], name=text)
-    Table("a", "A", frame.add_suffix("!"), "").write(tmp_path)
-    written = (tmp_path / "a.csv").read_bytes().decode()
-    read = list(csv.reader(io.StringIO(written, newline="")))
-    text = text.replace("\r", "\n")
-    assert read[0] == ["'" + text, f"'{text}!"] and read[1] == ["'" + text] * 2
-    assert [row[1] for row in read[2:]] == ["-1.50", "+3.21 ± 0.16 (3)", "-1.00 to +2.00"]

@@ -146,7 +146,6 @@ def test_what_is_kept_and_evaluated_on_the_way_has_no_effect(whole, cache, tmp_p
     ("fields", "message"),
     [
         (dict(fdc__neighbours=6), "config.fdc.neighbours: expected at most 5, the classes with im"),
-        (dict(train__batch_size=10**9), "config.train.batch_size: expected batches that fit"),
         (dict(classes_per_task=11), "config.classes_per_task: expected at most the 10"),
         (dict(encoder__weights="/nowhere.npz"), "found no file /nowhere.npz"),
         (dict(learner__name="tests.learners.grows"), "must return a state like that of"),

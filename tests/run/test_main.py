@@ -196,16 +196,17 @@ def test_mistakes_get_one_line(argument, tmp_path, capsys):
         ("import nowhere", "own.py, line 1: ModuleNotFoundError: No module named 'nowhere'"),
         ("def get_config(:", "own.py, line 1: "),
         ("def get_config():\n    return 1 / 0", "own.py, line 2: ZeroDivisionError: "),
-        ("a = 1", "own.py: expected a function get_config, found none"),
-        ("def get_config():\n    return {}", "get_config: expected .*, found dict"),
-        (
-            "import ml_collections\nget_config = ml_collections.ConfigDict",
-            "own.py: benchmark: expected str",
-        ),
+        ("a = 1", "own.py: KeyError: 'get_config'"),
+        ("def get_config():\n    return {}", "own.py: AttributeError: 'dict' object"),
         (
             "from fdc_jax.run import base\n\n\ndef get_config():\n    config = base.get_config()\n"
             "    config.trian = 1\n    return config",
-            "own.py: trian is no field of a configuration; did you mean train",
+            'own.py, line 6: .* "trian" does not exist and cannot be added',
+        ),
+        (
+            "from fdc_jax.run import base\n\n\ndef get_config():\n    config = base.get_config()\n"
+            "    config.train.epochs = 'x'\n    return config",
+            "own.py, line 6: TypeError: Could not override field 'epochs'",
         ),
     ],
 )
