@@ -14,6 +14,7 @@ added up in float64.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -84,27 +85,32 @@ def path(known: Path | None, by: AffineMap) -> Path:
     return Path(matrix, offset, inverse)
 
 
-def fit_map(before: Float[np.ndarray, "n d"], after: Float[np.ndarray, "n d"]) -> AffineMap:
+def fit_map(
+    before: Float[np.ndarray, "n d"],
+    after: Float[np.ndarray, "n d"],
+    take: Callable[[np.ndarray], Float[np.ndarray, "k d"]] = float32,
+) -> AffineMap:
     """Fits the map from features of some images to features of the same ones by a newer encoder.
 
     Args:
         before: E_{t-1}(D_t); read block by block, as memory maps may be.
         after: E_t(D_t), rows in the same order.
+        take: what of some rows the map is of, in float32.
     """
     count, width = before.shape
     mean, target = (
-        sum(block.sum(axis=0, dtype=np.float64) for _, block in blocks(each)) / count
+        sum(take(block).sum(axis=0, dtype=np.float64) for _, block in blocks(each)) / count
         for each in (before, after)
     )
     some = np.unique(np.linspace(0, count - 1, min(count, LEFT_OUT)).astype(int))
-    centred, truth = _centred(before[some], after[some], mean, target)
+    centred, truth = _centred(take(before[some]), take(after[some]), mean, target)
     few = count < min(width, LEFT_OUT)
     if few:  # (X' X + l I)^-1 X' R = X' (X X' + l I)^-1 R, which is smaller.
         gram, cross = centred @ centred.T, truth
     else:
         gram, cross = np.zeros((width, width)), np.zeros((width, width))
         for (_, old), (_, new) in zip(blocks(before), blocks(after), strict=True):
-            rows, change = _centred(old, new, mean, target)
+            rows, change = _centred(take(old), take(new), mean, target)
             gram += rows.T @ rows
             cross += rows.T @ change
     found, vectors = eigh(gram)
@@ -145,5 +151,5 @@ def _centred(
     before: np.ndarray, after: np.ndarray, mean: np.ndarray, target: np.ndarray
 ) -> tuple[Float[np.ndarray, "n d"], Float[np.ndarray, "n d"]]:
     """Returns Xc and R of some rows in float32."""
-    centred = (float32(before) - mean).astype(np.float32)
-    return centred, (float32(after) - target).astype(np.float32) - centred
+    centred = (before - mean).astype(np.float32)
+    return centred, (after - target).astype(np.float32) - centred

@@ -1,17 +1,18 @@
 """Class Gaussians, which follow the encoder where they can (docs/beyond.md).
 
-Of each view are kept the mean mu_c of every class c, the within-class scatter S of all classes
-together, and of each class's own covariance the leading directions, as rows of a factor B_c. Given
-the features of a task's images by the encoder before that task, what is kept of earlier classes in
-the adapted view is carried along by the affine map of `drift`, and S grows by what that map does
-not explain. Beyond a thousand classes maps are composed, and classes are moved when scores need
-them, so that a task costs the same however many classes there are. With N images of C classes in
-width d, a class scores minus half the squared distance
+Features g are taken at unit length. Of each view are kept the mean mu_c of every class c, the
+within-class scatter S of all classes together, and of each class's own covariance the leading
+directions, as rows of a factor B_c. Given the features of a task's images by the encoder before
+that task, what is kept of earlier classes in the adapted view is carried along by the affine map of
+`drift`, and S grows by what that map does not explain. Beyond a thousand classes maps are composed,
+and classes are moved when scores need them, so that a task costs the same however many classes
+there are. With N images of C classes in width d, a class scores minus half the squared distance
 
     (g - mu_c)' [ (1 - a) S / N + lambda (tr S / (N d)) I + a B_c' B_c ]^-1 (g - mu_c),
 
 where a = 0.1 and lambda = 0.1 + d / (N - C), which is more while images are few. The pretrained
-encoder does not move. Its view counts half, and fully where the adapted statistics stayed behind.
+encoder does not move. Its view counts a quarter, and fully where the adapted statistics stayed
+behind.
 
 How sure an answer is, is learned from images that are taken away from the fit; see `confidence`.
 """
@@ -31,7 +32,7 @@ from fdc_jax.calibration.compiled import in_blocks, jnp, stack
 from fdc_jax.calibration.confidence import CLASSES, MEASURED, Confidence, left_out
 from fdc_jax.calibration.equations import energy
 from fdc_jax.errors import InputError
-from fdc_jax.heads import products
+from fdc_jax.heads import products, unit
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 OWN_SHARE = 0.1
 RANK = 8
 LEAST_SHRINKAGE = 0.1
-PRETRAINED_SHARE = 0.5
+PRETRAINED_SHARE = 0.25
 # Classes are moved where rounding of what is kept would grow by more on the way.
 AMPLIFICATION = 8.0
 
@@ -51,7 +52,7 @@ Move: TypeAlias = "drift.Path | drift.AffineMap"
 class ViewClasses(NamedTuple):
     """The classes of one view, task by task."""
 
-    means: list[Float[np.ndarray, "c d"]]  # mu_c; zero for classes without an image
+    means: list[Float[np.ndarray, "c d"]]  # mu_c, zero for classes without an image
     factors: list[Float[np.ndarray, "c r d"]]  # B_c; rows are as long as deviations along them
     scatter: Float[np.ndarray, "d d"]  # S, summed over all images
 
@@ -90,7 +91,7 @@ def fit_classes(
     scatter, taken = np.zeros((width, width)), np.zeros((width, width), np.float32)
     found = [[np.zeros(shape, np.float32) for shape in shapes] for _ in range(1 + held.any())]
     for row in np.unique(rows):
-        members, out = inputs.float32(features[rows == row]), held[rows == row]
+        members, out = at_unit_length(features[rows == row]), held[rows == row]
         mean = members.mean(axis=0, dtype=np.float64).astype(np.float32)
         centred = members - mean
         own = centred.T @ centred
@@ -116,6 +117,11 @@ def fit_classes(
         ViewClasses([means], [factors], total.astype(np.float32))
         for (means, factors), total in zip(found, (scatter, scatter - taken), strict=False)
     ]
+
+
+def at_unit_length(features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
+    """Returns features as the Gaussians are of, in float32."""
+    return unit(inputs.float32(features))
 
 
 def principal(
@@ -200,6 +206,7 @@ def class_distances(
     """
     found = {}
     for name, known, features in zip(inputs.VIEWS, metrics, views, strict=False):
+        features = unit(features)
         near = products(features - known.origin, known.whitener)
         found[name] = products(near, known.rows) - known.constants
         for factor in known.factors:
@@ -242,7 +249,7 @@ class Gaussians(Calibrator):
             if follows := previous is not None:
                 before = inputs.feature_array(previous, name, given.views[0].shape[1])
                 inputs.same_length(before, given.views[0], name)
-                by = drift.fit_map(before, given.views[0])
+                by = drift.fit_map(before, given.views[0], at_unit_length)
         carried, first, count = copy.copy(self), sum(map(len, self.classes)), len(given.classes)
         held = left_out(given.rows) & (first + count <= CLASSES)
         carried._carry(by)

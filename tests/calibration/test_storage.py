@@ -101,7 +101,7 @@ def test_files_of_other_kinds_are_one_line(saved, tmp_path):
     np.savez(tmp_path / "old.npz", **arrays | {"format": "fdc_jax calibrator, 3"})
     said = {
         "absent.npz": "no such file",
-        "features.npz": "expected a file of kind 'fdc_jax calibrator, 5', found ''",
+        "features.npz": f"expected a file of kind '{storage.FORMAT}', found ''",
         "changed.npz": "damaged: its content is not what was written",
         "old.npz": "expected a file of kind",
     }
