@@ -29,7 +29,6 @@ def tiny(name, *arguments, slow=True):
         tiny("training_step", *STEP, *PYTORCH),
         tiny("extraction", *STEP, "--batches=3", *PYTORCH),
         tiny("learners", *ENCODER, "--learners=inflora", "--classes=2", "--images=6"),
-        tiny("input_pipeline", "--data=jpeg,digits", "--images=6", "--image_size=32"),
     ],
 )
 def test_a_benchmark_prints_lines_and_writes_numbers(tmp_path, name, arguments):
