@@ -148,10 +148,6 @@ _SAID = {MemoryError: "out of memory", KeyboardInterrupt: "stopped by SIGINT", B
 
 def outcome(error: BaseException) -> tuple[int, str] | None:
     """Returns the exit code of an error and what to print; None for one of the program's own."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if frames and frames[-1].filename.endswith("xla_bridge.py"):  # some say nothing but assert
-        wanted = os.environ.get("JAX_PLATFORMS", "")
-        return 2, f"JAX_PLATFORMS={wanted}: JAX finds no such device here ({line(error)})"
     for kind, code in CODES.items():
         if isinstance(error, kind):
             text = line(error) if isinstance(error, OSError) else str(error)
@@ -182,11 +178,6 @@ def guarded(title: str, body: Callable[[], Any], show_traceback: bool = False) -
     return 0
 
 
-def typed(name: str) -> str:
-    """Returns what a user types to start a program, in the way that this one was started."""
-    return f"fdc {name}" if Path(sys.argv[0]).name == "fdc" else f"python -m fdc_jax {name}"
-
-
 class Program(argparse.ArgumentParser):
     """The command line of a program, with the flags --quiet and --traceback.
 
@@ -196,7 +187,9 @@ class Program(argparse.ArgumentParser):
     """
 
     def __init__(self, name: str, description: str):
-        super().__init__(prog=typed(name), allow_abbrev=False, description=description)
+        super().__init__(
+            prog=f"python -m fdc_jax {name}", allow_abbrev=False, description=description
+        )
         self.title = f"fdc_jax.{name}"
         self.add_argument("--quiet", action="store_true", help="print nothing but errors")
         self.add_argument("--traceback", action="store_true", help="show where an error arose")

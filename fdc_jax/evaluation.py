@@ -1,6 +1,6 @@
 """What a prediction got right, where it went wrong, and whether a gain is real.
 
-Predictions are integer vectors of one length [n] on the host; anything else raises `InputError`.
+Predictions are integer vectors of one length [n] on the host.
 Accuracies and shares are in percent, gains in percentage points.
 
 A prediction is read as two decisions (paper, Eq. raw): the task, then the class within the task's
@@ -18,21 +18,11 @@ from numpy.typing import ArrayLike
 
 from fdc_jax.calibration import Scores
 from fdc_jax.calibration.confidence import of_labels
-from fdc_jax.errors import InputError
 
 # Names of accuracies in a line of text, where they are not what they go by.
 TITLES = {"fdc": "FDC", "oracle": "task given"}
 # Of all intervals, and how many samples a bootstrap draws.
 _CONFIDENCE, _RESAMPLES = 0.95, 9999
-
-
-class Flips(NamedTuple):
-    """Numbers of samples by what a second prediction did to the first."""
-
-    wrong_to_right: int
-    right_to_wrong: int
-    wrong_to_other_wrong: int
-    unchanged: int
 
 
 class Gain(NamedTuple):
@@ -45,20 +35,10 @@ class Gain(NamedTuple):
     confidence: float = _CONFIDENCE
 
 
-def _columns(*arrays: ArrayLike) -> list[Int[np.ndarray, " n"]]:
-    """Returns integer vectors of one length, at least one long; raises InputError of others."""
-    columns = [np.asarray(array) for array in arrays]
-    for each in columns:
-        if each.dtype.kind not in "iu" or each.ndim != 1 or not each.size == len(columns[0]) > 0:
-            found = ", ".join(f"{each.dtype} {[*each.shape]}" for each in columns)
-            raise InputError(f"predictions: expected columns of integers, as long, found {found}")
-    return columns
-
-
 def accuracy(true_label: ArrayLike, predicted_label: ArrayLike) -> float:
     """Returns the percentage of equal entries of two label vectors [n]."""
-    true, predicted = _columns(true_label, predicted_label)
-    return 100.0 * float(np.sum(true == predicted)) / len(true)
+    right = np.asarray(true_label) == np.asarray(predicted_label)
+    return 100.0 * float(np.sum(right)) / len(right)
 
 
 def decompose(
@@ -87,16 +67,9 @@ def decompose(
 def task_confusion(
     true_task: ArrayLike, predicted_task: ArrayLike, num_tasks: int
 ) -> Int[np.ndarray, "t t"]:
-    """Counts samples by true task (row) and chosen task (column).
-
-    Raises:
-        InputError: a task index is outside 0 .. num_tasks - 1.
-    """
-    task, chosen = _columns(true_task, predicted_task)
-    low, high = (int(each(np.concatenate([task, chosen]))) for each in (np.min, np.max))
-    if low < 0 or high >= num_tasks:
-        raise InputError(f"predictions: expected 0 .. {num_tasks - 1}, found {low} .. {high}")
-    counts = np.bincount(task * num_tasks + chosen, minlength=num_tasks**2)
+    """Counts samples by true task (row) and chosen task (column)."""
+    pairs = np.asarray(true_task) * num_tasks + np.asarray(predicted_task)
+    counts = np.bincount(pairs, minlength=num_tasks**2)
     return counts.reshape(num_tasks, num_tasks)
 
 
@@ -107,18 +80,10 @@ def task_accuracies(
 
     The mean of these numbers weights tasks equally and differs from `accuracy` when task sizes do.
     """
-    task, label, predicted = _columns(true_task, true_label, predicted_label)
+    task, label, predicted = map(np.asarray, (true_task, true_label, predicted_label))
     totals = np.bincount(task, minlength=num_tasks)
     right = np.bincount(task, weights=label == predicted, minlength=num_tasks)
     return np.where(totals > 0, 100.0 * right / np.maximum(totals, 1), np.nan)
-
-
-def flips(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -> Flips:
-    """Counts what `after` repaired, broke and merely changed, against `before`."""
-    label, first, second = _columns(true_label, before, after)
-    was, now, same = label == first, label == second, first == second
-    cells = (~was & now, was & ~now, ~was & ~now & ~same, same)
-    return Flips(*(int(np.sum(each)) for each in cells))
 
 
 def average_incremental_accuracy(accuracies: Sequence[float]) -> float:
@@ -172,9 +137,10 @@ def bootstrap_gain(true_label: ArrayLike, before: ArrayLike, after: ArrayLike) -
     are exactly multinomial; drawing those replaces drawing n indices per resample. The gain's `std`
     is the bootstrap's standard error.
     """
-    change = flips(true_label, before, after)
-    size = len(np.asarray(true_label))
-    fixed, broken = change.wrong_to_right, change.right_to_wrong
+    label, first, second = map(np.asarray, (true_label, before, after))
+    size = len(label)
+    fixed = int(np.sum((first != label) & (second == label)))
+    broken = int(np.sum((first == label) & (second != label)))
     gain = 100.0 * (fixed - broken) / size
     probabilities = np.array([fixed, broken, size - fixed - broken]) / size
     draws = np.random.default_rng(0).multinomial(size, probabilities, size=_RESAMPLES)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fdc_jax
-from fdc_jax import calibration, export
+from fdc_jax import export
 from fdc_jax.data import task_stream
 from fdc_jax.errors import InputError
 from fdc_jax.model import weights
@@ -86,7 +86,7 @@ def test_what_is_not_as_it_was_exported_is_refused_in_a_line(whole, tmp_path):
     out = tmp_path / "out"
     export.write(whole, out)
     known = json.loads((out / "manifest.json").read_text())["sha256"]
-    assert {*known, "manifest.json", "README.md"} == {*contents(out)}
+    assert {*known, "manifest.json"} == {*contents(out)}
     for name in ("merged.safetensors", "results.json"):
         content = (out / name).read_bytes()
         (out / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -99,28 +99,10 @@ def test_what_is_not_as_it_was_exported_is_refused_in_a_line(whole, tmp_path):
             fdc_jax.open_run(out)
 
 
-def changed_heads(workdir):
-    """A calibrator whose heads are not the learner's."""
-    path = workdir / "calibrators" / "fdc.npz"
-    calibrator = calibration.load(path)
-    calibrator.replace_heads([head._replace(bias=head.bias + 1) for head in calibrator.heads])
-    calibrator.save(path)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (changed_heads, r"fdc.npz: its heads are not those of the run"),
-        (
-            lambda w: (w / "calibrators" / "gaussians.npz").write_bytes(b"PK"),
-            r"run/calibrators/gaussians.npz: ",
-        ),
-    ],
-)
-def test_what_does_not_belong_to_the_run_is_never_shipped(whole, tmp_path, change, message):
+def test_what_is_damaged_is_never_shipped(whole, tmp_path):
     workdir = small_runs.copied(whole, tmp_path / "run")
-    change(workdir)
-    with pytest.raises(InputError, match=message):
+    (workdir / "calibrators" / "gaussians.npz").write_bytes(b"PK")
+    with pytest.raises(InputError, match=r"run/calibrators/gaussians.npz: "):
         export.write(workdir, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
@@ -130,7 +112,6 @@ def test_the_same_run_gives_the_same_bytes(whole, tmp_path):
         export.write(whole, tmp_path / name)
     one = contents(tmp_path / "one")
     assert one == contents(tmp_path / "two")
-    assert {*one} <= {"README.md", *export.WHAT}
     # Nothing tells of the machine.
     assert all(str(tmp_path.parent).encode() not in content for content in one.values())
     assert json.loads(one["config.json"])["cache_dir"] == ""
@@ -154,10 +135,6 @@ def test_the_command_says_what_it_wrote(whole, tmp_path, capsys):
     sizes = {name: len(content) for name, content in contents(tmp_path / "out").items()}
     assert [line.split()[2] for line in printed] == [*sorted(sizes), str(tmp_path / "out")]
     assert float(printed[-1].split()[0]) == round(sum(sizes.values()) / 1e6, 2)
-    card = (tmp_path / "out" / "README.md").read_text()
-    accuracy = small_runs.results(whole)["accuracy"]
-    assert f"| FDC | {accuracy['fdc']:.2f} |" in card
-    assert "license: apache-2.0" in card and "digits_vit.npz" in card
 
 
 @pytest.mark.parametrize(

@@ -82,20 +82,14 @@ def named_order(class_names: Sequence[str], names: Sequence[str]) -> Int[np.ndar
     """Returns the class labels in an order of names.
 
     Raises:
-        InputError: a class is missing, doubled or unknown; names some.
+        InputError: classes are missing, doubled or unknown; names some.
     """
-    given = set(names)
-    for problem, wrong in (
-        ("names twice", [name for name in dict.fromkeys(names) if list(names).count(name) > 1]),
-        ("names, unlike the data,", [name for name in names if name not in set(class_names)]),
-        ("lacks", [name for name in class_names if name not in given]),
-    ):
-        if wrong:
-            more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
-            raise InputError(
-                f"config.class_order: expected each of the {len(class_names)} classes once; it "
-                f"{problem} {', '.join(map(str, wrong[:5]))}{more}"
-            )
+    odd = sorted({*names} ^ {*class_names}) or [n for n in names if list(names).count(n) > 1]
+    if odd:
+        raise InputError(
+            f"config.class_order: expected each of the {len(class_names)} classes once, found "
+            f"otherwise {', '.join(map(str, odd[:5]))}"
+        )
     label = {name: index for index, name in enumerate(class_names)}
     return np.array([label[name] for name in names])
 

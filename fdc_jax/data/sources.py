@@ -25,11 +25,6 @@ def name_of(benchmark: str, source: str) -> str:
     name = benchmark or archive.stem(Path(os.path.abspath(os.path.expanduser(source))).name)
     if not name or name.startswith(".") or "/" in name or not name.isprintable():
         raise InputError(f"{field}: expected a name for the data, found {name!r}")
-    if not benchmark and name in benchmarks.BENCHMARKS:
-        raise InputError(
-            f"{field}: the name {name} is a benchmark's; name your images with config.benchmark, "
-            f"or use configs/{name}.py"
-        )
     return name
 
 

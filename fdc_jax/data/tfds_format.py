@@ -32,12 +32,10 @@ def find(name: str, data_dir: Path) -> Path | None:
     Raises:
         InputError: there are several configurations of it.
     """
-    # A folder may hold several configurations, and each of them versions.
-    below = data_dir / name
-    found = [path.parent for path in below.rglob("dataset_info.json")]
+    found = [path.parent for path in (data_dir / name).rglob("dataset_info.json")]
     if len({folder.parent for folder in found}) > 1:
         places = ", ".join(sorted({folder.parent.name for folder in found}))
-        raise InputError(f"{below}: expected one configuration, found {places}")
+        raise InputError(f"{data_dir / name}: expected one configuration, found {places}")
     numbers = {folder: [int(each) for each in re.findall(r"\d+", folder.name)] for folder in found}
     return max(found, key=numbers.__getitem__, default=None)
 

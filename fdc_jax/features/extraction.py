@@ -30,7 +30,6 @@ class Extraction(NamedTuple):
 
     features: Float[np.ndarray, "n d"]
     seconds: float
-    input_wait_seconds: float
     from_cache: bool = False
 
 
@@ -82,8 +81,7 @@ class Extractor:
                 rows.append(of_view)
         # The views' shares of one pass.
         seconds = (time.perf_counter() - start) / len(views)
-        waited = getattr(batches, "input_wait_seconds", 0.0) / len(views)
-        return [Extraction(np.concatenate(rows), seconds, waited) for rows in found]
+        return [Extraction(np.concatenate(rows), seconds) for rows in found]
 
     def stream(
         self,
@@ -129,7 +127,7 @@ class FeatureCache:
             found = files.read_npz(self._path(name, indices))["features"]
         if not processes.agreed(found is not None) or found is None:
             return None
-        return Extraction(found, time.perf_counter() - start, 0.0, from_cache=True)
+        return Extraction(found, time.perf_counter() - start, from_cache=True)
 
     def keep(self, name: str, indices: np.ndarray, extraction: Extraction) -> None:
         """Writes features of these images to the cache."""

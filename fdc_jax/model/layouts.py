@@ -429,8 +429,17 @@ def as_timm(
         image_size: side of the images in pixels.
 
     Raises:
-        InputError: timm has no such model.
+        InputError: it is none of those that end in the class token of a plain block, or has an
+            adapter.
     """
+    plain = (variant.pooling, variant.tokens, variant.registers, variant.rotary) == (
+        "token",
+        1,
+        0,
+        0,
+    )
+    if not plain or variant.activation == "swiglu" or "adapter" in replaced:
+        raise InputError("timm's layout: expected a plain Vision Transformer with a class token")
     params = replaced.get("parameters", params)
     own = {
         name: np.asarray(array)
@@ -440,12 +449,10 @@ def as_timm(
         for block, kernel in enumerate(np.asarray(replaced[part])):
             name = f"Transformer/encoderblock_{block}/MultiHeadDotProductAttention_1/{part}/kernel"
             own[name] = kernel
-    architecture, arguments = _timm_model(variant, "adapter" in replaced)
-    layers = ["patch_embed.proj", "norm_pre", "norm", "fc_norm"]
+    layers = ["patch_embed.proj", "norm_pre", "norm"]
     of_block = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
     layers += [f"blocks.{block}.{layer}" for block in range(variant.depth) for layer in of_block]
-    layers += [f"attn_pool.{layer}" for layer in ("q", "kv", "proj", "norm", "mlp.fc1", "mlp.fc2")]
-    found = _timm_tokens(own, variant)
+    found = {"cls_token": own["cls"], "pos_embed": own[POSITIONS]}
     for layer in layers:
         for kind in ("weight", "bias"):
             array = _timm_array(own, variant.width, f"{layer}.{kind}")
@@ -453,15 +460,27 @@ def as_timm(
                 found[f"{layer}.{kind}"] = array
     if variant.pre_norm:
         del found["patch_embed.proj.bias"]
-    if variant.pooling == "attention":
-        found["attn_pool.latent"] = own[f"{_TO_POOLING}/probe"]
+    ratio = variant.mlp_width / variant.width
+    if int(variant.width * ratio) != variant.mlp_width:  # timm takes the whole part of the product.
+        ratio = (variant.mlp_width + 0.5) / variant.width
+    name = "vit_base_patch16_clip_224" if variant.pre_norm else "vit_base_patch16_224"
     pixels = {"mean": variant.mean, "std": variant.std, "crop_pct": 0.875}
     return found, {
-        "architecture": architecture,
+        "architecture": name,
         "num_classes": 0,
         "num_features": variant.width,
-        "global_pool": arguments["global_pool"],
-        "model_args": {"img_size": image_size, **arguments, "num_classes": 0},
+        "global_pool": "token",
+        "model_args": {
+            "img_size": image_size,
+            "patch_size": variant.patch,
+            "embed_dim": variant.width,
+            "depth": variant.depth,
+            "num_heads": variant.heads,
+            "mlp_ratio": ratio,
+            "global_pool": "token",
+            "act_layer": variant.activation,
+            "num_classes": 0,
+        },
         "pretrained_cfg": {
             "input_size": [3, image_size, image_size],
             "fixed_input_size": True,
@@ -472,61 +491,6 @@ def as_timm(
             "classifier": "head",
         },
     }
-
-
-def _timm_model(variant: vit.Variant, adapted: bool) -> tuple[str, dict[str, Any]]:
-    """Returns a model of timm and the arguments with which it is this encoder."""
-    if adapted or variant.rotary:
-        what = "an adapter" if adapted else "rotary positions"
-        raise InputError(f"timm's layout: no plain Vision Transformer of timm has {what}")
-    distilled, gated = variant.pooling == "prefix", variant.activation == "swiglu"
-    name = "vit_base_patch16_clip_224" if variant.pre_norm else "vit_base_patch16_224"
-    name = "vit_giant_patch14_dinov2" if gated else name
-    name = "deit_base_distilled_patch16_224" if distilled else name
-    hidden = variant.mlp_width * (2 if gated else 1)
-    ratio = hidden / variant.width
-    if int(variant.width * ratio) != hidden:  # timm takes the whole part of the product.
-        ratio = (hidden + 0.5) / variant.width
-    pools = {"token": "token", "prefix": "token", "attention": "map"}
-    arguments: dict[str, Any] = {
-        "patch_size": variant.patch,
-        "embed_dim": variant.width,
-        "depth": variant.depth,
-        "num_heads": variant.heads,
-        "mlp_ratio": ratio,
-        "global_pool": pools.get(variant.pooling, "avg"),
-    }
-    if arguments["global_pool"] == "avg":
-        arguments["fc_norm"] = variant.pooling == "mean_then_norm"
-    if gated:
-        arguments["init_values"] = 0  # No layer scale, which is part of the layers before it.
-    else:
-        arguments["act_layer"] = variant.activation
-    if not variant.tokens:
-        arguments["class_token"] = False
-    if registers := _timm_registers(variant):
-        arguments |= {"reg_tokens": registers, "no_embed_class": True}
-    return name, arguments
-
-
-def _timm_registers(variant: vit.Variant) -> int:
-    """Returns the number of learned tokens beside those that timm's model has a name for."""
-    named = 2 if variant.pooling == "prefix" else min(variant.tokens, 1)
-    return variant.tokens + variant.registers - named
-
-
-def _timm_tokens(own: Mapping[str, np.ndarray], variant: vit.Variant) -> dict[str, np.ndarray]:
-    """Returns learned tokens and positions; where there are registers, patches alone have these."""
-    positions, tokens = own[POSITIONS], own.get("cls", np.zeros((1, 0, variant.width), np.float32))
-    found = {}
-    if _timm_registers(variant):
-        first, positions = np.split(positions, [variant.tokens], axis=1)
-        others = own.get("Transformer/registers", tokens[:, :0])
-        tokens, registers = np.split(tokens + first, [min(variant.tokens, 1)], axis=1)
-        found["reg_token"] = np.concatenate([registers, others], axis=1)
-    found["pos_embed"] = positions
-    names = ("cls_token", "dist_token")
-    return found | {name: tokens[:, [n]] for n, name in enumerate(names[: tokens.shape[1]])}
 
 
 def _timm_array(own: Mapping[str, np.ndarray], width: int, name: str) -> np.ndarray | None:

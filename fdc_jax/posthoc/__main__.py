@@ -2,7 +2,6 @@
 
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -166,21 +165,19 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _output(options: argparse.Namespace) -> Path | None:
-    """Refuses files that cannot be written, or would overwrite each other or the features."""
+    """Refuses files that cannot be written, or would overwrite the features."""
     if options.calibrator is not None and options.method == "all":
         raise InputError("--calibrator: expected together with one --method")
-    output, files = None, {}
+    output = None
     if options.output is not None:
-        output = files["--output"] = check_writable_file("--output", options.output, ".npz")
-        name = "the report of --output"
-        files[name] = check_writable_file(name, output.with_suffix(".json"), ".json")
-    if options.calibrator is not None:
-        name = "--calibrator"
-        files[name] = check_writable_file(name, options.calibrator, ".npz")
-    taken = {os.path.realpath(options.features): "the feature file"}
-    for name, path in files.items():
-        if (other := taken.setdefault(os.path.realpath(path), name)) != name:
-            raise InputError(f"{name}: {path} is {other} itself")
+        output = check_writable_file("--output", options.output, ".npz")
+    for flag, name in (("--output", options.output), ("--calibrator", options.calibrator)):
+        if (
+            name
+            and check_writable_file(flag, name, ".npz").resolve()
+            == Path(options.features).resolve()
+        ):
+            raise InputError(f"{flag}: {name} is the feature file itself")
     return output
 
 

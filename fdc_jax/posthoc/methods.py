@@ -114,7 +114,6 @@ def summarise(
             for name, each in both.items()
         },
         "gain": evaluation.bootstrap_gain(truth, raw.label, calibrated.label)._asdict(),
-        "flips": evaluation.flips(truth, raw.label, calibrated.label)._asdict(),
         "component_accuracy": {
             name: evaluation.accuracy(truth, each.label)
             for name, each in outcome.components.items()

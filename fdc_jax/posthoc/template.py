@@ -5,14 +5,14 @@ from pathlib import Path
 
 import numpy as np
 
-from fdc_jax.errors import InputError, typed
+from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.machine.files import write_folder_atomically, write_npz
 
 HOW_TO = """\
 wrote {path}: {num_tasks} tasks with {num_classes} classes of made-up features. Try it:
 
-    {program} {path} --output=calibrated.npz
+    python -m fdc_jax posthoc {path} --output=calibrated.npz
 
 Dump the same arrays from PyTorch (encoder: images -> head-input features; in eval mode):
 
@@ -54,7 +54,7 @@ def write_template(path: str | os.PathLike[str]) -> str:
             feature_files.write(folder, arrays)
     tasks = sum(name.startswith("head_weight") for name in arrays)
     classes = sum(len(np.unique(arrays[f"train_labels_{t}"])) for t in range(tasks))
-    return HOW_TO.format(program=typed("posthoc"), path=path, num_tasks=tasks, num_classes=classes)
+    return HOW_TO.format(path=path, num_tasks=tasks, num_classes=classes)
 
 
 def example(

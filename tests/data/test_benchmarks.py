@@ -113,9 +113,9 @@ def test_who_says_no_number_gets_a_fifth_of_the_classes_also_for_those_that_come
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        ("0124", "it lacks 3$"),
-        ("012344", "it names twice 4$"),
-        ("012345678", "it names, unlike the data, 5, 6, 7, 8$"),
+        ("0124", "found otherwise 3$"),
+        ("012344", "found otherwise 4, 4$"),
+        ("012345678", "found otherwise 5, 6, 7, 8$"),
     ],
 )
 def test_an_order_names_every_class_once(names, message):

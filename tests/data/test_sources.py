@@ -89,8 +89,6 @@ NO_NAME = [
     ("", "a\x1bb", r"data.source: expected a name for the data, found 'a\\x1bb'$"),
     ("../x", "", "benchmark: expected a name for the data, found '../x'$"),
     (".x", "", "benchmark: expected a name for the data, found '.x'$"),
-    ("", "a/digits", "data.source: the name digits is a benchmark's; name your images with"),
-    ("", "cub200.zip", "data.source: the name cub200 is .* or use configs/cub200.py$"),
 ]
 
 

@@ -28,12 +28,12 @@ def test_where_jax_finds_no_job_it_says_so(monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-def test_an_agreement_is_a_few_calls_late_and_stays():
-    agreement = processes.Agreement()
-    late = processes.AGREE_EVERY
-    assert [agreement(0) for _ in range(2 * late)] == [0] * 2 * late
-    assert [agreement(15) for _ in range(late)] == [0] * late
-    assert [agreement(0) for _ in range(3)] == [15] * 3
+def test_an_agreement_is_asked_for_every_few_calls_and_stays():
+    agreement, every = processes.Agreement(), processes.AGREE_EVERY
+    assert [agreement(0) for _ in range(every)] == [0] * every
+    assert [agreement(15), agreement(0)] == [15, 15]
+    late = processes.Agreement()
+    assert [late(0), *(late(15) for _ in range(every))] == [0] * every + [15]
 
 
 def test_replicate_leaves_numpy_arrays_on_the_host_and_every_row_is_the_only_process_own():

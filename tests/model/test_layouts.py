@@ -139,11 +139,7 @@ def test_other_arrays_are_named_and_large_groups_shortly():
 
 @pytest.mark.parametrize(
     "family",
-    [
-        pytest.param(each, marks=[pytest.mark.slow] * (each in SLOW))
-        for each in EXPECTED
-        if "dinov3" not in each
-    ],
+    ["timm_vit", "timm_dinov2", "timm_clip", "hf_vit", "hf_dinov2", "hf_clip"],
 )
 def test_written_in_timms_layout_an_encoder_is_the_same(tmp_path, family):
     """With its increment merged; names are those of timm's own file, but for layer scale."""
@@ -163,9 +159,10 @@ def test_written_in_timms_layout_an_encoder_is_the_same(tmp_path, family):
         assert {*arrays} == {name for name in given if not name.endswith(".gamma")}
 
 
-def test_an_encoder_that_timm_has_not_is_not_written():
-    variant, params = encoder("timm_dinov3")
-    with pytest.raises(InputError, match="has rotary positions"):
+@pytest.mark.parametrize("family", ["timm_dinov3", "timm_siglip", "timm_deit", "timm_gap"])
+def test_an_encoder_that_ends_otherwise_is_not_written(family):
+    variant, params = encoder(family)
+    with pytest.raises(InputError, match="expected a plain Vision Transformer"):
         layouts.as_timm(params, variant, vit.pretrained_kernels(params), SIDE)
 
 
