@@ -12,13 +12,14 @@ METHOD names a file of its `exps/`, whose values NAME=VALUE replace. IMAGES is w
 frozen features then take the place of images. WEIGHTS is AugReg's file with positions of 128
 pixels,
 
+    import numpy as np
     from fdc_jax.model import weights
     file = weights.load("Ti_16-augreg-i21k-ft-i1k.npz", "Ti/16", 128)
-    weights.save(file.params, "ti16_128.npz")
+    weights.save(file.params | {"head": {"bias": np.zeros(1)}}, "ti16_128.npz")
 
-as timm 0.6.12 resizes them without antialiasing: SimpleCIL has 90.0 % after the first task then,
-and 93.0 % with these. Needs torch, timm 0.6.12 and what PILOT needs; one CPU thread. The processor
-seconds are printed at the end.
+with a bias of a head, which MOS looks for. timm 0.6.12 resizes positions without antialiasing:
+SimpleCIL has 90.0 % after the first task then, and 93.0 % with these. Needs torch, timm 0.6.12 and
+what PILOT needs; one CPU thread. The processor seconds are printed at the end.
 """
 
 import json
@@ -76,7 +77,8 @@ def main() -> None:
             model = create("vit_tiny_patch16_224", img_size=128, **named)
             vision_transformer._load_weights(model, weights)
             return model
-        model = create(name, **named)
+        # Some take 224 pixels from timm's table of files otherwise.
+        model = create(name, **({"img_size": 128} if pretrained else {}), **named)
         if pretrained:
             model.load_pretrained(weights)
         return model
