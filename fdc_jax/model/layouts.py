@@ -227,12 +227,16 @@ def _is_square(number: int) -> bool:
 # The architecture ---------------------------------------------------------------------------------
 
 
-def describe(arrays: Mapping[str, np.ndarray], path: Path) -> tuple[str, vit.Variant]:
+def describe(
+    arrays: Mapping[str, np.ndarray], path: Path, heads: int = 0
+) -> tuple[str, vit.Variant]:
     """Returns the name and the architecture of the encoder in a file.
 
     Args:
         arrays: of the file, by name.
         path: the file; a configuration is looked for beside it.
+        heads: of a file in timm's layout without a configuration, whose user thereby says that it
+            is a plain Vision Transformer; 0: not known.
 
     Raises:
         InputError: the arrays are not those of an encoder known here, or their configuration is
@@ -240,7 +244,7 @@ def describe(arrays: Mapping[str, np.ndarray], path: Path) -> tuple[str, vit.Var
     """
     own = rename(arrays, path)
     try:
-        return _described(arrays, own, path)
+        return _described(arrays, own, path, heads)
     except InputError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -251,7 +255,7 @@ def describe(arrays: Mapping[str, np.ndarray], path: Path) -> tuple[str, vit.Var
 
 
 def _described(
-    arrays: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], path: Path
+    arrays: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], path: Path, heads: int
 ) -> tuple[str, vit.Variant]:
     block = "Transformer/encoderblock_0"
     layers = ("embedding", f"{block}/MlpBlock_3/Dense_0", f"{block}/MlpBlock_3/Dense_1")
@@ -285,7 +289,8 @@ def _described(
         family, facts = "augreg", {"heads": own[query].shape[1] if query in own else 1}
     else:
         of_timm = any(name.startswith("patch_embed.") for name in arrays)
-        family, facts = (_of_timm if of_timm else _of_hugging_face)(own, variant, path)
+        described = _of_timm(own, variant, path, heads, gated) if of_timm else None
+        family, facts = described or _of_hugging_face(own, variant, path)
     facts["activation"] = "swiglu" if gated else facts.get("activation", "gelu")
     if facts["activation"] == "swiglu" and not gated:
         raise InputError(f"{path}: expected twice as many gates as hidden units, found {units}")
@@ -302,25 +307,30 @@ def _described(
 
 
 def _of_timm(
-    own: Mapping[str, np.ndarray], variant: vit.Variant, path: Path
+    own: Mapping[str, np.ndarray], variant: vit.Variant, path: Path, given_heads: int, gated: bool
 ) -> tuple[str, dict[str, Any]]:
     place = path.with_name("config.json")
     config = read_object(place)
-    if not config:
-        raise InputError(f"{path}: expected timm's config.json beside it, found none")
     arguments, given = config.get("model_args") or {}, config.get("pretrained_cfg") or config
     name = config.get("architecture", "")
-    if not _TIMM_NAMES.match(name):
+    if config and not _TIMM_NAMES.match(name):
         _refuse(place, "architecture", "a Vision Transformer known here", name)
+    plain = POSITIONS in own and variant.pooling == "token" and not (variant.pre_norm or gated)
     heads = arguments.get("num_heads", _TIMM_HEADS.get(variant.width))
     if "giantopt" in name:
         heads = 16
     facts: dict[str, Any] = {"mean": _triple(given.get("mean")), "std": _triple(given.get("std"))}
     if POSITIONS not in own:
-        if "dinov3" not in name:
+        if config and "dinov3" not in name:
             _refuse(place, "architecture", "one with rotary positions of DINOv3", name)
         facts["rotary"] = float(arguments.get("rope_temperature", 100.0))
         heads = arguments.get("num_heads", 32 if variant.width == 4096 else variant.width // 64)
+    if not config and not (plain and given_heads):
+        plainly = ", or, for a plain Vision Transformer, its number of heads as encoder.heads"
+        raise InputError(
+            f"{path}: expected timm's config.json beside it{plainly if plain else ''}; found none"
+        )
+    heads = heads if config else given_heads
     if not heads:
         _refuse(place, "model_args.num_heads", "the number of heads", None)
     facts["heads"] = heads
@@ -336,7 +346,7 @@ def _of_timm(
         _refuse(place, "global_pool", " or ".join(poolings), pool)
     facts["pooling"] = "prefix" if variant.tokens == 2 else poolings[pool]
     facts["image_size"] = _side(arguments.get("img_size", given.get("input_size", 0)))
-    return name, facts
+    return name or "timm", facts
 
 
 def _of_hugging_face(

@@ -77,19 +77,20 @@ def locate(
     return path
 
 
-def recognise(weights: str, variant: str) -> tuple[str, vit.Variant]:
+def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Variant]:
     """Returns the name and the architecture of the encoder that a configuration asks for.
 
     Args:
         weights: as in `locate`.
         variant: name of the architecture, which a file says itself.
+        heads: as in `layouts.describe`.
 
     Raises:
         InputError: there is no such name or file, or it holds no encoder that is known.
     """
     if weights not in NAMED:
         path = _file(weights)
-        return layouts.describe(_read(path), path)
+        return layouts.describe(_read(path), path, heads)
     if variant not in vit.VARIANTS:
         raise InputError(
             f"encoder.variant: expected one of {', '.join(vit.VARIANTS)}, found {variant!r}"

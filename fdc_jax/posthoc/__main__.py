@@ -55,6 +55,7 @@ def _program() -> Program:
     add("--shard", metavar="i/n", help=f"{apart} (default methods {', '.join(shards.TOGETHER)})")
     add("--merge", metavar="PATH", nargs="+", help="join what all shards wrote to --output")
     add("--basis", metavar="PATH", help="for the second pass of FDC, what merging the first wrote")
+    add("--dry_run", action="store_true", help="only say what --shard would read, and how long")
     made = "write a small example of a feature file (.npz, or a folder) and say how to dump one"
     add("--template", metavar="PATH", nargs="?", const="features.npz", help=made)
     return program
@@ -118,9 +119,9 @@ def _apart(options: argparse.Namespace) -> None:
     names = shards.TOGETHER if options.method is None else (options.method,)
     if not set(names) <= set(shards.METHODS):
         raise InputError(f"--method: expected one of {', '.join(shards.METHODS)} here")
-    if options.output is None:
+    if options.output is None and not options.dry_run:
         raise InputError("--output: expected beside --shard and --merge")
-    path = check_writable_file("--output", options.output, ".npz")
+    path = check_writable_file("--output", options.output or "part.npz", ".npz")
     basis: Any = None if options.basis is None else calibration.load(options.basis)
     if options.basis is not None and not isinstance(basis, calibration.FDC):
         raise InputError(f"{options.basis}: expected fdc, found {basis.name}")
@@ -138,8 +139,11 @@ def _apart(options: argparse.Namespace) -> None:
         options.method, features = names[0], feature_files.load(options.features)
         how = _settings(options), basis
         tasks = shards.tasks_of(options.shard, len(features.tasks))
-        storage.write(path, shards.part(features, tasks, names, *how))
-        said = [f"wrote {path}; after all shards: --merge PARTS --output=PATH"]
+        if options.dry_run:
+            said = [shards.plan(features, tasks, names, *how)]
+        else:
+            storage.write(path, shards.part(features, tasks, names, *how))
+            said = [f"wrote {path}; after all shards: --merge PARTS --output=PATH"]
     if not options.quiet:
         print("\n".join(said))
 

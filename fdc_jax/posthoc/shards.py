@@ -5,12 +5,13 @@ joined in the order of tasks, so that any number of shards ends in the arrays of
 by byte. FDC walks twice: residuals against earlier tasks need the bases of all of these.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fdc_jax import calibration
 from fdc_jax.calibration import FDC, Calibrator, foreign, inputs, methods, storage
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, counted
 from fdc_jax.features.feature_files import FeatureSet
 
 # One walk is enough for the first three, which are fitted together where no other is named.
@@ -50,6 +51,22 @@ def part(features: FeatureSet, tasks: range, names: Sequence[str], *how: Any) ->
     rows = [len(task.labels) for task in features.tasks]
     of = {"rows": rows, "settings": settings, "second": basis is not None, "methods": [*names]}
     return {"of": of, "tasks": [tasks.start, tasks.stop], "fitted": fitted}
+
+
+def plan(features: FeatureSet, tasks: range, names: Sequence[str], *how: Any) -> str:
+    """Returns what a shard reads, and how long it takes, of which its first task is fitted."""
+    if not tasks:
+        return "no task: there are more shards than tasks"
+    chosen = [features.tasks[task] for task in tasks]
+    read = [(each.adapted, each.pretrained, each.previous) for each in chosen]
+    size = sum(array.nbytes for arrays in read for array in arrays if array is not None)
+    rows, start = sum(len(each.adapted) for each in chosen), time.perf_counter()
+    for name in names:
+        one_task(name, features, tasks[0], *how)
+    hours = (time.perf_counter() - start) / 3600 * rows / len(chosen[0].adapted)
+    passes = "2 passes" if "fdc" in names else "1 pass"
+    sizes = f"{counted(len(chosen), 'task')}, {counted(rows, 'row')}, {counted(size, 'byte')}"
+    return f"{sizes}, {passes}, about {hours:.3f} hours a pass"
 
 
 def merged(paths: Sequence[str], basis: FDC | None) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def render(
             _section(group, own, each) | {"classes": classes.get(place)}
             for place, (group, each) in enumerate(zip(groups, found, strict=True), 1)
         ],
+        overview=[each for each in compared if each.name == "runs"],
         skipped=skipped,
         # Those of a single group stand in its section.
         tables=[each for each in compared if each.name != "calibrators" or len(groups) > 1],

@@ -11,7 +11,7 @@ import pandas as pd
 
 from fdc_jax import learners
 from fdc_jax.machine.files import read_json, write_text
-from fdc_jax.report import frames, paper, words
+from fdc_jax.report import frames, paper, runs, words
 from fdc_jax.report.paper import Published
 from fdc_jax.report.runs import Group
 from fdc_jax.report.words import number
@@ -73,7 +73,27 @@ def build(groups: Sequence[Group]) -> list[Table]:
     rows |= {name: _beside(groups, name) for name in _BESIDE}
     rows["cost"] = _cost(groups)
     built = [_table(name, lines, [*headings.values(), "Avg."]) for name, lines in rows.items()]
-    return [each for each in built if len(each.frame) > 1]
+    return [each for each in (of_runs(groups), *built) if len(each.frame) > 1]
+
+
+def of_runs(groups: Sequence[Group]) -> Table:
+    """Builds the table of runs: the settings in which they differ, and their accuracies."""
+    rows = {}
+    for group in groups:
+        best = frames.leading(group).get("best", "raw")
+        for run in group.runs:
+            of, accuracy = run.results, run.results["accuracy"]
+            names = {"learner": group.learner, "benchmark": group.benchmark, "seed": of["seed"]}
+            settings = {name: str(each)[:40] for name, each in runs.settings(of).items()}
+            found = {f"{name}, %": number(accuracy.get(name)) for name in ("raw", "fdc")}
+            found |= {
+                "best calibrator": words.method_title(best),
+                "best, %": number(accuracy[best]),
+            }
+            rows["/".join(run.folder.absolute().parts[-2:])] = names | settings | found
+    made = pd.DataFrame.from_dict(rows, orient="index").dropna(axis=1).rename_axis("run")
+    kept = (made.nunique() > 1) | made.columns.str.endswith("%")
+    return Table("runs", _TEXTS["runs"]["title"], made.loc[:, kept], _TEXTS["runs"]["note"])
 
 
 def of_calibrators(group: Group) -> Table:

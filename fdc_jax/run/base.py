@@ -28,6 +28,7 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.encoder.variant = "B/16"  # of augreg, Ti/16 to L/16; a file says itself what it holds
     config.encoder.weights = "augreg"  # the public file; digits; or a path, see docs/encoders.md
     config.encoder.image_size = 224  # pixels, 0: the file's; tests resize to 256/224 of it first
+    config.encoder.heads = 0  # of a plain timm file without config.json; any other says it itself
     config.encoder.attention = "auto"  # cudnn, a fused kernel, on NVIDIA GPUs in fast mode, or xla
 
     config.data = ml_collections.ConfigDict()

@@ -38,6 +38,7 @@ _ALLOWED: dict[str, str | tuple[str, ...]] = {
     "num_tasks": "[0, inf)",
     "precision": ("parity", "fast"),
     "encoder.image_size": "[0, 4096]",
+    "encoder.heads": "[0, 4096]",
     "data.test_share": "[0, 1)",
     "data.train_per_class": "[0, inf)",
     "data.test_per_class": "[0, inf)",

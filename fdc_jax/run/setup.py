@@ -154,7 +154,7 @@ def build_encoders(
 def _recognise(config: Config) -> vit.Variant:
     """Returns the architecture; what a file of weights says itself stands in the configuration."""
     encoder = config.encoder
-    encoder.variant, variant = weights.recognise(encoder.weights, encoder.variant)
+    encoder.variant, variant = weights.recognise(encoder.weights, encoder.variant, encoder.heads)
     encoder.image_size = encoder.image_size or variant.image_size
     return variant
 

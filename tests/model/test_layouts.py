@@ -77,8 +77,8 @@ def weights_of(family):
     return FOLDER / family / "model.safetensors"
 
 
-def recognise(path):
-    return weights.recognise(str(path), "ignored")
+def recognise(path, heads=0):
+    return weights.recognise(str(path), "ignored", heads)
 
 
 @functools.cache
@@ -166,14 +166,36 @@ def test_an_encoder_that_ends_otherwise_is_not_written(family):
         layouts.as_timm(params, variant, vit.pretrained_kernels(params), SIDE)
 
 
-def test_without_mean_and_deviation_the_range_of_pixels_has_to_be_said(tmp_path):
-    path = changed(tmp_path, "hf_vit")
-    path.with_name("preprocessor_config.json").unlink()
-    _, variant = recognise(path)
-    assert (variant.mean, variant.std) == (None, None)
+def plain_timm(width, depth=1):
+    """Returns arrays under timm's names that say as little as those of AugReg's encoders."""
+    variant = vit.Variant(width, depth, 3)
+    shapes = vit.parameter_shapes(vit.VisionTransformer(variant), 32)
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
+    arrays, _ = layouts.as_timm(zeros, variant, vit.pretrained_kernels(zeros), 32)
+    return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+
+
+def test_without_a_configuration_its_user_says_the_heads(tmp_path):
+    """Arrays of a plain encoder are also those of one with rotary positions, or other heads."""
+    path = tmp_path / "plain.safetensors"
+    save_file(plain_timm(192), path)
+    with pytest.raises(InputError, match=r"its number of heads as encoder.heads; found none$"):
+        recognise(path)
+    unknown = {"image_size": 32, "mean": None, "std": None}
+    for heads in (3, 2):
+        expected = ("timm 192x1/16", vit.Variant(192, 1, heads, **unknown))
+        assert recognise(path, heads) == expected
+    with pytest.raises(InputError, match="5 heads do not divide its width 192"):
+        recognise(path, 5)
+    gated = {name.replace("fc1", "fc1_g"): array for name, array in plain_timm(192).items()}
+    save_file(plain_timm(192) | gated, path)
+    with pytest.raises(InputError, match=r"expected timm's config.json beside it; found none"):
+        recognise(path, 3)
+    save_file(plain_timm(192, depth=12), path)
+    name, variant = recognise(path, 3)
+    assert name == "Ti/16" and variant == dataclasses.replace(vit.VARIANTS["Ti/16"], **unknown)
     with pytest.raises(InputError, match=r"data\.input_range: model needs the mean"):
-        vit.build(variant, SIDE, "model")
-    vit.build(variant, SIDE, "augreg")
+        vit.build(variant, 32, "model")
 
 
 def test_a_side_of_the_pretraining_that_patches_do_not_divide():
@@ -234,7 +256,7 @@ ARRAY = np.zeros((3, 3), np.float32)
         ),
         ("timm_vit", {"patch_embed.proj.weight": None}, (), "not recognised as a Vision"),
         ("hf_vit", (), None, "expected the config.json of the model beside it, found none"),
-        ("timm_dinov3", (), None, "expected timm's config.json beside it, found none"),
+        ("timm_dinov3", (), None, "expected timm's config.json beside it; found none"),
         ("hf_vit", (), {"model_type": "swin"}, "model_type: expected .*, found 'swin'"),
         ("hf_vit", (), {"hidden_size": 32}, "hidden_size: expected 24 as in .*, found 32"),
         ("hf_vit", (), {"hidden_act": "relu"}, "hidden_act: expected one of .*, found 'relu'"),

@@ -7,6 +7,7 @@ import pytest
 
 from fdc_jax import calibration
 from fdc_jax.calibration.confidence import Confidence
+from fdc_jax.features import feature_files
 from fdc_jax.machine.files import write_npz
 from fdc_jax.posthoc.__main__ import main
 from fdc_jax.posthoc.template import example
@@ -81,6 +82,20 @@ def test_fdc_takes_two_passes(features, tmp_path, shards, capsys):
     parts = in_shards(features, tmp_path, shards, *more, name="second")
     succeeds("--merge", *parts, f"--basis={basis}", f"--output={end}")
     assert content(end) == whole(features, tmp_path, "fdc")
+
+
+def test_a_dry_run_says_what_would_be_read(features, tmp_path, capsys):
+    more = "--dry_run", "--method=fdc"
+    succeeds(features, "--shard=1/3", *more)
+    said = capsys.readouterr().out
+    stored = feature_files.load(features)
+    chosen = stored.tasks[2:4]
+    size = sum(
+        each.adapted.nbytes + each.pretrained.nbytes + each.previous.nbytes for each in chosen
+    )
+    assert f"2 tasks, 120 rows, {size:,} bytes, 2 passes, about 0.0" in said
+    succeeds(features, "--shard=1/64", *more)
+    assert "more shards than tasks" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_is_one_line(features, tmp_path, capsys):

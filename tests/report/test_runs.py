@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from fdc_jax.report import paper, runs
+from fdc_jax.report import paper, runs, tables
 from fdc_jax.run import configuration
 from tests.report.made_up import predictions, results, write_run
 
@@ -88,6 +88,11 @@ def test_of_equal_runs_the_first_counts(tmp_path):
     assert reasons(found[1])["b"].startswith(same) and set(reasons(found[1])) == {"b"}
     titles = {group.runs[0].folder.name: group.title for group in found[0]}
     assert titles["c"] == "epochs 5" and titles["d"] == "calibrators fdc,gaussians,ncm"
+    shown = tables.of_runs(found[0]).frame
+    of = shown.loc[f"{tmp_path.name}/d"]
+    assert of["calibrators"] == "fdc,gaussians,ncm" and "train.rank" not in shown
+    assert of["best, %"] == f"{results()['accuracy']['gaussians']:.2f}"
+    assert shown["train.epochs"].to_list().count("5") == 1
 
 
 def test_groups_say_what_departs_from_the_protocol(tmp_path):

@@ -59,7 +59,7 @@ def lines(table, *labels):
 
 def test_only_rows_with_a_number_of_ours_beside_the_paper_s(ours, groups):
     assert list(ours) == [
-        *("calibrators", "benchmark", "ablation", "plugin", "average_incremental_accuracy"),
+        *("runs", "calibrators", "benchmark", "ablation", "plugin", "average_incremental_accuracy"),
         "cost",
     ]
     # The paper's number stands only beside one of ours.

@@ -77,7 +77,7 @@ def test_a_run_of_an_earlier_version_is_opened_and_goes_on(whole, cache, tmp_pat
     copy = small_runs.copied(whole, tmp_path / "copy")
     saved = json.loads((copy / "config.json").read_text())
     later = [name for name in saved if name.startswith("learner.slca.")]
-    later += ["evaluation.every", "train.schedule"]
+    later += ["encoder.heads", "evaluation.every", "train.schedule"]
     earlier = {name: value for name, value in saved.items() if name not in later}
     (copy / "config.json").write_text(json.dumps(earlier | {"train.gone": 1, "num_tasks": None}))
     run = fdc_jax.open_run(copy)
