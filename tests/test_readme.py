@@ -92,9 +92,13 @@ def test_runs_of_the_main_program_have_valid_configurations(arguments):
     assert config.benchmark in benchmarks.BENCHMARKS or own
 
 
-@pytest.mark.parametrize("arguments", arguments_of("fdc_jax.export"), ids=" ".join)
-def test_export_commands_have_known_options(arguments):
-    assert export.parser().parse_args(arguments).workdir.startswith("runs/")
+@pytest.mark.parametrize("program", [export, predict, report], ids=lambda each: each.__name__)
+def test_commands_have_known_options_and_files(program):
+    for arguments in arguments_of(program.__name__.removesuffix(".__main__")):
+        options = program.parser().parse_args(arguments)
+        assert str(getattr(options, "workdir", "runs/*")).startswith("runs/")
+        for path in getattr(options, "reference", ()):
+            reference.read(REPOSITORY / path)
 
 
 @pytest.mark.parametrize("page", sorted(PAGES.keys() - {"CHANGELOG.md"}))
@@ -111,20 +115,6 @@ def test_posthoc_commands_run_in_order(tmp_path, monkeypatch):
         # Ten thousand random features, the default, take most of the time.
         fewer = ["--projections=100"] if "--method=all" in arguments else []
         assert posthoc.main([*arguments, *fewer]) == 0
-
-
-@pytest.mark.parametrize("arguments", arguments_of("fdc_jax.report"), ids=" ".join)
-def test_report_commands_have_known_options_and_files(arguments):
-    options = report.parser().parse_args(arguments)
-    assert options.runs == ["runs/*"]
-    for path in options.reference:
-        reference.read(REPOSITORY / path)
-
-
-@pytest.mark.parametrize("arguments", arguments_of("fdc_jax.predict"), ids=" ".join)
-def test_predictions_have_known_options(arguments):
-    options = predict.parser().parse_args(arguments)
-    assert options.workdir.startswith("runs/") and options.images
 
 
 def test_continuous_integration_runs_the_readmes_test_command():

@@ -92,6 +92,8 @@ def _title(learner: str, benchmark: str) -> str:
 
 def _section(group: Group, own: Sequence[Drawing], found: Pictures) -> dict[str, Any]:
     """Returns what the page says of a group."""
+    named = {name: group.results.get(name) for name in ("device", "versions")}
+    of_first = named | {"settings": runs.settings(group.results)}
     return {
         "group": group,
         "title": _title(group.learner, group.benchmark),
@@ -102,7 +104,7 @@ def _section(group: Group, own: Sequence[Drawing], found: Pictures) -> dict[str,
         "tables": [tables.of_calibrators(group), tables.of_tasks(group)],
         "drawings": [each for each in own if each.groups == [group]],
         "pictures": found,
-        "provenance": json.dumps(runs.provenance(group), indent=1, ensure_ascii=False),
+        "provenance": json.dumps(of_first, indent=1, ensure_ascii=False),
     }
 
 

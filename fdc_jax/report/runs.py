@@ -253,19 +253,3 @@ def _expected() -> dict[str, Any]:
     """The paper's settings by field, and what it leaves open by default."""
     known = paper.numbers()["protocol"]
     return known["fields"] | known["unstated"]
-
-
-def provenance(each: Group) -> dict[str, dict[str, Any]]:
-    """Returns where the numbers of a group come from, by heading and name.
-
-    Of every run the end of its path, since where things lie on a machine is nobody's business, and
-    what may differ between them; and the settings, weights and data that they share.
-    """
-    own = {
-        f"seed {run.results['seed']}": {
-            "folder": "/".join(run.folder.absolute().parts[-2:]),
-            **{name: run.results.get(name) for name in ("device", "versions")},
-        }
-        for run in each.runs
-    }
-    return {"runs": own, "settings": settings(each.results)}

@@ -1,6 +1,5 @@
 """Names of the files in the work directory of one seed, and the reading of its JSON."""
 
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,8 +10,6 @@ from fdc_jax.errors import InputError
 from fdc_jax.machine import processes
 from fdc_jax.machine.files import MANIFEST, read_json
 from fdc_jax.run import base, configuration
-
-_log = logging.getLogger(__name__)
 
 # In config.json: checksums by name of the classes that the run knows, and the numbers of classes of
 # its tasks, both with those that are to come.
@@ -63,9 +60,6 @@ class Places:
         read = _read(self.config_file, names, remedy)
         found = {name: value for name, value in read.items() if value is not None}
         fields = configuration.flatten(base.get_config(found["benchmark"]))
-        for name in sorted(found.keys() - fields.keys()):
-            if not name.startswith("learner.") and " " not in name:
-                _log.warning("%s: no field of this version: %s", self.config_file, name)
         return fields | found
 
     def read_results(self) -> dict[str, Any] | None:

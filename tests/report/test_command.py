@@ -19,7 +19,7 @@ def folder(tmp_path, monkeypatch):
     return place
 
 
-def test_a_report_has_a_page_tables_figures_and_provenance(folder, tmp_path, capsys, monkeypatch):
+def test_a_report_has_a_page_tables_and_figures(folder, tmp_path, capsys, monkeypatch):
     output = tmp_path / "out"
 
     def analyse(group, sweep):
