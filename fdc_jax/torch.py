@@ -9,10 +9,9 @@ transformers and PEFT are known by their methods; none of the three is imported.
 # Where PyTorch is not installed, pyright takes this file for it.
 from __future__ import annotations
 
-import contextlib
 import functools
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,35 +34,34 @@ Views = Callable[[Any, Any], Any]
 _LABELS = ("labels", "label")  # of batches that are dictionaries
 
 
-def pooled(
-    model: Any, inputs: Any, layer: str = "", adapters: Sequence[str | None] = (None, "")
-) -> Any:
+def pooled(model: Any, inputs: Any, layer: str = "") -> Any:
     """Returns the features that a model's classifier sees, [n, d], or a pair of them.
 
     Of a timm model what its `forward_head` gives before the classifier; of an image classifier of
     transformers what its `classifier` is given; of any other model what it returns. A model of PEFT
-    gives a pair, with its adapter and without (`disable_adapter`), and so does an `nn.ModuleList`
-    (adapted encoder, pretrained encoder).
+    gives a pair, with its active adapter and without (`disable_adapter`), and so does an
+    `nn.ModuleList` (adapted encoder, pretrained encoder).
 
     Args:
         model: the model.
         inputs: images, or a mapping of what the model takes by keyword.
         layer: name of the last layer, whose input is taken, where the model has another one.
-        adapters: of PEFT, the adapter of each view by its name: None for the active one, "" for
-            none. `functools.partial(pooled, adapters=["before"])` is one view by that adapter.
 
     Raises:
         InputError: the model has no such layer, or is one of transformers without a linear one.
     """
     if isinstance(model, nn.ModuleList):
         return tuple(pooled(each, inputs, layer) for each in model)
-    if _is_peft(model):
-        views = []
-        for name in adapters:
-            with _adapter(model, name):
-                views.append(_features(model, inputs, layer))
-        return views[0] if len(views) == 1 else tuple(views)
-    return _features(model, inputs, layer)
+    found = _features(model, inputs, layer)
+    if not _is_peft(model):
+        return found
+    # PEFT has what it activates again be trained.
+    trained = [(each, each.requires_grad) for each in model.parameters()]
+    with model.disable_adapter():
+        pretrained = _features(model, inputs, layer)
+    for each, grad in trained:
+        each.requires_grad_(grad)
+    return found, pretrained
 
 
 def _features(model: Any, inputs: Any, layer: str) -> Any:
@@ -108,36 +106,8 @@ def _last(model: Any, layer: str) -> Any:
     return last
 
 
-# Adapters of PEFT ---------------------------------------------------------------------------------
-
-
 def _is_peft(model: Any) -> bool:
     return hasattr(model, "disable_adapter") and hasattr(model, "get_base_model")
-
-
-@contextlib.contextmanager
-def _adapter(model: Any, name: str | None) -> Iterator[None]:
-    """Has a model of PEFT use one adapter, the active one (None) or none ("") for a while."""
-    if name is None:
-        yield
-        return
-    if name and name not in model.peft_config:
-        raise InputError(did_you_mean("adapter", name, list(model.peft_config)))
-    # PEFT has what it activates be trained.
-    trained = [(each, each.requires_grad) for each in model.parameters()]
-    active = model.active_adapter
-    try:
-        if name:
-            model.set_adapter(name)
-            yield
-        else:
-            with model.disable_adapter():
-                yield
-    finally:
-        if name:
-            model.set_adapter(active)
-        for each, grad in trained:
-            each.requires_grad_(grad)
 
 
 def _unwrapped(layer: Any) -> Any:
@@ -215,24 +185,19 @@ def _parts(batch: Any, device: torch.device) -> tuple[Any, Any]:
 
 
 @torch.no_grad()
-def head_of(
-    layer: Any, rows: Any = slice(None), name: str = "", adapter: str | None = None
-) -> heads.LinearHead:
+def head_of(layer: Any, rows: Any = slice(None), name: str = "") -> heads.LinearHead:
     """Returns rows of a linear layer, such as those of a task's classes, as a head for `fit_task`.
 
     Args:
         layer: the layer, with or without a bias, or a model whose last layer it is.
         rows: a slice or an array of indices.
         name: of the layer within the model, as `layer` of `pooled`.
-        adapter: of PEFT, as one of `adapters` of `pooled`.
 
     Raises:
         InputError: it is no linear layer.
     """
-    if _is_peft(layer):
-        with _adapter(layer, adapter):
-            return head_of(_last(layer, name), rows)
-    if name or any(hasattr(layer, each) for each in ("get_classifier", "main_input_name")):
+    models = ("get_classifier", "main_input_name", "get_base_model")
+    if name or any(hasattr(layer, each) for each in models):
         layer = _last(layer, name)
     layer = _unwrapped(layer)
     weight = getattr(layer, "weight", None)

@@ -26,7 +26,8 @@ class FDCModel:
     Attributes:
         CALIBRATOR: a name of `calibration.METHODS`; `gaussians` follows the network.
         SETTINGS: of the calibrator.
-        LAYER: name of the last layer, linear with a row for each class.
+        LAYER: name of the last layer, linear with a row for each class, or of a list of one for
+            each task, such as InfLoRA's `_network.classifier_pool`.
         PRETRAINED: whether the network before the first task is the second view.
     """
 
@@ -55,7 +56,9 @@ class FDCModel:
         """Collects the statistics of the task, with the head of this time."""
         super().after_task(task_idx, *args)
         classes, layer = np.unique(self._images.labels), self.get_submodule(self.LAYER)
-        (calibrated,), head = self._calibrated, fdc_torch.head_of(layer, classes)
+        one = isinstance(layer, nn.ModuleList)
+        head = fdc_torch.head_of(layer[task_idx] if one else layer, slice(None) if one else classes)
+        (calibrated,) = self._calibrated
         calibrated.to(self.device).after_task(self._walk(), classes, head)
 
     def _walk(self: Any) -> DataLoader:
@@ -77,6 +80,7 @@ def _views(models: nn.ModuleList, images: torch.Tensor) -> tuple[torch.Tensor, .
     seen: list[torch.Tensor] = []
     for model in models:
         layer = model.get_submodule(model.LAYER)
+        layer = layer[0] if isinstance(layer, nn.ModuleList) else layer  # All are given the same.
         hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
         labels = torch.zeros(len(images), dtype=torch.int64)
         try:

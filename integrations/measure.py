@@ -24,13 +24,14 @@ PROGRAMS = {
     "Lightning": "lightning",
     "Avalanche": "avalanche-lib",
     "pytorch-ood": "pytorch-ood",
+    "Ray": "ray",
 }
 REPOSITORIES = {
     "Mammoth": ("MAMMOTH", "mammoth", "test_model[gaussians]"),
     "PILOT": ("PILOT", "pilot", "test_learner_and_dump[gaussians]"),
-    "LibContinual": ("LIBCONTINUAL", "libcontinual", "test_finetune_with_a_buffer[gaussians]"),
+    "LibContinual": ("LIBCONTINUAL", "libcontinual", "test_inflora[gaussians]"),
 }
-OWN = re.compile(r"fdc|calibrat|gaussians|\bboth\b|\bwalk\b|FDC|LAYER")
+OWN = re.compile(r"fdc|calibrat|gaussians|\bboth\b|\bwalk\b|FDC|LAYER|\bfitted\b")
 
 
 def program(heading: str) -> str:

@@ -166,3 +166,44 @@ def test_finetune_with_a_buffer(trainer, name):
     images, calibrated, raw = check(name, worked, features, head_of)
     assert torch.equal(read._calibrated[0].eval()(images), expected(images))
     assert calibrated > raw + 20 * (name == "gaussians")
+
+
+@pytest.mark.parametrize("name", ["fdc", "gaussians"])
+def test_inflora(trainer, monkeypatch, name):
+    found, train = trainer
+    import core.model as methods
+    from core.model.backbone.transformer import VisionTransformer
+
+    class Small(methods.InfLoRA_opt.ViTZoo):
+        """InfLoRA asks for this kind, whose own is ViT-B/16 with weights that are fetched."""
+
+        def __init__(self, **size):
+            torch.nn.Module.__init__(self)
+            self.feat, self.prompt, self.prompt_flag = VisionTransformer(**size), None, ""
+
+    class Named(found["InfLoRA_OPT"]):
+        CALIBRATOR = name
+
+    monkeypatch.setattr(methods, "Small", Small, raising=False)
+    size = {"img_size": 8, "patch_size": 4, "embed_dim": 64, "depth": 2, "num_heads": 4}
+    lora = {"attn_layer": "MultiHeadAttention_LoRA", "lora_rank": 4}
+    tasks = {"init_cls_num": 2, "inc_cls_num": 2, "task_num": 5, "dataset": "digits"}
+    settings = {"use_ca": False, "lame": 1.0, "lamb": 0.95, "embd_dim": 64}
+    worked = train(
+        Named,
+        classifier={"name": "Watched", "kwargs": tasks | settings},
+        backbone={"name": "Small", "kwargs": size | lora},
+        buffer=CONFIG["buffer"] | {"kwargs": CONFIG["buffer"]["kwargs"] | {"buffer_size": 0}},
+        optimizer={"name": "Adam", "kwargs": {"lr": 0.002}},
+    )
+
+    def features(model, images):
+        with torch.no_grad():
+            return model._network.backbone(images).numpy()
+
+    def head_of(model, task, classes):
+        own = model._network.classifier_pool[task].parameters()
+        return heads.LinearHead(*(each.detach().numpy() for each in own))
+
+    _, calibrated, raw = check(name, worked, features, head_of)
+    assert calibrated > raw + 20 * (name == "gaussians")

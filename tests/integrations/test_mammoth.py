@@ -32,7 +32,7 @@ def write_digits(folder, digits):
 def test_model(checkout, digits, tmp_path, monkeypatch, name):
     model_type = checkout("MAMMOTH", "Mammoth")["SgdFDC"]
     write_digits(tmp_path, digits)
-    options = "--model=sgd --dataset=seq-mnist --lr=0.05 --n_epochs=2 --batch_size=32 --seed=1"
+    options = "--model=sgd --dataset=seq-mnist --lr=0.05 --n_epochs=4 --batch_size=32 --seed=1"
     options = [*options.split(), "--num_workers=0", "--non_verbose=1", f"--base_path={tmp_path}"]
     monkeypatch.setattr(sys, "argv", ["main.py", *options])
     from utils.training import train

@@ -91,3 +91,17 @@ class Load:
 
     def __call__(self):
         return load(self.mark)
+
+
+def test_program_of_the_page(started, program):
+    found = program("Ray")
+    labels, test = found["labels"], found["test"]
+    by_hand = calibration.make("gaussians")
+    for task in range(5):
+        rows = ~test & (labels // 2 == task)
+        own = found["images"][rows]
+        by_hand.fit_task(own, labels[rows], previous=own if task else None)
+    by_hand.finalize()
+    expected = by_hand.score(found["images"][test]).label
+    np.testing.assert_array_equal(found["found"]["gaussians"], expected)
+    assert found["accuracies"]["gaussians"] > found["accuracies"]["ncm"]
