@@ -7,7 +7,8 @@
 Actors hold the encoders, and take blocks of images in whatever order. What a task leaves is fitted
 where its features come together, and sent back alone; one merge joins the tasks in their order. A
 worker that dies is replaced and its blocks are computed again, and the arrays are byte by byte
-those of one machine that fitted the same features in the order of `row`.
+those of one machine that fitted the same features in the order of `row`, but for the confidence of
+`gaussians`, which joined tasks do not teach.
 """
 
 import functools
