@@ -8,8 +8,9 @@ means m_X and m_Y, centred rows Xc and R = (Y - m_Y) - Xc,
     Delta = (Xc' Xc + lambda (tr Xc' Xc / d) I)^-1 Xc' R,    g -> g + (g - m_X) Delta + m_Y - m_X.
 
 The ridge pulls towards a mere shift. Its lambda has the least error on images that were left out
-one at a time, which the hat matrix gives in closed form. Products of rows are taken in float32 and
-added up in float64.
+one at a time, which the hat matrix gives in closed form. So it gives by how much the mean of a
+class is missed that was left out as a whole. Products of rows are taken in float32 and added up in
+float64.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from fdc_jax.calibration.compiled import eigh
 from fdc_jax.calibration.inputs import blocks, float32
 
 if TYPE_CHECKING:
-    from jaxtyping import Float
+    from jaxtyping import Float, Int
 
 # Candidates of lambda; the last one leaves a shift alone.
 RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, np.inf)
 # Images that the error is measured on, evenly spaced; all count for the map.
 LEFT_OUT = 2048
+# Classes that are left out as a whole, evenly spaced, and images of each.
+CLASSES, OF_CLASS = 16, 512
 # Random directions of the errors in which candidates of lambda are compared.
 DIRECTIONS = 64
 
@@ -41,6 +44,7 @@ class AffineMap(NamedTuple):
     offset: Float[np.ndarray, " d"]  # b
     ridge: float  # lambda
     residual: Float[np.ndarray, "d d"]  # covariance of the errors on left-out images
+    class_errors: Float[np.ndarray, "c d"]  # mean errors of classes that were left out
 
     def move(self, rows: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
         """Returns features, or means of features, where the newer encoder has them."""
@@ -89,6 +93,7 @@ def fit_map(
     before: Float[np.ndarray, "n d"],
     after: Float[np.ndarray, "n d"],
     take: Callable[[np.ndarray], Float[np.ndarray, "k d"]] = float32,
+    classes: Int[np.ndarray, " n"] | None = None,
 ) -> AffineMap:
     """Fits the map from features of some images to features of the same ones by a newer encoder.
 
@@ -96,6 +101,7 @@ def fit_map(
         before: E_{t-1}(D_t); read block by block, as memory maps may be.
         after: E_t(D_t), rows in the same order.
         take: what of some rows the map is of, in float32.
+        classes: of the images; without, or with a single one, there are no `class_errors`.
     """
     count, width = before.shape
     mean, target = (
@@ -143,8 +149,22 @@ def fit_map(
         raised = gram + ridge * level * np.eye(len(gram))
         delta = scipy.linalg.cho_solve(scipy.linalg.cho_factor(raised), cross)
         matrix += centred.T @ delta if few else delta
-    covariance = residual.T @ residual / len(some)
-    return AffineMap(matrix, target - mean @ matrix, ridge, covariance)
+    covariance, class_errors = residual.T @ residual / len(some), np.zeros((0, width))
+    names = np.unique([] if classes is None else classes)
+    for name in names[np.linspace(0, len(names) - 1, min(len(names), CLASSES)).astype(int)]:
+        own = np.flatnonzero(classes == name)
+        if len(own) == count:
+            break
+        own = own[np.linspace(0, len(own) - 1, min(len(own), OF_CLASS)).astype(int)]
+        old, change = _centred(take(before[own]), take(after[own]), mean, target)
+        rows = inputs[own] if few else (old @ vectors.T) * unit
+        shrunk = rows * gains[RIDGES.index(ridge)]
+        # Errors of a class left out are (I - H)^-1 e, with the hat matrix of its images alone.
+        rest = (shrunk @ -rows.T).astype(np.float64) - 1.0 / count
+        rest.flat[:: len(own) + 1] += 1.0
+        weights = np.linalg.solve(rest, np.full(len(own), 1.0 / len(own)))
+        class_errors = np.vstack([class_errors, weights @ (change - shrunk @ rotated)])
+    return AffineMap(matrix, target - mean @ matrix, ridge, covariance, class_errors)
 
 
 def _centred(

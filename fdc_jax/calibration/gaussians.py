@@ -14,6 +14,10 @@ where a = 0.1 and lambda = 0.1 + d / (N - C), which is more while images are few
 encoder does not move. Its view counts a quarter, and fully where the adapted statistics stayed
 behind.
 
+A class that was moved has a mean that is off, so that its own images are farther from it. For every
+map since its task the score is raised by a quarter of e' [...]^-1 e, without B_c, on the mean of
+the errors e that the map makes on means of classes that were left out.
+
 How sure an answer is, is learned from images that are taken away from the fit; see `confidence`.
 """
 
@@ -43,6 +47,8 @@ OWN_SHARE = 0.1
 RANK = 8
 LEAST_SHRINKAGE = 0.1
 PRETRAINED_SHARE = 0.25
+# What a class gets back of the squared distance that maps add to its own images.
+GIVEN_BACK = 0.25
 # Classes are moved where rounding of what is kept would grow by more on the way.
 AMPLIFICATION = 8.0
 
@@ -154,11 +160,15 @@ class Metric(NamedTuple):
 
 
 def metric(
-    known: ViewClasses, counts: Int[np.ndarray, " c"], path: drift.Path | None, plain: bool
+    known: ViewClasses,
+    counts: Int[np.ndarray, " c"],
+    path: drift.Path | None,
+    raised: Float[np.ndarray, " c"] | float,
+    plain: bool,
 ) -> Metric:
     """Returns what scoring needs of the classes of one view and their images, found in float64.
 
-    If `plain`, for a single use, in float32; see `compiled.stack`.
+    Scores are `raised` by so much. If `plain`, for a single use, in float32; see `compiled.stack`.
     """
     kind = np.float32 if plain else np.float64
     all_means, all_factors = known.all(path, kind)
@@ -172,7 +182,7 @@ def metric(
     factors = np.linalg.solve(np.linalg.cholesky(inner), own)
     along = factors @ means[:, :, None]
     rows, constants = means - (along * factors).sum(axis=1), energy(means) - energy(along[..., 0])
-    columns = rows, constants / 2, *factors.swapaxes(0, 1)
+    columns = rows, constants / 2 - raised, *factors.swapaxes(0, 1)
     put = [stack([each], 8, plain=plain, turned=False)[0] for each in columns]
     middle = np.average(all_means, axis=0, weights=counts)
     about = (all_means - middle) * np.sqrt(counts).astype(kind)[:, None]
@@ -232,6 +242,8 @@ class Gaussians(Calibrator):
         self.views: list[ViewClasses] = []
         # Whether the statistics follow the encoder; None while there is one task.
         self.follows: bool | None = None
+        # By task, squared distances that maps since then add to images of its classes.
+        self.staleness = np.zeros(0)
         # The way of the adapted view's classes from where they are kept, None where they are, and
         # the map into the first task where others come before it.
         self.path: drift.Path | None = None
@@ -249,7 +261,7 @@ class Gaussians(Calibrator):
             if follows := previous is not None:
                 before = inputs.feature_array(previous, name, given.views[0].shape[1])
                 inputs.same_length(before, given.views[0], name)
-                by = drift.fit_map(before, given.views[0], at_unit_length)
+                by = drift.fit_map(before, given.views[0], at_unit_length, given.rows)
         carried, first, count = copy.copy(self), sum(map(len, self.classes)), len(given.classes)
         held = left_out(given.rows) & (first + count <= CLASSES)
         carried._carry(by)
@@ -276,7 +288,7 @@ class Gaussians(Calibrator):
     ) -> None:
         """Takes the classes of a task."""
         self._add(by, views)
-        self.follows = follows
+        self.follows, self.staleness = follows, np.append(self.staleness, 0.0)
         self._append(given)
 
     def join(self, other: Any) -> None:
@@ -286,6 +298,7 @@ class Gaussians(Calibrator):
         self._carry(other.entry)
         self._add(other.entry, other.views)
         self.follows = other.follows
+        self.staleness = np.append(self.staleness, other.staleness)
         # Its images were not measured beside the classes of others.
         self.confidence = Confidence()
 
@@ -306,6 +319,10 @@ class Gaussians(Calibrator):
         # What the map leaves unexplained varies within classes from then on.
         scatter = narrow.move_scatter(known.scatter) + images * by.residual
         known = known._replace(scatter=scatter.astype(np.float32))
+        if len(by.class_errors):
+            present = sum(int((counts > 0).sum()) for counts in before)
+            near = by.class_errors @ _whitener(scatter, images, present).T
+            self.staleness = self.staleness + energy(near).mean()
         # Few classes are scored at every task, see `confidence`, and need no way back.
         few = self.path is None and sum(map(len, before)) <= CLASSES
         path = None if few else drift.path(self.path, by)
@@ -369,8 +386,11 @@ class Gaussians(Calibrator):
         views = inputs.score_views(adapted, pretrained, self.widths, True)
         counts = np.concatenate(self.counts)
         if self._metrics is None:
-            pairs = zip(self.views, (self.path, None), strict=False)
-            self._metrics = [metric(known, counts, path, self._plain) for known, path in pairs]
+            raised = GIVEN_BACK * np.repeat(self.staleness, [*map(len, self.classes)])
+            ways = zip(self.views, (self.path, None), (raised, 0.0), strict=False)
+            self._metrics = [
+                metric(known, counts, path, raised, self._plain) for known, path, raised in ways
+            ]
         found = in_blocks(
             class_distances, self._metrics, *views, plain=self._plain, lengths=lengths
         )
@@ -399,7 +419,7 @@ class Gaussians(Calibrator):
     def storage_bytes(self) -> int:
         """See `Calibrator.storage_bytes`; half of a symmetric scatter counts, no path."""
         numbers = sum(len(each) for each in self.classes)  # Images of each class.
-        numbers += sum(each.size for each in self.confidence)
+        numbers += len(self.staleness) + sum(each.size for each in self.confidence)
         for known in self.views:
             width = len(known.scatter)
             numbers += sum(each.size for each in (*known.means, *known.factors))

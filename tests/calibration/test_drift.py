@@ -95,6 +95,38 @@ def test_many_images_count_for_the_map_and_some_for_its_ridge():
     np.testing.assert_allclose(found.matrix, by_hand(before, after, found.ridge)[0], atol=2e-6)
 
 
+def left_out_class_error(before, after, ridge, out):
+    """The mean error on images that had no part in the map, level of the ridge as above."""
+    before, after = before.astype(np.float64), after.astype(np.float64)
+    level = ridge * ((before - before.mean(axis=0)) ** 2).sum() / before.shape[1]
+    mean, shift = before[~out].mean(axis=0), (after - before)[~out].mean(axis=0)
+    x, r = before[~out] - mean, (after - before)[~out] - shift
+    delta = np.linalg.solve(x.T @ x + level * np.eye(x.shape[1]), x.T @ r)
+    return ((after - before)[out] - shift - (before[out] - mean) @ delta).mean(axis=0)
+
+
+@pytest.mark.parametrize(("count", "width"), [(60, 6), (12, 20), (3 * drift.LEFT_OUT, 4)])
+def test_errors_of_classes_left_out_are_those_of_a_map_without_them(count, width, monkeypatch):
+    monkeypatch.setattr(drift, "OF_CLASS", count)
+    before, after = pair(6, count, width, noise=1.0)
+    classes = np.arange(count) * 3 // count
+    after += classes[:, None] * np.linspace(0.0, 0.5, width, dtype=np.float32)
+    found = drift.fit_map(before, after, classes=classes)
+    expected = [left_out_class_error(before, after, found.ridge, classes == c) for c in range(3)]
+    np.testing.assert_allclose(found.class_errors, expected, atol=2e-4)
+    for alone in (None, np.zeros(count, int)):
+        assert drift.fit_map(before, after, classes=alone).class_errors.shape == (0, width)
+
+
+def test_of_many_classes_some_are_left_out():
+    before, after = pair(7, count=120)
+    classes = np.arange(120) % 40
+    found = drift.fit_map(before, after, classes=classes)
+    assert found.class_errors.shape == (drift.CLASSES, 6)
+    first, last = (left_out_class_error(before, after, found.ridge, classes == c) for c in (0, 39))
+    np.testing.assert_allclose(found.class_errors[[0, -1]], [first, last], atol=1e-4)
+
+
 @pytest.mark.parametrize("count", [40, 150])
 def test_ridges_compared_in_few_directions_are_as_good(count):
     before, after = pair(5, count, width=80, noise=0.3)

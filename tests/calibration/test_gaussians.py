@@ -21,19 +21,29 @@ def fitted(tasks, previous=None, dual=True):
     return streams.fitted(tasks, dual=dual, previous=previous, method="gaussians")
 
 
+def shared_covariance(scatter, images, classes):
+    """What all classes share, with its ridge."""
+    shared, width = scatter / images, len(scatter)
+    ridge = 0.1 + width / (images - classes)
+    return 0.9 * shared + ridge * np.trace(shared) / width * np.eye(width)
+
+
+def scatter_of(features, labels):
+    """Sum of the squares within classes."""
+    rows, labels = np.concatenate(features), np.concatenate(labels)
+    names, places = np.unique(labels, return_inverse=True)
+    means = np.stack([rows[labels == c].mean(axis=0) for c in names])
+    return means, (rows - means[places]).T @ (rows - means[places])
+
+
 def view_scores(features, labels, factors, unexplained, inputs):
     """Class scores of one view: minus half the squared Mahalanobis distances, in float64.
 
     `features` and `labels` are those of all tasks, `factors` of each class, and `unexplained` is
     what maps left over, summed over images.
     """
-    rows, labels = np.concatenate(features), np.concatenate(labels)
-    names, width = np.unique(labels), rows.shape[1]
-    means = np.stack([rows[labels == c].mean(axis=0) for c in names])
-    deviations = rows - means[np.searchsorted(names, labels)]
-    shared = (deviations.T @ deviations + unexplained) / len(rows)
-    ridge = 0.1 + width / (len(rows) - len(names))
-    base = 0.9 * shared + ridge * np.trace(shared) / width * np.eye(width)
+    means, scatter = scatter_of(features, labels)
+    base = shared_covariance(scatter + unexplained, sum(map(len, labels)), len(means))
     scores = []
     for mean, factor in zip(means, factors, strict=True):
         near = unit(inputs) - mean
@@ -56,18 +66,23 @@ def factors_of(features, labels):
 def expected_scores(tasks, previous, adapted, pretrained=None):
     """Class scores by view; earlier features and factors go along with every map."""
     labels, features, factors = [task.labels for task in tasks], [], []
-    unexplained, images = 0.0, 0
-    for task, before in zip(tasks, previous or [None] * len(tasks), strict=True):
+    unexplained, images, raised = 0.0, 0, []
+    for t, (task, before) in enumerate(zip(tasks, previous or [None] * len(tasks), strict=True)):
         if before is not None:
-            by = drift.fit_map(unit(before), unit(task.adapted))
+            by = drift.fit_map(unit(before), unit(task.adapted), classes=task.rows)
             features = [by.move(each) for each in features]
             factors = [factor @ by.matrix for factor in factors]
             unexplained = by.matrix.T @ unexplained @ by.matrix if np.ndim(unexplained) else 0.0
             unexplained = unexplained + images * by.residual
+            means, scatter = scatter_of(features, labels[:t])
+            inverse = np.linalg.inv(shared_covariance(scatter + unexplained, images, len(means)))
+            added = np.einsum("cd,de,ce->c", by.class_errors, inverse, by.class_errors).mean()
+            raised = [each + added / 4 for each in raised]
+        raised += [0.0] * len(np.unique(task.labels))
         features.append(unit(task.adapted))
         factors += factors_of(features[-1], task.labels)
         images += len(task.labels)
-    found = {"adapted": view_scores(features, labels, factors, unexplained, adapted)}
+    found = {"adapted": view_scores(features, labels, factors, unexplained, adapted) + raised}
     if pretrained is not None:
         own = [unit(task.pretrained) for task in tasks]
         still = [
@@ -164,13 +179,14 @@ def test_classes_without_images_and_single_images():
 def test_storage_counts_means_factors_and_half_of_a_symmetric_scatter():
     tasks, classes = streams.stream(2, 3), 9
     numbers = [classes * d * (1 + gaussians.RANK) + d * (d + 1) // 2 for d in (16, 12)]
+    stale = len(tasks)
     sure = len(confidence.TEMPERATURES) + 3 * confidence.QUANTILES
-    assert fitted(tasks).storage_bytes == 4 * (sum(numbers) + classes + sure)
-    assert fitted(tasks, dual=False).storage_bytes == 4 * (numbers[0] + classes + sure)
+    assert fitted(tasks).storage_bytes == 4 * (sum(numbers) + classes + stale + sure)
+    assert fitted(tasks, dual=False).storage_bytes == 4 * (numbers[0] + classes + stale + sure)
 
 
 def test_a_tasks_features_are_not_held_while_fitting(tmp_path):
-    rng, labels = np.random.default_rng(0), np.repeat(np.arange(40), 1500)
+    rng, labels = np.random.default_rng(0), np.repeat(np.arange(40), 2500)
     for name in ("adapted", "previous"):
         np.save(tmp_path / f"{name}.npy", rng.normal(size=(len(labels), 64)).astype(np.float32))
     features, previous = (
@@ -184,7 +200,7 @@ def test_a_tasks_features_are_not_held_while_fitting(tmp_path):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    # Left-out images of the map and some blocks in float64, but not all images.
+    # Left-out images of the map, one class and some blocks in float64, but not all images.
     assert peak < features.nbytes / 2
 
 
