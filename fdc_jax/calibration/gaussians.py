@@ -14,9 +14,9 @@ where a = 0.1 and lambda = 0.1 + d / (N - C), which is more while images are few
 encoder does not move. Its view counts a quarter, and fully where the adapted statistics stayed
 behind.
 
-A class that was moved has a mean that is off, so that its own images are farther from it. For every
-map since its task the score is raised by a quarter of e' [...]^-1 e, without B_c, on the mean of
-the errors e that the map makes on means of classes that were left out.
+A class that was moved has a mean that is off, so that its own images are farther from it. Its score
+is raised by log(1 + s / 4), where s adds up e' [...]^-1 e, without B_c, for every map since its
+task, on the mean of the errors e that the map makes on means of classes that were left out.
 
 How sure an answer is, is learned from images that are taken away from the fit; see `confidence`.
 """
@@ -47,8 +47,6 @@ OWN_SHARE = 0.1
 RANK = 8
 LEAST_SHRINKAGE = 0.1
 PRETRAINED_SHARE = 0.25
-# What a class gets back of the squared distance that maps add to its own images.
-GIVEN_BACK = 0.25
 # Classes are moved where rounding of what is kept would grow by more on the way.
 AMPLIFICATION = 8.0
 
@@ -386,7 +384,7 @@ class Gaussians(Calibrator):
         views = inputs.score_views(adapted, pretrained, self.widths, True)
         counts = np.concatenate(self.counts)
         if self._metrics is None:
-            raised = GIVEN_BACK * np.repeat(self.staleness, [*map(len, self.classes)])
+            raised = np.repeat(np.log1p(self.staleness / 4), [*map(len, self.classes)])
             ways = zip(self.views, (self.path, None), (raised, 0.0), strict=False)
             self._metrics = [
                 metric(known, counts, path, raised, self._plain) for known, path, raised in ways

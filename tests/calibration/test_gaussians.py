@@ -66,7 +66,7 @@ def factors_of(features, labels):
 def expected_scores(tasks, previous, adapted, pretrained=None):
     """Class scores by view; earlier features and factors go along with every map."""
     labels, features, factors = [task.labels for task in tasks], [], []
-    unexplained, images, raised = 0.0, 0, []
+    unexplained, images, stale = 0.0, 0, []
     for t, (task, before) in enumerate(zip(tasks, previous or [None] * len(tasks), strict=True)):
         if before is not None:
             by = drift.fit_map(unit(before), unit(task.adapted), classes=task.rows)
@@ -77,11 +77,12 @@ def expected_scores(tasks, previous, adapted, pretrained=None):
             means, scatter = scatter_of(features, labels[:t])
             inverse = np.linalg.inv(shared_covariance(scatter + unexplained, images, len(means)))
             added = np.einsum("cd,de,ce->c", by.class_errors, inverse, by.class_errors).mean()
-            raised = [each + added / 4 for each in raised]
-        raised += [0.0] * len(np.unique(task.labels))
+            stale = [each + added for each in stale]
+        stale += [0.0] * len(np.unique(task.labels))
         features.append(unit(task.adapted))
         factors += factors_of(features[-1], task.labels)
         images += len(task.labels)
+    raised = np.log(1 + np.array(stale) / 4)
     found = {"adapted": view_scores(features, labels, factors, unexplained, adapted) + raised}
     if pretrained is not None:
         own = [unit(task.pretrained) for task in tasks]
