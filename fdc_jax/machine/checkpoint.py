@@ -8,6 +8,8 @@ and its folder need not be shared between hosts.
 import contextlib
 import logging
 import os
+import re
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -83,11 +85,16 @@ class Checkpoints:
             tree=ocp.args.StandardSave(tree), cursor=ocp.args.JsonSave(cursor)
         )
         try:
+            # A disk without room is noticed before; half-written checkpoints fail less legibly.
+            size = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+            with tempfile.TemporaryFile(dir=self._folder) as file:
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(file.fileno(), 0, max(size, 1))
             self._manager.save(number, args=items, force=True)
             self._manager.wait_until_finished()
         except (OSError, ValueError) as error:
             raise InputError(
-                f"cannot write a checkpoint in {self._folder}: {line(error)}"
+                f"cannot write a checkpoint in {self._folder}: {_reason(error)}"
             ) from error
         # Orbax fails in many ways on damaged files; with their checksums it need not read them.
         place = self._folder / str(number)
@@ -140,7 +147,7 @@ class Checkpoints:
         try:
             return self._manager.restore(number, args=ocp.args.Composite(**{item: restore}))[item]
         except Exception as error:  # whatever a damaged file makes Orbax raise
-            return self._move_aside(number, line(error))
+            return self._move_aside(number, _reason(error))
 
     @processes.on_first
     def set_aside(self, number: int, reason: str) -> None:
@@ -168,3 +175,9 @@ class Checkpoints:
 def _checksums(folder: Path) -> dict[str, str]:
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != _CHECKSUMS)
     return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+
+
+def _reason(error: Exception) -> str:
+    """Returns what the operating system said, or the start of a long message."""
+    said = re.search(r"\[OS error [^:\]]*: ?([^\]]*)\]", str(error))
+    return said.group(1) if said else line(error)

@@ -69,7 +69,7 @@ def compare(name: str) -> None:
         where = f"{name}{jax.tree_util.keystr(path)}"
         if expected.dtype.kind in "iub":
             np.testing.assert_array_equal(found, expected, err_msg=where)
-        elif "['added']" in where:
+        elif "['added']" in where or "['adapter']" in where:
             difference = np.linalg.norm(found - expected)
             assert difference <= TOLERANCE_OF_INCREMENTS * np.linalg.norm(expected), where
         elif "['offered']" in where or any(each in where for each in REMEMBERED):

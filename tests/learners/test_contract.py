@@ -225,10 +225,14 @@ def test_gaussians_of_classes_come_from_plain_images(backbone, name):
 @pytest.mark.parametrize("known", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", fast_and_slow("cumulative_lora", "rsiat"))
 def test_tasks_that_nobody_knew_of_change_nothing_before_them(backbone, name, known):
-    """Bit for bit, in more slots for tasks; of longer heads processors round otherwise."""
+    """Bit for bit, in more slots for tasks; of longer heads processors round otherwise.
+
+    So do some of RSIAT's losses, which are over pairs.
+    """
     whole = toy.trajectory(name)
     few = toy.make_setup(name, toy.CLASSES[:known])
     tolerance = 0.0 if few.head_rows == whole.setup.head_rows else 1e-5
+    tolerance = 1e-4 if name == "rsiat" else tolerance
     learner = learners.make(few)
     update = learner.update()
     state, rate = learner.initial_state(), toy.RATES.get(name, toy.RATE)
