@@ -34,15 +34,11 @@ class Interrupted(RuntimeError):
 
 
 class StopRequest:
-    """Whether the process, or one that runs with it, has been asked to stop; every loop polls it.
-
-    Attributes:
-        signal: what this process was sent, 0 for nothing.
-        agree: turns that number into the one that all processes act upon.
-    """
+    """Whether the process, or one that runs with it, was asked to stop; every loop polls it."""
 
     def __init__(self) -> None:
-        self.signal = 0
+        self.signal = 0  # what this process was sent, 0 for nothing
+        # Turns that number into the one that all processes act upon.
         self.agree: Callable[[int], int] = int
 
     def requested(self) -> bool:
@@ -181,9 +177,7 @@ def guarded(title: str, body: Callable[[], Any], show_traceback: bool = False) -
 class Program(argparse.ArgumentParser):
     """The command line of a program, with the flags --quiet and --traceback.
 
-    Args:
-        name: after `fdc_jax.`; starts every line of error or warning.
-        description: for --help.
+    Its name starts every line of error or warning.
     """
 
     def __init__(self, name: str, description: str):
@@ -206,15 +200,10 @@ class Program(argparse.ArgumentParser):
         arguments: Sequence[str] | None,
         prepare: Callable[..., None] | None = None,
     ) -> int:
-        """Parses the command line (`sys.argv` when None) and runs a program.
+        """Parses the command line, `sys.argv` when None, and runs a program.
 
-        Args:
-            body: what it does with its options.
-            arguments: the words of the command line.
-            prepare: called with the program and them before they are parsed; may add flags.
-
-        Returns:
-            0; after an error of `CODES`, which has been printed as one line, its code.
+        `prepare` is called with it and the words before, and may add flags. Returns 0 or, after an
+        error of `CODES`, which has been printed as one line, its code.
         """
         arguments = sys.argv[1:] if arguments is None else list(arguments)
 

@@ -59,19 +59,8 @@ _ON_PAGE = 100  # likewise
 class Predictions:
     """What a run says of images: iterating yields batch after batch of them.
 
-    Each is a table as of `predict`, and the images as the encoder sees them unscaled.
-
-    Args:
-        run: what `fdc_jax.open_run` returns.
-        images: as of `predict`.
-        top: as of `predict`.
-        method: as of `predict`.
-
-    Attributes:
-        unreadable: what is wrong with images that could not be read so far.
-
-    Raises:
-        InputError: as of `predict`.
+    Each is a table, and the images as the encoder sees them unscaled; arguments and errors are
+    those of `predict`. `unreadable` is what is wrong with images that could not be read so far.
     """
 
     def __init__(self, run: Any, images: Any, top: int = 5, method: str = "fdc"):

@@ -26,17 +26,11 @@ SAMPLES = 1000
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores of one batch; the best task decides, its local argmax names the class.
+    """Scores of one batch; the best task decides, its local argmax names the class."""
 
-    Attributes:
-        task_scores: one score per sample and task, comparable across tasks.
-        local_class: row of each task's head that the task would predict.
-        classes: labels of each task's head rows, in row order.
-    """
-
-    task_scores: Float[np.ndarray, "n tasks"]
-    local_class: Int[np.ndarray, "n tasks"]
-    classes: Sequence[Int[np.ndarray, " c"]]
+    task_scores: Float[np.ndarray, "n tasks"]  # comparable across tasks
+    local_class: Int[np.ndarray, "n tasks"]  # row of each task's head that it would predict
+    classes: Sequence[Int[np.ndarray, " c"]]  # labels of each task's head rows, in row order
 
     @property
     def task(self) -> Int[np.ndarray, " n"]:
@@ -153,8 +147,7 @@ class Calibrator:
     def finalize(self, release: bool = False) -> None:
         """Computes what scoring needs of all tasks together. May be called again.
 
-        Args:
-            release: drop what only further tasks would need; none can be fitted then.
+        `release` drops what only further tasks would need; none can be fitted then.
         """
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:

@@ -22,9 +22,6 @@ BLOCK_ROWS = 1024
 
 VIEWS = ("adapted", "pretrained")
 
-# Number types of ml_dtypes, whose kind NumPy does not know.
-_SHORT_FLOATS = ("bfloat", "float8", "float6", "float4", "int4", "uint4", "int2", "uint2")
-
 
 def host_array(value: Any, name: str) -> np.ndarray:
     """Returns a NumPy view or copy of an array of any library; memory maps stay unread.
@@ -77,7 +74,8 @@ def feature_array(value: Any, name: str, width: int | None = None) -> np.ndarray
 
 def check_real(array: np.ndarray, name: str) -> None:
     """Raises InputError for objects, text, truth values and complex numbers."""
-    if array.dtype.kind not in "iuf" and not array.dtype.name.startswith(_SHORT_FLOATS):
+    # NumPy does not know the kind of bfloat16.
+    if array.dtype.kind not in "iuf" and array.dtype.name != "bfloat16":
         raise InputError(f"{name}: expected real numbers, found {array.dtype}")
 
 
@@ -146,23 +144,14 @@ def score_views(
 
 
 class TaskInput(NamedTuple):
-    """What `fit_task` is given, checked.
+    """What `fit_task` is given, checked."""
 
-    Attributes:
-        task: its number, counted from 0.
-        views: adapted features and, where given, pretrained ones.
-        labels: of all samples.
-        classes: label of each head row.
-        counts: samples of each of them.
-        head: None where none is given.
-    """
-
-    task: int
-    views: list[np.ndarray]
+    task: int  # its number, counted from 0
+    views: list[np.ndarray]  # adapted features and, where given, pretrained ones
     labels: Int[np.ndarray, " n"]
-    classes: Int[np.ndarray, " c"]
-    counts: Int[np.ndarray, " c"]
-    head: Any
+    classes: Int[np.ndarray, " c"]  # label of each head row
+    counts: Int[np.ndarray, " c"]  # samples of each of these
+    head: Any  # None where none is given
 
     @property
     def rows(self) -> Int[np.ndarray, " n"]:
@@ -200,14 +189,10 @@ def task_classes(
     named: Any,
     earlier: Sequence[Int[np.ndarray, " _"]],
 ) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
-    """Returns the label and the number of samples of each head row.
+    """Returns the label and the number of samples of each head row, of which there are `num_rows`.
 
-    Args:
-        labels: of all samples of the task.
-        task: its number, for messages.
-        num_rows: rows of its head, None where it has none.
-        named: the label of each row; None for the distinct labels, ascending.
-        earlier: labels of earlier tasks.
+    `named` is the label of each row, None for the distinct labels, ascending; `earlier` are those
+    of earlier tasks.
 
     Raises:
         InputError: a label is an earlier task's or no row's, or named twice, or not one per row.

@@ -49,10 +49,7 @@ def open_cifar100(
 ) -> tuple[Dataset, Dataset]:
     """Returns the training and the test images of the archive, unpacked once into `cache`.
 
-    Args:
-        cache: folder of downloads and of what was unpacked.
-        archive: where it lies; None to download it.
-        quiet: show no download.
+    It is downloaded unless it is said where it lies.
 
     Raises:
         InputError: there is none, or another one than the published.

@@ -53,16 +53,13 @@ _TURNS = {
 
 
 def decode(encoded: bytes | Image.Image, description: str, upright: bool = False) -> Image.Image:
-    """Returns the image in mode RGB, all pixels read.
+    """Returns an image, of a file's content or opened by Pillow, in mode RGB with all pixels read.
 
-    Args:
-        encoded: content of a file, or what Pillow opened, which stays as it is.
-        description: names the image in the error message.
-        upright: whether to turn it as its EXIF data say.
+    It is turned as its EXIF data say where it shall be `upright`.
 
     Raises:
         InputError: the bytes are empty, truncated or no image that Pillow reads, or its pixels
-            have neither 8 nor 16 bits.
+            have neither 8 nor 16 bits; names the image by its description.
     """
     try:
         image = encoded

@@ -38,18 +38,12 @@ def open_splits(
     workers: int = 0,
     quiet: bool = True,
 ) -> tuple[Dataset, Dataset]:
-    """Opens the training and the test images of a data set.
+    """Opens the training and the test images of a data set, a benchmark or any other.
 
-    Args:
-        name: a benchmark's, or any other.
-        cache: folder where downloads, unpacked archives and what was found in images are kept.
-        source: a folder or an archive, see `folder.open_folder`; empty for the digits, for what
-            TFDS has prepared and for CIFAR-100, which is then downloaded.
-        data_dir: where TFDS has prepared data; empty for `$TFDS_DATA_DIR`, or
-            `~/tensorflow_datasets`.
-        test_share: of the images of each class, where a folder is not divided.
-        workers: decoding threads, 0 for one per core.
-        quiet: show no progress.
+    They lie in `source`, a folder or an archive as of `folder.open_folder`, like whose arguments
+    the others are. It is empty for the digits, for what TFDS has prepared in `data_dir` (by
+    default `$TFDS_DATA_DIR`, or `~/tensorflow_datasets`) and for CIFAR-100, which is then
+    downloaded into the cache; archives are unpacked there.
 
     Raises:
         InputError: there are no such data, or they are damaged.

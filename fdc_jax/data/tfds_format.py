@@ -43,14 +43,9 @@ def find(name: str, data_dir: Path) -> Path | None:
 def open_prepared(
     folder: Path, name: str, cache: Path, partition: str, upright: bool
 ) -> tuple[Dataset, Dataset]:
-    """Opens the training and the test images of prepared data.
+    """Opens the training and the test images of the prepared data that `find` found.
 
-    Args:
-        folder: as `find` gives it.
-        name: of the data set.
-        cache: folder where what a look at all records found is kept.
-        partition: how the data were divided, for results.
-        upright: whether to turn images as their EXIF data say.
+    Arguments are those of `folder.open_folder`; `partition` is how the data were divided.
 
     Raises:
         InputError: they are damaged, or are not images and their classes.

@@ -34,12 +34,9 @@ for _name in ("absl", "asyncio"):
 
 
 class Checkpoints:
-    """A folder of numbered checkpoints, each a pytree and a small JSON cursor.
+    """A folder of numbered checkpoints, each a pytree and a small JSON cursor; the newest stay.
 
-    Args:
-        folder: where they lie; made when missing.
-        keep: how many of the newest stay.
-        read_only: change nothing, pass over what is damaged.
+    Where they are to be read only, nothing changes, and what is damaged is passed over.
 
     Raises:
         InputError: the folder is to be read only, and missing.

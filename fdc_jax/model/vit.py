@@ -26,40 +26,25 @@ from fdc_jax.model.operations import Arithmetic, Factors
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What defines an encoder besides its parameters; by default as in the AugReg checkpoints.
+    """What defines an encoder besides its parameters; by default as in the AugReg checkpoints."""
 
-    Attributes:
-        width: of the tokens.
-        depth: number of blocks.
-        heads: of every attention.
-        patch: side of a patch, in pixels.
-        hidden: units of every MLP; 0: four times the width.
-        tokens: learned tokens before the patches, the class token first.
-        registers: learned tokens behind these, without a position.
-        pre_norm: whether the tokens are normalised before the first block.
-        activation: of every MLP, a key of `operations.ACTIVATIONS`.
-        pooling: what becomes the feature; `token`: the class token; `prefix`: the mean of all
-            learned tokens with a position; `mean`: of the patches; `mean_then_norm`: of the
-            patches, before the final norm; `attention`: of a learned query over the patches.
-        rotary: base of the rotary positions of the patches; 0: learned positions.
-        epsilon: of every norm.
-        image_size: side of the images of the pre-training, in pixels.
-        mean: of the pixels in [0, 1] of the pre-training, by channel; None: not known.
-        std: likewise, what centred pixels are divided by.
-    """
-
-    width: int
-    depth: int
-    heads: int
-    patch: int = 16
-    hidden: int = 0
-    tokens: int = 1
-    registers: int = 0
-    pre_norm: bool = False
-    activation: str = "gelu"
+    width: int  # of the tokens
+    depth: int  # number of blocks
+    heads: int  # of every attention
+    patch: int = 16  # side, in pixels
+    hidden: int = 0  # units of every MLP; 0: four times the width
+    tokens: int = 1  # learned, before the patches, the class token first
+    registers: int = 0  # learned tokens behind these, without a position
+    pre_norm: bool = False  # whether the tokens are normalised before the first block
+    activation: str = "gelu"  # of every MLP, a key of `operations.ACTIVATIONS`
+    # What becomes the feature; `token`: the class token; `prefix`: the mean of all learned tokens
+    # with a position; `mean`: of the patches; `mean_then_norm`: of the patches, before the final
+    # norm; `attention`: of a learned query over the patches.
     pooling: str = "token"
-    rotary: float = 0.0
-    epsilon: float = 1e-6
+    rotary: float = 0.0  # base of the rotary positions of the patches; 0: learned positions
+    epsilon: float = 1e-6  # of every norm
+    # Of the pre-training: side of the images in pixels, and by channel what was subtracted from
+    # pixels in [0, 1], and what they were then divided by; None: not known.
     image_size: int = 224
     mean: tuple[float, ...] | None = (0.5, 0.5, 0.5)
     std: tuple[float, ...] | None = (0.5, 0.5, 0.5)
@@ -350,20 +335,12 @@ class _PatchEmbedding(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Images to head-input features.
-
-    Attributes:
-        variant: the architecture.
-        input_range: `pilot01` for pixels in [0, 1], `augreg` for [-1, 1], `model` for what the
-            checkpoint was trained with.
-        precision: `parity` (float32, exact products) or `fast` (bfloat16 activations).
-        attention: `xla` or `cudnn`, see `Arithmetic`.
-    """
+    """Images to head-input features."""
 
     variant: Variant
-    input_range: str = "pilot01"
-    precision: str = "parity"
-    attention: str = "xla"
+    input_range: str = "pilot01"  # of `INPUT_RANGES`, or `model`
+    precision: str = "parity"  # of `PRECISIONS`
+    attention: str = "xla"  # or `cudnn`, see `Arithmetic`
 
     @nn.compact
     def __call__(
@@ -378,8 +355,7 @@ class VisionTransformer(nn.Module):
 
         Args:
             images: square RGB images, side a multiple of the patch size.
-            kernels: key and value kernels to use instead of the pretrained ones, and an adapter
-                where there is one.
+            kernels: to use instead of the pretrained ones, with an adapter where there is one.
             increment: factors whose product is added to the key and value kernels, or several.
             dropout_key: drops hidden units of the adapter, in training; None: keeps them all.
             dropout_rate: share of hidden units to drop, less than 1.
@@ -414,14 +390,9 @@ def encode(
     replaced: Replaced | None = None,
     *more: Any,
 ) -> Float[Array, "n d"]:
-    """Returns features by an encoder E_t.
+    """Returns features by an encoder E_t, which has `replaced` in the place of parameters of E_0.
 
-    Args:
-        model: the architecture.
-        backbone: the parameters of E_0.
-        images: of `VisionTransformer`, as are further arguments.
-        replaced: what E_t has in the place of parameters of E_0; None: nothing.
-        *more: what is added to kernels, and the dropout of an adapter.
+    Further arguments, as the images, are those of `VisionTransformer`.
     """
     kernels: Any = replaced
     if replaced is not None and "parameters" in replaced:
@@ -440,13 +411,7 @@ def build(
 ) -> VisionTransformer:
     """Returns the encoder of a configuration, its architecture given by name or in full.
 
-    Args:
-        variant: the architecture.
-        image_size: side of the images, in pixels.
-        input_range: of `VisionTransformer`.
-        precision: of `VisionTransformer`.
-        attention: one of `ATTENTIONS`.
-        cudnn: whether the devices have cuDNN's attention (`devices.have_cudnn`).
+    `cudnn` says whether the devices have cuDNN's attention (`devices.have_cudnn`).
 
     Raises:
         InputError: a name is unknown, the image side is no multiple of the patch size nor that of

@@ -52,7 +52,7 @@ def locate(
 
     Args:
         weights: a file; or `augreg` for the public ImageNet-21k checkpoint of the variant, which
-            is looked up in the cache folder and downloaded when missing; or `digits` for the small
+            is looked up in `folder` and downloaded there when missing; or `digits` for the small
             encoder that comes with the package.
         variant: name of the encoder.
         folder: where downloads are kept.
@@ -80,10 +80,8 @@ def locate(
 def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Variant]:
     """Returns the name and the architecture of the encoder that a configuration asks for.
 
-    Args:
-        weights: as in `locate`.
-        variant: name of the architecture, which a file says itself.
-        heads: as in `layouts.describe`.
+    Its weights are as of `locate`; a file says itself what it holds, but for `layouts.describe`'s
+    heads.
 
     Raises:
         InputError: there is no such name or file, or it holds no encoder that is known.
@@ -140,13 +138,9 @@ def download(url: str, path: Path, show_progress: bool = True) -> None:
 def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: int) -> Weights:
     """Reads a checkpoint into the parameter tree of an encoder.
 
-    Every array of the file is used or named in `skipped`; position embeddings are resized only when
-    the patch grid differs.
-
-    Args:
-        path: `.npz` (keys with or without `opt/target/`) or `.safetensors`, in a known layout.
-        variant: the architecture, or its name.
-        image_size: side of the images in pixels.
+    It is `.npz` (keys with or without `opt/target/`) or `.safetensors`, in a known layout. Every
+    array of the file is used or named in `skipped`; position embeddings are resized only when the
+    patch grid differs.
 
     Raises:
         InputError: the file is unreadable, an array is missing, unknown or of another shape.

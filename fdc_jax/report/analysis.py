@@ -29,12 +29,7 @@ _OF_THE_FIRST = ("residual_distributions", "prototype_geometry")
 
 
 def analyse(group: Group, sweep: Sequence[str] = ()) -> None:
-    """Fills the analyses of a group, and a line for each reason why some are missing.
-
-    Args:
-        group: of `runs.load`.
-        sweep: of `fdc_jax.report.SWEEPS`.
-    """
+    """Fills the analyses of a group, of `SWEEPS` too, and the reasons why some are missing."""
     missing: dict[str, list[str]] = {}
     for run in group.runs:
         names = [*_OF_EVERY_SEED, *_OF_THE_FIRST * (run is group.runs[0])]
@@ -71,13 +66,9 @@ def _fitted(run: Any) -> list[Any]:
 def vary(
     features: FeatureSet, fdc: FDC, parameter: str, values: Sequence[float] | None = None
 ) -> pd.DataFrame:
-    """Fits FDC anew at every value of a setting.
+    """Fits FDC anew at every value of a setting (of `SWEEPS`), and leaves the others as they are.
 
-    Args:
-        features: of a whole stream, with test labels.
-        fdc: whose other settings stay.
-        parameter: `attenuation`, `retained_energy` or `neighbours`.
-        values: those of the paper when None; for `neighbours`, all that are feasible.
+    Values are the paper's when None; for `neighbours`, all that are feasible.
 
     Returns:
         A row per value: `accuracy` in percent; for `neighbours` also `nearest`, the accuracy where

@@ -32,41 +32,26 @@ class Wrong(NamedTuple):
 
 
 class Classes(NamedTuple):
-    """What the page of classes shows of a group.
+    """What the page of classes shows of a group."""
 
-    Attributes:
-        method: title of the calibrator that chose.
-        names: of classes by label.
-        table: a row per class with test images, by its label, worst first: `task` from 1,
-            `images`, `accuracy` in percent by title of calibrator, `taken`, the label that it is
-            most often taken for, or -1.
-        pairs: true label, chosen label, images, and their share of the true class in percent; the
-            `WORST` most frequent.
-        order: labels such that classes that are confused stand side by side.
-        cells: likewise of every pair that occurs, right ones included.
-        wrong: pictures that were taken for another class, at most `MOST`, evenly spaced, by true
-            class; of `number` that there are.
-        number: likewise.
-        missing: why there are none.
-    """
-
-    method: str
-    names: Sequence[str]
+    method: str  # title of the calibrator that chose
+    names: Sequence[str]  # of classes by label
+    # A row per class with test images, by its label, worst first: `task` from 1, `images`, accuracy
+    # in percent by title of calibrator, `taken`, the label it is most often taken for, or -1.
     table: pd.DataFrame
+    # The most frequent: true label, chosen label, images, their share of the true class in percent.
     pairs: list[tuple[int, int, int, float]]
-    order: list[int]
-    cells: list[tuple[int, int, int, float]]
-    wrong: Sequence[Wrong] = ()
-    number: int = 0
-    missing: str = "Pictures are in the report of each run alone."
+    order: list[int]  # labels such that classes that are confused stand side by side
+    cells: list[tuple[int, int, int, float]]  # every pair that occurs, right ones included
+    wrong: Sequence[Wrong] = ()  # at most `MOST`, evenly spaced, by true class
+    number: int = 0  # how many there are
+    missing: str = "Pictures are in the report of each run alone."  # why there are none
 
 
 def load(group: Group, names: Sequence[str]) -> Classes | None:
     """Counts a group's predictions by class; None where they were not kept.
 
-    Args:
-        group: of `runs.load`.
-        names: of classes by label; empty where they are not known.
+    Names are of classes by label; empty where they are not known.
     """
     found = [predictions(run) for run in group.runs]
     roles = frames.leading(group)

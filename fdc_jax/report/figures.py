@@ -267,22 +267,12 @@ def sweeps(group: Group) -> Figure | None:
 
 
 class Drawing(NamedTuple):
-    """A figure, ready to be shown and to be written.
+    """A figure, ready to be shown and to be written."""
 
-    Attributes:
-        name: stem of its files: small letters, digits, `_` and `-`.
-        kind: name of the function that drew it.
-        title: what it shows.
-        caption: what one sees, and whose numbers: marks, units, spread, groups, seeds.
-        groups: that it shows.
-        figure: the figure itself.
-        svg: the same as SVG text.
-    """
-
-    name: str
-    kind: str
+    name: str  # stem of its files: small letters, digits, `_` and `-`
+    kind: str  # name of the function that drew it
     title: str
-    caption: str
+    caption: str  # what one sees, and whose numbers: marks, units, spread, groups, seeds
     groups: list[Group]
     figure: Figure
     svg: str

@@ -65,10 +65,8 @@ def average(learner: str, kind: str) -> float | None:
 def columns(table: str, benchmark: str) -> dict[str, float]:
     """Returns a row without deviations by column, empty for other benchmarks.
 
-    Args:
-        table: `partitions` (Table training) or `cost` (Table app-cost; Cumulative-LoRA on one
-            A100).
-        benchmark: as in configurations.
+    The table is `partitions` (Table training) or `cost` (Table app-cost; Cumulative-LoRA on one
+    A100).
     """
     found = numbers()["tables"][table]
     cells = found["rows"].get(benchmark, ())

@@ -42,51 +42,30 @@ class Said(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A test image on which raw logits and FDC disagree.
+    """A test image on which raw logits and FDC disagree."""
 
-    Attributes:
-        row: of `predictions.npz`.
-        uri: the image as a data URI.
-        small: whether it has so few pixels that they should stay visible.
-        true: what it is; `raw` and `fdc`: what these said.
-        evidence: empty where features or the calibrator are gone.
-    """
-
-    row: int
+    row: int  # of `predictions.npz`
     uri: str
-    small: bool
+    small: bool  # whether it has so few pixels that they should stay visible
     true: Said
     raw: Said
     fdc: Said
-    evidence: list[Evidence]
+    evidence: list[Evidence]  # empty where features or the calibrator are gone
 
 
 class Pictures(NamedTuple):
-    """What the work directory of a run shows beyond its numbers.
+    """What the work directory of a run shows beyond its numbers."""
 
-    Attributes:
-        class_names: in class-order positions; empty where they are not known.
-        repaired: on which FDC chose the right class and raw logits a wrong task.
-        num_repaired: how many images there are of these.
-        broken: on which raw logits chose the right class and FDC a wrong task.
-        num_broken: likewise.
-        missing: why there are no pictures.
-    """
-
-    class_names: Sequence[str] = ()
-    repaired: Sequence[Picture] = ()
+    class_names: Sequence[str] = ()  # in class-order positions; empty where they are not known
+    repaired: Sequence[Picture] = ()  # FDC chose the right class and raw logits a wrong task
     num_repaired: int = 0
-    broken: Sequence[Picture] = ()
+    broken: Sequence[Picture] = ()  # raw logits chose the right class and FDC a wrong task
     num_broken: int = 0
-    missing: str = ""
+    missing: str = ""  # why there are no pictures
 
 
 def load(run: Any) -> Pictures:
-    """Returns class names and pictures of both kinds, evenly spaced over the test images.
-
-    Args:
-        run: one seed, as `fdc_jax.open_run` returns it.
-    """
+    """Returns class names and pictures of both kinds of a seed, evenly spaced over test images."""
     try:
         names = list(run.class_names)
     except InputError:

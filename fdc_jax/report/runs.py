@@ -22,30 +22,19 @@ from fdc_jax.run.opened import open_run
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Finished runs that differ in nothing but the seed.
-
-    Attributes:
-        benchmark: name of the benchmark.
-        learner: name of the learner.
-        title: what differs from the paper's protocol, in words; empty when nothing does. Of a
-            benchmark that the paper does not have, differences of the method alone.
-        follows_protocol: whether the paper's numbers are of the same experiment.
-        runs: by ascending seed, as `fdc_jax.open_run` returns them.
-        numbers: a row per seed, a column per quantity of `quantities.measured`; NaN where a run
-            lacks it.
-        analyses: by name, what `fdc_jax.report.analysis` computes from the saved features, a value
-            for every seed that allows it.
-        missing: a line for each reason why some analyses are absent.
-    """
+    """Finished runs that differ in nothing but the seed."""
 
     benchmark: str
     learner: str
+    # What differs from the paper's protocol, in words; empty when nothing does. Of a benchmark that
+    # the paper does not have, differences of the method alone.
     title: str
-    follows_protocol: bool
-    runs: list[Any]
-    numbers: pd.DataFrame
+    follows_protocol: bool  # whether the paper's numbers are of the same experiment
+    runs: list[Any]  # by ascending seed, as `fdc_jax.open_run` returns them
+    numbers: pd.DataFrame  # a row per seed, a column per quantity of `quantities.measured`, or NaN
+    # By name, what `report.analysis` computes, a value for every seed whose features allow it.
     analyses: dict[str, list[Any]] = dataclasses.field(default_factory=dict)
-    missing: list[str] = dataclasses.field(default_factory=list)
+    missing: list[str] = dataclasses.field(default_factory=list)  # why some are absent, in lines
 
     @property
     def results(self) -> dict[str, Any]:

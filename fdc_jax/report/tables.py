@@ -21,19 +21,12 @@ Row = dict[str, Any]
 
 
 class Table(NamedTuple):
-    """A table.
+    """A table."""
 
-    Attributes:
-        name: stem of its files.
-        title: what it shows.
-        frame: one row per line, what a row is in the index; cells as they read, NaN for a gap.
-        note: how to read it: units, what is compared with what.
-    """
-
-    name: str
+    name: str  # stem of its files
     title: str
-    frame: pd.DataFrame
-    note: str = ""
+    frame: pd.DataFrame  # what a row is in the index; cells as they read, NaN for a gap
+    note: str = ""  # how to read it: units, what is compared with what
 
     @property
     def shown(self) -> pd.DataFrame:

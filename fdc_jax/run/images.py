@@ -27,12 +27,9 @@ class Views(NamedTuple):
 
 
 class RunImages:
-    """The images of one run.
+    """The images of one run, whose seed is that of augmentations and their order.
 
-    Args:
-        setup: images, encoder and devices.
-        seed: of augmentations and their order.
-        poll: called before each batch that is not a training step's; raises to stop.
+    `poll` is called before each batch that is not a training step's; it raises to stop.
     """
 
     def __init__(self, setup: Setup, seed: int, poll: Callable[[], None]):

@@ -8,7 +8,7 @@ from typing import Any
 from fdc_jax.data.task_stream import Known
 from fdc_jax.errors import InputError
 from fdc_jax.machine import processes
-from fdc_jax.machine.files import MANIFEST, read_json
+from fdc_jax.machine.files import read_json
 from fdc_jax.run import base, configuration
 
 # In config.json: checksums by name of the classes that the run knows, and the numbers of classes of
@@ -26,9 +26,7 @@ class Places:
         self.config_file = self.folder / "config.json"
         self.results_file = self.folder / "results.json"  # the last one that a run writes
         self.predictions_file = self.folder / "predictions.npz"
-        # In the place of checkpoints and of a file elsewhere, where the folder was exported; then
-        # with checksums of all files.
-        self.manifest_file = self.folder / MANIFEST
+        # In the place of checkpoints and of a file elsewhere, where the folder was exported.
         self.merged_file = self.folder / "merged.safetensors"
         self.weights_file = self.folder / "pretrained" / "model.safetensors"
 

@@ -28,61 +28,35 @@ from fdc_jax.run.configuration import Config
 
 @dataclasses.dataclass(frozen=True)
 class EncoderSetup:
-    """What every encoder of a run follows from, together with the learner's state.
+    """What every encoder of a run follows from, together with the learner's state."""
 
-    Attributes:
-        config: the configuration; what a file of weights says itself stands there, too.
-        learner: it knows the network, the numbers of classes and the devices as `learner.setup`.
-        pretrained: the weights of E_0.
-        backbone: the same on the devices.
-        extract: runs encoders over images.
-        cache: folder of what runs share.
-    """
-
-    config: Config
-    learner: Learner
-    pretrained: weights.Weights
-    backbone: Any
+    config: Config  # what a file of weights says itself stands there, too
+    learner: Learner  # network, numbers of classes and devices are its `setup`
+    pretrained: weights.Weights  # of E_0
+    backbone: Any  # the same on the devices
     extract: Extractor
-    cache: Path
+    cache: Path  # of what runs share
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup(EncoderSetup):
-    """All that goes into a run but its seed.
-
-    Attributes:
-        tasks: the images, divided into tasks.
-        update: how the learner changes what it trains.
-        schedule: the factor on the learning rates from an epoch, counted from 0, and their number.
-        epochs: passes over the images of each task.
-        first_steps: training steps of all tasks before each one, and of all.
-        evaluated: whether test images are scored after each task.
-        own_rows: rows of a batch of training and of evaluation that are this process's.
-        pretrained_features: features of E_0 of images of `tasks`.
-        test_images: memory for decoded test images.
-    """
+    """All that goes into a run but its seed."""
 
     tasks: task_stream.TaskStream
     update: training.Update
-    schedule: Callable[[int, int], Any]
-    epochs: list[int]
-    first_steps: list[int]
-    evaluated: list[bool]
-    own_rows: dict[str, Bool[np.ndarray, " n"]]
+    schedule: Callable[[int, int], Any]  # factor on the rates of an epoch, from 0, and their number
+    epochs: list[int]  # of each task
+    first_steps: list[int]  # training steps of all tasks before each one, and of all
+    evaluated: list[bool]  # whether test images are scored after each task
+    own_rows: dict[str, Bool[np.ndarray, " n"]]  # of a training or evaluation batch, this process's
     pretrained_features: FeatureCache
-    test_images: ByteCache
+    test_images: ByteCache  # memory for decoded ones
 
 
 def build(
     config: Config, quiet: bool = False, known: task_stream.Known = task_stream.NOTHING
 ) -> Setup:
-    """Returns the set-up of a configuration; everything that can be wrong is found here.
-
-    Args:
-        config: the configuration, which is valid.
-        quiet: show no download.
-        known: what a run that goes on knows of its classes.
+    """Returns the set-up of a valid configuration; everything that can be wrong is found here.
 
     Raises:
         InputError: configuration, data or weights are not as expected.
@@ -122,12 +96,7 @@ def epochs_for(num_images: int) -> int:
 def build_encoders(
     config: Config, classes_per_task: Sequence[int], quiet: bool = True
 ) -> EncoderSetup:
-    """Returns what needs no image of the run.
-
-    Args:
-        config: the configuration.
-        classes_per_task: number of classes of each task, also of those that follow later.
-        quiet: show no download.
+    """Returns what needs no image of the run; classes are also those of tasks that follow later.
 
     Raises:
         InputError: configuration or weights are not as expected.

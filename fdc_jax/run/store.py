@@ -35,14 +35,10 @@ _IMAGES = {"training images sha256", "test images sha256"}
 
 
 class Store(Places):
-    """The work directory of one seed of one configuration.
+    """The work directory of one seed, which is that of its configuration; made when missing.
 
-    Args:
-        folder: made when missing.
-        config: the run's configuration, `seed` being this run's alone.
-        tasks: its images.
-        checksums: of weights and images, by name.
-        task_count: what in the learning of a task depends on the number of tasks, in words.
+    `checksums` are of weights and images, by name; `task_count` is what in the learning of a task
+    depends on the number of tasks, in words.
 
     Raises:
         InputError: the folder belongs to another configuration; the differing fields are named.
