@@ -31,7 +31,7 @@ class Method(NamedTuple):
 _FDC = tuple(inspect.signature(fdc.Settings).parameters)
 _RANDOM = ("projections", "seed")
 
-# In the order of tables. A suffix names the view or the variant; see each class for formulas.
+# In the order of tables. A suffix names the view; see each class for formulas.
 METHODS: dict[str, Method] = {
     "raw": Method("Raw", comparators.Raw),
     "fdc": Method("FDC", fdc.FDC, _FDC),
@@ -45,14 +45,8 @@ METHODS: dict[str, Method] = {
     "ncm": Method("nearest class mean", comparators.NearestClassMean),
     "nme": Method("nearest mean of exemplars", comparators.NearestMeanOfExemplars),
     "mahalanobis": Method("Mahalanobis", comparators.Mahalanobis),
-    "mahalanobis-task": Method(
-        "Mahalanobis by task", partial(comparators.Mahalanobis, variant="per_task")
-    ),
-    "mahalanobis-relative": Method(
-        "relative Mahalanobis", partial(comparators.Mahalanobis, variant="relative")
-    ),
     "fecam": Method("FeCAM", comparators.FeCAM),
-    "ridge": Method("ridge", partial(comparators.RanPAC, variant="linear")),
+    "ridge": Method("ridge", comparators.Ridge),
     "ranpac": Method("RanPAC", comparators.RanPAC, _RANDOM),
     "anacp": Method("AnaCP", comparators.AnaCP, _RANDOM),
 }

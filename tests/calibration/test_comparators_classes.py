@@ -91,22 +91,6 @@ def test_shared_mahalanobis_is_sklearns_covariance(made, name):
     check(data, comparators.Mahalanobis(name), -squares, rtol=1e-3)
 
 
-@pytest.mark.parametrize("variant", ["per_task", "relative"])
-def test_mahalanobis_per_task_and_relative(data, variant):
-    scores = []
-    for task in data.tasks:
-        features = task.adapted.astype(np.float64)
-        deviations, means = within(features, task.labels, task.classes)
-        own = covariance.ShrunkCovariance(assume_centered=True, shrinkage=1e-3).fit(deviations)
-        squares = squared_mahalanobis(data.adapted, means, own.precision_)
-        if variant == "relative":
-            background = covariance.ShrunkCovariance(shrinkage=1e-3).fit(features)
-            squares = squares - background.mahalanobis(data.adapted)[:, None]
-        scores.append(-squares)
-    comparator = comparators.Mahalanobis("adapted", variant)
-    check(data, comparator, np.concatenate(scores, axis=1), rtol=2e-4)
-
-
 def test_fecam(data):
     scores, test = [], unit(data.adapted.astype(np.float64))
     for task in data.tasks:
@@ -171,17 +155,14 @@ def test_the_chosen_ridge_is_sklearns_best(rows):
     assert random_features.chosen_ridge(expanded[:1], onehot[:1], 7.0) == 7.0
 
 
-@pytest.mark.parametrize("variant", ["original", "linear"])
-def test_ranpac_is_sklearns_ridge_on_the_same_features(data, variant):
-    comparator, again = (
-        fitted(comparators.RanPAC(variant=variant, projections=50, seed=3), data.tasks)
-        for _ in range(2)
-    )
+@pytest.mark.parametrize("kind", [comparators.RanPAC, comparators.Ridge])
+def test_ranpac_is_sklearns_ridge_on_the_same_features(data, kind):
+    comparator, again = (fitted(kind(projections=50, seed=3), data.tasks) for _ in range(2))
     features, labels, classes = stacked(data, "adapted")
     (matrix,) = random_features._gaussians(3, 12, 50)
 
     def expanded(rows):
-        if variant == "linear":
+        if kind is comparators.Ridge:
             return np.column_stack([rows, np.ones(len(rows))])
         return np.maximum(rows @ np.asarray(matrix, np.float64), 0)
 
@@ -268,12 +249,10 @@ def test_anacp(data):
 METHODS = {
     "ncm": comparators.NearestClassMean,
     "nme": comparators.NearestMeanOfExemplars,
-    "shared": comparators.Mahalanobis,
-    "per_task": lambda view: comparators.Mahalanobis(view, "per_task"),
-    "relative": lambda view: comparators.Mahalanobis(view, "relative"),
+    "mahalanobis": comparators.Mahalanobis,
     "fecam": comparators.FeCAM,
     "ranpac": lambda view: comparators.RanPAC(view, projections=40),
-    "linear": lambda view: comparators.RanPAC(view, "linear"),
+    "ridge": comparators.Ridge,
     "anacp": lambda view: comparators.AnaCP(view, projections=40),
 }
 
@@ -317,8 +296,6 @@ def test_a_class_without_images_is_never_predicted(data, method):
         np.testing.assert_array_equal(scores.label, without.label)
 
 
-def test_unknown_views_and_variants():
+def test_unknown_views():
     with pytest.raises(InputError, match="ncm: view: expected adapted or pretrained, found 'both'"):
         comparators.NearestClassMean("both")
-    with pytest.raises(InputError, match="ranpac: variant: expected original or linear, found 'x'"):
-        comparators.RanPAC(variant="x")

@@ -19,7 +19,7 @@ from fdc_jax.calibration.comparators.logits import (
     VirtualLogitMatching,
     WeightAligning,
 )
-from fdc_jax.calibration.comparators.random_features import AnaCP, RanPAC
+from fdc_jax.calibration.comparators.random_features import AnaCP, RanPAC, Ridge
 
 __all__ = [
     "AnaCP",
@@ -33,6 +33,7 @@ __all__ = [
     "NegativeEntropy",
     "RanPAC",
     "Raw",
+    "Ridge",
     "VirtualLogitMatching",
     "WeightAligning",
 ]

@@ -21,32 +21,22 @@ if TYPE_CHECKING:
 
 
 class Comparator(Calibrator):
-    """A calibrator that reads one view.
-
-    Args:
-        view: which features the method reads, "adapted" or "pretrained".
-        variant: one of the method's `variants`, the first when None.
-
-    Raises:
-        InputError: `view` or `variant` is unknown.
+    """A calibrator that reads one view, "adapted" or "pretrained"; InputError for others.
 
     Attributes:
         statistics: of each task, what `_collect` returned.
         total: a sum over all tasks; of both the numbers count as storage.
     """
 
-    variants: tuple[str, ...] = ()
     # Whether heads must be `LinearHead`s.
     needs_linear: bool = False
 
-    def __init__(self, view: str = "adapted", variant: str | None = None):
+    def __init__(self, view: str = "adapted"):
         super().__init__()
-        known = (("view", view, inputs.VIEWS), ("variant", variant, (None, *self.variants)))
-        for field, value, words in known:
-            if value not in words:
-                expected = " or ".join(word for word in words if word)
-                raise InputError(f"{self.name}: {field}: expected {expected}, found {value!r}")
-        self.view, self.variant = view, variant or next(iter(self.variants), None)
+        if view not in inputs.VIEWS:
+            expected = " or ".join(inputs.VIEWS)
+            raise InputError(f"{self.name}: view: expected {expected}, found {view!r}")
+        self.view = view
         self.statistics: list[Any] = []
         self.total: Any = None
         self._forget()

@@ -8,7 +8,7 @@ evaluates without cancellation.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import scipy.linalg
@@ -62,49 +62,27 @@ class NearestMeanOfExemplars(NearestClassMean):
 class Mahalanobis(Comparator):
     """Score of class c: minus a Mahalanobis distance (g - m_c)' S^-1 (g - m_c).
 
-    Lee et al., "A Simple Unified Framework for Detecting Out-of-Distribution Samples" (2018) and,
-    for the last variant, Ren et al., "A Simple Fix to Mahalanobis Distance" (2021). Variants:
-
-    - "shared": one S, the within-class covariance pooled over all tasks.
-    - "per_task": S_t, the within-class covariance of the class's own task.
-    - "relative": as per_task, minus the distance to one Gaussian of all the task's features,
-      classes ignored (mean m_t, total covariance). A background common to all tasks would add the
-      same number to every score and so route nothing; each task is its own detector here.
-
-    S is the scatter over the sample count, shrunk to (1 - s) S + s tr(S)/d I with s = 0.001.
-    Log-determinants are left out, as published. Without any variance (every class one image) S is
-    the identity.
+    Lee et al., "A Simple Unified Framework for Detecting Out-of-Distribution Samples" (2018). S is
+    the within-class covariance pooled over all tasks: the scatter over the sample count, shrunk to
+    (1 - s) S + s tr(S)/d I with s = 0.001. Without any variance (every class one image) it is the
+    identity.
     """
 
     name = "mahalanobis"
-    variants = ("shared", "per_task", "relative")
 
-    def _collect(self, features, rows, head) -> Any:
-        wide = features.astype(np.float64)
-        means, scatter = within_classes(wide, rows)
-        if self.variant == "shared":
-            self.total = scatter if self.total is None else self.total + scatter
-            return means
-        gaussians = [(means, _shrunk_factor(scatter / len(wide)))]
-        if self.variant == "relative":
-            mean, total = within_classes(wide, np.zeros(len(wide), int))
-            gaussians.append((mean, _shrunk_factor(total / len(wide))))
-        return gaussians
+    def _collect(self, features, rows, head) -> Float[np.ndarray, "c d"]:
+        means, scatter = within_classes(features.astype(np.float64), rows)
+        self.total = scatter if self.total is None else self.total + scatter
+        return means
 
-    def _solve(self) -> Any:
-        if self.variant != "shared":
-            return self.statistics
+    def _solve(self) -> tuple[np.ndarray, np.ndarray]:
         covariance = self.total / sum(each.sum() for each in self.counts)
-        return [[(np.concatenate(self.statistics), _shrunk_factor(covariance))]]
+        level = np.trace(covariance) / len(covariance) * np.eye(len(covariance))
+        factor = _inverse_factor(0.999 * covariance + 0.001 * level)
+        return np.concatenate(self.statistics), factor
 
     def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
-        scores = []
-        for own, *background in self._solved:
-            distances = squared_distances(features, *own)
-            for gaussian in background:
-                distances = distances - squared_distances(features, *gaussian)
-            scores.append(-distances)
-        return np.concatenate(scores, axis=1)
+        return -squared_distances(features, *self._solved)
 
 
 class FeCAM(Comparator):
@@ -165,11 +143,6 @@ def _whitened(
 
 
 # Factors F with F F' the inverse of what a method makes of a covariance; I without variance ------
-
-
-def _shrunk_factor(covariance: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:
-    level = np.trace(covariance) / len(covariance) * np.eye(len(covariance))
-    return _inverse_factor(0.999 * covariance + 0.001 * level)
 
 
 def _correlation_factor(covariance: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:
