@@ -183,11 +183,7 @@ def run(
 
 @contextlib.contextmanager
 def _explained(config: Config) -> Iterator[None]:
-    """Turns failures that the user alone can mend into one line.
-
-    Raises:
-        InputError: memory is too small, or a learner of the user's own failed; names the place.
-    """
+    """Turns what the user alone can mend, memory or a learner of one's own, into one line."""
     try:
         yield
     except (InputError, TrainingError, Interrupted):

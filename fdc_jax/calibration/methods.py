@@ -22,11 +22,6 @@ class Method(NamedTuple):
     make: Callable[..., Calibrator]
     settings: tuple[str, ...] = ()
 
-    @property
-    def needs_heads(self) -> bool:
-        """Whether tasks need a head."""
-        return self.make().needs_heads
-
 
 _FDC = tuple(inspect.signature(fdc.Settings).parameters)
 _RANDOM = ("projections", "seed")

@@ -35,11 +35,7 @@ def write(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read(path: str | os.PathLike[str], types: Mapping[str, type]) -> Any:
-    """Reads a tree whose tuples and objects are of these `types`, by their names; runs no code.
-
-    Raises:
-        InputError: the file is missing, damaged, or of another kind or version.
-    """
+    """Reads a tree whose tuples and objects are of these `types`, by their names; runs no code."""
     arrays = read_npz(path)
     kind, tree = (str(arrays.pop(name, "")) for name in ("format", "tree"))
     if kind != FORMAT:

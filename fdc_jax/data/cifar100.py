@@ -23,11 +23,7 @@ _RECORD_BYTES = 2 + 3 * 32 * 32
 
 
 def download(cache: Path, quiet: bool) -> Path:
-    """Returns the archive in `cache`, which is downloaded unless it is there already.
-
-    Raises:
-        InputError: the download fails or its checksum is wrong.
-    """
+    """Returns the archive, downloaded into `cache` if need be; InputError where that fails."""
     import pooch  # warns in a notebook without widgets
 
     downloader: Any = pooch.HTTPDownloader(progressbar=not quiet, timeout=60)

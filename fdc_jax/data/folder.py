@@ -203,11 +203,7 @@ def content(path: Path) -> bytes:
 
 
 def find_images(folder: Path) -> list[Path]:
-    """Returns the images at and below a folder, by name; a log line counts the other files.
-
-    Raises:
-        InputError: there are none.
-    """
+    """Returns the images at and below a folder, by name; InputError where there are none."""
     found, skipped = _sorted_out(folder, "folder")
     for note in _skipped(skipped):
         _log.warning("%s: %s", folder, note)

@@ -102,11 +102,7 @@ class FeatureSet(NamedTuple):
         return np.array([task_of[int(label)] for label in self.test_labels])
 
     def fit(self, calibrator: Any) -> Any:
-        """Fits a fresh calibrator to all tasks and gives it the final heads; returns the same one.
-
-        Raises:
-            InputError: the calibrator refuses a task or a head.
-        """
+        """Fits a fresh calibrator to all tasks, gives it the final heads and returns it."""
         for task in self.tasks:
             task.fit(calibrator)
         calibrator.finalize()

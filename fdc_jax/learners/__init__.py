@@ -56,11 +56,7 @@ def find(name: str) -> type[Learner]:
 
 
 def make(setup: Setup) -> Learner:
-    """Returns the learner that a run's configuration names, with its options there.
-
-    Raises:
-        InputError: of `find`, or by the learner, whose options contradict each other.
-    """
+    """Returns the learner that a run's configuration names, with its options; raises as `find`."""
     return find(setup.config.learner.name).configured(setup)
 
 
@@ -136,11 +132,7 @@ def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Any]]:
 
 
 def check_options(name: str, flat: Mapping[str, Any]) -> None:
-    """Checks the options of a learner, and of all learners of the package.
-
-    Raises:
-        InputError: names the field, what was expected and what was found.
-    """
+    """Refuses values of options of a learner, and of all learners of the package."""
     for learner in dict.fromkeys((*names(), name)):
         for field, each in options(learner).items():
             wanted = expected(each.allowed, flat[field])
@@ -165,11 +157,7 @@ def deviations(name: str, flat: Mapping[str, Any]) -> list[str]:
 
 
 def check_state(name: str, question: str, before: Any, after: Any) -> None:
-    """Checks that a learner's answer to a question has the old state's arrays, in shape and type.
-
-    Raises:
-        InputError: names the first array that is another.
-    """
+    """Refuses an answer to a question without the old state's arrays, in shape and type."""
     old, new = (
         {
             jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"

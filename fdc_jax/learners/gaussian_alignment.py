@@ -31,15 +31,11 @@ OLDEST_MEAN_SCALE = 0.9
 
 
 class ClassGaussians(NamedTuple):
-    """One Gaussian per class, in slots [task, class of the task], zero where none is fitted yet.
+    """One Gaussian per class, in slots [task, class of the task], zero where none is fitted yet."""
 
-    Attributes:
-        means: of the features.
-        factors: lower triangular, factor @ factor.T = covariance + ridge * I; on the host. 708 MB
-            for 300 classes of 768 features.
-    """
-
-    means: Float[Array, "t c d"]
+    means: Float[Array, "t c d"]  # of the features
+    # Lower triangular, factor @ factor.T = covariance + ridge * I; on the host. 708 MB for 300
+    # classes of 768 features.
     factors: Float[np.ndarray, "t c d d"]
 
 

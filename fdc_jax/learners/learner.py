@@ -95,25 +95,18 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """A learner in one run. Its answers are those of Cumulative-LoRA where it gives no others.
-
-    Attributes:
-        setup: the run.
-        title: how tables call it.
-        paper_row: its row in the paper's tables.
-        selected: the components of FDC that the paper enables for it, a key of `components` in
-            `results.json`.
-        task_count: what in the learning of a task depends on how many there will be, in words.
-        mean_over_images: the loss is a mean of terms of one image each, weighted by
-            `batch.weights`, plus what no image enters; a batch may then be taken in portions.
-    """
+    """A learner in one run. Its answers are those of Cumulative-LoRA where it gives no others."""
 
     setup: Setup
 
-    title: ClassVar[str] = ""
-    paper_row: ClassVar[int] = 100
+    title: ClassVar[str] = ""  # how tables call it
+    paper_row: ClassVar[int] = 100  # in its tables
+    # The components of FDC that the paper enables for it, a key of `components` in `results.json`.
     selected: ClassVar[str] = "full"
+    # What in the learning of a task depends on how many there will be, in words.
     task_count: ClassVar[str] = ""
+    # Whether the loss is a mean of terms of one image each, weighted by `batch.weights`, plus what
+    # no image enters; a batch may then be taken in portions.
     mean_over_images: ClassVar[bool] = False
 
     @classmethod

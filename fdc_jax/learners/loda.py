@@ -79,19 +79,13 @@ PART_SIZES = (4, 5, 6, 8)
 
 
 class State(NamedTuple):
-    """What outlasts a task.
+    """What outlasts a task."""
 
-    Attributes:
-        increments: stacked on a task axis. The first half of the rank is the general branch, the
-            second the isolated one; scales and shrinking are part of B. While a task trains, its
-            slot holds the A designed for it, and B is zero.
-        heads: rows of the cosine heads, stacked on a task axis.
-        moments: sum of the second moments of earlier tasks' attention inputs, two a task.
-    """
-
+    # The first half of the rank is the general branch, the second the isolated one; scales and
+    # shrinking are part of B. While a task trains, its slot holds its A, and B is zero.
     increments: vit.Increment
-    heads: Float[Array, "tasks c d"]
-    moments: Float[Array, "l d d"]
+    heads: Float[Array, "tasks c d"]  # rows of the cosine heads
+    moments: Float[Array, "l d d"]  # summed, of earlier tasks' attention inputs, two a task
 
 
 class Progress(NamedTuple):

@@ -62,19 +62,12 @@ NATIVE_HEAD_RATE, NATIVE_HEAD_RATE_OF = 1e-3, {"cifar100": 2e-3, "imagenet_r": 5
 
 
 class State(NamedTuple):
-    """What outlasts a task.
-
-    Attributes:
-        increments: stacked on a task axis.
-        means: of every class's features, stacked on a task axis.
-        projector: what the steps of the task at hand are multiplied by; the identity at first.
-        space_sizes: number of directions in each task's drift-resistant spaces.
-    """
+    """What outlasts a task."""
 
     increments: vit.Increment
-    means: Float[Array, "tasks c d"]
-    projector: Float[Array, "l d d"]
-    space_sizes: Int[Array, "tasks l"]
+    means: Float[Array, "tasks c d"]  # of every class's features
+    projector: Float[Array, "l d d"]  # what steps are multiplied by; the identity at first
+    space_sizes: Int[Array, "tasks l"]  # directions of each task's drift-resistant spaces
 
 
 class Moments(NamedTuple):

@@ -22,19 +22,12 @@ from fdc_jax.model.vit import Increment, Variant, VisionTransformer
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What stays fixed over a run.
-
-    Attributes:
-        model: the encoder.
-        classes_per_task: number of classes of each task.
-        config: the run's configuration; a learner reads `train` and its own `learner` fields.
-        mesh: the devices that share every batch; by default all.
-    """
+    """What stays fixed over a run."""
 
     model: VisionTransformer
     classes_per_task: tuple[int, ...]
-    config: Any
-    mesh: Mesh = dataclasses.field(default_factory=devices.data_mesh)
+    config: Any  # of which a learner reads `train` and its own `learner` fields
+    mesh: Mesh = dataclasses.field(default_factory=devices.data_mesh)  # shares every batch
 
     @property
     def variant(self) -> Variant:

@@ -36,10 +36,7 @@ for _name in ("absl", "asyncio"):
 class Checkpoints:
     """A folder of numbered checkpoints, each a pytree and a small JSON cursor; the newest stay.
 
-    Where they are to be read only, nothing changes, and what is damaged is passed over.
-
-    Raises:
-        InputError: the folder is to be read only, and missing.
+    A folder to be read only must be there; nothing in it changes, and damage is passed over.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2, read_only: bool = False):

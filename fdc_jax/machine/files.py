@@ -58,10 +58,7 @@ def user_cache() -> Path:
 def write_folder_atomically(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary folder and renames it to `folder`, which is none yet, at the end.
 
-    After a kill, the same call starts afresh.
-
-    Raises:
-        InputError: the file system refuses.
+    After a kill, the same call starts afresh; InputError where the file system refuses.
     """
     folder = Path(folder)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
@@ -199,11 +196,7 @@ def sha256(path: str | os.PathLike[str]) -> str:
 
 
 def read_folder(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Memory-maps every `.npy` file of a folder, under its name without the suffix.
-
-    Raises:
-        InputError: a file is damaged or holds objects, or there is none.
-    """
+    """Memory-maps every `.npy` file of a folder, of which there must be one, by its stem."""
     # Names with a leading dot are files still being written.
     files = [file for file in sorted(Path(path).glob("*.npy")) if not file.name.startswith(".")]
     if not files:
@@ -212,11 +205,7 @@ def read_folder(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def read_npy(path: str | os.PathLike[str]) -> np.ndarray:
-    """Memory-maps one `.npy` file.
-
-    Raises:
-        InputError: the file is absent, damaged, longer or shorter than it says, or holds objects.
-    """
+    """Memory-maps one `.npy` file, which is as long as it says."""
     try:
         array = np.lib.format.open_memmap(path, mode="r")
         if array.offset + array.nbytes != os.path.getsize(path):
@@ -227,11 +216,7 @@ def read_npy(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Reads every array of an `.npz` archive into memory.
-
-    Raises:
-        InputError: the file is absent or damaged, or holds objects.
-    """
+    """Reads every array of an `.npz` archive into memory."""
     arrays: dict[str, np.ndarray] = {}
     name = ""
     try:
@@ -263,11 +248,7 @@ def write_npz(path: str | os.PathLike[str], arrays: Mapping[str, ArrayLike]) -> 
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Reads every array of a `.safetensors` file into memory.
-
-    Raises:
-        InputError: the file is absent or damaged.
-    """
+    """Reads every array of a `.safetensors` file into memory."""
     try:
         return safetensors.numpy.load_file(path)
     except Exception as error:  # As above.

@@ -33,10 +33,7 @@ class Outcome(NamedTuple):
 def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome:
     """Fits a method task by task and scores all test features with the final heads.
 
-    Settings that the method does not have are passed over.
-
-    Raises:
-        InputError: the method does not apply to these features.
+    Settings that it does not have are passed over; InputError where it does not apply.
     """
     calibrator = calibration.make(name, **settings)
     start = time.perf_counter()

@@ -86,11 +86,6 @@ class Opened(Places):
         self.results = self.read_results()
 
     @functools.cached_property
-    def records(self) -> list[dict[str, Any]]:
-        """What was measured after each task so far."""
-        return self.read_records()
-
-    @functools.cached_property
     def encoders(self) -> EncoderSetup:
         """What every encoder follows from, together with the learner's state."""
         found = setups.build_encoders(self._configuration(), self._planned)

@@ -56,11 +56,7 @@ class Setup(EncoderSetup):
 def build(
     config: Config, quiet: bool = False, known: task_stream.Known = task_stream.NOTHING
 ) -> Setup:
-    """Returns the set-up of a valid configuration; everything that can be wrong is found here.
-
-    Raises:
-        InputError: configuration, data or weights are not as expected.
-    """
+    """Returns the set-up of a valid configuration; everything that can be wrong is found here."""
     _check_rank(config, _recognise(config))
     tasks = task_stream.open_stream(config, cache_folder(config), known, quiet)
     _check_neighbours(config, tasks)
@@ -96,11 +92,7 @@ def epochs_for(num_images: int) -> int:
 def build_encoders(
     config: Config, classes_per_task: Sequence[int], quiet: bool = True
 ) -> EncoderSetup:
-    """Returns what needs no image of the run; classes are also those of tasks that follow later.
-
-    Raises:
-        InputError: configuration or weights are not as expected.
-    """
+    """Returns what needs no image of the run; classes are also those of tasks that follow later."""
     encoder, mesh, variant = config.encoder, devices.data_mesh(), _recognise(config)
     kind = (config.data.input_range, config.precision, encoder.attention)
     model = vit.build(variant, encoder.image_size, *kind, cudnn=devices.have_cudnn(mesh))

@@ -139,11 +139,7 @@ class Store(Places):
         return self.record_file(task).exists()
 
     def calibrators(self, num_tasks: int) -> dict[str, Any]:
-        """Returns the calibrators as they were after so many tasks, by name.
-
-        Raises:
-            InputError: a file is damaged.
-        """
+        """Returns the calibrators as they were after so many tasks, by name."""
 
         def read() -> dict[str, np.ndarray]:
             return {
