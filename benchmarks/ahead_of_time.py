@@ -114,11 +114,7 @@ def _placed(mesh: Mesh, tree: Any, split: type | tuple = ()) -> Any:
 
 
 def mesh_of(target: str, count: int) -> Mesh:
-    """Returns a mesh of described devices.
-
-    Raises:
-        InputError: no such target or number of devices, or a package is missing; says which.
-    """
+    """Returns a mesh of described devices; InputError says which package is missing for them."""
     described = json.loads(TARGETS.read_text())
     if target not in described:
         raise InputError(f"--target: expected one of {', '.join(described)}, found {target}")

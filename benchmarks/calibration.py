@@ -28,6 +28,7 @@ import numpy as np
 from benchmarks import measure
 from fdc_jax import calibration
 from fdc_jax.calibration import foreign
+from fdc_jax.calibration.inputs import VIEWS
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
 
@@ -110,7 +111,7 @@ def fit_and_score(point: Point, method: str, repeats: int, exact: bool) -> dict[
         found["flops_share_of_forward"] = share
     given, score = point.features(0), {}
     for size in BATCHES:
-        batch = [each if each is None else each[:size] for each in map(given.get, _VIEWS)]
+        batch = [each if each is None else each[:size] for each in map(given.get, VIEWS)]
         calibrator.score(*batch)
         each = [measure.timed(lambda b=batch: calibrator.score(*b))[1] for _ in range(repeats)]
         score[str(size)] = measure.named(np.median(each, axis=0), 1e3)
@@ -125,7 +126,7 @@ def fit_and_score(point: Point, method: str, repeats: int, exact: bool) -> dict[
     if exact:
         step = max(1, point.tasks // 20)
         tested = [point.features(task, test=True) for task in range(0, point.tasks, step)]
-        parts = [[given[view] for given in tested] for view in _VIEWS[: point.views]]
+        parts = [[given[view] for given in tested] for view in VIEWS[: point.views]]
         test = [np.concatenate([each[:500] for each in part]) for part in parts]
         truth = np.concatenate([given["labels"][:500] for given in tested])
         ours = calibrator.score(*test).label
@@ -140,27 +141,14 @@ def fit_and_score(point: Point, method: str, repeats: int, exact: bool) -> dict[
             "equal_labels": float(np.mean(ours == theirs)),
             "accuracy": float(np.mean(ours == truth)),
             "exact_accuracy": float(np.mean(theirs == truth)),
-            "score_milliseconds": {},
         }
-        for size in BATCHES:
-            batch = [each[:size] for each in test]
-            plain.score(*batch)
-            each = [measure.timed(lambda b=batch: plain.score(*b))[1] for _ in range(repeats)]
-            found["exact"]["score_milliseconds"][str(size)] = measure.named(
-                np.median(each, axis=0), 1e3
-            )
     return found
-
-
-_VIEWS = ("adapted", "pretrained")
 
 
 def flops_per_image(point: Point, ranks: int) -> float:
     """Returns the operations of FDC's scoring: bases, prototypes, and heads with and without TSF.
 
-    Args:
-        point: what is scored.
-        ranks: of all subspaces of all views.
+    Ranks are summed over all subspaces of all views.
     """
     products = ranks + (point.views + 2) * point.classes
     return 2.0 * point.width * products + 6.0 * point.width * point.views * point.tasks
@@ -171,18 +159,14 @@ def line(found: dict[str, Any]) -> str:
     fit, score = found["fit_seconds"], found["score_milliseconds"]["64"]
     sizes = {"peak": found["peak_memory_bytes"], "statistics": found["storage_bytes"]}
     text = "".join(f", {name} {value / 2**20:.1f} MiB" for name, value in sizes.items())
-    share = found.get("flops_share_of_forward")
+    share, exact = found.get("flops_share_of_forward"), found.get("exact")
     return (
         f"{found['method']}, {found['tasks']} tasks, {found['classes']} classes, "
         f"{found['images']} images, width {found['width']}, views {found['views']}: fit "
         f"{fit['clock']:.1f} s ({fit['processor']:.1f} s of processor time), finalize "
         f"{found['finalize_seconds']['clock']:.2f} s{text}, score {score['clock']:.1f} ms per 64 "
         f"({score['processor']:.1f} ms of processor time)"
-        + (
-            f", {100 * found['exact']['equal_labels']:.3f} % exact labels"
-            if "exact" in found
-            else ""
-        )
+        + (f", {100 * exact['equal_labels']:.3f} % exact labels" if exact else "")
         + (f", {100 * share:.3f} % of a forward pass's operations" if share else "")
     )
 

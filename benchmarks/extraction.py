@@ -46,10 +46,10 @@ def ours(options: argparse.Namespace, dual: bool) -> measure.Contender:
 
     names = ("adapted", "pretrained")
     outputs = {name: found.features for name, found in zip(names, repeat(1), strict=False)}
-    passes = 2 if dual else 1
+    images = len(views) * options.batches * count
     about = {
         "device": devices.describe(),
-        "flops": passes * options.batches * count * flops.forward(problem.model.variant, size),
+        "flops": images * flops.forward(problem.model.variant, size),
         "peak_flops": flops.peak(options.precision),
     }
     return measure.Contender(repeat, outputs, about)

@@ -58,9 +58,6 @@ def peak(precision: str) -> float:
     """Returns the operations a second of all devices in a product of large matrices.
 
     Of a processor, which is shared, per second of processor time; else of the clock.
-
-    Args:
-        precision: `parity` or `fast`.
     """
     on_processor = jax.default_backend() == "cpu"
     size = 1536 if on_processor else 8192

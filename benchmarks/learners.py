@@ -33,14 +33,7 @@ _WHAT = ("step", "task")
 
 
 class Trial:
-    """One learner in its second task.
-
-    Args:
-        name: of the learner.
-        arguments: of the command.
-        model: the encoder.
-        backbone: its parameters.
-    """
+    """One learner in its second task."""
 
     def __init__(self, name: str, arguments: argparse.Namespace, model, backbone):
         self.backbone, stream = backbone, (arguments.classes,) * 2

@@ -42,17 +42,11 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 
 class Contender(NamedTuple):
-    """What a process measures.
+    """What a process measures."""
 
-    Attributes:
-        repeat: does the work once and returns when it is done.
-        outputs: arrays by which contenders are checked against each other.
-        about: what the report says of it.
-    """
-
-    repeat: Callable[[], Any]
-    outputs: dict[str, np.ndarray]
-    about: dict[str, Any]
+    repeat: Callable[[], Any]  # does the work once and returns when it is done
+    outputs: dict[str, np.ndarray]  # by which contenders are checked against each other
+    about: dict[str, Any]  # what the report says of it
 
 
 def parser_of(description: str | None, program: str, **defaults: Any) -> argparse.ArgumentParser:
@@ -72,11 +66,7 @@ def parser_of(description: str | None, program: str, **defaults: Any) -> argpars
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parses the command line; whole numbers are at least 1, and --output can be written.
-
-    Raises:
-        InputError: names the flag.
-    """
+    """Parses the command line; whole numbers are at least 1, and --output can be written."""
     options = parser.parse_args()
     for name, value in vars(options).items():
         least = 0 if name == "cores" else 1
@@ -88,11 +78,7 @@ def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def numbers(options: argparse.Namespace, name: str) -> list[int]:
-    """Returns the numbers of a flag such as --tasks=1,10.
-
-    Raises:
-        InputError: one is no whole number from 1.
-    """
+    """Returns the numbers of a flag such as --tasks=1,10, each at least 1."""
     text = getattr(options, name)
     try:
         found = [int(each) for each in text.split(",")]
@@ -118,11 +104,7 @@ def named(seconds: np.ndarray, unit: float = 1.0) -> dict[str, float]:
 
 
 def pytorch_names(chosen: str) -> list[str]:
-    """Returns the names of PyTorch's contenders.
-
-    Raises:
-        InputError: PyTorch is not installed, or there is no such contender.
-    """
+    """Returns the names of PyTorch's contenders; InputError where it is not installed."""
     kinds = [kind for kind in chosen.split(",") if kind]
     for kind in kinds:
         if kind not in PYTORCH:
@@ -182,11 +164,7 @@ def _in(pool: futures.Executor, function: Callable[..., Any], *arguments: Any) -
 
 
 def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns what a function of a benchmark returns in a fresh process.
-
-    Raises:
-        InputError: the process ended, such as for want of memory; or of the function.
-    """
+    """Returns what a function of a benchmark returns in a fresh process."""
     with futures.ProcessPoolExecutor(1, _SPAWN) as pool:
         return _in(pool, function, *arguments)
 
@@ -206,18 +184,9 @@ def contest(
         make: returns a contender by its name; runs in the contender's process.
         ours: names of our contenders, to the first of which all others are compared.
         unit: images that a repeat takes.
-
-    Raises:
-        InputError: a contender cannot run, or its outputs are others.
     """
-    add = parser.add_argument
-    add(
-        "--pytorch",
-        nargs="?",
-        const=",".join(PYTORCH),
-        default="",
-        help=f"beside PyTorch: {PYTORCH}",
-    )
+    text, every = f"beside PyTorch: {PYTORCH}", ",".join(PYTORCH)
+    parser.add_argument("--pytorch", nargs="?", const=every, default="", help=text)
     options = parsed(parser)
     groups = [ours, *([name] for name in pytorch_names(options.pytorch))]
     # Contenders share the accelerator.

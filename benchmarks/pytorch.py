@@ -134,14 +134,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Images to head-input features.
-
-    Args:
-        variant: sizes of the encoder.
-        image_size: side of the images.
-        rank: of the increments; 0: none.
-        expert: which of the two ways.
-    """
+    """Images to head-input features, with increments unless their rank is 0."""
 
     def __init__(self, variant: vit.Variant, image_size: int, rank: int, expert: bool):
         super().__init__()

@@ -45,14 +45,7 @@ def learning(
 
 
 def problem(options: argparse.Namespace) -> Problem:
-    """Returns an encoder with random weights, an increment, a head, images and labels.
-
-    Args:
-        options: with the flags `measure.ENCODER`; a batch of images is made.
-
-    Raises:
-        InputError: of `vit.build`.
-    """
+    """Returns an encoder with random weights, an increment, a head, and a batch with labels."""
     model, image_size = measure.encoder(options), options.image_size
     rng, first = np.random.default_rng(0), vit.initialise(model, image_size, jax.random.key(0))
     parameters = jax.tree.map(np.asarray, first)

@@ -13,20 +13,19 @@ those of a large product.
 
 import argparse
 import sys
-from typing import Any
 
 from benchmarks import measure
 
 PROGRAM = "benchmarks.training_step"
 
 
-def prepared(options: argparse.Namespace) -> tuple[Any, ...]:
-    """Returns set-up and step of `learners.cumulative_lora`, and random weights and images."""
+def ours(options: argparse.Namespace) -> measure.Contender:
+    """Returns the step of `learners.cumulative_lora`, on random weights and images."""
     import jax
     import jax.numpy as jnp
     import numpy as np
 
-    from benchmarks import synthetic
+    from benchmarks import flops, synthetic
     from fdc_jax.data.batches import Batch
     from fdc_jax.machine import devices
 
@@ -39,18 +38,7 @@ def prepared(options: argparse.Namespace) -> tuple[Any, ...]:
     frozen, trained = devices.replicate(mesh, (frozen, trained))
     batch = Batch(problem.images, problem.labels, np.ones(options.batch_size, np.float32))
     batch = devices.split(mesh, batch)
-    return learner.setup, update, backbone, frozen, trained, batch
-
-
-def ours(options: argparse.Namespace) -> measure.Contender:
-    """Returns the step of `learners.cumulative_lora`."""
-    import numpy as np
-
-    from benchmarks import flops, synthetic
-    from fdc_jax.machine import devices
-
-    setup, update, backbone, frozen, trained, batch = prepared(options)
-    state = [trained, devices.replicate(devices.data_mesh(), update.initialise(trained))]
+    state = [trained, devices.replicate(mesh, update.initialise(trained))]
 
     def repeat():
         *state[:], loss = update.step(backbone, frozen, *state, batch, 1.0)
@@ -68,7 +56,7 @@ def ours(options: argparse.Namespace) -> measure.Contender:
     about = {
         "device": devices.describe(),
         "flops": flops.training_step(
-            setup.variant, options.image_size, synthetic.RANK, options.batch_size
+            problem.model.variant, options.image_size, synthetic.RANK, options.batch_size
         ),
         "peak_flops": flops.peak(options.precision),
     }
