@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -127,17 +126,6 @@ def wait_for(workdir, event, process, count=1):
             return
         time.sleep(0.05)
     raise AssertionError(f"ended before {event}: {process.communicate()[1]}")
-
-
-def kill_after(process, seconds):
-    """Sends SIGKILL after a while; False when the process was done by then."""
-    try:
-        process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-        return True
-    return False
 
 
 # What a run leaves behind -------------------------------------------------------------------------

@@ -83,21 +83,6 @@ def test_every_combination_of_components(kind):
     np.testing.assert_allclose(scores.task_scores, raw.task_scores, rtol=1e-5, atol=1e-5)
 
 
-def test_named_combinations_are_different_scores_and_those_of_one_view_need_two():
-    stream = streams.stream(7, 3)
-    inputs = streams.probe_inputs(stream)
-    found = streams.fitted(stream)
-    scores, terms = found.components(*inputs), found.terms(*inputs)
-    assert list(scores) == list(fdc.COMPONENTS)
-    assert len({each.task_scores.tobytes() for each in scores.values()}) == len(scores)
-    np.testing.assert_array_equal(scores["full"].task_scores, found.score(*inputs).task_scores)
-    for name, switches in {"tsf+pac": "rlc", "adapted_view": "pretrained_view"}.items():
-        alone = terms.fuse(**{switches: False}).task_scores
-        np.testing.assert_array_equal(scores[name].task_scores, alone)
-    single = streams.fitted(stream, dual=False).components(inputs[0])
-    assert single.keys() == {name for name in scores if "view" not in name}
-
-
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
 @pytest.mark.parametrize(
     ("eta", "gamma", "neighbours"), [(0.5, 0.0, 1), (0.95, 0.3, 2), (0.75, 1.0, 3)]
@@ -128,6 +113,7 @@ def test_adapted_view_alone(kind):
     expected = streams.fitted_reference(stream, kind, dual=False)
     adapted, pretrained = streams.probe_inputs(stream)
     assert_equal_scores(found.score(adapted), expected.score(adapted))
+    assert found.components(adapted).keys() == {n for n in fdc.COMPONENTS if "view" not in n}
     # The same as both views with the pretrained one switched off, by flag or by weight.
     dual = streams.fitted(stream, kind).terms(adapted, pretrained).fuse(pretrained_view=False)
     np.testing.assert_array_equal(dual.task_scores, found.score(adapted).task_scores)

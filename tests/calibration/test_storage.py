@@ -65,18 +65,6 @@ def test_heads_of_every_kind_are_kept(kind, tmp_path):
     streams.same_scores(again, found, streams.probe_inputs(stream))
 
 
-def test_released_residuals_are_not_stored(tmp_path):
-    found = streams.fitted(streams.stream(2, 3))
-    found.save(tmp_path / "whole.npz")
-    found.finalize(release=True)
-    again = saved_and_loaded(found, tmp_path)
-    assert again.foreign is None
-    smaller = (tmp_path / "calibrator.npz").stat().st_size
-    residuals = sum(view.values.nbytes for view in streams.fitted(streams.stream(2, 3)).foreign)
-    assert smaller <= (tmp_path / "whole.npz").stat().st_size - residuals
-    streams.same_scores(again, found, streams.probe_inputs(streams.stream(2, 3)))
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = tmp_path_factory.mktemp("saved") / "calibrator.npz"

@@ -38,19 +38,6 @@ def test_steering_without_pairs_of_a_kind_is_finite():
 # The projector -----------------------------------------------------------------------------------
 
 
-def test_a_new_projector():
-    """Uniform in +-1/sqrt(inputs) as PyTorch draws it."""
-    new = rsiat.new_projector(jax.random.key(0), 100, 36)
-    assert [layer.weight.shape for layer in new] == [(100, 64), (64, 36), (36, 64), (64, 100)]
-    for layer in new:
-        inputs, outputs = layer.weight.shape
-        assert layer.bias.shape == (outputs,)
-        for leaf in layer:
-            largest = float(jnp.abs(leaf).max())
-            assert 0.85 * inputs**-0.5 < largest <= inputs**-0.5
-            assert float(leaf.min()) < 0
-
-
 # Calibration of cosine heads ---------------------------------------------------------------------
 
 CLASSES = (2, 3, 2)

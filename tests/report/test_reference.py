@@ -1,7 +1,5 @@
 """Reference files: what is refused, and what is compared how."""
 
-from pathlib import Path
-
 import hypothesis.strategies as st
 import numpy as np
 import pandas as pd
@@ -10,12 +8,11 @@ from hypothesis import given, settings
 from scipy import stats
 
 from fdc_jax.errors import InputError
-from fdc_jax.report import paper, reference, runs
+from fdc_jax.report import reference, runs
 from fdc_jax.report.reference import compare
 from tests.report.made_up import results, write_run
 
 HEADER = "benchmark,learner,quantity,seed,value,std,n,source"
-EXAMPLE = Path(__file__).parents[2] / "results" / "reference_example.csv"
 
 
 def read(tmp_path, *lines, header=HEADER):
@@ -123,18 +120,3 @@ def test_both_sides_are_shown_as_they_are_paired(tmp_path):
         ["CUB-200", "l2p", "raw", "no run", "–", "70.50 ± 0.50 (3)", "–", "–", "–",
          "another paper"],
     ]  # fmt: skip
-
-
-def test_the_example_holds_the_paper_s_numbers():
-    given = reference.read(EXAMPLE)
-    assert set(given.learner) == {"cumulative_lora"}
-    by_name = given.set_index(["quantity", "benchmark"])[["value", "std", "n"]]
-    for quantity, published in {
-        "raw": paper.row("benchmark", "cumulative_lora", "raw"),
-        "fdc": paper.row("benchmark", "cumulative_lora", "fdc"),
-        "gain:fdc": paper.row("ablation", "cumulative_lora", "full"),
-        "aia:raw": paper.row("average_incremental_accuracy", "cumulative_lora"),
-    }.items():
-        found = {name: tuple(row) for name, row in by_name.loc[quantity].iterrows()}
-        assert found == published
-    assert len(by_name) == 20
