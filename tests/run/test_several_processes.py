@@ -1,6 +1,7 @@
 """Several devices and several processes give what one gives, are killed, fail and stop together."""
 
 import json
+import re
 import signal
 import socket
 
@@ -65,6 +66,10 @@ def two(tmp_path_factory, cache):
     return small_runs.shared(tmp_path_factory, "two", make)
 
 
+# What XLA itself writes where a program takes two minutes to compile, as on a busy machine.
+ALARM = re.compile(r"^E\d{4} .*slow_operation_alarm.*\n(?:\n|\*+\n|\[Compiling module .*\n)*", re.M)
+
+
 @pytest.mark.ci
 def test_two_processes_give_what_one_gives_and_the_first_alone_writes_and_speaks(whole, two):
     nearly_same(two, whole)
@@ -72,7 +77,7 @@ def test_two_processes_give_what_one_gives_and_the_first_alone_writes_and_speaks
     assert "device     4 x cpu" in errors
     assert "after task 2/2" in errors
     assert "results: " in output
-    assert other_errors == ""
+    assert ALARM.sub("", other_errors) == ""
     assert [line for line in other_output.splitlines() if not line.startswith("[Gloo]")] == []
     assert not two.with_name("two_nowhere").joinpath("config.json").exists()
     assert len(events(two, "evaluation")) == 2
