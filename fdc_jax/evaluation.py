@@ -86,11 +86,6 @@ def task_accuracies(
     return np.where(totals > 0, 100.0 * right / np.maximum(totals, 1), np.nan)
 
 
-def average_incremental_accuracy(accuracies: Sequence[float]) -> float:
-    """Mean over tasks k of the accuracy on all classes seen after task k (paper, AIA)."""
-    return float(np.mean(np.asarray(accuracies, np.float64)))
-
-
 def mean_and_std(values: Sequence[float] | np.ndarray) -> tuple[float, float]:
     """Mean and sample standard deviation over seeds; the latter is NaN for one seed."""
     array = np.asarray(values, np.float64)

@@ -52,7 +52,7 @@ def write(
     output: str | os.PathLike[str],
     weights_file: str | None = None,
     learner: str = "",
-) -> dict[str, int]:
+) -> None:
     """Writes a finished run as one folder, whole or not at all; the same run gives the same bytes.
 
     The folder is read once before it gets its name.
@@ -62,8 +62,6 @@ def write(
         output: the folder to make.
         weights_file: the file of the pretrained encoder, if no longer where it was.
         learner: the module of a learner outside the package, whose code is run.
-
-    Returns the bytes of every file, by its name in the folder.
 
     Raises:
         InputError: the folder exists or cannot be written, the run is not finished, or something of
@@ -97,7 +95,6 @@ def write(
         _write_timm(run, folder / "timm")
         write_manifest(folder)
         open_run(folder, learner=learner)
-        return _sizes(folder)
 
 
 def _flat(tree: Any) -> dict[str, np.ndarray]:
@@ -134,12 +131,6 @@ def _write_timm(run: Opened, folder: Path) -> None:
     write_json(folder / "config.json", config)
 
 
-def _sizes(folder: Path) -> dict[str, int]:
-    """Returns the bytes of every file of a folder, by its name in there."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
-
-
 # The command --------------------------------------------------------------------------------------
 
 
@@ -160,12 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    sizes = write(options.workdir, options.out, options.weights, options.learner)
-    if options.quiet:
-        return
-    for name, size in sizes.items():
-        print(f"{size / 1e6:10.2f} MB  {name}")
-    print(f"{sum(sizes.values()) / 1e6:10.2f} MB  {options.out}")
+    write(options.workdir, options.out, options.weights, options.learner)
+    if not options.quiet:
+        print(f"wrote {options.out}")
 
 
 if __name__ == "__main__":

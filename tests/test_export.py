@@ -131,10 +131,7 @@ def test_the_encoder_in_timms_layout_gives_the_features_of_the_run(whole, tmp_pa
 
 def test_the_command_says_what_it_wrote(whole, tmp_path, capsys):
     assert export.main([str(whole), str(tmp_path / "out")]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    sizes = {name: len(content) for name, content in contents(tmp_path / "out").items()}
-    assert [line.split()[2] for line in printed] == [*sorted(sizes), str(tmp_path / "out")]
-    assert float(printed[-1].split()[0]) == round(sum(sizes.values()) / 1e6, 2)
+    assert capsys.readouterr().out == f"wrote {tmp_path / 'out'}\n"
 
 
 @pytest.mark.parametrize(

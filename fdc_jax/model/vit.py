@@ -123,10 +123,6 @@ class Increment(TypedDict):
     value: Factors
 
 
-def _at_block(tree: Any, block: int) -> Any:
-    return None if tree is None else jax.tree.map(lambda leaf: leaf[block], tree)
-
-
 class _Projection(nn.Module):
     """One of query, key, value: x W + b, or x (W + A B) + b when there are updates."""
 
@@ -290,7 +286,8 @@ class _Transformer(nn.Module):
         read = {"token": 1, "prefix": variant.tokens}.get(variant.pooling)
         for block in range(variant.depth):
             kept = read if block == variant.depth - 1 else None
-            of_block = (_at_block(tree, block) for tree in (kernels, increments, keys))
+            # Of what there is; None has no leaf.
+            of_block = jax.tree.map(lambda leaf, b=block: leaf[b], (kernels, increments, keys))
             function = _Block(variant, self.arithmetic, kept, name=f"encoderblock_{block}")
             x = function(x, angles, dropout_rate, *of_block)
         return self._pooled(x)

@@ -56,7 +56,7 @@ def _program() -> Program:
     add("--merge", metavar="PATH", nargs="+", help="join what all shards wrote to --output")
     add("--basis", metavar="PATH", help="for the second pass of FDC, what merging the first wrote")
     add("--dry_run", action="store_true", help="only say what --shard would read, and how long")
-    made = "write a small example of a feature file (.npz, or a folder) and say how to dump one"
+    made = "write a small example of a feature file (.npz) and say how to dump one"
     add("--template", metavar="PATH", nargs="?", const="features.npz", help=made)
     return program
 
@@ -168,17 +168,11 @@ def _output(options: argparse.Namespace) -> Path | None:
     """Refuses files that cannot be written, or would overwrite the features."""
     if options.calibrator is not None and options.method == "all":
         raise InputError("--calibrator: expected together with one --method")
-    output = None
-    if options.output is not None:
-        output = check_writable_file("--output", options.output, ".npz")
     for flag, name in (("--output", options.output), ("--calibrator", options.calibrator)):
-        if (
-            name
-            and check_writable_file(flag, name, ".npz").resolve()
-            == Path(options.features).resolve()
-        ):
+        written = None if name is None else check_writable_file(flag, name, ".npz").resolve()
+        if written == Path(options.features).resolve():
             raise InputError(f"{flag}: {name} is the feature file itself")
-    return output
+    return None if options.output is None else Path(options.output)
 
 
 def _said(reports: list[dict[str, Any]]) -> list[str]:

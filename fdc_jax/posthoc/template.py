@@ -6,8 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from fdc_jax.errors import InputError
-from fdc_jax.features import feature_files
-from fdc_jax.machine.files import write_folder_atomically, write_npz
+from fdc_jax.machine.files import write_npz
 
 HOW_TO = """\
 wrote {path}: {num_tasks} tasks with {num_classes} classes of made-up features. Try it:
@@ -35,23 +34,13 @@ training task t = 1, 2, ... All arrays are described in docs/features.md."""
 
 
 def write_template(path: str | os.PathLike[str]) -> str:
-    """Writes the example as an `.npz` or, without such a suffix, a folder; returns what to say.
-
-    Raises:
-        InputError: the path exists already, or cannot be written.
-    """
+    """Writes the example as an `.npz`, which is none yet, and returns what to say."""
     path, arrays = Path(path), example()
     if path.exists():
         raise InputError(f"--template: {path} exists already")
-    if path.suffix not in ("", ".npz"):
-        raise InputError(
-            f"--template: expected a name that ends in .npz, or a folder, found {path}"
-        )
-    if path.suffix:
-        write_npz(path, arrays)
-    else:
-        with write_folder_atomically(path) as folder:
-            feature_files.write(folder, arrays)
+    if path.suffix != ".npz":
+        raise InputError(f"--template: expected a name that ends in .npz, found {path}")
+    write_npz(path, arrays)
     tasks = sum(name.startswith("head_weight") for name in arrays)
     classes = sum(len(np.unique(arrays[f"train_labels_{t}"])) for t in range(tasks))
     return HOW_TO.format(path=path, num_tasks=tasks, num_classes=classes)

@@ -36,7 +36,6 @@ WITHOUT_EFFECT = OF_A_HOST | {
 _ALLOWED: dict[str, str | tuple[str, ...]] = {
     "class_order_seed": "[-1, 4294967295]",
     "num_tasks": "[0, inf)",
-    "precision": ("parity", "fast"),
     "encoder.image_size": "[0, 4096]",
     "encoder.heads": "[0, 4096]",
     "data.test_share": "[0, 1)",
