@@ -328,7 +328,10 @@ def _run(options: argparse.Namespace) -> None:
             if said < _ON_SCREEN:
                 first.append(table)
             if options.html:
-                doubts = _certainty(table)
+                # What is unlike anything learned comes first, then what is least sure.
+                doubts = np.zeros(len(table))
+                if found.gaussians:
+                    doubts = (table["confidence"] - table["unlike_learned"]).to_numpy()
                 for place in np.argsort(doubts, kind="stable")[:_ON_PAGE]:
                     if len(shown) < _ON_PAGE or doubts[place] < shown[-1][0]:
                         picture = _picture(table.iloc[place].to_dict(), pixels[place])
@@ -356,13 +359,6 @@ def _run(options: argparse.Namespace) -> None:
         )
     if found.unreadable:
         raise InputError(f"{len(found.unreadable)} of {images} could not be read")
-
-
-def _certainty(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
-    """Returns what the page is sorted by: the confidence, below what is unlike anything learned."""
-    if "confidence" not in table:
-        return np.zeros(len(table))
-    return (table["confidence"] - table["unlike_learned"]).to_numpy()
 
 
 def _picture(line: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[str, Any]:

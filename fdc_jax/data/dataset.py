@@ -74,6 +74,5 @@ def split_name(split: str, there: Container[str]) -> str:
 
 def default_workers() -> int:
     """Number of processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    known = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1

@@ -11,11 +11,7 @@ from fdc_jax.errors import InputError
 
 
 def name_of(benchmark: str, source: str) -> str:
-    """Returns the name of a configuration's data: the one that it says, or that of their source.
-
-    Raises:
-        InputError: there is neither, or no name to be shown.
-    """
+    """Returns the name of a configuration's data: the one that it says, or that of their source."""
     if not source and not benchmark:
         raise InputError(
             "config.data.source: expected a folder or an archive of images, train/CLASS/IMAGE and "

@@ -27,11 +27,7 @@ from fdc_jax.machine.files import read_npz, write_npz
 
 
 def find(name: str, data_dir: Path) -> Path | None:
-    """Returns the folder of the newest version of a prepared data set; None if there is none.
-
-    Raises:
-        InputError: there are several configurations of it.
-    """
+    """Returns the folder of the newest version of a prepared data set; None if there is none."""
     found = [path.parent for path in (data_dir / name).rglob("dataset_info.json")]
     if len({folder.parent for folder in found}) > 1:
         places = ", ".join(sorted({folder.parent.name for folder in found}))

@@ -118,11 +118,7 @@ def options(name: str) -> dict[str, Option]:
 
 
 def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Any]]:
-    """Returns the options on a benchmark by learner: what `config.learner` begins with.
-
-    Raises:
-        InputError: there is no learner `outside` of the package.
-    """
+    """Returns the options on a benchmark by learner: what `config.learner` begins with."""
     known = _own() | ({section(outside): find(outside)} if outside else {})
     return {
         name: {field: each.default_on(benchmark) for field, each in learner.options().items()}

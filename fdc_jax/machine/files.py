@@ -148,11 +148,7 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path, remedy: str) -> None:
-    """Compares every file that a folder's manifest names, byte for byte.
-
-    Raises:
-        InputError: a file is missing or another; the line ends with what to do then.
-    """
+    """Compares every file that a folder's manifest names; InputError with what to do then."""
     for name, digest in read_json(folder / MANIFEST)["sha256"].items():
         path = folder / name
         if not path.is_file() or sha256(path) != digest:

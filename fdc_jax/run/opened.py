@@ -224,11 +224,7 @@ class Opened(Places):
         return found.extract.stream(found.backbone, views, batches)
 
     def test_images(self, rows: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n s s 3"]:
-        """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled.
-
-        Raises:
-            InputError: the data cannot be read, or are not those of the run.
-        """
+        """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled."""
         tasks, labels = self.tasks, self.predictions["label"]
         if not np.array_equal(tasks.test_labels[: len(labels)], labels):  # More tasks may follow.
             raise InputError(

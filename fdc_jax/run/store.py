@@ -154,11 +154,7 @@ class Store(Places):
 
     @processes.on_first
     def go_on(self, num_tasks: int) -> None:
-        """Forgets what was measured after tasks that come again.
-
-        Raises:
-            InputError: a finished run would be trained again from its first task.
-        """
+        """Forgets what was measured after tasks that come again, unless the run is finished."""
         if num_tasks == 0 and self.results_file.exists():
             raise InputError(
                 f"{self.folder} holds a finished run, and no checkpoint to go on from; remove "

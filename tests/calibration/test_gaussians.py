@@ -205,20 +205,12 @@ def test_a_tasks_features_are_not_held_while_fitting(tmp_path):
     assert peak < features.nbytes / 2
 
 
-@pytest.mark.parametrize(
-    ("before", "message"),
-    [
-        (np.zeros((5, 16), np.float32), "expected 45 rows like the adapted features, found 5"),
-        (np.zeros((45, 3), np.float32), "expected width 16, found 3"),
-        (np.full((45, 16), np.nan, np.float32), "row 0 is not finite"),
-    ],
-)
-def test_previous_features_that_do_not_fit_change_nothing(before, message):
+def test_previous_features_that_do_not_fit_change_nothing():
     tasks = streams.stream(1, 2)
     found = fitted(tasks[:1])
     known = found.views
-    with pytest.raises(InputError, match=f"^previous features of task 1: {message}"):
-        streams.fit(found, tasks[1:], previous=[before])
+    with pytest.raises(InputError, match=r"^previous features of task 1: expected 45 rows like"):
+        streams.fit(found, tasks[1:], previous=[np.zeros((5, 16), np.float32)])
     assert found.num_tasks == 1 and found.views is known and found.follows is None
 
 

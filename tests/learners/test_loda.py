@@ -71,9 +71,6 @@ def test_designed_directions(run, backbone, task):
             np.testing.assert_allclose(ratio, values[-toy.RANK :].sum(), rtol=1e-3)
 
 
-# Shrinking ---------------------------------------------------------------------------------------
-
-
 # Three tasks -------------------------------------------------------------------------------------
 
 

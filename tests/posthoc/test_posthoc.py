@@ -106,14 +106,7 @@ def test_report_counts_what_the_predictions_say(fdc, arrays):
     assert accuracy["raw"] == percent(result["raw_label"] == truth)
     assert accuracy["calibrated"] == percent(result["label"] == truth)
     assert report["routing_accuracy"]["calibrated"] == percent(result["task"] == truth // 2)
-    cells = report["decomposition"]["calibrated"]
-    assert cells["right_task_right_class"] == accuracy["calibrated"]
-    assert cells["right_task_right_class"] + cells["wrong_task_oracle_right"] == pytest.approx(
-        cells["oracle_accuracy"]
-    )
-    gain = accuracy["calibrated"] - accuracy["raw"]
-    assert report["gain"]["mean"] == pytest.approx(gain)
-    assert report["gain"]["low"] <= gain <= report["gain"]["high"]
+    assert report["gain"]["mean"] == pytest.approx(accuracy["calibrated"] - accuracy["raw"])
     expected = np.zeros((3, 3), int)
     np.add.at(expected, (truth // 2, result["task"]), 1)
     np.testing.assert_array_equal(report["task_confusion"]["calibrated"], expected)
