@@ -38,14 +38,13 @@ METHODS: dict[str, Method] = {
     "wa": Method("weight aligning", comparators.WeightAligning),
     "vim": Method("ViM", comparators.VirtualLogitMatching),
     "ncm": Method("nearest class mean", comparators.NearestClassMean),
-    "nme": Method("nearest mean of exemplars", comparators.NearestMeanOfExemplars),
     "mahalanobis": Method("Mahalanobis", comparators.Mahalanobis),
     "fecam": Method("FeCAM", comparators.FeCAM),
     "ridge": Method("ridge", comparators.Ridge),
     "ranpac": Method("RanPAC", comparators.RanPAC, _RANDOM),
     "anacp": Method("AnaCP", comparators.AnaCP, _RANDOM),
 }
-for _name in ("ncm", "nme", "mahalanobis", "fecam", "ridge", "ranpac", "anacp"):
+for _name in ("ncm", "mahalanobis", "fecam", "ridge", "ranpac", "anacp"):
     _title, _make, _settings = METHODS[_name]
     METHODS[f"{_name}-pretrained"] = Method(
         f"{_title}, frozen features", partial(_make, view="pretrained"), _settings

@@ -63,13 +63,8 @@ class Checkpoints:
     def save(self, number: int, tree: Any, cursor: dict[str, Any]) -> None:
         """Writes a checkpoint; it exists as a whole when this returns, or not at all.
 
-        Args:
-            number: larger than every number before.
-            tree: arrays.
-            cursor: what says where in the run the tree belongs; JSON values.
-
-        Raises:
-            InputError: the disk refuses the write.
+        Its number is larger than all before; the cursor says where in the run its tree of arrays
+        belongs, in JSON values. InputError where the disk refuses the write.
         """
         self._write(number, jax.tree.map(np.asarray, devices.to_host(tree)), cursor)
 

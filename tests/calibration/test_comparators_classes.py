@@ -66,14 +66,6 @@ def test_cosine_nearest_mean_uses_means_of_raw_features(data, name):
     check(data, comparators.NearestClassMean(name), cosine)
 
 
-@both_views
-def test_nearest_mean_of_exemplars_uses_means_of_normalised_features(data, name):
-    features, labels, classes = stacked(data, name)
-    _, means = within(unit(features), labels, classes)
-    squares = scipy.spatial.distance.cdist(unit(view(data, name)), unit(means), "sqeuclidean")
-    check(data, comparators.NearestMeanOfExemplars(name), -squares)
-
-
 def squared_mahalanobis(points, means, precision):
     return scipy.spatial.distance.cdist(points, means, "mahalanobis", VI=precision) ** 2
 
@@ -248,7 +240,6 @@ def test_anacp(data):
 
 METHODS = {
     "ncm": comparators.NearestClassMean,
-    "nme": comparators.NearestMeanOfExemplars,
     "mahalanobis": comparators.Mahalanobis,
     "fecam": comparators.FeCAM,
     "ranpac": lambda view: comparators.RanPAC(view, projections=40),

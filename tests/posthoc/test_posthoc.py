@@ -66,7 +66,7 @@ def fdc(tmp_path_factory, source):
     return result, report
 
 
-@pytest.mark.parametrize("method", ["fdc", "gaussians", "nme-pretrained"])
+@pytest.mark.parametrize("method", ["fdc", "gaussians", "ncm-pretrained"])
 def test_predictions_are_the_librarys(source, tmp_path, method):
     output, saved = tmp_path / "x.npz", tmp_path / "calibrator.npz"
     settings = {"rlc_weight": 0.5, "retained_energy": 0.9} if method == "fdc" else {}

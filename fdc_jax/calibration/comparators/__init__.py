@@ -8,7 +8,6 @@ from fdc_jax.calibration.comparators.distances import (
     FeCAM,
     Mahalanobis,
     NearestClassMean,
-    NearestMeanOfExemplars,
 )
 from fdc_jax.calibration.comparators.logits import (
     Energy,
@@ -29,7 +28,6 @@ __all__ = [
     "Mahalanobis",
     "MaximumSoftmax",
     "NearestClassMean",
-    "NearestMeanOfExemplars",
     "NegativeEntropy",
     "RanPAC",
     "Raw",

@@ -42,23 +42,6 @@ class NearestClassMean(Comparator):
         return in_blocks(_cosines, self._solved, features)
 
 
-class NearestMeanOfExemplars(NearestClassMean):
-    """Score of class c: -|g/|g| - p_c|^2 with p_c the normalised mean of normalised features.
-
-    The classifier of iCaRL (Rebuffi et al., 2017) with all training images as exemplars; the same
-    ranking as the class-level affinity of PAC (paper, Eq. par) without its standardisation.
-    """
-
-    name = "nme"
-
-    def _collect(self, features, rows, head) -> Float[np.ndarray, "c d"]:
-        return unit(class_means(unit(features.astype(np.float64)), rows)).astype(np.float32)
-
-    def _class_scores(self, features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n classes"]:
-        # |a - b|^2 = 2 - 2 cos(a, b) for unit vectors.
-        return 2.0 * super()._class_scores(features) - 2.0
-
-
 class Mahalanobis(Comparator):
     """Score of class c: minus a Mahalanobis distance (g - m_c)' S^-1 (g - m_c).
 
