@@ -65,18 +65,19 @@ class ViewClasses(NamedTuple):
         factors = [*self.factors, *other.factors]
         return ViewClasses([*self.means, *other.means], factors, self.scatter + other.scatter)
 
-    def all(self, path: Move | None, kind: type = np.float64) -> list[np.ndarray]:
-        """Returns mu_c and B_c of all classes, moved along a path."""
-        means, factors = (np.concatenate(each, dtype=kind) for each in self[:2])
+    def all(self, path: Move | None, kind: type = np.float64) -> tuple[np.ndarray, np.ndarray]:
+        """Returns mu_c in float64 and B_c of all classes, moved along a path."""
+        means = np.concatenate(self.means, dtype=np.float64)
+        factors = np.concatenate(self.factors, dtype=kind)
         if path is None:
-            return [means, factors]
-        matrix, offset = path.matrix.astype(kind), path.offset.astype(kind)
-        return [means @ matrix + offset, factors @ matrix]
+            return means, factors
+        return means @ path.matrix + path.offset, _times(factors, path.matrix.astype(kind))
 
     def moved(self, path: Move) -> ViewClasses:
         """Returns the classes at the end of a path; S, which all share, is not moved."""
         sizes = np.cumsum([len(each) for each in self.means])[:-1]
-        means, factors = (np.split(inputs.float32(each), sizes) for each in self.all(path))
+        moved = self.all(path, np.float32)
+        means, factors = (np.split(inputs.float32(each), sizes) for each in moved)
         return ViewClasses(means, factors, self.scatter)
 
 
@@ -92,35 +93,59 @@ def fit_classes(
     """
     width = features.shape[1]
     shapes = (num_classes, width), (num_classes, RANK, width)
-    scatter, taken = np.zeros((width, width)), np.zeros((width, width), np.float32)
+    scatter, taken = np.zeros((2, width, width))
+    waiting, waiting_away = [], []
     found = [[np.zeros(shape, np.float32) for shape in shapes] for _ in range(1 + held.any())]
     for row in np.unique(rows):
         members, out = at_unit_length(features[rows == row]), held[rows == row]
         mean = members.mean(axis=0, dtype=np.float64).astype(np.float32)
         centred = members - mean
-        own = centred.T @ centred
-        scatter += own
         # The smaller one of X X' and X' X.
-        gram = centred @ centred.T if len(centred) < width else own
+        few = len(centred) < width
+        gram = centred @ centred.T if few else centred.T @ centred
+        _add(scatter, waiting, centred, None if few else gram)
         parts = [(mean, principal(centred, gram))]
         if len(found) == 2:
             rest = centred[~out]
             shift = rest.mean(axis=0)
             away = np.vstack([centred[out], np.sqrt(len(rest)) * shift])
-            taken += (lost := away.T @ away)
-            if gram is own:
-                gram = own - lost
-            else:
+            lost = None if few else away.T @ away
+            _add(taken, waiting_away, away, lost)
+            if lost is None:
                 gram = gram[~out][:, ~out]
                 gram = gram - gram.mean(axis=0)
                 gram -= gram.mean(axis=1, keepdims=True)
+            else:
+                gram = gram - lost
             parts.append((mean + shift, principal(rest - shift, gram)))
         for (means, factors), (middle, leading) in zip(found, parts, strict=True):
             means[row], factors[row, : len(leading)] = middle, leading
+    _add(scatter, waiting)
+    _add(taken, waiting_away)
     return [
         ViewClasses([means], [factors], total.astype(np.float32))
         for (means, factors), total in zip(found, (scatter, scatter - taken), strict=False)
     ]
+
+
+def _add(
+    total: Float[np.ndarray, "d d"],
+    waiting: list[Float[np.ndarray, "_ d"]],
+    rows: Float[np.ndarray, "n d"] | None = None,
+    product: Float[np.ndarray, "d d"] | None = None,
+) -> None:
+    """Adds X' X of rows to a total, once enough of them wait unless it is known, or none is given.
+
+    One product of the rows of many classes takes a fraction of the time of one for each.
+    """
+    if product is not None:
+        total += product
+    elif rows is not None:
+        waiting.append(rows)
+    if waiting and (rows is None or sum(map(len, waiting)) >= inputs.BLOCK_ROWS):
+        many = np.concatenate(waiting)
+        total += many.T @ many
+        waiting.clear()
 
 
 def at_unit_length(features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
@@ -139,20 +164,24 @@ def principal(
     (count, width), last = centred.shape, len(gram) - 1
     if not (kept := min(RANK, count - 1, width)):
         return centred[:0]
-    found, vectors = scipy.linalg.eigh(gram, subset_by_index=[last - kept + 1, last])
+    some = [last - kept + 1, last]
+    found, vectors = scipy.linalg.eigh(gram, subset_by_index=some, check_finite=False)
     lengths = np.sqrt(np.maximum(found, 0.0))
     leading = vectors.T @ centred if len(gram) < width else vectors.T * lengths[:, None]
     return leading[::-1] / np.sqrt(count)
 
 
 class Metric(NamedTuple):
-    """The classes of one view in coordinates W (g - m), in which all share the covariance I."""
+    """The classes of one view about the mean of their means.
 
-    origin: Float[Any, " d"]  # m, the mean of the class means
-    whitener: Float[Any, "d d"]  # W
+    Class c has the inverse covariance A_c = P - F_c' F_c, where P is of what all classes share.
+    """
+
+    origin: Float[Any, " d"]  # the mean of the class means
+    inverse: Float[Any, "d d"]  # P
     middle: Float[Any, " d"]  # the mean of all images
-    one: Float[Any, "d d"]  # W of all images as those of one class
-    rows: Float[Any, "c d"]  # A_c mu, where A_c = I - F_c' F_c, the inverse covariance of class c
+    one: Float[Any, "d d"]  # P of all images as those of one class
+    rows: Float[Any, "c d"]  # A_c mu
     constants: Float[Any, " c"]  # mu' A_c mu / 2
     factors: list[Float[Any, "c d"]]  # of each class the first row of F_c, the second, and so on
 
@@ -171,37 +200,49 @@ def metric(
     kind = np.float32 if plain else np.float64
     all_means, all_factors = known.all(path, kind)
     present, scatter, images = counts > 0, known.scatter.astype(kind), int(counts.sum())
-    whitener = _whitener(scatter, images, int(present.sum()))
+    inverse = _inverse(_lower(scatter, images, int(present.sum())))
     origin = all_means[present].mean(axis=0).astype(np.float32)
-    means = (all_means - origin) @ whitener.T
-    own = all_factors @ (kind(np.sqrt(OWN_SHARE)) * whitener.T)
-    # Woodbury: (I + B' B)^-1 = I - B' (I + B B')^-1 B.
-    inner = np.eye(RANK, dtype=kind) + own @ own.swapaxes(1, 2)
-    factors = np.linalg.solve(np.linalg.cholesky(inner), own)
+    means, own = (all_means - origin).astype(kind), kind(np.sqrt(OWN_SHARE)) * all_factors
+    # Woodbury: (P^-1 + B' B)^-1 = P - P B' (I + B P B')^-1 B P.
+    factors = _times(own, inverse)
+    inner = np.eye(RANK, dtype=kind) + factors @ own.swapaxes(1, 2)
+    factors = np.linalg.inv(np.linalg.cholesky(inner)) @ factors
     along = factors @ means[:, :, None]
-    rows, constants = means - (along * factors).sum(axis=1), energy(means) - energy(along[..., 0])
-    columns = rows, constants / 2 - raised, *factors.swapaxes(0, 1)
+    rows = means @ inverse - (along * factors).sum(axis=1)
+    columns = rows, (rows * means).sum(axis=1) / 2 - raised, *factors.swapaxes(0, 1)
     put = [stack([each], 8, plain=plain, turned=False)[0] for each in columns]
     middle = np.average(all_means, axis=0, weights=counts)
-    about = (all_means - middle) * np.sqrt(counts).astype(kind)[:, None]
-    one = _whitener(scatter + about.T @ about, images, 1)
-    whitener, middle, one = (each.astype(np.float32) for each in (whitener, middle, one))
-    return Metric(origin, whitener, middle, one, put[0], put[1], put[2:])
+    about = ((all_means - middle) * np.sqrt(counts)[:, None]).astype(kind)
+    one = _inverse(_lower(scatter + about.T @ about, images, 1))
+    inverse, middle, one = (each.astype(np.float32) for each in (inverse, middle, one))
+    return Metric(origin, inverse, middle, one, put[0], put[1], put[2:])
 
 
-def _whitener(
+def _times(
+    factors: Float[np.ndarray, "c r d"], matrix: Float[np.ndarray, "d d"]
+) -> Float[np.ndarray, "c r d"]:
+    """Returns B_c times a matrix, as one product."""
+    return (factors.reshape(-1, len(matrix)) @ matrix).reshape(factors.shape)
+
+
+def _lower(
     scatter: Float[np.ndarray, "d d"], images: int, classes: int
 ) -> Float[np.ndarray, "d d"]:
-    """Returns W with W' W the inverse of the covariance that classes share."""
+    """Returns the lower root of the covariance that classes share."""
     width, kind = len(scatter), scatter.dtype.type
     covariance = scatter / kind(images)
     variance = np.trace(covariance) / width
     shrinkage = LEAST_SHRINKAGE + width / max(images - classes, 1)
     covariance *= kind(1 - OWN_SHARE)
     covariance.flat[:: width + 1] += kind(shrinkage * variance if variance > 0 else 1.0)
-    lower = scipy.linalg.cholesky(covariance, lower=True, check_finite=False)
-    (trtri,) = scipy.linalg.get_lapack_funcs(["trtri"], [lower])
-    return trtri(lower, lower=1)[0]
+    return scipy.linalg.cholesky(covariance, lower=True, check_finite=False)
+
+
+def _inverse(lower: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:
+    """Returns the inverse of L L'."""
+    (potri,) = scipy.linalg.get_lapack_funcs(["potri"], [lower])
+    half = potri(lower, lower=1)[0]
+    return half + np.tril(half, -1).T
 
 
 def class_distances(
@@ -215,13 +256,15 @@ def class_distances(
     found = {}
     for name, known, features in zip(inputs.VIEWS, metrics, views, strict=False):
         features = unit(features)
-        near = products(features - known.origin, known.whitener)
+        near = features - known.origin
         found[name] = products(near, known.rows) - known.constants
         for factor in known.factors:
             found[name] = found[name] + products(near, factor) ** 2 / 2
         if lengths:
-            far = products(features - known.middle, known.one)
-            found[f"{name}_lengths"] = jnp.stack([energy(near), energy(far)], axis=-1) / 2
+            far = features - known.middle
+            ways = (near, known.inverse), (far, known.one)
+            squares = [(products(each, inverse) * each).sum(axis=-1) for each, inverse in ways]
+            found[f"{name}_lengths"] = jnp.stack(squares, axis=-1) / 2
     return found
 
 
@@ -319,8 +362,9 @@ class Gaussians(Calibrator):
         known = known._replace(scatter=scatter.astype(np.float32))
         if len(by.class_errors):
             present = sum(int((counts > 0).sum()) for counts in before)
-            near = by.class_errors @ _whitener(scatter, images, present).T
-            self.staleness = self.staleness + energy(near).mean()
+            lower, errors = _lower(scatter, images, present), by.class_errors.T
+            near = scipy.linalg.solve_triangular(lower, errors, lower=True)
+            self.staleness = self.staleness + energy(near.T).mean()
         # Few classes are scored at every task, see `confidence`, and need no way back.
         few = self.path is None and sum(map(len, before)) <= CLASSES
         path = None if few else drift.path(self.path, by)

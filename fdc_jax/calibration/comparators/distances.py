@@ -80,15 +80,16 @@ class Mahalanobis(Comparator):
     variants = ("shared", "per_task", "relative")
 
     def _collect(self, features, rows, head) -> Any:
-        wide = features.astype(np.float64)
-        means, scatter = within_classes(wide, rows)
+        if self.variant != "shared":  # A task's images alone leave directions without variance.
+            features = features.astype(np.float64)
+        means, scatter = within_classes(features, rows)
         if self.variant == "shared":
             self.total = scatter if self.total is None else self.total + scatter
             return means
-        gaussians = [(means, _shrunk_factor(scatter / len(wide)))]
+        gaussians = [(means, _shrunk_factor(scatter / len(rows)))]
         if self.variant == "relative":
-            mean, total = within_classes(wide, np.zeros(len(wide), int))
-            gaussians.append((mean, _shrunk_factor(total / len(wide))))
+            mean, total = within_classes(features, np.zeros_like(rows))
+            gaussians.append((mean, _shrunk_factor(total / len(rows))))
         return gaussians
 
     def _solve(self) -> Any:
