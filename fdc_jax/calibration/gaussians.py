@@ -34,7 +34,6 @@ from fdc_jax.calibration import drift, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores, best_by_task
 from fdc_jax.calibration.compiled import in_blocks, jnp, stack
 from fdc_jax.calibration.confidence import CLASSES, MEASURED, Confidence, left_out
-from fdc_jax.calibration.equations import energy
 from fdc_jax.errors import InputError
 from fdc_jax.heads import products, unit
 
@@ -71,7 +70,8 @@ class ViewClasses(NamedTuple):
         factors = np.concatenate(self.factors, dtype=kind)
         if path is None:
             return means, factors
-        return means @ path.matrix + path.offset, _times(factors, path.matrix.astype(kind))
+        factors = np.tensordot(factors, path.matrix.astype(kind), 1)  # as one product
+        return means @ path.matrix + path.offset, factors
 
     def moved(self, path: Move) -> ViewClasses:
         """Returns the classes at the end of a path; S, which all share, is not moved."""
@@ -94,7 +94,7 @@ def fit_classes(
     width = features.shape[1]
     shapes = (num_classes, width), (num_classes, RANK, width)
     scatter, taken = np.zeros((2, width, width))
-    waiting, waiting_away = [], []
+    waiting, lost = [], []
     found = [[np.zeros(shape, np.float32) for shape in shapes] for _ in range(1 + held.any())]
     for row in np.unique(rows):
         members, out = at_unit_length(features[rows == row]), held[rows == row]
@@ -103,46 +103,38 @@ def fit_classes(
         # The smaller one of X X' and X' X.
         few = len(centred) < width
         gram = centred @ centred.T if few else centred.T @ centred
-        _add(scatter, waiting, centred, None if few else gram)
+        if few:
+            waiting.append(centred)
+            _add_waiting(scatter, waiting, inputs.BLOCK_ROWS)
+        else:
+            scatter += gram
         parts = [(mean, principal(centred, gram))]
         if len(found) == 2:
             rest = centred[~out]
             shift = rest.mean(axis=0)
             away = np.vstack([centred[out], np.sqrt(len(rest)) * shift])
-            lost = None if few else away.T @ away
-            _add(taken, waiting_away, away, lost)
-            if lost is None:
+            if few:
+                lost.append(away)
                 gram = gram[~out][:, ~out]
                 gram = gram - gram.mean(axis=0)
                 gram -= gram.mean(axis=1, keepdims=True)
             else:
-                gram = gram - lost
+                taken += (product := away.T @ away)
+                gram = gram - product
             parts.append((mean + shift, principal(rest - shift, gram)))
         for (means, factors), (middle, leading) in zip(found, parts, strict=True):
             means[row], factors[row, : len(leading)] = middle, leading
-    _add(scatter, waiting)
-    _add(taken, waiting_away)
+    _add_waiting(scatter, waiting)
+    _add_waiting(taken, lost)
     return [
         ViewClasses([means], [factors], total.astype(np.float32))
         for (means, factors), total in zip(found, (scatter, scatter - taken), strict=False)
     ]
 
 
-def _add(
-    total: Float[np.ndarray, "d d"],
-    waiting: list[Float[np.ndarray, "_ d"]],
-    rows: Float[np.ndarray, "n d"] | None = None,
-    product: Float[np.ndarray, "d d"] | None = None,
-) -> None:
-    """Adds X' X of rows to a total, once enough of them wait unless it is known, or none is given.
-
-    One product of the rows of many classes takes a fraction of the time of one for each.
-    """
-    if product is not None:
-        total += product
-    elif rows is not None:
-        waiting.append(rows)
-    if waiting and (rows is None or sum(map(len, waiting)) >= inputs.BLOCK_ROWS):
+def _add_waiting(total: Any, waiting: list[Float[np.ndarray, "_ d"]], least: int = 1) -> None:
+    """Adds X' X of the rows that wait to a total, where they are so many: one product is faster."""
+    if sum(map(len, waiting)) >= least:
         many = np.concatenate(waiting)
         total += many.T @ many
         waiting.clear()
@@ -172,13 +164,10 @@ def principal(
 
 
 class Metric(NamedTuple):
-    """The classes of one view about the mean of their means.
-
-    Class c has the inverse covariance A_c = P - F_c' F_c, where P is of what all classes share.
-    """
+    """The classes of one view; the inverse covariance of class c is A_c = P - F_c' F_c."""
 
     origin: Float[Any, " d"]  # the mean of the class means
-    inverse: Float[Any, "d d"]  # P
+    inverse: Float[Any, "d d"]  # P, of what all classes share
     middle: Float[Any, " d"]  # the mean of all images
     one: Float[Any, "d d"]  # P of all images as those of one class
     rows: Float[Any, "c d"]  # A_c mu
@@ -200,11 +189,11 @@ def metric(
     kind = np.float32 if plain else np.float64
     all_means, all_factors = known.all(path, kind)
     present, scatter, images = counts > 0, known.scatter.astype(kind), int(counts.sum())
-    inverse = _inverse(_lower(scatter, images, int(present.sum())))
+    inverse = _inverse(scatter, images, int(present.sum()))
     origin = all_means[present].mean(axis=0).astype(np.float32)
     means, own = (all_means - origin).astype(kind), kind(np.sqrt(OWN_SHARE)) * all_factors
     # Woodbury: (P^-1 + B' B)^-1 = P - P B' (I + B P B')^-1 B P.
-    factors = _times(own, inverse)
+    factors = np.tensordot(own, inverse, 1)
     inner = np.eye(RANK, dtype=kind) + factors @ own.swapaxes(1, 2)
     factors = np.linalg.inv(np.linalg.cholesky(inner)) @ factors
     along = factors @ means[:, :, None]
@@ -213,33 +202,22 @@ def metric(
     put = [stack([each], 8, plain=plain, turned=False)[0] for each in columns]
     middle = np.average(all_means, axis=0, weights=counts)
     about = ((all_means - middle) * np.sqrt(counts)[:, None]).astype(kind)
-    one = _inverse(_lower(scatter + about.T @ about, images, 1))
+    one = _inverse(scatter + about.T @ about, images, 1)
     inverse, middle, one = (each.astype(np.float32) for each in (inverse, middle, one))
     return Metric(origin, inverse, middle, one, put[0], put[1], put[2:])
 
 
-def _times(
-    factors: Float[np.ndarray, "c r d"], matrix: Float[np.ndarray, "d d"]
-) -> Float[np.ndarray, "c r d"]:
-    """Returns B_c times a matrix, as one product."""
-    return (factors.reshape(-1, len(matrix)) @ matrix).reshape(factors.shape)
-
-
-def _lower(
+def _inverse(
     scatter: Float[np.ndarray, "d d"], images: int, classes: int
 ) -> Float[np.ndarray, "d d"]:
-    """Returns the lower root of the covariance that classes share."""
+    """Returns the inverse of the covariance that classes share."""
     width, kind = len(scatter), scatter.dtype.type
     covariance = scatter / kind(images)
     variance = np.trace(covariance) / width
     shrinkage = LEAST_SHRINKAGE + width / max(images - classes, 1)
     covariance *= kind(1 - OWN_SHARE)
     covariance.flat[:: width + 1] += kind(shrinkage * variance if variance > 0 else 1.0)
-    return scipy.linalg.cholesky(covariance, lower=True, check_finite=False)
-
-
-def _inverse(lower: Float[np.ndarray, "d d"]) -> Float[np.ndarray, "d d"]:
-    """Returns the inverse of L L'."""
+    lower = scipy.linalg.cholesky(covariance, lower=True, check_finite=False)
     (potri,) = scipy.linalg.get_lapack_funcs(["potri"], [lower])
     half = potri(lower, lower=1)[0]
     return half + np.tril(half, -1).T
@@ -362,9 +340,8 @@ class Gaussians(Calibrator):
         known = known._replace(scatter=scatter.astype(np.float32))
         if len(by.class_errors):
             present = sum(int((counts > 0).sum()) for counts in before)
-            lower, errors = _lower(scatter, images, present), by.class_errors.T
-            near = scipy.linalg.solve_triangular(lower, errors, lower=True)
-            self.staleness = self.staleness + energy(near.T).mean()
+            errors, inverse = by.class_errors, _inverse(scatter, images, present)
+            self.staleness = self.staleness + (errors @ inverse * errors).sum(axis=1).mean()
         # Few classes are scored at every task, see `confidence`, and need no way back.
         few = self.path is None and sum(map(len, before)) <= CLASSES
         path = None if few else drift.path(self.path, by)
@@ -417,6 +394,7 @@ class Gaussians(Calibrator):
         found = self._by_view(adapted, pretrained, lengths=True).values()
         scores = self._summed([*found])
         own, one = np.sum([weight * lengths for weight, _, lengths in found], axis=0).T
+        one = np.maximum(one, 0.0)  # but for rounding
         return scores, np.sqrt(one / sum(self.widths)), scores.max(axis=1) - own + one
 
     def _by_view(
