@@ -156,8 +156,7 @@ def principal(
     (count, width), last = centred.shape, len(gram) - 1
     if not (kept := min(RANK, count - 1, width)):
         return centred[:0]
-    some = [last - kept + 1, last]
-    found, vectors = scipy.linalg.eigh(gram, subset_by_index=some, check_finite=False)
+    found, vectors = scipy.linalg.eigh(gram, subset_by_index=[last - kept + 1, last])
     lengths = np.sqrt(np.maximum(found, 0.0))
     leading = vectors.T @ centred if len(gram) < width else vectors.T * lengths[:, None]
     return leading[::-1] / np.sqrt(count)
