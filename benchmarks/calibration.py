@@ -260,7 +260,7 @@ def main() -> None:
         for point, method in points:
             pairs.append(paired(options.before, point, method, options.repeats, options.turns))
             print(pair_line(pairs[-1]), flush=True)
-        measure.write_report(PROGRAM, options, {"pairs": pairs} | device)
+            measure.write_report(PROGRAM, options, {"pairs": pairs} | device)
         return
     results = []
     for point, method in points:

@@ -31,13 +31,14 @@ ROWS = 512
 
 
 def padded_size(size: int, least: int = 1) -> int:
-    """Returns a size not below `size` and `least`, one of four per doubling, so that shapes recur.
+    """Returns a size not below `size` and `least`, one of few per doubling, so that shapes recur.
 
-    At most a quarter above `least` is padding, and the number of different shapes, each of which
-    compiles anew, grows with the logarithm of the largest size.
+    They are four, and eight from 64 on. At most a quarter above `least` is padding, an eighth from
+    64 on, and the number of different shapes, each of which compiles anew, grows with the logarithm
+    of the largest size.
     """
     size = max(size, least)
-    step = max(1, 2 ** (size.bit_length() - 3))
+    step = max(1, 2 ** (size.bit_length() - (3 if size < 64 else 4)))
     return -(-size // step) * step
 
 

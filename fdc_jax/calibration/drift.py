@@ -163,7 +163,8 @@ def fit_map(
         rest = (shrunk @ -rows.T).astype(np.float64) - 1.0 / count
         rest.flat[:: len(own) + 1] += 1.0
         weights = np.linalg.solve(rest, np.full(len(own), 1.0 / len(own)))
-        class_errors = np.vstack([class_errors, weights @ (change - shrunk @ rotated)])
+        error = weights @ change - (weights @ shrunk) @ rotated
+        class_errors = np.vstack([class_errors, error])
     return AffineMap(matrix, target - mean @ matrix, ridge, covariance, class_errors)
 
 
@@ -171,5 +172,5 @@ def _centred(
     before: np.ndarray, after: np.ndarray, mean: np.ndarray, target: np.ndarray
 ) -> tuple[Float[np.ndarray, "n d"], Float[np.ndarray, "n d"]]:
     """Returns Xc and R of some rows in float32."""
-    centred = (before - mean).astype(np.float32)
-    return centred, (after - target).astype(np.float32) - centred
+    centred = before - float32(mean)
+    return centred, after - float32(target) - centred

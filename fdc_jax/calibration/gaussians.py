@@ -34,7 +34,6 @@ from fdc_jax.calibration import drift, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores, best_by_task
 from fdc_jax.calibration.compiled import in_blocks, jnp, stack
 from fdc_jax.calibration.confidence import CLASSES, MEASURED, Confidence, left_out
-from fdc_jax.calibration.equations import energy
 from fdc_jax.errors import InputError
 from fdc_jax.heads import products, unit
 
@@ -65,18 +64,20 @@ class ViewClasses(NamedTuple):
         factors = [*self.factors, *other.factors]
         return ViewClasses([*self.means, *other.means], factors, self.scatter + other.scatter)
 
-    def all(self, path: Move | None, kind: type = np.float64) -> list[np.ndarray]:
-        """Returns mu_c and B_c of all classes, moved along a path."""
-        means, factors = (np.concatenate(each, dtype=kind) for each in self[:2])
+    def all(self, path: Move | None, kind: type = np.float64) -> tuple[np.ndarray, np.ndarray]:
+        """Returns mu_c in float64 and B_c of all classes, moved along a path."""
+        means = np.concatenate(self.means, dtype=np.float64)
+        factors = np.concatenate(self.factors, dtype=kind)
         if path is None:
-            return [means, factors]
-        matrix, offset = path.matrix.astype(kind), path.offset.astype(kind)
-        return [means @ matrix + offset, factors @ matrix]
+            return means, factors
+        factors = np.tensordot(factors, path.matrix.astype(kind), 1)  # as one product
+        return means @ path.matrix + path.offset, factors
 
     def moved(self, path: Move) -> ViewClasses:
         """Returns the classes at the end of a path; S, which all share, is not moved."""
         sizes = np.cumsum([len(each) for each in self.means])[:-1]
-        means, factors = (np.split(inputs.float32(each), sizes) for each in self.all(path))
+        moved = self.all(path, np.float32)
+        means, factors = (np.split(inputs.float32(each), sizes) for each in moved)
         return ViewClasses(means, factors, self.scatter)
 
 
@@ -92,35 +93,51 @@ def fit_classes(
     """
     width = features.shape[1]
     shapes = (num_classes, width), (num_classes, RANK, width)
-    scatter, taken = np.zeros((width, width)), np.zeros((width, width), np.float32)
+    scatter, taken = np.zeros((2, width, width))
+    waiting, lost = [], []
     found = [[np.zeros(shape, np.float32) for shape in shapes] for _ in range(1 + held.any())]
     for row in np.unique(rows):
         members, out = at_unit_length(features[rows == row]), held[rows == row]
         mean = members.mean(axis=0, dtype=np.float64).astype(np.float32)
         centred = members - mean
-        own = centred.T @ centred
-        scatter += own
         # The smaller one of X X' and X' X.
-        gram = centred @ centred.T if len(centred) < width else own
+        few = len(centred) < width
+        gram = centred @ centred.T if few else centred.T @ centred
+        if few:
+            waiting.append(centred)
+            _add_waiting(scatter, waiting, inputs.BLOCK_ROWS)
+        else:
+            scatter += gram
         parts = [(mean, principal(centred, gram))]
         if len(found) == 2:
             rest = centred[~out]
             shift = rest.mean(axis=0)
             away = np.vstack([centred[out], np.sqrt(len(rest)) * shift])
-            taken += (lost := away.T @ away)
-            if gram is own:
-                gram = own - lost
-            else:
+            if few:
+                lost.append(away)
                 gram = gram[~out][:, ~out]
                 gram = gram - gram.mean(axis=0)
                 gram -= gram.mean(axis=1, keepdims=True)
+            else:
+                taken += (product := away.T @ away)
+                gram = gram - product
             parts.append((mean + shift, principal(rest - shift, gram)))
         for (means, factors), (middle, leading) in zip(found, parts, strict=True):
             means[row], factors[row, : len(leading)] = middle, leading
+    _add_waiting(scatter, waiting)
+    _add_waiting(taken, lost)
     return [
         ViewClasses([means], [factors], total.astype(np.float32))
         for (means, factors), total in zip(found, (scatter, scatter - taken), strict=False)
     ]
+
+
+def _add_waiting(total: Any, waiting: list[Float[np.ndarray, "_ d"]], least: int = 1) -> None:
+    """Adds X' X of the rows that wait to a total, where they are so many: one product is faster."""
+    if sum(map(len, waiting)) >= least:
+        many = np.concatenate(waiting)
+        total += many.T @ many
+        waiting.clear()
 
 
 def at_unit_length(features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
@@ -146,13 +163,13 @@ def principal(
 
 
 class Metric(NamedTuple):
-    """The classes of one view in coordinates W (g - m), in which all share the covariance I."""
+    """The classes of one view; the inverse covariance of class c is A_c = P - F_c' F_c."""
 
-    origin: Float[Any, " d"]  # m, the mean of the class means
-    whitener: Float[Any, "d d"]  # W
+    origin: Float[Any, " d"]  # the mean of the class means
+    inverse: Float[Any, "d d"]  # P, of what all classes share
     middle: Float[Any, " d"]  # the mean of all images
-    one: Float[Any, "d d"]  # W of all images as those of one class
-    rows: Float[Any, "c d"]  # A_c mu, where A_c = I - F_c' F_c, the inverse covariance of class c
+    one: Float[Any, "d d"]  # P of all images as those of one class
+    rows: Float[Any, "c d"]  # A_c mu
     constants: Float[Any, " c"]  # mu' A_c mu / 2
     factors: list[Float[Any, "c d"]]  # of each class the first row of F_c, the second, and so on
 
@@ -171,28 +188,28 @@ def metric(
     kind = np.float32 if plain else np.float64
     all_means, all_factors = known.all(path, kind)
     present, scatter, images = counts > 0, known.scatter.astype(kind), int(counts.sum())
-    whitener = _whitener(scatter, images, int(present.sum()))
+    inverse = _inverse(scatter, images, int(present.sum()))
     origin = all_means[present].mean(axis=0).astype(np.float32)
-    means = (all_means - origin) @ whitener.T
-    own = all_factors @ (kind(np.sqrt(OWN_SHARE)) * whitener.T)
-    # Woodbury: (I + B' B)^-1 = I - B' (I + B B')^-1 B.
-    inner = np.eye(RANK, dtype=kind) + own @ own.swapaxes(1, 2)
-    factors = np.linalg.solve(np.linalg.cholesky(inner), own)
+    means, own = (all_means - origin).astype(kind), kind(np.sqrt(OWN_SHARE)) * all_factors
+    # Woodbury: (P^-1 + B' B)^-1 = P - P B' (I + B P B')^-1 B P.
+    factors = np.tensordot(own, inverse, 1)
+    inner = np.eye(RANK, dtype=kind) + factors @ own.swapaxes(1, 2)
+    factors = np.linalg.inv(np.linalg.cholesky(inner)) @ factors
     along = factors @ means[:, :, None]
-    rows, constants = means - (along * factors).sum(axis=1), energy(means) - energy(along[..., 0])
-    columns = rows, constants / 2 - raised, *factors.swapaxes(0, 1)
+    rows = means @ inverse - (along * factors).sum(axis=1)
+    columns = rows, (rows * means).sum(axis=1) / 2 - raised, *factors.swapaxes(0, 1)
     put = [stack([each], 8, plain=plain, turned=False)[0] for each in columns]
     middle = np.average(all_means, axis=0, weights=counts)
-    about = (all_means - middle) * np.sqrt(counts).astype(kind)[:, None]
-    one = _whitener(scatter + about.T @ about, images, 1)
-    whitener, middle, one = (each.astype(np.float32) for each in (whitener, middle, one))
-    return Metric(origin, whitener, middle, one, put[0], put[1], put[2:])
+    about = ((all_means - middle) * np.sqrt(counts)[:, None]).astype(kind)
+    one = _inverse(scatter + about.T @ about, images, 1)
+    inverse, middle, one = (each.astype(np.float32) for each in (inverse, middle, one))
+    return Metric(origin, inverse, middle, one, put[0], put[1], put[2:])
 
 
-def _whitener(
+def _inverse(
     scatter: Float[np.ndarray, "d d"], images: int, classes: int
 ) -> Float[np.ndarray, "d d"]:
-    """Returns W with W' W the inverse of the covariance that classes share."""
+    """Returns the inverse of the covariance that classes share."""
     width, kind = len(scatter), scatter.dtype.type
     covariance = scatter / kind(images)
     variance = np.trace(covariance) / width
@@ -200,8 +217,9 @@ def _whitener(
     covariance *= kind(1 - OWN_SHARE)
     covariance.flat[:: width + 1] += kind(shrinkage * variance if variance > 0 else 1.0)
     lower = scipy.linalg.cholesky(covariance, lower=True, check_finite=False)
-    (trtri,) = scipy.linalg.get_lapack_funcs(["trtri"], [lower])
-    return trtri(lower, lower=1)[0]
+    (potri,) = scipy.linalg.get_lapack_funcs(["potri"], [lower])
+    half = potri(lower, lower=1)[0]
+    return half + np.tril(half, -1).T
 
 
 def class_distances(
@@ -215,13 +233,15 @@ def class_distances(
     found = {}
     for name, known, features in zip(inputs.VIEWS, metrics, views, strict=False):
         features = unit(features)
-        near = products(features - known.origin, known.whitener)
+        near = features - known.origin
         found[name] = products(near, known.rows) - known.constants
         for factor in known.factors:
             found[name] = found[name] + products(near, factor) ** 2 / 2
         if lengths:
-            far = products(features - known.middle, known.one)
-            found[f"{name}_lengths"] = jnp.stack([energy(near), energy(far)], axis=-1) / 2
+            far = features - known.middle
+            ways = (near, known.inverse), (far, known.one)
+            squares = [(products(each, inverse) * each).sum(axis=-1) for each, inverse in ways]
+            found[f"{name}_lengths"] = jnp.stack(squares, axis=-1) / 2
     return found
 
 
@@ -319,8 +339,8 @@ class Gaussians(Calibrator):
         known = known._replace(scatter=scatter.astype(np.float32))
         if len(by.class_errors):
             present = sum(int((counts > 0).sum()) for counts in before)
-            near = by.class_errors @ _whitener(scatter, images, present).T
-            self.staleness = self.staleness + energy(near).mean()
+            errors, inverse = by.class_errors, _inverse(scatter, images, present)
+            self.staleness = self.staleness + (errors @ inverse * errors).sum(axis=1).mean()
         # Few classes are scored at every task, see `confidence`, and need no way back.
         few = self.path is None and sum(map(len, before)) <= CLASSES
         path = None if few else drift.path(self.path, by)
@@ -373,6 +393,7 @@ class Gaussians(Calibrator):
         found = self._by_view(adapted, pretrained, lengths=True).values()
         scores = self._summed([*found])
         own, one = np.sum([weight * lengths for weight, _, lengths in found], axis=0).T
+        one = np.maximum(one, 0.0)  # but for rounding
         return scores, np.sqrt(one / sum(self.widths)), scores.max(axis=1) - own + one
 
     def _by_view(

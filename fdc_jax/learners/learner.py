@@ -181,6 +181,22 @@ class Learner:
         logits = trained["head"].logits(features) / temperature
         return training.cross_entropy(logits, batch, frozen["class_mask"])
 
+    def value_and_gradients(self, backbone: Any, frozen: Any, trained: Any, batch: Batch) -> Any:
+        """Returns the loss and its gradients, of portions of the batch where it is their mean."""
+
+        def of(images):
+            return jax.value_and_grad(lambda leaves: self.loss(backbone, frozen, leaves, images))(
+                trained
+            )
+
+        count, side = batch.images.shape[:2]
+        if self.mean_over_images:
+            patch = self.setup.variant.patch
+            size = operations.images_together(self.setup.mesh, count, side, patch)
+            if size < count:
+                return training.mean_over_portions(of, batch, size)
+        return of(batch)
+
     def features(
         self, backbone: Any, batch: Batch, kernels: Replaced | None = None, *more: Any
     ) -> Float[Array, "n d"]:
@@ -209,20 +225,7 @@ class Learner:
         transformation = transformation or optax.scale_by_adam()
 
         def step(backbone, frozen, trained, optimizer_state, batch, rate):
-            def value_and_gradients(images):
-                return jax.value_and_grad(
-                    lambda leaves: self.loss(backbone, frozen, leaves, images)
-                )(trained)
-
-            count, side = batch.images.shape[:2]
-            size = count
-            if self.mean_over_images:
-                patch = self.setup.variant.patch
-                size = operations.images_together(self.setup.mesh, count, side, patch)
-            if size < count:
-                value, gradients = training.mean_over_portions(value_and_gradients, batch, size)
-            else:
-                value, gradients = value_and_gradients(batch)
+            value, gradients = self.value_and_gradients(backbone, frozen, trained, batch)
             directions: Any
             directions, optimizer_state = transformation.update(gradients, optimizer_state, trained)
             return training.descended(trained, directions, rates, rate), optimizer_state, value

@@ -102,6 +102,7 @@ class LoDA(Learner):
     title = "LoDA"
     paper_row = 7
     selected = "pac+rlc_adapted_view"
+    mean_over_images = True
 
     margin: float = option(  # The authors'; unpublished for OmniBenchmark, which has ImageNet-R's.
         0.0,
@@ -219,9 +220,7 @@ class LoDA(Learner):
         def step(backbone, frozen, trained, progress, batch, rate):
             def slopes(leaves, part):
                 """Returns the loss on a part of the batch, and its gradient."""
-                value, gradients = jax.value_and_grad(
-                    lambda leaves: self.loss(backbone, frozen, leaves, part)
-                )(leaves)
+                value, gradients = self.value_and_gradients(backbone, frozen, leaves, part)
                 return value, jax.tree.map(jnp.multiply, frozen["trains"], gradients)
 
             def one_pass(carried, kind):

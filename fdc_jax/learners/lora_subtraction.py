@@ -169,9 +169,7 @@ class LoRASubtraction(Learner):
             return Moments(jnp.zeros((), jnp.int32), first, second)
 
         def step(backbone, frozen, trained, moments, batch, rate):
-            value, gradients = jax.value_and_grad(
-                lambda leaves: self.loss(backbone, frozen, leaves, batch)
-            )(trained)
+            value, gradients = self.value_and_gradients(backbone, frozen, trained, batch)
             moments, directions = adam_directions(moments, gradients)
             directions["increment"] = projected(frozen["projector"], directions["increment"])
             return training.descended(trained, directions, rates, rate), moments, value

@@ -257,7 +257,8 @@ def test_a_map_without_a_way_back_moves_the_classes(monkeypatch):
 
 
 @pytest.mark.parametrize("width", [5, 36, 200])
-def test_what_is_held_back_is_taken_away(width):
+def test_what_is_held_back_is_taken_away(monkeypatch, width):
+    monkeypatch.setattr(gaussians.inputs, "BLOCK_ROWS", 64)  # Two of three classes at once.
     (task,) = streams.stream(2, 1, width=width, classes=(3,), samples=(120,))
     held = confidence.left_out(task.rows)
     _, found = gaussians.fit_classes(task.adapted, task.rows, 3, held)

@@ -501,10 +501,10 @@ def test_rates_decays_and_schedules(backbone, monkeypatch, each):
 # Portions of a batch ------------------------------------------------------------------------------
 
 
-IN_PORTIONS = [each for each in NAMES if each not in ("loda", "rsiat", "lora_subtraction")]
+IN_PORTIONS = [each for each in NAMES if each not in ("rsiat", "lora_subtraction")]
 
 
-@pytest.mark.parametrize("name", fast_and_slow("ewc_lora", names=IN_PORTIONS))
+@pytest.mark.parametrize("name", fast_and_slow("ewc_lora", "loda", names=IN_PORTIONS))
 def test_a_batch_in_portions_makes_the_same_step(backbone, monkeypatch, name):
     """A full portion, one partly of padding and one of nothing else."""
     run, sizes = toy.trajectory(name), []
@@ -524,5 +524,6 @@ def test_a_batch_in_portions_makes_the_same_step(backbone, monkeypatch, name):
         found.append(
             update.step(backbone, step.frozen, trained, update.initialise(trained), batch, 1.0)
         )
-    assert sizes == [2]
+    # LoDA compiles steps of four sizes, some of which two images do not divide.
+    assert max(sizes) == 2 and (name == "loda" or len(sizes) == 1)
     assert_near(found[1][1:], found[0][1:], 2e-4)

@@ -121,16 +121,19 @@ def _count(tree: Any) -> int:
 def within_classes(
     features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"]
 ) -> tuple[Float[np.ndarray, "c d"], Float[np.ndarray, "d d"]]:
-    """Means of classes and the scatter about them, in float64."""
-    means = class_means(features, rows)
-    deviations = features - means[rows]
-    return means, deviations.T @ deviations
+    """Means of classes and the scatter about them, in float64; products are in that of features."""
+    means, scatter = class_means(features, rows), np.zeros((features.shape[1],) * 2)
+    for start in range(0, len(rows), inputs.BLOCK_ROWS):
+        some = slice(start, start + inputs.BLOCK_ROWS)
+        deviations = features[some] - means.astype(features.dtype)[rows[some]]
+        scatter += deviations.T @ deviations
+    return means, scatter
 
 
 def class_means(
     features: Float[np.ndarray, "n d"], rows: Int[np.ndarray, " n"]
 ) -> Float[np.ndarray, "c d"]:
     """Means of classes in float64."""
-    totals = np.zeros((rows.max() + 1, features.shape[1]))
-    np.add.at(totals, rows, features.astype(np.float64))
-    return totals / np.bincount(rows)[:, None]
+    counts = np.bincount(rows)
+    totals = [features[rows == c].sum(axis=0, dtype=np.float64) for c in range(len(counts))]
+    return np.stack(totals) / counts[:, None]

@@ -54,7 +54,7 @@ class Mahalanobis(Comparator):
     name = "mahalanobis"
 
     def _collect(self, features, rows, head) -> Float[np.ndarray, "c d"]:
-        means, scatter = within_classes(features.astype(np.float64), rows)
+        means, scatter = within_classes(features, rows)
         self.total = scatter if self.total is None else self.total + scatter
         return means
 
