@@ -122,6 +122,8 @@ def test_a_stopped_run_answers_with_the_tasks_that_it_has(half, files, tmp_path,
     assert "the run has learned 1 of its 2 tasks" in capsys.readouterr().err
     shown = Reader(page.read_text())
     assert len(shown.all("img")) == 3 and not shown.all("table")
+    assert "Raw: what the heads alone say." in page.read_text()
+    assert "Next: the best class of any other task." not in page.read_text()
 
 
 def test_an_exported_run_answers_alike(whole, opened, files, said, tmp_path):
@@ -241,6 +243,7 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     pictures = read.all("img")
     assert len(pictures) == 7 and all(each["src"].startswith("data:image/") for each in pictures)
     assert "1 image could not be read: images/zero.png." in " ".join(read.texts("p"))
+    assert "Next: the best class of any other task." in text
     order = said["confidence"] - said["unlike_learned"]  # unlike anything learned first
     names = sorted(folder.glob("*.png"))
     shown = [f"images/{names[row].name}" for row in np.argsort(order, kind="stable")[:7]]
