@@ -96,10 +96,9 @@ class Predictions:
         self.calibrator = calibrator
         self.gaussians = run.calibrator("gaussians") if "gaussians" in run.calibrators else None
         self.class_names = np.array(run.class_names, object)
-        # A single image does not take the time of a whole batch; powers of two compile seldom.
-        self.batch_size = min(
-            run.config["evaluation.batch_size"], 1 << (len(named) - 1).bit_length()
-        )
+        # Batches are so small that the time left is known soon; powers of two compile seldom.
+        small = 1 << ((len(named) - 1) // 32).bit_length()
+        self.batch_size = min(run.config["evaluation.batch_size"], small)
         self.unreadable: list[str] = []
 
     def __len__(self) -> int:
@@ -335,13 +334,15 @@ def _run(options: argparse.Namespace) -> None:
             text = table.to_csv(index=False, header=not said, float_format="%.6g")
             if lines:
                 text = table.to_json(orient="records", lines=True, force_ascii=False)
+                text = str(text).replace("\\/", "/")  # pandas escapes them, for pages of HTML
             file.write(str(text).encode())
             if said < _ON_SCREEN:
                 first.append(table)
             if options.html:
                 doubts = _certainty(table)
+                last = shown[-1][0] if len(shown) == _ON_PAGE else np.inf
                 for place in np.argsort(doubts, kind="stable")[:_ON_PAGE]:
-                    if len(shown) < _ON_PAGE or doubts[place] < shown[-1][0]:
+                    if doubts[place] < last:
                         picture = _picture(table.iloc[place].to_dict(), pixels[place])
                         shown.append((doubts[place], picture))
                 shown = sorted(shown, key=operator.itemgetter(0))[:_ON_PAGE]

@@ -167,14 +167,13 @@ def test_images_come_as_files_folders_arrays_and_from_pillow(opened, files, said
 
 def test_thousands_are_never_in_memory_at_once(whole, files, monkeypatch):
     opened = fdc_jax.open_run(whole)
-    opened.config["evaluation.batch_size"] = 4
     reads = []
     read = predict._read
     monkeypatch.setattr(predict, "_read", lambda *a: reads.append(a) or read(*a))
     found = predict.Predictions(opened, files)
-    assert len(found) == 15
-    ahead = [len(reads) - 4 * batch for batch, _ in enumerate(found, start=1)]
-    assert len(reads) == 60 and max(ahead) <= 4 * 10
+    assert len(found) == 30
+    ahead = [len(reads) - 2 * batch for batch, _ in enumerate(found, start=1)]
+    assert len(reads) == 60 and max(ahead) <= 2 * 10
 
 
 def test_unreadable_images_are_named_and_the_rest_goes_on(opened, files, said, tmp_path, caplog):
@@ -255,24 +254,15 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
 
 
 def test_progress_is_plain_where_it_is_no_terminal_and_quiet_says_errors_alone(
-    whole, files, tmp_path, capsys, monkeypatch
+    whole, files, tmp_path, capsys
 ):
-    configured = fdc_jax.open_run
-
-    def small(path, learner):
-        run = configured(path, learner=learner)
-        run.config["evaluation.batch_size"] = 4
-        return run
-
-    monkeypatch.setattr(fdc_jax, "open_run", small)
-    images = [str(path) for path in files[:16]]
-    output = f"--output={tmp_path / 'out.csv'}"
-    assert predict.main([str(whole), *images, output]) == 0
+    arguments = [str(whole), *map(str, files[:40]), f"--output={tmp_path / 'out.csv'}"]
+    assert predict.main(arguments) == 0
     found = capsys.readouterr().err
     assert re.search(
-        r"(?m)^predict: batch 2 of 4, images_per_second \d+, about \d+ s left\n", found
+        r"(?m)^predict: batch 2 of 20, images_per_second \d+, about \d+ s left\n", found
     )
-    assert predict.main([str(whole), *images, output, "--quiet"]) == 0
+    assert predict.main([*arguments, "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
 
 
@@ -302,6 +292,7 @@ def test_lines_of_json_say_what_the_table_says(whole, files, said, tmp_path):
     output = tmp_path / "out.jsonl"
     images = [str(path) for path in files]
     assert predict.main([str(whole), *images, f"--output={output}", "--top=10", "--quiet"]) == 0
+    assert json.loads(output.read_text().splitlines()[0])["image"] in output.read_text()
     same(pd.read_json(output, orient="records", lines=True, dtype=False), said)
 
 
