@@ -96,8 +96,9 @@ class Predictions:
         self.calibrator = calibrator
         self.gaussians = run.calibrator("gaussians") if "gaussians" in run.calibrators else None
         self.class_names = np.array(run.class_names, object)
-        # Batches are so small that the time left is known soon; powers of two compile seldom.
-        small = 1 << ((len(named) - 1) // 32).bit_length()
+        # So small that the time left of many is known soon; powers of two compile seldom.
+        rest = len(named) - 1
+        small = 1 << max(rest // 32, min(rest, 7)).bit_length()
         self.batch_size = min(run.config["evaluation.batch_size"], small)
         self.unreadable: list[str] = []
 

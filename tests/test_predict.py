@@ -167,13 +167,14 @@ def test_images_come_as_files_folders_arrays_and_from_pillow(opened, files, said
 
 def test_thousands_are_never_in_memory_at_once(whole, files, monkeypatch):
     opened = fdc_jax.open_run(whole)
+    opened.config["evaluation.batch_size"] = 4
     reads = []
     read = predict._read
     monkeypatch.setattr(predict, "_read", lambda *a: reads.append(a) or read(*a))
     found = predict.Predictions(opened, files)
-    assert len(found) == 30
-    ahead = [len(reads) - 2 * batch for batch, _ in enumerate(found, start=1)]
-    assert len(reads) == 60 and max(ahead) <= 2 * 10
+    assert len(found) == 15
+    ahead = [len(reads) - 4 * batch for batch, _ in enumerate(found, start=1)]
+    assert len(reads) == 60 and max(ahead) <= 4 * 10
 
 
 def test_unreadable_images_are_named_and_the_rest_goes_on(opened, files, said, tmp_path, caplog):
@@ -260,7 +261,7 @@ def test_progress_is_plain_where_it_is_no_terminal_and_quiet_says_errors_alone(
     assert predict.main(arguments) == 0
     found = capsys.readouterr().err
     assert re.search(
-        r"(?m)^predict: batch 2 of 20, images_per_second \d+, about \d+ s left\n", found
+        r"(?m)^predict: batch 2 of 5, images_per_second \d+, about \d+ s left\n", found
     )
     assert predict.main([*arguments, "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
