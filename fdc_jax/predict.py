@@ -85,10 +85,10 @@ class Predictions:
         self.calibrator = calibrator
         self.gaussians = run.calibrator("gaussians") if "gaussians" in run.calibrators else None
         self.class_names = np.array(run.class_names, object)
-        # A single image does not take the time of a whole batch; powers of two compile seldom.
-        self.batch_size = min(
-            run.config["evaluation.batch_size"], 1 << (len(named) - 1).bit_length()
-        )
+        # So small that the time left of many is known soon; powers of two compile seldom.
+        rest = len(named) - 1
+        small = 1 << max(rest // 32, min(rest, 7)).bit_length()
+        self.batch_size = min(run.config["evaluation.batch_size"], small)
         self.unreadable: list[str] = []
 
     def __len__(self) -> int:
@@ -324,6 +324,7 @@ def _run(options: argparse.Namespace) -> None:
             text = table.to_csv(index=False, header=not said, float_format="%.6g")
             if lines:
                 text = table.to_json(orient="records", lines=True, force_ascii=False)
+                text = str(text).replace("\\/", "/")  # pandas escapes them, for pages of HTML
             file.write(str(text).encode())
             if said < _ON_SCREEN:
                 first.append(table)
@@ -332,8 +333,9 @@ def _run(options: argparse.Namespace) -> None:
                 doubts = np.zeros(len(table))
                 if found.gaussians:
                     doubts = (table["confidence"] - table["unlike_learned"]).to_numpy()
+                last = shown[-1][0] if len(shown) == _ON_PAGE else np.inf
                 for place in np.argsort(doubts, kind="stable")[:_ON_PAGE]:
-                    if len(shown) < _ON_PAGE or doubts[place] < shown[-1][0]:
+                    if doubts[place] < last:
                         picture = _picture(table.iloc[place].to_dict(), pixels[place])
                         shown.append((doubts[place], picture))
                 shown = sorted(shown, key=operator.itemgetter(0))[:_ON_PAGE]

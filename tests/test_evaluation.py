@@ -33,26 +33,41 @@ def test_paired_gain_is_the_paired_t_interval():
     assert math.isnan(evaluation.paired_gain([1.0], [2.0]).low)
 
 
-def test_bootstrap_agrees_with_scipy():
+def test_intervals_over_samples_agree_with_the_bootstrap():
     rng = np.random.default_rng(3)
     label = rng.integers(0, 5, 400)
     before = np.where(rng.random(400) < 0.7, label, (label + 1) % 5)
     after = np.where(rng.random(400) < 0.3, (label + (rng.random(400) < 0.2)) % 5, before)
-    difference = (after == label).astype(float) - (before == label)
-    reference = scipy.stats.bootstrap(
-        (100 * difference,),
-        np.mean,
-        method="percentile",
-        n_resamples=9999,
-        rng=np.random.default_rng(1),
-        batch=1000,
-    )
-    gain = evaluation.bootstrap_gain(label, before, after)
-    assert gain.mean == pytest.approx(100 * difference.mean())
-    assert gain.std == pytest.approx(reference.standard_error, rel=0.05)
-    interval = reference.confidence_interval
-    assert (gain.low, gain.high) == pytest.approx((interval.low, interval.high), abs=0.26)
-    assert gain == evaluation.bootstrap_gain(label, before, after)
+    right = (after == label).astype(float)
+    for values, found in (
+        (right - (before == label), evaluation.sample_gain(label, before, after)),
+        (right, evaluation.share_of(after == label)),
+    ):
+        reference = scipy.stats.bootstrap(
+            (100 * values,),
+            np.mean,
+            method="percentile",
+            n_resamples=9999,
+            rng=np.random.default_rng(1),
+            batch=1000,
+        )
+        assert found.mean == pytest.approx(100 * values.mean())
+        assert found.std == pytest.approx(reference.standard_error, rel=0.05)
+        interval = reference.confidence_interval
+        assert (found.low, found.high) == pytest.approx((interval.low, interval.high), abs=0.35)
+
+
+@pytest.mark.parametrize("count", [0, 3, 112])
+def test_so_few_images_never_give_a_point(count):
+    right = np.arange(112) < count
+    found = evaluation.share_of(right)
+    reference = scipy.stats.binomtest(count, 112).proportion_ci(method="wilson")
+    assert (found.low, found.high) == pytest.approx((100 * reference.low, 100 * reference.high))
+    label = np.zeros(112, int)
+    same = evaluation.sample_gain(label, label, label)
+    # Of 114, half a sample is put right and half a one spoiled.
+    reach = 100 * scipy.stats.norm.ppf(0.975) / 114
+    assert (same.mean, same.low, same.high) == pytest.approx((0.0, -reach, reach))
 
 
 # Several calibrators -----------------------------------------------------------------------------

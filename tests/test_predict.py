@@ -122,6 +122,8 @@ def test_a_stopped_run_answers_with_the_tasks_that_it_has(half, files, tmp_path,
     assert "the run has learned 1 of its 2 tasks" in capsys.readouterr().err
     shown = Reader(page.read_text())
     assert len(shown.all("img")) == 3 and not shown.all("table")
+    assert "Raw: what the heads alone say." in page.read_text()
+    assert "Next: the best class of any other task." not in page.read_text()
 
 
 def test_an_exported_run_answers_alike(whole, opened, files, said, tmp_path):
@@ -241,6 +243,7 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
     pictures = read.all("img")
     assert len(pictures) == 7 and all(each["src"].startswith("data:image/") for each in pictures)
     assert "1 image could not be read: images/zero.png." in " ".join(read.texts("p"))
+    assert "Next: the best class of any other task." in text
     order = said["confidence"] - said["unlike_learned"]  # unlike anything learned first
     names = sorted(folder.glob("*.png"))
     shown = [f"images/{names[row].name}" for row in np.argsort(order, kind="stable")[:7]]
@@ -252,24 +255,15 @@ def test_the_command_writes_a_table_and_a_page(whole, files, said, tmp_path, mon
 
 
 def test_progress_is_plain_where_it_is_no_terminal_and_quiet_says_errors_alone(
-    whole, files, tmp_path, capsys, monkeypatch
+    whole, files, tmp_path, capsys
 ):
-    configured = fdc_jax.open_run
-
-    def small(path, learner):
-        run = configured(path, learner=learner)
-        run.config["evaluation.batch_size"] = 4
-        return run
-
-    monkeypatch.setattr(fdc_jax, "open_run", small)
-    images = [str(path) for path in files[:16]]
-    output = f"--output={tmp_path / 'out.csv'}"
-    assert predict.main([str(whole), *images, output]) == 0
+    arguments = [str(whole), *map(str, files[:40]), f"--output={tmp_path / 'out.csv'}"]
+    assert predict.main(arguments) == 0
     found = capsys.readouterr().err
     assert re.search(
-        r"(?m)^predict: batch 2 of 4, images_per_second \d+, about \d+ s left\n", found
+        r"(?m)^predict: batch 2 of 5, images_per_second \d+, about \d+ s left\n", found
     )
-    assert predict.main([str(whole), *images, output, "--quiet"]) == 0
+    assert predict.main([*arguments, "--quiet"]) == 0
     assert capsys.readouterr() == ("", "")
 
 
@@ -299,6 +293,7 @@ def test_lines_of_json_say_what_the_table_says(whole, files, said, tmp_path):
     output = tmp_path / "out.jsonl"
     images = [str(path) for path in files]
     assert predict.main([str(whole), *images, f"--output={output}", "--top=10", "--quiet"]) == 0
+    assert json.loads(output.read_text().splitlines()[0])["image"] in output.read_text()
     same(pd.read_json(output, orient="records", lines=True, dtype=False), said)
 
 

@@ -200,5 +200,8 @@ def test_the_site_links_to_what_is_there_and_loads_nothing_from_elsewhere(site):
         page = pages[site / path.relative_to(DOCS).with_suffix(".html")]
         assert any(place.startswith(f"{path.stem}_files/") for place in page.loaded)
         assert path.name in page.linked
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    text = re.sub("<[^>]+>", " ", " ".join(each["text"] for each in index["docs"]))
+    assert {"heic", "heif", "typicality"} <= {*re.split(index["config"]["separator"], text)}
     names = pages[site / "api" / "fdc_jax.calibration.html"].ids
     assert "fdc_jax.calibration.fdc.FDC.fit_task" in names

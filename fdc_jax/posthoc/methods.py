@@ -107,7 +107,7 @@ def summarise(
             name: evaluation.task_confusion(tasks, each.task, len(features.tasks)).tolist()
             for name, each in both.items()
         },
-        "gain": evaluation.bootstrap_gain(truth, raw.label, calibrated.label)._asdict(),
+        "gain": evaluation.sample_gain(truth, raw.label, calibrated.label)._asdict(),
         "component_accuracy": {
             name: evaluation.accuracy(truth, each.label)
             for name, each in outcome.components.items()

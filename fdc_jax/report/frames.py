@@ -87,7 +87,8 @@ def leading(group: Group) -> dict[str, str]:
     """Returns what a reader has to know first: methods by what they stand for.
 
     `best` is the best calibrator of the run but for those on frozen features, of which `untrained`
-    is the best; with `fdc`, `raw` and `oracle`. What the run does not have is left out.
+    is the best; with `fdc`, `raw` and `oracle`. What the run does not have is left out, and `fdc`
+    where it is the best.
     """
 
     def best(names: Iterable[str]) -> str | None:
@@ -97,6 +98,8 @@ def leading(group: Group) -> dict[str, str]:
     own = [name for name in group.methods if name != "raw" and not name.endswith("-pretrained")]
     frozen = {name for name in group.methods if name.endswith("-pretrained")}
     found = {"best": best(own), "fdc": best(["fdc"]), "raw": "raw"}
+    if found["best"] == "fdc":
+        del found["fdc"]
     found |= {"untrained": best(sorted(frozen.union(baselines.NAMES))), "oracle": "oracle"}
     return {role: name for role, name in found.items() if name}
 

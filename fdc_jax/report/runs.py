@@ -64,8 +64,8 @@ class Group:
     def gain(self, method: str, over: str | None = "raw") -> evaluation.Gain | None:
         """Returns the gain of a method over another one with its 95 % interval.
 
-        Several seeds: Student's t over gains paired within seeds. One seed: a percentile bootstrap
-        over test images, None where predictions were not kept. Over None: the accuracy itself.
+        Several seeds: Student's t over gains paired within seeds. One seed: over test images, None
+        where predictions were not kept. Over None: the accuracy itself.
         """
         if len(self.runs) > 1:
             numbers = self.numbers.assign(none=0.0).reindex(columns=[over or "none", method])
@@ -73,8 +73,10 @@ class Group:
         of = predictions(self.runs[0])
         if f"{method}_label" not in of:
             return None
-        before = of[f"{over}_label"] if over else np.full_like(of["label"], -1)
-        return evaluation.bootstrap_gain(of["label"], before, of[f"{method}_label"])
+        label, chosen = of["label"], of[f"{method}_label"]
+        if over is None:
+            return evaluation.share_of(chosen == label)
+        return evaluation.sample_gain(label, of[f"{over}_label"], chosen)
 
 
 class Skipped(NamedTuple):

@@ -70,7 +70,7 @@ def build(groups: Sequence[Group]) -> list[Table]:
 
 
 def of_runs(groups: Sequence[Group]) -> Table:
-    """Builds the table of runs: the settings in which they differ, and their accuracies."""
+    """Builds the table of runs: their accuracies, and the settings in which they differ."""
     rows = {}
     for group in groups:
         best = frames.leading(group).get("best", "raw")
@@ -83,7 +83,7 @@ def of_runs(groups: Sequence[Group]) -> Table:
                 "best calibrator": words.method_title(best),
                 "best, %": number(accuracy[best]),
             }
-            rows["/".join(run.folder.absolute().parts[-2:])] = names | settings | found
+            rows["/".join(run.folder.absolute().parts[-2:])] = names | found | settings
     made = pd.DataFrame.from_dict(rows, orient="index").dropna(axis=1).rename_axis("run")
     kept = (made.nunique() > 1) | made.columns.str.endswith("%")
     return Table("runs", _TEXTS["runs"]["title"], made.loc[:, kept], _TEXTS["runs"]["note"])

@@ -50,7 +50,7 @@ def test_the_verdict_is_the_paired_interval_against_the_best_of_no_training(
     group = group_of(tmp_path, wrong)
     of = frames.leading(group)
     assert of | {"untrained": ""} == {
-        "best": "fdc", "fdc": "fdc", "raw": "raw", "untrained": "", "oracle": "oracle"
+        "best": "fdc", "raw": "raw", "untrained": "", "oracle": "oracle"
     }  # fmt: skip
     assert group.values(of["untrained"])[0] == max(group.values(n)[0] for n in baselines.NAMES)
     gain = group.gain("fdc", of["untrained"])

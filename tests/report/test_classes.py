@@ -62,3 +62,10 @@ def test_the_page_has_every_class_and_every_wrong_picture(monkeypatch):
     assert {"0,3", "0,", "5,5"} <= {each.get("data-pair") for _, each in read.elements}
     monkeypatch.setattr(classes, "MOST", 2)
     assert [len(each.wrong) for each in (classes.with_pictures(found, of), found)] == [2, 3]
+
+
+def test_where_none_is_wrong_there_is_nothing_to_choose():
+    of = group()
+    of.runs[0].predictions["fdc_label"] = of.runs[0].predictions["label"]
+    read = Reader(page.render_classes(of, classes.with_pictures(classes.load(of, NAMES), of)))
+    assert not read.all("select") and "There are none." in read.texts("p")

@@ -173,6 +173,13 @@ def test_several_configurations_have_tables_and_a_section_each(read):
     assert "unfinished: no results.json, 3 tasks done" in read.texts("dd")
 
 
+def test_names_of_settings_stay_as_they_are():
+    frame = pd.DataFrame({"data.input_range": ["model"]}, pd.Index(["a"], name="run"))
+    read = Reader(rendered([made_up.run(1)], [Table("runs", "Runs", frame, "")], kinds=()))
+    assert "data.input_range" in read.texts("th")
+    assert [each.get("class") for each in read.all("th")].count("number lower") == 1
+
+
 def test_names_from_files_are_text():
     run = made_up.run(1, learner=HOSTILE, **{HOSTILE: HOSTILE})
     frame = pd.DataFrame({HOSTILE: [HOSTILE]}, pd.Index([HOSTILE], name=HOSTILE))

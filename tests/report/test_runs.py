@@ -93,6 +93,8 @@ def test_of_equal_runs_the_first_counts(tmp_path):
     assert of["calibrators"] == "fdc,gaussians,ncm" and "train.rank" not in shown
     assert of["best, %"] == f"{results()['accuracy']['gaussians']:.2f}"
     assert shown["train.epochs"].to_list().count("5") == 1
+    # What one came for is seen before a table is scrolled.
+    assert list(shown).index("best, %") < list(shown).index("calibrators")
 
 
 def test_groups_say_what_departs_from_the_protocol(tmp_path):
