@@ -1,5 +1,6 @@
 """The pipeline on a real Ray of two workers, one of which is killed amid its work."""
 
+import copy
 import os
 import signal
 from pathlib import Path
@@ -96,7 +97,7 @@ class Load:
         return load(self.mark)
 
 
-def test_program_of_the_page(started, program):
+def test_program_of_the_page(started, program, tmp_path):
     found = program("Ray")
     labels, test = found["labels"], found["test"]
     by_hand = calibration.make("gaussians")
@@ -106,5 +107,15 @@ def test_program_of_the_page(started, program):
         by_hand.fit_task(own, labels[rows], previous=own if task else None)
     by_hand.finalize()
     expected = by_hand.score(found["images"][test]).label
-    np.testing.assert_array_equal(found["found"]["gaussians"], expected)
-    assert found["accuracies"]["gaussians"] > found["accuracies"]["ncm"]
+    np.testing.assert_array_equal(found["predicted"]["gaussians"], expected)
+    whole = found["fitted"]["gaussians"]
+    whole.save(tmp_path / "calibrator.npz")
+    others = [calibration.load(tmp_path / "calibrator.npz"), copy.deepcopy(whole)]
+    for each in (whole, *others):  # A further task.
+        each.fit_task(-own, labels[rows] + 10, previous=-own)
+        each.finalize()
+    for each in others:
+        scores = each.class_scores(found["images"][test])
+        np.testing.assert_array_equal(scores, whole.class_scores(found["images"][test]))
+    ncm = found["predicted"]["ncm"] == labels[test]
+    assert np.mean(expected == labels[test]) > np.mean(ncm)
