@@ -58,11 +58,15 @@ class FDCCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Finds the network, before a checkpoint is read, and keeps a copy of the first one."""
+        model = pl_module.get_submodule(self.network)
         if self.calibrated is None:
-            model = pl_module.get_submodule(self.network)
             if self.pretrained and not hasattr(model, "disable_adapter"):
                 model = nn.ModuleList([model, copy.deepcopy(model)])
             self.calibrated = fdc_torch.Calibrated(model, self.calibrator, layer=self.layer)
+        elif isinstance(self.calibrated.module, nn.ModuleList):
+            self.calibrated.module[0] = model  # A callback read alone comes with a copy.
+        else:
+            self.calibrated.module = model
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keeps features by the network before the task; a checkpoint within it has them."""

@@ -4,7 +4,9 @@
 own positions in the class order.
 """
 
+import contextlib
 import copy
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,12 @@ from torch.utils.data import DataLoader
 from fdc_jax import calibration, heads
 from fdc_jax import torch as fdc_torch
 from fdc_jax.features import feature_files
+
+# PILOT asks for this module where timm before 0.9 had it.
+with contextlib.suppress(ModuleNotFoundError):
+    import timm.layers.weight_init
+
+    sys.modules.setdefault("timm.models.layers.weight_init", timm.layers.weight_init)
 
 
 class FDCLearner:

@@ -1,8 +1,9 @@
 """Prints the table of docs/integrations.md: `python integrations/measure.py`, names for a part.
 
-Runs the page's programs, of toolboxes that are installed, and the tests of those that are only
-repositories, where `MAMMOTH`, `PILOT` and `LIBCONTINUAL` name their folders. Each prints its
-numbers as one dictionary; seconds are processor time with imports.
+Runs the page's programs, of toolboxes that are installed, or the tests that run them: of PyTorch,
+whose program lacks a training, and of those that are only repositories, where `MAMMOTH`, `PILOT`
+and `LIBCONTINUAL` name their folders. Each prints its numbers as one dictionary; seconds are
+processor time with imports.
 """
 
 import ast
@@ -17,19 +18,18 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# By heading of the page: what is installed, or a repository and its test.
-PROGRAMS = {
-    "PyTorch": "torch",
-    "transformers and PEFT": "peft",
-    "Lightning": "lightning",
-    "Avalanche": "avalanche-lib",
-    "pytorch-ood": "pytorch-ood",
-    "Ray": "ray",
-}
-REPOSITORIES = {
-    "Mammoth": ("MAMMOTH", "mammoth", "test_model[gaussians]"),
-    "PILOT": ("PILOT", "pilot", "test_learner_and_dump[gaussians]"),
-    "LibContinual": ("LIBCONTINUAL", "libcontinual", "test_inflora[gaussians]"),
+# By heading of the page: what is installed, or the variable that names a repository; and the test
+# that runs the program, if it does not run alone.
+ROWS = {
+    "PyTorch": ("torch", "test_torch.py::test_program_of_the_page"),
+    "transformers and PEFT": ("peft", ""),
+    "Lightning": ("lightning", ""),
+    "Avalanche": ("avalanche-lib", ""),
+    "pytorch-ood": ("pytorch-ood", ""),
+    "Ray": ("ray", ""),
+    "PILOT": ("PILOT", "integrations/test_pilot.py::test_learner_and_dump[gaussians]"),
+    "Mammoth": ("MAMMOTH", "integrations/test_mammoth.py::test_model[gaussians]"),
+    "LibContinual": ("LIBCONTINUAL", "integrations/test_libcontinual.py::test_inflora[gaussians]"),
 }
 OWN = re.compile(r"fdc|calibrat|gaussians|\bboth\b|\bwalk\b|FDC|LAYER|\bfitted\b")
 
@@ -60,12 +60,13 @@ def measured(command: list[str], folder: str) -> tuple[dict[str, float], float]:
 
 def version(heading: str) -> str | None:
     """Returns what is installed, or the commit of a repository; None where it is not there."""
-    if heading in PROGRAMS:
+    name, _ = ROWS[heading]
+    if not name.isupper():
         try:
-            return importlib.metadata.version(PROGRAMS[heading])
+            return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             return None
-    folder = os.environ.get(REPOSITORIES[heading][0])
+    folder = os.environ.get(name)
     if not folder:
         return None
     command = ["git", "-C", folder, "rev-parse", "--short", "HEAD"]
@@ -75,20 +76,17 @@ def version(heading: str) -> str | None:
 def main(headings: list[str]) -> None:
     """Prints a row for each heading, or for all."""
     print("| | version | lines | seconds | before | after | date |\n|---|---|---|---|---|---|---|")
-    for heading in headings or [*PROGRAMS, *REPOSITORIES]:
-        own, found = version(heading), program(heading)
+    for heading in headings or ROWS:
+        own, found, test = version(heading), program(heading), ROWS[heading][1]
         if own is None:
             print(f"{heading}: not installed", file=sys.stderr)
             continue
         lines = sum(bool(OWN.search(line)) for line in found.splitlines())
-        if heading in PROGRAMS:
-            command = [sys.executable, "-W", "ignore", "-c", found]
-        else:
-            _, name, test = REPOSITORIES[heading]
-            file = ROOT / "tests" / "integrations" / f"test_{name}.py"
-            command = [sys.executable, "-m", "pytest", "-n", "0", "-s", f"{file}::{test}"]
+        command = [sys.executable, "-W", "ignore", "-c", found]
+        if test:
+            command = [sys.executable, "-m", "pytest", "-n", "0", "-s", f"{ROOT}/tests/{test}"]
         with tempfile.TemporaryDirectory() as folder:
-            numbers, seconds = measured(command, str(ROOT) if heading in REPOSITORIES else folder)
+            numbers, seconds = measured(command, str(ROOT) if test else folder)
         before, *after = (f"{name} {100 * value:.1f}" for name, value in numbers.items())
         day = time.strftime("%Y-%m-%d")
         row = (heading, own, lines, f"{seconds:.0f}", before, ", ".join(after), day)

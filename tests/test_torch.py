@@ -2,16 +2,16 @@
 
 import copy
 import functools
-import itertools
 import pickle
-from pathlib import Path
 
 import numpy as np
 import pytest
+from sklearn.datasets import load_digits
 
 from fdc_jax import calibration
 from fdc_jax.errors import InputError
 from tests.calibration import streams
+from tests.integrations.conftest import run_program
 
 torch = pytest.importorskip("torch", reason="needs PyTorch, which the package does not require")
 
@@ -278,43 +278,74 @@ def test_any_timm_vit():
         )
 
 
-def page_program(heading):
-    """Runs the page's program under a heading; returns what it defines."""
-    page = (Path(__file__).parents[1] / "docs" / "integrations.md").read_text()
-    program = page.split(f"## {heading}\n")[1].split("```python\n")[1].split("```")[0]
-    found = {}
-    exec(compile(program, "docs/integrations.md", "exec"), found)
-    return found
-
-
 def surpasses(better, worse):
     """Tells of two arrays of truth values whether one is above by three standard errors."""
     return np.sum(better) - np.sum(worse) > 3 * np.sqrt(np.sum(better != worse))
 
 
-def test_program_of_the_page(capsys):
+def train(model, task):
+    """Trains on a task with a softmax over its own classes, whatever was drawn before."""
+    torch.manual_seed(0)
+    classes = task.tensors[1].unique()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    for _ in range(3):
+        for x, y in torch.utils.data.DataLoader(task, 32, shuffle=True):
+            optimizer.zero_grad()
+            own = model(x)[:, classes]
+            torch.nn.functional.cross_entropy(own, y - classes[0]).backward()
+            optimizer.step()
+
+
+def test_program_of_the_page():
     reason = "needs timm, which the package does not require"
-    pytest.importorskip("timm", reason=reason, exc_type=ImportError)
-    found = page_program("PyTorch")
-    assert list(found["accuracies"]) == ["raw", "fdc", "gaussians"]
-    assert str(found["accuracies"]) in capsys.readouterr().out
-    features = fdc_torch.collect(found["both"], [(found["images"], found["labels"])])[:2]
-    for name, calibrated in found["calibrated"].items():
-        views = (each[found["test"]] for each in features)
-        expected = calibrated.calibrator.score(*views).label
-        assert np.mean(expected == found["predicted"][name].numpy()) > 0.99  # but for rounding
-    labels, order = found["labels"][found["test"]], ("raw", "fdc", "gaussians")
-    right = [(found["predicted"][name] == labels).numpy() for name in order]
-    for worse, better in itertools.pairwise(right):
-        assert surpasses(better, worse)
+    timm = pytest.importorskip("timm", reason=reason, exc_type=ImportError)
+    pixels, labels = map(torch.tensor, load_digits(return_X_y=True))
+    images, test = pixels.float().reshape(-1, 1, 8, 8) / 16, torch.arange(len(labels)) % 3 == 0
+    size = {"img_size": 8, "patch_size": 4, "embed_dim": 32, "depth": 2, "num_heads": 2}
+    rows = [~test & torch.isin(labels, each) for each in torch.arange(10).split(2)]
+    tasks = [torch.utils.data.TensorDataset(images[each], labels[each]) for each in rows]
+    right = {}
+    for name in ("fdc", "gaussians"):
+        torch.manual_seed(0)
+        model = timm.models.VisionTransformer(**size, in_chans=1, num_classes=10)
+        given = {"model": model, "tasks": tasks, "train": train, "images": images[test]}
+        found = run_program("PyTorch", given, gaussians=name)
+        views = fdc_torch.collect(found["both"], [(images[test], labels[test])])[:2]
+        expected = found["calibrated"].calibrator.score(*views).label
+        assert np.mean(expected == found["predicted"].numpy()) > 0.99  # but for rounding
+        with torch.no_grad():
+            raw = model(images[test]).argmax(dim=1)
+        right |= {"raw": raw == labels[test], name: found["predicted"] == labels[test]}
+    print({name: each.float().mean().item() for name, each in right.items()})
+    for worse in ("raw", "fdc"):
+        assert surpasses(right["gaussians"].numpy(), right[worse].numpy())
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:transformers")
-def test_program_of_the_page_with_an_adapter(transformers, capsys):
+def test_program_of_the_page_with_an_adapter(transformers, tmp_path, capsys):
     pytest.importorskip("peft", reason="needs PEFT, which the package does not require")
-    found = page_program("transformers and PEFT")
+    found = run_program("transformers and PEFT")
     assert capsys.readouterr().out.startswith("{'raw': ")
-    labels = found["labels"][found["test"]]
-    raw, calibrated = ((each == labels).numpy() for each in found["accuracies"].values())
-    assert surpasses(calibrated, raw)
-    assert "follow the encoder" in found["calibrated"].calibrator.note
+    images, labels, test = (found[name] for name in ("images", "labels", "test"))
+    raw, right = ((each == labels[test]).numpy() for each in found["predicted"].values())
+    assert surpasses(right, raw)
+    calibrated = found["calibrated"]
+    assert "follow the encoder" in calibrated.calibrator.note
+    # A checkpoint, copies and pickles, each with its own adapter, go on with a further task.
+    torch.save(calibrated.state_dict(), tmp_path / "checkpoint.pt")
+    read = copy.deepcopy(calibrated)
+    torch.nn.init.zeros_(next(each for each in read.parameters() if each.requires_grad))
+    read.calibrator = calibration.make("gaussians")
+    read.load_state_dict(torch.load(tmp_path / "checkpoint.pt", weights_only=True))
+    others = [read, copy.deepcopy(calibrated), pickle.loads(pickle.dumps(calibrated))]
+    batches = [{"pixel_values": -images[test], "labels": labels[test] + 10}]
+    for each in (calibrated, *others):
+        each.before_task(batches)
+        for parameter in each.parameters():
+            parameter.data += 0.01 * parameter.requires_grad
+        each.after_task(batches)
+    with torch.no_grad():
+        scores = calibrated(images)
+        assert scores.shape == (len(images), 20)
+        for each in others:
+            assert torch.equal(each.eval()(images), scores)

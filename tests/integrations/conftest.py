@@ -23,11 +23,13 @@ def digits():
     return *((each / 16).astype(np.float32) for each in (train, test)), train_labels, test_labels
 
 
-def run_program(heading):
-    """Runs the page's program under a heading; returns what it defines."""
-    program = PAGE.read_text().split(f"## {heading}\n")[1].split("```python\n")[1]
-    found = {"__name__": heading}
-    exec(compile(program.split("```")[0], str(PAGE), "exec"), found)
+def run_program(heading, given=(), **words):
+    """Runs the page's program under a heading with other words; returns what it defines."""
+    program = PAGE.read_text().split(f"## {heading}\n")[1].split("```python\n")[1].split("```")[0]
+    for word, other in words.items():
+        program = program.replace(word, other)
+    found = {"__name__": heading, **dict(given)}
+    exec(compile(program, str(PAGE), "exec"), found)
     return found
 
 

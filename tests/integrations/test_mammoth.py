@@ -53,20 +53,20 @@ def test_model(checkout, digits, tmp_path, monkeypatch, name):
         def begin_task(self, dataset):
             networks.append(copy.deepcopy(self.net).eval())
             super().begin_task(dataset)
-            if others:
-                others[0]._current_task = self.current_task
-                model_type.begin_task(others[0], dataset)
+            for each in others:
+                each._current_task = self.current_task
+                model_type.begin_task(each, dataset)
 
         def end_task(self, dataset):
             images = dataset.train_loader.dataset
             seen.append((images.data.clone(), np.array(images.targets)))
             super().end_task(dataset)
-            if others:
-                others[0].net.load_state_dict(self.net.state_dict())
-                model_type.end_task(others[0], dataset)
-            elif self.current_task == 2:  # What a checkpoint has after three tasks goes on.
+            for each in others:
+                each.net.load_state_dict(self.net.state_dict())
+                model_type.end_task(each, dataset)
+            if self.current_task == 2:  # What a checkpoint or copy has after three tasks goes on.
                 torch.save(self.state_dict(), tmp_path / "third.pt")
-                others.append(made())
+                others.extend([made(), copy.deepcopy(self)])
                 stored = torch.load(tmp_path / "third.pt", weights_only=True)
                 others[0].load_state_dict(stored)
 
@@ -93,8 +93,9 @@ def test_model(checkout, digits, tmp_path, monkeypatch, name):
     with torch.no_grad():
         found = model(images.float()[:, None] / 255).numpy()
         raw = model.net(images.float()[:, None] / 255).numpy().argmax(axis=1)
-        others[0].net.eval()
-        assert torch.equal(others[0](images.float()[:, None] / 255), torch.from_numpy(found))
+        for each in others:
+            each.net.eval()
+            assert torch.equal(each(images.float()[:, None] / 255), torch.from_numpy(found))
     np.testing.assert_allclose(found, expected, atol=1e-3 * abs(expected).max())
     right, before = found.argmax(axis=1) == labels, raw == labels
     print({"raw": before.mean().item(), name: right.mean().item()})

@@ -1,7 +1,10 @@
 """The pipeline on a real Ray of two workers, one of which is killed amid its work."""
 
+import copy
+import functools
 import os
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -36,11 +39,13 @@ def by_hand(images, tasks):
 @pytest.fixture(scope="module")
 def started():
     root = Path(__file__).parents[2]
-    paths = root, root / "integrations", Path(__file__).parent
+    paths = root, root / "integrations"
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(map(str, paths))}}
     ray.DataContext.get_current().enable_progress_bars = False
     import ray as core
 
+    # Workers find no module of tests, of which installed packages have their own.
+    core.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     core.init(num_cpus=2, include_dashboard=False, runtime_env=environment, logging_level="ERROR")
     yield
     core.shutdown()
@@ -62,7 +67,7 @@ def test_a_killed_worker_changes_no_byte(started, tmp_path):
     ]
     shuffled = [rows[i] for i in rng.permutation(len(rows))]
     images, mark = ray.from_items(shuffled, override_num_blocks=8), str(tmp_path / "killed")
-    found = fdc_ray.fit(images, Load(mark), workers=2, batch_size=16)
+    found = fdc_ray.fit(images, functools.partial(load, mark), workers=2, batch_size=16)
     assert os.path.exists(mark)
     assert list(found) == ["gaussians", "mahalanobis", "ncm"]
     for name, calibrator in found.items():
@@ -86,17 +91,7 @@ def test_a_killed_worker_changes_no_byte(started, tmp_path):
             np.testing.assert_array_equal(ours[member], theirs[member])
 
 
-class Load:
-    """What every actor calls once."""
-
-    def __init__(self, mark):
-        self.mark = mark
-
-    def __call__(self):
-        return load(self.mark)
-
-
-def test_program_of_the_page(started, program):
+def test_program_of_the_page(started, program, tmp_path):
     found = program("Ray")
     labels, test = found["labels"], found["test"]
     by_hand = calibration.make("gaussians")
@@ -106,5 +101,15 @@ def test_program_of_the_page(started, program):
         by_hand.fit_task(own, labels[rows], previous=own if task else None)
     by_hand.finalize()
     expected = by_hand.score(found["images"][test]).label
-    np.testing.assert_array_equal(found["found"]["gaussians"], expected)
-    assert found["accuracies"]["gaussians"] > found["accuracies"]["ncm"]
+    np.testing.assert_array_equal(found["predicted"]["gaussians"], expected)
+    whole = found["fitted"]["gaussians"]
+    whole.save(tmp_path / "calibrator.npz")
+    others = [calibration.load(tmp_path / "calibrator.npz"), copy.deepcopy(whole)]
+    for each in (whole, *others):  # A further task.
+        each.fit_task(-own, labels[rows] + 10, previous=-own)
+        each.finalize()
+    for each in others:
+        scores = each.class_scores(found["images"][test])
+        np.testing.assert_array_equal(scores, whole.class_scores(found["images"][test]))
+    ncm = found["predicted"]["ncm"] == labels[test]
+    assert np.mean(expected == labels[test]) > np.mean(ncm)
