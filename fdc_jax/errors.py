@@ -177,7 +177,9 @@ def guarded(title: str, body: Callable[[], Any], show_traceback: bool = False) -
 class Program(argparse.ArgumentParser):
     """The command line of a program, with the flags --quiet and --traceback.
 
-    Its name starts every line of error or warning.
+    Args:
+        name: after `fdc_jax.`; starts every line of error or warning.
+        description: for --help.
     """
 
     def __init__(self, name: str, description: str):
@@ -200,10 +202,15 @@ class Program(argparse.ArgumentParser):
         arguments: Sequence[str] | None,
         prepare: Callable[..., None] | None = None,
     ) -> int:
-        """Parses the command line, `sys.argv` when None, and runs a program.
+        """Parses the command line (`sys.argv` when None) and runs a program.
 
-        `prepare` is called with it and the words before, and may add flags. Returns 0 or, after an
-        error of `CODES`, which has been printed as one line, its code.
+        Args:
+            body: what it does with its options.
+            arguments: the words of the command line.
+            prepare: called with the program and them before they are parsed; may add flags.
+
+        Returns:
+            0; after an error of `CODES`, which has been printed as one line, its code.
         """
         arguments = sys.argv[1:] if arguments is None else list(arguments)
 

@@ -112,7 +112,9 @@ def chance_calibration_error(probability: Float[np.ndarray, " n"]) -> float:
 def paired_gain(before: Sequence[float], after: Sequence[float] | np.ndarray) -> Gain:
     """Gain within each seed, its mean, sample std and Student t interval; NaN for one seed.
 
-    Both have one accuracy per seed, the same seeds in the same order.
+    Args:
+        before: one accuracy per seed.
+        after: accuracies of the same seeds in the same order.
     """
     gains = np.asarray(after, np.float64) - np.asarray(before, np.float64)
     mean, std = mean_and_std(gains)
@@ -163,9 +165,14 @@ def measure(
     """Returns what calibrators got right, in percent, by quantity and by their names.
 
     `accuracy` and `task_accuracy` have an entry `oracle`, too, of the heads given the true task.
-    With probabilities of all classes, tasks in order, `calibration_error` says how far those of the
-    predicted labels are from the share of right ones, and `chance_calibration_error` how far that
-    would be by chance alone. Scores are by name, `raw` among them; tasks are counted from 0.
+
+    Args:
+        scores: by name, `raw` among them.
+        labels: true labels.
+        tasks: true tasks, counted from 0.
+        probabilities: of all classes, tasks in order; with them `calibration_error` says how far
+            those of the predicted labels are from the share of right ones, and
+            `chance_calibration_error` how far that would be by chance alone.
     """
     count = int(tasks.max()) + 1
     found = {name: decompose(each, labels, tasks) for name, each in scores.items()}

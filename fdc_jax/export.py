@@ -55,9 +55,16 @@ def write(
 ) -> None:
     """Writes a finished run as one folder, whole or not at all; the same run gives the same bytes.
 
-    The folder is read once before it gets its name. `weights_file` is that of the pretrained
-    encoder, if no longer where it was; `learner` the module of one outside the package, whose code
-    is run.
+    The folder is read once before it gets its name.
+
+    Args:
+        workdir: of one seed.
+        output: the folder to make.
+        weights_file: the file of the pretrained encoder, if no longer where it was.
+        learner: the module of a learner outside the package, whose code is run.
+
+    Returns:
+        The bytes of every file, by its name in the folder.
 
     Raises:
         InputError: the folder exists or cannot be written, the run is not finished, or something of

@@ -147,7 +147,8 @@ class Calibrator:
     def finalize(self, release: bool = False) -> None:
         """Computes what scoring needs of all tasks together. May be called again.
 
-        `release` drops what only further tasks would need; none can be fitted then.
+        Args:
+            release: drop what only further tasks would need; none can be fitted then.
         """
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:

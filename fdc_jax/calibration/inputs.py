@@ -189,10 +189,14 @@ def task_classes(
     named: Any,
     earlier: Sequence[Int[np.ndarray, " _"]],
 ) -> tuple[Int[np.ndarray, " c"], Int[np.ndarray, " c"]]:
-    """Returns the label and the number of samples of each head row, of which there are `num_rows`.
+    """Returns the label and the number of samples of each head row.
 
-    `named` is the label of each row, None for the distinct labels, ascending; `earlier` are those
-    of earlier tasks.
+    Args:
+        labels: of all samples of the task.
+        task: its number, for messages.
+        num_rows: rows of its head, None where it has none.
+        named: the label of each row; None for the distinct labels, ascending.
+        earlier: labels of earlier tasks.
 
     Raises:
         InputError: a label is an earlier task's or no row's, or named twice, or not one per row.

@@ -35,7 +35,11 @@ def write(path: str | os.PathLike[str], value: Any) -> None:
 
 
 def read(path: str | os.PathLike[str], types: Mapping[str, type]) -> Any:
-    """Reads a tree whose tuples and objects are of these `types`, by their names; runs no code."""
+    """Reads a tree whose tuples and objects are of these `types`, by their names; runs no code.
+
+    Raises:
+        InputError: the file is missing, damaged, or of another kind or version.
+    """
     arrays = read_npz(path)
     kind, tree = (str(arrays.pop(name, "")) for name in ("format", "tree"))
     if kind != FORMAT:

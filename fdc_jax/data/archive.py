@@ -27,7 +27,11 @@ def stem(name: str) -> str:
 
 
 def unpacked(archive: Path, cache: Path) -> Path:
-    """Returns the folder in `cache` that holds the contents of an archive as it is now."""
+    """Returns the folder in `cache` that holds the contents of an archive as it is now.
+
+    Raises:
+        InputError: it is no archive or damaged, would write elsewhere, or the disk is full.
+    """
     found = archive.stat()
     state = f"{os.path.abspath(archive)} {found.st_size} {found.st_mtime_ns}"
     digits = hashlib.sha256(os.fsencode(state)).hexdigest()[:16]

@@ -79,7 +79,11 @@ def class_order(num_classes: int, seed: int) -> Int[np.ndarray, " c"]:
 
 
 def named_order(class_names: Sequence[str], names: Sequence[str]) -> Int[np.ndarray, " c"]:
-    """Returns the class labels in an order of names, of which every class has one."""
+    """Returns the class labels in an order of names.
+
+    Raises:
+        InputError: classes are missing, doubled or unknown; names some.
+    """
     odd = sorted({*names} ^ {*class_names}) or [n for n in names if list(names).count(n) > 1]
     if odd:
         raise InputError(

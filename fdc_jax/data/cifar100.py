@@ -23,7 +23,11 @@ _RECORD_BYTES = 2 + 3 * 32 * 32
 
 
 def download(cache: Path, quiet: bool) -> Path:
-    """Returns the archive, downloaded into `cache` if need be; InputError where that fails."""
+    """Returns the archive in `cache`, which is downloaded unless it is there already.
+
+    Raises:
+        InputError: the download fails or its checksum is wrong.
+    """
     import pooch  # warns in a notebook without widgets
 
     downloader: Any = pooch.HTTPDownloader(progressbar=not quiet, timeout=60)
@@ -45,7 +49,10 @@ def open_cifar100(
 ) -> tuple[Dataset, Dataset]:
     """Returns the training and the test images of the archive, unpacked once into `cache`.
 
-    It is downloaded unless it is said where it lies.
+    Args:
+        cache: folder of downloads and of what was unpacked.
+        archive: where it lies; None to download it.
+        quiet: show no download.
 
     Raises:
         InputError: there is none, or another one than the published.

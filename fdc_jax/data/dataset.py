@@ -38,7 +38,11 @@ class Dataset:
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
-        """Returns an image, decoded; InputError names one that cannot be read."""
+        """Returns an image, decoded.
+
+        Raises:
+            InputError: it cannot be read; names it.
+        """
         return images.decode(self.read(index), self.describe(index), self.upright)
 
     @functools.cached_property

@@ -52,12 +52,18 @@ def open_folder(
     workers: int = 0,
     quiet: bool = True,
 ) -> tuple[Dataset, Dataset]:
-    """Opens the training and the test images of a folder, of which a look is kept in the cache.
+    """Opens the training and the test images of a folder.
 
-    It holds `train/CLASS/IMAGE` and `test/CLASS/IMAGE` (or `val`), which results call `given`, or
-    `CLASS/IMAGE`, itself or up to two levels below it; then `test_share` of each class is for
-    testing, and 0 refuses that. Images are turned as their EXIF data say where they shall be
-    `upright`; 0 workers are one thread per core.
+    Args:
+        root: holds `train/CLASS/IMAGE` and `test/CLASS/IMAGE` (or `val`), or `CLASS/IMAGE`, itself
+            or up to two levels below it.
+        name: of the data set.
+        cache: folder where what a look at the images found is kept.
+        given: what results call the division of a divided folder.
+        test_share: of each class, for testing, where the folder is not divided; 0: refuse that.
+        upright: whether to turn images as their EXIF data say.
+        workers: decoding threads, 0 for one per core.
+        quiet: show no progress.
 
     Raises:
         InputError: folders, classes or images are not as expected; all unreadable images are named.
@@ -197,7 +203,11 @@ def content(path: Path) -> bytes:
 
 
 def find_images(folder: Path) -> list[Path]:
-    """Returns the images at and below a folder, by name; InputError where there are none."""
+    """Returns the images at and below a folder, by name; a log line counts the other files.
+
+    Raises:
+        InputError: there are none.
+    """
     found, skipped = _sorted_out(folder, "folder")
     for note in _skipped(skipped):
         _log.warning("%s: %s", folder, note)

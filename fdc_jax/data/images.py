@@ -53,13 +53,16 @@ _TURNS = {
 
 
 def decode(encoded: bytes | Image.Image, description: str, upright: bool = False) -> Image.Image:
-    """Returns an image, of a file's content or opened by Pillow, in mode RGB with all pixels read.
+    """Returns the image in mode RGB, all pixels read.
 
-    It is turned as its EXIF data say where it shall be `upright`.
+    Args:
+        encoded: content of a file, or what Pillow opened, which stays as it is.
+        description: names the image in the error message.
+        upright: whether to turn it as its EXIF data say.
 
     Raises:
         InputError: the bytes are empty, truncated or no image that Pillow reads, or its pixels
-            have neither 8 nor 16 bits; names the image by its description.
+            have neither 8 nor 16 bits.
     """
     try:
         image = encoded

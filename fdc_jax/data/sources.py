@@ -11,7 +11,11 @@ from fdc_jax.errors import InputError
 
 
 def name_of(benchmark: str, source: str) -> str:
-    """Returns the name of a configuration's data: the one that it says, or that of their source."""
+    """Returns the name of a configuration's data: the one that it says, or that of their source.
+
+    Raises:
+        InputError: there is neither, or no name to be shown.
+    """
     if not source and not benchmark:
         raise InputError(
             "config.data.source: expected a folder or an archive of images, train/CLASS/IMAGE and "
@@ -34,12 +38,18 @@ def open_splits(
     workers: int = 0,
     quiet: bool = True,
 ) -> tuple[Dataset, Dataset]:
-    """Opens the training and the test images of a data set, a benchmark or any other.
+    """Opens the training and the test images of a data set.
 
-    They lie in `source`, a folder or an archive as of `folder.open_folder`, like whose arguments
-    the others are. It is empty for the digits, for what TFDS has prepared in `data_dir` (by
-    default `$TFDS_DATA_DIR`, or `~/tensorflow_datasets`) and for CIFAR-100, which is then
-    downloaded into the cache; archives are unpacked there.
+    Args:
+        name: a benchmark's, or any other.
+        cache: folder where downloads, unpacked archives and what was found in images are kept.
+        source: a folder or an archive, see `folder.open_folder`; empty for the digits, for what
+            TFDS has prepared and for CIFAR-100, which is then downloaded.
+        data_dir: where TFDS has prepared data; empty for `$TFDS_DATA_DIR`, or
+            `~/tensorflow_datasets`.
+        test_share: of the images of each class, where a folder is not divided.
+        workers: decoding threads, 0 for one per core.
+        quiet: show no progress.
 
     Raises:
         InputError: there are no such data, or they are damaged.

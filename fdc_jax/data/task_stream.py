@@ -103,7 +103,17 @@ class TaskStream:
 
 
 def open_stream(config: Any, cache: Path, known: Known = NOTHING, quiet: bool = True) -> TaskStream:
-    """Opens the images of a configuration and divides them into tasks; errors are those of both."""
+    """Opens the images of a configuration and divides them into tasks.
+
+    Args:
+        config: the configuration, whose benchmark has a name.
+        cache: as of `sources.open_splits`.
+        known: what the run knows from before.
+        quiet: show no progress.
+
+    Raises:
+        InputError: as of `sources.open_splits` and of `build`.
+    """
     data = config.data
     train, test = sources.open_splits(
         config.benchmark,

@@ -27,7 +27,11 @@ from fdc_jax.machine.files import read_npz, write_npz
 
 
 def find(name: str, data_dir: Path) -> Path | None:
-    """Returns the folder of the newest version of a prepared data set; None if there is none."""
+    """Returns the folder of the newest version of a prepared data set; None if there is none.
+
+    Raises:
+        InputError: there are several configurations of it.
+    """
     found = [path.parent for path in (data_dir / name).rglob("dataset_info.json")]
     if len({folder.parent for folder in found}) > 1:
         places = ", ".join(sorted({folder.parent.name for folder in found}))
@@ -39,9 +43,14 @@ def find(name: str, data_dir: Path) -> Path | None:
 def open_prepared(
     folder: Path, name: str, cache: Path, partition: str, upright: bool
 ) -> tuple[Dataset, Dataset]:
-    """Opens the training and the test images of the prepared data that `find` found.
+    """Opens the training and the test images of prepared data.
 
-    Arguments are those of `folder.open_folder`; `partition` is how the data were divided.
+    Args:
+        folder: as `find` gives it.
+        name: of the data set.
+        cache: folder where what a look at all records found is kept.
+        partition: how the data were divided, for results.
+        upright: whether to turn images as their EXIF data say.
 
     Raises:
         InputError: they are damaged, or are not images and their classes.

@@ -34,7 +34,12 @@ class Extraction(NamedTuple):
 
 
 class Extractor:
-    """Runs encoders over batches of images, which devices share; compiled once per batch shape."""
+    """Runs encoders over batches of images; compiled once per batch shape.
+
+    Args:
+        model: the encoder.
+        mesh: devices that share each batch.
+    """
 
     def __init__(self, model: VisionTransformer, mesh: Mesh):
         self._mesh, self._width = mesh, model.variant.width
@@ -61,8 +66,13 @@ class Extractor:
         """Returns float32 features by several encoders, one row per image, padding removed.
 
         Each image is read, decoded and placed once; the features are bit for bit those of separate
-        passes. `views` are what each encoder, E_0 to E_T, has in the place of parameters of E_0;
-        `poll` is called before each batch and raises to stop.
+        passes.
+
+        Args:
+            backbone: pretrained parameters.
+            views: what each encoder, E_0 to E_T, has in the place of parameters of E_0.
+            batches: images in evaluation preprocessing.
+            poll: called before each batch; raises to stop.
         """
         start = time.perf_counter()
         found = [[np.zeros((0, self._width), np.float32)] for _ in views]
@@ -99,7 +109,12 @@ class Extractor:
 
 
 class FeatureCache:
-    """Features of the pretrained encoder on disk, under all that they depend on (JSON values)."""
+    """Features of the pretrained encoder on disk.
+
+    Args:
+        folder: where the files lie.
+        key: everything that the features depend on; JSON values.
+    """
 
     def __init__(self, folder: str | os.PathLike[str], key: dict[str, Any]):
         self._folder = Path(folder) / _digest(json.dumps(key, sort_keys=True).encode())

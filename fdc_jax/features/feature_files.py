@@ -102,7 +102,14 @@ class FeatureSet(NamedTuple):
         return np.array([task_of[int(label)] for label in self.test_labels])
 
     def fit(self, calibrator: Any) -> Any:
-        """Fits a fresh calibrator to all tasks, gives it the final heads and returns it."""
+        """Fits a calibrator to all tasks and gives it the final heads; returns the same one.
+
+        Args:
+            calibrator: one of `calibration.METHODS`, fresh.
+
+        Raises:
+            InputError: the calibrator refuses a task or a head.
+        """
         for task in self.tasks:
             task.fit(calibrator)
         calibrator.finalize()
@@ -286,10 +293,19 @@ def write_task(
     classes: ArrayLike | None = None,
     previous: ArrayLike | None = None,
 ) -> None:
-    """Writes the arrays of one task into a folder, which is made; each file whole or not at all.
+    """Writes the arrays of one task into a folder, each file whole or not at all.
 
-    Arrays the folder held for this task and that are not given now are removed. Shapes are those of
-    the file; classes are by default the distinct labels, ascending.
+    Arrays the folder held for this task and that are not given now are removed.
+
+    Args:
+        folder: made when missing.
+        task: index from 0.
+        adapted: [n, d] training features of the encoder after this task.
+        labels: [n] integers.
+        head: of the same kind in all tasks of a folder.
+        pretrained: [n, d'] features of the pretrained encoder, in all tasks or none.
+        classes: [c] label of each row of the head; ascending distinct labels when None.
+        previous: [n, d] features of the encoder before this task, from the second task on.
 
     Raises:
         InputError: the head is of another kind than those of earlier tasks, or the disk refuses.
@@ -324,12 +340,24 @@ def write_test(
     pretrained: ArrayLike | None = None,
     labels: ArrayLike | None = None,
 ) -> None:
-    """Writes the test features, and labels [n] if known, each file whole or not at all."""
+    """Writes the test features, and labels [n] if known, each file whole or not at all.
+
+    Args:
+        folder: made when missing.
+        adapted: [n, d] features of the final encoder.
+        pretrained: [n, d'] features of the pretrained encoder, if the tasks have them.
+        labels: [n] integers, if known.
+    """
     write(folder, dict(zip(_WHOLE, (adapted, pretrained, labels), strict=False)))
 
 
 def write(folder: str | os.PathLike[str], arrays: Mapping[str, ArrayLike | None]) -> None:
-    """Writes arrays by name into a folder, which is made; removes those that are None."""
+    """Writes arrays into a folder, each file whole or not at all.
+
+    Args:
+        folder: made when missing.
+        arrays: by name; what is None is removed.
+    """
     for name, array in arrays.items():
         path = Path(folder) / f"{name}.npy"
         if array is None:

@@ -39,7 +39,8 @@ class Vectors:
 def read(folder: Path) -> dict[str, Any]:
     """Returns the arrays of a folder's Parquet files by their names in a feature file.
 
-    InputError where there are some, but no pyarrow, or where one cannot be read.
+    Raises:
+        InputError: there are some, but pyarrow is not installed, or one cannot be read.
     """
     found: dict[str, Any] = {}
     for path in sorted(folder.glob("*.parquet")):

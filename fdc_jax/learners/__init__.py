@@ -56,7 +56,11 @@ def find(name: str) -> type[Learner]:
 
 
 def make(setup: Setup) -> Learner:
-    """Returns the learner that a run's configuration names, with its options; raises as `find`."""
+    """Returns the learner that a run's configuration names, with its options there.
+
+    Raises:
+        InputError: of `find`, or by the learner, whose options contradict each other.
+    """
     return find(setup.config.learner.name).configured(setup)
 
 
@@ -118,7 +122,11 @@ def options(name: str) -> dict[str, Option]:
 
 
 def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Any]]:
-    """Returns the options on a benchmark by learner: what `config.learner` begins with."""
+    """Returns the options on a benchmark by learner: what `config.learner` begins with.
+
+    Raises:
+        InputError: there is no learner `outside` of the package.
+    """
     known = _own() | ({section(outside): find(outside)} if outside else {})
     return {
         name: {field: each.default_on(benchmark) for field, each in learner.options().items()}
@@ -128,7 +136,11 @@ def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Any]]:
 
 
 def check_options(name: str, flat: Mapping[str, Any]) -> None:
-    """Refuses values of options of a learner, and of all learners of the package."""
+    """Checks the options of a learner, and of all learners of the package.
+
+    Raises:
+        InputError: names the field, what was expected and what was found.
+    """
     for learner in dict.fromkeys((*names(), name)):
         for field, each in options(learner).items():
             wanted = expected(each.allowed, flat[field])
@@ -153,7 +165,11 @@ def deviations(name: str, flat: Mapping[str, Any]) -> list[str]:
 
 
 def check_state(name: str, question: str, before: Any, after: Any) -> None:
-    """Refuses an answer to a question without the old state's arrays, in shape and type."""
+    """Checks that a learner's answer to a question has the old state's arrays, in shape and type.
+
+    Raises:
+        InputError: names the first array that is another.
+    """
     old, new = (
         {
             jax.tree_util.keystr(path): f"{jnp.result_type(leaf)}{list(jnp.shape(leaf))}"

@@ -92,7 +92,8 @@ def fit_task(
 ) -> ClassGaussians:
     """Returns the Gaussians with those of one task fitted; the ones given stay as they are.
 
-    TrainingError names a class without an image, or with a feature that is not finite.
+    Raises:
+        TrainingError: a class has no image, or a feature that is not finite.
     """
     means = np.zeros(gaussians.means.shape[1:], np.float32)
     factors = np.array(gaussians.factors)

@@ -343,7 +343,11 @@ class RSIAT(Learner):
 
     # 5. What it offers for inference.
     def encoder(self, backbone, state: State, num_tasks) -> Replaced:
-        """Returns the pretrained kernels with the newest adapter, for 0 with one that is zero."""
+        """Returns the pretrained kernels with the newest adapter, for 0 with one that adds nothing.
+
+        Raises:
+            InputError: it is neither E_0 nor that after the tasks of `state`: no other is kept.
+        """
         if num_tasks == 0:
             return _kernels(backbone, jax.tree.map(jnp.zeros_like, state.adapter))
         training.require_newest(self.title, state.heads, num_tasks)

@@ -147,7 +147,11 @@ class SLCA(Learner):
 
     # 5. What it offers for inference.
     def encoder(self, backbone, state: State, num_tasks) -> Replaced:
-        """Returns all parameters of the newest encoder, for 0 the pretrained kernels."""
+        """Returns all parameters of the newest encoder, for 0 the pretrained kernels.
+
+        Raises:
+            InputError: it is neither E_0 nor that after the tasks of `state`: no other is kept.
+        """
         if num_tasks == 0:
             return vit.pretrained_kernels(backbone)
         training.require_newest(self.title, state.heads.weight, num_tasks)

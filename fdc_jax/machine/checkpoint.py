@@ -34,9 +34,15 @@ for _name in ("absl", "asyncio"):
 
 
 class Checkpoints:
-    """A folder of numbered checkpoints, each a pytree and a small JSON cursor; the newest stay.
+    """A folder of numbered checkpoints, each a pytree and a small JSON cursor.
 
-    A folder to be read only must be there; nothing in it changes, and damage is passed over.
+    Args:
+        folder: where they lie; made when missing.
+        keep: how many of the newest stay.
+        read_only: change nothing, pass over what is damaged.
+
+    Raises:
+        InputError: the folder is to be read only, and missing.
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 2, read_only: bool = False):
@@ -63,8 +69,13 @@ class Checkpoints:
     def save(self, number: int, tree: Any, cursor: dict[str, Any]) -> None:
         """Writes a checkpoint; it exists as a whole when this returns, or not at all.
 
-        Its number is larger than all before; the cursor says where in the run its tree of arrays
-        belongs, in JSON values. InputError where the disk refuses the write.
+        Args:
+            number: larger than every number before.
+            tree: arrays.
+            cursor: what says where in the run the tree belongs; JSON values.
+
+        Raises:
+            InputError: the disk refuses the write.
         """
         self._write(number, jax.tree.map(np.asarray, devices.to_host(tree)), cursor)
 

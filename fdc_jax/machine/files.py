@@ -58,7 +58,10 @@ def user_cache() -> Path:
 def write_folder_atomically(folder: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary folder and renames it to `folder`, which is none yet, at the end.
 
-    After a kill, the same call starts afresh; InputError where the file system refuses.
+    After a kill, the same call starts afresh.
+
+    Raises:
+        InputError: the file system refuses.
     """
     folder = Path(folder)
     unfinished = folder.with_name(f".{folder.name}.unfinished")
@@ -148,7 +151,11 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path, remedy: str) -> None:
-    """Compares every file that a folder's manifest names; InputError with what to do then."""
+    """Compares every file that a folder's manifest names, byte for byte.
+
+    Raises:
+        InputError: a file is missing or another; the line ends with what to do then.
+    """
     for name, digest in read_json(folder / MANIFEST)["sha256"].items():
         path = folder / name
         if not path.is_file() or sha256(path) != digest:
@@ -192,7 +199,11 @@ def sha256(path: str | os.PathLike[str]) -> str:
 
 
 def read_folder(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Memory-maps every `.npy` file of a folder, of which there must be one, by its stem."""
+    """Memory-maps every `.npy` file of a folder, under its name without the suffix.
+
+    Raises:
+        InputError: a file is damaged or holds objects, or there is none.
+    """
     # Names with a leading dot are files still being written.
     files = [file for file in sorted(Path(path).glob("*.npy")) if not file.name.startswith(".")]
     if not files:
@@ -201,7 +212,11 @@ def read_folder(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def read_npy(path: str | os.PathLike[str]) -> np.ndarray:
-    """Memory-maps one `.npy` file, which is as long as it says."""
+    """Memory-maps one `.npy` file.
+
+    Raises:
+        InputError: the file is absent, damaged, longer or shorter than it says, or holds objects.
+    """
     try:
         array = np.lib.format.open_memmap(path, mode="r")
         if array.offset + array.nbytes != os.path.getsize(path):
@@ -212,7 +227,11 @@ def read_npy(path: str | os.PathLike[str]) -> np.ndarray:
 
 
 def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Reads every array of an `.npz` archive into memory."""
+    """Reads every array of an `.npz` archive into memory.
+
+    Raises:
+        InputError: the file is absent or damaged, or holds objects.
+    """
     arrays: dict[str, np.ndarray] = {}
     name = ""
     try:
@@ -244,7 +263,11 @@ def write_npz(path: str | os.PathLike[str], arrays: Mapping[str, ArrayLike]) -> 
 
 
 def read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Reads every array of a `.safetensors` file into memory."""
+    """Reads every array of a `.safetensors` file into memory.
+
+    Raises:
+        InputError: the file is absent or damaged.
+    """
     try:
         return safetensors.numpy.load_file(path)
     except Exception as error:  # As above.

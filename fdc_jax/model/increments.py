@@ -24,7 +24,13 @@ def drawn(draw: Callable[..., Array], key: Array, shape: tuple[int, ...], **boun
 
 
 def initialise(key: Array, variant: Variant, rank: int) -> Increment:
-    """Returns a fresh increment: A uniform in +-1/sqrt(width), B zero (the LoRA convention)."""
+    """Returns a fresh increment: A uniform in +-1/sqrt(width), B zero (the LoRA convention).
+
+    Args:
+        key: random key.
+        variant: the encoder that is adapted.
+        rank: columns of A, rows of B.
+    """
     bound = variant.width**-0.5
     shape = (variant.depth, variant.width, rank)
 

@@ -113,8 +113,12 @@ def rename(arrays: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray
     is multiplied into the layer before it; absent biases of projections, and absent positions of
     learned tokens, become zero.
 
+    Args:
+        arrays: of a file, by name.
+        path: the file, for messages.
+
     Raises:
-        InputError: an array has a shape that its name does not allow; names the file.
+        InputError: an array has a shape that its name does not allow.
     """
     needed = used(arrays)
     if "embedding/kernel" in arrays:
@@ -226,10 +230,13 @@ def _is_square(number: int) -> bool:
 def describe(
     arrays: Mapping[str, np.ndarray], path: Path, heads: int = 0
 ) -> tuple[str, vit.Variant]:
-    """Returns the name and the architecture of the encoder in a file and its configuration.
+    """Returns the name and the architecture of the encoder in a file.
 
-    `heads` are those of a file in timm's layout without one, whose user thereby says that it is a
-    plain Vision Transformer; 0: not known.
+    Args:
+        arrays: of the file, by name.
+        path: the file; a configuration is looked for beside it.
+        heads: of a file in timm's layout without a configuration, whose user thereby says that it
+            is a plain Vision Transformer; 0: not known.
 
     Raises:
         InputError: the arrays are not those of an encoder known here, or their configuration is
@@ -413,8 +420,13 @@ def as_timm(
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Returns an encoder's arrays and configuration as timm has them, without a classifier.
 
-    `rename` and `describe` take them back. Mean and deviation of `variant` are of the pixels that
-    the encoder gets; `replaced` is what it has in the place of the pretrained parameters.
+    `rename` and `describe` take them back.
+
+    Args:
+        params: the pretrained parameters.
+        variant: the architecture; its mean and deviation are of the pixels that it gets.
+        replaced: what the encoder has in the place of pretrained parameters.
+        image_size: side of the images in pixels.
 
     Raises:
         InputError: it is none of those that end in the class token of a plain block, or has an

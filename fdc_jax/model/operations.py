@@ -150,7 +150,13 @@ def product_with_updates(
 
     The sum is made once, so that an update costs no product over tokens. The gradients of factors
     and scales take the way over the rank, and none is as large as the kernel's, so that devices
-    have little to add up. Updates are of one block; the precision is of the products over tokens.
+    have little to add up.
+
+    Args:
+        x: tokens, on any leading axes.
+        kernel: W.
+        updates: factors of one block.
+        precision: of the products over tokens.
     """
     return _product_forward(x, kernel, updates, precision)[0]
 
@@ -254,8 +260,14 @@ def images_together(mesh: Mesh, images: int, side: int, patch: int) -> int:
     A core's caches, or a TPU's on-chip memory, hold the activations of some images, not those of a
     batch: a batch in portions is faster than at once. The size divides the batch. It depends on
     shapes and the kind of device, never on the number of cores, so that results are the same on
-    any of them. Several devices have each batch divided already. What a program depends on is asked
-    of the mesh, so that it can be compiled for others. Sides are in pixels.
+    any of them. Several devices have each batch divided already.
+
+    Args:
+        mesh: the devices; what a program depends on is asked of them, so that it can be compiled
+            for others.
+        images: of the batch.
+        side: of an image, in pixels.
+        patch: side of a patch.
     """
     tokens = PORTION_TOKENS.get(mesh.devices.flat[0].platform)
     if tokens is None or mesh.size > 1:

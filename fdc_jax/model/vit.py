@@ -387,9 +387,14 @@ def encode(
     replaced: Replaced | None = None,
     *more: Any,
 ) -> Float[Array, "n d"]:
-    """Returns features by an encoder E_t, which has `replaced` in the place of parameters of E_0.
+    """Returns features by an encoder E_t.
 
-    Further arguments, as the images, are those of `VisionTransformer`.
+    Args:
+        model: the architecture.
+        backbone: the parameters of E_0.
+        images: of `VisionTransformer`, as are further arguments.
+        replaced: what E_t has in the place of parameters of E_0; None: nothing.
+        *more: what is added to kernels, and the dropout of an adapter.
     """
     kernels: Any = replaced
     if replaced is not None and "parameters" in replaced:
@@ -408,7 +413,13 @@ def build(
 ) -> VisionTransformer:
     """Returns the encoder of a configuration, its architecture given by name or in full.
 
-    `cudnn` says whether the devices have cuDNN's attention (`devices.have_cudnn`).
+    Args:
+        variant: the architecture.
+        image_size: side of the images, in pixels.
+        input_range: of `VisionTransformer`.
+        precision: of `VisionTransformer`.
+        attention: one of `ATTENTIONS`.
+        cudnn: whether the devices have cuDNN's attention (`devices.have_cudnn`).
 
     Raises:
         InputError: a name is unknown, the image side is no multiple of the patch size nor that of

@@ -80,8 +80,10 @@ def locate(
 def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Variant]:
     """Returns the name and the architecture of the encoder that a configuration asks for.
 
-    Its weights are as of `locate`; a file says itself what it holds, but for `layouts.describe`'s
-    heads.
+    Args:
+        weights: as in `locate`.
+        variant: name of the architecture, which a file says itself.
+        heads: as in `layouts.describe`.
 
     Raises:
         InputError: there is no such name or file, or it holds no encoder that is known.
@@ -138,9 +140,13 @@ def download(url: str, path: Path, show_progress: bool = True) -> None:
 def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: int) -> Weights:
     """Reads a checkpoint into the parameter tree of an encoder.
 
-    It is `.npz` (keys with or without `opt/target/`) or `.safetensors`, in a known layout. Every
-    array of the file is used or named in `skipped`; position embeddings are resized only when the
-    patch grid differs.
+    Every array of the file is used or named in `skipped`; position embeddings are resized only when
+    the patch grid differs.
+
+    Args:
+        path: `.npz` (keys with or without `opt/target/`) or `.safetensors`, in a known layout.
+        variant: the architecture, or its name.
+        image_size: side of the images in pixels.
 
     Raises:
         InputError: the file is unreadable, an array is missing, unknown or of another shape.

@@ -33,7 +33,13 @@ class Outcome(NamedTuple):
 def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome:
     """Fits a method task by task and scores all test features with the final heads.
 
-    Settings that it does not have are passed over; InputError where it does not apply.
+    Args:
+        name: one of `calibration.METHODS`.
+        features: what to fit and to score.
+        settings: values by name; those that the method does not have are passed over.
+
+    Raises:
+        InputError: the method does not apply to these features.
     """
     calibrator = calibration.make(name, **settings)
     start = time.perf_counter()

@@ -34,7 +34,11 @@ training task t = 1, 2, ... All arrays are described in docs/features.md."""
 
 
 def write_template(path: str | os.PathLike[str]) -> str:
-    """Writes the example as an `.npz`, which is none yet, and returns what to say."""
+    """Writes the example as an `.npz` or, without such a suffix, a folder; returns what to say.
+
+    Raises:
+        InputError: the path exists already, or cannot be written.
+    """
     path, arrays = Path(path), example()
     if path.exists():
         raise InputError(f"--template: {path} exists already")

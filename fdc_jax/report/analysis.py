@@ -29,7 +29,12 @@ _OF_THE_FIRST = ("residual_distributions", "prototype_geometry")
 
 
 def analyse(group: Group, sweep: Sequence[str] = ()) -> None:
-    """Fills the analyses of a group, of `SWEEPS` too, and the reasons why some are missing."""
+    """Fills the analyses of a group, and a line for each reason why some are missing.
+
+    Args:
+        group: of `runs.load`.
+        sweep: of `fdc_jax.report.SWEEPS`.
+    """
     missing: dict[str, list[str]] = {}
     for run in group.runs:
         names = [*_OF_EVERY_SEED, *_OF_THE_FIRST * (run is group.runs[0])]
@@ -66,9 +71,13 @@ def _fitted(run: Any) -> list[Any]:
 def vary(
     features: FeatureSet, fdc: FDC, parameter: str, values: Sequence[float] | None = None
 ) -> pd.DataFrame:
-    """Fits FDC anew at every value of a setting (of `SWEEPS`), and leaves the others as they are.
+    """Fits FDC anew at every value of a setting.
 
-    Values are the paper's when None; for `neighbours`, all that are feasible.
+    Args:
+        features: of a whole stream, with test labels.
+        fdc: whose other settings stay.
+        parameter: `attenuation`, `retained_energy` or `neighbours`.
+        values: those of the paper when None; for `neighbours`, all that are feasible.
 
     Returns:
         A row per value: `accuracy` in percent; for `neighbours` also `nearest`, the accuracy where

@@ -20,9 +20,12 @@ NAMES = tuple(_SETTINGS)
 
 
 def labels(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
-    """Returns columns of labels such as `ncm-pretrained_label` of a seed, a row per test image.
+    """Returns columns of labels such as `ncm-pretrained_label`, a row per test image.
 
     Empty where the run has no saved features of E_0, or where they are not of its predictions.
+
+    Args:
+        run: one seed, as `fdc_jax.open_run` returns it.
     """
     test = run.folder / "features" / "test_pretrained.npy"
     if not (test.exists() and run.predictions_file.exists()):

@@ -51,7 +51,9 @@ class Classes(NamedTuple):
 def load(group: Group, names: Sequence[str]) -> Classes | None:
     """Counts a group's predictions by class; None where they were not kept.
 
-    Names are of classes by label; empty where they are not known.
+    Args:
+        group: of `runs.load`.
+        names: of classes by label; empty where they are not known.
     """
     found = [predictions(run) for run in group.runs]
     roles = frames.leading(group)

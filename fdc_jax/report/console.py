@@ -13,6 +13,9 @@ def show(group: Group) -> None:
 
     Of several seeds, means ± sample standard deviations. Which is the best, and whether it beats
     no training at all, is said below.
+
+    Args:
+        group: the seeds of one configuration.
     """
     first, several = group.results, len(group.runs) > 1
     sizes = (("num_tasks", "task"), ("num_classes", "class"), ("num_test_images", "test image"))

@@ -41,8 +41,11 @@ def style() -> AbstractContextManager[None]:
 def panels(count: int, height: float, columns: int, **keywords: Any) -> tuple[Figure, list[Axes]]:
     """Returns a figure of `count` panels, row by row; to be called within `style()`.
 
-    The height is of one row in inches; the width is a column of a paper for one panel, else a page.
-    There are at most `columns` in a row; keywords are for `Figure.subplots`.
+    Args:
+        count: number of panels, at least 1.
+        height: of one row in inches; the width is a column of a paper for one panel, else a page.
+        columns: panels in a row, at most.
+        keywords: for `Figure.subplots`, such as sharey.
     """
     columns = min(columns, count)
     rows = -(-count // columns)

@@ -31,9 +31,13 @@ def render(
 ) -> str:
     """Returns the page; everything that comes from files is escaped.
 
-    Groups have a section each, with their drawings of a run and what was `found` of each; tables
-    over groups stand in the order to show them. `classes` are the names of the pages of classes, by
-    the number of the group from 1.
+    Args:
+        groups: a section each.
+        skipped: folders that could not be used.
+        compared: tables over groups, in the order to show them.
+        drawings: likewise; those of a run itself stand in the section of its group.
+        found: of each group.
+        classes: names of the pages of classes, by the number of the group from 1.
     """
     own = [each for each in drawings if each.kind in figures.OF_A_RUN]
     return _fill(
@@ -57,7 +61,13 @@ def render_classes(group: Group, found: Classes) -> str:
 
 
 def render_predictions(learner: str, benchmark: str, **material: Any) -> str:
-    """Returns a page of images and what a run says of them: what `predictions.html.jinja` shows."""
+    """Returns a page of images and what a run says of them.
+
+    Args:
+        learner: its name.
+        benchmark: likewise.
+        material: what the template `predictions.html.jinja` shows.
+    """
     return _fill("predictions", title=_title(learner, benchmark), **material)
 
 

@@ -65,8 +65,10 @@ def average(learner: str, kind: str) -> float | None:
 def columns(table: str, benchmark: str) -> dict[str, float]:
     """Returns a row without deviations by column, empty for other benchmarks.
 
-    The table is `partitions` (Table training) or `cost` (Table app-cost; Cumulative-LoRA on one
-    A100).
+    Args:
+        table: `partitions` (Table training) or `cost` (Table app-cost; Cumulative-LoRA on one
+            A100).
+        benchmark: as in configurations.
     """
     found = numbers()["tables"][table]
     cells = found["rows"].get(benchmark, ())

@@ -65,7 +65,11 @@ class Pictures(NamedTuple):
 
 
 def load(run: Any) -> Pictures:
-    """Returns class names and pictures of both kinds of a seed, evenly spaced over test images."""
+    """Returns class names and pictures of both kinds, evenly spaced over the test images.
+
+    Args:
+        run: one seed, as `fdc_jax.open_run` returns it.
+    """
     try:
         names = list(run.class_names)
     except InputError:

@@ -57,7 +57,9 @@ def measured(
 ) -> dict[str, float]:
     """Returns the numbers of a `results.json` by name; what it lacks is left out.
 
-    `untrained` are accuracies of `baselines`, for calibrators that the run did not have.
+    Args:
+        results: of a run.
+        untrained: accuracies of `baselines`, for calibrators that the run did not have.
     """
     found = dict(untrained or {}) | _accuracies(results, results["learner"])
     found |= {f"gain:{name}": value - found["raw"] for name, value in found.items()}

@@ -51,7 +51,11 @@ class Comparison(NamedTuple):
 
 
 def read(path: str | Path) -> pd.DataFrame:
-    """Reads a file; InputError names file, line and column of the first fault."""
+    """Reads and checks a file.
+
+    Raises:
+        InputError: one line with the file, the line and the column of the first fault.
+    """
     try:
         rows = pd.read_csv(
             path, dtype=str, encoding="utf-8-sig", engine="python", index_col=False,

@@ -72,10 +72,12 @@ def named() -> dict[str, Path]:
 
 
 def load(name: str, learner: str = "") -> Config:
-    """Returns what a configuration file gives, or one of the package by its name.
+    """Returns what a configuration file gives.
 
-    `learner` is the name of one outside the package whose options the configuration shall have;
-    empty for the file's.
+    Args:
+        name: the file; or the name of one of the package, such as `digits` or `configs/digits.py`.
+        learner: name of the learner, whose options the configuration shall have where that lies
+            outside the package; empty for the file's.
 
     Raises:
         InputError: there is no such file, it fails, or what it gives is no configuration.

@@ -84,7 +84,11 @@ def run(setup: Setup, seed: int, begun: Begun, work: Work) -> dict[str, Any]:
 
 
 def resume(setup: Setup, seed: int, store: Store, checkpoints: Checkpoints) -> Begun:
-    """Returns the newest state that all else in the work directory goes with, or the first one."""
+    """Returns the newest state that all else in the work directory goes with, or the first one.
+
+    Raises:
+        InputError: the work directory lacks what it would need to go on.
+    """
     for number, cursor, tree in setups.checkpoints(setup, checkpoints, seed):
         trained, step = cursor["tasks_done"], cursor["step"]
         # The encoder of a task that ends here is at hand, whatever else of the task is lacking.

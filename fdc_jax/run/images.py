@@ -27,9 +27,12 @@ class Views(NamedTuple):
 
 
 class RunImages:
-    """The images of one run, whose seed is that of augmentations and their order.
+    """The images of one run.
 
-    `poll` is called before each batch that is not a training step's; it raises to stop.
+    Args:
+        setup: images, encoder and devices.
+        seed: of augmentations and their order.
+        poll: called before each batch that is not a training step's; raises to stop.
     """
 
     def __init__(self, setup: Setup, seed: int, poll: Callable[[], None]):

@@ -224,7 +224,11 @@ class Opened(Places):
         return found.extract.stream(found.backbone, views, batches)
 
     def test_images(self, rows: Int[np.ndarray, " n"]) -> UInt8[np.ndarray, "n s s 3"]:
-        """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled."""
+        """Returns test images, by rows of `predictions.npz`, as an encoder sees them unscaled.
+
+        Raises:
+            InputError: the data cannot be read, or are not those of the run.
+        """
         tasks, labels = self.tasks, self.predictions["label"]
         if not np.array_equal(tasks.test_labels[: len(labels)], labels):  # More tasks may follow.
             raise InputError(

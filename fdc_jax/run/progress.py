@@ -20,7 +20,10 @@ _LINE_EVERY = 30.0
 class Progress:
     """One bar over steps, such as those of the training of all tasks, with the time left.
 
-    The label starts every line; the unit is what a step is.
+    Args:
+        quiet: show nothing.
+        label: starts every line.
+        unit: what a step is.
     """
 
     def __init__(self, quiet: bool = False, label: str = "", unit: str = "step"):

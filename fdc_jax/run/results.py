@@ -18,7 +18,14 @@ _POINT = ("task", "accuracy", "routing_accuracy", "components", "task_accuracy")
 def collect(
     setup: Setup, seed: int, calibrators: Mapping[str, Any], records: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns what is known of a run at its end, by calibrators of all tasks and its records."""
+    """Returns what is known of a run at its end.
+
+    Args:
+        setup: the run.
+        seed: its seed.
+        calibrators: of all tasks, by name.
+        records: what was measured after each task.
+    """
     config, tasks, last = setup.config, setup.tasks, records[-1]
     complete = len(records) == len(tasks.tasks)
     selected = setup.learner.selected

@@ -56,7 +56,16 @@ class Setup(EncoderSetup):
 def build(
     config: Config, quiet: bool = False, known: task_stream.Known = task_stream.NOTHING
 ) -> Setup:
-    """Returns the set-up of a valid configuration; everything that can be wrong is found here."""
+    """Returns the set-up of a configuration; everything that can be wrong is found here.
+
+    Args:
+        config: the configuration, which is valid.
+        quiet: show no download.
+        known: what a run that goes on knows of its classes.
+
+    Raises:
+        InputError: configuration, data or weights are not as expected.
+    """
     _check_rank(config, _recognise(config))
     tasks = task_stream.open_stream(config, cache_folder(config), known, quiet)
     _check_neighbours(config, tasks)
@@ -92,7 +101,16 @@ def epochs_for(num_images: int) -> int:
 def build_encoders(
     config: Config, classes_per_task: Sequence[int], quiet: bool = True
 ) -> EncoderSetup:
-    """Returns what needs no image of the run; classes are also those of tasks that follow later."""
+    """Returns what needs no image of the run.
+
+    Args:
+        config: the configuration.
+        classes_per_task: number of classes of each task, also of those that follow later.
+        quiet: show no download.
+
+    Raises:
+        InputError: configuration or weights are not as expected.
+    """
     encoder, mesh, variant = config.encoder, devices.data_mesh(), _recognise(config)
     kind = (config.data.input_range, config.precision, encoder.attention)
     model = vit.build(variant, encoder.image_size, *kind, cudnn=devices.have_cudnn(mesh))

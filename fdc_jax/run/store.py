@@ -35,10 +35,14 @@ _IMAGES = {"training images sha256", "test images sha256"}
 
 
 class Store(Places):
-    """The work directory of one seed, which is that of its configuration; made when missing.
+    """The work directory of one seed of one configuration.
 
-    `checksums` are of weights and images, by name; `task_count` is what in the learning of a task
-    depends on the number of tasks, in words.
+    Args:
+        folder: made when missing.
+        config: the run's configuration, `seed` being this run's alone.
+        tasks: its images.
+        checksums: of weights and images, by name.
+        task_count: what in the learning of a task depends on the number of tasks, in words.
 
     Raises:
         InputError: the folder belongs to another configuration; the differing fields are named.
@@ -139,7 +143,11 @@ class Store(Places):
         return self.record_file(task).exists()
 
     def calibrators(self, num_tasks: int) -> dict[str, Any]:
-        """Returns the calibrators as they were after so many tasks, by name."""
+        """Returns the calibrators as they were after so many tasks, by name.
+
+        Raises:
+            InputError: a file is damaged.
+        """
 
         def read() -> dict[str, np.ndarray]:
             return {
@@ -154,7 +162,11 @@ class Store(Places):
 
     @processes.on_first
     def go_on(self, num_tasks: int) -> None:
-        """Forgets what was measured after tasks that come again, unless the run is finished."""
+        """Forgets what was measured after tasks that come again.
+
+        Raises:
+            InputError: a finished run would be trained again from its first task.
+        """
         if num_tasks == 0 and self.results_file.exists():
             raise InputError(
                 f"{self.folder} holds a finished run, and no checkpoint to go on from; remove "
