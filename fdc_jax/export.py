@@ -63,9 +63,6 @@ def write(
         weights_file: the file of the pretrained encoder, if no longer where it was.
         learner: the module of a learner outside the package, whose code is run.
 
-    Returns:
-        The bytes of every file, by its name in the folder.
-
     Raises:
         InputError: the folder exists or cannot be written, the run is not finished, or something of
             it is missing, damaged or of another run.

@@ -34,10 +34,10 @@ training task t = 1, 2, ... All arrays are described in docs/features.md."""
 
 
 def write_template(path: str | os.PathLike[str]) -> str:
-    """Writes the example as an `.npz` or, without such a suffix, a folder; returns what to say.
+    """Writes the example as an `.npz`; returns what to say.
 
     Raises:
-        InputError: the path exists already, or cannot be written.
+        InputError: the path exists already, ends otherwise, or cannot be written.
     """
     path, arrays = Path(path), example()
     if path.exists():
