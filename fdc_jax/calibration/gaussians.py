@@ -11,8 +11,8 @@ there are. With N images of C classes in width d, a class scores minus half the 
     (g - mu_c)' [ (1 - a) S / N + lambda (tr S / (N d)) I + a B_c' B_c ]^-1 (g - mu_c),
 
 where a = 0.1 and lambda = 0.1 + d / (N - C), which is more while images are few. The pretrained
-encoder does not move. Its view counts a quarter, and fully where the adapted statistics stayed
-behind.
+encoder does not move. Its view counts (1 + m / 20) / 4, where m is the mean of the staleness s of
+all classes, and fully where the adapted statistics stayed behind.
 
 A class that was moved has a mean that is off, so that its own images are farther from it. Its score
 is raised by log(1 + s / 4), where s adds up e' [...]^-1 e, without B_c, for every map since its
@@ -40,12 +40,12 @@ from fdc_jax.heads import products, unit
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-# Share a of a class's own covariance, directions kept of it, least lambda, and how much the
-# pretrained view counts beside an adapted view that follows the encoder.
+# Share a of a class's own covariance, directions kept of it, least lambda, how much the pretrained
+# view counts beside an adapted view that follows the encoder, and the staleness that doubles that.
 OWN_SHARE = 0.1
 RANK = 8
 LEAST_SHRINKAGE = 0.1
-PRETRAINED_SHARE = 0.25
+PRETRAINED_SHARE, DOUBLING = 0.25, 20.0
 # Classes are moved where rounding of what is kept would grow by more on the way.
 AMPLIFICATION = 8.0
 
@@ -404,16 +404,17 @@ class Gaussians(Calibrator):
             raise InputError("call fit_task for every task first")
         views = inputs.score_views(adapted, pretrained, self.widths, True)
         counts = np.concatenate(self.counts)
+        stale = np.repeat(self.staleness, [*map(len, self.classes)])
         if self._metrics is None:
-            raised = np.repeat(np.log1p(self.staleness / 4), [*map(len, self.classes)])
-            ways = zip(self.views, (self.path, None), (raised, 0.0), strict=False)
+            ways = zip(self.views, (self.path, None), (np.log1p(stale / 4), 0.0), strict=False)
             self._metrics = [
                 metric(known, counts, path, raised, self._plain) for known, path, raised in ways
             ]
         found = in_blocks(
             class_distances, self._metrics, *views, plain=self._plain, lengths=lengths
         )
-        weights = 1.0, 1.0 if self.follows is False else PRETRAINED_SHARE
+        share = PRETRAINED_SHARE * (1 + stale.mean() / DOUBLING)
+        weights = 1.0, 1.0 if self.follows is False else share
         return {
             name: (np.float32(weight), found[name][:, : len(counts)], found.get(f"{name}_lengths"))
             for name, weight, _ in zip(inputs.VIEWS, weights, views, strict=False)

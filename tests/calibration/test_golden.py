@@ -1,6 +1,6 @@
 """What every calibrator gave on one feature file, in `tests/golden`.
 
-At commit 37c3121; the Gaussians since features of unit length are their definition.
+At commit 37c3121; the Gaussians since the pretrained view counts by how stale the adapted one is.
 
 `features.npz` has five drifting tasks of both views: two to five classes of unequal size, one of
 them without an image, the rows of two heads in another order than the labels, and two heads that
