@@ -391,8 +391,10 @@ class Gaussians(Calibrator):
     def _scores(self, adapted: Any, pretrained: Any = None) -> tuple[np.ndarray, ...]:
         """Returns scores of classes, their spread and the familiarity; see `confidence`."""
         found = self._by_view(adapted, pretrained, lengths=True).values()
-        scores = self._summed([*found])
-        own, one = np.sum([weight * lengths for weight, _, lengths in found], axis=0).T
+        # A mean over views, since their weights differ between tasks.
+        total = sum(weight for weight, *_ in found)
+        scores = self._summed([*found]) / total
+        own, one = np.sum([weight * lengths for weight, _, lengths in found], axis=0).T / total
         one = np.maximum(one, 0.0)  # but for rounding
         return scores, np.sqrt(one / sum(self.widths)), scores.max(axis=1) - own + one
 
