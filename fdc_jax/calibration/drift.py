@@ -8,8 +8,8 @@ means m_X and m_Y, centred rows Xc and R = (Y - m_Y) - Xc,
     Delta = (Xc' Xc + lambda (tr Xc' Xc / d) I)^-1 Xc' R,    g -> g + (g - m_X) Delta + m_Y - m_X.
 
 The ridge pulls towards a mere shift. Its lambda has the least error on images that were left out
-one at a time, which the hat matrix gives in closed form. So it gives by how much the mean of a
-class is missed that was left out as a whole. Products of rows are taken in float32 and added up in
+one at a time, which the hat matrix gives in closed form. The same matrix gives the error on the
+mean of a class whose images are all left out. Products of rows are taken in float32 and added up in
 float64.
 """
 

@@ -104,8 +104,8 @@ def residual_ratio(
 ) -> tuple[Float[Any, " n"], Float[Any, "n r"]]:
     """Returns rho_t (Eq. residual), and (g - m_t) U.
 
-    `near` and `mean` are g - o and m_t - o, where o is amid the tasks: squares of what is far from
-    zero would cancel in float32. `squares` are the energies of `near`.
+    `near` and `mean` are g - o and m_t - o with a point o amid the tasks, since float32 squares of
+    features far from zero cancel. `squares` are the energies of `near`.
     """
     xp = namespace(near, basis)
     total = squares - 2.0 * products(near, mean[None])[:, 0] + energy(mean)
@@ -125,8 +125,8 @@ def cosine_distance(
 
     The cosine distance of unit vectors is half the square between them. Expanded about a point amid
     the prototypes, which `near` and `prototypes` are relative to, it keeps the digits that 1 - cos
-    loses where all point nearly the same way. `squares` are the energies of `near`, 1 more for
-    features of length zero, whose cosines are 0. `absent` is infinite for classes without an image.
+    loses where all point nearly the same way. `squares` are the energies of `near`, plus 1 where
+    g = 0, so that its cosines come out as 0. `absent` is infinite for classes without an image.
     """
     squares = squares[:, None] - 2.0 * products(near, prototypes) + energy(prototypes)
     distances, xp = squares / 2.0 + absent, namespace(near, prototypes)
@@ -147,7 +147,10 @@ def head_logits(
 
 
 def log_ratio(u: Float[Any, ...], mean: Any, variance: Any) -> Float[Any, ...]:
-    """Returns log p_F(u) / p_O(u) with p_F = N(mean, variance) and p_O = N(0, 1) (Eq. llr)."""
+    """Returns log p_F(u) / p_O(u) with p_F = N(mean, variance) and p_O = N(0, 1) (Eq. llr).
+
+    It is -log(V) / 2 - (u - m)^2 / (2 V) + u^2 / 2, sorted by powers of u.
+    """
     constant = -0.5 * (np.log(variance) + mean * mean / variance)
     return ((0.5 - 0.5 / variance) * u + mean / variance) * u + constant
 

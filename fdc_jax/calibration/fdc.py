@@ -1,9 +1,9 @@
 """Feature Distribution Calibration (FDC): Algorithm 1 of the paper.
 
-Lines 5 to 11 are `FDC.fit_task` (7: `foreign.residuals`, 9: `side_by_side`), 13 is `FDC.finalize`,
-16 and 17 are `measure` and `FDC.terms`, 18 is `Terms.fuse`, 20 is `Scores.task`. Equations are
-functions of `equations`. A view is an encoder: "adapted" (E_t while learning, E_T at the end) or
-"pretrained" (E_0). Features are rows [n, d].
+Lines 5 to 11 are `FDC.fit_task` (7: `foreign.residuals`, 9: `side_by_side`), 13 is `FDC.finalize`
+(`foreign.Residuals.reference`), 16 and 17 are `measure` and `FDC.terms`, 18 is `Terms.fuse`, 20 is
+`Scores.task`. Equations are functions of `equations`. A view is an encoder: "adapted" (E_t while
+learning, E_T at the end) or "pretrained" (E_0). Features are rows [n, d].
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class View(NamedTuple):
     mean: Float[np.ndarray, " d"]  # m_t
     basis: Float[np.ndarray, "r d"]  # U_t; no row where nothing varies
     prototypes: Float[np.ndarray, "c d"]  # p_{t,c}; zero for classes without an image
-    residual: tuple[float, float] = (0.0, 1.0)  # moments of own rho_t; until known, u_t is rho_t
-    affinity: tuple[float, float] = (1.0, 1.0)  # of its own A_t; until known, q_t is A_t - 1
+    # Until known, with these defaults, `measure` gives rho_t for u_t and A_t - 1 for q_t.
+    residual: tuple[float, float] = (0.0, 1.0)  # moments of its own rho_t
+    affinity: tuple[float, float] = (1.0, 1.0)  # of its own A_t
 
 
 class Task(NamedTuple):
@@ -91,7 +92,7 @@ class Task(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """One view's statistics of all tasks, less what they share: float32 keeps its digits so."""
+    """One view's statistics of all tasks, about a point amid them: float32 squares would cancel."""
 
     origin: Float[Any, " d"]  # mean of the m_t
     direction: Float[Any, " d"]  # mean of the tasks' mean prototypes, each of unit length
@@ -218,7 +219,7 @@ class Terms:
         return Scores(scores, self.measured[f"{kind}_row"], self.classes)
 
     def by_class(self) -> Float[np.ndarray, "n classes"]:
-        """Returns S_t less what a class's logit lacks of its task's largest (not in the paper)."""
+        """Returns S_t - (largest filtered logit of t - the class's own); not in the paper."""
         scores = self.fuse().task_scores - self.measured["filtered"]
         rows = self.measured["filtered_rows"] + scores[..., None]
         return np.hstack([rows[:, t, : len(own)] for t, own in enumerate(self.classes)])
@@ -293,7 +294,7 @@ class FDC(Calibrator):
             self._fitted = side_by_side(of_views, self.counts, self.heads, settings.attenuation)
         found = self._measure(self._fitted, views, self.heads[0], all_rows=all_rows)
         found, terms = {name: column[:, :count] for name, column in found.items()}, []  # no padding
-        # Eq. llr; of one task p_F is p_O, and RLC 0.
+        # Eq. llr. With a single task p_F = p_O, so that RLC is 0.
         for index, (mean, variance, tau) in enumerate(self.references[: len(views)]):
             name = inputs.VIEWS[index]
             evidence = np.tanh(eq.log_ratio(found[f"{name}_residual"], mean, variance) / tau)

@@ -41,7 +41,7 @@ class Foreign(NamedTuple):
 class Residuals(NamedTuple):
     """F^v, what is kept of the residuals of some tasks in one view."""
 
-    # Of each task, its pairs, and the sums over them of the means of u and u^2.
+    # Columns: pairs (j, t), and the sums over j of the mean of u_j and of u_j^2.
     pairs: Float[np.ndarray, "tasks 3"] = np.zeros((0, 3))
     values: Float[np.ndarray, " k"] = np.zeros(0, np.float32)  # u, or the middles of bins
     weights: Float[np.ndarray, " k"] = np.zeros(0)  # residuals that each of them stands for

@@ -15,8 +15,9 @@ encoder does not move. Its view counts (1 + m / 20) / 4, where m is the mean of 
 all classes, and fully where the adapted statistics stayed behind.
 
 A class that was moved has a mean that is off, so that its own images are farther from it. Its score
-is raised by log(1 + s / 4), where s adds up e' [...]^-1 e, without B_c, for every map since its
-task, on the mean of the errors e that the map makes on means of classes that were left out.
+is raised by log(1 + s / 4). For every map since its task, s grew by the mean of e' M^-1 e over the
+new task's classes, each left out once: e is the error of the map on its mean, and M what stands in
+brackets, without B_c, of the earlier classes alone, S moved and grown by the map already.
 
 How sure an answer is, is learned from images that are taken away from the fit; see `confidence`.
 """
@@ -46,7 +47,7 @@ OWN_SHARE = 0.1
 RANK = 8
 LEAST_SHRINKAGE = 0.1
 PRETRAINED_SHARE, DOUBLING = 0.25, 20.0
-# Classes are moved where rounding of what is kept would grow by more on the way.
+# Classes are moved at once where a composed map would amplify rounding by more.
 AMPLIFICATION = 8.0
 
 Move: TypeAlias = "drift.Path | drift.AffineMap"
@@ -260,7 +261,7 @@ class Gaussians(Calibrator):
         self.views: list[ViewClasses] = []
         # Whether the statistics follow the encoder; None while there is one task.
         self.follows: bool | None = None
-        # By task, squared distances that maps since then add to images of its classes.
+        # s of the classes of each task.
         self.staleness = np.zeros(0)
         # The way of the adapted view's classes from where they are kept, None where they are, and
         # the map into the first task where others come before it.
@@ -341,7 +342,7 @@ class Gaussians(Calibrator):
             present = sum(int((counts > 0).sum()) for counts in before)
             errors, inverse = by.class_errors, _inverse(scatter, images, present)
             self.staleness = self.staleness + (errors @ inverse * errors).sum(axis=1).mean()
-        # Few classes are scored at every task, see `confidence`, and need no way back.
+        # Few are moved at once: `confidence` scores all of them at every task.
         few = self.path is None and sum(map(len, before)) <= CLASSES
         path = None if few else drift.path(self.path, by)
         if path is None or not path.amplification <= AMPLIFICATION:

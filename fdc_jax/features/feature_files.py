@@ -130,7 +130,7 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
     Raises:
         InputError: one line with the file and the array of the first fault: a damaged file, an
             unknown, missing or superfluous array, a head with rows for the classes of several
-            tasks, a test label that is no class.
+            tasks, a label of two tasks, a test label that is no class.
     """
     path = Path(path)
     columns = parquet.read(path)
@@ -152,6 +152,10 @@ def _feature_set(arrays: Arrays) -> FeatureSet:
         else np.unique(_labels(part, "train_labels", t))
         for t, part in enumerate(parts)
     ]
+    every = np.concatenate(classes)
+    if len(np.unique(every)) < len(every):
+        for task, own in enumerate(classes):
+            inputs.check_new(own, task, classes[:task])
     kind = _kind(whole)
     tasks = tuple(_task(part, t, classes, kind) for t, part in enumerate(parts))
     test, test_labels = _features(whole, "test_adapted"), None
@@ -162,7 +166,7 @@ def _feature_set(arrays: Arrays) -> FeatureSet:
                 f"test_labels: expected {len(test)} rows as in test_adapted, found "
                 f"{len(test_labels)}"
             )
-        known = np.isin(test_labels, np.concatenate(classes))
+        known = np.isin(test_labels, every)
         if not known.all():
             row = int(np.argmin(known))
             raise InputError(

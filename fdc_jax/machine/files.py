@@ -295,4 +295,6 @@ def _reason(error: Exception, path: str | os.PathLike[str]) -> str:
             return "it is a web page (HTML), as a failed download leaves"
         if start.startswith(b"pk") and isinstance(error, zipfile.BadZipFile):
             return "it is damaged, or ends early"
+        if "pickle" in str(error) and not start.startswith((b"pk", b"\x93numpy")):
+            return "it is neither an archive nor an array"
     return printable(" ".join(str(error).split()), 200) or type(error).__name__

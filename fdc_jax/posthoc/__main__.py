@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from fdc_jax import calibration
 from fdc_jax.calibration import METHODS, storage
-from fdc_jax.errors import InputError, Program, counted
+from fdc_jax.errors import InputError, Program, counted, did_you_mean
 from fdc_jax.features import feature_files
 from fdc_jax.machine import devices
 from fdc_jax.machine.files import check_writable_file, user_cache, write_json, write_npz
@@ -24,6 +24,7 @@ _SETTINGS: dict[str, Any] = {
     **{each.name: each.default for each in dataclasses.fields(calibration.Settings)},
     "projections": 2000,
 }
+_NAMES = ("all", *METHODS)
 # Raw reads no statistics; class Gaussians follow the encoder themselves.
 _UNMOVED = ("raw", "gaussians")
 
@@ -37,9 +38,8 @@ def _program() -> Program:
     add = program.add_argument
     add("features", nargs="?", help="an .npz, or a folder of .npy files, such as WORKDIR/features")
     add("--output", help="predictions (.npz); the report gets the suffix .json")
-    names = ("all", *METHODS)
-    text = f"one of {', '.join(names)} (default fdc)"
-    add("--method", choices=names, metavar="NAME", help=text)
+    text = f"one of {', '.join(_NAMES)} (default fdc)"
+    add("--method", metavar="NAME", help=text)
     of = {"projections": "ranpac and anacp: random features; the papers use 10000 and 5000"}
     for name, default in _SETTINGS.items():
         text = of.get(name, f"FDC, as config.fdc.{name}")
@@ -72,6 +72,8 @@ def _run(options: argparse.Namespace) -> None:
         if not options.quiet:
             print(text)
         return
+    if options.method not in (None, *_NAMES):
+        raise InputError(did_you_mean("--method", options.method, _NAMES))
     if options.merge is not None or options.shard is not None:
         _apart(options)
         return

@@ -46,9 +46,13 @@ def notes(results: Mapping[str, Any]) -> list[str]:
         said = ", ".join(f"{value:.1f} for {METHODS[name].title}" for name, value in sure.items())
         if chance := results.get("chance_calibration_error"):
             said += f"; by chance alone {', '.join(f'{chance[name]:.1f}' for name in sure)}"
-        found.append(f"Calibration error of the confidence on the test images, in points: {said}.")
+        what = "The Gaussians' probability of the answer is off on the mean, in points"
+        found.append(f"{what}: {said}.")
     if (share := results.get("unlike_learned")) is not None:
-        found.append(f"Of the test images, {share:.1f} % are taken for unlike anything learned.")
+        what = (
+            "are taken for unlike anything learned, where 5 % of images like those of training are"
+        )
+        found.append(f"Of the test images, {share:.1f} % {what}.")
     return found
 
 

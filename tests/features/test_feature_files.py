@@ -161,6 +161,8 @@ FAULTS = {
                      "train_labels_0: expected integers, found float32"),
     "test labels": (change(test_labels=np.zeros(5, int)),
                     "test_labels: expected 6 rows as in test_adapted, found 5"),
+    "label of two tasks": (change(train_labels_1=np.zeros(5, int)),
+                           "labels of task 1: label 0 already belongs to task 0"),
     "no class": (change(test_labels=np.array([0, 1, 7, 0, 0, 0])),
                  "test_labels: row 2 is label 7, no class of any task"),
     "head kind": (change(head_kind=np.array("quadratic")), "head_kind: expected one of linear"),
@@ -211,6 +213,8 @@ def test_absent_and_foreign_files(tmp_path):
     refused(path, "no such file or folder")
     path.write_bytes(PAGE)
     refused(path, r"not a readable .npz file: it is a web page \(HTML\), as a failed download lea")
+    path.write_bytes(b"# Notes")
+    refused(path, "not a readable .npz file: it is neither an archive nor an array$")
 
 
 def write(folder, arrays, task, head, **given):

@@ -168,7 +168,7 @@ def test_without_test_labels(tmp_path, arrays):
     ("arguments", "message"),
     [
         ("", "expected a feature file"),
-        ("source.npz --method=fcd", "invalid choice: 'fcd'"),
+        ("source.npz --method=fcd", "found 'fcd'; did you mean fdc?"),
         ("source.npz --retained_energy=2", "retained_energy: expected"),
         ("source.npz --method=ncm --attenuation=1", "--attenuation: is no setting of ncm"),
         ("source.npz --output=x.json", "ends in .npz"),
