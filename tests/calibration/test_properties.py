@@ -39,6 +39,31 @@ def test_rotating_features_and_weights_changes_nothing(seed):
 
 
 @few
+@given(seeds, scales)
+def test_scores_scale_with_the_heads(seed, scale):
+    stream = streams.stream(seed)
+    scaled = [t._replace(weight=scale * t.weight, bias=scale * t.bias) for t in stream]
+    inputs = streams.probe_inputs(stream)
+    found, expected = streams.fitted(scaled).score(*inputs), streams.fitted(stream).score(*inputs)
+    np.testing.assert_allclose(
+        found.task_scores, np.float32(scale) * expected.task_scores, rtol=1e-4, atol=1e-4 * scale
+    )
+    np.testing.assert_array_equal(found.label, expected.label)
+
+
+@few
+@given(seeds, scales)
+def test_the_unit_of_features_does_not_matter(seed, scale):
+    stream = streams.stream(seed)
+    scaled = streams.mapped(stream, lambda h: scale * h, lambda h: scale * h, lambda w: w / scale)
+    adapted, pretrained = streams.probe_inputs(stream)
+    same(
+        streams.fitted(scaled).score(scale * adapted, scale * pretrained),
+        streams.fitted(stream).score(adapted, pretrained),
+    )
+
+
+@few
 @given(seeds)
 def test_class_order_within_a_task_does_not_matter(seed):
     rng = np.random.default_rng(seed)
@@ -69,6 +94,62 @@ def test_task_order_matters_because_foreign_residuals_are_causal():
     without = forward.terms(*inputs).fuse(rlc=False).task_scores
     turned = backward.terms(*inputs).fuse(rlc=False).task_scores[:, ::-1]
     np.testing.assert_allclose(turned, without, rtol=1e-5, atol=1e-5)
+
+
+@few
+@given(seeds, st.sampled_from(["linear", "cosine", "nearest_mean"]))
+def test_without_strength_scores_are_raw(seed, kind):
+    stream = streams.stream(seed)
+    found = streams.fitted(stream, kind, attenuation=0.0, rlc_weight=0.0, pac_weight=0.0)
+    terms = found.terms(*streams.probe_inputs(stream))
+    raw = terms.fuse(False, False, False).task_scores
+    np.testing.assert_allclose(terms.fuse().task_scores, raw, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(terms.raw_scale, terms.filtered_scale, rtol=1e-6)
+
+
+@few
+@given(seeds, st.sampled_from(["linear", "cosine", "nearest_mean"]))
+def test_a_subspace_of_all_variance_filters_nothing(seed, kind):
+    stream = streams.stream(seed)
+    found = streams.fitted(stream, kind, attenuation=1.0, retained_energy=1.0)
+    assert all(len(task.views[0].basis) == 16 for task in found.tasks)
+    terms = found.terms(*streams.probe_inputs(stream))
+    filtered = terms.fuse(rlc=False, pac=False)
+    np.testing.assert_allclose(
+        filtered.task_scores, terms.fuse(False, False, False).task_scores, rtol=1e-4, atol=1e-4
+    )
+
+
+@few
+@given(seeds, st.floats(0.0, 3.0), st.floats(0.0, 3.0), st.booleans(), st.booleans())
+def test_corrections_are_bounded_by_the_score_scale(seed, alpha, beta, tsf, both):
+    stream = streams.stream(seed)
+    found = streams.fitted(stream, rlc_weight=alpha, pac_weight=beta)
+    terms = found.terms(*streams.probe_inputs(stream))
+    base = terms.fuse(tsf=tsf, rlc=False, pac=False).task_scores
+    moved = np.abs(terms.fuse(tsf=tsf, pretrained_view=both).task_scores - base)
+    scale = terms.filtered_scale if tsf else terms.raw_scale
+    assert (moved <= (1 + both) * (alpha + beta) * scale * (1 + 1e-5) + 1e-5).all()
+
+
+@few
+@given(seeds)
+def test_more_foreign_or_less_akin_lowers_the_score(seed):
+    # The signs of both corrections: inputs within a task's subspace are more typical of it than
+    # inputs outside, and inputs along a prototype are the most akin to it.
+    stream = streams.stream(seed)
+    found = streams.fitted(stream)
+    view = found.tasks[0].views[0]
+    anywhere = 100.0 * np.random.default_rng(seed).normal(size=view.mean.shape)
+    far = view.mean + anywhere - anywhere @ view.basis.T @ view.basis
+    along = view.mean + view.basis.sum(axis=0)
+    adapted = np.stack([along, far]).astype(np.float32)
+    pretrained = np.stack([found.tasks[0].views[1].mean] * 2)
+    _, rlc, _ = found.terms(adapted, pretrained).views[0]
+    assert rlc[0, 0] < 0 < rlc[1, 0]
+    akin = np.stack([view.prototypes[0], -view.prototypes[0]])
+    _, _, q = found.terms(akin, pretrained).views[0]
+    assert q[1, 0] < 0 < q[0, 0]
 
 
 GAUSSIANS = {"method": "gaussians"}

@@ -8,6 +8,42 @@ import pytest
 from fdc_jax.data import benchmarks
 from fdc_jax.errors import InputError
 
+# Table of dataset partitions in the paper: classes, tasks, classes per task, train, test.
+PAPER = {
+    "cifar100": (100, 20, 5, 50000, 10000),
+    "imagenet_a": (200, 10, 20, 5981, 1519),
+    "imagenet_r": (200, 10, 20, 24000, 6000),
+    "cub200": (200, 20, 10, 9430, 2358),
+    "omnibench": (300, 10, 30, 89697, 5985),
+}
+# Test images per 10 classes of class order 1993, known independently of the paper's tasks.
+PER_TEN = {
+    "imagenet_a": "77 98 99 86 64 52 126 96 81 62 60 74 60 86 76 51 85 62 39 85",
+    "imagenet_r": "317 372 300 332 302 304 298 273 310 177 284 376 271 298 367 362 230 248 308 271",
+    "cub200": "118 129 97 110 107 111 106 141 133 136 115 113 107 118 126 124 134 103 132 98",
+    "omnibench": " ".join(
+        str(
+            {18: 198}.get(i, 199 if i in (5, 8, 9, 10, 11, 14, 15, 16, 20, 22, 25, 27, 29) else 200)
+        )
+        for i in range(30)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_table_is_the_papers(name):
+    row = benchmarks.BENCHMARKS[name]
+    counts = row.task_test_counts
+    found = (row.num_classes, len(counts), row.classes_per_task, row.num_train, sum(counts))
+    assert (row.name, found) == (name, PAPER[name])
+
+
+@pytest.mark.parametrize("name", PER_TEN)
+def test_task_counts_agree_with_finer_ones(name):
+    row = benchmarks.BENCHMARKS[name]
+    fine = np.array(PER_TEN[name].split(), int).reshape(len(row.task_test_counts), -1)
+    np.testing.assert_array_equal(fine.sum(axis=1), row.task_test_counts)
+
 
 @pytest.mark.parametrize(
     ("num_classes", "digest", "first", "last"),

@@ -84,6 +84,50 @@ def test_rows_with_deviations_are_the_paper_s_in_its_order(label, expected):
     assert len(expected) >= 9
 
 
+def test_switches_and_averages():
+    for line, (learner, kind, switches) in zip(lines_of_five("tab:plugin"), plugged(), strict=True):
+        found = re.search(r"& ([01]) & ([01]) & ([01]) &", line)
+        assert switches == tuple(int(each) for each in found.groups())
+        assert paper.average(learner, kind) == float(line.split("&")[-1])
+
+
+def test_logit_standardisation():
+    found = [
+        pair for line in tabular(r"\def\motivationtablerows").split(r"\\") for pair in cells(line)
+    ]
+    assert pairs(paper.row("logit_standardisation", "cumulative_lora")) == found and len(found) == 5
+
+
+@pytest.mark.parametrize(
+    ("label", "table"),
+    [("tab:training", "partitions"), ("tab:app-cost", "cost")],
+)
+def test_rows_without_deviations(label, table):
+    titles = ["CIFAR-100", "ImageNet-A", "ImageNet-R", "CUB-200", "Omni[a-zB.]*"]
+    lines = tabular(label).split(r"\\")
+    for name, title in zip(paper.benchmarks(), titles, strict=True):
+        line = next(line for line in lines if re.search(rf"{title} &", line)).split("&", 1)[1]
+        found = [float(each.replace(",", "")) for each in re.findall(r"[\d,]*\.?\d+", line)]
+        assert found == list(paper.columns(table, name).values())
+
+
+def test_settings():
+    fields = paper.numbers()["protocol"]["fields"]
+    for text, field in (
+        ("{:g} / 64", "train.epochs"),
+        ("20 / {:g}", "train.batch_size"),
+        ("{:g} / key and value", "train.rank"),
+        ("1,2,3$ / {:g}", "class_order_seed"),
+        ("& {:g}", "fdc.retained_energy"),
+        ("& {:g}", "fdc.attenuation"),
+        ("neighbors $K$ & {:g}", "fdc.neighbours"),
+    ):
+        assert text.format(fields[field]) in tabular("tab:app-settings"), field
+    rates = [fields[f"train.{part}_learning_rate"] for part in ("increment", "head")]
+    assert rates == [5e-4, 5e-3]
+    assert r"5\times10^{-4}$ / $5\times10^{-3}" in tabular("tab:app-settings")
+
+
 def test_what_learners_select_are_the_paper_s_switches():
     """TSF, E_0 and E_T."""
     combinations = {"full": (1, 1, 1), "pac+rlc_adapted_view": (0, 0, 1)}

@@ -1,5 +1,6 @@
 """The command as a user meets it: exit codes, one line per mistake, exact resuming."""
 
+import random
 import re
 import shutil
 import signal
@@ -44,6 +45,26 @@ def test_a_stopped_and_killed_run_ends_with_the_same_numbers(whole, tmp_path, ca
     assert "Task given" in output
     assert "report:" not in output
     assert "Warning" not in errors
+
+
+@pytest.mark.slow
+def test_runs_killed_at_random_end_with_the_same_numbers(tmp_path, cache):
+    finish(start(tmp_path / "whole", "--quiet", cache=cache))
+    # What is compiled by now takes no time in the runs to be killed.
+    rng, clock = random.Random(0), time.monotonic()
+    finish(start(tmp_path / "again", "--quiet", cache=cache))
+    duration = time.monotonic() - clock
+    for number in range(2):
+        workdir, kills = tmp_path / f"killed_{number}", 0
+        while kills < 3:
+            process = start(workdir, "--quiet", cache=cache)
+            if not small_runs.kill_after(process, rng.uniform(0.2, 0.9) * duration):
+                break
+            kills += 1
+        assert kills > 0
+        finish(start(workdir, "--quiet", cache=cache))
+        small_runs.same_outcome(tmp_path / "whole", workdir)
+        small_runs.nothing_done_twice(workdir)
 
 
 def test_results_fit_together(whole):
