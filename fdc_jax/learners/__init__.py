@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fdc_jax.errors import InputError, place
+from fdc_jax.errors import InputError, nearest, place
 from fdc_jax.learners.learner import Learner, Option, Replaced, expected, option
 from fdc_jax.learners.training import Setup
 
@@ -74,7 +74,7 @@ def _outside(name: str) -> type[Learner]:
         if isinstance(error, ImportError | ValueError) and getattr(error, "name", name) == name:
             raise InputError(
                 f"learner.name: expected one of {', '.join(names())} or an importable module, "
-                f"found {name!r} ({error})"
+                f"found {name!r} ({error}){nearest(name, names())}"
             ) from error
         raise InputError(f"learner.name: {name}: {place(error)}") from error
     learner = _defined_in(module)

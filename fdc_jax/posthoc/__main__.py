@@ -190,7 +190,8 @@ def _said(reports: list[dict[str, Any]]) -> list[str]:
             interval = f"{gain['low']:+.2f} .. {gain['high']:+.2f}"
             shares = (cells[kind] for kind in ("routing_accuracy", "oracle_accuracy"))
             numbers = (*shares, report["storage_bytes"] / 2**20, report["seconds"]["fit"])
-            texts = (f"{cells['accuracy']:.2f}", f"{gain['mean']:+.2f}", interval)
+            over = ("", "") if name == "raw" else (f"{gain['mean']:+.2f}", interval)
+            texts = (f"{cells['accuracy']:.2f}", *over)
             rows.append((name, *texts, *(f"{number:.2f}" for number in numbers)))
         said += [report["note"]] * bool(report["note"])
     nouns = {"num_tasks": "task", "num_classes": "class", "num_test_samples": "test sample"}
@@ -198,7 +199,7 @@ def _said(reports: list[dict[str, Any]]) -> list[str]:
     if not rows:
         changed = f"{report['num_changed_labels']} of {report['num_test_samples']} test labels"
         return [f"{name}: {sizes}; {changed} changed; no test_labels, so no accuracy", *said]
-    header = ("method", "accuracy", "gain", "95% interval", "routing", "task given")
+    header = ("method", "accuracy", "gain", "95% interval", "right task", "task given")
     header += ("storage, MiB", "fit, s")
     caption = f"Accuracy in percent, gains over raw in points; {sizes}"
     align = ("left", *["right"] * (len(header) - 1))

@@ -169,7 +169,8 @@ MISTAKES = {
     "--config.classes_per_task=[]": "config.classes_per_task: expected a whole number, or a list",
     "--config.report=perhaps": "argument --config.report: invalid",
     "--config.train.rank=97": "config.train.rank: expected at most 96, the width of ",
-    "--config.learner.name=none": "learner.name: expected one of cumulative_lora",
+    "--config.learner.name=cumulativ_lora": "learner.name: expected one of cumulative_lora.*"
+    "did you mean cumulative_lora?",
     "--config.calibrators=fcd": "config.calibrators: expected one of raw, fdc, .*did you mean fdc?",
     "surplus": "unrecognized arguments: surplus",
 }
