@@ -5,7 +5,9 @@ one's images. Of these are kept minus their log probability, summed, at some tem
 quantiles of their familiarity: how much likelier the nearest class is than one Gaussian of
 everything, as a log. Scores are divided by the distance of the image to that Gaussian, as squared
 distances of far images differ by more, right or wrong; and by the temperature with the least sum.
-Probabilities are their softmax. The typicality of an image is the share of left-out images, itself
+Probabilities are their softmax, but for a tenth of the share of left-out images that were answered
+wrong, which all classes share alike: the encoder learned these images, and moves on after them, so
+that new ones are wrong more often where they seem sure. The typicality of an image is the share of left-out images, itself
 among them, that are no more familiar than it is.
 """
 
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 # The first one, the least sure, is taken where no image could be left out.
 TEMPERATURES = np.geomspace(64.0, 0.25, 65)
+# Of the share of left-out images answered wrong, so much is spread over all classes.
+SPREAD_OUT = 0.1
 # Every so manieth image of a class is left out, and so many of a task are measured at most, while
 # there are no more classes.
 EVERY, MEASURED, CLASSES = 5, 256, 1000
@@ -37,6 +41,7 @@ class Confidence(NamedTuple):
 
     losses: Float[np.ndarray, " temperatures"] = np.zeros(len(TEMPERATURES))
     familiarity: Float[np.ndarray, " q"] = np.zeros(0, np.float32)
+    answers: Float[np.ndarray, " 2"] = np.zeros(2)  # how many were wrong, and how many there were
 
     def with_task(
         self,
@@ -51,14 +56,20 @@ class Confidence(NamedTuple):
         losses = [-log_softmax(scaled / each, axis=1)[true].sum() for each in TEMPERATURES]
         kept = np.quantile(familiarity, (np.arange(QUANTILES) + 0.5) / QUANTILES)
         every = np.sort(np.append(self.familiarity, kept.astype(np.float32)))
-        return Confidence(self.losses + losses, every)
+        wrong = np.count_nonzero(scores.argmax(axis=1) != columns)
+        answers = self.answers + (wrong, len(columns))
+        return Confidence(self.losses + losses, every, answers)
 
     def probabilities(
         self, scores: Float[np.ndarray, "n classes"], spread: Float[np.ndarray, " n"]
     ) -> Float[np.ndarray, "n classes"]:
         """Returns the probability of every class; in each row they sum to 1."""
         temperature = TEMPERATURES[np.argmin(self.losses)]
-        return softmax(_scaled(scores, spread) / temperature, axis=1)
+        wrong, measured = self.answers
+        spread_out = SPREAD_OUT * wrong / max(measured, 1.0)
+        found = softmax(_scaled(scores, spread) / temperature, axis=1)
+        known = np.isfinite(scores)  # not of a class without an image
+        return (1.0 - spread_out) * found + spread_out * known / known.sum(axis=1, keepdims=True)
 
     def typicality(self, familiarity: Float[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
         """Returns the share of left-out images, in (0, 1], that are no more familiar."""
