@@ -93,6 +93,10 @@ class State(NamedTuple):
     heads: LinearHead
 
 
+# An encoder that is unrolled in more portions takes long to compile.
+UNROLLED = 4
+
+
 @dataclasses.dataclass(frozen=True)
 class Learner:
     """A learner in one run. Its answers are those of Cumulative-LoRA where it gives no others."""
@@ -189,19 +193,40 @@ class Learner:
                 trained
             )
 
-        count, side = batch.images.shape[:2]
-        if self.mean_over_images:
-            patch = self.setup.variant.patch
-            size = operations.images_together(self.setup.mesh, count, side, patch)
-            if size < count:
-                return training.mean_over_portions(of, batch, size)
+        size = self._together(batch.images)
+        if self.mean_over_images and size < len(batch.images):
+            return training.mean_over_portions(of, batch, size)
         return of(batch)
 
+    def _together(self, images: Any) -> int:
+        count, side = images.shape[:2]
+        return operations.images_together(self.setup.mesh, count, side, self.setup.variant.patch)
+
     def features(
-        self, backbone: Any, batch: Batch, kernels: Replaced | None = None, *more: Any
+        self,
+        backbone: Any,
+        batch: Batch,
+        kernels: Replaced | None = None,
+        increment: Any = None,
+        dropout_key: Array | None = None,
+        dropout: float = 0.0,
     ) -> Float[Array, "n d"]:
-        """Returns the features of a batch; further arguments are those of the encoder."""
-        return vit.encode(self.setup.model, backbone, batch.images, kernels, *more)
+        """Returns the features of a batch; arguments are those of the encoder.
+
+        Where the loss is no mean over images, the encoder takes them in few portions, unrolled: in
+        a loop, what the gradient needs of each would go through a TPU's slow memory once more.
+        """
+        size = self._together(batch.images)
+
+        def encode(images, key):
+            return vit.encode(self.setup.model, backbone, images, kernels, increment, key, dropout)
+
+        count = len(batch.images) // size
+        if self.mean_over_images or not 1 < count <= UNROLLED:
+            return encode(batch.images, dropout_key)
+        keys = [None] * count if dropout_key is None else jax.random.split(dropout_key, count)
+        portions = jnp.split(jnp.asarray(batch.images), count)
+        return jnp.concatenate([encode(*each) for each in zip(portions, keys, strict=True)])
 
     def update(self) -> Update:
         """Returns Adam with the paper's two learning rates."""

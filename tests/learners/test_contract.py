@@ -527,3 +527,23 @@ def test_a_batch_in_portions_makes_the_same_step(backbone, monkeypatch, name):
     # LoDA compiles steps of four sizes, some of which two images do not divide.
     assert max(sizes) == 2 and (name == "loda" or len(sizes) == 1)
     assert_near(found[1][1:], found[0][1:], 2e-4)
+
+
+@pytest.mark.parametrize("name", ["lora_subtraction", "rsiat"])
+def test_an_encoder_takes_portions_where_the_loss_is_of_pairs(backbone, monkeypatch, name):
+    run, sizes, encode = toy.trajectory(name), [], vit.encode
+    frozen, trained = run.steps[1].frozen, toy.random_like(run.steps[1].trained, 4, 0.05)
+    batch = toy.make_batch(3, size=6, classes=3, padding=1)
+    monkeypatch.setattr(vit, "encode", lambda *all: sizes.append(len(all[2])) or encode(*all))
+
+    def found():
+        of = jax.value_and_grad(lambda leaves: run.learner.loss(backbone, frozen, leaves, batch))
+        return jax.jit(of)(trained)
+
+    at_once = found()
+    assert set(sizes) == {6}
+    tokens = (toy.SIDE // toy.TINY.patch) ** 2 + 1
+    monkeypatch.setitem(operations.PORTION_TOKENS, "cpu", 2 * tokens)
+    sizes.clear()
+    assert_near(found(), at_once, 2e-4)
+    assert set(sizes) == {2}
