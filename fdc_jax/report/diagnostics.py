@@ -112,12 +112,12 @@ def _densities(residual: Float[np.ndarray, " n"], true_tasks: np.ndarray) -> pd.
     low, high = np.quantile(residual, _GRID_RANGE)
     margin = 0.1 * max(high - low, 1e-6)
     grid = np.linspace(low - margin, high + margin, _GRID_POINTS)
-    found = pd.DataFrame(index=pd.Index(grid, name="residual"))
+    found = {}
     for task in np.unique(true_tasks):
         of = residual[true_tasks == task].astype(np.float64)
         if len(of) > 1 and np.ptp(of) > 1e-9 * max(1.0, np.abs(of).max()):
             found[int(task)] = stats.gaussian_kde(of)(grid)
-    return found
+    return pd.DataFrame(found, pd.Index(grid, name="residual"))
 
 
 def prototype_geometry(features: FeatureSet, calibrator: FDC) -> dict[str, pd.DataFrame]:
