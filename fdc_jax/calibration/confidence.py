@@ -7,8 +7,8 @@ everything, as a log. Scores are divided by the distance of the image to that Ga
 distances of far images differ by more, right or wrong; and by the temperature with the least sum.
 Probabilities are their softmax, but for a tenth of the share of left-out images that were answered
 wrong, which all classes share alike: the encoder learned these images, and moves on after them, so
-that new ones are wrong more often where they seem sure. The typicality of an image is the share of left-out images, itself
-among them, that are no more familiar than it is.
+that new ones are wrong more often where they seem sure. The typicality of an image is the share of
+left-out images, itself among them, that are no more familiar than it is.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Confidence(NamedTuple):
         kept = np.quantile(familiarity, (np.arange(QUANTILES) + 0.5) / QUANTILES)
         every = np.sort(np.append(self.familiarity, kept.astype(np.float32)))
         wrong = np.count_nonzero(scores.argmax(axis=1) != columns)
-        answers = self.answers + (wrong, len(columns))
+        answers = self.answers + np.array([wrong, len(columns)])
         return Confidence(self.losses + losses, every, answers)
 
     def probabilities(

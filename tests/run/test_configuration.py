@@ -1,6 +1,7 @@
 """Configurations: every field is checked before work begins."""
 
 import importlib
+import re
 
 import pytest
 
@@ -24,6 +25,19 @@ def test_long_streams_are_cifar100_in_fifty_tasks():
     cifar100 = stream.BENCHMARKS["cifar100"]
     sizes = stream.task_sizes("cifar100", cifar100.num_classes, config.classes_per_task)
     assert sizes == (2,) * 50 and config.evaluation.every == 10
+
+
+def test_the_streams_of_omnibenchmark_1k_have_as_many_tasks_as_its_file_says():
+    module = importlib.import_module("configs.omnibench1k")
+    config = module.get_config()
+    configuration.validate(config)
+    assert config.class_order_seed == stream.REFERENCE_CLASS_ORDER_SEED
+    sizes = [config.classes_per_task]
+    for line in re.findall("classes_per_task=(.*)", module.__doc__):
+        made = re.sub(r"\$\(printf '(.*)%.0s' \{1\.\.(\d+)\}\)", lambda m: m[1] * int(m[2]), line)
+        sizes.append(configuration.reader(config, "classes_per_task")(made))
+    of = [len(stream.task_sizes("omnibench1k", 1000, each)) for each in sizes]
+    assert of == [100, 200, 151, 301]
 
 
 IMPOSSIBLE = {
