@@ -133,7 +133,7 @@ def test_the_loss_asks_for_its_dropout(run, backbone):
     jax.eval_shape(
         lambda leaves: learner.loss(backbone, step.frozen, leaves, batch, 1.0, key), step.trained
     )
-    assert spy.asked == [(None, key, 0.1), ()]
+    assert spy.asked == [(None, key, 0.1), (None, None, 0.0)]
 
 
 def test_warm_up():

@@ -217,7 +217,7 @@ def test_files_that_give_no_configuration_get_one_line(text, message, tmp_path, 
 
 
 def test_a_configuration_must_be_there(capsys):
-    assert "omnibench, own" in said(capsys)
+    assert "omnibench, omnibench1k, own" in said(capsys)
     assert "found omnibnch; did you mean omnibench?" in said(capsys, "--config", "omnibnch")
 
 
