@@ -127,3 +127,9 @@ def test_class_and_task_prototypes_are_embedded_together(monkeypatch):
         assert found[name]["label"].tolist() == [*labels, -1, -1, -1]
         assert found[name]["task"].tolist() == [*tasks, 0, 1, 2]
         assert np.isfinite(found[name][["x", "y"]]).all(axis=None)
+
+
+def test_densities_of_more_than_a_hundred_tasks_are_laid_out_at_once():
+    # A column at a time would make pandas warn from the 101st on, and warnings are errors here.
+    tasks, u = np.repeat(np.arange(120), 3), np.random.default_rng(0).normal(size=360)
+    assert list(diagnostics._densities(u, tasks)) == list(range(120))
