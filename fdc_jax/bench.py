@@ -119,6 +119,8 @@ def measure(record: Mapping[str, Any]) -> dict[str, Any]:
         seen = label[task <= t]
         each = unpack(text, len(seen), classes, f"predictions.label_after.{t}")
         curve.append(evaluation.accuracy(seen, each))
+    if after and after[-1] != kept["label"]:
+        raise InputError("predictions.label: expected the last of label_after")
     accuracy = evaluation.accuracy(label, found)
     numbers = {
         "accuracy": accuracy,
@@ -164,8 +166,12 @@ def read(folder: str | Path) -> dict[Path, dict[str, Any]]:
     if not records:
         raise InputError(f"{folder}: expected records, found none")
     first = next(iter(records.values()))
+    rows: dict[tuple[Any, ...], Path] = {}
     for path, record in records.items():
         check(record, str(path))
+        row = tuple(record[name] for name in ("code", "method", "calibrator", "seed"))
+        if rows.setdefault(row, path) != path:
+            raise InputError(f"{path}: code, method, calibrator and seed are those of {rows[row]}")
         for name in _PROTOCOL:
             if record[name] != first[name]:
                 raise InputError(f"{path}: {name}: not as in {next(iter(records))}")
@@ -238,6 +244,9 @@ def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> l
     arrays = read_npz(path)
     record = {**facts, **read_json(Path(images) / "protocol.json")}
     names = [f"label_{t}" for t in range(len(record["classes_per_task"]))]
+    for name in {*names, "label"} & arrays.keys():
+        if arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu":
+            raise InputError(f"{path}: {name}: expected whole numbers, one for each image")
     after = [pack(arrays[name]) for name in names if name in arrays]
     if len(after) not in (0, len(names)) or not (after or "label" in arrays):
         raise InputError(f"{path}: expected label, or label_0 to {names[-1]}")
@@ -252,7 +261,10 @@ def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> l
 def _rank(scores: Float[np.ndarray, "n tasks"], task: Int[np.ndarray, " n"]) -> Any:
     if scores.shape != (len(task), task.max() + 1):
         raise InputError(f"task_scores: expected {len(task)} rows of {task.max() + 1}")
-    return (scores > scores[np.arange(len(task)), task, None]).sum(axis=1)
+    if not np.isfinite(scores).all():
+        raise InputError("task_scores: expected finite numbers, found others")
+    # Tasks of the same score come before the true one.
+    return (scores >= scores[np.arange(len(task)), task, None]).sum(axis=1) - 1
 
 
 def write_images(folder: str | Path, fields: Sequence[str]) -> None:

@@ -79,6 +79,13 @@ def worse(text):
         (lambda it: it["predictions"].update(label="~"), "not packed numbers"),
         (lambda it: it["test_images"].pop(), "not of as many classes"),
         (lambda it: it.update(weights="another"), "weights: not as in"),
+        (lambda it: it.update(calibrator="fdc"), "code, method, calibrator and seed are those of"),
+        (
+            lambda it: it["predictions"].update(
+                label_after=[bench.pack([0] * n) for n in (30, 60)]
+            ),
+            "label: expected the last of label_after",
+        ),
         (lambda it: it.pop("commit"), "expected commit"),
     ],
 )

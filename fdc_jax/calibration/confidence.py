@@ -66,7 +66,8 @@ class Confidence(NamedTuple):
         """Returns the probability of every class; in each row they sum to 1."""
         temperature = TEMPERATURES[np.argmin(self.losses)]
         wrong, measured = self.answers
-        spread_out = SPREAD_OUT * wrong / max(measured, 1.0)
+        # Where no left-out answer was wrong, the next one may be: Laplace's rule.
+        spread_out = SPREAD_OUT * (wrong + 1.0) / (measured + 2.0)
         found = softmax(_scaled(scores, spread) / temperature, axis=1)
         known = np.isfinite(scores)  # not of a class without an image
         return (1.0 - spread_out) * found + spread_out * known / known.sum(axis=1, keepdims=True)

@@ -127,9 +127,12 @@ def fit_classes(
             means[row], factors[row, : len(leading)] = middle, leading
     _add_waiting(scatter, waiting)
     _add_waiting(taken, lost)
+    rest = scatter - taken
+    if np.trace(rest) < 1e-6 * np.trace(scatter):  # one image of each class is left: rounding
+        rest = np.zeros_like(scatter)
     return [
         ViewClasses([means], [factors], total.astype(np.float32))
-        for (means, factors), total in zip(found, (scatter, scatter - taken), strict=False)
+        for (means, factors), total in zip(found, (scatter, rest), strict=False)
     ]
 
 

@@ -132,12 +132,22 @@ def _splits(
 
 
 def _nearest(root: Path, fits: Callable[[dict[str, Path]], bool]) -> Path | None:
-    """Returns the first folder whose subfolders fit, at `root` or up to two levels below it."""
+    """Returns the folder whose subfolders fit, at `root` or up to two levels below it.
+
+    Raises:
+        InputError: on the first level that has one there are several, of which none can be left out.
+    """
     level = [root]
     for _ in range(3):
-        for folder in level:
-            if fits(_subfolders(folder)):
-                return folder
+        found = [folder for folder in level if fits(_subfolders(folder))]
+        if len(found) > 1:
+            names = ", ".join(str(folder.relative_to(root)) for folder in found[:10])
+            raise InputError(
+                f"{root}: expected one folder of classes, or train and test, found {names}; name "
+                "one of them, or these folders train and test"
+            )
+        if found:
+            return found[0]
         level = [child for folder in level for child in _subfolders(folder).values()]
     return None
 

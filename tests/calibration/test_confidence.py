@@ -29,11 +29,18 @@ def test_the_temperature_is_the_one_of_the_least_loss_and_rows_sum_to_one():
     probabilities = found.probabilities(scores, spread)
     np.testing.assert_allclose(probabilities.sum(axis=1), 1.0)
     # A tenth of the share of wrong answers belongs to no class.
-    shared = 0.1 * np.mean(truth.argmax(axis=1) != columns)
+    shared = 0.1 * (np.sum(truth.argmax(axis=1) != columns) + 1) / 4002
     assert shared > 0.03
     np.testing.assert_allclose(probabilities, (1 - shared) * chances + shared / 6, atol=0.02)
     none = np.pad(scores, ((0, 0), (0, 1)), constant_values=-np.inf)  # a class without an image
     np.testing.assert_allclose(found.probabilities(none, spread)[:, :6], probabilities)
+
+
+def test_an_answer_is_never_certain_where_no_left_out_image_was_answered_wrong():
+    sure = 9.0 * np.eye(3)[np.arange(30) % 3]
+    found = confidence.Confidence().with_task(sure, np.arange(30) % 3, np.ones(30), np.ones(30))
+    probabilities = found.probabilities(1e3 * np.eye(3), np.ones(3))
+    np.testing.assert_allclose(probabilities.min(), 0.1 / 32 / 3, rtol=1e-6)
 
 
 def test_typicality_is_the_share_of_left_out_images_that_are_no_more_familiar():

@@ -178,6 +178,15 @@ def test_classes_without_images_and_single_images():
     np.testing.assert_array_equal(constant.score(first.adapted[:2]).label, [4, 7])
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_classes_of_two_images_leave_one_of_each_to_measure_with(seed):
+    features = np.random.default_rng(seed).normal(size=(8, 16)).astype(np.float32)
+    fitted = gaussians.Gaussians()
+    fitted.fit_task(features, np.repeat(np.arange(4), 2))
+    fitted.finalize()
+    np.testing.assert_array_equal(fitted.score(features).label, np.repeat(np.arange(4), 2))
+
+
 def test_storage_counts_means_factors_and_half_of_a_symmetric_scatter():
     tasks, classes = streams.stream(2, 3), 9
     numbers = [classes * d * (1 + gaussians.RANK) + d * (d + 1) // 2 for d in (16, 12)]

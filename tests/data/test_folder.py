@@ -87,6 +87,15 @@ def test_an_undivided_folder_is_divided_within_each_class_by_names(photos, opene
     assert tuple(each for each in again.ids if not each.startswith("aardvark")) == test.ids
 
 
+@pytest.mark.parametrize("names", [("training", "testing"), ("Train", "Test"), ("a", "b")])
+def test_no_folder_of_classes_is_left_out_silently(photos, opened, names):
+    root = photos.parent / "around"
+    for name in names:
+        shutil.copytree(photos, root / name)
+    with pytest.raises(InputError, match=f"found {', '.join(sorted(names))}; name"):
+        opened(root)
+
+
 @pytest.mark.parametrize("share", [0.01, 0.99])
 def test_no_class_is_without_images_for_training_or_testing(photos, opened, share):
     expected = [[3, 4, 6], [1, 1, 1]]
