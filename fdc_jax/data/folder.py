@@ -135,7 +135,7 @@ def _nearest(root: Path, fits: Callable[[dict[str, Path]], bool]) -> Path | None
     """Returns the folder whose subfolders fit, at `root` or up to two levels below it.
 
     Raises:
-        InputError: on the first level that has one there are several, of which none can be left out.
+        InputError: there are several on the first level that has one, and none can be left out.
     """
     level = [root]
     for _ in range(3):
