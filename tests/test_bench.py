@@ -143,6 +143,8 @@ def test_predictions_of_other_code_on_the_images(images, whole, tmp_path):
         ({"labels": [0] * 60}, FACTS, "expected label, or label_0 to label_1"),
         ({"label": [0] * 59}, FACTS, "expected 60 numbers below 10"),
         ({"label": [0] * 60, "task_scores": [[0, 1]] * 59}, FACTS, "expected 60 rows of 2"),
+        ({"label": [0.9] * 60}, FACTS, "label: expected whole numbers"),
+        ({"label": [0] * 60, "task_scores": [[0, np.nan]] * 60}, FACTS, "expected finite numbers"),
         ({"label": [0] * 60}, {}, "expected calibrator, changes, code, commit, method"),
     ],
 )
@@ -152,6 +154,11 @@ def test_a_dump_that_says_too_little_is_refused(images, arrays, facts, said, tmp
     given = [str(tmp_path / "dump.npz"), f"--images={images}", f"--facts={tmp_path / 'facts.json'}"]
     assert bench.main([*given, f"--output={tmp_path / 'records'}"]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_tasks_of_equal_scores_do_not_count_as_right():
+    scores = np.array([[1.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
+    assert bench._rank(np.vstack([scores, [0, 0, 1]]), np.array([0, 0, 2])).tolist() == [1, 0, 0]
 
 
 def test_a_learner_is_run_by_the_run_command(whole, tmp_path, monkeypatch):
