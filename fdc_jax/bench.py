@@ -11,18 +11,16 @@ predicted of the images that the fourth line writes. A record is one JSON file (
 """
 
 import argparse
-import base64
 import json
 import re
 import sys
-import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import numpy as np
 from jaxtyping import Float, Int
-from numpy.typing import ArrayLike
 
 from fdc_jax import command, evaluation
 from fdc_jax.data.dataset import Dataset
@@ -46,51 +44,46 @@ from fdc_jax.run.opened import Opened
 
 RECALL = (1, 2, 3, 5)
 # What follows from the protocol, which all records of a folder share.
-_PROTOCOL = (
-    *("class_order", "classes_per_task"),
-    "test_images",  # of each class, as classes arrive
-    *("data", "weights"),  # checksums
-)
+_PROTOCOL: dict[str, Any] = {
+    "class_order": list[str],
+    "classes_per_task": list[int],
+    "test_images": list[int],  # of each class, as classes arrive
+    "data": dict,  # checksums
+    "weights": str,
+}
 # What only who ran it knows.
-_FACTS = (
-    *("method", "calibrator"),
-    "code",  # fdc_jax, or a repository
-    "commit",
-    "changes",  # of that code and of its hyperparameters, in words
-    "seed",
-    "passes",  # of an encoder, per test image
-    "versions",
-)  # and processor_seconds, of everything; storage_bytes, beside the encoder and the heads
-_NUMBERS = (
-    "accuracy",
-    "curve",  # accuracy after each task
-    "routing_accuracy",
-    "task_recall",  # perhaps: share of images with the true task among the best k
-)
-# `predictions` are of each test image, packed: `label` at the end, perhaps `label_after` each task
-# that the image was there, and `task_rank`, how many tasks score higher than the true one.
-FORM = {*_FACTS, *_PROTOCOL, *_NUMBERS[:3], "predictions"}
+_FACTS: dict[str, Any] = {
+    "method": str,
+    "calibrator": str,
+    "code": str,  # fdc_jax, or a repository
+    "commit": str,
+    "changes": str,  # of that code and of its hyperparameters, in words
+    "seed": int,
+    "passes": int,  # of an encoder, per test image
+    "versions": dict,
+}
+_NUMBERS: dict[str, Any] = {
+    "accuracy": float,
+    "curve": list[float],  # accuracy after each task
+    "routing_accuracy": float,
+}
+FORM = {**_FACTS, **_PROTOCOL, **_NUMBERS, "predictions": dict}
+# What a record may lack or have as null.
+MORE = {
+    "processor_seconds": float,  # of everything
+    "storage_bytes": int,  # beside the encoder and the heads
+    "task_recall": dict[str, float],  # share of images with the true task among the best k
+}
+# Of each test image, packed.
+PREDICTIONS = {
+    "label": str,
+    "label_after": list[str],  # perhaps, after each task that the image was there
+    "task_rank": str,  # perhaps, how many tasks score higher than the true one
+}
+_WORDS = {str: "text", int: "a whole number", float: "a number", dict: "an object"}
 
 
 # Records -----------------------------------------------------------------------------------------
-
-
-def pack(numbers: ArrayLike) -> str:
-    """Returns whole numbers below 2^16 as text: base64 of zlib of little-endian uint16."""
-    return base64.b64encode(zlib.compress(np.asarray(numbers, "<u2").tobytes(), 9)).decode()
-
-
-def unpack(text: str, size: int, limit: int, place: str) -> Int[np.ndarray, " n"]:
-    """Returns what `pack` was given; InputError unless it is `size` numbers below `limit`."""
-    try:
-        packed = base64.b64decode(text, validate=True)
-        content = zlib.decompressobj().decompress(packed, 2 * size + 1)
-        found = np.frombuffer(content, "<u2").astype(np.int64)
-    except (zlib.error, ValueError) as error:
-        raise InputError(f"{place}: not packed numbers ({error})") from error
-    if len(found) != size or found.max(initial=0) >= limit:
-        raise InputError(f"{place}: expected {size} numbers below {limit}")
-    return found
 
 
 def truth(record: Mapping[str, Any]) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " c"]]:
@@ -110,14 +103,14 @@ def measure(record: Mapping[str, Any]) -> dict[str, Any]:
     label, task_of = truth(record)
     task, kept = task_of[label], record["predictions"]
     classes, tasks = len(task_of), len(record["classes_per_task"])
-    found = unpack(kept["label"], len(label), classes, "predictions.label")
+    found = evaluation.unpack(kept["label"], len(label), classes, "predictions.label")
     after = kept.get("label_after") or []
     if len(after) not in (0, tasks):
         raise InputError(f"predictions.label_after: expected {tasks}, found {len(after)}")
     curve = []
     for t, text in enumerate(after):
         seen = label[task <= t]
-        each = unpack(text, len(seen), classes, f"predictions.label_after.{t}")
+        each = evaluation.unpack(text, len(seen), classes, f"predictions.label_after.{t}")
         curve.append(evaluation.accuracy(seen, each))
     if after and after[-1] != kept["label"]:
         raise InputError("predictions.label: expected the last of label_after")
@@ -128,26 +121,50 @@ def measure(record: Mapping[str, Any]) -> dict[str, Any]:
         "routing_accuracy": evaluation.accuracy(task, task_of[found]),
     }
     if kept.get("task_rank"):
-        rank = unpack(kept["task_rank"], len(label), tasks, "predictions.task_rank")
+        rank = evaluation.unpack(kept["task_rank"], len(label), tasks, "predictions.task_rank")
         numbers["task_recall"] = {str(k): 100.0 * float(np.mean(rank < k)) for k in RECALL}
     return numbers
 
 
 def check(record: Any, place: str) -> None:
     """Raises InputError where a record is none, or a number is not that of its predictions."""
-    if missing := sorted(FORM - record.keys()):
-        raise InputError(f"{place}: expected {', '.join(missing)}")
+    _require(record, FORM, MORE, place)
+    _require(record["predictions"], {"label": str}, PREDICTIONS, f"{place}: predictions")
     try:
         found = measure(record)
     except InputError as error:
         raise InputError(f"{place}: {error}") from error
     if len(record["curve"]) != len(record["classes_per_task"]):
         raise InputError(f"{place}: curve: expected a number for each task")
-    given = {name: record.get(name) for name in _NUMBERS}
+    given = {name: record.get(name) for name in (*_NUMBERS, "task_recall")}
     given["curve"] = given["curve"][-len(found["curve"]) :]
     for name, value in given.items():
         if (of := _numbers(value)) != (by := _numbers(found.get(name))):
             raise InputError(f"{place}: {name}: expected {by} by its predictions, found {of}")
+
+
+def _require(found: Any, needed: Mapping[str, Any], more: Mapping[str, Any], place: str) -> None:
+    """Raises InputError where a value from JSON lacks something, or has it in another form."""
+    if not isinstance(found, dict):
+        raise InputError(f"{place}: expected an object")
+    if missing := sorted(needed.keys() - found.keys()):
+        raise InputError(f"{place}: expected {', '.join(missing)}")
+    for name, kind in {**more, **needed}.items():
+        value = found.get(name)
+        if not (_is(value, kind) or (value is None and name not in needed)):
+            words = f"{'a list' if get_origin(kind) is list else 'an object'} of which each is "
+            words = words * bool(get_args(kind)) + _WORDS[(kind, *get_args(kind))[-1]]
+            raise InputError(f"{place}: {name}: expected {words}")
+
+
+def _is(value: Any, kind: Any) -> bool:
+    """Returns whether a value from JSON is of a kind; whole numbers are numbers, too."""
+    if parts := get_args(kind):
+        each = list(value.values()) if isinstance(value, dict) else value
+        right = isinstance(value, get_origin(kind)) and isinstance(each, list)
+        return right and all(_is(part, parts[-1]) for part in each)
+    kinds = (int, float) if kind is float else kind
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def _numbers(value: Any) -> Any:
@@ -165,16 +182,17 @@ def read(folder: str | Path) -> dict[Path, dict[str, Any]]:
     records = {path: read_json(path) for path in sorted(Path(folder).glob("*.json"))}
     if not records:
         raise InputError(f"{folder}: expected records, found none")
-    first = next(iter(records.values()))
     rows: dict[tuple[Any, ...], Path] = {}
     for path, record in records.items():
         check(record, str(path))
         row = tuple(record[name] for name in ("code", "method", "calibrator", "seed"))
         if rows.setdefault(row, path) != path:
             raise InputError(f"{path}: code, method, calibrator and seed are those of {rows[row]}")
-        for name in _PROTOCOL:
-            if record[name] != first[name]:
-                raise InputError(f"{path}: {name}: not as in {next(iter(records))}")
+    for name in _PROTOCOL:
+        said = {path: json.dumps(record[name], sort_keys=True) for path, record in records.items()}
+        most = Counter(said.values()).most_common(1)[0][0]
+        if other := [path for path, text in said.items() if text != most]:
+            raise InputError(f"{other[0]}: {name}: not as in most of {folder}")
     return records
 
 
@@ -184,6 +202,10 @@ def write(record: dict[str, Any], folder: str | Path) -> Path:
     words = [record[name] for name in ("method", "calibrator", "code")]
     name = "-".join(re.sub(r"\W+", "_", word).lower() for word in words if word != "fdc_jax")
     path = Path(folder) / f"{name}-{record['seed']}.json"
+    if path.exists() and read_json(path) != json.loads(json.dumps(record)):
+        raise InputError(
+            f"{path}: is another record of this method, calibrator and seed; remove it"
+        )
     lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
     write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
     return path
@@ -199,6 +221,7 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
         raise InputError(f"{workdir}: expected a finished run, found no results.json")
     columns = run.predictions
     label, task, records = columns["label"], columns["task"], []
+    after = [each.get("labels", {}) for each in run.read_records()]
     scores: dict[str, Any] = {}
     if run.features_folder.is_dir():
         stored = feature_files.load(run.features_folder)
@@ -207,9 +230,11 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
         views = stored.test_adapted, stored.test_pretrained
         scores = experiment.score(fitted, heads, *views)[0]
     for name in (each for each in results["accuracy"] if each != "oracle"):
-        predictions: dict[str, Any] = {"label": pack(columns[f"{name}_label"])}
+        predictions: dict[str, Any] = {"label": evaluation.pack(columns[f"{name}_label"])}
+        if len(after) == run.num_tasks and all(name in each for each in after):
+            predictions["label_after"] = [each[name] for each in after]
         if name in scores:
-            predictions["task_rank"] = pack(_rank(scores[name].task_scores, task))
+            predictions["task_rank"] = evaluation.pack(_rank(scores[name].task_scores, task))
         record = {
             "method": results["learner"],
             "calibrator": name,
@@ -237,25 +262,25 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
 def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns the record of what other code predicted of the images of `write_images`.
 
-    An `.npz` has `label_t` [n_t] of the test images seen after task t, for each t, or `label` [n]
-    after the last; labels and rows as in the folder; perhaps `task_scores` [n, tasks].
+    An `.npz` has `label_t` [n_t] of the test images seen after task t, from 0, for each t; labels
+    and rows as in the folder; perhaps `task_scores` [n, tasks].
     """
     check_manifest(Path(images), "write the images again")
     arrays = read_npz(path)
     record = {**facts, **read_json(Path(images) / "protocol.json")}
     names = [f"label_{t}" for t in range(len(record["classes_per_task"]))]
-    for name in {*names, "label"} & arrays.keys():
-        if arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu":
+    for name in names:
+        if name not in arrays or arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu":
             raise InputError(f"{path}: {name}: expected whole numbers, one for each image")
-    after = [pack(arrays[name]) for name in names if name in arrays]
-    if len(after) not in (0, len(names)) or not (after or "label" in arrays):
-        raise InputError(f"{path}: expected label, or label_0 to {names[-1]}")
-    label = after[-1] if after else pack(arrays["label"])
-    record["predictions"] = predictions = {"label": label, "label_after": after}
+    after = [evaluation.pack(arrays[name]) for name in names]
+    record["predictions"] = predictions = {"label": after[-1], "label_after": after}
     if "task_scores" in arrays:
         classes, task_of = truth(record)
-        predictions["task_rank"] = pack(_rank(arrays["task_scores"], task_of[classes]))
-    return [record | measure(record)]
+        predictions["task_rank"] = evaluation.pack(_rank(arrays["task_scores"], task_of[classes]))
+    try:
+        return [record | measure(record)]
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
 
 
 def _rank(scores: Float[np.ndarray, "n tasks"], task: Int[np.ndarray, " n"]) -> Any:
@@ -278,6 +303,7 @@ def write_images(folder: str | Path, fields: Sequence[str]) -> None:
         name, _, value = word.removeprefix("--config.").partition("=")
         config.update_from_flattened_dict({name: configuration.reader(config, name)(value)})
     cache, encoder = setups.cache_folder(config), config.encoder
+    checksum = sha256(weights.locate(encoder.weights, encoder.variant, cache))
     tasks = open_stream(config, cache)
 
     def save(split: Dataset, indices: Sequence[int], place: Path) -> None:
@@ -296,7 +322,7 @@ def write_images(folder: str | Path, fields: Sequence[str]) -> None:
             "classes_per_task": list(tasks.classes_per_task),
             "test_images": np.bincount(tasks.test_labels).tolist(),
             "data": {"train_sha256": tasks.train.checksum, "test_sha256": tasks.test.checksum},
-            "weights": sha256(weights.locate(encoder.weights, encoder.variant, cache)),
+            "weights": checksum,
         }
         write_json(place / "protocol.json", protocol)
         write_manifest(place)

@@ -8,6 +8,8 @@ head. `oracle_label` is the class that the same scores give when the true task i
 ID" in the paper).
 """
 
+import base64
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ from numpy.typing import ArrayLike
 
 from fdc_jax.calibration import Scores
 from fdc_jax.calibration.confidence import of_labels
+from fdc_jax.errors import InputError
 
 # Names of accuracies in a line of text, where they are not what they go by.
 TITLES = {"fdc": "FDC", "oracle": "task given"}
@@ -33,6 +36,24 @@ class Gain(NamedTuple):
     low: float
     high: float
     confidence: float = _CONFIDENCE
+
+
+def pack(numbers: ArrayLike) -> str:
+    """Returns whole numbers below 2^16 as text: base64 of zlib of little-endian uint16."""
+    return base64.b64encode(zlib.compress(np.asarray(numbers, "<u2").tobytes(), 9)).decode()
+
+
+def unpack(text: str, size: int, limit: int, place: str) -> Int[np.ndarray, " n"]:
+    """Returns what `pack` was given; InputError unless it is `size` numbers below `limit`."""
+    try:
+        packed = base64.b64decode(text, validate=True)
+        content = zlib.decompressobj().decompress(packed, 2 * size + 1)
+        found = np.frombuffer(content, "<u2").astype(np.int64)
+    except (zlib.error, ValueError) as error:
+        raise InputError(f"{place}: not packed numbers ({error})") from error
+    if len(found) != size or found.max(initial=0) >= limit:
+        raise InputError(f"{place}: expected {size} numbers below {limit}")
+    return found
 
 
 def accuracy(true_label: ArrayLike, predicted_label: ArrayLike) -> float:

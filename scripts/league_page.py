@@ -14,13 +14,14 @@ import numpy as np
 from jaxtyping import Float
 from matplotlib.ticker import LogLocator, NullLocator
 
-from fdc_jax import bench, learners
+from fdc_jax import bench, evaluation
 from fdc_jax.calibration import METHODS
-from fdc_jax.errors import counted
+from fdc_jax.errors import InputError, counted
 from fdc_jax.report import drawing
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "results", ROOT / "docs"
+TITLES = RESULTS / "league_methods.json"
 # What somebody else's code counts as, and the paper's, ours.
 _TITLES = {"raw": "Raw", "fdc": "FDC", "gaussians": "class Gaussians"}
 _COLUMNS = (
@@ -37,7 +38,7 @@ def right(record: dict[str, Any]) -> Float[np.ndarray, " n"]:
     """Returns 1 for each test image whose class was predicted, 0 for the others."""
     label, task_of = bench.truth(record)
     text = record["predictions"]["label"]
-    return (bench.unpack(text, len(label), len(task_of), "label") == label).astype(float)
+    return (evaluation.unpack(text, len(label), len(task_of), "label") == label).astype(float)
 
 
 def behind(first: Row, other: Row) -> tuple[float, float]:
@@ -74,9 +75,9 @@ def cell(value: float | None, digits: int = 2) -> str:
 
 def title(method: str, known: dict[str, Any]) -> str:
     """Returns what a method is called."""
-    if method in known:
-        return known[method]["title"]
-    return learners.find(method).title if method in learners.names() else method
+    if method not in known:
+        raise InputError(f"{TITLES}: expected an entry for {method}")
+    return known[method]["title"]
 
 
 def head(row: Row) -> str:
@@ -178,7 +179,7 @@ def figure(rows: list[Row], known: dict[str, Any]) -> str:
 
 def page() -> tuple[str, str]:
     """Returns the page, in which what is made is new, and its figure."""
-    known = json.loads((RESULTS / "league_methods.json").read_text())
+    known = json.loads(TITLES.read_text())
     groups: dict[tuple[str, str, str], Row] = {}
     for record in bench.read(RESULTS / "league").values():
         key = (record["code"], record["method"], record["calibrator"])

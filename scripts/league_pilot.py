@@ -1,16 +1,19 @@
-"""Runs a method of LAMDA-PILOT in the protocol of the league and dumps what it predicted.
+"""Runs a method of LAMDA-PILOT, or of a repository built like it, in the protocol of the league.
 
-python scripts/league_pilot.py CLONE METHOD SEED IMAGES WEIGHTS OUTPUT.npz [NAME=VALUE ...]
+python scripts/league_pilot.py CLONE SETTINGS SEED IMAGES WEIGHTS OUTPUT.npz [NAME=VALUE ...]
 
-CLONE is a checkout of LAMDA-CL/LAMDA-PILOT, in which widths and sizes were changed by hand:
+CLONE is a checkout of LAMDA-CL/LAMDA-PILOT, or of what the authors of RSIAT, SSIAT, SD-LoRA,
+InfLoRA or E2-LoRA (its folder class_incremental_learning) published, in which widths and sizes were
+changed by hand:
 
     sed -i 's/768/192/g; s/num_heads=12/num_heads=3/g; s/img_size=224/img_size=128/g' */*.py
-    sed -i 's/input_size = 224/input_size = 128/; s/(224)/(128)/g' utils/data.py
+    sed -i 's/input_size = 224/input_size = 128/; s/(224)/(128)/g' */data.py
+    sed -i 's/3, 224, 224/3, 128, 128/' models/vit_inflora.py  # InfLoRA
 
-METHOD names a file of its `exps/`, whose values NAME=VALUE replace. IMAGES is what
-`fdc bench --images` wrote; or the folder `features` of a run, for methods that train no encoder:
-frozen features then take the place of images. WEIGHTS is AugReg's file with positions of 128
-pixels,
+SETTINGS is a file of the clone, such as exps/slca.json, whose values NAME=VALUE replace. IMAGES is
+what `fdc bench --images` wrote; or the folder `features` of a run, for methods that train no
+encoder: frozen features then take the place of images. WEIGHTS is AugReg's file with positions of
+128 pixels,
 
     import numpy as np
     from fdc_jax.model import weights
@@ -18,22 +21,26 @@ pixels,
     weights.save(file.params | {"head": {"bias": np.zeros(1)}}, "ti16_128.npz")
 
 with a bias of a head, which MOS looks for. timm 0.6.12 resizes positions without antialiasing:
-SimpleCIL has 90.0 % after the first task then, and 93.0 % with these. Needs torch, timm 0.6.12 and
-what PILOT needs; one CPU thread. The processor seconds are printed at the end.
+SimpleCIL has 90.0 % after the first task then, and 93.0 % with these. Needs torch, easydict, timm
+0.6.12 (for Python 3.11 after `sed -i '/maxxvit/d' models/__init__.py` in its folder) and what the
+clone needs; one CPU thread. Test images are predicted after each task alone, not after each epoch.
+The processor seconds are printed at the end.
 """
 
+import importlib
 import json
 import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import timm  # pyright: ignore[reportMissingImports]
 import torch  # pyright: ignore[reportMissingImports]
 import torch.utils.data  # pyright: ignore[reportMissingImports]
 from PIL import Image
-from timm.models import vision_transformer  # pyright: ignore[reportMissingImports]
+from timm.models import helpers, vision_transformer  # pyright: ignore[reportMissingImports]
 
 CLASSES, TASKS = 100, 20
 
@@ -63,17 +70,31 @@ def read(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
+def module(*names: str) -> Any:
+    """Returns the first module of the clone that exists."""
+    found = next(name for name in names if Path(*name.split(".")).with_suffix(".py").exists())
+    return importlib.import_module(found)
+
+
+def not_measured(*_: Any) -> float:
+    """Stands for accuracies of log lines; draws what a loader of test images would have drawn."""
+    torch.empty((), dtype=torch.int64).random_()
+    return 0.0
+
+
 def main() -> None:
     """Runs the command line."""
-    clone, method, seed, folder, weights, output, *changes = sys.argv[1:]
+    clone, settings, seed, folder, weights, output, *changes = sys.argv[1:]
     data, weights, output = read(Path(folder)), os.path.abspath(weights), os.path.abspath(output)
     frozen = data["test_data"].ndim == 2
     torch.set_num_threads(1)
     torch.utils.data.DataLoader = Loader
-    create = timm.create_model
+    torch.Tensor.cuda = torch.nn.Module.cuda = lambda self, *_: self
+    load, create = torch.load, timm.create_model
+    torch.load = lambda file, **named: load(file, **{"weights_only": False} | named)
 
     def with_weights(name, pretrained=False, **named):
-        if name == "vit_base_patch16_224":
+        if name in ("vit_base_patch16_224", "vit_base_patch16_224_in21k"):
             model = create("vit_tiny_patch16_224", img_size=128, **named)
             vision_transformer._load_weights(model, weights)
             return model
@@ -84,41 +105,59 @@ def main() -> None:
         return model
 
     timm.create_model = with_weights
+    helpers.download_cached_file = lambda *_, **__: weights  # where InfLoRA makes its own encoder
     sys.path.insert(0, os.path.abspath(clone))
     os.chdir(clone)
-    import trainer  # pyright: ignore[reportMissingImports]
-    from utils import data as datasets  # pyright: ignore[reportMissingImports]
-    from utils import data_manager, factory  # pyright: ignore[reportMissingImports]
-
-    datasets.iCIFAR224.download_data = lambda self: vars(self).update(data)
+    trainer = importlib.import_module("trainer")
+    datasets = module("utils.data", "data.data")
+    data_manager = module("utils.data_manager", "data.data_manager")
+    factory = module("utils.factory", "utils.model_factory")
+    for each in vars(datasets).values():
+        if hasattr(each, "download_data"):
+            each.download_data = lambda self: vars(self).update(data)
     if frozen:
         data_manager.DummyDataset.__getitem__ = lambda self, at: (
             *(at, torch.from_numpy(np.array(self.images[at])), self.labels[at]),
         )
-    given = json.loads(Path(f"exps/{method}.json").read_text())
+    make, found, ranking = factory.get_model, {}, np.zeros(0)
+
+    def watched(*given):
+        model = make(*given)
+        model.save_checkpoint = lambda *_: None
+        model._compute_accuracy = not_measured
+        if frozen:
+            model._network.backbone.forward = lambda features: features
+            model._init_train = lambda *_: None
+        evaluate = model._eval_cnn
+
+        def predicted(loader):
+            nonlocal ranking
+            best = model.topk
+            if best > 1:  # Where it is 1, InfLoRA takes a label for a ranking.
+                model.topk = model._total_classes
+            first, *rest = evaluate(loader)
+            model.topk = best
+            ranking = np.asarray(first).reshape(len(first), -1)
+            task, labels = model._cur_task, data["test_targets"][: len(ranking)]
+            found[f"label_{task}"] = ranking[:, 0]
+            print(task + 1, np.mean(ranking[:, 0] == labels), flush=True)
+            return first[:, :best] if best > 1 else first, *rest
+
+        model._eval_cnn = predicted
+        return model
+
+    factory.get_model = watched
+    trainer._set_device = lambda given: given.update(device=[torch.device("cpu")])
+    given = json.loads(Path(settings).read_text())
     given |= {"init_cls": CLASSES // TASKS, "increment": CLASSES // TASKS, "seed": int(seed)}
-    given |= {"device": [torch.device("cpu")], "nb_classes": CLASSES, "nb_tasks": TASKS}
-    given |= {name: json.loads(value) for name, value in (each.split("=") for each in changes)}
     # Labels are places in the class order already.
-    stream = data_manager.DataManager(given["dataset"], False, 0, *[CLASSES // TASKS] * 2, given)
+    given |= {"shuffle": False, "nb_classes": CLASSES, "nb_tasks": TASKS, "config": settings}
+    given |= {name: json.loads(value) for name, value in (each.split("=") for each in changes)}
     np.random.seed(int(seed))  # noqa: NPY002 (what PILOT draws from)
-    trainer._set_random(int(seed))
-    model = factory.get_model(given["model_name"], given)
-    model.save_checkpoint = lambda *_: None
-    if frozen:
-        model._network.backbone.forward = lambda features: features
-        model._init_train = lambda *_: None
-    found = {}
-    for task in range(TASKS):
-        model.incremental_train(stream)
-        model.topk = model._total_classes
-        ranking, labels = (np.asarray(each) for each in model._eval_cnn(model.test_loader))
-        assert np.array_equal(labels, data["test_targets"][: len(labels)])
-        found[f"label_{task}"] = ranking[:, 0]
-        model.after_task()
-        print(task + 1, np.mean(ranking[:, 0] == labels), flush=True)
-    places = np.argsort(ranking, axis=1).reshape(len(labels), TASKS, -1)
-    found["task_scores"] = -places.min(axis=2)
+    trainer._train(given)
+    if ranking.shape[1] > 1:
+        places = np.argsort(ranking, axis=1).reshape(len(ranking), TASKS, -1)
+        found["task_scores"] = -places.min(axis=2)
     np.savez_compressed(output, **found)
     print(f"{time.process_time():.1f} processor seconds")
 

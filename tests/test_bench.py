@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 import fdc_jax
-from fdc_jax import bench
+from fdc_jax import bench, evaluation
 from fdc_jax.errors import InputError
 from fdc_jax.run import configuration
 from tests import small_runs
@@ -48,6 +48,7 @@ def test_records_of_a_run_say_what_it_measured(whole, records, capsys):
         np.testing.assert_array_equal(
             numbers(record["predictions"]["label"]), columns[f"{name}_label"]
         )
+        assert len(record["predictions"]["label_after"]) == len(record["curve"]) == 2
         assert record["passes"] == (1 if name == "raw" else 2)
         assert record["processor_seconds"] > 0
         assert record["storage_bytes"] == results["storage_bytes"].get(name, 0)
@@ -59,7 +60,29 @@ def worse(text):
     """Packed labels of which one, a right one of class 0, is another."""
     found = numbers(text)
     found[np.argmax(found == 0)] += 1
-    return bench.pack(found)
+    return evaluation.pack(found)
+
+
+def test_another_record_is_not_written_over(records, whole, tmp_path, capsys):
+    given = [str(whole), f"--output={records}"]
+    assert bench.main(given) == 0
+    facts = tmp_path / "facts.json"
+    facts.write_text(json.dumps({"passes": 7}))
+    assert bench.main([*given, f"--facts={facts}"]) == 2
+    assert "cumulative_lora-raw-1.json: is another record" in capsys.readouterr().err
+    assert json.loads((records / "cumulative_lora-raw-1.json").read_text())["passes"] == 1
+
+
+def test_the_record_that_differs_from_most_is_named(records, capsys):
+    path = records / "cumulative_lora-fdc-1.json"  # the first by name
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"class_order": [*"jihgfedcba"]}))
+    assert bench.main([f"--check={records}"]) == 2
+    assert f"{path}: class_order: not as in most" in capsys.readouterr().err
+
+
+def ends(record, text):
+    """Replaces the labels at the end, which a record has twice."""
+    record["predictions"]["label"] = record["predictions"]["label_after"][-1] = text
 
 
 @pytest.mark.parametrize(
@@ -71,18 +94,29 @@ def worse(text):
         (lambda it: it["task_recall"].pop("5"), "task_recall: expected"),
         (lambda it: it["predictions"].pop("task_rank"), "task_recall: expected None by"),
         (lambda it: it["curve"].pop(), "curve: expected a number for each task"),
-        (lambda it: it["curve"].__setitem__(-1, 50.0), "curve: expected"),
-        (lambda it: it["predictions"].update(label=worse(it["predictions"]["label"])), "accuracy"),
-        (lambda it: it["predictions"].update(label=it["predictions"]["label"][:-8]), "label: "),
-        (lambda it: it["predictions"].update(label=bench.pack([0] * 59)), "expected 60 numbers"),
-        (lambda it: it["predictions"].update(label=bench.pack([10] * 60)), "60 numbers below 10"),
-        (lambda it: it["predictions"].update(label="~"), "not packed numbers"),
+        (lambda it: it["curve"].__setitem__(0, 50.0), "curve: expected"),
+        (lambda it: ends(it, worse(it["predictions"]["label"])), "accuracy"),
+        (lambda it: ends(it, it["predictions"]["label"][:-8]), "label: "),
+        (lambda it: ends(it, evaluation.pack([0] * 59)), "expected 60 numbers"),
+        (lambda it: ends(it, evaluation.pack([10] * 60)), "60 numbers below 10"),
+        (lambda it: ends(it, "~"), "not packed numbers"),
+        (lambda it: it["predictions"].update(label=3), "predictions: label: expected text"),
+        (lambda it: it.update(predictions=[]), "predictions: expected an object"),
+        (lambda it: it.update(seed="../1"), "seed: expected a whole number"),
+        (
+            lambda it: it.update(curve={"0": 1.0}),
+            "curve: expected a list of which",
+        ),
+        (lambda it: it.update(classes_per_task=[5, "5"]), "classes_per_task: expected a list"),
+        (lambda it: it.update(passes=True), "passes: expected a whole number"),
+        (lambda it: it.update(processor_seconds="9"), "processor_seconds: expected a number"),
+        (lambda it: it["task_recall"].update({"1": "all"}), "task_recall: expected an object of"),
         (lambda it: it["test_images"].pop(), "not of as many classes"),
         (lambda it: it.update(weights="another"), "weights: not as in"),
         (lambda it: it.update(calibrator="fdc"), "code, method, calibrator and seed are those of"),
         (
             lambda it: it["predictions"].update(
-                label_after=[bench.pack([0] * n) for n in (30, 60)]
+                label_after=[evaluation.pack([0] * n) for n in (30, 60)]
             ),
             "label: expected the last of label_after",
         ),
@@ -140,16 +174,18 @@ def test_predictions_of_other_code_on_the_images(images, whole, tmp_path):
 @pytest.mark.parametrize(
     ("arrays", "facts", "said"),
     [
-        ({"labels": [0] * 60}, FACTS, "expected label, or label_0 to label_1"),
-        ({"label": [0] * 59}, FACTS, "expected 60 numbers below 10"),
-        ({"label": [0] * 60, "task_scores": [[0, 1]] * 59}, FACTS, "expected 60 rows of 2"),
-        ({"label": [0.9] * 60}, FACTS, "label: expected whole numbers"),
-        ({"label": [0] * 60, "task_scores": [[0, np.nan]] * 60}, FACTS, "expected finite numbers"),
-        ({"label": [0] * 60}, {}, "expected calibrator, changes, code, commit, method"),
+        ({"label_0": None}, FACTS, "dump.npz: label_0: expected whole numbers"),
+        ({"label_1": [0] * 59}, FACTS, "dump.npz: predictions.label: expected 60 numbers below 10"),
+        ({"task_scores": [[0, 1]] * 59}, FACTS, "expected 60 rows of 2"),
+        ({"label_1": [0.9] * 60}, FACTS, "label_1: expected whole numbers"),
+        ({"task_scores": [[0, np.nan]] * 60}, FACTS, "expected finite numbers"),
+        ({}, {}, "expected calibrator, changes, code, commit, method"),
     ],
 )
 def test_a_dump_that_says_too_little_is_refused(images, arrays, facts, said, tmp_path, capsys):
-    np.savez(tmp_path / "dump.npz", **arrays)
+    arrays = {"label_0": [0] * 30, "label_1": [0] * 60} | arrays
+    given = {name: each for name, each in arrays.items() if each is not None}
+    np.savez(tmp_path / "dump.npz", **given)
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     given = [str(tmp_path / "dump.npz"), f"--images={images}", f"--facts={tmp_path / 'facts.json'}"]
     assert bench.main([*given, f"--output={tmp_path / 'records'}"]) == 2
@@ -185,11 +221,22 @@ def test_the_protocol_is_the_one_of_the_records():
         assert record["test_images"] == [config.data.test_per_class] * 100
 
 
-def test_the_page_is_made_from_the_records():
-    """Of the figure, whose digits depend on the machine's fonts, what it says."""
+@pytest.fixture
+def made():
+    """The program of the page."""
     spec = importlib.util.spec_from_file_location("page", REPOSITORY / "scripts/league_page.py")
-    made = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(made)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_method_without_a_title_is_refused(made):
+    with pytest.raises(InputError, match=r"league_methods\.json: expected an entry for guess"):
+        made.title("guess", {})
+
+
+def test_the_page_is_made_from_the_records(made):
+    """Of the figure, whose digits depend on the machine's fonts, what it says."""
     text, figure = made.page()
     assert (REPOSITORY / "docs" / "league.md").read_text() == text
     assert figure.startswith("<?xml")

@@ -228,6 +228,7 @@ def evaluate(
     return {
         "task": task,
         "test_images": len(labels),
+        "labels": {name: evaluation.pack(each.label) for name, each in scores.items()},
         **evaluation.measure(scores, labels, true_tasks, sure),
         "unlike_learned": unlike,
         "components": {
