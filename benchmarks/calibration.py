@@ -8,7 +8,7 @@ r"""Time, memory and storage of a calibrator: fit and scoring, by the number of 
 Features are random and drawn task by task, outside the clock. Every number of tasks and of images
 is measured in a process of its own, whose largest resident memory is that of the point. Of several
 points the growth is fitted: the exponents of time and memory in tasks and in images. With --exact
-FDC's labels are compared with those of the formulas without bins and drawn tasks. With --before
+FDC's labels, of one view, are compared with those without bins and drawn tasks. With --before
 every point is measured by another checkout of the package, too, by turns; medians are compared.
 """
 
@@ -28,6 +28,7 @@ import numpy as np
 from benchmarks import measure
 from fdc_jax import calibration
 from fdc_jax.calibration import foreign
+from fdc_jax.calibration.equations import log_ratio
 from fdc_jax.calibration.inputs import VIEWS
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
@@ -93,7 +94,7 @@ def peak_bytes() -> int:
 def fit_and_score(point: Point, method: str, repeats: int, exact: bool) -> dict[str, Any]:
     """Fits all tasks of a point, the first of which compiles, and scores with them.
 
-    With `exact` a second calibrator is fitted, without anything that stands for something larger.
+    With `exact` a second calibrator of one view is fitted, where nothing stands for anything else.
     """
     single = {"pretrained_view_weight": 0.0} if (method, point.views) == ("fdc", 1) else {}
     calibrator: Any = calibration.make(method, **single)
@@ -130,7 +131,7 @@ def fit_and_score(point: Point, method: str, repeats: int, exact: bool) -> dict[
         test = [np.concatenate([each[:500] for each in part]) for part in parts]
         truth = np.concatenate([given["labels"][:500] for given in tested])
         ours = calibrator.score(*test).label
-        foreign.EARLIER, foreign.EXACT = 10**9, 10**12
+        keep_every_residual()
         plain: Any = calibration.make(method, **single)
         for task in range(point.tasks):
             plain.fit_task(**point.features(task))
@@ -143,6 +144,27 @@ def fit_and_score(point: Point, method: str, repeats: int, exact: bool) -> dict[
             "exact_accuracy": float(np.mean(theirs == truth)),
         }
     return found
+
+
+def keep_every_residual() -> None:
+    """Makes FDC's reference that of line 13: all earlier tasks, the median of all residuals."""
+    kept: list[np.ndarray] = []
+
+    def and_of(self: foreign.Residuals, other: foreign.Residuals) -> foreign.Residuals:
+        kept.append(other.values)
+        return foreign.Residuals(np.concatenate([self.pairs, other.pairs]))
+
+    def reference(self: foreign.Residuals) -> foreign.Foreign:
+        pairs, total, squares = self.pairs.sum(axis=0)
+        mean, variance = total / pairs, squares / pairs - (total / pairs) ** 2
+        ratios, start = np.empty(sum(map(len, kept))), 0
+        for u in kept:
+            ratios[start : start + len(u)] = np.abs(log_ratio(u.astype(float), mean, variance))
+            start += len(u)
+        return foreign.Foreign(mean, variance, float(np.median(ratios, overwrite_input=True)))
+
+    foreign.EARLIER = 10**9
+    foreign.Residuals.and_of, foreign.Residuals.reference = and_of, reference
 
 
 def flops_per_image(point: Point, ranks: int) -> float:
@@ -252,6 +274,8 @@ def main() -> None:
         )
     if options.views > 2:
         raise InputError(f"--views: expected 1 or 2, found {options.views}")
+    if options.exact and (options.views > 1 or methods != ["fdc"]):
+        raise InputError("--exact: expected --views=1 and the method fdc")
     rest = options.classes, options.width, options.views
     points = [(Point(n, size, *rest), each) for each in methods for size in images for n in tasks]
     device = {"device": jax.devices()[0].device_kind}
