@@ -202,6 +202,8 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
             raise InputError(did_you_mean("head", self.head, HEADS))
         settings, known = self.settings or {}, calibration.find(self.calibrator).settings
         for name in settings:
+            if not known:
+                raise InputError(f"settings: {self.calibrator} has none, found {name}")
             if name not in known:
                 raise InputError(did_you_mean(f"setting of {self.calibrator}", name, known))
         return calibration.make(self.calibrator, **settings), np.array([], int)

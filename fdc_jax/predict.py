@@ -39,6 +39,7 @@ from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.machine.files import check_writable_file, write_atomically, write_text
 from fdc_jax.report import pictures
+from fdc_jax.run.opened import Opened
 from fdc_jax.run.progress import Progress
 
 _log = logging.getLogger("fdc_jax.predict")  # also where it is the program
@@ -64,8 +65,10 @@ class Predictions:
     """
 
     def __init__(self, run: Any, images: Any, top: int = 5, method: str = "fdc"):
-        if top < 1:
-            raise InputError(f"top: expected at least 1, found {top}")
+        if not isinstance(run, Opened):
+            raise InputError(f"run: expected what open_run returns, found {type(run).__name__}")
+        if type(top) is not int or top < 1:
+            raise InputError(f"top: expected a whole number from 1 on, found {top!r}")
         named = list(_gather(images))
         if not named:
             raise InputError("expected images, found none")
@@ -235,8 +238,7 @@ def _gather(images: Any, position: int = 0) -> Iterator[tuple[str, Any]]:
             yield os.fsencode(file).decode("utf-8", "backslashreplace"), file
     elif isinstance(images, Image.Image):
         yield name, images
-    elif hasattr(images, "__array__"):
-        array = np.asarray(images)
+    elif hasattr(images, "__array__") and (array := np.asarray(images)).dtype.kind not in "OU":
         several = array.ndim == 4
         shape = array.shape[several:]
         kind = len(shape) in (2, 3) and shape[2:] in ((), (3,)) and 0 not in shape
@@ -292,7 +294,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     lines = options.output.endswith(".jsonl")
-    check_writable_file("--output", options.output, ".jsonl" if lines else ".csv")
+    check_writable_file("--output", options.output, ".csv", ".jsonl")
     if options.html is not None:
         check_writable_file("--html", options.html, ".html")
     if options.html:

@@ -251,6 +251,7 @@ def test_words_and_forms_that_are_none(tasks, plain):
         ({"calibrator": "fcd"}, "calibrator: expected one of .*, found 'fcd'; did you mean fdc"),
         ({"settings": {"pack_weight": 1.0}}, "setting of fdc: .* did you mean pac_weight"),
         ({"settings": {"pac_weight": -1.0}}, "pac_weight: expected"),
+        ({"calibrator": "ncm", "settings": {"k": 1}}, "settings: ncm has none, found k"),
         ({"views": 2}, r"views: expected such as \(slice.*not iterable"),
         ({"views": (0, 99)}, "views: expected such as .*out of bounds"),
         ({"views": (3, 4)}, "views: expected such as .*do not pick columns"),

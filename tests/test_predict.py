@@ -198,11 +198,21 @@ def test_unreadable_images_are_named_and_the_rest_goes_on(opened, files, said, t
         (np.zeros((4, 4, 3)), r"image 0: expected a uint8 array .* found float64 of shape \[4, 4"),
         ([np.zeros((4, 4), np.uint8), np.zeros(3, np.uint8)], r"image 1: expected .* \[3\]"),
         (7, "expected paths, arrays or images, found int"),
+        (pd.Series(["nowhere"]), "nowhere: no such image or folder"),
+        (np.array(["nowhere"]), "nowhere: no such image or folder"),
+        (Image.new("RGB", (5, 0)), "image 0: cannot decode this image: expected pixels, found non"),
     ],
 )
 def test_what_is_no_image_is_refused(opened, images, message):
     with pytest.raises(InputError, match=message):
         predict.predict(opened, images)
+
+
+def test_what_is_no_run_or_no_number_of_classes_is_refused(whole, opened, files):
+    with pytest.raises(InputError, match="run: expected what open_run returns, found Posix"):
+        predict.predict(whole, files)
+    with pytest.raises(InputError, match=r"top: expected a whole number from 1 on, found 2\.0"):
+        predict.predict(opened, files, top=2.0)
 
 
 # The command -------------------------------------------------------------------------------------
@@ -272,8 +282,11 @@ def test_progress_is_plain_where_it_is_no_terminal_and_quiet_says_errors_alone(
     [
         (["nowhere", "x.png"], "nowhere: expected the work directory of a run, found no config"),
         (["WHOLE", "EMPTY"], "empty: expected images in this folder, found none; skipped, as no"),
-        (["WHOLE", "EMPTY", "--output=x.png"], "--output: expected a file that ends in .csv, fou"),
-        (["WHOLE", "IMAGE", "--top=0"], "top: expected at least 1, found 0"),
+        (
+            ["WHOLE", "EMPTY", "--output=x.png"],
+            "a file that ends in .csv or .jsonl, found",
+        ),
+        (["WHOLE", "IMAGE", "--top=0"], "top: expected a whole number from 1 on, found 0"),
         (["WHOLE", "IMAGE", "--method=ncm"], "has no calibrator ncm, expected one of fdc, gaussi"),
     ],
 )

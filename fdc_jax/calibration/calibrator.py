@@ -262,10 +262,10 @@ def warn_of_weak_head(given: inputs.TaskInput) -> None:
     right = float(np.mean(guessed == given.rows[some]))
     if right < min(3.0 / count, (1.0 + 1.0 / count) / 2.0):
         _LOGGER.warning(
-            f"task {given.task}: its head is right about {100 * right:.1f}% of its own training "
-            f"samples (chance {100 / count:.1f}%). The two usual causes: rows of the head in "
-            "another order than the labels, ascending or as classes names them; or features of a "
-            "loader that shuffles, so that the labels are of other images"
+            f"task {given.task} (from 0): its head is right about {100 * right:.1f}% of its own "
+            f"training samples (chance {100 / count:.1f}%). It was hardly trained; or its rows are "
+            "in another order than the labels, ascending or as classes names them; or features are "
+            "of a loader that shuffles, so that the labels are of other images"
         )
 
 

@@ -71,6 +71,8 @@ def decode(encoded: bytes | Image.Image, description: str, upright: bool = False
         kind = (image.mode, image.format)
         if image.mode in _REFUSED and kind not in _SIXTEEN_BITS:
             raise ValueError(f"expected pixels of 8 or 16 bits, found {_REFUSED[image.mode]}")
+        if 0 in image.size:
+            raise ValueError("expected pixels, found none")
         pixels = _rgb(image)
         turn = _TURNS.get(_orientation(image)) if upright else None
         return pixels if turn is None else pixels.transpose(turn)

@@ -174,14 +174,15 @@ def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
         raise InputError(f"{flag}={folder}: expected a folder to write in, found {existing}")
 
 
-def check_writable_file(flag: str, path: str | os.PathLike[str], suffix: str) -> Path:
+def check_writable_file(flag: str, path: str | os.PathLike[str], *suffixes: str) -> Path:
     """Refuses, before any work, what is no name of a file that can be written; returns its path.
 
     The InputError names the flag, as that of `check_writable_folder` does.
     """
     path = Path(path)
-    if path.suffix != suffix or path.is_dir():
-        raise InputError(f"{flag}: expected a file that ends in {suffix}, found {path}")
+    if path.suffix not in suffixes or path.is_dir():
+        ends = " or ".join(suffixes)
+        raise InputError(f"{flag}: expected a file that ends in {ends}, found {path}")
     check_writable_folder(flag, path.absolute().parent)
     return path
 

@@ -7,6 +7,7 @@ are taken in float64 on the host, where they cost nothing; products over samples
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +41,10 @@ class Comparator(Calibrator):
         self.statistics: list[Any] = []
         self.total: Any = None
         self._forget()
+
+    def __copy__(self) -> Any:
+        # Totals are added to in place.
+        return copy.deepcopy(self)
 
     def fit_task(self, adapted, labels, head=None, pretrained=None, classes=None, previous=None):
         """See `Calibrator.fit_task`."""
