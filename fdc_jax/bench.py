@@ -23,6 +23,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from fdc_jax import command, evaluation
+from fdc_jax.calibration import METHODS
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.data.task_stream import open_stream
 from fdc_jax.errors import InputError, Program, stop_on_signals
@@ -80,7 +81,10 @@ PREDICTIONS = {
     "label_after": list[str],  # perhaps, after each task that the image was there
     "task_rank": str,  # perhaps, how many tasks score higher than the true one
 }
-_WORDS = {str: "text", int: "a whole number", float: "a number", dict: "an object"}
+_WORDS = {
+    **{str: "text", dict: "an object"},
+    **{int: "a whole number from 0 on", float: "a number from 0 on"},
+}
 
 
 # Records -----------------------------------------------------------------------------------------
@@ -91,6 +95,8 @@ def truth(record: Mapping[str, Any]) -> tuple[Int[np.ndarray, " n"], Int[np.ndar
     counts, sizes = record["test_images"], record["classes_per_task"]
     if not len(counts) == len(record["class_order"]) == sum(sizes):
         raise InputError("class_order, classes_per_task and test_images: not of as many classes")
+    if not (0 < min(counts, default=0) and 0 < min(sizes) and sum(counts) < 10**8):
+        raise InputError("classes_per_task and test_images: expected some of each task and class")
     return np.repeat(np.arange(len(counts)), counts), np.repeat(np.arange(len(sizes)), sizes)
 
 
@@ -110,7 +116,8 @@ def measure(record: Mapping[str, Any]) -> dict[str, Any]:
     curve = []
     for t, text in enumerate(after):
         seen = label[task <= t]
-        each = evaluation.unpack(text, len(seen), classes, f"predictions.label_after.{t}")
+        known = int(np.sum(task_of <= t))
+        each = evaluation.unpack(text, len(seen), known, f"predictions.label_after.{t}")
         curve.append(evaluation.accuracy(seen, each))
     if after and after[-1] != kept["label"]:
         raise InputError("predictions.label: expected the last of label_after")
@@ -130,6 +137,16 @@ def check(record: Any, place: str) -> None:
     """Raises InputError where a record is none, or a number is not that of its predictions."""
     _require(record, FORM, MORE, place)
     _require(record["predictions"], {"label": str}, PREDICTIONS, f"{place}: predictions")
+    for name in ("method", "calibrator", "code"):
+        if not re.fullmatch(r"\w[\w./ +-]*", record[name]):
+            raise InputError(f"{place}: {name}: expected letters, digits, dots, dashes and spaces")
+    if record["code"] == "fdc_jax":
+        if record["calibrator"] not in METHODS:
+            raise InputError(f"{place}: calibrator: expected one of {', '.join(METHODS)}")
+    elif "/" not in record["code"]:
+        raise InputError(f"{place}: code: expected fdc_jax or OWNER/REPOSITORY")
+    if "<!--" in record["changes"] or max(record["curve"], default=0) > 100:
+        raise InputError(f"{place}: expected changes in words, and a curve in percent")
     try:
         found = measure(record)
     except InputError as error:
@@ -163,8 +180,10 @@ def _is(value: Any, kind: Any) -> bool:
         each = list(value.values()) if isinstance(value, dict) else value
         right = isinstance(value, get_origin(kind)) and isinstance(each, list)
         return right and all(_is(part, parts[-1]) for part in each)
-    kinds = (int, float) if kind is float else kind
-    return isinstance(value, kinds) and not isinstance(value, bool)
+    if kind in (int, float):
+        right = isinstance(value, (int, kind)) and not isinstance(value, bool)
+        return right and 0 <= value < 2**53
+    return isinstance(value, kind)
 
 
 def _numbers(value: Any) -> Any:
@@ -237,7 +256,6 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
             predictions["task_rank"] = evaluation.pack(_rank(scores[name].task_scores, task))
         record = {
             "method": results["learner"],
-            "calibrator": name,
             "code": "fdc_jax",
             "commit": results["versions"]["commit"] or "",
             "changes": "",
@@ -247,6 +265,7 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
             "storage_bytes": results["storage_bytes"].get(name, 0),
             "versions": results["versions"],
             **dict(facts),
+            "calibrator": name,
             "class_order": run.class_names,
             "classes_per_task": [len(np.unique(label[task == t])) for t in np.unique(task)],
             "test_images": np.bincount(label).tolist(),
@@ -269,24 +288,26 @@ def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> l
     arrays = read_npz(path)
     record = {**facts, **read_json(Path(images) / "protocol.json")}
     names = [f"label_{t}" for t in range(len(record["classes_per_task"]))]
-    for name in names:
-        if name not in arrays or arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu":
-            raise InputError(f"{path}: {name}: expected whole numbers, one for each image")
+    ends = np.cumsum(record["classes_per_task"])
+    for name, end in zip(names, ends, strict=True):
+        if name not in arrays:
+            raise InputError(f"{path}: expected {name}, found {', '.join(arrays)[:80]}")
+        size, found = sum(record["test_images"][:end]), arrays[name]
+        right = found.shape == (size,) and found.dtype.kind in "iu"
+        if not right or not 0 <= found.min() <= found.max() < end:
+            raise InputError(f"{path}: {name}: expected {size} whole numbers from 0 to {end - 1}")
     after = [evaluation.pack(arrays[name]) for name in names]
     record["predictions"] = predictions = {"label": after[-1], "label_after": after}
     if "task_scores" in arrays:
         classes, task_of = truth(record)
         predictions["task_rank"] = evaluation.pack(_rank(arrays["task_scores"], task_of[classes]))
-    try:
-        return [record | measure(record)]
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from error
+    return [record | measure(record)]
 
 
 def _rank(scores: Float[np.ndarray, "n tasks"], task: Int[np.ndarray, " n"]) -> Any:
     if scores.shape != (len(task), task.max() + 1):
         raise InputError(f"task_scores: expected {len(task)} rows of {task.max() + 1}")
-    if not np.isfinite(scores).all():
+    if scores.dtype.kind not in "fiu" or not np.isfinite(scores).all():
         raise InputError("task_scores: expected finite numbers, found others")
     # Tasks of the same score come before the true one.
     return (scores >= scores[np.arange(len(task)), task, None]).sum(axis=1) - 1
@@ -298,10 +319,15 @@ def write_images(folder: str | Path, fields: Sequence[str]) -> None:
     Names of classes begin with their place in the order; `protocol.json` is what records share, and
     the manifest has the checksum of every file.
     """
+    if Path(folder).exists():
+        raise InputError(f"--images={folder}: expected a new folder, found one")
     config = configuration.load("league")
     for word in fields:
         name, _, value = word.removeprefix("--config.").partition("=")
-        config.update_from_flattened_dict({name: configuration.reader(config, name)(value)})
+        try:
+            config.update_from_flattened_dict({name: configuration.reader(config, name)(value)})
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise InputError(f"{word}: expected a field of the configuration, a value") from error
     cache, encoder = setups.cache_folder(config), config.encoder
     checksum = sha256(weights.locate(encoder.weights, encoder.variant, cache))
     tasks = open_stream(config, cache)
@@ -351,6 +377,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.check:
             return say(f"{len(read(options.check))} records add up")
         facts = read_json(Path(options.facts)) if options.facts else {}
+        if not isinstance(facts, dict):
+            raise InputError(f"{options.facts}: expected an object")
         source, images = options.source, options.images
         if options.learner:
             source = options.workdir or f"runs/league_{options.learner}_{options.seed}"

@@ -40,14 +40,20 @@ class Gain(NamedTuple):
 
 def pack(numbers: ArrayLike) -> str:
     """Returns whole numbers below 2^16 as text: base64 of zlib of little-endian uint16."""
-    return base64.b64encode(zlib.compress(np.asarray(numbers, "<u2").tobytes(), 9)).decode()
+    found = np.asarray(numbers)
+    if found.size and not 0 <= found.min() <= found.max() < 2**16:
+        raise InputError(f"expected numbers from 0 to {2**16 - 1}, found {found.min()}")
+    return base64.b64encode(zlib.compress(found.astype("<u2").tobytes(), 9)).decode()
 
 
 def unpack(text: str, size: int, limit: int, place: str) -> Int[np.ndarray, " n"]:
     """Returns what `pack` was given; InputError unless it is `size` numbers below `limit`."""
     try:
         packed = base64.b64decode(text, validate=True)
-        content = zlib.decompressobj().decompress(packed, 2 * size + 1)
+        stream = zlib.decompressobj()
+        content = stream.decompress(packed, 2 * size + 1)
+        if not stream.eof or stream.unused_data:
+            raise ValueError("another length")
         found = np.frombuffer(content, "<u2").astype(np.int64)
     except (zlib.error, ValueError) as error:
         raise InputError(f"{place}: not packed numbers ({error})") from error

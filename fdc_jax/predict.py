@@ -67,7 +67,7 @@ class Predictions:
     def __init__(self, run: Any, images: Any, top: int = 5, method: str = "fdc"):
         if not isinstance(run, Opened):
             raise InputError(f"run: expected what open_run returns, found {type(run).__name__}")
-        if type(top) is not int or top < 1:
+        if not isinstance(top, int | np.integer) or top < 1:
             raise InputError(f"top: expected a whole number from 1 on, found {top!r}")
         named = list(_gather(images))
         if not named:
@@ -238,7 +238,10 @@ def _gather(images: Any, position: int = 0) -> Iterator[tuple[str, Any]]:
             yield os.fsencode(file).decode("utf-8", "backslashreplace"), file
     elif isinstance(images, Image.Image):
         yield name, images
-    elif hasattr(images, "__array__") and (array := np.asarray(images)).dtype.kind not in "OU":
+    elif (
+        hasattr(images, "__array__")
+        and (array := np.asarray(images)).dtype.kind not in "OU" * array.ndim
+    ):
         several = array.ndim == 4
         shape = array.shape[several:]
         kind = len(shape) in (2, 3) and shape[2:] in ((), (3,)) and 0 not in shape

@@ -80,6 +80,12 @@ def test_the_record_that_differs_from_most_is_named(records, capsys):
     assert f"{path}: class_order: not as in most" in capsys.readouterr().err
 
 
+def packed(values, more):
+    """Packed numbers with something behind them."""
+    content = zlib.compress(np.array(values, "<u2").tobytes()) + more
+    return base64.b64encode(content).decode()
+
+
 def ends(record, text):
     """Replaces the labels at the end, which a record has twice."""
     record["predictions"]["label"] = record["predictions"]["label_after"][-1] = text
@@ -110,6 +116,20 @@ def ends(record, text):
         (lambda it: it.update(classes_per_task=[5, "5"]), "classes_per_task: expected a list"),
         (lambda it: it.update(passes=True), "passes: expected a whole number"),
         (lambda it: it.update(processor_seconds="9"), "processor_seconds: expected a number"),
+        (lambda it: it.update(processor_seconds=float("nan")), "expected a number from 0 on"),
+        (lambda it: it.update(storage_bytes=-3), "storage_bytes: expected a whole number from 0"),
+        (lambda it: it.update(method="a|b"), "method: expected letters"),
+        (lambda it: it.update(code="mine"), "code: expected fdc_jax or OWNER/REPOSITORY"),
+        (lambda it: it.update(calibrator="mine"), "calibrator: expected one of raw"),
+        (lambda it: it.update(changes="<!-- end -->"), "expected changes in words"),
+        (lambda it: it["curve"].__setitem__(0, 1e9), "a curve in percent"),
+        (lambda it: it["test_images"].__setitem__(0, 0), "expected some of each task and class"),
+        (lambda it: it["test_images"].__setitem__(0, 10**12), "expected some of each task and"),
+        (
+            lambda it: it["predictions"]["label_after"].__setitem__(0, evaluation.pack([9] * 30)),
+            "label_after.0: expected 30 numbers below 5",
+        ),
+        (lambda it: ends(it, packed([0] * 60, b"more")), "not packed numbers"),
         (lambda it: it["task_recall"].update({"1": "all"}), "task_recall: expected an object of"),
         (lambda it: it["test_images"].pop(), "not of as many classes"),
         (lambda it: it.update(weights="another"), "weights: not as in"),
@@ -171,13 +191,25 @@ def test_predictions_of_other_code_on_the_images(images, whole, tmp_path):
         bench.of_dump(tmp_path / "dump.npz", images, FACTS)
 
 
+def test_images_that_cannot_be_written_are_refused_before_any_is(images, tmp_path, capsys):
+    assert bench.main([f"--images={images}"]) == 2
+    assert "expected a new folder, found one" in capsys.readouterr().err
+    assert bench.main([f"--images={tmp_path / 'new'}", "--config.nonsense=7"]) == 2
+    assert "--config.nonsense=7: expected a field of the conf" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arrays", "facts", "said"),
     [
-        ({"label_0": None}, FACTS, "dump.npz: label_0: expected whole numbers"),
-        ({"label_1": [0] * 59}, FACTS, "dump.npz: predictions.label: expected 60 numbers below 10"),
+        ({"label_0": None}, FACTS, "dump.npz: expected label_0, found label_1"),
+        ({"label_1": [0] * 59}, FACTS, "dump.npz: label_1: expected 60 whole numbers from 0"),
         ({"task_scores": [[0, 1]] * 59}, FACTS, "expected 60 rows of 2"),
-        ({"label_1": [0.9] * 60}, FACTS, "label_1: expected whole numbers"),
+        ({"label_1": [0.9] * 60}, FACTS, "label_1: expected 60 whole numbers from 0 to 9"),
+        ({"label_1": [65536] * 60}, FACTS, "label_1: expected 60 whole numbers from 0 to 9"),
+        ({"label_1": [-1] * 60}, FACTS, "label_1: expected 60 whole numbers from 0 to 9"),
+        ({"label_0": [7] * 30}, FACTS, "label_0: expected 30 whole numbers from 0 to 4"),
+        ({"task_scores": [["a", "b"]] * 60}, FACTS, "expected finite numbers"),
+        ({}, [], "facts.json: expected an object"),
         ({"task_scores": [[0, np.nan]] * 60}, FACTS, "expected finite numbers"),
         ({}, {}, "expected calibrator, changes, code, commit, method"),
     ],

@@ -198,6 +198,7 @@ def test_unreadable_images_are_named_and_the_rest_goes_on(opened, files, said, t
         (np.zeros((4, 4, 3)), r"image 0: expected a uint8 array .* found float64 of shape \[4, 4"),
         ([np.zeros((4, 4), np.uint8), np.zeros(3, np.uint8)], r"image 1: expected .* \[3\]"),
         (7, "expected paths, arrays or images, found int"),
+        (np.array("nowhere.png"), "image 0: expected a uint8 array"),
         (pd.Series(["nowhere"]), "nowhere: no such image or folder"),
         (np.array(["nowhere"]), "nowhere: no such image or folder"),
         (Image.new("RGB", (5, 0)), "image 0: cannot decode this image: expected pixels, found non"),

@@ -43,10 +43,9 @@ def read(path: str | os.PathLike[str], types: Mapping[str, type]) -> Any:
     arrays = read_npz(path)
     kind, tree = (str(arrays.pop(name, "")) for name in ("format", "tree"))
     if kind != FORMAT:
-        raise InputError(
-            f"{path}: expected a file of kind {FORMAT!r}, found {kind[:80]!r}; `fdc posthoc` fits "
-            "a calibrator of an earlier kind anew, from saved features"
-        )
+        earlier = kind.startswith(FORMAT.partition(",")[0])
+        remedy = "; `fdc posthoc` fits it anew, from saved features" * earlier
+        raise InputError(f"{path}: expected a file of kind {FORMAT!r}, found {kind[:80]!r}{remedy}")
     try:
         intact = str(arrays.pop("sha256", "")) == _checksum(tree, arrays)
         found = _put_together(json.loads(tree), arrays, types) if intact else None

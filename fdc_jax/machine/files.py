@@ -126,7 +126,7 @@ def read_json(path: Path) -> Any:
     """Reads a JSON file; raises InputError where it cannot be read."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: unreadable JSON ({error})") from error
 
 
