@@ -1,9 +1,10 @@
-"""Adds runs to the study of long streams, prints its table and draws its figure.
+"""Adds runs to the study of long streams, prints its rows and draws its figure anew.
 
 python scripts/long_streams.py [RUN ...]
 
-RUN is a finished work directory with its images at hand. results/long_streams/study.json says what
-the numbers are; the figure is docs/long_streams.svg.
+RUN is a finished work directory with its images at hand; its name is that of the row in
+results/long_streams/study.json, which says what the numbers are. The figure is
+docs/long_streams.svg.
 """
 
 import json
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 STUDY, FIGURE = ROOT / "results/long_streams/study.json", ROOT / "docs/long_streams.svg"
 FROZEN = ("ncm", "mahalanobis", "fecam", "ridge", "ranpac", "anacp")
 LINES = (
-    ("gaussians", "class Gaussians, moved", drawing.OWN),
+    ("gaussians", "class Gaussians that follow", drawing.OWN),
     ("fdc", "FDC", drawing.FDC),
     ("raw", "Raw", drawing.RAW),
 )
@@ -41,7 +42,8 @@ def percent(right: Any) -> float:
 
 def recalls(scores: Float[np.ndarray, "n t"], task: Int[np.ndarray, " n"]) -> dict[str, float]:
     """Returns the share of images with the true task among the best k."""
-    rank = (scores > scores[np.arange(len(task)), task, None]).sum(axis=1)
+    # Tasks of the same score come before the true one.
+    rank = (scores >= scores[np.arange(len(task)), task, None]).sum(axis=1) - 1
     return {str(k): percent(rank < k) for k in (1, 2, 3, 5)}
 
 
@@ -80,11 +82,11 @@ def row(folder: str) -> dict[str, Any]:
         "recall": {},
     }
     for name in ("raw", "fdc", "gaussians"):
-        fitted = stored.fit(calibration.make(name))
-        scores = fitted.score(adapted, pretrained)
+        scores = stored.fit(calibration.make(name)).score(adapted, pretrained)
         found["recall"][name] = recalls(np.asarray(scores.task_scores), truth)
-    own = fitted.components(adapted, pretrained)["adapted_view"].label
-    found["staleness"] = round(float(np.mean(fitted.staleness)), 2)
+    followed = gaussians(tasks)
+    own = followed.components(adapted, pretrained)["adapted_view"].label
+    found["staleness"] = round(float(np.mean(followed.staleness)), 2)
     kept = gaussians(still).score(adapted, pretrained).label
     found["accuracy"] |= {
         "one_pass": percent(own == label),
@@ -149,7 +151,9 @@ def figure(runs: list[dict[str, Any]]) -> str:
     """Returns the accuracy over 100 tasks of each learner as SVG."""
     with drawing.style():
         made, axes = drawing.panels(len(runs), 2.6, len(runs), sharey=True)
-        matplotlib.rcParams["savefig.facecolor"] = "white"  # The page may be dark.
+        made.set_size_inches(9.5, 3.2)
+        # The page may be dark, and is searched.
+        matplotlib.rcParams |= {"savefig.facecolor": "white", "svg.fonttype": "none"}
         for run, place in zip(runs, axes, strict=True):
             seen = [point["task"] + 1 for point in run["curve"]]
             for name, label, colour in LINES:
@@ -178,7 +182,9 @@ def main() -> None:
         temporary.write_text(json.dumps(study, indent=1) + "\n")
         os.replace(temporary, STUDY)
     runs = sorted(study["runs"].values(), key=lambda run: (run["learner"], run["tasks"]))
-    print("\n".join(map(line, runs)))
+    for classes in sorted({run["classes"] for run in runs}):
+        rows = [line(run) for run in runs if run["classes"] == classes]
+        print(f"{classes} classes", *rows, sep="\n")
     FIGURE.write_text(figure([run for run in runs if run["tasks"] == 100]))
 
 
