@@ -204,7 +204,7 @@ def test_heads_that_know_nothing_are_named(tmp_path):
     np.savez(path, **arrays | {"head_weight_1": np.roll(arrays["head_weight_1"], 1, 0)})
     # Once, though FDC reads the heads, too.
     (said,) = run(path)[2].splitlines()
-    assert said.startswith("fdc_jax.posthoc: WARNING: task 1 (from 0): its head is right about 0.0%")
+    assert said.startswith("fdc_jax.posthoc: WARNING: task 1 (from 0): its head is right about 0.0")
     assert run(path, "--quiet")[2] == ""
 
 
