@@ -82,8 +82,10 @@ PREDICTIONS = {
     "task_rank": str,  # perhaps, how many tasks score higher than the true one
 }
 _WORDS = {
-    **{str: "text", dict: "an object"},
-    **{int: "a whole number from 0 on", float: "a number from 0 on"},
+    str: "text",
+    int: "a whole number from 0 on",
+    float: "a number from 0 on",
+    dict: "an object",
 }
 
 
@@ -129,8 +131,13 @@ def measure(record: Mapping[str, Any]) -> dict[str, Any]:
     }
     if kept.get("task_rank"):
         rank = evaluation.unpack(kept["task_rank"], len(label), tasks, "predictions.task_rank")
-        numbers["task_recall"] = {str(k): 100.0 * float(np.mean(rank < k)) for k in RECALL}
+        numbers["task_recall"] = recall(rank)
     return numbers
+
+
+def recall(rank: Int[np.ndarray, " n"]) -> dict[str, float]:
+    """Returns the percentage of images with the true task among the best k, by `task_rank`."""
+    return {str(k): 100.0 * float(np.mean(rank < k)) for k in RECALL}
 
 
 def check(record: Any, place: str) -> None:
@@ -253,7 +260,7 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
         if len(after) == run.num_tasks and all(name in each for each in after):
             predictions["label_after"] = [each[name] for each in after]
         if name in scores:
-            predictions["task_rank"] = evaluation.pack(_rank(scores[name].task_scores, task))
+            predictions["task_rank"] = evaluation.pack(task_rank(scores[name].task_scores, task))
         record = {
             "method": results["learner"],
             "code": "fdc_jax",
@@ -300,16 +307,23 @@ def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> l
     record["predictions"] = predictions = {"label": after[-1], "label_after": after}
     if "task_scores" in arrays:
         classes, task_of = truth(record)
-        predictions["task_rank"] = evaluation.pack(_rank(arrays["task_scores"], task_of[classes]))
+        rank = task_rank(arrays["task_scores"], task_of[classes])
+        predictions["task_rank"] = evaluation.pack(rank)
     return [record | measure(record)]
 
 
-def _rank(scores: Float[np.ndarray, "n tasks"], task: Int[np.ndarray, " n"]) -> Any:
+def task_rank(
+    scores: Float[np.ndarray, "n tasks"], task: Int[np.ndarray, " n"]
+) -> Int[np.ndarray, " n"]:
+    """Returns how many tasks score as high as the true one or higher.
+
+    Raises:
+        InputError: scores are of another shape, or not finite numbers.
+    """
     if scores.shape != (len(task), task.max() + 1):
         raise InputError(f"task_scores: expected {len(task)} rows of {task.max() + 1}")
     if scores.dtype.kind not in "fiu" or not np.isfinite(scores).all():
         raise InputError("task_scores: expected finite numbers, found others")
-    # Tasks of the same score come before the true one.
     return (scores >= scores[np.arange(len(task)), task, None]).sum(axis=1) - 1
 
 
@@ -377,8 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.check:
             return say(f"{len(read(options.check))} records add up")
         facts = read_json(Path(options.facts)) if options.facts else {}
-        if not isinstance(facts, dict):
-            raise InputError(f"{options.facts}: expected an object")
+        _require(facts, {}, {}, options.facts)
         source, images = options.source, options.images
         if options.learner:
             source = options.workdir or f"runs/league_{options.learner}_{options.seed}"

@@ -238,10 +238,11 @@ def _gather(images: Any, position: int = 0) -> Iterator[tuple[str, Any]]:
             yield os.fsencode(file).decode("utf-8", "backslashreplace"), file
     elif isinstance(images, Image.Image):
         yield name, images
-    elif (
-        hasattr(images, "__array__")
-        and (array := np.asarray(images)).dtype.kind not in "OU" * array.ndim
-    ):
+    elif hasattr(images, "__array__"):
+        array = np.asarray(images)
+        if array.ndim and array.dtype.kind in "OU":
+            yield from _gather(array.tolist(), position)
+            return
         several = array.ndim == 4
         shape = array.shape[several:]
         kind = len(shape) in (2, 3) and shape[2:] in ((), (3,)) and 0 not in shape

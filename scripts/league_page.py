@@ -21,7 +21,7 @@ from fdc_jax.report import drawing
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "results", ROOT / "docs"
-TITLES = RESULTS / "league_methods.json"
+ABOUT = RESULTS / "league_methods.json"
 # What somebody else's code counts as, and the paper's, ours.
 _TITLES = {"raw": "Raw", "fdc": "FDC", "gaussians": "class Gaussians"}
 _COLUMNS = (
@@ -76,7 +76,7 @@ def cell(value: float | None, digits: int = 2) -> str:
 def title(method: str, known: dict[str, Any]) -> str:
     """Returns what a method is called."""
     if method not in known:
-        raise InputError(f"{TITLES}: expected an entry for {method}")
+        raise InputError(f"{ABOUT}: expected an entry for {method}")
     return known[method]["title"]
 
 
@@ -179,7 +179,7 @@ def figure(rows: list[Row], known: dict[str, Any]) -> str:
 
 def page() -> tuple[str, str]:
     """Returns the page, in which what is made is new, and its figure."""
-    known = json.loads(TITLES.read_text())
+    known = json.loads(ABOUT.read_text())
     groups: dict[tuple[str, str, str], Row] = {}
     for record in bench.read(RESULTS / "league").values():
         key = (record["code"], record["method"], record["calibrator"])

@@ -143,6 +143,7 @@ def main() -> None:
             model.topk = best
             ranking = np.asarray(first).reshape(len(first), -1)
             task, labels = model._cur_task, data["test_targets"][: len(ranking)]
+            assert any(np.array_equal(each, labels) for each in rest)  # images in this order
             found[f"label_{task}"] = ranking[:, 0]
             print(task + 1, np.mean(ranking[:, 0] == labels), flush=True)
             return first[:, :best] if best > 1 else first, *rest

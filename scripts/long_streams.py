@@ -8,24 +8,24 @@ docs/long_streams.svg.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Int
 
 import fdc_jax
-from fdc_jax import calibration, learners
+from fdc_jax import bench, calibration, evaluation, learners
 from fdc_jax.data.batches import evaluation_images
 from fdc_jax.features import feature_files
+from fdc_jax.machine.files import write_json
 from fdc_jax.report import drawing
 
 ROOT = Path(__file__).resolve().parents[1]
 STUDY, FIGURE = ROOT / "results/long_streams/study.json", ROOT / "docs/long_streams.svg"
-FROZEN = ("ncm", "mahalanobis", "fecam", "ridge", "ranpac", "anacp")
+FROZEN = {"ncm": {}, "mahalanobis": {}, "fecam": {}, "ridge": {}, "anacp": {"projections": 2000}}
 LINES = (
     ("gaussians", "class Gaussians that follow", drawing.OWN),
     ("fdc", "FDC", drawing.FDC),
@@ -35,16 +35,9 @@ LINES = (
 NEWEST = ("rsiat", "slca")
 
 
-def percent(right: Any) -> float:
-    """Returns the share of what is true, in percent."""
-    return round(100.0 * float(np.mean(right)), 2)
-
-
-def recalls(scores: Float[np.ndarray, "n t"], task: Int[np.ndarray, " n"]) -> dict[str, float]:
-    """Returns the share of images with the true task among the best k."""
-    # Tasks of the same score come before the true one.
-    rank = (scores >= scores[np.arange(len(task)), task, None]).sum(axis=1) - 1
-    return {str(k): percent(rank < k) for k in (1, 2, 3, 5)}
+def accuracy(true_label: Int[np.ndarray, " n"], scores: Any) -> float:
+    """Returns the accuracy of scores in percent, rounded."""
+    return round(evaluation.accuracy(true_label, scores.label), 2)
 
 
 def gaussians(parts: list[dict[str, Any]]) -> Any:
@@ -81,38 +74,34 @@ def row(folder: str) -> dict[str, Any]:
         "commit": results["versions"]["commit"],
         "recall": {},
     }
-    for name in ("raw", "fdc", "gaussians"):
-        scores = stored.fit(calibration.make(name)).score(adapted, pretrained)
-        found["recall"][name] = recalls(np.asarray(scores.task_scores), truth)
-    followed = gaussians(tasks)
-    own = followed.components(adapted, pretrained)["adapted_view"].label
+    followed = stored.fit(calibration.make("gaussians"))
+    for name, fitted in (
+        ("raw", stored.fit(calibration.make("raw"))),
+        ("fdc", stored.fit(calibration.make("fdc"))),
+        ("gaussians", followed),
+    ):
+        rank = bench.task_rank(fitted.score(adapted, pretrained).task_scores, truth)
+        found["recall"][name] = {k: round(share, 2) for k, share in bench.recall(rank).items()}
     found["staleness"] = round(float(np.mean(followed.staleness)), 2)
-    kept = gaussians(still).score(adapted, pretrained).label
-    found["accuracy"] |= {
-        "one_pass": percent(own == label),
-        "gaussians_stored": percent(kept == label),
-    }
-    frozen = {}
-    for name in FROZEN:
-        options = {"projections": 2000} if name in ("ranpac", "anacp") else {}
+    own = followed.components(adapted, pretrained)["adapted_view"]
+    found["accuracy"]["one_pass"] = accuracy(label, own)
+    kept = gaussians(still).score(adapted, pretrained)
+    found["accuracy"]["gaussians_stored"] = accuracy(label, kept)
+    found["frozen"], found["frozen_curve"], found["bound"] = {}, {}, {}
+    for name, options in FROZEN.items():
         fitted = stored.fit(calibration.make(f"{name}-pretrained", **options))
-        frozen[name] = percent(fitted.score(adapted, pretrained).label == label)
-    found["frozen"] = frozen | {
-        "gaussians": percent(gaussians(of_e0).score(pretrained).label == label)
-    }
-    found["frozen_curve"], found["bound"] = {}, {}
-    for after in range(10, count + 1, 10) if count > 20 else (count,):
+        found["frozen"][name] = accuracy(label, fitted.score(adapted, pretrained))
+    for after in (*range(10, count, 10), count) if count > 20 else (count,):
         seen = truth < after
         fitted = calibration.make("ranpac-pretrained", projections=2000)
         for task in stored.tasks[:after]:
             task.fit(fitted)
         fitted.finalize()
         found["frozen_curve"][str(after)] = {
-            "gaussians": percent(
-                gaussians(of_e0[:after]).score(pretrained[seen]).label == label[seen]
-            ),
-            "ranpac": percent(fitted.score(adapted[seen], pretrained[seen]).label == label[seen]),
+            "gaussians": accuracy(label[seen], gaussians(of_e0[:after]).score(pretrained[seen])),
+            "ranpac": accuracy(label[seen], fitted.score(adapted[seen], pretrained[seen])),
         }
+    found["frozen"] |= found["frozen_curve"][str(count)]
     stream, size = run.tasks, run.config["encoder.image_size"]
 
     def extracted(split: Any, indices: Any, after: int) -> Any:
@@ -129,7 +118,7 @@ def row(folder: str) -> dict[str, Any]:
         ]
         parts = {"again": fresh, "moved": tasks[:after], "stored": still[:after]}
         found["bound"][str(after)] = {
-            name: percent(gaussians(part).score(test, pretrained[seen]).label == label[seen])
+            name: accuracy(label[seen], gaussians(part).score(test, pretrained[seen]))
             for name, part in parts.items()
         }
     return found
@@ -178,9 +167,7 @@ def main() -> None:
     study = json.loads(STUDY.read_text())
     for folder in sys.argv[1:]:
         study["runs"][Path(folder).name] = row(folder)
-        temporary = STUDY.with_suffix(".tmp")
-        temporary.write_text(json.dumps(study, indent=1) + "\n")
-        os.replace(temporary, STUDY)
+        write_json(STUDY, study)
     runs = sorted(study["runs"].values(), key=lambda run: (run["learner"], run["tasks"]))
     for classes in sorted({run["classes"] for run in runs}):
         rows = [line(run) for run in runs if run["classes"] == classes]

@@ -226,7 +226,11 @@ def test_a_dump_that_says_too_little_is_refused(images, arrays, facts, said, tmp
 
 def test_tasks_of_equal_scores_do_not_count_as_right():
     scores = np.array([[1.0, 1.0, 0.0], [2.0, 1.0, 0.0]])
-    assert bench._rank(np.vstack([scores, [0, 0, 1]]), np.array([0, 0, 2])).tolist() == [1, 0, 0]
+    assert bench.task_rank(np.vstack([scores, [0, 0, 1]]), np.array([0, 0, 2])).tolist() == [
+        1,
+        0,
+        0,
+    ]
 
 
 def test_a_learner_is_run_by_the_run_command(whole, tmp_path, monkeypatch):
