@@ -2,8 +2,9 @@
 
     fdc bench --learner=cumulative_lora --seed=1 --config.encoder.weights=FILE
 
-20 tasks of 5 classes; of each class the first 60 training and the first 20 test images; ViT-Ti/16
-at 128 pixels, 5 epochs a task. FILE is AugReg's of ImageNet-21k fine-tuned on ImageNet-1k, SHA-256
+20 tasks of 5 classes; of each class 60 training and 20 test images, which a list of their checksums
+names, so that they are the same in every copy of CIFAR-100; ViT-Ti/16 at 128 pixels, 5 epochs a
+task. FILE is AugReg's of ImageNet-21k fine-tuned on ImageNet-1k, SHA-256
 936d8b1a...; without the flag it is looked for in the current folder under the name below.
 
 Records of it, and what others' code reaches on the same images: docs/league.md.
@@ -17,8 +18,7 @@ from fdc_jax.run import base
 def get_config() -> ml_collections.ConfigDict:
     config = base.get_config("cifar100")
     config.classes_per_task = 5
-    config.data.train_per_class = 60
-    config.data.test_per_class = 20
+    config.data.images = "league"
     config.encoder.variant = "Ti/16"
     config.encoder.weights = "Ti_16-augreg-i21k-ft-i1k.npz"
     config.encoder.image_size = 128

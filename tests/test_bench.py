@@ -1,6 +1,8 @@
 """Records of the league: what they carry, what does not add up, images for the code of others."""
 
 import base64
+import dataclasses
+import functools
 import importlib.util
 import json
 import shutil
@@ -13,7 +15,10 @@ from PIL import Image
 
 import fdc_jax
 from fdc_jax import bench, evaluation
+from fdc_jax.data import sources
+from fdc_jax.data.dataset import listed
 from fdc_jax.errors import InputError
+from fdc_jax.machine.files import read_json
 from fdc_jax.run import configuration
 from tests import small_runs
 
@@ -252,9 +257,27 @@ def test_a_learner_is_run_by_the_run_command(whole, tmp_path, monkeypatch):
 
 def test_the_protocol_is_the_one_of_the_records():
     config = configuration.load("league")
+    chosen = read_json(REPOSITORY / f"fdc_jax/assets/{config.data.images}_images.json")
     for record in bench.read(REPOSITORY / "results" / "league").values():
         assert record["classes_per_task"] == [config.classes_per_task] * 20
-        assert record["test_images"] == [config.data.test_per_class] * 100
+        counts = [len(chosen["test"][name]) for name in record["class_order"]]
+        assert record["test_images"] == counts
+
+
+@pytest.mark.ci
+def test_the_images_are_those_of_the_records_in_any_copy(shared_asset, tmp_path):
+    record = next(iter(bench.read(REPOSITORY / "results" / "league").values()))
+    prepared = str(shared_asset("tensorflow_datasets"))
+    for split in sources.open_splits("cifar100", tmp_path, data_dir=prepared):
+        rows, hashes = np.random.default_rng(0).permutation(len(split)), split.pixel_hashes()
+        moved = [hashes[row] for row in rows]
+        other = dataclasses.replace(
+            split,
+            labels=split.labels[rows],
+            ids=tuple(map(str, range(len(rows)))),
+            pixel_hashes=functools.partial(list, moved),
+        )
+        assert listed(other, "league").checksum == record["data"][f"{split.split}_sha256"]
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Int
 
 from fdc_jax.data import benchmarks, sources
-from fdc_jax.data.dataset import Dataset, class_checksums
+from fdc_jax.data.dataset import Dataset, class_checksums, listed
 from fdc_jax.errors import InputError
 
 
@@ -133,11 +133,13 @@ def build(config: Any, train: Dataset, test: Dataset, known: Known = NOTHING) ->
     Classes that are new to the run have the order of the seed among themselves.
 
     Raises:
-        InputError: counts differ from the entry; classes, names or task sizes do not add up; a
-            task has no test images.
+        InputError: counts differ from the entry; classes, names or task sizes do not add up; an
+            image of a list is not there; a task has no test images.
     """
     name, names = train.name, train.class_names
     benchmarks.verify(name, train.labels, test.labels, names)
+    if config.data.images:
+        train, test = (listed(split, config.data.images) for split in (train, test))
     before = [each for each in known.classes if each in set(names)]
     # Where classes are gone, the run says so when it compares what it knows.
     taken = known.sizes if len(before) == len(known.classes) else ()
