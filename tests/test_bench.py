@@ -261,7 +261,8 @@ def test_the_protocol_is_the_one_of_the_records():
     for record in bench.read(REPOSITORY / "results" / "league").values():
         assert record["classes_per_task"] == [config.classes_per_task] * 20
         counts = [len(chosen["test"][name]) for name in record["class_order"]]
-        assert record["test_images"] == counts
+        assert record["test_images"] == counts == [20] * 100
+        assert [len(chosen["train"][name]) for name in record["class_order"]] == [60] * 100
 
 
 @pytest.mark.ci
