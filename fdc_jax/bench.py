@@ -26,7 +26,7 @@ from fdc_jax import command, evaluation
 from fdc_jax.calibration import METHODS
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.data.task_stream import open_stream
-from fdc_jax.errors import InputError, Program, stop_on_signals
+from fdc_jax.errors import InputError, Program, did_you_mean, stop_on_signals
 from fdc_jax.features import feature_files
 from fdc_jax.machine.files import (
     check_manifest,
@@ -74,12 +74,22 @@ MORE = {
     "processor_seconds": float,  # of everything
     "storage_bytes": int,  # beside the encoder and the heads
     "task_recall": dict[str, float],  # share of images with the true task among the best k
+    "rate": float,  # what the method's own learning rates were multiplied by, where searched
+    "rates": dict[str, float],  # accuracy on held-out training images by that number
+    "search_seconds": float,  # of a processor, for `rates`
 }
 # Of each test image, packed.
 PREDICTIONS = {
     "label": str,
     "label_after": list[str],  # perhaps, after each task that the image was there
     "task_rank": str,  # perhaps, how many tasks score higher than the true one
+}
+# What the command may be given, the first that it is given, with what goes with it.
+_WITH = {
+    "check": (),
+    "learner": ("seed", "workdir", "facts", "output", "config"),
+    "source": ("images", "facts", "output"),
+    "images": ("config",),
 }
 _WORDS = {
     str: "text",
@@ -173,7 +183,10 @@ def _require(found: Any, needed: Mapping[str, Any], more: Mapping[str, Any], pla
         raise InputError(f"{place}: expected an object")
     if missing := sorted(needed.keys() - found.keys()):
         raise InputError(f"{place}: expected {', '.join(missing)}")
-    for name, kind in {**more, **needed}.items():
+    known = {**needed, **more}
+    if unknown := sorted(found.keys() - known.keys()):
+        raise InputError(did_you_mean(place, unknown[0], known))
+    for name, kind in known.items():
         value = found.get(name)
         if not (_is(value, kind) or (value is None and name not in needed)):
             words = f"{'a list' if get_origin(kind) is list else 'an object'} of which each is "
@@ -217,8 +230,9 @@ def read(folder: str | Path) -> dict[Path, dict[str, Any]]:
     for name in _PROTOCOL:
         said = {path: json.dumps(record[name], sort_keys=True) for path, record in records.items()}
         most = Counter(said.values()).most_common(1)[0][0]
+        like = next(path for path, text in said.items() if text == most)
         if other := [path for path, text in said.items() if text != most]:
-            raise InputError(f"{other[0]}: {name}: not as in most of {folder}")
+            raise InputError(f"{other[0]}: {name}: not as in {like}")
     return records
 
 
@@ -377,37 +391,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = program.add_argument
     add("source", nargs="?", help="a finished work directory, or an .npz of predictions")
     add("--learner", metavar="NAME", help="learn the protocol: one of ours, or a module of yours")
-    add("--seed", type=int, default=1, help="of the training (default 1)")
+    add("--seed", type=int, help="of the training (default 1)")
     add("--workdir", metavar="FOLDER", help="default runs/league_NAME_SEED")
     add("--images", metavar="FOLDER", help="the images as files: written, or those of an .npz")
     add("--facts", metavar="FILE", help="what a record says of the method: docs/league.md")
-    add("--output", default="results/league", metavar="FOLDER", help="of the records")
+    add("--output", metavar="FOLDER", help="of the records (default results/league)")
     add("--check", metavar="FOLDER", help="compute the numbers of its records again")
     words = sys.argv[1:] if arguments is None else list(arguments)
     fields = [word for word in words if word.startswith("--config.")]
 
     def body(options: argparse.Namespace) -> None:
         say = (lambda text: None) if options.quiet else print
+        source, images = options.source, options.images
+        given = [name for name, value in vars(options).items() if value is not None]
+        given += ["config"] if fields else []
+        what = next((name for name in _WITH if name in given), None)
+        dumped = (source or "").lower().endswith(".npz")
+        if what is None or (what == "source" and dumped and not images):
+            raise InputError("expected a work directory, an .npz with --images, or --learner")
+        if more := set(given) - {"quiet", "traceback", what, *_WITH[what]}:
+            raise InputError(f"{what}: does not go with {', '.join(sorted(more))}")
         if options.check:
             return say(f"{len(read(options.check))} records add up")
         facts = read_json(Path(options.facts)) if options.facts else {}
-        _require(facts, {}, {}, options.facts)
-        source, images = options.source, options.images
+        _require(facts, {}, {**FORM, **MORE}, options.facts)
         if options.learner:
-            source = options.workdir or f"runs/league_{options.learner}_{options.seed}"
-            own = [f"--config.learner.name={options.learner}", f"--config.seed={options.seed}"]
+            seed = 1 if options.seed is None else options.seed
+            source = options.workdir or f"runs/league_{options.learner}_{seed}"
+            own = [f"--config.learner.name={options.learner}", f"--config.seed={seed}"]
             own += ["--config=league", f"--workdir={source}", *["--quiet"] * options.quiet]
             with stop_on_signals() as stop:
                 if code := command.main(stop, [*own, *fields]):
                     sys.exit(code)
-        if source is None and images:
+        if what == "images":
             write_images(images, fields)
             return say(f"wrote {images}")
-        if source is None or (source.endswith(".npz") and not images):
-            raise InputError("expected a work directory, an .npz with --images, or --learner")
-        dumped = source.endswith(".npz")
         for record in of_dump(source, images, facts) if dumped else of_run(source, facts):
-            say(f"{record['accuracy']:6.2f} %  {write(record, options.output)}")
+            path = write(record, options.output or "results/league")
+            say(f"{record['accuracy']:6.2f} %  {path}")
 
     return program.run(body, [word for word in words if word not in fields])
 

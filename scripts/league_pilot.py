@@ -46,8 +46,6 @@ import torch.utils.data  # pyright: ignore[reportMissingImports]
 from PIL import Image
 from timm.models import helpers, vision_transformer  # pyright: ignore[reportMissingImports]
 
-CLASSES, TASKS = 100, 20
-
 
 class Loader(torch.utils.data.DataLoader):
     """A loader without processes of its own, whatever a method asks for."""
@@ -56,22 +54,27 @@ class Loader(torch.utils.data.DataLoader):
         super().__init__(*arguments, **named)
 
 
-def read(folder: Path) -> dict[str, np.ndarray]:
-    """Returns images or features of both splits, and their labels."""
+def read(folder: Path) -> tuple[dict[str, np.ndarray], int]:
+    """Returns images or features of both splits and their labels; and the number of tasks."""
     found = {}
+    tasks = len(list(folder.glob("train_labels_*.npy")))
+    if not tasks:
+        tasks = len(json.loads((folder / "protocol.json").read_text())["classes_per_task"])
     for split in ("train", "test"):
         files = sorted(folder.glob(f"{split}/*/*.png"))
-        found[f"{split}_data"] = np.array([np.asarray(Image.open(file)) for file in files])
+        images = np.empty(len(files), object)  # photographs differ in size
+        images[:] = [np.asarray(Image.open(file)) for file in files]
+        found[f"{split}_data"] = images
         labels = np.array([int(file.parent.name[:3]) for file in files])
         if not files and split == "train":
             names = ("train_pretrained", "train_labels")
-            parts = [[np.load(folder / f"{n}_{t}.npy") for t in range(TASKS)] for n in names]
+            parts = [[np.load(folder / f"{n}_{t}.npy") for t in range(tasks)] for n in names]
             found["train_data"], labels = map(np.concatenate, parts)
         elif not files:
             found["test_data"] = np.load(folder / "test_pretrained.npy")
             labels = np.load(folder / "test_labels.npy")
         found[f"{split}_targets"] = labels.astype(int)
-    return found
+    return found, tasks
 
 
 def module(*names: str) -> Any:
@@ -89,7 +92,10 @@ def not_measured(*_: Any) -> float:
 def main() -> None:
     """Runs the command line."""
     clone, settings, seed, folder, weights, output, *changes = sys.argv[1:]
-    data, weights, output = read(Path(folder)), os.path.abspath(weights), os.path.abspath(output)
+    data, tasks = read(Path(folder))
+    weights, output = os.path.abspath(weights), os.path.abspath(output)
+    classes = int(data["test_targets"].max()) + 1
+    order = {"class_order": list(range(classes))}
     frozen = data["test_data"].ndim == 2
     torch.set_num_threads(1)
     torch.utils.data.DataLoader = Loader
@@ -118,7 +124,7 @@ def main() -> None:
     factory = module("utils.factory", "utils.model_factory")
     for each in vars(datasets).values():
         if hasattr(each, "download_data"):
-            each.download_data = lambda self: vars(self).update(data)
+            each.download_data = lambda self: vars(self).update(data | order)
     if frozen:
         data_manager.DummyDataset.__getitem__ = lambda self, at: (
             *(at, torch.from_numpy(np.array(self.images[at])), self.labels[at]),
@@ -154,14 +160,14 @@ def main() -> None:
     factory.get_model = watched
     trainer._set_device = lambda given: given.update(device=[torch.device("cpu")])
     given = json.loads(Path(settings).read_text())
-    given |= {"init_cls": CLASSES // TASKS, "increment": CLASSES // TASKS, "seed": int(seed)}
+    given |= {"init_cls": classes // tasks, "increment": classes // tasks, "seed": int(seed)}
     # Labels are places in the class order already.
-    given |= {"shuffle": False, "nb_classes": CLASSES, "nb_tasks": TASKS, "config": settings}
+    given |= {"shuffle": False, "nb_classes": classes, "nb_tasks": tasks, "config": settings}
     given |= {name: json.loads(value) for name, value in (each.split("=") for each in changes)}
     np.random.seed(int(seed))  # noqa: NPY002 (what PILOT draws from)
     trainer._train(given)
     if ranking.shape[1] > 1:
-        places = np.argsort(ranking, axis=1).reshape(len(ranking), TASKS, -1)
+        places = np.argsort(ranking, axis=1).reshape(len(ranking), tasks, -1)
         found["task_scores"] = -places.min(axis=2)
     np.savez_compressed(output, **found)
     print(f"{time.process_time():.1f} processor seconds")

@@ -82,7 +82,8 @@ def test_the_record_that_differs_from_most_is_named(records, capsys):
     path = records / "cumulative_lora-fdc-1.json"  # the first by name
     path.write_text(json.dumps(json.loads(path.read_text()) | {"class_order": [*"jihgfedcba"]}))
     assert bench.main([f"--check={records}"]) == 2
-    assert f"{path}: class_order: not as in most" in capsys.readouterr().err
+    like = records / "cumulative_lora-gaussians-1.json"
+    assert f"{path}: class_order: not as in {like}" in capsys.readouterr().err
 
 
 def packed(values, more):
@@ -146,6 +147,9 @@ def ends(record, text):
             "label: expected the last of label_after",
         ),
         (lambda it: it.pop("commit"), "expected commit"),
+        (lambda it: it.update(acuracy=1.0), "found 'acuracy'; did you mean accuracy"),
+        (lambda it: it["predictions"].update(task_ranks=""), "did you mean task_rank"),
+        (lambda it: it.update(rates={"1": "70"}), "rates: expected an object of which each"),
     ],
 )
 def test_a_record_that_does_not_add_up_is_refused(records, change, said, capsys):
@@ -216,6 +220,7 @@ def test_images_that_cannot_be_written_are_refused_before_any_is(images, tmp_pat
         ({"task_scores": [["a", "b"]] * 60}, FACTS, "expected finite numbers"),
         ({}, [], "facts.json: expected an object"),
         ({"task_scores": [[0, np.nan]] * 60}, FACTS, "expected finite numbers"),
+        ({}, FACTS | {"sead": 1}, "facts.json: expected one of method, calibrator"),
         ({}, {}, "expected calibrator, changes, code, commit, method"),
     ],
 )
@@ -226,6 +231,23 @@ def test_a_dump_that_says_too_little_is_refused(images, arrays, facts, said, tmp
     (tmp_path / "facts.json").write_text(json.dumps(facts))
     given = [str(tmp_path / "dump.npz"), f"--images={images}", f"--facts={tmp_path / 'facts.json'}"]
     assert bench.main([*given, f"--output={tmp_path / 'records'}"]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--check=records", "--seed=0"], "check: does not go with seed"),
+        (["--check=records", "--learner=slca"], "check: does not go with learner"),
+        (["run", "--config.seed=2", "--workdir=x"], "source: does not go with config, workdir"),
+        (["--learner=slca", "--images=x"], "learner: does not go with images"),
+        (["--images=x", "--output=y"], "images: does not go with output"),
+        (["dump.NPZ"], "expected a work directory, an .npz with --images, or --learner"),
+        ([], "expected a work directory, an .npz with --images, or --learner"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(given, said, capsys):
+    assert bench.main(given) == 2
     assert said in capsys.readouterr().err
 
 
