@@ -40,6 +40,7 @@ _log = logging.getLogger("fdc_jax.export")  # also where it is the program
 _ANYWHERE = {
     "data.dir": "",
     "data.source": "",
+    "data.images": "",
     "cache_dir": "",
     "encoder.weights": "pretrained/model.safetensors",
     "encoder.attention": "auto",
