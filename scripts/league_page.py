@@ -1,6 +1,6 @@
 """Writes what is made in docs/league.md, and its figure, from the records of the league.
 
-python scripts/league_page.py
+python -m scripts.league_page
 """
 
 import json
@@ -25,8 +25,8 @@ ABOUT = RESULTS / "league_methods.json"
 # What somebody else's code counts as, and the paper's, ours.
 _TITLES = {"raw": "Raw", "fdc": "FDC", "gaussians": "class Gaussians"}
 _COLUMNS = (
-    *("method", "code", "head", "seeds", "accuracy", "behind the first", "mean over tasks"),
-    *("right task", "among three", "passes", "processor s", "storage, MiB"),
+    *("method", "code", "head", "rates", "seeds", "accuracy", "behind the first"),
+    *("mean over tasks", "right task", "among three", "passes", "processor s", "storage, MiB"),
 )
 _MADE = re.compile(r"(<!-- made: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
@@ -80,6 +80,21 @@ def title(method: str, known: dict[str, Any]) -> str:
     return known[method]["title"]
 
 
+def times(rate: float) -> str:
+    """Returns what learning rates are multiplied by as text."""
+    return f"× 1/{1 / rate:.0f}" if rate < 1 else f"× {rate:.0f}"
+
+
+def searched(record: dict[str, Any]) -> str:
+    """Returns what a search of learning rates found, nothing without one."""
+    if "rates" not in record:
+        return ""
+    found = sorted((float(rate), value) for rate, value in record["rates"].items())
+    values = ", ".join(f"{times(rate)} {value:.1f}" for rate, value in found)
+    cost = f"{record['search_seconds']:,.0f} processor seconds"
+    return f"Learning rates, {head([record])}, held-out training images: {values} % ({cost})."
+
+
 def head(row: Row) -> str:
     """Returns what decides: a calibrator of this package, or the method's own head."""
     own = row[0]["code"] != "fdc_jax"
@@ -102,6 +117,7 @@ def cells(row: Row, first: Row, known: dict[str, Any]) -> list[str]:
         f"[{name}](#{place})",
         record["code"].partition("/")[2] or "ours",
         head(row),
+        times(record["rate"]) if "rate" in record else "–",
         ", ".join(str(each["seed"]) for each in row),
         accuracy,
         "" if row is first else "{:+.2f} ± {:.2f}".format(*behind(first, row)),
@@ -114,6 +130,11 @@ def cells(row: Row, first: Row, known: dict[str, Any]) -> list[str]:
     ]
 
 
+def table(rows: list[Row], known: dict[str, Any]) -> str:
+    """Returns the table of all rows."""
+    return lines(_COLUMNS, 5, (cells(row, rows[0], known) for row in rows))
+
+
 def section(method: str, rows: list[Row], known: dict[str, Any]) -> str:
     """Returns what is said of a method."""
     about, own = known.get(method, {}), [row for row in rows if row[0]["method"] == method]
@@ -123,6 +144,7 @@ def section(method: str, rows: list[Row], known: dict[str, Any]) -> str:
         said.append(f"`{about['command']}`")
     codes = {(row[0]["code"], row[0]["commit"]) for row in own if row[0]["code"] != "fdc_jax"}
     said += [f"Code: {code} at `{commit[:7]}`." for code, commit in sorted(codes)]
+    said += dict.fromkeys(searched(each) for row in own for each in row)
     columns = ("here", "accuracy", "mean over tasks")
     said.append(lines(columns, 1, ([head(row), *reached(row)] for row in own)))
     if about.get("authors"):
@@ -177,18 +199,24 @@ def figure(rows: list[Row], known: dict[str, Any]) -> str:
         return drawing.svg(made)
 
 
-def page() -> tuple[str, str]:
-    """Returns the page, in which what is made is new, and its figure."""
-    known = json.loads(ABOUT.read_text())
+def read(folder: str) -> list[Row]:
+    """Returns the rows of a folder of records, best first."""
     groups: dict[tuple[str, str, str], Row] = {}
-    for record in bench.read(RESULTS / "league").values():
+    for record in bench.read(RESULTS / folder).values():
         key = (record["code"], record["method"], record["calibrator"])
         groups.setdefault(key, []).append(record)
     rows = [sorted(row, key=lambda each: each["seed"]) for row in groups.values()]
-    rows.sort(key=lambda row: -float(np.mean([each["accuracy"] for each in row])))
+    return sorted(rows, key=lambda row: -float(np.mean([each["accuracy"] for each in row])))
+
+
+def page() -> tuple[str, str]:
+    """Returns the page, in which what is made is new, and its figure."""
+    known = json.loads(ABOUT.read_text())
+    rows, photographs = read("league"), read("league_photographs")
     methods = list(dict.fromkeys(row[0]["method"] for row in rows))
     parts = {
-        "rows": lines(_COLUMNS, 4, (cells(row, rows[0], known) for row in rows)),
+        "rows": table(rows, known),
+        "photographs": table(photographs, known),
         "orders": orders(json.loads((RESULTS / "league_orders.json").read_text())),
         "methods": "\n\n".join(
             [f"{counted(len(methods), 'method')}, best first."]

@@ -3,9 +3,8 @@
 python scripts/league_pilot.py CLONE SETTINGS SEED IMAGES WEIGHTS OUTPUT.npz [NAME=VALUE ...]
 
 CLONE is a checkout of LAMDA-CL/LAMDA-PILOT, or of what the authors of SSIAT, RSIAT, SD-LoRA,
-InfLoRA or E2-LoRA (its folder class_incremental_learning) published; SSIAT has run whole, of the
-other four the first tasks. In all of them widths and sizes are changed by hand, and what an
-installation of today refuses:
+InfLoRA or E2-LoRA (its folder class_incremental_learning) published. In all of them widths and
+sizes are changed by hand, and what an installation of today refuses:
 
     sed -i 's/768/192/g; s/num_heads=12/num_heads=3/g; s/img_size=224/img_size=128/g' */*.py
     sed -i 's/input_size = 224/input_size = 128/; s/(224)/(128)/g' */data.py
@@ -15,9 +14,9 @@ installation of today refuses:
     sed -i 's/attn_mask=None/attn_mask=None, **_/' utils/inc_net.py  # E2-LoRA, timm 1.0
 
 SETTINGS is a file of the clone, such as exps/slca.json, whose values NAME=VALUE replace, in JSON.
-IMAGES is what `fdc bench --images` wrote; or the folder `features` of a run, for methods that train
-no encoder: frozen features then take the place of images. WEIGHTS is AugReg's file with positions
-of 128 pixels,
+IMAGES is what `fdc bench --images` wrote, all or held-out ones; or the folder `features` of a run,
+for methods that train no encoder: frozen features then take the place of images. WEIGHTS is
+AugReg's file with positions of 128 pixels,
 
     import numpy as np
     from fdc_jax.model import weights

@@ -287,6 +287,22 @@ def test_the_protocol_is_the_one_of_the_records():
         assert [len(chosen["train"][name]) for name in record["class_order"]] == [60] * 100
 
 
+def test_photographs_are_of_the_protocol_that_the_page_states():
+    records = bench.read(REPOSITORY / "results" / "league_photographs").values()
+    for record in records:
+        assert (record["classes_per_task"], record["test_images"]) == ([6] * 11, [20] * 66)
+
+
+def test_rates_are_the_best_of_those_that_were_tried():
+    """Of ours, of what decides for all heads of a learner."""
+    for record in bench.read(REPOSITORY / "results" / "league").values():
+        assert ("rate" in record) == ("rates" in record) == ("search_seconds" in record)
+        decides = record["code"] != "fdc_jax" or record["calibrator"] == "gaussians"
+        if "rates" in record and decides:
+            tried = {float(rate): value for rate, value in record["rates"].items()}
+            assert tried[record["rate"]] == max(tried.values())
+
+
 @pytest.mark.ci
 def test_the_images_are_those_of_the_records_in_any_copy(shared_asset, tmp_path):
     record = next(iter(bench.read(REPOSITORY / "results" / "league").values()))
