@@ -74,17 +74,17 @@ MORE = {
     "processor_seconds": float,  # of everything
     "storage_bytes": int,  # beside the encoder and the heads
     "task_recall": dict[str, float],  # share of images with the true task among the best k
-    "rate": float,  # what the method's own learning rates were multiplied by, where searched
-    "rates": dict[str, float],  # accuracy on held-out training images by that number
+    "rate": str,  # what the method's own learning rates are multiplied by, one of `rates`
+    "rates": dict[str, float],  # accuracy on held-out training images by it, "1/3", "1", "3"
     "search_seconds": float,  # of a processor, for `rates`
 }
 # Of each test image, packed.
 PREDICTIONS = {
     "label": str,
     "label_after": list[str],  # perhaps, after each task that the image was there
-    "task_rank": str,  # perhaps, how many tasks score higher than the true one
+    "task_rank": str,  # perhaps, how many tasks score as high as the true one
 }
-# What the command may be given, the first that it is given, with what goes with it.
+# What the command may be asked for, and what goes with it; the first that it is given decides.
 _WITH = {
     "check": (),
     "learner": ("seed", "workdir", "facts", "output", "config"),
@@ -162,8 +162,11 @@ def check(record: Any, place: str) -> None:
             raise InputError(f"{place}: calibrator: expected one of {', '.join(METHODS)}")
     elif "/" not in record["code"]:
         raise InputError(f"{place}: code: expected fdc_jax or OWNER/REPOSITORY")
-    if "<!--" in record["changes"] or max(record["curve"], default=0) > 100:
+    if re.search("<!--|\n", record["changes"]) or max(record["curve"], default=0) > 100:
         raise InputError(f"{place}: expected changes in words, and a curve in percent")
+    rate, rates, seconds = (record.get(name) for name in ("rate", "rates", "search_seconds"))
+    if (rate or rates or seconds) and (seconds is None or rate not in (rates or {})):
+        raise InputError(f"{place}: rates: expected search_seconds, too, and among them the rate")
     try:
         found = measure(record)
     except InputError as error:
@@ -242,6 +245,10 @@ def write(record: dict[str, Any], folder: str | Path) -> Path:
     words = [record[name] for name in ("method", "calibrator", "code")]
     name = "-".join(re.sub(r"\W+", "_", word).lower() for word in words if word != "fdc_jax")
     path = Path(folder) / f"{name}-{record['seed']}.json"
+    for other in sorted(Path(folder).glob("*.json"))[:1]:
+        for name in _PROTOCOL:
+            if read_json(other).get(name) != record[name]:
+                raise InputError(f"{folder}: {name}: expected that of {other}, found another")
     if path.exists() and read_json(path) != json.loads(json.dumps(record)):
         raise InputError(
             f"{path}: is another record of this method, calibrator and seed; remove it"
@@ -306,17 +313,23 @@ def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> l
     and rows as in the folder; perhaps `task_scores` [n, tasks].
     """
     check_manifest(Path(images), "write the images again")
-    arrays = read_npz(path)
-    record = {**facts, **read_json(Path(images) / "protocol.json")}
+    protocol, arrays = read_json(Path(images) / "protocol.json"), read_npz(path)
+    _require(facts, _FACTS, MORE, "--facts")
+    if facts["code"] == "fdc_jax":
+        raise InputError("--facts: code: expected a repository, found fdc_jax, whose runs we read")
+    record = {**facts, **protocol}
     names = [f"label_{t}" for t in range(len(record["classes_per_task"]))]
     ends = np.cumsum(record["classes_per_task"])
+    if unknown := sorted(arrays.keys() - {*names, "task_scores"}):
+        raise InputError(did_you_mean(str(path), unknown[0], [*names, "task_scores"]))
     for name, end in zip(names, ends, strict=True):
         if name not in arrays:
             raise InputError(f"{path}: expected {name}, found {', '.join(arrays)[:80]}")
         size, found = sum(record["test_images"][:end]), arrays[name]
         right = found.shape == (size,) and found.dtype.kind in "iu"
         if not right or not 0 <= found.min() <= found.max() < end:
-            raise InputError(f"{path}: {name}: expected {size} whole numbers from 0 to {end - 1}")
+            wanted = f"expected {size} whole numbers from 0 to {end - 1}"
+            raise InputError(f"{path}: {name}: {wanted}, found {found.dtype} {found.shape}")
     after = [evaluation.pack(arrays[name]) for name in names]
     record["predictions"] = predictions = {"label": after[-1], "label_after": after}
     if "task_scores" in arrays:
@@ -335,7 +348,8 @@ def task_rank(
         InputError: scores are of another shape, or not finite numbers.
     """
     if scores.shape != (len(task), task.max() + 1):
-        raise InputError(f"task_scores: expected {len(task)} rows of {task.max() + 1}")
+        wanted = len(task), int(task.max() + 1)
+        raise InputError(f"task_scores: expected shape {wanted}, found {scores.shape}")
     if scores.dtype.kind not in "fiu" or not np.isfinite(scores).all():
         raise InputError("task_scores: expected finite numbers, found others")
     return (scores >= scores[np.arange(len(task)), task, None]).sum(axis=1) - 1
@@ -409,12 +423,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dumped = (source or "").lower().endswith(".npz")
         if what is None or (what == "source" and dumped and not images):
             raise InputError("expected a work directory, an .npz with --images, or --learner")
+        if "" in vars(options).values():
+            raise InputError(f"{' '.join(words)}: expected a value for each flag")
         if more := set(given) - {"quiet", "traceback", what, *_WITH[what]}:
-            raise InputError(f"{what}: does not go with {', '.join(sorted(more))}")
+            raise InputError(f"{what} {vars(options)[what]}: does not go with --{min(more)}")
         if options.check:
             return say(f"{len(read(options.check))} records add up")
         facts = read_json(Path(options.facts)) if options.facts else {}
-        _require(facts, {}, {**FORM, **MORE}, options.facts)
+        _require(facts, {}, {**_FACTS, **MORE}, options.facts)
         if options.learner:
             seed = 1 if options.seed is None else options.seed
             source = options.workdir or f"runs/league_{options.learner}_{seed}"

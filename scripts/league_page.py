@@ -80,17 +80,11 @@ def title(method: str, known: dict[str, Any]) -> str:
     return known[method]["title"]
 
 
-def times(rate: float) -> str:
-    """Returns what learning rates are multiplied by as text."""
-    return f"× 1/{1 / rate:.0f}" if rate < 1 else f"× {rate:.0f}"
-
-
 def searched(record: dict[str, Any]) -> str:
     """Returns what a search of learning rates found, nothing without one."""
     if "rates" not in record:
         return ""
-    found = sorted((float(rate), value) for rate, value in record["rates"].items())
-    values = ", ".join(f"{times(rate)} {value:.1f}" for rate, value in found)
+    values = ", ".join(f"× {rate} {value:.1f}" for rate, value in record["rates"].items())
     cost = f"{record['search_seconds']:,.0f} processor seconds"
     return f"Learning rates, {head([record])}, held-out training images: {values} % ({cost})."
 
@@ -117,7 +111,7 @@ def cells(row: Row, first: Row, known: dict[str, Any]) -> list[str]:
         f"[{name}](#{place})",
         record["code"].partition("/")[2] or "ours",
         head(row),
-        times(record["rate"]) if "rate" in record else "–",
+        ", ".join(dict.fromkeys(f"× {each['rate']}" if "rate" in each else "–" for each in row)),
         ", ".join(str(each["seed"]) for each in row),
         accuracy,
         "" if row is first else "{:+.2f} ± {:.2f}".format(*behind(first, row)),

@@ -94,6 +94,7 @@ def main() -> None:
     data, tasks = read(Path(folder))
     weights, output = os.path.abspath(weights), os.path.abspath(output)
     classes = int(data["test_targets"].max()) + 1
+    assert classes % tasks == 0, "expected tasks of as many classes each"
     order = {"class_order": list(range(classes))}
     frozen = data["test_data"].ndim == 2
     torch.set_num_threads(1)

@@ -150,6 +150,9 @@ def ends(record, text):
         (lambda it: it.update(acuracy=1.0), "found 'acuracy'; did you mean accuracy"),
         (lambda it: it["predictions"].update(task_ranks=""), "did you mean task_rank"),
         (lambda it: it.update(rates={"1": "70"}), "rates: expected an object of which each"),
+        (lambda it: it.update(rates={"1": 70}, rate="1"), "rates: expected search_seconds, too"),
+        (lambda it: it.update(rates={"1": 70}, rate="3", search_seconds=1), "among them the rate"),
+        (lambda it: it.update(changes="a\n## b"), "expected changes in words"),
     ],
 )
 def test_a_record_that_does_not_add_up_is_refused(records, change, said, capsys):
@@ -212,7 +215,7 @@ def test_images_that_cannot_be_written_are_refused_before_any_is(images, tmp_pat
     [
         ({"label_0": None}, FACTS, "dump.npz: expected label_0, found label_1"),
         ({"label_1": [0] * 59}, FACTS, "dump.npz: label_1: expected 60 whole numbers from 0"),
-        ({"task_scores": [[0, 1]] * 59}, FACTS, "expected 60 rows of 2"),
+        ({"task_scores": [[0, 1]] * 59}, FACTS, "expected shape (60, 2), found (59, 2)"),
         ({"label_1": [0.9] * 60}, FACTS, "label_1: expected 60 whole numbers from 0 to 9"),
         ({"label_1": [65536] * 60}, FACTS, "label_1: expected 60 whole numbers from 0 to 9"),
         ({"label_1": [-1] * 60}, FACTS, "label_1: expected 60 whole numbers from 0 to 9"),
@@ -220,6 +223,9 @@ def test_images_that_cannot_be_written_are_refused_before_any_is(images, tmp_pat
         ({"task_scores": [["a", "b"]] * 60}, FACTS, "expected finite numbers"),
         ({}, [], "facts.json: expected an object"),
         ({"task_scores": [[0, np.nan]] * 60}, FACTS, "expected finite numbers"),
+        ({"task_score": [[0, 1]] * 60}, FACTS, "did you mean task_scores"),
+        ({}, FACTS | {"code": "fdc_jax"}, "--facts: code: expected a repository"),
+        ({}, FACTS | {"accuracy": 99.0}, "facts.json: expected one of method, calibrator"),
         ({}, FACTS | {"sead": 1}, "facts.json: expected one of method, calibrator"),
         ({}, {}, "expected calibrator, changes, code, commit, method"),
     ],
@@ -235,13 +241,36 @@ def test_a_dump_that_says_too_little_is_refused(images, arrays, facts, said, tmp
 
 
 @pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("manifest.json", "[]", "manifest.json: expected checksums; write the images again"),
+        ("manifest.json", '{"sha256": {}, "sha256": {}}', "a name occurs twice among sha256"),
+        ("protocol.json", "{}", "protocol.json: is not what was written"),
+    ],
+)
+def test_a_damaged_folder_of_images_is_refused(images, tmp_path, name, content, said):
+    np.savez(tmp_path / "dump.npz", label_0=[0] * 30, label_1=[0] * 60)
+    (images / name).write_text(content)
+    with pytest.raises(InputError, match=said):
+        bench.of_dump(tmp_path / "dump.npz", images, FACTS)
+
+
+def test_a_record_of_another_protocol_is_not_put_beside_others(records, tmp_path):
+    record = read_json(records / "cumulative_lora-raw-1.json") | {"seed": 2, "weights": "other"}
+    with pytest.raises(InputError, match=r"records: weights: expected that of .*-fdc-1\.json"):
+        bench.write(record, records)
+    assert len(list(records.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--check=records", "--seed=0"], "check: does not go with seed"),
-        (["--check=records", "--learner=slca"], "check: does not go with learner"),
-        (["run", "--config.seed=2", "--workdir=x"], "source: does not go with config, workdir"),
-        (["--learner=slca", "--images=x"], "learner: does not go with images"),
-        (["--images=x", "--output=y"], "images: does not go with output"),
+        (["--check=records", "--seed=0"], "check records: does not go with --seed"),
+        (["--check=records", "--learner=slca"], "check records: does not go with --learner"),
+        (["run", "--config.seed=2", "--workdir=x"], "source run: does not go with --config"),
+        (["--learner=slca", "--images=x"], "learner slca: does not go with --images"),
+        (["--images=x", "--output=y"], "images x: does not go with --output"),
+        (["--check="], "--check=: expected a value for each flag"),
         (["dump.NPZ"], "expected a work directory, an .npz with --images, or --learner"),
         ([], "expected a work directory, an .npz with --images, or --learner"),
     ],

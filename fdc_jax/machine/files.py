@@ -122,10 +122,17 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
         file.write(text.encode("utf-8", "backslashreplace"))
 
 
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns an object of JSON, in which no name may occur twice."""
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError(f"a name occurs twice among {', '.join(found)}"[:200])
+    return found
+
+
 def read_json(path: Path) -> Any:
     """Reads a JSON file; raises InputError where it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: unreadable JSON ({error})") from error
 
@@ -156,7 +163,11 @@ def check_manifest(folder: Path, remedy: str) -> None:
     Raises:
         InputError: a file is missing or another; the line ends with what to do then.
     """
-    for name, digest in read_json(folder / MANIFEST)["sha256"].items():
+    found = read_json(folder / MANIFEST)
+    digests = found.get("sha256") if isinstance(found, dict) else None
+    if not isinstance(digests, dict):
+        raise InputError(f"{folder / MANIFEST}: expected checksums; {remedy}")
+    for name, digest in digests.items():
         path = folder / name
         if not path.is_file() or sha256(path) != digest:
             raise InputError(f"{path}: is not what was written; {remedy}")
