@@ -5,7 +5,9 @@ import dataclasses
 import functools
 import importlib.util
 import json
+import re
 import shutil
+import subprocess
 import zlib
 from pathlib import Path
 
@@ -314,6 +316,34 @@ def test_the_protocol_is_the_one_of_the_records():
         counts = [len(chosen["test"][name]) for name in record["class_order"]]
         assert record["test_images"] == counts == [20] * 100
         assert [len(chosen["train"][name]) for name in record["class_order"]] == [60] * 100
+
+
+def test_the_pages_shell_programs_divide_images_as_it_says(tmp_path):
+    page = (REPOSITORY / "docs" / "league.md").read_text()
+    held, photographs = re.findall(r"```sh\n(.*?)```", page, re.DOTALL)
+    for label in range(26):
+        for number in range(60):
+            path = tmp_path / f"FOLDER/train/{label:03d}_c/{number:05d}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"{label}, {number}")
+    sizes = {"watch": 61, "yin_yang": 50, "wrench": 49, "Faces_easy": 60, "BACKGROUND_Google": 60}
+    for name, size in sizes.items():
+        for number in range(1, size + 1):
+            path = tmp_path / f"101_ObjectCategories/{name}/image_{number:04d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+    for program in (held, photographs):
+        subprocess.run(["bash", "-c", program], cwd=tmp_path, check=True)
+    for split, numbers in (("train", range(50)), ("test", range(50, 60))):
+        files = sorted((tmp_path / "held" / split).rglob("*.png"))
+        expected = [f"{label}, {number}" for label in range(25) for number in numbers]
+        assert [file.read_text() for file in files] == expected
+    assert len(read_json(tmp_path / "held" / "protocol.json")["classes_per_task"]) == 5
+    for split, numbers in (("train", range(1, 31)), ("test", range(31, 51))):
+        folder = tmp_path / "photographs" / split
+        assert sorted(file.relative_to(folder).as_posix() for file in folder.rglob("*.jpg")) == [
+            f"{name}/image_{number:04d}.jpg" for name in ("watch", "yin_yang") for number in numbers
+        ]
 
 
 def test_photographs_are_of_the_protocol_that_the_page_states():
