@@ -82,7 +82,7 @@ MORE = {
 PREDICTIONS = {
     "label": str,
     "label_after": list[str],  # perhaps, after each task that the image was there
-    "task_rank": str,  # perhaps, how many tasks score as high as the true one
+    "task_rank": str,  # perhaps, how many other tasks score as high as the true one, or higher
 }
 # What the command may be asked for, and what goes with it; the first that it is given decides.
 _WITH = {
@@ -246,9 +246,9 @@ def write(record: dict[str, Any], folder: str | Path) -> Path:
     name = "-".join(re.sub(r"\W+", "_", word).lower() for word in words if word != "fdc_jax")
     path = Path(folder) / f"{name}-{record['seed']}.json"
     for other in sorted(Path(folder).glob("*.json"))[:1]:
-        for name in _PROTOCOL:
-            if read_json(other).get(name) != record[name]:
-                raise InputError(f"{folder}: {name}: expected that of {other}, found another")
+        there = read_json(other)
+        if differ := [field for field in _PROTOCOL if there.get(field) != record[field]]:
+            raise InputError(f"{folder}: {differ[0]}: expected that of {other}, found another")
     if path.exists() and read_json(path) != json.loads(json.dumps(record)):
         raise InputError(
             f"{path}: is another record of this method, calibrator and seed; remove it"
@@ -316,7 +316,7 @@ def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> l
     protocol, arrays = read_json(Path(images) / "protocol.json"), read_npz(path)
     _require(facts, _FACTS, MORE, "--facts")
     if facts["code"] == "fdc_jax":
-        raise InputError("--facts: code: expected a repository, found fdc_jax, whose runs we read")
+        raise InputError("--facts: code: expected a repository; fdc_jax has work directories")
     record = {**facts, **protocol}
     names = [f"label_{t}" for t in range(len(record["classes_per_task"]))]
     ends = np.cumsum(record["classes_per_task"])

@@ -3,7 +3,6 @@
 import base64
 import dataclasses
 import functools
-import importlib.util
 import json
 import re
 import shutil
@@ -22,6 +21,7 @@ from fdc_jax.data.dataset import listed
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import read_json
 from fdc_jax.run import configuration
+from scripts import league_page
 from tests import small_runs
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -378,22 +378,13 @@ def test_the_images_are_those_of_the_records_in_any_copy(shared_asset, tmp_path)
         assert listed(other, "league").checksum == record["data"][f"{split.split}_sha256"]
 
 
-@pytest.fixture
-def made():
-    """The program of the page."""
-    spec = importlib.util.spec_from_file_location("page", REPOSITORY / "scripts/league_page.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_a_method_without_a_title_is_refused(made):
+def test_a_method_without_a_title_is_refused():
     with pytest.raises(InputError, match=r"league_methods\.json: expected an entry for guess"):
-        made.title("guess", {})
+        league_page.title("guess", {})
 
 
-def test_the_page_is_made_from_the_records(made):
+def test_the_page_is_made_from_the_records():
     """Of the figure, whose digits depend on the machine's fonts, what it says."""
-    text, figure = made.page()
+    text, figure = league_page.page()
     assert (REPOSITORY / "docs" / "league.md").read_text() == text
     assert figure.startswith("<?xml")
