@@ -167,21 +167,27 @@ def figure(rows: list[Row], known: dict[str, Any]) -> str:
     for name, (colour, marker) in drawing.looks(_TITLES).items():
         kinds[METHODS[name].title] = (colour, marker, f"{_TITLES[name]}, ours")
     with drawing.style():
-        made, (axes,) = drawing.panels(1, 3.2, 1)
-        made.set_size_inches(drawing.PAGE, 3.2)
+        made, (axes,) = drawing.panels(1, 4.2, 1)
+        made.set_size_inches(drawing.PAGE, 4.2)
         matplotlib.rcParams["savefig.facecolor"] = "white"  # The page may be dark.
-        said: set[str] = set()
-        for row in rows:
-            place: Any = mean(row, "processor_seconds"), mean(row, "accuracy")
-            colour, marker, label = kinds.get(head(row), (drawing.INK, "x", "other"))
-            if None in place:
-                continue
-            look = {"label": label, "alpha": 1.0, "markersize": 5.5}
-            drawing.points(axes, place[:1], place[1:], colour, marker, **look)
+        places = [(row, mean(row, "processor_seconds"), mean(row, "accuracy")) for row in rows]
+        drawn: list[Any] = [place for place in places if place[1] is not None]
+        middle = np.median([x for _, x, _ in drawn])
+        names: dict[str, tuple[float, float]] = {}  # where each stands, in data
+        for row, x, y in drawn:
             name = title(row[0]["method"], known)
-            beside: Any = {"xytext": (5, -2.5), "textcoords": "offset points", "fontsize": 7}
-            axes.annotate("" if name in said else name, place, **beside)
-            said.add(name)
+            colour, marker, label = kinds.get(head(row), (drawing.INK, "x", "other"))
+            look = {"label": label, "alpha": 1.0, "markersize": 5.5}
+            drawing.points(axes, [x], [y], colour, marker, **look)
+            if name in names:
+                continue
+            # Names go outwards, and down where a higher one is near.
+            side = -1 if x < middle else 1
+            near = [level for at, level in names.values() if abs(np.log(x * 1.04**side / at)) < 0.3]
+            names[name] = x * 1.04**side, min([y, *(level - 2.4 for level in near)])
+            beside: Any = {"fontsize": 7, "va": "center", "ha": ("left", "right")[side < 0]}
+            line = {"arrowstyle": "-", "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
+            axes.annotate(name, (x, y), names[name], arrowprops=line, **beside)
         axes.set_xscale("log")
         axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter("{x:,.0f}")
