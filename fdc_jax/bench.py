@@ -32,6 +32,7 @@ from fdc_jax.machine.files import (
     check_manifest,
     read_json,
     read_npz,
+    read_object,
     sha256,
     write_folder_atomically,
     write_json,
@@ -246,7 +247,7 @@ def write(record: dict[str, Any], folder: str | Path) -> Path:
     name = "-".join(re.sub(r"\W+", "_", word).lower() for word in words if word != "fdc_jax")
     path = Path(folder) / f"{name}-{record['seed']}.json"
     for other in sorted(Path(folder).glob("*.json"))[:1]:
-        there = read_json(other)
+        there = read_object(other)
         if differ := [field for field in _PROTOCOL if there.get(field) != record[field]]:
             raise InputError(f"{folder}: {differ[0]}: expected that of {other}, found another")
     if path.exists() and read_json(path) != json.loads(json.dumps(record)):

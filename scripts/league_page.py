@@ -183,9 +183,10 @@ def figure(rows: list[Row], known: dict[str, Any]) -> str:
                 continue
             # Names go outwards, and down where a higher one is near.
             side = -1 if x < middle else 1
-            near = [level for at, level in names.values() if abs(np.log(x * 1.04**side / at)) < 0.3]
-            names[name] = x * 1.04**side, min([y, *(level - 2.4 for level in near)])
-            beside: Any = {"fontsize": 7, "va": "center", "ha": ("left", "right")[side < 0]}
+            at = x * 1.04**side
+            near = [level for other, level in names.values() if abs(np.log(at / other)) < 0.3]
+            names[name] = at, min([y, *(level - 2.4 for level in near)])
+            beside: Any = {"fontsize": 7, "va": "center", "ha": "left" if side > 0 else "right"}
             line = {"arrowstyle": "-", "linewidth": 0.4, "shrinkA": 0, "shrinkB": 3}
             axes.annotate(name, (x, y), names[name], arrowprops=line, **beside)
         axes.set_xscale("log")
@@ -200,7 +201,7 @@ def figure(rows: list[Row], known: dict[str, Any]) -> str:
 
 
 def read(folder: str) -> list[Row]:
-    """Returns the rows of a folder of records, best first."""
+    """Returns the rows of a folder of records in `results`, best first."""
     groups: dict[tuple[str, str, str], Row] = {}
     for record in bench.read(RESULTS / folder).values():
         key = (record["code"], record["method"], record["calibrator"])

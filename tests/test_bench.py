@@ -262,6 +262,9 @@ def test_a_record_of_another_protocol_is_not_put_beside_others(records, tmp_path
     with pytest.raises(InputError, match=r"records: weights: expected that of .*-fdc-1\.json"):
         bench.write(record, records)
     assert len(list(records.iterdir())) == 3
+    (records / "a.json").write_text("[]")
+    with pytest.raises(InputError, match=r"a\.json: expected a JSON object, found a list"):
+        bench.write(record, records)
 
 
 @pytest.mark.parametrize(
