@@ -129,15 +129,28 @@ def table(rows: list[Row], known: dict[str, Any]) -> str:
     return lines(_COLUMNS, 5, (cells(row, rows[0], known) for row in rows))
 
 
+def changes(rows: Iterable[Row]) -> dict[str, None]:
+    """Returns the sentences of what was changed in somebody else's code, in order."""
+    texts = (each["changes"] for row in rows for each in row if each["changes"])
+    return dict.fromkeys(said for text in texts for said in re.split(r"(?<=\.) ", text))
+
+
+def shared(rows: list[Row]) -> dict[str, None]:
+    """Returns what was changed in everybody else's code."""
+    others = [changes([[each]]) for row in rows for each in row if head(row) == "own"]
+    return {said: None for said in changes(rows) if all(said in other for other in others)}
+
+
 def section(method: str, rows: list[Row], known: dict[str, Any]) -> str:
     """Returns what is said of a method."""
     about, own = known.get(method, {}), [row for row in rows if row[0]["method"] == method]
-    changes = dict.fromkeys(each["changes"] for row in own for each in row)
-    said = [f"### {title(method, known)}", about.get("what"), about.get("differences"), *changes]
-    if about.get("command", "").startswith("fdc "):
+    said = [f"### {title(method, known)}", about.get("what"), about.get("differences")]
+    if "command" in about:
         said.append(f"`{about['command']}`")
     codes = {(row[0]["code"], row[0]["commit"]) for row in own if row[0]["code"] != "fdc_jax"}
-    said += [f"Code: {code} at `{commit[:7]}`." for code, commit in sorted(codes)]
+    code = [f"Code: {code} at `{commit[:7]}`." for code, commit in sorted(codes)]
+    code += (each for each in changes(own) if each not in shared(rows))
+    said.append(" ".join(code))
     said += dict.fromkeys(searched(each) for row in own for each in row)
     columns = ("here", "accuracy", "mean over tasks")
     said.append(lines(columns, 1, ([head(row), *reached(row)] for row in own)))
@@ -221,6 +234,7 @@ def page() -> tuple[str, str]:
         "orders": orders(json.loads((RESULTS / "league_orders.json").read_text())),
         "methods": "\n\n".join(
             [f"{counted(len(methods), 'method')}, best first."]
+            + [f"All code of others: {' '.join(each)}" for each in [shared(rows)] if each]
             + [section(method, rows, known) for method in methods]
         ),
     }
