@@ -142,8 +142,9 @@ def shared(rows: list[Row]) -> dict[str, None]:
 
 
 def section(method: str, rows: list[Row], known: dict[str, Any]) -> str:
-    """Returns what is said of a method."""
-    about, own = known.get(method, {}), [row for row in rows if row[0]["method"] == method]
+    """Returns what is said of a method, by its first rows of one protocol."""
+    about, every = known.get(method, {}), [row for row in rows if row[0]["method"] == method]
+    own = [row for row in every if row[0]["data"] == every[0][0]["data"]]
     said = [f"### {title(method, known)}", about.get("what"), about.get("differences")]
     if "command" in about:
         said.append(f"`{about['command']}`")
@@ -227,15 +228,16 @@ def page() -> tuple[str, str]:
     """Returns the page, in which what is made is new, and its figure."""
     known = json.loads(ABOUT.read_text())
     rows, photographs = read("league"), read("league_photographs")
-    methods = list(dict.fromkeys(row[0]["method"] for row in rows))
+    every = rows + photographs
+    methods = list(dict.fromkeys(row[0]["method"] for row in every))
     parts = {
         "rows": table(rows, known),
         "photographs": table(photographs, known),
         "orders": orders(json.loads((RESULTS / "league_orders.json").read_text())),
         "methods": "\n\n".join(
             [f"{counted(len(methods), 'method')}, best first."]
-            + [f"All code of others: {' '.join(each)}" for each in [shared(rows)] if each]
-            + [section(method, rows, known) for method in methods]
+            + [f"All code of others: {' '.join(each)}" for each in [shared(every)] if each]
+            + [section(method, every, known) for method in methods]
         ),
     }
     text = (DOCS / "league.md").read_text()

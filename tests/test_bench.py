@@ -388,3 +388,17 @@ def test_the_page_is_made_from_the_records():
     text, figure = league_page.page()
     assert (REPOSITORY / "docs" / "league.md").read_text() == text
     assert figure.startswith("<?xml")
+
+
+def test_every_method_of_a_table_has_a_section(monkeypatch):
+    """One of photographs alone, too."""
+    read = league_page.read
+    shown = {"league": ("rsiat", "slca"), "league_photographs": ("rsiat", "simplecil")}
+    monkeypatch.setattr(
+        league_page,
+        "read",
+        lambda folder: [row for row in read(folder) if row[0]["method"] in shown[folder]],
+    )
+    text = league_page.page()[0]
+    assert re.findall("^### (.*)", text, re.MULTILINE) == ["SLCA", "RSIAT", "SimpleCIL"]
+    assert "86.67 | 91.09 |" in text.partition("### SimpleCIL")[2]
