@@ -80,13 +80,17 @@ def title(method: str, known: dict[str, Any]) -> str:
     return known[method]["title"]
 
 
-def searched(record: dict[str, Any]) -> str:
-    """Returns what a search of learning rates found, nothing without one."""
-    if "rates" not in record:
+def searched(rows: list[Row]) -> str:
+    """Returns what a search of learning rates found for the heads of a code, nothing without."""
+    found = [(head(row), row[0]) for row in rows if "rates" in row[0]]
+    if not found:
         return ""
-    values = ", ".join(f"× {rate} {value:.1f}" for rate, value in record["rates"].items())
-    cost = f"{record['search_seconds']:,.0f} processor seconds"
-    return f"Learning rates, {head([record])}, held-out training images: {values} % ({cost})."
+    heads = (
+        f"{name} {', '.join(f'× {rate} {each:.1f}' for rate, each in record['rates'].items())}"
+        for name, record in found
+    )
+    cost = f"{found[0][1]['search_seconds']:,.0f} processor seconds"
+    return f"Learning rates by held-out training images, %: {'; '.join(heads)} ({cost} in all)."
 
 
 def head(row: Row) -> str:
@@ -135,27 +139,31 @@ def changes(rows: Iterable[Row]) -> dict[str, None]:
     return dict.fromkeys(said for text in texts for said in re.split(r"(?<=\.) ", text))
 
 
-def shared(rows: list[Row]) -> dict[str, None]:
+def shared(rows: list[Row]) -> list[str]:
     """Returns what was changed in everybody else's code."""
     others = [changes([[each]]) for row in rows for each in row if head(row) == "own"]
-    return {said: None for said in changes(rows) if all(said in other for other in others)}
+    return [said for said in changes(rows) if all(said in other for other in others)]
 
 
-def section(method: str, rows: list[Row], known: dict[str, Any]) -> str:
+def section(method: str, rows: list[Row], about: dict[str, str], everywhere: list[str]) -> str:
     """Returns what is said of a method, by its first rows of one protocol."""
-    about, every = known.get(method, {}), [row for row in rows if row[0]["method"] == method]
+    every = [row for row in rows if row[0]["method"] == method]
     own = [row for row in every if row[0]["data"] == every[0][0]["data"]]
-    said = [f"### {title(method, known)}", about.get("what"), about.get("differences")]
+    said = [f"### {about['title']}", about["what"], about.get("differences", "")]
+    by_code: dict[str, list[Row]] = {}
+    for row in own:
+        by_code.setdefault(row[0]["code"], []).append(row)
     if "command" in about:
-        said.append(f"`{about['command']}`")
-    codes = {(row[0]["code"], row[0]["commit"]) for row in own if row[0]["code"] != "fdc_jax"}
+        others = sorted({row[0].get("rate", "1") for row in by_code.get("fdc_jax", [])} - {"1"})
+        more = [f"rows × {rate} with [other rates](#learning-rates)" for rate in others]
+        said.append("; ".join([f"`{about['command']}`", *more]))
+    codes = {(code, each[0][0]["commit"]) for code, each in by_code.items() if code != "fdc_jax"}
     code = [f"Code: {code} at `{commit[:7]}`." for code, commit in sorted(codes)]
-    code += (each for each in changes(own) if each not in shared(rows))
-    said.append(" ".join(code))
-    said += dict.fromkeys(searched(each) for row in own for each in row)
+    said.append(" ".join([*code, *(each for each in changes(own) if each not in everywhere)]))
+    said += map(searched, by_code.values())
     columns = ("here", "accuracy", "mean over tasks")
     said.append(lines(columns, 1, ([head(row), *reached(row)] for row in own)))
-    if about.get("authors"):
+    if "authors" in about:
         said.append(f"Elsewhere: {about['authors']}.")
     return "\n\n".join(filter(None, said))
 
@@ -229,15 +237,17 @@ def page() -> tuple[str, str]:
     known = json.loads(ABOUT.read_text())
     rows, photographs = read("league"), read("league_photographs")
     every = rows + photographs
+    everywhere = shared(every)
     methods = list(dict.fromkeys(row[0]["method"] for row in every))
+    said = [f"{counted(len(methods), 'method')}, in the order of the tables."]
+    if everywhere:
+        said.append(f"All code of others: {' '.join(everywhere)}")
     parts = {
         "rows": table(rows, known),
         "photographs": table(photographs, known),
         "orders": orders(json.loads((RESULTS / "league_orders.json").read_text())),
         "methods": "\n\n".join(
-            [f"{counted(len(methods), 'method')}, best first."]
-            + [f"All code of others: {' '.join(each)}" for each in [shared(every)] if each]
-            + [section(method, every, known) for method in methods]
+            said + [section(method, every, known[method], everywhere) for method in methods]
         ),
     }
     text = (DOCS / "league.md").read_text()
