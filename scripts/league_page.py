@@ -89,8 +89,9 @@ def searched(rows: list[Row]) -> str:
         f"{name} {', '.join(f'× {rate} {each:.1f}' for rate, each in record['rates'].items())}"
         for name, record in found
     )
-    cost = f"{found[0][1]['search_seconds']:,.0f} processor seconds"
-    return f"Learning rates by held-out training images, %: {'; '.join(heads)} ({cost} in all)."
+    costs = dict.fromkeys(f"{record['search_seconds']:,.0f}" for _, record in found)
+    cost = f"{' and '.join(costs)} processor seconds in all"
+    return f"Learning rates by held-out training images, %: {'; '.join(heads)} ({cost})."
 
 
 def head(row: Row) -> str:
@@ -154,10 +155,10 @@ def section(method: str, rows: list[Row], about: dict[str, str], everywhere: lis
     for row in own:
         by_code.setdefault(row[0]["code"], []).append(row)
     if "command" in about:
-        others = sorted({row[0].get("rate", "1") for row in by_code.get("fdc_jax", [])} - {"1"})
-        more = [f"rows × {rate} with [other rates](#learning-rates)" for rate in others]
-        said.append("; ".join([f"`{about['command']}`", *more]))
-    codes = {(code, each[0][0]["commit"]) for code, each in by_code.items() if code != "fdc_jax"}
+        rates = sorted({row[0].get("rate", "1") for row in by_code.get("fdc_jax", [])} - {"1"})
+        more = (f"; rows × {rate} with [other rates](#learning-rates)" for rate in rates)
+        said.append(f"`{about['command']}`{''.join(more)}")
+    codes = {(row[0]["code"], row[0]["commit"]) for row in own if row[0]["code"] != "fdc_jax"}
     code = [f"Code: {code} at `{commit[:7]}`." for code, commit in sorted(codes)]
     said.append(" ".join([*code, *(each for each in changes(own) if each not in everywhere)]))
     said += map(searched, by_code.values())
