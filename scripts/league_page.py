@@ -161,6 +161,10 @@ def section(method: str, rows: list[Row], about: dict[str, str], everywhere: lis
     codes = {(row[0]["code"], row[0]["commit"]) for row in own if row[0]["code"] != "fdc_jax"}
     code = [f"Code: {code} at `{commit[:7]}`." for code, commit in sorted(codes)]
     said.append(" ".join([*code, *(each for each in changes(own) if each not in everywhere)]))
+    if "settings" in about:
+        file, _, values = about["settings"].partition(" ")
+        program = f"python scripts/league_pilot.py CLONE {file} 1 IMAGES WEIGHTS DUMP.npz {values}"
+        said.append(f"`{program.strip()}`")
     said += map(searched, by_code.values())
     columns = ("here", "accuracy", "mean over tasks")
     said.append(lines(columns, 1, ([head(row), *reached(row)] for row in own)))
