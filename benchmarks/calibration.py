@@ -1,25 +1,17 @@
 r"""Time, memory and storage of a calibrator: fit and scoring, by the number of tasks.
 
     python -m benchmarks.calibration --output=calibration.json
-    python -m benchmarks.calibration --method=fdc,gaussians --before=CHECKOUT
     python -m benchmarks.calibration --tasks=10,100,1000 --images=130000,1300000 --classes=1000 \
         --width=192 --views=1
 
 Features are random and drawn task by task, outside the clock. Every number of tasks and of images
 is measured in a process of its own, whose largest resident memory is that of the point. Of several
 points the growth is fitted: the exponents of time and memory in tasks and in images. With --exact
-FDC's labels, of one view, are compared with those without bins and drawn tasks. With --before
-every point is measured by another checkout of the package, too, by turns; medians are compared.
+FDC's labels, of one view, are compared with those without bins and drawn tasks.
 """
 
-import json
-import os
 import resource
-import statistics
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -193,16 +185,6 @@ def line(found: dict[str, Any]) -> str:
     )
 
 
-def pair_line(found: dict[str, Any]) -> str:
-    """A pair for the screen."""
-    text = f"{found['method']}, {found['tasks']} tasks, {found['images']} images, processor time:"
-    units = {"fit": "s", "fit_last_task": "s"} | {f"score_{size}": "ms" for size in BATCHES}
-    for what, unit in units.items():
-        before, now, ratio = (found[k][what] for k in ("before", "now", "times_faster"))
-        text += f" {what} {before:.3g} -> {now:.3g} {unit} ({ratio:.2f} times faster),"
-    return text.rstrip(",")
-
-
 def growth(results: list[dict[str, Any]]) -> dict[str, float]:
     """Returns exponents of time and memory, along tasks and along images where both vary."""
     found = {}
@@ -219,49 +201,11 @@ def growth(results: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def by_checkout(folder: str, point: Point, method: str, repeats: int) -> dict[str, Any]:
-    """Returns what the program of a checkout of the package finds at a point."""
-    flags = {**point._asdict(), "method": method, "repeats": repeats}
-    with tempfile.TemporaryDirectory() as scratch:
-        flags["output"] = output = str(Path(scratch, "found.json"))
-        command = [sys.executable, "-m", PROGRAM, *(f"--{k}={v}" for k, v in flags.items())]
-        environment = os.environ | {"PYTHONPATH": folder}
-        done = subprocess.run(
-            command, cwd=folder, env=environment, capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            said = (done.stderr.strip() or "nothing").splitlines()[-1]
-            raise InputError(f"{folder}: expected {PROGRAM} to measure a point, found: {said}")
-        found = json.loads(Path(output).read_text())
-    return found["results"][0] | {"commit": found["versions"].get("commit")}
-
-
-def paired(before: str, point: Point, method: str, repeats: int, turns: int) -> dict[str, Any]:
-    """Returns processor seconds of this checkout and of another, by turns."""
-    folders = {"before": before, "now": os.getcwd()}
-    seconds: dict[str, dict[str, list[float]]] = {name: {} for name in folders}
-    found: dict[str, Any] = {**point._asdict(), "method": method, "commits": {}}
-    for _ in range(turns):
-        for name, folder in folders.items():
-            each = by_checkout(folder, point, method, repeats)
-            found["commits"][name] = each["commit"]
-            spent = {"fit": each["fit_seconds"], "fit_last_task": each["fit_seconds_last_task"]}
-            spent |= {f"score_{k}": v for k, v in each["score_milliseconds"].items()}
-            for what, value in spent.items():
-                seconds[name].setdefault(what, []).append(value["processor"])
-    median = {
-        name: {k: statistics.median(v) for k, v in of.items()} for name, of in seconds.items()
-    }
-    ratios = {what: value / median["now"][what] for what, value in median["before"].items()}
-    return found | {"turns": seconds, "times_faster": ratios} | median
-
-
 def main() -> None:
     """Measures every number of tasks, prints a line for each and writes them as JSON."""
     flags = {"tasks": "20", "images": "6000", "classes": 100, "width": 768, "views": 2}
-    parser = measure.parser_of(__doc__, PROGRAM, **flags, repeats=5, turns=3, exact=False)
+    parser = measure.parser_of(__doc__, PROGRAM, **flags, repeats=5, exact=False)
     parser.add_argument("--method", default="fdc", help="some of " + ",".join(calibration.METHODS))
-    parser.add_argument("--before", help="a checkout of the package to compare with")
     options = measure.parsed(parser)
     tasks, images = measure.numbers(options, "tasks"), measure.numbers(options, "images")
     methods = options.method.split(",")
@@ -279,13 +223,6 @@ def main() -> None:
     rest = options.classes, options.width, options.views
     points = [(Point(n, size, *rest), each) for each in methods for size in images for n in tasks]
     device = {"device": jax.devices()[0].device_kind}
-    if options.before:
-        pairs = []
-        for point, method in points:
-            pairs.append(paired(options.before, point, method, options.repeats, options.turns))
-            print(pair_line(pairs[-1]), flush=True)
-            measure.write_report(PROGRAM, options, {"pairs": pairs} | device)
-        return
     results = []
     for point, method in points:
         given = point, method, options.repeats, options.exact

@@ -40,21 +40,6 @@ def test_a_benchmark_prints_lines_and_writes_numbers(tmp_path, name, arguments):
         check_calibration(found)
 
 
-def test_two_checkouts_take_turns(tmp_path):
-    output = tmp_path / "pairs.json"
-    sizes = "--tasks=2", "--images=40", "--classes=4", "--width=16", "--repeats=1", "--turns=1"
-    methods = "--method=ncm,fdc"
-    assert small_runs.python(
-        "-m", "benchmarks.calibration", *sizes, methods, "--before=.", f"--output={output}"
-    )
-    pairs = json.loads(output.read_text())["pairs"]
-    assert [each["method"] for each in pairs] == ["ncm", "fdc"]
-    for each in pairs:
-        assert each["commits"]["before"] == each["commits"]["now"]
-        fit = {name: each["turns"][name]["fit"] for name in ("before", "now")}
-        assert each["times_faster"]["fit"] == fit["before"][0] / fit["now"][0]
-
-
 def check_calibration(found):
     for result, tasks in zip(found["results"], (2, 3), strict=True):
         assert (result["tasks"], result["images"], result["views"]) == (tasks, 330, 2)
