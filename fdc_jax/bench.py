@@ -158,10 +158,9 @@ def check(record: Any, place: str) -> None:
     for name in ("method", "calibrator", "code"):
         if not re.fullmatch(r"\w[\w./ +-]*", record[name]):
             raise InputError(f"{place}: {name}: expected letters, digits, dots, dashes and spaces")
-    if record["code"] == "fdc_jax":
-        if record["calibrator"] not in METHODS:
-            raise InputError(f"{place}: calibrator: expected one of {', '.join(METHODS)}")
-    elif "/" not in record["code"]:
+    if record["calibrator"] not in METHODS:
+        raise InputError(f"{place}: calibrator: expected one of {', '.join(METHODS)}")
+    if record["code"] != "fdc_jax" and "/" not in record["code"]:
         raise InputError(f"{place}: code: expected fdc_jax or OWNER/REPOSITORY")
     if re.search("<!--|\n", record["changes"]) or max(record["curve"], default=0) > 100:
         raise InputError(f"{place}: expected changes in words, and a curve in percent")

@@ -95,8 +95,8 @@ def searched(rows: list[Row]) -> str:
 
 
 def head(row: Row) -> str:
-    """Returns what decides: a calibrator of this package, or the method's own head."""
-    own = row[0]["code"] != "fdc_jax"
+    """Returns what decides: a calibrator of this package, or the method's own head (`raw`)."""
+    own = row[0]["code"] != "fdc_jax" and row[0]["calibrator"] == "raw"
     return "own" if own else METHODS[row[0]["calibrator"]].title
 
 
@@ -142,7 +142,7 @@ def changes(rows: Iterable[Row]) -> dict[str, None]:
 
 def shared(rows: list[Row]) -> list[str]:
     """Returns what was changed in everybody else's code."""
-    others = [changes([[each]]) for row in rows for each in row if head(row) == "own"]
+    others = [changes([[each]]) for row in rows for each in row if each["code"] != "fdc_jax"]
     return [said for said in changes(rows) if all(said in other for other in others)]
 
 

@@ -1,6 +1,6 @@
 """Runs a method of LAMDA-PILOT, or of a repository built like it, in the protocol of the league.
 
-python scripts/league_pilot.py CLONE SETTINGS SEED IMAGES WEIGHTS OUTPUT.npz [NAME=VALUE ...]
+python scripts/league_pilot.py CLONE SETTINGS SEED IMAGES WEIGHTS OUTPUT.npz [NAME=VALUE ...] [+]
 
 CLONE is a checkout of LAMDA-CL/LAMDA-PILOT, or of what the authors of SSIAT, RSIAT, SD-LoRA,
 InfLoRA or E2-LoRA (its folder class_incremental_learning) published. In all of them widths and
@@ -28,6 +28,10 @@ SimpleCIL has 90.0 % after the first task then, and 93.0 % with these. Needs tor
 0.6.12 (for Python 3.11 after `sed -i '/maxxvit/d' models/__init__.py` in its folder) and what the
 clone needs; one CPU thread. Test images are predicted after each task alone, not after each epoch.
 The processor seconds are printed at the end.
+
+With + at the end, and this package installed beside torch, class Gaussians are fitted after each
+task to features of the method's encoder, which they follow. The training is the same; what they
+predict goes to OUTPUT_gaussians.npz.
 """
 
 import importlib
@@ -82,6 +86,28 @@ def module(*names: str) -> Any:
     return importlib.import_module(found)
 
 
+def extracted(model: Any, images: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns features by the encoder as it is, and labels; the training's draws stay the same."""
+    loader = torch.utils.data.DataLoader(images, 64, generator=torch.Generator())
+    return model._extract_vectors(loader)
+
+
+def follow(model: Any, calibrator: Any) -> None:
+    """Fits a calibrator to every task that a model learns."""
+    learn = model.incremental_train
+
+    def learned(manager: Any) -> None:
+        task, first = model._cur_task + 1, model._known_classes
+        classes = np.arange(first, first + manager.get_task_size(task))
+        images = manager.get_dataset(classes, source="train", mode="test")
+        previous = extracted(model, images)[0] if task else None
+        learn(manager)
+        calibrator.fit_task(*extracted(model, images), previous=previous)
+        calibrator.finalize()
+
+    model.incremental_train = learned
+
+
 def not_measured(*_: Any) -> float:
     """Stands for accuracies of log lines; draws what a loader of test images would have drawn."""
     torch.empty((), dtype=torch.int64).random_()
@@ -91,6 +117,12 @@ def not_measured(*_: Any) -> float:
 def main() -> None:
     """Runs the command line."""
     clone, settings, seed, folder, weights, output, *changes = sys.argv[1:]
+    calibrator: Any = None
+    if changes[-1:] == ["+"]:
+        from fdc_jax import calibration  # beside torch for this alone
+
+        changes.pop()
+        calibrator = calibration.make("gaussians")
     data, tasks = read(Path(folder))
     weights, output = os.path.abspath(weights), os.path.abspath(output)
     classes = int(data["test_targets"].max()) + 1
@@ -129,7 +161,7 @@ def main() -> None:
         data_manager.DummyDataset.__getitem__ = lambda self, at: (
             *(at, torch.from_numpy(np.array(self.images[at])), self.labels[at]),
         )
-    make, found, ranking = factory.get_model, {}, np.zeros(0)
+    make, found, by_gaussians, ranking = factory.get_model, {}, {}, np.zeros(0)
 
     def watched(*given):
         model = make(*given)
@@ -139,6 +171,8 @@ def main() -> None:
             model._network.backbone.forward = lambda features: features
             model._init_train = lambda *_: None
         evaluate = model._eval_cnn
+        if calibrator:
+            follow(model, calibrator)
 
         def predicted(loader):
             nonlocal ranking
@@ -152,6 +186,11 @@ def main() -> None:
             assert any(np.array_equal(each, labels) for each in rest)  # images in this order
             found[f"label_{task}"] = ranking[:, 0]
             print(task + 1, np.mean(ranking[:, 0] == labels), flush=True)
+            if calibrator:
+                scores = calibrator.score(extracted(model, loader.dataset)[0])
+                by_gaussians[f"label_{task}"] = scores.label
+                by_gaussians["task_scores"] = scores.task_scores
+                print(task + 1, np.mean(scores.label == labels), "by class Gaussians", flush=True)
             return first[:, :best] if best > 1 else first, *rest
 
         model._eval_cnn = predicted
@@ -170,6 +209,8 @@ def main() -> None:
         places = np.argsort(ranking, axis=1).reshape(len(ranking), tasks, -1)
         found["task_scores"] = -places.min(axis=2)
     np.savez_compressed(output, **found)
+    if calibrator:
+        np.savez_compressed(output.replace(".npz", "_gaussians.npz"), **by_gaussians)
     print(f"{time.process_time():.1f} processor seconds")
 
 

@@ -395,6 +395,15 @@ def test_the_images_are_those_of_the_records_in_any_copy(shared_asset, tmp_path)
         assert listed(other, "league").checksum == record["data"][f"{split.split}_sha256"]
 
 
+def test_the_raw_head_of_other_code_is_its_own():
+    heads = [
+        league_page.head([{"code": code, "calibrator": name}])
+        for code in ("fdc_jax", "a/b")
+        for name in ("raw", "gaussians")
+    ]
+    assert heads == ["Raw", "class Gaussians", "own", "class Gaussians"]
+
+
 def test_a_method_without_a_title_is_refused():
     with pytest.raises(InputError, match=r"league_methods\.json: expected an entry for guess"):
         league_page.title("guess", {})
