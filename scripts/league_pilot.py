@@ -1,6 +1,7 @@
 """Runs a method of LAMDA-PILOT, or of a repository built like it, in the protocol of the league.
 
-python scripts/league_pilot.py CLONE SETTINGS SEED IMAGES WEIGHTS OUTPUT.npz [NAME=VALUE ...] [+]
+python scripts/league_pilot.py CLONE SETTINGS SEED IMAGES WEIGHTS OUT.npz [NAME=VALUE ...]
+    [gaussians]
 
 CLONE is a checkout of LAMDA-CL/LAMDA-PILOT, or of what the authors of SSIAT, RSIAT, SD-LoRA,
 InfLoRA or E2-LoRA (its folder class_incremental_learning) published. In all of them widths and
@@ -29,9 +30,9 @@ SimpleCIL has 90.0 % after the first task then, and 93.0 % with these. Needs tor
 clone needs; one CPU thread. Test images are predicted after each task alone, not after each epoch.
 The processor seconds are printed at the end.
 
-With + at the end, and this package installed beside torch, class Gaussians are fitted after each
-task to features of the method's encoder, which they follow. The training is the same; what they
-predict goes to OUTPUT_gaussians.npz.
+With `gaussians` at the end, and this package installed beside torch, class Gaussians are fitted
+after each task to features of the method's encoder, which they follow. The training is the same;
+what they predict goes to OUT_gaussians.npz.
 """
 
 import importlib
@@ -118,7 +119,7 @@ def main() -> None:
     """Runs the command line."""
     clone, settings, seed, folder, weights, output, *changes = sys.argv[1:]
     calibrator: Any = None
-    if changes[-1:] == ["+"]:
+    if changes[-1:] == ["gaussians"]:
         from fdc_jax import calibration  # beside torch for this alone
 
         changes.pop()
