@@ -173,6 +173,16 @@ def section(method: str, rows: list[Row], about: dict[str, str], everywhere: lis
     return "\n\n".join(filter(None, said))
 
 
+def one_pass(found: list[dict[str, Any]], known: dict[str, Any]) -> str:
+    """Returns the table of class Gaussians by one pass, best first."""
+    rows = []
+    for row in sorted(found, key=lambda row: -float(np.mean(row["accuracy"]))):
+        above = f"{row['above_e2_lora']:+.2f} ± {row['interval']:.2f}"
+        seeds = ", ".join(map(str, row["seeds"]))
+        rows.append([title(row["learner"], known), seeds, spread(row["accuracy"]), above])
+    return lines(("learner", "seeds", "accuracy", "above E2-LoRA"), 2, rows)
+
+
 def orders(record: dict[str, Any]) -> str:
     """Returns the table of orders of classes."""
     seeds = [name for name in record["accuracy"] if name.isdigit() and name != "1993"]
@@ -250,6 +260,9 @@ def page() -> tuple[str, str]:
     parts = {
         "rows": table(rows, known),
         "photographs": table(photographs, known),
+        "passes": one_pass(
+            json.loads((RESULTS / "league_one_pass.json").read_text())["rows"], known
+        ),
         "orders": orders(json.loads((RESULTS / "league_orders.json").read_text())),
         "methods": "\n\n".join(
             said + [section(method, every, known[method], everywhere) for method in methods]
