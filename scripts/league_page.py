@@ -163,7 +163,8 @@ def section(method: str, rows: list[Row], about: dict[str, str], everywhere: lis
     said.append(" ".join([*code, *(each for each in changes(own) if each not in everywhere)]))
     if "settings" in about:
         file, _, values = about["settings"].partition(" ")
-        program = f"python scripts/league_pilot.py CLONE {file} 1 IMAGES WEIGHTS DUMP.npz {values}"
+        given = f"CLONE {file} 1 {about.get('images', 'IMAGES')} WEIGHTS DUMP.npz {values}"
+        program = f"python scripts/league_pilot.py {given.strip()}"
         said.append(f"`{program.strip()}`")
     said += map(searched, by_code.values())
     columns = ("here", "accuracy", "mean over tasks")
@@ -202,7 +203,7 @@ def figure(rows: list[Row], known: dict[str, Any]) -> str:
     """Returns accuracy against processor seconds as SVG; the best row of a method has its name."""
     kinds = {"own": (drawing.INK, "^", "own head, others' code")}
     for name, (colour, marker) in drawing.looks(_TITLES).items():
-        kinds[METHODS[name].title] = (colour, marker, f"{_TITLES[name]}, ours")
+        kinds[METHODS[name].title] = (colour, marker, _TITLES[name])
     with drawing.style():
         made, (axes,) = drawing.panels(1, 4.2, 1)
         made.set_size_inches(drawing.PAGE, 4.2)

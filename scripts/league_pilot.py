@@ -31,8 +31,9 @@ clone needs; one CPU thread. Test images are predicted after each task alone, no
 The processor seconds are printed at the end.
 
 With `gaussians` at the end, and this package installed beside torch, class Gaussians are fitted
-after each task to features of the method's encoder, which they follow. The training is the same;
-what they predict goes to OUT_gaussians.npz.
+after each task to features of the method's encoder, which they follow; so it must be one encoder,
+unlike L2P's, EASE's and MOS's. The training is the same, the seconds hold those of both; what they
+predict goes to OUT_gaussians.npz.
 """
 
 import importlib
@@ -95,6 +96,7 @@ def extracted(model: Any, images: Any) -> tuple[np.ndarray, np.ndarray]:
 
 def follow(model: Any, calibrator: Any) -> None:
     """Fits a calibrator to every task that a model learns."""
+    assert hasattr(model._network, "extract_vector"), "expected a method of one encoder"
     learn = model.incremental_train
 
     def learned(manager: Any) -> None:
@@ -211,7 +213,7 @@ def main() -> None:
         found["task_scores"] = -places.min(axis=2)
     np.savez_compressed(output, **found)
     if calibrator:
-        np.savez_compressed(output.replace(".npz", "_gaussians.npz"), **by_gaussians)
+        np.savez_compressed(f"{output.removesuffix('.npz')}_gaussians.npz", **by_gaussians)
     print(f"{time.process_time():.1f} processor seconds")
 
 
