@@ -153,7 +153,7 @@ def main() -> None:
     helpers.download_cached_file = lambda *_, **__: weights  # where InfLoRA makes its own encoder
     sys.path.insert(0, os.path.abspath(clone))
     os.chdir(clone)
-    trainer = importlib.import_module("trainer")
+    trainer: Any = importlib.import_module("trainer")
     datasets = module("utils.data", "data.data")
     data_manager = module("utils.data_manager", "data.data_manager")
     factory = module("utils.factory", "utils.model_factory")
@@ -164,7 +164,8 @@ def main() -> None:
         data_manager.DummyDataset.__getitem__ = lambda self, at: (
             *(at, torch.from_numpy(np.array(self.images[at])), self.labels[at]),
         )
-    make, found, by_gaussians, ranking = factory.get_model, {}, {}, np.zeros(0)
+    make, found, by_gaussians = factory.get_model, {}, {}
+    ranking: np.ndarray = np.zeros(0)
 
     def watched(*given):
         model = make(*given)
