@@ -91,7 +91,8 @@ def searched(rows: list[Row]) -> str:
     )
     costs = dict.fromkeys(f"{record['search_seconds']:,.0f}" for _, record in found)
     cost = f"{' and '.join(costs)} processor seconds in all"
-    return f"Learning rates by held-out training images, %: {'; '.join(heads)} ({cost})."
+    whose = "ours" if (code := rows[0][0]["code"]) == "fdc_jax" else code
+    return f"Learning rates of {whose} by held-out training images, %: {'; '.join(heads)} ({cost})."
 
 
 def head(row: Row) -> str:
