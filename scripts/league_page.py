@@ -163,10 +163,7 @@ def section(method: str, rows: list[Row], about: dict[str, str], everywhere: lis
     code = [f"Code: {code} at `{commit[:7]}`." for code, commit in sorted(codes)]
     said.append(" ".join([*code, *(each for each in changes(own) if each not in everywhere)]))
     if "settings" in about:
-        file, _, values = about["settings"].partition(" ")
-        given = f"CLONE {file} 1 {about.get('images', 'IMAGES')} WEIGHTS DUMP.npz {values}"
-        program = f"python scripts/league_pilot.py {given.strip()}"
-        said.append(f"`{program.strip()}`")
+        said.append(f"`python scripts/league_pilot.py CLONE {about['settings']}`")
     said += map(searched, by_code.values())
     columns = ("here", "accuracy", "mean over tasks")
     said.append(lines(columns, 1, ([head(row), *reached(row)] for row in own)))
