@@ -10,6 +10,8 @@ sizes are changed by hand, and what an installation of today refuses:
     sed -i 's/768/192/g; s/num_heads=12/num_heads=3/g; s/img_size=224/img_size=128/g' */*.py
     sed -i 's/input_size = 224/input_size = 128/; s/(224)/(128)/g' */data.py
     sed -i 's/num_workers=n8/num_workers=8/' models/SSITA_adapter.py  # SSIAT
+    sed -i 's/: 0.01,/: self.init_lr,/' models/SSITA_adapter.py  # its rates, for a search
+    sed -i 's|: 0.01,|: 0.01 * self.init_lr / 0.018461273665041644,|' models/RSIAT_adapter.py
     sed -i 's/3, 224, 224/3, 128, 128/' models/vit_inflora.py  # InfLoRA
     sed -i 's/deepcopy(module.cur_matrix)/module.cur_matrix.numpy().copy()/' methods/inflora.py
     sed -i 's/attn_mask=None/attn_mask=None, **_/' utils/inc_net.py  # E2-LoRA, timm 1.0
