@@ -165,8 +165,9 @@ def section(method: str, rows: list[Row], about: dict[str, str], everywhere: lis
     if "settings" in about:
         said.append(f"`python scripts/league_pilot.py CLONE {about['settings']}`")
     said += map(searched, by_code.values())
-    columns = ("here", "accuracy", "mean over tasks")
-    said.append(lines(columns, 1, ([head(row), *reached(row)] for row in own)))
+    shown = slice(1, 8)  # but for the first column, up to the mean over tasks
+    found = (cells(row, own[0], {method: about})[shown] for row in own)
+    said.append(lines(_COLUMNS[shown], 4, found))
     if "authors" in about:
         said.append(f"Elsewhere: {about['authors']}.")
     return "\n\n".join(filter(None, said))
