@@ -187,7 +187,9 @@ def one_pass(found: list[dict[str, Any]], first: Row, known: dict[str, Any]) -> 
         seeds = ", ".join(map(str, each["seeds"]))
         rows.append((accuracy, [title(each["learner"], known), seeds, spread(accuracy), above]))
     rows.sort(key=lambda row: -np.mean(row[0]))
-    return lines(("learner", "seeds", "accuracy", "above E2-LoRA"), 2, (row for _, row in rows))
+    return lines(
+        ("learner", "seeds", "accuracy", "above E2-LoRA's own heads"), 2, (row for _, row in rows)
+    )
 
 
 def orders(record: dict[str, Any]) -> str:
