@@ -14,6 +14,7 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -224,20 +225,18 @@ def read(folder: str | Path) -> dict[Path, dict[str, Any]]:
     if not records:
         raise InputError(f"{folder}: expected records, found none")
     rows: dict[tuple[Any, ...], Path] = {}
-    first = next(iter(records))
     for path, record in records.items():
         check(record, str(path))
         row = tuple(record[name] for name in ("code", "method", "calibrator", "seed"))
         if rows.setdefault(row, path) != path:
             raise InputError(f"{path}: code, method, calibrator and seed are those of {rows[row]}")
-        if field := _differ(record, records[first]):
-            raise InputError(f"{path}: {field}: not as in {first}")
+    for name in _PROTOCOL:
+        said = {path: json.dumps(record[name], sort_keys=True) for path, record in records.items()}
+        most = Counter(said.values()).most_common(1)[0][0]
+        like = next(path for path, text in said.items() if text == most)
+        if other := [path for path, text in said.items() if text != most]:
+            raise InputError(f"{other[0]}: {name}: not as in {like}")
     return records
-
-
-def _differ(record: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
-    """Returns the first thing that follows from the protocol and differs in two records."""
-    return next((name for name in _PROTOCOL if other.get(name) != record[name]), None)
 
 
 def write(record: dict[str, Any], folder: str | Path) -> Path:
@@ -247,8 +246,9 @@ def write(record: dict[str, Any], folder: str | Path) -> Path:
     name = "-".join(re.sub(r"\W+", "_", word).lower() for word in words if word != "fdc_jax")
     path = Path(folder) / f"{name}-{record['seed']}.json"
     for other in sorted(Path(folder).glob("*.json"))[:1]:
-        if field := _differ(record, read_object(other)):
-            raise InputError(f"{folder}: {field}: expected that of {other}, found another")
+        there = read_object(other)
+        if differ := [field for field in _PROTOCOL if there.get(field) != record[field]]:
+            raise InputError(f"{folder}: {differ[0]}: expected that of {other}, found another")
     if path.exists() and read_json(path) != json.loads(json.dumps(record)):
         raise InputError(
             f"{path}: is another record of this method, calibrator and seed; remove it"
