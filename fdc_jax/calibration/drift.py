@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import scipy.linalg
 
-from fdc_jax.calibration.compiled import eigh
 from fdc_jax.calibration.inputs import blocks, float32
 
 if TYPE_CHECKING:
@@ -119,7 +118,9 @@ def fit_map(
             rows, change = _centred(take(old), take(new), mean, target)
             gram += rows.T @ rows
             cross += rows.T @ change
-    found, vectors = eigh(gram)
+    # In float64: what the errors of left-out images divide by amplifies rounding.
+    found, columns = np.linalg.eigh(gram.astype(np.float64))
+    vectors = columns.T.astype(np.float32)
     level = float(np.trace(gram)) / width or 1.0
     energies = (np.maximum(found, 0.0) / level).astype(np.float32)
     gains = 1.0 / (energies + np.array(RIDGES, np.float32)[:, None])

@@ -63,6 +63,6 @@ def test_numpy_gives_what_jax_gives(alone, case):
     assert compiled.jax is not None
     scores, labels = scores_of(*case)
     # Distances by covariances of few samples lose digits in whatever adds them up.
-    tolerance = {"fdc": 2e-5, "raw": 2e-5, "gaussians": 1e-4}.get(case[0], 1e-3)
+    tolerance = 2e-5 if case[0] in ("fdc", "gaussians", "raw") else 1e-3
     assert streams.relative_error(alone[f"{case} scores"], scores) < tolerance
     np.testing.assert_array_equal(alone[f"{case} labels"], labels)
