@@ -370,6 +370,7 @@ def write_images(folder: str | Path, fields: Sequence[str]) -> None:
             config.update_from_flattened_dict({name: configuration.reader(config, name)(value)})
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise InputError(f"{word}: expected a field of the configuration, a value") from error
+    configuration.validate(config)
     cache, encoder = setups.cache_folder(config), config.encoder
     checksum = sha256(weights.locate(encoder.weights, encoder.variant, cache))
     tasks = open_stream(config, cache)
