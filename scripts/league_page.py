@@ -207,6 +207,24 @@ def orders(record: dict[str, Any]) -> str:
     return lines(["", "", *columns], 2, rows)
 
 
+def trained(by_order: dict[str, list[Row]], known: dict[str, Any]) -> str:
+    """Returns the table of what was learned in every order, by seed 1."""
+    found: list[dict[tuple[str, str, str], Row]] = [
+        {key(each): [each] for row in rows for each in row if each["seed"] == 1}
+        for rows in by_order.values()
+    ]
+    shown = []
+    for row in (row for each, row in found[0].items() if all(each in other for other in found)):
+        ends = zip(*(reached(other[key(row[0])]) for other in found), strict=True)
+        shown.append([*cells(row, row, known)[:4], *(number for end in ends for number in end)])
+    of = [
+        f"{said}, {order}"
+        for said in ("after the last task", "mean over tasks")
+        for order in by_order
+    ]
+    return lines([*_COLUMNS[:4], *of], 4, shown)
+
+
 def figure(rows: list[Row], known: dict[str, Any]) -> str:
     """Returns accuracy against processor seconds as SVG; the best row of a method has its name."""
     kinds = {"own": (drawing.INK, "^", "own head, others' code")}
@@ -246,12 +264,16 @@ def figure(rows: list[Row], known: dict[str, Any]) -> str:
         return drawing.svg(made)
 
 
+def key(record: dict[str, Any]) -> tuple[str, str, str]:
+    """Returns what the records of a row have in common."""
+    return record["code"], record["method"], record["calibrator"]
+
+
 def read(folder: str) -> list[Row]:
     """Returns the rows of a folder of records in `results`, best first."""
     groups: dict[tuple[str, str, str], Row] = {}
     for record in bench.read(RESULTS / folder).values():
-        key = (record["code"], record["method"], record["calibrator"])
-        groups.setdefault(key, []).append(record)
+        groups.setdefault(key(record), []).append(record)
     rows = [sorted(row, key=lambda each: each["seed"]) for row in groups.values()]
     return sorted(rows, key=lambda row: -float(np.mean([each["accuracy"] for each in row])))
 
@@ -260,6 +282,7 @@ def page() -> tuple[str, str]:
     """Returns the page, in which what is made is new, and its figure."""
     known = json.loads(ABOUT.read_text())
     rows, photographs = read("league"), read("league_photographs")
+    by_order = {"1993": rows} | {name: read(f"league_{name}") for name in ("similar", "dissimilar")}
     every = rows + photographs
     everywhere = shared(every)
     methods = list(dict.fromkeys(row[0]["method"] for row in every))
@@ -272,6 +295,7 @@ def page() -> tuple[str, str]:
         "rows": table(rows, known),
         "photographs": table(photographs, known),
         "passes": one_pass(by_one_pass["rows"], e2_lora, known),
+        "trained": trained(by_order, known),
         "orders": orders(json.loads((RESULTS / "league_orders.json").read_text())),
         "methods": "\n\n".join(
             said + [section(method, every, known[method], everywhere) for method in methods]

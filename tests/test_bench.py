@@ -366,6 +366,23 @@ def test_photographs_are_of_the_protocol_that_the_page_states():
         assert (record["classes_per_task"], record["test_images"]) == ([6] * 11, [20] * 66)
 
 
+def test_trained_encoders_learned_the_orders_of_the_frozen_ones():
+    """And the table's line of a row has the accuracies and means of its three records."""
+    results = REPOSITORY / "results"
+    orders = read_json(results / "league_orders.json")["orders"]
+    table = (REPOSITORY / "docs" / "league.md").read_text().partition("<!-- made: trained -->")[2]
+    for path in (results / "league_similar").glob("*.json"):
+        records = [read_json(results / name / path.name) for name in ("league", "league_similar")]
+        records.append(read_json(results / "league_dissimilar" / path.name))
+        for record, places in zip(records[1:], orders.values(), strict=True):
+            assert record["class_order"] == [records[0]["class_order"][at] for at in places]
+        assert len({record["rate"] for record in records}) == 1
+        numbers = [record["accuracy"] for record in records]
+        numbers += [np.mean(record["curve"]) for record in records]
+        assert f"| {' | '.join(f'{number:.2f}' for number in numbers)} |" in table
+    assert list(orders) == ["similar", "dissimilar"]
+
+
 def test_one_pass_is_compared_with_the_heads_of_e2_lora_by_test_image():
     records = bench.read(REPOSITORY / "results" / "league").values()
     others = {e["seed"]: e for e in records if (e["method"], e["calibrator"]) == ("e2_lora", "raw")}
