@@ -214,9 +214,10 @@ def trained(by_order: dict[str, list[Row]], known: dict[str, Any]) -> str:
         for rows in by_order.values()
     ]
     shown = []
-    for row in (row for each, row in found[0].items() if all(each in other for other in found)):
-        ends = zip(*(reached(other[key(row[0])]) for other in found), strict=True)
-        shown.append([*cells(row, row, known)[:4], *(number for end in ends for number in end)])
+    for name, row in found[0].items():
+        if all(name in rows for rows in found):
+            ends, averages = zip(*(reached(rows[name]) for rows in found), strict=True)
+            shown.append([*cells(row, row, known)[:4], *ends, *averages])
     of = [
         f"{said}, {order}"
         for said in ("after the last task", "mean over tasks")
