@@ -69,6 +69,8 @@ def two(tmp_path_factory, cache):
 # What XLA itself writes where a program takes two minutes to compile, as on a busy machine.
 ALARM = re.compile(r"^E\d{4} .*slow_operation_alarm.*\n(?:\n|\*+\n|\[Compiling module .*\n)*", re.M)
 
+GLOO = set("Gloo Rank is connected to peer ranks Expected number of".split())
+
 
 @pytest.mark.ci
 def test_two_processes_give_what_one_gives_and_the_first_alone_writes_and_speaks(whole, two):
@@ -78,7 +80,8 @@ def test_two_processes_give_what_one_gives_and_the_first_alone_writes_and_speaks
     assert "after task 2/2" in errors
     assert "results: " in output
     assert ALARM.sub("", other_errors) == ""
-    assert [line for line in other_output.splitlines() if not line.startswith("[Gloo]")] == []
+    # Gloo's threads greet at once, and their lines may be torn.
+    assert set(re.findall("[A-Za-z]+", other_output)) <= GLOO
     assert not two.with_name("two_nowhere").joinpath("config.json").exists()
     assert len(events(two, "evaluation")) == 2
 
