@@ -28,6 +28,7 @@ _COLUMNS = (
     *("method", "code", "head", "rates", "seeds", "accuracy", "behind the first"),
     *("mean over tasks", "right task", "among three", "passes", "processor s", "storage, MiB"),
 )
+_REACHED = ("after the last task", "mean over tasks")  # what `reached` returns
 _MADE = re.compile(r"(<!-- made: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
 # The records of one method, code and calibrator, by seed.
@@ -198,7 +199,7 @@ def orders(record: dict[str, Any]) -> str:
     columns = ("mean ± deviation", "least to most", *(named := ("1993", "similar", "dissimilar")))
     rows = []
     for index, name in enumerate(record["methods"]):
-        for key, said in (("accuracy", "after the last task"), ("average", "mean over tasks")):
+        for key, said in zip(("accuracy", "average"), _REACHED, strict=True):
             of = {order: values[index] for order, values in record[key].items()}
             values = [of[seed] for seed in seeds]
             reach = f"{min(values):.2f} to {max(values):.2f}"
@@ -218,11 +219,7 @@ def trained(by_order: dict[str, list[Row]], known: dict[str, Any]) -> str:
         if all(name in rows for rows in found):
             ends, averages = zip(*(reached(rows[name]) for rows in found), strict=True)
             shown.append([*cells(row, row, known)[:4], *ends, *averages])
-    of = [
-        f"{said}, {order}"
-        for said in ("after the last task", "mean over tasks")
-        for order in by_order
-    ]
+    of = [f"{said}, {order}" for said in _REACHED for order in by_order]
     return lines([*_COLUMNS[:4], *of], 4, shown)
 
 
@@ -291,11 +288,11 @@ def page() -> tuple[str, str]:
     if everywhere:
         said.append(f"All code of others: {' '.join(everywhere)}")
     by_one_pass = json.loads((RESULTS / "league_one_pass.json").read_text())
-    e2_lora = next(row for row in rows if (row[0]["method"], head(row)) == ("e2_lora", "own"))
+    named = {key(row[0]): row for row in rows}
     parts = {
         "rows": table(rows, known),
         "photographs": table(photographs, known),
-        "passes": one_pass(by_one_pass["rows"], e2_lora, known),
+        "passes": one_pass(by_one_pass["rows"], named["kiddo127/E2-LoRA", "e2_lora", "raw"], known),
         "trained": trained(by_order, known),
         "orders": orders(json.loads((RESULTS / "league_orders.json").read_text())),
         "methods": "\n\n".join(

@@ -182,12 +182,11 @@ def main() -> None:
 
         def predicted(loader):
             nonlocal ranking
-            best = model.topk
-            if best > 1:  # Where it is 1, InfLoRA takes a label for a ranking.
-                model.topk = model._total_classes
+            best, model.topk = model.topk, model._total_classes
             first, *rest = evaluate(loader)
-            model.topk = best
-            ranking = np.asarray(first).reshape(len(first), -1)
+            model.topk, images = best, len(loader.dataset)
+            ranking = np.asarray(first).reshape(images, -1)
+            rest = [each.reshape(images, -1)[:, 0] for each in rest]  # InfLoRA ranks tasks, too.
             task, labels = model._cur_task, data["test_targets"][: len(ranking)]
             assert any(np.array_equal(each, labels) for each in rest)  # images in this order
             found[f"label_{task}"] = ranking[:, 0]
@@ -197,7 +196,7 @@ def main() -> None:
                 by_gaussians[f"label_{task}"] = scores.label
                 by_gaussians["task_scores"] = scores.task_scores
                 print(task + 1, np.mean(scores.label == labels), "by class Gaussians", flush=True)
-            return first[:, :best] if best > 1 else first, *rest
+            return ranking[:, :best] if best > 1 else ranking[:, 0], *rest
 
         model._eval_cnn = predicted
         return model
