@@ -143,26 +143,6 @@ def mesh_of(target: str, count: int) -> Mesh:
 # What a program says ------------------------------------------------------------------------------
 
 
-class Product(NamedTuple):
-    """A matrix product in lowered text: shapes of its operands, and the name of its place."""
-
-    shapes: list[list[int]]
-    name: str
-
-
-def float32_products(lowered: str) -> list[Product]:
-    """Returns the products in lowered text for which an operand is float32, or becomes it."""
-    known = dict(re.findall(r'^(#loc\d+) = loc\("(.*?)"', lowered, re.MULTILINE))
-    pattern = r"stablehlo\.(?:dot_general|convolution).* : \((.*)\) -> .* loc\((#loc\d*)\)"
-    found = []
-    for types, place in re.findall(pattern, lowered):
-        operands = re.findall(r"tensor<((?:\d+x)*)(\w+)>", types)
-        if any(dtype == "f32" for _, dtype in operands):
-            shapes = [[int(each) for each in shape.split("x") if each] for shape, _ in operands]
-            found.append(Product(shapes, known.get(place, "")))
-    return found
-
-
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4}
 _COLLECTIVE = (
     r"= (.*?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -285,7 +265,6 @@ def record_of(program: Program, target: str) -> dict[str, Any]:
         "collective_bytes": {
             kind: sum(size for each, size in exchanged if each == kind) for kind, _ in exchanged
         },
-        "float32_products": len(float32_products(lowered.as_text(debug_info=True))),
     }
     if "gigahertz" in described:
         hertz = 1e9 * described["gigahertz"]

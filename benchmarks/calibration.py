@@ -6,8 +6,7 @@ r"""Time, memory and storage of a calibrator: fit and scoring, by the number of 
 
 Features are random and drawn task by task, outside the clock. Every number of tasks and of images
 is measured in a process of its own, whose largest resident memory is that of the point. Of several
-points the growth is fitted: the exponents of time and memory in tasks and in images. With --exact
-FDC's labels, of one view, are compared with those without bins and drawn tasks.
+points the growth is fitted: the exponents of time and memory in tasks and in images.
 """
 
 import resource
@@ -19,16 +18,12 @@ import numpy as np
 
 from benchmarks import measure
 from fdc_jax import calibration
-from fdc_jax.calibration import foreign
-from fdc_jax.calibration.equations import log_ratio
 from fdc_jax.calibration.inputs import VIEWS
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
 
 PROGRAM = "benchmarks.calibration"
 BATCHES = (64, 1024)
-# One forward pass of ViT-B/16 at 224 pixels.
-FORWARD_FLOPS = 35.1e9
 
 
 class Point(NamedTuple):
@@ -48,10 +43,8 @@ class Point(NamedTuple):
         )
         return images, classes
 
-    def features(self, task: int, test: bool = False) -> dict[str, Any]:
+    def features(self, task: int) -> dict[str, Any]:
         """Returns what a calibrator is fitted on: class centres plus noise, and their head.
-
-        For a test the noise is another one.
 
         An eighth of the axes, each task's own, has 80 % of the noise's energy. The adapted view is
         the pretrained one, turned and stretched a little.
@@ -64,7 +57,7 @@ class Point(NamedTuple):
         weak = 0.25 * strong / max(1, self.width - strong)
         scale = np.full(self.width, np.sqrt(weak), np.float32)
         scale[rng.permutation(self.width)[:strong]] = 1.0
-        noise = np.random.default_rng([task, int(test)])
+        noise = np.random.default_rng([task, 0])
         found = noise.standard_normal((images, self.width), np.float32)
         found *= scale
         found += centres[rows]
@@ -83,11 +76,8 @@ def peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def fit_and_score(point: Point, method: str, repeats: int, exact: bool) -> dict[str, Any]:
-    """Fits all tasks of a point, the first of which compiles, and scores with them.
-
-    With `exact` a second calibrator of one view is fitted, where nothing stands for anything else.
-    """
+def fit_and_score(point: Point, method: str, repeats: int) -> dict[str, Any]:
+    """Fits all tasks of a point, the first of which compiles, and scores with them."""
     single = {"pretrained_view_weight": 0.0} if (method, point.views) == ("fdc", 1) else {}
     calibrator: Any = calibration.make(method, **single)
     fit = np.zeros((point.tasks, 2))
@@ -100,8 +90,6 @@ def fit_and_score(point: Point, method: str, repeats: int, exact: bool) -> dict[
         residuals = sum(u.values.nbytes + u.weights.nbytes for u in calibrator.foreign)
         ranks = [len(view.basis) for task in calibrator.tasks for view in task.views]
         found |= {"foreign_residual_bytes": residuals, "mean_rank": float(np.mean(ranks))}
-        share = flops_per_image(point, sum(ranks)) / FORWARD_FLOPS
-        found["flops_share_of_forward"] = share
     given, score = point.features(0), {}
     for size in BATCHES:
         batch = [each if each is None else each[:size] for each in map(given.get, VIEWS)]
@@ -116,56 +104,7 @@ def fit_and_score(point: Point, method: str, repeats: int, exact: bool) -> dict[
         "score_milliseconds": score,
         "peak_memory_bytes": peak_bytes(),
     }
-    if exact:
-        step = max(1, point.tasks // 20)
-        tested = [point.features(task, test=True) for task in range(0, point.tasks, step)]
-        parts = [[given[view] for given in tested] for view in VIEWS[: point.views]]
-        test = [np.concatenate([each[:500] for each in part]) for part in parts]
-        truth = np.concatenate([given["labels"][:500] for given in tested])
-        ours = calibrator.score(*test).label
-        keep_every_residual()
-        plain: Any = calibration.make(method, **single)
-        for task in range(point.tasks):
-            plain.fit_task(**point.features(task))
-        plain.finalize()
-        theirs = plain.score(*test).label
-        found["exact"] = {
-            "rows": len(ours),
-            "equal_labels": float(np.mean(ours == theirs)),
-            "accuracy": float(np.mean(ours == truth)),
-            "exact_accuracy": float(np.mean(theirs == truth)),
-        }
     return found
-
-
-def keep_every_residual() -> None:
-    """Makes FDC's reference that of line 13: all earlier tasks, the median of all residuals."""
-    kept: list[np.ndarray] = []
-
-    def and_of(self: foreign.Residuals, other: foreign.Residuals) -> foreign.Residuals:
-        kept.append(other.values)
-        return foreign.Residuals(np.concatenate([self.pairs, other.pairs]))
-
-    def reference(self: foreign.Residuals) -> foreign.Foreign:
-        pairs, total, squares = self.pairs.sum(axis=0)
-        mean, variance = total / pairs, squares / pairs - (total / pairs) ** 2
-        ratios, start = np.empty(sum(map(len, kept))), 0
-        for u in kept:
-            ratios[start : start + len(u)] = np.abs(log_ratio(u.astype(float), mean, variance))
-            start += len(u)
-        return foreign.Foreign(mean, variance, float(np.median(ratios, overwrite_input=True)))
-
-    foreign.EARLIER = 10**9
-    foreign.Residuals.and_of, foreign.Residuals.reference = and_of, reference
-
-
-def flops_per_image(point: Point, ranks: int) -> float:
-    """Returns the operations of FDC's scoring: bases, prototypes, and heads with and without TSF.
-
-    Ranks are summed over all subspaces of all views.
-    """
-    products = ranks + (point.views + 2) * point.classes
-    return 2.0 * point.width * products + 6.0 * point.width * point.views * point.tasks
 
 
 def line(found: dict[str, Any]) -> str:
@@ -173,15 +112,12 @@ def line(found: dict[str, Any]) -> str:
     fit, score = found["fit_seconds"], found["score_milliseconds"]["64"]
     sizes = {"peak": found["peak_memory_bytes"], "statistics": found["storage_bytes"]}
     text = "".join(f", {name} {value / 2**20:.1f} MiB" for name, value in sizes.items())
-    share, exact = found.get("flops_share_of_forward"), found.get("exact")
     return (
         f"{found['method']}, {found['tasks']} tasks, {found['classes']} classes, "
         f"{found['images']} images, width {found['width']}, views {found['views']}: fit "
         f"{fit['clock']:.1f} s ({fit['processor']:.1f} s of processor time), finalize "
         f"{found['finalize_seconds']['clock']:.2f} s{text}, score {score['clock']:.1f} ms per 64 "
         f"({score['processor']:.1f} ms of processor time)"
-        + (f", {100 * exact['equal_labels']:.3f} % exact labels" if exact else "")
-        + (f", {100 * share:.3f} % of a forward pass's operations" if share else "")
     )
 
 
@@ -204,7 +140,7 @@ def growth(results: list[dict[str, Any]]) -> dict[str, float]:
 def main() -> None:
     """Measures every number of tasks, prints a line for each and writes them as JSON."""
     flags = {"tasks": "20", "images": "6000", "classes": 100, "width": 768, "views": 2}
-    parser = measure.parser_of(__doc__, PROGRAM, **flags, repeats=5, exact=False)
+    parser = measure.parser_of(__doc__, PROGRAM, **flags, repeats=5)
     parser.add_argument("--method", default="fdc", help="some of " + ",".join(calibration.METHODS))
     options = measure.parsed(parser)
     tasks, images = measure.numbers(options, "tasks"), measure.numbers(options, "images")
@@ -218,15 +154,12 @@ def main() -> None:
         )
     if options.views > 2:
         raise InputError(f"--views: expected 1 or 2, found {options.views}")
-    if options.exact and (options.views > 1 or methods != ["fdc"]):
-        raise InputError("--exact: expected --views=1 and the method fdc")
     rest = options.classes, options.width, options.views
     points = [(Point(n, size, *rest), each) for each in methods for size in images for n in tasks]
     device = {"device": jax.devices()[0].device_kind}
     results = []
     for point, method in points:
-        given = point, method, options.repeats, options.exact
-        results.append(measure.in_a_process(fit_and_score, *given))
+        results.append(measure.in_a_process(fit_and_score, point, method, options.repeats))
         print(line(results[-1]), flush=True)
     exponents = growth(results) if len(methods) == 1 else {}
     for name, exponent in exponents.items():

@@ -18,6 +18,7 @@ from fdc_jax import bench, evaluation
 from fdc_jax.calibration import METHODS
 from fdc_jax.errors import InputError, counted
 from fdc_jax.report import drawing
+from fdc_jax.report.words import spread
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "results", ROOT / "docs"
@@ -49,12 +50,6 @@ def behind(first: Row, other: Row) -> tuple[float, float]:
     means = [np.mean([row[seed] for seed in common or row], axis=0) for row in rows]
     difference = 100 * (means[1] - means[0])
     return difference.mean(), 1.96 * difference.std(ddof=1) / len(difference) ** 0.5
-
-
-def spread(values: Sequence[float]) -> str:
-    """Returns a mean, and its deviation where there are several values."""
-    deviation = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
-    return f"{np.mean(values):.2f}{deviation}"
 
 
 def reached(row: Row) -> list[str]:

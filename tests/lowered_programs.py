@@ -4,7 +4,9 @@ XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tests.lowered_progr
 """
 
 import dataclasses
+import re
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 from jax._src.cudnn import fused_attention_stablehlo
@@ -33,6 +35,26 @@ def lowered(program: ahead_of_time.Program, platform: str) -> str:
     return traced.lower(lowering_platforms=(platform,)).as_text(debug_info=True)
 
 
+class Product(NamedTuple):
+    """A matrix product in lowered text: shapes of its operands, and the name of its place."""
+
+    shapes: list[list[int]]
+    name: str
+
+
+def float32_products(lowered: str) -> list[Product]:
+    """Returns the products in lowered text for which an operand is float32, or becomes it."""
+    known = dict(re.findall(r'^(#loc\d+) = loc\("(.*?)"', lowered, re.MULTILINE))
+    pattern = r"stablehlo\.(?:dot_general|convolution).* : \((.*)\) -> .* loc\((#loc\d*)\)"
+    found = []
+    for types, place in re.findall(pattern, lowered):
+        operands = re.findall(r"tensor<((?:\d+x)*)(\w+)>", types)
+        if any(dtype == "f32" for _, dtype in operands):
+            shapes = [[int(each) for each in shape.split("x") if each] for shape, _ in operands]
+            found.append(Product(shapes, known.get(place, "")))
+    return found
+
+
 def check_products(text: str, where: str) -> None:
     """Asserts that no product in the encoder has float32 activations.
 
@@ -40,7 +62,7 @@ def check_products(text: str, where: str) -> None:
     an image. The gradient of attention's scores is float32 until it is multiplied: casting it
     before is estimated slower on TPUs; where cuDNN attends, this is left to the last block.
     """
-    for product in ahead_of_time.float32_products(text):
+    for product in float32_products(text):
         dimensions = {each for shape in product.shapes for each in shape}
         scores = "bqhd,bkhd->bhqk" in product.name and "transpose(jvp" in product.name
         if dimensions & ACTIVATIONS and not scores:

@@ -2,8 +2,7 @@
 
 import pytest
 
-from benchmarks import ahead_of_time
-from tests import small_runs
+from tests import lowered_programs, small_runs
 
 
 @pytest.mark.ci
@@ -19,7 +18,7 @@ def test_a_product_is_float32_if_an_operand_is():
   %2 = stablehlo.dot_general %a, %b, contracting_dims = [1] x [0], precision = [DEFAULT, DEFAULT] : (tensor<4x8xf32>, tensor<8x2xbf16>) -> tensor<4x2xf32> loc(#loc7)
   %3 = stablehlo.dot_general %a, %b, contracting_dims = [0] x [0], precision = [HIGHEST, HIGHEST] : (tensor<8xf32>, tensor<8x2xf32>) -> tensor<2xf32> loc(#loc)
 """  # noqa: E501
-    assert ahead_of_time.float32_products(text) == [
+    assert lowered_programs.float32_products(text) == [
         ([[4, 8], [8, 2]], "jit(f)/Transformer/dot_general"),
         ([[8], [8, 2]], ""),
     ]

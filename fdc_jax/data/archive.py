@@ -7,14 +7,13 @@ import fcntl
 import hashlib
 import logging
 import os
-import shutil
 import tarfile
-import tempfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from fdc_jax.errors import InputError
+from fdc_jax.machine.files import write_folder_atomically
 
 _log = logging.getLogger(__name__)
 
@@ -38,23 +37,18 @@ def unpacked(archive: Path, cache: Path) -> Path:
     folder = cache / f"{stem(archive.name)[:50]}-{digits}"
     if folder.is_dir():
         return folder
-    try:
-        # A folder that a killed process left has another name, and goes.
-        for stale in cache.glob(f".{folder.name}-*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=f".{folder.name}-") as scratch:
-            _extract(archive, Path(scratch) / "all")
-            os.rename(Path(scratch) / "all", folder)
-    except InputError:
-        raise
-    except Exception as error:  # Damaged archives raise a dozen types.
-        cut = "; is it there to its end?" if isinstance(error, zipfile.BadZipFile) else ""
-        raise InputError(f"{archive}: cannot unpack: {error}{cut}") from error
+    with write_folder_atomically(folder) as unfinished:
+        try:
+            _extract(archive, unfinished)
+        except InputError:
+            raise
+        except Exception as error:  # Damaged archives raise a dozen types.
+            cut = "; is it there to its end?" if isinstance(error, zipfile.BadZipFile) else ""
+            raise InputError(f"{archive}: cannot unpack: {error}{cut}") from error
     return folder
 
 
 def _extract(archive: Path, destination: Path) -> None:
-    destination.mkdir()
     with open(archive, "rb") as file:
         begins_as_zip = file.read(4) == b"PK\x03\x04"
     if begins_as_zip or zipfile.is_zipfile(archive):

@@ -1,6 +1,5 @@
 """How a calibrator is fitted on a feature file and scored, what is said of it, and warnings."""
 
-import platform
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -8,11 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-import fdc_jax
 from fdc_jax import calibration, evaluation
 from fdc_jax.calibration import Calibrator, Scores, drift, inputs
 from fdc_jax.errors import InputError
 from fdc_jax.features.feature_files import FeatureSet
+from fdc_jax.machine.versions import versions
 
 
 class Outcome(NamedTuple):
@@ -95,13 +94,7 @@ def summarise(
         "storage_bytes": outcome.calibrator.storage_bytes,
         "seconds": {"fit": outcome.fit_seconds, "score": outcome.score_seconds},
         "settings": {name: value for name, value in settings.items() if name in known},
-        "versions": {
-            "fdc_jax": fdc_jax.__version__,
-            "jax": jax.__version__,
-            "numpy": np.__version__,
-            "python": platform.python_version(),
-            "device": jax.devices()[0].device_kind,
-        },
+        "versions": versions() | {"device": jax.devices()[0].device_kind},
     }
     if truth is None:
         return found

@@ -78,7 +78,7 @@ def test_archives_cannot_write_or_read_outside(tmp_path, cache, name, link):
 def test_what_a_killed_process_left_is_removed(tmp_path, cache):
     pack_zip(tmp_path / "o.zip", b"content")
     folder = archive.unpacked(tmp_path / "o.zip", cache)
-    folder.rename(cache / f".{folder.name}-left")
+    folder.rename(cache / f".{folder.name}.unfinished")
     assert archive.unpacked(tmp_path / "o.zip", cache) == folder
     assert list(cache.iterdir()) == [folder]
 
