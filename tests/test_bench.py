@@ -443,7 +443,7 @@ def test_the_page_is_made_from_the_records():
     text, figure = league_page.page()
     assert (REPOSITORY / "docs" / "league.md").read_text() == text
     assert figure.startswith("<?xml")
-    assert text.count("All classes are ranked instead of the best five.") == 1
+    assert text.count("All classes are ranked, not the best alone.") == 1
 
 
 def test_every_method_of_a_table_has_a_section(monkeypatch):
