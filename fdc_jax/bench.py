@@ -92,6 +92,7 @@ _WITH = {
     "source": ("images", "facts", "output"),
     "images": ("config",),
 }
+_TAKEN = "{}: is another record of this method and seed; remove it, or give another --output"
 _WORDS = {
     str: "text",
     int: "a whole number from 0 on",
@@ -245,14 +246,12 @@ def write(record: dict[str, Any], folder: str | Path) -> Path:
     words = [record[name] for name in ("method", "calibrator", "code")]
     name = "-".join(re.sub(r"\W+", "_", word).lower() for word in words if word != "fdc_jax")
     path = Path(folder) / f"{name}-{record['seed']}.json"
-    for other in sorted(Path(folder).glob("*.json"))[:1]:
+    if other := min(Path(folder).glob("*.json"), default=None):
         there = read_object(other)
         if differ := [field for field in _PROTOCOL if there.get(field) != record[field]]:
             raise InputError(f"{folder}: {differ[0]}: expected that of {other}, found another")
     if path.exists() and read_json(path) != json.loads(json.dumps(record)):
-        raise InputError(
-            f"{path}: is another record of this method, calibrator and seed; remove it"
-        )
+        raise InputError(_TAKEN.format(path))
     lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
     write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
     return path
@@ -262,7 +261,10 @@ def write(record: dict[str, Any], folder: str | Path) -> Path:
 
 
 def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a record for each calibrator of a finished run; `facts` replace what it says."""
+    """Returns a record for each calibrator of a finished run; `facts` replace what it says.
+
+    Where they name a calibrator, its record alone is returned.
+    """
     run = Opened(workdir)
     if (results := run.results) is None:
         raise InputError(f"{workdir}: expected a finished run, found no results.json")
@@ -276,7 +278,12 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
         heads = next(iter(fitted.values())).heads  # the final ones, of all alike
         views = stored.test_adapted, stored.test_pretrained
         scores = experiment.score(fitted, heads, *views)[0]
-    for name in (each for each in results["accuracy"] if each != "oracle"):
+    names = [each for each in results["accuracy"] if each != "oracle"]
+    if "calibrator" in facts:
+        if facts["calibrator"] not in names:
+            raise InputError(f"--facts: calibrator: expected one of {', '.join(names)}")
+        names = [facts["calibrator"]]
+    for name in names:
         predictions: dict[str, Any] = {"label": evaluation.pack(columns[f"{name}_label"])}
         if len(after) == run.num_tasks and all(name in each for each in after):
             predictions["label_after"] = [each[name] for each in after]
@@ -292,7 +299,7 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
             "processor_seconds": (results["timing"] or {}).get("processor_seconds"),
             "storage_bytes": results["storage_bytes"].get(name, 0),
             "versions": results["versions"],
-            **dict(facts),
+            **facts,
             "calibrator": name,
             "class_order": run.class_names,
             "classes_per_task": [len(np.unique(label[task == t])) for t in np.unique(task)],
@@ -432,9 +439,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return say(f"{len(read(options.check))} records add up")
         facts = read_json(Path(options.facts)) if options.facts else {}
         _require(facts, {}, {**_FACTS, **MORE}, options.facts)
+        output = Path(options.output or "results/league")
         if options.learner:
             seed = 1 if options.seed is None else options.seed
             source = options.workdir or f"runs/league_{options.learner}_{seed}"
+            for path in (output / f"{options.learner}-{name}-{seed}.json" for name in METHODS):
+                if path.exists() and not Path(source).exists():  # before anything is learned
+                    raise InputError(_TAKEN.format(path))
             own = [f"--config.learner.name={options.learner}", f"--config.seed={seed}"]
             own += ["--config=league", f"--workdir={source}", *["--quiet"] * options.quiet]
             with stop_on_signals() as stop:
@@ -444,7 +455,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_images(images, fields)
             return say(f"wrote {images}")
         for record in of_dump(source, images, facts) if dumped else of_run(source, facts):
-            path = write(record, options.output or "results/league")
+            path = write(record, output)
             say(f"{record['accuracy']:6.2f} %  {path}")
 
     return program.run(body, [word for word in words if word not in fields])

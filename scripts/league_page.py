@@ -23,8 +23,6 @@ from fdc_jax.report.words import spread
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "results", ROOT / "docs"
 ABOUT = RESULTS / "league_methods.json"
-# What somebody else's code counts as, and the paper's, ours.
-_TITLES = {"raw": "Raw", "fdc": "FDC", "gaussians": "class Gaussians"}
 _COLUMNS = (
     *("method", "code", "head", "rates", "seeds", "accuracy", "behind the first"),
     *("mean over tasks", "right task", "among three", "passes", "processor s", "storage, MiB"),
@@ -44,10 +42,8 @@ def right(record: dict[str, Any]) -> Float[np.ndarray, " n"]:
 
 
 def behind(first: Row, other: Row) -> tuple[float, float]:
-    """Returns the difference of two rows in points, over common seeds, and half its interval."""
-    rows = [{each["seed"]: right(each) for each in row} for row in (first, other)]
-    common = rows[0].keys() & rows[1].keys()
-    means = [np.mean([row[seed] for seed in common or row], axis=0) for row in rows]
+    """Returns the difference of two rows in points, by test image, and half its interval."""
+    means = [np.mean([right(each) for each in row], axis=0) for row in (first, other)]
     difference = 100 * (means[1] - means[0])
     return difference.mean(), 1.96 * difference.std(ddof=1) / len(difference) ** 0.5
 
@@ -78,7 +74,7 @@ def title(method: str, known: dict[str, Any]) -> str:
 
 def searched(rows: list[Row]) -> str:
     """Returns what a search of learning rates found for the heads of a code, nothing without."""
-    found = [(head(row), row[0]) for row in rows if "rates" in row[0]]
+    found = [(head(row), row[0]) for row in rows if row[0].get("rates")]
     if not found:
         return ""
     heads = (
@@ -113,7 +109,9 @@ def cells(row: Row, first: Row, known: dict[str, Any]) -> list[str]:
         f"[{name}](#{place})",
         record["code"].partition("/")[2] or "ours",
         head(row),
-        ", ".join(dict.fromkeys(f"× {each['rate']}" if "rate" in each else "–" for each in row)),
+        ", ".join(
+            dict.fromkeys(f"× {rate}" if (rate := each.get("rate")) else "–" for each in row)
+        ),
         ", ".join(str(each["seed"]) for each in row),
         accuracy,
         "" if row is first else "{:+.2f} ± {:.2f}".format(*behind(first, row)),
@@ -152,7 +150,7 @@ def section(method: str, rows: list[Row], about: dict[str, str], everywhere: lis
     for row in own:
         by_code.setdefault(row[0]["code"], []).append(row)
     if "command" in about:
-        rates = sorted({row[0].get("rate", "1") for row in by_code.get("fdc_jax", [])} - {"1"})
+        rates = sorted({row[0].get("rate") or "1" for row in by_code.get("fdc_jax", [])} - {"1"})
         more = (f"; rows × {rate} with [other rates](#learning-rates)" for rate in rates)
         said.append(f"`{about['command']}`{''.join(more)}")
     codes = {(row[0]["code"], row[0]["commit"]) for row in own if row[0]["code"] != "fdc_jax"}
@@ -170,22 +168,20 @@ def section(method: str, rows: list[Row], about: dict[str, str], everywhere: lis
 
 
 def one_pass(found: list[dict[str, Any]], first: Row, known: dict[str, Any]) -> str:
-    """Returns the table of class Gaussians by one pass, best first, and how far it is above a row.
+    """Returns the table of class Gaussians by one pass, best first.
 
-    Of each learner `found` has the labels of each seed, of the images of that row.
+    Of each learner `found` has the labels of each seed, of the images of the league's first row.
     """
     rows = []
     for each in found:
         labels = zip(each["seeds"], each["labels"], strict=True)
         row = [first[0] | {"seed": s, "predictions": {"label": text}} for s, text in labels]
-        above = "{:+.2f} ± {:.2f}".format(*behind(first, row))
+        difference = "{:+.2f} ± {:.2f}".format(*behind(first, row))
         accuracy = [100 * float(right(record).mean()) for record in row]
         seeds = ", ".join(map(str, each["seeds"]))
-        rows.append((accuracy, [title(each["learner"], known), seeds, spread(accuracy), above]))
-    rows.sort(key=lambda row: -np.mean(row[0]))
-    return lines(
-        ("learner", "seeds", "accuracy", "above E2-LoRA's own heads"), 2, (row for _, row in rows)
-    )
+        said = [title(each["learner"], known), seeds, spread(accuracy), difference]
+        rows.append((-np.mean(accuracy), said))
+    return lines(("learner", *_COLUMNS[4:7]), 2, (said for _, said in sorted(rows)))
 
 
 def orders(record: dict[str, Any]) -> str:
@@ -194,8 +190,8 @@ def orders(record: dict[str, Any]) -> str:
     columns = ("mean ± deviation", "least to most", *(named := ("1993", "similar", "dissimilar")))
     rows = []
     for index, name in enumerate(record["methods"]):
-        for key, said in zip(("accuracy", "average"), _REACHED, strict=True):
-            of = {order: values[index] for order, values in record[key].items()}
+        for field, said in zip(("accuracy", "average"), _REACHED, strict=True):
+            of = {order: values[index] for order, values in record[field].items()}
             values = [of[seed] for seed in seeds]
             reach = f"{min(values):.2f} to {max(values):.2f}"
             others = (f"{of[order]:.2f}" for order in named)
@@ -221,8 +217,9 @@ def trained(by_order: dict[str, list[Row]], known: dict[str, Any]) -> str:
 def figure(rows: list[Row], known: dict[str, Any]) -> str:
     """Returns accuracy against processor seconds as SVG; the best row of a method has its name."""
     kinds = {"own": (drawing.INK, "^", "own head, others' code")}
-    for name, (colour, marker) in drawing.looks(_TITLES).items():
-        kinds[METHODS[name].title] = (colour, marker, _TITLES[name])
+    for name, (colour, marker) in drawing.looks(("raw", "fdc", "gaussians")).items():
+        said = METHODS[name].title
+        kinds[said] = (colour, marker, said)
     with drawing.style():
         made, (axes,) = drawing.panels(1, 4.2, 1)
         made.set_size_inches(drawing.PAGE, 4.2)
@@ -283,11 +280,10 @@ def page() -> tuple[str, str]:
     if everywhere:
         said.append(f"All code of others: {' '.join(everywhere)}")
     by_one_pass = json.loads((RESULTS / "league_one_pass.json").read_text())
-    named = {key(row[0]): row for row in rows}
     parts = {
         "rows": table(rows, known),
         "photographs": table(photographs, known),
-        "passes": one_pass(by_one_pass["rows"], named["kiddo127/E2-LoRA", "e2_lora", "raw"], known),
+        "passes": one_pass(by_one_pass["rows"], rows[0], known),
         "trained": trained(by_order, known),
         "orders": orders(json.loads((RESULTS / "league_orders.json").read_text())),
         "methods": "\n\n".join(
