@@ -28,9 +28,9 @@ AugReg's file with positions of 128 pixels,
 
 with a bias of a head, which MOS looks for. timm 0.6.12 resizes positions without antialiasing:
 SimpleCIL has 90.0 % after the first task then, and 93.0 % with these. Needs torch, easydict, timm
-0.6.12 (for Python 3.11 after `sed -i '/maxxvit/d' models/__init__.py` in its folder) and what the
-clone needs; one CPU thread. Test images are predicted after each task alone, not after each epoch.
-The processor seconds are printed at the end.
+0.6.12 (for Python 3.11 after `sed -i '/maxxvit/d' models/__init__.py` in its folder; E2-LoRA takes
+1.0) and what the clone needs; one CPU thread. Test images are predicted after each task alone, not
+after each epoch. The processor seconds are printed at the end.
 
 With `gaussians` at the end, and this package installed beside torch, class Gaussians are fitted
 after each task to features of the method's encoder, which they follow; so it must be one encoder,
@@ -207,7 +207,7 @@ def main() -> None:
     given |= {"init_cls": classes // tasks, "increment": classes // tasks, "seed": int(seed)}
     # Labels are places in the class order already.
     given |= {"shuffle": False, "nb_classes": classes, "nb_tasks": tasks, "config": settings}
-    given |= {name: json.loads(value) for name, value in (each.split("=") for each in changes)}
+    given |= {name: json.loads(value) for name, value in (each.split("=", 1) for each in changes)}
     np.random.seed(int(seed))  # noqa: NPY002 (what PILOT draws from)
     trainer._train(given)
     if ranking.shape[1] > 1:
