@@ -86,7 +86,8 @@ class Predictions:
         self.heads = run.heads(self.num_tasks)
         calibrator.replace_heads(self.heads)
         self.calibrator = calibrator
-        self.gaussians = run.calibrator("gaussians") if "gaussians" in run.calibrators else None
+        known = "gaussians" in run.calibrators
+        self.gaussians: Any = run.calibrator("gaussians") if known else None
         self.class_names = np.array(run.class_names, object)
         # So small that the time left of many is known soon; powers of two compile seldom.
         rest = len(named) - 1

@@ -62,8 +62,7 @@ def row(folder: str) -> dict[str, Any]:
         {"adapted": task["pretrained"], "labels": task["labels"], "previous": task["pretrained"]}
         for task in tasks
     ]
-    task_of = {int(c): t for t, task in enumerate(tasks) for c in np.unique(task["labels"])}
-    truth, count = np.array([task_of[int(c)] for c in label]), len(tasks)
+    truth, count = np.asarray(stored.test_tasks), len(tasks)
     found: dict[str, Any] = {
         "learner": results["learner"],
         "tasks": count,
