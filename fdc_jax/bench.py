@@ -443,7 +443,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.learner:
             seed = 1 if options.seed is None else options.seed
             source = options.workdir or f"runs/league_{options.learner}_{seed}"
-            for path in (output / f"{options.learner}-{name}-{seed}.json" for name in METHODS):
+            heads = [facts["calibrator"]] if "calibrator" in facts else METHODS
+            for path in (output / f"{options.learner}-{name}-{seed}.json" for name in heads):
                 if path.exists() and not Path(source).exists():  # before anything is learned
                     raise InputError(_TAKEN.format(path))
             own = [f"--config.learner.name={options.learner}", f"--config.seed={seed}"]

@@ -152,7 +152,7 @@ def section(method: str, rows: list[Row], about: dict[str, str], everywhere: lis
     if "command" in about:
         rates = sorted({row[0].get("rate") or "1" for row in by_code.get("fdc_jax", [])} - {"1"})
         more = (f"; rows × {rate} with [other rates](#learning-rates)" for rate in rates)
-        said.append(f"`{about['command']}`{''.join(more)}")
+        said.append(f"`{about['command']} --output=FOLDER`{''.join(more)}")
     codes = {(row[0]["code"], row[0]["commit"]) for row in own if row[0]["code"] != "fdc_jax"}
     code = [f"Code: {code} at `{commit[:7]}`." for code, commit in sorted(codes)]
     said.append(" ".join([*code, *(each for each in changes(own) if each not in everywhere)]))
