@@ -82,6 +82,9 @@ def test_another_record_is_not_written_over(records, whole, tmp_path, capsys):
     learn = ["--learner=cumulative_lora", f"--workdir={tmp_path / 'new'}", f"--output={records}"]
     assert bench.main(learn) == 2
     assert "another record of this method and seed; remove it" in capsys.readouterr().err
+    facts.write_text(json.dumps({"calibrator": "fdc"}))
+    assert bench.main([*learn, f"--facts={facts}"]) == 2
+    assert "cumulative_lora-fdc-1.json: is another record" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 
 
