@@ -243,9 +243,7 @@ def read(folder: str | Path) -> dict[Path, dict[str, Any]]:
 def write(record: dict[str, Any], folder: str | Path) -> Path:
     """Checks a record and writes it, a line for each field, under a name that says whose it is."""
     check(record, "the record")
-    words = [record[name] for name in ("method", "calibrator", "code")]
-    name = "-".join(re.sub(r"\W+", "_", word).lower() for word in words if word != "fdc_jax")
-    path = Path(folder) / f"{name}-{record['seed']}.json"
+    path = _file(folder, *(record[name] for name in ("method", "calibrator", "code", "seed")))
     if other := min(Path(folder).glob("*.json"), default=None):
         there = read_object(other)
         if differ := [field for field in _PROTOCOL if there.get(field) != record[field]]:
@@ -255,6 +253,13 @@ def write(record: dict[str, Any], folder: str | Path) -> Path:
     lines = (f" {json.dumps(key)}: {json.dumps(value)}" for key, value in record.items())
     write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
     return path
+
+
+def _file(folder: str | Path, method: str, calibrator: str, code: str, seed: int) -> Path:
+    """Returns where a record is written; ours have no code in their names."""
+    words = (method, calibrator, *[code] * (code != "fdc_jax"), str(seed))
+    name = "-".join(re.sub(r"\W+", "_", word).lower() for word in words)
+    return Path(folder) / f"{name}.json"
 
 
 # Where they come from ----------------------------------------------------------------------------
@@ -444,7 +449,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             seed = 1 if options.seed is None else options.seed
             source = options.workdir or f"runs/league_{options.learner}_{seed}"
             heads = [facts["calibrator"]] if "calibrator" in facts else METHODS
-            for path in (output / f"{options.learner}-{name}-{seed}.json" for name in heads):
+            for path in (_file(output, options.learner, name, "fdc_jax", seed) for name in heads):
                 if path.exists() and not Path(source).exists():  # before anything is learned
                     raise InputError(_TAKEN.format(path))
             own = [f"--config.learner.name={options.learner}", f"--config.seed={seed}"]
