@@ -203,6 +203,7 @@ def main() -> None:
 
     factory.get_model = watched
     trainer._set_device = lambda given: given.update(device=[torch.device("cpu")])
+    trainer._set_random = lambda *_: torch.manual_seed(int(seed))  # RSIAT and SSIAT: always 1
     given = json.loads(Path(settings).read_text())
     given |= {"init_cls": classes // tasks, "increment": classes // tasks, "seed": int(seed)}
     # Labels are places in the class order already.

@@ -3,6 +3,7 @@
 import base64
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import shutil
@@ -425,6 +426,15 @@ def test_one_pass_is_compared_with_the_first_row_by_test_image():
             accuracy += f" ± {means.std(ddof=1):.2f}"
         seeds = ", ".join(map(str, row["seeds"]))
         assert f"| {seeds} | {accuracy} | {above.mean():+.2f} ± {interval:.2f} |" in text
+
+
+def test_seeds_of_a_row_are_trainings_of_their_own():
+    """Code that ignores its seed repeats itself to 0.25 % of labels, by rounding alone."""
+    for folder in ("league", "league_photographs"):
+        for row in league_page.read(folder):
+            labels = [numbers(each["predictions"]["label"]) for each in row]
+            for one, other in itertools.combinations(labels, 2):
+                assert np.mean(one != other) > 0.02, league_page.key(row[0])
 
 
 def test_rates_are_the_best_of_those_that_were_tried():
