@@ -371,7 +371,7 @@ def test_the_pages_shell_programs_divide_images_as_it_says(tmp_path):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
     for program in (held, photographs):
-        subprocess.run(["bash", "-c", program], cwd=tmp_path, check=True)
+        subprocess.run(["sh", "-c", program], cwd=tmp_path, check=True)
     for split, numbers in (("train", range(50)), ("test", range(50, 60))):
         files = sorted((tmp_path / "held" / split).rglob("*.png"))
         expected = [f"{label}, {number}" for label in range(25) for number in numbers]
