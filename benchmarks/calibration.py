@@ -57,8 +57,7 @@ class Point(NamedTuple):
         weak = 0.25 * strong / max(1, self.width - strong)
         scale = np.full(self.width, np.sqrt(weak), np.float32)
         scale[rng.permutation(self.width)[:strong]] = 1.0
-        noise = np.random.default_rng([task, 0])
-        found = noise.standard_normal((images, self.width), np.float32)
+        found = rng.standard_normal((images, self.width), np.float32)
         found *= scale
         found += centres[rows]
         given = {"labels": first + rows, "head": LinearHead(centres, np.zeros(classes, np.float32))}
