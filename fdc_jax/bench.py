@@ -375,13 +375,9 @@ def write_images(folder: str | Path, fields: Sequence[str]) -> None:
     """
     if Path(folder).exists():
         raise InputError(f"--images={folder}: expected a new folder, found one")
-    config = configuration.load("league")
-    for word in fields:
-        name, _, value = word.removeprefix("--config.").partition("=")
-        try:
-            config.update_from_flattened_dict({name: configuration.reader(config, name)(value)})
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise InputError(f"{word}: expected a field of the configuration, a value") from error
+    program = Program("bench", "")
+    command.add_fields(program, ["--config=league", *fields])
+    config = command.configured(program.parse_args(fields))
     configuration.validate(config)
     cache, encoder = setups.cache_folder(config), config.encoder
     checksum = sha256(weights.locate(encoder.weights, encoder.variant, cache))

@@ -61,10 +61,10 @@ def main(stop: StopRequest, arguments: Sequence[str] | None = None) -> int:
     text = "join the other processes: those of a TPU pod, SLURM or MPI job, or as process 0 of 2 "
     text += "by an address of process 0"
     add("--distributed", nargs="?", const="auto", metavar="HOST:PORT,0/2", help=text)
-    return program.run(lambda options: _start(options, stop), arguments, _add_fields)
+    return program.run(lambda options: _start(options, stop), arguments, add_fields)
 
 
-def _add_fields(program: Program, words: Sequence[str]) -> None:
+def add_fields(program: Program, words: Sequence[str]) -> None:
     """Makes a flag of every field of the configuration that a command line names, if it does."""
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     first.add_argument("--config")
@@ -80,15 +80,20 @@ def _add_fields(program: Program, words: Sequence[str]) -> None:
         program.add_argument(f"--config.{name}", type=reader, metavar="VALUE", help=text)
 
 
+def configured(options: argparse.Namespace) -> Config:
+    """Returns the configuration with the values of the flags of `add_fields`."""
+    config, given = options.loaded, vars(options)
+    flat = {name: given[f"config.{name}"] for name in configuration.flatten(config)}
+    config.update_from_flattened_dict({k: each for k, each in flat.items() if each is not None})
+    return config
+
+
 def _start(options: argparse.Namespace, stop: StopRequest) -> None:
     """Does what a command line says."""
     if options.config is None:
         known = ", ".join(configuration.named())
         raise InputError(f"--config: expected a file, or one of {known}")
-    config, given = options.loaded, vars(options)
-    flat = {name: given[f"config.{name}"] for name in configuration.flatten(config)}
-    config.update_from_flattened_dict({k: each for k, each in flat.items() if each is not None})
-    name = Path(options.config).stem
+    config, name = configured(options), Path(options.config).stem
     if name == "own":
         name = sources.name_of(config.benchmark, config.data.source)
     _run_with_others(config, options.workdir or f"runs/{name}", options, stop)
