@@ -161,11 +161,13 @@ def check(record: Any, place: str) -> None:
             raise InputError(f"{place}: {name}: expected letters, digits, dots, dashes and spaces")
     if record["calibrator"] not in METHODS:
         raise InputError(f"{place}: calibrator: expected one of {', '.join(METHODS)}")
-    if record["code"] != "fdc_jax" and "/" not in record["code"]:
+    if not re.fullmatch(r"fdc_jax|[\w.-]+/[\w.-]+", record["code"]):
         raise InputError(f"{place}: code: expected fdc_jax or OWNER/REPOSITORY")
-    if re.search("<!--|\n", record["changes"]) or max(record["curve"], default=0) > 100:
-        raise InputError(f"{place}: expected changes in words, and a curve in percent")
+    if re.search(r"<[\w!/]|\n", record["changes"]):
+        raise InputError(f"{place}: changes: expected one line of plain text, without <...>")
     rate, rates, seconds = (record.get(name) for name in ("rate", "rates", "search_seconds"))
+    if max([*record["curve"], *(rates or {}).values()], default=0) > 100:
+        raise InputError(f"{place}: curve and rates: expected percent")
     if (rate or rates or seconds) and (seconds is None or rate not in (rates or {})):
         raise InputError(f"{place}: rates: expected search_seconds, too, and among them the rate")
     try:
@@ -336,12 +338,14 @@ def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> l
         raise InputError(did_you_mean(str(path), unknown[0], [*names, "task_scores"]))
     for name, end in zip(names, ends, strict=True):
         if name not in arrays:
-            raise InputError(f"{path}: expected {name}, found {', '.join(arrays)[:80]}")
+            raise InputError(f"{path}: expected {name}, found {', '.join(arrays)[:80] or 'none'}")
         size, found = sum(record["test_images"][:end]), arrays[name]
         right = found.shape == (size,) and found.dtype.kind in "iu"
         if not right or not 0 <= found.min() <= found.max() < end:
             wanted = f"expected {size} whole numbers from 0 to {end - 1}"
-            raise InputError(f"{path}: {name}: {wanted}, found {found.dtype} {found.shape}")
+            values = f", {found.min()} to {found.max()}" if right else ""
+            found = f"{found.dtype} {found.shape}{values}"
+            raise InputError(f"{path}: {name}: {wanted}, found {found}")
     after = [evaluation.pack(arrays[name]) for name in names]
     record["predictions"] = predictions = {"label": after[-1], "label_after": after}
     if "task_scores" in arrays:
@@ -367,11 +371,11 @@ def task_rank(
     return (scores >= scores[np.arange(len(task)), task, None]).sum(axis=1) - 1
 
 
-def write_images(folder: str | Path, fields: Sequence[str]) -> None:
+def write_images(folder: str | Path, fields: Sequence[str]) -> str:
     """Writes the protocol's images, `train/CLASS/NUMBER.png` and `test/CLASS/NUMBER.png`.
 
     Names of classes begin with their place in the order; `protocol.json` is what records share, and
-    the manifest has the checksum of every file.
+    the manifest has the checksum of every file. Returns that of the weights, shortened.
     """
     if Path(folder).exists():
         raise InputError(f"--images={folder}: expected a new folder, found one")
@@ -403,6 +407,7 @@ def write_images(folder: str | Path, fields: Sequence[str]) -> None:
         }
         write_json(place / "protocol.json", protocol)
         write_manifest(place)
+    return checksum[:8]
 
 
 # The command -------------------------------------------------------------------------------------
@@ -410,7 +415,8 @@ def write_images(folder: str | Path, fields: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line, `sys.argv` when None; returns 0 or a code of `errors.CODES`."""
-    program = Program("bench", "Write or check records of the league: docs/league.md.")
+    text = "Write or check records of the league: docs/league.md; its fields: --config.FIELD=VALUE."
+    program = Program("bench", text)
     add = program.add_argument
     add("source", nargs="?", help="a finished work directory, or an .npz of predictions")
     add("--learner", metavar="NAME", help="learn the protocol: one of ours, or a module of yours")
@@ -432,8 +438,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         dumped = (source or "").lower().endswith(".npz")
         if what is None or (what == "source" and dumped and not images):
             raise InputError("expected a work directory, an .npz with --images, or --learner")
-        if "" in vars(options).values():
-            raise InputError(f"{' '.join(words)}: expected a value for each flag")
+        if "" in vars(options).values() or any("=" not in field for field in fields):
+            raise InputError(f"{' '.join(words)}: expected a value for each flag, fields' after =")
         if more := set(given) - {"quiet", "traceback", what, *_WITH[what]}:
             raise InputError(f"{what} {vars(options)[what]}: does not go with --{min(more)}")
         if options.check:
@@ -454,8 +460,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if code := command.main(stop, [*own, *fields]):
                     sys.exit(code)
         if what == "images":
-            write_images(images, fields)
-            return say(f"wrote {images}")
+            return say(f"wrote {images} for weights {write_images(images, fields)}")
         for record in of_dump(source, images, facts) if dumped else of_run(source, facts):
             path = write(record, output)
             say(f"{record['accuracy']:6.2f} %  {path}")

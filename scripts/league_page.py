@@ -5,6 +5,7 @@ python -m scripts.league_page
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from fdc_jax import bench, evaluation
 from fdc_jax.calibration import METHODS
-from fdc_jax.errors import InputError, counted
+from fdc_jax.errors import InputError, counted, guarded
+from fdc_jax.machine.files import write_text
 from fdc_jax.report import drawing
 from fdc_jax.report.words import spread
 
@@ -29,6 +31,9 @@ _COLUMNS = (
 )
 _REACHED = ("after the last task", "mean over tasks")  # what `reached` returns
 _MADE = re.compile(r"(<!-- made: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
+
+# What is said of a method: `title` and `what`; perhaps the others.
+_ENTRY = {"title", "what", "differences", "command", "settings", "authors"}
 
 # The records of one method, code and calibrator, by seed.
 Row = list[dict[str, Any]]
@@ -66,9 +71,12 @@ def cell(value: float | None, digits: int = 2) -> str:
 
 
 def title(method: str, known: dict[str, Any]) -> str:
-    """Returns what a method is called."""
+    """Returns what a method is called; InputError where its entry lacks or misspells something."""
     if method not in known:
         raise InputError(f"{ABOUT}: expected an entry for {method}")
+    if not {"title", "what"} <= known[method].keys() <= _ENTRY:
+        fields = f"title, what and perhaps {', '.join(sorted(_ENTRY - {'title', 'what'}))}"
+        raise InputError(f"{ABOUT}: {method}: expected {fields}; found {', '.join(known[method])}")
     return known[method]["title"]
 
 
@@ -136,7 +144,7 @@ def changes(rows: Iterable[Row]) -> dict[str, None]:
 
 
 def shared(rows: list[Row]) -> list[str]:
-    """Returns what was changed in everybody else's code."""
+    """Returns what was changed in all of somebody else's code."""
     others = [changes([[each]]) for row in rows for each in row if each["code"] != "fdc_jax"]
     return [said for said in changes(rows) if all(said in other for other in others)]
 
@@ -152,10 +160,12 @@ def section(method: str, rows: list[Row], about: dict[str, str], everywhere: lis
     if "command" in about:
         rates = sorted({row[0].get("rate") or "1" for row in by_code.get("fdc_jax", [])} - {"1"})
         more = (f"; rows × {rate} with [other rates](#learning-rates)" for rate in rates)
-        said.append(f"`{about['command']} --output=FOLDER`{''.join(more)}")
+        output = " --output=FOLDER" if "fdc_jax" in by_code else ""
+        said.append(f"`{about['command']}{output}`{''.join(more)}")
     codes = {(row[0]["code"], row[0]["commit"]) for row in own if row[0]["code"] != "fdc_jax"}
     code = [f"Code: {code} at `{commit[:7]}`." for code, commit in sorted(codes)]
-    said.append(" ".join([*code, *(each for each in changes(own) if each not in everywhere)]))
+    once = everywhere if "settings" in about else []
+    said.append(" ".join([*code, *(each for each in changes(own) if each not in once)]))
     if "settings" in about:
         said.append(f"`python scripts/league_pilot.py CLONE {about['settings']}`")
     said += map(searched, by_code.values())
@@ -274,11 +284,12 @@ def page() -> tuple[str, str]:
     rows, photographs = read("league"), read("league_photographs")
     by_order = {"1993": rows} | {name: read(f"league_{name}") for name in ("similar", "dissimilar")}
     every = rows + photographs
-    everywhere = shared(every)
-    methods = list(dict.fromkeys(row[0]["method"] for row in every))
+    methods = {row[0]["method"]: title(row[0]["method"], known) for row in every}
+    # By `scripts/league_pilot.py`, which changes the same in all code.
+    everywhere = shared([row for row in every if "settings" in known[row[0]["method"]]])
     said = [f"{counted(len(methods), 'method')}, in the order of the tables."]
     if everywhere:
-        said.append(f"All code of others: {' '.join(everywhere)}")
+        said.append(f"All code that `scripts/league_pilot.py` runs: {' '.join(everywhere)}")
     by_one_pass = json.loads((RESULTS / "league_one_pass.json").read_text())
     parts = {
         "rows": table(rows, known),
@@ -294,6 +305,11 @@ def page() -> tuple[str, str]:
     return _MADE.sub(lambda m: f"{m[1]}\n{parts[m[2]]}\n{m[3]}", text), figure(rows, known)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Writes the page and the figure."""
     for name, content in zip(("league.md", "league.svg"), page(), strict=True):
-        (DOCS / name).write_text(content)
+        write_text(DOCS / name, content)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded("scripts.league_page", main))

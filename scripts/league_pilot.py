@@ -3,7 +3,7 @@
 python scripts/league_pilot.py CLONE SETTINGS SEED IMAGES WEIGHTS OUT.npz [NAME=VALUE ...]
     [gaussians]
 
-CLONE is a checkout of LAMDA-CL/LAMDA-PILOT, or of what the authors of SSIAT, RSIAT, SD-LoRA,
+CLONE is a checkout of LAMDA-CL/LAMDA-PILOT, or of what the authors of TUNA, SSIAT, RSIAT, SD-LoRA,
 InfLoRA or E2-LoRA (its folder class_incremental_learning) published. In all of them widths and
 sizes are changed by hand, and what an installation of today refuses:
 
@@ -34,8 +34,8 @@ after each epoch. The processor seconds are printed at the end.
 
 With `gaussians` at the end, and this package installed beside torch, class Gaussians are fitted
 after each task to features of the method's encoder, which they follow; so it must be one encoder,
-unlike L2P's, EASE's and MOS's. The training is the same, the seconds hold those of both; what they
-predict goes to OUT_gaussians.npz.
+unlike those of L2P, EASE, MOS and TUNA. The training is the same, the seconds hold those of both;
+what they predict goes to OUT_gaussians.npz.
 """
 
 import importlib

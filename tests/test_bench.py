@@ -152,9 +152,11 @@ def ends(record, text):
         (lambda it: it.update(storage_bytes=-3), "storage_bytes: expected a whole number from 0"),
         (lambda it: it.update(method="a|b"), "method: expected letters"),
         (lambda it: it.update(code="mine"), "code: expected fdc_jax or OWNER/REPOSITORY"),
+        (lambda it: it.update(code="a/"), "code: expected fdc_jax or OWNER/REPOSITORY"),
         (lambda it: it.update(calibrator="mine"), "calibrator: expected one of raw"),
-        (lambda it: it.update(changes="<!-- end -->"), "expected changes in words"),
-        (lambda it: it["curve"].__setitem__(0, 1e9), "a curve in percent"),
+        (lambda it: it.update(changes="<!-- end -->"), "changes: expected one line of plain"),
+        (lambda it: it.update(changes="<script>"), "changes: expected one line of plain"),
+        (lambda it: it["curve"].__setitem__(0, 1e9), "curve and rates: expected percent"),
         (lambda it: it["test_images"].__setitem__(0, 0), "expected some of each task and class"),
         (lambda it: it["test_images"].__setitem__(0, 10**12), "expected some of each task and"),
         (
@@ -178,7 +180,7 @@ def ends(record, text):
         (lambda it: it.update(rates={"1": "70"}), "rates: expected an object of which each"),
         (lambda it: it.update(rates={"1": 70}, rate="1"), "rates: expected search_seconds, too"),
         (lambda it: it.update(rates={"1": 70}, rate="3", search_seconds=1), "among them the rate"),
-        (lambda it: it.update(changes="a\n## b"), "expected changes in words"),
+        (lambda it: it.update(changes="a\n## b"), "changes: expected one line of plain"),
     ],
 )
 def test_a_record_that_does_not_add_up_is_refused(records, change, said, capsys):
@@ -256,7 +258,11 @@ def test_images_are_written_in_the_order_of_a_file(images, tmp_path):
         ({"label_1": [0.9] * 60}, FACTS, "label_1: expected 60 whole numbers from 0 to 9"),
         ({"label_1": [65536] * 60}, FACTS, "label_1: expected 60 whole numbers from 0 to 9"),
         ({"label_1": [-1] * 60}, FACTS, "label_1: expected 60 whole numbers from 0 to 9"),
-        ({"label_0": [7] * 30}, FACTS, "label_0: expected 30 whole numbers from 0 to 4"),
+        (
+            {"label_0": [7] * 30},
+            FACTS,
+            "label_0: expected 30 whole numbers from 0 to 4, found int64 (30,), 7 to 7",
+        ),
         ({"task_scores": [["a", "b"]] * 60}, FACTS, "expected finite numbers"),
         ({}, [], "facts.json: expected an object"),
         ({"task_scores": [[0, np.nan]] * 60}, FACTS, "expected finite numbers"),
@@ -311,6 +317,7 @@ def test_a_record_of_another_protocol_is_not_put_beside_others(records, tmp_path
         (["--learner=slca", "--images=x"], "learner slca: does not go with --images"),
         (["--images=x", "--output=y"], "images x: does not go with --output"),
         (["--check="], "--check=: expected a value for each flag"),
+        (["--images=x", "--config.seed", "2"], "--config.seed 2: expected a value for each flag"),
         (["dump.NPZ"], "expected a work directory, an .npz with --images, or --learner"),
         ([], "expected a work directory, an .npz with --images, or --learner"),
     ],
@@ -472,6 +479,9 @@ def test_the_raw_head_of_other_code_is_its_own():
 def test_a_method_without_a_title_is_refused():
     with pytest.raises(InputError, match=r"league_methods\.json: expected an entry for guess"):
         league_page.title("guess", {})
+    for entry in ({"title": "Guess"}, {"title": "Guess", "what": "Guesses.", "comand": "x"}):
+        with pytest.raises(InputError, match=r"guess: expected title, what and perhaps authors, c"):
+            league_page.title("guess", {"guess": entry})
 
 
 def test_the_page_is_made_from_the_records():
@@ -480,6 +490,23 @@ def test_the_page_is_made_from_the_records():
     assert (REPOSITORY / "docs" / "league.md").read_text() == text
     assert figure.startswith("<?xml")
     assert text.count("All classes are ranked, not the best alone.") == 1
+
+
+def test_code_that_runs_by_itself_says_what_it_changed_and_how_it_is_run(monkeypatch, tmp_path):
+    """And what the code that the program runs has in common still stands on the page once."""
+    own = read_json(REPOSITORY / "results" / "league" / "ease-raw-lamda_cl_lamda_pilot-1.json")
+    own |= {"method": "guess", "code": "somebody/toolbox", "changes": "Pixels alone.", "rates": {}}
+    read = league_page.read
+    monkeypatch.setattr(league_page, "read", lambda it: read(it) + [[own]] * (it == "league"))
+    known = json.loads(league_page.ABOUT.read_text())
+    about = {"title": "Guess", "what": "Guesses.", "command": "python guess.py IMAGES DUMP.npz"}
+    monkeypatch.setattr(league_page, "ABOUT", tmp_path / "methods.json")
+    league_page.ABOUT.write_text(json.dumps(known | {"guess": about}))
+    text = league_page.page()[0]
+    assert text.count("All classes are ranked, not the best alone.") == 1
+    said = text.partition("### Guess\n")[2]
+    assert "Code: somebody/toolbox at `5240714`. Pixels alone." in said
+    assert f"`{about['command']}`\n" in said
 
 
 def test_every_method_of_a_table_has_a_section(monkeypatch):
