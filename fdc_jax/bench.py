@@ -156,12 +156,11 @@ def check(record: Any, place: str) -> None:
     """Raises InputError where a record is none, or a number is not that of its predictions."""
     _require(record, FORM, MORE, place)
     _require(record["predictions"], {"label": str}, PREDICTIONS, f"{place}: predictions")
-    for name in ("method", "calibrator", "code"):
-        if not re.fullmatch(r"\w[\w./ +-]*", record[name]):
-            raise InputError(f"{place}: {name}: expected letters, digits, dots, dashes and spaces")
+    if not re.fullmatch(r"\w[\w./ +-]*", record["method"]):
+        raise InputError(f"{place}: method: expected letters, digits, dots, dashes and spaces")
     if record["calibrator"] not in METHODS:
         raise InputError(f"{place}: calibrator: expected one of {', '.join(METHODS)}")
-    if not re.fullmatch(r"fdc_jax|[\w.-]+/[\w.-]+", record["code"]):
+    if not re.fullmatch(r"fdc_jax|\w[\w.-]*/[\w.-]+", record["code"]):
         raise InputError(f"{place}: code: expected fdc_jax or OWNER/REPOSITORY")
     if re.search(r"<[\w!/]|\n", record["changes"]):
         raise InputError(f"{place}: changes: expected one line of plain text, without <...>")
