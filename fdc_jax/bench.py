@@ -327,6 +327,7 @@ def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> l
     """
     check_manifest(Path(images), "write the images again")
     protocol, arrays = read_json(Path(images) / "protocol.json"), read_npz(path)
+    _require(protocol, _PROTOCOL, {}, f"{images}/protocol.json")
     _require(facts, _FACTS, MORE, "--facts")
     if facts["code"] == "fdc_jax":
         raise InputError("--facts: code: expected a repository; fdc_jax has work directories")

@@ -284,16 +284,19 @@ def test_a_dump_that_says_too_little_is_refused(images, arrays, facts, said, tmp
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("files", "said"),
     [
-        ("manifest.json", "[]", "manifest.json: expected checksums; write the images again"),
-        ("manifest.json", '{"sha256": {}, "sha256": {}}', "a name occurs twice among sha256"),
-        ("protocol.json", "{}", "protocol.json: is not what was written"),
+        ({"manifest": "[]"}, "manifest.json: expected checksums; write the images again"),
+        ({"manifest": '{"sha256": {}, "sha256": {}}'}, "a name occurs twice among sha256"),
+        ({"protocol": "{}"}, "protocol.json: is not what was written"),
+        ({"manifest": '{"sha256": {}}', "protocol": "{}"}, "protocol.json: expected class_order"),
+        ({"manifest": '{"sha256": {}}', "protocol": "[]"}, "protocol.json: expected an object"),
     ],
 )
-def test_a_damaged_folder_of_images_is_refused(images, tmp_path, name, content, said):
+def test_a_damaged_folder_of_images_is_refused(images, tmp_path, files, said):
     np.savez(tmp_path / "dump.npz", label_0=[0] * 30, label_1=[0] * 60)
-    (images / name).write_text(content)
+    for name, content in files.items():
+        (images / f"{name}.json").write_text(content)
     with pytest.raises(InputError, match=said):
         bench.of_dump(tmp_path / "dump.npz", images, FACTS)
 
