@@ -79,6 +79,13 @@ MORE = {
     "rates": dict[str, float],  # accuracy on held-out training images by it, "1/3", "1", "3"
     "search_seconds": float,  # of a processor, for `rates`
 }
+# What a finished run knows by itself.
+_MEASURED = {"seed", "passes", "versions", "processor_seconds", "storage_bytes"}
+# Fields of a run that its record has otherwise, or that are of other learners.
+_ELSEWHERE = (
+    r"benchmark|calibrators|class.*|num_tasks|seed|encoder\.weights|learner\.name"
+    r"|data\.(dir|images|source|test.*|train.*)|learner\.\w+\..*"
+)
 # Of each test image, packed.
 PREDICTIONS = {
     "label": str,
@@ -169,6 +176,8 @@ def check(record: Any, place: str) -> None:
         raise InputError(f"{place}: curve and rates: expected percent")
     if (rate or rates or seconds) and (seconds is None or rate not in (rates or {})):
         raise InputError(f"{place}: rates: expected search_seconds, too, and among them the rate")
+    if rates and rates[rate] < max(rates.values()):
+        raise InputError(f"{place}: rate: expected the best of rates, found {rate}")
     try:
         found = measure(record)
     except InputError as error:
@@ -267,7 +276,7 @@ def _file(folder: str | Path, method: str, calibrator: str, code: str, seed: int
 
 
 def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Returns a record for each calibrator of a finished run; `facts` replace what it says.
+    """Returns a record for each calibrator of a finished run; `facts` say more of it.
 
     Where they name a calibrator, its record alone is returned.
     """
@@ -299,7 +308,7 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
             "method": results["learner"],
             "code": "fdc_jax",
             "commit": results["versions"]["commit"] or "",
-            "changes": "",
+            "changes": _changes(run.config),
             "seed": results["seed"],
             "passes": 2 if name in ("fdc", "gaussians") else 1,  # E_T and E_0
             "processor_seconds": (results["timing"] or {}).get("processor_seconds"),
@@ -317,6 +326,18 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
         points = {"curve": [point["accuracy"][name] for point in results["curve"]]}
         records.append(record | measure(record) | points)
     return records
+
+
+def _changes(config: Mapping[str, Any]) -> str:
+    """Returns the settings of a run that are not those of `configs/league.py`, as a sentence."""
+    league = configuration.flatten(configuration.load("league"))
+    own = f"learner.{config['learner.name']}."
+    said = [
+        f"{field} {json.dumps(value)}"
+        for field, _, value in configuration.differences(league, dict(config))
+        if field.startswith(own) or not re.fullmatch(_ELSEWHERE, field)
+    ]
+    return f"Settings: {', '.join(said)}." * bool(said)
 
 
 def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -445,7 +466,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.check:
             return say(f"{len(read(options.check))} records add up")
         facts = read_json(Path(options.facts)) if options.facts else {}
-        _require(facts, {}, {**_FACTS, **MORE}, options.facts)
+        known = {**_FACTS, **MORE}
+        if not dumped:
+            known = {name: known[name] for name in known if name not in _MEASURED}
+        _require(facts, {}, known, options.facts)
         output = Path(options.output or "results/league")
         if options.learner:
             seed = 1 if options.seed is None else options.seed
