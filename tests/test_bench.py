@@ -465,12 +465,12 @@ def test_one_pass_is_compared_with_the_first_row_by_test_image():
 
 
 def test_seeds_of_a_row_are_trainings_of_their_own():
-    """Code that ignores its seed repeats itself to 0.25 % of labels, by rounding alone."""
+    """Code that ignores its seed repeats 99.75 % of labels; good heads on photographs, 98.9 %."""
     for folder in ("league", "league_photographs"):
         for row in league_page.read(folder):
             labels = [numbers(each["predictions"]["label"]) for each in row]
             for one, other in itertools.combinations(labels, 2):
-                assert np.mean(one != other) > 0.02, league_page.key(row[0])
+                assert np.mean(one != other) > 0.01, league_page.key(row[0])
 
 
 def test_three_rates_were_tried():
