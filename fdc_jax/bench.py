@@ -22,7 +22,7 @@ from typing import Any, get_args, get_origin
 import numpy as np
 from jaxtyping import Float, Int
 
-from fdc_jax import command, evaluation
+from fdc_jax import command, evaluation, learners
 from fdc_jax.calibration import METHODS
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.data.task_stream import open_stream
@@ -81,10 +81,14 @@ MORE = {
 }
 # What a finished run knows by itself.
 _MEASURED = {"seed", "passes", "versions", "processor_seconds", "storage_bytes"}
-# Fields of a run that its record has otherwise, or that are of other learners.
+# Fields of a run that its record has otherwise.
 _ELSEWHERE = (
-    r"benchmark|calibrators|class.*|num_tasks|seed|encoder\.weights|learner\.name"
-    r"|data\.(dir|images|source|test.*|train.*)|learner\.\w+\..*"
+    configuration.NOT_COMPARED
+    | configuration.TASKS
+    | {
+        *("benchmark", "calibrators", "class_order_seed", "learner.name"),
+        *("data.test_per_class", "data.test_share", "data.train_per_class"),
+    }
 )
 # Of each test image, packed.
 PREDICTIONS = {
@@ -298,6 +302,7 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
         if facts["calibrator"] not in names:
             raise InputError(f"--facts: calibrator: expected one of {', '.join(names)}")
         names = [facts["calibrator"]]
+    changes = _changes(run.config)
     for name in names:
         predictions: dict[str, Any] = {"label": evaluation.pack(columns[f"{name}_label"])}
         if len(after) == run.num_tasks and all(name in each for each in after):
@@ -308,7 +313,7 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
             "method": results["learner"],
             "code": "fdc_jax",
             "commit": results["versions"]["commit"] or "",
-            "changes": _changes(run.config),
+            "changes": changes,
             "seed": results["seed"],
             "passes": 2 if name in ("fdc", "gaussians") else 1,  # E_T and E_0
             "processor_seconds": (results["timing"] or {}).get("processor_seconds"),
@@ -328,14 +333,13 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
     return records
 
 
-def _changes(config: Mapping[str, Any]) -> str:
+def _changes(config: dict[str, Any]) -> str:
     """Returns the settings of a run that are not those of `configs/league.py`, as a sentence."""
     league = configuration.flatten(configuration.load("league"))
-    own = f"learner.{config['learner.name']}."
     said = [
         f"{field} {json.dumps(value)}"
-        for field, _, value in configuration.differences(league, dict(config))
-        if field.startswith(own) or not re.fullmatch(_ELSEWHERE, field)
+        for field, _, value in configuration.differences(league, config)
+        if field not in _ELSEWHERE and not learners.of_another(field, config["learner.name"])
     ]
     return f"Settings: {', '.join(said)}." * bool(said)
 

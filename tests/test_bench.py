@@ -116,6 +116,12 @@ def test_a_record_says_settings_that_are_not_the_leagues(records, whole):
     assert bench._changes(league | {"learner.slca.head_rate": 0.1, "seed": [7]}) == ""
     slca = league | {"learner.name": "slca", "learner.slca.head_rate": 0.1}
     assert bench._changes(slca) == "Settings: learner.slca.head_rate 0.1."
+    own = league | {
+        "learner.name": "a.package.mine",
+        "learner.mine.pull": 2,
+        "save_features": "all",
+    }
+    assert bench._changes(own) == "Settings: learner.mine.pull 2."
 
 
 def test_what_a_run_knows_is_not_a_fact(whole, tmp_path, capsys):
@@ -466,11 +472,11 @@ def test_one_pass_is_compared_with_the_first_row_by_test_image():
 
 def test_seeds_of_a_row_are_trainings_of_their_own():
     """Code that ignores its seed repeats 99.75 % of labels; good heads on photographs, 98.9 %."""
-    for folder in ("league", "league_photographs"):
+    for folder, least in (("league", 0.02), ("league_photographs", 0.01)):
         for row in league_page.read(folder):
             labels = [numbers(each["predictions"]["label"]) for each in row]
             for one, other in itertools.combinations(labels, 2):
-                assert np.mean(one != other) > 0.01, league_page.key(row[0])
+                assert np.mean(one != other) > least, league_page.key(row[0])
 
 
 def test_three_rates_were_tried():

@@ -121,6 +121,12 @@ def options(name: str) -> dict[str, Option]:
     }
 
 
+def of_another(field: str, name: str) -> bool:
+    """Returns whether a field is an option of another learner than `name`, at hand or not."""
+    own = f"learner.{section(name)}."
+    return field.startswith("learner.") and field.count(".") > 1 and not field.startswith(own)
+
+
 def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Any]]:
     """Returns the options on a benchmark by learner: what `config.learner` begins with.
 

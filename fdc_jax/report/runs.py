@@ -16,7 +16,7 @@ from fdc_jax import evaluation, learners
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError, counted
 from fdc_jax.report import baselines, paper, quantities
-from fdc_jax.run.configuration import WITHOUT_EFFECT
+from fdc_jax.run.configuration import NOT_COMPARED
 from fdc_jax.run.opened import open_run
 
 
@@ -185,12 +185,6 @@ def _told_apart(each: Group, groups: Sequence[Group]) -> Group:
 
 # Settings ----------------------------------------------------------------------------------------
 
-# Fields of a configuration that no accuracy of a calibrator depends on.
-_IGNORED = WITHOUT_EFFECT | {
-    *("seed", "report", "save_features"),
-    *("evaluation.batch_size", "evaluation.every"),
-}
-
 
 def settings(results: dict[str, Any]) -> dict[str, Any]:
     """Returns everything that the numbers of a `results.json` depend on but its seed, by field.
@@ -200,10 +194,8 @@ def settings(results: dict[str, Any]) -> dict[str, Any]:
     benchmark, learner = results["benchmark"], results["learner"]
     options = learners.options(learner)
     found = _expected() | {name: each.default_on(benchmark) for name, each in options.items()}
-    own = f"learner.{learners.section(learner)}."  # Also of one that is not at hand.
     for field, value in results["config"].items():
-        of_another = field.startswith("learner.") and field.count(".") > 1 and field not in options
-        if field not in _IGNORED and (not of_another or field.startswith(own)):
+        if field not in NOT_COMPARED and not learners.of_another(field, learner):
             found[field] = value
     for section, names in (
         ("encoder", ("sha256", "weights")),

@@ -31,6 +31,10 @@ OF_A_HOST = frozenset(
 WITHOUT_EFFECT = OF_A_HOST | {
     *("encoder.attention", "checkpoint.every_steps", "checkpoint.keep", "report"),
 }
+# What may differ between runs whose accuracies are compared.
+NOT_COMPARED = WITHOUT_EFFECT | {
+    *("seed", "save_features", "evaluation.batch_size", "evaluation.every"),
+}
 
 # What values may be, as in `learners.Option`.
 _ALLOWED: dict[str, str | tuple[str, ...]] = {
