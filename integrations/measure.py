@@ -26,12 +26,11 @@ ROWS = {
     "Lightning": ("lightning", ""),
     "Avalanche": ("avalanche-lib", ""),
     "pytorch-ood": ("pytorch-ood", ""),
-    "Ray": ("ray", ""),
     "PILOT": ("PILOT", "integrations/test_pilot.py::test_learner_and_dump[gaussians]"),
     "Mammoth": ("MAMMOTH", "integrations/test_mammoth.py::test_model[gaussians]"),
     "LibContinual": ("LIBCONTINUAL", "integrations/test_libcontinual.py::test_inflora[gaussians]"),
 }
-OWN = re.compile(r"fdc|calibrat|gaussians|\bboth\b|\bwalk\b|FDC|LAYER|\bfitted\b")
+OWN = re.compile(r"fdc|calibrat|gaussians|\bboth\b|\bwalk\b|FDC|LAYER")
 
 
 def program(heading: str) -> str:
