@@ -1,8 +1,7 @@
 """Feature files: what FDC needs from any class-incremental learner, as plain NumPy arrays.
 
-A file is an `.npz`, or a folder of `.npy` files of the same names, which are memory-mapped, or of
-Parquet (`features.parquet`). Numbers may be of half precision, float16 or bfloat16. For each task
-t = 0 .. T-1:
+A file is an `.npz`, or a folder of `.npy` files of the same names, which are memory-mapped.
+Numbers may have half precision, float16 or bfloat16. For each task t = 0 .. T-1:
 
     train_adapted_t     [n_t, d]   features of the training images by the encoder after task t
     train_labels_t      [n_t]      integers; no class may occur in two tasks
@@ -43,7 +42,6 @@ from numpy.typing import ArrayLike
 from fdc_jax import heads
 from fdc_jax.calibration import inputs
 from fdc_jax.errors import InputError, did_you_mean, nearest
-from fdc_jax.features import parquet
 from fdc_jax.machine.files import read_folder, read_npy, read_npz, write_npy
 
 _TYPES: dict[str, Any] = {kind: of_kind for of_kind, kind in heads.KINDS.items()}
@@ -133,8 +131,7 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
             tasks, a label of two tasks, a test label that is no class.
     """
     path = Path(path)
-    columns = parquet.read(path)
-    arrays = columns | (read_folder(path) if path.is_dir() else read_npz(path))
+    arrays = read_folder(path) if path.is_dir() else read_npz(path)
     # What NumPy makes of bfloat16 when it writes it.
     short = {name: array for name, array in arrays.items() if array.dtype == "V2"}
     arrays |= {name: array.view(ml_dtypes.bfloat16) for name, array in short.items()}

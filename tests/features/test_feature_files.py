@@ -2,10 +2,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fdc_jax import calibration, heads
+from fdc_jax import heads
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
-from fdc_jax.posthoc import template
 
 
 def example(num_tasks=2, seed=0, two_views=True):
@@ -299,63 +298,3 @@ def test_numbers_of_half_precision_are_read_as_they_are(tmp_path, short):
         found = features.tasks[0].adapted
         assert found.dtype == dtype
         np.testing.assert_array_equal(found.astype(np.float32), narrow.astype(np.float32))
-
-
-@pytest.mark.parametrize("kind", ["fixed", "list", "half"])
-def test_parquet_of_vectors_is_read_task_by_task(tmp_path, kind):
-    arrow = pytest.importorskip("pyarrow", reason="needs pyarrow, which is optional")
-    from pyarrow import parquet
-
-    arrays, folder = template.example(3, 3, 16, 20), tmp_path / "folder"
-    expected = feature_files.load(save(tmp_path / "whole.npz", arrays))
-    save(folder, {name: each for name, each in arrays.items() if name.startswith("head")})
-    number = arrow.float16() if kind == "half" else arrow.float32()
-    for stem, task in (("train", "_0"), ("train", "_1"), ("train", "_2"), ("test", "")):
-        columns = {}
-        for name in ("adapted", "pretrained", "previous", "labels"):
-            values = arrays.pop(f"{stem}_{name}{task}", None)
-            if values is not None and name != "labels":
-                flat = arrow.array(values.ravel().astype(number.to_pandas_dtype()))
-                ends = arrow.array(np.arange(len(values) + 1, dtype=np.int32) * values.shape[1])
-                values = (
-                    arrow.ListArray.from_arrays(ends, flat)
-                    if kind == "list"
-                    else arrow.FixedSizeListArray.from_arrays(flat, values.shape[1])
-                )
-            if values is not None:
-                columns[name] = values
-        # Some rows at a time, as whoever extracts features writes them.
-        parquet.write_table(
-            arrow.table(columns), folder / f"{stem}{task}.parquet", row_group_size=7
-        )
-    features = feature_files.load(folder)
-    exact = {"atol": 0.0 if kind != "half" else 2e-2}
-    for ours, theirs in zip(features.tasks, expected.tasks, strict=True):
-        assert ours.adapted.shape == theirs.adapted.shape and len(ours.adapted) == len(
-            theirs.labels
-        )
-        size = theirs.adapted.nbytes
-        assert ours.adapted.nbytes == (size // 2 if kind == "half" else size)
-        np.testing.assert_allclose(np.asarray(ours.adapted), theirs.adapted, **exact)
-        np.testing.assert_array_equal(ours.labels, theirs.labels)
-    if kind != "half":
-        for name in ("gaussians", "fdc"):
-            found, whole = (each.fit(calibration.make(name)) for each in (features, expected))
-            scores = found.score(features.test_adapted, features.test_pretrained)
-            other = whole.score(expected.test_adapted, expected.test_pretrained)
-            np.testing.assert_array_equal(scores.task_scores, other.task_scores)
-
-
-def test_parquet_that_holds_no_vectors_is_one_line(tmp_path):
-    pytest.importorskip("pyarrow", reason="needs pyarrow, which is optional")
-    import pyarrow as arrow
-    from pyarrow import parquet
-
-    path = tmp_path / "train_0.parquet"
-    parquet.write_table(arrow.table({"adapted": [1.0, 2.0]}), path)
-    with pytest.raises(InputError, match=r"train_0\.parquet: cannot be read as Parquet of vectors"):
-        feature_files.load(tmp_path)
-    parquet.write_table(arrow.table({"adapted": [[1.0, 2.0], [3.0]], "labels": [0, 1]}), path)
-    columns = feature_files.parquet.read(tmp_path)
-    with pytest.raises(InputError, match="expected as many numbers in each row"):
-        np.asarray(columns["train_adapted_0"])
