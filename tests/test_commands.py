@@ -30,10 +30,7 @@ def test_a_name_runs_its_module(tmp_path):
         given = {"cwd": tmp_path, "env": os.environ | path, "text": True}
         return subprocess.run(words, check=True, capture_output=True, **given).stdout
 
-    assert "    python -m fdc_jax posthoc one.npz" in said(
-        *("-m", "fdc_jax", "posthoc", "--template=one.npz")
-    )
-    assert (tmp_path / "one.npz").exists()
+    assert "5 tasks, 10 classes" in said("-m", "fdc_jax", "posthoc", "example")
     # As the file that pip makes of an entry point.
     (tmp_path / "fdc").write_text("from fdc_jax.__main__ import main\nmain()\n")
     assert said("fdc", "posthoc", "--help").startswith("usage: python -m fdc_jax posthoc ")
@@ -183,5 +180,6 @@ def test_a_wheel_works_outside_of_the_checkout(wheel, tmp_path, cache):
     found = small_runs.results(tmp_path / "runs" / "digits")
     assert found["versions"]["commit"] is None
     assert (tmp_path / "runs" / "digits" / "report" / "report.html").exists()
-    fdc("posthoc", "runs/digits/features", "--output=again.npz", "--quiet")
-    assert (tmp_path / "again.json").exists()
+    for features in ("runs/digits/features", "example"):
+        fdc("posthoc", features, "--output=again.npz", "--quiet")
+        assert (tmp_path / "again.json").exists()

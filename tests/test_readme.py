@@ -107,8 +107,8 @@ def test_benchmarks_exist(page):
         assert (REPOSITORY / "benchmarks" / f"{program}.py").is_file(), program
 
 
-def test_posthoc_commands_run_in_order(tmp_path, monkeypatch):
-    runs = [words for words in arguments_of("fdc_jax.posthoc") if "example.npz" in words[0]]
+def test_posthoc_commands_run(tmp_path, monkeypatch):
+    runs = [words for words in arguments_of("fdc_jax.posthoc") if words[0] == "example"]
     assert len(runs) >= 2
     monkeypatch.chdir(tmp_path)
     for arguments in runs:

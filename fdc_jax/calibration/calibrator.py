@@ -76,7 +76,6 @@ class Calibrator:
         counts: training samples of each of these classes.
         heads: the heads to predict with, None where none was given.
         widths: feature width of each view that was given, adapted first; empty before any task.
-        first: number of the first task, of which another calibrator may have those before it.
     """
 
     name: ClassVar[str]
@@ -89,7 +88,6 @@ class Calibrator:
         self.counts: list[Int[np.ndarray, " c"]] = []
         self.heads: list[Any] = []
         self.widths: list[int] = []
-        self.first = 0
 
     @property
     def num_tasks(self) -> int:
@@ -123,26 +121,6 @@ class Calibrator:
             InputError: input that is malformed or unlike earlier tasks; nothing has changed then.
         """
         raise NotImplementedError
-
-    def join(self, other: Calibrator) -> None:
-        """Appends the one task of another calibrator, whose `first` is the number of that task.
-
-        What one pass collects is then as `fit_task` leaves it, bit for bit.
-
-        Raises:
-            InputError: the task is not the next one, or unlike earlier tasks; nothing has changed.
-        """
-        (classes,), task = other.classes, self.first + self.num_tasks
-        if other.first != task or other.widths != self.widths:
-            raise InputError(
-                f"task {other.first} of width {other.widths}: expected task {task} of width "
-                f"{self.widths}"
-            )
-        inputs.check_new(classes, task, self.classes)
-        self.classes = [*self.classes, *other.classes]
-        self.counts = [*self.counts, *other.counts]
-        self.heads = [*self.heads, *other.heads]
-        self._forget()
 
     def finalize(self, release: bool = False) -> None:
         """Computes what scoring needs of all tasks together. May be called again.
@@ -229,7 +207,7 @@ class Calibrator:
         self, adapted: Any, labels: Any, head: Any, pretrained: Any, classes: Any
     ) -> inputs.TaskInput:
         """Returns the input of `fit_task`, checked."""
-        task = self.first + self.num_tasks
+        task = self.num_tasks
         views, labels = inputs.task_views(adapted, labels, pretrained, task, self.widths)
         head = self._head(head, task, views[0].shape[1])
         rows = None if head is None else len(head.affine.rows)

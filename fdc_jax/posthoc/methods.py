@@ -1,4 +1,4 @@
-"""How a calibrator is fitted on a feature file and scored, what is said of it, and warnings."""
+"""Fits a calibrator on a feature file, scores the test features, and reports the result."""
 
 import time
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from fdc_jax.machine.versions import versions
 
 
 class Outcome(NamedTuple):
-    """One method on one feature file."""
+    """A method fitted on a feature file, with its scores of the test features."""
 
     name: str
     calibrator: Calibrator
@@ -25,7 +25,7 @@ class Outcome(NamedTuple):
 
     @property
     def scores(self) -> Scores:
-        """Its scores with everything switched on."""
+        """The scores with all components."""
         return self.components["full"]
 
 
@@ -34,8 +34,8 @@ def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome
 
     Args:
         name: one of `calibration.METHODS`.
-        features: what to fit and to score.
-        settings: values by name; those that the method does not have are passed over.
+        features: training and test features.
+        settings: values by name; settings of other methods are ignored.
 
     Raises:
         InputError: the method does not apply to these features.
@@ -46,17 +46,17 @@ def run(name: str, features: FeatureSet, settings: Mapping[str, Any]) -> Outcome
     fitted = time.perf_counter()
     components = calibrator.components(features.test_adapted, features.test_pretrained)
     scored = time.perf_counter()
-    unfit = ~np.isfinite(components["full"].task_scores).any(axis=1)
-    if unfit.any():
-        raise InputError(f"{name}: no finite score for test row {int(np.argmax(unfit))}")
+    unscored = ~np.isfinite(components["full"].task_scores).any(axis=1)
+    if unscored.any():
+        raise InputError(f"{name}: no finite score for test row {int(np.argmax(unscored))}")
     return Outcome(name, calibrator, components, fitted - start, scored - fitted)
 
 
 def moved(features: FeatureSet) -> FeatureSet:
-    """Returns features of which those of earlier encoders are moved to where the last one has them.
+    """Maps the adapted training features of all tasks into the space of the last encoder.
 
-    Every task's map (`calibration.drift`) moves the adapted features of all tasks before it. So any
-    method sees statistics that follow the encoder, also those that an affine map cannot move.
+    The map of every task (`calibration.drift`) moves the features of all tasks before it, so that
+    the statistics of any method follow the encoder.
 
     Raises:
         InputError: the file lacks `train_previous_t`.
@@ -65,26 +65,26 @@ def moved(features: FeatureSet) -> FeatureSet:
     for t, task in enumerate(features.tasks[1:], start=1):
         if task.previous is None:
             raise InputError(
-                f"train_previous_{t}: missing; expected, as statistics follow the encoder, "
-                "features of the task's samples by the encoder before it"
+                f"train_previous_{t}: missing; expected features of the task's samples by the "
+                "encoder before it, as statistics follow the encoder"
             )
         previous = inputs.feature_array(task.previous, f"train_previous_{t}")
-        by = drift.fit_map(previous, adapted[t])
-        adapted[:t] = [by.move(each).astype(np.float32) for each in adapted[:t]]
+        step = drift.fit_map(previous, adapted[t])
+        adapted[:t] = [step.move(earlier).astype(np.float32) for earlier in adapted[:t]]
     pairs = zip(features.tasks, adapted, strict=True)
-    return features._replace(tasks=tuple(task._replace(adapted=each) for task, each in pairs))
+    return features._replace(tasks=tuple(task._replace(adapted=rows) for task, rows in pairs))
 
 
-def summarise(
+def report(
     features: FeatureSet, settings: Mapping[str, Any], raw: Scores, outcome: Outcome
 ) -> dict[str, Any]:
-    """Returns what is said of a method, as JSON values; accuracies are absent without test labels.
+    """Returns the report of a method as JSON values; without test labels it has no accuracies.
 
-    What is measured stands there twice, under `raw` and under `calibrated`.
+    Accuracies have an entry for the raw heads, `raw`, and one for the method, `calibrated`.
     """
     calibrated, truth = outcome.scores, features.test_labels
     known = calibration.METHODS[outcome.name].settings
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "method": outcome.name,
         "note": outcome.calibrator.note,
         "num_tasks": len(features.tasks),
@@ -97,18 +97,18 @@ def summarise(
         "versions": versions() | {"device": jax.devices()[0].device_kind},
     }
     if truth is None:
-        return found
+        return facts
     tasks, both = features.test_tasks, {"raw": raw, "calibrated": calibrated}
     return {
-        **found,
+        **facts,
         **evaluation.measure(both, truth, tasks),
         "task_confusion": {
-            name: evaluation.task_confusion(tasks, each.task, len(features.tasks)).tolist()
-            for name, each in both.items()
+            name: evaluation.task_confusion(tasks, scores.task, len(features.tasks)).tolist()
+            for name, scores in both.items()
         },
         "gain": evaluation.sample_gain(truth, raw.label, calibrated.label)._asdict(),
         "component_accuracy": {
-            name: evaluation.accuracy(truth, each.label)
-            for name, each in outcome.components.items()
+            name: evaluation.accuracy(truth, scores.label)
+            for name, scores in outcome.components.items()
         },
     }

@@ -6,9 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
-from fdc_jax import calibration
 from fdc_jax.calibration import foreign
-from fdc_jax.errors import InputError
 from tests.calibration import streams
 
 
@@ -123,13 +121,3 @@ def test_further_tasks_follow_and_blocks_do_not_matter(monkeypatch):
     small = streams.fitted(tasks)
     for ours, theirs in zip(small.references, whole.references, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4)
-
-
-def test_joined_tasks_await_residuals_against_earlier_ones():
-    tasks = streams.stream(3, 2)
-    whole, other = streams.fitted(tasks[:1]), calibration.make("fdc")
-    other.first = 1
-    whole.join(streams.fit(other, tasks[1:]))
-    assert whole.num_tasks == 2
-    with pytest.raises(InputError, match="joined ones await a second pass"):
-        whole.finalize()

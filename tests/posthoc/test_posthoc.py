@@ -2,6 +2,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +15,18 @@ from fdc_jax import calibration
 from fdc_jax.calibration import METHODS, drift
 from fdc_jax.features import feature_files
 from fdc_jax.posthoc.__main__ import main
-from fdc_jax.posthoc.template import example
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = {"num_tasks": 3, "classes_per_task": 2, "width": 10, "per_class": 12, "test_per_class": 8}
+EXAMPLE = ROOT / "fdc_jax" / "assets" / "example_features.npz"
 
 
 @pytest.fixture(scope="module")
 def arrays():
-    return example(**SMALL)
+    """Three tasks of two classes, of the example."""
+    with np.load(EXAMPLE) as file:
+        arrays = {name: file[name] for name in file.files if name[-1] not in "34"}
+    few = arrays["test_labels"] < 6
+    return arrays | {name: rows[few] for name, rows in arrays.items() if name.startswith("test")}
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +142,7 @@ def test_methods_that_do_not_apply_say_why(tmp_path, arrays, monkeypatch):
     monkeypatch.setattr("fdc_jax.posthoc.__main__.METHODS", few)
     one_view = {k: v for k, v in arrays.items() if "pretrained" not in k and "bias" not in k}
     path = tmp_path / "cosine.npz"
-    np.savez(path, **one_view, head_kind="cosine")
+    np.savez(path, **one_view | {"head_kind": "cosine"})
     code, out, _ = run(path, "--method=all", "--neighbours=2")
     assert code == 0
     assert "wa: not applicable: wa: needs linear heads, the head of task 0 is a CosineHead" in out
@@ -167,7 +171,7 @@ def test_without_test_labels(tmp_path, arrays):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "expected a feature file"),
+        ("", "the following arguments are required: features"),
         ("source.npz --method=fcd", "found 'fcd'; did you mean fdc?"),
         ("source.npz --retained_energy=2", "retained_energy: expected"),
         ("source.npz --method=ncm --attenuation=1", "--attenuation: is no setting of ncm"),
@@ -187,7 +191,7 @@ def test_refusals_are_one_line_and_write_nothing(
     Path("source.npz").symlink_to(source)
     Path("cut.npz").write_bytes(source.read_bytes()[:3000])
     Path("c.npz").write_text("kept")
-    np.savez("bad.npz", **arrays | {"test_adapted": np.full((48, 10), np.nan)})
+    np.savez("bad.npz", **arrays | {"test_adapted": np.full((90, 96), np.nan)})
     before = {path.name for path in tmp_path.iterdir()}
     assert message in fails(*arguments.split())
     assert Path("c.npz").read_text() == "kept"
@@ -199,68 +203,66 @@ def test_a_traceback_on_request(tmp_path):
     assert code == 2 and "Traceback" in error
 
 
-def test_heads_that_know_nothing_are_named(tmp_path):
-    path, arrays = tmp_path / "x.npz", example(3, 6, width=24, per_class=12, test_per_class=8)
+def test_heads_that_know_nothing_are_named_once(tmp_path, arrays):
+    path = tmp_path / "x.npz"
     np.savez(path, **arrays | {"head_weight_1": np.roll(arrays["head_weight_1"], 1, 0)})
-    # Once, though FDC reads the heads, too.
-    (said,) = run(path)[2].splitlines()
-    assert said.startswith("fdc_jax.posthoc: WARNING: task 1 (from 0): its head is right about 0.0")
+    # Raw reads the heads, too.
+    (line,) = run(path)[2].splitlines()
+    assert line.startswith("fdc_jax.posthoc: WARNING: task 1 (from 0): its head is right about ")
     assert run(path, "--quiet")[2] == ""
 
 
-def test_template_is_reproducible_and_fdc_helps_on_it(tmp_path):
-    path = tmp_path / "example.npz"
-    code, out, _ = run(f"--template={path}")
-    assert code == 0
-    assert "torch.no_grad" in out
-    features = feature_files.load(path)
-    np.testing.assert_array_equal(features.test_adapted, example()["test_adapted"])
-    code, out, _ = run(path, f"--output={tmp_path / 'x.npz'}")
-    report = json.loads((tmp_path / "x.json").read_text())
-    assert 20 < report["gain"]["mean"] < 60
+def test_the_example_comes_with_the_package(tmp_path, monkeypatch):
+    assert EXAMPLE.stat().st_size < 200_000
+    monkeypatch.chdir(tmp_path)
+    assert run("example", "--output=x.npz")[0] == 0
+    report = json.loads(Path("x.json").read_text())
+    assert (report["num_tasks"], report["num_classes"]) == (5, 10)
+    assert report["gain"]["low"] > 10
     assert report["accuracy"]["calibrated"] < report["accuracy"]["oracle"]
-    assert "exists already" in fails(f"--template={path}")
-    assert "ends in .npz" in fails(f"--template={tmp_path / 'x.npy'}")
+    Path("example").mkdir()  # A path of the user comes first.
+    assert "example: expected .npy files, found none" in fails("example")
 
 
-def test_the_dumping_recipe_runs_and_is_short(tmp_path, arrays):
-    """The printed code, with stand-ins for PyTorch."""
-    _, out, _ = run(f"--template={tmp_path / 'example.npz'}")
-    lines = out.splitlines()
-    start = next(i for i, line in enumerate(lines) if "arrays, cat" in line)
-    end = next(i for i, line in enumerate(lines) if "numpy.savez" in line)
-    assert end - start + 1 <= 10
-
-    class Tensor(np.ndarray):
-        float = lambda self: self.astype(np.float32).view(Tensor)  # noqa: E731
-        cpu = detach = lambda self: self
-        numpy = lambda self: np.asarray(self)  # noqa: E731
-
-    def tensor(array):
-        return np.array(array).view(Tensor)
-
-    torch = SimpleNamespace(
-        no_grad=contextlib.nullcontext, cat=lambda parts: tensor(np.concatenate(parts))
+def test_the_page_writes_a_feature_file(tmp_path, monkeypatch, arrays):
+    """Runs the program of docs/features.md, with features in place of images and encoders."""
+    page = (ROOT / "docs" / "features.md").read_text(encoding="utf-8")
+    (program,) = (
+        part for part in re.findall(r"```python\n(.*?)```", page, re.S) if "savez" in part
     )
-    weight, bias = (tensor(arrays[f"head_{part}_0"]) for part in ("weight", "bias"))
-    rows = np.arange(24)
+    assert program.count("\n") < 16
+    head = SimpleNamespace(weight=np.zeros((6, 96)), bias=np.zeros(6))
+    learned = []
+
+    def train(images, labels):
+        head.weight += 1  # of other tasks, too
+        t = len(learned)
+        head.weight[2 * t : 2 * t + 2], head.bias[2 * t : 2 * t + 2] = (
+            arrays[f"head_{part}_{t}"] for part in ("weight", "bias")
+        )
+        learned.append(t)
+
+    def encoder(images):
+        if images == "test":
+            return arrays["test_adapted"]
+        return arrays[f"train_{'adapted' if images < len(learned) else 'previous'}_{images}"]
+
+    def pretrained(images):
+        return arrays["test_pretrained" if images == "test" else f"train_pretrained_{images}"]
+
+    labels = [arrays[f"train_labels_{t}"] for t in range(3)]
     scope = {
-        "torch": torch, "encoder": lambda x: tensor(arrays["train_adapted_0"][x]),
-        "pretrained": lambda x: tensor(arrays["train_pretrained_0"][x]),
-        "task_loader": [(each, tensor(each % 2)) for each in (rows[:10], rows[10:])],
-        "head": SimpleNamespace(weight=weight, bias=bias), "t": 0, "numpy": np,
+        "tasks": [(t, labels[t], np.unique(labels[t])) for t in range(3)], "train": train,
+        "encoder": encoder, "pretrained": pretrained, "head": head,
+        "test_images": "test", "test_labels": arrays["test_labels"],
     }  # fmt: skip
-    exec("\n".join(line[4:] for line in lines[start:end]), scope)
-    # Training the head further leaves what was dumped alone.
-    weight += 1
-    bias += 1
-    stored = scope["arrays"]
-    np.testing.assert_array_equal(stored.pop("train_labels_0"), rows % 2)
-    for name, array in stored.items():
-        np.testing.assert_array_equal(array, arrays[name], err_msg=name)
-    stored |= {k: arrays[k] for k in ("train_labels_0", "test_adapted", "test_pretrained")}
-    np.savez(tmp_path / "mine.npz", **stored)
-    assert len(feature_files.load(tmp_path / "mine.npz").tasks) == 1
+    monkeypatch.chdir(tmp_path)
+    exec(program, scope)
+    with np.load("features.npz") as file:
+        assert set(file.files) == {n for n in arrays if not n.startswith(("head_kind", "head_cl"))}
+        for name in file.files:
+            np.testing.assert_array_equal(file[name], arrays[name], err_msg=name)
+    assert run("features.npz")[0] == 0
 
 
 def test_the_command_as_a_process_imports_no_encoder_and_no_data(source, tmp_path):
@@ -289,28 +291,26 @@ for sys.argv[1:] in (sys.argv[1:], ["absent.npz"]):
 # Statistics that follow the encoder --------------------------------------------------------------
 
 
-def test_moved_features_follow_the_encoder_for_every_other_method(source, tmp_path):
-    labels = {}
-    for name in ("plain", "moved"):
-        output = tmp_path / f"{name}.npz"
-        extra = ["--moved"] if name == "moved" else []
+def test_moved_features_follow_the_encoder_for_every_other_method(tmp_path):
+    source, labels = ROOT / "tests" / "golden" / "features.npz", {}
+    for extra in ([], ["--moved"]):
+        output = tmp_path / "x.npz"
         code, out, _ = run(source, "--method=ncm", f"--output={output}", *extra)
         assert code == 0 and ("ncm --moved" in out) == bool(extra)
-        report = json.loads(output.with_suffix(".json").read_text())
-        assert report["moved"] == bool(extra)
-        labels[name] = np.load(output)["label"]
+        assert json.loads(output.with_suffix(".json").read_text())["moved"] == bool(extra)
+        labels[bool(extra)] = np.load(output)["label"]
     features = feature_files.load(source)
     tasks = [task.adapted.astype(np.float64) for task in features.tasks]
     for t, task in enumerate(features.tasks[1:], start=1):
-        by = drift.fit_map(task.previous, task.adapted)
-        tasks[:t] = [by.move(each) for each in tasks[:t]]
-    found = calibration.make("ncm")
+        step = drift.fit_map(task.previous, task.adapted)
+        tasks[:t] = [step.move(earlier) for earlier in tasks[:t]]
+    calibrator = calibration.make("ncm")
     for task, adapted in zip(features.tasks, tasks, strict=True):
-        found.fit_task(adapted, task.labels, classes=task.classes)
-    found.finalize()
-    expected = found.score(features.test_adapted).label
-    np.testing.assert_array_equal(labels["moved"], expected)
-    assert (labels["plain"] != expected).any()
+        calibrator.fit_task(adapted, task.labels, classes=task.classes)
+    calibrator.finalize()
+    expected = calibrator.score(features.test_adapted).label
+    np.testing.assert_array_equal(labels[True], expected)
+    assert (labels[False] != expected).any()
 
 
 def test_what_moving_lacks_is_named(tmp_path, arrays):

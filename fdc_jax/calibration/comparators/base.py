@@ -58,12 +58,6 @@ class Comparator(Calibrator):
         self.statistics = [*self.statistics, self._collect(features, rows, given.head)]
         self._append(given)
 
-    def join(self, other: Any) -> None:
-        """See `Calibrator.join`; for methods whose total is a plain sum, or that have none."""
-        super().join(other)
-        self.statistics = [*self.statistics, *other.statistics]
-        self.total = self.total if other.total is None else self.total + other.total
-
     def finalize(self, release: bool = False) -> None:
         """Solves for what scoring needs of all tasks; more may follow, then finalize again."""
         if self.classes and self._solved is None:
