@@ -5,7 +5,6 @@ handed to the others when it is read, so that a checkpoint fits any number of de
 and its folder need not be shared between hosts.
 """
 
-import contextlib
 import logging
 import os
 import re
@@ -20,12 +19,9 @@ import orbax.checkpoint as ocp
 
 from fdc_jax.errors import InputError, line
 from fdc_jax.machine import devices, processes
-from fdc_jax.machine.files import read_json, sha256, write_json
+from fdc_jax.machine.files import MANIFEST, check_manifest, write_manifest
 
 _log = logging.getLogger(__name__)
-
-# Beside the files of a checkpoint.
-_CHECKSUMS = "checksums.json"
 
 # Orbax reports every step of every save, and asyncio every file of a save that failed; errors
 # that matter are raised.
@@ -96,9 +92,8 @@ class Checkpoints:
             raise InputError(
                 f"cannot write a checkpoint in {self._folder}: {_reason(error)}"
             ) from error
-        # Orbax fails in many ways on damaged files; with their checksums it need not read them.
-        place = self._folder / str(number)
-        write_json(place / _CHECKSUMS, _checksums(place))
+        # Orbax reads most flipped bits without an error.
+        write_manifest(self._folder / str(number))
 
     def newest(
         self, target: Callable[[dict[str, Any]], Any]
@@ -129,10 +124,12 @@ class Checkpoints:
 
     @processes.on_first
     def _cursor(self, number: int) -> dict[str, Any] | None:
-        place = self._folder / str(number)
-        # A process may have died before it wrote the checksums.
-        with contextlib.suppress(InputError):
-            if read_json(place / _CHECKSUMS) != _checksums(place):
+        folder = self._folder / str(number)
+        # A process may have been killed between the checkpoint and its manifest.
+        if (folder / MANIFEST).exists():
+            try:
+                check_manifest(folder, "")
+            except InputError:
                 return self._move_aside(number, "its files are damaged")
         return self._read(number, "cursor", ocp.args.JsonRestore())
 
@@ -170,11 +167,6 @@ class Checkpoints:
         )
         os.replace(place, aside)
         self._manager.reload()
-
-
-def _checksums(folder: Path) -> dict[str, str]:
-    files = (path for path in folder.rglob("*") if path.is_file() and path.name != _CHECKSUMS)
-    return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
 
 
 def _reason(error: Exception) -> str:

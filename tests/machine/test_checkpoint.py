@@ -125,9 +125,9 @@ def test_an_interrupted_save_leaves_nothing(filled, tmp_path, monkeypatch):
     assert numbers(filled) == [3, 2]
 
 
-def test_without_checksums_orbax_decides(filled, tmp_path):
-    """A process may die between a checkpoint and its checksums."""
-    (tmp_path / "checkpoints" / "3" / "checksums.json").unlink()
+def test_without_a_manifest_orbax_decides(filled, tmp_path):
+    """A process may die between a checkpoint and its manifest."""
+    (tmp_path / "checkpoints" / "3" / "manifest.json").unlink()
     number, _, tree = newest(filled)
     assert number == 3
     assert_equal_trees(tree, make_tree(3))
