@@ -84,7 +84,7 @@ def _scaled(
     return scores.astype(np.float64) / np.maximum(spread, 1e-6)[:, None]
 
 
-def left_out(rows: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
+def held_out(rows: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
     """Tells which images are left out: the first of every class, the sixth, and so on.
 
     None is of a class of one image.

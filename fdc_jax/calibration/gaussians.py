@@ -1,85 +1,77 @@
-"""Class Gaussians, which follow the encoder where they can (docs/beyond.md).
+"""Class Gaussians with drift compensation (docs/beyond.md).
 
-Features g are taken at unit length. Of each view are kept the mean mu_c of every class c, the
-within-class scatter S of all classes together, and of each class's own covariance the leading
-directions, as rows of a factor B_c. Given the features of a task's images by the encoder before
-that task, what is kept of earlier classes in the adapted view is carried along by the affine map of
-`drift`, and S grows by what that map does not explain. Beyond a thousand classes maps are composed,
-and classes are moved when scores need them, so that a task costs the same however many classes
-there are. With N images of C classes in width d, a class scores minus half the squared distance
+Features g are taken at unit length. Each view keeps the mean mu_c of every class c, the sum S of
+the scatters of all classes, and the leading principal directions of each class's own covariance, as
+rows of a factor B_c. If the features of a task's images by the encoder before that task are given,
+the affine map of `drift` moves the earlier classes in the adapted view, and S grows by the error of
+the map. With N images of C classes in width d, the score of a class is minus half the squared
+distance
 
     (g - mu_c)' [ (1 - a) S / N + lambda (tr S / (N d)) I + a B_c' B_c ]^-1 (g - mu_c),
 
-where a = 0.1 and lambda = 0.1 + d / (N - C), which is more while images are few. The pretrained
-encoder does not move. Its view counts (1 + m / 20) / 4, where m is the mean of the staleness s of
-all classes, and fully where the adapted statistics stayed behind.
+where a = 0.1 and lambda = 0.1 + d / (N - C), which is larger while images are few. The pretrained
+encoder does not move. The scores in its view have the weight (1 + m / 20) / 4, where m is the mean
+of the staleness s of all classes; without drift compensation they have the weight 1.
 
-A class that was moved has a mean that is off, so that its own images are farther from it. Its score
-is raised by log(1 + s / 4). For every map since its task, s grew by the mean of e' M^-1 e over the
-new task's classes, each left out once: e is the error of the map on its mean, and M what stands in
-brackets, without B_c, of the earlier classes alone, S moved and grown by the map already.
+The mean of a class that was moved is in error, so that the class's own images are farther from it.
+Its score is raised by log(1 + s / 4). With every map since the class's task, s grew by the mean of
+e' M^-1 e over the new task's classes: e is the error of the map on the mean of a class that is held
+out, and M is the matrix in brackets, without B_c, of the earlier classes after the map.
 
-How sure an answer is, is learned from images that are taken away from the fit; see `confidence`.
+`confidence` turns scores into probabilities; it is fitted on images that are held out of the
+statistics.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import scipy.linalg
 
 from fdc_jax.calibration import drift, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores, best_by_task
-from fdc_jax.calibration.compiled import in_blocks, jnp, stack
-from fdc_jax.calibration.confidence import CLASSES, MEASURED, Confidence, left_out
+from fdc_jax.calibration.compiled import in_blocks, padded_size
+from fdc_jax.calibration.confidence import CLASSES, MEASURED, Confidence, held_out
 from fdc_jax.errors import InputError
 from fdc_jax.heads import products, unit
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
-# Share a of a class's own covariance, directions kept of it, least lambda, how much the pretrained
-# view counts beside an adapted view that follows the encoder, and the staleness that doubles that.
+# Share a of a class's own covariance, directions kept of it, and the least lambda.
 OWN_SHARE = 0.1
 RANK = 8
 LEAST_SHRINKAGE = 0.1
+# Weight of the pretrained view with drift compensation, and the staleness that doubles it.
 PRETRAINED_SHARE, DOUBLING = 0.25, 20.0
-# Classes are moved at once where a composed map would amplify rounding by more.
-AMPLIFICATION = 8.0
-
-Move: TypeAlias = "drift.Path | drift.AffineMap"
 
 
 class ViewClasses(NamedTuple):
-    """The classes of one view, task by task."""
+    """Statistics of some classes in one view."""
 
-    means: list[Float[np.ndarray, "c d"]]  # mu_c, zero for classes without an image
-    factors: list[Float[np.ndarray, "c r d"]]  # B_c; rows are as long as deviations along them
-    scatter: Float[np.ndarray, "d d"]  # S, summed over all images
+    means: Float[np.ndarray, "c d"]  # mu_c, zero if a class has no image
+    factors: Float[np.ndarray, "c r d"]  # B_c, rows as long as standard deviations along them
+    scatter: Float[np.ndarray, "d d"]  # S
 
-    def joined(self, other: ViewClasses) -> ViewClasses:
-        """Returns these classes and others."""
-        factors = [*self.factors, *other.factors]
-        return ViewClasses([*self.means, *other.means], factors, self.scatter + other.scatter)
+    def merge(self, other: ViewClasses) -> ViewClasses:
+        """Returns the statistics of these classes and of others."""
+        return ViewClasses(
+            np.concatenate([self.means, other.means]),
+            np.concatenate([self.factors, other.factors]),
+            self.scatter + other.scatter,
+        )
 
-    def all(self, path: Move | None, kind: type = np.float64) -> tuple[np.ndarray, np.ndarray]:
-        """Returns mu_c in float64 and B_c of all classes, moved along a path."""
-        means = np.concatenate(self.means, dtype=np.float64)
-        factors = np.concatenate(self.factors, dtype=kind)
-        if path is None:
-            return means, factors
-        factors = np.tensordot(factors, path.matrix.astype(kind), 1)  # as one product
-        return means @ path.matrix + path.offset, factors
-
-    def moved(self, path: Move) -> ViewClasses:
-        """Returns the classes at the end of a path; S, which all share, is not moved."""
-        sizes = np.cumsum([len(each) for each in self.means])[:-1]
-        moved = self.all(path, np.float32)
-        means, factors = (np.split(inputs.float32(each), sizes) for each in moved)
-        return ViewClasses(means, factors, self.scatter)
+    def move(self, by: drift.AffineMap, images: int) -> ViewClasses:
+        """Returns the statistics after a map, whose error adds to the scatter of each image."""
+        narrow = by._replace(matrix=inputs.float32(by.matrix))
+        return ViewClasses(
+            inputs.float32(by.move(self.means.astype(np.float64))),
+            np.tensordot(self.factors, narrow.matrix, 1),  # as one product
+            inputs.float32(narrow.move_scatter(self.scatter) + images * by.residual),
+        )
 
 
 def fit_classes(
@@ -87,133 +79,98 @@ def fit_classes(
     rows: Int[np.ndarray, " n"],
     num_classes: int,
     held: Bool[np.ndarray, " n"],
-) -> list[ViewClasses]:
-    """Returns the Gaussians of classes from the features of their images, one class at a time.
-
-    Where some images are held back, those of the rest follow, found by taking away from all.
-    """
+) -> tuple[ViewClasses, ViewClasses]:
+    """Returns the statistics of a task's images without the held-out ones, and of all images."""
     width = features.shape[1]
-    shapes = (num_classes, width), (num_classes, RANK, width)
-    scatter, taken = np.zeros((2, width, width))
-    waiting, lost = [], []
-    found = [[np.zeros(shape, np.float32) for shape in shapes] for _ in range(1 + held.any())]
+    kept, every = (
+        ViewClasses(
+            np.zeros((num_classes, width), np.float32),
+            np.zeros((num_classes, RANK, width), np.float32),
+            np.zeros((width, width), np.float32),
+        )
+        for _ in range(2)
+    )
     for row in np.unique(rows):
         members, out = at_unit_length(features[rows == row]), held[rows == row]
-        mean = members.mean(axis=0, dtype=np.float64).astype(np.float32)
-        centred = members - mean
-        # The smaller one of X X' and X' X.
-        few = len(centred) < width
-        gram = centred @ centred.T if few else centred.T @ centred
-        if few:
-            waiting.append(centred)
-            _add_waiting(scatter, waiting, inputs.BLOCK_ROWS)
-        else:
-            scatter += gram
-        parts = [(mean, principal(centred, gram))]
-        if len(found) == 2:
-            rest = centred[~out]
-            shift = rest.mean(axis=0)
-            away = np.vstack([centred[out], np.sqrt(len(rest)) * shift])
-            if few:
-                lost.append(away)
-                gram = gram[~out][:, ~out]
-                gram = gram - gram.mean(axis=0)
-                gram -= gram.mean(axis=1, keepdims=True)
-            else:
-                taken += (product := away.T @ away)
-                gram = gram - product
-            parts.append((mean + shift, principal(rest - shift, gram)))
-        for (means, factors), (middle, leading) in zip(found, parts, strict=True):
-            means[row], factors[row, : len(leading)] = middle, leading
-    _add_waiting(scatter, waiting)
-    _add_waiting(taken, lost)
-    rest = scatter - taken
-    if np.trace(rest) < 1e-6 * np.trace(scatter):  # one image of each class is left: rounding
-        rest = np.zeros_like(scatter)
-    return [
-        ViewClasses([means], [factors], total.astype(np.float32))
-        for (means, factors), total in zip(found, (scatter, rest), strict=False)
-    ]
-
-
-def _add_waiting(total: Any, waiting: list[Float[np.ndarray, "_ d"]], least: int = 1) -> None:
-    """Adds X' X of the rows that wait to a total, where they are so many: one product is faster."""
-    if sum(map(len, waiting)) >= least:
-        many = np.concatenate(waiting)
-        total += many.T @ many
-        waiting.clear()
+        for known, own in ((kept, members[~out]), (every, members)):
+            known.means[row] = own.mean(axis=0, dtype=np.float64)
+            leading = principal(own - known.means[row])
+            known.factors[row, : len(leading)] = leading
+    for place, block in inputs.blocks(features):
+        block, own, out = at_unit_length(block), rows[place], held[place]
+        centred = block - kept.means[own]
+        kept.scatter[:] += centred[~out].T @ centred[~out]
+        # Held-out images add the sum of (g - mean of the others) (g - mean of all)'.
+        every.scatter[:] += centred[out].T @ (block - every.means[own])[out]
+    every.scatter[:] += kept.scatter
+    return kept, every
 
 
 def at_unit_length(features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
-    """Returns features as the Gaussians are of, in float32."""
+    """Returns features divided by their norm, in float32."""
     return unit(inputs.float32(features))
 
 
-def principal(
-    centred: Float[np.ndarray, "n d"], gram: Float[np.ndarray, "k k"]
-) -> Float[np.ndarray, "r d"]:
-    """Returns the leading directions of a class, as long as standard deviations along them.
-
-    `gram` is the smaller one of X X' and X' X. With X X' v = s v, X' v is as long as the square
-    root of s and points along the class's principal direction.
-    """
-    (count, width), last = centred.shape, len(gram) - 1
+def principal(centred: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "r d"]:
+    """Returns the leading principal directions, as long as standard deviations along them."""
+    count, width = centred.shape
     if not (kept := min(RANK, count - 1, width)):
         return centred[:0]
-    found, vectors = scipy.linalg.eigh(gram, subset_by_index=[last - kept + 1, last])
-    lengths = np.sqrt(np.maximum(found, 0.0))
-    leading = vectors.T @ centred if len(gram) < width else vectors.T * lengths[:, None]
+    # The smaller of X X' and X' X. With X X' v = s v, X' v has the length sqrt(s).
+    few = count < width
+    gram = centred @ centred.T if few else centred.T @ centred
+    last = len(gram) - 1
+    values, vectors = scipy.linalg.eigh(gram, subset_by_index=[last - kept + 1, last])
+    lengths = np.sqrt(np.maximum(values, 0.0))
+    leading = vectors.T @ centred if few else vectors.T * lengths[:, None]
     return leading[::-1] / np.sqrt(count)
 
 
 class Metric(NamedTuple):
-    """The classes of one view; the inverse covariance of class c is A_c = P - F_c' F_c."""
+    """The distances to all classes of one view; A_c = P - F_c' F_c is a class's precision."""
 
     origin: Float[Any, " d"]  # the mean of the class means
-    inverse: Float[Any, "d d"]  # P, of what all classes share
+    precision: Float[Any, "d d"]  # P, shared by all classes
     middle: Float[Any, " d"]  # the mean of all images
-    one: Float[Any, "d d"]  # P of all images as those of one class
+    whole: Float[Any, "d d"]  # the precision of all images as one class
     rows: Float[Any, "c d"]  # A_c mu
-    constants: Float[Any, " c"]  # mu' A_c mu / 2
-    factors: list[Float[Any, "c d"]]  # of each class the first row of F_c, the second, and so on
+    constants: Float[Any, " c"]  # mu' A_c mu / 2, infinite for classes without an image
+    factors: list[Float[Any, "c d"]]  # first rows of all F_c, second rows, and so on
 
 
 def metric(
     known: ViewClasses,
     counts: Int[np.ndarray, " c"],
-    path: drift.Path | None,
-    raised: Float[np.ndarray, " c"] | float,
-    plain: bool,
+    raised: Float[np.ndarray, " c"],
+    kind: type = np.float64,
 ) -> Metric:
-    """Returns what scoring needs of the classes of one view and their images, found in float64.
-
-    Scores are `raised` by so much. If `plain`, for a single use, in float32; see `compiled.stack`.
-    """
-    kind = np.float32 if plain else np.float64
-    all_means, all_factors = known.all(path, kind)
-    present, scatter, images = counts > 0, known.scatter.astype(kind), int(counts.sum())
-    inverse = _inverse(scatter, images, int(present.sum()))
-    origin = all_means[present].mean(axis=0).astype(np.float32)
-    means, own = (all_means - origin).astype(kind), kind(np.sqrt(OWN_SHARE)) * all_factors
+    """Returns the metric of one view, computed in floats of a kind; scores are `raised`."""
+    padding = padded_size(len(counts), 8) - len(counts)
+    counts, raised = np.pad(counts, (0, padding)), np.pad(raised, (0, padding))
+    every = np.pad(known.means.astype(np.float64), ((0, padding), (0, 0)))
+    present, images, scatter = counts > 0, int(counts.sum()), known.scatter.astype(kind)
+    precision = shared_precision(scatter, images, int(present.sum()))
+    origin = inputs.float32(every[present].mean(axis=0))
+    means = (every - origin).astype(kind)
+    own = kind(np.sqrt(OWN_SHARE)) * np.pad(known.factors, ((0, padding), (0, 0), (0, 0)))
     # Woodbury: (P^-1 + B' B)^-1 = P - P B' (I + B P B')^-1 B P.
-    factors = np.tensordot(own, inverse, 1)
+    factors = np.tensordot(own, precision, 1)
     inner = np.eye(RANK, dtype=kind) + factors @ own.swapaxes(1, 2)
     factors = np.linalg.inv(np.linalg.cholesky(inner)) @ factors
     along = factors @ means[:, :, None]
-    rows = means @ inverse - (along * factors).sum(axis=1)
-    columns = rows, (rows * means).sum(axis=1) / 2 - raised, *factors.swapaxes(0, 1)
-    put = [stack([each], 8, plain=plain, turned=False)[0] for each in columns]
-    middle = np.average(all_means, axis=0, weights=counts)
-    about = ((all_means - middle) * np.sqrt(counts)[:, None]).astype(kind)
-    one = _inverse(scatter + about.T @ about, images, 1)
-    inverse, middle, one = (each.astype(np.float32) for each in (inverse, middle, one))
-    return Metric(origin, inverse, middle, one, put[0], put[1], put[2:])
+    rows = means @ precision - (along * factors).sum(axis=1)
+    constants = np.where(present, (rows * means).sum(axis=1) / 2 - raised, np.inf)
+    middle = np.average(every, axis=0, weights=counts)
+    about = ((every - middle) * np.sqrt(counts)[:, None]).astype(kind)
+    whole = shared_precision(scatter + about.T @ about, images, 1)
+    arrays = precision, middle, whole, rows, constants
+    return Metric(origin, *map(inputs.float32, arrays), [*inputs.float32(factors).swapaxes(0, 1)])
 
 
-def _inverse(
+def shared_precision(
     scatter: Float[np.ndarray, "d d"], images: int, classes: int
 ) -> Float[np.ndarray, "d d"]:
-    """Returns the inverse of the covariance that classes share."""
+    """Returns P, the inverse of the matrix in brackets without B_c."""
     width, kind = len(scatter), scatter.dtype.type
     covariance = scatter / kind(images)
     variance = np.trace(covariance) / width
@@ -226,34 +183,41 @@ def _inverse(
     return half + np.tril(half, -1).T
 
 
-def class_distances(
-    metrics: Sequence[Metric], *views: Float[Any, "n d"], lengths: bool
-) -> dict[str, Float[Any, "n _"]]:
-    """Returns by view minus half the squared distance to every class, padded classes too.
+def class_scores(metrics: Sequence[Metric], *views: Float[Any, "n d"]) -> dict[str, Any]:
+    """Returns by view minus half the squared distance to every class.
 
-    The term of the feature alone, which all classes share, is left out. With `lengths` it is
-    `NAME_lengths`, beside half the squared distance to all images as one class.
+    The term g' P g / 2, which all classes share, is left out.
     """
-    found = {}
+    scores = {}
     for name, known, features in zip(inputs.VIEWS, metrics, views, strict=False):
-        features = unit(features)
-        near = features - known.origin
-        found[name] = products(near, known.rows) - known.constants
+        near = unit(features) - known.origin
+        scores[name] = products(near, known.rows) - known.constants
         for factor in known.factors:
-            found[name] = found[name] + products(near, factor) ** 2 / 2
-        if lengths:
-            far = features - known.middle
-            ways = (near, known.inverse), (far, known.one)
-            squares = [(products(each, inverse) * each).sum(axis=-1) for each, inverse in ways]
-            found[f"{name}_lengths"] = jnp.stack(squares, axis=-1) / 2
-    return found
+            scores[name] = scores[name] + products(near, factor) ** 2 / 2
+    return scores
+
+
+def shared_terms(metrics: Sequence[Metric], *views: Float[Any, "n d"]) -> dict[str, Any]:
+    """Returns by view g' P g / 2, and by "view, whole" half the distance to all images as one."""
+    terms = {}
+    for name, known, features in zip(inputs.VIEWS, metrics, views, strict=False):
+        near, far = unit(features) - known.origin, unit(features) - known.middle
+        terms[name] = (products(near, known.precision) * near).sum(axis=-1) / 2
+        terms[f"{name}, whole"] = (products(far, known.whole) * far).sum(axis=-1) / 2
+    return terms
 
 
 class Gaussians(Calibrator):
-    """Class Gaussians of one or two views; the nearest class decides on the task, too.
+    """Class Gaussians of one or two views; the nearest class also decides on the task.
 
-    `fit_task` takes `previous` from the second task on, for all tasks or for none: with it the
-    classes follow the encoder, without it they stay as they were. No head is needed.
+    From the second task on, `fit_task` takes `previous` for all tasks (drift compensation) or for
+    none. No head is needed.
+
+    Attributes:
+        views: statistics of all classes, by view.
+        compensated: whether drift compensation is on; None before the second task.
+        staleness: s of the classes of each task.
+        confidence: the fit to held-out images.
     """
 
     name = "gaussians"
@@ -262,196 +226,158 @@ class Gaussians(Calibrator):
     def __init__(self):
         super().__init__()
         self.views: list[ViewClasses] = []
-        # Whether the statistics follow the encoder; None while there is one task.
-        self.follows: bool | None = None
-        # s of the classes of each task.
+        self.compensated: bool | None = None
         self.staleness = np.zeros(0)
-        # The way of the adapted view's classes from where they are kept, None where they are, and
-        # the map into the first task where others come before it.
-        self.path: drift.Path | None = None
-        self.entry: drift.AffineMap | None = None
         self.confidence = Confidence()
         self._forget()
 
     def fit_task(self, adapted, labels, head=None, pretrained=None, classes=None, previous=None):
         """See `Calibrator.fit_task`."""
         given = self._task(adapted, labels, head, pretrained, classes)
-        follows, by = self.follows, None
+        fitted, first, count = copy.copy(self), sum(map(len, self.classes)), len(given.classes)
         if given.task:
-            name = f"previous features of task {given.task}"
-            self._check_follows(previous is not None, name)
-            if follows := previous is not None:
-                before = inputs.feature_array(previous, name, given.views[0].shape[1])
-                inputs.same_length(before, given.views[0], name)
-                by = drift.fit_map(before, given.views[0], at_unit_length, given.rows)
-        carried, first, count = copy.copy(self), sum(map(len, self.classes)), len(given.classes)
-        held = left_out(given.rows) & (first + count <= CLASSES)
-        carried._carry(by)
-        fits = (fit_classes(each, given.rows, count, held) for each in given.views)
-        views, *rest = map(list, zip(*fits, strict=True))
-        if rest:
+            fitted._compensate(given, previous)
+        held = held_out(given.rows) & (first + count <= CLASSES)
+        fits = (fit_classes(view, given.rows, count, held) for view in given.views)
+        kept, every = map(list, zip(*fits, strict=True))
+        if held.any():
             some = np.flatnonzero(held)
             some = some[np.linspace(0, len(some) - 1, min(len(some), MEASURED)).astype(int)]
-            without = copy.copy(carried)
-            left = given.counts - np.bincount(given.rows[held], minlength=count)
-            without._take(given._replace(counts=left), by, follows, rest[0])
-            without._plain = True  # Many sizes occur once.
-            scores, *more = without._scores(*(each[some] for each in given.views))
-            carried.confidence = self.confidence.with_task(scores, first + given.rows[some], *more)
-        carried._take(given, by, follows, views)
-        vars(self).update(vars(carried))
+            without, out = copy.copy(fitted), np.bincount(given.rows[held], minlength=count)
+            without._add(given._replace(counts=given.counts - out), kept)
+            # In NumPy, since JAX would compile for shapes that occur once.
+            metrics = without._metrics_by_view(np.float32)
+            views = [inputs.float32(view[some]) for view in given.views]
+            found = (kernel(metrics, *views) for kernel in (class_scores, shared_terms))
+            scores, *further = without._evidence(*found)
+            fitted.confidence = self.confidence.with_task(
+                scores, first + given.rows[some], *further
+            )
+        fitted._add(given, every)
+        vars(self).update(vars(fitted))
 
-    def _take(
-        self,
-        given: inputs.TaskInput,
-        by: drift.AffineMap | None,
-        follows: bool | None,
-        views: list[ViewClasses],
-    ) -> None:
-        """Takes the classes of a task."""
-        self._add(by, views)
-        self.follows, self.staleness = follows, np.append(self.staleness, 0.0)
-        self._append(given)
-
-    def join(self, other: Any) -> None:
-        """See `Calibrator.join`."""
-        self._check_follows(other.follows, f"previous features of task {other.first}")
-        super().join(other)
-        self._carry(other.entry)
-        self._add(other.entry, other.views)
-        self.follows = other.follows
-        self.staleness = np.append(self.staleness, other.staleness)
-        # Its images were not measured beside the classes of others.
-        self.confidence = Confidence()
-
-    def _check_follows(self, follows: bool, name: str) -> None:
-        if self.follows not in (None, follows):
+    def _compensate(self, given: inputs.TaskInput, previous: Any) -> None:
+        """Moves the adapted view of all earlier classes by the map of a new task."""
+        name = f"previous features of task {given.task}"
+        if self.compensated is not None and self.compensated != (previous is not None):
             raise InputError(
                 f"{name}: expected features by the encoder before each task from the second "
                 f"one on, or of none, as its statistics follow the encoder or stay"
             )
-
-    def _carry(self, by: drift.AffineMap | None) -> None:
-        """Moves the classes so far."""
-        if by is None or not self.views:
+        self.compensated = previous is not None
+        if previous is None:
             return
-        before = self.counts[: len(self.views[0].means)]
-        images = sum(int(counts.sum()) for counts in before)
-        known, narrow = self.views[0], by._replace(matrix=by.matrix.astype(np.float32))
-        # What the map leaves unexplained varies within classes from then on.
-        scatter = narrow.move_scatter(known.scatter) + images * by.residual
-        known = known._replace(scatter=scatter.astype(np.float32))
+        before = inputs.feature_array(previous, name, self.widths[0])
+        inputs.same_length(before, given.views[0], name)
+        by = drift.fit_map(before, given.views[0], at_unit_length, given.rows)
+        counts = np.concatenate(self.counts)
+        moved = self.views[0].move(by, counts.sum())
         if len(by.class_errors):
-            present = sum(int((counts > 0).sum()) for counts in before)
-            errors, inverse = by.class_errors, _inverse(scatter, images, present)
-            self.staleness = self.staleness + (errors @ inverse * errors).sum(axis=1).mean()
-        # Few are moved at once: `confidence` scores all of them at every task.
-        few = self.path is None and sum(map(len, before)) <= CLASSES
-        path = None if few else drift.path(self.path, by)
-        if path is None or not path.amplification <= AMPLIFICATION:
-            known, path = known.moved(path or by), None
-        self.path, self.views = path, [known, *self.views[1:]]
+            precision = shared_precision(
+                moved.scatter.astype(np.float64), counts.sum(), np.count_nonzero(counts)
+            )
+            added = (by.class_errors @ precision * by.class_errors).sum(axis=1).mean()
+            self.staleness = self.staleness + added
+        self.views = [moved, *self.views[1:]]
 
-    def _add(self, by: drift.AffineMap | None, new: list[ViewClasses]) -> None:
-        """Takes the classes of a task, where the map has moved all others before."""
-        if not self.views:
-            self.entry, self.views = by, new
-            return
-        if self.path:
-            new = [new[0].moved(self.path.reversed), *new[1:]]
-        self.views = [known.joined(other) for known, other in zip(self.views, new, strict=True)]
-
-    def components(self, adapted: Any, pretrained: Any = None) -> dict[str, Scores]:
-        """Returns the scores by all views and, where there are two, by each alone."""
-        found = self._by_view(adapted, pretrained)
-        together = {"full": [*found]}
-        if len(found) == 2:
-            together |= {f"{name}_view": [name] for name in found}
-        return {
-            name: best_by_task(self._summed([found[view] for view in views]), self.classes)
-            for name, views in together.items()
-        }
+    def _add(self, given: inputs.TaskInput, views: Sequence[ViewClasses]) -> None:
+        """Adds the statistics of a task's classes."""
+        if self.views:
+            views = [old.merge(new) for old, new in zip(self.views, views, strict=True)]
+        self.views, self.staleness = views, np.append(self.staleness, 0.0)
+        self._append(given)
 
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """See `Calibrator.class_scores`; minus infinity for classes without an image."""
-        return self._summed([*self._by_view(adapted, pretrained).values()])
+        return self._fuse(self._by_view(class_scores, adapted, pretrained))
+
+    def components(self, adapted: Any, pretrained: Any = None) -> dict[str, Scores]:
+        """Returns the scores by all views and, if there are two, by each alone."""
+        by_view = self._by_view(class_scores, adapted, pretrained)
+        parts = {"full": by_view}
+        if len(by_view) == 2:
+            parts |= {f"{name}_view": {name: scores} for name, scores in by_view.items()}
+        return {name: best_by_task(self._fuse(part), self.classes) for name, part in parts.items()}
 
     def assess(
         self, adapted: Any, pretrained: Any = None
     ) -> tuple[Float[np.ndarray, "n classes"], Float[np.ndarray, " n"]]:
         """Returns `probabilities` and `typicality` from one scoring."""
-        scores, spread, familiarity = self._scores(adapted, pretrained)
-        kept = self.confidence
-        return kept.probabilities(scores, spread), kept.typicality(familiarity)
+        found = [self._by_view(each, adapted, pretrained) for each in (class_scores, shared_terms)]
+        scores, spread, familiarity = self._evidence(*found)
+        fit = self.confidence
+        return fit.probabilities(scores, spread), fit.typicality(familiarity)
 
     def probabilities(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """Returns the probability of every class; arguments and errors as of `score`."""
         return self.assess(adapted, pretrained)[0]
 
     def typicality(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, " n"]:
-        """Returns the share of left-out training images that are no more familiar, in (0, 1]."""
+        """Returns the share of held-out training images that are no more familiar, in (0, 1]."""
         return self.assess(adapted, pretrained)[1]
-
-    def _scores(self, adapted: Any, pretrained: Any = None) -> tuple[np.ndarray, ...]:
-        """Returns scores of classes, their spread and the familiarity; see `confidence`."""
-        found = self._by_view(adapted, pretrained, lengths=True).values()
-        # A mean over views, since their weights differ between tasks.
-        total = sum(weight for weight, *_ in found)
-        scores = self._summed([*found]) / total
-        own, one = np.sum([weight * lengths for weight, _, lengths in found], axis=0).T / total
-        one = np.maximum(one, 0.0)  # but for rounding
-        return scores, np.sqrt(one / sum(self.widths)), scores.max(axis=1) - own + one
-
-    def _by_view(
-        self, adapted: Any, pretrained: Any, lengths: bool = False
-    ) -> dict[str, tuple[Any, ...]]:
-        """Returns by view its weight, scores of all classes [n, c], and, if asked, lengths."""
-        if not self.views:
-            raise InputError("call fit_task for every task first")
-        views = inputs.score_views(adapted, pretrained, self.widths, True)
-        counts = np.concatenate(self.counts)
-        stale = np.repeat(self.staleness, [*map(len, self.classes)])
-        if self._metrics is None:
-            ways = zip(self.views, (self.path, None), (np.log1p(stale / 4), 0.0), strict=False)
-            self._metrics = [
-                metric(known, counts, path, raised, self._plain) for known, path, raised in ways
-            ]
-        found = in_blocks(
-            class_distances, self._metrics, *views, plain=self._plain, lengths=lengths
-        )
-        share = PRETRAINED_SHARE * (1 + stale.mean() / DOUBLING)
-        weights = 1.0, 1.0 if self.follows is False else share
-        return {
-            name: (np.float32(weight), found[name][:, : len(counts)], found.get(f"{name}_lengths"))
-            for name, weight, _ in zip(inputs.VIEWS, weights, views, strict=False)
-        }
-
-    def _summed(self, views: Sequence[tuple[Any, ...]]) -> Float[np.ndarray, "n classes"]:
-        """Returns the scores of some views of `_by_view` together."""
-        total = sum(weight * scores for weight, scores, _ in views)
-        return np.where(np.concatenate(self.counts) > 0, total, np.float32(-np.inf))
 
     @property
     def note(self) -> str:
-        """Which of the two it was, once there are two tasks."""
+        """One line on drift compensation, from the second task on."""
         return {
             None: "",
             True: "class Gaussians follow the encoder",
             False: "class Gaussians stay as they were fitted, since features by the encoder before "
             "each task were not given; the pretrained view counts fully",
-        }[self.follows]
+        }[self.compensated]
 
     @property
     def storage_bytes(self) -> int:
-        """See `Calibrator.storage_bytes`; half of a symmetric scatter counts, no path."""
+        """See `Calibrator.storage_bytes`; half of a symmetric scatter counts."""
         numbers = sum(len(each) for each in self.classes)  # Images of each class.
         numbers += len(self.staleness) + sum(each.size for each in self.confidence)
         for known in self.views:
             width = len(known.scatter)
-            numbers += sum(each.size for each in (*known.means, *known.factors))
-            numbers += width * (width + 1) // 2
+            numbers += known.means.size + known.factors.size + width * (width + 1) // 2
         return 4 * numbers
+
+    def _by_view(self, kernel: Any, adapted: Any, pretrained: Any) -> dict[str, Any]:
+        """Returns what a kernel computes of a batch, by view."""
+        if not self.views:
+            raise InputError("call fit_task for every task first")
+        views = inputs.score_views(adapted, pretrained, self.widths, True)
+        if self._metrics is None:
+            self._metrics = self._metrics_by_view(np.float64)
+        return in_blocks(kernel, self._metrics, *views)
+
+    def _metrics_by_view(self, kind: type) -> list[Metric]:
+        """Returns the metric of each view, computed in floats of a kind."""
+        counts, stale = np.concatenate(self.counts), self._stale()
+        raised = zip(self.views, (np.log1p(stale / 4), np.zeros(len(stale))), strict=False)
+        return [metric(known, counts, by, kind) for known, by in raised]
+
+    def _stale(self) -> Float[np.ndarray, " classes"]:
+        """Returns s of all classes."""
+        return np.repeat(self.staleness, [*map(len, self.classes)])
+
+    def _weights(self) -> dict[str, np.float32]:
+        """Returns the weight of each view."""
+        share = PRETRAINED_SHARE * (1 + self._stale().mean() / DOUBLING)
+        weights = np.float32(1.0), np.float32(1.0 if self.compensated is False else share)
+        return dict(zip(inputs.VIEWS, weights[: len(self.widths)], strict=False))
+
+    def _fuse(self, by_view: dict[str, np.ndarray]) -> Float[np.ndarray, "n classes"]:
+        """Returns the weighted sum of scores by view."""
+        weights, count = self._weights(), sum(map(len, self.classes))
+        return sum(weights[name] * scores[:, :count] for name, scores in by_view.items())
+
+    def _evidence(
+        self, by_view: dict[str, np.ndarray], shared: dict[str, np.ndarray]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns scores of classes, their spread and the familiarity; see `confidence`."""
+        # A mean over views, since their weights differ between tasks.
+        weights = self._weights()
+        total = sum(weights.values())
+        scores = self._fuse(by_view) / total
+        own = sum(weight * shared[name] for name, weight in weights.items()) / total
+        whole = sum(weight * shared[f"{name}, whole"] for name, weight in weights.items()) / total
+        whole = np.maximum(whole, 0.0)  # negative by rounding
+        return scores, np.sqrt(whole / sum(self.widths)), scores.max(axis=1) - own + whole
 
     def _forget(self) -> None:
         self._metrics: list[Metric] | None = None
-        self._plain = False

@@ -13,7 +13,7 @@ VIEWS = ("adapted", "pretrained")
 
 def test_a_fifth_of_every_class_is_left_out_and_no_single_image():
     rows = np.array([2, 0, 2, 2, 1, 2, 2, 2, 3, 3])
-    expected = np.flatnonzero(confidence.left_out(rows))
+    expected = np.flatnonzero(confidence.held_out(rows))
     # The first and the sixth of class 2, the first of class 3, none of those of one image.
     np.testing.assert_array_equal(expected, [0, 7, 8])
 

@@ -140,7 +140,7 @@ def test_without_drift_nothing_moves_and_with_it_standing_still_is_worse():
     own = np.concatenate(
         [[unit(t.adapted[t.labels == c]).mean(axis=0) for c in np.unique(t.labels)] for t in tasks]
     )
-    np.testing.assert_allclose(still.views[0].all(still.path)[0], own, atol=1e-5)
+    np.testing.assert_allclose(still.views[0].means, own, atol=1e-5)
     # Every task turns all features a little further. Task t's images by E_s are turned s - t times
     # more than at their own time.
     angle = 0.45
@@ -171,7 +171,7 @@ def test_classes_without_images_and_single_images():
     scores = found.class_scores(*inputs)
     assert np.isneginf(scores[:, 2]).all() and np.isfinite(np.delete(scores, 2, axis=1)).all()
     assert 2 not in found.score(*inputs).label
-    np.testing.assert_array_equal(found.views[0].factors[0][1:3], 0)
+    np.testing.assert_array_equal(found.views[0].factors[1:3], 0)
     # Nothing varies: distances are Euclidean.
     constant = calibration.Gaussians()
     constant.fit_task(first.adapted[:2], [4, 7])
@@ -222,7 +222,7 @@ def test_previous_features_that_do_not_fit_change_nothing():
     known = found.views
     with pytest.raises(InputError, match=r"^previous features of task 1: expected 45 rows like"):
         streams.fit(found, tasks[1:], previous=[np.zeros((5, 16), np.float32)])
-    assert found.num_tasks == 1 and found.views is known and found.follows is None
+    assert found.num_tasks == 1 and found.views is known and found.compensated is None
 
 
 @pytest.mark.parametrize("first", [True, False])
@@ -235,47 +235,24 @@ def test_previous_features_come_for_all_tasks_or_for_none(first):
     assert found.num_tasks == 2
 
 
-def test_classes_are_moved_when_scores_need_them_or_rounding_would_grow(monkeypatch):
-    tasks = streams.stream(6, 12)
-    previous, inputs = streams.previous_of(tasks), streams.probe_inputs(tasks)
-    kept = fitted(tasks, previous)
-    assert kept.path is None  # As for any number of classes that are scored at every task.
-    monkeypatch.setattr(gaussians, "CLASSES", 8)
-    at_once = {0.0: None, gaussians.AMPLIFICATION: None}
-    for limit in at_once:
-        monkeypatch.setattr(gaussians, "AMPLIFICATION", limit)
-        at_once[limit] = fitted(tasks, previous)
-    moved, some = at_once.values()
-    assert moved.path is None and some.path is not None
-    assert 1.0 < some.path.amplification <= gaussians.AMPLIFICATION
-    # The statistics of the first task lie where they were, or where a later map had to move them.
-    for ours, theirs in zip(some.views[0].all(some.path), moved.views[0].all(None), strict=True):
-        np.testing.assert_allclose(ours, theirs, atol=2e-5 * np.abs(theirs).max())
-    np.testing.assert_array_equal(some.views[0].scatter, moved.views[0].scatter)
-    assert_same_but_for_a_shift(kept.class_scores(*inputs), moved.class_scores(*inputs))
-    assert some.storage_bytes == moved.storage_bytes
-
-
-def test_a_map_without_a_way_back_moves_the_classes(monkeypatch):
-    monkeypatch.setattr(gaussians, "CLASSES", 0)
+def test_images_without_variation_move_the_classes():
     tasks = streams.stream(6, 3)
     found = fitted(tasks[:2], streams.previous_of(tasks[:2]))
-    assert found.path is not None
     flat = np.zeros_like(tasks[2].adapted) + tasks[2].adapted[0]
     streams.fit(found, [tasks[2]._replace(adapted=flat)], previous=[tasks[2].adapted])
-    assert found.path is None
     assert np.isfinite(found.class_scores(*streams.probe_inputs(tasks))).all()
 
 
 @pytest.mark.parametrize("width", [5, 36, 200])
-def test_what_is_held_back_is_taken_away(monkeypatch, width):
-    monkeypatch.setattr(gaussians.inputs, "BLOCK_ROWS", 64)  # Two of three classes at once.
+def test_held_out_images_have_no_part_in_the_statistics_without_them(monkeypatch, width):
+    monkeypatch.setattr(gaussians.inputs, "BLOCK_ROWS", 64)
     (task,) = streams.stream(2, 1, width=width, classes=(3,), samples=(120,))
-    held = confidence.left_out(task.rows)
-    _, found = gaussians.fit_classes(task.adapted, task.rows, 3, held)
-    kept = task.adapted[~held], task.rows[~held], 3, held[~held] & False
-    (expected,) = gaussians.fit_classes(*kept)
-    np.testing.assert_allclose(found.means, expected.means, atol=1e-5)
-    np.testing.assert_allclose(found.scatter, expected.scatter, atol=1e-3)
-    own, alone = (f.factors[0].swapaxes(1, 2) @ f.factors[0] for f in (found, expected))
-    np.testing.assert_allclose(own, alone, atol=1e-4)
+    held = confidence.held_out(task.rows)
+    kept, every = gaussians.fit_classes(task.adapted, task.rows, 3, held)
+    for found, chosen in ((kept, ~held), (every, held | True)):
+        features, labels = unit(task.adapted[chosen]), task.rows[chosen]
+        means, scatter = scatter_of([features], [labels])
+        np.testing.assert_allclose(found.means, means, atol=1e-6)
+        np.testing.assert_allclose(found.scatter, scatter, atol=1e-5)
+        for factor, expected in zip(found.factors, factors_of(features, labels), strict=True):
+            np.testing.assert_allclose(factor.T @ factor, expected.T @ expected, atol=1e-5)
