@@ -1,12 +1,17 @@
-"""The command `fdc run` in a clone; see `fdc_jax/command.py`.
+"""Learns a stream of tasks, calibrates and evaluates after every task; `fdc run` is the same.
 
-python main.py --config=configs/digits.py [--workdir=FOLDER] [--config.FIELD=VALUE ...]
+    python main.py --config=configs/digits.py [--workdir=FOLDER] [--config.FIELD=VALUE ...]
+
+`--help` lists all flags and fields.
 """
 
-import sys
+import functools
 
-from fdc_jax.__main__ import main
+from absl import app
+
+from fdc_jax import command
+from fdc_jax.errors import stop_on_signals
 
 if __name__ == "__main__":
-    sys.argv.insert(1, "run")
-    main()
+    with stop_on_signals() as stop:
+        app.run(functools.partial(command.main, stop), flags_parser=command.parse)

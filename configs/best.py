@@ -18,7 +18,5 @@ import ml_collections
 from fdc_jax.run import base
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config("cifar100")
-    config.learner.name = "slca"
-    return config
+def get_config(learner: str = "slca") -> ml_collections.ConfigDict:
+    return base.get_config("cifar100", learner)

@@ -11,8 +11,8 @@ import ml_collections
 from fdc_jax.run import base
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config("digits")
+def get_config(learner: str = "cumulative_lora") -> ml_collections.ConfigDict:
+    config = base.get_config("digits", learner)
     config.encoder.variant = "digits"
     config.encoder.weights = "digits"
     config.encoder.image_size = 32

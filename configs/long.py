@@ -16,8 +16,8 @@ import ml_collections
 from fdc_jax.run import base
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config("cifar100")
+def get_config(learner: str = "cumulative_lora") -> ml_collections.ConfigDict:
+    config = base.get_config("cifar100", learner)
     config.classes_per_task = 2
     config.evaluation.every = 10
     return config

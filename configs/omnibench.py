@@ -11,5 +11,5 @@ import ml_collections
 from fdc_jax.run import base
 
 
-def get_config() -> ml_collections.ConfigDict:
-    return base.get_config("omnibench")
+def get_config(learner: str = "cumulative_lora") -> ml_collections.ConfigDict:
+    return base.get_config("omnibench", learner)

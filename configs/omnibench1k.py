@@ -22,8 +22,8 @@ import ml_collections
 from fdc_jax.run import base
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config("omnibench1k")
+def get_config(learner: str = "cumulative_lora") -> ml_collections.ConfigDict:
+    config = base.get_config("omnibench1k", learner)
     config.classes_per_task = 10
     config.evaluation.every = 10
     return config

@@ -13,8 +13,8 @@ import ml_collections
 from fdc_jax.run import base
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = base.get_config("")
+def get_config(learner: str = "cumulative_lora") -> ml_collections.ConfigDict:
+    config = base.get_config("", learner)
     config.class_order_seed = -1
     config.data.test_share = 0.2
     config.data.input_range = "model"

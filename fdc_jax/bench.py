@@ -40,7 +40,7 @@ from fdc_jax.machine.files import (
     write_text,
 )
 from fdc_jax.model import weights
-from fdc_jax.run import configuration, experiment
+from fdc_jax.run import configuration, experiment, seeds
 from fdc_jax.run import setup as setups
 from fdc_jax.run.opened import Opened
 
@@ -404,9 +404,7 @@ def write_images(folder: str | Path, fields: Sequence[str]) -> str:
     """
     if Path(folder).exists():
         raise InputError(f"--images={folder}: expected a new folder, found one")
-    program = Program("bench", "")
-    command.add_fields(program, ["--config=league", *fields])
-    config = command.configured(program.parse_args(fields))
+    config = command.configured(["--config=league", *fields])
     configuration.validate(config)
     cache, encoder = setups.cache_folder(config), config.encoder
     checksum = sha256(weights.locate(encoder.weights, encoder.variant, cache))
@@ -482,11 +480,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for path in (_file(output, options.learner, name, "fdc_jax", seed) for name in heads):
                 if path.exists() and not Path(source).exists():  # before anything is learned
                     raise InputError(_TAKEN.format(path))
-            own = [f"--config.learner.name={options.learner}", f"--config.seed={seed}"]
-            own += ["--config=league", f"--workdir={source}", *["--quiet"] * options.quiet]
+            own = [f"--config=league:{options.learner}", f"--config.seed={seed}"]
+            config = command.configured([*own, *fields])
             with stop_on_signals() as stop:
-                if code := command.main(stop, [*own, *fields]):
-                    sys.exit(code)
+                seeds.run(config, source, options.quiet, stop)
+                command.show(config, source, options.quiet)
         if what == "images":
             return say(f"wrote {images} for weights {write_images(images, fields)}")
         for record in of_dump(source, images, facts) if dumped else of_run(source, facts):

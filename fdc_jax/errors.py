@@ -15,7 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 _LIBRARIES = re.compile(rf"site-packages|<frozen|^{re.escape(str(Path(__file__).parent))}")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -84,7 +84,7 @@ def line(error: BaseException) -> str:
 def place(error: BaseException) -> str:
     """Returns where outside of libraries an exception arose, and its first line."""
     if isinstance(error, InputError):
-        return line(error)
+        return str(error)
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}: {error.msg}"
     said = f"{type(error).__name__}: {line(error)}"
@@ -151,27 +151,47 @@ def outcome(error: BaseException) -> tuple[int, str] | None:
     return None
 
 
-def guarded(title: str, body: Callable[[], Any], show_traceback: bool = False) -> int:
-    """Runs what a program does; returns 0 or the exit code of an error that was told in a line."""
-    try:
+class Ending:
+    """The end of a program: a context that turns an error of `CODES` into one line and a code.
+
+    Args:
+        title: starts the line.
+        show_traceback: print where the error arose, too.
+
+    Attributes:
+        code: the exit code.
+        silent: print no line, as another process does.
+        at_once: end the process without the clean-up of modules, which would wait for others.
+    """
+
+    def __init__(self, title: str, show_traceback: bool = False):
+        self.title, self.code = title, 0
+        self.silent = self.at_once = False
+        self._show_traceback = show_traceback
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
         try:
-            body()
-        finally:
             sys.stdout.flush()
-    except BaseException as error:
-        if (found := outcome(error)) is None:
-            raise
-        if show_traceback:
-            traceback.print_exc()
-        code, text = found
+        except OSError as closed:
+            error = error or closed
+        known = error and outcome(error)
+        if error is None or (known is None and not self.at_once):
+            return False
+        self.code, text = known or (1, "")
         with contextlib.suppress(OSError, ValueError):
-            if text:
-                print(f"{title}: {text}", file=sys.stderr, flush=True)
+            if self._show_traceback or not known:
+                traceback.print_exception(error)
+            if text and not self.silent:
+                print(f"{self.title}: {text}", file=sys.stderr, flush=True)
             # What is left in the buffer of a closed or full stream would be tried again.
             if isinstance(error, OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return code
-    return 0
+        if self.at_once:
+            os._exit(self.code)
+        return True
 
 
 class Program(argparse.ArgumentParser):
@@ -197,28 +217,20 @@ class Program(argparse.ArgumentParser):
         raise InputError(message + (nearest(rest.partition("=")[0], flags) if unknown else ""))
 
     def run(
-        self,
-        body: Callable[[argparse.Namespace], None],
-        arguments: Sequence[str] | None,
-        prepare: Callable[..., None] | None = None,
+        self, body: Callable[[argparse.Namespace], None], arguments: Sequence[str] | None
     ) -> int:
         """Parses the command line (`sys.argv` when None) and runs a program.
 
         Args:
             body: what it does with its options.
             arguments: the words of the command line.
-            prepare: called with the program and them before they are parsed; may add flags.
 
         Returns:
             0; after an error of `CODES`, which has been printed as one line, its code.
         """
         arguments = sys.argv[1:] if arguments is None else list(arguments)
-
-        def parsed() -> None:
-            if prepare is not None:
-                prepare(self, arguments)
+        with Ending(self.title, "--traceback" in arguments) as ending:
             options = self.parse_args(arguments)
             with plain_warnings(self.title, logging.ERROR if options.quiet else logging.WARNING):
                 body(options)
-
-        return guarded(self.title, parsed, "--traceback" in arguments)
+        return ending.code

@@ -12,9 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from configs import digits
-from fdc_jax import command
 from fdc_jax.errors import Interrupted, StopRequest
-from fdc_jax.run import configuration
+from fdc_jax.run import configuration, seeds
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 # Two tasks of eight steps, with checkpoints within them; four devices share no batch evenly.
@@ -40,7 +39,7 @@ def config(cache, **fields):
 
 def run(config, workdir):
     """Runs or goes on in this process, and returns the results."""
-    return command.run(config, str(workdir), quiet=True)[0]
+    return seeds.run(config, str(workdir), quiet=True)[0]
 
 
 def shared(tmp_path_factory, name, make):
@@ -71,7 +70,7 @@ class StopsAt(StopRequest):
 def stopped(config, workdir, looks):
     """Runs until a number of looks at the stop request, which come with every step and batch."""
     try:
-        command.run(config, str(workdir), True, StopsAt(looks))
+        seeds.run(config, str(workdir), True, StopsAt(looks))
     except Interrupted:
         return
     raise AssertionError("the run ended before it was stopped")
@@ -99,11 +98,13 @@ def start(workdir, *options, cache, devices=1, before=(), cwd=None):
     Later options hold; without a work directory it is the one that the command chooses.
     """
     program = [sys.executable, str(REPOSITORY / "main.py")]
-    given = [f"--config={REPOSITORY / 'configs' / 'digits.py'}"]
-    given += [f"--config.{name}={value}" for name, value in FIELDS.items()]
-    given += [f"--workdir={workdir}"] if workdir else []
+    given = {"--config": REPOSITORY / "configs" / "digits.py"}
+    given |= {f"--config.{name}": value for name, value in FIELDS.items()}
+    given |= {"--workdir": workdir} if workdir else {}
+    given |= {name: value for name, _, value in (word.partition("=") for word in options)}
+    words = [f"{name}={value}" if value != "" else name for name, value in given.items()]
     return subprocess.Popen(
-        [*before, *program, *given, *options],
+        [*before, *program, *words],
         cwd=cwd,
         env=with_devices(devices) | {"FDC_JAX_CACHE": str(cache)},
         stdout=subprocess.PIPE,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import fdc_jax
-from fdc_jax import __main__ as command
+from fdc_jax import __main__ as programs
 from fdc_jax import report
 from fdc_jax.errors import InputError, Program
 from fdc_jax.run import configuration
@@ -92,11 +92,11 @@ def test_a_standard_output_that_takes_nothing(ending, code, said, tmp_path):
 def test_what_is_no_name(monkeypatch, capsys):
     def said(*words):
         monkeypatch.setattr(sys, "argv", ["fdc", *words])
-        command.main()
+        programs.main()
         return capsys.readouterr().out
 
     assert said() == said("--help")
-    assert re.findall(r"^  (\w+) ", said("-h"), re.MULTILINE) == list(command.PROGRAMS)
+    assert re.findall(r"^  (\w+) ", said("-h"), re.MULTILINE) == list(programs.PROGRAMS)
     assert said("--version") == f"{fdc_jax.__version__}\n"
     with pytest.raises(SystemExit, match="2"):
         said("posthic")
@@ -173,7 +173,7 @@ def test_a_wheel_works_outside_of_the_checkout(wheel, tmp_path, cache):
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    for name in command.PROGRAMS.keys() - {"run"}:
+    for name in programs.PROGRAMS.keys() - {"run"}:
         assert f"usage: python -m fdc_jax {name} " in fdc(name, "--help")
     fields = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
     fdc("run", "--config", "digits", *fields, "--config.report=True", "--quiet")

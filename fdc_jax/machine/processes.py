@@ -12,10 +12,13 @@ has ended or died, JAX's coordination service ends the others, at the latest aft
 without a heartbeat. The same command on all hosts goes on from the last checkpoint.
 """
 
+import contextlib
+import faulthandler
 import functools
 import json
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -23,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from fdc_jax.errors import InputError, Interrupted, TrainingError, line
+from fdc_jax.errors import Ending, InputError, Interrupted, TrainingError, line
 
 # Seconds that an ending process waits for the others.
 LEAVING_SECONDS = 30
@@ -53,7 +56,7 @@ def start(where: str | None) -> None:
     if where != "auto":
         found = re.fullmatch(r"(.+):(\d+),(\d+)/(\d+)", where)
         if found is None or int(found[3]) >= int(found[4]):
-            raise InputError(f"--distributed: expected HOST:PORT,0/2 or no value, found {where}")
+            raise InputError(f"--distributed: expected HOST:PORT,0/2 or auto, found {where}")
         number, processes = int(found[3]), int(found[4])
         given, failed = (f"{found[1]}:{found[2]}", processes, number), "cannot join the others"
     # SIGTERM is ours: JAX's own notice of it would replace our handler.
@@ -62,6 +65,34 @@ def start(where: str | None) -> None:
         jax.distributed.initialize(*given)
     except (RuntimeError, ValueError) as error:
         raise InputError(f"--distributed={where}: {failed} ({line(error)})") from error
+
+
+@contextlib.contextmanager
+def joined(where: str | None, ending: Ending) -> Iterator[None]:
+    """Joins the other processes, as `start` does, for the time of a block, and leaves them.
+
+    Of processes that fail alike the first one says so; one that fails alone ends at once.
+    """
+    start(where)
+    number = index()
+    if count() == 1:
+        yield
+        return
+    faulthandler.disable()  # JAX ends processes that another one left, and says so
+    if number:
+        logging.getLogger("fdc_jax").setLevel(logging.ERROR)
+    try:
+        yield
+    except Exception as error:
+        gone = lost(error)
+        ending.at_once = gone is not None or not leave()
+        ending.silent = number > 0 and not ending.at_once
+        if number:
+            ending.title += f": process {number}"
+        if gone:
+            raise Interrupted(gone) from error
+        raise
+    leave()
 
 
 def count() -> int:

@@ -3,11 +3,30 @@
 import ml_collections
 from ml_collections import config_dict
 
-from fdc_jax import learners
+
+def get_config(
+    benchmark: str = "cifar100", learner: str = "cumulative_lora"
+) -> ml_collections.ConfigDict:
+    """Returns the settings of a learner on a benchmark, with the options of all learners.
+
+    Args:
+        benchmark: its name, on which defaults of some options depend.
+        learner: one of the package, or the dotted name of a module outside of it.
+
+    Raises:
+        InputError: there is no such learner.
+    """
+    from fdc_jax import learners  # loads JAX
+
+    config = fields(benchmark)
+    config.learner.name = learner
+    config.learner.update(learners.defaults(benchmark, learner))
+    config.lock()
+    return config
 
 
-def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
-    """Returns the settings for a benchmark, on which some learners' options depend."""
+def fields(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
+    """Returns the settings without the options of learners; the comments are those of --help."""
     config = ml_collections.ConfigDict()
 
     config.benchmark = benchmark  # as in docs/data.md, or a name of your own; empty: the source's
@@ -47,8 +66,6 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.learner = ml_collections.ConfigDict()
     config.learner.name = "cumulative_lora"
     config.learner.preset = "protocol"  # protocol: as in config.train; native: the method's own
-    # And every learner's own options, as its file declares them.
-    config.learner.update(learners.defaults(benchmark))
 
     config.train = ml_collections.ConfigDict()
     config.train.epochs = 20  # 0: by the number of images of the first task
@@ -77,7 +94,4 @@ def get_config(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.checkpoint = ml_collections.ConfigDict()
     config.checkpoint.every_steps = 500  # within a task; each task's end is always kept
     config.checkpoint.keep = 2  # newest checkpoints that stay
-    # A name that is no field is refused, but for options of learners outside the package.
-    config.lock()
-    config.learner.unlock()
     return config

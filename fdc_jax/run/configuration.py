@@ -1,10 +1,8 @@
 """Where configurations come from, what they must satisfy, and how two of them differ."""
 
-import functools
 import json
-import operator
 import runpy
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -12,7 +10,7 @@ import ml_collections
 
 from fdc_jax import calibration, learners
 from fdc_jax.data import sources
-from fdc_jax.errors import InputError, did_you_mean, nearest, place
+from fdc_jax.errors import InputError, did_you_mean, line, nearest, place
 from fdc_jax.run import loggers
 
 # An ml_collections.ConfigDict; no type checker knows its fields.
@@ -75,56 +73,37 @@ def named() -> dict[str, Path]:
     return {path.stem: path for folder in folders for path in sorted(folder.glob("*.py"))}
 
 
-def load(name: str, learner: str = "") -> Config:
-    """Returns what a configuration file gives.
+def load(name: str, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Returns the configuration of a file, with some of its fields changed.
 
     Args:
         name: the file; or the name of one of the package, such as `digits` or `configs/digits.py`.
-        learner: name of the learner, whose options the configuration shall have where that lies
-            outside the package; empty for the file's.
+            A word after a colon goes to its `get_config`: `digits:slca` is the digits by SLCA.
+        overrides: values by field, such as `{"train.epochs": 5, "seed": (1, 2)}`.
 
     Raises:
-        InputError: there is no such file, it fails, or what it gives is no configuration.
+        InputError: there is no such file or field, the file fails, or a value has another type.
     """
-    path, known = Path(name), named()
+    file, *word = name.split(":", 1)
+    path, known = Path(file), named()
     if not path.is_file():
         if path.stem not in known or str(path) not in (path.stem, f"configs/{path.stem}.py"):
             raise InputError(
-                f"--config: expected a file, or one of {', '.join(known)}; found {name}"
+                f"expected a file, or one of {', '.join(known)}; found {file}"
                 + nearest(path.stem, known)
             )
         path = known[path.stem]
     try:
-        config: Any = runpy.run_path(str(path))["get_config"]()
+        config: Any = runpy.run_path(str(path))["get_config"](*word)
         config.lock()  # which refuses what is no configuration
     except (Exception, SystemExit) as error:  # whatever a file raises
-        raise InputError(f"--config: {path}: {place(error)}") from error
-    if learner:
-        config.update_from_flattened_dict({"learner.name": learner})
-    _complete(config)
+        raise InputError(f"{path}: {place(error)}") from error
+    for field, value in (overrides or {}).items():
+        try:
+            config.update_from_flattened_dict({field: value})
+        except (AttributeError, KeyError, TypeError) as error:
+            raise InputError(f"config.{field}: {line(error)}") from error
     return config
-
-
-def reader(config: Config, field: str) -> Callable[[str], Any]:
-    """Returns what makes a value of a field of a word of the command line; it raises ValueError."""
-    *sections, name = field.split(".")
-    section = functools.reduce(operator.getitem, sections, config)
-    value, kind = section[name], section.get_type(name)
-
-    def truth(word: str) -> bool:
-        if word.lower() not in ("true", "false"):
-            raise ValueError(word)
-        return word.lower() == "true"
-
-    def numbers(word: str) -> tuple[Any, ...]:
-        element = type(value[0]) if value else str
-        return tuple(element(each.strip()) for each in word.strip("()[]").split(",") if each)
-
-    def number(word: str) -> int | tuple[int, ...]:
-        parts = tuple(int(each) for each in word.strip("()[]").split(",") if each)
-        return parts if "," in word or not parts else parts[0]
-
-    return {bool: truth, tuple: numbers, object: number}.get(kind, kind)
 
 
 def _complete(config: Config) -> None:
@@ -214,11 +193,13 @@ def validate(config: Config) -> None:
 
 
 def _read_class_order(config: Config) -> None:
-    """Puts names in the place of the file that holds them, so that a run is tied to the names."""
+    """Replaces the file of `class_order` by the names in it, to which the run is tied."""
     names = tuple(map(str, config.class_order))
     if len(names) == 1:
-        lines = Path(names[0]).expanduser().read_text(encoding="utf-8").splitlines()
-        names = tuple(line.strip() for line in lines if line.strip())
+        file = Path(names[0]).expanduser()
+        listed = "," in names[0] and not file.exists()
+        lines = names[0].split(",") if listed else file.read_text(encoding="utf-8").splitlines()
+        names = tuple(filter(None, map(str.strip, lines)))
     if names:
         config.class_order = names
 

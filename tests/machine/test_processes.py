@@ -13,7 +13,7 @@ from fdc_jax.machine import devices, processes
 @pytest.mark.parametrize("where", ["host", "host:1", "host,0/2", "host:1,2/2", "host:1,a/2"])
 def test_what_is_no_place_among_processes(where, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", lambda *a, **b: pytest.fail("joined"))
-    with pytest.raises(InputError, match=f"expected HOST:PORT,0/2 or no value, found {where}$"):
+    with pytest.raises(InputError, match=f"expected HOST:PORT,0/2 or auto, found {where}$"):
         processes.start(where)
 
 

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from fdc_jax import command
 from fdc_jax.data import benchmarks as stream
 from fdc_jax.errors import InputError
 from fdc_jax.run import base, configuration
@@ -35,7 +36,8 @@ def test_the_streams_of_omnibenchmark_1k_have_as_many_tasks_as_its_file_says():
     sizes = [config.classes_per_task]
     for line in re.findall("classes_per_task=(.*)", module.__doc__):
         made = re.sub(r"\$\(printf '(.*)%.0s' \{1\.\.(\d+)\}\)", lambda m: m[1] * int(m[2]), line)
-        sizes.append(configuration.reader(config, "classes_per_task")(made))
+        words = ["--config=omnibench1k", f"--config.classes_per_task={made}"]
+        sizes.append(command.configured(words).classes_per_task)
     of = [len(stream.task_sizes("omnibench1k", 1000, each)) for each in sizes]
     assert of == [100, 200, 151, 301]
 

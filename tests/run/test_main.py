@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from fdc_jax import command, evaluation
-from fdc_jax.errors import StopRequest
+from fdc_jax.errors import InputError
 from fdc_jax.posthoc import __main__ as posthoc
+from fdc_jax.run import configuration, seeds
 from tests import small_runs
 from tests.small_runs import finish, predictions, results, start
 
@@ -116,7 +117,9 @@ def test_saved_features_and_calibrator_repeat_the_results(whole, tmp_path):
 def test_a_finished_run_is_shown_again_with_its_report(whole, cache, tmp_path, caplog, capsys):
     workdir = small_runs.copied(whole, tmp_path / "run")
     before = (workdir / "metrics.jsonl").read_text()
-    command.run(small_runs.config(cache, report=True), str(workdir))
+    config = small_runs.config(cache, report=True)
+    seeds.run(config, str(workdir))
+    command.show(config, str(workdir))
     output, errors = capsys.readouterr()
     page = workdir / "report" / "report.html"
     assert output.endswith(f"results: {workdir / 'results.json'}\nreport: {page}\n")
@@ -127,7 +130,7 @@ def test_a_finished_run_is_shown_again_with_its_report(whole, cache, tmp_path, c
     # That it cannot be written is a warning.
     shutil.rmtree(workdir / "report")
     (workdir / "report").write_text("in the way")
-    small_runs.run(small_runs.config(cache, report=True), workdir)
+    command.show(config, str(workdir), quiet=True)
     assert caplog.records[-1].getMessage().startswith("no report was written: ")
 
 
@@ -160,35 +163,59 @@ def test_signals_count_from_the_start(tmp_path, cache):
     assert "Traceback" not in errors
 
 
-# What a user gets wrong, on the command line and in a file: what is said, after the words.
+SHOWS = """
+import traceback
+
+from fdc_jax.learners import Learner
+
+
+class Shows(Learner):
+    def before_task(self, *arguments):
+        traceback.print_stack()
+        raise SystemExit(4)
+"""
+
+
+def test_five_frames_lead_from_the_command_to_the_loop_over_tasks(tmp_path, cache):
+    (tmp_path / "shows.py").write_text(SHOWS)
+    config = f"--config={small_runs.REPOSITORY / 'configs' / 'digits.py'}:shows"
+    process = start("run", config, "--quiet", cache=cache, cwd=tmp_path)
+    _, errors = finish(process, expected=4)
+    files = [Path(file) for file in re.findall('File "(.*)", line', errors)]
+    ours = [file.name for file in files if "site-packages" not in file.parts]
+    assert ours[: ours.index("experiment.py") + 1] == [
+        *("main.py", "command.py", "seeds.py", "seeds.py", "experiment.py")
+    ]
+
+
+# What a user gets wrong, and the line that follows.
 MISTAKES = {
-    "--config.trian.epochs=3": "unrecognized arguments: --config.trian.epochs=3; did you mean "
-    "--config.train.epochs?",
-    "--wrokdir=here": "did you mean --workdir?",
-    "--config.train.epochs=abc": "argument --config.train.epochs: invalid int value: 'abc'",
-    "--config.classes_per_task=[]": "config.classes_per_task: expected a whole number, or a list",
-    "--config.report=perhaps": "argument --config.report: invalid",
-    "--config.train.rank=97": "config.train.rank: expected at most 96, the width of ",
-    "--config.learner.name=cumulativ_lora": "learner.name: expected one of cumulative_lora.*"
-    "did you mean cumulative_lora?",
-    "--config.calibrators=fcd": "config.calibrators: expected one of raw, fdc, .*did you mean fdc?",
-    "surplus": "unrecognized arguments: surplus",
+    "": "--config: expected a file, or one of best, ",
+    "--config=omnibnch": "found omnibnch; did you mean omnibench?",
+    "--config=digits --config.trian.epochs=3": '--config: no such field: .* "train"',
+    "--config=digits --config.train.epochs=5.0": "flag --config.train.epochs=5.0: invalid",
+    "--config=digits --config.classes_per_task=five": "expected a whole number, or a list",
+    "--config=digits --config.learner.slca.rate=1": "--config: no such field: rate",
+    "--config=digits --workdri=here": "Unknown command line flag 'workdri'",
+    "--config=digits --config.seed=1 --config.seed=2": "--config.seed is given twice",
+    "--config=digits surplus": "unexpected argument surplus",
+    "--config=digits:cumulativ_lora": "expected one of cumulative_lora, .*; did you mean cumul",
 }
 
 
-def said(capsys, *words):
-    """Returns the one line that the command says of an error."""
-    assert command.main(StopRequest(), words) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("fdc_jax.run: ")
-    return line
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes_on_the_command_line_are_told_in_one_line(words):
+    with pytest.raises(InputError, match=MISTAKES[words].replace("?", r"\?")) as caught:
+        command.configured(words.split())
+    assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("argument", MISTAKES)
-def test_mistakes_get_one_line(argument, tmp_path, capsys):
-    line = said(capsys, "--config=digits", f"--workdir={tmp_path / 'run'}", argument)
-    assert re.search(MISTAKES[argument].replace("?", r"\?"), line)
-    assert not (tmp_path / "run").exists()
+def test_a_command_line_gives_a_configuration():
+    words = "--config digits:slca --config.seed 1,2 --config.classes_per_task 3,2 --noconfig.report"
+    config = command.configured([*words.split(), "--config.class_order=a,b"])
+    assert (config.learner.name, config.seed, config.report) == ("slca", (1, 2), False)
+    assert config.classes_per_task == (3, 2)
+    assert command.configured(["--config=digits", "--config.classes_per_task=5"]) != config
 
 
 @pytest.mark.parametrize(
@@ -211,31 +238,17 @@ def test_mistakes_get_one_line(argument, tmp_path, capsys):
         ),
     ],
 )
-def test_files_that_give_no_configuration_get_one_line(text, message, tmp_path, capsys):
+def test_files_that_give_no_configuration_get_one_line(text, message, tmp_path):
     (tmp_path / "own.py").write_text(text)
-    assert re.search(message, said(capsys, f"--config={tmp_path / 'own.py'}"))
-
-
-def test_a_configuration_must_be_there(capsys):
-    assert "omnibench, omnibench1k, own" in said(capsys)
-    assert "found omnibnch; did you mean omnibench?" in said(capsys, "--config", "omnibnch")
-
-
-def test_fields_are_read_by_their_kind(monkeypatch):
-    seen = []
-    monkeypatch.setattr(command, "run", lambda config, workdir, *_: seen.append((config, workdir)))
-    words = "--config.seed=1,2 --config.data.flip=true --config.classes_per_task=3,2 "
-    words += "--config.data.crop_scale 0.5,1 --config.report False"
-    assert command.main(StopRequest(), ["--config", "digits", *words.split()]) == 0
-    ((config, workdir),) = seen
-    assert (workdir, config.seed, config.data.flip) == ("runs/digits", (1, 2), True)
-    assert (config.classes_per_task, config.data.crop_scale) == ((3, 2), (0.5, 1.0))
-    assert config.report is False
+    with pytest.raises(InputError, match=message):
+        configuration.load(str(tmp_path / "own.py"))
 
 
 def test_several_seeds(tmp_path, cache, capsys):
     fields = dict(data__train_per_class=6, train__epochs=1)
-    found = command.run(small_runs.config(cache, seed=(1, 2), **fields), str(tmp_path / "run"))
+    config, workdir = small_runs.config(cache, seed=(1, 2), **fields), tmp_path / "run"
+    found = seeds.run(config, str(workdir))
+    command.show(config, str(workdir))
     assert found == [results(tmp_path / "run" / f"seed_{seed}") for seed in (1, 2)]
     values = [each["accuracy"]["fdc"] for each in found]
     output, errors = capsys.readouterr()

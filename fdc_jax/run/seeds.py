@@ -1,0 +1,168 @@
+"""All seeds of a configuration, one after the other: `run`."""
+
+import contextlib
+import sys
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+
+from fdc_jax.errors import (
+    InputError,
+    Interrupted,
+    StopRequest,
+    TrainingError,
+    counted,
+    line,
+    place,
+    stop_on_signals,
+)
+from fdc_jax.machine import devices, processes
+from fdc_jax.machine.checkpoint import Checkpoints
+from fdc_jax.machine.files import check_writable_folder, locked
+from fdc_jax.run import configuration, experiment, results
+from fdc_jax.run import setup as setups
+from fdc_jax.run.configuration import Config
+from fdc_jax.run.images import RunImages
+from fdc_jax.run.places import known_classes
+from fdc_jax.run.progress import Progress, StepLog
+from fdc_jax.run.setup import Setup
+from fdc_jax.run.store import Store
+
+
+def run(
+    config: Config, workdir: str, quiet: bool = False, stop: StopRequest | None = None
+) -> list[dict[str, Any]]:
+    """Runs every seed of a configuration, or what is left of it, and returns the results of each.
+
+    Raises:
+        InputError: configuration, data, weights or work directory are not as expected.
+        TrainingError: a loss is not finite.
+        Interrupted: SIGTERM or Ctrl-C; everything is saved.
+    """
+    if stop is None:
+        with stop_on_signals() as stop:
+            return run(config, workdir, quiet, stop)
+    if processes.count() > 1:
+        stop.agree = processes.Agreement()
+    configuration.validate(config)
+    folders, quiet = folders_of(config, workdir), quiet or not processes.is_first()
+    _check_workdir(Path(workdir), len(folders) > 1)
+    stop.poll()
+    with _explained(config), contextlib.ExitStack() as held:
+        sizes = configuration.flatten(config)["classes_per_task"]
+        known = known_classes(list(folders.values()), sizes)
+        setup = processes.together(lambda: setups.build(config, quiet, known))
+        processes.check_same(_common(setup))
+        if not quiet:
+            print(describe(setup), file=sys.stderr, flush=True)
+        lock = processes.on_first(lambda folder: held.enter_context(locked(folder)))
+        for folder in folders.values():
+            lock(folder)
+        found = []
+        for seed, folder in folders.items():
+            stop.poll()
+            found.append(run_seed(setup, seed, folder, stop, quiet))
+        return found
+
+
+def folders_of(config: Config, workdir: str) -> dict[int, Path]:
+    """Returns the folder of each seed: the work directory, or of several seeds `seed_N` in it."""
+    folder, several = Path(workdir), len(config.seed) > 1
+    return {seed: folder / f"seed_{seed}" if several else folder for seed in config.seed}
+
+
+def run_seed(
+    setup: Setup, seed: int, folder: Path, stop: StopRequest, quiet: bool
+) -> dict[str, Any]:
+    """Returns the results of a seed; trains what is not finished."""
+    of_seed = ml_collections.ConfigDict(setup.config)
+    of_seed.seed = (seed,)
+    checksums = setups.checksums(setup, setup.tasks)
+    store = Store(folder, of_seed, setup.tasks, checksums, setup.learner.task_count)
+    finished = store.finished()
+    if finished is not None:
+        if not quiet:
+            print(f"{folder}: finished before, not done again", file=sys.stderr)
+        return finished
+    progress = Progress(quiet, f"seed {seed}, " if len(setup.config.seed) > 1 else "")
+    checkpoints = Checkpoints(store.checkpoints_folder, setup.config.checkpoint.keep)
+    with contextlib.closing(progress):
+        begun = experiment.resume(setup, seed, store, checkpoints)
+        if begun.trained_tasks:
+            progress.line(f"goes on after {begun.trained_tasks} of {len(setup.tasks.tasks)} tasks")
+        steps = setup.first_steps
+        progress.start(total=steps[-1], done=steps[begun.trained_tasks] + begun.step)
+        log = StepLog(setup.config, store.event, progress, begun.timing)
+        images = RunImages(setup, seed, stop.poll)
+        work = experiment.Work(store, checkpoints, images, log, stop)
+        calibrators = experiment.run(setup, seed, begun, work)
+    found = results.collect(setup, seed, calibrators, store.records())
+    store.finish(calibrators, found)
+    return found
+
+
+def describe(setup: Setup) -> str:
+    """Returns the lines that a run starts with: device, precision, parameters, weights, data."""
+    config, tasks, weights = setup.config, setup.tasks, setup.pretrained
+    sizes = dict.fromkeys(map(str, tasks.classes_per_task))
+    train, trained = sum(map(len, tasks.train_indices)), setups.trained_parameters(setup)
+    return (
+        f"device     {devices.describe()}, precision {config.precision}\n"
+        f"learner    {config.learner.name}, {trained:,} trained parameters a task\n"
+        f"encoder    {config.encoder.variant} at {config.encoder.image_size} px, input range "
+        f"{config.data.input_range}\n"
+        f"training   {counted(config.train.epochs, 'epoch')} of batches of "
+        f"{config.train.batch_size}, {', '.join(sizes)} classes a task\n"
+        f"weights    {weights.path.name}, sha256 {weights.sha256[:16]}\n"
+        f"data       {config.benchmark} ({tasks.test.partition} split), "
+        f"{counted(len(tasks.tasks), 'task')}, {train:,} training and "
+        f"{counted(len(tasks.test_indices), 'test image')}, "
+        f"sha256 {tasks.train.checksum[:8]}, {tasks.test.checksum[:8]}"
+    )
+
+
+@contextlib.contextmanager
+def _explained(config: Config) -> Iterator[None]:
+    """Turns what the user alone can mend, memory or a learner of one's own, into one line."""
+    try:
+        yield
+    except (InputError, TrainingError, Interrupted):
+        raise
+    except Exception as error:
+        if isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error):
+            raise InputError(
+                f"out of memory ({line(error)}); lower config.train.batch_size (now "
+                f"{config.train.batch_size}) or config.evaluation.batch_size (now "
+                f"{config.evaluation.batch_size})"
+            ) from error
+        file = getattr(sys.modules.get(config.learner.name), "__file__", None)
+        frames = traceback.extract_tb(error.__traceback__)
+        if file is None or all(frame.filename != file for frame in frames):
+            raise
+        raise InputError(f"learner.name: {config.learner.name}: {place(error)}") from error
+
+
+def _common(setup: Setup) -> dict[str, Any]:
+    """Returns what processes that run together must not differ in, by name."""
+    fields, own = configuration.flatten(setup.config), configuration.OF_A_HOST
+    return {
+        **{f"config.{name}": value for name, value in fields.items() if name not in own},
+        **setups.checksums(setup, setup.tasks),
+    }
+
+
+@processes.on_first
+def _check_workdir(folder: Path, several: bool) -> None:
+    """Refuses, before any work, a folder that cannot be written or holds another kind of run."""
+    check_writable_folder("--workdir", folder)
+    if several and (folder / "config.json").exists():
+        raise InputError(
+            f"{folder} holds a run of a single seed; several seeds need another --workdir"
+        )
+    if not several and any(folder.glob("seed_*")):
+        raise InputError(
+            f"{folder} holds runs of several seeds; a single seed needs another --workdir"
+        )
