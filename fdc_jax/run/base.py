@@ -1,5 +1,7 @@
 """The paper's settings (Table "Common training and FDC hyperparameters"), one field a line."""
 
+from typing import Any
+
 import ml_collections
 from ml_collections import config_dict
 
@@ -18,7 +20,7 @@ def get_config(
     """
     from fdc_jax import learners  # loads JAX
 
-    config = fields(benchmark)
+    config: Any = fields(benchmark)
     config.learner.name = learner
     config.learner.update(learners.defaults(benchmark, learner))
     config.lock()
