@@ -162,7 +162,7 @@ def _name(config: Any) -> str:
     """Returns the name of a run: that of its configuration's file, or of the user's own images."""
     from fdc_jax.data import sources
 
-    name = Path(FLAGS["config"].config_filename.partition(":")[0]).stem
+    name = Path(config_flags.get_config_filename(FLAGS["config"]).partition(":")[0]).stem
     return sources.name_of(config.benchmark, config.data.source) if name == "own" else name
 
 
