@@ -1,4 +1,4 @@
-"""Archives, zip or tar: unpacked once into the cache."""
+"""Zip and tar archives, unpacked once into the cache."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", 
 
 
 def stem(name: str) -> str:
-    """Returns the name of a file without what says that it is an archive."""
-    return next((name[: -len(each)] for each in _SUFFIXES if name.lower().endswith(each)), name)
+    """Returns a file name without the suffix of an archive."""
+    suffix = next((suffix for suffix in _SUFFIXES if name.lower().endswith(suffix)), "")
+    return name[: len(name) - len(suffix)]
 
 
-def unpacked(archive: Path, cache: Path) -> Path:
-    """Returns the folder in `cache` that holds the contents of an archive as it is now.
+def unpack(archive: Path, cache: Path) -> Path:
+    """Returns the folder in `cache` with the contents of an archive, unpacked unless it is there.
+
+    The folder's name depends on path, size and modification time of the archive.
 
     Raises:
-        InputError: it is no archive or damaged, would write elsewhere, or the disk is full.
+        InputError: the file is no archive, is damaged, or would write outside the folder.
     """
-    found = archive.stat()
-    state = f"{os.path.abspath(archive)} {found.st_size} {found.st_mtime_ns}"
+    stat = archive.stat()
+    state = f"{os.path.abspath(archive)} {stat.st_size} {stat.st_mtime_ns}"
     digits = hashlib.sha256(os.fsencode(state)).hexdigest()[:16]
     folder = cache / f"{stem(archive.name)[:50]}-{digits}"
     if folder.is_dir():
@@ -43,15 +46,15 @@ def unpacked(archive: Path, cache: Path) -> Path:
         except InputError:
             raise
         except Exception as error:  # Damaged archives raise a dozen types.
-            cut = "; is it there to its end?" if isinstance(error, zipfile.BadZipFile) else ""
-            raise InputError(f"{archive}: cannot unpack: {error}{cut}") from error
+            hint = "; the file may be incomplete" if isinstance(error, zipfile.BadZipFile) else ""
+            raise InputError(f"{archive}: cannot unpack: {error}{hint}") from error
     return folder
 
 
 def _extract(archive: Path, destination: Path) -> None:
     with open(archive, "rb") as file:
-        begins_as_zip = file.read(4) == b"PK\x03\x04"
-    if begins_as_zip or zipfile.is_zipfile(archive):
+        starts_as_zip = file.read(4) == b"PK\x03\x04"
+    if starts_as_zip or zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as packed:
             packed.extractall(destination)
     elif tarfile.is_tarfile(archive):
@@ -62,15 +65,15 @@ def _extract(archive: Path, destination: Path) -> None:
 
 
 @contextlib.contextmanager
-def alone(cache: Path, name: str) -> Iterator[None]:
-    """Keeps other processes from working on a data set in the cache; they wait."""
+def lock(cache: Path, name: str) -> Iterator[None]:
+    """Holds the lock of a data set in the cache; other processes wait for it."""
     path = cache / f".{name[:50]}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as lock:
+    with open(path, "a") as file:
         with contextlib.suppress(OSError):  # Some file systems have no locks.
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 _log.warning("waiting for another process that holds %s", path)
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                fcntl.flock(file, fcntl.LOCK_EX)
         yield

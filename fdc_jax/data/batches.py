@@ -1,7 +1,7 @@
-"""Batches of images, decoded ahead in threads, as a pure function of their coordinates.
+"""Batches of images, decoded ahead in threads, as a pure function of seed, task, epoch and step.
 
-Everything random is drawn from (seed, task, epoch) with a counter-based generator, so that
-step `s` of a run is the same batch however many threads decode it and wherever a run resumed.
+A counter-based generator draws everything random from (seed, task, epoch): neither the number of
+threads nor the step at which a run resumes changes a batch.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from fdc_jax.data import images
 from fdc_jax.data.dataset import Dataset, default_workers
 
 _PERMUTATION, _AUGMENTATION = 0, 1
-_AHEAD = 4  # batches that are decoded ahead of the consumer
+_AHEAD = 4  # batches decoded ahead of the consumer
 
 
 def _generator(*coordinates: int) -> np.random.Generator:
@@ -30,13 +30,13 @@ def _generator(*coordinates: int) -> np.random.Generator:
 
 
 def epoch_permutation(n: int, seed: int, task: int, epoch: int) -> Int[np.ndarray, " n"]:
-    """Returns the order in which an epoch visits a task's `n` training images."""
-    # NumPy keeps `random` the same between releases, but not `permutation`.
+    """Returns the order of a task's `n` training images in an epoch."""
+    # NumPy's releases keep the values of `random`, but not those of `permutation`.
     return np.argsort(_generator(seed, task, epoch, _PERMUTATION).random(n), kind="stable")
 
 
 def epoch_uniforms(n: int, seed: int, task: int, epoch: int) -> Float[np.ndarray, "n k"]:
-    """Returns the numbers in [0, 1) that decide the augmentation of each of `n` images."""
+    """Returns the numbers in [0, 1) that determine the augmentation of each of `n` images."""
     return _generator(seed, task, epoch, _AUGMENTATION).random((n, images.NUM_UNIFORMS))
 
 
@@ -49,11 +49,10 @@ class Batch(NamedTuple):
 
 
 class ByteCache:
-    """A dictionary that stops admitting values at a limit in bytes; safe from any thread.
+    """A thread-safe dictionary with a limit in bytes.
 
-    A value is kept when it still fits and never dropped for another: images are read in a new
-    order every epoch, where dropping the oldest would keep nothing useful. Caches made with
-    `beside` share one limit.
+    A value is kept if it fits, and is never dropped for another: every epoch reads images in a new
+    order, in which the oldest is as useful as any. Caches made by `beside` share one limit.
     """
 
     def __init__(self, max_bytes: int):
@@ -65,20 +64,20 @@ class ByteCache:
         return len(self._values)
 
     def beside(self) -> ByteCache:
-        """Returns an empty cache that may use what this one leaves of the limit."""
+        """Returns an empty cache that shares this one's limit."""
         other = ByteCache(0)
         other._room, other._lock = self._room, self._lock
         return other
 
-    def get(self, key):
-        """Returns the value kept under `key`, or None."""
+    def get(self, key: Hashable) -> Any:
+        """Returns the value under `key`, or None."""
         return self._values.get(key)
 
     def has_room(self, size: int) -> bool:
-        """Says whether a value of `size` bytes would fit."""
+        """Returns True if a value of `size` bytes fits."""
         return size <= self._room[0]
 
-    def put(self, key, value, size: int) -> None:
+    def put(self, key: Hashable, value: Any, size: int) -> None:
         """Keeps `value` of `size` bytes if it fits and `key` is new."""
         with self._lock:
             if key not in self._values and self.has_room(size):
@@ -87,30 +86,30 @@ class ByteCache:
                 self._room[0] -= size
 
     def clear(self) -> None:
-        """Forgets all values, which makes room for others."""
+        """Drops all values, which makes room for others."""
         with self._lock:
             self._values.clear()
             self._room[0] += self.bytes
             self.bytes = 0
 
 
-# Row of the indices to its transformed image.
+# Maps a row of the indices to its transformed image.
 _Transform = Callable[[int], UInt8[np.ndarray, "s s 3"]]
 
 
 @dataclasses.dataclass(eq=False)
 class _Batches:
-    """Decodes ahead in threads and hands batches out in order; nothing is read before iteration."""
+    """Batches in order, decoded ahead in threads; nothing is read before iteration."""
 
     dataset: Dataset
-    indices: Int[np.ndarray, " n"]  # images to show, into `dataset`
-    labels: Any  # one per index; None: those of `dataset`
+    indices: Int[np.ndarray, " n"]  # of the images in `dataset`
+    labels: Any  # label of each index; None: those of `dataset`
     batch_size: int
     _: dataclasses.KW_ONLY
     image_size: int  # side in pixels
-    workers: int = 0  # decoding threads; 0: one per core
-    own_rows: Bool[np.ndarray, " b"] | None = None  # of every batch, this process's; None: all
-    decoded: ByteCache | None = None  # keeps images as before any transform, for later passes
+    workers: int = 0  # number of decoding threads; 0: one per core
+    own_rows: Bool[np.ndarray, " b"] | None = None  # rows of this process in a batch; None: all
+    decoded: ByteCache | None = None  # keeps decoded images, before any transform
     input_wait_seconds: float = dataclasses.field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
@@ -121,11 +120,11 @@ class _Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of batches that show every image once."""
+        """Number of batches that contain every image once."""
         return -(-len(self.indices) // self.batch_size)
 
     def _plan(self) -> Iterator[tuple[Int[np.ndarray, " m"], _Transform]]:
-        """Yields, for each batch, rows of the indices and what makes their images."""
+        """Yields the rows of the indices of each batch, and the transform of their images."""
         raise NotImplementedError
 
     def __iter__(self) -> Iterator[Batch]:
@@ -144,7 +143,7 @@ class _Batches:
     def _start(
         self, pool: ThreadPoolExecutor, rows: Int[np.ndarray, " m"], transform: _Transform
     ) -> tuple[Batch, list[Future[None]]]:
-        """Starts filling a batch; images of rows that are not this process's stay as they come."""
+        """Starts filling a batch; images in rows of other processes stay uninitialised."""
         shape = (self.batch_size, self.image_size, self.image_size, 3)
         batch = Batch(
             np.empty(shape, np.uint8),
@@ -174,11 +173,11 @@ class _Batches:
         return batch
 
     def _image(self, index: int) -> Image.Image:
-        """Returns an image as it is stored, decoded now or earlier."""
+        """Returns a decoded image, from the cache if it is there."""
         key = (self.dataset.name, self.dataset.split, index)
-        found = None if self.decoded is None else self.decoded.get(key)
-        if found is not None:
-            return Image.fromarray(found)
+        pixels = None if self.decoded is None else self.decoded.get(key)
+        if pixels is not None:
+            return Image.fromarray(pixels)
         image = self.dataset.image(index)
         size = 3 * image.width * image.height
         if self.decoded is not None and self.decoded.has_room(size):
@@ -190,8 +189,8 @@ class _Batches:
 class TrainBatches(_Batches):
     """The training batches of one task, over all its epochs.
 
-    Iterating yields `Batch` after `Batch` from `start_step`, counted over all epochs, to the end
-    of the last epoch. Each epoch visits every image once; its last batch is padded.
+    Iteration starts at `start_step`, counted over all epochs. Each epoch visits every image once;
+    its last batch is padded.
     """
 
     seed: int  # of training
@@ -199,12 +198,12 @@ class TrainBatches(_Batches):
     _: dataclasses.KW_ONLY
     epochs: int = 1  # number of passes
     start_step: int = 0  # steps already taken, over all epochs
-    crop_scale: tuple[float, float] = images.CROP_SCALE  # share of the area that a crop covers
-    flip: bool = True  # mirror images half the time
+    crop_scale: tuple[float, float] = images.CROP_SCALE  # range of a crop's share of the area
+    flip: bool = True  # whether to mirror half of the images
 
     @property
     def num_steps(self) -> int:
-        """Number of batches of all epochs, whatever `start_step`."""
+        """Number of batches of all epochs, for any `start_step`."""
         return self.epochs * self.steps_per_epoch
 
     def _plan(self) -> Iterator[tuple[Int[np.ndarray, " m"], _Transform]]:
@@ -227,9 +226,9 @@ class TrainBatches(_Batches):
 
 @dataclasses.dataclass(eq=False)
 class EvaluationBatches(_Batches):
-    """Images with the test transform, in the order given, the last batch padded."""
+    """Images with the test transform, in the order of the indices; the last batch is padded."""
 
-    cache: ByteCache | None = None  # keeps transformed images for later passes
+    cache: ByteCache | None = None  # keeps transformed images
 
     def _plan(self) -> Iterator[tuple[Int[np.ndarray, " m"], _Transform]]:
         rows = np.arange(len(self.indices))
@@ -239,12 +238,12 @@ class EvaluationBatches(_Batches):
     def _transform(self, row: int) -> UInt8[np.ndarray, "s s 3"]:
         index = int(self.indices[row])
         key = (self.dataset.name, self.dataset.split, self.image_size, index)
-        found = None if self.cache is None else self.cache.get(key)
-        if found is None:
-            found = images.evaluation_transform(self._image(index), self.image_size)
+        pixels = None if self.cache is None else self.cache.get(key)
+        if pixels is None:
+            pixels = images.evaluation_transform(self._image(index), self.image_size)
             if self.cache is not None:
-                self.cache.put(key, found, found.nbytes)
-        return found
+                self.cache.put(key, pixels, pixels.nbytes)
+        return pixels
 
 
 def evaluation_images(
@@ -252,5 +251,5 @@ def evaluation_images(
 ) -> UInt8[np.ndarray, "n s s 3"]:
     """Returns all images of `indices` with the test transform, in one array."""
     batches = EvaluationBatches(dataset, indices, None, 64, image_size=image_size)
-    nothing = np.empty((0, image_size, image_size, 3), np.uint8)
-    return np.concatenate([nothing, *(batch.images[batch.weights > 0] for batch in batches)])
+    empty = np.empty((0, image_size, image_size, 3), np.uint8)
+    return np.concatenate([empty, *(batch.images[batch.weights > 0] for batch in batches)])

@@ -1,4 +1,4 @@
-"""The benchmarks as a table, the order of classes, and the check of data against the table."""
+"""The table of benchmarks, class orders, task sizes, and the check of data against the table."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ REFERENCE_CLASS_ORDER_SEED = 1993
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """One data set with its division into train and test and its task sequence."""
+    """One data set, its division into train and test, and its tasks."""
 
-    name: str  # results carry it
+    name: str  # in results
     title: str  # in tables
-    partition: str  # "official" (its makers'), "pilot", or "embedded" in scikit-learn
+    partition: str  # source of the division: "official", "pilot", or "embedded" (scikit-learn)
     classes_per_task: int
-    num_train: int  # images
-    task_test_counts: tuple[int, ...]  # in class order seed 1993
+    num_train: int  # training images
+    task_test_counts: tuple[int, ...]  # test images of each task under class order seed 1993
 
     @property
     def num_classes(self) -> int:
@@ -55,7 +55,7 @@ _TABLE = [
     Benchmark("digits", "Digits", "embedded", 2, 1201, (119, 119, 120, 118, 120)),
 ]
 BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in _TABLE}
-# Where the data of those in PILOT's division are to be had.
+# Source of the data of benchmarks with PILOT's division.
 PILOT = (
     "an archive behind the Google Drive links in the README of the PILOT toolbox (GitHub: "
     "LAMDA-CL/LAMDA-PILOT, section Datasets), or the folder of its contents"
@@ -66,23 +66,21 @@ PILOT = (
 
 
 def class_order(num_classes: int, seed: int) -> Int[np.ndarray, " c"]:
-    """Returns the class labels in the order in which they arrive (PILOT: seed 1993).
+    """Returns the class labels in order of arrival (PILOT: seed 1993).
 
-    Equal to `numpy.random.seed(seed)` followed by `numpy.random.permutation(num_classes)`; for a
-    seed of -1 the order given, which is that of the labels.
+    Equal to `numpy.random.seed(seed)` and then `numpy.random.permutation(num_classes)`; a seed of
+    -1 keeps the order of the labels.
     """
-    return (
-        np.arange(num_classes)
-        if seed == -1
-        else np.random.RandomState(seed).permutation(num_classes)
-    )
+    if seed == -1:
+        return np.arange(num_classes)
+    return np.random.RandomState(seed).permutation(num_classes)
 
 
 def named_order(class_names: Sequence[str], names: Sequence[str]) -> Int[np.ndarray, " c"]:
-    """Returns the class labels in an order of names.
+    """Returns the class labels in the order of `names`.
 
     Raises:
-        InputError: classes are missing, doubled or unknown; names some.
+        InputError: classes are missing, repeated or unknown.
     """
     odd = sorted({*names} ^ {*class_names}) or [n for n in names if list(names).count(n) > 1]
     if odd:
@@ -95,27 +93,27 @@ def named_order(class_names: Sequence[str], names: Sequence[str]) -> Int[np.ndar
 
 
 def task_sizes(
-    name: str, num_classes: int, wanted: int | Sequence[int] = 0, taken: Sequence[int] = ()
+    name: str, num_classes: int, wanted: int | Sequence[int] = 0, earlier: Sequence[int] = ()
 ) -> tuple[int, ...]:
     """Returns the number of classes of each task of a data set.
 
     Args:
         name: of the data set.
         num_classes: of all tasks.
-        wanted: of each task; one number for all of them but perhaps a shorter last one; 0 for the
-            benchmark's own number, for other data a fifth of the classes, but two at least.
-        taken: of the tasks that a run took in before; beside one number, they stay.
+        wanted: number of classes of each task, or one number for all (the last task may have
+            fewer); 0: the benchmark's number, or for other data a fifth of the classes, at least 2.
+        earlier: sizes of the tasks of an earlier process; they stay if `wanted` is one number.
 
     Raises:
-        InputError: they do not add up.
+        InputError: the sizes do not add up.
     """
     field = "config.classes_per_task: expected"
     if not isinstance(wanted, int):
         if sum(wanted) != num_classes:
-            more = (*taken, num_classes - sum(taken))
-            advice = (
-                f"; to add a task: {','.join(map(str, more))}" if taken and more[-1] > 0 else ""
-            )
+            sizes = (*earlier, num_classes - sum(earlier))
+            advice = ""
+            if earlier and sizes[-1] > 0:
+                advice = f"; to add a task: {','.join(map(str, sizes))}"
             raise InputError(
                 f"{field} numbers that add up to the {num_classes} classes of {name}, found "
                 f"{' + '.join(map(str, wanted))} = {sum(wanted)}{advice}"
@@ -124,10 +122,10 @@ def task_sizes(
     if wanted > num_classes:
         raise InputError(f"{field} at most the {num_classes} classes of {name}, found {wanted}")
     own = BENCHMARKS[name].classes_per_task if name in BENCHMARKS else max(2, -(-num_classes // 5))
-    # Chosen once: classes that come later do not change it.
-    size = wanted or (taken[0] if taken and name not in BENCHMARKS else own)
-    rest = range(sum(taken), num_classes, size)
-    return (*taken, *(min(size, num_classes - first) for first in rest))
+    # Later classes do not change the size chosen at first.
+    size = wanted or (earlier[0] if earlier and name not in BENCHMARKS else own)
+    starts = range(sum(earlier), num_classes, size)
+    return (*earlier, *(min(size, num_classes - start) for start in starts))
 
 
 def verify(
@@ -136,17 +134,16 @@ def verify(
     test_labels: Int[np.ndarray, " m"],
     class_names: Sequence[str],
 ) -> None:
-    """Checks whole splits, as class indices; those of a benchmark against the table.
+    """Checks the class indices of whole splits; those of a benchmark against the table.
 
     Raises:
-        InputError: a class has no training images, or a number differs; the message says what was
-            expected and what was found.
+        InputError: a class has no training images, or a count differs from the table's.
     """
-    absent = np.setdiff1d(np.arange(len(class_names)), train_labels)[:10]
-    if len(absent):
+    missing = np.setdiff1d(np.arange(len(class_names)), train_labels)[:10]
+    if len(missing):
         raise InputError(
             f"{name}: expected training images of every class, found none of "
-            + ", ".join(class_names[int(label)] for label in absent)
+            + ", ".join(class_names[int(label)] for label in missing)
         )
     benchmark = BENCHMARKS.get(name)
     if benchmark is None:
@@ -154,7 +151,7 @@ def verify(
     order = class_order(len(class_names), REFERENCE_CLASS_ORDER_SEED)
     starts = range(benchmark.classes_per_task, len(order), benchmark.classes_per_task)
     counts = [int(np.isin(test_labels, task).sum()) for task in np.split(order, starts)]
-    for what, expected, found in (
+    for noun, expected, count in (
         ("classes", benchmark.num_classes, len(class_names)),
         ("training images", benchmark.num_train, len(train_labels)),
         ("test images", sum(benchmark.task_test_counts), len(test_labels)),
@@ -164,8 +161,8 @@ def verify(
             " ".join(map(str, counts)),
         ),
     ):
-        if found != expected:
+        if count != expected:
             raise InputError(
-                f"{name}: expected {expected} {what}, found {found}; config.benchmark gives "
+                f"{name}: expected {expected} {noun}, found {count}; config.benchmark gives "
                 "another division a name of its own"
             )

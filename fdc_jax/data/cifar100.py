@@ -1,4 +1,4 @@
-"""CIFAR-100's official binary archive: getting and reading it, without pickle."""
+"""CIFAR-100's official binary archive: download and reader, without pickle."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from fdc_jax.data import images
-from fdc_jax.data.archive import unpacked
+from fdc_jax.data import archive, images
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import sha256
@@ -23,7 +22,7 @@ _RECORD_BYTES = 2 + 3 * 32 * 32
 
 
 def download(cache: Path, quiet: bool) -> Path:
-    """Returns the archive in `cache`, which is downloaded unless it is there already.
+    """Returns the path of the archive in `cache`, downloaded unless it is there.
 
     Raises:
         InputError: the download fails or its checksum is wrong.
@@ -35,32 +34,31 @@ def download(cache: Path, quiet: bool) -> Path:
         pooch.get_logger().setLevel("WARNING")
     try:
         path = pooch.retrieve(URL, f"sha256:{SHA256}", ARCHIVE_NAME, cache, downloader=downloader)
-    except Exception as error:
-        # The causes are those of the network, of the disk and of the checksum, each with its type.
+    except Exception as error:  # Network, disk and checksum raise many types.
         raise InputError(
-            f"cannot download {URL} ({type(error).__name__}); get the file elsewhere and name its "
-            "place as config.data.source"
+            f"cannot download {URL} ({type(error).__name__}); get the file elsewhere and give its "
+            "path as config.data.source"
         ) from error
     return Path(path)
 
 
 def open_cifar100(
-    cache: Path, archive: Path | None = None, quiet: bool = True
+    cache: Path, path: Path | None = None, quiet: bool = True
 ) -> tuple[Dataset, Dataset]:
     """Returns the training and the test images of the archive, unpacked once into `cache`.
 
     Args:
-        cache: folder of downloads and of what was unpacked.
-        archive: where it lies; None to download it.
-        quiet: show no download.
+        cache: folder of downloads and unpacked archives.
+        path: the archive; None downloads it.
+        quiet: whether to hide the progress of the download.
 
     Raises:
-        InputError: there is none, or another one than the published.
+        InputError: the download fails, or the archive is not the published one.
     """
-    if archive is not None and (found := sha256(archive)) != SHA256:
-        raise InputError(f"{archive}: expected SHA-256 {SHA256}, found {found}")
-    folder = unpacked(archive or download(cache, quiet), cache) / "cifar-100-binary"
-    fine = tuple((folder / "fine_label_names.txt").read_text().split())
+    if path is not None and (checksum := sha256(path)) != SHA256:
+        raise InputError(f"{path}: expected SHA-256 {SHA256}, found {checksum}")
+    folder = archive.unpack(path or download(cache, quiet), cache) / "cifar-100-binary"
+    class_names = tuple((folder / "fine_label_names.txt").read_text().split())
 
     def split(name: str) -> Dataset:
         raw = np.memmap(folder / f"{name}.bin", np.uint8, "r").reshape(-1, _RECORD_BYTES)
@@ -71,9 +69,9 @@ def open_cifar100(
             partition="official",
             labels=raw[:, 1].astype(np.int32),
             ids=tuple(f"{name}_{index:05d}" for index in range(len(raw))),
-            class_names=fine,
+            class_names=class_names,
             read=lambda index: Image.fromarray(np.ascontiguousarray(pixels[index])),
-            pixel_hashes=functools.cache(lambda: [images.pixels_sha256(each) for each in pixels]),
+            pixel_hashes=functools.cache(lambda: [images.pixels_sha256(image) for image in pixels]),
         )
 
     return split("train"), split("test")

@@ -1,4 +1,4 @@
-"""Data sets as the rest of the package sees them: labels, names, and images by index."""
+"""The common form of a data set: labels, names, and images by index."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from fdc_jax.errors import InputError
 from fdc_jax.machine.files import read_json
 
 _LISTS = Path(__file__).parents[1] / "assets"
-# What a split for testing may be called where images come from; the first that is there is taken.
+# Accepted names of a split for testing, by preference.
 TEST_NAMES = ("test", "val", "validation")
 
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """One split of a data set, in an order that does not depend on how it is stored."""
+    """One split of a data set, in an order that does not depend on its storage."""
 
     name: str  # of the data set
     split: str  # "train" or "test"
-    partition: str  # how it was divided, for results: "pilot", "given", "0.2 of each class", ...
+    partition: str  # name of the division, for results: "pilot", "given", "0.2 of each class", ...
     labels: Int[np.ndarray, " n"]  # class index per image
     ids: tuple[str, ...]  # file name or record id per image
-    class_names: tuple[str, ...]  # per class index, which is the order given
-    # Image index to the file's content, or to decoded pixels; safe from any thread.
+    class_names: tuple[str, ...]  # per class index, in the order given
+    # Maps an image index to the file's content, or to decoded pixels; thread-safe.
     read: Callable[[int], bytes | Image.Image]
-    upright: bool = False  # whether the orientation that a camera noted is applied
+    upright: bool = False  # whether to turn images as their EXIF data say
     pixel_hashes: Callable[[], Sequence[bytes]] = tuple  # `images.pixels_sha256` per image
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def image(self, index: int) -> Image.Image:
-        """Returns an image, decoded.
+        """Returns a decoded image.
 
         Raises:
-            InputError: it cannot be read; names it.
+            InputError: the image cannot be read.
         """
         return images.decode(self.read(index), self.describe(index), self.upright)
 
     @functools.cached_property
     def checksum(self) -> str:
-        """SHA-256 of names, labels and pixels, in any order; 64 hexadecimal digits."""
+        """SHA-256 of names, labels and pixels, 64 hexadecimal digits, whatever their order."""
         digest = hashlib.sha256(json.dumps(list(self.class_names)).encode())
         records = zip(self.ids, self.labels.tolist(), self.pixel_hashes(), strict=True)
         for name, label, pixels in sorted(records):
@@ -59,7 +59,7 @@ class Dataset:
         return digest.hexdigest()
 
     def describe(self, index: int) -> str:
-        """Names image `index` for an error message."""
+        """Returns the name of an image for an error message."""
         return f"{self.name}, split {self.split}, image {index} ({self.ids[index]})"
 
 
@@ -108,23 +108,24 @@ def listed(dataset: Dataset, name: str) -> Dataset:
 
 
 def class_checksums(*splits: Dataset) -> dict[str, str]:
-    """Returns 16 hexadecimal digits for each class: of names and pixels of its images."""
+    """Returns a checksum of each class, 16 hexadecimal digits of names and pixels of its images."""
     digests = {name: hashlib.sha256() for name in splits[0].class_names}
-    for each in splits:
+    for split in splits:
         for name, label, pixels in sorted(
-            zip(each.ids, each.labels.tolist(), each.pixel_hashes(), strict=True)
+            zip(split.ids, split.labels.tolist(), split.pixel_hashes(), strict=True)
         ):
-            line = f"{each.split}\t{name}\t{pixels.hex()}\n"
-            digests[each.class_names[label]].update(line.encode())
+            line = f"{split.split}\t{name}\t{pixels.hex()}\n"
+            digests[split.class_names[label]].update(line.encode())
     return {name: digest.hexdigest()[:16] for name, digest in digests.items()}
 
 
-def split_name(split: str, there: Container[str]) -> str:
-    """Returns what the split "train" or "test" is called among the names that are there."""
-    return next((name for name in TEST_NAMES if split == "test" and name in there), split)
+def split_name(split: str, names: Container[str]) -> str:
+    """Returns the name of the split "train" or "test" among the names of a source's splits."""
+    return next((name for name in TEST_NAMES if split == "test" and name in names), split)
 
 
 def default_workers() -> int:
-    """Number of processor cores that this process may use."""
-    known = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+    """Returns the number of processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

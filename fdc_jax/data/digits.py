@@ -1,7 +1,7 @@
-"""The embedded benchmark: handwritten digits of 8 x 8 pixels, enlarged; for trying things out.
+"""The embedded benchmark: handwritten digits of 8 x 8 pixels, enlarged, for quick trials.
 
-Split: within each class, in the order of the file, images 2, 5, 8, ... (counted from 0) are test
-images and the others are training images, so about one third of every class is held out.
+Within each class, in the order of the file, images 2, 5, 8, ... (counted from 0) are test images,
+so that about one third of every class is held out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _load = functools.cache(load_digits)
 
 @functools.cache
 def _enlarged(index: int) -> Image.Image:
-    """Returns a scan as an image; most runs of seconds read few of them."""
+    """Returns a scan as an image; short runs enlarge only the few that they read."""
     scan = _load(return_X_y=True)[0][index].reshape(8, 8)
     grey = Image.fromarray(np.round(scan * (255 / 16)).astype(np.uint8))
     size = (IMAGE_SIZE, IMAGE_SIZE)
@@ -30,7 +30,7 @@ def _enlarged(index: int) -> Image.Image:
 
 def open_digits() -> tuple[Dataset, Dataset]:
     """Returns the training and the test images."""
-    scans, labels = (np.asarray(each) for each in _load(return_X_y=True))
+    scans, labels = map(np.asarray, _load(return_X_y=True))
     order = np.argsort(labels, kind="stable")
     rank = np.arange(len(order)) - np.searchsorted(labels[order], labels[order])
 
@@ -44,7 +44,7 @@ def open_digits() -> tuple[Dataset, Dataset]:
             ids=tuple(f"digit_{index:04d}" for index in chosen),
             class_names=tuple(map(str, range(10))),
             read=lambda row: _enlarged(int(chosen[row])),
-            # Of the scans; enlarging all of them takes longer than a short run should.
+            # Hashes of the scans: enlarging all of them takes longer than a short run should.
             pixel_hashes=lambda: [hashlib.sha256(scans[i].tobytes()).digest() for i in chosen],
         )
 

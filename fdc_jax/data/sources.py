@@ -1,4 +1,4 @@
-"""Where images come from: a folder or an archive, what TFDS prepared, CIFAR-100, the digits."""
+"""Sources of images: a folder or an archive, data prepared by TFDS, CIFAR-100, the digits."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fdc_jax.errors import InputError
 
 
 def name_of(benchmark: str, source: str) -> str:
-    """Returns the name of a configuration's data: the one that it says, or that of their source.
+    """Returns the name of a configuration's data: its `benchmark`, or that of its source.
 
     Raises:
-        InputError: there is neither, or no name to be shown.
+        InputError: both are empty, or the name cannot be shown.
     """
     if not source and not benchmark:
         raise InputError(
@@ -38,45 +38,44 @@ def open_splits(
     workers: int = 0,
     quiet: bool = True,
 ) -> tuple[Dataset, Dataset]:
-    """Opens the training and the test images of a data set.
+    """Returns the training and the test images of a data set.
 
     Args:
-        name: a benchmark's, or any other.
-        cache: folder where downloads, unpacked archives and what was found in images are kept.
-        source: a folder or an archive, see `folder.open_folder`; empty for the digits, for what
-            TFDS has prepared and for CIFAR-100, which is then downloaded.
-        data_dir: where TFDS has prepared data; empty for `$TFDS_DATA_DIR`, or
+        name: of a benchmark, or any other.
+        cache: folder of downloads, unpacked archives and hashes of images.
+        source: folder or archive, see `folder.open_folder`; if empty, the digits, data prepared by
+            TFDS, or CIFAR-100, which is downloaded.
+        data_dir: folder of data prepared by TFDS; if empty, `$TFDS_DATA_DIR` or
             `~/tensorflow_datasets`.
-        test_share: of the images of each class, where a folder is not divided.
-        workers: decoding threads, 0 for one per core.
-        quiet: show no progress.
+        test_share: share of each class for testing, if a folder is not divided.
+        workers: number of decoding threads; 0: one per core.
+        quiet: whether to hide progress.
 
     Raises:
-        InputError: there are no such data, or they are damaged.
+        InputError: the data do not exist, or are damaged.
     """
-    benchmark, place = benchmarks.BENCHMARKS.get(name), cache / "data"
+    benchmark, cache = benchmarks.BENCHMARKS.get(name), cache / "data"
     if name == "digits":
         if source:
             raise InputError(f"config.data.source: expected none, digits are embedded: {source}")
-        from fdc_jax.data import digits  # takes a second, which other data do without
+        from fdc_jax.data import digits  # The import takes a second.
 
         return digits.open_digits()
-    path = Path(source).expanduser()
-    upright = benchmark is None  # Benchmarks keep the paper's protocol.
+    upright = benchmark is None  # The paper's protocol ignores the EXIF orientation.
     if source:
+        path = Path(source).expanduser()
         if not path.exists():
             raise InputError(
                 f"config.data.source: {path}: expected a folder or an archive, found nothing"
             )
-        with archive.alone(place, name):
+        with archive.lock(cache, name):
             if name == "cifar100" and path.is_file():
-                return cifar100.open_cifar100(place, path)
-            root = path if path.is_dir() else archive.unpacked(path, place)
+                return cifar100.open_cifar100(cache, path)
             return folder.open_folder(
-                root,
+                path if path.is_dir() else archive.unpack(path, cache),
                 name,
-                place,
-                given=benchmark.partition if benchmark else "given",
+                cache,
+                partition=benchmark.partition if benchmark else "given",
                 test_share=test_share,
                 upright=upright,
                 workers=workers,
@@ -85,14 +84,14 @@ def open_splits(
     default = os.environ.get("TFDS_DATA_DIR") or os.path.join("~", "tensorflow_datasets")
     prepared = Path(data_dir or default).expanduser()
     if (prepared / name).is_dir():
-        from fdc_jax.data import tfds_format  # takes seconds, too
+        from fdc_jax.data import tfds_format  # The import takes seconds.
 
-        if found := tfds_format.find(name, prepared):
+        if version := tfds_format.find(name, prepared):
             partition = benchmark.partition if benchmark else "tfds"
-            return tfds_format.open_prepared(found, name, place, partition, upright)
+            return tfds_format.open_prepared(version, name, cache, partition, upright)
     if name == "cifar100":
-        with archive.alone(place, name):
-            return cifar100.open_cifar100(place, quiet=quiet)
+        with archive.lock(cache, name):
+            return cifar100.open_cifar100(cache, quiet=quiet)
     wanted = benchmarks.PILOT if benchmark else "a folder or an archive of images"
     raise InputError(
         f"config.data.source: expected {wanted}; found none, nor {name} prepared by TFDS in "

@@ -1,7 +1,4 @@
-"""The stream of a run: its images, and which belong to which task.
-
-Labels are positions in the class order.
-"""
+"""The stream of a run: its images, divided into tasks of disjoint classes."""
 
 from __future__ import annotations
 
@@ -21,14 +18,14 @@ from fdc_jax.errors import InputError
 
 
 class Known(NamedTuple):
-    """What a run knows from before: classes that are new in the data come after these."""
+    """The classes and tasks of an earlier process of the run; new classes come after them."""
 
-    classes: Mapping[str, str]  # name to `dataset.class_checksums`, as they arrive
-    sizes: tuple[int, ...]  # number of classes of each task that it took in
+    classes: Mapping[str, str]  # name to checksum (`dataset.class_checksums`), in order of arrival
+    sizes: tuple[int, ...]  # number of classes of each earlier task
 
     @property
     def tasks(self) -> list[list[str]]:
-        """Names of the classes of each task that the run took in."""
+        """Names of the classes of each earlier task."""
         names = iter(self.classes)
         return [list(itertools.islice(names, size)) for size in self.sizes]
 
@@ -41,9 +38,9 @@ def task_indices(
     classes: Sequence[int] | Int[np.ndarray, " k"],
     per_class: int = 0,
 ) -> Int[np.ndarray, " m"]:
-    """Returns the indices of the first `per_class` images (0: all) of each class, by class.
+    """Returns the indices of the first `per_class` images (0: all) of each class, class by class.
 
-    `labels` are in the fixed order of a `Dataset`, that is by record identifier within a class.
+    `labels` are those of a `Dataset`, in its order.
     """
     return np.concatenate(
         [np.flatnonzero(labels == label)[: per_class or None] for label in classes]
@@ -52,30 +49,30 @@ def task_indices(
 
 @dataclasses.dataclass(frozen=True)
 class TaskStream:
-    """Tasks with disjoint classes."""
+    """Tasks with disjoint classes; results label a class by its position in the class order."""
 
     train: Dataset  # all training images
     test: Dataset  # all test images
-    order: Int[np.ndarray, " c"]  # class labels of the tasks in the order in which they arrive
+    order: Int[np.ndarray, " c"]  # class labels of the tasks, in order of arrival
     tasks: list[Int[np.ndarray, " k"]]  # class labels of each task
     train_indices: list[Int[np.ndarray, " n"]]  # into `train`, per task
     test_indices: Int[np.ndarray, " m"]  # into `test`, task after task
     test_tasks: Int[np.ndarray, " m"]  # task of each test image
-    planned: tuple[int, ...]  # number of classes of each task, and of those that follow later
-    classes: tuple[str, ...]  # of all these tasks, as they arrive
+    planned: tuple[int, ...]  # number of classes of each task, also beyond `num_tasks`
+    classes: tuple[str, ...]  # names of the classes of all planned tasks, in order of arrival
 
     @functools.cached_property
     def class_checksums(self) -> dict[str, str]:
-        """What the images of each class are, as in `dataset.class_checksums`, as classes arrive."""
-        found = class_checksums(self.train, self.test)
-        return {name: found[name] for name in self.classes}
+        """Checksum of each class by name (`dataset.class_checksums`), in order of arrival."""
+        checksums = class_checksums(self.train, self.test)
+        return {name: checksums[name] for name in self.classes}
 
     @property
     def positions(self) -> Int[np.ndarray, " k"]:
-        """Class-order position of each class label, the label that results use; -1: no task's."""
-        found = np.full(len(self.train.class_names), -1)
-        found[self.order] = np.arange(len(self.order))
-        return found
+        """Class-order position of each class label; -1 for classes of no task."""
+        positions = np.full(len(self.train.class_names), -1)
+        positions[self.order] = np.arange(len(self.order))
+        return positions
 
     @property
     def class_names(self) -> list[str]:
@@ -103,16 +100,16 @@ class TaskStream:
 
 
 def open_stream(config: Any, cache: Path, known: Known = NOTHING, quiet: bool = True) -> TaskStream:
-    """Opens the images of a configuration and divides them into tasks.
+    """Returns the images of a configuration, divided into tasks.
 
     Args:
-        config: the configuration, whose benchmark has a name.
-        cache: as of `sources.open_splits`.
-        known: what the run knows from before.
-        quiet: show no progress.
+        config: the configuration; its benchmark has a name.
+        cache: see `sources.open_splits`.
+        known: classes and tasks of an earlier process of the run.
+        quiet: whether to hide progress.
 
     Raises:
-        InputError: as of `sources.open_splits` and of `build`.
+        InputError: see `sources.open_splits` and `build`.
     """
     data = config.data
     train, test = sources.open_splits(
@@ -128,27 +125,27 @@ def open_stream(config: Any, cache: Path, known: Known = NOTHING, quiet: bool = 
 
 
 def build(config: Any, train: Dataset, test: Dataset, known: Known = NOTHING) -> TaskStream:
-    """Checks the data, those of a benchmark against its entry, and divides them into tasks.
+    """Returns the tasks of two splits, which are checked (`benchmarks.verify`).
 
     Classes that are new to the run have the order of the seed among themselves.
 
     Raises:
-        InputError: counts differ from the entry; classes, names or task sizes do not add up; an
-            image of a list is not there; a task has no test images.
+        InputError: counts differ from the benchmark's; classes, names or task sizes do not add up;
+            an image of a list is missing; a task has no test images.
     """
     name, names = train.name, train.class_names
     benchmarks.verify(name, train.labels, test.labels, names)
     if config.data.images:
         train, test = (listed(split, config.data.images) for split in (train, test))
-    before = [each for each in known.classes if each in set(names)]
-    # Where classes are gone, the run says so when it compares what it knows.
-    taken = known.sizes if len(before) == len(known.classes) else ()
-    sizes = benchmarks.task_sizes(name, len(names), config.classes_per_task, taken)
+    old = [class_name for class_name in known.classes if class_name in set(names)]
+    # If known classes are missing, the run reports them when it compares its settings.
+    earlier = known.sizes if len(old) == len(known.classes) else ()
+    sizes = benchmarks.task_sizes(name, len(names), config.classes_per_task, earlier)
     if config.class_order:
         order = benchmarks.named_order(names, config.class_order)
     else:
         drawn = benchmarks.class_order(len(names), config.class_order_seed).tolist()
-        order = np.array(list(dict.fromkeys([*map(names.index, before), *drawn])))
+        order = np.array(list(dict.fromkeys([*map(names.index, old), *drawn])))
     if config.num_tasks > len(sizes):
         raise InputError(
             f"config.num_tasks: expected at most the {len(sizes)} tasks of {name}, found "
@@ -156,10 +153,10 @@ def build(config: Any, train: Dataset, test: Dataset, known: Known = NOTHING) ->
         )
     tasks = np.split(order, np.cumsum(sizes)[:-1])[: config.num_tasks or None]
 
-    def of_tasks(split: Dataset, per_class: int) -> list[Int[np.ndarray, " n"]]:
+    def indices_by_task(split: Dataset, per_class: int) -> list[Int[np.ndarray, " n"]]:
         return [task_indices(split.labels, classes, per_class) for classes in tasks]
 
-    test_indices = of_tasks(test, config.data.test_per_class)
+    test_indices = indices_by_task(test, config.data.test_per_class)
     for task, indices in enumerate(test_indices):
         if not len(indices):
             raise InputError(
@@ -171,7 +168,7 @@ def build(config: Any, train: Dataset, test: Dataset, known: Known = NOTHING) ->
         test=test,
         order=np.concatenate(tasks),
         tasks=tasks,
-        train_indices=of_tasks(train, config.data.train_per_class),
+        train_indices=indices_by_task(train, config.data.train_per_class),
         test_indices=np.concatenate(test_indices),
         test_tasks=np.repeat(np.arange(len(tasks)), [len(part) for part in test_indices]),
         planned=sizes,

@@ -1,7 +1,7 @@
-"""Data that TensorFlow Datasets has prepared; the only module that knows that package.
+"""Data prepared by TensorFlow Datasets; the only module that imports that package.
 
 TensorFlow is neither needed nor imported: array_record files are read by random access, TFRecord
-files by the places of their records.
+files by the offsets of their records.
 """
 
 from __future__ import annotations
@@ -27,37 +27,38 @@ from fdc_jax.machine.files import read_npz, write_npz
 
 
 def find(name: str, data_dir: Path) -> Path | None:
-    """Returns the folder of the newest version of a prepared data set; None if there is none.
+    """Returns the folder of the newest version of a prepared data set, or None.
 
     Raises:
-        InputError: there are several configurations of it.
+        InputError: the data set has several configurations.
     """
-    found = [path.parent for path in (data_dir / name).rglob("dataset_info.json")]
-    if len({folder.parent for folder in found}) > 1:
-        places = ", ".join(sorted({folder.parent.name for folder in found}))
-        raise InputError(f"{data_dir / name}: expected one configuration, found {places}")
-    numbers = {folder: [int(each) for each in re.findall(r"\d+", folder.name)] for folder in found}
-    return max(found, key=numbers.__getitem__, default=None)
+    folders = [path.parent for path in (data_dir / name).rglob("dataset_info.json")]
+    if len({folder.parent for folder in folders}) > 1:
+        names = ", ".join(sorted({folder.parent.name for folder in folders}))
+        raise InputError(f"{data_dir / name}: expected one configuration, found {names}")
+    return max(
+        folders, key=lambda folder: [*map(int, re.findall(r"\d+", folder.name))], default=None
+    )
 
 
 def open_prepared(
     folder: Path, name: str, cache: Path, partition: str, upright: bool
 ) -> tuple[Dataset, Dataset]:
-    """Opens the training and the test images of prepared data.
+    """Returns the training and the test images of prepared data.
 
     Args:
-        folder: as `find` gives it.
+        folder: of a version, see `find`.
         name: of the data set.
-        cache: folder where what a look at all records found is kept.
-        partition: how the data were divided, for results.
+        cache: folder that keeps labels, identifiers and hashes of all records.
+        partition: name of the division, for results.
         upright: whether to turn images as their EXIF data say.
 
     Raises:
-        InputError: they are damaged, or are not images and their classes.
+        InputError: the data are damaged, or are not images with classes.
     """
 
-    def opened(split: str) -> Dataset:
-        place = f"{folder}: split {split}"
+    def dataset(split: str) -> Dataset:
+        where = f"{folder}: split {split}"
         try:
             builder: Any = tfds.builder_from_directory(str(folder))
             stored = builder.info.splits[split_name(split, builder.info.splits)]
@@ -71,39 +72,39 @@ def open_prepared(
             stats = [(os.path.realpath(path), os.stat(path)) for path in stored.filepaths]
         except Exception as error:
             # TFDS raises many types here, all of them about the files of this folder.
-            raise InputError(f"{place}: cannot open: {line(error)}") from error
+            raise InputError(f"{where}: cannot open: {line(error)}") from error
         state = json.dumps([(path, stat.st_size, stat.st_mtime_ns) for path, stat in stats])
         kept = cache / f"{name}-{split}-{hashlib.sha256(state.encode()).hexdigest()[:16]}.npz"
         try:
-            found = read_npz(kept)
-        except InputError:  # Absent or damaged.
-            found = _look(place, records, keys, upright)
-            with contextlib.suppress(InputError):  # Without room for it, it is not kept.
-                write_npz(kept, found)
+            index_of = read_npz(kept)
+        except InputError:  # The file is missing or damaged.
+            index_of = _index(where, records, keys, upright)
+            with contextlib.suppress(InputError):  # A full disk is no reason to stop.
+                write_npz(kept, index_of)
 
         def read(index: int) -> bytes:
             try:
-                return records[int(found["positions"][index])][image_key]
+                return records[int(index_of["positions"][index])][image_key]
             except Exception as error:
-                raise InputError(f"{place}: cannot read a record: {line(error)}") from error
+                raise InputError(f"{where}: cannot read a record: {line(error)}") from error
 
         return Dataset(
             name=name,
             split=split,
             partition=partition,
-            labels=found["labels"],
-            ids=tuple(found["ids"].tolist()),
+            labels=index_of["labels"],
+            ids=tuple(index_of["ids"].tolist()),
             class_names=class_names,
             read=read,
             upright=upright,
-            pixel_hashes=lambda: [each.tobytes() for each in found["sha256"]],
+            pixel_hashes=lambda: [row.tobytes() for row in index_of["sha256"]],
         )
 
-    return opened("train"), opened("test")
+    return dataset("train"), dataset("test")
 
 
 def _keys(info: Any) -> tuple[str, str, str]:
-    """Returns the fields of an image, of its class and of its name, empty where it has none."""
+    """Returns the names of the fields of image, class and file name ("" if it is missing)."""
     features = dict(info.features.items())
     supervised = info.supervised_keys or ("image", "label")
     image, label = (key if isinstance(key, str) else "" for key in supervised[:2])
@@ -116,42 +117,42 @@ def _keys(info: Any) -> tuple[str, str, str]:
 
 
 class _TFRecords:
-    """TFDS's usual format, a mere sequence: its records by their places in the files.
+    """Records of TFRecord files by index.
 
-    Before a record are its length, in 8 bytes, and 4 bytes of a checksum; 4 more come after it.
+    The format is a sequence: 8 bytes of length, 4 of a checksum, the record, 4 of a checksum.
     """
 
     def __init__(self, info: Any, paths: Sequence[Any], decoders: dict[str, Any]):
         self._decode = functools.partial(info.features.deserialize_example_np, decoders=decoders)
-        self._places: list[tuple[np.memmap, int, int]] = []
+        self._spans: list[tuple[np.memmap, int, int]] = []
         for file in (np.memmap(path, np.uint8, "r") for path in paths if os.path.getsize(path)):
-            after = 0
-            while after < len(file):
-                first = after + 12
-                length = int.from_bytes(file[after : after + 8].tobytes(), "little")
-                after = first + length + 4
-                self._places.append((file, first, first + length))
-            if after > len(file):
+            offset = 0
+            while offset < len(file):
+                start = offset + 12
+                stop = start + int.from_bytes(file[offset : offset + 8].tobytes(), "little")
+                offset = stop + 4
+                self._spans.append((file, start, stop))
+            if offset > len(file):
                 raise InputError(f"{file.filename}: expected whole records, found a part of one")
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._spans)
 
     def __getitem__(self, index: int) -> Any:
-        file, first, after = self._places[index]
-        return self._decode(file[first:after].tobytes())
+        file, start, stop = self._spans[index]
+        return self._decode(file[start:stop].tobytes())
 
 
-def _look(
-    place: str, records: Any, keys: tuple[str, str, str], upright: bool
+def _index(
+    where: str, records: Any, keys: tuple[str, str, str], upright: bool
 ) -> dict[str, np.ndarray]:
-    """Returns labels, identifiers, positions and hashes of all images, in the canonical order.
+    """Returns labels, ids, positions and SHA-256 of all images, in an order free of storage.
 
-    Records without a name of their own are called by their position.
+    Records without a name are named by their position.
     """
     image_key, label_key, name_key = keys
 
-    def look(position: int) -> tuple[int, str, bytes]:
+    def facts(position: int) -> tuple[int, str, bytes]:
         record = records[position]
         image = images.decode(record[image_key], f"record {position}", upright)
         name = record[name_key].decode() if name_key else ""
@@ -159,15 +160,15 @@ def _look(
 
     try:
         with ThreadPoolExecutor(default_workers()) as pool:
-            labels, ids, hashes = zip(*pool.map(look, range(len(records))), strict=True)
+            labels, ids, hashes = zip(*pool.map(facts, range(len(records))), strict=True)
     except Exception as error:
-        raise InputError(f"{place}: cannot read: {line(error)}") from error
+        raise InputError(f"{where}: cannot read: {line(error)}") from error
     if len(set(ids)) != len(ids):
         ids = [f"{position:09d}{name and '_'}{name}" for position, name in enumerate(ids)]
     names, label = np.array(ids, np.str_), np.array(labels, np.int32)
     if (label < 0).any():
-        raise InputError(f"{place}: expected the class of every image, found images without")
+        raise InputError(f"{where}: expected the class of every image, found images without")
     positions = np.argsort(names) if name_key == "id" else np.lexsort((names, label))
     sha256 = np.frombuffer(b"".join(hashes), np.uint8).reshape(-1, 32)
-    found = {"labels": label, "ids": names, "sha256": sha256}
-    return {"positions": positions} | {key: array[positions] for key, array in found.items()}
+    columns = {"labels": label, "ids": names, "sha256": sha256}
+    return {"positions": positions} | {key: array[positions] for key, array in columns.items()}

@@ -40,14 +40,14 @@ PACKED = pytest.mark.parametrize(
 def test_an_archive_is_unpacked_once_until_it_changes(tmp_path, cache, pack, name):
     path = tmp_path / name
     pack(path, b"content")
-    folder = archive.unpacked(path, cache)
+    folder = archive.unpack(path, cache)
     assert folder.name.startswith("o-")
     assert (folder / "top" / "a" / "1.txt").read_bytes() == b"content"
     (folder / "top" / "a" / "1.txt").write_text("kept")
-    assert archive.unpacked(path, cache) == folder
+    assert archive.unpack(path, cache) == folder
     assert (folder / "top" / "a" / "1.txt").read_text() == "kept"
     pack(path, b"another content")
-    assert (archive.unpacked(path, cache) / "top/a/1.txt").read_bytes() == b"another content"
+    assert (archive.unpack(path, cache) / "top/a/1.txt").read_bytes() == b"another content"
 
 
 @PACKED
@@ -56,7 +56,7 @@ def test_damaged_archives(tmp_path, cache, pack, name):
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[:2500])
     with pytest.raises(InputError, match=f"{name}: cannot unpack: .*"):
-        archive.unpacked(tmp_path / name, cache)
+        archive.unpack(tmp_path / name, cache)
     assert list(cache.iterdir()) == []
 
 
@@ -71,27 +71,27 @@ def test_archives_cannot_write_or_read_outside(tmp_path, cache, name, link):
             member.type, member.linkname = tarfile.SYMTYPE, link
         packed.addfile(member, io.BytesIO())
     with pytest.raises(InputError, match=r"o.tar: cannot unpack: "):
-        archive.unpacked(path, cache)
+        archive.unpack(path, cache)
     assert not list(tmp_path.rglob("escaped.png"))
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path, cache):
     pack_zip(tmp_path / "o.zip", b"content")
-    folder = archive.unpacked(tmp_path / "o.zip", cache)
+    folder = archive.unpack(tmp_path / "o.zip", cache)
     folder.rename(cache / f".{folder.name}.unfinished")
-    assert archive.unpacked(tmp_path / "o.zip", cache) == folder
+    assert archive.unpack(tmp_path / "o.zip", cache) == folder
     assert list(cache.iterdir()) == [folder]
 
 
 def test_others_wait(tmp_path, caplog):
-    with archive.alone(tmp_path / "made", "mine"):
+    with archive.lock(tmp_path / "made", "mine"):
         with open(tmp_path / "made" / ".mine.lock") as lock, pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with archive.alone(tmp_path / "made", "other"):
+        with archive.lock(tmp_path / "made", "other"):
             pass
     lock = open(tmp_path / "made" / ".mine.lock")
     fcntl.flock(lock, fcntl.LOCK_EX)
     threading.Timer(0.2, lock.close).start()
-    with archive.alone(tmp_path / "made", "mine"):
+    with archive.lock(tmp_path / "made", "mine"):
         assert lock.closed
     assert "waiting for another process that holds" in caplog.text

@@ -100,13 +100,13 @@ def test_every_class_has_training_images():
 )
 def test_task_sizes_add_up(wanted, message):
     with pytest.raises(InputError, match="config.classes_per_task: expected .*" + message):
-        benchmarks.task_sizes("mine", 5, wanted, taken=(3,))
+        benchmarks.task_sizes("mine", 5, wanted, earlier=(3,))
 
 
 def test_who_says_no_number_gets_a_fifth_of_the_classes_also_for_those_that_come_later():
     assert benchmarks.task_sizes("mine", 14) == (3, 3, 3, 3, 2)
     assert benchmarks.task_sizes("mine", 3) == (2, 1)
-    assert benchmarks.task_sizes("mine", 18, taken=(3, 3, 3, 3, 2)) == (3, 3, 3, 3, 2, 3, 1)
+    assert benchmarks.task_sizes("mine", 18, earlier=(3, 3, 3, 3, 2)) == (3, 3, 3, 3, 2, 3, 1)
     assert benchmarks.task_sizes("cub200", 200) == (10,) * 20
 
 
