@@ -1,12 +1,11 @@
-"""What a run says of new images, and why.
+"""Predictions of a run for new images, with the evidence for each.
 
     python -m fdc_jax.predict WORKDIR IMAGE_OR_FOLDER... [--top=5] [--output=predictions.csv]
 
-How sure an answer is, the class Gaussians of the run say, whoever answers.
-
-Images go through the evaluation path of the run: its transform, its encoders, its final heads and
-its calibrator, as `fdc_jax.open_run` gives them. They are decoded in threads and said batch by
-batch, so that memory does not grow with their number.
+Images take the evaluation path of the run: its transform, its encoders, its final heads and one of
+its calibrators, as `fdc_jax.open_run` gives them. They are decoded in threads and written batch by
+batch, so that memory does not grow with their number. The confidence is that of the run's class
+Gaussians, whichever calibrator predicts.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import heapq
+import itertools
 import logging
 import operator
 import os
@@ -42,9 +43,9 @@ from fdc_jax.report import pictures
 from fdc_jax.run.opened import Opened
 from fdc_jax.run.progress import Progress
 
-_log = logging.getLogger("fdc_jax.predict")  # also where it is the program
+_log = logging.getLogger("fdc_jax.predict")  # not __name__, which is __main__ in the program
 
-# What a score of FDC is the sum of: columns, and what the page calls them; see `pictures.split`.
+# Parts of a score of FDC, in the order of `pictures.split`: columns, and their titles on the page.
 EVIDENCE = {
     "raw_logit": "Raw logit",
     "filtered_logit": "Filtered logit",
@@ -53,15 +54,17 @@ EVIDENCE = {
     "residual_pretrained": "Residual, E_0",
     "affinity_pretrained": "Affinity, E_0",
 }
-_ON_SCREEN = 10  # images
-_ON_PAGE = 100  # likewise
+# Most images that are printed, and shown on the page.
+_PRINTED, _ON_PAGE = 10, 100
 
 
 class Predictions:
-    """What a run says of images: iterating yields batch after batch of them.
+    """Predictions of a run, batch by batch; arguments and errors are those of `predict`.
 
-    Each is a table, and the images as the encoder sees them unscaled; arguments and errors are
-    those of `predict`. `unreadable` is what is wrong with images that could not be read so far.
+    Iterating yields for every batch a table, and the images as the encoder sees them unscaled.
+
+    Attributes:
+        unreadable: by position, the error of every image that could not be read so far.
     """
 
     def __init__(self, run: Any, images: Any, top: int = 5, method: str = "fdc"):
@@ -69,349 +72,348 @@ class Predictions:
             raise InputError(f"run: expected what open_run returns, found {type(run).__name__}")
         if not isinstance(top, int | np.integer) or top < 1:
             raise InputError(f"top: expected a whole number from 1 on, found {top!r}")
-        named = list(_gather(images))
+        named = list(_named(images))
         if not named:
             raise InputError("expected images, found none")
         self.run, self.top, self.method = run, top, method
-        self.images = _Loose(
+        self.images = _NewImages(
             *("images", "", "", np.zeros(len(named), np.int32)),
             ids=tuple(name for name, _ in named),
             class_names=(),
             read=lambda index: _read(named[index][1]),
-            upright=run.config["benchmark"] not in BENCHMARKS,  # as the images it was trained on
+            upright=run.config["benchmark"] not in BENCHMARKS,  # as the training images were
         )
-        calibrator = run.calibrator(method)
-        self.num_tasks = calibrator.num_tasks
-        # One fitted before later tasks has the heads of then.
+        self.unreadable = self.images.unreadable
+        self.calibrator = run.calibrator(method)
+        self.num_tasks = self.calibrator.num_tasks
+        # The calibrator of a stopped run may be older than the heads.
         self.heads = run.heads(self.num_tasks)
-        calibrator.replace_heads(self.heads)
-        self.calibrator = calibrator
+        self.calibrator.replace_heads(self.heads)
         known = "gaussians" in run.calibrators
         self.gaussians: Any = run.calibrator("gaussians") if known else None
         self.class_names = np.array(run.class_names, object)
-        # So small that the time left of many is known soon; powers of two compile seldom.
-        rest = len(named) - 1
-        small = 1 << max(rest // 32, min(rest, 7)).bit_length()
+        # Small batches show the time left soon; sizes that are powers of two compile few programs.
+        last = len(named) - 1
+        small = 1 << max(last // 32, min(last, 7)).bit_length()
         self.batch_size = min(run.config["evaluation.batch_size"], small)
-        self.unreadable: list[str] = []
 
     def __len__(self) -> int:
-        """Number of batches."""
+        """Returns the number of batches."""
         return -(-len(self.images) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[pd.DataFrame, UInt8[np.ndarray, "n s s 3"]]]:
-        config = self.run.config
-        batches = EvaluationBatches(
-            self.images,
-            np.arange(len(self.images)),
-            None,
-            self.batch_size,
-            image_size=config["encoder.image_size"],
-            workers=config["data.workers"],
-        )
-        waiting: list[np.ndarray] = []
-        broken = self.images.broken
-        broken.clear()
+        config, indices = self.run.config, np.arange(len(self.images))
+        sizes = {"image_size": config["encoder.image_size"], "workers": config["data.workers"]}
         self.unreadable.clear()
-
-        def watched() -> Iterator[Any]:
-            for batch in batches:
-                waiting.append(batch.images)
-                yield batch
-
-        first, encoders = 0, (self.num_tasks, 0)[: len(self.calibrator.widths)]
-        for views in self.run.stream(watched(), *encoders):
-            rows, pixels = np.arange(first, first + len(views[0])), waiting.pop(0)
-            readable = np.array([row not in broken for row in rows.tolist()])
+        batches = EvaluationBatches(self.images, indices, None, self.batch_size, **sizes)
+        ahead, behind = itertools.tee(batches)
+        encoders = (self.num_tasks, 0)[: len(self.calibrator.widths)]
+        for views, batch in zip(self.run.stream(ahead, *encoders), behind, strict=True):
+            rows, indices = np.split(indices, [len(views[0])])
+            readable = ~np.isin(rows, list(self.unreadable))
             for row in rows[~readable].tolist():
-                self.unreadable.append(broken[row])
-                _log.error("%s", self.unreadable[-1])
-            first += len(rows)
+                _log.error("%s", self.unreadable[row])
             if readable.any():
                 table = self._table(*(view[readable] for view in views))
                 table.insert(0, "image", [self.images.ids[row] for row in rows[readable]])
-                yield table.set_index(rows[readable]), pixels[: len(rows)][readable]
+                yield table.set_index(rows[readable]), batch.images[: len(rows)][readable]
 
     def _table(self, adapted: Float[np.ndarray, "n d"], *pretrained: Any) -> pd.DataFrame:
-        """Returns all columns but the name of the image."""
-        calibrator = self.calibrator
-        logits = np.concatenate([head.logits(adapted) for head in self.heads], axis=1)
-        raw, parts = best_by_task(logits, calibrator.classes), {}
+        """Returns all columns except `image`."""
+        calibrator, evidence = self.calibrator, {}
         if isinstance(calibrator, FDC):
             terms = calibrator.terms(adapted, *pretrained, all_rows=True)
-            said, by_class = terms.fuse(), terms.by_class()
-            parts = dict(zip(EVIDENCE, pictures.split(terms)[1][:-1], strict=False))
+            scores, by_class = terms.fuse(), terms.by_class()
+            evidence = dict(zip(EVIDENCE, pictures.split(terms)[1][:-1], strict=False))
         else:
             by_class = calibrator.class_scores(adapted, *pretrained)
-            said = best_by_task(by_class, calibrator.classes)
-        label, task = said.label, said.task
-        each, labels = np.arange(len(label)), np.concatenate(said.classes)
-        tasks = np.repeat(np.arange(self.num_tasks), [len(own) for own in said.classes])
-        # Whatever ties: the first is the prediction.
+            scores = best_by_task(by_class, calibrator.classes)
+        logits = np.concatenate([head.logits(adapted) for head in self.heads], axis=1)
+        raw = best_by_task(logits, calibrator.classes)
+        label, task, rows = scores.label, scores.task, np.arange(len(adapted))
+        labels = np.concatenate(scores.classes)
+        tasks = np.repeat(np.arange(self.num_tasks), [len(own) for own in scores.classes])
+        # The prediction comes first even if another class has the same score.
         order = np.where(labels == label[:, None], np.inf, by_class)
         ranked = np.argsort(-order, axis=1, kind="stable")[:, : self.top].T
         columns: dict[str, Any] = {}
         if self.gaussians is not None:
-            sure, typicality = self.gaussians.assess(adapted, *pretrained)
-            columns["confidence"] = confidence.of_labels(sure, self.gaussians.classes, label)
+            chances, typicality = self.gaussians.assess(adapted, *pretrained)
+            columns["confidence"] = confidence.of_labels(chances, self.gaussians.classes, label)
             columns["typicality"] = typicality
-            columns["unlike_learned"] = columns["typicality"] < confidence.UNTYPICAL
-        for place, best in enumerate(ranked, start=1):
-            suffix = f"_{place}" if place > 1 else ""
+            columns["unlike_learned"] = typicality < confidence.UNTYPICAL
+        for rank, best in enumerate(ranked, start=1):
+            suffix = f"_{rank}" if rank > 1 else ""
             columns[f"class{suffix}"] = self.class_names[labels[best]]
             columns[f"task{suffix}"] = tasks[best] + 1
-            columns[f"score{suffix}"] = by_class[each, best]
+            columns[f"score{suffix}"] = by_class[rows, best]
         columns["raw_class"] = self.class_names[raw.label]
         columns["raw_task"] = raw.task + 1
         columns["changed"] = raw.label != label
-        for name, values in parts.items():
-            columns[name] = values[each, task]
+        columns |= {name: values[rows, task] for name, values in evidence.items()}
         if self.num_tasks > 1:
-            others = said.task_scores.copy()
-            others[each, task] = -np.inf
+            others = scores.task_scores.copy()
+            others[rows, task] = -np.inf
             rival = others.argmax(axis=1)
-            columns["rival_class"] = self.class_names[said.label_in_task(rival)]
+            columns["rival_class"] = self.class_names[scores.label_in_task(rival)]
             columns["rival_task"] = rival + 1
-            columns["rival_score"] = others[each, rival]
-            for name, values in parts.items():
-                columns[f"rival_{name}"] = values[each, rival]
+            columns["rival_score"] = others[rows, rival]
+            columns |= {f"rival_{name}": values[rows, rival] for name, values in evidence.items()}
         return pd.DataFrame(columns)
 
 
 def predict(run: Any, images: Any, top: int = 5, method: str = "fdc") -> pd.DataFrame:
-    """Says the classes of images by a run.
+    """Predicts the classes of images.
 
     Args:
         run: what `fdc_jax.open_run` returns.
-        images: a file, a folder, whose images at any depth count, a uint8 array [h, w], [h, w, 3]
-            or [n, h, w, 3] or an image of Pillow, or a sequence of these. All get the transform of
-            test images.
-        top: how many classes to name.
-        method: a calibrator of the run, by its name; "fdc" gives the paper's scores.
+        images: a file, a folder with images at any depth, a uint8 array [h, w], [h, w, 3] or
+            [n, h, w, 3], an image of Pillow, or a sequence of these. All get the transform of test
+            images.
+        top: number of classes to name.
+        method: name of the calibrator that predicts, one of the run's.
 
     Returns:
-        A row per image under its position; an image that cannot be read is logged and has none.
-        `image`; where the run has class Gaussians, `confidence`, the probability of `class`,
-        `typicality`, the share of left-out training images that are no more familiar, and
-        `unlike_learned`, where that is below 5 %; `class`, `task` (from 1) and `score`, and the
-        same of the next classes with `_2`, `_3` and so on; `raw_class` and `raw_task`, what the
-        heads alone say, and whether that was `changed`; of FDC, the parts of the score, see
-        `EVIDENCE`; and after `rival_` class, score and parts of the best other task.
+        A row per image, indexed by its position; an image that cannot be read is logged and has no
+        row. Columns are those of docs/predict.md.
 
     Raises:
-        InputError: there is no such image, or what the run needs to answer is missing.
+        InputError: no image can be read, or the run lacks what a prediction needs.
     """
-    found = Predictions(run, images, top, method)
-    tables = [table for table, _ in found]
+    predictions = Predictions(run, images, top, method)
+    tables = [table for table, _ in predictions]
     if not tables:
-        raise InputError(f"no image could be read: {found.unreadable[0]}")
+        raise InputError(f"no image could be read: {predictions.unreadable[0]}")
     return pd.concat(tables)
 
 
-# Images from anywhere -----------------------------------------------------------------------------
+# Images ------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
-class _Loose(Dataset):
-    """Images that belong to no data set, by their own names; black where they are unreadable."""
+class _NewImages(Dataset):
+    """Images that belong to no data set, by their own names; unreadable ones are black."""
 
-    broken: dict[int, str] = dataclasses.field(default_factory=dict)  # why, by index
+    unreadable: dict[int, str] = dataclasses.field(default_factory=dict)  # errors by index
 
     def image(self, index: int) -> Image.Image:
         try:
             return super().image(index)
         except InputError as error:
-            self.broken[index] = str(error)
+            self.unreadable[index] = str(error)
             return Image.new("RGB", (1, 1))
 
     def describe(self, index: int) -> str:
         return self.ids[index]
 
 
-def _gather(images: Any, position: int = 0) -> Iterator[tuple[str, Any]]:
-    """Yields the names of images with their files, arrays or images of Pillow."""
-    name = f"image {position}"
+def _named(images: Any) -> Iterator[tuple[str, Any]]:
+    """Yields every image with its name: its path, or its position."""
+    for position, image in enumerate(_flattened(images)):
+        if isinstance(image, Path):
+            yield os.fsencode(image).decode("utf-8", "backslashreplace"), image
+            continue
+        if isinstance(image, np.ndarray):
+            colours = image.shape[2:] in ((), (3,))
+            if image.dtype != np.uint8 or image.ndim not in (2, 3) or not colours or not image.size:
+                raise InputError(
+                    f"image {position}: expected a uint8 array [h, w], [h, w, 3] or [n, h, w, 3], "
+                    f"found {image.dtype} of shape {[*image.shape]}"
+                )
+        yield f"image {position}", image
+
+
+def _flattened(images: Any) -> Iterator[Path | np.ndarray | Image.Image]:
+    """Yields images one by one, from paths, folders, arrays, images of Pillow or all of these."""
     if isinstance(images, str | os.PathLike):
         path = Path(images)
         if not path.exists():
             raise InputError(f"{path}: no such image or folder")
-        for file in folder.find_images(path) if path.is_dir() else [path]:
-            yield os.fsencode(file).decode("utf-8", "backslashreplace"), file
+        yield from folder.find_images(path) if path.is_dir() else [path]
     elif isinstance(images, Image.Image):
-        yield name, images
+        yield images
     elif hasattr(images, "__array__"):
         array = np.asarray(images)
         if array.ndim and array.dtype.kind in "OU":
-            yield from _gather(array.tolist(), position)
-            return
-        several = array.ndim == 4
-        shape = array.shape[several:]
-        kind = len(shape) in (2, 3) and shape[2:] in ((), (3,)) and 0 not in shape
-        if array.dtype != np.uint8 or not kind:
-            raise InputError(
-                f"{name}: expected a uint8 array [h, w], [h, w, 3] or [n, h, w, 3], found "
-                f"{array.dtype} of shape {[*array.shape]}"
-            )
-        for each in array if several else [array]:
-            yield f"image {position}", each
-            position += 1
+            yield from _flattened(array.tolist())
+        else:
+            yield from array if array.ndim == 4 else [array]
     elif isinstance(images, Iterable):
-        for each in images:
-            for found in _gather(each, position):
-                yield found
-                position += 1
+        for some in images:
+            yield from _flattened(some)
     else:
         raise InputError(f"expected paths, arrays or images, found {type(images).__name__}")
 
 
-def _read(source: Any) -> Any:
-    """Returns what `images.decode` takes."""
-    if isinstance(source, Path):
-        return folder.content(source)
-    return Image.fromarray(source) if isinstance(source, np.ndarray) else source
+def _read(image: Path | np.ndarray | Image.Image) -> bytes | Image.Image:
+    """Returns the content of a file, or an image of Pillow."""
+    if isinstance(image, Path):
+        return folder.content(image)
+    return Image.fromarray(image) if isinstance(image, np.ndarray) else image
 
 
-# The command --------------------------------------------------------------------------------------
+# The command -------------------------------------------------------------------------------------
 
 
 def parser() -> Program:
     """Returns the options of the command."""
-    made = Program(
+    program = Program(
         "predict",
-        "Say the classes of new images by a run, and why. Columns: docs/predict.md.",
+        "Predict the classes of new images by a run, with the evidence. Columns: docs/predict.md.",
     )
-    add = made.add_argument
+    add = program.add_argument
     add("workdir", help="work directory of a run of one seed")
     add("images", nargs="+", help="images, or folders of images at any depth")
-    add("--top", type=int, default=5, help="how many classes to name (default 5)")
-    text = "CSV to write, or lines of JSON where it ends in .jsonl (default predictions.csv)"
+    add("--top", type=int, default=5, help="number of classes to name (default 5)")
+    text = "CSV, or lines of JSON if it ends in .jsonl (default predictions.csv)"
     add("--output", default="predictions.csv", help=text)
-    add("--html", metavar="FILE", help=f"also a page with pictures, of {_ON_PAGE} images at most")
+    add("--html", metavar="FILE", help=f"also a page with up to {_ON_PAGE} pictures")
     add("--method", default="fdc", help="a calibrator of the run (default fdc)")
     add("--learner", metavar="MODULE", default="", help="a learner of your own, whose code is run")
-    return made
+    return program
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command line; returns 0, or 2 after an error, also where an image was unreadable."""
+    """Runs a command line; returns 0, or 2 after an error or if an image was unreadable."""
     return parser().run(_run, arguments)
 
 
 def _run(options: argparse.Namespace) -> None:
-    lines = options.output.endswith(".jsonl")
+    """Runs the parsed command."""
     check_writable_file("--output", options.output, ".csv", ".jsonl")
     if options.html is not None:
         check_writable_file("--html", options.html, ".html")
-    if options.html:
         report.require_packages()
     run = fdc_jax.open_run(options.workdir, learner=options.learner)
-    found = Predictions(run, options.images, options.top, options.method)
-    images = counted(len(found.images), "image")
-    progress, said, changed, unlike = Progress(options.quiet, unit="batch"), 0, 0, 0
-    first: list[pd.DataFrame] = []
-    shown: list[tuple[Any, dict[str, Any]]] = []
-    if found.num_tasks < run.num_tasks:
-        progress.line(
-            f"the run has learned {found.num_tasks} of its {run.num_tasks} tasks; it knows no "
-            "class of the others"
-        )
-    right = (run.results or {"accuracy": {}})["accuracy"]
-    best = max(run.calibrators, key=lambda name: right.get(name, 0.0))
-    if right.get(best, 0.0) > right.get(found.method, 100.0):
-        progress.line(
-            f"{METHODS[found.method].title} answers, right on {right[found.method]:.1f} % of the "
-            f"run's test images; {right[best]:.1f} % with --method={best}"
-        )
-    if found.calibrator.note:
-        progress.line(found.calibrator.note)
-    progress.start(len(found), 0)
-    clock = time.perf_counter()
+    predictions = Predictions(run, options.images, options.top, options.method)
+    images, progress = (
+        counted(len(predictions.images), "image"),
+        Progress(options.quiet, "", "batch"),
+    )
+    for note in _notes(run, predictions):
+        progress.line(note)
+    progress.start(len(predictions), 0)
+    start, counts = time.perf_counter(), dict.fromkeys(("images", "changed", "unlike"), 0)
+    printed: list[pd.DataFrame] = []
+    doubtful: list[tuple[float, dict[str, Any], np.ndarray]] = []
     with contextlib.closing(progress), write_atomically(options.output) as file:
-        for table, pixels in found:
-            text = table.to_csv(index=False, header=not said, float_format="%.6g")
-            if lines:
-                text = table.to_json(orient="records", lines=True, force_ascii=False)
-                text = str(text).replace("\\/", "/")  # pandas escapes them, for pages of HTML
-            file.write(str(text).encode())
-            if said < _ON_SCREEN:
-                first.append(table)
+        for table, pixels in predictions:
+            file.write(_text(table, options.output, header=not counts["images"]).encode())
+            if counts["images"] < _PRINTED:
+                printed.append(table)
+            certainty = np.zeros(len(table))
+            if predictions.gaussians:
+                # Images unlike anything learned come first on the page, then the least sure.
+                certainty = table["confidence"] - table["unlike_learned"]
+                counts["unlike"] += int(table["unlike_learned"].sum())
             if options.html:
-                # What is unlike anything learned comes first, then what is least sure.
-                doubts = np.zeros(len(table))
-                if found.gaussians:
-                    doubts = (table["confidence"] - table["unlike_learned"]).to_numpy()
-                last = shown[-1][0] if len(shown) == _ON_PAGE else np.inf
-                for place in np.argsort(doubts, kind="stable")[:_ON_PAGE]:
-                    if doubts[place] < last:
-                        picture = _picture(table.iloc[place].to_dict(), pixels[place])
-                        shown.append((doubts[place], picture))
-                shown = sorted(shown, key=operator.itemgetter(0))[:_ON_PAGE]
-            said, changed = said + len(table), changed + int(np.count_nonzero(table["changed"]))
-            unlike += int(np.count_nonzero(table["unlike_learned"])) if found.gaussians else 0
-            speed = (said + len(found.unreadable)) / (time.perf_counter() - clock)
+                lines = zip(certainty, table.to_dict("records"), map(np.copy, pixels), strict=True)
+                both = itertools.chain(doubtful, lines)
+                doubtful = heapq.nsmallest(_ON_PAGE, both, key=operator.itemgetter(0))
+            counts["images"] += len(table)
+            counts["changed"] += int(table["changed"].sum())
+            done = counts["images"] + len(predictions.unreadable)
+            speed = done / (time.perf_counter() - start)
             progress.step("predict", images_per_second=f"{speed:.0f}")
-        if not said:
+        if not printed:
             raise InputError(f"none of {images} could be read")
     if options.html:
-        counts = {"images": said, "changed": changed, "unlike": unlike}
-        _write_page(options.html, found, [picture for _, picture in shown], counts)
+        shown = [_picture(line, image) for _, line, image in doubtful]
+        write_text(options.html, _page(predictions, shown, counts))
     if not options.quiet:
-        printed = pd.concat(first).head(_ON_SCREEN)
-        names = ("image", "class", "confidence", "unlike_learned", "task", "score", "raw_class")
-        print(printed[[name for name in names if name in printed]].to_string(index=False))
-        more = f"{said - len(printed):,} more; " if said > len(printed) else ""
-        strange = f"{unlike:,} unlike anything learned; " if found.gaussians else ""
-        files = " and ".join(filter(None, (options.output, options.html)))
-        print(
-            f"{more}{strange}of {counted(changed, 'image')} the heads alone would have said "
-            f"another class; wrote {files}"
+        _print_summary(pd.concat(printed).head(_PRINTED), counts, options)
+    if predictions.unreadable:
+        raise InputError(f"{len(predictions.unreadable)} of {images} could not be read")
+
+
+def _notes(run: Opened, predictions: Predictions) -> Iterator[str]:
+    """Yields lines on tasks that are missing, on a better calibrator, and of the calibrator."""
+    if predictions.num_tasks < run.num_tasks:
+        yield (
+            f"the run has learned {predictions.num_tasks} of its {run.num_tasks} tasks; it knows "
+            "no class of the others"
         )
-    if found.unreadable:
-        raise InputError(f"{len(found.unreadable)} of {images} could not be read")
+    accuracy: dict[str, float] = (run.results or {"accuracy": {}})["accuracy"]
+    best = max(run.calibrators, key=lambda name: accuracy.get(name, 0.0))
+    own = accuracy.get(predictions.method, 100.0)
+    if accuracy.get(best, 0.0) > own:
+        yield (
+            f"{METHODS[predictions.method].title} predicts, right on {own:.1f} % of the run's test "
+            f"images; {accuracy[best]:.1f} % with --method={best}"
+        )
+    if predictions.calibrator.note:
+        yield predictions.calibrator.note
+
+
+def _text(table: pd.DataFrame, path: str, header: bool) -> str:
+    """Returns the lines of a table in the format that the suffix of a path names."""
+    if path.endswith(".jsonl"):
+        text = str(table.to_json(orient="records", lines=True, force_ascii=False))
+        return text.replace("\\/", "/")  # pandas escapes slashes, for pages of HTML
+    return table.to_csv(index=False, header=header, float_format="%.6g")
+
+
+def _print_summary(
+    table: pd.DataFrame, counts: dict[str, int], options: argparse.Namespace
+) -> None:
+    """Prints the first predictions, and a line that counts the others."""
+    names = ("image", "class", "confidence", "unlike_learned", "task", "score", "raw_class")
+    print(table[[name for name in names if name in table]].to_string(index=False))
+    left = counts["images"] - len(table)
+    more = f"{left:,} more; " if left else ""
+    unlike = f"{counts['unlike']:,} unlike anything learned; " if "confidence" in table else ""
+    files = " and ".join(filter(None, (options.output, options.html)))
+    print(
+        f"{more}{unlike}of {counted(counts['changed'], 'image')} the heads alone would have said "
+        f"another class; wrote {files}"
+    )
+
+
+# The page ----------------------------------------------------------------------------------------
+
+
+def _page(predictions: Predictions, shown: list[dict[str, Any]], counts: dict[str, int]) -> str:
+    from fdc_jax.report import page  # plotting takes seconds to import
+
+    names = (predictions.images.ids[row] for row in sorted(predictions.unreadable))
+    return page.render_predictions(
+        learner=predictions.run.config["learner.name"],
+        benchmark=predictions.run.config["benchmark"],
+        num_tasks=predictions.num_tasks,
+        num_classes=len(np.concatenate(predictions.calibrator.classes)),
+        method=METHODS[predictions.method].title,
+        **counts,
+        unreadable=[_short(name) for name in names],
+        shown=shown,
+        sure=predictions.gaussians is not None,
+    )
 
 
 def _picture(line: dict[str, Any], image: UInt8[np.ndarray, "s s 3"]) -> dict[str, Any]:
-    """Returns what the page shows of an image: `rival` of several tasks, evidence of FDC."""
-    shown = {
+    """Returns an image for the page, with the rival of another task and FDC's evidence, if any."""
+    picture = {
         "uri": pictures.data_uri(image),
         "small": pictures.is_small(image),
-        # A page that is passed on should not tell of a machine.
-        "name": "/".join(Path(line["image"]).parts[-2:]),
+        "name": _short(line["image"]),
         "changed": line["changed"],
         "confidence": line.get("confidence"),
         "unlike": line.get("unlike_learned", False),
     }
     for name, prefix in (("chosen", ""), ("raw", "raw_"), ("rival", "rival_")):
         if f"{prefix}class" in line:
-            shown[name] = pictures.Said(line[f"{prefix}class"], line[f"{prefix}task"])
+            picture[name] = pictures.Said(line[f"{prefix}class"], line[f"{prefix}task"])
     if "rival_filtered_logit" in line:
-        shown["evidence"] = [
+        picture["evidence"] = [
             pictures.Evidence(title, line[column], line[f"rival_{column}"])
             for column, title in {**EVIDENCE, "score": "Score"}.items()
             if column in line
         ]
-    return shown
+    return picture
 
 
-def _write_page(
-    path: str, found: Predictions, shown: list[dict[str, Any]], counts: dict[str, int]
-) -> None:
-    from fdc_jax.report import page  # plotting takes seconds to import
-
-    text = page.render_predictions(
-        learner=found.run.config["learner.name"],
-        benchmark=found.run.config["benchmark"],
-        num_tasks=found.num_tasks,
-        num_classes=sum(map(len, found.calibrator.classes)),
-        method=METHODS[found.method].title,
-        **counts,
-        unreadable=[
-            "/".join(Path(found.images.ids[row]).parts[-2:]) for row in sorted(found.images.broken)
-        ],
-        shown=shown,
-        sure=found.gaussians is not None,
-    )
-    write_text(path, text)
+def _short(path: str) -> str:
+    """Returns a file with its folder alone, since a page is passed on to other machines."""
+    return "/".join(Path(path).parts[-2:])
 
 
 if __name__ == "__main__":
