@@ -11,6 +11,7 @@ Gaussians, whichever calibrator predicts.
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import heapq
@@ -89,8 +90,9 @@ class Predictions:
         # The calibrator of a stopped run may be older than the heads.
         self.heads = run.heads(self.num_tasks)
         self.calibrator.replace_heads(self.heads)
-        known = "gaussians" in run.calibrators
-        self.gaussians: Any = run.calibrator("gaussians") if known else None
+        self.gaussians: Any = None
+        if "gaussians" in run.calibrators:
+            self.gaussians = run.calibrator("gaussians")
         self.class_names = np.array(run.class_names, object)
         # Small batches show the time left soon; sizes that are powers of two compile few programs.
         last = len(named) - 1
@@ -286,14 +288,12 @@ def _run(options: argparse.Namespace) -> None:
         report.require_packages()
     run = fdc_jax.open_run(options.workdir, learner=options.learner)
     predictions = Predictions(run, options.images, options.top, options.method)
-    images, progress = (
-        counted(len(predictions.images), "image"),
-        Progress(options.quiet, "", "batch"),
-    )
+    images = counted(len(predictions.images), "image")
+    progress = Progress(options.quiet, unit="batch")
     for note in _notes(run, predictions):
         progress.line(note)
     progress.start(len(predictions), 0)
-    start, counts = time.perf_counter(), dict.fromkeys(("images", "changed", "unlike"), 0)
+    start, counts = time.perf_counter(), collections.Counter[str]()
     printed: list[pd.DataFrame] = []
     doubtful: list[tuple[float, dict[str, Any], np.ndarray]] = []
     with contextlib.closing(progress), write_atomically(options.output) as file:
@@ -301,17 +301,16 @@ def _run(options: argparse.Namespace) -> None:
             file.write(_text(table, options.output, header=not counts["images"]).encode())
             if counts["images"] < _PRINTED:
                 printed.append(table)
-            certainty = np.zeros(len(table))
+            certainty, unlike = np.zeros((2, len(table)))
             if predictions.gaussians:
-                # Images unlike anything learned come first on the page, then the least sure.
-                certainty = table["confidence"] - table["unlike_learned"]
-                counts["unlike"] += int(table["unlike_learned"].sum())
+                unlike = table["unlike_learned"]
+                certainty = table["confidence"] - unlike  # Unlike anything learned comes first.
             if options.html:
                 lines = zip(certainty, table.to_dict("records"), map(np.copy, pixels), strict=True)
                 both = itertools.chain(doubtful, lines)
                 doubtful = heapq.nsmallest(_ON_PAGE, both, key=operator.itemgetter(0))
-            counts["images"] += len(table)
-            counts["changed"] += int(table["changed"].sum())
+            changed = int(np.sum(table["changed"]))
+            counts.update(images=len(table), changed=changed, unlike=int(np.sum(unlike)))
             done = counts["images"] + len(predictions.unreadable)
             speed = done / (time.perf_counter() - start)
             progress.step("predict", images_per_second=f"{speed:.0f}")
