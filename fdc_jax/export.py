@@ -2,8 +2,8 @@
 
     python -m fdc_jax.export WORKDIR OUT
 
-`fdc_jax.open_run(OUT)` reads it. Prediction takes E_T and E_0 alone (Algorithm 1, line 15): the
-statistics of earlier tasks were collected with their own E_t and lie in the calibrators.
+`fdc_jax.open_run(OUT)` reads it. Prediction needs E_T and E_0 alone (Algorithm 1, line 15): the
+calibrators hold the statistics of earlier tasks, collected with the E_t of their time.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -34,9 +33,9 @@ from fdc_jax.model import layouts, vit, weights
 from fdc_jax.run.opened import Opened, open_run
 from fdc_jax.run.places import Places
 
-_log = logging.getLogger("fdc_jax.export")  # also where it is the program
+_log = logging.getLogger("fdc_jax.export")  # not __name__, which is __main__ in the program
 
-# Fields of a configuration that were of the machine, and what they are of any.
+# Fields that tell of a machine, with their values in an export.
 _ANYWHERE = {
     "data.dir": "",
     "data.source": "",
@@ -45,7 +44,8 @@ _ANYWHERE = {
     "encoder.weights": "pretrained/model.safetensors",
     "encoder.attention": "auto",
 }
-_BESIDE_WEIGHTS = ("config.json", "preprocessor_config.json")
+# Files that configure weights of timm and Hugging Face and lie beside them.
+_WEIGHTS_CONFIGS = ("config.json", "preprocessor_config.json")
 
 
 def write(
@@ -56,17 +56,17 @@ def write(
 ) -> None:
     """Writes a finished run as one folder, whole or not at all; the same run gives the same bytes.
 
-    The folder is read once before it gets its name.
+    The folder is opened as a run before it gets its name.
 
     Args:
-        workdir: of one seed.
+        workdir: work directory of one seed.
         output: the folder to make.
-        weights_file: the file of the pretrained encoder, if no longer where it was.
+        weights_file: the file of the pretrained encoder, if it was moved.
         learner: the module of a learner outside the package, whose code is run.
 
     Raises:
-        InputError: the folder exists or cannot be written, the run is not finished, or something of
-            it is missing, damaged or of another run.
+        InputError: the folder exists or cannot be written, the run is not finished, or a part of it
+            is missing, damaged or of another run.
     """
     output = Path(output)
     if output.exists() or output.is_symlink():
@@ -84,40 +84,34 @@ def write(
     with write_folder_atomically(output) as folder:
         target = Places(folder)
         _write_pretrained(run, target)
-        own = _ANYWHERE | {"weights sha256": sha256(target.weights_file)}
-        write_json(target.config_file, read_json(run.config_file) | own)
+        config = read_json(run.config_file) | _ANYWHERE
+        write_json(target.config_file, config | {"weights sha256": sha256(target.weights_file)})
         config = run.results["config"] | _ANYWHERE
         write_json(target.results_file, run.results | {"config": config})
         for name in run.calibrators:
             target.calibrator_file(name).parent.mkdir(exist_ok=True)
             run.calibrator(name).save(target.calibrator_file(name))
         shutil.copyfile(run.predictions_file, target.predictions_file)
-        write_safetensors(target.merged_file, _flat(run.encoder(run.num_tasks)))
+        kernels = traverse_util.flatten_dict(run.encoder(run.num_tasks), sep="/")
+        write_safetensors(target.merged_file, jax.tree.map(np.asarray, kernels))
         _write_timm(run, folder / "timm")
         write_manifest(folder)
         open_run(folder, learner=learner)
 
 
-def _flat(tree: Any) -> dict[str, np.ndarray]:
-    return jax.tree.map(np.asarray, traverse_util.flatten_dict(tree, sep="/"))
-
-
-# What lies in it ----------------------------------------------------------------------------------
-
-
 def _write_pretrained(run: Opened, target: Places) -> None:
-    """Writes the arrays of the pretrained encoder as they are named, and their configuration."""
+    """Writes the arrays of the pretrained encoder by their names, and their configuration."""
     path = run.encoders.pretrained.path
     arrays = weights.used(path)
     write_safetensors(target.weights_file, arrays)
     if "embedding/kernel" not in arrays:  # AugReg's layout has no configuration.
-        for name in _BESIDE_WEIGHTS:
-            if path.with_name(name).exists():
-                shutil.copyfile(path.with_name(name), target.weights_file.with_name(name))
+        for config in map(path.with_name, _WEIGHTS_CONFIGS):
+            if config.exists():
+                shutil.copyfile(config, target.weights_file.with_name(config.name))
 
 
 def _write_timm(run: Opened, folder: Path) -> None:
-    """Writes E_T as timm has it, if it has; the pixels that it gets are those of the run."""
+    """Writes E_T as a model of timm, with the input range of the run; warns if timm has none."""
     encoders, kernels = run.encoders, run.encoder(run.num_tasks)
     model, size = encoders.learner.setup.model, run.config["encoder.image_size"]
     offset, divisor = vit.INPUT_RANGES.get(model.input_range, (None, None))
@@ -126,20 +120,20 @@ def _write_timm(run: Opened, folder: Path) -> None:
     try:
         arrays, config = layouts.as_timm(encoders.backbone, variant, kernels, size)
     except InputError as error:
-        _log.warning("without a folder for timm: %s", error)
+        _log.warning("no folder for timm: %s", error)
         return
     write_safetensors(folder / "model.safetensors", arrays)
     write_json(folder / "config.json", config)
 
 
-# The command --------------------------------------------------------------------------------------
+# The command -------------------------------------------------------------------------------------
 
 
 def parser() -> Program:
     """Returns the options of the command."""
     program = Program("export", "Write a finished run as one folder that fdc_jax.open_run reads.")
     add = program.add_argument
-    add("workdir", help="the work directory of one seed")
+    add("workdir", help="work directory of a run of one seed")
     add("out", help="the folder to make")
     add("--weights", metavar="FILE", help="the pretrained encoder, if it was moved")
     add("--learner", metavar="MODULE", default="", help="a learner of your own, whose code is run")
@@ -147,11 +141,12 @@ def parser() -> Program:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0, or 2 after an error that has been printed as one line."""
+    """Runs a command line; returns 0, or 2 after an error of one line."""
     return parser().run(_run, arguments)
 
 
 def _run(options: argparse.Namespace) -> None:
+    """Runs the parsed command."""
     write(options.workdir, options.out, options.weights, options.learner)
     if not options.quiet:
         print(f"wrote {options.out}")

@@ -216,7 +216,7 @@ def one_class(estimator, tasks):
 MISTAKES = {
     "again": (
         part(0),
-        "class 0 belongs to an earlier task; a task's classes must be new, and fit starts anew",
+        "class 0 belongs to an earlier task; a task's classes must be new; fit starts anew",
     ),
     "twice": (part(classes=[3, 4, 5, 6, 6]), "classes: expected each label once"),
     "head": (
@@ -254,7 +254,7 @@ def test_words_and_forms_that_are_none(tasks, plain):
         ({"calibrator": "ncm", "settings": {"k": 1}}, "settings: ncm has none, found k"),
         ({"views": 2}, r"views: expected such as \(slice.*not iterable"),
         ({"views": (0, 99)}, "views: expected such as .*out of bounds"),
-        ({"views": (3, 4)}, "views: expected such as .*do not pick columns"),
+        ({"views": (3, 4)}, "views: expected such as .*do not select columns"),
         ({"head": "linear"}, "head: expected one of ridge, nearest_mean, found 'linear'"),
     ):
         with pytest.raises(InputError, match=message):
