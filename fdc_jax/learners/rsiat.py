@@ -180,7 +180,7 @@ class RSIAT(Learner):
         if task == 0:
             bound = width**-0.5
             shape = adapter["down"].shape
-            adapter["down"] = increments.drawn(
+            adapter["down"] = increments.draw_flat(
                 jax.random.uniform, of_adapter, shape, minval=-bound, maxval=bound
             )
         projector = jax.tree.map(jnp.copy, state.projector)

@@ -153,7 +153,7 @@ def within_minor(
     They are as long as `reference` in Frobenius norm, divided by `task + 1`.
     """
     minor = jnp.arange(reference.shape[1])[None] >= state.major[:, None]
-    weights = minor[:, :, None] * increments.drawn(jax.random.normal, key, reference.shape)
+    weights = minor[:, :, None] * increments.draw_flat(jax.random.normal, key, reference.shape)
     drawn = jnp.matmul(state.directions, weights, precision=jax.lax.Precision.HIGHEST)
 
     def norm(A):

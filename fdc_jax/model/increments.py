@@ -1,8 +1,8 @@
 """Low-rank increments of the key and value kernels: W_t = W_0 + sum over k <= t of B_k A_k.
 
 The products are summed, never the factors, so that merging an increment leaves the encoder's
-output unchanged. While a task trains, the increments before it live merged in the kernels; all of
-them are kept, stacked on a leading task axis, so that every E_t can be had again.
+output unchanged. While a task trains, earlier increments are merged into the kernels; a stack on a
+leading task axis keeps all of them, from which every E_t follows.
 """
 
 import math
@@ -15,8 +15,10 @@ from jaxtyping import Array, Float, Int
 from fdc_jax.model.vit import Factors, Increment, KeyValueKernels, Variant
 
 
-def drawn(draw: Callable[..., Array], key: Array, shape: tuple[int, ...], **bounds: float) -> Array:
-    """Returns the numbers that `draw` of `jax.random` gives, drawn in one row.
+def draw_flat(
+    draw: Callable[..., Array], key: Array, shape: tuple[int, ...], **bounds: float
+) -> Array:
+    """Returns numbers by `draw`, a function of `jax.random`, drawn on one axis and reshaped.
 
     XLA takes seconds to compile a draw of three axes for a CPU.
     """
@@ -35,7 +37,7 @@ def initialise(key: Array, variant: Variant, rank: int) -> Increment:
     shape = (variant.depth, variant.width, rank)
 
     def factors(key):
-        A = drawn(jax.random.uniform, key, shape, minval=-bound, maxval=bound)
+        A = draw_flat(jax.random.uniform, key, shape, minval=-bound, maxval=bound)
         return Factors(A=A, B=jnp.zeros((variant.depth, rank, variant.width)))
 
     key_of_key, key_of_value = jax.random.split(key)
@@ -60,12 +62,12 @@ def select(stack: Increment, task: int | Int[Array, ""]) -> Increment:
 
 
 def products(increment: Increment) -> KeyValueKernels:
-    """Returns what an increment adds to the kernels: the products of its factors, in float32."""
+    """Returns the products of an increment's factors, which kernels gain, in float32."""
 
     def product(factors: Factors) -> Float[Array, "l d d"]:
         highest = jax.lax.Precision.HIGHEST
-        scaled = factors["A"] * factors["scale"][:, None] if "scale" in factors else factors["A"]
-        return jnp.einsum("ldr,lre->lde", scaled, factors["B"], precision=highest)
+        A = factors["A"] * factors["scale"][:, None] if "scale" in factors else factors["A"]
+        return jnp.einsum("ldr,lre->lde", A, factors["B"], precision=highest)
 
     return KeyValueKernels(key=product(increment["key"]), value=product(increment["value"]))
 

@@ -1,8 +1,7 @@
-"""What a file of weights holds: the layouts of AugReg, timm and Hugging Face, in one table.
+"""The layouts of weight files of AugReg, timm and Hugging Face, in one table.
 
-The arrays get AugReg's names, and the architecture is read off their shapes. What shapes cannot
-tell, such as heads and activation, stands in `config.json` beside the file, as the library that
-wrote it puts it there.
+The arrays get AugReg's names, and their shapes give the architecture. Heads, activation and other
+facts that shapes do not show are in the library's `config.json` beside the file.
 """
 
 import collections
@@ -28,8 +27,8 @@ _TO_POOLING = "Transformer/MAPHead_0"
 _BLOCK = r"(?:blocks|layer|encoder\.layers?)\.(\d+)\."
 _ATTENTION = rf"{_BLOCK}(?:attn|self_attn|attention|attention\.attention)"
 
-# The libraries' names of layers, and AugReg's. A sum of names: one matrix for several layers; a
-# star: factors on the outputs of a layer.
+# The libraries' names of layers, and AugReg's. A sum of names is one matrix for several layers; a
+# star marks factors on the outputs of a layer.
 _LAYERS = (
     (r"cls_token|embeddings\.(?:cls_token|class_embedding)", "cls"),
     (r"dist_token|embeddings\.distillation_token", "distillation"),
@@ -65,19 +64,19 @@ _LAYERS = (
     (r"(?:attn_pool|head)\.mlp\.fc2", f"{_TO_POOLING}/MlpBlock_0/Dense_1"),
 )
 
-# Before the names of a model within another one of Hugging Face.
+# Prefixes that Hugging Face gives to a model within another.
 _PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers|dinov3_vit|vision_model)\.")
 
-# What no feature comes from: classifiers, projections, text towers, decoders, masks.
+# Arrays without influence on features: classifiers, projections, text towers, decoders, masks.
 _SKIPPED = re.compile(
     r"head/.*|(head|head_dist|\w*classifier|pooler|decoder|text_model)\..*"
     r"|(text_projection|visual_projection)\.\w+|logit_(scale|bias)"
     r"|(embeddings\.)?(mask_token|position_ids)"
 )
 
-# timm writes neither heads nor activation, but a name from which they follow.
-_NOT_KNOWN = "_rpn_|_rope_|_pe_|_radio_|base_patch16_gap_"
-_TIMM_NAMES = re.compile(rf"(?!.*({_NOT_KNOWN}))((flexi)?vit|deit3?)_")
+# timm writes neither heads nor activation: both follow from the name of the architecture.
+_UNSUPPORTED = "_rpn_|_rope_|_pe_|_radio_|base_patch16_gap_"
+_TIMM_NAMES = re.compile(rf"(?!.*({_UNSUPPORTED}))((flexi)?vit|deit3?)_")
 _TIMM_HEADS = {width: width // 64 for width in (192, 256, 320, 384, 512, 640, 768, 832, 896, 1024)}
 _TIMM_HEADS |= {1152: 16, 1280: 16, 1408: 16, 1536: 24, 1664: 16}
 _TIMM_TANH = r"giantopt|so400m_patch16_siglip|base_patch32_siglip|large_patch16_siglip_(gap_)?512"
@@ -88,7 +87,7 @@ _ACTIVATIONS = {name: name for name in operations.ACTIVATIONS} | {
     "silu": "swiglu",
 }
 
-# What a configuration of Hugging Face leaves out where it is so.
+# Hugging Face's defaults, which its configurations omit.
 _OF_VIT = {"num_attention_heads": 12, "hidden_act": "gelu", "layer_norm_eps": 1e-12}
 _MODEL_TYPES: dict[str, dict[str, Any]] = {
     "vit": _OF_VIT,
@@ -107,41 +106,41 @@ _MODEL_TYPES: dict[str, dict[str, Any]] = {
 
 
 def rename(arrays: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
-    """Returns what features come from, under AugReg's names; names that do not fit stay.
+    """Returns the arrays that determine features, under AugReg's names; unknown names stay.
 
-    Kernels and biases of attentions are not divided into heads, but for AugReg's own. Layer scale
-    is multiplied into the layer before it; absent biases of projections, and absent positions of
+    Kernels and biases of attentions are divided into heads in AugReg's files alone. Layer scale is
+    multiplied into the layer before it; missing biases of projections, and missing positions of
     learned tokens, become zero.
 
     Args:
         arrays: of a file, by name.
-        path: the file, for messages.
+        path: of the file, for messages.
 
     Raises:
-        InputError: an array has a shape that its name does not allow.
+        InputError: the shape of an array does not fit its name.
     """
-    needed = used(arrays)
+    own = used(arrays)
     if "embedding/kernel" in arrays:
-        return needed
-    found: dict[str, np.ndarray] = {}
-    for name, array in needed.items():
+        return own
+    renamed: dict[str, np.ndarray] = {}
+    for name, array in own.items():
         try:
-            found |= _renamed(name, array)
+            renamed |= _decode(name, array)
         except (ValueError, IndexError) as error:
             raise InputError(f"{path}: {name} has the unexpected shape {array.shape}") from error
-    return _completed(found)
+    return _complete(renamed)
 
 
 def used(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns the arrays that features come from, under their names."""
+    """Returns the arrays that determine features, under their own names."""
     return {name: array for name, array in arrays.items() if not _is_skipped(name)}
 
 
 def skipped(arrays: Mapping[str, np.ndarray]) -> tuple[str, ...]:
-    """Returns the names of arrays that no feature comes from; a text tower is one name."""
-    names = {name: name.split(".")[0] for name in arrays if _is_skipped(name)}
-    sizes = collections.Counter(names.values())
-    return tuple(sorted({f"{of}.*" if sizes[of] > 4 else name for name, of in names.items()}))
+    """Returns the names of all other arrays; a text tower is one name."""
+    towers = {name: name.split(".")[0] for name in arrays if _is_skipped(name)}
+    sizes = collections.Counter(towers.values())
+    return tuple(sorted({f"{top}.*" if sizes[top] > 4 else name for name, top in towers.items()}))
 
 
 def _is_skipped(name: str) -> bool:
@@ -150,16 +149,17 @@ def _is_skipped(name: str) -> bool:
 
 
 def _target(name: str) -> tuple[str | None, str]:
-    """Returns AugReg's name of a layer, and which array of it is meant: weight, bias or the one."""
+    """Returns AugReg's name of a layer, and "weight" or "bias"; "" if the layer is one array."""
     name = re.sub(r"\.(q|v|in_proj)_(weight|bias)$", r".\1.\2", _PREFIX.sub("", name))
     stem, _, kind = name.rpartition(".")
     if kind not in ("weight", "bias"):
         stem, kind = name, ""
-    known = ((re.fullmatch(pattern, stem), target) for pattern, target in _LAYERS)
-    return next((match.expand(target) for match, target in known if match), None), kind
+    matches = ((re.fullmatch(pattern, stem), target) for pattern, target in _LAYERS)
+    return next((match.expand(target) for match, target in matches if match), None), kind
 
 
-def _renamed(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+def _decode(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns the arrays of AugReg's layout in an array of another library."""
     target, kind = _target(name)
     if target is None:
         return {name: array}
@@ -174,39 +174,39 @@ def _renamed(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     parts = [array] if len(names) == 1 else np.split(array, len(names))
     before = f"{before}/" if before else ""
     return {
-        f"{before}{each}/{kind}": part.transpose(2, 3, 1, 0) if part.ndim == 4 else part.T
-        for each, part in zip(names, parts, strict=True)
+        f"{before}{layer}/{kind}": part.transpose(2, 3, 1, 0) if part.ndim == 4 else part.T
+        for layer, part in zip(names, parts, strict=True)
     }
 
 
-def _completed(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns renamed arrays in the form that the encoder has them."""
-    found = {name: array for name, array in found.items() if array.size}
-    for name in [name for name in found if name.endswith(("/gate/kernel", "/gate/bias"))]:
+def _complete(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns renamed arrays in the encoder's form: gates, layer scale, biases and positions."""
+    arrays = {name: array for name, array in arrays.items() if array.size}
+    for name in [name for name in arrays if name.endswith(("/gate/kernel", "/gate/bias"))]:
         values = name.replace("/gate/", "/Dense_0/")
-        if values in found:
-            found[values] = np.concatenate([found.pop(name), found[values]], axis=-1)
-    for name in [name for name in found if name.endswith("*")]:
-        layers = [layer for layer in (f"{name[:-1]}/kernel", f"{name[:-1]}/bias") if layer in found]
+        if values in arrays:
+            arrays[values] = np.concatenate([arrays.pop(name), arrays[values]], axis=-1)
+    for name in [name for name in arrays if name.endswith("*")]:
+        layers = {f"{name[:-1]}/kernel", f"{name[:-1]}/bias"} & arrays.keys()
         if layers:
-            factors = found.pop(name).astype(np.float32)
-            found |= {layer: found[layer] * factors for layer in layers}
-    for name in [name for name in found if name.endswith("/kernel")]:
+            factors = arrays.pop(name).astype(np.float32)
+            arrays |= {layer: arrays[layer] * factors for layer in layers}
+    for name in [name for name in arrays if name.endswith("/kernel")]:
         layer = name.removesuffix("/kernel")
         if layer.split("/")[-1] in ("embedding", "query", "key", "value"):
-            found.setdefault(f"{layer}/bias", np.zeros(found[name].shape[-1], np.float32))
-    if {"cls", "distillation"} <= found.keys():
-        found["cls"] = np.concatenate([found["cls"], found.pop("distillation")], axis=1)
-    if POSITIONS in found:
-        found |= _placed(found)
-    return found
+            arrays.setdefault(f"{layer}/bias", np.zeros(arrays[name].shape[-1], np.float32))
+    if {"cls", "distillation"} <= arrays.keys():
+        arrays["cls"] = np.concatenate([arrays["cls"], arrays.pop("distillation")], axis=1)
+    if POSITIONS in arrays:
+        arrays |= _align_positions(arrays)
+    return arrays
 
 
-def _placed(found: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns positions of class tokens and patches, and registers with theirs added."""
-    positions, registers = found[POSITIONS], found.get("Transformer/registers")
+def _align_positions(arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Returns positions of class tokens and patches, and registers plus their positions."""
+    positions, registers = arrays[POSITIONS], arrays.get("Transformer/registers")
     _, length, width = positions.shape
-    tokens = found["cls"].shape[1] if "cls" in found else 0
+    tokens = arrays["cls"].shape[1] if "cls" in arrays else 0
     if _is_square(length - tokens):
         return {}
     if _is_square(length):
@@ -234,46 +234,47 @@ def describe(
 
     Args:
         arrays: of the file, by name.
-        path: the file; a configuration is looked for beside it.
-        heads: of a file in timm's layout without a configuration, whose user thereby says that it
-            is a plain Vision Transformer; 0: not known.
+        path: of the file; its configuration lies beside it.
+        heads: number of heads of a plain Vision Transformer in timm's layout without a
+            configuration; 0: not known.
 
     Raises:
-        InputError: the arrays are not those of an encoder known here, or their configuration is
-            missing, belongs to another file, or asks for what this encoder does not do.
+        InputError: the arrays are not those of a supported encoder, or their configuration is
+            missing, belongs to another file, or is not supported.
     """
     own = rename(arrays, path)
     try:
-        return _described(arrays, own, path, heads)
+        return _describe(arrays, own, path, heads)
     except InputError:
         raise
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise InputError(
-            f"{path}: its arrays, or what config.json beside it says of them, are not those of an "
-            f"encoder known here ({error})"
+            f"{path}: expected arrays of a supported encoder and a config.json beside it that "
+            f"describes them, found otherwise ({error})"
         ) from error
 
 
-def _described(
+def _describe(
     arrays: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], path: Path, heads: int
 ) -> tuple[str, vit.Variant]:
+    """Returns the same; `own` has AugReg's names. Errors of many types are possible."""
     block = "Transformer/encoderblock_0"
     layers = ("embedding", f"{block}/MlpBlock_3/Dense_0", f"{block}/MlpBlock_3/Dense_1")
     needed = [f"{layer}/kernel" for layer in layers]
     odd = sorted(name for name in own if "/" not in name.removesuffix("*") and name != "cls")
     if odd := odd or [name for name in needed if name not in own]:
         raise InputError(
-            f"{path}: not recognised as a Vision Transformer: {len(odd)} of its arrays are unknown "
-            f"or missing, first {', '.join(odd[:3])}"
+            f"{path}: expected a Vision Transformer, found {len(odd)} unknown or missing arrays, "
+            f"first {', '.join(odd[:3])}"
         )
     patch, width = own["embedding/kernel"].shape[0], own["embedding/kernel"].shape[-1]
     units, hidden = (own[name].shape for name in needed[1:])
-    numbers = (re.match(r"Transformer/encoderblock_(\d+)/", name) for name in own)
+    blocks = (re.match(r"Transformer/encoderblock_(\d+)/", name) for name in own)
     tokens = own["cls"].shape[1] if "cls" in own else 0
     grid = math.isqrt(own[POSITIONS].shape[1] - tokens) if POSITIONS in own else 0
     variant = vit.Variant(
         width=width,
-        depth=1 + max(int(each[1]) for each in numbers if each),
+        depth=1 + max(int(match[1]) for match in blocks if match),
         heads=1,
         patch=patch,
         hidden=0 if hidden[0] == 4 * width else hidden[0],
@@ -288,9 +289,10 @@ def _described(
         query = f"{block}/MultiHeadDotProductAttention_1/query/kernel"
         family, facts = "augreg", {"heads": own[query].shape[1] if query in own else 1}
     else:
-        of_timm = any(name.startswith("patch_embed.") for name in arrays)
-        described = _of_timm(own, variant, path, heads, gated) if of_timm else None
-        family, facts = described or _of_hugging_face(own, variant, path)
+        if any(name.startswith("patch_embed.") for name in arrays):
+            family, facts = _of_timm(own, variant, path, heads, gated)
+        else:
+            family, facts = _of_hugging_face(own, variant, path)
     facts["activation"] = "swiglu" if gated else facts.get("activation", "gelu")
     if facts["activation"] == "swiglu" and not gated:
         raise InputError(f"{path}: expected twice as many gates as hidden units, found {units}")
@@ -309,12 +311,13 @@ def _described(
 def _of_timm(
     own: Mapping[str, np.ndarray], variant: vit.Variant, path: Path, given_heads: int, gated: bool
 ) -> tuple[str, dict[str, Any]]:
-    place = path.with_name("config.json")
-    config = read_object(place)
+    """Returns the name and the facts of a file of timm that shapes do not show."""
+    file = path.with_name("config.json")
+    config = read_object(file)
     arguments, given = config.get("model_args") or {}, config.get("pretrained_cfg") or config
     name = config.get("architecture", "")
     if config and not _TIMM_NAMES.match(name):
-        _refuse(place, "architecture", "a Vision Transformer known here", name)
+        _refuse(file, "architecture", "a supported Vision Transformer", name)
     plain = POSITIONS in own and variant.pooling == "token" and not (variant.pre_norm or gated)
     heads = arguments.get("num_heads", _TIMM_HEADS.get(variant.width))
     if "giantopt" in name:
@@ -322,28 +325,27 @@ def _of_timm(
     facts: dict[str, Any] = {"mean": _triple(given.get("mean")), "std": _triple(given.get("std"))}
     if POSITIONS not in own:
         if config and "dinov3" not in name:
-            _refuse(place, "architecture", "one with rotary positions of DINOv3", name)
+            _refuse(file, "architecture", "one with rotary positions of DINOv3", name)
         facts["rotary"] = float(arguments.get("rope_temperature", 100.0))
         heads = arguments.get("num_heads", 32 if variant.width == 4096 else variant.width // 64)
     if not config and not (plain and given_heads):
-        plainly = ", or, for a plain Vision Transformer, its number of heads as encoder.heads"
+        option = ", or, for a plain Vision Transformer, its number of heads as encoder.heads"
         raise InputError(
-            f"{path}: expected timm's config.json beside it{plainly if plain else ''}; found none"
+            f"{path}: expected timm's config.json beside it{option if plain else ''}; found none"
         )
-    heads = heads if config else given_heads
-    if not heads:
-        _refuse(place, "model_args.num_heads", "the number of heads", None)
-    facts["heads"] = heads
+    facts["heads"] = heads if config else given_heads
+    if not facts["heads"]:
+        _refuse(file, "model_args.num_heads", "the number of heads", None)
     activation = "quick_gelu" if "quickgelu" in name else "gelu"
     activation = "gelu_tanh" if re.search(_TIMM_TANH, name) else activation
-    facts["activation"] = _activation(arguments.get("act_layer", activation), place, "act_layer")
+    facts["activation"] = _activation(arguments.get("act_layer", activation), file, "act_layer")
     if variant.pre_norm or "rotary" in facts:
         facts["epsilon"] = 1e-5
     pool = arguments.get("global_pool", config.get("global_pool", "token"))
     averaged = "mean_then_norm" if "Transformer/fc_norm/scale" in own else "mean"
     poolings = {"token": "token", "avg": averaged, "map": "attention"}
     if pool not in poolings:
-        _refuse(place, "global_pool", " or ".join(poolings), pool)
+        _refuse(file, "global_pool", " or ".join(poolings), pool)
     facts["pooling"] = "prefix" if variant.tokens == 2 else poolings[pool]
     facts["image_size"] = _side(arguments.get("img_size", given.get("input_size", 0)))
     return name or "timm", facts
@@ -352,27 +354,25 @@ def _of_timm(
 def _of_hugging_face(
     own: Mapping[str, np.ndarray], variant: vit.Variant, path: Path
 ) -> tuple[str, dict[str, Any]]:
-    place = path.with_name("config.json")
-    config = read_object(place)
+    """Returns the name and the facts of a file of Hugging Face that shapes do not show."""
+    file = path.with_name("config.json")
+    config = read_object(file)
     if not config:
         raise InputError(f"{path}: expected the config.json of the model beside it, found none")
     family = str(config.get("model_type", "")).removesuffix("_vision_model")
     config = config.get("vision_config", config)
     if family not in _MODEL_TYPES:
-        _refuse(place, "model_type", f"one of {', '.join(_MODEL_TYPES)}", family)
-    for field, found in (
-        ("hidden_size", variant.width),
-        ("num_hidden_layers", variant.depth),
-        ("patch_size", variant.patch),
-    ):
-        if _side(config.get(field, found)) != found:
-            _refuse(place, field, f"{found} as in {path.name}", config[field])
+        _refuse(file, "model_type", f"one of {', '.join(_MODEL_TYPES)}", family)
+    sizes = {"hidden_size": variant.width, "num_hidden_layers": variant.depth}
+    for field, size in (sizes | {"patch_size": variant.patch}).items():
+        if _side(config.get(field, size)) != size:
+            _refuse(file, field, f"{size} as in {path.name}", config[field])
     config = _MODEL_TYPES[family] | config
     if variant.pooling == "mean":
         raise InputError(f"{path}: expected a class token or attention pooling, found neither")
     facts = {
         "heads": config["num_attention_heads"],
-        "activation": _activation(config["hidden_act"], place, "hidden_act"),
+        "activation": _activation(config["hidden_act"], file, "hidden_act"),
         "epsilon": config["layer_norm_eps"],
         "rotary": 0.0 if POSITIONS in own else float(config.get("rope_theta", 100.0)),
         "image_size": _side(config.get("image_size", 0)),
@@ -383,10 +383,10 @@ def _of_hugging_face(
 
 
 def _name(family: str, variant: vit.Variant) -> str:
-    """Returns the AugReg name of an architecture, or else a name of its family and sizes."""
+    """Returns the AugReg name of an architecture, or else a name from its family and sizes."""
     size = f"{variant.width}x{variant.depth}"
     for name, known in vit.VARIANTS.items():
-        images = {each: getattr(known, each) for each in ("image_size", "mean", "std")}
+        images = {"image_size": known.image_size, "mean": known.mean, "std": known.std}
         if dataclasses.replace(variant, **images) == known:
             return name
         if (known.width, known.depth, known.heads) == (variant.width, variant.depth, variant.heads):
@@ -394,57 +394,50 @@ def _name(family: str, variant: vit.Variant) -> str:
     return family if "patch" in family else f"{family} {size}/{variant.patch}"
 
 
-def _activation(name: Any, place: Path, field: str) -> str:
+def _activation(name: Any, file: Path, field: str) -> str:
     if name not in _ACTIVATIONS:
-        _refuse(place, field, f"one of {', '.join(_ACTIVATIONS)}", name)
+        _refuse(file, field, f"one of {', '.join(_ACTIVATIONS)}", name)
     return _ACTIVATIONS[name]
 
 
 def _triple(values: Any) -> tuple[float, ...] | None:
-    return None if values is None else tuple(float(each) for each in values)
+    return None if values is None else tuple(map(float, values))
 
 
 def _side(size: Any) -> int:
     return int(size[-1] if isinstance(size, list) else size)
 
 
-def _refuse(place: Path, field: str, expected: str, found: Any) -> NoReturn:
-    raise InputError(f"{place}: {field}: expected {expected}, found {found!r}")
+def _refuse(file: Path, field: str, expected: str, value: Any) -> NoReturn:
+    raise InputError(f"{file}: {field}: expected {expected}, found {value!r}")
 
 
-# timm's layout, written ---------------------------------------------------------------------------
+# Encoding in timm's layout ------------------------------------------------------------------------
 
 
 def as_timm(
     params: Any, variant: vit.Variant, replaced: vit.Replaced, image_size: int
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Returns an encoder's arrays and configuration as timm has them, without a classifier.
+    """Returns an encoder's arrays and configuration in timm's layout, without a classifier.
 
-    `rename` and `describe` take them back.
+    `rename` and `describe` are the inverse.
 
     Args:
         params: the pretrained parameters.
-        variant: the architecture; its mean and deviation are of the pixels that it gets.
-        replaced: what the encoder has in the place of pretrained parameters.
+        variant: the architecture; its mean and deviation are those of the pixels that it gets.
+        replaced: the parameters that replace pretrained ones.
         image_size: side of the images in pixels.
 
     Raises:
-        InputError: it is none of those that end in the class token of a plain block, or has an
-            adapter.
+        InputError: the encoder does not end in the class token of a plain block, or has an adapter.
     """
-    plain = (variant.pooling, variant.tokens, variant.registers, variant.rotary) == (
-        "token",
-        1,
-        0,
-        0,
-    )
-    if not plain or variant.activation == "swiglu" or "adapter" in replaced:
+    ending = (variant.pooling, variant.tokens, variant.registers, variant.rotary)
+    gated = variant.activation == "swiglu"
+    if ending != ("token", 1, 0, 0) or gated or "adapter" in replaced:
         raise InputError("timm's layout: expected a plain Vision Transformer with a class token")
     params = replaced.get("parameters", params)
-    own = {
-        name: np.asarray(array)
-        for name, array in traverse_util.flatten_dict(params, sep="/").items()
-    }
+    flat = traverse_util.flatten_dict(params, sep="/")
+    own = {name: np.asarray(array) for name, array in flat.items()}
     for part in replaced.keys() & {"key", "value"}:
         for block, kernel in enumerate(np.asarray(replaced[part])):
             name = f"Transformer/encoderblock_{block}/MultiHeadDotProductAttention_1/{part}/kernel"
@@ -452,21 +445,18 @@ def as_timm(
     layers = ["patch_embed.proj", "norm_pre", "norm"]
     of_block = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
     layers += [f"blocks.{block}.{layer}" for block in range(variant.depth) for layer in of_block]
-    found = {"cls_token": own["cls"], "pos_embed": own[POSITIONS]}
-    for layer in layers:
-        for kind in ("weight", "bias"):
-            array = _timm_array(own, variant.width, f"{layer}.{kind}")
-            if array is not None:
-                found[f"{layer}.{kind}"] = array
+    arrays = {"cls_token": own["cls"], "pos_embed": own[POSITIONS]}
+    for name in (f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")):
+        array = _encode(own, variant.width, name)
+        if array is not None:
+            arrays[name] = array
     if variant.pre_norm:
-        del found["patch_embed.proj.bias"]
+        del arrays["patch_embed.proj.bias"]
     ratio = variant.mlp_width / variant.width
-    if int(variant.width * ratio) != variant.mlp_width:  # timm takes the whole part of the product.
+    if int(variant.width * ratio) != variant.mlp_width:  # timm rounds the product down.
         ratio = (variant.mlp_width + 0.5) / variant.width
-    name = "vit_base_patch16_clip_224" if variant.pre_norm else "vit_base_patch16_224"
-    pixels = {"mean": variant.mean, "std": variant.std, "crop_pct": 0.875}
-    return found, {
-        "architecture": name,
+    return arrays, {
+        "architecture": f"vit_base_patch16_{'clip_' if variant.pre_norm else ''}224",
         "num_classes": 0,
         "num_features": variant.width,
         "global_pool": "token",
@@ -485,7 +475,9 @@ def as_timm(
             "input_size": [3, image_size, image_size],
             "fixed_input_size": True,
             "interpolation": "bicubic",
-            **pixels,
+            "mean": variant.mean,
+            "std": variant.std,
+            "crop_pct": 0.875,
             "num_classes": 0,
             "first_conv": "patch_embed.proj",
             "classifier": "head",
@@ -493,19 +485,19 @@ def as_timm(
     }
 
 
-def _timm_array(own: Mapping[str, np.ndarray], width: int, name: str) -> np.ndarray | None:
-    """Returns the array that timm has under a name, as `_renamed` takes it apart; None for none."""
+def _encode(own: Mapping[str, np.ndarray], width: int, name: str) -> np.ndarray | None:
+    """Returns the array under timm's name, the inverse of `_decode`; None if it is missing."""
     target, kind = _target(name)
     before, _, last = f"/{target}".rpartition("/")
     kind = "bias" if kind == "bias" else "scale" if "norm" in last.lower() else "kernel"
-    names = [f"{before}/{each}/{kind}"[1:] for each in last.split("+")]
-    if any(each not in own for each in names):
+    names = [f"{before}/{layer}/{kind}"[1:] for layer in last.split("+")]
+    if any(name not in own for name in names):
         return None
-    parts = [own[each] for each in names]
+    parts = [own[name] for name in names]
     if kind != "kernel":
         return np.concatenate([part.reshape(-1) for part in parts])
     if last == "embedding":
         return parts[0].transpose(3, 2, 0, 1)
-    # Of attentions: outputs are divided into heads, but for `out`, whose inputs are.
+    # Attentions are divided into heads on the side of the outputs; `out` on that of the inputs.
     rows = (-1, width) if last == "out" else (len(parts[0]), -1)
     return np.concatenate([part.reshape(rows).T for part in parts])

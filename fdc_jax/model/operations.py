@@ -1,8 +1,7 @@
-"""The operations of the encoder in the forms that were measured to be fast; `vit` says what it is.
+"""The operations of the encoder (`vit`) in fast forms, measured in docs/performance.md.
 
-Every function gives what its plain formula gives, but for rounding; docs/performance.md has the
-measurements. They differ from the formula in what is kept for the gradient, in which dtype sums
-are taken, and in what devices take together.
+Every function returns the value of its plain formula up to rounding. The forms differ in the
+residuals of the gradient, in the dtype of sums, and in the number of images taken together.
 """
 
 import dataclasses
@@ -20,18 +19,17 @@ from fdc_jax.machine.devices import Mesh
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """How an encoder computes."""
+    """Dtype and precision of an encoder's computations, and its kernel of attention."""
 
     dtype: Any  # of the activations
     precision: jax.lax.Precision  # of the products
-    # `xla`: as XLA compiles products and softmax; `cudnn`: a kernel of NVIDIA's, for 16-bit floats.
-    attention: str
+    attention: str  # `xla`: compiled by XLA; `cudnn`: NVIDIA's fused kernel, for 16-bit floats
 
 
 class Factors(TypedDict):
     """Factors of a low-rank kernel update A B, the transpose of the paper's B_k A_k.
 
-    With a scale, one number a column of A, the update is A diag(scale) B.
+    With a scale, one number per column of A, the update is A diag(scale) B.
     """
 
     A: Float[Array, "l d r"]
@@ -52,7 +50,7 @@ def _swiglu(x):
     return jax.nn.silu(gate) * value
 
 
-# What follows the first layer of an MLP; swiglu takes twice the hidden units, gates first.
+# Activations of the hidden units of an MLP; swiglu takes twice the hidden units, gates first.
 ACTIVATIONS = {
     "gelu": _gelu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
@@ -62,8 +60,8 @@ ACTIVATIONS = {
 
 
 def activate(name: str, x: Float[Array, "*n h"]) -> Float[Array, "*n u"]:
-    """Returns an activation of hidden units, by its name in `ACTIVATIONS`."""
-    # In float32 nothing is rounded, and the slope is computed where it is used.
+    """Returns hidden units after an activation, a key of `ACTIVATIONS`."""
+    # In float32 the slope is computed in the backward pass.
     if x.dtype != jnp.bfloat16 or name == "swiglu":
         return ACTIVATIONS[name](x)
     return with_kept_slope(ACTIVATIONS[name], x)
@@ -73,10 +71,10 @@ def activate(name: str, x: Float[Array, "*n h"]) -> Float[Array, "*n u"]:
 def with_kept_slope(
     function: Callable[[Array], Array], x: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """Returns a function of every entry, whose slope is kept for the gradient instead of x.
+    """Returns a function of every entry; the slope, not x, is the residual of the gradient.
 
-    Both are computed in float32, together, and kept in the dtype of x: memory is the same, and the
-    backward pass has one product an entry instead of erf and exp.
+    Value and slope are computed together in float32 and kept in the dtype of x: memory is the same,
+    and the backward pass has one product per entry instead of erf and exp.
     """
     return function(x.astype(jnp.float32)).astype(x.dtype)
 
@@ -88,7 +86,7 @@ def _slope_forward(function, x):
 
 
 def _slope_backward(function, slope, gradient):
-    # Joined to the products on both its sides, as a TPU's compiler would, it takes longer.
+    # The barrier keeps a TPU's compiler from fusing it with the products, which is slower.
     return (jax.lax.optimization_barrier(slope * gradient),)
 
 
@@ -99,9 +97,9 @@ with_kept_slope.defvjp(_slope_forward, _slope_backward)
 
 
 def _over_tokens(left, right, dtype, precision):
-    """Returns left' right, summed over all tokens in a dtype.
+    """Returns left' right, summed over images and tokens in a dtype.
 
-    Images and tokens as one axis would be copied first on a TPU, as their number fills no tiles.
+    The two axes stay apart: a TPU would copy the arrays to merge them.
     """
     axes = tuple(range(left.ndim - 1))
     return jnp.tensordot(
@@ -146,11 +144,10 @@ def product_with_updates(
     updates: tuple[Factors, ...],
     precision: jax.lax.Precision,
 ) -> Float[Array, "*n e"]:
-    """Returns x (W + sum of A B) in the dtype of x, with the sum of the kernels taken in their own.
+    """Returns x (W + sum of A B) in the dtype of x; the kernels are summed in their own dtype.
 
-    The sum is made once, so that an update costs no product over tokens. The gradients of factors
-    and scales take the way over the rank, and none is as large as the kernel's, so that devices
-    have little to add up.
+    An update costs no product over tokens. The gradients of factors and scales go through the rank
+    and are smaller than the kernel's, so that devices exchange little.
 
     Args:
         x: tokens, on any leading axes.
@@ -162,11 +159,11 @@ def product_with_updates(
 
 
 def _product_forward(x, kernel, updates, precision):
-    for each in updates:
-        scaled = each["A"] * each["scale"][None] if "scale" in each else each["A"]
-        kernel = kernel + jnp.matmul(scaled, each["B"], precision=jax.lax.Precision.HIGHEST)
+    for factors in updates:
+        A = factors["A"] * factors["scale"][None] if "scale" in factors else factors["A"]
+        kernel = kernel + jnp.matmul(A, factors["B"], precision=jax.lax.Precision.HIGHEST)
     merged = kernel.astype(x.dtype)
-    # A value without elements, for the dtype of the kernel's gradient.
+    # `kernel[:0]` has no elements; it carries the dtype of the kernel's gradient.
     return jnp.matmul(x, merged, precision=precision), (x, merged, kernel[:0], updates)
 
 
@@ -177,19 +174,19 @@ def _product_backward(precision, residuals, gradient):
         return jnp.matmul(left, right, precision=precision)
 
     def of_factors(factors):
-        a, b = factors["A"], factors["B"]
-        before, behind = times(x, a.astype(x.dtype)), times(gradient, b.astype(x.dtype).T)
-        found = {
-            "A": _over_tokens(x, behind, a.dtype, precision),
-            "B": _over_tokens(before, gradient, b.dtype, precision),
+        A, B = factors["A"], factors["B"]
+        x_A, gradient_B = times(x, A.astype(x.dtype)), times(gradient, B.astype(x.dtype).T)
+        gradients = {
+            "A": _over_tokens(x, gradient_B, A.dtype, precision),
+            "B": _over_tokens(x_A, gradient, B.dtype, precision),
         }
         if "scale" in factors:
             scale, tokens = factors["scale"], tuple(range(x.ndim - 1))
-            found = {"A": found["A"] * scale[None], "B": found["B"] * scale[:, None]}
-            found["scale"] = jnp.sum(before.astype(scale.dtype) * behind, axis=tokens)
-        return found
+            gradients = {"A": gradients["A"] * scale[None], "B": gradients["B"] * scale[:, None]}
+            gradients["scale"] = jnp.sum(x_A.astype(scale.dtype) * gradient_B, axis=tokens)
+        return gradients
 
-    # What nothing asks for is compiled away.
+    # XLA removes the gradients that nothing reads.
     of_kernel = _over_tokens(x, gradient, kernel.dtype, precision)
     return times(gradient, merged.T), of_kernel, tuple(map(of_factors, updates))
 
@@ -207,7 +204,7 @@ def attend(
     arithmetic: Arithmetic,
 ) -> Float[Array, "n q h e"]:
     """Returns softmax(q k / sqrt(e)) v of every head; scores and softmax are float32."""
-    # Few queries, as in the last block or the pooling, leave a fused kernel nothing to gain.
+    # A fused kernel gains nothing for the few queries of the last block and of the pooling.
     if arithmetic.attention == "cudnn" and q.shape == k.shape:
         return _attend_fused(q, k, v)
     precision = arithmetic.precision
@@ -223,7 +220,7 @@ def attend(
 
 
 def _attend_fused(q, k, v):
-    """Returns the same by cuDNN's kernel; JAX has its gradient for even numbers of tokens only."""
+    """Returns the same by cuDNN's kernel; its gradient needs an even number of tokens."""
     tokens = q.shape[1]
     if tokens % 2 == 0:
         return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
@@ -237,37 +234,38 @@ def _attend_fused(q, k, v):
     )[:, :tokens]
 
 
-def rotated(x: Float[Array, "n t k d"], angles: Float[np.ndarray, "t h"]) -> Any:
-    """Turns the first tokens' queries or keys, pairs of entries half a head apart, in float32."""
+def rotate(x: Float[Array, "n t k d"], angles: Float[np.ndarray, "t h"]) -> Any:
+    """Returns queries or keys rotated by the angles of their tokens, in float32.
+
+    A rotation acts on pairs of entries half a head apart; `angles` may have more tokens than x.
+    """
     angles = angles[None, : x.shape[1], None]
     cos, sin = (jnp.asarray(f(angles), jnp.float32) for f in (np.cos, np.sin))
     left, right = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = [left * cos - right * sin, right * cos + left * sin]
-    return jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    rotated = [left * cos - right * sin, right * cos + left * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
 # Portions of a batch ------------------------------------------------------------------------------
 
-# Tokens of a portion of a batch by kind of device; others have batches whole. On a processor,
-# measured in training ViT-Ti/16: half of it costs 2 %, twice as much 8 %, a batch of 64 images at
-# once 27 %. On a TPU, estimated for ViT-B/16 on v5e: 4 %, 27 % and 38 %.
+# Tokens of a portion of a batch by platform; other platforms take whole batches. On a CPU, in
+# training of ViT-Ti/16, half of it costs 2 %, twice as much 8 %, a batch of 64 images at once 27 %
+# (measured); on a TPU v5e, for ViT-B/16, 4 %, 27 % and 38 % (estimated).
 PORTION_TOKENS = {"cpu": 1100, "tpu": 3200}
 
 
 def images_together(mesh: Mesh, images: int, side: int, patch: int) -> int:
-    """Returns how many images of a batch a device takes through the encoder together.
+    """Returns the number of images that a device takes through the encoder together.
 
-    A core's caches, or a TPU's on-chip memory, hold the activations of some images, not those of a
-    batch: a batch in portions is faster than at once. The size divides the batch. It depends on
-    shapes and the kind of device, never on the number of cores, so that results are the same on
-    any of them. Several devices have each batch divided already.
+    A core's caches, or a TPU's on-chip memory, hold the activations of a few images: portions are
+    faster than a whole batch. The number divides the batch. It depends on shapes and the platform,
+    never on the number of cores, so that results do not either. Several devices take whole batches.
 
     Args:
-        mesh: the devices; what a program depends on is asked of them, so that it can be compiled
-            for others.
-        images: of the batch.
+        mesh: the devices of the program, which need not be those of this process.
+        images: number of images of the batch.
         side: of an image, in pixels.
-        patch: side of a patch.
+        patch: side of a patch, in pixels.
     """
     tokens = PORTION_TOKENS.get(mesh.devices.flat[0].platform)
     if tokens is None or mesh.size > 1:
@@ -276,5 +274,5 @@ def images_together(mesh: Mesh, images: int, side: int, patch: int) -> int:
     if images <= most:
         return images
     best = max(size for size in range(1, most + 1) if images % size == 0)
-    # Portions far below what fits are slower than the batch.
+    # Portions much smaller than the memory are slower than the batch.
     return best if 2 * best >= most else images

@@ -1,11 +1,9 @@
 """The Vision Transformer, from images to the head input, for every family in `layouts`.
 
-Module names are the keys of the AugReg files, so that such a checkpoint is the parameter tree. The
-encoder sees the same images under different key and value kernels: the pretrained ones (E_0), or
-those with the increments of the first t tasks added (E_t). A learner that leaves the kernels alone
-passes an adapter beside them instead, and one that changes everything a whole tree. They are passed
-as arguments; one compiled function serves every view. How it is computed, where that is not the
-plain formula, stands in `operations`.
+Module names are the keys of the AugReg files, so that such a checkpoint is the parameter tree. An
+encoder E_t differs from E_0 in key and value kernels, in an adapter beside the MLPs, or in all
+parameters. These are arguments, so that one compiled function serves every view. `operations` has
+the forms that differ from the plain formula.
 """
 
 import dataclasses
@@ -26,32 +24,32 @@ from fdc_jax.model.operations import Arithmetic, Factors
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """What defines an encoder besides its parameters; by default as in the AugReg checkpoints."""
+    """The architecture of an encoder; defaults are those of the AugReg checkpoints."""
 
     width: int  # of the tokens
     depth: int  # number of blocks
     heads: int  # of every attention
     patch: int = 16  # side, in pixels
     hidden: int = 0  # units of every MLP; 0: four times the width
-    tokens: int = 1  # learned, before the patches, the class token first
+    tokens: int = 1  # learned tokens before the patches, the class token first
     registers: int = 0  # learned tokens behind these, without a position
     pre_norm: bool = False  # whether the tokens are normalised before the first block
     activation: str = "gelu"  # of every MLP, a key of `operations.ACTIVATIONS`
-    # What becomes the feature; `token`: the class token; `prefix`: the mean of all learned tokens
-    # with a position; `mean`: of the patches; `mean_then_norm`: of the patches, before the final
-    # norm; `attention`: of a learned query over the patches.
+    # The feature is, for `token`: the class token; `prefix`: the mean of all learned tokens with a
+    # position; `mean`: that of the patches; `mean_then_norm`: that of the patches before the final
+    # norm; `attention`: the output of a learned query's attention over the patches.
     pooling: str = "token"
     rotary: float = 0.0  # base of the rotary positions of the patches; 0: learned positions
     epsilon: float = 1e-6  # of every norm
-    # Of the pre-training: side of the images in pixels, and by channel what was subtracted from
-    # pixels in [0, 1], and what they were then divided by; None: not known.
+    # Pre-training: side of the images in pixels, mean and standard deviation of pixels in [0, 1]
+    # by channel; None: not known.
     image_size: int = 224
     mean: tuple[float, ...] | None = (0.5, 0.5, 0.5)
     std: tuple[float, ...] | None = (0.5, 0.5, 0.5)
 
     @property
     def mlp_width(self) -> int:
-        """Hidden units of the MLP of each block."""
+        """Hidden units of every MLP."""
         return self.hidden or 4 * self.width
 
 
@@ -68,8 +66,8 @@ VARIANTS = {
     ),
 }
 
-# Offset and divisor applied to pixels in [0, 1]: PILOT feeds them as they are, AugReg in [-1, 1].
-# The third, `model`, is what the checkpoint was trained with.
+# Offset and divisor of pixels in [0, 1]: PILOT keeps [0, 1], AugReg maps to [-1, 1]. A third range,
+# `model`, has mean and deviation of the checkpoint's pre-training.
 INPUT_RANGES = {"pilot01": (0.0, 1.0), "augreg": (0.5, 0.5)}
 
 # Parity: float32 with exact products. Fast: bfloat16 activations, float32 parameters and norms.
@@ -78,11 +76,11 @@ PRECISIONS = {
     "fast": (jnp.bfloat16, jax.lax.Precision.DEFAULT),
 }
 
-# Of `Arithmetic`; auto: cudnn in fast precision where it runs, which needs half of the memory, else
-# xla.
+# Values of `Arithmetic.attention`; auto: cudnn, which needs half of the memory, if precision is
+# fast and the devices have it, else xla.
 ATTENTIONS = ("auto", "xla", "cudnn")
 
-# On the output of an adapter before it joins the block's (AdaptFormer; RSIAT keeps it).
+# Factor on the output of an adapter (AdaptFormer; RSIAT keeps it).
 ADAPTER_SCALE = 0.1
 
 
@@ -96,10 +94,7 @@ class Adapter(TypedDict):
 
 
 class KeyValueKernels(TypedDict):
-    """Key and value kernels of every block, [blocks, width, width] in float32.
-
-    The optional adapter is what an encoder has beside its pretrained parts.
-    """
+    """Key and value kernels of every block in float32, and perhaps an adapter beside the MLPs."""
 
     key: Float[Array, "l d d"]
     value: Float[Array, "l d d"]
@@ -107,24 +102,24 @@ class KeyValueKernels(TypedDict):
 
 
 class AllParameters(TypedDict):
-    """A whole parameter tree in the place of the pretrained one, in float32."""
+    """A whole parameter tree that replaces the pretrained one, in float32."""
 
     parameters: Any
 
 
-# What an encoder E_t has in the place of parameters of E_0.
+# The parameters of an encoder E_t that replace those of E_0.
 Replaced: TypeAlias = KeyValueKernels | AllParameters
 
 
 class Increment(TypedDict):
-    """What one task adds to the key and value kernels of every block."""
+    """The low-rank update of one task to the key and value kernels of every block."""
 
     key: Factors
     value: Factors
 
 
 class _Projection(nn.Module):
-    """One of query, key, value: x W + b, or x (W + A B) + b when there are updates."""
+    """A query, key or value projection: x W + b, or x (W + A B) + b with updates."""
 
     heads: int
     arithmetic: Arithmetic
@@ -149,16 +144,16 @@ class _Projection(nn.Module):
 
 
 def _rotary_angles(variant: Variant, grid: int) -> Float[np.ndarray, "t h"]:
-    """Returns by what the halves of a head turn, for each token; zero for learned ones (DINOv3)."""
+    """Returns the rotation angles of every token, as in DINOv3; 0 for learned tokens."""
     quarter = variant.width // variant.heads // 4
     centres = 2.0 * (np.arange(grid) + 0.5) / grid - 1.0
-    places = np.stack(np.meshgrid(centres, centres, indexing="ij"), axis=-1).reshape(-1, 2, 1)
-    angles = 2.0 * math.pi * places * variant.rotary ** -(np.arange(quarter) / quarter)
+    positions = np.stack(np.meshgrid(centres, centres, indexing="ij"), axis=-1).reshape(-1, 2, 1)
+    angles = 2.0 * math.pi * positions * variant.rotary ** -(np.arange(quarter) / quarter)
     return np.pad(angles.reshape(grid**2, -1), ((variant.tokens + variant.registers, 0), (0, 0)))
 
 
 class _Attention(nn.Module):
-    """Multi-head attention of `queries`, the first of `tokens` or others, over `tokens`."""
+    """Multi-head attention of queries over tokens."""
 
     heads: int
     arithmetic: Arithmetic
@@ -168,13 +163,13 @@ class _Attention(nn.Module):
         def project(name, inputs, kernels=None, increments=()):
             projection = _Projection(self.heads, self.arithmetic, name=name)
             kernel = None if kernels is None else kernels[name]
-            return projection(inputs, kernel, tuple(each[name] for each in increments))
+            return projection(inputs, kernel, tuple(factors[name] for factors in increments))
 
         q = project("query", queries)
         k = project("key", tokens, kernels, increments)
         v = project("value", tokens, kernels, increments)
         if angles is not None:
-            q, k = operations.rotated(q, angles), operations.rotated(k, angles)
+            q, k = operations.rotate(q, angles), operations.rotate(k, angles)
         mixed = operations.attend(q, k, v, self.arithmetic)
         kind: Any = {"dtype": self.arithmetic.dtype, "precision": self.arithmetic.precision}
         return nn.DenseGeneral(queries.shape[-1], axis=(-2, -1), name="out", **kind)(mixed)
@@ -195,8 +190,8 @@ class _Mlp(nn.Module):
         return nn.Dense(self.variant.width, **kind)(hidden)
 
 
-def _adapted(x, adapter: Adapter, dropout_key, dropout_rate: float, precision):
-    """Returns what an adapter adds to a block, of tokens x after its attention, before any norm."""
+def _adapter_output(x, adapter: Adapter, dropout_key, dropout_rate: float, precision):
+    """Returns an adapter's output for tokens x, which left the attention and no norm."""
     hidden = jax.nn.relu(operations.dense(x, adapter["down"], adapter["down_bias"], precision))
     if dropout_key is not None:
         kept = jax.random.bernoulli(dropout_key, 1.0 - dropout_rate, hidden.shape)
@@ -206,7 +201,7 @@ def _adapted(x, adapter: Adapter, dropout_key, dropout_rate: float, precision):
 
 
 class _Block(nn.Module):
-    """Transformer block with the norms first; returns the first `kept` tokens, None for all."""
+    """Transformer block with the norms first; it returns the first `kept` tokens (None: all)."""
 
     variant: Variant
     arithmetic: Arithmetic
@@ -228,11 +223,11 @@ class _Block(nn.Module):
         if kernels is None or "adapter" not in kernels:
             return out
         adapter = kernels["adapter"]
-        return out + _adapted(x, adapter, dropout_key, dropout_rate, arithmetic.precision)
+        return out + _adapter_output(x, adapter, dropout_key, dropout_rate, arithmetic.precision)
 
 
 class _PositionEmbedding(nn.Module):
-    """Adds one learned vector per position."""
+    """The sum of tokens and one learned vector per position."""
 
     @nn.compact
     def __call__(self, x):
@@ -242,7 +237,7 @@ class _PositionEmbedding(nn.Module):
 
 
 class _AttentionPooling(nn.Module):
-    """A learned query's attention over tokens, and an MLP behind it (SigLIP)."""
+    """Attention of a learned query over tokens, and an MLP (SigLIP)."""
 
     variant: Variant
     arithmetic: Arithmetic
@@ -282,17 +277,17 @@ class _Transformer(nn.Module):
         if variant.pre_norm:
             kind: Any = {"epsilon": variant.epsilon, "dtype": self.arithmetic.dtype}
             x = nn.LayerNorm(name="pre_norm", **kind)(x)
-        # Nothing reads the other tokens of the last block.
+        # Of the last block, the pooling reads only these tokens.
         read = {"token": 1, "prefix": variant.tokens}.get(variant.pooling)
-        for block in range(variant.depth):
-            kept = read if block == variant.depth - 1 else None
-            # Of what there is; None has no leaf.
-            of_block = jax.tree.map(lambda leaf, b=block: leaf[b], (kernels, increments, keys))
-            function = _Block(variant, self.arithmetic, kept, name=f"encoderblock_{block}")
-            x = function(x, angles, dropout_rate, *of_block)
-        return self._pooled(x)
+        for number in range(variant.depth):
+            kept = read if number == variant.depth - 1 else None
+            # None trees have no leaves.
+            own = jax.tree.map(lambda leaf, b=number: leaf[b], (kernels, increments, keys))
+            block = _Block(variant, self.arithmetic, kept, name=f"encoderblock_{number}")
+            x = block(x, angles, dropout_rate, *own)
+        return self._pool(x)
 
-    def _pooled(self, x):
+    def _pool(self, x):
         variant = self.variant
         before = variant.pooling == "mean_then_norm"
         name = "fc_norm" if before else "encoder_norm"
@@ -310,7 +305,7 @@ class _Transformer(nn.Module):
 
 
 class _PatchEmbedding(nn.Module):
-    """A convolution whose stride is its size, written as a product over flattened patches."""
+    """A convolution whose stride is its size, as a product over flattened patches."""
 
     variant: Variant
     arithmetic: Arithmetic
@@ -320,7 +315,7 @@ class _PatchEmbedding(nn.Module):
         dtype, precision = self.arithmetic.dtype, self.arithmetic.precision
         batch, height, width, channels = images.shape
         size, out = self.variant.patch, self.variant.width
-        if height % size:  # As a convolution without padding: what is left over goes.
+        if height % size:  # A convolution without padding drops the rest, too.
             height, width = height - height % size, width - width % size
             images = images[:, :height, :width]
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (size, size, channels, out))
@@ -332,12 +327,12 @@ class _PatchEmbedding(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Images to head-input features."""
+    """An encoder from images to features, the input of heads."""
 
     variant: Variant
-    input_range: str = "pilot01"  # of `INPUT_RANGES`, or `model`
-    precision: str = "parity"  # of `PRECISIONS`
-    attention: str = "xla"  # or `cudnn`, see `Arithmetic`
+    input_range: str = "pilot01"  # a key of `INPUT_RANGES`, or `model`
+    precision: str = "parity"  # a key of `PRECISIONS`
+    attention: str = "xla"  # see `Arithmetic`
 
     @nn.compact
     def __call__(
@@ -348,28 +343,26 @@ class VisionTransformer(nn.Module):
         dropout_key: Array | None = None,
         dropout_rate: float = 0.0,
     ) -> Float[Array, "n d"]:
-        """Returns what the pooling makes of the tokens after the final norm, in float32.
+        """Returns the pooled tokens after the final norm, in float32.
 
         Args:
             images: square RGB images, side a multiple of the patch size.
-            kernels: to use instead of the pretrained ones, with an adapter where there is one.
-            increment: factors whose product is added to the key and value kernels, or several.
-            dropout_key: drops hidden units of the adapter, in training; None: keeps them all.
+            kernels: of keys and values, and perhaps an adapter; None: the pretrained ones.
+            increment: one increment of the kernels, or several.
+            dropout_key: for dropping hidden units of the adapter in training; None: keeps them all.
             dropout_rate: share of hidden units to drop, less than 1.
         """
         variant = self.variant
         dtype, precision = PRECISIONS[self.precision]
         arithmetic = Arithmetic(dtype, precision, self.attention)
-        offset: Any
-        divisor: Any
         moments: Any = (variant.mean, variant.std)
         if self.input_range == "model":
-            offset, divisor = (jnp.reshape(jnp.asarray(each), (1, 1, 1, 3)) for each in moments)
+            offset, divisor = (jnp.reshape(jnp.asarray(m), (1, 1, 1, 3)) for m in moments)
         else:
             offset, divisor = INPUT_RANGES[self.input_range]
         pixels = (images.astype(jnp.float32) / 255.0 - offset) / divisor
-        several = isinstance(increment, tuple)
-        increments = increment if several else () if increment is None else (increment,)
+        increments = increment if isinstance(increment, tuple) else (increment,)
+        increments = tuple(factors for factors in increments if factors is not None)
         x = _PatchEmbedding(variant, arithmetic, name="embedding")(pixels.astype(dtype))
         if variant.tokens:
             shape = (1, variant.tokens, variant.width)
@@ -392,15 +385,15 @@ def encode(
     Args:
         model: the architecture.
         backbone: the parameters of E_0.
-        images: of `VisionTransformer`, as are further arguments.
-        replaced: what E_t has in the place of parameters of E_0; None: nothing.
-        *more: what is added to kernels, and the dropout of an adapter.
+        images: see `VisionTransformer`.
+        replaced: the parameters of E_t that replace those of E_0; None: E_0.
+        *more: increment, dropout key and dropout rate, see `VisionTransformer`.
     """
     kernels: Any = replaced
     if replaced is not None and "parameters" in replaced:
         backbone, kernels = replaced["parameters"], None
-    found: Any = model.apply({"params": backbone}, images, kernels, *more)
-    return found
+    features: Any = model.apply({"params": backbone}, images, kernels, *more)
+    return features
 
 
 def build(
@@ -411,20 +404,20 @@ def build(
     attention: str = "auto",
     cudnn: bool = False,
 ) -> VisionTransformer:
-    """Returns the encoder of a configuration, its architecture given by name or in full.
+    """Returns an encoder.
 
     Args:
-        variant: the architecture.
+        variant: the architecture, or its name.
         image_size: side of the images, in pixels.
-        input_range: of `VisionTransformer`.
-        precision: of `VisionTransformer`.
+        input_range: see `VisionTransformer`.
+        precision: see `VisionTransformer`.
         attention: one of `ATTENTIONS`.
         cudnn: whether the devices have cuDNN's attention (`devices.have_cudnn`).
 
     Raises:
-        InputError: a name is unknown, the image side is no multiple of the patch size nor that of
-            the checkpoint, whose mean and deviation are asked for but not known, or cuDNN's
-            attention is asked for in float32 or without an NVIDIA GPU.
+        InputError: a name is unknown; the image side is neither a multiple of the patch size nor
+            that of pre-training; mean and deviation are needed but unknown; cuDNN's attention is
+            wanted in float32 or without an NVIDIA GPU.
     """
     for field, value, known in (
         ("encoder.variant", variant, VARIANTS),
@@ -443,14 +436,14 @@ def build(
         )
     if input_range == "model" and variant.mean is None:
         raise InputError(
-            "data.input_range: model needs the mean and the deviation of the pre-training, which "
-            "nothing beside encoder.weights says; put timm's config.json or Hugging Face's "
-            "preprocessor_config.json there, or give augreg (pixels in [-1, 1]) or pilot01 ([0, 1])"
+            "data.input_range: expected a file with mean and deviation of the pre-training beside "
+            "encoder.weights, as model needs them, found none; put timm's config.json or Hugging "
+            "Face's preprocessor_config.json there, or set augreg ([-1, 1]) or pilot01 ([0, 1])"
         )
-    fits = precision == "fast" and cudnn
+    possible = precision == "fast" and cudnn
     if attention == "auto":
-        attention = "cudnn" if fits else "xla"
-    if attention == "cudnn" and not fits:
+        attention = "cudnn" if possible else "xla"
+    if attention == "cudnn" and not possible:
         raise InputError(
             "encoder.attention: cudnn needs precision=fast and NVIDIA GPUs from Ampere on, found "
             f"precision={precision} and {'such' if cudnn else 'no such'} GPUs"
@@ -459,7 +452,7 @@ def build(
 
 
 def in_float32(model: VisionTransformer) -> VisionTransformer:
-    """Returns the encoder in parity mode, for statistics; cuDNN's attention has no float32."""
+    """Returns the encoder in parity mode, for statistics, without cuDNN's 16-bit attention."""
     return model.clone(precision="parity", attention="xla")
 
 
@@ -469,14 +462,14 @@ def initialise(model: VisionTransformer, image_size: int, key: Array) -> Any:
     return model.init(key, images)["params"]
 
 
-@cache  # Tracing takes as long as everything else that opens a small encoder.
+@cache  # Tracing takes as long as all other steps of opening a small encoder.
 def parameter_shapes(model: VisionTransformer, image_size: int) -> Any:
-    """Returns the parameter tree as shapes and dtypes, computing nothing; not to be changed."""
+    """Returns the parameter tree as shapes and dtypes; the tree is cached and must not change."""
     return jax.eval_shape(lambda: initialise(model, image_size, jax.random.key(0)))
 
 
 def pretrained_kernels(params: Any) -> KeyValueKernels:
-    """Stacks the key and value kernels of a parameter tree over blocks: the kernels of E_0."""
+    """Returns the key and value kernels of a parameter tree, stacked over blocks."""
     blocks = params["Transformer"]
     depth = sum(name.startswith("encoderblock_") for name in blocks)
 

@@ -1,4 +1,4 @@
-"""Pretrained weights: `.npz` and `.safetensors` files to parameter trees, strictly."""
+"""Pretrained weights: strict reading of `.npz` and `.safetensors` files into parameter trees."""
 
 import base64
 import dataclasses
@@ -36,7 +36,7 @@ DIGITS_WEIGHTS = Path(__file__).resolve().parents[1] / "assets" / "digits_vit.np
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """A parameter tree and where it came from."""
+    """A parameter tree and its file."""
 
     params: Any
     path: Path
@@ -48,27 +48,27 @@ class Weights:
 def locate(
     weights: str, variant: str, folder: str | os.PathLike[str], show_progress: bool = True
 ) -> Path:
-    """Returns the file of pretrained weights that a configuration asks for.
+    """Returns the path of a configuration's pretrained weights.
 
     Args:
-        weights: a file; or `augreg` for the public ImageNet-21k checkpoint of the variant, which
-            is looked up in `folder` and downloaded there when missing; or `digits` for the small
-            encoder that comes with the package.
+        weights: a file; `augreg` for the public ImageNet-21k checkpoint of the variant, which is
+            downloaded to `folder` unless it is there; `digits` for the small encoder of the
+            package.
         variant: name of the encoder.
-        folder: where downloads are kept.
-        show_progress: draw a bar while downloading.
+        folder: of downloads.
+        show_progress: whether to draw a bar while downloading.
 
     Raises:
-        InputError: there is no such file, or it could not be downloaded.
+        InputError: the file does not exist, or the download fails.
     """
     if weights == "digits":
         return DIGITS_WEIGHTS
     if weights not in NAMED:
-        return _file(weights)
+        return _existing(weights)
     if variant not in AUGREG_FILES:
         raise InputError(
-            f"encoder.weights: 'augreg' has no file for encoder.variant {variant!r}, "
-            f"only for {', '.join(AUGREG_FILES)}"
+            f"encoder.weights: augreg expects encoder.variant to be one of "
+            f"{', '.join(AUGREG_FILES)}, found {variant!r}"
         )
     name = AUGREG_FILES[variant]
     path = Path(folder) / name
@@ -78,18 +78,18 @@ def locate(
 
 
 def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Variant]:
-    """Returns the name and the architecture of the encoder that a configuration asks for.
+    """Returns the name and the architecture of a configuration's encoder.
 
     Args:
-        weights: as in `locate`.
-        variant: name of the architecture, which a file says itself.
-        heads: as in `layouts.describe`.
+        weights: see `locate`.
+        variant: name of the architecture; ignored for a file, which determines it.
+        heads: see `layouts.describe`.
 
     Raises:
-        InputError: there is no such name or file, or it holds no encoder that is known.
+        InputError: the name or the file does not exist, or the file holds no supported encoder.
     """
     if weights not in NAMED:
-        path = _file(weights)
+        path = _existing(weights)
         return layouts.describe(_read(path), path, heads)
     if variant not in vit.VARIANTS:
         raise InputError(
@@ -98,7 +98,7 @@ def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Vari
     return variant, vit.VARIANTS[variant]
 
 
-def _file(weights: str) -> Path:
+def _existing(weights: str) -> Path:
     path = Path(weights).expanduser()
     if not path.is_file():
         raise InputError(
@@ -108,10 +108,10 @@ def _file(weights: str) -> Path:
 
 
 def download(url: str, path: Path, show_progress: bool = True) -> None:
-    """Downloads a file of a storage bucket and checks it against the bucket's own MD5.
+    """Downloads a file of a storage bucket and checks it against the bucket's MD5.
 
     Raises:
-        InputError: no connection, or a checksum that differs; says which file to put where.
+        InputError: the connection fails or the checksum differs; names the file to put in place.
     """
     import pooch
 
@@ -120,14 +120,14 @@ def download(url: str, path: Path, show_progress: bool = True) -> None:
         request = urllib.request.Request(url, method="HEAD")
         with urllib.request.urlopen(request, timeout=30) as response:
             hashes = ",".join(response.headers.get_all("x-goog-hash") or [])
-        found = re.search(r"md5=([A-Za-z0-9+/=]+)", hashes)
-        if found is None:
+        md5 = re.search(r"md5=([A-Za-z0-9+/=]+)", hashes)
+        if md5 is None:
             raise ValueError(f"{url} sends no MD5")
         path.parent.mkdir(parents=True, exist_ok=True)
-        # pooch writes to a temporary file and moves it once the checksum agrees.
+        # pooch writes to a temporary file and moves it if the checksum agrees.
         pooch.retrieve(
             url,
-            known_hash="md5:" + base64.b64decode(found.group(1)).hex(),
+            known_hash="md5:" + base64.b64decode(md5[1]).hex(),
             path=path.parent,
             fname=path.name,
             progressbar=show_progress,
@@ -138,10 +138,10 @@ def download(url: str, path: Path, show_progress: bool = True) -> None:
 
 
 def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: int) -> Weights:
-    """Reads a checkpoint into the parameter tree of an encoder.
+    """Returns the parameter tree of a checkpoint.
 
-    Every array of the file is used or named in `skipped`; position embeddings are resized only when
-    the patch grid differs.
+    Every array of the file is used or named in `skipped`; position embeddings are resized if the
+    patch grid differs.
 
     Args:
         path: `.npz` (keys with or without `opt/target/`) or `.safetensors`, in a known layout.
@@ -149,43 +149,43 @@ def load(path: str | os.PathLike[str], variant: str | vit.Variant, image_size: i
         image_size: side of the images in pixels.
 
     Raises:
-        InputError: the file is unreadable, an array is missing, unknown or of another shape.
+        InputError: the file is unreadable, or an array is missing, unknown or of another shape.
     """
     path = Path(path)
     model: Any = vit.build(variant, image_size)
     shapes = vit.parameter_shapes(model, image_size)
     expected: dict[str, Any] = dict(traverse_util.flatten_dict(shapes, sep="/"))
-    read = _read(path)
-    arrays = layouts.rename(read, path)
-    given = arrays.get(layouts.POSITIONS)
-    if given is not None and given.ndim == 3 and not model.variant.rotary:
+    stored = _read(path)
+    arrays = layouts.rename(stored, path)
+    positions = arrays.get(layouts.POSITIONS)
+    if positions is not None and positions.ndim == 3 and not model.variant.rotary:
         length, tokens = expected[layouts.POSITIONS].shape[1], model.variant.tokens
-        arrays[layouts.POSITIONS] = resize_positions(given, length, path, tokens)
-    resized = given is not arrays.get(layouts.POSITIONS)
+        arrays[layouts.POSITIONS] = resize_positions(positions, length, path, tokens)
+    resized = positions is not arrays.get(layouts.POSITIONS)
     missing, unknown = sorted({*expected} - {*arrays}), sorted({*arrays} - {*expected})
-    of = variant if isinstance(variant, str) else f"{model.variant.width} wide"
-    another = f"{path}: not the weights of encoder.variant {of}:"
+    name = variant if isinstance(variant, str) else f"{model.variant.width} wide"
+    prefix = f"{path}: expected the weights of encoder.variant {name}, found"
     if missing or unknown:
         raise InputError(
-            f"{another} {len(missing)} arrays missing{_first(missing)}, "
+            f"{prefix} {len(missing)} arrays missing{_first(missing)}, "
             f"{len(unknown)} unknown{_first(unknown)}"
         )
     for name, spec in expected.items():
         array, shape = arrays[name], spec.shape
         if array.ndim == len(shape) - 1 and array.size == math.prod(shape):
-            array = arrays[name] = array.reshape(shape)  # AugReg's attentions are in heads.
+            array = arrays[name] = array.reshape(shape)  # Attentions are divided into heads.
         if array.shape != shape:
-            raise InputError(f"{another} {name} has shape {array.shape}, expected {shape}")
+            raise InputError(f"{prefix} {name} of shape {array.shape}, expected {shape}")
         if not (jnp.issubdtype(array.dtype, jnp.floating) and np.isfinite(array).all()):
-            raise InputError(f"{path}: {name} holds values that are not finite numbers")
+            raise InputError(f"{path}: {name}: expected finite numbers, found others")
     params = traverse_util.unflatten_dict(
         {name: jnp.asarray(array, jnp.float32) for name, array in arrays.items()}, sep="/"
     )
-    return Weights(params, path, sha256(path), layouts.skipped(read), resized)
+    return Weights(params, path, sha256(path), layouts.skipped(stored), resized)
 
 
 def used(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Returns the arrays of a checkpoint that `load` makes parameters of, as they lie there."""
+    """Returns the arrays of a checkpoint that become parameters, under their own names."""
     return layouts.used(_read(Path(path)))
 
 
@@ -208,10 +208,10 @@ def _read(path: Path) -> dict[str, np.ndarray]:
 
 
 def resize_positions(embedding: np.ndarray, length: int, path: Path, tokens: int = 1) -> np.ndarray:
-    """Resizes position embeddings [1, tokens + g*g, d] to `length` positions, as timm does.
+    """Returns position embeddings [1, tokens + g*g, d] resized to `length` positions, as in timm.
 
-    Those of the learned tokens stay; the grid is resized by antialiased bicubic interpolation. The
-    same array comes back when the length is right already.
+    Those of the learned tokens stay; the grid is resized by antialiased bicubic interpolation. If
+    the length fits, the result is the array itself.
 
     Raises:
         InputError: the number of patch positions is not a square.
@@ -231,6 +231,6 @@ def resize_positions(embedding: np.ndarray, length: int, path: Path, tokens: int
 
 
 def save(params: Any, path: str | os.PathLike[str]) -> None:
-    """Writes a parameter tree as an AugReg `.npz` that `load` reads back bit for bit."""
+    """Writes a parameter tree as an AugReg `.npz`, which `load` reads bit for bit."""
     arrays: Any = traverse_util.flatten_dict(params, sep="/")
     write_npz(path, arrays)

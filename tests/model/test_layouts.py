@@ -194,7 +194,7 @@ def test_without_a_configuration_its_user_says_the_heads(tmp_path):
     save_file(plain_timm(192, depth=12), path)
     name, variant = recognise(path, 3)
     assert name == "Ti/16" and variant == dataclasses.replace(vit.VARIANTS["Ti/16"], **unknown)
-    with pytest.raises(InputError, match=r"data\.input_range: model needs the mean"):
+    with pytest.raises(InputError, match=r"data\.input_range: expected .*mean and deviation"):
         vit.build(variant, 32, "model")
 
 
@@ -252,16 +252,16 @@ ARRAY = np.zeros((3, 3), np.float32)
             "hf_vit",
             {"zebra": ARRAY, "encoder.layer.0.gate": ARRAY, "x.y.weight": ARRAY, "yak": ARRAY},
             (),
-            "4 of its arrays are unknown or missing, first encoder.layer.0.gate, x.y.weight, yak",
+            "4 unknown or missing arrays, first encoder.layer.0.gate, x.y.weight, yak",
         ),
-        ("timm_vit", {"patch_embed.proj.weight": None}, (), "not recognised as a Vision"),
+        ("timm_vit", {"patch_embed.proj.weight": None}, (), "expected a Vision Transformer"),
         ("hf_vit", (), None, "expected the config.json of the model beside it, found none"),
         ("timm_dinov3", (), None, "expected timm's config.json beside it; found none"),
         ("hf_vit", (), {"model_type": "swin"}, "model_type: expected .*, found 'swin'"),
         ("hf_vit", (), {"hidden_size": 32}, "hidden_size: expected 24 as in .*, found 32"),
         ("hf_vit", (), {"hidden_act": "relu"}, "hidden_act: expected one of .*, found 'relu'"),
         ("hf_vit", (), {"hidden_act": "silu"}, "expected twice as many gates as hidden units"),
-        ("hf_vit", (), {"num_attention_heads": "two"}, "what config.json beside it says of them"),
+        ("hf_vit", (), {"num_attention_heads": "two"}, "expected arrays of a supported encoder"),
         ("hf_vit", (), {"num_attention_heads": 5}, "5 heads do not divide its width 24"),
         ("timm_vit", (), {"architecture": "swin_tiny"}, "architecture: expected .*'swin_tiny'"),
         ("timm_dinov3", (), {"architecture": "vit_small_patch16_lingbot"}, "expected .* DINOv3"),
