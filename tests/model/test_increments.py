@@ -67,8 +67,6 @@ def test_every_view_comes_from_one_compilation_bit_for_bit(tasks, stack):
     assert increments.kernels_after._cache_size() - already <= 1
 
 
-# The product with a kernel that carries an update -------------------------------------------------
-
 HIGHEST = jax.lax.Precision.HIGHEST
 
 

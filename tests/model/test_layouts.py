@@ -161,9 +161,8 @@ def test_written_in_timms_layout_an_encoder_is_the_same(tmp_path, family):
 
 @pytest.mark.parametrize("family", ["timm_dinov3", "timm_siglip", "timm_deit", "timm_gap"])
 def test_an_encoder_that_ends_otherwise_is_not_written(family):
-    variant, params = encoder(family)
     with pytest.raises(InputError, match="expected a plain Vision Transformer"):
-        layouts.as_timm(params, variant, vit.pretrained_kernels(params), SIDE)
+        layouts.as_timm({}, encoder(family)[0], {}, SIDE)
 
 
 def plain_timm(width, depth=1):
@@ -202,11 +201,8 @@ def test_a_side_of_the_pretraining_that_patches_do_not_divide():
     """What is left over goes, as in the libraries' convolutions."""
     variant = dataclasses.replace(recognise(weights_of("hf_siglip"))[1], image_size=SIDE + 2)
     model = vit.build(variant, SIDE + 2, "model")
-    params, images = (
-        encoder("hf_siglip")[1],
-        np.pad(encoders.images(), ((0, 0), (0, 2), (0, 2), (0, 0))),
-    )
-    found = jax.jit(model.apply)({"params": params}, images)
+    images = np.pad(encoders.images(), ((0, 0), (0, 2), (0, 2), (0, 0)))
+    found = jax.jit(model.apply)({"params": encoder("hf_siglip")[1]}, images)
     np.testing.assert_allclose(found, golden()["hf_siglip"], atol=2e-5)
     with pytest.raises(InputError, match=f"multiple of the patch size {PATCH}, found {SIDE + 1}"):
         vit.build(variant, SIDE + 1)
@@ -220,9 +216,6 @@ def test_positions_of_patches_are_resized_and_others_stay():
     assert loaded.resized_positions
     assert positions.shape == (1, 2 + (2 * SIDE // PATCH) ** 2, WIDTH)
     np.testing.assert_array_equal(positions[:, :2], given[:, :2].astype(np.float32))
-
-
-# Refusals -----------------------------------------------------------------------------------------
 
 
 def changed(tmp_path, family, arrays=(), config=()):
@@ -243,6 +236,7 @@ def changed(tmp_path, family, arrays=(), config=()):
 
 
 ARRAY = np.zeros((3, 3), np.float32)
+WITHOUT_POOLING = {name: None for name in load_file(weights_of("hf_siglip")) if ".head." in name}
 
 
 @pytest.mark.parametrize(
@@ -250,9 +244,9 @@ ARRAY = np.zeros((3, 3), np.float32)
     [
         (
             "hf_vit",
-            {"zebra": ARRAY, "encoder.layer.0.gate": ARRAY, "x.y.weight": ARRAY, "yak": ARRAY},
+            {"x.weight": ARRAY, "yak": ARRAY},
             (),
-            "4 unknown or missing arrays, first encoder.layer.0.gate, x.y.weight, yak",
+            "found 2 unknown .*, first x.weight, yak",
         ),
         ("timm_vit", {"patch_embed.proj.weight": None}, (), "expected a Vision Transformer"),
         ("hf_vit", (), None, "expected the config.json of the model beside it, found none"),
@@ -267,27 +261,19 @@ ARRAY = np.zeros((3, 3), np.float32)
         ("timm_dinov3", (), {"architecture": "vit_small_patch16_lingbot"}, "expected .* DINOv3"),
         ("timm_vit", (), {"model_args": {}}, "model_args.num_heads: expected the number of heads"),
         ("timm_vit", (), {"model_args/global_pool": "max"}, "global_pool: expected token or avg"),
-        (
-            "hf_siglip",
-            {name: None for name in load_file(weights_of("hf_siglip")) if ".head." in name},
-            (),
-            "expected a class token or attention pooling, found neither",
-        ),
+        ("hf_siglip", WITHOUT_POOLING, (), "class token or attention pooling, found neither"),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path, family, arrays, config, message):
     path = changed(tmp_path, family, arrays, config)
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(InputError, match=rf"^{tmp_path}/.*{message}"):
         recognise(path)
-    assert str(path.parent) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_arrays_of_other_shapes_and_unknown_variants_are_refused(tmp_path):
+def test_arrays_of_other_shapes_are_refused(tmp_path):
     path = changed(tmp_path, "timm_siglip", {"attn_pool.kv.weight": ARRAY})
     with pytest.raises(InputError, match=r"kv\.weight has the unexpected shape"):
         weights.load(path, recognise(weights_of("timm_siglip"))[1], SIDE)
-    with pytest.raises(InputError, match=r"variant: expected one of Ti/16, .*found 'X/16'"):
-        weights.recognise("augreg", "X/16")
 
 
 @pytest.mark.parametrize("name", vit.VARIANTS)

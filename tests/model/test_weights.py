@@ -10,7 +10,7 @@ from flax import traverse_util
 from PIL import Image
 
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import sha256, user_cache
+from fdc_jax.machine.files import sha256
 from fdc_jax.model import vit, weights
 from tests.model.test_golden import GOLDEN, SIDE, VARIANT
 
@@ -80,29 +80,26 @@ def test_every_array_is_checked(tmp_path, arrays, name, value, message):
     assert str(path) in str(caught.value)
 
 
-def test_where_weights_are_looked_up(monkeypatch, tmp_path):
-    path = tmp_path / "mine.npz"
-    path.write_bytes(b"")
-    assert weights.locate(str(path), "Ti/16", tmp_path) == path
-    with pytest.raises(InputError, match=r"encoder\.weights: .*no file .*absent\.npz"):
-        weights.locate(str(tmp_path / "absent.npz"), "Ti/16", tmp_path)
-    with pytest.raises(InputError, match=r"encoder\.variant to be one of Ti/16, .* found 'digits'"):
-        weights.locate("augreg", "digits", tmp_path)
-    monkeypatch.setenv("FDC_JAX_CACHE", str(tmp_path / "a"))
-    assert user_cache() == tmp_path / "a"
+REFUSED = [
+    (
+        lambda p: weights.locate(f"{p}/absent.npz", "Ti/16", p),
+        "encoder.weights: .*no file .*absent",
+    ),
+    (lambda p: weights.locate("augreg", "digits", p), "variant to be one of Ti.* found 'digits'"),
+    (lambda p: weights.recognise("augreg", "X/16"), "variant: expected one of .*found 'X/16'"),
+    (lambda p: load(p / "weights.pth"), r"load\('weights\.pth', weights_only=True\)"),
+    (lambda p: load(p / "absent.npz"), "absent.npz: no such file"),
+    (
+        lambda p: weights.load(GOLDEN / "augreg.npz", "Ti/16", 224),
+        "expected the weights of .*Ti/16",
+    ),
+]
 
 
-def test_other_file_types_and_missing_files_are_refused(tmp_path):
-    path = tmp_path / "weights.pth"
-    path.write_bytes(b"anything")
-    with pytest.raises(
-        InputError, match=r"weights\.pth: .*load\('weights\.pth', weights_only=True\)"
-    ):
-        load(path)
-    with pytest.raises(InputError, match=r"absent\.npz: no such file"):
-        load(tmp_path / "absent.npz")
-    with pytest.raises(InputError, match=r"expected the weights of encoder\.variant Ti/16"):
-        weights.load(GOLDEN / "augreg.npz", "Ti/16", 224)
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_files_and_names_that_are_refused(tmp_path, call, message):
+    with pytest.raises(InputError, match=message):
+        call(tmp_path)
 
 
 @pytest.mark.parametrize(("old", "new"), [(4, 7), (14, 9)])
