@@ -9,6 +9,7 @@ ID" in the paper).
 """
 
 import base64
+import math
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -136,20 +137,50 @@ def chance_calibration_error(probability: Float[np.ndarray, " n"]) -> float:
     return float(np.mean([calibration_error(probability, right) for right in draws]))
 
 
-def paired_gain(before: Sequence[float], after: Sequence[float] | np.ndarray) -> Gain:
-    """Gain within each seed, its mean, sample std and Student t interval; NaN for one seed.
+def student(values: ArrayLike, low: float = -math.inf, high: float = math.inf) -> Gain:
+    """Mean over seeds, sample std and Student t interval, cut to a range.
+
+    The interval is NaN for one seed, and if no seed differs: the seeds say nothing of chance then.
+    """
+    array = np.asarray(values, np.float64)
+    mean, std = mean_and_std(array)
+    if not std > 0:
+        return Gain(mean, std, math.nan, math.nan)
+    quantile = float(scipy.special.stdtrit(array.size - 1, 0.5 + _CONFIDENCE / 2))
+    reach = quantile * std / array.size**0.5
+    return Gain(mean, std, max(mean - reach, low), min(mean + reach, high))
+
+
+def paired_gain(before: ArrayLike, after: ArrayLike) -> Gain:
+    """Gain within each seed; see `student`.
 
     Args:
         before: one accuracy per seed.
         after: accuracies of the same seeds in the same order.
     """
-    gains = np.asarray(after, np.float64) - np.asarray(before, np.float64)
-    mean, std = mean_and_std(gains)
-    if gains.size < 2:  # SciPy warns of no degrees of freedom
-        return Gain(mean, std, float("nan"), float("nan"))
-    quantile = float(scipy.special.stdtrit(gains.size - 1, 0.5 + _CONFIDENCE / 2))
-    reach = quantile * std / gains.size**0.5
-    return Gain(mean, std, mean - reach, mean + reach)
+    return student(np.asarray(after, np.float64) - np.asarray(before, np.float64))
+
+
+def welch(values: Sequence[float], mean: float, std: float, count: float) -> Gain:
+    """Mean over seeds minus another mean, with Welch's t interval.
+
+    NaN where a side has one seed or no deviation is known.
+
+    Args:
+        values: one number per seed.
+        mean: of the other side.
+        std: its sample standard deviation over `count` seeds.
+        count: its number of seeds.
+    """
+    own, own_std = mean_and_std(values)
+    counts = np.array([len(values), count])
+    variances = np.array([own_std, std]) ** 2 / counts
+    if not (counts > 1).all() or not variances.sum() > 0:
+        return Gain(own - mean, math.nan, math.nan, math.nan)
+    freedom = variances.sum() ** 2 / (variances**2 / (counts - 1)).sum()
+    error = float(np.sqrt(variances.sum()))
+    reach = float(scipy.special.stdtrit(freedom, 0.5 + _CONFIDENCE / 2)) * error
+    return Gain(own - mean, error, own - mean - reach, own - mean + reach)
 
 
 def share_of(right: Bool[np.ndarray, " n"]) -> Gain:

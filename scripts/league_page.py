@@ -20,7 +20,7 @@ from fdc_jax.calibration import METHODS
 from fdc_jax.errors import InputError, counted, guarded
 from fdc_jax.machine.files import write_text
 from fdc_jax.report import drawing
-from fdc_jax.report.words import spread
+from fdc_jax.report.formatting import spread
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, DOCS = ROOT / "results", ROOT / "docs"

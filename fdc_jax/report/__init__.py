@@ -7,14 +7,11 @@ runs (`runs`) -> frames (`quantities`, `frames`, `analysis`) -> tables and figur
 import importlib.util
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fdc_jax.errors import InputError, counted
 from fdc_jax.machine.files import check_writable_folder, write_text
-
-# Settings that can be varied; each fits FDC anew at every value.
-SWEEPS = ("attenuation", "retained_energy", "neighbours")
 
 
 def require_packages() -> None:
@@ -28,7 +25,7 @@ def write(
     paths: Sequence[str | os.PathLike[str]],
     output: str | os.PathLike[str],
     *,
-    sweep: Sequence[str] = (),
+    sweep: Mapping[str, Sequence[float]] | None = None,
     references: Sequence[str] = (),
     quiet: bool = False,
 ) -> Path:
@@ -37,9 +34,9 @@ def write(
     Folders that cannot be used are named on standard error and in the page, and skipped.
 
     Args:
-        paths: run folders; one of several seeds stands for its `seed_*` folders.
+        paths: run folders; another folder stands for all run folders at any depth in it.
         output: folder that receives the report, made when missing.
-        sweep: settings of FDC to vary, of `SWEEPS`.
+        sweep: settings of FDC to vary, see `fdc_jax.report.analysis`; by default the paper's.
         references: CSV files, see `fdc_jax.report.reference`; of one name the last counts.
         quiet: print nothing.
 
@@ -70,10 +67,13 @@ def write(
     if not groups:
         reason = f"{skipped[0].path}: {skipped[0].reason}" if skipped else "none was given"
         raise InputError(f"no usable run among {counted(len(skipped), 'folder')}: {reason}")
+    for path, lines in compared.values():
+        reference.check_matches(path, lines, groups)
     for group in tqdm.tqdm(groups, "analyses", disable=hidden, leave=False):
         analysis.analyse(group, sweep)
         for reason in group.missing:
             say(f"{group.name}: {reason}")
+        runs.write_summary(group)
     built = tables.build(groups)
     built += [reference.table(path, lines, groups) for path, lines in compared.values()]
     for table in built:

@@ -13,14 +13,15 @@ def parser() -> Program:
     made = Program(
         "report",
         "Write a report about finished runs: report.html, tables (CSV, LaTeX) and figures (SVG, "
-        "PNG). Nothing is trained.",
+        "PDF, PNG). Nothing is trained.",
     )
     add = made.add_argument
-    folders = "run folders; one of several seeds stands for its seed_* folders"
+    folders = "run folders, or folders of run folders at any depth"
     add("runs", nargs="*", help=folders)
     add("--output", default="report", help="folder to write (default report)")
-    sweeps = "refit FDC on the saved features over the paper's values of a setting; repeatable"
-    add("--sweep", action="append", default=[], choices=[*report.SWEEPS, "all"], help=sweeps)
+    sweeps = "refit FDC of every learner on the saved features over values of a setting, the "
+    sweeps += "paper's by default, or all: of all settings; repeatable; none: of no learner"
+    add("--sweep", action="append", metavar="SETTING[:VALUE,...]", help=sweeps)
     lines = "numbers to line up with these runs (fdc_jax/report/reference.py); repeatable"
     add("--reference", action="append", default=[], metavar="CSV", help=lines)
     return made
@@ -34,10 +35,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _write(options: argparse.Namespace) -> None:
     if not options.runs:
         raise InputError("expected at least one run folder, such as runs/*")
+    from fdc_jax.report import analysis  # which imports what takes seconds
+
     report.write(
         options.runs,
         options.output,
-        sweep=report.SWEEPS if "all" in options.sweep else options.sweep,
+        sweep=analysis.sweep_of(options.sweep) if options.sweep else None,
         references=options.reference,
         quiet=options.quiet,
     )

@@ -1,12 +1,11 @@
-"""What is computed anew from the saved features of runs: the paper's diagnostics and sweeps."""
+"""Analyses of the saved features of runs: the paper's diagnostics and sweeps of FDC's settings."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from fdc_jax import evaluation
 from fdc_jax.calibration import FDC, Settings, Terms
@@ -15,88 +14,147 @@ from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import FeatureSet
 from fdc_jax.report import diagnostics
+from fdc_jax.report.kept import kept
 from fdc_jax.report.runs import Group
 
-# What the paper varies, each with everything else at its default ("Hyperparameter Analysis of TSF
-# and PAC").
-VALUES = {
+# The paper's values, everything else at its default ("Hyperparameter Analysis of TSF and PAC"); of
+# `neighbours` all that are feasible.
+VALUES: dict[str, Sequence[float]] = {
     "attenuation": (0.0, 0.25, 0.375, 0.5, 0.625, 0.75, 1.0),
     "retained_energy": (0.5, 0.65, 0.70, 0.75, 0.80, 0.85, 0.95),
+    "neighbours": (),
 }
 
 _OF_EVERY_SEED = ("similarity", "residual_contributions")
 _OF_THE_FIRST = ("residual_distributions", "prototype_geometry")
 
+Sweep = Mapping[str, Sequence[float]]
 
-def analyse(group: Group, sweep: Sequence[str] = ()) -> None:
-    """Fills the analyses of a group, and a line for each reason why some are missing.
+
+def sweep_of(flags: Sequence[str]) -> Sweep:
+    """Returns values by setting of flags such as `attenuation:0.1,0.3`; by default the paper's.
+
+    `all` stands for the paper's values of all settings, `none` for no setting.
+
+    Raises:
+        InputError: no such setting, or no such values.
+    """
+    found: dict[str, Sequence[float]] = {}
+    for flag in flags:
+        name, _, listed = flag.partition(":")
+        try:
+            number = int if name == "neighbours" else float
+            values = [number(value) for value in listed.split(",") if value]
+            for value in values:
+                FDC(**{name: value})
+            given = {"all": VALUES, "none": {}}.get(flag)
+            found |= {name: values or VALUES[name]} if given is None else given
+        except (KeyError, ValueError, InputError) as error:
+            known = ", ".join((*VALUES, "all"))
+            example = "with values as attenuation:0.1,0.3"
+            raise InputError(
+                f"--sweep: expected one of {known}, or one {example}, found {flag!r} ({error})"
+            ) from error
+    return found
+
+
+def analyse(group: Group, sweep: Sweep | None = None) -> None:
+    """Fills the analyses of a group and their numbers, and a line per reason why some are missing.
 
     Args:
         group: of `runs.load`.
-        sweep: of `fdc_jax.report.SWEEPS`.
+        sweep: values of settings of FDC by name. By default the paper's, for the learner whose
+            sweeps the paper shows.
     """
-    missing: dict[str, list[str]] = {}
+    if sweep is None:
+        sweep = VALUES if group.learner == "cumulative_lora" else {}
+    missing: dict[str, None] = {}
     for run in group.runs:
-        names = [*_OF_EVERY_SEED, *_OF_THE_FIRST * (run is group.runs[0])]
-        compute: dict[str, Callable[[FeatureSet, Any], Any]]
-        compute = {name: getattr(diagnostics, name) for name in names}
-        for name in sweep:
-            compute[f"sweep_{name}"] = partial(vary, parameter=name)
-        given: list[Any] = []  # Features and FDC; without them, all say why.
-        for name, function in compute.items():
-            try:
-                given = given or _fitted(run)
-                group.analyses.setdefault(name, []).append(function(*given))
-            except InputError as error:
-                missing.setdefault(str(error), []).append(name)
-    for reason, names in missing.items():
-        group.missing.append(f"no {', '.join(dict.fromkeys(names))}: {reason}")
+        folder, settings = run.folder / "features", _settings(run)
+        try:
+            names = (*_OF_EVERY_SEED, *_OF_THE_FIRST * (run is group.runs[0]))
+            found = _diagnosed(folder, settings, names)
+            if "similarity" not in found:
+                missing["no similarity: a single task"] = None
+            for name, value in found.items():
+                group.analyses.setdefault(name, []).append(value)
+            measured = dict(_summaries(found))
+            for parameter, values in sweep.items():
+                for value in values or range(1, _feasible(folder) + 1):
+                    measured |= accuracies(folder, settings, parameter, value)
+        except InputError as error:
+            missing[f"no diagnostics or sweeps: {error}"] = None
+            continue
+        for name, value in measured.items():
+            group.numbers.loc[run.results["seed"], name] = value
+    group.missing.extend(missing)
 
 
-def _fitted(run: Any) -> list[Any]:
-    """Returns the saved features of a run, and the paper's FDC fitted on them."""
-    folder = run.folder / "features"
+def _settings(run: Any) -> dict[str, Any]:
+    """Returns the settings of a run's FDC; a field that the run does not have is the default."""
+    fields = [field.name for field in dataclasses.fields(Settings)]
+    found = {name: run.results["config"].get(f"fdc.{name}") for name in fields}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _features(folder: Path) -> FeatureSet:
     if not (folder / "test_adapted.npy").exists():
         raise InputError("no saved features; the run had save_features off")
     features = feature_files.load(folder)
     if features.test_labels is None:
         raise InputError("test_labels: absent from the saved features")
-    names = [field.name for field in dataclasses.fields(Settings)]
-    fields = {name: run.results["config"].get(f"fdc.{name}") for name in names}
-    # A field that the run does not have is the default.
-    settings = {name: value for name, value in fields.items() if value is not None}
-    return [features, features.fit(FDC(**settings))]
+    return features
 
 
-def vary(
-    features: FeatureSet, fdc: FDC, parameter: str, values: Sequence[float] | None = None
-) -> pd.DataFrame:
-    """Fits FDC anew at every value of a setting.
+def _feasible(folder: Path) -> int:
+    """Returns the largest K: classes without images have no prototype."""
+    return min(len(np.unique(task.labels)) for task in _features(folder).tasks)
+
+
+@kept
+def _diagnosed(folder: Path, settings: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Returns diagnostics by name; those that need more tasks than there are, are absent."""
+    features = _features(folder)
+    fdc, found = features.fit(FDC(**settings)), {}
+    for name in names:
+        if name != "similarity" or len(features.tasks) > 1:
+            found[name] = getattr(diagnostics, name)(features, fdc)
+    return found
+
+
+def _summaries(found: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """Yields the numbers that sum up diagnostics, by name of a quantity."""
+    if "similarity" in found:
+        ranks = found["similarity"].corr(method="spearman")["error"].drop("error")
+        yield from ((f"correlation:{name}", value) for name, value in ranks.items())
+    means = found["residual_contributions"].mean()
+    yield from ((f"contribution:{side}", value) for side, value in means.items())
+
+
+@kept
+def accuracies(
+    folder: Path, settings: dict[str, Any], parameter: str, value: float
+) -> dict[str, float]:
+    """Fits FDC anew with one setting changed, and returns its accuracy in percent by quantity.
 
     Args:
-        features: of a whole stream, with test labels.
-        fdc: whose other settings stay.
-        parameter: `attenuation`, `retained_energy` or `neighbours`.
-        values: those of the paper when None; for `neighbours`, all that are feasible.
-
-    Returns:
-        A row per value: `accuracy` in percent; for `neighbours` also `nearest`, the accuracy where
-        affinities are standardised over the candidate tasks of each input ("PAC Neighborhood
-        Size").
+        folder: saved features of a whole stream, with test labels.
+        settings: FDC's.
+        parameter: `attenuation`, `retained_energy` or `neighbours`. The latter also gives
+            `nearest`, with affinities standardised over the candidate tasks of each input ("PAC
+            Neighborhood Size").
+        value: of the parameter.
     """
-    if values is None:
-        # Classes without images have no prototype.
-        feasible = min(len(np.unique(task.labels)) for task in features.tasks)
-        values = VALUES.get(parameter) or range(1, feasible + 1)
-    columns = ["accuracy", *["nearest"] * (parameter == "neighbours")]
-    test_labels, found = features.test_labels, []
-    assert test_labels is not None  # `_fitted` has refused features without.
-    for value in values:
-        changed = FDC(**{**dataclasses.asdict(fdc.settings), parameter: value})
-        terms = features.fit(changed).terms(features.test_adapted, features.test_pretrained)
-        standardised = (terms, nearest(terms, changed))[: len(columns)]
-        found.append([evaluation.accuracy(test_labels, each.fuse().label) for each in standardised])
-    return pd.DataFrame(found, index=pd.Index(values, name=parameter), columns=columns)
+    features, changed = _features(folder), FDC(**{**settings, parameter: value})
+    terms = features.fit(changed).terms(features.test_adapted, features.test_pretrained)
+    found = {parameter: terms}
+    if parameter == "neighbours":
+        found["nearest"] = nearest(terms, changed)
+    assert features.test_labels is not None  # `_features` has checked.
+    return {
+        f"{name}={value:g}": evaluation.accuracy(features.test_labels, each.fuse().label)
+        for name, each in found.items()
+    }
 
 
 def nearest(terms: Terms, fdc: FDC) -> Terms:

@@ -1,6 +1,5 @@
 """What no training at all comes to: comparators on the features of the pretrained encoder alone."""
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ from jaxtyping import Int
 from fdc_jax import calibration, evaluation
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
+from fdc_jax.report.kept import kept
 
 # With fewer random features than in the RanPAC paper (10,000), which take minutes and gigabytes.
 _SETTINGS: dict[str, dict[str, Any]] = {
@@ -22,7 +22,7 @@ NAMES = tuple(_SETTINGS)
 def labels(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
     """Returns columns of labels such as `ncm-pretrained_label`, a row per test image.
 
-    Empty where the run has no saved features of E_0, or where they are not of its predictions.
+    Empty if the run has no saved features of E_0, or if they are not of its predictions.
 
     Args:
         run: one seed, as `fdc_jax.open_run` returns it.
@@ -30,13 +30,12 @@ def labels(run: Any) -> dict[str, Int[np.ndarray, " n"]]:
     test = run.folder / "features" / "test_pretrained.npy"
     if not (test.exists() and run.predictions_file.exists()):
         return {}
-    true, found = _labels(test.parent, test.stat().st_mtime_ns)
+    true, found = _labels(test.parent)
     return found if np.array_equal(true, run.predictions["label"]) else {}
 
 
-@functools.lru_cache(maxsize=32)
-def _labels(folder: Path, changed: int) -> tuple[Any, dict[str, Int[np.ndarray, " n"]]]:
-    """Fits once for the screen and for the page; `changed` tells of another run in the folder."""
+@kept
+def _labels(folder: Path) -> tuple[Any, dict[str, Int[np.ndarray, " n"]]]:
     found = {}
     try:
         features = feature_files.load(folder)

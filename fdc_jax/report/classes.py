@@ -14,7 +14,7 @@ from scipy.spatial import distance
 
 from fdc_jax import evaluation
 from fdc_jax.errors import InputError
-from fdc_jax.report import frames, pictures, words
+from fdc_jax.report import formatting, frames, pictures
 from fdc_jax.report.runs import Group, predictions
 
 WORST = 20  # pairs of classes that are named
@@ -72,10 +72,10 @@ def load(group: Group, names: Sequence[str]) -> Classes | None:
     table.loc[of["label"], "task"] = of["task"] + 1
     for name in methods:
         right = np.bincount(of["label"][of["label"] == of[f"{name}_label"]], minlength=size)
-        table[words.method_title(name)] = 100.0 * right / np.maximum(totals, 1)
+        table[formatting.method_title(name)] = 100.0 * right / np.maximum(totals, 1)
     table["taken"] = np.where(wrong.any(axis=1), wrong.argmax(axis=1), -1)
     known: Any = table[totals > 0]
-    table = known.sort_values(words.method_title(best), kind="stable")
+    table = known.sort_values(formatting.method_title(best), kind="stable")
     shown = [names[c] if c < len(names) else f"class {c + 1}" for c in range(size)]
     shares = 100.0 * counts / np.maximum(totals, 1)[:, None]
     cells = [
@@ -84,7 +84,7 @@ def load(group: Group, names: Sequence[str]) -> Classes | None:
     ]
     pairs = sorted((cell for cell in cells if cell[0] != cell[1]), key=lambda cell: -cell[2])
     order = sorted_by_likeness(wrong / np.maximum(totals, 1)[:, None])
-    return Classes(words.method_title(best), shown, table, pairs[:WORST], order, cells)
+    return Classes(formatting.method_title(best), shown, table, pairs[:WORST], order, cells)
 
 
 def sorted_by_likeness(wrong: np.ndarray) -> list[int]:

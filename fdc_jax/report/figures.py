@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from fdc_jax import evaluation
 from fdc_jax.machine.files import write_atomically, write_text
-from fdc_jax.report import drawing, frames, words
+from fdc_jax.report import drawing, formatting, frames
 from fdc_jax.report.runs import Group
 
 # Inches: a row of a list; axis and legend around it.
@@ -30,10 +30,7 @@ _SIDES = {
     "own": (drawing.OWN, "o", "Own images"),
     "foreign": (drawing.FOREIGN, "D", "Foreign images"),
 }
-_REFERENCES = {
-    "accuracy": (drawing.FDC, "s", "FDC"),
-    "nearest": (drawing.PRETRAINED, "D", "Nearest"),
-}
+_REFERENCES = ((drawing.FDC, "s", "FDC"), (drawing.PRETRAINED, "D", "Nearest"))
 _SWEPT = {
     "attenuation": "Attenuation γ",
     "retained_energy": "Retained energy η",
@@ -52,7 +49,7 @@ def accuracy_curve(group: Group) -> Figure | None:
         return None
     figure, (axes,) = drawing.panels(1, 2.5, 1)
     for name, (colour, marker) in drawing.looks(found.columns).items():
-        values, label = found[name].unstack("task"), words.method_title(name)
+        values, label = found[name].unstack("task"), formatting.method_title(name)
         look = {"marker": marker, "gid": name, "label": label}
         drawing.band(axes, values.columns, values.to_numpy(), colour, **look)
     axes.set_xlabel("Tasks learned")
@@ -78,7 +75,7 @@ def task_confusion(group: Group) -> Figure | None:
     for axes, (name, values) in zip(panels, found.items(), strict=True):
         axes.imshow(values, "Blues", norm=scale, extent=(0.5, edge, edge, 0.5))
         axes.grid(visible=False)
-        axes.set_xlabel(f"Task chosen by {words.method_title(name)}")
+        axes.set_xlabel(f"Task chosen by {formatting.method_title(name)}")
         drawing.whole_numbers(axes.xaxis)
         drawing.whole_numbers(axes.yaxis)
     panels[0].set_ylabel("True task")
@@ -100,7 +97,7 @@ def task_identity(groups: Sequence[Group]) -> Figure | None:
     looks = drawing.looks([*(name for group in groups for name in group.methods), "oracle"])
     for row, group in enumerate(groups):
         for name in (*group.methods, "oracle"):
-            (colour, marker), title = looks[name], words.method_title(name)
+            (colour, marker), title = looks[name], formatting.method_title(name)
             mean, std = evaluation.mean_and_std(group.values(name))
             look: dict[str, Any] = {"color": colour, "label": title, "gid": f"{name}-{row}"}
             axes.errorbar([mean], [row], xerr=[np.nan_to_num(std)], fmt=marker, **look)
@@ -136,7 +133,7 @@ def similarity(group: Group) -> Figure | None:
         for view, (colour, marker, name) in _VIEWS.items():
             column = f"{view}_{kind}"
             if column in mean:
-                rank = f"{name}, ρ = {words.minus(words.number(correlation[column]))}"
+                rank = f"{name}, ρ = {formatting.minus(formatting.number(correlation[column]))}"
                 look = {"gid": view, "label": rank}
                 drawing.points(axes, mean[column], mean["error"], colour, marker, **look)
         axes.set_xlabel(f"Similarity by {label} (std of the other task)")
@@ -241,18 +238,16 @@ def sweeps(group: Group) -> Figure | None:
     training images for the same K but over the tasks that compete for an image. Means over seeds;
     of several, one sample standard deviation is shaded.
     """
-    found = {name: group.analyses.get(f"sweep_{name}") for name in _SWEPT}
-    found = {name: seeds for name, seeds in found.items() if seeds}
-    if not found:
+    found = {name: frames.sweep(group, name) for name in (*_SWEPT, "nearest")}
+    shown = [name for name in _SWEPT if len(found[name].columns)]
+    if not shown:
         return None
-    figure, panels = drawing.panels(len(found), 2.3, 3)
-    for axes, (name, seeds) in zip(panels, found.items(), strict=True):
-        for column in seeds[0]:
-            colour, marker, label = _REFERENCES[column]
-            # With fewer images in a class, another seed may allow fewer neighbours.
-            rows = np.array([each[column].reindex(seeds[0].index) for each in seeds])
+    figure, panels = drawing.panels(len(shown), 2.3, 3)
+    for axes, name in zip(panels, shown, strict=True):
+        for column in (name, *["nearest"] * (name == "neighbours")):
+            (colour, marker, label), of = _REFERENCES[column == "nearest"], found[column]
             look = {"marker": marker, "gid": column, "label": label}
-            drawing.band(axes, seeds[0].index, rows, colour, **look)
+            drawing.band(axes, of.columns, of.to_numpy(), colour, **look)
         default: float = group.results["config"][f"fdc.{name}"]
         axes.axvline(default, color=drawing.INK, linestyle=":", linewidth=1.0, gid="default")
         axes.set_xlabel(_SWEPT[name])
@@ -311,7 +306,9 @@ def _drawn(function: Callable[[Any], Figure | None], of: Any, place: int = 0) ->
 
 
 def write(drawn: Drawing, folder: Path) -> None:
-    """Writes `<name>.svg` and `<name>.png` (200 dots an inch, white face)."""
+    """Writes `<name>.svg`, `<name>.pdf` and `<name>.png` (200 dots an inch, white face)."""
     write_text(folder / f"{drawn.name}.svg", drawn.svg)
-    with drawing.style(), write_atomically(folder / f"{drawn.name}.png") as file:
-        drawn.figure.savefig(file, facecolor="white", metadata={"Software": None})
+    for kind, author in (("pdf", "CreationDate"), ("png", "Software")):
+        with drawing.style(), write_atomically(folder / f"{drawn.name}.{kind}") as file:
+            look = {"format": kind, "facecolor": "white", "metadata": {author: None}}
+            drawn.figure.savefig(file, **look)

@@ -12,7 +12,8 @@ import pandas as pd
 from jaxtyping import Float
 
 from fdc_jax import evaluation, learners
-from fdc_jax.report import baselines, words
+from fdc_jax.calibration import FDC
+from fdc_jax.report import baselines, formatting
 from fdc_jax.report.runs import Group, predictions
 
 
@@ -83,6 +84,14 @@ def confusion(group: Group, method: str) -> Float[np.ndarray, "tasks tasks"] | N
     return np.mean(found, axis=0) if found else None
 
 
+def sweep(group: Group, setting: str) -> pd.DataFrame:
+    """Returns the accuracy of FDC by value of a setting: a row per seed, values ascending."""
+    prefix = f"{setting}="
+    found = group.numbers.filter(regex=f"^{prefix}")
+    found.columns = [float(name.removeprefix(prefix)) for name in found]
+    return found.sort_index(axis=1)
+
+
 def leading(group: Group) -> dict[str, str]:
     """Returns what a reader has to know first: methods by what they stand for.
 
@@ -97,9 +106,9 @@ def leading(group: Group) -> dict[str, str]:
 
     own = [name for name in group.methods if name != "raw" and not name.endswith("-pretrained")]
     frozen = {name for name in group.methods if name.endswith("-pretrained")}
-    found = {"best": best(own), "fdc": best(["fdc"]), "raw": "raw"}
-    if found["best"] == "fdc":
-        del found["fdc"]
+    found = {"best": best(own), FDC.name: best([FDC.name]), "raw": "raw"}
+    if found["best"] == FDC.name:
+        del found[FDC.name]
     found |= {"untrained": best(sorted(frozen.union(baselines.NAMES))), "oracle": "oracle"}
     return {role: name for role, name in found.items() if name}
 
@@ -113,33 +122,40 @@ def verdict(group: Group) -> str:
         return ""
     said = "Better than no training at all" if gain.low > 0 else "No training at all does better"
     if gain.low <= 0 <= gain.high:
-        said = "Not told apart from no training at all"
-    names = [words.method_title(of[role]) for role in ("best", "untrained")]
+        said = "Not significantly better than no training at all"
+    names = [formatting.method_title(of[role]) for role in ("best", "untrained")]
     return (
         f"{said}: {names[0]} minus {names[1]} is {gain.mean:+.2f} points, 95 % interval "
-        f"{words.interval(gain)}."
+        f"{formatting.interval(gain)}."
     )
 
 
-def calibrators(group: Group) -> pd.DataFrame:
-    """What each calibrator came to, as it reads: a row by its title.
-
-    Below them the methods of `baselines`, and the task given. Of several seeds, means ± sample
-    standard deviations; intervals are those of `Group.gain`.
-    """
+def shown(group: Group) -> list[str]:
+    """Returns the names of what stands side by side: calibrators, `baselines`, the task given."""
     names = dict.fromkeys([*group.methods, *baselines.NAMES, "oracle"])
     if learners.selected(group.learner) != "full" and group.values("selected"):
-        names = {each: None for name in names for each in (name, *["selected"] * (name == "fdc"))}
+        names = {n: None for name in names for n in (name, *["selected"] * (name == FDC.name))}
+    return [*filter(group.values, names)]
+
+
+def calibrators(group: Group) -> pd.DataFrame:
+    """Returns the results of each calibrator as text: a row by its title.
+
+    Below them the methods of `baselines`, and the task given. Of several seeds, means ± sample
+    standard deviations; intervals are those of `Group.gain`. `paper` is the paper's accuracy.
+    """
     rows = {}
-    for name in filter(group.values, names):
+    for name in shown(group):
         gain = group.values(f"gain:{name}") if name not in ("raw", "oracle") else ()
-        rows[words.method_title(name)] = {
-            "accuracy": words.spread(group.values(name)),
-            "95 % interval": words.interval(group.gain(name, None), signed=False),
-            "gain": words.spread(gain, signed=True),
-            "interval of the gain": words.interval(group.gain(name) if gain else None),
-            "right task": words.spread(group.values(f"routing:{name}")),
-            "average over tasks": words.spread(group.values(f"aia:{name}")),
-            "storage, MiB": words.spread(np.array(group.values(f"storage:{name}")) / 2**20),
+        published = group.published(name)
+        rows[formatting.method_title(name)] = {
+            "accuracy": formatting.spread(group.values(name)),
+            "95 % interval": formatting.interval(group.gain(name, None), signed=False),
+            "paper": formatting.mean(*published[:2]) if published else np.nan,
+            "gain": formatting.spread(gain, signed=True),
+            "interval of the gain": formatting.interval(group.gain(name) if gain else None),
+            "right task": formatting.spread(group.values(f"routing:{name}")),
+            "average over tasks": formatting.spread(group.values(f"aia:{name}")),
+            "storage, MiB": formatting.spread(np.array(group.values(f"storage:{name}")) / 2**20),
         }
-    return pd.DataFrame.from_dict(rows, orient="index")
+    return pd.DataFrame.from_dict(rows, orient="index").dropna(axis=1, how="all")

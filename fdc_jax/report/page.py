@@ -11,7 +11,16 @@ from markupsafe import Markup, escape
 
 from fdc_jax.errors import counted
 from fdc_jax.learners import title as learner_title
-from fdc_jax.report import figures, frames, paper, pictures, quantities, runs, tables, words
+from fdc_jax.report import (
+    figures,
+    formatting,
+    frames,
+    paper,
+    pictures,
+    quantities,
+    runs,
+    tables,
+)
 from fdc_jax.report.classes import Classes
 from fdc_jax.report.figures import Drawing
 from fdc_jax.report.pictures import Pictures
@@ -80,7 +89,7 @@ def _fill(template: str, **material: Any) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    for function in (_rows, _said, _inline, _bar, _subscripts, words.minus, counted):
+    for function in (_rows, _said, _inline, _bar, _subscripts, formatting.minus, counted):
         environment.filters[function.__name__.lstrip("_")] = function
     style = Markup((_FOLDER / "page.css").read_text(encoding="utf-8"))
     return environment.get_template(f"{template}.html.jinja").render(stylesheet=style, **material)
@@ -100,8 +109,8 @@ def _section(group: Group, own: Sequence[Drawing], found: Pictures) -> dict[str,
         "results": group.results,
         "headline": _headline(group),
         "verdict": frames.verdict(group),
-        "notes": quantities.notes(group.results),
-        "tables": [tables.of_calibrators(group), tables.of_tasks(group)],
+        "notes": quantities.notes([run.results for run in group.runs]),
+        "tables": [tables.of_calibrators([group]), tables.of_tasks(group)],
         "drawings": [each for each in own if each.groups == [group]],
         "pictures": found,
         "provenance": json.dumps(of_first, indent=1, ensure_ascii=False),
@@ -117,27 +126,33 @@ def _headline(group: Group) -> dict[str, Any]:
     for role, name in frames.leading(group).items():
         gain = group.gain(name) if role not in ("raw", "oracle") else None
         found[role] = (
-            words.method_title(name),
-            words.spread(group.values(name), 1),
-            words.interval(group.gain(name, None), 1, signed=False),
-            gain and words.number(gain.mean, 1, signed=True),
-            words.interval(gain, 1),
+            formatting.method_title(name),
+            formatting.spread(group.values(name), 1),
+            formatting.interval(group.gain(name, None), 1, signed=False),
+            gain and formatting.number(gain.mean, 1, signed=True),
+            formatting.interval(gain, 1),
         )
     return found
 
 
-def _rows(table: Table) -> list[tuple[list[str], list[str]]]:
-    """Returns labels and cells of a table's rows as text; what the row above says is empty."""
-    labels = table.frame.index.to_frame(index=False).astype(str)
-    same = labels.eq(labels.shift()).astype(int).cummin(axis=1).astype(bool)
-    same.isetitem(-1, False)
-    cells = table.shown.map(lambda cell: words.minus(str(cell)))
-    return list(zip(labels.mask(same, "").values.tolist(), cells.values.tolist(), strict=True))
+def _rows(table: Table) -> list[tuple[list[str], list[tuple[str, bool]]]]:
+    """Returns labels and cells of a table's rows; labels that the row above has are empty.
+
+    A cell is its text, and whether it is the best.
+    """
+    cells = [
+        [
+            (formatting.minus(str(cell)), (row, column) in table.best)
+            for column, cell in enumerate(of)
+        ]
+        for row, of in enumerate(table.shown.to_numpy())
+    ]
+    return list(zip(table.labels.values.tolist(), cells, strict=True))
 
 
 def _said(cell: Any) -> str:
     """Returns a cell of a table as it reads, empty for NaN."""
-    return words.minus(cell) if isinstance(cell, str) else ""
+    return formatting.minus(cell) if isinstance(cell, str) else ""
 
 
 def _subscripts(text: str) -> Markup:

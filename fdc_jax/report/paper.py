@@ -1,29 +1,49 @@
-"""The paper's numbers, from `paper.json`, and what its tables call things.
+"""The paper's protocol (`paper.json`) and its numbers (`paper.csv`).
 
-Accuracies are in percent, gains in percentage points. The paper's spread is the sample standard
-deviation over three training seeds.
+`paper.csv` has the columns of `--reference` (`reference`) and holds every mean of the paper's
+tables under the names of `quantities`; the benchmark `average` is the mean over all five. Its
+`source` is the label of the table or section. Accuracies are in percent, gains in percentage
+points, spreads are sample standard deviations over three training seeds.
 """
 
+import csv
 import functools
 import json
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fdc_jax import learners
+from fdc_jax.calibration import FDC
 from fdc_jax.data.benchmarks import BENCHMARKS
+
+CSV = Path(__file__).with_name("paper.csv")
+AVERAGE = "average"
 
 
 class Published(NamedTuple):
-    """A number of the paper with its sample standard deviation over `count` seeds."""
+    """A mean over `count` seeds; NaN where a deviation or the number of seeds is not given."""
 
     mean: float
     std: float
-    count: int = 3
+    count: float
 
 
 @functools.cache
 def numbers() -> dict[str, Any]:
     """Returns the content of `paper.json`; not to be changed."""
-    return json.loads(Path(__file__).with_name("paper.json").read_text(encoding="utf-8"))
+    return json.loads(CSV.with_suffix(".json").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _means() -> dict[tuple[str, str, str], Published]:
+    with open(CSV, encoding="utf-8", newline="") as file:
+        return {
+            (row["benchmark"], row["learner"], row["quantity"]): Published(
+                *(float(row[name] or math.nan) for name in ("value", "std", "n"))
+            )
+            for row in csv.DictReader(file)
+        }
 
 
 # Combinations of FDC's components, in the order of Table current-ablation.
@@ -36,40 +56,30 @@ def benchmarks() -> list[str]:
 
 
 def benchmark_title(name: str) -> str:
-    """Returns how tables call a benchmark; an unknown name stays itself."""
+    """Returns the title of a benchmark in tables; an unknown name stays itself."""
     return BENCHMARKS[name].title if name in BENCHMARKS else name
 
 
-def row(table: str, learner: str, *keys: str) -> dict[str, Published]:
-    """Returns a row by benchmark, empty where the paper has none.
+def find(benchmark: str, learner: str, quantity: str) -> Published | None:
+    """Returns the paper's mean of a quantity, None where the paper has none.
 
-    Args:
-        table: `benchmark`, with "raw" or "fdc", which has the components that the paper selects
-            (Table current-benchmark); `ablation`, with a component combination
-            (current-ablation: gains, but for "raw"); `plugin`, with "selected" or "full" and
-            "gain" (plugin); `logit_standardisation`; `average_incremental_accuracy`, without FDC.
-        learner: as in configurations.
-        keys: what the table asks for.
+    The combination of components that the paper selects for a learner stands under `selected`.
     """
-    found = numbers()["tables"][table]["rows"]
-    for name in (learner, *keys):
-        found = found.get(name, {})
-    return {name: Published(*pair) for name, pair in zip(benchmarks(), found, strict=bool(found))}
+    kind, colon, name = quantity.rpartition(":")
+    name = "full" if name == FDC.name else name
+    if name == learners.selected(learner) and kind in ("", "gain"):
+        name = "selected"
+    return _means().get((benchmark, learner, f"{kind}{colon}{name}"))
 
 
-def average(learner: str, kind: str) -> float | None:
-    """Returns the average of a row of Table plugin, whose `kind` is "selected" or "full"."""
-    return numbers()["tables"]["plugin"]["rows"].get(learner, {}).get(kind, {}).get("average")
+def plugged() -> list[str]:
+    """Returns the learners of Table plugin, which FDC is plugged into."""
+    rows = (learner for _, learner, quantity in _means() if quantity == "gain:selected")
+    return [name for name in dict.fromkeys(rows) if name != "cumulative_lora"]
 
 
-def columns(table: str, benchmark: str) -> dict[str, float]:
-    """Returns a row without deviations by column, empty for other benchmarks.
-
-    Args:
-        table: `partitions` (Table training) or `cost` (Table app-cost; Cumulative-LoRA on one
-            A100).
-        benchmark: as in configurations.
-    """
-    found = numbers()["tables"][table]
+def sizes(benchmark: str) -> dict[str, int]:
+    """Returns a row of Table training by column, empty for other benchmarks."""
+    found = numbers()["partitions"]
     cells = found["rows"].get(benchmark, ())
     return dict(zip(found["columns"], cells, strict=bool(cells)))

@@ -1,25 +1,31 @@
-"""What a `results.json` says, as numbers with one name each.
+"""The content of a `results.json` as numbers with one name per quantity.
 
-A name stands for a final accuracy in percent: of a calibrator (`raw`, `fdc`, `gaussians`, ...), of
-the task given (`oracle`), of a combination of FDC's components (`tsf+rlc`), or of the one that the
-paper selects for the learner (`selected`). With something in front:
+A name alone is a final accuracy in percent: of a calibrator (`raw`, `fdc`, `gaussians`, ...), of
+raw logits with the task given (`oracle`), of a combination of FDC's components (`tsf+rlc`), or of
+the one that the paper selects for the learner (`selected`). Names with a prefix:
 
     gain:NAME      the same minus `raw`, in points
     routing:NAME   share of test images that get the right task, in percent
     aia:NAME       average incremental accuracy
     storage:NAME   bytes
 
-and for the paper's Table app-cost `training_minutes`, `fdc_minutes`, `peak_memory_gib`,
-`fdc_peak_memory_gib` and `storage_mib`.
+`corrected` is the share of raw errors that the task identity corrects, in percent. FDC fitted anew
+on saved features (`analysis`) has its accuracy under `attenuation=0.25`, `retained_energy=0.5` and
+`neighbours=2`; under `nearest=2` with affinities standardised over the candidate tasks. Costs are
+`training_minutes`, `fdc_minutes`, `peak_memory_gib`, `fdc_peak_memory_gib` and `storage_mib` (Table
+app-cost), and, of `baseline`, `single` and `dual`, `latency_ms:`, `added_latency_percent:`,
+`inference_mib:` and `added_mib:` (Table app-latency).
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from fdc_jax import learners
-from fdc_jax.calibration import METHODS
+from fdc_jax import evaluation, learners
+from fdc_jax.calibration import FDC, METHODS
 from fdc_jax.report import paper
 
 # Sections of results that have a number for each calibrator.
@@ -29,44 +35,85 @@ _SECTIONS = {
     "storage": "storage_bytes",
 }
 _NAMES = (*METHODS, "oracle", *paper.COMPONENT_TITLES, "selected")
-# Names of quantities that any run may have.
-KNOWN = frozenset(_NAMES) | {f"{kind}:{name}" for kind in ("gain", *_SECTIONS) for name in _NAMES}
+SWEPT = ("attenuation", "retained_energy", "neighbours", "nearest")
+COSTS = (
+    *("training_minutes", "fdc_minutes", "peak_memory_gib", "fdc_peak_memory_gib"),
+    "storage_mib",
+)
+_KNOWN = frozenset((*_NAMES, *COSTS, "corrected"))
+_KNOWN |= {f"{kind}:{name}" for kind in ("gain", *_SECTIONS) for name in _NAMES}
+# Kinds of quantities between 0 and 100.
+_PERCENT = ("accuracy", "routing", "aia", "corrected", *SWEPT)
+
+
+def is_known(name: str) -> bool:
+    """Returns whether runs may have a quantity of this name."""
+    swept = name.partition("=")[0] in SWEPT
+    return name in _KNOWN or swept or split(name)[0] in ("baseline", "single", "dual")
+
+
+def bounds(name: str) -> tuple[float, float]:
+    """Returns the range of a quantity."""
+    percent = split(name)[1].partition("=")[0] in _PERCENT
+    return (0.0, 100.0) if percent else (-math.inf, math.inf)
+
+
+def split(name: str) -> tuple[str, str]:
+    """Splits the name of a quantity into a calibrator, which may be empty, and its kind."""
+    if "=" in name:
+        return FDC.name, name
+    kind, colon, calibrator = name.partition(":")
+    if colon:
+        return calibrator, kind
+    return (name, "accuracy") if name in _NAMES else ("", name)
 
 
 def methods(results: Mapping[str, Any]) -> list[str]:
-    """Returns the calibrators of a run by name, `raw` and `fdc` first."""
-    first = [name for name in ("raw", "fdc") if name in results["accuracy"]]
+    """Returns the calibrators of a run by name, `raw` and FDC first."""
+    first = [name for name in ("raw", FDC.name) if name in results["accuracy"]]
     return first + [name for name in results["accuracy"] if name not in (*first, "oracle")]
 
 
-def notes(results: Mapping[str, Any]) -> list[str]:
-    """Returns what a user should know of calibrators, such as which kind of Gaussians they are."""
-    found = [f"{note[:1].upper()}{note[1:]}." for note in (results.get("notes") or {}).values()]
-    if sure := results.get("calibration_error"):
+def notes(seeds: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns what a user should know of calibrators; numbers are means over the seeds' results."""
+    kinds = [(results.get("notes") or {}).values() for results in seeds]
+    found = [f"{n[:1].upper()}{n[1:]}." for n in dict.fromkeys(n for of in kinds for n in of)]
+
+    def mean(section: str) -> dict[str, float]:
+        return pd.DataFrame([results.get(section) or {} for results in seeds]).mean().to_dict()
+
+    if sure := mean("calibration_error"):
         said = ", ".join(f"{value:.1f} for {METHODS[name].title}" for name, value in sure.items())
-        if chance := results.get("chance_calibration_error"):
+        if chance := mean("chance_calibration_error"):
             said += f"; by chance alone {', '.join(f'{chance[name]:.1f}' for name in sure)}"
         what = "The Gaussians' probability of the answer is off on the mean, in points"
         found.append(f"{what}: {said}.")
-    if (share := results.get("unlike_learned")) is not None:
-        what = (
-            "are taken for unlike anything learned, where 5 % of images like those of training are"
+    shares = [results.get("unlike_learned") for results in seeds]
+    if shares := [share for share in shares if share is not None]:
+        found.append(
+            f"Of the test images, {np.mean(shares):.1f} % are taken for unlike anything learned, "
+            "where 5 % of images like those of training are."
         )
-        found.append(f"Of the test images, {share:.1f} % {what}.")
     return found
 
 
 def measured(
-    results: Mapping[str, Any], untrained: Mapping[str, float] | None = None
+    results: Mapping[str, Any],
+    untrained: Mapping[str, float] | None = None,
+    latency: Mapping[str, Any] | None = None,
 ) -> dict[str, float]:
-    """Returns the numbers of a `results.json` by name; what it lacks is left out.
+    """Returns the numbers of a run by name; unknown ones are absent.
 
     Args:
-        results: of a run.
+        results: content of its `results.json`.
         untrained: accuracies of `baselines`, for calibrators that the run did not have.
+        latency: content of its `latency.json`.
     """
     found = dict(untrained or {}) | _accuracies(results, results["learner"])
-    found |= {f"gain:{name}": value - found["raw"] for name, value in found.items()}
+    raw, oracle = found["raw"], found.get("oracle")
+    found |= {f"gain:{name}": value - raw for name, value in found.items()}
+    if oracle is not None and raw < 100:  # An image that raw logits get right, the oracle does.
+        found["corrected"] = 100 * (oracle - raw) / (100 - raw)
     averages = results.get("average_incremental_accuracy") or {}
     if averages.get("raw") is not None:  # Else not every task was evaluated.
         curve = [_accuracies(point, results["learner"]) for point in results["curve"]]
@@ -74,14 +121,14 @@ def measured(
         found |= means.add_prefix("aia:").to_dict()
     for kind, section in _SECTIONS.items():
         found |= {f"{kind}:{name}": each for name, each in (results.get(section) or {}).items()}
-    found |= _costs(results)
+    found |= _costs(results) | _inference(latency or {})
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
 def _accuracies(of: Mapping[str, Any], learner: str) -> dict[str, float]:
     """Returns final accuracies by name, from results or from a point of the curve.
 
-    Without a pretrained view, what is called the adapted view of a combination is all of it.
+    Without a pretrained view, the adapted view of a combination is the whole combination.
     """
     found = dict(of.get("components") or {})
     if found and "pretrained_view" not in found:
@@ -91,16 +138,37 @@ def _accuracies(of: Mapping[str, Any], learner: str) -> dict[str, float]:
 
 
 def _costs(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what training and FDC took; None where it is not known."""
+    """Returns the costs of training and of FDC; None where they are not known.
+
+    FDC's minutes are those of both views and of its fit, with the loading of images. Features of
+    E_0 out of a cache count with the seconds that they took when they were computed.
+    """
     timing, memory = results.get("timing") or {}, results.get("peak_memory_bytes") or {}
-    parts = ("adapted_extraction_seconds", "pretrained_extraction_seconds", "fit_seconds")
-    # With pretrained features out of the cache, FDC took less than it takes.
-    whole = timing.get("pretrained_from_cache") == 0 and all(name in timing for name in parts)
+    fit = timing.get("fit_seconds")
+    parts = [
+        *(timing.get(f"{view}_extraction_seconds") for view in ("adapted", "pretrained")),
+        fit.get(FDC.name) if isinstance(fit, Mapping) else fit,
+    ]
     of = {
         "training_minutes": (timing.get("training_seconds"), 60),
-        "fdc_minutes": (sum(timing[name] for name in parts) if whole else None, 60),
+        "fdc_minutes": (None if None in parts else sum(parts), 60),
         "peak_memory_gib": (memory.get("training"), 2**30),
-        "fdc_peak_memory_gib": (memory.get("fdc_and_evaluation"), 2**30),
+        "fdc_peak_memory_gib": (memory.get(FDC.name), 2**30),
         "storage_mib": (results.get("fdc_storage_bytes"), 2**20),
     }
-    return {name: value and value / unit for name, (value, unit) in of.items()}
+    return {name: value if value is None else value / unit for name, (value, unit) in of.items()}
+
+
+def _inference(latency: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what `fdc_jax.latency` measured: milliseconds per batch, and MiB."""
+    found, base = {}, None
+    for name, each in latency.get("contenders", {}).items():
+        mean, peak = evaluation.mean_and_std(each["milliseconds"])[0], each["peak_bytes"]
+        base = base or (mean, peak)
+        found[f"latency_ms:{name}"] = mean
+        if name == "baseline":
+            found["inference_mib:baseline"] = peak and peak / 2**20
+        else:
+            found[f"added_latency_percent:{name}"] = 100 * (mean / base[0] - 1)
+            found[f"added_mib:{name}"] = peak and (peak - base[1]) / 2**20
+    return found

@@ -23,14 +23,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from fdc_jax import evaluation, learners
 from fdc_jax.errors import InputError
-from fdc_jax.report import paper, quantities, words
+from fdc_jax.report import formatting, paper, quantities
+from fdc_jax.report.formatting import number
 from fdc_jax.report.runs import Group
-from fdc_jax.report.tables import Table, frame, ours, spread
-from fdc_jax.report.words import number
+from fdc_jax.report.tables import Table, frame
 
 _KEY = ["benchmark", "learner", "quantity"]
 _OPTIONAL = ["seed", "std", "n", "source"]
@@ -82,7 +81,7 @@ def read(path: str | Path) -> pd.DataFrame:
     for column in (*_KEY, "value"):
         check(rows[column].notna(), column, "something")
     names = "a quantity such as raw, fdc, oracle, tsf+rlc, gain:fdc, routing:fdc or aia:raw"
-    check(rows.quantity.isin(quantities.KNOWN), "quantity", names)
+    check(rows.quantity.dropna().map(quantities.is_known), "quantity", names)
     for column, least in _LEAST.items():
         values: Any = pd.to_numeric(rows[column], errors="coerce")
         good = rows[column].isna() | (np.isfinite(values) & (values >= least))
@@ -96,7 +95,7 @@ def compare(ours: Mapping[int, float], rows: pd.DataFrame) -> Comparison:
     """Compares a quantity of our runs, by seed, with the lines of a file about it.
 
     With seeds in common: Student's t interval of the differences within seeds. Otherwise Welch's
-    interval of the difference of two means where both sides have a deviation.
+    interval of the difference of two means if both sides have a deviation.
     """
     seeded = dict(zip(rows.seed, rows.value, strict=True))
     common = sorted(seeded.keys() & ours.keys())
@@ -104,15 +103,8 @@ def compare(ours: Mapping[int, float], rows: pd.DataFrame) -> Comparison:
         before, after = ([of[seed] for seed in common] for of in (seeded, ours))
         gain = evaluation.paired_gain(before, after)
         return Comparison(gain.mean, gain.low, gain.high, common)
-    mean, std = evaluation.mean_and_std(list(ours.values()))
-    other, other_std, count = _summary(rows)
-    counts = np.array([len(ours), count])
-    variances = np.array([std, other_std]) ** 2 / counts
-    if not (counts > 1).all() or not variances.sum() > 0:
-        return Comparison(mean - other)
-    freedom = variances.sum() ** 2 / (variances**2 / (counts - 1)).sum()
-    reach = float(stats.t.ppf(0.975, freedom) * np.sqrt(variances.sum()))
-    return Comparison(mean - other, mean - other - reach, mean - other + reach)
+    gain = evaluation.welch([*ours.values()], *_summary(rows))
+    return Comparison(gain.mean, gain.low, gain.high)
 
 
 def _summary(rows: pd.DataFrame) -> tuple[float, float, float]:
@@ -129,29 +121,53 @@ def name_of(path: str | Path) -> str:
     return "reference_" + "".join(c if c.isalnum() else "_" for c in stem)
 
 
+def check_matches(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group]) -> None:
+    """Raises InputError unless a file has a line about one of the groups."""
+    known = {(group.benchmark, group.learner) for group in groups}
+    given = dict.fromkeys(zip(lines.benchmark, lines.learner, strict=True))
+    if known.isdisjoint(given):
+        found, expected = (", ".join(map(" ".join, of))[:200] for of in (given, sorted(known)))
+        raise InputError(
+            f"{path}: expected a line about one of the runs (benchmark and learner {expected}), "
+            f"found lines about {found}"
+        )
+
+
 def table(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group]) -> Table:
     """Lines a file up with the groups."""
-    rows = []
+    rows, numbers = [], []
     by_quantity: Any = lines.groupby(_KEY, sort=False)
     for (benchmark, learner, name), of in by_quantity:
         labels = (paper.benchmark_title(benchmark), learners.title(learner), name)
-        signed, place = name.startswith("gain:"), (learner, benchmark)
+        place, signed = (learner, benchmark), name.startswith("gain:")
         for each in [g for g in groups if (g.learner, g.benchmark) == place] or [None]:
             own = each.numbers[name].dropna().to_dict() if each and name in each.numbers else {}
             found = compare(own, of) if own else Comparison(math.nan)
             if found.paired:  # The two sides are shown as they are compared.
                 own = {seed: own[seed] for seed in found.paired}
             other = _summary(of[of.seed.isin(found.paired)] if found.paired else of)
+            count, values = len(own), [*own.values()]
+            mean, std = evaluation.mean_and_std(values) if own else (math.nan, math.nan)
             cells = {
-                "numbers": ours(each) if each else "no run",
-                "ours": spread(list(own.values()), signed=signed),
-                "reference": words.mean(*other, signed=signed),
+                "numbers": (each.title or "ours") if each else "no run",
+                "ours": formatting.mean(mean, std, count, signed=signed) if own else math.nan,
+                "reference": formatting.mean(*other, signed=signed),
                 "paired seeds": ", ".join(map(str, found.paired)) or math.nan,
                 "difference": number(found.mean if own else None, signed=True),
-                "95 % interval": words.interval(found),
+                "95 % interval": formatting.interval(found),
                 "source": "; ".join(of.source.dropna().unique()) or math.nan,
             }
             rows.append(dict(zip(_KEY, labels, strict=True)) | cells)
+            numbers.append(
+                {**dict(zip(_KEY, (benchmark, learner, name), strict=True))}
+                | {"mean": mean, "std": std, "n": count}
+                | {
+                    f"reference_{key}": v
+                    for key, v in zip(("mean", "std", "n"), other, strict=True)
+                }
+                | {"difference": found.mean, "low": found.low, "high": found.high}
+                | {"settings": each.title if each else "no run"}
+            )
     note = (
         f"From {Path(path).name}. Percent and points. Difference: ours minus the reference, with "
         "its 95 % interval: over differences within seeds where the reference has two or more "
@@ -160,4 +176,5 @@ def table(path: str | Path, lines: pd.DataFrame, groups: Sequence[Group]) -> Tab
     )
     columns = ["ours", "reference", "paired seeds", "difference", "95 % interval", "source"]
     made = frame(rows, [*_KEY, "numbers"], columns)
-    return Table(name_of(path), "Comparison with a reference", made, note)
+    title = "Comparison with a reference"
+    return Table(name_of(path), title, made, note, numbers=pd.DataFrame(numbers))

@@ -15,9 +15,13 @@ from jaxtyping import Int
 from fdc_jax import evaluation, learners
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError, counted
+from fdc_jax.machine.files import read_object, write_json
 from fdc_jax.report import baselines, paper, quantities
 from fdc_jax.run.configuration import NOT_COMPARED
 from fdc_jax.run.opened import open_run
+
+# Columns of `Group.record` that are no numbers of it.
+_LABELS = ("benchmark", "learner", "calibrator", "quantity", "settings")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,15 +65,32 @@ class Group:
         """Returns a quantity of every seed that has it."""
         return self.numbers[name].dropna().tolist() if name in self.numbers else []
 
+    def estimate(self, quantity: str) -> evaluation.Gain | None:
+        """Returns mean, sample deviation and 95 % interval of a quantity; None if no seed has it.
+
+        Accuracies and gains of calibrators: as of `gain`. Else Student's t over seeds.
+        """
+        values, (name, kind) = self.values(quantity), quantities.split(quantity)
+        if not values:
+            return None
+        over = {"accuracy": None, "gain": "raw"}.get(kind, name)
+        gain = self.gain(name, over) if over != name else None
+        found = evaluation.student(values, *quantities.bounds(quantity))
+        return found if gain is None else found._replace(low=gain.low, high=gain.high)
+
     def gain(self, method: str, over: str | None = "raw") -> evaluation.Gain | None:
         """Returns the gain of a method over another one with its 95 % interval.
 
-        Several seeds: Student's t over gains paired within seeds. One seed: over test images, None
-        where predictions were not kept. Over None: the accuracy itself.
+        Several seeds: Student's t over gains paired within seeds. One seed, or a gain that no seed
+        changes, as on frozen features: over the test images of the first seed, None if predictions
+        were not kept. Over None: the accuracy itself.
         """
-        if len(self.runs) > 1:
-            numbers = self.numbers.assign(none=0.0).reindex(columns=[over or "none", method])
-            return evaluation.paired_gain(*numbers.dropna().to_numpy().T)
+        columns = [over or "none", method]
+        pairs = self.numbers.assign(none=0.0).reindex(columns=columns).dropna().to_numpy().T
+        if len(np.unique(pairs[1] - pairs[0])) > 1:
+            gain = evaluation.paired_gain(*pairs)
+            low, high = quantities.bounds(method) if over is None else (-100.0, 100.0)
+            return gain._replace(low=max(gain.low, low), high=min(gain.high, high))
         of = predictions(self.runs[0])
         if f"{method}_label" not in of:
             return None
@@ -77,6 +98,34 @@ class Group:
         if over is None:
             return evaluation.share_of(chosen == label)
         return evaluation.sample_gain(label, of[f"{over}_label"], chosen)
+
+    def difference(self, quantity: str) -> evaluation.Gain | None:
+        """Returns a quantity minus the paper's, with Welch's interval; None if one is missing."""
+        published, values = self.published(quantity), self.values(quantity)
+        return evaluation.welch(values, *published) if published and values else None
+
+    def published(self, quantity: str) -> paper.Published | None:
+        """Returns the paper's mean of a quantity, None where the paper has none."""
+        return paper.find(self.benchmark, self.learner, quantity)
+
+    def record(self, quantity: str) -> dict[str, Any]:
+        """Returns a quantity as a row of numbers, beside the paper's; None stands for a gap."""
+        own, other = self.estimate(quantity), self.published(quantity)
+        gap = self.difference(quantity)
+        calibrator, kind = quantities.split(quantity)
+        found = {
+            **{"benchmark": self.benchmark, "learner": self.learner},
+            **{"calibrator": calibrator, "quantity": kind},
+            **{name: own and getattr(own, name) for name in ("mean", "std")},
+            "n": len(self.values(quantity)),
+            **{name: own and getattr(own, name) for name in ("low", "high")},
+            **{"paper_mean": other and other.mean, "paper_std": other and other.std},
+            "difference": gap and gap.mean,
+            **{f"difference_{name}": gap and getattr(gap, name) for name in ("low", "high")},
+            "settings": self.title,
+        }
+        unknown = {name for name, each in found.items() if isinstance(each, float) and each != each}
+        return found | dict.fromkeys(unknown)
 
 
 class Skipped(NamedTuple):
@@ -87,7 +136,7 @@ class Skipped(NamedTuple):
 
 
 def load(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Group], list[Skipped]]:
-    """Opens run folders; a folder of several seeds stands for its `seed_*` folders.
+    """Opens run folders; a folder stands for all run folders at any depth in it.
 
     Folders that cannot be used are named with the reason and do not stop the others. Of two runs
     with the same benchmark, learner, seed and settings the first counts.
@@ -112,10 +161,11 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Group], list[Ski
 
 
 def _seeds_of(path: Path) -> list[Path]:
-    if (path / "results.json").exists():
+    """Returns the work directories of the seeds below a folder, itself if there are none."""
+    if (path / "config.json").exists():
         return [path]
-    children = [child for child in path.glob("seed_*") if child.is_dir()]
-    return sorted(children, key=lambda child: (len(child.name), child.name)) or [path]
+    children = sorted(each.parent for each in path.rglob("config.json"))
+    return sorted(children, key=lambda each: (each.parent, len(each.name), each.name)) or [path]
 
 
 def _open(path: Path) -> Any:
@@ -149,10 +199,14 @@ def group(runs: Sequence[Any]) -> list[Group]:
         title = ", ".join(deviations(of["benchmark"], of["learner"], settings(of)))
         follows = not title and of["benchmark"] in paper.benchmarks()
         seeds = pd.Index([run.results["seed"] for run in alike], name="seed")
-        own = [quantities.measured(run.results, baselines.accuracies(run)) for run in alike]
-        numbers = pd.DataFrame(own, index=seeds)
+        numbers = pd.DataFrame([_numbers(run) for run in alike], index=seeds)
         groups.append(Group(of["benchmark"], of["learner"], title, follows, alike, numbers))
     return sorted((_told_apart(each, groups) for each in groups), key=_order)
+
+
+def _numbers(run: Any) -> dict[str, float]:
+    latency = read_object(run.folder / "latency.json")
+    return quantities.measured(run.results, baselines.accuracies(run), latency)
 
 
 def _experiment(results: dict[str, Any]) -> str:
@@ -181,6 +235,24 @@ def _told_apart(each: Group, groups: Sequence[Group]) -> Group:
     ]
     title = ", ".join([each.title] * bool(each.title) + differing)
     return dataclasses.replace(each, title=title)
+
+
+def write_summary(group: Group) -> None:
+    """Writes `results.json` of all seeds beside the folders of the seeds, if they lie together."""
+    folders = {run.folder.absolute().parent for run in group.runs}
+    named = all(run.folder.name == f"seed_{run.results['seed']}" for run in group.runs)
+    if not named or len(folders) > 1 or len(group.runs) < 2:
+        return
+    numbers = {
+        name: {k: v for k, v in group.record(name).items() if k not in _LABELS}
+        | {"by_seed": {str(seed): value for seed, value in group.numbers[name].dropna().items()}}
+        for name in group.numbers
+    }
+    fields = ("benchmark", "learner", "class_order_seed", "num_tasks", "num_classes", "config")
+    found = {name: group.results.get(name) for name in (*fields, "versions")}
+    found["config"] = found["config"] | {"seed": group.seeds}
+    summary = found | {"seeds": group.seeds, "settings": group.title, "numbers": numbers}
+    write_json(folders.pop() / "results.json", summary)
 
 
 # Settings ----------------------------------------------------------------------------------------
@@ -212,7 +284,7 @@ def deviations(benchmark: str, learner: str, found: dict[str, Any]) -> list[str]
 
     Of a benchmark that the paper does not have, only settings of learner and FDC are compared.
     """
-    expected, sizes = _expected(), paper.columns("partitions", benchmark)
+    expected, sizes = _expected(), paper.sizes(benchmark)
     if not sizes:
         method = ("learner.preset", "fdc.")
         expected = {name: value for name, value in expected.items() if name.startswith(method)}

@@ -1,8 +1,8 @@
-"""All tables of the report, one pandas frame each: ours beside the paper's, calibrators, costs."""
+"""All tables of the report: ours beside the paper's, calibrators, selection rule, costs."""
 
-import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,63 +10,90 @@ import numpy as np
 import pandas as pd
 
 from fdc_jax import learners
+from fdc_jax.calibration import FDC
 from fdc_jax.machine.files import read_json, write_text
-from fdc_jax.report import frames, paper, runs, words
-from fdc_jax.report.paper import Published
+from fdc_jax.report import formatting, frames, paper, quantities, runs
+from fdc_jax.report.formatting import number
 from fdc_jax.report.runs import Group
-from fdc_jax.report.words import number
 
 # A row of a table by heading: labels and cells.
 Row = dict[str, Any]
 
 
 class Table(NamedTuple):
-    """A table."""
+    """A table as text to read and, in long format, as numbers."""
 
     name: str  # stem of its files
     title: str
-    frame: pd.DataFrame  # what a row is in the index; cells as they read, NaN for a gap
+    frame: pd.DataFrame  # labels of rows in the index; cells as text, NaN for a gap
     note: str = ""  # how to read it: units, what is compared with what
+    scope: str = ""  # departures from the paper's protocol, to be said above the table
+    numbers: pd.DataFrame | None = None  # rows of `Group.record`; None: the frame is all there is
+    best: frozenset[tuple[int, int]] = frozenset()  # row and column of cells in bold
 
     @property
     def shown(self) -> pd.DataFrame:
         """The frame with a dash in every gap."""
         return self.frame.astype(object).where(self.frame.notna(), "–")
 
+    @property
+    def labels(self) -> pd.DataFrame:
+        """Labels of rows as text; a label that the row above has, too, is empty."""
+        labels = self.frame.index.to_frame(index=False).astype(str)
+        same = labels.eq(labels.shift()).astype(int).cummin(axis=1).astype(bool)
+        same.isetitem(-1, False)
+        return labels.mask(same, "")
+
     def to_latex(self) -> str:
         """Returns a table environment, which needs the package booktabs."""
-        body = self.shown.to_latex(
-            escape=True,
-            multirow=False,
-            caption=f"{self.title}.",
+        labels, cells = self.labels.map(_latex), self.shown.map(_latex)
+        for row, column in self.best:
+            cells.iloc[row, column] = rf"\textbf{{{cells.iloc[row, column]}}}"
+        whole = pd.concat([labels, cells.reset_index(drop=True)], axis=1)
+        text = whole.rename(columns=_latex).to_latex(
+            index=False,
+            escape=False,
+            caption=_latex(" ".join(filter(None, (f"{self.title}.", self.scope)))),
             label=f"tab:{self.name.replace('_', '-')}",
-            column_format="l" * self.frame.index.nlevels + "r" * len(self.frame.columns),
+            column_format="l" * labels.shape[1] + "r" * cells.shape[1],
         )
-        return f"% {self.note}\n{body}"
+        opened = r"\begin{table}"
+        return f"% {self.note}\n" + text.replace(opened, f"{opened}\n\\centering\\small", 1)
 
     def write(self, folder: Path) -> None:
         """Writes `<name>.csv` and `.tex` into a folder."""
-        write_text(folder / f"{self.name}.csv", self.frame.to_csv())
+        content = self.frame.to_csv() if self.numbers is None else self.numbers.to_csv(index=False)
+        write_text(folder / f"{self.name}.csv", content)
         write_text(folder / f"{self.name}.tex", self.to_latex())
 
 
-# Titles, headings, and how to read each table.
+_SIGNS = {"±": r"$\pm$", "–": "--", "γ": r"$\gamma$", "η": r"$\eta$", "ρ": r"$\rho$"}
+
+
+def _latex(cell: Any) -> str:
+    text = re.sub(r"([&%$#{}])", r"\\\1", str(cell).replace("\\", r"\textbackslash "))
+    text = re.sub(r"\bE_(\w)", r"$E_\1$", text)
+    text = re.sub(r"(?<![$E])_", r"\\_", text)
+    text = re.sub(r"(?<![\w.)])([+-])(?=\d)", r"$\1$", text)
+    for sign, command in _SIGNS.items():
+        text = text.replace(sign, command)
+    return text
+
+
+# Titles, labels, lines, and how to read each table.
 _TEXTS: dict[str, Any] = read_json(Path(__file__).with_name("tables.json"))
-# Tables current-benchmark, current-ablation, plugin, logit_standardization and current-aia.
 _BESIDE = (
-    *("benchmark", "ablation", "plugin", "logit_standardisation"),
-    "average_incremental_accuracy",
+    *("benchmark", "ablation", "plugin", "logit_standardisation", "average_incremental_accuracy"),
+    *("task_identity", "sweeps", "diagnostics", "cost", "latency"),
 )
 
 
 def build(groups: Sequence[Group]) -> list[Table]:
-    """Builds the tables of groups that compare something: those of at least two rows."""
-    headings = benchmarks(groups)
-    rows = {"calibrators": _calibrators(groups)}
-    rows |= {name: _beside(groups, name) for name in _BESIDE}
-    rows["cost"] = _cost(groups)
-    built = [_table(name, lines, [*headings.values(), "Avg."]) for name, lines in rows.items()]
-    return [each for each in (of_runs(groups), *built) if len(each.frame) > 1]
+    """Builds the tables of groups; one without a number of ours is left out."""
+    found = [of_runs(groups)] * (sum(len(group.runs) for group in groups) > 1)
+    found += [of_calibrators(groups), *(_beside(groups, name) for name in _BESIDE)]
+    found.append(of_selection(groups))
+    return [each for each in found if len(each.frame)]
 
 
 def of_runs(groups: Sequence[Group]) -> Table:
@@ -78,9 +105,9 @@ def of_runs(groups: Sequence[Group]) -> Table:
             of, accuracy = run.results, run.results["accuracy"]
             names = {"learner": group.learner, "benchmark": group.benchmark, "seed": of["seed"]}
             settings = {name: str(each)[:40] for name, each in runs.settings(of).items()}
-            found = {f"{name}, %": number(accuracy.get(name)) for name in ("raw", "fdc")}
+            found = {f"{name}, %": number(accuracy.get(name)) for name in ("raw", FDC.name)}
             found |= {
-                "best calibrator": words.method_title(best),
+                "best calibrator": formatting.method_title(best),
                 "best, %": number(accuracy[best]),
             }
             rows["/".join(run.folder.absolute().parts[-2:])] = names | found | settings
@@ -89,33 +116,158 @@ def of_runs(groups: Sequence[Group]) -> Table:
     return Table("runs", _TEXTS["runs"]["title"], made.loc[:, kept], _TEXTS["runs"]["note"])
 
 
-def of_calibrators(group: Group) -> Table:
-    """Builds the table of a group's calibrators."""
-    made = _table("calibrators", _calibrators([group]))
-    labels = made.frame.index.names[:-1]
-    return made._replace(frame=made.frame.droplevel(labels))
+def of_calibrators(groups: Sequence[Group]) -> Table:
+    """Builds the table of calibrators side by side."""
+    names, scope = _settings(groups)
+    rows = [
+        {
+            "learner": learners.title(group.learner),
+            "benchmark": paper.benchmark_title(group.benchmark),
+            "numbers": names[group.title],
+            "calibrator": title,
+            **cells.to_dict(),
+        }
+        for group in groups
+        for title, cells in frames.calibrators(group).iterrows()
+    ]
+    kinds = ("", "gain:", "routing:", "aia:", "storage:")
+    of = (
+        (group, f"{kind}{name}")
+        for group in groups
+        for name in frames.shown(group)
+        for kind in kinds
+    )
+    return _table("calibrators", rows, scope, (g.record(q) for g, q in of if g.values(q)))
 
 
 def of_tasks(group: Group) -> Table:
     """Builds the table of accuracies on each task, empty where not all were recorded."""
-    found = frames.tasks(group).rename(columns=words.method_title).rename_axis("task")
-    shown = found.map(lambda value: math.nan if math.isnan(value) else number(value, 1))
+    found = frames.tasks(group).rename(columns=formatting.method_title).rename_axis("task")
+    shown = found.map(lambda value: number(value, 1))
     return Table("tasks", _TEXTS["tasks"]["title"], shown, _TEXTS["tasks"]["note"])
 
 
-def _table(name: str, rows: Iterable[Row], headings: Sequence[str] = ()) -> Table:
+def _table(name: str, rows: Iterable[Row], scope: str, numbers: Iterable[Row] = ()) -> Table:
     text = _TEXTS[name]
-    made = frame(rows, text["labels"], text.get("columns") or headings)
-    return Table(name, text["title"], made, text["note"].replace("{ours}", _TEXTS["ours"]))
+    made = frame(rows, text["labels"], text.get("columns"))
+    return Table(name, text["title"], made, text["note"], scope, pd.DataFrame(list(numbers)))
 
 
-def frame(rows: Iterable[Row], labels: Sequence[str], columns: Sequence[str]) -> pd.DataFrame:
-    """Returns rows as a frame with the labels in its index; rows and columns of gaps are left out.
+def frame(
+    rows: Iterable[Row], labels: Sequence[str], columns: Sequence[str] | None = None
+) -> pd.DataFrame:
+    """Returns rows as a frame with the labels in its index, without rows and columns of gaps.
 
-    A heading that is no cell's is left out, too.
+    Columns are those of the rows unless others are named.
     """
-    made = pd.DataFrame(list(rows), columns=[*labels, *columns], dtype=object)
+    found = list(rows)
+    columns = columns or [*dict.fromkeys(k for row in found for k in row if k not in labels)]
+    made = pd.DataFrame(found, columns=[*labels, *columns], dtype=object)
     return made.set_index(list(labels)).dropna(how="all").dropna(how="all", axis=1)
+
+
+def _settings(groups: Sequence[Group]) -> tuple[dict[str, str], str]:
+    """Returns row labels by the titles of groups, and the sentence above the table about them."""
+    titles = dict.fromkeys(group.title for group in groups)
+    departing = [title for title in titles if title]
+    if len(titles) == 1:
+        names, scope = dict.fromkeys(titles, "ours"), "".join(departing)
+    else:
+        numbered = {title: f"ours ({n})" for n, title in enumerate(departing, 1)}
+        names, scope = {"": "ours"} | numbered, "; ".join(
+            f"({n}) {title}" for n, title in enumerate(departing, 1)
+        )  # fmt: skip
+    return names, f"Ours depart from the paper's protocol: {scope}." if departing else ""
+
+
+# Ours beside the paper's -------------------------------------------------------------------------
+
+# Components that the paper selects from, by the key of their stand-alone result.
+_PARTS = {"tsf": "TSF", "pac+rlc_pretrained_view": "E_0", "pac+rlc_adapted_view": "E_T"}
+
+
+def _lines(table: str, own: Sequence[Group]) -> dict[str, str]:
+    """Returns what a table shows of a learner: quantities by their labels."""
+    learner, titles = own[0].learner, paper.COMPONENT_TITLES
+    if table == "ablation":
+        return {titles[key]: key if key == "raw" else f"gain:{key}" for key in titles}
+    if table == "plugin":
+        return {titles[key]: f"gain:{key}" for key in (learners.selected(learner), "full")}
+    if table == "sweeps":
+        names = {name for group in own for name in group.numbers if "=" in name}
+        found = [(quantities.SWEPT.index(s), float(v), s) for s, v in (n.split("=") for n in names)]
+        label = _TEXTS[table]["settings"]
+        return {f"{label[s]} = {v:g}": f"{s}={v:g}" for _, v, s in sorted(found)}
+    return _TEXTS[table]["lines"]
+
+
+def _beside(groups: Sequence[Group], table: str) -> Table:
+    """Builds a table with a column per benchmark, and rows of ours, the paper's, the difference."""
+    text, (names, scope) = _TEXTS[table], _settings(groups)
+    rows: dict[tuple[str, ...], Row] = {}
+    numbers = []
+    for learner in dict.fromkeys(group.learner for group in groups):
+        own = [group for group in groups if group.learner == learner]
+        for label, quantity in _lines(table, own).items():
+            for record in _records(own, quantity):
+                numbers.append(record)
+                title = record["benchmark"]
+                heading = "Avg." if title == paper.AVERAGE else paper.benchmark_title(title)
+                for kind, cell in _cells(record, names[record["settings"]]).items():
+                    place = learners.title(learner), label, kind
+                    rows.setdefault(place, {})[heading] = cell
+    labels = [*text["labels"], "numbers"]
+    of = [dict(zip(labels, place, strict=True)) | cells for place, cells in rows.items()]
+    made = frame(of, labels, [*benchmarks(groups).values(), "Avg."])
+    best = _best(made) if text.get("best") else frozenset()
+    return Table(table, text["title"], made, text["note"], scope, pd.DataFrame(numbers), best)
+
+
+def _records(own: Sequence[Group], quantity: str) -> Iterable[Row]:
+    """Yields a learner's records of a quantity, and of its mean over the paper's benchmarks."""
+    found = [group.record(quantity) for group in own if group.values(quantity)]
+    yield from found
+    published = _published(own[0].learner, quantity)
+    for settings in dict.fromkeys(record["settings"] for record in found):
+        alike = {each["benchmark"]: each for each in found if each["settings"] == settings}
+        if alike.keys() >= {*paper.benchmarks()}:
+            mean = float(np.mean([alike[name]["mean"] for name in paper.benchmarks()]))
+            gap = None if published is None else mean - published
+            of_all = {"benchmark": paper.AVERAGE, "mean": mean, "paper_mean": published}
+            yield dict.fromkeys(found[0]) | {
+                **{name: found[0][name] for name in ("learner", "calibrator", "quantity")},
+                **of_all,
+                **{"difference": gap, "settings": settings},
+            }
+
+
+def _published(learner: str, quantity: str) -> float | None:
+    """Returns the paper's average, or the mean of its numbers of all five benchmarks."""
+    if known := paper.find(paper.AVERAGE, learner, quantity):
+        return known.mean
+    each = [paper.find(name, learner, quantity) for name in paper.benchmarks()]
+    return None if None in each else float(np.mean([of.mean for of in each if of]))
+
+
+def _cells(record: Row, ours: str) -> dict[str, str]:
+    """Returns the text of a record by the label of its row."""
+    kind = record["quantity"]
+    signed = kind.startswith(("gain", "added", "correlation", "contribution"))
+
+    def text(name: str, count: float | None = None) -> str:
+        std = record.get(f"{name}std")
+        std = math.nan if std is None else std
+        return formatting.mean(record[f"{name}mean"], std, count, signed=signed)
+
+    usual = record["n"] in (None, paper.numbers()["num_seeds"])
+    cells = {ours: text("", None if usual else record["n"])}
+    if record["paper_mean"] is not None:
+        gap = number(record["difference"], signed=True)
+        if (low := record["difference_low"]) is not None:
+            ends = (number(each, 1, signed=True) for each in (low, record["difference_high"]))
+            gap += f" ({' to '.join(ends)})"
+        cells |= {"paper": text("paper_"), ours.replace("ours", "difference"): gap}
+    return cells
 
 
 def benchmarks(groups: Sequence[Group]) -> dict[str, str]:
@@ -126,105 +278,90 @@ def benchmarks(groups: Sequence[Group]) -> dict[str, str]:
     return {name: paper.benchmark_title(name) for name in names}
 
 
-def ours(group: Group) -> str:
-    """Returns what rows of a group's settings are called."""
-    return f"ours, {group.title}" if group.title else "ours"
+def _best(made: pd.DataFrame) -> frozenset[tuple[int, int]]:
+    """Returns row and column of the largest mean of ours in every column."""
+    own = [str(label[-1]).startswith("ours") for label in made.index]
+    means = made.map(lambda cell: float(cell.split()[0]) if isinstance(cell, str) else math.nan)
+    largest = means[own].max()
+    places = np.argwhere((means.eq(largest) & np.array(own)[:, None]).to_numpy())
+    return frozenset((int(row), int(column)) for row, column in places)
 
 
-def _labels(group: Group) -> Row:
-    benchmark, numbers = paper.benchmark_title(group.benchmark), ours(group)
-    learner = learners.title(group.learner)
-    return {"learner": learner, "benchmark": benchmark, "numbers": numbers}
+# Selection rule ----------------------------------------------------------------------------------
 
 
-# Ours beside the paper's -------------------------------------------------------------------------
+def selected(own: Sequence[Group]) -> str:
+    """Returns the components, as a key of `components`, that own runs of a learner select.
+
+    The paper's rule ("Plug-and-Play Calibration"): a component is enabled if its stand-alone gain,
+    averaged over seeds, is positive on every benchmark.
+    """
+    tsf, pretrained, adapted = (
+        all(np.mean(group.values(f"gain:{key}")) > 0 for group in own) for key in _PARTS
+    )
+    if adapted and pretrained:
+        return "full" if tsf else "pac+rlc"
+    if not (adapted or pretrained):
+        return "tsf" if tsf else "raw"
+    view = "adapted_view" if adapted else "pretrained_view"
+    return view if tsf else f"pac+rlc_{view}"
 
 
-class Line(NamedTuple):
-    """What a few rows show of a learner: a quantity of its runs beside the paper's by benchmark."""
-
-    labels: Row
-    quantity: str  # of `quantities.measured`
-    published: Mapping[str, Published] = {}
-    average: float | None = None  # The paper's, over its benchmarks.
-
-
-def _lines(table: str, learner: str) -> list[Line]:
-    """Returns what a table of `_BESIDE` shows of a learner."""
-    title, row = learners.title(learner), functools.partial(paper.row, table, learner)
-    before, after = {"method": title}, {"method": f"{title} + FDC"}
-    if table == "benchmark":
-        return [Line(before, "raw", row("raw")), Line(after, "selected", row("fdc"))]
-    if table == "average_incremental_accuracy":
-        return [Line(before, "aia:raw", row()), Line(after, "aia:selected")]
-    if table == "logit_standardisation":
-        return [Line({"learner": title}, "gain:ls", row())]
-    labels = {
-        key: {"learner": title, "components": components}
-        for key, components in paper.COMPONENT_TITLES.items()
-    }
-    if table == "ablation":
-        names = {key: key if key == "raw" else f"gain:{key}" for key in labels}
-        return [Line(labels[key], name, row(key)) for key, name in names.items()]
-    kinds = {"full": "full", learners.selected(learner): "selected"}
-    return [
-        Line(labels[key], f"gain:{key}", row(kind, "gain"), paper.average(learner, kind))
-        for key, kind in reversed(kinds.items())
-    ]
-
-
-def _beside(groups: Sequence[Group], table: str) -> Iterable[Row]:
-    """Puts quantities of learners beside the paper's."""
-    headings = benchmarks(groups)
-    for learner in dict.fromkeys(each.learner for each in groups):
-        own = [each for each in groups if each.learner == learner]
-        for line in _lines(table, learner):
-            signed, measured = line.quantity.startswith("gain"), set()
-            for title in dict.fromkeys(each.title for each in own):
-                alike = [each for each in own if each.title == title]
-                found = {each.benchmark: each.values(line.quantity) for each in alike}
-                found = {name: values for name, values in found.items() if values}
-                cells = {headings[n]: spread(each, signed) for n, each in found.items()}
-                means = [np.mean(found.get(name, math.nan)) for name in paper.benchmarks()]
-                if not np.isnan(means).any():
-                    cells["Avg."] = number(float(np.mean(means)), signed=signed)
-                yield line.labels | {"numbers": ours(alike[0])} | cells
-                measured |= found.keys()
-            known = {n: each for n, each in line.published.items() if n in measured}
-            cells = {headings[n]: words.mean(*each[:2], signed=signed) for n, each in known.items()}
-            if len(known) == len(paper.benchmarks()):
-                cells["Avg."] = number(line.average, signed=signed)
-            yield line.labels | {"numbers": "paper"} | cells
-
-
-def spread(values: Sequence[float], signed: bool = False) -> Any:
-    """Says mean and sample standard deviation over seeds, in brackets how many; NaN of none."""
-    return words.spread(values, signed=signed, count=True)
-
-
-# Calibrators, data, costs ------------------------------------------------------------------------
-
-
-def _calibrators(groups: Sequence[Group]) -> Iterable[Row]:
-    """All calibrators of the runs side by side."""
+def of_selection(groups: Sequence[Group]) -> Table:
+    """Builds the table of selected components, and of the pairs of learner and set with a gain."""
+    names, scope = _settings(groups)
+    rows, numbers, pooled = [], [], {}
+    members: dict[tuple[str, str], list[Group]] = {}
     for group in groups:
-        for title, cells in frames.calibrators(group).iterrows():
-            yield _labels(group) | {"calibrator": title} | cells.to_dict()
+        if group.values("gain:selected") and group.values("gain:full"):
+            members.setdefault((group.title, group.learner), []).append(group)
+
+    def add(learner: str, title: str, label: str, gains: dict[str, list[float]], **more: Any):
+        pairs = {f"gains, {kind}": _pairs(of)[0] for kind, of in gains.items()}
+        rows.append({"learner": label, "numbers": title} | more | pairs)
+        for kind, of in gains.items():
+            for name, value in zip(("pairs with a gain", "gain"), _pairs(of)[1:], strict=True):
+                labels = {"learner": learner, "calibrator": kind, "quantity": name}
+                numbers.append(labels | {"mean": value, "n": len(of), "settings": title})
+
+    for (title, learner), own in members.items():
+        ruled, chosen = selected(own), learners.selected(learner)
+        keys = {"the paper's choice": "selected", "own choice": ruled, "all components": "full"}
+        gains = {
+            kind: [float(np.mean(group.values(f"gain:{key}"))) for group in own]
+            for kind, key in keys.items()
+        }
+        least = {
+            f"least gain, {part}": number(
+                min(np.mean(group.values(f"gain:{key}")) for group in own), signed=True
+            )
+            for key, part in _PARTS.items()
+        }
+        titles = {
+            kind: paper.COMPONENT_TITLES[key]
+            for kind, key in (("own choice", ruled), ("the paper's choice", chosen))
+        }
+        add(learner, names[title], learners.title(learner), gains, **least, **titles)
+        if learner in paper.plugged():
+            for kind, of in gains.items():
+                pooled.setdefault(names[title], {}).setdefault(kind, []).extend(of)
+    if members:
+        kinds = {"the paper's choice": "selected", "all components": "full"}
+        pooled["paper"] = {
+            kind: [
+                published.mean
+                for learner in paper.plugged()
+                for name in paper.benchmarks()
+                if (published := paper.find(name, learner, f"gain:{key}"))
+            ]
+            for kind, key in kinds.items()
+        }
+    for title, gains in pooled.items():
+        add("plugged", title, "learners of Table plugin", gains)
+    return _table("selection", rows, scope, numbers)
 
 
-def _cost(groups: Sequence[Group]) -> Iterable[Row]:
-    """Time of training and of FDC's statistics, and their storage (Table app-cost)."""
-    of_paper = paper.numbers()["tables"]["cost"]
-    headings = dict(zip(of_paper["columns"], _TEXTS["cost"]["columns"], strict=True))
-    for each in groups:
-        devices = sorted({str(run.results.get("device", "unknown")) for run in each.runs})
-        cells = {heading: spread(each.values(key)) for key, heading in headings.items()}
-        yield _labels(each) | {"device": ", ".join(devices)} | cells
-    name = "cumulative_lora"
-    labels = {"learner": learners.title(name), "numbers": "paper", "device": of_paper["device"]}
-    shown = {each.benchmark for each in groups if each.learner == name}
-    for benchmark in paper.benchmarks():
-        if benchmark in shown:
-            published = paper.columns("cost", benchmark)
-            cells = {heading: number(published[key]) for key, heading in headings.items()}
-            yield labels | {"benchmark": paper.benchmark_title(benchmark)} | cells
+def _pairs(gains: Sequence[float]) -> tuple[str, int, float]:
+    """Returns the number of positive gains and the mean gain, first both as text."""
+    positive, mean = sum(gain > 0 for gain in gains), float(np.mean(gains))
+    return f"{positive} of {len(gains)}, {number(mean, signed=True)}", positive, mean

@@ -19,6 +19,9 @@ PROTOCOL = {
 }
 
 COMPONENTS = tuple(paper.COMPONENT_TITLES)
+SWEPT = [f"attenuation={value:g}" for value in (0, 0.25, 0.5, 0.75, 1)]
+SWEPT += [f"retained_energy={value:g}" for value in (0.5, 0.65, 0.75, 0.85, 0.95)]
+SWEPT += [f"{name}={count}" for name in ("neighbours", "nearest") for count in (1, 2, 10)]
 METHODS = ("raw", "fdc", "gaussians")
 
 
@@ -54,7 +57,7 @@ def results(
     components = {"raw": raw} | {name: raw + 5 * rng.random() for name in COMPONENTS[1:]}
     own = {"tasks": num_tasks, "classes": 3 * num_tasks}
     own |= {"train": 30 * num_tasks, "test": 30 * num_tasks}
-    sizes = paper.columns("partitions", benchmark) or own
+    sizes = paper.sizes(benchmark) or own
 
     def point(lost: float) -> dict[str, Any]:
         """Accuracies, so much below the ones after the first task."""
@@ -93,8 +96,9 @@ def results(
             "adapted_extraction_seconds": 60.0,
             "pretrained_extraction_seconds": 30.0,
             "pretrained_from_cache": float(seed > 1),
-            "fit_seconds": 6.0,
+            "fit_seconds": {"fdc": 6.0, "gaussians": 60.0},
         },
+        "peak_memory_bytes": {"training": 2**32, "fdc": 2**28},
         "encoder": {
             "variant": "B/16",
             "weights": paper.numbers()["protocol"]["weights"][0],
@@ -144,8 +148,8 @@ def run(
     sizes = {"num_classes": 3 * num_tasks, "num_test_images": 30 * num_tasks}
     found |= {"num_tasks": num_tasks, "num_train_images": 50_000, **sizes}
     if benchmark in paper.benchmarks():
-        found["num_test_images"] = paper.columns("partitions", benchmark)["test"]
-        found["num_train_images"] = paper.columns("partitions", benchmark)["train"]
+        found["num_test_images"] = paper.sizes(benchmark)["test"]
+        found["num_train_images"] = paper.sizes(benchmark)["train"]
     return MadeUpRun(Path(f"runs/{benchmark}_{learner}/seed_{seed}"), found)
 
 
@@ -160,6 +164,9 @@ def analysed(*members: MadeUpRun) -> list[Group]:
     for each in found:
         of_runs = [_analyses(run) for run in each.runs]
         each.analyses.update({name: [of[name] for of in of_runs] for name in of_runs[0]})
+        rng = np.random.default_rng(len(each.runs))
+        for name in SWEPT:
+            each.numbers[name] = 70 + rng.normal(size=len(each.runs))
     return found
 
 
@@ -186,16 +193,9 @@ def _analyses(of: MadeUpRun) -> dict[str, Any]:
     prototypes["label"] = np.concatenate([np.arange(3 * count), np.full(count, -1)])
     contributions = {"own": rng.normal(-0.2, 0.1, count), "foreign": rng.normal(0.6, 0.2, count)}
 
-    def sweep(values: list[float], *columns: str) -> pd.DataFrame:
-        rows = 70 + rng.normal(size=(len(values), len(columns)))
-        return pd.DataFrame(rows, values, columns)
-
     return {
         "similarity": pd.DataFrame({"error": error} | alike, pairs),
         "residual_contributions": pd.DataFrame(contributions),
         "residual_distributions": {"adapted": densities, "pretrained": densities},
         "prototype_geometry": {"adapted": prototypes, "pretrained": prototypes},
-        "sweep_attenuation": sweep([0.0, 0.25, 0.5, 0.75, 1.0], "accuracy"),
-        "sweep_retained_energy": sweep([0.5, 0.65, 0.75, 0.85, 0.95], "accuracy"),
-        "sweep_neighbours": sweep([1, 2, 3], "accuracy", "nearest"),
     }

@@ -1,9 +1,12 @@
 """What is computed anew from the features of a run: sweeps, and what is missing."""
 
+import dataclasses
+
 import numpy as np
 import pytest
+from scipy import stats
 
-from fdc_jax import calibration
+from fdc_jax.errors import InputError
 from fdc_jax.report import analysis, runs
 from tests.report.feature_sets import feature_set, reference_of, write_features
 from tests.report.made_up import write_run
@@ -18,33 +21,37 @@ def routed(features, **settings):
     return task, np.array(labels)
 
 
-def check(features, found, place, **settings):
-    """Compares a place of a sweep with the reference."""
-    _, label = routed(features, **settings)
-    assert found.iloc[place] == pytest.approx(100 * np.mean(label == features.test_labels))
-
-
 @pytest.mark.parametrize(
     ("parameter", "value", "keyword"),
-    [("attenuation", 1.0, "gamma"), ("retained_energy", 0.95, "eta")],
+    [
+        ("attenuation", 1.0, "gamma"),
+        ("retained_energy", 0.95, "eta"),
+        ("neighbours", 2, "neighbours"),
+    ],
 )
-def test_a_sweep_is_the_reference_at_every_value(parameter, value, keyword):
+def test_a_sweep_is_the_reference_at_its_value(tmp_path, parameter, value, keyword):
     features = feature_set()
-    found = analysis.vary(features, calibration.FDC(), parameter, (value,))
-    check(features, found["accuracy"], 0, **{keyword: value})
-    assert {"attenuation": 0.5, "retained_energy": 0.75}[parameter] in analysis.VALUES[parameter]
+    write_features(tmp_path, features)
+    found = analysis.accuracies(tmp_path, {}, parameter, value)
+    expected = {f"{parameter}={value:g}": {keyword: value}}
+    if parameter == "neighbours":
+        expected["nearest=2"] = {"neighbours": 2, "nearest": True}
+    assert found == {
+        name: pytest.approx(100 * np.mean(routed(features, **of)[1] == features.test_labels))
+        for name, of in expected.items()
+    }
 
 
-def test_neighbourhoods_are_the_reference_s():
-    features = feature_set()
-    found = analysis.vary(features, calibration.FDC(), "neighbours")
-    assert found.index.tolist() == [1, 2]
-    for place, count in enumerate(found.index):
-        for name in ("accuracy", "nearest"):
-            check(features, found[name], place, neighbours=count, nearest=name == "nearest")
+def test_flags_name_settings_with_their_values():
+    found = analysis.sweep_of(["attenuation:0.1,0.3", "neighbours"])
+    assert found == {"attenuation": [0.1, 0.3], "neighbours": ()}
+    assert analysis.sweep_of(["all"]) == analysis.VALUES and analysis.sweep_of(["none"]) == {}
+    for flag in ("gamma", "attenuation:1.5", "neighbours:1.5", "attenuation:x"):
+        with pytest.raises(InputError, match=f"--sweep: expected one of attenuation.*{flag}"):
+            analysis.sweep_of([flag])
 
 
-def analysed(folder, features, sweep=(), seeds=(1, 2)):
+def analysed(folder, features, sweep=None, seeds=(1, 2)):
     """A group of runs with these features."""
     for seed in seeds:
         config = {"fdc.neighbours": 2}
@@ -57,7 +64,7 @@ def analysed(folder, features, sweep=(), seeds=(1, 2)):
 
 
 def test_analyses_are_those_of_the_paper_s_figures(tmp_path):
-    group = analysed(tmp_path, feature_set(), ["neighbours"])
+    group = analysed(tmp_path, feature_set())
     assert group.missing == []
     counts = {name: len(found) for name, found in group.analyses.items()}
     assert counts == {
@@ -65,14 +72,37 @@ def test_analyses_are_those_of_the_paper_s_figures(tmp_path):
         "residual_contributions": 2,
         "residual_distributions": 1,
         "prototype_geometry": 1,
-        "sweep_neighbours": 2,
     }
+    values = [f"{name}={value:g}" for name, of in analysis.VALUES.items() for value in of]
+    values += [f"{name}={count}" for name in ("neighbours", "nearest") for count in (1, 2)]
+    assert {name for name in group.numbers if "=" in name} == {*values}
+    rank = stats.spearmanr(*group.analyses["similarity"][0][["adapted_affinity", "error"]].T.values)
+    assert group.values("correlation:adapted_affinity")[0] == pytest.approx(rank.statistic)
+    own = group.analyses["residual_contributions"][1]["own"]
+    assert group.values("contribution:own")[1] == pytest.approx(own.mean())
+    # Another learner is swept if asked to be.
+    (other,) = runs.load([tmp_path])[0]
+    other = dataclasses.replace(other, learner="loda")
+    analysis.analyse(other)
+    assert not [name for name in other.numbers if "=" in name]
+    analysis.analyse(other, {"attenuation": [0.1]})
+    assert len(other.values("attenuation=0.1")) == 2
+
+
+def test_features_and_code_that_stay_are_not_fitted_again(tmp_path, monkeypatch):
+    analysed(tmp_path, feature_set(), seeds=(1,))
+    (group,) = runs.load([tmp_path])[0]
+    monkeypatch.setattr(analysis, "FDC", None)
+    analysis.analyse(group)
+    assert group.missing == [] and group.values("attenuation=0.25")
+    write_features(tmp_path / "seed_1" / "features", feature_set())
+    with pytest.raises(TypeError):
+        analysis.analyse(group)
 
 
 def test_what_a_run_does_not_allow_is_missing_with_the_reason(tmp_path):
     group = analysed(tmp_path / "a", feature_set(tasks=1), seeds=(1,))
-    (reason,) = group.missing
-    assert reason.startswith("no similarity: ") and "two tasks" in reason
+    assert group.missing == ["no similarity: a single task"]
     group = analysed(tmp_path / "b", None)
     (reason,) = group.missing
-    assert group.analyses == {} and "prototype_geometry: no saved features" in reason
+    assert group.analyses == {} and "no diagnostics or sweeps: no saved features" in reason

@@ -40,7 +40,7 @@ def test_nearest_class_means_of_the_pretrained_features(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (0, "Not told apart from no training at all: FDC minus "),
+        (0, "Not significantly better than no training at all: FDC minus "),
         (90, "No training at all does better: FDC"),
     ],
 )

@@ -23,7 +23,7 @@ def test_a_report_has_a_page_tables_and_figures(folder, tmp_path, capsys, monkey
     output = tmp_path / "out"
 
     def analyse(group, sweep):
-        assert sweep == ["neighbours"]
+        assert sweep == {"neighbours": ()}
         group.missing.append("no similarity: why")
 
     monkeypatch.setattr(analysis, "analyse", analyse)
@@ -57,7 +57,7 @@ def test_references_become_tables_quietly(folder, tmp_path, capsys, monkeypatch)
     given += [f"--reference={tmp_path / 'other code.csv'}"]
     assert __main__.main(given) == 0
     assert capsys.readouterr() == ("", "")
-    assert ",50.00 (1)," in (tmp_path / "o" / "tables" / "reference_other_code.csv").read_text()
+    assert ",50.0,,1," in (tmp_path / "o" / "tables" / "reference_other_code.csv").read_text()
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,8 @@ def test_references_become_tables_quietly(folder, tmp_path, capsys, monkeypatch)
     [
         ([], "expected at least one run folder"),
         (["notes"], "no usable run among 1 folder: notes: notes: expected the work directory"),
-        (["b", "--sweep=gamma"], "argument --sweep: invalid choice: 'gamma'"),
+        (["b", "--sweep=gamma"], "--sweep: expected one of attenuation, retained_energy"),
+        (["b", "--reference=other.csv"], "one of the runs (benchmark and learner digits cumul"),
         (["b", "--reference=bad.csv"], "bad.csv: line 2: column value: expected a number"),
         (["b", "--output=bad.csv"], "--output=bad.csv: expected a folder to write in"),
     ],
@@ -77,6 +78,7 @@ def test_an_error_is_one_line_and_comes_before_any_work(
     monkeypatch.setattr(analysis, "analyse", None)
     header = "benchmark,learner,quantity,value\ndigits,loda,raw,"
     (folder / "bad.csv").write_text(header + "much")
+    (folder / "other.csv").write_text(header + "50")
     assert __main__.main([*arguments, "--quiet"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""

@@ -1,9 +1,9 @@
 """The table at the end of a run."""
 
-from fdc_jax.report import console, words
+from fdc_jax.report import console, formatting
 from tests.report import made_up
 
-GAUSSIANS = words.method_title("gaussians")
+GAUSSIANS = formatting.method_title("gaussians")
 
 
 def shown(capsys, *members):
@@ -38,4 +38,21 @@ def test_one_seed_has_a_row_per_calibrator(capsys):
 def test_several_seeds_have_means_and_intervals(capsys):
     heading, rows, _ = shown(capsys, made_up.run(1), made_up.run(2))
     assert "seeds 1, 2" in heading and all(" ± " in row[0] for row in rows.values())
-    assert all(" to " in rows[name][3] for name in ("FDC", GAUSSIANS))
+    assert all(" to " in rows[GAUSSIANS][place] for place in (1, 3))
+    # The paper's accuracy of Cumulative-LoRA on CIFAR-100.
+    assert (rows["Raw"][2], rows["FDC"][2]) == ("84.34 ± 0.15", "88.62 ± 0.13")
+
+
+def test_the_paper_s_numbers_come_with_what_differs(capsys):
+    _, _, rest = shown(capsys, made_up.run(1, **{"train.epochs": 5}))
+    assert "The paper's numbers are of other settings; here: epochs 5." in rest
+
+
+def test_notes_are_means_over_seeds(capsys):
+    members = made_up.run(1, "digits"), made_up.run(2, "digits")
+    for run, share in zip(members, (10.0, 14.0), strict=True):
+        error = {"gaussians": share / 10}
+        run.results |= {"unlike_learned": share, "calibration_error": error}
+    _, _, rest = shown(capsys, *members)
+    assert any(line.startswith("Of the test images, 12.0 % are") for line in rest)
+    assert any(line.endswith("in points: 1.2 for class Gaussians.") for line in rest)

@@ -6,7 +6,7 @@ from matplotlib.collections import PolyCollection
 from matplotlib.text import Text
 from scipy import stats
 
-from fdc_jax.report import drawing, figures, words
+from fdc_jax.report import drawing, figures, formatting
 from tests.report import made_up
 
 
@@ -66,7 +66,7 @@ def test_accuracies_stand_where_they_belong(protocol, drawn):
         point = the_line(axes, f"{name}-0")
         assert point.get_xdata() == pytest.approx([np.mean(group.values(name))])
         assert point.get_color() == colour
-    titles = {"Raw", "FDC", "Task given", words.method_title("gaussians")}
+    titles = {"Raw", "FDC", "Task given", formatting.method_title("gaussians")}
     assert titles <= set(texts(figure))
 
 
@@ -111,9 +111,16 @@ def test_sweeps_are_means_with_the_default_dotted(protocol, drawn):
     (group,) = protocol
     defaults = {"attenuation": 0.5, "retained_energy": 0.75, "neighbours": 1}
     for axes, (name, own) in zip(drawn["sweeps"].figure.axes, defaults.items(), strict=True):
-        seeds = group.analyses[f"sweep_{name}"]
-        for index, column in enumerate(seeds[0]):
-            check_band(axes, column, over_seeds([each[column] for each in seeds]), index)
-        assert the_line(axes, "accuracy").get_xdata() == pytest.approx(seeds[0].index)
+        for index, column in enumerate((name, *["nearest"] * (name == "neighbours"))):
+            names = [each for each in made_up.SWEPT if each.startswith(f"{column}=")]
+            check_band(axes, column, over_seeds(group.numbers[names].to_numpy()), index)
+            values = [float(each.partition("=")[2]) for each in names]
+            assert the_line(axes, column).get_xdata() == pytest.approx(values)
         default = the_line(axes, "default")
         assert (default.get_xdata()[0], default.get_linestyle()) == (own, ":")
+
+
+def test_files_of_a_figure(drawn, tmp_path):
+    figures.write(drawn["sweeps"], tmp_path)
+    starts = {path.suffix: path.read_bytes()[:4] for path in tmp_path.iterdir()}
+    assert starts == {".svg": b"<?xm", ".pdf": b"%PDF", ".png": b"\x89PNG"}

@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fdc_jax.report import figures, page, pictures, tables, words
+from fdc_jax.report import figures, formatting, page, pictures, tables
 from fdc_jax.report.pictures import Evidence, Picture, Pictures, Said
 from fdc_jax.report.runs import Skipped
 from fdc_jax.report.tables import Table
@@ -150,7 +150,9 @@ def test_a_single_run_comes_first_with_its_number(single):
 
 def test_calibrators_tasks_and_pictures(single):
     results, cells = made_up.run(1, benchmark="digits").results, single.texts("td")
-    assert {"Raw", "FDC", words.method_title("gaussians"), "Task given"} < set(single.texts("th"))
+    assert {"Raw", "FDC", formatting.method_title("gaussians"), "Task given"} < set(
+        single.texts("th")
+    )
     assert single.texts("h3").count("Calibrators side by side") == 1
     for section in ("accuracy", "routing_accuracy", "average_incremental_accuracy"):
         assert {f"{results[section][name]:.2f}" for name in made_up.METHODS} < set(cells)

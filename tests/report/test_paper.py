@@ -3,10 +3,11 @@
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fdc_jax import learners
-from fdc_jax.report import paper
+from fdc_jax.report import paper, quantities, reference
 from tests.conftest import SHARED_ASSETS
 
 TABLES = Path(__file__).with_name("paper_tables.tex").read_text(encoding="utf-8")
@@ -42,23 +43,28 @@ def lines_of_five(label):
     return [line for line in lines if len(cells(line)) == 5]
 
 
-def pairs(row):
-    return [(each.mean, each.std) for each in row.values()]
+def row(learner, quantity):
+    """The paper's numbers of a quantity on its five benchmarks."""
+    return [
+        (of.mean, of.std) for n in paper.benchmarks() if (of := paper.find(n, learner, quantity))
+    ]
 
 
+# TSF, E_0 and E_T of what learners select.
 SWITCHES = {
-    (learner, kind): tuple(row["switches"])
-    for learner, kinds in paper.numbers()["tables"]["plugin"]["rows"].items()
-    for kind, row in kinds.items()
+    "full": (1, 1, 1),
+    "pac+rlc_adapted_view": (0, 0, 1),
+    "pac+rlc_pretrained_view": (0, 1, 0),
 }
 
 
 def plugged():
-    """Learner, kind and switches of the rows of the table of learners with FDC plugged in."""
+    """Learner, quantity and switches of the rows of the table of learners with FDC plugged in."""
     for learner in LEARNERS[1:]:
-        yield learner, "selected", SWITCHES[learner, "selected"]
-        if SWITCHES[learner, "selected"] != (1, 1, 1):
-            yield learner, "full", (1, 1, 1)
+        selected = learners.selected(learner)
+        yield learner, "gain:selected", SWITCHES[selected]
+        if selected != "full":
+            yield learner, "gain:full", (1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -66,49 +72,86 @@ def plugged():
     [
         (
             "tab:current-benchmark",
-            [paper.row("benchmark", name, k) for name in LEARNERS for k in ("raw", "fdc")],
+            [row(name, quantity) for name in LEARNERS for quantity in ("raw", "selected")],
         ),
         (
             "tab:current-ablation",
             [
-                paper.row("ablation", "cumulative_lora", name)
+                row("cumulative_lora", "raw" if name == "raw" else f"gain:{name}")
                 for name in list(paper.COMPONENT_TITLES)[:10]
             ],
         ),
-        ("tab:plugin", [paper.row("plugin", *row[:2], "gain") for row in plugged()]),
-        ("tab:current-aia", [paper.row("average_incremental_accuracy", name) for name in LEARNERS]),
+        ("tab:plugin", [row(*of[:2]) for of in plugged()]),
+        ("tab:current-aia", [row(name, "aia:raw") for name in LEARNERS]),
     ],
 )
 def test_rows_with_deviations_are_the_paper_s_in_its_order(label, expected):
-    assert [cells(line) for line in lines_of_five(label)] == [pairs(row) for row in expected]
+    assert [cells(line) for line in lines_of_five(label)] == expected
     assert len(expected) >= 9
 
 
 def test_switches_and_averages():
-    for line, (learner, kind, switches) in zip(lines_of_five("tab:plugin"), plugged(), strict=True):
+    rows = zip(lines_of_five("tab:plugin"), plugged(), strict=True)
+    for line, (learner, quantity, switches) in rows:
         found = re.search(r"& ([01]) & ([01]) & ([01]) &", line)
         assert switches == tuple(int(each) for each in found.groups())
-        assert paper.average(learner, kind) == float(line.split("&")[-1])
+        average = paper.find(paper.AVERAGE, learner, quantity)
+        assert average.mean == float(line.split("&")[-1])
+    assert paper.plugged() == LEARNERS[1:]
 
 
 def test_logit_standardisation():
     found = [
         pair for line in tabular(r"\def\motivationtablerows").split(r"\\") for pair in cells(line)
     ]
-    assert pairs(paper.row("logit_standardisation", "cumulative_lora")) == found and len(found) == 5
+    assert row("cumulative_lora", "gain:ls") == found and len(found) == 5
+
+
+LATENCY = [
+    *("latency_ms:baseline", "latency_ms:single", "added_latency_percent:single"),
+    *("latency_ms:dual", "added_latency_percent:dual", "inference_mib:baseline"),
+    *("added_mib:single", "added_mib:dual"),
+]
 
 
 @pytest.mark.parametrize(
-    ("label", "table"),
-    [("tab:training", "partitions"), ("tab:app-cost", "cost")],
+    ("label", "names"),
+    [("tab:training", None), ("tab:app-cost", quantities.COSTS), ("tab:app-latency", LATENCY)],
 )
-def test_rows_without_deviations(label, table):
+def test_rows_without_deviations(label, names):
     titles = ["CIFAR-100", "ImageNet-A", "ImageNet-R", "CUB-200", "Omni[a-zB.]*"]
-    lines = tabular(label).split(r"\\")
-    for name, title in zip(paper.benchmarks(), titles, strict=True):
+    lines = re.split(r"\\\\(?!%)", tabular(label))
+    for benchmark, title in zip(paper.benchmarks(), titles, strict=True):
         line = next(line for line in lines if re.search(rf"{title} &", line)).split("&", 1)[1]
         found = [float(each.replace(",", "")) for each in re.findall(r"[\d,]*\.?\d+", line)]
-        assert found == list(paper.columns(table, name).values())
+        if names is None:
+            assert found == list(paper.sizes(benchmark).values())
+        else:
+            own = [paper.find(benchmark, "cumulative_lora", name) for name in names]
+            assert (
+                found == [each.mean for each in own] and np.isnan([each.std for each in own]).all()
+            )
+
+
+def test_averages_of_the_sweeps_are_in_the_text():
+    path = SHARED_ASSETS.parent / "paper.tex"
+    if not path.exists():
+        pytest.skip("needs the paper's source, looked for in ../shared/paper.tex")
+    text = path.read_text(encoding="utf-8")
+    for name in ("attenuation=0", "attenuation=0.5", "attenuation=1", "retained_energy=0.65"):
+        mean = paper.find(paper.AVERAGE, "cumulative_lora", name).mean
+        assert f"{mean}\\%" in text
+    # "gamma = 0.75 is only 0.06 pp lower"
+    assert paper.find(paper.AVERAGE, "cumulative_lora", "attenuation=0.75").mean == 77.16
+    defaults = [row("cumulative_lora", "selected")]
+    assert np.mean([mean for mean, _ in defaults[0]]) == pytest.approx(77.22, abs=0.005)
+
+
+def test_every_mean_of_the_paper_is_a_line_of_a_reference():
+    lines = reference.read(paper.CSV)
+    tables = lines[~lines.source.isin(["tab:app-latency", "app:tsf-pca-sensitivity"])]
+    # Table current-ablation repeats the five of Raw.
+    assert len(tables) + 5 == 287 and len(lines) == 282 + 40 + 6
 
 
 def test_settings():
@@ -126,12 +169,3 @@ def test_settings():
     rates = [fields[f"train.{part}_learning_rate"] for part in ("increment", "head")]
     assert rates == [5e-4, 5e-3]
     assert r"5\times10^{-4}$ / $5\times10^{-3}" in tabular("tab:app-settings")
-
-
-def test_what_learners_select_are_the_paper_s_switches():
-    """TSF, E_0 and E_T."""
-    combinations = {"full": (1, 1, 1), "pac+rlc_adapted_view": (0, 0, 1)}
-    combinations |= {"pac+rlc_pretrained_view": (0, 1, 0)}
-    for learner in LEARNERS:
-        switches = SWITCHES.get((learner, "selected"), (1, 1, 1))
-        assert combinations[learners.selected(learner)] == switches

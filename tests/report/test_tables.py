@@ -1,5 +1,6 @@
 """Tables against numbers computed here from the results of the runs alone."""
 
+import json
 import math
 
 import numpy as np
@@ -7,11 +8,12 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from fdc_jax.report import paper, runs, tables, words
+from fdc_jax.calibration import fdc
+from fdc_jax.report import formatting, paper, runs, tables
 from fdc_jax.report.tables import Table
 from tests.report.made_up import predictions, results, write_run
 
-GAUSSIANS = words.method_title("gaussians")
+GAUSSIANS = formatting.method_title("gaussians")
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,8 @@ def of_seeds(learner="cumulative_lora", benchmark="cifar100", seeds=(1, 2, 3)):
 
 
 def written(values, signed=False):
-    sign = "+" * signed
-    return f"{np.mean(values):{sign}.2f} ± {np.std(values, ddof=1):.2f} ({len(values)})"
+    sign, count = "+" * signed, "" if len(values) == 3 else f" ({len(values)})"
+    return f"{np.mean(values):{sign}.2f} ± {np.std(values, ddof=1):.2f}{count}"
 
 
 def lines(table, *labels):
@@ -57,29 +59,61 @@ def lines(table, *labels):
     return {row.iloc[table.frame.index.nlevels - 1]: row for _, row in frame.iterrows()}
 
 
-def test_only_rows_with_a_number_of_ours_beside_the_paper_s(ours, groups):
+def record(table, **labels):
+    """The one row of a table's numbers with these labels."""
+    of = table.numbers
+    for name, label in labels.items():
+        of = of[of[name] == label]
+    assert len(of) == 1
+    return of.iloc[0]
+
+
+def test_tables_are_those_with_a_number_of_ours(ours):
     assert list(ours) == [
         *("runs", "calibrators", "benchmark", "ablation", "plugin", "average_incremental_accuracy"),
-        "cost",
+        *("task_identity", "cost", "selection"),
     ]
     # The paper's number stands only beside one of ours.
-    row = lines(ours["benchmark"], "Cumulative-LoRA")["paper"]
-    assert row["CIFAR-100"] == "84.34 ± 0.15" and pd.isna(row["ImageNet-R"])
+    row = lines(ours["benchmark"], "SplitLoRA", "")["paper"]
+    assert row["CIFAR-100"] == "88.20 ± 0.28" and row["ImageNet-R"] == "78.68 ± 0.13"
+    assert "CUB-200" not in ours["benchmark"].frame
 
 
-def test_ours_stands_above_the_paper_s(ours):
+def test_ours_the_paper_s_and_the_difference(ours):
     table = ours["benchmark"]
-    found = lines(table, "Cumulative-LoRA")
+    found = lines(table, "Cumulative-LoRA", "")
     raw = [each["accuracy"]["raw"] for each in of_seeds()]
-    assert list(found) == ["ours", "ours, epochs 5", "paper"]
+    assert list(found) == ["ours", "paper", "difference", "ours (1)", "difference (1)"]
     assert found["ours"]["CIFAR-100"] == written(raw)
-    # A run that departs from the protocol is labelled.
+    # Welch's test of the difference is at its level at the ends of the interval.
+    row = record(
+        table, learner="cumulative_lora", calibrator="raw", settings="", benchmark="cifar100"
+    )
+    assert row.difference == pytest.approx(np.mean(raw) - 84.34)
+    assert (row.paper_mean, row.paper_std, row.n) == (84.34, 0.15, 3)
+    shift = 84.34 + row.difference_high
+    test = stats.ttest_ind_from_stats(np.mean(raw), np.std(raw, ddof=1), 3, shift, 0.15, 3, False)
+    assert test.pvalue == pytest.approx(0.05)
+    ends = f"{row.difference_low:+.1f} to {row.difference_high:+.1f}"
+    assert found["difference"]["CIFAR-100"] == f"{row.difference:+.2f} ({ends})"
+    # What departs from the protocol is said once, and numbered in the rows.
     reduced = results(seed=4)["accuracy"]["raw"]
-    assert found["ours, epochs 5"]["CIFAR-100"] == f"{reduced:.2f} (1)"
+    assert found["ours (1)"]["CIFAR-100"] == f"{reduced:.2f} (1)"
+    assert table.scope == "Ours depart from the paper's protocol: (1) epochs 5."
     chosen = [
         each["components"]["pac+rlc_adapted_view"] for each in of_seeds("splitlora", seeds=(1, 2))
     ]
-    assert lines(table, "SplitLoRA + FDC")["ours"]["CIFAR-100"] == written(chosen)
+    assert lines(table, "SplitLoRA", "+ FDC")["ours"]["CIFAR-100"] == written(chosen)
+
+
+def test_the_best_mean_of_ours_is_bold(ours):
+    table = ours["benchmark"]
+    column = list(table.frame).index("CIFAR-100")
+    (row,) = [row for row, at in table.best if at == column]
+    own = [label for label in table.frame.index if label[-1].startswith("ours")]
+    means = [float(table.frame.loc[label, "CIFAR-100"].split()[0]) for label in own]
+    assert table.frame.index[row] == own[int(np.argmax(means))]
+    assert table.to_latex().count(r"\textbf{") == len(table.frame.columns)
 
 
 def test_gains_are_paired_within_each_seed(ours):
@@ -88,6 +122,9 @@ def test_gains_are_paired_within_each_seed(ours):
     found = lines(table, "Cumulative-LoRA", "TSF + Dual RLC")
     assert found["ours"]["CIFAR-100"] == written(gains, signed=True)
     assert found["paper"]["CIFAR-100"] == "+3.21 ± 0.16"
+    row = record(table, learner="cumulative_lora", calibrator="tsf+rlc", settings="", n=3)
+    interval = stats.t.interval(0.95, 2, np.mean(gains), stats.sem(gains))
+    assert (row.quantity, row.low, row.high) == ("gain", *map(pytest.approx, interval))
     texts = table.frame.loc["SplitLoRA"].index.get_level_values("components")
     assert list(dict.fromkeys(texts)) == list(paper.COMPONENT_TITLES.values())
 
@@ -107,9 +144,47 @@ def test_an_average_is_over_all_five_benchmarks_only(ours, tmp_path):
     ]
     found = lines(table, "RSIAT", titles["pac+rlc_pretrained_view"])
     assert found["ours"]["Avg."] == f"{np.mean(gains):+.2f}" and found["paper"]["Avg."] == "+5.15"
+    assert found["difference"]["Avg."] == f"{np.mean(gains) - 5.15:+.2f}"
+    row = record(table, benchmark="average", calibrator="pac+rlc_pretrained_view")
+    assert (row["mean"], row.paper_mean) == (pytest.approx(np.mean(gains)), 5.15)
 
 
-# Statistics, data, costs --------------------------------------------------------------------------
+# Selection rule, calibrators, costs ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("gains", "expected"),
+    [
+        ((1, 1, 1), "full"),
+        ((-1, 1, 1), "pac+rlc"),
+        ((-1, 1, -1), "pac+rlc_pretrained_view"),
+        ((1, -1, 1), "adapted_view"),
+        ((1, -1, -1), "tsf"),
+        ((-1, -1, -1), "raw"),
+    ],
+)
+def test_components_with_a_gain_on_every_benchmark_are_selected(tmp_path, gains, expected):
+    """TSF, E_0 and E_T; on the first benchmark every component gains."""
+    for benchmark, signs in (("cub200", (1, 1, 1)), ("imagenet_a", gains)):
+        found = results(benchmark=benchmark, learner="loda")
+        keys = ("tsf", "pac+rlc_pretrained_view", "pac+rlc_adapted_view")
+        for key, sign in zip(keys, signs, strict=True):
+            found["components"][key] = found["components"]["raw"] + sign
+        write_run(tmp_path / benchmark, found)
+    assert tables.selected(runs.load([tmp_path])[0]) == expected
+    assert fdc.COMPONENTS[expected].get("tsf", True) == (gains[0] > 0)
+
+
+def test_pairs_with_a_gain_are_counted_as_the_paper_counts_its_own(ours, groups):
+    found = lines(ours["selection"], "learners of Table plugin")
+    assert list(found) == ["ours", "paper"]
+    assert found["paper"]["gains, the paper's choice"] == "40 of 40, +4.39"
+    assert found["paper"]["gains, all components"] == "35 of 40, +4.45"
+    gains = [np.mean(group.values("gain:full")) for group in groups if group.learner == "splitlora"]
+    assert found["ours"]["gains, all components"] == f"2 of 2, {np.mean(gains):+.2f}"
+    numbers = {"learner": "plugged", "calibrator": "all components", "settings": "ours"}
+    row = record(ours["selection"], quantity="pairs with a gain", **numbers)
+    assert (row["mean"], row.n) == (2, 2)
 
 
 def test_all_calibrators_stand_side_by_side(ours, groups):
@@ -118,8 +193,8 @@ def test_all_calibrators_stand_side_by_side(ours, groups):
     raw, own = ([each["accuracy"][name] for each in of_seeds()] for name in ("raw", "gaussians"))
     gains, row = np.subtract(own, raw), found[GAUSSIANS]
     low, high = stats.t.interval(0.95, 2, np.mean(gains), stats.sem(gains))
-    assert row["accuracy"] == written(own).removesuffix(" (3)")
-    assert row["gain"] == written(gains, signed=True).removesuffix(" (3)")
+    assert row["accuracy"] == written(own)
+    assert row["gain"] == written(gains, signed=True)
     assert row["interval of the gain"] == f"{low:+.2f} to {high:+.2f}"
     low, high = stats.t.interval(0.95, 2, np.mean(own), stats.sem(own))
     assert row["95 % interval"] == f"{low:.2f} to {high:.2f}"
@@ -129,6 +204,9 @@ def test_all_calibrators_stand_side_by_side(ours, groups):
     gain = digits.gain("gaussians")
     row = lines(ours["calibrators"], "Cumulative-LoRA", "Digits", "ours")[GAUSSIANS]
     assert row["interval of the gain"] == f"{gain.low:+.2f} to {gain.high:+.2f}"
+    # A method that no seed changes has no interval over seeds, and no interval leaves 0 to 100.
+    low, high = (digits.gain(name, None)[2:4] for name in ("raw", "oracle"))
+    assert 0 < low[0] and high[1] <= 100
 
 
 def test_logit_standardisation_is_of_runs_that_fitted_it(tmp_path):
@@ -136,34 +214,68 @@ def test_logit_standardisation_is_of_runs_that_fitted_it(tmp_path):
     found["accuracy"]["ls"] = found["accuracy"]["raw"] + 0.25
     write_run(tmp_path / "a", found)
     write_run(tmp_path / "b")
-    made = runs.load(sorted(tmp_path.iterdir()))[0]
-    assert "logit_standardisation" not in built(made)  # a table of one row
-    write_run(tmp_path / "c", found | {"benchmark": "digits", "learner": "rsiat"})
-    made = runs.load(sorted(tmp_path.iterdir()))[0]
-    row = lines(built(made)["logit_standardisation"], "LoDA")["ours"]
-    assert row["CIFAR-100"] == "+0.25 (1)"
+    row = lines(built(runs.load([tmp_path])[0])["logit_standardisation"], "LoDA")
+    assert row["ours"]["CIFAR-100"] == "+0.25 (1)" and list(row) == ["ours"]
 
 
-def test_costs_leave_out_cached_extraction(ours):
-    found = lines(ours["cost"], "Cumulative-LoRA", "CIFAR-100", "ours")["1 x cpu"]
-    assert found["training, min"] == written([601 / 60, 602 / 60, 603 / 60])
-    assert found["FDC, min"] == f"{96 / 60:.2f} (1)"
-    assert found["FDC storage, MiB"] == "3.00 ± 0.00 (3)"
-    published = lines(ours["cost"], "Cumulative-LoRA", "CIFAR-100", "paper")
-    assert next(iter(published.values()))["FDC storage, MiB"] == "11.86"
+def test_costs_count_features_out_of_the_cache(ours):
+    def row(quantity, numbers="ours"):
+        return lines(ours["cost"], "Cumulative-LoRA", quantity)[numbers]["CIFAR-100"]
+
+    assert row("training, min") == written([(600 + seed) / 60 for seed in (1, 2, 3)])
+    # 60, 30 and 6 seconds: fit of FDC alone, E_0 of seeds 2 and 3 from the cache.
+    assert row("FDC, min") == "1.60 ± 0.00" and row("FDC storage, MiB", "paper") == "11.86"
+    assert row("FDC beyond it, GiB") == "0.25 ± 0.00"
+
+
+def test_latency_is_of_runs_that_were_timed(tmp_path):
+    write_run(tmp_path / "a")
+    peaks = {"baseline": 2**30, "single": 2**30 + 2**21, "dual": 2**30 + 2**22}
+    times = {"baseline": 100.0, "single": 101.0, "dual": 190.0}
+    of = {n: {"milliseconds": [times[n]] * 3, "peak_bytes": peaks[n]} for n in times}
+    (tmp_path / "a" / "latency.json").write_text(json.dumps({"contenders": of}))
+    table = built(runs.load([tmp_path])[0])["latency"]
+    expected = {
+        "baseline, ms": "100.00 (1)", "single view, ms": "101.00 (1)",
+        "single view, % more": "+1.00 (1)", "dual view, ms": "190.00 (1)",
+        "dual view, % more": "+90.00 (1)", "baseline, MiB": "1,024.00 (1)",
+        "single view, MiB more": "+2.00 (1)", "dual view, MiB more": "+4.00 (1)",
+    }  # fmt: skip
+    for quantity, text in expected.items():
+        assert lines(table, "Cumulative-LoRA", quantity)["ours"]["CIFAR-100"] == text
+    assert lines(table, "Cumulative-LoRA", "dual view, ms")["paper"]["CIFAR-100"] == "323.10"
+
+
+def test_errors_that_the_task_corrects(ours):
+    of = [each["accuracy"] for each in of_seeds()]
+    shares = [100 * (95 - each["raw"]) / (100 - each["raw"]) for each in of]
+    row = lines(ours["task_identity"], "Cumulative-LoRA", "errors that it corrects, %")["ours"]
+    assert row["CIFAR-100"] == written(shares)
 
 
 # Files --------------------------------------------------------------------------------------------
 
 
-def test_files_hold_the_same_table(tmp_path):
-    index = pd.MultiIndex.from_tuples([("a_b", "x|y"), ("50 %", "<b>")], names=["E_0", "what"])
+def test_numbers_are_one_row_each_with_all_columns(ours, tmp_path):
+    ours["plugin"].write(tmp_path)
+    read = pd.read_csv(tmp_path / "plugin.csv")
+    assert [*read] == [
+        *("benchmark", "learner", "calibrator", "quantity", "mean", "std", "n", "low", "high"),
+        *("paper_mean", "paper_std", "difference", "difference_low", "difference_high", "settings"),
+    ]
+    assert read[read.benchmark != "digits"]["paper_mean"].notna().all()
+    assert read["mean"].notna().all() and not read.duplicated([*[*read][:4], "settings"]).any()
+
+
+def test_latex_escapes_what_names_and_numbers_have(tmp_path):
+    index = pd.MultiIndex.from_tuples([("a_b", "x|y"), ("50 %", "E_0")], names=["E_T", "what"])
     frame = pd.DataFrame({"n & m": ["-1.00 ± 0.50", math.nan], "one": ["1", "2"]}, index=index)
-    table = Table("a_b", "A title", frame, "A note.")
+    table = Table("a_b", "A title", frame, "A note.", best=frozenset([(1, 1)]))
     table.write(tmp_path)
     read = pd.read_csv(tmp_path / "a_b.csv", index_col=[0, 1], dtype=str)
     pd.testing.assert_frame_equal(read, frame, check_dtype=False)
     latex = (tmp_path / "a_b.tex").read_text()
     assert r"\caption{A title.}" in latex and r"\label{tab:a-b}" in latex
-    assert r"n \& m" in latex and r"a\_b & x|y & -1.00 ± 0.50 & 1 \\" in latex
-    assert r"50 \% & <b> & – & 2 \\" in latex
+    assert r"$E_T$ & what & n \& m & one \\" in latex
+    assert r"a\_b & x|y & $-$1.00 $\pm$ 0.50 & 1 \\" in latex
+    assert r"50 \% & $E_0$ & -- & \textbf{2} \\" in latex
