@@ -12,6 +12,7 @@ PROGRAMS = {
     "run": "learn a stream of tasks, calibrate and evaluate on the way",
     "report": "write a report about runs",
     "predict": "say the classes of new images by a run",
+    "latency": "time the inference of runs by the paper's protocol",
     "export": "make a run one folder that predicts",
     "posthoc": "calibrate heads from a file of features",
     "bench": "write and check records of the league",

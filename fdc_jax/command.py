@@ -146,11 +146,13 @@ def show(config: Any, workdir: str, quiet: bool = False) -> None:
 
     folders = list(seeds.folders_of(config, workdir).values())
     lines = [f"results: {folder / 'results.json'}" for folder in folders]
+    group = runs.load(folders)[0][0]
+    runs.write_summary(group)
     if not quiet:
-        console.show(runs.load(folders)[0][0])
+        console.show(group)
     if config.report:
         try:
-            page = report.write([workdir], Path(workdir) / "report", quiet=True)
+            page = report.write([workdir], Path(workdir) / "report", sweep={}, quiet=True)
             lines.append(f"report: {page}")
         except InputError as error:  # the results stand without it
             logging.getLogger(__name__).warning("no report was written: %s", error)

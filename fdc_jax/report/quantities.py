@@ -151,7 +151,7 @@ def _costs(results: Mapping[str, Any]) -> dict[str, Any]:
     ]
     of = {
         "training_minutes": (timing.get("training_seconds"), 60),
-        "fdc_minutes": (None if None in parts else sum(parts), 60),
+        "fdc_minutes": (sum(filter(None, parts)) if None not in parts else None, 60),
         "peak_memory_gib": (memory.get("training"), 2**30),
         "fdc_peak_memory_gib": (memory.get(FDC.name), 2**30),
         "storage_mib": (results.get("fdc_storage_bytes"), 2**20),

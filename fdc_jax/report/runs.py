@@ -146,7 +146,8 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Group], list[Ski
     """
     skipped: list[Skipped] = []
     found: dict[tuple[str, int], Any] = {}
-    folders = {os.path.realpath(each): each for path in paths for each in _seeds_of(Path(path))}
+    given = [each for path in map(Path, paths) for each in _runs_in(path) or [path]]
+    folders = {os.path.realpath(path): path for path in given}
     for path in folders.values():
         try:
             run = _open(path)
@@ -160,12 +161,13 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Group], list[Ski
     return group(list(found.values())), skipped
 
 
-def _seeds_of(path: Path) -> list[Path]:
-    """Returns the work directories of the seeds below a folder, itself if there are none."""
+def _runs_in(path: Path) -> list[Path]:
+    """Returns the run folders at any depth below a folder, which may be one itself."""
     if (path / "config.json").exists():
         return [path]
-    children = sorted(each.parent for each in path.rglob("config.json"))
-    return sorted(children, key=lambda each: (each.parent, len(each.name), each.name)) or [path]
+    children = (each for each in path.iterdir() if each.is_dir()) if path.is_dir() else ()
+    ordered = sorted(children, key=lambda each: (len(each.name), each.name))
+    return [found for child in ordered for found in _runs_in(child)]
 
 
 def _open(path: Path) -> Any:
@@ -248,9 +250,9 @@ def write_summary(group: Group) -> None:
         | {"by_seed": {str(seed): value for seed, value in group.numbers[name].dropna().items()}}
         for name in group.numbers
     }
-    fields = ("benchmark", "learner", "class_order_seed", "num_tasks", "num_classes", "config")
-    found = {name: group.results.get(name) for name in (*fields, "versions")}
-    found["config"] = found["config"] | {"seed": group.seeds}
+    fields = ("benchmark", "learner", "class_order_seed", "num_tasks", "num_classes", "versions")
+    found = {name: group.results.get(name) for name in fields}
+    found["config"] = group.results["config"] | {"seed": group.seeds}
     summary = found | {"seeds": group.seeds, "settings": group.title, "numbers": numbers}
     write_json(folders.pop() / "results.json", summary)
 

@@ -333,7 +333,7 @@ def of_selection(groups: Sequence[Group]) -> Table:
         }
         least = {
             f"least gain, {part}": number(
-                min(np.mean(group.values(f"gain:{key}")) for group in own), signed=True
+                min(float(np.mean(group.values(f"gain:{key}"))) for group in own), signed=True
             )
             for key, part in _PARTS.items()
         }
