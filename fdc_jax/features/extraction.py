@@ -1,4 +1,4 @@
-"""Features of any encoder E_t; those of E_0, of images and weights alone, are kept on disk."""
+"""Extraction of features by any encoder E_t, and a cache on disk for those by E_0."""
 
 import collections
 import contextlib
@@ -21,12 +21,12 @@ from fdc_jax.machine.devices import Mesh
 from fdc_jax.model import operations, vit
 from fdc_jax.model.vit import VisionTransformer
 
-# Batches whose features may be on the device before the oldest is fetched.
+# Most batches whose features are on the device before the oldest are fetched.
 _IN_FLIGHT = 2
 
 
 class Extraction(NamedTuple):
-    """Features and what they cost."""
+    """Features, and the seconds that they took."""
 
     features: Float[np.ndarray, "n d"]
     seconds: float
@@ -49,11 +49,11 @@ class Extractor:
             size = operations.images_together(mesh, count, side, model.variant.patch)
             if size == count:
                 return vit.encode(model, backbone, images, replaced)
-            cut = images.reshape(-1, size, *images.shape[1:])
-            found = jax.lax.map(lambda part: encode(backbone, part, replaced), cut)
-            return found.reshape(count, -1)
+            portions = images.reshape(-1, size, *images.shape[1:])
+            features = jax.lax.map(lambda part: encode(backbone, part, replaced), portions)
+            return features.reshape(count, -1)
 
-        # Each of several processes gets the features of all.
+        # Every process gets the features of the whole batch.
         self.encode = jax.jit(encode, out_shardings=devices.everywhere(mesh))
 
     def __call__(
@@ -63,25 +63,24 @@ class Extractor:
         batches: Iterable[Batch],
         poll: Callable[[], None] = lambda: None,
     ) -> list[Extraction]:
-        """Returns float32 features by several encoders, one row per image, padding removed.
+        """Returns float32 features by several encoders, one row per image without padding.
 
-        Each image is read, decoded and placed once; the features are bit for bit those of separate
-        passes.
+        Every image is read, decoded and transferred once. The features are bit for bit those of
+        separate passes; every encoder gets the same share of the seconds.
 
         Args:
             backbone: pretrained parameters.
-            views: what each encoder, E_0 to E_T, has in the place of parameters of E_0.
+            views: for every encoder the parameters that replace those of E_0.
             batches: images in evaluation preprocessing.
-            poll: called before each batch; raises to stop.
+            poll: called before every batch; raises to stop.
         """
         start = time.perf_counter()
-        found = [[np.zeros((0, self._width), np.float32)] for _ in views]
+        blocks = [[np.zeros((0, self._width), np.float32)] for _ in views]
         for features in self.stream(backbone, views, batches, poll):
-            for rows, of_view in zip(found, features, strict=True):
-                rows.append(of_view)
-        # The views' shares of one pass.
+            for rows, own in zip(features, blocks, strict=True):
+                own.append(rows)
         seconds = (time.perf_counter() - start) / len(views)
-        return [Extraction(np.concatenate(rows), seconds) for rows in found]
+        return [Extraction(np.concatenate(own), seconds) for own in blocks]
 
     def stream(
         self,
@@ -90,12 +89,12 @@ class Extractor:
         batches: Iterable[Batch],
         poll: Callable[[], None] = lambda: None,
     ) -> Iterator[list[Float[np.ndarray, "n d"]]]:
-        """Yields the features of batch after batch, by each encoder; arguments as of a call."""
+        """Yields for every batch the features by every encoder; see `__call__`."""
         pending: collections.deque = collections.deque()
 
         def fetch() -> list[np.ndarray]:
             features, count = pending.popleft()
-            return [np.asarray(of_view)[:count] for of_view in features]
+            return [np.asarray(view)[:count] for view in features]
 
         for batch in batches:
             poll()
@@ -112,26 +111,26 @@ class FeatureCache:
     """Features of the pretrained encoder on disk.
 
     Args:
-        folder: where the files lie.
-        key: everything that the features depend on; JSON values.
+        folder: the folder of all cached features.
+        key: JSON values of everything except the images that the features depend on.
     """
 
     def __init__(self, folder: str | os.PathLike[str], key: dict[str, Any]):
         self._folder = Path(folder) / _digest(json.dumps(key, sort_keys=True).encode())
 
     def find(self, name: str, indices: np.ndarray) -> Extraction | None:
-        """Returns cached features of these images, or None unless every process finds them."""
-        start, found = time.perf_counter(), None
-        # Damaged ones are made again.
+        """Returns cached features of these images, or None unless every process has them."""
+        start, features = time.perf_counter(), None
+        # Damaged files are extracted again.
         with contextlib.suppress(InputError, KeyError):
-            found = files.read_npz(self._path(name, indices))["features"]
-        if not processes.agreed(found is not None) or found is None:
+            features = files.read_npz(self._path(name, indices))["features"]
+        if not processes.agreed(features is not None) or features is None:
             return None
-        return Extraction(found, time.perf_counter() - start, from_cache=True)
+        return Extraction(features, time.perf_counter() - start, from_cache=True)
 
     def keep(self, name: str, indices: np.ndarray, extraction: Extraction) -> None:
         """Writes features of these images to the cache."""
-        # A cache that cannot be written costs time, not results.
+        # Without a writable cache, results stay the same.
         with contextlib.suppress(InputError):
             files.write_npz(self._path(name, indices), {"features": extraction.features})
 
