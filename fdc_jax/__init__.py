@@ -11,7 +11,7 @@ from fdc_jax.machine.versions import __version__ as __version__
 if TYPE_CHECKING:
     from fdc_jax import calibration, heads
     from fdc_jax.estimator import ContinualClassifier, FDCClassifier
-    from fdc_jax.run.opened import open_run
+    from fdc_jax.run.saved import open_run
 
 __all__ = ["ContinualClassifier", "FDCClassifier", "calibration", "heads", "open_run"]
 
@@ -19,7 +19,7 @@ __all__ = ["ContinualClassifier", "FDCClassifier", "calibration", "heads", "open
 _HOME = {
     "ContinualClassifier": "fdc_jax.estimator",
     "FDCClassifier": "fdc_jax.estimator",
-    "open_run": "fdc_jax.run.opened",
+    "open_run": "fdc_jax.run.saved",
 }
 
 

@@ -42,7 +42,7 @@ from fdc_jax.machine.files import (
 from fdc_jax.model import weights
 from fdc_jax.run import configuration, experiment, seeds
 from fdc_jax.run import setup as setups
-from fdc_jax.run.opened import Opened
+from fdc_jax.run.saved import Run
 
 RECALL = (1, 2, 3, 5)
 # What follows from the protocol, which all records of a folder share.
@@ -284,7 +284,7 @@ def of_run(workdir: str | Path, facts: Mapping[str, Any]) -> list[dict[str, Any]
 
     Where they name a calibrator, its record alone is returned.
     """
-    run = Opened(workdir)
+    run = Run(workdir)
     if (results := run.results) is None:
         raise InputError(f"{workdir}: expected a finished run, found no results.json")
     columns = run.predictions

@@ -30,8 +30,8 @@ from fdc_jax.machine.files import (
     write_safetensors,
 )
 from fdc_jax.model import layouts, vit, weights
-from fdc_jax.run.opened import Opened, open_run
-from fdc_jax.run.places import Places
+from fdc_jax.run.paths import RunPaths
+from fdc_jax.run.saved import Run, open_run
 
 _log = logging.getLogger("fdc_jax.export")  # not __name__, which is __main__ in the program
 
@@ -82,7 +82,7 @@ def write(
             f"learned {len(heads)}; let it finish first"
         )
     with write_folder_atomically(output) as folder:
-        target = Places(folder)
+        target = RunPaths(folder)
         _write_pretrained(run, target)
         config = read_json(run.config_file) | _ANYWHERE
         write_json(target.config_file, config | {"weights sha256": sha256(target.weights_file)})
@@ -99,7 +99,7 @@ def write(
         open_run(folder, learner=learner)
 
 
-def _write_pretrained(run: Opened, target: Places) -> None:
+def _write_pretrained(run: Run, target: RunPaths) -> None:
     """Writes the arrays of the pretrained encoder by their names, and their configuration."""
     path = run.encoders.pretrained.path
     arrays = weights.used(path)
@@ -110,7 +110,7 @@ def _write_pretrained(run: Opened, target: Places) -> None:
                 shutil.copyfile(config, target.weights_file.with_name(config.name))
 
 
-def _write_timm(run: Opened, folder: Path) -> None:
+def _write_timm(run: Run, folder: Path) -> None:
     """Writes E_T as a model of timm, with the input range of the run; warns if timm has none."""
     encoders, kernels = run.encoders, run.encoder(run.num_tasks)
     model, size = encoders.learner.setup.model, run.config["encoder.image_size"]

@@ -41,8 +41,8 @@ from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.machine.files import check_writable_file, write_atomically, write_text
 from fdc_jax.report import pictures
-from fdc_jax.run.opened import Opened
 from fdc_jax.run.progress import Progress
+from fdc_jax.run.saved import Run
 
 _log = logging.getLogger("fdc_jax.predict")  # not __name__, which is __main__ in the program
 
@@ -69,7 +69,7 @@ class Predictions:
     """
 
     def __init__(self, run: Any, images: Any, top: int = 5, method: str = "fdc"):
-        if not isinstance(run, Opened):
+        if not isinstance(run, Run):
             raise InputError(f"run: expected what open_run returns, found {type(run).__name__}")
         if not isinstance(top, int | np.integer) or top < 1:
             raise InputError(f"top: expected a whole number from 1 on, found {top!r}")

@@ -26,7 +26,7 @@ NOTATION = re.findall(r"`([a-z]\w*(?:\.\w+)+)`", (DOCS / "notation.md").read_tex
 
 
 def leaves(nav):
-    """Places in a navigation, which is a list of pages and of lists under a title."""
+    """RunPaths in a navigation, which is a list of pages and of lists under a title."""
     if isinstance(nav, str):
         return [nav]
     parts = nav if isinstance(nav, list) else nav.values()

@@ -16,11 +16,21 @@ from fdc_jax.errors import InputError, did_you_mean
 
 
 class Method(NamedTuple):
-    """A calibrator: its title in tables, and what makes a fresh one of settings."""
+    """A calibrator by its properties.
+
+    Attributes:
+        title: its name in tables.
+        make: makes a fresh one from settings.
+        settings: names of the settings that it takes.
+        has_components: `components` gives the scores of parts of the method, raw heads included.
+        gives_confidence: `assess` gives probabilities and typicality.
+    """
 
     title: str
     make: Callable[..., Calibrator]
     settings: tuple[str, ...] = ()
+    has_components: bool = False
+    gives_confidence: bool = False
 
 
 _FDC = tuple(inspect.signature(fdc.Settings).parameters)
@@ -29,8 +39,8 @@ _RANDOM = ("projections", "seed")
 # In the order of tables. A suffix names the view; see each class for formulas.
 METHODS: dict[str, Method] = {
     "raw": Method("Raw", comparators.Raw),
-    "fdc": Method("FDC", fdc.FDC, _FDC),
-    "gaussians": Method("class Gaussians", gaussians.Gaussians),
+    "fdc": Method("FDC", fdc.FDC, _FDC, has_components=True),
+    "gaussians": Method("class Gaussians", gaussians.Gaussians, gives_confidence=True),
     "ls": Method("logit standardisation", comparators.LogitStandardisation),
     "energy": Method("Energy", comparators.Energy),
     "msp": Method("maximum softmax", comparators.MaximumSoftmax),
@@ -45,7 +55,7 @@ METHODS: dict[str, Method] = {
     "anacp": Method("AnaCP", comparators.AnaCP, _RANDOM),
 }
 for _name in ("ncm", "mahalanobis", "fecam", "ridge", "ranpac", "anacp"):
-    _title, _make, _settings = METHODS[_name]
+    _title, _make, _settings, *_ = METHODS[_name]
     METHODS[f"{_name}-pretrained"] = Method(
         f"{_title}, frozen features", partial(_make, view="pretrained"), _settings
     )

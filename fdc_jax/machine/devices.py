@@ -57,7 +57,7 @@ def replicate(mesh: Mesh, tree: Any) -> Any:
 
 
 def put(leaf: Any, sharding: Sharding) -> jax.Array:
-    """Places values that every process has, each on the devices of its own."""
+    """RunPaths values that every process has, each on the devices of its own."""
     if sharding.is_fully_addressable:
         return jax.device_put(leaf, sharding)
     # `device_put` would compare the values of all processes.

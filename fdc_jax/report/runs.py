@@ -18,7 +18,7 @@ from fdc_jax.errors import InputError, counted
 from fdc_jax.machine.files import read_object, write_json
 from fdc_jax.report import baselines, paper, quantities
 from fdc_jax.run.configuration import NOT_COMPARED
-from fdc_jax.run.opened import open_run
+from fdc_jax.run.saved import open_run
 
 # Columns of `Group.record` that are no numbers of it.
 _LABELS = ("benchmark", "learner", "calibrator", "quantity", "settings")

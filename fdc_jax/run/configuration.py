@@ -133,10 +133,11 @@ def flatten(config: Config) -> dict[str, Any]:
 
 
 def calibrators(config: Config) -> tuple[str, ...]:
-    """Returns the names of the calibrators of a run; that of the heads alone comes with FDC's."""
+    """Returns the names of the calibrators of a run, with `raw` unless one has it as component."""
     names = tuple(dict.fromkeys(name.strip() for name in config.calibrators.split(",")))
     others = tuple(name for name in names if name and name != "raw")
-    return others if "fdc" in others else ("raw", *others)
+    known = (calibration.METHODS.get(name) for name in others)
+    return others if any(method and method.has_components for method in known) else ("raw", *others)
 
 
 # What they must satisfy ---------------------------------------------------------------------------
@@ -183,7 +184,7 @@ def validate(config: Config) -> None:
         if each not in loggers.KINDS:
             raise InputError(did_you_mean("config.log", each, loggers.KINDS))
     try:
-        calibration.make("fdc", **config.fdc.to_dict())
+        calibration.Settings(**config.fdc.to_dict())
     except InputError as error:
         raise InputError(f"config.fdc.{error}") from error
     scale = flat["data.crop_scale"]

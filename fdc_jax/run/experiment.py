@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper: learn task after task, fit calibrators as they go by, evaluate."""
+"""Algorithm 1 of the paper: learns task after task, fits calibrators after each, and evaluates."""
 
 import time
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import numpy as np
 from jaxtyping import Float
 
 from fdc_jax import calibration, evaluation
-from fdc_jax.calibration import Scores, confidence
+from fdc_jax.calibration import METHODS, Scores, confidence
 from fdc_jax.data.task_stream import TaskStream
 from fdc_jax.errors import StopRequest
 from fdc_jax.features.feature_files import TaskFeatures
@@ -25,7 +25,7 @@ Seconds = dict[str, float]
 
 
 class Work(NamedTuple):
-    """Where the work of one seed goes, and who watches it."""
+    """The files, images and observers of the work on one seed."""
 
     store: Store
     checkpoints: Checkpoints
@@ -34,34 +34,45 @@ class Work(NamedTuple):
     stop: StopRequest
 
 
-class Begun(NamedTuple):
-    """Where the work in a directory ends: some tasks are done, and perhaps steps of the next."""
+class ResumePoint(NamedTuple):
+    """How far an earlier process got.
 
-    state: Any  # of the learner
+    Attributes:
+        state: the learner's state.
+        calibrators: the calibrators by name.
+        tasks_done: number of tasks that are trained and fitted.
+        trained_tasks: number of trained tasks; one more if the last one is not fitted.
+        step: number of steps of the next task.
+        timing: seconds of the training of the last task, by kind.
+        trained: the trained leaves after these steps.
+        optimizer: the optimiser's state after these steps.
+    """
+
+    state: Any
     calibrators: dict[str, Any]
     tasks_done: int = 0
-    trained_tasks: int = 0  # one more than are done, if only its calibrators were lacking
-    step: int = 0  # of the task after
-    timing: Seconds | None = None  # of the training of the task begun last
-    trained: Any = None  # leaves after these steps
+    trained_tasks: int = 0
+    step: int = 0
+    timing: Seconds | None = None
+    trained: Any = None
     optimizer: Any = None
 
 
-def run(setup: Setup, seed: int, begun: Begun, work: Work) -> dict[str, Any]:
-    """Does what is left of one seed and returns its calibrators (Algorithm 1).
+def run(setup: Setup, seed: int, point: ResumePoint, work: Work) -> dict[str, Any]:
+    """Finishes one seed from a resume point, and returns its calibrators (Algorithm 1).
 
     Raises:
         TrainingError: a loss is not finite.
-        Interrupted: a stop was requested; the same call in a new process goes on from there.
+        Interrupted: a stop was requested; the same call in a new process resumes.
     """
     learner, tasks, store, log = setup.learner, setup.tasks, work.store, work.log
-    state, calibrators = begun.state, begun.calibrators
-    for task in range(begun.tasks_done, len(tasks.tasks)):
+    state, calibrators = point.state, point.calibrators
+    for task in range(point.tasks_done, len(tasks.tasks)):
         took, processor = {"previous_extraction_seconds": 0.0}, time.process_time()
-        if task >= begun.trained_tasks:
+        if task >= point.trained_tasks:
             if task and any(each.reads_previous for each in calibrators.values()):
                 took = keep_previous(task, learner.encoder(setup.backbone, state, task), work)
-            state = train(setup, seed, task, state, begun, work)  # line 3
+            state = train(setup, seed, task, state, point, work)  # line 3
         encoder = learner.encoder(setup.backbone, state, task + 1)
         heads = setups.heads(learner, state, task + 1)
         features, extracted = extract(tasks, task, encoder, heads[task], work)  # line 4
@@ -83,15 +94,15 @@ def run(setup: Setup, seed: int, begun: Begun, work: Work) -> dict[str, Any]:
     return calibrators
 
 
-def resume(setup: Setup, seed: int, store: Store, checkpoints: Checkpoints) -> Begun:
-    """Returns the newest state that all else in the work directory goes with, or the first one.
+def resume(setup: Setup, seed: int, store: Store, checkpoints: Checkpoints) -> ResumePoint:
+    """Returns the newest checkpoint with its calibrators, or the state before the first task.
 
     Raises:
-        InputError: the work directory lacks what it would need to go on.
+        InputError: the run is finished, and its checkpoints are gone.
     """
     for number, cursor, tree in setups.checkpoints(setup, checkpoints, seed):
         trained, step = cursor["tasks_done"], cursor["step"]
-        # The encoder of a task that ends here is at hand, whatever else of the task is lacking.
+        # A checkpoint at the end of a task has its encoder: fit and evaluation can be repeated.
         complete = store.has_fitted(trained) and (
             trained == 0 or store.recorded(trained - 1) or not setup.evaluated[trained - 1]
         )
@@ -99,13 +110,13 @@ def resume(setup: Setup, seed: int, store: Store, checkpoints: Checkpoints) -> B
         if done and not store.has_fitted(done):
             checkpoints.set_aside(number, "calibrators of its tasks are missing")
             continue
-        store.go_on(done)
+        store.forget_after(done)
         store.event("resume", tasks_done=done, step=step)
         calibrators = store.calibrators(done) if done else _new_calibrators(setup.config)
         timing = cursor["training_time"]
-        return Begun(tree.pop("state"), calibrators, done, trained, step, timing, **tree)
-    store.go_on(0)
-    return Begun(setups.first_state(setup.learner), _new_calibrators(setup.config))
+        return ResumePoint(tree.pop("state"), calibrators, done, trained, step, timing, **tree)
+    store.forget_after(0)
+    return ResumePoint(setups.first_state(setup.learner), _new_calibrators(setup.config))
 
 
 def _new_calibrators(config: Config) -> dict[str, Any]:
@@ -114,7 +125,7 @@ def _new_calibrators(config: Config) -> dict[str, Any]:
 
 
 def keep_previous(task: int, encoder: Any, work: Work) -> Seconds:
-    """Keeps E_{t-1}(D_t) for calibrators that follow the encoder; returns the time it took."""
+    """Saves E_{t-1}(D_t), from which drift is estimated; returns the seconds that it took."""
     if work.store.previous(task) is not None:
         return {"previous_extraction_seconds": 0.0}
     found = work.images.previous_features(task, encoder)
@@ -122,11 +133,11 @@ def keep_previous(task: int, encoder: Any, work: Work) -> Seconds:
     return {"previous_extraction_seconds": found.seconds}
 
 
-def train(setup: Setup, seed: int, task: int, state: Any, begun: Begun, work: Work) -> Any:
-    """Learns a task, or what is left of it (line 3), and returns the learner's state."""
+def train(setup: Setup, seed: int, task: int, state: Any, point: ResumePoint, work: Work) -> Any:
+    """Learns a task, from its first step or the resume point (line 3); returns the new state."""
     learner, update, backbone, log = setup.learner, setup.update, setup.backbone, work.log
     mesh, every = learner.setup.mesh, setup.config.checkpoint.every_steps
-    first, epochs = begun.step if task == begun.trained_tasks else 0, setup.epochs[task]
+    first, epochs = point.step if task == point.trained_tasks else 0, setup.epochs[task]
     planned = {"classes_per_task": learner.setup.classes_per_task}  # the slots of a checkpoint
 
     def save(tasks_done: int, step: int, **tree: Any) -> None:
@@ -139,7 +150,7 @@ def train(setup: Setup, seed: int, task: int, state: Any, begun: Begun, work: Wo
         state = setups.accept(learner, state, new, "before_task")
     frozen, trained, optimizer = setups.start_task(learner, update, backbone, state, task, seed)
     if first > 0:
-        trained, optimizer = begun.trained, begun.optimizer
+        trained, optimizer = point.trained, point.optimizer
     batches = work.images.batches(task, epochs, start_step=first)
     log.begin(task, len(setup.tasks.tasks), epochs, first, batches)
     for step, batch in enumerate(batches, start=first):
@@ -163,7 +174,7 @@ def train(setup: Setup, seed: int, task: int, state: Any, begun: Begun, work: Wo
 def extract(
     tasks: TaskStream, task: int, encoder: Any, head: Any, work: Work
 ) -> tuple[TaskFeatures, Seconds]:
-    """Returns what calibrators are fitted on, and the time that it took (line 4)."""
+    """Returns the features that calibrators are fitted on, and the seconds taken (line 4)."""
     views = work.images.train_features(task, encoder)
     adapted, pretrained = views.arrays
     features = TaskFeatures(
@@ -182,18 +193,15 @@ def extract(
     }
 
 
-def fit(calibrators: dict[str, Any], features: TaskFeatures) -> Seconds:
-    """Fits every calibrator on the next task (lines 5 to 13), and returns the time that FDC took.
-
-    Without FDC it is the time of all.
-    """
+def fit(calibrators: dict[str, Any], features: TaskFeatures) -> dict[str, Seconds]:
+    """Fits every calibrator on a task (lines 5 to 13); returns their seconds by name."""
     took = {}
     for name, calibrator in calibrators.items():
         clock = time.perf_counter()
         features.fit(calibrator)
         calibrator.finalize()
         took[name] = time.perf_counter() - clock
-    return {"fit_seconds": took.get("fdc", sum(took.values()))}
+    return {"fit_seconds": took}
 
 
 def evaluate(
@@ -204,22 +212,22 @@ def evaluate(
     calibrators: dict[str, Any],
     work: Work,
 ) -> dict[str, Any]:
-    """Returns the accuracies after a task (lines 14 to 20); the last one's predictions are kept."""
+    """Returns the accuracies after a task (lines 14 to 20); saves predictions after the last."""
     seen = tasks.test_tasks <= task
     labels, true_tasks = tasks.test_labels[seen], tasks.test_tasks[seen]
     views = work.images.test_features(len(labels), encoder)
     scores, components, took = score(calibrators, heads, *views.arrays)
-    gaussians = calibrators.get("gaussians")
     sure = unlike = None
-    if gaussians is not None:
-        sure, typicality = gaussians.assess(*views.arrays)
-        unlike = 100.0 * float(np.mean(typicality < confidence.UNTYPICAL))
+    for name in calibrators:
+        if METHODS[name].gives_confidence:
+            sure, typicality = calibrators[name].assess(*views.arrays)
+            unlike = 100.0 * float(np.mean(typicality < confidence.UNTYPICAL))
     if task + 1 == len(tasks.tasks):
         columns = evaluation.predictions(scores, labels, true_tasks)
         work.store.keep_predictions(columns, tasks.class_names)
         work.store.keep_test(*views.arrays, columns["label"], heads)
     work.store.event(
-        "confusion",  # percentages of images taken for those of other tasks
+        "confusion",  # percentages of images that are routed to an earlier or later task
         task=task,
         earlier={n: 100 * float(np.mean(s.task < true_tasks)) for n, s in scores.items()},
         later={n: 100 * float(np.mean(s.task > true_tasks)) for n, s in scores.items()},
@@ -243,16 +251,16 @@ def score(
     heads: list[Any],
     adapted: Float[np.ndarray, "n d"],
     pretrained: Float[np.ndarray, "n e"] | None,
-) -> tuple[dict[str, Scores], dict[str, Scores], Seconds]:
-    """Returns the scores of every calibrator, of FDC's components, and the time as of `fit`."""
+) -> tuple[dict[str, Scores], dict[str, Scores], dict[str, Seconds]]:
+    """Returns the scores of every calibrator, scores of components, and seconds by calibrator."""
     scores, components, took = {}, {}, {}
     for name, calibrator in calibrators.items():
         calibrator.replace_heads(heads)
         clock = time.perf_counter()
-        if name == "fdc":
+        if METHODS[name].has_components:
             components = calibrator.components(adapted, pretrained)
-            scores |= {"raw": components["raw"], "fdc": components["full"]}
+            scores |= {"raw": components["raw"], name: components["full"]}
         else:
             scores[name] = calibrator.score(adapted, pretrained)
         took[name] = time.perf_counter() - clock
-    return scores, components, {"score_seconds": took.get("fdc", sum(took.values()))}
+    return scores, components, {"score_seconds": took}

@@ -95,10 +95,16 @@ def _peak_memory(per_task: list[dict[str, int | None]]) -> dict[str, int | None]
 
 
 def _timing(per_task: list[dict[str, float]]) -> dict[str, Any]:
-    """Returns sums over tasks, and images per second."""
-    names = sorted(set().union(*per_task))
-    total: dict[str, Any] = {name: sum(each.get(name, 0.0) for each in per_task) for name in names}
+    """Returns sums over tasks, those of calibrators by name, and images per second."""
+    total: dict[str, Any] = {}
+    for name in sorted(set().union(*per_task)):
+        values: list[Any] = [timing.get(name, 0.0) for timing in per_task]
+        total[name] = _sums(values) if isinstance(values[0], dict) else sum(values)
     seconds = total.get("training_seconds")
     total["training_images_per_second"] = total["training_images"] / seconds if seconds else None
     total["input_wait_fraction"] = total["input_wait_seconds"] / seconds if seconds else None
     return total
+
+
+def _sums(values: list[Any]) -> dict[str, float]:
+    return {name: sum(value[name] for value in values) for name in values[0]}

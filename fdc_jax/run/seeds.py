@@ -26,7 +26,7 @@ from fdc_jax.run import configuration, experiment, results
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.images import RunImages
-from fdc_jax.run.places import known_classes
+from fdc_jax.run.paths import known_classes
 from fdc_jax.run.progress import Progress, StepLog
 from fdc_jax.run.setup import Setup
 from fdc_jax.run.store import Store
@@ -90,15 +90,15 @@ def run_seed(
     progress = Progress(quiet, f"seed {seed}, " if len(setup.config.seed) > 1 else "")
     checkpoints = Checkpoints(store.checkpoints_folder, setup.config.checkpoint.keep)
     with contextlib.closing(progress):
-        begun = experiment.resume(setup, seed, store, checkpoints)
-        if begun.trained_tasks:
-            progress.line(f"goes on after {begun.trained_tasks} of {len(setup.tasks.tasks)} tasks")
+        point = experiment.resume(setup, seed, store, checkpoints)
+        if point.trained_tasks:
+            progress.line(f"resumes after {point.trained_tasks} of {len(setup.tasks.tasks)} tasks")
         steps = setup.first_steps
-        progress.start(total=steps[-1], done=steps[begun.trained_tasks] + begun.step)
-        log = StepLog(setup.config, store.event, progress, begun.timing)
+        progress.start(total=steps[-1], done=steps[point.trained_tasks] + point.step)
+        log = StepLog(setup.config, store.event, progress, point.timing)
         images = RunImages(setup, seed, stop.poll)
         work = experiment.Work(store, checkpoints, images, log, stop)
-        calibrators = experiment.run(setup, seed, begun, work)
+        calibrators = experiment.run(setup, seed, point, work)
     found = results.collect(setup, seed, calibrators, store.records())
     store.finish(calibrators, found)
     return found

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool
 
-from fdc_jax import learners
+from fdc_jax import calibration, learners
 from fdc_jax.data import task_stream
 from fdc_jax.data.batches import ByteCache
 from fdc_jax.errors import InputError
@@ -166,7 +166,8 @@ def _pretrained_features(encoders: EncoderSetup, tasks: task_stream.TaskStream) 
 def _check_neighbours(config: Config, tasks: task_stream.TaskStream) -> None:
     """Refuses what FDC would refuse after a training."""
     fewest = min(len(set(tasks.train.labels[rows])) for rows in tasks.train_indices)
-    if "fdc" in configuration.calibrators(config) and config.fdc.neighbours > fewest:
+    known = (calibration.METHODS[name].settings for name in configuration.calibrators(config))
+    if config.fdc.neighbours > fewest and any("neighbours" in settings for settings in known):
         raise InputError(
             f"config.fdc.neighbours: expected at most {fewest}, the classes with images of the "
             f"smallest task, found {config.fdc.neighbours}"

@@ -25,7 +25,7 @@ from fdc_jax.machine.files import read_npy, write_atomically, write_json, write_
 from fdc_jax.run import configuration
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.loggers import Loggers
-from fdc_jax.run.places import CLASSES, PLANNED, Places, known_of
+from fdc_jax.run.paths import CLASSES, PLANNED, RunPaths, known_of
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 _IMAGES = {"training images sha256", "test images sha256"}
 
 
-class Store(Places):
+class Store(RunPaths):
     """The work directory of one seed of one configuration.
 
     Args:
@@ -161,8 +161,8 @@ class Store(Places):
         return {name: pickle.loads(content.tobytes()) for name, content in found.items()}
 
     @processes.on_first
-    def go_on(self, num_tasks: int) -> None:
-        """Forgets what was measured after tasks that come again.
+    def forget_after(self, num_tasks: int) -> None:
+        """Removes the records of tasks after the first `num_tasks`, which are learned again.
 
         Raises:
             InputError: a finished run would be trained again from its first task.

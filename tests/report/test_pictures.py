@@ -14,7 +14,7 @@ from fdc_jax.report import pictures
 from tests.report.feature_sets import feature_set
 
 
-class Opened:
+class Run:
     """What `fdc_jax.open_run` returns, of a stream made up."""
 
     class_names = ("ant", "bee", "cat", "dog", "emu", "fox", "gnu", "hen", "ibex", "jay")
@@ -51,7 +51,7 @@ def opened(folder, dual=True):
     (folder / "features").mkdir(parents=True)
     for name, view in zip(("test_adapted", "test_pretrained"), views, strict=False):
         np.save(folder / "features" / f"{name}.npy", view)
-    return Opened(folder, calibrator, columns), terms
+    return Run(folder, calibrator, columns), terms
 
 
 @pytest.mark.parametrize("dual", [True, False])
@@ -84,7 +84,7 @@ def test_images_are_those_of_their_rows(tmp_path):
         assert each.small and each.uri.startswith("data:image/png;base64,")
         image = Image.open(io.BytesIO(base64.b64decode(each.uri.partition(",")[2])))
         assert (np.asarray(image) == each.row).all()
-        assert each.true.name == Opened.class_names[columns["label"][each.row]]
+        assert each.true.name == Run.class_names[columns["label"][each.row]]
         assert each.raw.task == columns["raw_task"][each.row] + 1
     assert all(each.row in repaired and each.fdc == each.true for each in found.repaired)
     assert all(each.raw == each.true != each.fdc for each in found.broken)

@@ -28,11 +28,11 @@ from fdc_jax.machine.files import check_manifest, read_npz, read_safetensors
 from fdc_jax.model import vit
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
-from fdc_jax.run.places import PLANNED, Places, known_of
+from fdc_jax.run.paths import PLANNED, RunPaths, known_of
 from fdc_jax.run.setup import EncoderSetup
 
 
-class Opened(Places):
+class Run(RunPaths):
     """The work directory of one seed, finished or stopped, or what `fdc_jax.export` made of it.
 
     Args:
@@ -240,4 +240,4 @@ class Opened(Places):
 
 
 # The name that users know.
-open_run = Opened
+open_run = Run

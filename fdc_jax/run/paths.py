@@ -16,7 +16,7 @@ from fdc_jax.run import base, configuration
 CLASSES, PLANNED = "known classes", "classes of planned tasks"
 
 
-class Places:
+class RunPaths:
     """Names of the files in the work directory of one seed, and what its JSON says."""
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -101,7 +101,7 @@ def known_classes(folders: Sequence[Path], classes_per_task: int | list[int]) ->
     """
 
     def read() -> list[dict[str, Any]]:
-        found = map(Places, folders)
+        found = map(RunPaths, folders)
         return [each.read_config() for each in found if each.config_file.exists()]
 
     empty = {PLANNED: []}
