@@ -325,7 +325,7 @@ def _run(options: argparse.Namespace) -> None:
         raise InputError(f"{len(predictions.unreadable)} of {images} could not be read")
 
 
-def _notes(run: Opened, predictions: Predictions) -> Iterator[str]:
+def _notes(run: Run, predictions: Predictions) -> Iterator[str]:
     """Yields lines on tasks that are missing, on a better calibrator, and of the calibrator."""
     if predictions.num_tasks < run.num_tasks:
         yield (
