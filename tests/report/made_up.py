@@ -10,7 +10,7 @@ from scipy import stats
 
 from fdc_jax.report import paper, runs
 from fdc_jax.report.runs import Group
-from fdc_jax.run import places
+from fdc_jax.run import paths
 
 # What a run by the paper's protocol has in its configuration.
 PROTOCOL = {
@@ -118,7 +118,7 @@ def write_run(folder, found=None, columns=None, **arguments):
     found = results(**arguments) if found is None else found
     folder.mkdir(parents=True, exist_ok=True)
     fields = dict.fromkeys(("benchmark", "learner.name", "weights sha256"), "")
-    fields[places.PLANNED] = []
+    fields[paths.PLANNED] = []
     (folder / "config.json").write_text(json.dumps(fields))
     (folder / "results.json").write_text(json.dumps(found))
     if columns is not None:
