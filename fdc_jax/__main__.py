@@ -15,7 +15,6 @@ PROGRAMS = {
     "latency": "time the inference of runs by the paper's protocol",
     "export": "make a run one folder that predicts",
     "posthoc": "calibrate heads from a file of features",
-    "bench": "write and check records of the league",
 }
 
 

@@ -39,7 +39,6 @@ _log = logging.getLogger("fdc_jax.export")  # not __name__, which is __main__ in
 _ANYWHERE = {
     "data.dir": "",
     "data.source": "",
-    "data.images": "",
     "cache_dir": "",
     "encoder.weights": "pretrained/model.safetensors",
     "encoder.attention": "auto",

@@ -111,7 +111,7 @@ def test_the_same_run_gives_the_same_bytes(whole, tmp_path):
     workdir = small_runs.copied(whole, tmp_path / "run")
     for name in ("config.json", "results.json"):
         found = json.loads((workdir / name).read_text())
-        found.get("config", found)["data.images"] = str(tmp_path / "list.json")
+        found.get("config", found)["data.source"] = str(tmp_path / "images")
         (workdir / name).write_text(json.dumps(found))
     for name in ("one", "two"):
         export.write(workdir, tmp_path / name)

@@ -20,7 +20,7 @@ PAGES = {
     path.relative_to(REPOSITORY).as_posix(): path.read_text()
     for path in (
         *(REPOSITORY / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
-        *sorted((REPOSITORY / "docs").glob("*.md")),
+        *sorted((REPOSITORY / "docs").rglob("*.md")),
     )
 }
 

@@ -8,17 +8,13 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Container, Sequence
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Int
 from PIL import Image
 
 from fdc_jax.data import images
-from fdc_jax.errors import InputError
-from fdc_jax.machine.files import read_json
 
-_LISTS = Path(__file__).parents[1] / "assets"
 # Accepted names of a split for testing, by preference.
 TEST_NAMES = ("test", "val", "validation")
 
@@ -61,50 +57,6 @@ class Dataset:
     def describe(self, index: int) -> str:
         """Returns the name of an image for an error message."""
         return f"{self.name}, split {self.split}, image {index} ({self.ids[index]})"
-
-
-def listed(dataset: Dataset, name: str) -> Dataset:
-    """Returns the images of a list alone, in its order; their names are their checksums.
-
-    So nothing depends on the order and the names that a copy of the data has.
-
-    Args:
-        dataset: one split.
-        name: "league", or a JSON file: by split and class, lists of the first 12 hexadecimal digits
-            of `images.pixels_sha256`.
-
-    Raises:
-        InputError: there is no such list, it is of another form, or an image is not there.
-    """
-    path = _LISTS / f"{name}_images.json"
-    path = path if path.is_file() else Path(name)
-    try:
-        of_classes = read_json(path)[dataset.split].items()
-        wanted = [(kind, str(each)) for kind, checksums in of_classes for each in checksums]
-    except (InputError, LookupError, TypeError, AttributeError) as error:
-        form = f'{{"{dataset.split}": {{CLASS: [CHECKSUM, ...]}}}}'
-        raise InputError(
-            f"config.data.images: expected league, or a JSON file with {form}; found {name}"
-        ) from error
-    hashes = dataset.pixel_hashes()
-    kinds = (dataset.class_names[label] for label in dataset.labels.tolist())
-    rows = {
-        (kind, pixels.hex()[:12]): row
-        for row, (kind, pixels) in enumerate(zip(kinds, hashes, strict=True))
-    }
-    if missing := [each for each in wanted if each not in rows]:
-        raise InputError(
-            f"config.data.images: {path}: expected {len(wanted)} images in {dataset.split}, "
-            f"{len(missing)} are not there, among them {' '.join(missing[0])}"
-        )
-    chosen = [rows[each] for each in wanted]
-    return dataclasses.replace(
-        dataset,
-        labels=dataset.labels[chosen],
-        ids=tuple(checksum for _, checksum in wanted),
-        read=lambda index: dataset.read(chosen[index]),
-        pixel_hashes=lambda: [hashes[row] for row in chosen],
-    )
 
 
 def class_checksums(*splits: Dataset) -> dict[str, str]:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int
 
 from fdc_jax.data import benchmarks, sources
-from fdc_jax.data.dataset import Dataset, class_checksums, listed
+from fdc_jax.data.dataset import Dataset, class_checksums
 from fdc_jax.errors import InputError
 
 
@@ -131,12 +131,10 @@ def build(config: Any, train: Dataset, test: Dataset, known: Known = NOTHING) ->
 
     Raises:
         InputError: counts differ from the benchmark's; classes, names or task sizes do not add up;
-            an image of a list is missing; a task has no test images.
+            a task has no test images.
     """
     name, names = train.name, train.class_names
     benchmarks.verify(name, train.labels, test.labels, names)
-    if config.data.images:
-        train, test = (listed(split, config.data.images) for split in (train, test))
     old = [class_name for class_name in known.classes if class_name in set(names)]
     # If known classes are missing, the run reports them when it compares its settings.
     earlier = known.sizes if len(old) == len(known.classes) else ()

@@ -57,7 +57,6 @@ def fields(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.data.test_share = 0.0  # of each class, where the source is not divided; 0: refuse that
     config.data.dir = ""  # what TFDS prepared; empty: $TFDS_DATA_DIR or ~/tensorflow_datasets
     config.data.input_range = "pilot01"  # pixels in [0, 1]; augreg: in [-1, 1]; model: the file's
-    config.data.images = ""  # these alone: league, or a list of checksums; empty: all
     config.data.train_per_class = 0  # images of each class, 0: all
     config.data.test_per_class = 0  # likewise
     config.data.crop_scale = (0.05, 1.0)  # share of the image that a training crop covers

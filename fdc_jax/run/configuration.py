@@ -21,7 +21,7 @@ _PACKAGE = Path(__file__).parents[1]
 # Where things lie and how fast they are read; these may differ between the hosts of one run.
 OF_A_HOST = frozenset(
     {
-        *("cache_dir", "data.dir", "data.source", "data.images", "encoder.weights"),
+        *("cache_dir", "data.dir", "data.source", "encoder.weights"),
         *("data.workers", "data.cache_gib"),
     }
 )

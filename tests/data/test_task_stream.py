@@ -1,16 +1,12 @@
 """Which images belong to which task, and what a run knows of its classes."""
 
 import dataclasses
-import json
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from PIL import Image
 
-from fdc_jax.data import benchmarks, images, task_stream
-from fdc_jax.data.dataset import Dataset, class_checksums, listed
+from fdc_jax.data import benchmarks, task_stream
+from fdc_jax.data.dataset import class_checksums
 from fdc_jax.errors import InputError
 from fdc_jax.run import base
 
@@ -119,78 +115,3 @@ def test_checksums_are_of_names_labels_and_pixels_in_any_order(plain_source):
 
     moved = [class_checksums(part("train", "ab"[:n]), part("test", "abc"[n:])) for n in (1, 2)]
     assert moved[0] != moved[1]
-
-
-def copy_of_data(split, rows):
-    """Thirty images of three classes, number i of colour i, in an order of somebody's."""
-    pixels = [np.full((2, 2, 3), i, np.uint8) for i in rows]
-    return Dataset(
-        name="plain",
-        split=split,
-        partition="given",
-        labels=np.array(rows) % 3,
-        ids=tuple(f"{split}_{place:05d}" for place in range(len(rows))),
-        class_names=("ant", "bee", "cat"),
-        read=lambda index: Image.fromarray(pixels[index]),
-        pixel_hashes=lambda: [images.pixels_sha256(each) for each in pixels],
-    )
-
-
-@given(st.permutations(range(30)), st.permutations(range(30, 51)))
-def test_a_list_of_images_means_the_same_in_every_copy(tmp_path_factory, train_rows, test_rows):
-    wanted = {"train": {"bee": [28, 4, 1], "ant": [27, 0], "cat": [5]}, "test": {}}
-    wanted["test"] = {"ant": [48], "bee": [40, 31], "cat": [32]}
-
-    def checksum(number):
-        return images.pixels_sha256(np.full((2, 2, 3), number, np.uint8)).hex()[:12]
-
-    file = tmp_path_factory.getbasetemp() / "listed.json"
-    content = {
-        split: {kind: [*map(checksum, numbers)] for kind, numbers in of.items()}
-        for split, of in wanted.items()
-    }
-    file.write_text(json.dumps(content))
-    stream = build(
-        copy_of_data("train", train_rows),
-        copy_of_data("test", test_rows),
-        -1,
-        classes_per_task=(1, 2),
-        data={"images": str(file)},
-    )
-
-    def colours(split, rows):
-        return [np.asarray(split.image(row))[0, 0, 0] for row in rows]
-
-    found = [colours(stream.train, rows) for rows in stream.train_indices]
-    assert found == [[27, 0], [28, 4, 1, 5]]
-    assert colours(stream.test, stream.test_indices) == [48, 40, 31, 32]
-    assert stream.train_labels(1).tolist() == [1, 1, 1, 2]
-    assert stream.train.ids[:2] == tuple(content["train"]["bee"][:2])
-    same = build(
-        *(copy_of_data("train", range(30)), copy_of_data("test", range(30, 51)), -1),
-        classes_per_task=(1, 2),
-        data={"images": str(file)},
-    )
-    assert stream.class_checksums == same.class_checksums
-    assert (stream.train.checksum, stream.test.checksum) == (
-        same.train.checksum,
-        same.test.checksum,
-    )
-
-
-@pytest.mark.parametrize(
-    ("content", "said"),
-    [
-        (None, "expected league, or a JSON file"),
-        ("[]", "expected league, or a JSON file"),
-        ('{"test": {}}', "expected league, or a JSON file"),
-        ('{"train": {"bee": 3}}', "expected league, or a JSON file"),
-        ('{"train": {"bee": ["0", "1"]}}', "expected 2 images in train, 2 are not there.* bee 0$"),
-    ],
-)
-def test_lists_of_images_that_say_nothing_are_refused(content, said, tmp_path):
-    file = tmp_path / "listed.json"
-    if content is not None:
-        file.write_text(content)
-    with pytest.raises(InputError, match=rf"config\.data\.images: .*{said}"):
-        listed(copy_of_data("train", range(30)), str(file))

@@ -20,14 +20,6 @@ def test_shipped_configurations_are_valid(name):
     assert config.benchmark == name
 
 
-def test_long_streams_are_cifar100_in_fifty_tasks():
-    config = importlib.import_module("configs.long").get_config()
-    configuration.validate(config)
-    cifar100 = stream.BENCHMARKS["cifar100"]
-    sizes = stream.task_sizes("cifar100", cifar100.num_classes, config.classes_per_task)
-    assert sizes == (2,) * 50 and config.evaluation.every == 10
-
-
 def test_the_streams_of_omnibenchmark_1k_have_as_many_tasks_as_its_file_says():
     module = importlib.import_module("configs.omnibench1k")
     config = module.get_config()
