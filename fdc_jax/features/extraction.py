@@ -26,7 +26,7 @@ _IN_FLIGHT = 2
 
 
 class Extraction(NamedTuple):
-    """Features, and the seconds that they took."""
+    """Features, and the seconds that images and encoder took when these were computed."""
 
     features: Float[np.ndarray, "n d"]
     seconds: float
@@ -120,19 +120,19 @@ class FeatureCache:
 
     def find(self, name: str, indices: np.ndarray) -> Extraction | None:
         """Returns cached features of these images, or None unless every process has them."""
-        start, features = time.perf_counter(), None
-        # Damaged files are extracted again.
+        found = None
+        # Damaged files are computed again.
         with contextlib.suppress(InputError, KeyError):
-            features = files.read_npz(self._path(name, indices))["features"]
-        if not processes.agreed(features is not None) or features is None:
-            return None
-        return Extraction(features, time.perf_counter() - start, from_cache=True)
+            arrays = files.read_npz(self._path(name, indices))
+            found = Extraction(arrays["features"], float(arrays["seconds"]), from_cache=True)
+        return found if processes.agreed(found is not None) else None
 
     def keep(self, name: str, indices: np.ndarray, extraction: Extraction) -> None:
         """Writes features of these images to the cache."""
         # Without a writable cache, results stay the same.
         with contextlib.suppress(InputError):
-            files.write_npz(self._path(name, indices), {"features": extraction.features})
+            arrays = {"features": extraction.features, "seconds": np.array(extraction.seconds)}
+            files.write_npz(self._path(name, indices), arrays)
 
     def _path(self, name: str, indices: np.ndarray) -> Path:
         return self._folder / f"{name}_{_digest(np.ascontiguousarray(indices, np.int64))}.npz"
