@@ -2,7 +2,7 @@
 
     python -m fdc_jax.export WORKDIR OUT
 
-`fdc_jax.open_run(OUT)` reads it. Prediction needs E_T and E_0 alone (Algorithm 1, line 15): the
+`fdc_jax.open_run(OUT)` reads it. Prediction needs E_T and E_0 alone (Algorithm 1, line 14): the
 calibrators hold the statistics of earlier tasks, collected with the E_t of their time.
 """
 

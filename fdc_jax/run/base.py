@@ -1,4 +1,4 @@
-"""The paper's settings (Table "Common training and FDC hyperparameters"), one field a line."""
+"""Settings, one field a line: the paper's, and our choices where it has none (docs/choices.md)."""
 
 from typing import Any
 
