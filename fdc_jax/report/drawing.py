@@ -86,12 +86,13 @@ def whole_numbers(axis: Axis) -> None:
     axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
-def legend(figure: Figure, columns: int = 4) -> None:
+def legend(figure: Figure) -> None:
     """Puts one legend for all panels above them; what several have in common has one entry."""
     found: dict[str, Any] = {}
     for axes in figure.axes:
         handles, labels = axes.get_legend_handles_labels()
         found = dict(zip(labels, handles, strict=True)) | found
+    columns = 4 if figure.get_figwidth() > COLUMN else 3
     look: dict[str, Any] = {"loc": "outside upper center", "ncols": min(len(found), columns)}
     figure.legend([*found.values()], [*found], **look)
 

@@ -55,6 +55,7 @@ def render(
             _section(group, own, each) | {"classes": classes.get(place)}
             for place, (group, each) in enumerate(zip(groups, found, strict=True), 1)
         ],
+        reading=tables.READING,
         overview=[each for each in compared if each.name == "runs"],
         skipped=skipped,
         # Those of a single group stand in its section.
@@ -157,7 +158,7 @@ def _said(cell: Any) -> str:
 
 def _subscripts(text: str) -> Markup:
     """Sets the names of encoders as the paper does."""
-    return Markup(re.sub(r"E_(\w)", r"E<sub>\1</sub>", str(escape(text))))
+    return Markup(re.sub(r"\bE_(\w)\b", r"E<sub>\1</sub>", str(escape(text))))
 
 
 def _inline(figure: Drawing) -> str:

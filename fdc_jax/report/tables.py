@@ -58,11 +58,17 @@ class Table(NamedTuple):
             column_format="l" * labels.shape[1] + "r" * cells.shape[1],
         )
         opened = r"\begin{table}"
-        return f"% {self.note}\n" + text.replace(opened, f"{opened}\n\\centering\\small", 1)
+        return f"% {self.note} {READING}\n" + text.replace(
+            opened, f"{opened}\n\\centering\\small", 1
+        )
 
     def write(self, folder: Path) -> None:
         """Writes `<name>.csv` and `.tex` into a folder."""
-        content = self.frame.to_csv() if self.numbers is None else self.numbers.to_csv(index=False)
+        content = (
+            self.frame.to_csv()
+            if self.numbers is None
+            else self.numbers.convert_dtypes().to_csv(index=False)
+        )
         write_text(folder / f"{self.name}.csv", content)
         write_text(folder / f"{self.name}.tex", self.to_latex())
 
@@ -82,6 +88,7 @@ def _latex(cell: Any) -> str:
 
 # Titles, labels, lines, and how to read each table.
 _TEXTS: dict[str, Any] = read_json(Path(__file__).with_name("tables.json"))
+READING: str = _TEXTS["ours"]
 _BESIDE = (
     *("benchmark", "ablation", "plugin", "logit_standardisation", "average_incremental_accuracy"),
     *("task_identity", "sweeps", "diagnostics", "cost", "latency"),
@@ -137,7 +144,9 @@ def of_calibrators(groups: Sequence[Group]) -> Table:
         for name in frames.shown(group)
         for kind in kinds
     )
-    return _table("calibrators", rows, scope, (g.record(q) for g, q in of if g.values(q)))
+    made = _table("calibrators", rows, scope, (g.record(q) for g, q in of if g.values(q)))
+    one = made.frame.droplevel(made.frame.index.names[:-1]) if len(groups) == 1 else made.frame
+    return made._replace(frame=one)
 
 
 def of_tasks(group: Group) -> Table:
@@ -332,7 +341,7 @@ def of_selection(groups: Sequence[Group]) -> Table:
             for kind, key in keys.items()
         }
         least = {
-            f"least gain, {part}": number(
+            part: number(
                 min(float(np.mean(group.values(f"gain:{key}"))) for group in own), signed=True
             )
             for key, part in _PARTS.items()
