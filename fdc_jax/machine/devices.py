@@ -132,6 +132,12 @@ def peak_memory() -> int | None:
     return max(peaks) if peaks else None
 
 
+def peak_rise(before: int | None) -> int | None:
+    """Returns the bytes by which the peak has risen since `peak_memory`, None on a CPU."""
+    now = peak_memory()
+    return None if before is None or now is None else now - before
+
+
 def describe() -> str:
     """Returns the number and kind of the devices, such as `1 x cpu`."""
     return f"{jax.device_count()} x {jax.devices()[0].device_kind}"

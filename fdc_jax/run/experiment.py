@@ -75,15 +75,18 @@ def run(setup: Setup, seed: int, point: ResumePoint, work: Work) -> dict[str, An
             state = train(setup, seed, task, state, point, work)  # line 3
         encoder = learner.encoder(setup.backbone, state, task + 1)
         heads = setups.heads(learner, state, task + 1)
+        before = devices.peak_memory()
         features, extracted = extract(tasks, task, encoder, heads[task], work)  # line 4
-        took |= extracted | fit(calibrators, features)  # lines 5 to 13
+        memory: dict[str, Any] = {"extraction": devices.peak_rise(before)}
+        fitted, memory["fit"] = fit(calibrators, features)  # lines 5 to 13
+        took |= extracted | fitted
         store.keep(task, calibrators, features)
         store.event("statistics", task=task, **took)
         if setup.evaluated[task]:
             record = evaluate(tasks, task, encoder, heads, calibrators, work)  # lines 14 to 20
             took["processor_seconds"] = time.process_time() - processor
             record["timing"] |= log.timing | took
-            record["peak_memory"] = {"training": log.peak_memory, "task": devices.peak_memory()}
+            record["peak_memory"] = {"training": log.peak_memory} | memory
             store.record(record)
             log.line(evaluation.describe(record, len(tasks.tasks)))
     for calibrator in calibrators.values():
@@ -193,15 +196,22 @@ def extract(
     }
 
 
-def fit(calibrators: dict[str, Any], features: TaskFeatures) -> dict[str, Seconds]:
-    """Fits every calibrator on a task (lines 5 to 13); returns their seconds by name."""
-    took = {}
+def fit(
+    calibrators: dict[str, Any], features: TaskFeatures
+) -> tuple[dict[str, Seconds], dict[str, int | None]]:
+    """Fits every calibrator on a task (lines 5 to 13).
+
+    Returns:
+        Their seconds by name, and the bytes by which each raised the device's peak.
+    """
+    took, rises = {}, {}
     for name, calibrator in calibrators.items():
-        clock = time.perf_counter()
+        before, clock = devices.peak_memory(), time.perf_counter()
         features.fit(calibrator)
         calibrator.finalize()
         took[name] = time.perf_counter() - clock
-    return {"fit_seconds": took}
+        rises[name] = devices.peak_rise(before)
+    return {"fit_seconds": took}, rises
 
 
 def evaluate(

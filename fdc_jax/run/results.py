@@ -83,15 +83,21 @@ def collect(
     }
 
 
-def _peak_memory(per_task: list[dict[str, int | None]]) -> dict[str, int | None]:
-    """Returns the device memory that training took, and what FDC and evaluation took beyond it.
+def _peak_memory(per_task: list[dict[str, Any]]) -> dict[str, int | None]:
+    """Returns the peak of training, and the bytes by which each calibrator raised the peak.
 
-    A peak never falls: the first task's, before anything was fitted, is that of training. None on
-    a CPU, and where that task was trained by a process that did not live to record it.
+    A calibrator's bytes include the extraction of features and exclude evaluation and other
+    calibrators. Training is that of the first task, before anything was fitted. None on a CPU, and
+    if the first task was trained by a process that did not live to record it.
     """
-    training, total = per_task[0].get("training"), per_task[-1].get("task")
-    beyond = None if training is None or total is None else total - training
-    return {"training": training, "fdc_and_evaluation": beyond}
+    known = [memory for memory in per_task if memory.get("training") is not None]
+    if not known or known[0] is not per_task[0]:
+        names = per_task[0].get("fit", {})
+        return {"training": None} | dict.fromkeys(names)
+    extraction = sum(memory["extraction"] for memory in known)
+    fitted = {name: sum(memory["fit"][name] for memory in known) for name in known[0]["fit"]}
+    of = {name: extraction + rise for name, rise in fitted.items()}
+    return {"training": known[0]["training"]} | of
 
 
 def _timing(per_task: list[dict[str, float]]) -> dict[str, Any]:

@@ -57,7 +57,7 @@ def test_references_become_tables_quietly(folder, tmp_path, capsys, monkeypatch)
     given += [f"--reference={tmp_path / 'other code.csv'}"]
     assert __main__.main(given) == 0
     assert capsys.readouterr() == ("", "")
-    assert ",50.0,,1," in (tmp_path / "o" / "tables" / "reference_other_code.csv").read_text()
+    assert ",50,,1," in (tmp_path / "o" / "tables" / "reference_other_code.csv").read_text()
 
 
 @pytest.mark.parametrize(

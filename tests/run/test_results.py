@@ -5,13 +5,20 @@ import pytest
 from fdc_jax.run import results
 
 
-@pytest.mark.parametrize(
-    ("per_task", "training", "beyond"),
-    [
-        ([{"training": 700, "task": 710}, {"training": 710, "task": 725}], 700, 25),
-        ([{"training": None, "task": None}], None, None),
-        ([{}, {"training": 1, "task": 2}], None, None),
-    ],
-)
-def test_memory_is_that_of_the_first_training_and_what_came_on_top(per_task, training, beyond):
-    assert results._peak_memory(per_task) == {"training": training, "fdc_and_evaluation": beyond}
+def memory(training, extraction, **fit):
+    return {"training": training, "extraction": extraction, "fit": fit}
+
+
+def test_memory_of_a_calibrator_is_by_how_much_it_raised_the_peak():
+    per_task = [memory(700, 5, fdc=3, gaussians=9), memory(720, 1, fdc=0, gaussians=2)]
+    expected = {"training": 700, "fdc": 9, "gaussians": 17}
+    assert results._peak_memory(per_task) == expected
+    # A task that another process trained says nothing of what came on top.
+    again = memory(None, 600, fdc=70, gaussians=0)
+    assert results._peak_memory([*per_task, again]) == expected
+
+
+@pytest.mark.parametrize("first", [memory(None, None, fdc=None), memory(None, 7, fdc=1)])
+def test_memory_is_unknown_on_a_processor_and_after_a_kill(first):
+    expected = {"training": None, "fdc": None}
+    assert results._peak_memory([first, memory(700, 1, fdc=1)]) == expected
