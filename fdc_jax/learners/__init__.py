@@ -1,7 +1,7 @@
-"""Class-incremental learners, one file each. `learner.py` says what a learner is and answers.
+"""Class-incremental learners, one file each; `learner.py` defines their interface.
 
-A file of this folder, or a module that Python imports from anywhere, holds one learner. It goes by
-the name of its file, outside the package by the dotted name of the module.
+A file of this folder, or any module that Python can import, holds one learner. Its name is that of
+the file, outside the package the dotted name of the module.
 """
 
 import dataclasses
@@ -23,49 +23,52 @@ from fdc_jax.learners.training import Setup
 __all__ = ["Learner", "Option", "Replaced", "expected", "option"]
 
 
-# Which learners there are ------------------------------------------------------------------------
+# Discovery ---------------------------------------------------------------------------------------
 
 
 def names() -> tuple[str, ...]:
-    """Returns the learners of the package: files of this folder, in the order of the paper."""
+    """Returns the names of the package's learners, in the order of the paper."""
     return tuple(_own())
 
 
 @functools.cache
 def _own() -> dict[str, type[Learner]]:
-    files = sorted(each.name for each in pkgutil.iter_modules(__path__))
-    found = {name: _defined_in(importlib.import_module(f"{__name__}.{name}")) for name in files}
-    known = {name: each for name, each in found.items() if each is not None}
-    return dict(sorted(known.items(), key=lambda item: item[1].paper_row))
+    """Returns the learners in files of this folder, by name."""
+    files = sorted(module.name for module in pkgutil.iter_modules(__path__))
+    classes = {name: _defined_in(importlib.import_module(f"{__name__}.{name}")) for name in files}
+    own = {name: learner for name, learner in classes.items() if learner is not None}
+    return dict(sorted(own.items(), key=lambda item: item[1].paper_row))
 
 
 def _defined_in(module: types.ModuleType) -> type[Learner] | None:
-    """Returns the learner of a file: the last class derived from `Learner` that it defines."""
-    classes = [each for each in vars(module).values() if isinstance(each, type)]
-    own = [each for each in classes if each.__module__ == module.__name__ and each is not Learner]
-    return next((each for each in reversed(own) if issubclass(each, Learner)), None)
+    """Returns the last class derived from `Learner` that a module defines, or None."""
+    learner = None
+    for value in vars(module).values():
+        if isinstance(value, type) and issubclass(value, Learner) and value is not Learner:
+            learner = value if value.__module__ == module.__name__ else learner
+    return learner
 
 
 def find(name: str) -> type[Learner]:
-    """Returns a learner by its name, or by the dotted name of a module outside the package.
+    """Returns the class of a learner, by its name or the dotted name of an outside module.
 
     Raises:
-        InputError: no such learner, or an error in its file.
+        InputError: the learner does not exist, or its file has an error.
     """
-    return _own().get(name.removeprefix(f"{__name__}.")) or _outside(name)
+    return _own().get(name.removeprefix(f"{__name__}.")) or _import(name)
 
 
 def make(setup: Setup) -> Learner:
-    """Returns the learner that a run's configuration names, with its options there.
+    """Returns the learner of a run's configuration, with its options.
 
     Raises:
-        InputError: of `find`, or by the learner, whose options contradict each other.
+        InputError: see `find`; or options contradict each other.
     """
     return find(setup.config.learner.name).configured(setup)
 
 
-def _outside(name: str) -> type[Learner]:
-    """Imports a learner that is no file of this folder."""
+def _import(name: str) -> type[Learner]:
+    """Returns the learner of a module outside the package."""
     try:
         module = importlib.import_module(name)
     except InputError:
@@ -81,8 +84,11 @@ def _outside(name: str) -> type[Learner]:
     if learner is None:
         raise InputError(f"learner.name: module {name!r} defines no class derived from Learner")
     if section(name) in (*names(), "name", "preset"):
-        raise InputError(f"learner.name: {name}: {section(name)} is taken; call the file otherwise")
-    if any(isinstance(each, dataclasses.Field) for each in vars(learner).values()):
+        raise InputError(
+            f"learner.name: {name}: expected a name of its own, found {section(name)}; rename the "
+            "file"
+        )
+    if any(isinstance(value, dataclasses.Field) for value in vars(learner).values()):
         raise InputError(
             f"learner.name: {name}: {learner.__name__} has options and so must be decorated with "
             "@dataclasses.dataclass(frozen=True)"
@@ -90,52 +96,51 @@ def _outside(name: str) -> type[Learner]:
     return learner
 
 
-def _at_hand(name: str) -> type[Learner]:
-    """Returns a learner by its name, the base in place of one that was not imported."""
+def _imported(name: str) -> type[Learner]:
+    """Returns the class of a learner, or `Learner` if its module was not imported."""
     module = sys.modules.get(name)
     return _own().get(name) or (module and _defined_in(module)) or Learner
 
 
-# What they declare -------------------------------------------------------------------------------
+# Declarations ------------------------------------------------------------------------------------
 
 
 def title(name: str) -> str:
-    """Returns how tables call a learner; one that is not at hand is called by its name."""
-    return _at_hand(name).title or name
+    """Returns the name of a learner in tables; `name` if its module was not imported."""
+    return _imported(name).title or name
 
 
 def selected(name: str) -> str:
     """Returns the components that the paper enables for a learner, a key of `components`."""
-    return _at_hand(name).selected
+    return _imported(name).selected
 
 
 def section(name: str) -> str:
-    """Returns where a learner's own options stand in `config.learner`: the name of its file."""
+    """Returns the name of a learner's options in `config.learner`, which is that of its file."""
     return name.rpartition(".")[2]
 
 
 def options(name: str) -> dict[str, Option]:
-    """Returns the options of a learner by their field, such as `learner.inflora.lamb`."""
-    return {
-        f"learner.{section(name)}.{field}": each for field, each in _at_hand(name).options().items()
-    }
+    """Returns the options of a learner by field, such as `learner.inflora.lamb`."""
+    own = _imported(name).options()
+    return {f"learner.{section(name)}.{field}": option for field, option in own.items()}
 
 
 def of_another(field: str, name: str) -> bool:
-    """Returns whether a field is an option of another learner than `name`, at hand or not."""
+    """Returns True if a field is an option of a learner other than `name`, imported or not."""
     own = f"learner.{section(name)}."
     return field.startswith("learner.") and field.count(".") > 1 and not field.startswith(own)
 
 
 def defaults(benchmark: str, outside: str = "") -> dict[str, dict[str, Any]]:
-    """Returns the options on a benchmark by learner: what `config.learner` begins with.
+    """Returns the defaults of all options on a benchmark, by learner and option.
 
     Raises:
-        InputError: there is no learner `outside` of the package.
+        InputError: the learner `outside` the package does not exist.
     """
     known = _own() | ({section(outside): find(outside)} if outside else {})
     return {
-        name: {field: each.default_on(benchmark) for field, each in learner.options().items()}
+        name: {field: option.default_on(benchmark) for field, option in learner.options().items()}
         for name, learner in known.items()
         if learner.options()
     }
@@ -145,36 +150,36 @@ def check_options(name: str, flat: Mapping[str, Any]) -> None:
     """Checks the options of a learner, and of all learners of the package.
 
     Raises:
-        InputError: names the field, what was expected and what was found.
+        InputError: a value is not allowed.
     """
     for learner in dict.fromkeys((*names(), name)):
-        for field, each in options(learner).items():
-            wanted = expected(each.allowed, flat[field])
+        for field, declared in options(learner).items():
+            wanted = expected(declared.allowed, flat[field])
             if wanted is not None:
                 raise InputError(f"config.{field}: expected {wanted}, found {flat[field]!r}")
 
 
 def deviations(name: str, flat: Mapping[str, Any]) -> list[str]:
-    """Says in words which options of a learner depart from the paper's protocol.
+    """Returns a phrase, such as "lamb 0.9", for each option that departs from the protocol.
 
-    `flat` has values by field, as `config` in `results.json`; a missing one had its default.
+    `flat` has values by field, as `config` in `results.json`; a missing field has its default.
     """
     phrases = []
-    for field, each in options(name).items():
-        default = each.default_on(str(flat.get("benchmark", "")))
+    for field, declared in options(name).items():
+        default = declared.default_on(str(flat.get("benchmark", "")))
         value = flat.get(field, default)
         if value != default:
-            words = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
-            words = f"{words:g}" if isinstance(words, float) else words
-            phrases.append(f"{field.rpartition('.')[2].replace('_', ' ')} {words}")
+            text = {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+            text = f"{text:g}" if isinstance(text, float) else text
+            phrases.append(f"{field.rpartition('.')[2].replace('_', ' ')} {text}")
     return phrases
 
 
-def check_state(name: str, question: str, before: Any, after: Any) -> None:
-    """Checks that a learner's answer to a question has the old state's arrays, in shape and type.
+def check_state(name: str, method: str, before: Any, after: Any) -> None:
+    """Checks that the state of a learner after a method has the arrays of the state before.
 
     Raises:
-        InputError: names the first array that is another.
+        InputError: an array is missing, new, or of another shape or dtype.
     """
     old, new = (
         {
@@ -183,10 +188,10 @@ def check_state(name: str, question: str, before: Any, after: Any) -> None:
         }
         for tree in (before, after)
     )
-    for where in [*old, *new]:
-        if old.get(where) != new.get(where):
+    for path in [*old, *new]:
+        if old.get(path) != new.get(path):
             raise InputError(
-                f"learner.name: {name}: {question} must return a state like that of initial_state; "
-                f"expected {old.get(where, 'nothing')} at {where or 'its place'}, found "
-                f"{new.get(where, 'nothing')}"
+                f"learner.name: {name}: {method} must return a state like that of initial_state; "
+                f"expected {old.get(path, 'nothing')} at {path or 'its root'}, found "
+                f"{new.get(path, 'nothing')}"
             )

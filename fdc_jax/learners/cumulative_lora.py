@@ -1,9 +1,8 @@
 """Cumulative-LoRA: the paper's reference, an increment and a linear head for each task.
 
 A task trains a new increment of the key and value kernels and a new head with the cross-entropy
-over its own classes (paper, Eq. intro-erm). Those of earlier tasks stay as they are; all increments
-act together at inference. What another learner leaves out
-is answered likewise: the answers are those of `Learner`.
+over its own classes (paper, Eq. intro-erm). Increments and heads of earlier tasks stay unchanged;
+all increments act together at inference. All methods are the defaults of `Learner`.
 
 Stated in the paper: Adam, no weight decay, learning rates 5e-4 (increment) and 5e-3 (head), rank
 10, 20 epochs, batch 64. Not stated, chosen here: a constant learning rate (`train.schedule`), A
@@ -11,7 +10,7 @@ uniform in +-1/sqrt(width) and B zero, and a head initialised uniformly in +-1/s
 presets are the same.
 
 E_0 is the pretrained encoder, E_t has the first t increments merged; the head input is the class
-token after the final norm; score scales come from the head as it was trained, which never changes.
+token after the final norm; score scales come from the trained head, which never changes.
 """
 
 import dataclasses
@@ -21,7 +20,7 @@ from fdc_jax.learners.learner import Learner
 
 @dataclasses.dataclass(frozen=True)
 class CumulativeLoRA(Learner):
-    """Cumulative-LoRA: every answer is the base's."""
+    """Cumulative-LoRA, as described above."""
 
     title = "Cumulative-LoRA"
     paper_row = 0

@@ -1,57 +1,58 @@
-"""EWC-LoRA: increments that an elastic penalty holds where earlier tasks were sensitive.
+"""EWC-LoRA: increments with an elastic penalty on directions that earlier tasks are sensitive to.
 
 Y. Zheng et al., "Revisiting Weight Regularization for Low-Rank Continual Learning", ICLR 2026.
 Each task trains as in Cumulative-LoRA, but from the second task on the loss contains
 
     strength / 2 * sum over kernels and entries of Omega * (A B)^2,
 
-where Omega adds up the squared gradients of earlier tasks with respect to the whole kernels. The
-anchor is the kernel at the start of the task, so that nothing but Omega has to be remembered.
+where Omega is the sum of squared gradients of earlier tasks with respect to the whole kernels. The
+anchor is the kernel at the start of the task, so that Omega is all that is remembered.
 
 FDC paper: per-sample Fisher information, strength 1e7, accumulation factor one. Authors' code: the
 factor one half, no division by images or tasks in the penalty, a sum of squared gradients divided
 by the images of the task, labels from the data (their paper, by a summary, draws them from the
-model), augmented images drawn anew (those of the first epoch here), only the task's own head and
+model), newly drawn augmented images (here those of the first epoch), only the task's own head and
 classes. That code squares the mean gradient of a batch (`fisher=batch_mean`), which is smaller than
-the mean of squares (`per_sample`) by up to the batch size, and so makes the same strength up to
-that much weaker. It also adds up factors instead of products after a task, which brings in cross
-terms that were never trained; their paper adds products, and so does this file.
+the mean of squares (`per_sample`) by up to the batch size and so weakens the same strength by as
+much. After a task it sums factors instead of products, which adds cross terms that were never
+trained; their paper, and this file, sum products.
 
 Preset `native` is Adam along half a cosine wave, and on ImageNet-R alone with another head rate
-(5e-4) and coupled weight decay (5e-3). Their file for ImageNet-A says 10 epochs, their log 20.
-Unknown: the schedule of the FDC paper's runs, and what it means by EWC-LoRA's "head-input
-transform". In the authors' code the class token enters a linear head as it is, so here the
-transform is the identity.
+(5e-4) and coupled weight decay (5e-3). Their file for ImageNet-A has 10 epochs, their log 20.
+Unknown: the schedule of the FDC paper's runs, and the meaning of EWC-LoRA's "head-input transform"
+there. In the authors' code the class token enters a linear head, so here the transform is the
+identity.
 
-E_t, head input and score scales are Cumulative-LoRA's. Two float32 matrices a block are kept for
-Omega (57 MB for ViT-B/16). The Fisher pass, in float32 in every mode, holds eight gradients of that
-size at a time.
+E_t, head input and score scales are Cumulative-LoRA's. Omega takes two float32 matrices per block
+(57 MB for ViT-B/16). The Fisher pass runs in float32 in every mode and holds eight gradients of
+that size at a time.
 """
 
 import dataclasses
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jaxtyping import Array, Float
 
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import LinearHead
 from fdc_jax.learners import training
-from fdc_jax.learners.learner import Learner, option
+from fdc_jax.learners.learner import Learner, TaskImages, option
 from fdc_jax.model import increments, vit
 
-# Gradients of single images that are held at a time.
+# Number of images whose gradients are in memory at a time.
 IMAGES_AT_ONCE = 8
-# Elsewhere they are those of the protocol.
+# The authors'; other benchmarks have the protocol's rate and no decay.
 NATIVE_HEAD_RATE, NATIVE_WEIGHT_DECAY = {"imagenet_r": 5e-4}, {"imagenet_r": 5e-3}
 
 
 class State(NamedTuple):
-    """Every task's increment and head on a leading task axis, and what the past deems important."""
+    """Every task's increment and head on a leading task axis, and Omega."""
 
     increments: vit.Increment
     heads: LinearHead
@@ -71,9 +72,8 @@ class EWCLoRA(Learner):
         "per_sample", ("per_sample", "batch_mean"), "squared gradients of images, or of batches"
     )
 
-    # 1. What it keeps between tasks.
     def initial_state(self) -> State:
-        """Returns empty slots for all tasks, and no importance."""
+        """Returns empty slots for all tasks, and an Omega of zero."""
         variant = self.setup.variant
         shape = (variant.depth, variant.width, variant.width)
         return State(
@@ -81,13 +81,12 @@ class EWCLoRA(Learner):
             importance=vit.KeyValueKernels(key=jnp.zeros(shape), value=jnp.zeros(shape)),
         )
 
-    # 3. What it trains, and how.
-    def start_task(self, backbone, state: State, task, key):
-        """Returns the kernels so far with their importance, and a fresh increment and head."""
+    def start_task(self, backbone: Any, state: State, task: int, key: Array) -> tuple[Any, Any]:
+        """Returns the frozen kernels of E_{t-1} and Omega, and a fresh increment and head."""
         frozen, trained = super().start_task(backbone, state, task, key)
         return frozen | {"importance": state.importance}, trained
 
-    def loss(self, backbone, frozen, trained, batch):
+    def loss(self, backbone: Any, frozen: Any, trained: Any, batch: Batch) -> Float[Array, ""]:
         """Returns the cross-entropy over the task's own classes plus the penalty."""
         classification = super().loss(backbone, frozen, trained, batch)
         return classification + self.strength * penalty(frozen["importance"], trained["increment"])
@@ -103,9 +102,10 @@ class EWCLoRA(Learner):
         schedule = partial(training.learning_rate_factor, "cosine")
         return self.gradient_update(rates, adam, schedule)
 
-    # 4. What it does when a task ends.
-    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
-        """Returns the state with increment and head in their slot, Fisher information added."""
+    def after_task(
+        self, backbone: Any, state: State, task: int, frozen: Any, trained: Any, images: TaskImages
+    ) -> State:
+        """Returns the state with increment and head stored and Fisher information added."""
         state = super().after_task(backbone, state, task, frozen, trained, images)
         kernels = self.encoder(backbone, state, task + 1)
         squares, count = jax.tree.map(jnp.zeros_like, state.importance), jnp.zeros(())
@@ -120,8 +120,8 @@ class EWCLoRA(Learner):
         return state._replace(importance=importance)
 
 
-def penalty(importance: vit.KeyValueKernels, increment: vit.Increment):
-    """Returns half the sum of squares of the products A B, weighted by importance."""
+def penalty(importance: vit.KeyValueKernels, increment: vit.Increment) -> Float[Array, ""]:
+    """Returns half the sum of Omega * (A B)^2 over all entries."""
     weighted = jax.tree.map(
         lambda omega, change: jnp.sum(omega * change**2), importance, increments.products(increment)
     )
@@ -130,9 +130,9 @@ def penalty(importance: vit.KeyValueKernels, increment: vit.Increment):
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=7)
 def _add_squared_gradients(model, fisher, backbone, kernels, head, class_mask, batch, total):
-    """Adds a batch's squared gradients with respect to the key and value kernels to `total`.
+    """Returns `total` plus a batch's squared gradients with respect to key and value kernels.
 
-    An increment is added to its kernel, so the gradient with respect to either is the same.
+    The gradient with respect to A B is that with respect to the kernel.
     """
 
     def mean_loss(kernels, part):
@@ -149,7 +149,7 @@ def _add_squared_gradients(model, fisher, backbone, kernels, head, class_mask, b
         summed = partial(
             jnp.einsum, "n,nlde->lde", part.weights, precision=jax.lax.Precision.HIGHEST
         )
-        return jax.tree.map(lambda sums, each: sums + summed(each**2), total, gradients), None
+        return jax.tree.map(lambda sums, g: sums + summed(g**2), total, gradients), None
 
     if fisher == "batch_mean":
         gradient = jax.grad(mean_loss)(kernels, batch)
@@ -157,6 +157,6 @@ def _add_squared_gradients(model, fisher, backbone, kernels, head, class_mask, b
             lambda sums, mean: sums + batch.weights.sum() * mean**2, total, gradient
         )
     size = math.gcd(IMAGES_AT_ONCE, len(batch.labels))
-    # Every part takes images from all over the batch, and so from every device.
+    # Every part has images from the whole batch, and so from every device.
     parts = jax.tree.map(lambda leaf: leaf.reshape(size, -1, *leaf.shape[1:]).swapaxes(0, 1), batch)
     return jax.lax.scan(add_images, total, parts)[0]

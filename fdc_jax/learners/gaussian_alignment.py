@@ -1,11 +1,11 @@
-"""Classifier alignment: heads re-trained on features drawn from one Gaussian per class.
+"""Classifier alignment: joint training of all heads on features drawn from one Gaussian per class.
 
-A Gaussian is fitted to the head-input features of each class when its task ends. Later, whenever
-heads are to be made comparable, features of every class seen are drawn anew and all heads are
-trained on them together, without any image.
+A Gaussian is fitted to the head-input features of each class when its task ends. An alignment draws
+features of every class seen and trains all heads on them together, without any image, which makes
+their logits comparable.
 
-Covariances are by far the largest thing that is kept of a class. They stay in the memory of the
-host, and drawing moves those of one task at a time to the device.
+Covariances, by far the largest statistic of a class, stay in the memory of the host; drawing moves
+those of one task at a time to the device.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,17 +24,17 @@ from fdc_jax.machine import devices
 from fdc_jax.model import vit
 from fdc_jax.model.vit import Replaced, VisionTransformer
 
-# The authors' of both learners that draw features: of a class in an epoch, and of a step.
+# Number of features per class and epoch, and per step; the authors' (SLCA and InfLoRA+CA).
 SAMPLES, BATCH_SIZE = 256, 256
-# Factor on the means of the oldest task as the stream grows.
+# Limit of the factor on the means of the first task in long streams.
 OLDEST_MEAN_SCALE = 0.9
 
 
 class ClassGaussians(NamedTuple):
-    """One Gaussian per class, in slots [task, class of the task], zero where none is fitted yet."""
+    """One Gaussian per class in slots [task, class of the task]; slots without a fit are zero."""
 
-    means: Float[Array, "t c d"]  # of the features
-    # Lower triangular, factor @ factor.T = covariance + ridge * I; on the host. 708 MB for 300
+    means: Float[Array, "t c d"]
+    # Lower triangular, factor @ factor.T = covariance + ridge * I; on the host: 708 MB for 300
     # classes of 768 features.
     factors: Float[np.ndarray, "t c d d"]
 
@@ -50,13 +50,13 @@ def empty(num_tasks: int, classes: int, width: int) -> ClassGaussians:
 def class_features(
     model: VisionTransformer, backbone: Any, replaced: Replaced, batches: Iterable[Batch]
 ) -> tuple[Float[np.ndarray, "n d"], Int[np.ndarray, " n"]]:
-    """Returns features and labels of all images, those of weight 0 left out."""
+    """Returns features and labels of all images, without padding."""
     features, labels = [], []
     for batch in batches:
         encoded = _encode(model, backbone, batch.images, replaced)
-        encoded, shown, weights = devices.to_host((encoded, batch.labels, batch.weights))
+        encoded, own_labels, weights = devices.to_host((encoded, batch.labels, batch.weights))
         features.append(encoded[weights > 0])
-        labels.append(shown[weights > 0])
+        labels.append(own_labels[weights > 0])
     return np.concatenate(features), np.concatenate(labels)
 
 
@@ -70,8 +70,8 @@ def fit(
 ) -> tuple[Float64[np.ndarray, " d"], Float64[np.ndarray, "d d"]]:
     """Returns mean and factor of the Gaussian of one class, in float64.
 
-    The covariance is unbiased, zero for a single feature, plus `ridge` on its diagonal; its factor
-    comes from a QR decomposition of the centred features, so that no class is too small.
+    The covariance is unbiased (zero for a single feature) plus `ridge` on its diagonal; its factor
+    comes from a QR decomposition of the centred features, which exists for classes of any size.
     """
     features = np.asarray(features, np.float64)
     n, width = features.shape
@@ -90,27 +90,27 @@ def fit_task(
     num_classes: int,
     ridge: float,
 ) -> ClassGaussians:
-    """Returns the Gaussians with those of one task fitted; the ones given stay as they are.
+    """Returns the Gaussians with those of one task fitted; the arguments stay unchanged.
 
     Raises:
-        TrainingError: a class has no image, or a feature that is not finite.
+        TrainingError: a class has no image, or a feature is not finite.
     """
     means = np.zeros(gaussians.means.shape[1:], np.float32)
     factors = np.array(gaussians.factors)
     factors[task] = 0.0
     for label in range(num_classes):
         own = features[labels == label]
-        where = f"class {label} of task {task + 1}"
+        name = f"class {label} of task {task + 1}"
         if not len(own):
-            raise TrainingError(f"{where} has no training image to fit its Gaussian to")
+            raise TrainingError(f"{name}: expected training images for its Gaussian, found none")
         if not np.isfinite(own).all():
-            raise TrainingError(f"{where} has features that are not finite: the encoder diverged")
+            raise TrainingError(f"{name}: expected finite features, but the encoder diverged")
         means[label], factors[task, label] = fit(own, ridge)
     return ClassGaussians(gaussians.means.at[task].set(means), factors)
 
 
 def mean_scales(tasks: int, tasks_done: int) -> Float[np.ndarray, " t"]:
-    """Returns the factor on the means of each task's classes, 1 for the newest."""
+    """Returns the factor on the means of each task's classes: 0.9 + 0.1 j / t for task j of t."""
     age = (np.arange(tasks) + 1) / tasks_done
     return (OLDEST_MEAN_SCALE + (1.0 - OLDEST_MEAN_SCALE) * age).astype(np.float32)
 
@@ -122,10 +122,10 @@ def draw(
     samples: int,
     tasks_done: int,
 ) -> Float[Array, "t c s d"]:
-    """Returns `samples` features of each class, zero for tasks to come.
+    """Returns `samples` features of each class, zero for later tasks.
 
     `scales` are factors on the means of each task. The device holds these features and the factors
-    of a single task, never those of all.
+    of one task at a time.
     """
     tasks, classes, width = gaussians.means.shape
     scales = np.asarray(scales, np.float32)
@@ -133,14 +133,14 @@ def draw(
     for task in range(tasks_done):
         factors = np.asarray(gaussians.factors[task])
         features = _draw_task(key, features, np.int32(task), gaussians.means, scales, factors)
-        # Factors would pile up on the device if their transfers ran ahead of the draws.
+        # Without waiting, transfers ahead of the draws would fill the device with factors.
         features.block_until_ready()
     return features
 
 
 @partial(jax.jit, donate_argnums=1)
 def _draw_task(key, features, task, means, scales, factors) -> Float[Array, "t c s d"]:
-    """Returns the features with the slot of one task drawn."""
+    """Returns the features of all tasks with those of one task drawn."""
     normal = jax.random.normal(jax.random.fold_in(key, task), features.shape[1:])
     spread = jnp.einsum("csd,ced->cse", normal, factors, precision=jax.lax.Precision.HIGHEST)
     return features.at[task].set(spread + scales[task] * means[task][:, None])
@@ -152,17 +152,22 @@ def retraining(
     samples: int = SAMPLES,
     batch_size: int = BATCH_SIZE,
 ) -> Callable[..., Any]:
-    """Returns a function that trains the heads of all tasks on drawn features.
+    """Returns a function, compiled once for all tasks, that trains all heads on drawn features.
 
-    In every epoch it draws `samples` features of each class seen, shuffles them and goes over them
-    in batches; the last batch may be smaller. It is compiled once for all tasks. In
-    `loss(heads, features, labels, weights, seen)` labels are positions in the flattened slots
-    [t * c], rows of weight 0 are padding; `transformation` makes directions of gradients.
+    Every epoch draws `samples` features of each class seen, shuffles them and takes them in
+    batches; the last batch may be smaller.
+
+    Args:
+        loss: `(heads, features, labels, weights, seen) -> loss`; labels are positions in the
+            flattened slots [t * c], rows of weight 0 are padding.
+        transformation: from gradients to directions.
+        samples: number of features per class and epoch.
+        batch_size: number of features per step.
 
     Returns:
-        `retrain(heads, gaussians, seen, rates, key) -> heads`, where `heads` is a pytree whose
-        leaves lead with [t], `seen` [t, c] marks the classes to draw, and `rates` [epochs] are
-        learning rates. It raises TrainingError when a head is not finite afterwards.
+        `retrain(heads, gaussians, seen, rates, key) -> heads`, where the leaves of `heads` lead
+        with [t], `seen` [t, c] is True for the classes to draw, and `rates` [epochs] are learning
+        rates. It raises TrainingError if a head is not finite afterwards.
     """
 
     @jax.jit
@@ -174,10 +179,10 @@ def retraining(
         labels = jnp.repeat(jnp.arange(slots), samples)
         counted = jnp.repeat(seen.reshape(-1), samples)
         padding = jnp.zeros(-total % batch_size, jnp.int32)
-        # By the number of the class, which padded slots and tasks to come leave as it is.
+        # The n-th class seen has the n-th row, however many slots for padding or later tasks exist.
         lots = jax.random.uniform(key_of_order, (total,)).reshape(slots, samples)
         lots = lots[jnp.cumsum(seen.reshape(-1)) - 1].reshape(-1)
-        # Whatever was not drawn goes behind everything that was.
+        # Rows that were not drawn come last.
         order = jnp.argsort(jnp.where(counted, lots, 2.0))
         order = jnp.concatenate([order.astype(jnp.int32), padding])
 
@@ -204,10 +209,10 @@ def retraining(
         seen, rates = np.asarray(seen), np.asarray(rates, np.float32)
         tasks_done = int(seen.any(axis=1).sum())
         scales = mean_scales(len(seen), tasks_done)
-        # Where heads are, what is new must be too, or the second epoch would compile again.
+        # With another sharding of the optimiser's state the second epoch would compile again.
         heads = jax.tree.map(jnp.asarray, heads)
-        place = jax.tree.leaves(heads)[0].sharding
-        heads, optimizer_state = jax.device_put((heads, transformation.init(heads)), place)
+        sharding = jax.tree.leaves(heads)[0].sharding
+        heads, optimizer_state = jax.device_put((heads, transformation.init(heads)), sharding)
         for rate, key_of_epoch in zip(rates, jax.random.split(key, len(rates)), strict=True):
             key_of_features, key_of_order = jax.random.split(key_of_epoch)
             heads, optimizer_state = train_epoch(
@@ -219,7 +224,10 @@ def retraining(
                 key_of_order,
             )
         if not all(np.isfinite(np.asarray(leaf)).all() for leaf in jax.tree.leaves(heads)):
-            raise TrainingError(f"classifier alignment after task {tasks_done} diverged")
+            raise TrainingError(
+                f"classifier alignment after task {tasks_done}: expected finite heads, but it "
+                "diverged"
+            )
         return heads
 
     return retrain
@@ -252,7 +260,7 @@ def cross_entropy_over_all(
     if temperature > 0:
         seen_tasks = seen.any(axis=1)
         squares = jnp.sum(jnp.where(seen[None], logits, 0.0) ** 2, axis=2)
-        # The square root has no derivative at 0, where a head of zeros is.
+        # The square root has no derivative at 0, the logits of a zero head.
         norms = jnp.where(squares > 0, jnp.sqrt(jnp.where(squares > 0, squares, 1.0)), 0.0)
         mean_norm = jnp.sum((norms + 1e-7) * seen_tasks[None], axis=1) / jnp.sum(seen_tasks)
         logits = logits / (temperature * mean_norm[:, None, None])

@@ -1,31 +1,31 @@
-"""InfLoRA: increments that act only where the inputs of earlier tasks have little energy.
+"""InfLoRA: increments along directions in which the inputs of earlier tasks have little energy.
 
 Liang and Li, "InfLoRA: Interference-Free Low-Rank Adaptation for Continual Learning", CVPR 2024.
-Before a task, the rows of the paper's A (here the columns, kernels being transposed) are set to the
-leading directions of the task's attention inputs outside the memory, the subspace that holds most
-of the energy of earlier inputs. A, the same for key and value, stays frozen; B and the task's
-linear head are trained. After the task the memory grows. The published rule (DualGPM) swaps the
-memory for its complement once that is smaller; both project alike, so only one is kept here.
+Before a task, the rows of the paper's A (here the columns, since kernels are transposed) become the
+leading directions of the task's attention inputs outside the memory, a subspace with most of the
+energy of earlier inputs. A, the same for key and value, stays frozen; B and the task's linear head
+are trained. After the task the memory grows. The published rule (DualGPM) replaces the memory by
+its complement when that is smaller; both give the same projection, and this file keeps the memory.
 
-Authors' code: A A^T = I / 3; moments over all tokens of augmented images, not centred, anew for
-each pass, where here all see the images of the first epoch; energies are squared eigenvalues of the
-second moment; the first task keeps the directions that stay below the threshold, later tasks those
-that reach it; the threshold goes from lamb towards lame in proportion to the tasks done; uniform
-head initialisation with bias; the quarter cosine. FDC paper: Adam without decay, 5e-4 (B) and 5e-3
-(head), and that the method's own schedule stays. Inferred: the schedule acts on both rates; A is
-taken out of the memory once more, so that rows beyond the rank of the inputs vanish instead of
-pointing into it. Unknown: lamb and lame under the paper's protocol; 0.95 (CIFAR-100) and 0.98
-(ImageNet-R) are the authors', 0.98 is a port's on ImageNet-A and a guess elsewhere. The native
-preset has one rate of 5e-4.
+Authors' code: A A^T = I / 3; moments over all tokens of augmented images, newly drawn for each pass
+(here those of the first epoch), not centred; energies are squared eigenvalues of the second moment;
+the first task keeps the directions that stay below the threshold, later tasks those that reach it;
+the threshold goes from lamb towards lame in proportion to the tasks done; uniform head
+initialisation with bias; the quarter cosine. FDC paper: Adam without decay, 5e-4 (B) and 5e-3
+(head), and the method's own schedule. Inferred: the schedule acts on both rates; the memory is
+projected out of A once more, so that rows beyond the rank of the inputs vanish instead of pointing
+into it. Unknown: lamb and lame under the paper's protocol; 0.95 (CIFAR-100) and 0.98 (ImageNet-R)
+are the authors', 0.98 is a port's on ImageNet-A and a guess elsewhere. The native preset has one
+rate of 5e-4.
 
 E_t, head input and score scales are Cumulative-LoRA's. Decompositions run in float64 on the host,
-where close directions do not depend on rounding. The memory is a matrix a block (28 MB for
+so that close directions do not depend on rounding. The memory is a matrix per block (28 MB for
 ViT-B/16).
 """
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +34,7 @@ from jaxtyping import Array, Float, Float64, Int
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
 from fdc_jax.learners import training
-from fdc_jax.learners.learner import Learner, option
+from fdc_jax.learners.learner import Learner, TaskImages, option
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
@@ -42,14 +42,11 @@ NATIVE_LEARNING_RATE = 5e-4
 
 
 class State(NamedTuple):
-    """Increments and heads of all tasks, and per block the memory of earlier inputs.
-
-    `memory` has orthonormal columns, zero from `memory_size` on.
-    """
+    """Increments and heads of all tasks, and the memory of earlier inputs of every block."""
 
     increments: vit.Increment
     heads: LinearHead
-    memory: Float[Array, "l d d"]
+    memory: Float[Array, "l d d"]  # orthonormal columns, zero from `memory_size` on
     memory_size: Int[Array, " l"]
 
 
@@ -63,19 +60,18 @@ class InfLoRA(Learner):
     mean_over_images = True
 
     lamb: float = option(
-        0.98, "(0, 1]", "energy of the inputs to protect, at the first task", on={"cifar100": 0.95}
+        0.98, "(0, 1]", "share of energy to protect at the first task", on={"cifar100": 0.95}
     )
-    lame: float = option(1.0, "(0, 1]", "likewise, where it would arrive after the last task")
+    lame: float = option(1.0, "(0, 1]", "limit of that share after the last task")
 
     def __post_init__(self):
-        """Refuses energies that fall."""
+        """Raises InputError if the share falls."""
         if self.lame < self.lamb:
             raise InputError(
                 f"config.learner.{self.section()}.lame: expected at least lamb, {self.lamb:g}, "
                 f"found {self.lame:g}"
             )
 
-    # 1. What it keeps between tasks.
     def initial_state(self) -> State:
         """Returns empty slots for all tasks and an empty memory."""
         width, depth = self.setup.variant.width, self.setup.variant.depth
@@ -85,9 +81,8 @@ class InfLoRA(Learner):
             memory_size=jnp.zeros(depth, jnp.int32),
         )
 
-    # 2. What it computes before a task.
-    def before_task(self, backbone, state: State, task, images) -> State:
-        """Returns the state with the task's A designed from its images, seen through E_{t-1}."""
+    def before_task(self, backbone: Any, state: State, task: int, images: TaskImages) -> State:
+        """Returns the state with the task's A, designed from its images by E_{t-1}."""
         kernels, augmented = self.encoder(backbone, state, task), images.augmented()
         moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
         designed = [
@@ -97,9 +92,8 @@ class InfLoRA(Learner):
         stack = training.with_directions(state.increments, task, np.stack(designed))
         return state._replace(increments=stack)
 
-    # 3. What it trains, and how.
-    def start_task(self, backbone, state: State, task, key):
-        """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head to train."""
+    def start_task(self, backbone: Any, state: State, task: int, key: Array) -> tuple[Any, Any]:
+        """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head."""
         slot = increments.select(state.increments, task)
         A = {name: slot[name]["A"] for name in ("key", "value")}
         return super().start_task(backbone, state, task, key, A)
@@ -111,25 +105,22 @@ class InfLoRA(Learner):
             rates = dict.fromkeys(rates, NATIVE_LEARNING_RATE)
         return self.gradient_update(rates, schedule=training.quarter_cosine)
 
-    # 4. What it does when a task ends.
-    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
-        """Returns the state with B and head in their slot and the task's inputs in the memory."""
+    def after_task(
+        self, backbone: Any, state: State, task: int, frozen: Any, trained: Any, images: TaskImages
+    ) -> State:
+        """Returns the state with B and head stored and the memory grown by the task's inputs."""
         state = super().after_task(backbone, state, task, frozen, trained, images)
         kernels, augmented = self.encoder(backbone, state, task + 1), images.augmented()
         moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
-        wanted = self.threshold(task)
+        share = self.lamb + (self.lame - self.lamb) * task / self.setup.num_tasks
         memory = np.zeros(state.memory.shape, np.float32)
         sizes = np.zeros(state.memory_size.shape, np.int32)
         for block, basis in enumerate(_bases(state)):
             moment = np.asarray(moments[block], np.float64)
-            grown = grown_memory(moment, basis, wanted) if task else first_memory(moment, wanted)
+            grown = grown_memory(moment, basis, share) if task else first_memory(moment, share)
             sizes[block] = grown.shape[1]
             memory[block, :, : grown.shape[1]] = grown
         return state._replace(memory=jnp.asarray(memory), memory_size=jnp.asarray(sizes))
-
-    def threshold(self, task: int) -> float:
-        """Returns the share of energy to protect: from lamb towards lame, never reaching it."""
-        return self.lamb + (self.lame - self.lamb) * task / self.setup.num_tasks
 
 
 def design(
@@ -148,25 +139,25 @@ def _bases(state: State) -> list[Float64[np.ndarray, "d k"]]:
     return [columns[:, :size] for columns, size in zip(memory, sizes, strict=True)]
 
 
-def first_memory(moment: Float64[np.ndarray, "d d"], wanted: float) -> Float64[np.ndarray, "d k"]:
-    """Returns the leading directions whose energy together stays below the share wanted, or one."""
+def first_memory(moment: Float64[np.ndarray, "d d"], share: float) -> Float64[np.ndarray, "d k"]:
+    """Returns the leading directions whose summed energy stays below a share, at least one."""
     left, values, _ = np.linalg.svd(moment)
-    below = np.cumsum(values**2) / np.sum(values**2) < wanted
+    below = np.cumsum(values**2) / np.sum(values**2) < share
     return left[:, : max(int(below.sum()), 1)]
 
 
 def grown_memory(
-    moment: Float64[np.ndarray, "d d"], memory: Float64[np.ndarray, "d k"], wanted: float
+    moment: Float64[np.ndarray, "d d"], memory: Float64[np.ndarray, "d k"], share: float
 ) -> Float64[np.ndarray, "d m"]:
-    """Returns the memory with as many new directions as it takes to hold the share wanted."""
+    """Returns the memory with the fewest new directions that hold a share of the energy."""
     total = np.sum(moment**2)
     left, values, _ = np.linalg.svd(moment - memory @ (memory.T @ moment))
     held = 1.0 - np.sum(values**2) / total
-    if held >= wanted:
+    if held >= share:
         return memory
-    short = held + np.cumsum(values**2) / total < wanted
+    short = held + np.cumsum(values**2) / total < share
     size = memory.shape[1]
     new = left[:, : min(int(short.sum()) + 1, len(moment) - size)]
-    # The memory was rounded to float32, to which faint directions are no longer quite orthogonal.
+    # The memory was rounded to float32: faint directions are not quite orthogonal to it.
     orthonormal = np.linalg.qr(np.concatenate([memory, new], axis=1))[0]
     return np.concatenate([memory, orthonormal[:, size:]], axis=1)

@@ -1,26 +1,26 @@
-"""InfLoRA+CA: InfLoRA whose heads are all re-trained after every task but the first.
+"""InfLoRA+CA: InfLoRA with a joint training of all heads after every task from the second on.
 
 Increments, memory and the training of a task are InfLoRA's, number for number. When a task ends, a
 Gaussian is fitted to the features of each of its classes (evaluation preprocessing, E_t); then,
 from the second task on, the heads of all tasks are trained on features drawn from all Gaussians,
-which stay as they were. The next alignment starts from the aligned heads.
+which stay unchanged. The next alignment starts from the aligned heads.
 
-Authors' code: ridge 1e-4, 256 features per class and epoch in batches of 256, drawn anew in each of
-five epochs, half a cosine wave over them, means of task j after t tasks times 0.9 + 0.1 j / t, and
-logits divided by 0.1 times their mean norm per task. Of two files of theirs for CIFAR-100 one has
+Authors' code: ridge 1e-4, 256 features per class and epoch in batches of 256, newly drawn in each
+of five epochs, half a cosine wave over them, means of task j after t tasks times 0.9 + 0.1 j / t,
+and logits divided by 0.1 times their mean norm per task. Of their two files for CIFAR-100, one has
 no such division; the one that their configuration names has it (`logit_temperature=0.1`), though
 the default here is none. FDC paper: five epochs on later tasks, Adam at 5e-3 without decay.
-Inferred: all else is as in the authors' code, and which head the score scale comes from. Unknown:
-whether the paper's runs keep the cosine, the scaled means and the normalisation. Left out: on
-CIFAR-100 that code exchanges the final norm for a new one and takes rank 5. It trains by SGD, which
-neither preset does: there at 0.01 (head) and 0.001 (increments), a tenth at epoch 18, decay 1e-3;
-on ImageNet-R at 0.001. The native preset aligns by SGD at 1e-2, momentum 0.9 and decay 5e-4, and
-trains as InfLoRA's. The pseudo-features of a task follow from its training key alone.
+Inferred: everything else is as in the authors' code; the head of the score scale. Unknown: whether
+the paper's runs keep the cosine, the scaled means and the normalisation. Left out: on CIFAR-100
+that code replaces the final norm by a new one and has rank 5. It trains by SGD, which neither
+preset does: there at 0.01 (head) and 0.001 (increments), a tenth at epoch 18, decay 1e-3; on
+ImageNet-R at 0.001. The native preset aligns by SGD at 1e-2, momentum 0.9 and decay 5e-4, and
+trains like InfLoRA's. The pseudo-features of a task follow from its training key alone.
 
 E_t and head input are InfLoRA's. The score scale of a task comes from its head after the alignment
-at its own end, since the paper computes it then and does not speak of heads that change later;
-prediction takes the heads after the last alignment. The Gaussians stay on the host, 708 MB for 300
-classes of ViT-B/16.
+at its own end, since the paper computes it then and mentions no later change of heads; prediction
+takes the heads after the last alignment. The Gaussians stay on the host (708 MB for 300 classes of
+ViT-B/16).
 """
 
 import dataclasses
@@ -35,18 +35,18 @@ from fdc_jax.heads import LinearHead
 from fdc_jax.learners import gaussian_alignment, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
 from fdc_jax.learners.inflora import InfLoRA
-from fdc_jax.learners.learner import option
+from fdc_jax.learners.learner import TaskImages, option
 from fdc_jax.model import vit
 
-# Of classifier alignment, from the second task on; native, it is SGD.
+# Of the alignment by Adam; the native preset has SGD.
 EPOCHS, LEARNING_RATE = 5, 5e-3
-# Added to the variances of a class, the authors'.
+# Term on the diagonal of a class's covariance, the authors'.
 RIDGE = 1e-4
 NATIVE_LEARNING_RATE, NATIVE_MOMENTUM, NATIVE_WEIGHT_DECAY = 1e-2, 0.9, 5e-4
 
 
 class State(NamedTuple):
-    """What InfLoRA keeps, its heads aligned, and a Gaussian of each class."""
+    """InfLoRA's state with aligned heads, and a Gaussian of each class."""
 
     increments: vit.Increment
     heads: LinearHead
@@ -63,25 +63,24 @@ class InfLoRACA(InfLoRA):
     paper_row = 5
 
     logit_temperature: float = option(
-        0.1, "[0, inf)", "of normalised logits; 0: logits as they are", on={"cifar100": 0.0}
+        0.1, "[0, inf)", "of normalised logits; 0: no normalisation", on={"cifar100": 0.0}
     )
 
-    # 1. What it keeps between tasks.
     def initial_state(self) -> Any:
         """Returns InfLoRA's initial state and no Gaussian."""
         setup = self.setup
         slots = setup.num_tasks, setup.head_rows, setup.variant.width
         return State(*super().initial_state(), gaussian_alignment.empty(*slots))
 
-    # 3. What it trains, and how.
-    def start_task(self, backbone, state: Any, task, key):
-        """Returns what InfLoRA freezes and trains, and beside it the key of the alignment."""
+    def start_task(self, backbone: Any, state: Any, task: int, key: Array) -> tuple[Any, Any]:
+        """Returns InfLoRA's frozen and trained leaves, and the frozen key of the alignment."""
         frozen, trained = super().start_task(backbone, state, task, key)
-        # Keys 0 and 1 under this one are those that the new head was split into.
+        # The new head uses keys 0 and 1 of this one.
         return frozen | {"alignment": jax.random.key_data(jax.random.fold_in(key, 2))}, trained
 
-    # 4. What it does when a task ends.
-    def after_task(self, backbone, state: Any, task, frozen, trained, images) -> Any:
+    def after_task(
+        self, backbone: Any, state: Any, task: int, frozen: Any, trained: Any, images: TaskImages
+    ) -> Any:
         """Returns the state with the task stored, its Gaussians fitted and all heads aligned."""
         state = super().after_task(backbone, state, task, frozen, trained, images)
         kernels, classes = self.encoder(backbone, state, task + 1), self.setup.classes_per_task
@@ -107,7 +106,7 @@ class InfLoRACA(InfLoRA):
 
     @functools.cached_property
     def _alignment(self):
-        """One compiled alignment for all tasks."""
+        """The alignment, compiled once for all tasks."""
         transformation = optax.scale_by_adam()
         if self.native:
             transformation = optax.chain(

@@ -1,4 +1,4 @@
-"""What a learner is: options, and answers to five questions; by default Cumulative-LoRA's.
+"""The interface of learners: options, and five groups of methods, by default Cumulative-LoRA's.
 
 A learner is a class derived from `Learner` in a file of its own, a frozen dataclass whose fields
 are its options:
@@ -9,14 +9,14 @@ are its options:
         temperature: float = option(1.0, "(0, inf)", "of the logits in training")
 
 Option X of a learner in file N is `config.learner.N.X`, on the command line
-`--config.learner.N.X=VALUE`, in the learner `self.X`. That is all: flags, checks and the report's
-labels follow from the field.
+`--config.learner.N.X=VALUE`, in the learner `self.X`. Flags, checks and the report's labels follow
+from the field.
 
-State, frozen and trained are pytrees of arrays whose shapes never depend on the task, so that one
-compilation serves all tasks. The state is what a checkpoint holds; what is frozen must follow from
-the state, the task and the key, which itself follows from seed and task; `backbone` is the
-pretrained parameter tree and never changes. A leaf of the state that is a NumPy array stays on the
-host, where large things belong that no training step reads; all else is put on the devices.
+`state`, `frozen` and `trained` are pytrees of arrays whose shapes never depend on the task, so that
+one compilation serves all tasks. A checkpoint holds the state; `frozen` must follow from the state,
+the task and the key, which follows from seed and task; `backbone` is the pretrained parameter tree
+and never changes. Leaves of the state that are NumPy arrays stay on the host, the place for large
+arrays that no training step reads; all others are on the devices.
 """
 
 import dataclasses
@@ -36,14 +36,14 @@ from fdc_jax.model import increments, operations, vit
 
 Value: TypeAlias = bool | int | float | str
 
-# Training, extraction, prediction and export take the tree as it is; increments, second moments and
-# the Fisher information are of key and value kernels alone.
+# Increments, second moments and the Fisher information need key and value kernels; training,
+# extraction, prediction and export accept a whole tree, too.
 Replaced: TypeAlias = vit.Replaced
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What a learner lets its user choose; arguments as of `option`."""
+    """An option of a learner; see `option`."""
 
     default: Value
     allowed: str | tuple[str, ...]
@@ -64,17 +64,17 @@ def option(
     """Returns the field of an option.
 
     Args:
-        default: the value under the paper's protocol, whose type all values have.
-        allowed: an interval such as "(0, 1]", or the words to choose from. Empty: no limit.
-        comment: what it is.
-        on: the default on some benchmarks.
+        default: the value under the paper's protocol; all values have its type.
+        allowed: an interval such as "(0, 1]", or the accepted words; empty: no limit.
+        comment: its meaning.
+        on: other defaults, by benchmark.
     """
-    described = Option(default, allowed, comment, on or {})
-    return dataclasses.field(default=default, metadata={"option": described})
+    metadata = {"option": Option(default, allowed, comment, on or {})}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 def expected(allowed: str | tuple[str, ...], value: Any) -> str | None:
-    """Returns what was expected where a value is not allowed, in words, or else None."""
+    """Returns None if a value is allowed, else a phrase such as "a number in (0, 1]"."""
     if isinstance(allowed, tuple):
         return None if value in allowed else " or ".join(allowed)
     if not allowed:
@@ -93,53 +93,53 @@ class State(NamedTuple):
     heads: LinearHead
 
 
-# An encoder that is unrolled in more portions takes long to compile.
+# The largest number of portions of an encoder that is unrolled; more take long to compile.
 UNROLLED = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """A learner in one run. Its answers are those of Cumulative-LoRA where it gives no others."""
+    """A learner in one run; its defaults are Cumulative-LoRA."""
 
     setup: Setup
 
-    title: ClassVar[str] = ""  # how tables call it
-    paper_row: ClassVar[int] = 100  # in its tables
+    title: ClassVar[str] = ""  # name in tables
+    paper_row: ClassVar[int] = 100  # row in the paper's tables
     # The components of FDC that the paper enables for it, a key of `components` in `results.json`.
     selected: ClassVar[str] = "full"
-    # What in the learning of a task depends on how many there will be, in words.
+    # A sentence about the dependence of its training on the number of tasks, if there is one.
     task_count: ClassVar[str] = ""
-    # Whether the loss is a mean of terms of one image each, weighted by `batch.weights`, plus what
-    # no image enters; a batch may then be taken in portions.
+    # True if the loss is a mean over images, weighted by `batch.weights`, plus terms of no image; a
+    # batch may then be split into portions.
     mean_over_images: ClassVar[bool] = False
 
     @classmethod
     def section(cls) -> str:
-        """Returns where its options stand in `config.learner`: the name of its file."""
+        """Returns the name of its options in `config.learner`, which is that of its file."""
         return cls.__module__.rpartition(".")[2]
 
     @classmethod
     def options(cls) -> dict[str, Option]:
         """Returns its options by name."""
         fields = dataclasses.fields(cls)
-        return {each.name: each.metadata["option"] for each in fields if each.name != "setup"}
+        return {field.name: field.metadata["option"] for field in fields if field.name != "setup"}
 
     @classmethod
     def configured(cls, setup: Setup) -> Self:
-        """Returns the learner with the options that the configuration of a run has for it."""
+        """Returns the learner with its options in a run's configuration."""
         return cls(setup, **setup.config.learner.get(cls.section(), {}))
 
     @property
     def native(self) -> bool:
-        """Whether to train with the method's own settings, not those of the paper's protocol."""
+        """True for the method's own settings, False for those of the paper's protocol."""
         return self.setup.config.learner.preset == "native"
 
-    # 1. What it keeps between tasks.
+    # 1. The state between tasks.
     def initial_state(self) -> Any:
         """Returns empty slots for all tasks.
 
-        Where a shape depends on the number of tasks or on the largest of them, the first slots of
-        that axis must be those of the first tasks: a run that grows by tasks finds its state there.
+        If a shape depends on the number of tasks or on the largest of them, the first slots of that
+        axis must be those of the first tasks, since a run may grow by tasks.
         """
         setup, width = self.setup, self.setup.variant.width
         tasks, rows = setup.num_tasks, setup.head_rows
@@ -148,19 +148,19 @@ class Learner:
             heads=LinearHead(weight=jnp.zeros((tasks, rows, width)), bias=jnp.zeros((tasks, rows))),
         )
 
-    # 2. What it computes before a task, in closed form.
+    # 2. Computations before a task, in closed form.
     def before_task(self, backbone: Any, state: Any, task: int, images: TaskImages) -> Any:
-        """Returns the state as it is: nothing is computed."""
+        """Returns the state unchanged."""
         return state
 
-    # 3. What it trains, with what loss and what update.
+    # 3. Training: leaves, loss and update.
     def start_task(
         self, backbone: Any, state: Any, task: int, key: Array, A: Any = None
     ) -> tuple[Any, Any]:
         """Returns the frozen kernels of E_{t-1}, and a fresh increment and head to train.
 
-        Where directions `A` of the key and of the value kernels are given, [blocks, width, rank]
-        each, they stay frozen and B alone is trained.
+        Directions `A` of key and value kernels, [blocks, width, rank] each, stay frozen if they are
+        given; B alone is then trained.
         """
         setup, variant = self.setup, self.setup.variant
         frozen = {
@@ -172,33 +172,33 @@ class Learner:
             increment: Any = increments.initialise(key_of_increment, variant, setup.rank)
         else:
             frozen["A"] = A
-            increment = {name: jnp.zeros_like(each.swapaxes(1, 2)) for name, each in A.items()}
+            increment = {name: jnp.zeros_like(a.swapaxes(1, 2)) for name, a in A.items()}
         head = training.new_linear_head(key, setup.head_rows, variant.width)
         return frozen, {"increment": increment, "head": head}
 
     def loss(
         self, backbone: Any, frozen: Any, trained: Any, batch: Batch, temperature: float = 1.0
     ) -> Float[Array, ""]:
-        """Returns the cross-entropy over the task's own classes, of logits over a temperature."""
+        """Returns the cross-entropy over the task's own classes of logits / temperature."""
         increment = increment_in_training(frozen, trained)
         features = self.features(backbone, batch, frozen["kernels"], increment)
         logits = trained["head"].logits(features) / temperature
         return training.cross_entropy(logits, batch, frozen["class_mask"])
 
     def value_and_gradients(self, backbone: Any, frozen: Any, trained: Any, batch: Batch) -> Any:
-        """Returns the loss and its gradients, of portions of the batch where it is their mean."""
+        """Returns the loss and its gradients, from portions of the batch if the loss is a mean."""
 
-        def of(images):
-            return jax.value_and_grad(lambda leaves: self.loss(backbone, frozen, leaves, images))(
+        def of_portion(portion):
+            return jax.value_and_grad(lambda leaves: self.loss(backbone, frozen, leaves, portion))(
                 trained
             )
 
-        size = self._together(batch.images)
+        size = self._portion_size(batch.images)
         if self.mean_over_images and size < len(batch.images):
-            return training.mean_over_portions(of, batch, size)
-        return of(batch)
+            return training.mean_over_portions(of_portion, batch, size)
+        return of_portion(batch)
 
-    def _together(self, images: Any) -> int:
+    def _portion_size(self, images: Any) -> int:
         count, side = images.shape[:2]
         return operations.images_together(self.setup.mesh, count, side, self.setup.variant.patch)
 
@@ -213,10 +213,10 @@ class Learner:
     ) -> Float[Array, "n d"]:
         """Returns the features of a batch; arguments are those of the encoder.
 
-        Where the loss is no mean over images, the encoder takes them in few portions, unrolled: in
-        a loop, what the gradient needs of each would go through a TPU's slow memory once more.
+        If the loss is no mean over images, the encoder takes few portions, unrolled: in a loop, the
+        residuals of the gradient would pass through a TPU's slow memory once more.
         """
-        size = self._together(batch.images)
+        size = self._portion_size(batch.images)
 
         def encode(images, key):
             return vit.encode(self.setup.model, backbone, images, kernels, increment, key, dropout)
@@ -226,7 +226,7 @@ class Learner:
             return encode(batch.images, dropout_key)
         keys = [None] * count if dropout_key is None else jax.random.split(dropout_key, count)
         portions = jnp.split(jnp.asarray(batch.images), count)
-        return jnp.concatenate([encode(*each) for each in zip(portions, keys, strict=True)])
+        return jnp.concatenate([encode(*pair) for pair in zip(portions, keys, strict=True)])
 
     def update(self) -> Update:
         """Returns Adam with the paper's two learning rates."""
@@ -238,13 +238,13 @@ class Learner:
         transformation: optax.GradientTransformation | None = None,
         schedule: Callable[[int, int], float] | None = None,
     ) -> Update:
-        """Returns descent of the loss along what Optax makes of its gradient.
+        """Returns descent of the loss along directions by Optax.
 
         Args:
             rates: learning rate of each top-level part of `trained`; by default the paper's.
-            transformation: turns gradients into directions, before any learning rate; by default
-                Adam without weight decay.
-            schedule: of `Update`.
+            transformation: from gradients to directions, before any learning rate; by default Adam
+                without weight decay.
+            schedule: see `Update`.
         """
         rates = rates or training.paper_rates(self.setup)
         transformation = transformation or optax.scale_by_adam()
@@ -253,26 +253,26 @@ class Learner:
             value, gradients = self.value_and_gradients(backbone, frozen, trained, batch)
             directions: Any
             directions, optimizer_state = transformation.update(gradients, optimizer_state, trained)
-            return training.descended(trained, directions, rates, rate), optimizer_state, value
+            return training.descend(trained, directions, rates, rate), optimizer_state, value
 
         return Update(transformation.init, jax.jit(step, donate_argnums=(2, 3)), schedule)
 
-    # 4. What it does when a task ends.
+    # 4. The end of a task.
     def after_task(
         self, backbone: Any, state: Any, task: int, frozen: Any, trained: Any, images: TaskImages
     ) -> Any:
-        """Returns the state with the trained increment, if there is one, and head in their slot."""
+        """Returns the state with head and increment, if there is one, in the task's slots."""
         state = state._replace(heads=increments.store(state.heads, task, trained["head"]))
         if "increment" not in trained:
             return state
         increment = increment_in_training(frozen, trained)
         return state._replace(increments=increments.store(state.increments, task, increment))
 
-    # 5. Which encoder and which heads it offers for inference.
+    # 5. Encoder and heads for inference.
     def encoder(self, backbone: Any, state: Any, num_tasks: int) -> Replaced:
-        """Returns what E_t replaces of E_0 after `num_tasks` tasks; the pretrained kernels for 0.
+        """Returns the parameters of E_t that replace those of E_0, t = `num_tasks`.
 
-        A state after t tasks is asked for E_0 and E_t.
+        Only E_0 and E_t of a state after t tasks are requested.
 
         Raises:
             InputError: the learner does not keep that encoder.
@@ -286,7 +286,7 @@ class Learner:
 
 
 def increment_in_training(frozen: Any, trained: Any) -> vit.Increment:
-    """Returns the task's increment; where A is frozen, B alone is trained."""
+    """Returns the task's increment, of a frozen A and a trained B, or of trained factors."""
     if "A" not in frozen:
         return trained["increment"]
 

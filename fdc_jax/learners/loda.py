@@ -1,44 +1,44 @@
-"""LoDA: a general and an isolated increment, on directions chosen by the energy of the inputs.
+"""LoDA: a general and an isolated increment, on directions chosen by the energy of inputs.
 
 L. He et al., "Task-Driven Subspace Decomposition for Knowledge Sharing and Isolation in LoRA-based
-Continual Learning", ICML 2026. With A fixed, how far training B can change a projection is bounded
-by the energy of its inputs along A. Before a task, per block, the general A takes the leading
+Continual Learning", ICML 2026. With A fixed, the energy of a projection's inputs along A bounds the
+change that training B can make. Before a task, in every block, the general A takes the leading
 eigenvectors of the second moment of old and new attention inputs together; the isolated A takes
 the directions with the largest ratio of new to old energy (generalised eigenvectors, then
-orthonormal). Both are divided by sqrt(3). Key and value share them, each with a B of its own, which
+orthonormal). Both are divided by sqrt(3). Key and value share them, each with its own B, which
 starts at zero. The first task has no isolated part and trains its general A too; later tasks train
 B alone. The loss is CosFace over the task's own classes. When a task ends, row i of the general B
-is shrunk by 1 - g_old / (g_old + gamma g_new), g being the energies of old and new inputs along
-direction i; the isolated product is added in full. Then the task's moments join the old ones twice:
-as seen before and after that shrinking.
+is multiplied by 1 - g_old / (g_old + gamma g_new), where g are the energies of old and new inputs
+along direction i; the isolated product is added in full. Then the task's moments are added to the
+old ones twice: by the encoders before and after that shrinking.
 
 Gradient alignment: the distinct classes of a batch are split at random into two groups, the first
-with half of them rounded down. A half-step looks ahead from one group and descends on the other:
-every tensor of the increment is moved against its gradient on the first group, the gradient on the
-second group is taken there, and the optimiser applies it to the tensor where it was. Two
-half-steps, one each way, share the optimiser's state and one random length of look-ahead. The head
-is never moved ahead. A batch of one class makes one plain step, at the same cost.
+with half of them rounded down. A half-step looks ahead on one group and descends on the other: it
+moves every tensor of the increment against its gradient on the first group, takes the gradient on
+the second group there, and applies it by the optimiser to the unmoved tensor. Two half-steps, one
+each way, share the optimiser's state and one random length of look-ahead. The head is never moved
+ahead. A batch of one class makes one plain step, at the same cost.
 
-Authors' code: all of the above; moments over all tokens of augmented images (drawn anew for each
-pass; those of the first epoch here), not centred; scales 0.25 and 0.5 on the two products, gamma 3;
+Authors' code: all of the above; moments over all tokens of augmented images (newly drawn for each
+pass; here those of the first epoch), not centred; scales 0.25 and 0.5 on the two products, gamma 3;
 training of the first A (their paper is said to freeze it) and the double count of moments; the
-ratio of energies in its Cholesky form, which maximises the trace of a ratio, where the paper speaks
-of a ratio of traces; the shrunk rows, where the paper is said to recalibrate by a matrix; no
-classifier alignment, as the FDC paper says; head rows drawn with standard deviation 0.02. Their key
-and value form is known from a compiled file only; the code at hand adapts the fused query, key and
-value. Inferred: `train.rank` is the rank of each branch; the scales, which that compiled file does
-not halve (0.5 and 1). FDC paper: Adam without decay at 5e-4 and 5e-3. Unknown: its schedule
+ratio of energies in its Cholesky form, which maximises the trace of a ratio, where the paper has a
+ratio of traces; the shrunk rows, where the paper is said to recalibrate by a matrix; no classifier
+alignment, as in the FDC paper; head rows drawn with standard deviation 0.02. Their key and value
+form is known from a compiled file only; the available code adapts the fused query, key and value.
+Inferred: `train.rank` is the rank of each branch; the scales, which that compiled file does not
+halve (0.5 and 1). FDC paper: Adam without decay at 5e-4 and 5e-3. Unknown: its schedule
 (`train.schedule`), margins and look-aheads. Preset `native` is SGD with momentum 0.9, weight decay
-and one rate for all leaves (1e-2 where they have none) along half a cosine wave.
+and one rate for all leaves (1e-2 if they have none) along half a cosine wave.
 
-E_t has the shrunken increments of the first t tasks merged. Logits are the class token's cosines to
-the rows of the head, without scale; sigma_t comes from head t as it was trained. One moment a block
-is kept (28 MB for ViT-B/16), and every increment with the rank of both branches (59 MB for 20 tasks
-of rank 10); nothing grows with tasks. A batch costs four passes forward and backward, two over each
-group, without second derivatives: about 2.3 plain steps on one device, four on several. Beside the
-training there are three passes over the images without gradients: one before, two after.
-Decompositions run in float64 on the host; where a moment is not positive definite, multiples of the
-identity from 1e-12 on are added.
+E_t has the shrunk increments of the first t tasks merged. Logits are the class token's cosines to
+the rows of the head, without scale; sigma_t comes from head t after its training. The state has one
+moment per block (28 MB for ViT-B/16) and every increment with the rank of both branches (59 MB for
+20 tasks of rank 10); nothing grows with tasks. A batch costs four passes forward and backward, two
+over each group, without second derivatives: about 2.3 plain steps on one device, four on several.
+There are three further passes over the images without gradients: one before the task, two after.
+Decompositions run in float64 on the host; a moment that is not positive definite gets multiples of
+the identity, from 1e-12 on.
 """
 
 import dataclasses
@@ -57,7 +57,7 @@ from jaxtyping import Array, Bool, Float, Float64, Int
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import CosineHead, Head
 from fdc_jax.learners import training
-from fdc_jax.learners.learner import Learner, option
+from fdc_jax.learners.learner import Learner, TaskImages, option
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
@@ -66,30 +66,30 @@ NATIVE_RATE = 1e-2
 NATIVE_RATE_OF = {"cifar100": 5e-3, "imagenet_a": 1e-2, "imagenet_r": 2e-2, "cub200": 5e-3}
 NATIVE_WEIGHT_DECAY, NATIVE_WEIGHT_DECAY_OF = 5e-4, {"imagenet_r": 0.0}
 
-# Of the general and of the isolated product, and of cosines in the loss; the authors'.
+# Factors of the general product, the isolated product, and cosines in the loss; the authors'.
 GENERAL_SCALE, ISOLATED_SCALE, COSINE_SCALE = 0.25, 0.5, 20.0
-# Weight of the new task where products are shrunk, the authors'.
+# Weight of the new task in the shrinking of products, the authors'.
 GAMMA = 3.0
 FIRST_JITTER = 1e-12
 ENERGY_FLOOR = 1e-12
-# Added to the norm of a gradient before dividing by it.
+# Term in the denominator of a gradient over its norm.
 NORM_FLOOR = 1e-12
-# Sizes that a part of a batch can have, in eighths of the batch.
+# Possible sizes of a part of a batch, in eighths of the batch.
 PART_SIZES = (4, 5, 6, 8)
 
 
 class State(NamedTuple):
-    """What outlasts a task."""
+    """Increments and heads of all tasks, and moments of earlier inputs."""
 
     # The first half of the rank is the general branch, the second the isolated one; scales and
     # shrinking are part of B. While a task trains, its slot holds its A, and B is zero.
     increments: vit.Increment
     heads: Float[Array, "tasks c d"]  # rows of the cosine heads
-    moments: Float[Array, "l d d"]  # summed, of earlier tasks' attention inputs, two a task
+    moments: Float[Array, "l d d"]  # sum over earlier tasks, two moments per task
 
 
 class Progress(NamedTuple):
-    """What the update carries from batch to batch; random numbers follow from the count."""
+    """The state of the update; random numbers follow from the number of batches."""
 
     batches: Int[Array, ""]
     optimizer: Any
@@ -107,14 +107,13 @@ class LoDA(Learner):
     margin: float = option(  # The authors'; unpublished for OmniBenchmark, which has ImageNet-R's.
         0.0,
         "[0, inf)",
-        "off the cosine of the own class",
+        "subtracted from the cosine of the own class",
         on={"imagenet_a": 0.15, "imagenet_r": 0.1, "cub200": 0.1, "omnibench": 0.1},
     )
-    look_ahead: float = option(0.3, "[0, inf)", "rho, the longest", on={"imagenet_r": 0.7})
+    look_ahead: float = option(0.3, "[0, inf)", "rho, largest length", on={"imagenet_r": 0.7})
 
-    # 1. What it keeps between tasks.
     def initial_state(self) -> State:
-        """Returns empty slots for all tasks and no moments."""
+        """Returns empty slots for all tasks and moments of zero."""
         variant, tasks = self.setup.variant, self.setup.num_tasks
         return State(
             increments=increments.empty_stack(variant, 2 * self.setup.rank, tasks),
@@ -122,13 +121,12 @@ class LoDA(Learner):
             moments=jnp.zeros((variant.depth, variant.width, variant.width)),
         )
 
-    # 2. What it computes before a task.
-    def before_task(self, backbone, state: State, task, images) -> State:
-        """Returns the state with the task's A of both branches, from its images seen by E_{t-1}."""
+    def before_task(self, backbone: Any, state: State, task: int, images: TaskImages) -> State:
+        """Returns the state with the task's A of both branches, from its images by E_{t-1}."""
         kernels, augmented = self.encoder(backbone, state, task), images.augmented()
         moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
         rank = self.setup.rank
-        new, old = (_symmetric(np.asarray(each, np.float64)) for each in (moments, state.moments))
+        new, old = (_symmetric(np.asarray(m, np.float64)) for m in (moments, state.moments))
         designed = []
         for block in range(len(new)):
             general = general_directions(new[block] + old[block], rank)
@@ -139,13 +137,12 @@ class LoDA(Learner):
         stack = training.with_directions(state.increments, task, np.stack(designed))
         return state._replace(increments=stack)
 
-    # 3. What it trains, and how.
-    def start_task(self, backbone, state: State, task, key):
-        """Returns the kernels of E_{t-1} and the isolated A, and what trains.
+    def start_task(self, backbone: Any, state: State, task: int, key: Array) -> tuple[Any, Any]:
+        """Returns the frozen kernels of E_{t-1} and isolated A, and the leaves to train.
 
-        Trained are the factors of the general branch, of which A stays from the second task on, B
-        of the isolated branch, which has no gradient in the first task since A is zero there, and
-        the rows of the head.
+        These are both factors of the general branch, B of the isolated branch, whose gradient is
+        zero in the first task as its A is, and the rows of the head. `trains` is 0 for the leaves
+        that stay: the general A from the second task on.
         """
         key_of_head, key_of_alignment = jax.random.split(key)
         setup, rank = self.setup, self.setup.rank
@@ -173,7 +170,7 @@ class LoDA(Learner):
         return frozen, trained
 
     def _increment(self, frozen, trained, shrinking=None) -> vit.Increment:
-        """Returns both branches as one increment, scaled, and the general one shrunken if asked."""
+        """Returns both branches as one scaled increment, the general B perhaps shrunk."""
 
         def factors(name):
             general = trained["increment"]["general"][name]
@@ -188,7 +185,7 @@ class LoDA(Learner):
 
         return vit.Increment(key=factors("key"), value=factors("value"))
 
-    def loss(self, backbone, frozen, trained, batch):
+    def loss(self, backbone: Any, frozen: Any, trained: Any, batch: Batch) -> Float[Array, ""]:
         """Returns the cross-entropy of scaled cosines, the label's one less a margin (CosFace)."""
         increment = self._increment(frozen, trained)
         features = self.features(backbone, batch, frozen["kernels"], increment)
@@ -212,22 +209,23 @@ class LoDA(Learner):
         transformation: optax.GradientTransformation,
         schedule: Callable[[int, int], float] | None = None,
     ) -> training.Update:
-        """Returns an update in half-steps; arguments as of `gradient_update`."""
+        """Returns an update in half-steps; the arguments are those of `gradient_update`."""
 
         def initialise(trained) -> Progress:
             return Progress(jnp.zeros((), jnp.int32), transformation.init(trained))
 
         def step(backbone, frozen, trained, progress, batch, rate):
-            def slopes(leaves, part):
-                """Returns the loss on a part of the batch, and its gradient."""
+            def loss_and_gradients(leaves, part):
                 value, gradients = self.value_and_gradients(backbone, frozen, leaves, part)
                 return value, jax.tree.map(jnp.multiply, frozen["trains"], gradients)
 
-            def one_pass(carried, kind):
-                trained, optimizer, ahead = carried
-                weights, descends = kind
+            def one_pass(carry, group):
+                """Looks ahead, or descends, on the rows with weights."""
+                trained, optimizer, ahead = carry
+                weights, descends = group
                 part = batch._replace(weights=weights)
-                value, gradients = of_group(slopes, ahead, part, alone=self.setup.mesh.size == 1)
+                single_device = self.setup.mesh.size == 1
+                value, gradients = of_group(loss_and_gradients, ahead, part, single_device)
                 moved = jax.tree.map(
                     lambda leaf, gradient: leaf + against(gradient, length),
                     trained["increment"],
@@ -237,10 +235,10 @@ class LoDA(Learner):
                 directions: Any
                 directions, optimizer = transformation.update(gradients, optimizer, ahead)
                 directions = jax.tree.map(jnp.multiply, frozen["trains"], directions)
-                trained = training.descended(trained, directions, rates, rate)
+                trained = training.descend(trained, directions, rates, rate)
                 stepped = (trained, optimizer, trained)
-                carried = jax.tree.map(partial(jnp.where, descends), stepped, looked)
-                return carried, descends * value * weights.sum()
+                carry = jax.tree.map(partial(jnp.where, descends), stepped, looked)
+                return carry, descends * value * weights.sum()
 
             key = jax.random.wrap_key_data(frozen["alignment"])
             key_of_length, key_of_groups = jax.random.split(
@@ -250,9 +248,9 @@ class LoDA(Learner):
             several = present.sum() > 1
             length = several * self.look_ahead * jax.random.uniform(key_of_length)
             first = first_group(key_of_groups, present)[batch.labels]
-            # A single class is both groups, and only the first half-step counts.
+            # A single class is both groups; then only the first half-step counts.
             groups = [batch.weights * first, batch.weights * jnp.where(several, ~first, first)]
-            # One after the other in a loop, so that the encoder is compiled once for all of them.
+            # A loop over the four passes compiles the encoder once.
             (trained, optimizer, _), totals = jax.lax.scan(
                 one_pass,
                 (trained, progress.optimizer, trained),
@@ -263,9 +261,10 @@ class LoDA(Learner):
 
         return training.Update(initialise, jax.jit(step, donate_argnums=(2, 3)), schedule)
 
-    # 4. What it does when a task ends.
-    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
-        """Returns the state with the increment shrunk and stored, the head, and new moments."""
+    def after_task(
+        self, backbone: Any, state: State, task: int, frozen: Any, trained: Any, images: TaskImages
+    ) -> State:
+        """Returns the state with the shrunk increment and the head stored and moments added."""
 
         def moments_under(increment):
             kernels = increments.merge(frozen["kernels"], increment)
@@ -284,8 +283,7 @@ class LoDA(Learner):
             moments=state.moments + new + moments_under(shrunken),
         )
 
-    # 5. What it offers for inference.
-    def heads(self, state: State, num_tasks) -> list[Head]:
+    def heads(self, state: State, num_tasks: int) -> list[Head]:
         """Returns the cosine heads of the first `num_tasks` tasks, unscaled and without padding."""
         return [CosineHead(rows) for rows in super().heads(state, num_tasks)]
 
@@ -302,7 +300,7 @@ def general_directions(moment: Float64[np.ndarray, "d d"], rank: int) -> Float64
 def isolated_directions(
     new: Float64[np.ndarray, "d d"], old: Float64[np.ndarray, "d d"], rank: int
 ) -> Float64[np.ndarray, "d r"]:
-    """Returns an orthonormal basis of the directions with the most new energy to old."""
+    """Returns an orthonormal basis of the directions with the most new energy per old energy."""
     root = cholesky(old)
     half = scipy.linalg.solve_triangular(root, new, lower=True)
     ratios = _symmetric(scipy.linalg.solve_triangular(root, half.T, lower=True))
@@ -311,9 +309,9 @@ def isolated_directions(
 
 
 def cholesky(matrix: Float64[np.ndarray, "d d"]) -> Float64[np.ndarray, "d d"]:
-    """Returns the lower root of matrix + jitter I.
+    """Returns the lower Cholesky factor of matrix + jitter I.
 
-    The jitter is 0 if that is enough, or else 1e-12, then 1e-11 more, and so on until it is.
+    The jitter is the first of 0, 1e-12, 1.1e-11, 1.11e-10, ... with a positive definite sum.
     """
     jitter, more = 0.0, FIRST_JITTER
     while True:
@@ -323,15 +321,15 @@ def cholesky(matrix: Float64[np.ndarray, "d d"]) -> Float64[np.ndarray, "d d"]:
             jitter, more = jitter + more, 10 * more
 
 
-def of_group(function: Callable[..., Any], leaves, batch: Batch, alone: bool) -> Any:
-    """Returns `function(leaves, part)`, the part being the rows of the batch with a weight.
+def of_group(function: Callable[..., Any], leaves: Any, batch: Batch, single_device: bool) -> Any:
+    """Returns `function(leaves, part)` for the rows of a batch that have a weight.
 
-    Shapes have to be known beforehand: the part has the smallest of a few sizes that holds the
-    rows, others of weight 0 fill it up. Unless a device is `alone` it is the whole batch, which
-    stays divided between the devices.
+    Compilation needs fixed shapes: the part has the smallest of a few sizes that holds these rows,
+    filled with rows of weight 0. On several devices it is the whole batch, which stays divided
+    between them.
     """
     rows = len(batch.labels)
-    if not alone:
+    if not single_device:
         return function(leaves, batch)
     sizes = sorted({-(-rows * eighths // 8) for eighths in PART_SIZES})
     order = jnp.argsort(batch.weights == 0, stable=True)
@@ -343,17 +341,19 @@ def of_group(function: Callable[..., Any], leaves, batch: Batch, alone: bool) ->
     return jax.lax.switch(needed, [partial(of_size, size) for size in sizes], leaves)
 
 
-def against(gradient: Float[Array, "*l a b"], length) -> Float[Array, "*l a b"]:
-    """Returns a step of the given length against the gradient of every matrix."""
+def against(
+    gradient: Float[Array, "*l a b"], length: float | Float[Array, ""]
+) -> Float[Array, "*l a b"]:
+    """Returns a step against the gradient of every matrix, of the given Frobenius norm."""
     norm = jnp.sqrt(jnp.sum(gradient**2, axis=(-2, -1), keepdims=True))
     return -length * gradient / (norm + NORM_FLOOR)
 
 
 def first_group(key: Array, present: Bool[Array, " c"]) -> Bool[Array, " c"]:
     """Returns a random half of the classes present, rounded down but at least one."""
-    lot = jnp.where(present, jax.random.uniform(key, present.shape), jnp.inf)
-    place = jnp.argsort(jnp.argsort(lot))
-    return present & (place < jnp.maximum(present.sum() // 2, 1))
+    lots = jnp.where(present, jax.random.uniform(key, present.shape), jnp.inf)
+    rank = jnp.argsort(jnp.argsort(lots))
+    return present & (rank < jnp.maximum(present.sum() // 2, 1))
 
 
 @jax.jit
@@ -362,7 +362,7 @@ def shrinkage(
 ) -> Float[Array, "l r"]:
     """Returns the factor s in [0, 1] on each direction that minimises old s^2 + gamma new (1-s)^2.
 
-    Directions are columns of A, of which only energies under the two moments count.
+    Directions are the columns of A; `old` and `new` stand for their energies under these moments.
     """
 
     def energy(moments):

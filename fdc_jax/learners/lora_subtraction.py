@@ -1,35 +1,34 @@
-"""LoRA-Subtraction: updates confined to where the new task's inputs lie without past increments.
+"""LoRA-Subtraction: updates within the space of the new task's inputs without past increments.
 
 X. Liu and X. Chang, "LoRA Subtraction for Drift-Resistant Space in Exemplar-Free Continual
 Learning", CVPR 2025. Increments of the key and value kernels add up, as in Cumulative-LoRA. Before
 a task its images pass through an encoder whose kernels are W_0 minus all increments so far. In each
 block the leading principal directions of the attention inputs there, up to a share of the
 eigenvalue sum, span the drift-resistant space. From the second task on every finished Adam step of
-A and B is projected on it. Classes are told apart by the nearest class mean; a linear head and a
-triplet loss, which treats the means of earlier classes as further negatives, serve training only.
+A and B is projected on it. The nearest class mean classifies; a linear head and a triplet loss,
+with the means of earlier classes as further negatives, serve training only.
 
 Authors' code: the share is 0.99; the projector is divided by its Frobenius norm, the root of the
-number of directions; Adam's moments see the gradient as it is; one projector acts on both factors
-of both projections, on that side of each which has the encoder's width (for B that is the output,
-though the space is one of inputs); second moments over all tokens of augmented images (drawn anew;
-those of the first epoch here), not centred, energies not squared; B starts with one entry of
-standard deviation 0.01 for each rank (a port by others starts at zero), so that the encoder moves a
-little when a task begins; Adam's epsilon is added before the second moment is corrected for its
-start; class means over images in evaluation preprocessing, by the encoder of the class's own task,
-never renewed.
+number of directions; Adam's moments have the gradient without projection; one projector acts on
+both factors of both projections, on the side with the encoder's width (for B that is the output,
+though the space is one of inputs); second moments over all tokens of augmented images (newly drawn;
+here those of the first epoch), not centred, energies not squared; B starts with one entry of
+standard deviation 0.01 for each rank (zero in a port by others), so that the encoder moves a little
+when a task begins; Adam's epsilon is added before the bias correction of the second moment; class
+means over images in evaluation preprocessing, by the encoder of the class's own task, never
+updated.
 
-Preset `native` runs along InfLoRA's quarter cosine, with the authors' head rates of 2e-3 on
-CIFAR-100, 5e-4 on ImageNet-R and 1e-3 on CUB-200 (1e-3 elsewhere is a guess), and their rate of
-5e-4 for the increment where `train` has that. Inferred: a constant rate in the FDC paper's runs.
-Unknown: their triplet settings, and whether they keep the normalised projector. Their raw accuracy
-of 34.6 percent on CIFAR-100 is far below the 88 percent that the authors and a port report; no
-cause is known. The fields `train.schedule=quarter_cosine`, `triplet_weight`, `margin` and the two
-rates tell the candidates apart.
+Preset `native` follows InfLoRA's quarter cosine, with the authors' head rates of 2e-3 on CIFAR-100,
+5e-4 on ImageNet-R and 1e-3 on CUB-200 (1e-3 elsewhere is a guess), and their rate of 5e-4 for the
+increment if `train` has that. Inferred: a constant rate in the FDC paper's runs. Unknown: their
+triplet settings, and whether they keep the normalised projector. Their raw accuracy of 34.6 percent
+on CIFAR-100 is far below the 88 percent that the authors and a port report; no cause is known.
+`train.schedule=quarter_cosine`, `triplet_weight`, `margin` and the two rates are the candidates.
 
 E_t is Cumulative-LoRA's. The nearest-mean head normalises the class token: its logits are minus the
-squared distances between unit features and unit means. sigma_t comes from the means taken after
-task t, which never change. A projector per block is kept (28 MB for ViT-B/16), so that an
-interrupted task goes on without its first pass.
+squared distances between unit features and unit means. sigma_t comes from the means after task t,
+which never change. The state has a projector per block (28 MB for ViT-B/16), so that an interrupted
+task resumes without its first pass.
 """
 
 import dataclasses
@@ -46,15 +45,15 @@ from fdc_jax.data.batches import Batch
 from fdc_jax.heads import Head, NearestMeanHead, unit
 from fdc_jax.learners import training
 from fdc_jax.learners.gaussian_alignment import class_features
-from fdc_jax.learners.learner import Learner, Replaced, option
+from fdc_jax.learners.learner import Learner, Replaced, TaskImages, option
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
-# Share of the eigenvalue sum that the drift-resistant space holds, the authors'.
+# Share of the eigenvalue sum in the drift-resistant space, the authors'.
 ENERGY = 0.99
 # Standard deviation of the entries of B that do not start at zero.
 START_DEVIATION = 0.01
-# Squared distances below this floor have no gradient: the root has none at zero.
+# Smaller squared distances have no gradient, as the root has none at zero.
 SQUARED_DISTANCE_FLOOR = 1e-12
 FIRST_DECAY, SECOND_DECAY, EPSILON = 0.9, 0.999, 1e-8
 
@@ -62,16 +61,16 @@ NATIVE_HEAD_RATE, NATIVE_HEAD_RATE_OF = 1e-3, {"cifar100": 2e-3, "imagenet_r": 5
 
 
 class State(NamedTuple):
-    """What outlasts a task."""
+    """Increments and class means of all tasks, and the newest projectors."""
 
     increments: vit.Increment
-    means: Float[Array, "tasks c d"]  # of every class's features
-    projector: Float[Array, "l d d"]  # what steps are multiplied by; the identity at first
-    space_sizes: Int[Array, "tasks l"]  # directions of each task's drift-resistant spaces
+    means: Float[Array, "tasks c d"]  # of the features of every class
+    projector: Float[Array, "l d d"]  # factor on the steps of every block; at first the identity
+    space_sizes: Int[Array, "tasks l"]  # number of directions of each drift-resistant space
 
 
 class Moments(NamedTuple):
-    """Adam's state: steps done, and running means of gradients and of their squares."""
+    """Adam's state: number of steps, and running means of gradients and of their squares."""
 
     steps: Int[Array, ""]
     first: Any
@@ -99,9 +98,8 @@ class LoRASubtraction(Learner):
         on={"imagenet_r": 2.0, "imagenet_a": 2.0, "omnibench": 2.0},
     )
 
-    # 1. What it keeps between tasks.
     def initial_state(self) -> State:
-        """Returns empty slots for all tasks, and no restriction for the first."""
+        """Returns empty slots for all tasks, and projectors that are the identity."""
         variant, tasks = self.setup.variant, self.setup.num_tasks
         return State(
             increments=increments.empty_stack(variant, self.setup.rank, tasks),
@@ -110,29 +108,28 @@ class LoRASubtraction(Learner):
             space_sizes=jnp.full((tasks, variant.depth), variant.width, jnp.int32),
         )
 
-    # 2. What it computes before a task.
-    def before_task(self, backbone, state: State, task, images) -> State:
+    def before_task(self, backbone: Any, state: State, task: int, images: TaskImages) -> State:
         """Returns the state with the projectors on the task's drift-resistant spaces."""
         if task == 0:
             return state
         kernels, augmented = self.subtracted(backbone, state, task), images.augmented()
         moments, _ = attention_input_moments(self.setup.model, backbone, kernels, augmented)
-        found = [drift_resistant_projector(each) for each in np.asarray(moments, np.float64)]
+        blocks = np.asarray(moments, np.float64)
+        projectors, sizes = zip(*map(drift_resistant_projector, blocks), strict=True)
         return state._replace(
-            projector=jnp.asarray(np.stack([projector for projector, _ in found]), jnp.float32),
-            space_sizes=state.space_sizes.at[task].set(jnp.asarray([size for _, size in found])),
+            projector=jnp.asarray(np.stack(projectors), jnp.float32),
+            space_sizes=state.space_sizes.at[task].set(jnp.asarray(sizes)),
         )
 
-    def subtracted(self, backbone, state: State, num_tasks: int) -> Replaced:
+    def subtracted(self, backbone: Any, state: State, num_tasks: int) -> Replaced:
         """Returns the pretrained kernels minus the first `num_tasks` increments."""
         pretrained = vit.pretrained_kernels(backbone)
-        nothing = jax.tree.map(jnp.zeros_like, pretrained)
-        added = increments.kernels_after(nothing, state.increments, num_tasks)
+        zeros = jax.tree.map(jnp.zeros_like, pretrained)
+        added = increments.kernels_after(zeros, state.increments, num_tasks)
         return jax.tree.map(jnp.subtract, pretrained, added)
 
-    # 3. What it trains, and how.
-    def start_task(self, backbone, state: State, task, key):
-        """Returns what the task builds on, and a fresh increment and head to train."""
+    def start_task(self, backbone: Any, state: State, task: int, key: Array) -> tuple[Any, Any]:
+        """Returns kernels, projector and earlier means, and a fresh increment and head."""
         key_of_increment, key_of_entries, key_of_head = jax.random.split(key, 3)
         setup, variant = self.setup, self.setup.variant
         frozen = {
@@ -149,7 +146,7 @@ class LoRASubtraction(Learner):
         head = training.new_linear_head(key_of_head, setup.head_rows, variant.width)
         return frozen, {"increment": increment, "head": head}
 
-    def loss(self, backbone, frozen, trained, batch):
+    def loss(self, backbone: Any, frozen: Any, trained: Any, batch: Batch) -> Float[Array, ""]:
         """Returns the cross-entropy over the task's own classes plus the triplet loss."""
         features = self.features(backbone, batch, frozen["kernels"], trained["increment"])
         logits = trained["head"].logits(features)
@@ -159,7 +156,7 @@ class LoRASubtraction(Learner):
         return classification + self.triplet_weight * triplets
 
     def update(self) -> training.Update:
-        """Returns Adam whose finished steps of the increment are projected."""
+        """Returns Adam with projected steps of the increment."""
         config, rates = self.setup.config, training.paper_rates(self.setup)
         if self.native:
             rates["head"] = NATIVE_HEAD_RATE_OF.get(config.benchmark, NATIVE_HEAD_RATE)
@@ -172,10 +169,10 @@ class LoRASubtraction(Learner):
             value, gradients = self.value_and_gradients(backbone, frozen, trained, batch)
             moments, directions = adam_directions(moments, gradients)
             directions["increment"] = projected(frozen["projector"], directions["increment"])
-            return training.descended(trained, directions, rates, rate), moments, value
+            return training.descend(trained, directions, rates, rate), moments, value
 
-        # The authors' wave spans a later task's epochs in the first task, too, whose further epochs
-        # keep its last rate; theirs would go below zero.
+        # The authors' wave spans a later task's epochs in the first task, too. Its further epochs
+        # keep the last rate here; the authors' rate would become negative.
         span = config.train.epochs
 
         def schedule(epoch: int, epochs: int) -> float:
@@ -184,20 +181,20 @@ class LoRASubtraction(Learner):
         jitted = jax.jit(step, donate_argnums=(2, 3))
         return training.Update(initialise, jitted, schedule if self.native else None)
 
-    # 4. What it does when a task ends.
-    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
-        """Returns the state with the task's increment, and the mean feature of each class."""
+    def after_task(
+        self, backbone: Any, state: State, task: int, frozen: Any, trained: Any, images: TaskImages
+    ) -> State:
+        """Returns the state with the increment and the mean feature of each class stored."""
         stack = increments.store(state.increments, task, trained["increment"])
         state, setup = state._replace(increments=stack), self.setup
         kernels = self.encoder(backbone, state, task + 1)
         features, labels = class_features(setup.model, backbone, kernels, images.plain())
-        belongs = np.arange(setup.head_rows)[:, None] == labels
-        # Zero where a class has no image.
-        means = belongs @ features.astype(np.float64) / np.maximum(belongs.sum(axis=1), 1)[:, None]
+        members = np.arange(setup.head_rows)[:, None] == labels
+        # Rows without an image are zero.
+        means = members @ features.astype(np.float64) / np.maximum(members.sum(axis=1), 1)[:, None]
         return state._replace(means=state.means.at[task].set(means.astype(np.float32)))
 
-    # 5. What it offers for inference.
-    def heads(self, state: State, num_tasks) -> list[Head]:
+    def heads(self, state: State, num_tasks: int) -> list[Head]:
         """Returns the nearest-mean heads of the first `num_tasks` tasks, without padding."""
         return training.unpadded(self.setup, NearestMeanHead(state.means), num_tasks)
 
@@ -205,12 +202,11 @@ class LoRASubtraction(Learner):
 def drift_resistant_projector(
     moment: Float64[np.ndarray, "d d"], energy: float = ENERGY
 ) -> tuple[Float64[np.ndarray, "d d"], int]:
-    """Returns the projector on the fewest directions that hold a share of the energy, and how many.
+    """Returns the projector on the fewest directions with a share of the energy, and their number.
 
     The projector is divided by its Frobenius norm.
     """
-    # Ascending; on the host, since the number of directions must not hang on float32 rounding.
-    values, directions = np.linalg.eigh(moment)
+    values, directions = np.linalg.eigh(moment)  # ascending
     shares = np.cumsum(np.maximum(values[::-1], 0.0))
     size = min(int(np.sum(shares < energy * shares[-1])) + 1, len(moment))
     space = directions[:, -size:]
@@ -218,10 +214,10 @@ def drift_resistant_projector(
 
 
 def _one_entry_per_rank(key, shape) -> Float[Array, "l r d"]:
-    key_of_place, key_of_value = jax.random.split(key)
-    places = jax.random.randint(key_of_place, shape[:-1], 0, shape[-1])
+    key_of_column, key_of_value = jax.random.split(key)
+    columns = jax.random.randint(key_of_column, shape[:-1], 0, shape[-1])
     values = START_DEVIATION * jax.random.normal(key_of_value, shape[:-1])
-    return values[..., None] * jax.nn.one_hot(places, shape[-1])
+    return values[..., None] * jax.nn.one_hot(columns, shape[-1])
 
 
 def triplet_loss(
@@ -234,7 +230,7 @@ def triplet_loss(
     """Returns the mean hinge on farthest positive minus nearest negative plus margin.
 
     Positives are the images of the class, negatives all others and the means of earlier classes;
-    an image without any negative counts as 0. Features and means are unit vectors.
+    an image without negatives costs 0. Features and means are unit vectors.
     """
     labels, weights = batch.labels, batch.weights
     between = _distances(features, features)
@@ -253,8 +249,8 @@ def _distances(rows: Float[Array, "n d"], columns: Float[Array, "m d"]) -> Float
     return jnp.sqrt(jnp.maximum(squares, SQUARED_DISTANCE_FLOOR))
 
 
-def adam_directions(moments: Moments, gradients) -> tuple[Moments, Any]:
-    """Returns Adam's new state and what it would subtract at a learning rate of one."""
+def adam_directions(moments: Moments, gradients: Any) -> tuple[Moments, Any]:
+    """Returns Adam's new state and its directions, before any learning rate."""
     steps = moments.steps + 1
     first = jax.tree.map(
         lambda m, g: FIRST_DECAY * m + (1 - FIRST_DECAY) * g, moments.first, gradients
@@ -262,7 +258,7 @@ def adam_directions(moments: Moments, gradients) -> tuple[Moments, Any]:
     second = jax.tree.map(
         lambda v, g: SECOND_DECAY * v + (1 - SECOND_DECAY) * g**2, moments.second, gradients
     )
-    # 1 - decay^steps; the plain difference would lose four digits at the first step.
+    # 1 - decay^steps; the difference itself would lose four digits at the first step.
     first_share = -jnp.expm1(steps * math.log(FIRST_DECAY))
     second_share = -jnp.expm1(steps * math.log(SECOND_DECAY))
     correction = jnp.sqrt(second_share) / first_share
@@ -277,10 +273,10 @@ def projected(projector: Float[Array, "l d d"], direction: vit.Increment) -> vit
     """
     product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
-    def factors(each: vit.Factors) -> vit.Factors:
+    def project(factors: vit.Factors) -> vit.Factors:
         return vit.Factors(
-            A=product("lde,ler->ldr", projector, each["A"]),
-            B=product("lrd,lde->lre", each["B"], projector),
+            A=product("lde,ler->ldr", projector, factors["A"]),
+            B=product("lrd,lde->lre", factors["B"], projector),
         )
 
-    return vit.Increment(key=factors(direction["key"]), value=factors(direction["value"]))
+    return vit.Increment(key=project(direction["key"]), value=project(direction["value"]))

@@ -1,38 +1,38 @@
-"""RSIAT: one adapter tuned through all tasks, drifting means, heads calibrated on pseudo-features.
+"""RSIAT: one adapter trained in all tasks, drifting means, heads calibrated on pseudo-features.
 
 J. Zhao et al., "Representation-Steered Incremental Adapter-Tuning for Class-Incremental Learning
-with Pre-Trained Models", CVPR 2026; its parent is SSIAT (Tan et al., CVPR 2024). An adapter beside
-the MLP of every block, nothing else of the encoder, is trained in every task, together with the
-cosine head of the task and the CosFace loss over its classes. In the first task a steering loss
-pulls images of a class together and pushes others apart. From the second task on a projector learns
-to map features of the encoder before the task to those of the encoder in training; an alignment
-loss holds the two together, and a repulsion loss turns projected means of earlier classes away from
-projected features of the new images. After a task the means of earlier classes move as the
-features of the new images near them have moved, a Gaussian is fitted to each new class, and from
-the second task on all heads are calibrated on features drawn from all Gaussians.
+with Pre-Trained Models", CVPR 2026; its parent is SSIAT (Tan et al., CVPR 2024). Every task trains
+an adapter beside the MLP of every block, the only trained part of the encoder, and the cosine head
+of the task, with the CosFace loss over its classes. In the first task a steering loss pulls images
+of a class together and pushes others apart. From the second task on a projector learns to map
+features of the encoder before the task to those of the encoder in training; an alignment loss holds
+the two together, and a repulsion loss turns projected means of earlier classes away from projected
+features of the new images. After a task the means of earlier classes move by the drift of the new
+images near them, a Gaussian is fitted to each new class, and from the second task on all heads are
+calibrated on features drawn from all Gaussians.
 
 Authors' code: everything in this file that is not named below, with the constants of their
-ImageNet-A file as defaults. Where their paper differs, the code is followed: the repulsion is the
-signed mean cosine, not its modulus; apart are pairs whose cosine is below a threshold, so that the
-1.5 of ImageNet-A asks for nothing; the alignment averages over coordinates; the projector ends in a
-sigmoid and is carried from task to task. Not followed: that code takes the features before and
-after a task from shuffled, augmented images, which do not pair.
+ImageNet-A file as defaults. This file follows the code if their paper differs: the repulsion is the
+signed mean cosine, not its modulus; the steering loss accepts pairs of different classes with a
+cosine below a threshold, and so any pair with ImageNet-A's 1.5; the alignment averages over
+coordinates; the projector ends in a sigmoid and is kept from task to task. Not followed: that code
+takes the features before and after a task from shuffled, augmented images, which do not pair.
 FDC paper: the adapter, paired drift, ten epochs of calibration on later tasks in batches of 256,
 three epochs of warm-up, 20 epochs of batch 64. Inferred: the constants of ImageNet-A, the only ones
 with that warm-up; Adam without decay at `train`'s two rates, adapter and head, since the paper's
-accuracies are far below the authors' where tasks have many steps and near them where they have few;
-and the authors' rate for the projector, and SGD for the calibration. Unknown: whether the paper's
-runs used any of these. The authors' own branch with Adam leaves the projector untrained;
-InfLoRA+CA's calibration in the paper is Adam at 5e-3. The native preset is SGD with momentum 0.9
-along a cosine, at 1e-2 in the first task, then with the authors' rates and decays for the data set,
-also in the calibration; the decay shrinks heads of earlier tasks, too. Choosing between the presets
-by the paper's accuracies would fit them to its test images; report both.
+accuracies are far below the authors' for tasks of many steps and near them for tasks of few; the
+authors' rate for the projector; SGD for the calibration. Unknown: whether the paper's runs used any
+of these. The authors' branch with Adam leaves the projector untrained; InfLoRA+CA's calibration in
+the paper is Adam at 5e-3. The native preset is SGD with momentum 0.9 along a cosine, at 1e-2 in the
+first task, then with the authors' rates and decays for the data set, also in the calibration; the
+decay shrinks heads of earlier tasks, too. Choosing between the presets by the paper's accuracies
+would fit them to its test images; report both.
 
-E_0 is the pretrained encoder without an adapter; E_t has the adapter as it is after task t, and the
-E_t before it cannot be had again. A head is the class token's cosine with its rows, without a
-scale. sigma_t comes from head t after the calibration at the end of task t; prediction takes the
-heads after the last calibration. A step of a later task passes its images through the encoder
-before the task, too, about a third more work. The Gaussians take 708 MB for 300 classes.
+E_0 is the pretrained encoder without an adapter; E_t has the adapter after task t, and only the
+newest is kept. A logit is the class token's cosine with a row of the head, without a scale. sigma_t
+comes from head t after the calibration at the end of task t; prediction takes the heads after the
+last calibration. A step of a later task passes its images through the encoder before the task, too,
+about a third more work. The Gaussians take 708 MB for 300 classes.
 """
 
 import dataclasses
@@ -51,23 +51,23 @@ from fdc_jax.errors import TrainingError
 from fdc_jax.heads import CosineHead, Head, unit
 from fdc_jax.learners import gaussian_alignment, training
 from fdc_jax.learners.gaussian_alignment import ClassGaussians
-from fdc_jax.learners.learner import Learner, Replaced, option
+from fdc_jax.learners.learner import Learner, Replaced, TaskImages, option
 from fdc_jax.model import increments, vit
 
 NATIVE_MOMENTUM, NATIVE_FIRST_RATE = 0.9, 1e-2
-# Of the adapter of a block, and the share of them that a training step drops; the authors'.
+# Hidden units of a block's adapter, and the share of them that a step drops; the authors'.
 BOTTLENECK, DROPOUT = 64, 0.1
-# Between the features and the projector's code, in either direction.
+# Hidden units between the features and the projector's code, in either direction.
 HIDDEN_UNITS = 64
-# Of the projector by the protocol, the authors' on ImageNet-A.
+# Learning rate of the projector by the protocol, the authors' on ImageNet-A.
 PROJECTOR_RATE = 3.121e-4
-# Reach of an image's drift, and what is added to the variances of a class; the authors'.
+# Width of the drift's kernel, and the term on the diagonal of a covariance; the authors'.
 DRIFT_WIDTH, RIDGE = 4.0, 1e-3
-# From the second task on; the rate is the protocol's and rounds the authors' on ImageNet-A.
+# Of the protocol's calibration; the rate rounds the authors' on ImageNet-A.
 CALIBRATION_EPOCHS, CALIBRATION_RATE = 10, 6.69e-3
-# Keeps a mean over no pair at zero.
+# Term in the number of pairs; the mean over no pair is zero.
 PAIR_FLOOR = 1e-6
-# Added to every weight: far from all images a mean moves as they move on average.
+# Term in every weight: a mean far from all images moves by their mean drift.
 WEIGHT_FLOOR = 1e-5
 
 
@@ -90,14 +90,14 @@ NATIVE_RATES = {
 
 
 class Dense(NamedTuple):
-    """One layer x W + b."""
+    """A layer x W + b."""
 
     weight: Float[Array, "i o"]
     bias: Float[Array, " o"]
 
 
 class Projector(NamedTuple):
-    """Two layers to the code and two layers back."""
+    """A network of two layers to the code and two layers back."""
 
     into: Dense
     to_code: Dense
@@ -106,7 +106,7 @@ class Projector(NamedTuple):
 
 
 class State(NamedTuple):
-    """Adapter and projector as the last task left them, all heads, and where classes lie now."""
+    """The newest adapter and projector, all heads, and a Gaussian of each class."""
 
     adapter: vit.Adapter
     projector: Projector
@@ -115,7 +115,7 @@ class State(NamedTuple):
 
 
 class OptimizerState(NamedTuple):
-    """Steps done in the task, and what Optax keeps."""
+    """The number of steps in the task, and the state of Optax."""
 
     steps: Int[Array, ""]
     inner: Any
@@ -131,9 +131,9 @@ class RSIAT(Learner):
 
     # The authors' constants for ImageNet-A.
     scale: float = option(30.0, "(0, inf)", "s, on cosines in training")
-    margin: float = option(0.3, "[0, inf)", "m, off the cosine of the own class")
+    margin: float = option(0.3, "[0, inf)", "m, subtracted from the cosine of the own class")
     steering_weight: float = option(1.0, "[0, inf)", "lambda_RS, in the first task")
-    warm_up_epochs: int = option(3, "[0, inf)", "in which that weight rises from 0")
+    warm_up_epochs: int = option(3, "[0, inf)", "number of epochs of that weight's rise from 0")
     separation_weight: float = option(1.0, "[0, inf)", "a, of different classes when steering")
     separation_threshold: float = option(
         1.5, "(-inf, inf)", "m_RS, a cosine up to it costs nothing"
@@ -142,9 +142,8 @@ class RSIAT(Learner):
     repulsion_weight: float = option(6.0, "[0, inf)", "gamma, in later tasks")
     projector_width: int = option(128, "[1, inf)", "of the projector's code")
 
-    # 1. What it keeps between tasks.
     def initial_state(self) -> State:
-        """Returns a zero adapter and projector, which the first tasks draw, and empty slots."""
+        """Returns a zero adapter and projector, and empty slots for all tasks."""
         depth, width = self.setup.variant.depth, self.setup.variant.width
         tasks, rows = self.setup.num_tasks, self.setup.head_rows
         key = jax.random.key(0)
@@ -161,9 +160,8 @@ class RSIAT(Learner):
             gaussians=gaussian_alignment.empty(tasks, rows, width),
         )
 
-    # 3. What it trains, and how.
-    def start_task(self, backbone, state: State, task, key):
-        """Returns the encoder before the task, earlier means and keys, and what the task trains."""
+    def start_task(self, backbone: Any, state: State, task: int, key: Array) -> tuple[Any, Any]:
+        """Returns the encoder before the task, earlier means and keys, and the leaves to train."""
         of_adapter, of_projector, of_head, of_dropout, of_calibration = jax.random.split(key, 5)
         width = self.setup.variant.width
         frozen = {
@@ -175,7 +173,7 @@ class RSIAT(Learner):
             "dropout": jax.random.key_data(of_dropout),
             "calibration": jax.random.key_data(of_calibration),
         }
-        # Copies, since a step gives its arguments' memory away.
+        # Copies, since a step donates the memory of its arguments.
         adapter = jax.tree.map(jnp.copy, state.adapter)
         if task == 0:
             bound = width**-0.5
@@ -192,12 +190,20 @@ class RSIAT(Learner):
             "head": training.new_cosine_rows(of_head, self.setup.head_rows, width),
         }
         if self.native:
-            # Their decay and momentum shrink every entry of an earlier head alike: by this factor.
+            # Decay and momentum multiply all entries of earlier heads by this factor.
             trained["earlier_heads"] = jnp.ones(())
         return frozen, trained
 
-    def loss(self, backbone, frozen, trained, batch: Batch, warm_up: Any = 1.0, dropout_key=None):
-        """Returns CosFace plus steering in the first task, plus alignment and repulsion afterwards.
+    def loss(
+        self,
+        backbone: Any,
+        frozen: Any,
+        trained: Any,
+        batch: Batch,
+        warm_up: Any = 1.0,
+        dropout_key: Array | None = None,
+    ) -> Float[Array, ""]:
+        """Returns CosFace plus steering in the first task, plus alignment and repulsion later.
 
         `warm_up` is a factor on the steering loss; without `dropout_key` the adapter drops nothing.
         """
@@ -210,7 +216,7 @@ class RSIAT(Learner):
         steering_cost = steering_loss(
             features, batch, self.separation_weight, self.separation_threshold
         )
-        # Nothing reads these features in the first task; a norm has no derivative at zero.
+        # The first task does not use these features; ones, since a norm has no derivative at zero.
         earlier: Any = jax.lax.cond(
             frozen["later"],
             lambda: self.features(backbone, batch, frozen["kernels"]),
@@ -231,7 +237,7 @@ class RSIAT(Learner):
         )
 
     def update(self) -> training.Update:
-        """Returns Adam with the paper's rates, or the authors' SGD along a cosine."""
+        """Returns Adam with the paper's rates, in the native preset SGD along a cosine."""
         paper = training.paper_rates(self.setup)
         later = {"adapter": paper["increment"], "head": paper["head"], "projector": PROJECTOR_RATE}
         first, decays = later, dict.fromkeys(later, 0.0)
@@ -264,25 +270,25 @@ class RSIAT(Learner):
             directions: Any
             directions, inner = transformation.update(gradients, inner, trained)
             rates = {part: jnp.where(frozen["later"], later[part], first[part]) for part in trained}
-            trained = training.descended(trained, directions, rates, factor)
+            trained = training.descend(trained, directions, rates, factor)
             return trained, OptimizerState(steps + 1, inner), value
 
         def schedule(epoch: int, epochs: int) -> tuple[float, float]:
             """Returns the factors on the learning rates and on the steering loss."""
-            rising = self.warm_up_epochs
             kind = "cosine" if self.native else self.setup.config.train.schedule
             factor = training.learning_rate_factor(kind, epoch, epochs)
-            return factor, min(1.0, epoch / rising) if rising else 1.0
+            return factor, min(1.0, epoch / self.warm_up_epochs) if self.warm_up_epochs else 1.0
 
         return training.Update(initialise, jax.jit(step, donate_argnums=(2, 3)), schedule)
 
     def native_rates(self) -> NativeRates:
-        """Returns the authors' rates for the data set, those of ImageNet-A where they have none."""
+        """Returns the authors' rates for the benchmark, or else those for ImageNet-A."""
         return NATIVE_RATES.get(self.setup.config.benchmark, NATIVE_RATES["imagenet_a"])
 
-    # 4. What it does when a task ends.
-    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
-        """Returns the state with earlier means moved, Gaussians fitted and all heads calibrated.
+    def after_task(
+        self, backbone: Any, state: State, task: int, frozen: Any, trained: Any, images: TaskImages
+    ) -> State:
+        """Returns the state with moved earlier means, new Gaussians and calibrated heads.
 
         Raises:
             TrainingError: features, means or heads are not finite, or a class has no image.
@@ -309,7 +315,7 @@ class RSIAT(Learner):
             before, _ = features_by(frozen["kernels"])
             means[classes] = moved_means(means[classes], before, features, DRIFT_WIDTH)
             if not np.isfinite(means).all():
-                raise TrainingError(f"the class means are not finite after task {task + 1}")
+                raise TrainingError(f"class means after task {task + 1}: expected finite values")
             gaussians = gaussians._replace(means=jnp.asarray(means))
             key = jax.random.wrap_key_data(frozen["calibration"])
             state = state._replace(heads=self.calibrate(state.heads, gaussians, task, key))
@@ -326,14 +332,14 @@ class RSIAT(Learner):
 
     @functools.cached_property
     def _calibration(self):
-        """One compiled calibration for all tasks."""
+        """The calibration, compiled once for all tasks."""
         directions = optax.chain(
             optax.add_decayed_weights(self.native_rates().decay if self.native else 0.0),
             optax.trace(NATIVE_MOMENTUM),
         )
 
         def loss(heads, features, labels, weights, seen):
-            # A norm has no derivative at zero, where heads to come are.
+            # A norm has no derivative at zero, the value of later heads.
             heads = jnp.where(seen[..., None], heads, 1.0)
             cosines = jax.vmap(lambda head: CosineHead(head).logits(features), out_axes=1)(heads)
             logits = self.scale * cosines
@@ -341,30 +347,29 @@ class RSIAT(Learner):
 
         return gaussian_alignment.retraining(loss, directions)
 
-    # 5. What it offers for inference.
-    def encoder(self, backbone, state: State, num_tasks) -> Replaced:
-        """Returns the pretrained kernels with the newest adapter, for 0 with one that adds nothing.
+    def encoder(self, backbone: Any, state: State, num_tasks: int) -> Replaced:
+        """Returns the pretrained kernels with the newest adapter; with a zero adapter for E_0.
 
         Raises:
-            InputError: it is neither E_0 nor that after the tasks of `state`: no other is kept.
+            InputError: the encoder is neither E_0 nor the newest.
         """
         if num_tasks == 0:
             return _kernels(backbone, jax.tree.map(jnp.zeros_like, state.adapter))
         training.require_newest(self.title, state.heads, num_tasks)
         return _kernels(backbone, state.adapter)
 
-    def heads(self, state: State, num_tasks) -> list[Head]:
-        """Returns the heads of the first `num_tasks` tasks as the last calibration left them."""
+    def heads(self, state: State, num_tasks: int) -> list[Head]:
+        """Returns the heads of the first `num_tasks` tasks after the last calibration."""
         return [CosineHead(rows) for rows in super().heads(state, num_tasks)]
 
 
 def steering_loss(
     features: Float[Array, "n d"], batch: Batch, separation_weight: float, threshold: float
 ) -> Float[Array, ""]:
-    """Returns how far same classes are from cosine 1, and how far others exceed a threshold.
+    """Returns the mean of 1 - cosine within classes plus a term of pairs of different classes.
 
-    Both are means over ordered pairs of different images, those with a weight; the second is
-    weighted and counts where the cosine exceeds the threshold.
+    That term is `separation_weight` times the mean excess of the cosine over the threshold, 0 below
+    it. Means are over ordered pairs of different images with a weight.
     """
     units = unit(features)
     cosines = jnp.matmul(units, units.T, precision=jax.lax.Precision.HIGHEST)
@@ -391,14 +396,14 @@ def projection_losses(
 ) -> tuple[Float[Array, ""], Float[Array, ""]]:
     """Returns the alignment and the repulsion loss.
 
-    The first is the mean over images and coordinates of the squared difference between features and
-    projected earlier features; the second is the mean cosine of projected means and projected
-    earlier features, which has a gradient for the projector alone.
+    The alignment is the mean over images and coordinates of the squared difference between features
+    and projected earlier features; the repulsion is the mean cosine of projected means and
+    projected earlier features, with a gradient for the projector alone.
     """
     images = jnp.sum(weights)
     projected = project(earlier)
     alignment = jnp.sum(weights * jnp.mean((features - projected) ** 2, axis=1)) / images
-    # A norm has no derivative at zero, where slots without a class are.
+    # A norm has no derivative at zero, the value of slots without a class.
     projected_means = unit(project(jnp.where(mean_mask[:, None], means, 1.0)))
     mean_of_means = jnp.sum(projected_means * mean_mask[:, None], axis=0)
     mean_of_means = mean_of_means / jnp.maximum(jnp.sum(mean_mask), 1)
@@ -409,7 +414,7 @@ def projection_losses(
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def new_projector(key: Array, width: int, code: int) -> Projector:
-    """Returns layers uniform in +-1/sqrt(inputs), as PyTorch initialises; `code` is their waist."""
+    """Returns layers uniform in +-1/sqrt(inputs), PyTorch's default; `code` is the inner width."""
     sizes = (width, HIDDEN_UNITS, code, HIDDEN_UNITS, width)
 
     def layer(key, inputs, outputs):
@@ -424,10 +429,7 @@ def new_projector(key: Array, width: int, code: int) -> Projector:
 
 
 def project(projector: Projector, features: Float[Array, "n d"]) -> Float[Array, "n d"]:
-    """Returns the features plus what comes back from the code.
-
-    A sigmoid bounds it, so that coordinates only grow, by less than 1 each.
-    """
+    """Returns the features plus the sigmoid of the network's output, in (0, 1)."""
     hidden = features
     for layer in projector[:-1]:
         hidden = jax.nn.gelu(_dense(layer, hidden), approximate=False)
@@ -444,10 +446,10 @@ def moved_means(
     after: Float[np.ndarray, "n d"],
     width: float,
 ) -> Float64[np.ndarray, "c d"]:
-    """Returns the means, each moved by a weighted mean of `after - before`, in float64.
+    """Returns means plus weighted means of `after - before`, in float64.
 
     The weights of a mean are exp(-|before - mean|^2 / (2 width^2)) + 1e-5; `before` and `after` are
-    features of the same images by the encoder that the means belong to and by the new one.
+    features of the same images by the means' own encoder and by the new one.
     """
     means, before, after = (np.asarray(array, np.float64) for array in (means, before, after))
     squares = np.sum(means**2, axis=1)[:, None] - 2.0 * means @ before.T

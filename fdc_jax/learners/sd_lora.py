@@ -1,4 +1,4 @@
-"""SD-LoRA: increments of earlier tasks as directions, each with a trained magnitude.
+"""SD-LoRA: increments of earlier tasks as directions with trained magnitudes.
 
 Y. Wu et al., "SD-LoRA: Scalable Decoupled Low-Rank Adaptation for Class Incremental Learning",
 ICLR 2025. While task t trains (tasks counted from 1), every key and value kernel is
@@ -6,57 +6,54 @@ ICLR 2025. While task t trains (tasks counted from 1), every key and value kerne
     W_0 + sum over i < t of m_i A_i B_i / (|A_i| |B_i|) + m_t A_t B_t
 
 with Frobenius norms. Trained are A_t, B_t, the new head, and all magnitudes m_1 ... m_t: one number
-a task, shared by all blocks and both projections. Inference uses the same formula, so the last
-direction is never normalised; earlier factors stay as they are.
+per task, shared by all blocks and both projections. Inference has the same formula, so the last
+direction is never normalised; earlier factors stay unchanged.
 
 Authors' code: the product of the factors' norms (the norm of the product is smaller, by about the
-root of the rank), the current direction not normalised (it starts at zero), and magnitudes of 0.8
-that start anew at every task, so that the encoder jumps there. They adapt the query and value
-kernels; here, in both presets, it is the key and value kernels of the FDC paper. A port by others
-carries the trained magnitudes over instead. The abstract of the paper normalises every direction;
-code and paper differ there.
+root of the rank), the current direction not normalised (it starts at zero), and magnitudes reset to
+0.8 at the start of every task, where the encoder jumps. They adapt the query and value kernels;
+here, in both presets, it is the key and value kernels of the FDC paper. A port by others keeps the
+trained magnitudes instead. The abstract of the paper normalises every direction, unlike the code.
 
-Inferred for the FDC paper, which speaks of "standard forward inference and native historical
-state": the authors' restart of magnitudes, a constant learning rate, and magnitudes at the
-increments' rate. Preset `native` is SGD with momentum 0.9 at one constant rate for all leaves, 8e-3
-on CIFAR-100 and 1e-2 elsewhere: on ImageNet-A as their log says, where their file halves the rate
-after the first task and drops it at epochs 10 and 15; on CUB-200 and OmniBenchmark, for which they
-publish nothing, by our choice. Unknown: the FDC paper's schedule, and how it starts a head; the
-authors draw weights that are the root of three larger, and zero biases.
+Inferred for the FDC paper, which mentions "standard forward inference and native historical state":
+the authors' reset of magnitudes, a constant learning rate, and magnitudes at the increments' rate.
+Preset `native` is SGD with momentum 0.9 at one constant rate for all leaves, 8e-3 on CIFAR-100 and
+1e-2 elsewhere: on ImageNet-A as in their log (their file halves the rate after the first task and
+drops it at epochs 10 and 15); on CUB-200 and OmniBenchmark, for which they publish nothing, by our
+choice. Unknown: the FDC paper's schedule and its initialisation of heads; the authors draw weights
+that are larger by the root of three, and zero biases.
 
 E_t has the first t directions with the magnitudes at the end of task t. Head input and score scales
-are Cumulative-LoRA's. Old directions cannot be merged, since their magnitudes train: T slots of
-factors take 29 MB for 20 tasks of rank 10 on ViT-B/16. The direction of a task of one class, whose
-loss is constant, is zero and stays so.
+are Cumulative-LoRA's. Earlier directions cannot be merged, since their magnitudes train: T slots of
+factors take 29 MB for 20 tasks of rank 10 on ViT-B/16. The direction of a task with one class,
+whose loss is constant, stays zero.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float
 
+from fdc_jax.data.batches import Batch
 from fdc_jax.heads import NORM_FLOOR, LinearHead
 from fdc_jax.learners import training
-from fdc_jax.learners.learner import Learner, Replaced
+from fdc_jax.learners.learner import Learner, Replaced, TaskImages
 from fdc_jax.model import increments, vit
 
-# Every magnitude at the start of a task, the authors'.
+# Magnitudes at the start of a task, the authors'.
 MAGNITUDE = 0.8
 NATIVE_RATE, NATIVE_RATE_OF, NATIVE_MOMENTUM = 1e-2, {"cifar100": 8e-3}, 0.9
 
 
 class State(NamedTuple):
-    """Every task's increment, head and magnitudes on a leading task axis.
-
-    Row t of `magnitudes`, [tasks, tasks], holds those of tasks 0 ... t at the end of task t.
-    """
+    """Every task's increment, head and magnitudes on a leading task axis."""
 
     increments: vit.Increment
     heads: LinearHead
-    magnitudes: Float[Array, "tasks tasks"]
+    magnitudes: Float[Array, "tasks tasks"]  # row t: those of tasks 0 ... t at the end of task t
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +64,6 @@ class SDLoRA(Learner):
     paper_row = 2
     mean_over_images = True
 
-    # 1. What it keeps between tasks.
     def initial_state(self) -> State:
         """Returns empty slots for all tasks."""
         return State(
@@ -75,9 +71,8 @@ class SDLoRA(Learner):
             magnitudes=jnp.zeros((self.setup.num_tasks, self.setup.num_tasks)),
         )
 
-    # 3. What it trains, and how.
-    def start_task(self, backbone, state: State, task, key):
-        """Returns the normalised directions so far, and a fresh increment, magnitudes and head."""
+    def start_task(self, backbone: Any, state: State, task: int, key: Array) -> tuple[Any, Any]:
+        """Returns the frozen directions so far, and a fresh increment, head and magnitudes."""
         _, trained = super().start_task(backbone, state, task, key)
         frozen = {
             "kernels": vit.pretrained_kernels(backbone),
@@ -88,7 +83,7 @@ class SDLoRA(Learner):
         magnitudes = jnp.full(self.setup.num_tasks, MAGNITUDE, jnp.float32)
         return frozen, trained | {"magnitudes": magnitudes}
 
-    def loss(self, backbone, frozen, trained, batch):
+    def loss(self, backbone: Any, frozen: Any, trained: Any, batch: Batch) -> Float[Array, ""]:
         """Returns the cross-entropy over the task's own classes."""
         magnitudes = trained["magnitudes"]
         increment = (
@@ -98,7 +93,7 @@ class SDLoRA(Learner):
         return super().loss(backbone, frozen, trained | {"increment": increment}, batch)
 
     def update(self) -> training.Update:
-        """Returns Adam, or in the native preset SGD with momentum at a constant rate."""
+        """Returns Adam, in the native preset SGD with momentum at a constant rate."""
         rates, benchmark = training.paper_rates(self.setup), self.setup.config.benchmark
         transformation = schedule = None
         if self.native:
@@ -107,16 +102,16 @@ class SDLoRA(Learner):
         rates["magnitudes"] = rates["increment"]
         return self.gradient_update(rates, transformation, schedule)
 
-    # 4. What it does when a task ends.
-    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
-        """Returns the state with the trained increment, head and magnitudes in the task's slot."""
+    def after_task(
+        self, backbone: Any, state: State, task: int, frozen: Any, trained: Any, images: TaskImages
+    ) -> State:
+        """Returns the state with increment, head and magnitudes stored."""
         state = super().after_task(backbone, state, task, frozen, trained, images)
         learned = jnp.where(jnp.arange(self.setup.num_tasks) <= task, trained["magnitudes"], 0.0)
         return state._replace(magnitudes=state.magnitudes.at[task].set(learned))
 
-    # 5. What it offers for inference.
-    def encoder(self, backbone, state: State, num_tasks) -> Replaced:
-        """Returns the kernels of E_t after `num_tasks` tasks; those of E_0 for 0."""
+    def encoder(self, backbone: Any, state: State, num_tasks: int) -> Replaced:
+        """Returns the kernels of E_t, t = `num_tasks`."""
         kernels = vit.pretrained_kernels(backbone)
         if num_tasks == 0:
             return kernels
@@ -130,9 +125,9 @@ class SDLoRA(Learner):
 
 @jax.jit
 def _directions(stack: vit.Increment, num_tasks) -> vit.Increment:
-    """Returns the first `num_tasks` slots with factors of norm one, and zeros after them.
+    """Returns the first `num_tasks` slots with factors of norm one; later slots are zero.
 
-    The slots lie side by side, as one increment of their summed rank.
+    The slots are side by side, as one increment of their summed rank.
     """
 
     def normalised(factors):
@@ -140,19 +135,19 @@ def _directions(stack: vit.Increment, num_tasks) -> vit.Increment:
         earlier = jnp.arange(len(factors))[:, None, None, None] < num_tasks
         return jnp.where(earlier, factors / jnp.maximum(norm, NORM_FLOOR), 0.0)
 
-    def joined(factors):
+    def side_by_side(factors):
         A, B = (jnp.moveaxis(normalised(factors[name]), 0, -3) for name in ("A", "B"))
         blocks, tasks, rank, width = B.shape
         A = jnp.swapaxes(A, 1, 2).reshape(blocks, width, tasks * rank)
         return vit.Factors(A=A, B=B.reshape(blocks, tasks * rank, width))
 
-    return vit.Increment(key=joined(stack["key"]), value=joined(stack["value"]))
+    return vit.Increment(key=side_by_side(stack["key"]), value=side_by_side(stack["value"]))
 
 
 def _weighted(increment: vit.Increment, magnitudes: Float[Array, " t"]) -> vit.Increment:
-    """Returns the increment scaled by a magnitude for each of t equal parts of its rank.
+    """Returns the increment with one magnitude for each of t equal parts of its rank.
 
-    As a scale of the columns, the gradient of a magnitude is summed without that of a kernel.
+    Scales of columns give the gradients of magnitudes without those of whole kernels.
     """
 
     def scaled(factors):

@@ -1,4 +1,4 @@
-"""Second moments of attention inputs, which several learners build their subspaces from."""
+"""Second moments of attention inputs, the source of several learners' subspaces."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -20,16 +20,14 @@ def attention_input_moments(
     kernels: Replaced,
     batches: Iterable[Batch],
 ) -> tuple[Float[Array, "l d d"], float]:
-    """Returns, for every block, the mean of x x^T over all tokens of all images, not centred.
+    """Returns the mean of x x^T, not centred, of every block, and the number of tokens.
 
-    x is the output of the block's first norm, which enters the key and value projections; the class
-    token counts like any other. Encoder and products run in float32 at highest precision, also
-    where training does not; sums stay on the device.
-
-    Rows of weight 0 do not count. Also returns the number of tokens that these are means over.
+    x is the output of the block's first norm, the input of the key and value projections. The mean
+    is over all tokens, the class token included, of all images with a weight. Encoder and products
+    run in float32 at highest precision in every mode; sums stay on the device.
 
     Raises:
-        InputError: the encoder replaces more than key and value kernels.
+        InputError: the encoder replaces all parameters.
         TrainingError: the inputs of a block are not finite.
     """
     if "parameters" in kernels:
@@ -45,8 +43,8 @@ def attention_input_moments(
     finite = np.isfinite(np.asarray(total.sum(axis=(1, 2))))
     if not finite.all():
         raise TrainingError(
-            f"the attention inputs of block {int(np.argmin(finite))} are not finite; the encoder "
-            f"diverged in training, smaller learning rates may help"
+            f"block {int(np.argmin(finite))}: expected finite attention inputs, but the encoder "
+            "diverged in training; smaller learning rates may help"
         )
     return total / count, float(images) * int(tokens)
 

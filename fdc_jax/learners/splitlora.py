@@ -1,34 +1,34 @@
-"""SplitLoRA: increments drawn at random within the minor subspace of earlier inputs.
+"""SplitLoRA: increments with random A within the minor subspace of earlier inputs.
 
 Qiu et al., "SplitLoRA: Balancing Stability and Plasticity in Continual Learning Through Gradient
-Space Splitting", ICLR 2026. Per block, the eigenvectors of the second moment of all attention
-inputs so far are split in two: the leading ones are major, the others minor. The split minimises
-(tasks done) * (energy of the minor ones) - alpha * (share of directions left free). From the second
-task on, the columns of A (the rows of the method's, kernels being transposed) are Gaussian
-combinations of minor directions, as long as a random A in Frobenius norm and divided by the number
-of tasks so far; key and value draw their own. A stays frozen, in the first task too; B and the
-task's linear head are trained.
+Space Splitting", ICLR 2026. In every block, the eigenvectors of the second moment of all attention
+inputs so far are split: the leading ones are major, the others minor. The split minimises
+(tasks done) * (energy of the minor ones) - alpha * (share of minor directions). From the second
+task on, the columns of A (the rows of the method's, since kernels are transposed) are Gaussian
+combinations of minor directions, with the Frobenius norm of a random A divided by the number of
+tasks so far; key and value draw their own. A stays frozen, in the first task too; B and the task's
+linear head are trained.
 
 Authors' code: all of the above, alpha 20 for every benchmark, energies linear in the eigenvalues,
 at least two major directions, moments over all tokens of augmented images, not centred, never
-reset; uniform head initialisation with bias. Their paper speaks of the space of averaged gradients,
-whose place these moments take; dividing A by the number of tasks came with a later commit. That
-code passes ten times over newly drawn images for the moments, one pass over those of the first
-epoch here; it lets the second task's head start from the first one's, a slip that is not repeated.
+reset; uniform head initialisation with bias. Their paper has the space of averaged gradients in
+place of these moments; the division of A by the number of tasks came with a later commit. For the
+moments that code passes ten times over newly drawn images, this file once over those of the first
+epoch; its second task's head starts from the first one's, a mistake that is not repeated here.
 FDC paper: the splitting and the key and value updates stay; Adam without decay at 5e-4 (B) and 5e-3
 (head). Unknown under its protocol: alpha (the authors'), the schedule (`train.schedule`) and the
 temperature of logits in training (1; the code has 30). The native preset is AdamW with decay 5e-5,
 rates 1e-3 and 1e-2, which fall to a tenth after 40 % and again after 70 % of the epochs, and
-temperature 30. It does not have their float16 training with scaled losses, AutoAugment without
-flips, inputs normalised by the checkpoint's own mean and deviation, and an encoder fine-tuned on
+temperature 30. It has neither their float16 training with scaled losses, nor AutoAugment without
+flips, inputs normalised by the checkpoint's mean and deviation, or an encoder fine-tuned on
 ImageNet-1k.
 
-E_t, head input and score scales are Cumulative-LoRA's. Two matrices a block are kept (57 MB for
-ViT-B/16).
+E_t, head input and score scales are Cumulative-LoRA's. The state has two matrices per block (57 MB
+for ViT-B/16).
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,10 +36,11 @@ import numpy as np
 import optax
 from jaxtyping import Array, Float, Float64, Int
 
+from fdc_jax.data.batches import Batch
 from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
 from fdc_jax.learners import training
-from fdc_jax.learners.learner import Learner, option
+from fdc_jax.learners.learner import Learner, TaskImages, option
 from fdc_jax.learners.second_moments import attention_input_moments
 from fdc_jax.model import increments, vit
 
@@ -48,18 +49,14 @@ NATIVE_WEIGHT_DECAY, NATIVE_TEMPERATURE = 5e-5, 30.0
 
 
 class State(NamedTuple):
-    """Increments and heads of all tasks, and per block what earlier inputs looked like.
-
-    `moments` are means over `tokens` attention inputs; `directions` are their eigenvectors as
-    columns, largest eigenvalue first, of which the first `major` are major.
-    """
+    """Increments and heads of all tasks, and the split of earlier inputs of every block."""
 
     increments: vit.Increment
     heads: LinearHead
-    moments: Float[Array, "l d d"]
+    moments: Float[Array, "l d d"]  # means over `tokens` attention inputs
     tokens: Float[Array, ""]
-    directions: Float[Array, "l d d"]
-    major: Int[Array, " l"]
+    directions: Float[Array, "l d d"]  # eigenvectors of `moments` as columns, leading first
+    major: Int[Array, " l"]  # number of major directions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +70,8 @@ class SplitLoRA(Learner):
 
     alpha: float = option(20.0, "(0, inf)", "plasticity against stability")
 
-    # 1. What it keeps between tasks.
     def initial_state(self) -> State:
-        """Returns empty slots for all tasks and no inputs."""
+        """Returns empty slots for all tasks and moments of zero."""
         width, depth = self.setup.variant.width, self.setup.variant.depth
         return State(
             *super().initial_state(),
@@ -85,26 +81,25 @@ class SplitLoRA(Learner):
             major=jnp.zeros(depth, jnp.int32),
         )
 
-    # 2. What it computes before a task.
-    def before_task(self, backbone, state: State, task, images) -> State:
-        """Returns the state as it is; A is random and drawn at the start.
+    def before_task(self, backbone: Any, state: State, task: int, images: TaskImages) -> State:
+        """Returns the state unchanged.
 
         Raises:
-            InputError: alpha left fewer minor directions than the rank.
+            InputError: a block has fewer minor directions than the rank.
         """
         width, rank = self.setup.variant.width, self.setup.rank
         free = width - np.asarray(state.major)
         if task > 0 and free.min() < rank:
             raise InputError(
-                f"config.learner.splitlora.alpha: expected at least {rank} minor directions in "
-                f"every block, as train.rank says; {self.alpha:g} leaves {free.min()} of {width} "
-                f"in block {int(free.argmin())} after {task} tasks; a larger alpha leaves more"
+                f"config.learner.splitlora.alpha: expected at least {rank} minor directions "
+                f"(train.rank) in every block, found {free.min()} of {width} in block "
+                f"{int(free.argmin())} after {task} tasks with {self.alpha:g}; a larger alpha "
+                "leaves more"
             )
         return state
 
-    # 3. What it trains, and how.
-    def start_task(self, backbone, state: State, task, key):
-        """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head to train."""
+    def start_task(self, backbone: Any, state: State, task: int, key: Array) -> tuple[Any, Any]:
+        """Returns the frozen kernels of E_{t-1} and A, and a zero B and a fresh head."""
         key_of_increment, key_of_directions, key_of_head = jax.random.split(key, 3)
         new = increments.initialise(key_of_increment, self.setup.variant, self.setup.rank)
         A = {"key": new["key"]["A"], "value": new["value"]["A"]}
@@ -113,21 +108,22 @@ class SplitLoRA(Learner):
             A = {name: within_minor(keys[name], state, A[name], task) for name in A}
         return super().start_task(backbone, state, task, key_of_head, A)
 
-    def loss(self, backbone, frozen, trained, batch):
-        """Returns the cross-entropy over the task's own classes, of logits over a temperature."""
+    def loss(self, backbone: Any, frozen: Any, trained: Any, batch: Batch) -> Float[Array, ""]:
+        """Returns the cross-entropy over the task's own classes of logits / temperature."""
         temperature = NATIVE_TEMPERATURE if self.native else 1.0
         return super().loss(backbone, frozen, trained, batch, temperature)
 
     def update(self) -> training.Update:
-        """Returns Adam with the paper's rates, or AdamW with the method's own."""
+        """Returns Adam, in the native preset AdamW with the method's own rates."""
         if not self.native:
             return self.gradient_update()
         adamw = optax.chain(optax.scale_by_adam(), optax.add_decayed_weights(NATIVE_WEIGHT_DECAY))
         return self.gradient_update(NATIVE_LEARNING_RATES, adamw, milestones)
 
-    # 4. What it does when a task ends.
-    def after_task(self, backbone, state: State, task, frozen, trained, images) -> State:
-        """Returns the state with increment and head in their slot, and the inputs split anew."""
+    def after_task(
+        self, backbone: Any, state: State, task: int, frozen: Any, trained: Any, images: TaskImages
+    ) -> State:
+        """Returns the state with increment and head stored, and a new split of all inputs."""
         state = super().after_task(backbone, state, task, frozen, trained, images)
         kernels = self.encoder(backbone, state, task + 1)
         augmented = images.augmented()
@@ -136,7 +132,7 @@ class SplitLoRA(Learner):
         moments = np.asarray(state.moments, np.float64) * (before / (before + tokens))
         moments += np.asarray(new, np.float64) * (tokens / (before + tokens))
         values, directions = np.linalg.eigh((moments + moments.swapaxes(1, 2)) / 2)
-        major = [num_major(each[::-1], task + 1, self.alpha) for each in values]
+        major = [num_major(descending, task + 1, self.alpha) for descending in values[:, ::-1]]
         return state._replace(
             moments=jnp.asarray(moments, jnp.float32),
             tokens=jnp.asarray(before + tokens, jnp.float32),
@@ -150,7 +146,7 @@ def within_minor(
 ) -> Float[Array, "l d r"]:
     """Returns random columns in the minor subspace of every block.
 
-    They are as long as `reference` in Frobenius norm, divided by `task + 1`.
+    Their Frobenius norm is that of `reference` divided by `task + 1`.
     """
     minor = jnp.arange(reference.shape[1])[None] >= state.major[:, None]
     weights = minor[:, :, None] * increments.draw_flat(jax.random.normal, key, reference.shape)
@@ -169,9 +165,12 @@ def milestones(epoch: int, epochs: int) -> float:
 
 
 def num_major(eigenvalues: Float64[np.ndarray, " d"], tasks_done: int, alpha: float) -> int:
-    """Returns how many leading directions are major."""
+    """Returns the number of leading directions that are major, at least 2.
+
+    `eigenvalues` are in descending order.
+    """
     width = len(eigenvalues)
     energy = np.cumsum(eigenvalues) / np.sum(eigenvalues)
-    # The authors count one direction more as free than there are, and keep two at the least.
+    # The authors count one free direction too many.
     objective = tasks_done * (1.0 - energy) - alpha * (width - np.arange(width)) / width
     return max(int(np.argmin(objective)), 1) + 1

@@ -1,4 +1,4 @@
-"""What learners share: the set-up, new heads and their losses, rates and schedules."""
+"""Functions shared by learners: set-up, new heads, losses, learning rates and schedules."""
 
 import dataclasses
 import math
@@ -22,16 +22,16 @@ from fdc_jax.model.vit import Increment, Variant, VisionTransformer
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What stays fixed over a run."""
+    """The fixed facts of a run."""
 
     model: VisionTransformer
     classes_per_task: tuple[int, ...]
-    config: Any  # of which a learner reads `train` and its own `learner` fields
-    mesh: Mesh = dataclasses.field(default_factory=devices.data_mesh)  # shares every batch
+    config: Any  # learners read `benchmark`, `train`, `encoder` and their own fields of `learner`
+    mesh: Mesh = dataclasses.field(default_factory=devices.data_mesh)  # splits every batch
 
     @property
     def variant(self) -> Variant:
-        """Sizes of the encoder."""
+        """Architecture of the encoder."""
         return self.model.variant
 
     @property
@@ -50,33 +50,33 @@ class Setup:
         return self.config.train.rank
 
     def class_mask(self, task: int) -> Bool[Array, " c"]:
-        """Marks the rows of the padded head that are classes of the task."""
+        """Returns True for the rows of the padded head that are classes of the task."""
         return jnp.arange(self.head_rows) < self.classes_per_task[task]
 
     def classes_of_first(self, num_tasks: int) -> Bool[np.ndarray, "t c"]:
-        """Marks, in slots of all tasks, the classes of the first `num_tasks`."""
+        """Returns True for the slots that are classes of the first `num_tasks` tasks."""
         classes = np.asarray(self.classes_per_task)[:, None]
         tasks = np.arange(self.num_tasks)[:, None]
         return (np.arange(self.head_rows) < classes) & (tasks < num_tasks)
 
 
 class TaskImages(NamedTuple):
-    """The training images of one task, for the passes that a learner makes around its training."""
+    """The training images of one task, for a learner's passes before and after its training."""
 
     augmented: Callable[[], Iterator[Batch]]
     plain: Callable[[], Iterator[Batch]]
 
 
 class Update(NamedTuple):
-    """How a learner changes its trained leaves.
+    """A learner's update of its trained leaves.
 
     Attributes:
         initialise: `trained -> optimizer_state`.
         step: `(backbone, frozen, trained, optimizer_state, batch, rate) -> (trained,
-            optimizer_state, loss)`, jitted; `rate` multiplies the learning rates, or is whatever
-            numbers the learner's own schedule returns.
-        schedule: `(epoch, epochs) -> rate` of a learner with a schedule of its own, epochs counted
-            from 0; None follows `train.schedule`.
+            optimizer_state, loss)`, jitted; `rate` is a factor on the learning rates, or the value
+            of the learner's own schedule.
+        schedule: `(epoch, epochs) -> rate` of a learner with its own schedule, epochs counted from
+            0; None follows `train.schedule`.
     """
 
     initialise: Callable[[Any], Any]
@@ -96,22 +96,22 @@ def learning_rate_factor(schedule: str, epoch: int, epochs: int) -> float:
 
 
 def quarter_cosine(epoch: int, epochs: int) -> float:
-    """Returns the factor on the rates: a quarter wave, one epoch late.
+    """Returns the factor on the learning rates in an epoch: a quarter wave, one epoch late.
 
-    The authors' scheduler resets its counter after it was made, so that the first two epochs run at
-    the full rate and the wave stops one epoch before cos(0.495 pi).
+    The authors' scheduler resets its counter after its construction: the first two epochs have the
+    full rate, and the wave stops one epoch before cos(0.495 pi).
     """
     return math.cos(0.495 * math.pi * max(epoch - 1, 0) / max(epochs - 1, 1))
 
 
 def learning_rates(schedule: str, epochs: int, first: float) -> Float[np.ndarray, " e"]:
-    """Returns the learning rate of every epoch, from the first one's."""
+    """Returns the learning rate of every epoch; `first` is that of the first epoch."""
     factors = [learning_rate_factor(schedule, epoch, epochs) for epoch in range(epochs)]
     return np.array(factors, np.float32) * np.float32(first)
 
 
 def new_linear_head(key: Array, classes: int, width: int) -> LinearHead:
-    """Returns a head with weight and bias uniform in +-1/sqrt(width), as PyTorch initialises."""
+    """Returns a head with weight and bias uniform in +-1/sqrt(width), PyTorch's default."""
     bound = width**-0.5
     key_of_weight, key_of_bias = jax.random.split(key)
     return LinearHead(
@@ -121,12 +121,12 @@ def new_linear_head(key: Array, classes: int, width: int) -> LinearHead:
 
 
 def new_cosine_rows(key: Array, classes: int, width: int) -> Float[Array, "c d"]:
-    """Returns rows of a cosine head, normal with deviation 0.02; only their direction matters."""
+    """Returns rows of a cosine head, normal with standard deviation 0.02."""
     return 0.02 * jax.random.normal(key, (classes, width))
 
 
 def unpadded(setup: Setup, stack: Any, num_tasks: int) -> list[Any]:
-    """Returns the slots of the first `num_tasks` tasks, each with the rows that are its classes."""
+    """Returns the slots of the first `num_tasks` tasks, without rows that are no classes."""
     return [
         jax.tree.map(lambda leaf, t=task, c=classes: leaf[t, :c], stack)
         for task, classes in enumerate(setup.classes_per_task[:num_tasks])
@@ -134,9 +134,9 @@ def unpadded(setup: Setup, stack: Any, num_tasks: int) -> list[Any]:
 
 
 def require_newest(title: str, weights: Float[Array, "t c d"], num_tasks: int) -> None:
-    """Raises InputError where a learner that keeps its newest encoder alone is asked for another.
+    """Raises InputError if E_t, t = `num_tasks`, is not the newest encoder.
 
-    The weights of a head are zero until its task is learned.
+    `weights` are those of the heads, which are zero until their task is learned.
     """
     newest = int(np.any(weights, axis=(1, 2)).sum())
     if num_tasks != newest:
@@ -147,12 +147,12 @@ def require_newest(title: str, weights: Float[Array, "t c d"], num_tasks: int) -
 
 
 def in_slots(tree: Any, wanted: Any) -> Any:
-    """Returns the arrays of a tree in the leading slots of one with other numbers of them.
+    """Returns `wanted` with the arrays of `tree` in its leading slots, for a run that grows.
 
-    These are the slots of tasks and of the rows of padded heads, for a run that grows by tasks.
+    Slots are those of tasks and of rows of padded heads; arrays of equal shape are taken whole.
     """
 
-    def placed(old: Any, new: Any) -> Any:
+    def fill(old: Any, new: Any) -> Any:
         if old.shape == new.shape:
             return old
         corner = tuple(map(slice, np.minimum(old.shape, new.shape)))
@@ -162,16 +162,16 @@ def in_slots(tree: Any, wanted: Any) -> Any:
         new[corner] = old[corner]
         return new
 
-    return jax.tree.map(placed, tree, wanted)
+    return jax.tree.map(fill, tree, wanted)
 
 
 def with_directions(
     stack: Increment, task: int, directions: Float64[np.ndarray, "l d r"]
 ) -> Increment:
-    """Returns the increments of all tasks with A of one task set, the same for key and value."""
-    A, filled = jnp.asarray(directions, jnp.float32), increments.select(stack, task)
-    filled["key"]["A"] = filled["value"]["A"] = A
-    return increments.store(stack, task, filled)
+    """Returns the increments of all tasks with A of one task set, equally for key and value."""
+    A, increment = jnp.asarray(directions, jnp.float32), increments.select(stack, task)
+    increment["key"]["A"] = increment["value"]["A"] = A
+    return increments.store(stack, task, increment)
 
 
 def cross_entropy(
@@ -179,7 +179,7 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """Returns the mean cross-entropy over the images of a batch and the classes of a task.
 
-    `class_mask` marks the rows of the padded head that are classes.
+    `class_mask` is True for the rows of the padded head that are classes.
     """
     logits = jnp.where(class_mask[None], logits, -jnp.inf)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
@@ -195,21 +195,20 @@ def cosface(
 ) -> Float[Array, ""]:
     """Returns the mean CosFace loss over the images of a batch (Wang et al., CVPR 2018, Eq. 4).
 
-    It is the cross-entropy of `scale` times the cosines of features and rows of a padded head, the
-    label's own less `margin`.
+    It is the cross-entropy of scale * cosine, and of scale * (cosine - margin) for the label's row.
     """
     own = jax.nn.one_hot(batch.labels, cosines.shape[-1], dtype=cosines.dtype)
     return cross_entropy(scale * (cosines - margin * own), batch, class_mask)
 
 
 def paper_rates(setup: Setup) -> dict[str, float]:
-    """Returns the learning rates of increment and head, as `config.train` says."""
+    """Returns the learning rates of increment and head in `config.train`."""
     train = setup.config.train
     return {"increment": train.increment_learning_rate, "head": train.head_learning_rate}
 
 
-def descended(trained: Any, directions: Any, rates: dict[str, Any], rate) -> Any:
-    """Returns the trained leaves after a step: `rate` times the rate of each part at the top."""
+def descend(trained: Any, directions: Any, rates: dict[str, Any], rate: Any) -> Any:
+    """Returns the trained leaves after a step of `rate` times the rate of each top-level part."""
     return {
         part: jax.tree.map(
             lambda leaf, direction, r=rates[part]: leaf - rate * r * direction,
@@ -221,21 +220,21 @@ def descended(trained: Any, directions: Any, rates: dict[str, Any], rate) -> Any
 
 
 def mean_over_portions(function: Callable[[Batch], Any], batch: Batch, size: int) -> Any:
-    """Returns the mean of a function's values over portions of a batch, one after the other.
+    """Returns the mean of a function's values over portions of `size` images of a batch.
 
-    Each portion, of `size` images, counts by the sum of its weights, so that weighted means over
-    images and their gradients come out as of the whole batch.
+    A portion counts by the sum of its weights, so that weighted means over images, and their
+    gradients, equal those of the whole batch.
     """
-    cut = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, size, *leaf.shape[1:])), batch)
+    portions = jax.tree.map(lambda leaf: jnp.reshape(leaf, (-1, size, *leaf.shape[1:])), batch)
     total = jnp.sum(batch.weights)
 
     def add(sums, portion):
         weight = jnp.sum(portion.weights)
-        # The mean over a portion of padding must exist, though it counts for nothing.
+        # The mean over a portion of padding must be finite; its weight is 0.
         weights = jnp.where(weight > 0, portion.weights, 1.0)
-        found = function(portion._replace(weights=weights))
-        return jax.tree.map(lambda s, leaf: s + weight / total * leaf, sums, found), None
+        values = function(portion._replace(weights=weights))
+        return jax.tree.map(lambda s, value: s + weight / total * value, sums, values), None
 
-    first = jax.tree.map(lambda leaf: leaf[0], cut)
+    first = jax.tree.map(lambda leaf: leaf[0], portions)
     zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(function, first))
-    return jax.lax.scan(add, zeros, cut)[0]
+    return jax.lax.scan(add, zeros, portions)[0]
