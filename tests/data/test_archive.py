@@ -13,12 +13,6 @@ from fdc_jax.data import archive
 from fdc_jax.errors import InputError
 
 
-@pytest.fixture
-def cache(tmp_path):
-    (tmp_path / "cache").mkdir()
-    return tmp_path / "cache"
-
-
 def pack_zip(path, content):
     with zipfile.ZipFile(path, "w") as packed:
         packed.writestr("top/a/1.txt", content)
@@ -37,33 +31,34 @@ PACKED = pytest.mark.parametrize(
 
 
 @PACKED
-def test_an_archive_is_unpacked_once_until_it_changes(tmp_path, cache, pack, name):
+def test_an_archive_is_unpacked_once_until_it_changes(tmp_path, pack, name):
     path = tmp_path / name
     pack(path, b"content")
-    folder = archive.unpack(path, cache)
+    folder = archive.unpack(path, tmp_path / "cache")
     assert folder.name.startswith("o-")
-    assert (folder / "top" / "a" / "1.txt").read_bytes() == b"content"
-    (folder / "top" / "a" / "1.txt").write_text("kept")
-    assert archive.unpack(path, cache) == folder
-    assert (folder / "top" / "a" / "1.txt").read_text() == "kept"
+    assert (folder / "top/a/1.txt").read_bytes() == b"content"
+    (folder / "top/a/1.txt").write_text("kept")
+    assert archive.unpack(path, tmp_path / "cache") == folder
+    assert (folder / "top/a/1.txt").read_text() == "kept"
     pack(path, b"another content")
-    assert (archive.unpack(path, cache) / "top/a/1.txt").read_bytes() == b"another content"
+    folder = archive.unpack(path, tmp_path / "cache")
+    assert (folder / "top/a/1.txt").read_bytes() == b"another content"
 
 
 @PACKED
-def test_damaged_archives(tmp_path, cache, pack, name):
+def test_damaged_archives(tmp_path, pack, name):
     pack(tmp_path / name, os.urandom(5000))
     content = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(content[:2500])
     with pytest.raises(InputError, match=f"{name}: cannot unpack: .*"):
-        archive.unpack(tmp_path / name, cache)
-    assert list(cache.iterdir()) == []
+        archive.unpack(tmp_path / name, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("name", "link"), [("../../escaped.png", None), ("link.png", "/etc/passwd")]
 )
-def test_archives_cannot_write_or_read_outside(tmp_path, cache, name, link):
+def test_archives_cannot_write_or_read_outside(tmp_path, name, link):
     path = tmp_path / "o.tar"
     with tarfile.open(path, "w") as packed:
         member = tarfile.TarInfo(name)
@@ -71,16 +66,16 @@ def test_archives_cannot_write_or_read_outside(tmp_path, cache, name, link):
             member.type, member.linkname = tarfile.SYMTYPE, link
         packed.addfile(member, io.BytesIO())
     with pytest.raises(InputError, match=r"o.tar: cannot unpack: "):
-        archive.unpack(path, cache)
+        archive.unpack(path, tmp_path / "cache")
     assert not list(tmp_path.rglob("escaped.png"))
 
 
-def test_what_a_killed_process_left_is_removed(tmp_path, cache):
+def test_what_a_killed_process_left_is_removed(tmp_path):
     pack_zip(tmp_path / "o.zip", b"content")
-    folder = archive.unpack(tmp_path / "o.zip", cache)
-    folder.rename(cache / f".{folder.name}.unfinished")
-    assert archive.unpack(tmp_path / "o.zip", cache) == folder
-    assert list(cache.iterdir()) == [folder]
+    folder = archive.unpack(tmp_path / "o.zip", tmp_path / "cache")
+    folder.rename(folder.with_name(f".{folder.name}.unfinished"))
+    assert archive.unpack(tmp_path / "o.zip", tmp_path / "cache") == folder
+    assert list((tmp_path / "cache").iterdir()) == [folder]
 
 
 def test_others_wait(tmp_path, caplog):

@@ -42,17 +42,12 @@ def test_task_counts_agree_with_finer_ones(name):
 
 
 @pytest.mark.parametrize(
-    ("num_classes", "digest", "first", "last"),
-    [
-        (100, "e90204efdce7db6c", [68, 56, 78, 8, 23], [67, 29, 49, 57, 33]),
-        (200, "b113214bc61598d0", [168, 136, 51, 9, 183], [195, 29, 177, 185, 161]),
-        (300, "28f846a95c20caae", [169, 221, 146, 296, 92], [295, 95, 285, 225, 185]),
-    ],
+    ("num_classes", "digest"),
+    [(100, "e90204efdce7db6c"), (200, "b113214bc61598d0"), (300, "28f846a95c20caae")],
 )
-def test_class_order_is_pilots(num_classes, digest, first, last):
+def test_class_order_is_pilots(num_classes, digest):
     order = benchmarks.class_order(num_classes, 1993).tolist()
     assert hashlib.sha256(str(order).encode()).hexdigest().startswith(digest)
-    assert (order[:5], order[-5:]) == (first, last)
 
 
 TRAIN = np.repeat(np.arange(6), 2)

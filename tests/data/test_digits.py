@@ -15,16 +15,13 @@ def test_every_third_scan_of_a_class_is_held_out():
 
 
 def test_images_are_enlarged_scans(tmp_path):
-    scans, labels = load_digits(return_X_y=True)
-    train, source = sources.open_splits("digits", tmp_path / "nothing here")
-    assert (source.name, source.split, source.partition) == ("digits", "test", "embedded")
-    assert source.checksum != train.checksum
+    scans = load_digits().images
+    train, test = sources.open_splits("digits", tmp_path / "nothing here")
+    assert (test.name, test.split, test.partition) == ("digits", "test", "embedded")
+    assert test.checksum != train.checksum
     for index in (0, 100, 595):
-        number = int(source.ids[index].removeprefix("digit_"))
-        assert labels[number] == source.labels[index]
-        image = source.image(index)
-        assert image.size == (32, 32)
-        grey = np.asarray(image, np.float64)
-        assert (grey == grey[..., :1]).all() and grey.max() > 200
-        small = grey[..., 0].reshape(8, 4, 8, 4).mean(axis=(1, 3))
-        assert np.corrcoef(small.ravel(), scans[number].ravel())[0, 1] > 0.97
+        pixels = np.asarray(test.image(index), np.float64)
+        assert pixels.shape == (32, 32, 3) and (pixels == pixels[..., :1]).all()
+        small = pixels[..., 0].reshape(8, 4, 8, 4).mean(axis=(1, 3))
+        scan = scans[int(test.ids[index].removeprefix("digit_"))]
+        assert pixels.max() > 200 and np.corrcoef(small.ravel(), scan.ravel())[0, 1] > 0.97

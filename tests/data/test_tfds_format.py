@@ -21,24 +21,21 @@ def write_array_records(info, by_split):
 
 
 def write_tfrecords(info, by_split, folder):
-    """Two shards a split; of the checksums, which nobody reads, there is but the place."""
-    found = []
-    for split, of_split in by_split.items():
+    """Two shards a split; checksums, which are not read, are zero."""
+    splits = []
+    for split, examples in by_split.items():
         template = tfds.core.ShardedFileTemplate(
             folder, dataset_name="flowers", split=split, filetype_suffix="tfrecord"
         )
-        shards = [of_split[:4], of_split[4:]]
-        for number, shard in enumerate(shards):
+        for number, shard in enumerate((examples[:4], examples[4:])):
             content = b""
             for example in shard:
                 record = info.features.serialize_example(info.features.encode_example(example))
                 content += len(record).to_bytes(8, "little") + bytes(4) + record + bytes(4)
-            name = f"flowers-{split}.tfrecord-{number:05d}-of-00002"
-            (folder / name).write_bytes(content)
-        lengths = [len(shard) for shard in shards]
-        about = dict(shard_lengths=lengths, num_bytes=1, filename_template=template)
-        found.append(tfds.core.SplitInfo(name=split, **about))
-    info.set_splits(tfds.core.splits.SplitDict(found))
+            (folder / f"flowers-{split}.tfrecord-{number:05d}-of-00002").write_bytes(content)
+        about = dict(shard_lengths=[4, len(examples) - 4], num_bytes=1, filename_template=template)
+        splits.append(tfds.core.SplitInfo(name=split, **about))
+    info.set_splits(tfds.core.splits.SplitDict(splits))
     info.set_file_format("tfrecord")
     info.write_to_directory(folder)
 
@@ -58,10 +55,10 @@ def prepare(tmp_path, photo, encode):
             "bright": tfds.features.Scalar(np.float32),
             **({"file_name": tfds.features.Text()} if names else {}),
         }
-        version = tfds.core.Version("2.1.1")
+        identity = dict(name="flowers", data_dir=str(folder), module_name="")
         info = tfds.core.DatasetInfo(
             builder=tfds.core.dataset_info.DatasetIdentity(
-                name="flowers", version=version, data_dir=str(folder), module_name=""
+                version=tfds.core.Version("2.1.1"), **identity
             ),
             features=tfds.features.FeaturesDict(features),
             supervised_keys=("image", label),

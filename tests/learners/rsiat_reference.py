@@ -45,16 +45,6 @@ def project(projector, x):
     return x + 1.0 / (1.0 + np.exp(-correction))
 
 
-def alignment(features, projected):
-    """Returns the mean squared difference over images and coordinates."""
-    return np.mean((features - projected) ** 2)
-
-
-def repulsion(projected_means, projected):
-    """Returns the mean cosine of every projected mean with every projected feature."""
-    return np.mean([[cosine(mean, feature) for feature in projected] for mean in projected_means])
-
-
 def moved_means(means, before, after, width):
     """Returns means moved by the weighted drift of the images, one by one."""
     moved = []

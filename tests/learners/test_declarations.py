@@ -1,4 +1,4 @@
-"""What learners declare: their options and defaults, and how one is found."""
+"""Declarations of learners: options and defaults, and the search for a learner by name."""
 
 import dataclasses
 import importlib
@@ -31,9 +31,6 @@ def test_no_default_is_a_departure(benchmark):
         assert learners.deviations(name, flat) == []
     assert flat["learner.inflora.lamb"] == (0.95 if benchmark == "cifar100" else 0.98)
     assert flat["learner.loda.look_ahead"] == (0.7 if benchmark == "imagenet_r" else 0.3)
-
-
-# How one is found ---------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,15 +69,11 @@ def test_a_learner_of_the_users_own(monkeypatch):
     [
         ("no_such_learner", None, "expected one of cumulative_lora, .* found 'no_such_learner'"),
         ("json", None, "module 'json' defines no class derived from Learner"),
-        ("mine.loda", Mine, "mine.loda: loda is taken; call the file otherwise"),
-        (
-            "mine.own",
-            Undecorated,
-            r"mine.own: Undecorated .* decorated with @dataclasses\.dataclass\(",
-        ),
+        ("mine.loda", Mine, "mine.loda: expected a name of its own, found loda"),
+        ("mine.own", Undecorated, r"mine.own: Undecorated .* with @dataclasses\.dataclass\("),
     ],
 )
-def test_what_cannot_be_a_learner_is_refused(monkeypatch, name, learner, message):
+def test_other_modules_are_refused(monkeypatch, name, learner, message):
     if learner is not None:
         in_module(monkeypatch, name, learner)
     with pytest.raises(InputError, match=f"learner.name: {message}"):
@@ -98,8 +91,6 @@ def test_an_error_in_a_users_file_is_placed(tmp_path, monkeypatch):
         with pytest.raises(InputError, match=rf"learner.name: {name}: .*{name}.py, {message}"):
             learners.find(name)
 
-
-# States -------------------------------------------------------------------------------------------
 
 STATE = {"heads": jnp.zeros((3, 4)), "host": np.zeros(2, np.float32)}
 

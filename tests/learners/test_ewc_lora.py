@@ -21,9 +21,6 @@ def under_way(run):
     return step.frozen | {"importance": importance}, toy.random_like(step.trained, 1)
 
 
-# The penalty -------------------------------------------------------------------------------------
-
-
 def test_loss_is_cross_entropy_plus_strength_times_penalty(run, backbone, under_way):
     frozen, trained = under_way
     batch = toy.make_batch(size=6, classes=3, padding=2)
@@ -43,9 +40,6 @@ def test_loss_is_cross_entropy_plus_strength_times_penalty(run, backbone, under_
     direction = toy.float64(toy.random_like(trained, 8))
     found = toy.slope(expected, toy.float64(trained), direction)
     np.testing.assert_allclose(toy.inner(gradients, direction), found, rtol=2e-3)
-
-
-# Fisher information ------------------------------------------------------------------------------
 
 
 def largest(importance):

@@ -18,9 +18,6 @@ def random_gaussians(seed=0, tasks=3, classes=2, width=4):
     return ClassGaussians(jnp.asarray(means, jnp.float32), factors.astype(np.float32))
 
 
-# Fitting -----------------------------------------------------------------------------------------
-
-
 def test_fit_of_huge_features_is_finite():
     """The ridge is far below the rounding of this covariance, where Cholesky would fail."""
     features = 1e9 * np.random.default_rng(0).normal(size=(3, 20))
@@ -33,14 +30,11 @@ def test_fit_of_huge_features_is_finite():
 def test_classes_that_cannot_be_fitted_are_named():
     features, labels = np.ones((4, 4), np.float32), np.array([0, 0, 2, 2])
     gaussians = gaussian_alignment.empty(3, 3, 4)
-    with pytest.raises(TrainingError, match="class 1 of task 3 has no training image"):
+    with pytest.raises(TrainingError, match="class 1 of task 3: expected training images"):
         gaussian_alignment.fit_task(gaussians, 2, features, labels, 3, 1e-4)
     features[2, 1] = np.nan
-    with pytest.raises(TrainingError, match="class 2 of task 1 has features that are not finite"):
+    with pytest.raises(TrainingError, match="class 2 of task 1: expected finite features"):
         gaussian_alignment.fit_task(gaussians, 0, features, np.array([0, 1, 2, 2]), 3, 1e-4)
-
-
-# Drawing -----------------------------------------------------------------------------------------
 
 
 def test_draws_have_the_moments_of_their_gaussian():
@@ -60,9 +54,6 @@ def test_draws_have_the_moments_of_their_gaussian():
             np.testing.assert_allclose(found, covariance, atol=0.06 * np.abs(covariance).max())
 
 
-# The loss ----------------------------------------------------------------------------------------
-
-
 def test_cross_entropy_of_logits_that_are_zero():
     """The norm has no derivative there; the loss of a head of zeros still has a finite one."""
     seen, labels = np.ones((2, 2), bool), np.array([0, 1, 2])
@@ -71,8 +62,6 @@ def test_cross_entropy_of_logits_that_are_zero():
     gradient = loss(logits, labels, np.ones(3), seen, 0.1)
     assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
 
-
-# Training ----------------------------------------------------------------------------------------
 
 SEEN = np.array([[True, True], [True, False], [False, False]])
 

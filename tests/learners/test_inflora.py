@@ -27,9 +27,6 @@ def share(basis, moment):
     return np.sum((projector(basis) @ moment) ** 2) / np.sum(moment**2)
 
 
-# The design of A ---------------------------------------------------------------------------------
-
-
 def test_design_never_points_into_the_memory():
     """Inputs of rank 3, two of whose directions are in the memory, have one direction to give."""
     moment = random_moment(2, rank=3)
@@ -37,9 +34,6 @@ def test_design_never_points_into_the_memory():
     A = inflora.design(moment, memory, 4)
     np.testing.assert_allclose(memory.T @ A, 0, atol=1e-12)
     np.testing.assert_allclose(np.linalg.norm(A[:, 0]), 3**-0.5, atol=1e-12)
-
-
-# The memory --------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 10**6), st.floats(0.05, 1.0), st.floats(0.4, 0.99))
@@ -120,9 +114,6 @@ def test_growing_alone_equals_the_rule_that_swaps_to_the_complement(seed):
     np.testing.assert_allclose(projector(memory), expected, atol=1e-8)
 
 
-# Three tasks -------------------------------------------------------------------------------------
-
-
 def bases(state):
     memory, sizes = toy.float64(state.memory), np.asarray(state.memory_size)
     return [columns[:, :size] for columns, size in zip(memory, sizes, strict=True)]
@@ -162,10 +153,9 @@ def test_memory_holds_the_inputs_after_training(backbone):
             np.testing.assert_allclose(new.T @ new, np.eye(new.shape[1]), atol=1e-5)
             np.testing.assert_array_equal(step.after.memory[block, :, new.shape[1] :], 0)
             toy.assert_equal(new[:, : old.shape[1]], old)
+            arguments = (moments[block], old, wanted)
             grown = (
-                inflora.grown_memory(moments[block], old, wanted)
-                if task
-                else inflora.first_memory(moments[block], wanted)
+                inflora.grown_memory(*arguments) if task else inflora.first_memory(*arguments[::2])
             )
             np.testing.assert_allclose(projector(new), projector(grown), atol=1e-4)
     sizes = [np.asarray(run.steps[task].after.memory_size) for task in (0, 2)]

@@ -30,15 +30,13 @@ class Linear(loda.LoDA):
 
 
 def reference_loss(backbone, trained, batch, weights):
-    """The same in NumPy, row by row."""
-    total = 0.0
-    for x, label, weight in zip(batch.images, batch.labels, weights, strict=True):
-        for block in range(BLOCKS):
-            increment = trained["increment"]
-            x = x @ backbone[block] + x @ increment["A"][block] @ increment["B"][block]
-        logits = trained["head"][:-1] @ x
-        total += weight * (np.log(np.exp(logits).sum()) - logits[label])
-    return total / weights.sum()
+    """The same in NumPy."""
+    x, increment = batch.images, trained["increment"]
+    for block in range(BLOCKS):
+        x = x @ backbone[block] + x @ increment["A"][block] @ increment["B"][block]
+    logits = x @ trained["head"][:-1].T
+    own = logits[np.arange(len(x)), batch.labels]
+    return np.average(np.log(np.exp(logits).sum(axis=1)) - own, weights=weights)
 
 
 def reference_slopes(backbone, trained, batch, weights):
@@ -71,16 +69,9 @@ def reference_batch(slopes, optimizer, trained, groups, length, rates, trains):
         )
         value, gradient = slopes(ahead, target)
         gradient = jax.tree.map(np.multiply, gradient, trains)
-        directions = optimizer(gradient, ahead)
-        trained = {
-            part: jax.tree.map(
-                lambda p, d, t, r=rates[part]: p - r * t * d,
-                trained[part],
-                directions[part],
-                trains[part],
-            )
-            for part in trained
-        }
+        steps = jax.tree.map(np.multiply, optimizer(gradient, ahead), trains)
+        steps = {part: jax.tree.map(lambda d, r=rates[part]: r * d, steps[part]) for part in steps}
+        trained = jax.tree.map(np.subtract, trained, steps)
         losses.append(target.sum() * value)
     return trained, sum(losses) / (groups[0].sum() + groups[1].sum())
 
@@ -104,29 +95,23 @@ def make_batch(seed, labels, padding=0):
     return Batch(rng.normal(size=(len(labels), WIDTH)).astype(np.float32), labels, weights)
 
 
-def make_task(seed=0, A_trains=1.0):
+def make_task(A_trains=1.0):
     """Returns backbone, frozen and trained leaves; the last row of the head is no class."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
 
-    def noise(*shape, scale=0.5):
-        return jnp.asarray(rng.normal(0, scale, shape), jnp.float32)
+    def noise(*shape):
+        return jnp.asarray(rng.normal(0, 0.5, shape), jnp.float32)
 
     backbone = noise(BLOCKS, WIDTH, WIDTH)
-    trained = {
-        # Blocks whose slopes differ in length.
-        "increment": {
-            "A": noise(BLOCKS, WIDTH, RANK) * jnp.array([1.0, 3.0])[:, None, None],
-            "B": noise(BLOCKS, RANK, WIDTH),
-        },
-        "head": noise(CLASSES + 1, WIDTH),
-    }
+    # Blocks whose slopes differ in length.
+    A = noise(BLOCKS, WIDTH, RANK) * jnp.array([1.0, 3.0])[:, None, None]
+    increment = {"A": A, "B": noise(BLOCKS, RANK, WIDTH)}
+    trained = {"increment": increment, "head": noise(CLASSES + 1, WIDTH)}
+    trains = {"A": jnp.asarray(A_trains), "B": jnp.ones(())}
     frozen = {
         "class_mask": jnp.arange(CLASSES + 1) < CLASSES,
-        "alignment": jax.random.key_data(jax.random.key(seed)),
-        "trains": {
-            "increment": {"A": jnp.asarray(A_trains), "B": jnp.ones(())},
-            "head": jnp.ones(()),
-        },
+        "alignment": jax.random.key_data(jax.random.key(0)),
+        "trains": {"increment": trains, "head": jnp.ones(())},
     }
     return backbone, frozen, trained
 
@@ -163,20 +148,15 @@ def test_three_batches_in_float64(update, optimizer, A_trains):
     before = toy.float64(trained)
     trains = toy.float64(frozen["trains"])
     progress = update.initialise(trained)
+    rates = {part: 0.5 * rate for part, rate in RATES.items()}
     for done, batch in enumerate(BATCHES):
         length, groups = random_numbers(frozen, done, batch, LENGTH)
         assert min(groups[0].sum(), groups[1].sum()) > 0
-        expected, value = reference_batch(
-            lambda leaves, weights, batch=batch: reference_slopes(
-                kernels, jax.tree.map(np.copy, leaves), batch, weights
-            ),
-            theirs,
-            expected,
-            groups,
-            length,
-            {part: 0.5 * rate for part, rate in RATES.items()},
-            trains,
-        )
+
+        def slopes(leaves, weights, batch=batch):
+            return reference_slopes(kernels, jax.tree.map(np.copy, leaves), batch, weights)
+
+        expected, value = reference_batch(slopes, theirs, expected, groups, length, rates, trains)
         trained, progress, found = update.step(backbone, frozen, trained, progress, batch, 0.5)
         np.testing.assert_allclose(found, value, rtol=1e-4)
         assert_close(trained, expected, atol=2e-5)
@@ -218,7 +198,7 @@ def test_of_group_sees_every_row_with_weight():
         rows = jnp.zeros(()) + len(part.labels)
         return factor * jnp.sum(part.weights * part.labels), part.weights.sum(), rows
 
-    compiled = jax.jit(partial(loda.of_group, function, alone=True))
+    compiled = jax.jit(partial(loda.of_group, function, single_device=True))
     rng = np.random.default_rng(0)
     for size in (1, 8, 9, 11, 16):
         chosen = rng.permutation(16)[:size]
@@ -228,9 +208,5 @@ def test_of_group_sees_every_row_with_weight():
         assert value == 2.0 * batch.labels[chosen].sum()
         assert count == size
         assert rows == next(each for each in (8, 10, 12, 16) if each >= size)
-
-
-def test_several_devices_keep_the_whole_batch():
-    batch = make_batch(0, [0, 1, 2, 3], padding=3)
-    rows = loda.of_group(lambda leaves, part: len(part.labels), None, batch, alone=False)
-    assert rows == 4
+    # On several devices it is the whole batch.
+    assert loda.of_group(lambda _, part: len(part.labels), None, batch, single_device=False) == 16

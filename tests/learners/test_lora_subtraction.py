@@ -34,13 +34,11 @@ def test_drift_resistant_projector(energy):
 def reference_adam(gradients, rate, factors):
     """Sums of finished Adam steps, the epsilon being added to the uncorrected root."""
     first = second = total = np.zeros_like(gradients[0])
-    steps = []
     for step, (gradient, factor) in enumerate(zip(gradients, factors, strict=True), start=1):
         first = 0.9 * first + 0.1 * gradient
         second = 0.999 * second + 0.001 * gradient**2
         correction = np.sqrt(1 - 0.999**step) / (1 - 0.9**step)
-        steps.append(-factor * rate * correction * first / (np.sqrt(second) + 1e-8))
-        total = total + steps[-1]
+        total = total - factor * rate * correction * first / (np.sqrt(second) + 1e-8)
     return total
 
 
@@ -60,20 +58,12 @@ def test_adam_directions_in_float64():
 
 
 def reference_triplet(features, labels, means, margin):
+    """The mean hinge, image by image; every image has a negative."""
     hinges = []
-    for i, feature in enumerate(features):
-        positive, negative = 0.0, np.inf
-        for j, other in enumerate(features):
-            distance = np.sqrt(np.sum((feature - other) ** 2))
-            if labels[j] == labels[i]:
-                positive = max(positive, distance)
-            else:
-                negative = min(negative, distance)
-        if negative == np.inf:
-            negative = positive + margin
-        for mean in means:
-            negative = min(negative, np.sqrt(np.sum((feature - mean) ** 2)))
-        hinges.append(max(0.0, positive - negative + margin))
+    for feature, label in zip(features, labels, strict=True):
+        distances = np.linalg.norm(features - feature, axis=1)
+        others = [*distances[labels != label], *np.linalg.norm(means - feature, axis=1)]
+        hinges.append(max(0.0, distances[labels == label].max() - min(others) + margin))
     return np.mean(hinges)
 
 
@@ -106,21 +96,16 @@ def test_start_of_b(backbone):
     assert np.std(entries) == pytest.approx(0.01, rel=0.4) and entries.min() < 0
 
 
-# Three tasks -------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("task", [0, 2])
 def test_spaces_come_from_the_subtracted_encoder(backbone, task):
     """Nothing is projected in the first task; later, images pass W_0 less all increments so far."""
     run = toy.trajectory("lora_subtraction")
     step = run.steps[task]
     subtracted = run.learner.subtracted(backbone, step.before, task)
-    kernels, factors = (
-        toy.float64(vit.pretrained_kernels(backbone)),
-        toy.products(step.before.increments),
-    )
+    kernels = toy.float64(vit.pretrained_kernels(backbone))
+    added = toy.products(step.before.increments)
     for part in toy.PARTS:
-        expected = kernels[part] - factors[part][:task].sum(0)
+        expected = kernels[part] - added[part][:task].sum(0)
         np.testing.assert_allclose(subtracted[part], expected, atol=1e-5)
     if task == 0:
         toy.assert_equal(step.designed, step.before)
@@ -150,13 +135,9 @@ def test_training_is_projected_adam(backbone, task):
     trained, factors, history = toy.copy(step.started), (1.0, 0.5, 1.0), []
     before, progress = toy.float64(trained), run.update.initialise(trained)
     for number, factor in enumerate(factors):
-        batch = toy.make_batch(number, size=6, classes=2)
-        history.append(
-            toy.value_and_gradients(run.update, backbone, step.frozen, trained, batch)[1]
-        )
-        trained, progress, _ = run.update.step(
-            backbone, step.frozen, trained, progress, batch, factor
-        )
+        given, batch = (backbone, step.frozen, trained), toy.make_batch(number, size=6, classes=2)
+        history.append(toy.value_and_gradients(run.update, *given, batch)[1])
+        trained, progress, _ = run.update.step(*given, progress, batch, factor)
     projector = toy.float64(step.frozen["projector"])
     sizes = np.asarray(step.designed.space_sizes[task], np.float64)[:, None, None]
     outside = np.eye(toy.TINY.width) - projector * (1.0 if task == 0 else np.sqrt(sizes))
@@ -185,10 +166,7 @@ def test_loss_in_float64(backbone):
     """Cross-entropy of features plus the weighted triplet loss against means of earlier tasks."""
     run = toy.trajectory("lora_subtraction")
     step = run.steps[1]
-    trained, batch = (
-        toy.random_like(step.trained, 3),
-        toy.make_batch(2, size=6, classes=2, padding=2),
-    )
+    trained, batch = toy.random_like(step.trained, 3), toy.make_batch(2, 6, 2, padding=2)
     kernels = run.learner.encoder(backbone, step.before, 1)
     changes = toy.products(trained["increment"])
     kernels = {part: toy.float64(kernels[part]) + changes[part] for part in toy.PARTS}

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdc_jax.learners import rsiat
+from fdc_jax.data.batches import Batch
+from fdc_jax.learners import gaussian_alignment, rsiat
 from fdc_jax.model import operations
 from tests.learners import rsiat_reference, toy
 
@@ -35,9 +36,6 @@ def random_start(learner, backbone, task):
     return state, frozen, toy.random_like(trained, 7)
 
 
-# The loss ----------------------------------------------------------------------------------------
-
-
 def reference_loss(state, trained, batch, task, warm_up):
     """The loss in float64; `trained` holds float64 leaves."""
     images, labels = toy.shown([batch])
@@ -54,8 +52,9 @@ def reference_loss(state, trained, batch, task, warm_up):
     projected, projected_means = (
         rsiat_reference.project(trained["projector"], rows) for rows in (earlier, means)
     )
-    value += ALIGNMENT * rsiat_reference.alignment(features, projected)
-    return value + REPULSION * rsiat_reference.repulsion(projected_means, projected)
+    value += ALIGNMENT * np.mean((features - projected) ** 2)
+    cosine = rsiat_reference.cosine
+    return value + REPULSION * np.mean([[cosine(m, f) for f in projected] for m in projected_means])
 
 
 @pytest.mark.parametrize("task", [0, 1])
@@ -79,9 +78,6 @@ def test_loss_and_gradients_against_the_formulas(run, backbone, task, warm_up=0.
         found = toy.slope(expected, trained, direction)
         np.testing.assert_allclose(toy.inner(gradients, direction), found, rtol=1e-3, atol=1e-5)
         assert (abs(found) > 1e-3) == (part != "projector" or task > 0)
-
-
-# Start and steps ---------------------------------------------------------------------------------
 
 
 def test_what_a_task_starts_from(run):
@@ -145,9 +141,6 @@ def test_warm_up():
     assert [schedule(epoch, 2) for epoch in range(2)] == [(1.0, 1.0), (pytest.approx(0.5), 1.0)]
 
 
-# The end of a task -------------------------------------------------------------------------------
-
-
 def test_earlier_means_drift(run):
     for task, step in enumerate(run.steps):
         images, _ = toy.shown(step.images.plain())
@@ -188,6 +181,60 @@ def test_what_is_calibrated(monkeypatch, run, backbone, preset, factor):
     toy.assert_equal(gaussians, step.after.gaussians)
     assert task == 1
     np.testing.assert_array_equal(jax.random.key_data(key), step.frozen["calibration"])
+
+
+def test_steering_without_pairs_of_a_kind_is_finite():
+    weights = np.array([1, 1, 1, 1, 1, 1, 0, 0], np.float32)
+    features = jnp.asarray(np.random.default_rng(0).normal(size=(8, 12)), jnp.float32)
+    value, gradient = jax.value_and_grad(rsiat.steering_loss)(
+        features, Batch(None, np.arange(8), weights), 1.0, 1.5
+    )
+    assert float(value) == 0.0
+    np.testing.assert_array_equal(gradient, 0)
+    one = rsiat.steering_loss(features, Batch(None, np.zeros(8, int), weights), 1.0, -1.0)
+    expected = rsiat_reference.steering(toy.float64(features)[:6], np.zeros(6), 1.0, -1.0)
+    np.testing.assert_allclose(one, expected, rtol=1e-5)
+
+
+def reference_calibration(rows, of_classes, scale, rates, decay):
+    """Full-batch SGD in float64 on features that lie where the means lie."""
+    units = of_classes / np.linalg.norm(of_classes, axis=1, keepdims=True)
+    optimizer = toy.Optimizer("sgd", decay)
+    for rate in rates:
+        norms = np.linalg.norm(rows, axis=1, keepdims=True)
+        directions = rows / norms
+        cosines = units @ directions.T
+        shares = np.exp(scale * cosines)
+        shares /= shares.sum(axis=1, keepdims=True)
+        slopes = scale * (shares - np.eye(len(rows))) / len(units)
+        gradient = slopes.T @ units - np.sum(slopes * cosines, axis=0)[:, None] * directions
+        rows = rows - rate * optimizer(gradient / norms, rows)
+    return rows
+
+
+@pytest.mark.parametrize("preset", ["protocol", "native"])
+def test_calibration_against_its_formula(one_batch, monkeypatch, preset):
+    """Classes without spread make every draw a mean; one batch an epoch has no order.
+
+    With decay by the authors' rates for a data set, without it by the protocol's.
+    """
+    decay = 0.3 if preset == "native" else 0.0
+    monkeypatch.setattr(rsiat, "CALIBRATION_RATE", 0.5)
+    monkeypatch.setattr(rsiat, "CALIBRATION_EPOCHS", 4)
+    rates = rsiat.NativeRates(0.5, decay, 0.0, 0.0)
+    monkeypatch.setitem(rsiat.NATIVE_RATES, "imagenet_a", rates)
+    learner = toy.make_learner("rsiat", learner__preset=preset, learner__rsiat__scale=5.0)
+    gaussians = gaussian_alignment.empty(3, 3, toy.TINY.width)
+    gaussians = gaussians._replace(means=toy.random_like(gaussians.means, 0, 1.0))
+    seen = learner.setup.classes_of_first(2)
+    heads = toy.random_like(gaussians.means, 1, 1.0) * seen[..., None]
+    found = np.asarray(learner.calibrate(heads, gaussians, 1, jax.random.key(0)))
+    rates = 0.5 * np.array([1.0, 0.5 + 0.125**0.5, 0.5, 0.5 - 0.125**0.5])
+    rows, of_classes = (toy.float64(array)[seen] for array in (heads, gaussians.means))
+    expected = reference_calibration(rows, of_classes, 5.0, rates, decay)
+    assert np.abs(expected - rows).max() > 0.1
+    np.testing.assert_allclose(found[seen], expected, atol=1e-5)
+    np.testing.assert_array_equal(found[~seen], 0)
 
 
 def test_gradients_of_the_adapter_are_summed_in_float32():

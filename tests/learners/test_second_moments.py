@@ -54,5 +54,5 @@ def test_the_fast_mode_and_its_attention_change_nothing(backbone, kernels, found
 
 def test_an_encoder_that_diverged_is_named(backbone, kernels):
     lost = kernels | {"value": kernels["value"].at[0].set(jnp.nan)}
-    with pytest.raises(TrainingError, match="inputs of block 1 are not finite"):
+    with pytest.raises(TrainingError, match="block 1: expected finite attention inputs"):
         attention_input_moments(MODEL, backbone, lost, BATCHES)

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 
 from fdc_jax.data.batches import Batch
-from fdc_jax.errors import InputError
 from fdc_jax.heads import LinearHead
-from fdc_jax.learners import gaussian_alignment, second_moments, slca
+from fdc_jax.learners import gaussian_alignment, slca
 from fdc_jax.model import layouts, vit
 from tests.learners import toy
 from tests.learners.test_inflora_ca import reference_alignment
@@ -93,9 +92,6 @@ def test_without_an_alignment_heads_stay(backbone):
     assert np.abs(aligned.aligned.weight - aligned.heads.weight)[:2].max() > 1e-3
 
 
-# An encoder that replaces everything --------------------------------------------------------------
-
-
 def test_timm_gets_the_encoder_s_own_parameters(backbone):
     """The same arrays as those of a pretrained encoder that has them."""
     other = toy.random_params(5)
@@ -105,13 +101,6 @@ def test_timm_gets_the_encoder_s_own_parameters(backbone):
     found, same = layouts.as_timm(backbone, toy.TINY, replaced, toy.SIDE)
     toy.assert_equal(found, expected)
     assert same == config
-
-
-def test_what_needs_key_and_value_kernels_says_so(backbone):
-    replaced = vit.AllParameters(parameters=backbone)
-    model = vit.VisionTransformer(toy.TINY)
-    with pytest.raises(InputError, match="expected key and value kernels, found all parameters"):
-        second_moments.attention_input_moments(model, backbone, replaced, [])
 
 
 def test_a_head_is_as_the_authors_start_it(backbone):

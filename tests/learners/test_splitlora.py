@@ -31,9 +31,6 @@ def test_split_counts_shares_above_a_cut_off(seed, tasks_done, alpha):
     assert splitlora.num_major(values, tasks_done, alpha) == max(above, 1) + 1
 
 
-# The draw of A -----------------------------------------------------------------------------------
-
-
 def state_with_directions(learner, major=MAJOR):
     shape = (toy.TINY.depth, toy.TINY.width, toy.TINY.width)
     directions = np.linalg.qr(np.random.default_rng(0).normal(size=shape))[0]
@@ -76,14 +73,11 @@ def test_too_few_minor_directions(backbone):
     learner = toy.make_learner("splitlora")
     state = state_with_directions(learner, major=(2, 23))
     assert learner.before_task(backbone, state, 0, None) is state
-    message = r"splitlora.alpha: expected at least 2 .*leaves 1 of 24 in block 1 after 3"
+    message = r"splitlora.alpha: expected at least 2 .*found 1 of 24 in block 1 after 3"
     with pytest.raises(InputError, match=message):
         learner.before_task(backbone, state, 3, None)
     ample = state_with_directions(learner)
     assert learner.before_task(backbone, ample, 3, None) is ample
-
-
-# Three tasks -------------------------------------------------------------------------------------
 
 
 def test_moments_stream_over_all_tasks(backbone):

@@ -32,35 +32,20 @@ from tests.model.reference import (  # noqa: F401
 RANK = 2
 CLASSES = (2, 3, 2)
 
-# Constants of which none is one that another could be taken for.
-FIELDS: dict[str, dict[str, Any]] = {
-    "inflora": {"inflora.lamb": 0.9998},
-    "splitlora": {"splitlora.alpha": 0.05},
-    "ewc_lora": {"ewc_lora.strength": 3.0},
-    "lora_subtraction": {
-        "lora_subtraction.triplet_weight": 0.7,
-        "lora_subtraction.margin": 1.5,
-    },
-    "loda": {"loda.margin": 0.15},
-    "slca": {"slca.encoder_rate": 0.03, "slca.head_rate": 0.2, "slca.logit_temperature": 0.4},
-    "rsiat": {
-        "rsiat.scale": 4.0,
-        "rsiat.margin": 0.3,
-        "rsiat.steering_weight": 0.7,
-        "rsiat.separation_weight": 1.5,
-        "rsiat.separation_threshold": 0.2,
-        "rsiat.alignment_weight": 0.9,
-        "rsiat.repulsion_weight": 2.0,
-        "rsiat.projector_width": 7,
-    },
+# Options of learners, no two with the same value.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "inflora": dict(lamb=0.9998),
+    "splitlora": dict(alpha=0.05),
+    "ewc_lora": dict(strength=3.0),
+    "lora_subtraction": dict(triplet_weight=0.7, margin=1.5),
+    "loda": dict(margin=0.15),
+    "slca": dict(encoder_rate=0.03, head_rate=0.2, logit_temperature=0.4),
+    "rsiat": dict(scale=4.0, margin=0.3, steering_weight=0.7, projector_width=7)
+    | dict(separation_weight=1.5, separation_threshold=0.2)
+    | dict(alignment_weight=0.9, repulsion_weight=2.0),
 }
 # Factors on the learning rates that make a few steps visible.
-RATES: dict[str, Any] = {
-    "rsiat": (100.0, 1.0),
-    "inflora_ca": 10.0,
-    "splitlora": 400.0,
-    "slca": 10.0,
-}
+RATES: dict[str, Any] = {"rsiat": (100.0, 1.0), "inflora_ca": 10, "splitlora": 400, "slca": 10}
 RATE = 100.0
 
 
@@ -71,7 +56,7 @@ def make_setup(name="cumulative_lora", classes_per_task=CLASSES, **fields) -> tr
     config.train.rank = RANK
     config.encoder.image_size = SIDE
     config.update_from_flattened_dict(
-        {f"learner.{field}": value for field, value in FIELDS.get(name, {}).items()}
+        {f"learner.{name}.{field}": value for field, value in OPTIONS.get(name, {}).items()}
         | {field.replace("__", "."): value for field, value in fields.items()}
     )
     return training.Setup(vit.VisionTransformer(TINY), tuple(classes_per_task), config)
@@ -133,15 +118,12 @@ class Step(NamedTuple):
 
 
 class Trajectory(NamedTuple):
-    """What a learner passes through over three tasks.
+    """A learner's way through three tasks.
 
     Attributes:
-        learner: what it is.
-        setup: the run.
-        update: its compiled step has been through all tasks.
-        steps: by task.
+        update: its step was compiled for all tasks.
         snapshots: copies of (state, frozen) of every task, made before its first step.
-        lines: those of all products in the programs that were compiled on the way.
+        lines: those of all products in the compiled programs.
         features: `(frozen, trained, images) -> features` as the loss sees them, compiled.
     """
 
@@ -229,12 +211,13 @@ def value_and_gradients(update, backbone, frozen, trained, batch, rate=1.0):
     _, progress, value = update.step(
         backbone, frozen, copy(trained), update.initialise(trained), batch, rate
     )
-    states = jax.tree.leaves(
-        progress, is_leaf=lambda each: hasattr(each, "mu") or hasattr(each, "first")
-    )
-    (adam,) = [each for each in states if hasattr(each, "mu") or hasattr(each, "first")]
+
+    def is_adam(node):
+        return hasattr(node, "mu") or hasattr(node, "first")
+
+    (adam,) = filter(is_adam, jax.tree.leaves(progress, is_leaf=is_adam))
     first = adam.mu if hasattr(adam, "mu") else adam.first
-    return float(value), jax.tree.map(lambda leaf: np.asarray(leaf, np.float64) / 0.1, first)
+    return float(value), jax.tree.map(lambda leaf: leaf / 0.1, float64(first))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -292,11 +275,8 @@ class Optimizer:
         self.steps += 1
         leaves, structure = jax.tree.flatten(gradients)
         self.moments = self.moments or [(0.0, 0.0)] * len(leaves)
-        found = [
-            self._leaf(*each)
-            for each in zip(self.moments, leaves, jax.tree.leaves(parameters), strict=True)
-        ]
-        directions, self.moments = zip(*found, strict=True)
+        steps = map(self._leaf, self.moments, leaves, jax.tree.leaves(parameters))
+        directions, self.moments = zip(*steps, strict=True)
         return jax.tree.unflatten(structure, directions)
 
     def _leaf(self, moments, g, x):

@@ -15,56 +15,48 @@ from fdc_jax.model import increments, layouts, vit, weights
 from tests.model import encoders
 from tests.model.encoders import DEPTH, FOLDER, HIDDEN, PATCH, SIDE, WIDTH
 
-# The name, and what is not as in a small AugReg encoder.
+# The name, and the differences from a small AugReg encoder.
 IMAGENET = {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)}
+HALF = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
 PIXELS_OF_CLIP = {
     "mean": (0.48145466, 0.4578275, 0.40821073),
     "std": (0.26862954, 0.26130258, 0.27577711),
 }
-SIGLIP = {"tokens": 0, "pooling": "attention", "activation": "gelu_tanh"}
-CLIP = {"pre_norm": True, "activation": "quick_gelu", "epsilon": 1e-5, **PIXELS_OF_CLIP}
-DINOV3 = {"rotary": 100.0, "epsilon": 1e-5, **IMAGENET}
-HALF = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+GATED, REGISTERS, NO_TOKEN = {"activation": "swiglu"}, {"registers": 4}, {"tokens": 0}
+SIGLIP = NO_TOKEN | HALF | {"pooling": "attention", "activation": "gelu_tanh"}
+CLIP = PIXELS_OF_CLIP | {"pre_norm": True, "activation": "quick_gelu", "epsilon": 1e-5}
+DINOV2 = PIXELS_OF_CLIP | {"hidden": 24}
+DINOV3 = IMAGENET | {"rotary": 100.0, "epsilon": 1e-5}
+PATCHES = DINOV3 | REGISTERS | {"pooling": "mean"}
+HF_VIT = HALF | {"epsilon": 1e-12}
 EXPECTED = {
     "timm_vit": ("vit_small_patch16_224", IMAGENET),
-    "timm_deit": (
-        "deit_tiny_distilled_patch16_224",
-        {"tokens": 2, "pooling": "prefix", **IMAGENET},
-    ),
+    "timm_deit": ("deit_tiny_distilled_patch16_224", IMAGENET | {"tokens": 2, "pooling": "prefix"}),
     "timm_dinov2": ("vit_small_patch14_dinov2", IMAGENET),
-    "timm_dinov2_gated": (
-        "vit_giant_patch14_dinov2",
-        {"activation": "swiglu", "hidden": 10, **IMAGENET},
-    ),
-    "timm_dinov2_registers": ("vit_small_patch14_reg4_dinov2", {"registers": 4, **IMAGENET}),
+    "timm_dinov2_gated": ("vit_giant_patch14_dinov2", IMAGENET | GATED | {"hidden": 10}),
+    "timm_dinov2_registers": ("vit_small_patch14_reg4_dinov2", IMAGENET | REGISTERS),
     "timm_clip": ("vit_base_patch32_clip_quickgelu_224", CLIP),
-    "timm_siglip": ("vit_base_patch32_siglip_256", SIGLIP | HALF),
+    "timm_siglip": ("vit_base_patch32_siglip_256", SIGLIP),
     "timm_positions": (
         "vit_so150m_patch16_reg4_map_256",
-        {"tokens": 0, "registers": 4, "pooling": "attention", **HALF},
+        HALF | NO_TOKEN | REGISTERS | {"pooling": "attention"},
     ),
     "timm_gap": (
         "vit_medium_patch16_reg4_gap_256",
-        {"tokens": 0, "registers": 4, "pooling": "mean_then_norm", **HALF},
+        HALF | NO_TOKEN | REGISTERS | {"pooling": "mean_then_norm"},
     ),
-    "timm_dinov3": ("vit_small_patch16_dinov3_qkvb", DINOV3 | {"registers": 4, "pooling": "mean"}),
-    "timm_dinov3_gated": (
-        "vit_small_plus_patch16_dinov3",
-        DINOV3 | {"registers": 4, "pooling": "mean", "activation": "swiglu", "hidden": 24},
-    ),
-    "hf_vit": ("vit 24x2/4", {"epsilon": 1e-12, **HALF}),
-    "hf_deit": ("deit 24x2/4", {"tokens": 2, "epsilon": 1e-12, **HALF}),
-    "hf_mae": ("vit_mae 24x2/4", {"epsilon": 1e-12, **HALF}),
-    "hf_dinov2": ("dinov2 24x2/4", {"hidden": 24, **PIXELS_OF_CLIP}),
-    "hf_dinov2_gated": ("dinov2 24x2/4", {"activation": "swiglu", "hidden": 16, **PIXELS_OF_CLIP}),
-    "hf_dinov2_registers": (
-        "dinov2_with_registers 24x2/4",
-        {"hidden": 24, "registers": 4, **PIXELS_OF_CLIP},
-    ),
+    "timm_dinov3": ("vit_small_patch16_dinov3_qkvb", PATCHES),
+    "timm_dinov3_gated": ("vit_small_plus_patch16_dinov3", PATCHES | GATED | {"hidden": 24}),
+    "hf_vit": ("vit 24x2/4", HF_VIT),
+    "hf_deit": ("deit 24x2/4", HF_VIT | {"tokens": 2}),
+    "hf_mae": ("vit_mae 24x2/4", HF_VIT),
+    "hf_dinov2": ("dinov2 24x2/4", DINOV2),
+    "hf_dinov2_gated": ("dinov2 24x2/4", DINOV2 | GATED | {"hidden": 16}),
+    "hf_dinov2_registers": ("dinov2_with_registers 24x2/4", DINOV2 | REGISTERS),
     "hf_clip": ("clip 24x2/4", CLIP),
-    "hf_siglip": ("siglip 24x2/4", SIGLIP | HALF),
-    "hf_dinov3": ("dinov3_vit 24x2/4", DINOV3 | {"registers": 4}),
-    "hf_dinov3_gated": ("dinov3_vit 24x2/4", DINOV3 | {"activation": "swiglu"}),
+    "hf_siglip": ("siglip 24x2/4", SIGLIP),
+    "hf_dinov3": ("dinov3_vit 24x2/4", DINOV3 | REGISTERS),
+    "hf_dinov3_gated": ("dinov3_vit 24x2/4", DINOV3 | GATED),
 }
 
 
@@ -209,13 +201,11 @@ def test_a_side_of_the_pretraining_that_patches_do_not_divide():
 
 
 def test_positions_of_patches_are_resized_and_others_stay():
-    _, variant = recognise(weights_of("timm_deit"))
-    loaded = weights.load(weights_of("timm_deit"), variant, 2 * SIDE)
+    path, (variant, _) = weights_of("timm_deit"), encoder("timm_deit")
+    loaded = weights.load(path, variant, 2 * SIDE)
     positions = loaded.params["Transformer"]["posembed_input"]["pos_embedding"]
-    given = load_file(weights_of("timm_deit"))["pos_embed"]
-    assert loaded.resized_positions
-    assert positions.shape == (1, 2 + (2 * SIDE // PATCH) ** 2, WIDTH)
-    np.testing.assert_array_equal(positions[:, :2], given[:, :2].astype(np.float32))
+    assert loaded.resized_positions and positions.shape == (1, 2 + (2 * SIDE // PATCH) ** 2, WIDTH)
+    np.testing.assert_array_equal(positions[:, :2], load_file(path)["pos_embed"][:, :2])
 
 
 def changed(tmp_path, family, arrays=(), config=()):

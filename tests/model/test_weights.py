@@ -102,24 +102,18 @@ def test_files_and_names_that_are_refused(tmp_path, call, message):
         call(tmp_path)
 
 
-@pytest.mark.parametrize(("old", "new"), [(4, 7), (14, 9)])
-def test_positions_resize_as_pillow_does(old, new):
+@pytest.mark.parametrize(("old", "new", "tokens"), [(4, 7, 1), (14, 9, 2)])
+def test_positions_resize_as_pillow_does(old, new, tokens):
     rng = np.random.default_rng(3)
-    embedding = rng.normal(size=(1, 1 + old * old, 5)).astype(np.float32)
-    resized = weights.resize_positions(embedding, 1 + new * new, "file")
-    assert resized.shape == (1, 1 + new * new, 5) and resized.dtype == np.float32
-    np.testing.assert_array_equal(resized[:, 0], embedding[:, 0])
+    embedding = rng.normal(size=(1, tokens + old * old, 5)).astype(np.float32)
+    resized = weights.resize_positions(embedding, tokens + new * new, "file", tokens)
+    assert resized.shape == (1, tokens + new * new, 5) and resized.dtype == np.float32
+    np.testing.assert_array_equal(resized[:, :tokens], embedding[:, :tokens])
     for channel in range(5):
-        grid = Image.fromarray(embedding[0, 1:, channel].reshape(old, old))
+        grid = Image.fromarray(embedding[0, tokens:, channel].reshape(old, old))
         expected = np.asarray(grid.resize((new, new), Image.Resampling.BICUBIC))
-        np.testing.assert_allclose(resized[0, 1:, channel].reshape(new, new), expected, atol=2e-5)
-
-
-def test_the_embedded_encoder_loads_strictly_and_is_small():
-    path = weights.locate("digits", "digits", "unused")
-    loaded = weights.load(path, "digits", 32)
-    assert loaded.skipped == () and loaded.resized_positions is False
-    assert path.stat().st_size <= 2 * 1000**2
+        found = resized[0, tokens:, channel].reshape(new, new)
+        np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
 @pytest.fixture
