@@ -191,12 +191,12 @@ def _fields() -> Iterator[tuple[str, str, Any, str]]:
     """Yields name, type, default and comment of every field of `base.py`."""
     config, above = base.fields(), ""
     for line in inspect.getsource(base.fields).splitlines():
-        if found := re.fullmatch(r"    config\.([\w.]+) = .*?(?:  # (.*))?", line):
+        if match := re.fullmatch(r"    config\.([\w.]+) = .*?(?:  # (.*))?", line):
             value: Any = config
-            for part in found[1].split("."):
+            for part in match[1].split("."):
                 value = value[part]
             if not hasattr(value, "items"):
-                yield found[1], type(value).__name__, value, above + (found[2] or "")
+                yield match[1], type(value).__name__, value, above + (match[2] or "")
         comment = re.fullmatch(r"    # (.*)", line)
         above = f"{above}{comment[1]} " if comment else ""
 

@@ -1,4 +1,4 @@
-"""How work ends early: failures, requests to stop, and what `python -m fdc_jax.NAME` prints then.
+"""Errors and signals, and how they end a program: with one line and an exit code.
 
 Imported before JAX, which takes seconds, so that a signal counts from the start.
 """
@@ -34,15 +34,15 @@ class Interrupted(RuntimeError):
 
 
 class StopRequest:
-    """Whether the process, or one that runs with it, was asked to stop; every loop polls it."""
+    """A request to stop, to this process or one that runs with it; every loop polls it."""
 
     def __init__(self) -> None:
-        self.signal = 0  # what this process was sent, 0 for nothing
-        # Turns that number into the one that all processes act upon.
+        self.signal = 0  # number of the signal that this process got
+        # Returns the number that all processes act upon, from that of this process.
         self.agree: Callable[[int], int] = int
 
     def requested(self) -> bool:
-        """Tells whether to stop; where several processes run, all ask equally often."""
+        """Returns True if the run shall stop; all processes of a run must ask equally often."""
         return bool(self.agree(self.signal))
 
     def poll(self) -> None:
@@ -75,14 +75,14 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
 
 def line(error: BaseException) -> str:
-    """Returns the start of the first line that an exception says, or the name of its kind."""
+    """Returns the start of the first line of an exception, or the name of its type."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{str(error.filename)[:200]}: {error.strerror}"
     return str(error).strip().partition("\n")[0].strip()[:200] or type(error).__name__
 
 
 def place(error: BaseException) -> str:
-    """Returns where outside of libraries an exception arose, and its first line."""
+    """Returns the file and line, outside of libraries, where an exception arose, and its line."""
     if isinstance(error, InputError):
         return str(error)
     if isinstance(error, SyntaxError):
@@ -94,15 +94,15 @@ def place(error: BaseException) -> str:
 
 
 def nearest(found: str, known: Iterable[str]) -> str:
-    """Returns the end of a line that says which known word another one resembles, if any."""
+    """Returns "; did you mean X?", or "" if no known word is close."""
     near = difflib.get_close_matches(found, list(known), 1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def did_you_mean(what: str, found: Any, known: Iterable[str]) -> str:
-    """Returns a line that says what a word may be, and which of these it resembles."""
-    names, found = list(known), found if isinstance(found, str) else type(found).__name__
-    return f"{what}: expected one of {', '.join(names)}, found {found!r}{nearest(found, names)}"
+    """Returns a line with the known words, and the nearest to the one that was found."""
+    names, word = list(known), found if isinstance(found, str) else type(found).__name__
+    return f"{what}: expected one of {', '.join(names)}, found {word!r}{nearest(word, names)}"
 
 
 def counted(number: float, noun: str) -> str:
@@ -113,7 +113,7 @@ def counted(number: float, noun: str) -> str:
 
 @contextlib.contextmanager
 def plain_warnings(title: str, level: int = logging.WARNING) -> Iterator[None]:
-    """Prints what the package warns of as lines on standard error, each once, in a program."""
+    """Prints warnings of the package as lines on standard error, each once."""
     said: dict[str, logging.LogRecord] = {}  # all calibrators of one head would warn of it
     handler, logger = logging.StreamHandler(), logging.getLogger("fdc_jax")
     handler.setFormatter(logging.Formatter(f"{title}: %(levelname)s: %(message)s"))
@@ -128,7 +128,7 @@ def plain_warnings(title: str, level: int = logging.WARNING) -> Iterator[None]:
         logger.propagate = before
 
 
-# Exit codes. 75 is EX_TEMPFAIL: the same command goes on from where this one stopped.
+# Exit codes. 75 is EX_TEMPFAIL: the same command resumes.
 CODES: dict[type[BaseException], int] = {
     InputError: 2,
     MemoryError: 2,
@@ -138,12 +138,12 @@ CODES: dict[type[BaseException], int] = {
     BrokenPipeError: 141,
     OSError: 2,
 }
-# What is said of errors that say nothing; nothing where nobody reads on, as of `... | head`.
+# Lines of errors without a message; none if standard output is closed, as by `... | head`.
 _SAID = {MemoryError: "out of memory", KeyboardInterrupt: "stopped by SIGINT", BrokenPipeError: ""}
 
 
 def outcome(error: BaseException) -> tuple[int, str] | None:
-    """Returns the exit code of an error and what to print; None for one of the program's own."""
+    """Returns the exit code and the line of an error, or None for a mistake in the program."""
     for kind, code in CODES.items():
         if isinstance(error, kind):
             text = line(error) if isinstance(error, OSError) else str(error)
@@ -186,7 +186,7 @@ class Ending:
                 traceback.print_exception(error)
             if text and not self.silent:
                 print(f"{self.title}: {text}", file=sys.stderr, flush=True)
-            # What is left in the buffer of a closed or full stream would be tried again.
+            # Python would try again to write the buffer of a closed or full stream.
             if isinstance(error, OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if self.at_once:
@@ -222,7 +222,7 @@ class Program(argparse.ArgumentParser):
         """Parses the command line (`sys.argv` when None) and runs a program.
 
         Args:
-            body: what it does with its options.
+            body: the program, a function of its options.
             arguments: the words of the command line.
 
         Returns:

@@ -1,1 +1,1 @@
-"""What a run needs of the machine and of no paper: devices, processes, files, checkpoints."""
+"""The machine: devices, processes, files and checkpoints."""

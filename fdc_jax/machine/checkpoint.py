@@ -68,7 +68,7 @@ class Checkpoints:
         Args:
             number: larger than every number before.
             tree: arrays.
-            cursor: what says where in the run the tree belongs; JSON values.
+            cursor: the point in the run that the tree belongs to; JSON values.
 
         Raises:
             InputError: the disk refuses the write.
@@ -110,11 +110,11 @@ class Checkpoints:
             if (cursor := self._cursor(number)) is None:
                 continue
             leaves, structure = jax.tree.flatten(wanted := target(cursor))
-            found = processes.from_first(lambda n=number, w=wanted: self._leaves(n, w))
-            if found is not None:
+            arrays = processes.from_first(lambda n=number, w=wanted: self._leaves(n, w))
+            if arrays is not None:
                 placed = [
                     devices.put(array, leaf.sharding) if isinstance(leaf, jax.Array) else array
-                    for leaf, array in zip(leaves, found.values(), strict=True)
+                    for leaf, array in zip(leaves, arrays.values(), strict=True)
                 ]
                 yield number, cursor, jax.tree.unflatten(structure, placed)
 
@@ -152,20 +152,20 @@ class Checkpoints:
         self._move_aside(number, reason)
 
     def _move_aside(self, number: int, reason: str) -> None:
-        place = self._folder / str(number)
+        path = self._folder / str(number)
         if self._read_only:
-            _log.warning("checkpoint %s is unusable (%s)", place, reason)
+            _log.warning("checkpoint %s is unusable (%s)", path, reason)
             return
         aside = self._folder.with_name(f"{self._folder.name}_unusable_{number}")
         while aside.exists():
             aside = aside.with_name(f"{aside.name}_again")
         _log.warning(
             "checkpoint %s is unusable (%s); moved to %s, going back to the one before it",
-            place,
+            path,
             reason,
             aside.name,
         )
-        os.replace(place, aside)
+        os.replace(path, aside)
         self._manager.reload()
 
 

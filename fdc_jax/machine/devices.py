@@ -24,10 +24,9 @@ def data_mesh() -> Mesh:
 
 
 def have_cudnn(mesh: Mesh) -> bool:
-    """Tells whether cuDNN's fused attention runs on the devices: NVIDIA's from Ampere on.
+    """Returns True if the devices run cuDNN's fused attention: NVIDIA's from Ampere on.
 
-    What a program depends on is asked of its mesh, never of the devices of this process, so that
-    it can be compiled for others.
+    The mesh is asked, not the devices of this process, so that programs can be compiled for others.
     """
     device = mesh.devices.flat[0]
     # AMD's are called otherwise, such as gfx90a.
@@ -36,12 +35,12 @@ def have_cudnn(mesh: Mesh) -> bool:
 
 
 def everywhere(mesh: Mesh) -> NamedSharding:
-    """Returns the placement of what every device has a copy of."""
+    """Returns the placement of arrays that every device has a copy of."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def replicate(mesh: Mesh, tree: Any) -> Any:
-    """Copies a pytree to every device, but for its NumPy arrays, which stay on the host.
+    """Copies a pytree to every device; its NumPy arrays stay on the host.
 
     With several processes each one gives the same values.
     """
@@ -68,9 +67,9 @@ def put(leaf: Any, sharding: Sharding) -> jax.Array:
 def split(mesh: Mesh, tree: Any) -> Any:
     """Splits the leading axis of every leaf between the devices.
 
-    A leading axis that the number of devices does not divide is extended by zeros; a batch's
-    weights are zero there, so that losses stay what they were. With several processes, each needs
-    to give the rows of `own_rows` alone.
+    A leading axis that the number of devices does not divide is padded with zeros; a batch's
+    weights are zero there, so that losses do not change. Each of several processes needs to give
+    only the rows of `own_rows`.
     """
 
     def place(leaf):
@@ -128,7 +127,7 @@ def keep_programs(folder: Path) -> None:
 def peak_memory() -> int | None:
     """Returns the most bytes that were in use on the fullest device so far, None on a CPU."""
     statistics = [device.memory_stats() for device in jax.local_devices()]
-    peaks = [each["peak_bytes_in_use"] for each in statistics if each]
+    peaks = [known["peak_bytes_in_use"] for known in statistics if known]
     return max(peaks) if peaks else None
 
 
@@ -144,7 +143,7 @@ def describe() -> str:
 
 
 def keep_freed_memory() -> None:
-    """Tells glibc to keep what is freed, unless there is an accelerator; before any thread starts.
+    """Makes glibc keep freed memory, unless there is an accelerator; before any thread starts.
 
     XLA frees its buffers after every step, glibc gives blocks of that size back to the system, and
     the next step takes them again page by page: a quarter of the time of a training step.

@@ -124,9 +124,9 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns an object of JSON, in which no name may occur twice."""
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError(f"a name occurs twice among {', '.join(found)}"[:200])
-    return found
+    if len(names := dict(pairs)) < len(pairs):
+        raise ValueError(f"a name occurs twice among {', '.join(names)}"[:200])
+    return names
 
 
 def read_json(path: Path) -> Any:
@@ -139,10 +139,10 @@ def read_json(path: Path) -> Any:
 
 def read_object(path: Path) -> dict[str, Any]:
     """Reads a JSON object, empty where there is no file; InputError where it is none."""
-    found = read_json(path) if path.exists() else {}
-    if not isinstance(found, dict):
-        raise InputError(f"{path}: expected a JSON object, found a {type(found).__name__}")
-    return found
+    value = read_json(path) if path.exists() else {}
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: expected a JSON object, found a {type(value).__name__}")
+    return value
 
 
 # A folder's manifest ------------------------------------------------------------------------------
@@ -161,10 +161,10 @@ def check_manifest(folder: Path, remedy: str) -> None:
     """Compares every file that a folder's manifest names, byte for byte.
 
     Raises:
-        InputError: a file is missing or another; the line ends with what to do then.
+        InputError: a file is missing or has changed; the line ends with the remedy.
     """
-    found = read_json(folder / MANIFEST)
-    digests = found.get("sha256") if isinstance(found, dict) else None
+    manifest = read_json(folder / MANIFEST)
+    digests = manifest.get("sha256") if isinstance(manifest, dict) else None
     if not isinstance(digests, dict):
         raise InputError(f"{folder / MANIFEST}: expected checksums; {remedy}")
     for name, digest in digests.items():
@@ -174,19 +174,18 @@ def check_manifest(folder: Path, remedy: str) -> None:
 
 
 def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
-    """Refuses, before any work, a folder that is none, or cannot be made or written in.
+    """Raises InputError, before any work, if a folder cannot be made or written in.
 
-    It may be missing, with any number of folders above it. The InputError names the flag that
-    named it, such as `--output`, and what stands in the way.
+    The line names the flag that named the folder, such as `--output`, and the obstacle.
     """
     path = Path(folder).absolute()
-    existing = next(each for each in (path, *path.parents) if os.path.exists(each))
+    existing = next(it for it in (path, *path.parents) if os.path.exists(it))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise InputError(f"{flag}={folder}: expected a folder to write in, found {existing}")
 
 
 def check_writable_file(flag: str, path: str | os.PathLike[str], *suffixes: str) -> Path:
-    """Refuses, before any work, what is no name of a file that can be written; returns its path.
+    """Returns the path of a file to write; raises InputError, before any work, if it cannot be.
 
     The InputError names the flag, as that of `check_writable_folder` does.
     """

@@ -9,7 +9,7 @@ need no access to it. With one process nothing here does anything.
 What fails alike on all processes, or while they listen to each other, ends all of them. A process
 that fails on its own waits half a minute for the others to fail alike, says so and ends. Where one
 has ended or died, JAX's coordination service ends the others, at the latest after 100 seconds
-without a heartbeat. The same command on all hosts goes on from the last checkpoint.
+without a heartbeat. The same command on all hosts resumes.
 """
 
 import contextlib
@@ -54,11 +54,11 @@ def start(where: str | None) -> None:
     given: Any = ()
     failed = "JAX found no job here; give HOST:PORT,0/2"
     if where != "auto":
-        found = re.fullmatch(r"(.+):(\d+),(\d+)/(\d+)", where)
-        if found is None or int(found[3]) >= int(found[4]):
+        match = re.fullmatch(r"(.+):(\d+),(\d+)/(\d+)", where)
+        if match is None or int(match[3]) >= int(match[4]):
             raise InputError(f"--distributed: expected HOST:PORT,0/2 or auto, found {where}")
-        number, processes = int(found[3]), int(found[4])
-        given, failed = (f"{found[1]}:{found[2]}", processes, number), "cannot join the others"
+        number, processes = int(match[3]), int(match[4])
+        given, failed = (f"{match[1]}:{match[2]}", processes, number), "cannot join the others"
     # SIGTERM is ours: JAX's own notice of it would replace our handler.
     jax.config.update("jax_enable_preemption_service", False)
     try:
@@ -106,7 +106,7 @@ def index() -> int:
 
 
 def is_first() -> bool:
-    """Tells whether this is process 0, or the only one."""
+    """Returns True for process 0, and for the only one."""
     return index() == 0
 
 
@@ -128,7 +128,7 @@ def together(function: Callable[[], Any]) -> Any:
 
 
 def agreed(holds: bool) -> bool:
-    """Tells whether something holds on every process."""
+    """Returns True if something holds on every process."""
     return all(_run(lambda: bool(holds), True))
 
 
@@ -141,10 +141,10 @@ def from_first(
     arrays: dict[str, np.ndarray] = {}
 
     def describe() -> dict[str, Any] | None:
-        if (found := read()) is None:
+        if (own := read()) is None:
             return None
-        arrays.update(found)
-        return {name: [str(a.dtype), list(a.shape)] for name, a in found.items()}
+        arrays.update(own)
+        return {name: [str(a.dtype), list(a.shape)] for name, a in own.items()}
 
     described = _run(describe, is_first())[0]
     return described and {
@@ -181,20 +181,20 @@ def _run(function: Callable[[], Any], takes_part: bool) -> list[Any]:
     try:
         own["value"] = function() if takes_part else None
     except Exception as error:
-        if getattr(error, "told", False):
+        if getattr(error, "shared", False):
             raise
         failure = error
         own |= {"kind": type(error).__name__, "text": str(error)}
     everyone = _exchange(own)
-    for number, each in enumerate(everyone):
-        if "kind" in each:
+    for number, answer in enumerate(everyone):
+        if "kind" in answer:
             if number != index() or failure is None:
-                kind = _KINDS.get(each["kind"], RuntimeError)
-                place = f"process {number}: " if number or kind is RuntimeError else ""
-                failure = kind(f"{place}{each['text']}")
-            failure.told = True  # pyright: ignore[reportAttributeAccessIssue]
+                kind = _KINDS.get(answer["kind"], RuntimeError)
+                prefix = f"process {number}: " if number or kind is RuntimeError else ""
+                failure = kind(f"{prefix}{answer['text']}")
+            failure.shared = True  # pyright: ignore[reportAttributeAccessIssue]
             raise failure
-    return [each["value"] for each in everyone]
+    return [answer["value"] for answer in everyone]
 
 
 def _exchange(own: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Versions of the package and of what it computes with; needs the standard library alone."""
+"""Versions of the package and of its libraries; imports the standard library alone."""
 
 import importlib.metadata
 import platform
@@ -10,7 +10,7 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "tensorflow-d
 
 
 def versions() -> dict[str, str | None]:
-    """Returns the versions of Python, of this package and of what it computes with."""
+    """Returns the versions of Python, of this package and of its libraries."""
     own = {"python": platform.python_version(), "fdc_jax": __version__, "commit": _commit()}
     return own | {name: importlib.metadata.version(name) for name in _PACKAGES}
 

@@ -1,1 +1,1 @@
-"""A run: its set-up, the loop over tasks, what it writes, what reads it again, its command."""
+"""A run: its configuration, the loop over tasks, and its work directory."""

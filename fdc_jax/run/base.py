@@ -46,10 +46,12 @@ def fields(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.report = True  # write tables, figures and a page into the work directory at the end
 
     config.encoder = ml_collections.ConfigDict()
-    config.encoder.variant = "B/16"  # of augreg, Ti/16 to L/16; a file says itself what it holds
+    config.encoder.variant = "B/16"  # of augreg, Ti/16 to L/16; any other file states its own
     config.encoder.weights = "augreg"  # the public file; digits; or a path, see docs/encoders.md
     config.encoder.image_size = 224  # pixels, 0: the file's; tests resize to 256/224 of it first
-    config.encoder.heads = 0  # of a plain timm file without config.json; any other says it itself
+    config.encoder.heads = (
+        0  # of a plain timm file without config.json; any other file states its own
+    )
     config.encoder.attention = "auto"  # cudnn, a fused kernel, on NVIDIA GPUs in fast mode, or xla
 
     config.data = ml_collections.ConfigDict()
@@ -77,11 +79,11 @@ def fields(benchmark: str = "cifar100") -> ml_collections.ConfigDict:
     config.train.schedule = "constant"  # unstated; or cosine, or inflora's quarter_cosine
     config.train.rank = 10  # of the key and value increments
 
-    # Calibrators that are fitted along and recorded after every task; names as of `fdc posthoc`.
+    # Calibrators that are fitted and evaluated after every task; names as in `fdc posthoc`.
     config.calibrators = "fdc,gaussians"
     config.fdc = ml_collections.ConfigDict()
     config.fdc.retained_energy = 0.75  # eta, share of the variance that the task subspace keeps
-    config.fdc.attenuation = 0.5  # gamma, of what lies outside the task subspace
+    config.fdc.attenuation = 0.5  # gamma, of features outside the task subspace
     config.fdc.rlc_weight = 1.0  # alpha
     config.fdc.pac_weight = 1.0  # beta
     config.fdc.adapted_view_weight = 1.0  # w_T

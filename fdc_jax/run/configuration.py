@@ -1,4 +1,4 @@
-"""Where configurations come from, what they must satisfy, and how two of them differ."""
+"""Configurations: reading, checks, and the comparison of two of them."""
 
 import json
 import runpy
@@ -18,23 +18,23 @@ Config: TypeAlias = Any
 
 _PACKAGE = Path(__file__).parents[1]
 
-# Where things lie and how fast they are read; these may differ between the hosts of one run.
+# Paths and speed of reading; these may differ between the hosts of one run.
 OF_A_HOST = frozenset(
     {
         *("cache_dir", "data.dir", "data.source", "encoder.weights"),
         *("data.workers", "data.cache_gib"),
     }
 )
-# No number in a result depends on these, but for rounding. Weights are compared by their checksum.
+# Results depend on these by rounding alone. Weights are compared by their checksum.
 WITHOUT_EFFECT = OF_A_HOST | {
     *("encoder.attention", "checkpoint.every_steps", "checkpoint.keep", "report"),
 }
-# What may differ between runs whose accuracies are compared.
+# Fields that may differ between runs whose accuracies are compared.
 NOT_COMPARED = WITHOUT_EFFECT | {
     *("seed", "save_features", "evaluation.batch_size", "evaluation.every"),
 }
 
-# What values may be, as in `learners.Option`.
+# Allowed values, as in `learners.Option`.
 _ALLOWED: dict[str, str | tuple[str, ...]] = {
     "class_order_seed": "[-1, 4294967295]",
     "num_tasks": "[0, inf)",
@@ -59,11 +59,11 @@ _ALLOWED: dict[str, str | tuple[str, ...]] = {
     "checkpoint.keep": "[1, inf)",
 }
 
-# What says which classes a run learns in which task; a run may grow by further tasks.
+# Fields that divide classes into tasks; a run may grow by further tasks.
 TASKS = frozenset({"class_order", "classes_per_task", "num_tasks"})
 
 
-# Where they come from -----------------------------------------------------------------------------
+# Reading ------------------------------------------------------------------------------------------
 
 
 def named() -> dict[str, Path]:
@@ -95,7 +95,7 @@ def load(name: str, overrides: Mapping[str, Any] | None = None) -> Config:
         path = known[path.stem]
     try:
         config: Any = runpy.run_path(str(path))["get_config"](*word)
-        config.lock()  # which refuses what is no configuration
+        config.lock()  # fails if it is no ConfigDict
     except (Exception, SystemExit) as error:  # whatever a file raises
         raise InputError(f"{path}: {place(error)}") from error
     for field, value in (overrides or {}).items():
@@ -140,7 +140,7 @@ def calibrators(config: Config) -> tuple[str, ...]:
     return others if any(method and method.has_components for method in known) else ("raw", *others)
 
 
-# What they must satisfy ---------------------------------------------------------------------------
+# Checks -------------------------------------------------------------------------------------------
 
 
 def validate(config: Config) -> None:
@@ -167,7 +167,7 @@ def validate(config: Config) -> None:
         refuse("class_order_seed", "-1 beside config.class_order")
 
     seeds = flat["seed"]
-    whole = isinstance(seeds, list) and all(type(each) is int for each in seeds)
+    whole = isinstance(seeds, list) and all(type(seed) is int for seed in seeds)
     if not whole or not seeds or not 0 <= min(seeds) <= max(seeds) < 2**32:
         refuse("seed", "one or more whole numbers from 0 to 4294967295, such as 1,2,3")
     if len(set(seeds)) != len(seeds):
@@ -177,18 +177,20 @@ def validate(config: Config) -> None:
         if wanted is not None:
             refuse(field, wanted)
     learners.check_options(config.learner.name, flat)
-    for each in calibrators(config):
-        if each not in calibration.METHODS:
-            raise InputError(did_you_mean("config.calibrators", each, calibration.METHODS))
-    for each in config.log.split(",") if config.log else ():
-        if each not in loggers.KINDS:
-            raise InputError(did_you_mean("config.log", each, loggers.KINDS))
+    for name in calibrators(config):
+        if name not in calibration.METHODS:
+            raise InputError(did_you_mean("config.calibrators", name, calibration.METHODS))
+    for name in config.log.split(",") if config.log else ():
+        if name not in loggers.KINDS:
+            raise InputError(did_you_mean("config.log", name, loggers.KINDS))
     try:
         calibration.Settings(**config.fdc.to_dict())
     except InputError as error:
         raise InputError(f"config.fdc.{error}") from error
     scale = flat["data.crop_scale"]
-    pair = isinstance(scale, list) and [type(each) in (int, float) for each in scale] == [True] * 2
+    pair = (
+        isinstance(scale, list) and [type(share) in (int, float) for share in scale] == [True] * 2
+    )
     if not pair or not 0 < scale[0] <= scale[1] <= 1:
         refuse("data.crop_scale", "two ascending shares of at most 1, such as 0.05,1.0")
 

@@ -70,7 +70,7 @@ def run(setup: Setup, seed: int, point: ResumePoint, work: Work) -> dict[str, An
     for task in range(point.tasks_done, len(tasks.tasks)):
         took, processor = {"previous_extraction_seconds": 0.0}, time.process_time()
         if task >= point.trained_tasks:
-            if task and any(each.reads_previous for each in calibrators.values()):
+            if task and any(it.reads_previous for it in calibrators.values()):
                 took = keep_previous(task, learner.encoder(setup.backbone, state, task), work)
             state = train(setup, seed, task, state, point, work)  # line 3
         encoder = learner.encoder(setup.backbone, state, task + 1)
@@ -131,9 +131,9 @@ def keep_previous(task: int, encoder: Any, work: Work) -> Seconds:
     """Saves E_{t-1}(D_t), from which drift is estimated; returns the seconds that it took."""
     if work.store.previous(task) is not None:
         return {"previous_extraction_seconds": 0.0}
-    found = work.images.previous_features(task, encoder)
-    work.store.keep_previous(task, found.features)
-    return {"previous_extraction_seconds": found.seconds}
+    extraction = work.images.previous_features(task, encoder)
+    work.store.keep_previous(task, extraction.features)
+    return {"previous_extraction_seconds": extraction.seconds}
 
 
 def train(setup: Setup, seed: int, task: int, state: Any, point: ResumePoint, work: Work) -> Any:
@@ -250,7 +250,7 @@ def evaluate(
         **evaluation.measure(scores, labels, true_tasks, sure),
         "unlike_learned": unlike,
         "components": {
-            name: evaluation.accuracy(labels, each.label) for name, each in components.items()
+            name: evaluation.accuracy(labels, part.label) for name, part in components.items()
         },
         "timing": {f"test_extraction_{name}": each for name, each in extraction.items()} | took,
     }

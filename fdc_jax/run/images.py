@@ -15,7 +15,7 @@ from fdc_jax.run.setup import Setup
 
 
 class Views(NamedTuple):
-    """Features of the same images by E_t and by E_0, the latter None where nobody wants them."""
+    """Features of the same images by E_t and by E_0; those of E_0 are None if not needed."""
 
     adapted: Extraction
     pretrained: Extraction | None
@@ -62,7 +62,7 @@ class RunImages:
         )
 
     def of_task(self, task: int) -> training.TaskImages:
-        """Returns what a learner may look at before and after the steps of a task."""
+        """Returns the images that a learner may use before and after the steps of a task."""
         tasks = self._setup.tasks
 
         def placed(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -82,7 +82,7 @@ class RunImages:
     def previous_features(self, task: int, encoder: Any) -> Extraction:
         """Returns features of a task's training images by the encoder before the task.
 
-        Where memory allows, the images stay decoded for the task.
+        If memory allows, the images stay decoded for the task.
         """
         tasks = self._setup.tasks
         indices = tasks.train_indices[task]
@@ -93,17 +93,17 @@ class RunImages:
 
         Those of E_0 are kept for other seeds and learners; the decoded images are forgotten.
         """
-        setup, name, views = self._setup, f"train_{task:03d}", [encoder]
-        indices, kept, found = setup.tasks.train_indices[task], setup.pretrained_features, None
-        if wanted := setup.config.fdc.pretrained_view_weight > 0:
-            found = kept.find(name, indices)
-        if wanted and found is None:
-            views.append(vit.pretrained_kernels(setup.backbone))
-        adapted, *others = self._extract(setup.tasks.train, indices, views, decoded=self._decoded)
-        for found in others:
-            kept.keep(name, indices, found)
+        setup, name, encoders = self._setup, f"train_{task:03d}", [encoder]
+        indices, cache = setup.tasks.train_indices[task], setup.pretrained_features
+        wanted = setup.config.fdc.pretrained_view_weight > 0
+        pretrained = cache.find(name, indices) if wanted else None
+        if wanted and pretrained is None:
+            encoders.append(vit.pretrained_kernels(setup.backbone))
+        adapted, *new = self._extract(setup.tasks.train, indices, encoders, decoded=self._decoded)
+        for pretrained in new:
+            cache.keep(name, indices, pretrained)
         self._decoded.clear()
-        return Views(adapted, found)
+        return Views(adapted, pretrained)
 
     def test_features(self, count: int, encoder: Any) -> Views:
         """Returns features of the first `count` test images (line 14)."""
@@ -116,11 +116,11 @@ class RunImages:
         adapted = extract(encoder, every[:count])
         if setup.config.fdc.pretrained_view_weight == 0:
             return Views(adapted, None)
-        found = setup.pretrained_features.find("test", every)
-        if found is None:
-            found = extract(vit.pretrained_kernels(setup.backbone), every)
-            setup.pretrained_features.keep("test", every, found)
-        return Views(adapted, found._replace(features=found.features[:count]))
+        pretrained = setup.pretrained_features.find("test", every)
+        if pretrained is None:
+            pretrained = extract(vit.pretrained_kernels(setup.backbone), every)
+            setup.pretrained_features.keep("test", every, pretrained)
+        return Views(adapted, pretrained._replace(features=pretrained.features[:count]))
 
     def _extract(
         self, source: Any, indices: np.ndarray, encoders: list[Any], **caches: ByteCache

@@ -1,6 +1,6 @@
 """The events of `metrics.jsonl` for TensorBoard and Weights & Biases, where they are installed.
 
-The file stays the source: a process that goes on with a run passes on all that it holds, once each.
+The file stays the source: a process that resumes a run passes on every event of the file once.
 """
 
 import json
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-_PLACE = ("event", "time", "task", "epoch", "step", "tasks_done")  # what an event is of
+_KEYS = ("event", "time", "task", "epoch", "step", "tasks_done")  # fields that are no values
 
 
 class Loggers:
-    """Those of `config.log`, for the run whose events are in a file that grows."""
+    """The loggers of `config.log`, and the file of events of a run."""
 
     def __init__(self, names: str, events: Path):
         self._names, self._folder = names.split(",") if names else [], events.parent
@@ -27,7 +27,7 @@ class Loggers:
     def add(self, event: dict[str, Any]) -> None:
         """Passes an event on, unless it comes again, after a stop within a task."""
         key, kind = tuple(map(event.get, ("event", "task", "epoch"))), event["event"]
-        values = {name: each for name, each in event.items() if name not in _PLACE}
+        values = {name: each for name, each in event.items() if name not in _KEYS}
         if not self._names or not values or key in self._seen:
             return
         for name, now in event.get("task_accuracy", {}).items():
@@ -73,7 +73,7 @@ def _tensorboard(folder: Path, first: dict[str, Any]) -> Callable[..., None]:
 def _wandb(folder: Path, first: dict[str, Any]) -> Callable[..., None]:
     import wandb  # pyright: ignore[reportMissingImports]
 
-    # The service leaves out numbers that it has, where a run goes on under its name.
+    # If a run resumes under its name, the service skips steps that it has.
     same = {"id": f"{1000 * first['time']:.0f}", "resume": "allow", "reinit": "finish_previous"}
     run = wandb.init(project="fdc_jax", name=folder.name, dir=folder, **same)
     return lambda values, step, number, time: run.log(values | {"step": step}, step=number)

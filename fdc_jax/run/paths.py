@@ -1,4 +1,4 @@
-"""Names of the files in the work directory of one seed, and the reading of its JSON."""
+"""Paths of the files in the work directory of one seed, and the reading of its JSON."""
 
 import os
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ CLASSES, PLANNED = "known classes", "classes of planned tasks"
 
 
 class RunPaths:
-    """Names of the files in the work directory of one seed, and what its JSON says."""
+    """Paths of the files in the work directory of one seed, and their JSON."""
 
     def __init__(self, folder: str | os.PathLike[str]):
         self.folder = Path(folder)
@@ -39,29 +39,29 @@ class RunPaths:
         return self.folder / "calibrators" / f"{name}_{num_tasks:03d}.npz"
 
     def record_file(self, task: int) -> Path:
-        """File of what was measured after a task."""
+        """File of the evaluation after a task."""
         return self.folder / "tasks" / f"task_{task:03d}.json"
 
     def recorded_tasks(self) -> list[int]:
-        """Tasks after which something was measured."""
+        """Tasks with an evaluation."""
         paths = self.folder.glob("tasks/task_*.json")
         return sorted(int(path.stem.removeprefix("task_")) for path in paths)
 
     def read_config(self) -> dict[str, Any]:
-        """Returns what `config.json` holds; this and the next two raise InputError, with a remedy.
+        """Returns the content of `config.json`; like the next two, raises InputError with a remedy.
 
-        The fields of the configuration by name, those that came later with their defaults; beside
-        them, under names with a space, checksums and what the run knows of its classes.
+        Fields of the configuration by name, new ones with their defaults; beside them, under names
+        with a space, checksums and the known classes.
         """
         remedy = "put it back, or choose another --workdir"
         names = {"benchmark", "learner.name", "weights sha256", PLANNED}
         read = _read(self.config_file, names, remedy)
-        found = {name: value for name, value in read.items() if value is not None}
-        fields = configuration.flatten(base.get_config(found["benchmark"]))
-        return fields | found
+        saved = {name: value for name, value in read.items() if value is not None}
+        fields = configuration.flatten(base.get_config(saved["benchmark"]))
+        return fields | saved
 
     def read_results(self) -> dict[str, Any] | None:
-        """Returns what `results.json` holds, None before it is written."""
+        """Returns the content of `results.json`, or None before it is written."""
         if not self.results_file.exists():
             return None
         return _read(
@@ -71,38 +71,38 @@ class RunPaths:
         )
 
     def read_records(self) -> list[dict[str, Any]]:
-        """Returns what was measured after each task so far."""
+        """Returns the evaluations after each task so far."""
         files, names = map(self.record_file, self.recorded_tasks()), {"task", "accuracy"}
         remedy = "remove it, and its accuracies are measured again"
         return [_read(path, names, remedy) for path in files]
 
 
 def _read(path: Path, names: set[str], remedy: str) -> dict[str, Any]:
-    """Returns a JSON object that has these names."""
+    """Returns a JSON object that must have these names."""
     try:
-        found = read_json(path)
+        value = read_json(path)
     except InputError as error:
         raise InputError(f"{error}; {remedy}") from error
-    if not isinstance(found, dict) or not names <= found.keys():
+    if not isinstance(value, dict) or not names <= value.keys():
         raise InputError(f"{path}: expected an object with {', '.join(sorted(names))}; {remedy}")
-    return found
+    return value
 
 
 def known_of(saved: dict[str, Any]) -> Known:
-    """Returns what the `config.json` of a run says of its classes."""
+    """Returns the known classes and sizes of tasks from the `config.json` of a run."""
     planned = saved[PLANNED]
     return Known(saved.get(CLASSES, {}), tuple(planned[: saved.get("num_tasks") or None]))
 
 
 def known_classes(folders: Sequence[Path], classes_per_task: int | list[int]) -> Known:
-    """Returns the most that the runs in some work directories, those of several seeds, know.
+    """Returns the known classes of the run that knows most, of the runs of several seeds.
 
-    Tasks that they took in keep their sizes, unless others are wanted than before.
+    Their tasks keep their sizes, unless `classes_per_task` has changed.
     """
 
     def read() -> list[dict[str, Any]]:
-        found = map(RunPaths, folders)
-        return [each.read_config() for each in found if each.config_file.exists()]
+        runs = map(RunPaths, folders)
+        return [run.read_config() for run in runs if run.config_file.exists()]
 
     empty = {PLANNED: []}
     best = max(processes.on_first(read)(), key=lambda it: len(it.get(CLASSES, {})), default=empty)

@@ -1,4 +1,4 @@
-"""What a run shows while it works: a bar in a terminal, plain lines elsewhere, or nothing."""
+"""The progress of a run on the screen: a bar in a terminal, plain lines elsewhere, or nothing."""
 
 import math
 import sys
@@ -23,7 +23,7 @@ class Progress:
     Args:
         quiet: show nothing.
         label: starts every line.
-        unit: what a step is.
+        unit: the name of a step.
     """
 
     def __init__(self, quiet: bool = False, label: str = "", unit: str = "step"):
@@ -31,12 +31,12 @@ class Progress:
         self._bar: Any = None
 
     def start(self, total: int, done: int) -> None:
-        """Sets the number of steps, and of those taken by now."""
+        """Sets the number of steps, and how many are done."""
         self._total, self._done = total, done
         self._clock: float | None = None
 
     def step(self, stage: str, **values: Any) -> None:
-        """Counts one step and shows what it measured.
+        """Counts one step and shows its values.
 
         The time left follows from the second step on, as the first one compiles.
         """
@@ -102,7 +102,7 @@ class StepLog:
     def begin(
         self, task: int, num_tasks: int, epochs: int, first: int, batches: TrainBatches
     ) -> None:
-        """Takes note that a task goes on with its step `first`."""
+        """Starts the log of a task at its step `first`."""
         self._task, self._epochs, self._batches = task, epochs, batches
         self._name = f"task {task + 1}/{num_tasks}"
         if first == 0:
@@ -116,7 +116,7 @@ class StepLog:
         self._waited = self._batches.input_wait_seconds
 
     def step(self, step: int, loss: Any, batch: Batch) -> None:
-        """Looks at the loss of the step before while this one runs."""
+        """Checks the loss of the step before while this step runs."""
         if not self._compiled:
             loss.block_until_ready()
             self._time["compile_seconds"] += time.perf_counter() - self._clock
@@ -128,7 +128,7 @@ class StepLog:
         self._pending, self._last = (step, loss), step
 
     def look(self) -> None:
-        """Looks at the loss of the last step; raises TrainingError when it is not finite."""
+        """Checks the loss of the last step; raises TrainingError if it is not finite."""
         if self._pending is None:
             return
         (step, loss), self._pending = self._pending, None
@@ -153,19 +153,19 @@ class StepLog:
         )
 
     def pause(self) -> None:
-        """Looks at the last loss and adds up the time so far."""
+        """Checks the last loss and adds up the time so far."""
         self.look()
         self.end()
         self._restart(self._last + 1)
 
     def end(self) -> None:
-        """Adds up the time of the task and notes the memory that it took."""
+        """Adds up the time of the task and measures its peak memory."""
         self.peak_memory = devices.peak_memory()
         self._time["seconds"] += time.perf_counter() - self._clock
         self._time["input_wait_seconds"] += self._batches.input_wait_seconds - self._waited
 
     def cursor(self, tasks_done: int, step: int) -> dict[str, Any]:
-        """Returns what says where in the run a checkpoint belongs."""
+        """Returns the point in the run that a checkpoint belongs to."""
         return {"tasks_done": tasks_done, "step": step, "training_time": self._time}
 
     @property

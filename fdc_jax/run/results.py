@@ -11,32 +11,32 @@ from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
 from fdc_jax.run.setup import Setup
 
-# What a point of the curve has of the record of a task.
+# Fields of the record of a task that are a point of the curve.
 _POINT = ("task", "accuracy", "routing_accuracy", "components", "task_accuracy")
 
 
 def collect(
     setup: Setup, seed: int, calibrators: Mapping[str, Any], records: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Returns what is known of a run at its end.
+    """Returns the content of `results.json`.
 
     Args:
         setup: the run.
         seed: its seed.
         calibrators: of all tasks, by name.
-        records: what was measured after each task.
+        records: the evaluation after each task.
     """
     config, tasks, last = setup.config, setup.tasks, records[-1]
     complete = len(records) == len(tasks.tasks)
     selected = setup.learner.selected
-    storage = {name: each.storage_bytes for name, each in calibrators.items()}
+    storage = {name: calibrator.storage_bytes for name, calibrator in calibrators.items()}
     if selected not in last["components"]:  # Without the pretrained view, the other is all.
         selected = selected.removesuffix("_adapted_view")
 
     def average(name: str) -> float | None:
-        """Mean over tasks of the accuracy after each (paper, AIA); None where one is lacking."""
-        found = [record["accuracy"][name] for record in records]
-        return float(np.mean(found)) if complete else None
+        """Returns the mean over tasks of the accuracy after each (AIA); None if one is missing."""
+        values = [record["accuracy"][name] for record in records]
+        return float(np.mean(values)) if complete else None
 
     return {
         "benchmark": config.benchmark,
@@ -64,7 +64,7 @@ def collect(
         "curve": [{name: record[name] for name in _POINT} for record in records],
         "fdc_storage_bytes": storage.get("fdc"),
         "storage_bytes": storage,
-        "notes": {name: each.note for name, each in calibrators.items() if each.note},
+        "notes": {name: it.note for name, it in calibrators.items() if it.note},
         "peak_memory_bytes": _peak_memory([record["peak_memory"] for record in records]),
         "timing": _timing([record["timing"] for record in records]) if complete else None,
         "encoder": {

@@ -1,7 +1,6 @@
-"""What anybody reads of a work directory: `open_run`; nothing is trained or changed.
+"""A saved run: `open_run` reads a work directory and changes nothing.
 
-Opening reads JSON alone. Encoder, learner, checkpoint, images and calibrator are loaded when they
-are asked for.
+Opening reads JSON alone. Encoder, learner, checkpoint, images and calibrator are loaded on demand.
 """
 
 import functools
@@ -29,27 +28,27 @@ from fdc_jax.model import vit
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.paths import PLANNED, RunPaths, known_of
-from fdc_jax.run.setup import EncoderSetup
+from fdc_jax.run.setup import Encoders
 
 
 class Run(RunPaths):
-    """The work directory of one seed, finished or stopped, or what `fdc_jax.export` made of it.
+    """The work directory of one seed, finished or stopped, or its export by `fdc_jax.export`.
 
     Args:
-        folder: where it lies.
-        data_dir: where the images lie, if no longer where they did.
-        weights: file of the pretrained encoder, if no longer where it was.
+        folder: path of the directory.
+        data_dir: path of the images, if they were moved.
+        weights: file of the pretrained encoder, if it was moved.
         learner: the module of a learner outside the package. Its code is run, so that the name must
             come from the caller and not from the folder.
 
     Attributes:
         config: values of the configuration by field, such as `train.rank`.
-        results: what `results.json` holds, None before the run is finished.
-        exported: whether the folder is what `fdc_jax.export` made.
+        results: the content of `results.json`, None before the run is finished.
+        exported: True for an export.
 
     Raises:
-        InputError: no run lies there. What else it needs, data or weights or a checkpoint, is
-            looked for when it is asked for.
+        InputError: the folder has no run. Missing data, weights or checkpoints are reported when
+            they are needed.
     """
 
     def __init__(
@@ -86,15 +85,15 @@ class Run(RunPaths):
         self.results = self.read_results()
 
     @functools.cached_property
-    def encoders(self) -> EncoderSetup:
-        """What every encoder follows from, together with the learner's state."""
-        found = setups.build_encoders(self._configuration(), self._planned)
-        if self._weights_sha256 != found.pretrained.sha256:
+    def encoders(self) -> Encoders:
+        """Network, learner and pretrained weights, from which all encoders follow."""
+        built = setups.build_encoders(self._configuration(), self._planned)
+        if self._weights_sha256 != built.pretrained.sha256:
             raise InputError(
-                f"{found.pretrained.path}: expected the weights that {self.folder} was run with, "
-                f"sha256 {self._weights_sha256}, found {found.pretrained.sha256}"
+                f"{built.pretrained.path}: expected the weights that {self.folder} was run with, "
+                f"sha256 {self._weights_sha256}, found {built.pretrained.sha256}"
             )
-        return found
+        return built
 
     @functools.cached_property
     def tasks(self) -> TaskStream:
@@ -113,10 +112,10 @@ class Run(RunPaths):
         nested: dict[str, Any] = {}
         for field, value in self.config.items():
             *sections, last = field.split(".")
-            place = nested
+            tree = nested
             for section in sections:
-                place = place.setdefault(section, {})
-            place[last] = tuple(value) if isinstance(value, list) else value
+                tree = tree.setdefault(section, {})
+            tree[last] = tuple(value) if isinstance(value, list) else value
         return ml_collections.ConfigDict(nested)
 
     @property
@@ -176,7 +175,7 @@ class Run(RunPaths):
 
     @property
     def state(self) -> Any:
-        """What the learner has kept after the last trained task."""
+        """The learner's state after the last trained task."""
         return self._saved[0]
 
     @property

@@ -35,7 +35,7 @@ from fdc_jax.run.store import Store
 def run(
     config: Config, workdir: str, quiet: bool = False, stop: StopRequest | None = None
 ) -> list[dict[str, Any]]:
-    """Runs every seed of a configuration, or what is left of it, and returns the results of each.
+    """Runs or resumes every seed of a configuration, and returns their results.
 
     Raises:
         InputError: configuration, data, weights or work directory are not as expected.
@@ -61,11 +61,11 @@ def run(
         lock = processes.on_first(lambda folder: held.enter_context(locked(folder)))
         for folder in folders.values():
             lock(folder)
-        found = []
+        all_results = []
         for seed, folder in folders.items():
             stop.poll()
-            found.append(run_seed(setup, seed, folder, stop, quiet))
-        return found
+            all_results.append(run_seed(setup, seed, folder, stop, quiet))
+        return all_results
 
 
 def folders_of(config: Config, workdir: str) -> dict[int, Path]:
@@ -77,7 +77,7 @@ def folders_of(config: Config, workdir: str) -> dict[int, Path]:
 def run_seed(
     setup: Setup, seed: int, folder: Path, stop: StopRequest, quiet: bool
 ) -> dict[str, Any]:
-    """Returns the results of a seed; trains what is not finished."""
+    """Returns the results of a seed, which is learned or resumed if it is not finished."""
     of_seed = ml_collections.ConfigDict(setup.config)
     of_seed.seed = (seed,)
     checksums = setups.checksums(setup, setup.tasks)
@@ -99,9 +99,9 @@ def run_seed(
         images = RunImages(setup, seed, stop.poll)
         work = experiment.Work(store, checkpoints, images, log, stop)
         calibrators = experiment.run(setup, seed, point, work)
-    found = results.collect(setup, seed, calibrators, store.records())
-    store.finish(calibrators, found)
-    return found
+    collected = results.collect(setup, seed, calibrators, store.records())
+    store.finish(calibrators, collected)
+    return collected
 
 
 def describe(setup: Setup) -> str:
@@ -126,7 +126,7 @@ def describe(setup: Setup) -> str:
 
 @contextlib.contextmanager
 def _explained(config: Config) -> Iterator[None]:
-    """Turns what the user alone can mend, memory or a learner of one's own, into one line."""
+    """Turns errors that only the user can mend, of memory or in an own learner, into one line."""
     try:
         yield
     except (InputError, TrainingError, Interrupted):
@@ -146,7 +146,7 @@ def _explained(config: Config) -> Iterator[None]:
 
 
 def _common(setup: Setup) -> dict[str, Any]:
-    """Returns what processes that run together must not differ in, by name."""
+    """Returns the values that must be the same on all processes of a run, by name."""
     fields, own = configuration.flatten(setup.config), configuration.OF_A_HOST
     return {
         **{f"config.{name}": value for name, value in fields.items() if name not in own},
@@ -156,7 +156,7 @@ def _common(setup: Setup) -> dict[str, Any]:
 
 @processes.on_first
 def _check_workdir(folder: Path, several: bool) -> None:
-    """Refuses, before any work, a folder that cannot be written or holds another kind of run."""
+    """Raises InputError, before any work, if the work directory cannot be used for these seeds."""
     check_writable_folder("--workdir", folder)
     if several and (folder / "config.json").exists():
         raise InputError(

@@ -1,4 +1,4 @@
-"""What the seeds of a configuration share, and what follows from it by plain functions."""
+"""The set-up that all seeds of a configuration share."""
 
 import dataclasses
 import functools
@@ -27,20 +27,20 @@ from fdc_jax.run.configuration import Config
 
 
 @dataclasses.dataclass(frozen=True)
-class EncoderSetup:
-    """What every encoder of a run follows from, together with the learner's state."""
+class Encoders:
+    """Network, learner and pretrained weights, from which all encoders of a run follow."""
 
-    config: Config  # what a file of weights says itself stands there, too
-    learner: Learner  # network, numbers of classes and devices are its `setup`
+    config: Config  # with the sizes that a file of weights states
+    learner: Learner  # its `setup` has network, numbers of classes and devices
     pretrained: weights.Weights  # of E_0
     backbone: Any  # the same on the devices
     extract: Extractor
-    cache: Path  # of what runs share
+    cache: Path  # folder that runs share
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup(EncoderSetup):
-    """All that goes into a run but its seed."""
+class Setup(Encoders):
+    """Everything that a run needs except its seed."""
 
     tasks: task_stream.TaskStream
     update: training.Update
@@ -56,12 +56,12 @@ class Setup(EncoderSetup):
 def build(
     config: Config, quiet: bool = False, known: task_stream.Known = task_stream.NOTHING
 ) -> Setup:
-    """Returns the set-up of a configuration; everything that can be wrong is found here.
+    """Returns the set-up of a configuration, after all checks that need data or weights.
 
     Args:
         config: the configuration, which is valid.
         quiet: show no download.
-        known: what a run that goes on knows of its classes.
+        known: the classes that a resumed run knows.
 
     Raises:
         InputError: configuration, data or weights are not as expected.
@@ -98,10 +98,8 @@ def epochs_for(num_images: int) -> int:
     return 40 if num_images <= 1000 else 20 if num_images <= 5000 else 10
 
 
-def build_encoders(
-    config: Config, classes_per_task: Sequence[int], quiet: bool = True
-) -> EncoderSetup:
-    """Returns what needs no image of the run.
+def build_encoders(config: Config, classes_per_task: Sequence[int], quiet: bool = True) -> Encoders:
+    """Returns the parts of a set-up that need no image.
 
     Args:
         config: the configuration.
@@ -120,7 +118,7 @@ def build_encoders(
     # A download is the first process's alone where all share a cache.
     processes.on_first(lambda: str(weights.locate(*wanted)))()
     pretrained = weights.load(weights.locate(*wanted), variant, encoder.image_size)
-    return EncoderSetup(
+    return Encoders(
         config=config,
         learner=learners.make(training.Setup(model, tuple(classes_per_task), config, mesh)),
         pretrained=pretrained,
@@ -131,7 +129,7 @@ def build_encoders(
 
 
 def _recognise(config: Config) -> vit.Variant:
-    """Returns the architecture; what a file of weights says itself stands in the configuration."""
+    """Returns the architecture, and puts the sizes that a file states into the configuration."""
     encoder = config.encoder
     encoder.variant, variant = weights.recognise(encoder.weights, encoder.variant, encoder.heads)
     encoder.image_size = encoder.image_size or variant.image_size
@@ -147,8 +145,8 @@ def cache_folder(config: Config) -> Path:
     return cache
 
 
-def _pretrained_features(encoders: EncoderSetup, tasks: task_stream.TaskStream) -> FeatureCache:
-    """Returns the cache of E_0's features, under all that they depend on."""
+def _pretrained_features(encoders: Encoders, tasks: task_stream.TaskStream) -> FeatureCache:
+    """Returns the cache of E_0's features, with everything that they depend on as its key."""
     fields = configuration.flatten(encoders.config)
     named = ("precision", "data.input_range", "evaluation.batch_size")
     of_encoder = {name for name in fields if name.startswith("encoder.")} - {"encoder.weights"}
@@ -164,7 +162,7 @@ def _pretrained_features(encoders: EncoderSetup, tasks: task_stream.TaskStream) 
 
 
 def _check_neighbours(config: Config, tasks: task_stream.TaskStream) -> None:
-    """Refuses what FDC would refuse after a training."""
+    """Raises InputError if FDC would raise it after a training."""
     fewest = min(len(set(tasks.train.labels[rows])) for rows in tasks.train_indices)
     known = (calibration.METHODS[name].settings for name in configuration.calibrators(config))
     if config.fdc.neighbours > fewest and any("neighbours" in settings for settings in known):
@@ -175,7 +173,7 @@ def _check_neighbours(config: Config, tasks: task_stream.TaskStream) -> None:
 
 
 def _check_rank(config: Config, variant: vit.Variant) -> None:
-    """Refuses increments that are wider than the encoder."""
+    """Raises InputError if increments are wider than the encoder."""
     if config.train.rank > variant.width:
         raise InputError(
             f"config.train.rank: expected at most {variant.width}, the width of encoder "
@@ -183,19 +181,19 @@ def _check_rank(config: Config, variant: vit.Variant) -> None:
         )
 
 
-# What follows from a set-up -----------------------------------------------------------------------
+# Properties of a set-up ---------------------------------------------------------------------------
 
 
-def architecture(encoders: EncoderSetup) -> dict[str, Any]:
-    """Returns what the weights alone do not say of the encoder; JSON values."""
+def architecture(encoders: Encoders) -> dict[str, Any]:
+    """Returns the architecture of the encoder as JSON values."""
     fields = dataclasses.asdict(encoders.learner.setup.variant)
     return {
         name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()
     }
 
 
-def checksums(encoders: EncoderSetup, tasks: task_stream.TaskStream) -> dict[str, str]:
-    """Returns what a run depends on besides its configuration, by name."""
+def checksums(encoders: Encoders, tasks: task_stream.TaskStream) -> dict[str, str]:
+    """Returns the checksums of weights and images, by name."""
     return {
         "weights sha256": encoders.pretrained.sha256,
         "training images sha256": tasks.train.checksum,
@@ -203,7 +201,7 @@ def checksums(encoders: EncoderSetup, tasks: task_stream.TaskStream) -> dict[str
     }
 
 
-def trained_parameters(encoders: EncoderSetup) -> int:
+def trained_parameters(encoders: Encoders) -> int:
     """Returns the number of parameters that a task trains."""
     learner = encoders.learner
 
@@ -225,7 +223,7 @@ def first_state(learner: Learner) -> Any:
 def start_task(
     learner: Learner, update: training.Update, backbone: Any, state: Any, task: int, seed: int
 ) -> tuple[Any, Any, Any]:
-    """Returns what stays frozen in a task, what is trained, and the optimiser's state."""
+    """Returns the frozen and the trained arrays of a task, and the optimiser's state."""
     key = jax.random.fold_in(jax.random.key(seed), task)
     started = learner.start_task(backbone, state, task, key)
     # Every step reads these, so that none of them may stay on the host.
@@ -235,7 +233,7 @@ def start_task(
 
 
 def accept(learner: Learner, state: Any, new: Any, question: str) -> Any:
-    """Returns a learner's new state on the devices, if it is of the form of the old one."""
+    """Returns a learner's new state on the devices; checks that its form is the old one."""
     learners.check_state(learner.setup.config.learner.name, question, state, new)
     return devices.replicate(learner.setup.mesh, new)
 
@@ -246,7 +244,7 @@ def heads(learner: Learner, state: Any, num_tasks: int) -> list[Any]:
 
 
 def checkpoints(
-    encoders: EncoderSetup, folder: Checkpoints, seed: int
+    encoders: Encoders, folder: Checkpoints, seed: int
 ) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
     """Yields number, cursor and tree of every usable checkpoint, newest first.
 

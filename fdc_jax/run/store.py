@@ -1,7 +1,7 @@
-"""What a run writes into its work directory, and what it needs of that to go on.
+"""The work directory of a run in progress: results on the way, and files to resume from.
 
-Everything finished is on disk before the next thing starts. Of several processes the first alone
-reads and writes there.
+Every result is on disk before the next step starts. Of several processes only the first reads and
+writes there.
 """
 
 import json
@@ -42,7 +42,7 @@ class Store(RunPaths):
         config: the run's configuration, `seed` being this run's alone.
         tasks: its images.
         checksums: of weights and images, by name.
-        task_count: what in the learning of a task depends on the number of tasks, in words.
+        task_count: the part of the method that depends on the number of tasks, in words.
 
     Raises:
         InputError: the folder belongs to another configuration; the differing fields are named.
@@ -78,7 +78,7 @@ class Store(RunPaths):
         saved = self.read_config()
         differing = configuration.differences(saved, settings)
         grown = self._grown(saved, own, {name for name, *_ in differing})
-        differing = [each for each in differing if each[0] not in grown]
+        differing = [difference for difference in differing if difference[0] not in grown]
         if differing:
             fields = ", ".join(f"{name} was {old!r}, is {new!r}" for name, old, new in differing)
             names, advice = {name for name, *_ in differing}, ""
@@ -104,7 +104,7 @@ class Store(RunPaths):
         write_json(self.config_file, own)
 
     def _grown(self, saved: dict[str, Any], own: dict[str, Any], differing: set[str]) -> set[str]:
-        """Returns the differing fields that say no more than that the run grows by further tasks.
+        """Returns the differing fields, if they only mean that the run grows by further tasks.
 
         Raises:
             InputError: classes that the run knows are gone or have other images, or a task of it
@@ -113,18 +113,18 @@ class Store(RunPaths):
         known, now, may_differ = known_of(saved), own[CLASSES], configuration.TASKS | _IMAGES
         changed = [name for name in known.classes if known.classes[name] != now.get(name)]
         if changed and differing <= may_differ:
-            found = "other images" if changed[0] in now else "no such class"
+            present = "other images" if changed[0] in now else "no such class"
             raise InputError(
                 f"{self.folder}: expected the class {changed[0]} of {self._config.benchmark} as "
-                f"this run knows it, found {found}; put it back, or choose another --workdir"
+                f"this run knows it, found {present}; put it back, or choose another --workdir"
             )
-        taken = Known(now, own[PLANNED]).tasks[: len(known.tasks)]
+        same = Known(now, own[PLANNED]).tasks[: len(known.tasks)] == known.tasks
         fewer = self._num_tasks < len(known.tasks)
-        if not known.classes or changed or taken != known.tasks or fewer:
+        if not known.classes or changed or not same or fewer:
             return set()
         return differing & may_differ
 
-    # What is there -------------------------------------------------------------------------------
+    # Reading --------------------------------------------------------------------------------------
 
     @processes.on_first
     def finished(self) -> dict[str, Any] | None:
@@ -134,12 +134,12 @@ class Store(RunPaths):
 
     @processes.on_first
     def has_fitted(self, num_tasks: int) -> bool:
-        """Tells whether all calibrators are there as they were after so many tasks."""
+        """Returns True if the calibrators of the first `num_tasks` tasks are saved."""
         return all(self.fitted_file(name, num_tasks).exists() for name in self._names)
 
     @processes.on_first
     def recorded(self, task: int) -> bool:
-        """Tells whether test images were scored after a task."""
+        """Returns True if the evaluation after a task is saved."""
         return self.record_file(task).exists()
 
     def calibrators(self, num_tasks: int) -> dict[str, Any]:
@@ -157,8 +157,8 @@ class Store(RunPaths):
                 for name in self._names
             }
 
-        found = processes.from_first(read) or {}
-        return {name: pickle.loads(content.tobytes()) for name, content in found.items()}
+        contents = processes.from_first(read) or {}
+        return {name: pickle.loads(content.tobytes()) for name, content in contents.items()}
 
     @processes.on_first
     def forget_after(self, num_tasks: int) -> None:
@@ -176,10 +176,10 @@ class Store(RunPaths):
             if task >= num_tasks:
                 self.record_file(task).unlink()
 
-    # What a run adds -----------------------------------------------------------------------------
+    # Writing --------------------------------------------------------------------------------------
 
     def event(self, kind: str, **values: Any) -> None:
-        """Appends one line to `metrics.jsonl`, and passes it on to those of `config.log`."""
+        """Appends one line to `metrics.jsonl`, and passes it on to the loggers of `config.log`."""
         if not processes.is_first():
             return
         event = {"event": kind, "time": round(time.time(), 3), **values}
@@ -198,14 +198,14 @@ class Store(RunPaths):
         write_npy(self.features_folder / f"train_previous_{task}.npy", features)
 
     def previous(self, task: int) -> Float[np.ndarray, "n d"] | None:
-        """Returns what `keep_previous` wrote; None where it was not called for the task."""
+        """Returns the features of `keep_previous`, or None if it was not called for the task."""
         path = self.features_folder / f"train_previous_{task}.npy"
-        found = processes.from_first(lambda: {"n": read_npy(path)} if path.exists() else None)
-        return None if found is None else found["n"]
+        read = processes.from_first(lambda: {"n": read_npy(path)} if path.exists() else None)
+        return None if read is None else read["n"]
 
     @processes.on_first
     def keep(self, task: int, calibrators: Mapping[str, Any], features: TaskFeatures) -> None:
-        """Writes what a task has added: the features of its images, if wanted, and calibrators."""
+        """Writes the calibrators after a task, and the features of its images, if wanted."""
         if self._config.save_features:
             given = features._asdict()
             del given["final_head"]
@@ -219,13 +219,13 @@ class Store(RunPaths):
 
     @processes.on_first
     def record(self, record: dict[str, Any]) -> None:
-        """Keeps what was measured after a task."""
+        """Writes the evaluation after a task."""
         write_json(self.record_file(record["task"]), record)
         self.event("evaluation", **record)
 
     @processes.on_first
     def records(self) -> list[dict[str, Any]]:
-        """Returns what was measured after each task."""
+        """Returns the evaluations after each task."""
         return self.read_records()
 
     @processes.on_first
@@ -236,14 +236,14 @@ class Store(RunPaths):
         labels: Int[np.ndarray, " n"],
         heads: list[Any],
     ) -> None:
-        """Writes the features of test images and the heads that they meet, if wanted."""
+        """Writes the features of test images and the final heads, if wanted."""
         if self._config.save_features:
             feature_files.write_final_heads(self.features_folder, heads)
             feature_files.write_test(self.features_folder, adapted, pretrained, labels)
 
     @processes.on_first
     def keep_predictions(self, columns: dict[str, Any], class_names: Sequence[str]) -> None:
-        """Writes `predictions.npz`: columns of a row per test image, and what their labels mean."""
+        """Writes `predictions.npz`: columns with a row per test image, and the names of classes."""
         with write_atomically(self.predictions_file) as file:
             np.savez_compressed(file, **columns, class_names=np.array(class_names))
 
