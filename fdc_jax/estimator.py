@@ -149,7 +149,7 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         """
         views = self._test_views(X)
         calibrator: Any = self.calibrator_
-        return calibrator.probabilities(*views)[:, np.argsort(self._labels)]
+        return calibrator.assess(*views)[0][:, np.argsort(self._labels)]
 
     # Samples -------------------------------------------------------------------------------------
 

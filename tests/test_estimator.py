@@ -273,7 +273,7 @@ def test_gaussians_take_tasks_of_one_class_and_say_when_they_stayed(tasks, plain
         rows = task.rows == 0
         estimator.partial_fit(task.adapted[rows], task.labels[rows])
     assert estimator.classes_.tolist() == [0, 3]
-    assert "stay as they were" in estimator.calibrator_.note
+    assert "without drift compensation" in estimator.calibrator_.note
     with pytest.raises(InputError, match="previous features of task 2"):
         estimator.partial_fit(tasks[2].adapted, tasks[2].labels, previous=tasks[2].adapted)
 

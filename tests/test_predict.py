@@ -104,7 +104,7 @@ def test_every_calibrator_of_the_run_answers_by_its_name(opened, files, tmp_path
     arguments = [*map(str, files[:3]), "--method=gaussians", f"--html={page}"]
     output = f"--output={tmp_path / 'out.csv'}"
     assert predict.main([str(opened.folder), *arguments, output]) == 0
-    assert "class Gaussians follow the encoder" in capsys.readouterr().err
+    assert "class Gaussians with drift compensation" in capsys.readouterr().err
     assert "decided by class Gaussians" in page.read_text()
 
 
@@ -314,8 +314,8 @@ def test_lines_of_json_say_what_the_table_says(whole, files, said, tmp_path):
 def test_how_sure_an_answer_is_the_gaussians_say_whoever_answers(whole, opened, said):
     views = [np.load(whole / "features" / f"test_{v}.npy") for v in ("adapted", "pretrained")]
     gaussians, columns = opened.calibrator("gaussians"), opened.predictions
-    chances, rows = gaussians.probabilities(*views), np.arange(60)
+    (chances, typicality), rows = gaussians.assess(*views), np.arange(60)
     place = {label: column for column, label in enumerate(np.concatenate(gaussians.classes))}
     expected = chances[rows, [place[label] for label in columns["fdc_label"]]]
     np.testing.assert_allclose(said["confidence"], expected, atol=1e-3)
-    np.testing.assert_allclose(said["typicality"], gaussians.typicality(*views), atol=0.02)
+    np.testing.assert_allclose(said["typicality"], typicality, atol=0.02)

@@ -330,7 +330,7 @@ def test_program_of_the_page_with_an_adapter(transformers, tmp_path, capsys):
     raw, right = ((each == labels[test]).numpy() for each in found["predicted"].values())
     assert surpasses(right, raw)
     calibrated = found["calibrated"]
-    assert "follow the encoder" in calibrated.calibrator.note
+    assert "with drift compensation" in calibrated.calibrator.note
     # A checkpoint, copies and pickles, each with its own adapter, go on with a further task.
     torch.save(calibrated.state_dict(), tmp_path / "checkpoint.pt")
     read = copy.deepcopy(calibrated)

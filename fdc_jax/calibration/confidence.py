@@ -13,13 +13,16 @@ left-out images, itself among them, that are no more familiar than it is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from scipy.special import log_softmax, softmax
 
+from fdc_jax.calibration import inputs
+from fdc_jax.heads import products, unit
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from jaxtyping import Bool, Float, Int
 
@@ -45,8 +48,8 @@ class Confidence(NamedTuple):
 
     def with_task(
         self,
-        scores: Float[np.ndarray, "n classes"],
         columns: Int[np.ndarray, " n"],
+        scores: Float[np.ndarray, "n classes"],
         spread: Float[np.ndarray, " n"],
         familiarity: Float[np.ndarray, " n"],
     ) -> Confidence:
@@ -94,6 +97,44 @@ def held_out(rows: Int[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
     starts = np.repeat(np.cumsum(counts) - counts, counts)
     place[np.argsort(rows, kind="stable")] = np.arange(len(rows)) - starts
     return (place % EVERY == 0) & (counts[rows] > 1)
+
+
+def measured(held: Bool[np.ndarray, " n"]) -> Int[np.ndarray, " m"]:
+    """Returns the indices of the held-out images that are measured, evenly spaced."""
+    rows = np.flatnonzero(held)
+    return rows[np.linspace(0, len(rows) - 1, min(len(rows), MEASURED)).astype(int)]
+
+
+def shared_terms(metrics: Sequence[Any], *views: Float[Any, "n d"]) -> dict[str, Any]:
+    """Returns by view of the class Gaussians what the distances to all classes share.
+
+    That is g' P g / 2, about the origin of the metric; and under "VIEW, whole" half the squared
+    distance to one Gaussian of all images.
+    """
+    terms = {}
+    for name, known, features in zip(inputs.VIEWS, metrics, views, strict=False):
+        near, far = unit(features) - known.origin, unit(features) - known.middle
+        terms[name] = (products(near, known.precision) * near).sum(axis=-1) / 2
+        terms[f"{name}, whole"] = (products(far, known.whole) * far).sum(axis=-1) / 2
+    return terms
+
+
+def evidence(
+    scores: Float[np.ndarray, "n classes"],
+    shared: Mapping[str, Float[np.ndarray, " n"]],
+    weights: Mapping[str, float],
+    width: int,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns scores of classes, the distance that they are divided by, and the familiarity.
+
+    `scores` are weighted sums over views, of so many features together. Means are taken instead,
+    since weights differ between tasks.
+    """
+    total = sum(weights.values())
+    own = sum(weight * shared[name] for name, weight in weights.items()) / total
+    whole = sum(weight * shared[f"{name}, whole"] for name, weight in weights.items()) / total
+    whole, scores = np.maximum(whole, 0.0), scores / total  # negative by rounding
+    return scores, np.sqrt(whole / width), scores.max(axis=1) - own + whole
 
 
 def of_labels(

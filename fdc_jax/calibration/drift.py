@@ -53,44 +53,6 @@ class AffineMap(NamedTuple):
         return self.matrix.T @ scatter @ self.matrix
 
 
-class _Ridges(NamedTuple):
-    """Ridge regressions with every candidate of lambda, in principal coordinates z of Xc.
-
-    A row z predicts z diag(gains) C, where C = Z' R.
-    """
-
-    gains: Float[np.ndarray, "ridges k"]
-    products: Float[np.ndarray, "k d"]  # C
-    count: int  # images that fit the map
-
-    def errors(
-        self,
-        index: int,
-        rows: Float[np.ndarray, "n k"],
-        changes: Float[np.ndarray, "n e"],
-        sketch: Float[np.ndarray, "d e"] | None = None,
-    ) -> Float[np.ndarray, "n e"]:
-        """Returns the leave-one-out errors with one lambda, or their products with a sketch."""
-        gains = self.gains[index]
-        products = self.products if sketch is None else self.products @ sketch
-        # The diagonal of the hat matrix: an image's weight in its own prediction.
-        leverage = rows**2 @ gains + np.float32(1.0 / self.count)
-        kept = np.maximum(1.0 - leverage, np.float32(1e-6))
-        return (changes - (rows * gains) @ products) / kept[:, None]
-
-    def class_error(
-        self, index: int, rows: Float[np.ndarray, "n k"], changes: Float[np.ndarray, "n d"]
-    ) -> Float[np.ndarray, " d"]:
-        """Returns the error on the mean of some images if none of them fits the map.
-
-        Their errors are (I - H)^-1 e, where e are those of the fit and H is the hat matrix.
-        """
-        shrunk, size = rows * self.gains[index], len(rows)
-        rest = np.eye(size) - (shrunk @ rows.T).astype(np.float64) - 1.0 / self.count
-        weights = np.linalg.solve(rest, np.full(size, 1.0 / size))
-        return weights @ changes - (weights @ shrunk) @ self.products
-
-
 def fit_map(
     before: Float[np.ndarray, "n d"],
     after: Float[np.ndarray, "n d"],
@@ -128,59 +90,54 @@ def fit_map(
             x, r = centred(rows)
             gram += x.T @ x
             cross += x.T @ r
-    # In float64, since the errors are divided by small differences.
+    # Ridge regression with any lambda, in scaled principal coordinates z of Xc: a row z predicts
+    # z diag(gains) Z' R. In float64, since the errors below are divided by small differences.
     values, columns = np.linalg.eigh(gram.astype(np.float64))
     vectors, level = columns.astype(np.float32), float(np.trace(gram)) / width or 1.0
     energies = (np.maximum(values, 0.0) / level).astype(np.float32)
+    gains = 1.0 / (energies + np.array(RIDGES, np.float32)[:, None])
     scale = np.sqrt(energies) if few else np.float32(1.0 / np.sqrt(level))
     coordinates = (vectors if few else old @ vectors) * scale
-    ridges = _Ridges(
-        1.0 / (energies + np.array(RIDGES, np.float32)[:, None]),
-        (vectors * scale).T @ cross.astype(np.float32),
-        count,
-    )
-    best, residual = _least_errors(ridges, coordinates, changes)
+    products = (vectors * scale).T @ cross.astype(np.float32)
+
+    def errors(index: int, truth: np.ndarray, products: np.ndarray) -> tuple[float, np.ndarray]:
+        """Returns the leave-one-out errors with one lambda, after their sum of squares."""
+        shrunk = coordinates * gains[index]
+        # The diagonal of the hat matrix is an image's weight in its own prediction.
+        rest = 1.0 - (shrunk * coordinates).sum(axis=1) - np.float32(1.0 / count)
+        values = (truth - shrunk @ products) / np.maximum(rest, np.float32(1e-6))[:, None]
+        return float(np.square(values).sum(dtype=np.float64)), values
+
+    # All candidates are compared in few random directions, the best two in all directions.
+    narrow = changes, products
+    if width > DIRECTIONS:
+        sketch = np.random.default_rng(0).standard_normal((width, DIRECTIONS), np.float32)
+        narrow = changes @ sketch, products @ sketch
+    order = np.argsort([errors(index, *narrow)[0] for index in range(len(RIDGES))])
+    compared = {index: errors(index, changes, products) for index in order[:2]}
+    best = min(compared, key=lambda index: compared[index][0])
+    residual = compared[best][1]
     matrix = np.eye(width)
     if np.isfinite(RIDGES[best]):
         raised = gram + RIDGES[best] * level * np.eye(len(gram))
         delta = scipy.linalg.cho_solve(scipy.linalg.cho_factor(raised), cross)
         matrix += old.T @ delta if few else delta
-    names, class_errors = np.unique([] if classes is None else classes), []
+
+    class_errors, names = np.zeros((0, width)), np.unique([] if classes is None else classes)
     for name in _evenly(names, CLASSES) if len(names) > 1 else []:
         own = _evenly(np.flatnonzero(classes == name), OF_CLASS)
         x, r = centred(own)
         rows = coordinates[own] if few else (x @ vectors) * scale
-        class_errors.append(ridges.class_error(best, rows, r))
-    return AffineMap(
-        matrix,
-        target - mean @ matrix,
-        RIDGES[best],
-        residual.T @ residual / len(chosen),
-        np.array(class_errors).reshape(-1, width),
-    )
+        # Without these images their errors are (I - H)^-1 e, with e and the hat matrix H of all.
+        shrunk = rows * gains[best]
+        rest = np.eye(len(own)) - (shrunk @ rows.T).astype(np.float64) - 1.0 / count
+        weights = np.linalg.solve(rest, np.full(len(own), 1.0 / len(own)))
+        error = weights @ r - (weights @ shrunk) @ products
+        class_errors = np.vstack([class_errors, error])
+    covariance = residual.T @ residual / len(chosen)
+    return AffineMap(matrix, target - mean @ matrix, RIDGES[best], covariance, class_errors)
 
 
 def _evenly(values: np.ndarray, most: int) -> np.ndarray:
     """Returns at most so many of the values, evenly spaced."""
     return values[np.linspace(0, len(values) - 1, min(len(values), most)).astype(int)]
-
-
-def _least_errors(
-    ridges: _Ridges, rows: Float[np.ndarray, "n k"], changes: Float[np.ndarray, "n d"]
-) -> tuple[int, Float[np.ndarray, "n d"]]:
-    """Returns the index of the best lambda, and the leave-one-out errors with it.
-
-    All candidates are compared in few random directions, and the best two in all.
-    """
-    width, sketch, known = changes.shape[1], None, changes
-    if width > DIRECTIONS:
-        sketch = np.random.default_rng(0).standard_normal((width, DIRECTIONS), np.float32)
-        known = changes @ sketch
-
-    def size(errors: Float[np.ndarray, "n e"]) -> float:
-        return float((errors * errors).sum(dtype=np.float64))
-
-    order = np.argsort([size(ridges.errors(i, rows, known, sketch)) for i in range(len(RIDGES))])
-    compared = {int(i): ridges.errors(i, rows, changes) for i in order[:2]}
-    best = min(compared, key=lambda i: size(compared[i]))
-    return best, compared[best]

@@ -17,24 +17,21 @@ The mean of a class that was moved is in error, so that the class's own images a
 Its score is raised by log(1 + s / 4). With every map since the class's task, s grew by the mean of
 e' M^-1 e over the new task's classes: e is the error of the map on the mean of a class that is held
 out, and M is the matrix in brackets, without B_c, of the earlier classes after the map.
-
-`confidence` turns scores into probabilities; it is fitted on images that are held out of the
-statistics.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 import scipy.linalg
 
-from fdc_jax.calibration import drift, inputs
+from fdc_jax.calibration import confidence, drift, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores, best_by_task
 from fdc_jax.calibration.compiled import in_blocks, padded_size
-from fdc_jax.calibration.confidence import CLASSES, MEASURED, Confidence, held_out
 from fdc_jax.errors import InputError
 from fdc_jax.heads import products, unit
 
@@ -58,11 +55,8 @@ class ViewClasses(NamedTuple):
 
     def merge(self, other: ViewClasses) -> ViewClasses:
         """Returns the statistics of these classes and of others."""
-        return ViewClasses(
-            np.concatenate([self.means, other.means]),
-            np.concatenate([self.factors, other.factors]),
-            self.scatter + other.scatter,
-        )
+        parts = map(np.concatenate, zip(self[:2], other[:2], strict=True))
+        return ViewClasses(*parts, self.scatter + other.scatter)
 
     def move(self, by: drift.AffineMap, images: int) -> ViewClasses:
         """Returns the statistics after a map, whose error adds to the scatter of each image."""
@@ -82,28 +76,23 @@ def fit_classes(
 ) -> tuple[ViewClasses, ViewClasses]:
     """Returns the statistics of a task's images without the held-out ones, and of all images."""
     width = features.shape[1]
-    kept, every = (
-        ViewClasses(
-            np.zeros((num_classes, width), np.float32),
-            np.zeros((num_classes, RANK, width), np.float32),
-            np.zeros((width, width), np.float32),
-        )
-        for _ in range(2)
-    )
+    shapes = (num_classes, width), (num_classes, RANK, width), (width, width)
+    kept, every = (ViewClasses(*(np.zeros(s, np.float32) for s in shapes)) for _ in range(2))
     for row in np.unique(rows):
         members, out = at_unit_length(features[rows == row]), held[rows == row]
         for known, own in ((kept, members[~out]), (every, members)):
             known.means[row] = own.mean(axis=0, dtype=np.float64)
             leading = principal(own - known.means[row])
             known.factors[row, : len(leading)] = leading
+    scatter, added = np.zeros((2, width, width))
     for place, block in inputs.blocks(features):
         block, own, out = at_unit_length(block), rows[place], held[place]
-        centred = block - kept.means[own]
-        kept.scatter[:] += centred[~out].T @ centred[~out]
+        near, far = block - kept.means[own], block - every.means[own]
+        scatter += near[~out].T @ near[~out]
         # Held-out images add the sum of (g - mean of the others) (g - mean of all)'.
-        every.scatter[:] += centred[out].T @ (block - every.means[own])[out]
-    every.scatter[:] += kept.scatter
-    return kept, every
+        added += near[out].T @ far[out]
+    kept = kept._replace(scatter=inputs.float32(scatter))
+    return kept, every._replace(scatter=inputs.float32(scatter + added))
 
 
 def at_unit_length(features: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "n d"]:
@@ -129,7 +118,7 @@ def principal(centred: Float[np.ndarray, "n d"]) -> Float[np.ndarray, "r d"]:
 class Metric(NamedTuple):
     """The distances to all classes of one view; A_c = P - F_c' F_c is a class's precision."""
 
-    origin: Float[Any, " d"]  # the mean of the class means
+    origin: Float[Any, " d"]  # the mean of the class means, subtracted from features
     precision: Float[Any, "d d"]  # P, shared by all classes
     middle: Float[Any, " d"]  # the mean of all images
     whole: Float[Any, "d d"]  # the precision of all images as one class
@@ -141,30 +130,35 @@ class Metric(NamedTuple):
 def metric(
     known: ViewClasses,
     counts: Int[np.ndarray, " c"],
-    raised: Float[np.ndarray, " c"],
+    raised: Float[np.ndarray, " c"] | float,
     kind: type = np.float64,
 ) -> Metric:
     """Returns the metric of one view, computed in floats of a kind; scores are `raised`."""
-    padding = padded_size(len(counts), 8) - len(counts)
-    counts, raised = np.pad(counts, (0, padding)), np.pad(raised, (0, padding))
-    every = np.pad(known.means.astype(np.float64), ((0, padding), (0, 0)))
-    present, images, scatter = counts > 0, int(counts.sum()), known.scatter.astype(kind)
+    size, images, present = padded_size(len(counts), 8), int(counts.sum()), counts > 0
+    scatter, every = known.scatter.astype(kind), known.means.astype(np.float64)
     precision = shared_precision(scatter, images, int(present.sum()))
+    middle = np.average(every, axis=0, weights=counts)
+    about = ((every - middle) * np.sqrt(counts)[:, None]).astype(kind)
+    whole = shared_precision(scatter + about.T @ about, images, 1)
     origin = inputs.float32(every[present].mean(axis=0))
     means = (every - origin).astype(kind)
-    own = kind(np.sqrt(OWN_SHARE)) * np.pad(known.factors, ((0, padding), (0, 0), (0, 0)))
     # Woodbury: (P^-1 + B' B)^-1 = P - P B' (I + B P B')^-1 B P.
+    own = kind(np.sqrt(OWN_SHARE)) * known.factors
     factors = np.tensordot(own, precision, 1)
     inner = np.eye(RANK, dtype=kind) + factors @ own.swapaxes(1, 2)
     factors = np.linalg.inv(np.linalg.cholesky(inner)) @ factors
     along = factors @ means[:, :, None]
     rows = means @ precision - (along * factors).sum(axis=1)
     constants = np.where(present, (rows * means).sum(axis=1) / 2 - raised, np.inf)
-    middle = np.average(every, axis=0, weights=counts)
-    about = ((every - middle) * np.sqrt(counts)[:, None]).astype(kind)
-    whole = shared_precision(scatter + about.T @ about, images, 1)
-    arrays = precision, middle, whole, rows, constants
-    return Metric(origin, *map(inputs.float32, arrays), [*inputs.float32(factors).swapaxes(0, 1)])
+
+    def padded(columns: np.ndarray, fill: float = 0.0) -> np.ndarray:
+        """Returns an array of classes padded to one of few sizes."""
+        padding = [(0, size - len(columns)), *[(0, 0)] * (columns.ndim - 1)]
+        return inputs.float32(np.pad(columns, padding, constant_values=fill))
+
+    shared = map(inputs.float32, (precision, middle, whole))
+    factors = [*padded(factors).swapaxes(0, 1)]
+    return Metric(origin, *shared, padded(rows), padded(constants, np.inf), factors)
 
 
 def shared_precision(
@@ -197,16 +191,6 @@ def class_scores(metrics: Sequence[Metric], *views: Float[Any, "n d"]) -> dict[s
     return scores
 
 
-def shared_terms(metrics: Sequence[Metric], *views: Float[Any, "n d"]) -> dict[str, Any]:
-    """Returns by view g' P g / 2, and by "view, whole" half the distance to all images as one."""
-    terms = {}
-    for name, known, features in zip(inputs.VIEWS, metrics, views, strict=False):
-        near, far = unit(features) - known.origin, unit(features) - known.middle
-        terms[name] = (products(near, known.precision) * near).sum(axis=-1) / 2
-        terms[f"{name}, whole"] = (products(far, known.whole) * far).sum(axis=-1) / 2
-    return terms
-
-
 class Gaussians(Calibrator):
     """Class Gaussians of one or two views; the nearest class also decides on the task.
 
@@ -228,7 +212,7 @@ class Gaussians(Calibrator):
         self.views: list[ViewClasses] = []
         self.compensated: bool | None = None
         self.staleness = np.zeros(0)
-        self.confidence = Confidence()
+        self.confidence = confidence.Confidence()
         self._forget()
 
     def fit_task(self, adapted, labels, head=None, pretrained=None, classes=None, previous=None):
@@ -237,22 +221,17 @@ class Gaussians(Calibrator):
         fitted, first, count = copy.copy(self), sum(map(len, self.classes)), len(given.classes)
         if given.task:
             fitted._compensate(given, previous)
-        held = held_out(given.rows) & (first + count <= CLASSES)
+        held = confidence.held_out(given.rows) & (first + count <= confidence.CLASSES)
         fits = (fit_classes(view, given.rows, count, held) for view in given.views)
         kept, every = map(list, zip(*fits, strict=True))
         if held.any():
-            some = np.flatnonzero(held)
-            some = some[np.linspace(0, len(some) - 1, min(len(some), MEASURED)).astype(int)]
             without, out = copy.copy(fitted), np.bincount(given.rows[held], minlength=count)
             without._add(given._replace(counts=given.counts - out), kept)
             # In NumPy, since JAX would compile for shapes that occur once.
-            metrics = without._metrics_by_view(np.float32)
+            some, metrics = confidence.measured(held), without._metrics_by_view(np.float32)
             views = [inputs.float32(view[some]) for view in given.views]
-            found = (kernel(metrics, *views) for kernel in (class_scores, shared_terms))
-            scores, *further = without._evidence(*found)
-            fitted.confidence = self.confidence.with_task(
-                scores, first + given.rows[some], *further
-            )
+            evidence = without._evidence(lambda kernel: kernel(metrics, *views))
+            fitted.confidence = self.confidence.with_task(first + given.rows[some], *evidence)
         fitted._add(given, every)
         vars(self).update(vars(fitted))
 
@@ -261,8 +240,8 @@ class Gaussians(Calibrator):
         name = f"previous features of task {given.task}"
         if self.compensated is not None and self.compensated != (previous is not None):
             raise InputError(
-                f"{name}: expected features by the encoder before each task from the second "
-                f"one on, or of none, as its statistics follow the encoder or stay"
+                f"{name}: expected features by the encoder before each task from the second one on "
+                "(drift compensation), or of none"
             )
         self.compensated = previous is not None
         if previous is None:
@@ -302,34 +281,29 @@ class Gaussians(Calibrator):
     def assess(
         self, adapted: Any, pretrained: Any = None
     ) -> tuple[Float[np.ndarray, "n classes"], Float[np.ndarray, " n"]]:
-        """Returns `probabilities` and `typicality` from one scoring."""
-        found = [self._by_view(each, adapted, pretrained) for each in (class_scores, shared_terms)]
-        scores, spread, familiarity = self._evidence(*found)
+        """Returns the probability of every class, and the typicality; see `Confidence`."""
+        scores, spread, familiarity = self._evidence(
+            lambda kernel: self._by_view(kernel, adapted, pretrained)
+        )
         fit = self.confidence
         return fit.probabilities(scores, spread), fit.typicality(familiarity)
-
-    def probabilities(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
-        """Returns the probability of every class; arguments and errors as of `score`."""
-        return self.assess(adapted, pretrained)[0]
-
-    def typicality(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, " n"]:
-        """Returns the share of held-out training images that are no more familiar, in (0, 1]."""
-        return self.assess(adapted, pretrained)[1]
 
     @property
     def note(self) -> str:
         """One line on drift compensation, from the second task on."""
-        return {
-            None: "",
-            True: "class Gaussians follow the encoder",
-            False: "class Gaussians stay as they were fitted, since features by the encoder before "
-            "each task were not given; the pretrained view counts fully",
-        }[self.compensated]
+        if self.compensated is None:
+            return ""
+        return "class Gaussians " + (
+            "with drift compensation"
+            if self.compensated
+            else "without drift compensation, as features by the encoder before each task were not "
+            "given; the pretrained view has full weight"
+        )
 
     @property
     def storage_bytes(self) -> int:
         """See `Calibrator.storage_bytes`; half of a symmetric scatter counts."""
-        numbers = sum(len(each) for each in self.classes)  # Images of each class.
+        numbers = sum(map(len, self.classes))  # images of each class
         numbers += len(self.staleness) + sum(each.size for each in self.confidence)
         for known in self.views:
             width = len(known.scatter)
@@ -342,42 +316,31 @@ class Gaussians(Calibrator):
             raise InputError("call fit_task for every task first")
         views = inputs.score_views(adapted, pretrained, self.widths, True)
         if self._metrics is None:
-            self._metrics = self._metrics_by_view(np.float64)
+            self._metrics = jax.device_put(self._metrics_by_view(np.float64))
         return in_blocks(kernel, self._metrics, *views)
 
     def _metrics_by_view(self, kind: type) -> list[Metric]:
         """Returns the metric of each view, computed in floats of a kind."""
-        counts, stale = np.concatenate(self.counts), self._stale()
-        raised = zip(self.views, (np.log1p(stale / 4), np.zeros(len(stale))), strict=False)
-        return [metric(known, counts, by, kind) for known, by in raised]
-
-    def _stale(self) -> Float[np.ndarray, " classes"]:
-        """Returns s of all classes."""
-        return np.repeat(self.staleness, [*map(len, self.classes)])
+        raised = np.log1p(np.repeat(self.staleness, [*map(len, self.classes)]) / 4)
+        pairs, counts = zip(self.views, (raised, 0.0), strict=False), np.concatenate(self.counts)
+        return [metric(known, counts, each, kind) for known, each in pairs]
 
     def _weights(self) -> dict[str, np.float32]:
         """Returns the weight of each view."""
-        share = PRETRAINED_SHARE * (1 + self._stale().mean() / DOUBLING)
-        weights = np.float32(1.0), np.float32(1.0 if self.compensated is False else share)
-        return dict(zip(inputs.VIEWS, weights[: len(self.widths)], strict=False))
+        stale = np.average(self.staleness, weights=[*map(len, self.classes)])
+        share = 1.0 if self.compensated is False else PRETRAINED_SHARE * (1 + stale / DOUBLING)
+        weights = map(np.float32, (1.0, share)[: len(self.views)])
+        return dict(zip(inputs.VIEWS, weights, strict=False))
 
     def _fuse(self, by_view: dict[str, np.ndarray]) -> Float[np.ndarray, "n classes"]:
         """Returns the weighted sum of scores by view."""
         weights, count = self._weights(), sum(map(len, self.classes))
         return sum(weights[name] * scores[:, :count] for name, scores in by_view.items())
 
-    def _evidence(
-        self, by_view: dict[str, np.ndarray], shared: dict[str, np.ndarray]
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns scores of classes, their spread and the familiarity; see `confidence`."""
-        # A mean over views, since their weights differ between tasks.
-        weights = self._weights()
-        total = sum(weights.values())
-        scores = self._fuse(by_view) / total
-        own = sum(weight * shared[name] for name, weight in weights.items()) / total
-        whole = sum(weight * shared[f"{name}, whole"] for name, weight in weights.items()) / total
-        whole = np.maximum(whole, 0.0)  # negative by rounding
-        return scores, np.sqrt(whole / sum(self.widths)), scores.max(axis=1) - own + whole
+    def _evidence(self, compute: Callable[[Any], dict[str, Any]]) -> tuple[np.ndarray, ...]:
+        """Returns `confidence.evidence` of a batch, to whose features `compute` applies kernels."""
+        scores, shared = self._fuse(compute(class_scores)), compute(confidence.shared_terms)
+        return confidence.evidence(scores, shared, self._weights(), sum(self.widths))
 
     def _forget(self) -> None:
         self._metrics: list[Metric] | None = None

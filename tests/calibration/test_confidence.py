@@ -25,7 +25,7 @@ def test_the_temperature_is_the_one_of_the_least_loss_and_rows_sum_to_one():
     columns = np.array([rng.choice(6, p=each) for each in chances])
     spread = rng.uniform(0.5, 2.0, 4000)
     scores = 7.0 * truth * spread[:, None]  # seven times too sure
-    found = confidence.Confidence().with_task(scores, columns, spread, spread)
+    found = confidence.Confidence().with_task(columns, scores, spread, spread)
     probabilities = found.probabilities(scores, spread)
     np.testing.assert_allclose(probabilities.sum(axis=1), 1.0)
     # A tenth of the share of wrong answers belongs to no class.
@@ -38,14 +38,14 @@ def test_the_temperature_is_the_one_of_the_least_loss_and_rows_sum_to_one():
 
 def test_an_answer_is_never_certain_where_no_left_out_image_was_answered_wrong():
     sure = 9.0 * np.eye(3)[np.arange(30) % 3]
-    found = confidence.Confidence().with_task(sure, np.arange(30) % 3, np.ones(30), np.ones(30))
+    found = confidence.Confidence().with_task(np.arange(30) % 3, sure, np.ones(30), np.ones(30))
     probabilities = found.probabilities(1e3 * np.eye(3), np.ones(3))
     np.testing.assert_allclose(probabilities.min(), 0.1 / 32 / 3, rtol=1e-6)
 
 
 def test_typicality_is_the_share_of_left_out_images_that_are_no_more_familiar():
     left = np.random.default_rng(0).normal(size=5000)
-    nothing = np.zeros((5000, 2)), np.zeros(5000, int), np.ones(5000)
+    nothing = np.zeros(5000, int), np.zeros((5000, 2)), np.ones(5000)
     found = confidence.Confidence().with_task(*nothing, left)
     shares = found.typicality(np.quantile(left, [0.1, 0.5, 0.9]))
     np.testing.assert_allclose(shares, [0.1, 0.5, 0.9], atol=0.02)
@@ -61,16 +61,13 @@ def test_answers_are_as_sure_as_they_are_right_and_strangers_are_told():
         found.fit_task(half, task.labels[::2], None, task.pretrained[::2], None, half)
     views = [np.concatenate([getattr(t, v)[1::2] for t in learned]) for v in VIEWS]
     labels = np.concatenate([t.labels[1::2] for t in learned])
-    probabilities, classes = found.probabilities(*views), np.concatenate(found.classes)
+    (probabilities, known), classes = found.assess(*views), np.concatenate(found.classes)
     label = found.score(*views).label
     np.testing.assert_array_equal(classes[probabilities.argmax(axis=1)], label)
     said = confidence.of_labels(probabilities, found.classes, label)
     np.testing.assert_array_equal(said, probabilities.max(axis=1))
     assert evaluation.calibration_error(said, label == labels) < 5.0
-    known, strange = (
-        found.typicality(*views),
-        found.typicality(stranger.adapted, stranger.pretrained),
-    )
+    _, strange = found.assess(stranger.adapted, stranger.pretrained)
     limit = confidence.UNTYPICAL
     assert 0.01 < (known < limit).mean() < 0.1 < 0.3 < (strange < limit).mean()
 

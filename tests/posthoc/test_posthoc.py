@@ -160,7 +160,7 @@ def test_without_test_labels(tmp_path, arrays):
     code, out, _ = run(path, f"--output={output}")
     assert code == 0
     assert "no test_labels, so no accuracy" in out
-    assert "follow the encoder" in run(path, f"--output={output}", "--method=gaussians")[1]
+    assert "with drift compensation" in run(path, f"--output={output}", "--method=gaussians")[1]
     report = json.loads(output.with_suffix(".json").read_text())
     assert "accuracy" not in report
     assert report["num_changed_labels"] > 0
@@ -288,7 +288,7 @@ for sys.argv[1:] in (sys.argv[1:], ["absent.npz"]):
     assert done.stderr == "fdc_jax.posthoc: absent.npz: no such file or folder\n"
 
 
-# Statistics that follow the encoder --------------------------------------------------------------
+# Drift compensation -------------------------------------------------------------------------------
 
 
 def test_moved_features_follow_the_encoder_for_every_other_method(tmp_path):
@@ -317,4 +317,4 @@ def test_what_moving_lacks_is_named(tmp_path, arrays):
     path = tmp_path / "without.npz"
     np.savez(path, **{name: a for name, a in arrays.items() if "previous" not in name})
     assert "train_previous_1" in fails(path, "--method=ncm", "--moved")
-    assert "stay as they were fitted" in run(path, "--method=gaussians")[1]
+    assert "without drift compensation" in run(path, "--method=gaussians")[1]

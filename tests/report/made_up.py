@@ -88,7 +88,7 @@ def results(
         **point(9),
         "average_incremental_accuracy": dict(zip(METHODS, accuracies.mean(axis=0), strict=True)),
         "curve": curve,
-        "notes": {"gaussians": "class Gaussians follow the encoder"},
+        "notes": {"gaussians": "class Gaussians with drift compensation"},
         "storage_bytes": {"raw": 0, "fdc": 3 * 2**20, "gaussians": 6 * 2**20},
         "fdc_storage_bytes": 3 * 2**20,
         "timing": {

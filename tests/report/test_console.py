@@ -31,7 +31,7 @@ def test_one_seed_has_a_row_per_calibrator(capsys):
     assert rows["Task given"][0] == "95.00"
     assert rest == [
         f"Best calibrator of the run: {GAUSSIANS}.",
-        "Class Gaussians follow the encoder.",
+        "Class Gaussians with drift compensation.",
     ]
 
 

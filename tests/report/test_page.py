@@ -156,7 +156,7 @@ def test_calibrators_tasks_and_pictures(single):
     assert single.texts("h3").count("Calibrators side by side") == 1
     for section in ("accuracy", "routing_accuracy", "average_incremental_accuracy"):
         assert {f"{results[section][name]:.2f}" for name in made_up.METHODS} < set(cells)
-    assert any("Class Gaussians follow the encoder." in each for each in single.texts("p"))
+    assert any("Class Gaussians with drift compensation." in each for each in single.texts("p"))
     last = results["curve"][-1]["task_accuracy"]
     assert {f"{values[0]:.1f}" for values in last.values()} < set(cells)
     assert "Forgetting" in single.texts("th") and "2.0" in cells  # losing one point a task

@@ -80,7 +80,7 @@ def test_results_fit_together(whole):
         curve = [point["accuracy"][name] for point in found["curve"]]
         assert len(curve) == 2 and average == pytest.approx(np.mean(curve))
     assert found["fdc_storage_bytes"] == found["storage_bytes"]["fdc"] > 0
-    assert found["notes"] == {"gaussians": "class Gaussians follow the encoder"}
+    assert found["notes"] == {"gaussians": "class Gaussians with drift compensation"}
 
 
 def test_predictions_give_the_accuracies_of_the_results(whole):
