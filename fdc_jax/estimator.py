@@ -70,7 +70,7 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
         self.settings = settings
 
     def fit(self, X: Any, y: Any, tasks: Any = None) -> ContinualClassifier:
-        """Starts anew and fits the features of one encoder, task by task.
+        """Fits features of one encoder task by task, in place of all earlier tasks.
 
         Args:
             X: features of the samples of all tasks.

@@ -1,7 +1,7 @@
-"""Compares FDC with what Avalanche offers, on scanned digits: `python compare_avalanche.py 1 2 3`.
+"""Compares FDC with methods of Avalanche on scanned digits: `python compare_avalanche.py 1 2 3`.
 
-Prints the accuracy after the last of five experiences for each seed, which draws the order of the
-classes, the weights and the batches. Needs avalanche-lib; takes some seconds a seed.
+Prints the accuracy after the last of five experiences for every seed, which draws the order of the
+classes, the weights and the batches. Needs avalanche-lib; takes some seconds per seed.
 """
 
 import copy
@@ -28,8 +28,8 @@ WIDTH = 64
 
 def benchmark(seed: int) -> Any:
     """Returns five experiences of two classes each; 40 % of the images are for testing."""
-    found = load_digits()
-    split = train_test_split(found.data / 16, found.target, test_size=0.4, random_state=0)
+    digits = load_digits()
+    split = train_test_split(digits.data / 16, digits.target, test_size=0.4, random_state=0)
     parts = []
     for x, y in (split[::2], split[1::2]):
         parts.append(torch.utils.data.TensorDataset(torch.tensor(x).float(), torch.tensor(y)))
@@ -55,8 +55,8 @@ def compare(seed: int) -> dict[str, float]:
 
     def naive(model: nn.Module, plugins: list[Any]) -> Naive:
         torch.manual_seed(seed)
-        parameters = [each for each in model.parameters() if each.requires_grad]
-        found = Naive(
+        parameters = [array for array in model.parameters() if array.requires_grad]
+        strategy = Naive(
             model=model,
             optimizer=torch.optim.SGD(parameters, lr=0.05),
             train_epochs=4,
@@ -65,8 +65,8 @@ def compare(seed: int) -> dict[str, float]:
             **common,
         )
         for experience in stream.train_stream:
-            found.train(experience)
-        return found
+            strategy.train(experience)
+        return strategy
 
     def fecam(train: bool) -> float:
         fresh = copy.deepcopy(network)
@@ -77,11 +77,11 @@ def compare(seed: int) -> dict[str, float]:
     plugins = {k: FDCPlugin(calibration.make(k), "classifier") for k in ("fdc", "gaussians")}
     trained = naive(copy.deepcopy(network), list(plugins.values()))
     fitted = {name: plugin.calibrated for name, plugin in plugins.items()}
-    found = {}
-    for name in ("Naive", *plugins):  # One training, scored by one plugin at a time or by none.
-        for each, plugin in plugins.items():
-            plugin.calibrated = fitted[each] if each == name else None
-        found[name] = accuracy(trained, stream.test_stream)
+    accuracies = {}
+    for name in ("Naive", *plugins):  # One training, scored by one plugin or none.
+        for other, plugin in plugins.items():
+            plugin.calibrated = fitted[other] if other == name else None
+        accuracies[name] = accuracy(trained, stream.test_stream)
     evaluator = EvaluationPlugin(accuracy_metrics(stream=True), loggers=[])
     loss = nn.CrossEntropyLoss()
     slda = StreamingLDA(
@@ -90,8 +90,8 @@ def compare(seed: int) -> dict[str, float]:
     )  # fmt: skip
     for experience in stream.train_stream:
         slda.train(experience)
-    found["SLDA, first encoder"] = accuracy(slda, stream.test_stream)
-    return found | {"FeCAM, first encoder": fecam(False), "FeCAM": fecam(True)}
+    accuracies["SLDA, first encoder"] = accuracy(slda, stream.test_stream)
+    return accuracies | {"FeCAM, first encoder": fecam(False), "FeCAM": fecam(True)}
 
 
 if __name__ == "__main__":
@@ -99,5 +99,5 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     columns = [compare(int(seed)) for seed in sys.argv[1:]]
     for method in columns[0]:
-        row = [each[method] for each in columns]
+        row = [column[method] for column in columns]
         print("|", method, "|", *(f"{v:.1f} |" for v in row), f"{np.mean(row):.1f} |")

@@ -22,21 +22,21 @@ from fdc_jax.errors import InputError
 class FDCPlugin(SupervisedPlugin):
     """Calibrates a model whose last layer is linear and has a row for each class.
 
-    Classes may come in any order, each in one experience. The plugin can be copied and pickled, and
-    fitting goes on after that, also with another strategy.
+    Classes may come in any order, every class in one experience. Copies and pickles of the plugin
+    can fit further experiences, also with another strategy.
 
     Args:
         calibrator: a name of `calibration.METHODS`, or what `calibration.make` returns.
-        layer: name of the last layer within the model; `classifier.classifier` where `classifier`
-            is Avalanche's `IncrementalClassifier`.
-        pretrained: whether the model as it is before the first experience is the second view; for
-            models that start from pretrained weights.
-        batch_size: of the walks over an experience.
-        settings: of the calibrator, where a name is given.
+        layer: name of the last layer within the model; `classifier.classifier` if `classifier` is
+            Avalanche's `IncrementalClassifier`.
+        pretrained: whether the second view is the model before the first experience; for models
+            that start from pretrained weights.
+        batch_size: size of the batches in which features are computed.
+        settings: settings of a calibrator that is given by its name.
 
     Attributes:
         calibrated: from the first experience on, the model with calibrated scores, a module whose
-            `state_dict` has all that the plugin keeps.
+            `state_dict` holds everything that the plugin keeps.
 
     Raises:
         InputError: no calibrator or setting has such a name.
@@ -54,8 +54,8 @@ class FDCPlugin(SupervisedPlugin):
         if isinstance(calibrator, str):
             calibrator = calibration.make(calibrator, **settings)
         elif settings:
-            found = ", ".join(settings)
-            raise InputError(f"settings: expected none beside a calibrator, found {found}")
+            names = ", ".join(settings)
+            raise InputError(f"settings: expected none beside a calibrator, found {names}")
         self.calibrator, self.layer = fdc_torch.checked(calibrator), layer
         self.pretrained, self.batch_size = pretrained, batch_size
         self.calibrated: fdc_torch.Calibrated | None = None
@@ -63,28 +63,28 @@ class FDCPlugin(SupervisedPlugin):
     def start(self, model: nn.Module) -> None:
         """Makes `calibrated`, from the model before its first experience.
 
-        It is called by itself; call it to read a `state_dict` into `calibrated` first.
+        The plugin calls it; call it yourself to read a `state_dict` into `calibrated`.
         """
         pair = nn.ModuleList([model, *[copy.deepcopy(model)] * self.pretrained])
         self.calibrated = fdc_torch.Calibrated(pair, self.calibrator, layer=self.layer)
 
     def before_training_exp(self, strategy: Any, **kwargs: Any) -> None:
-        """Keeps features by the model before the experience, where they are of use."""
+        """Computes features by the model before the experience, if the calibrator reads them."""
         fdc_torch.head_of(strategy.model, name=self.layer)  # A wrong name shows before training.
         if self.calibrated is None:
             self.start(strategy.model)
-        self.calibrated.module[0] = strategy.model  # A plugin read alone comes with a copy.
+        self.calibrated.module[0] = strategy.model  # An unpickled plugin has a copy.
         self.calibrated.to(strategy.device).before_task(self._walk(strategy))
 
     def after_training_exp(self, strategy: Any, **kwargs: Any) -> None:
-        """Fits the experience, with the last layer's rows of this time.
+        """Fits the experience with the current rows of the last layer.
 
-        Later experiences push the logits of classes without images down.
+        Later experiences lower the logits of classes without images.
         """
         self.calibrated.after_task(self._walk(strategy))
 
     def after_eval_forward(self, strategy: Any, **kwargs: Any) -> None:
-        """Replaces the output; classes that were not seen yet are below all others."""
+        """Replaces the output; classes of later experiences are below all others."""
         if self.calibrated is None or not len(self.calibrated.classes):
             return
         self.calibrated.eval()
@@ -94,5 +94,5 @@ class FDCPlugin(SupervisedPlugin):
 
     def _walk(self, strategy: Any) -> torch.utils.data.DataLoader:
         dataset = strategy.experience.dataset.eval()
-        # A generator of its own, so that training draws what it would without.
+        # A separate generator leaves the random numbers of training as they are.
         return torch.utils.data.DataLoader(dataset, self.batch_size, generator=torch.Generator())

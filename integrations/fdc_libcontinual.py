@@ -21,14 +21,14 @@ from fdc_jax import torch as fdc_torch
 
 
 class FDCModel:
-    """Comes before a method among the bases of a class; copies and pickles carry the calibrator.
+    """A base class before a method of LibContinual; copies and pickles carry the calibrator.
 
     Attributes:
-        CALIBRATOR: a name of `calibration.METHODS`; `gaussians` follows the network.
-        SETTINGS: of the calibrator.
-        LAYER: name of the last layer, linear with a row for each class, or of a list of one for
-            each task, such as InfLoRA's `_network.classifier_pool`.
-        PRETRAINED: whether the network before the first task is the second view.
+        CALIBRATOR: a name of `calibration.METHODS`; `gaussians` compensates for drift.
+        SETTINGS: settings of the calibrator.
+        LAYER: name of the last layer, linear with a row for every class, or of a list with a layer
+            for every task, such as InfLoRA's `_network.classifier_pool`.
+        PRETRAINED: whether the second view is the network before the first task.
     """
 
     CALIBRATOR = "fdc"
@@ -37,23 +37,23 @@ class FDCModel:
     PRETRAINED = True
 
     def before_task(self: Any, task_idx: int, buffer: Any, train: Any, test: Any) -> None:
-        """Keeps the first network, and features by that before each further task."""
+        """Keeps the first network, and features by the network before every further task."""
         images = copy.copy(train.dataset)
-        # Images of a buffer join those of the task later, in the same lists.
+        # Images of a buffer are added to the same lists later.
         images.images, images.labels = images.images[:], images.labels[:]
         images.trfms = test[0].dataset.trfms
         self._images, self._batch = images, train.batch_size
         if task_idx:
             self._calibrated[0].before_task(self._walk())
         super().before_task(task_idx, buffer, train, test)
-        if not task_idx:  # Not before it has a head.
+        if not task_idx:  # The network has a head only now.
             pair = nn.ModuleList([self, *[copy.deepcopy(self)] * self.PRETRAINED])
             calibrator = calibration.make(self.CALIBRATOR, **self.SETTINGS)
-            # Within a list, which hides modules from those who look for parameters.
+            # A list hides the module from `parameters()`.
             self._calibrated = [fdc_torch.Calibrated(pair, calibrator, _views)]
 
     def after_task(self: Any, task_idx: int, *args: Any) -> None:
-        """Collects the statistics of the task, with the head of this time."""
+        """Fits the task with its current head."""
         super().after_task(task_idx, *args)
         classes, layer = np.unique(self._images.labels), self.get_submodule(self.LAYER)
         one = isinstance(layer, nn.ModuleList)
@@ -62,25 +62,27 @@ class FDCModel:
         calibrated.to(self.device).after_task(self._walk(), classes, head)
 
     def _walk(self: Any) -> DataLoader:
-        # A generator of its own, so that training draws what it would without.
+        # A separate generator leaves the random numbers of training as they are.
         return DataLoader(self._images, self._batch, generator=torch.Generator())
 
     def inference(self: Any, data: dict[str, Any], **kwargs: Any) -> tuple[torch.Tensor, float]:
-        """Returns calibrated predictions, and the share of them that is right."""
+        """Returns calibrated predictions and their accuracy."""
         (calibrated,) = getattr(self, "_calibrated", None) or [None]
         if calibrated is None or not len(calibrated.classes):
             return super().inference(data, **kwargs)
         scores = calibrated(data["image"].to(self.device))
-        found = calibrated.classes[scores.argmax(dim=1)]
-        return found, (found == data["label"].to(found)).double().mean().item()
+        labels = calibrated.classes[scores.argmax(dim=1)]
+        return labels, (labels == data["label"].to(labels)).double().mean().item()
 
 
 def _views(models: nn.ModuleList, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Returns what the last layer is given in each model's own inference."""
+    """Returns the input of the last layer in the inference of every model."""
     seen: list[torch.Tensor] = []
     for model in models:
         layer = model.get_submodule(model.LAYER)
-        layer = layer[0] if isinstance(layer, nn.ModuleList) else layer  # All are given the same.
+        layer = (
+            layer[0] if isinstance(layer, nn.ModuleList) else layer
+        )  # All layers have the same input.
         hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
         labels = torch.zeros(len(images), dtype=torch.int64)
         try:

@@ -4,8 +4,8 @@
     for loader in loaders_of_tasks:
         Trainer(callbacks=[callback], ...).fit(module, loader)
 
-One `fit` is a task. Lightning's checkpoints carry the calibrator and what the task in progress
-needs of it, so that training goes on from any of them.
+One `fit` is a task. Lightning's checkpoints carry the calibrator and the features before the task
+in progress, so that training resumes from any checkpoint.
 """
 
 import copy
@@ -21,7 +21,7 @@ from fdc_jax.calibration import Calibrator
 
 
 def in_order(trainer: Trainer) -> Iterable[Any]:
-    """Returns the training loader's images in their order, with its transform."""
+    """Returns batches of the training loader's images in their order, with its transform."""
     own: Any = trainer.train_dataloader
     return DataLoader(own.dataset, own.batch_size, collate_fn=own.collate_fn)
 
@@ -31,13 +31,12 @@ class FDCCallback(Callback):
 
     Args:
         calibrator: from `calibration.make`.
-        network: name of the network within the module, `model` by default; its last layer has a
-            row for each class.
-        layer: name of the last layer, where `fdc_jax.torch.pooled` does not find it.
-        pretrained: whether the network as it is before the first task is the second view; models of
-            PEFT have it anyway.
-        walk: from the trainer to batches of the task's images in evaluation preprocessing, in the
-            same order whenever it is called.
+        network: name of the network within the module; its last layer has a row for every class.
+        layer: name of the last layer, if `fdc_jax.torch.pooled` does not find it.
+        pretrained: whether the second view is the network before the first task; models of PEFT
+            always have two views.
+        walk: a function from the trainer to batches of the task's images in evaluation
+            preprocessing, in the same order whenever it is called.
 
     Attributes:
         calibrated: after the first `fit`, the network with calibrated scores.
@@ -54,41 +53,41 @@ class FDCCallback(Callback):
         self.calibrator, self.network, self.layer = calibrator, network, layer
         self.pretrained, self.walk = pretrained, walk
         self.calibrated: fdc_torch.Calibrated | None = None
-        self.begun = False
+        self.in_task = False
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Finds the network, before a checkpoint is read, and keeps a copy of the first one."""
+        """Finds the network before a checkpoint is read, and keeps a copy of the first network."""
         model = pl_module.get_submodule(self.network)
         if self.calibrated is None:
             if self.pretrained and not hasattr(model, "disable_adapter"):
                 model = nn.ModuleList([model, copy.deepcopy(model)])
             self.calibrated = fdc_torch.Calibrated(model, self.calibrator, layer=self.layer)
         elif isinstance(self.calibrated.module, nn.ModuleList):
-            self.calibrated.module[0] = model  # A callback read alone comes with a copy.
+            self.calibrated.module[0] = model  # An unpickled callback has a copy.
         else:
             self.calibrated.module = model
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Keeps features by the network before the task; a checkpoint within it has them."""
-        if not self.begun:
+        """Computes features by the network before the task, for checkpoints within it, too."""
+        if not self.in_task:
             self.calibrated.to(pl_module.device).before_task(self.walk(trainer))
-        self.begun = True
+        self.in_task = True
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Collects the statistics of the task."""
+        """Fits the task."""
         self.calibrated.after_task(self.walk(trainer))
-        self.begun = False
+        self.in_task = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps: the calibrator, and the first network."""
-        state = {"begun": self.begun, **self.calibrated.get_extra_state()}
+        """Returns the state for a checkpoint: the calibrator and the first network."""
+        state = {"in_task": self.in_task, **self.calibrated.get_extra_state()}
         if isinstance(self.calibrated.module, nn.ModuleList):
             state["pretrained"] = self.calibrated.module[1].state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on from a checkpoint."""
-        self.begun = state_dict["begun"]
+        """Reads the state of a checkpoint."""
+        self.in_task = state_dict["in_task"]
         self.calibrated.set_extra_state(state_dict)
         if "pretrained" in state_dict:
             self.calibrated.module[1].load_state_dict(state_dict["pretrained"])

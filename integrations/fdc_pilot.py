@@ -1,7 +1,7 @@
-"""FDC on top of any learner of PILOT, and feature files of PILOT's and InfLoRA's checkpoints.
+"""FDC on top of any learner of PILOT, and feature files from checkpoints of PILOT and InfLoRA.
 
-`class Learner(FDCLearner, finetune.Learner)` is one; see docs/integrations.md. Labels are PILOT's
-own positions in the class order.
+`class Learner(FDCLearner, finetune.Learner)` is such a learner; see docs/integrations.md.
+Labels are positions in PILOT's class order.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from fdc_jax import calibration, heads
 from fdc_jax import torch as fdc_torch
 from fdc_jax.features import feature_files
 
-# PILOT asks for this module where timm before 0.9 had it.
+# PILOT imports this module by its name in timm before 0.9.
 with contextlib.suppress(ModuleNotFoundError):
     import timm.layers.weight_init
 
@@ -27,10 +27,10 @@ with contextlib.suppress(ModuleNotFoundError):
 
 
 class FDCLearner:
-    """Comes before a learner; `args["calibrator"]` may name one of `calibration.METHODS`.
+    """A base class before a learner of PILOT.
 
-    By default it is `fdc`; `gaussians` follows the network. `args["calibrator_settings"]` are its
-    settings.
+    `args["calibrator"]` names one of `calibration.METHODS`, by default `fdc`; `gaussians`
+    compensates for drift. `args["calibrator_settings"]` holds its settings.
     """
 
     def __init__(self: Any, args: dict[str, Any]) -> None:
@@ -40,7 +40,7 @@ class FDCLearner:
         self.frozen = copy.deepcopy(self._network)
 
     def incremental_train(self: Any, data_manager: Any) -> None:
-        """Trains, then collects the statistics of the task."""
+        """Trains the task, then fits it."""
         task, previous = self._cur_task + 1, None
         total = self._known_classes + data_manager.get_task_size(task)
         loader = _loader(data_manager, self._known_classes, total)
@@ -51,7 +51,7 @@ class FDCLearner:
         head = _head(self._network, task, np.unique(labels))
         self.calibrator.fit_task(adapted, labels, head, frozen, None, previous)
         self.calibrator.finalize()
-        # Training goes on to change the rows of earlier classes.
+        # Training changes the rows of earlier classes, too.
         known = enumerate(self.calibrator.classes)
         self.calibrator.replace_heads([_head(self._network, t, c) for t, c in known])
 
@@ -95,12 +95,12 @@ def dump(folder: str, learner: Any, data_manager: Any, checkpoints: Sequence[str
 
 def _loader(data_manager: Any, first: int, end: int, source: str = "train") -> DataLoader:
     images = data_manager.get_dataset(np.arange(first, end), source=source, mode="test")
-    own = torch.Generator()  # Training draws what it would without.
-    return DataLoader(images, 64, generator=own)
+    # A separate generator leaves the random numbers of training as they are.
+    return DataLoader(images, 64, generator=torch.Generator())
 
 
 def _views(learner: Any, frozen: nn.Module, loader: Any) -> tuple[np.ndarray, ...]:
-    """Returns features by the network and by the frozen one, and labels."""
+    """Returns features by the network and by the frozen network, and labels."""
     adapted, labels = learner._extract_vectors(loader)
     current, learner._network = learner._network, frozen.to(learner._device)
     vectors, learner._network = learner._extract_vectors(loader)[0], current
@@ -108,7 +108,7 @@ def _views(learner: Any, frozen: nn.Module, loader: Any) -> tuple[np.ndarray, ..
 
 
 def _head(network: Any, task: int, classes: np.ndarray) -> Any:
-    """Returns a task's part of the classifier, which is one or a list of one per task."""
+    """Returns the head of a task from a classifier, or from a list of one per task."""
     pool = getattr(network, "classifier_pool", None) or getattr(network.fc, "heads", None)
     layer, rows = (pool[task], slice(None)) if pool else (network.fc, classes)
     layer = layer[-1] if isinstance(layer, nn.Sequential) else layer

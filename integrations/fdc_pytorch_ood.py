@@ -19,12 +19,12 @@ class FDCDetector(FeaturesDetector):
     """Scores features by a calibrator over the tasks of a classifier.
 
     Args:
-        encoder: gives the features of inputs, [n, d]; None where features are given.
-        head: the classifier, with a row for each class.
-        tasks: labels of each task. By default all classes are one; more give FDC its residuals of
-            foreign tasks.
+        encoder: a function from inputs to features [n, d]; None to fit and predict features.
+        head: the classifier, with a row for every class.
+        tasks: labels of every task. By default all classes are one task; FDC has foreign residuals
+            only if there are more.
         calibrator: a name of `calibration.METHODS`.
-        settings: of the calibrator.
+        settings: settings of the calibrator.
     """
 
     requires_fit = True
@@ -50,7 +50,7 @@ class FDCDetector(FeaturesDetector):
         return self.fit_features(*extract_features(data_loader, self.encoder, self.device))
 
     def fit_features(self, x: Tensor, y: Tensor) -> "FDCDetector":
-        """Fits on features [n, d] and labels [n]; unknown labels, below zero, are left out."""
+        """Fits on features [n, d] and labels [n]; unknown labels, below zero, are ignored."""
         features, labels = x.detach().cpu().numpy(), y.cpu().numpy()
         calibrator = calibration.make(self.calibrator, **self.settings)
         for task in map(np.array, self.tasks):

@@ -1,8 +1,8 @@
-"""Prints the table of docs/integrations.md: `python integrations/measure.py`, names for a part.
+"""Prints the table of docs/integrations.md: `python integrations/measure.py [HEADING...]`.
 
-Runs the page's programs, of toolboxes that are installed, or the tests that run them: of PyTorch,
-whose program lacks a training, and of those that are only repositories, where `MAMMOTH`, `PILOT`
-and `LIBCONTINUAL` name their folders. Each prints its numbers as one dictionary; seconds are
+Runs the page's programs for the toolboxes that are installed, or a test that runs the program: for
+PyTorch, whose program has no training, and for toolboxes without a package, whose folders are in
+`MAMMOTH`, `PILOT` and `LIBCONTINUAL`. Every program prints its numbers as a dictionary; seconds are
 processor time with imports.
 """
 
@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# By heading of the page: what is installed, or the variable that names a repository; and the test
-# that runs the program, if it does not run alone.
+# By heading of the page: the package, or the variable with the folder of a repository; and the test
+# that runs the program if it does not run alone.
 ROWS = {
     "PyTorch": ("torch", "test_torch.py::test_program_of_the_page"),
     "transformers and PEFT": ("peft", ""),
@@ -51,14 +51,14 @@ def measured(command: list[str], folder: str) -> tuple[dict[str, float], float]:
     one = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1") | {"JAX_PLATFORMS": "cpu"}
     before, environment = spent(), os.environ | one | {"PYTHONPATH": os.pathsep.join(paths)}
     made = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    found = re.findall(r"\{'\w+': [\d.]+.*?\}", made.stdout)
-    if not found:
+    printed = re.findall(r"\{'\w+': [\d.]+.*?\}", made.stdout)
+    if not printed:
         raise SystemExit(f"{' '.join(command)[:200]}: no numbers\n{made.stdout}{made.stderr}")
-    return ast.literal_eval(found[0]), spent() - before
+    return ast.literal_eval(printed[0]), spent() - before
 
 
 def version(heading: str) -> str | None:
-    """Returns what is installed, or the commit of a repository; None where it is not there."""
+    """Returns the version of a package or the commit of a repository; None if it is missing."""
     name, _ = ROWS[heading]
     if not name.isupper():
         try:
@@ -73,15 +73,15 @@ def version(heading: str) -> str | None:
 
 
 def main(headings: list[str]) -> None:
-    """Prints a row for each heading, or for all."""
+    """Prints a row for every heading, by default all."""
     print("| | version | lines | seconds | before | after | date |\n|---|---|---|---|---|---|---|")
     for heading in headings or ROWS:
-        own, found, test = version(heading), program(heading), ROWS[heading][1]
+        own, code, test = version(heading), program(heading), ROWS[heading][1]
         if own is None:
             print(f"{heading}: not installed", file=sys.stderr)
             continue
-        lines = sum(bool(OWN.search(line)) for line in found.splitlines())
-        command = [sys.executable, "-W", "ignore", "-c", found]
+        lines = sum(bool(OWN.search(line)) for line in code.splitlines())
+        command = [sys.executable, "-W", "ignore", "-c", code]
         if test:
             command = [sys.executable, "-m", "pytest", "-n", "0", "-s", f"{ROOT}/tests/{test}"]
         with tempfile.TemporaryDirectory() as folder:
