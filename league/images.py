@@ -27,15 +27,14 @@ def rows(split: Dataset, wanted: Listed) -> dict[str, list[int]]:
     kinds = (split.class_names[label] for label in split.labels.tolist())
     pairs = zip(kinds, (pixels.hex()[:12] for pixels in split.pixel_hashes()), strict=True)
     row_of = {pair: row for row, pair in enumerate(pairs)}
-    missing = [
-        (kind, each) for kind in wanted for each in wanted[kind] if (kind, each) not in row_of
-    ]
+    pairs = [(kind, checksum) for kind in wanted for checksum in wanted[kind]]
+    missing = [pair for pair in pairs if pair not in row_of]
     if missing:
         raise InputError(
             f"{split.name}, split {split.split}: expected the images of {LIST.name}, "
             f"{len(missing)} are missing, among them {' '.join(missing[0])}"
         )
-    return {kind: [row_of[kind, each] for each in wanted[kind]] for kind in wanted}
+    return {kind: [row_of[kind, checksum] for checksum in wanted[kind]] for kind in wanted}
 
 
 def write_listed(folder: str | Path, splits: Sequence[Dataset], listed: dict[str, Listed]) -> None:

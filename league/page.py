@@ -26,7 +26,7 @@ _COLUMNS = (
     *("method", "code", "head", "rates", "seeds", "accuracy", "behind the first"),
     *("mean over tasks", "right task", "among three", "passes", "processor s", "storage, MiB"),
 )
-_REACHED = ("after the last task", "mean over tasks")  # what `reached` returns
+_REACHED = ("after the last task", "mean over tasks")  # the columns of `reached`
 _MADE = re.compile(r"(<!-- made: (\w+) -->\n).*?(\n<!-- end -->)", re.DOTALL)
 
 # What is said of a method: `title` and `what`; perhaps the others.
@@ -37,7 +37,7 @@ Row = list[dict[str, Any]]
 
 
 def right(record: dict[str, Any]) -> Float[np.ndarray, " n"]:
-    """Returns 1 for each test image whose class was predicted, 0 for the others."""
+    """Returns 1 for correctly classified test images, 0 for the others."""
     label, task_of = records.truth(record)
     text = record["predictions"]["label"]
     return (evaluation.unpack(text, len(label), len(task_of), "label") == label).astype(float)
@@ -45,20 +45,20 @@ def right(record: dict[str, Any]) -> Float[np.ndarray, " n"]:
 
 def behind(first: Row, other: Row) -> tuple[float, float]:
     """Returns the difference of two rows in points, by test image, and half its interval."""
-    means = [np.mean([right(each) for each in row], axis=0) for row in (first, other)]
+    means = [np.mean([right(record) for record in row], axis=0) for row in (first, other)]
     difference = 100 * (means[1] - means[0])
     return difference.mean(), 1.96 * difference.std(ddof=1) / len(difference) ** 0.5
 
 
 def reached(row: Row) -> list[str]:
     """Returns the accuracy after the last task and its mean over tasks."""
-    averages = [float(np.mean(each["curve"])) for each in row]
-    return [spread([each["accuracy"] for each in row]), spread(averages)]
+    averages = [float(np.mean(record["curve"])) for record in row]
+    return [spread([record["accuracy"] for record in row]), spread(averages)]
 
 
 def mean(row: Row, name: str) -> float | None:
     """Returns the mean of a number over seeds, None where a record lacks it."""
-    values: list[Any] = [each.get(name) for each in row]
+    values: list[Any] = [record.get(name) for record in row]
     return None if None in values else float(np.mean(values))
 
 
@@ -68,7 +68,7 @@ def cell(value: float | None, digits: int = 2) -> str:
 
 
 def title(method: str, known: dict[str, Any]) -> str:
-    """Returns what a method is called; InputError where its entry lacks or misspells something."""
+    """Returns the title of a method; raises InputError if its entry is missing or wrong."""
     if method not in known:
         raise InputError(f"{METHODS_FILE}: expected an entry for {method}")
     if not {"title", "what"} <= known[method].keys() <= _ENTRY:
@@ -80,12 +80,12 @@ def title(method: str, known: dict[str, Any]) -> str:
 
 
 def searched(rows: list[Row]) -> str:
-    """Returns what a search of learning rates found for the heads of a code, nothing without."""
+    """Returns a sentence with the held-out accuracy by learning rate, "" without a search."""
     found = [(head(row), row[0]) for row in rows if row[0].get("rates")]
     if not found:
         return ""
     heads = (
-        f"{name} {', '.join(f'× {rate} {each:.1f}' for rate, each in record['rates'].items())}"
+        f"{name} {', '.join(f'× {rate} {share:.1f}' for rate, share in record['rates'].items())}"
         for name, record in found
     )
     costs = dict.fromkeys(f"{record['search_seconds']:,.0f}" for _, record in found)
@@ -95,13 +95,13 @@ def searched(rows: list[Row]) -> str:
 
 
 def head(row: Row) -> str:
-    """Returns what decides: a calibrator of this package, or the method's own head (`raw`)."""
+    """Returns the name of the head: a calibrator of this package, or "own" for others' code."""
     own = row[0]["code"] != "fdc_jax" and row[0]["calibrator"] == "raw"
     return "own" if own else METHODS[row[0]["calibrator"]].title
 
 
 def lines(columns: Sequence[str], texts: int, rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table as Markdown, of which so many columns are text."""
+    """Returns a table as Markdown; the first `texts` columns are text, the others numbers."""
     rule = "|---" * texts + "|--:" * (len(columns) - texts) + "|"
     return "\n".join([f"| {' | '.join(columns)} |", rule, *(f"| {' | '.join(r)} |" for r in rows)])
 
@@ -110,16 +110,16 @@ def cells(row: Row, first: Row, known: dict[str, Any]) -> list[str]:
     """Returns a row of the league."""
     record, name = row[0], title(row[0]["method"], known)
     place = re.sub(r"[^\w-]", "", name.lower().replace(" ", "-"))
-    recalls: list[Any] = [(each.get("task_recall") or {}).get("3") for each in row]
+    recalls: list[Any] = [(record.get("task_recall") or {}).get("3") for record in row]
     storage, (accuracy, average) = mean(row, "storage_bytes"), reached(row)
     return [
         f"[{name}](#{place})",
         record["code"].partition("/")[2] or "ours",
         head(row),
         ", ".join(
-            dict.fromkeys(f"× {rate}" if (rate := each.get("rate")) else "–" for each in row)
+            dict.fromkeys(f"× {rate}" if (rate := record.get("rate")) else "–" for record in row)
         ),
-        ", ".join(str(each["seed"]) for each in row),
+        ", ".join(str(record["seed"]) for record in row),
         accuracy,
         "" if row is first else "{:+.2f} ± {:.2f}".format(*behind(first, row)),
         average,
@@ -138,18 +138,18 @@ def table(rows: list[Row], known: dict[str, Any]) -> str:
 
 def changes(rows: Iterable[Row]) -> dict[str, None]:
     """Returns the sentences of what was changed in somebody else's code, in order."""
-    texts = (each["changes"] for row in rows for each in row if each["changes"])
+    texts = (record["changes"] for row in rows for record in row if record["changes"])
     return dict.fromkeys(said for text in texts for said in re.split(r"(?<=\.) ", text))
 
 
 def shared(rows: list[Row]) -> list[str]:
-    """Returns what was changed in all of somebody else's code."""
-    others = [changes([[each]]) for row in rows for each in row if each["code"] != "fdc_jax"]
+    """Returns the changes that all code of others has in common."""
+    others = [changes([[record]]) for row in rows for record in row if record["code"] != "fdc_jax"]
     return [said for said in changes(rows) if all(said in other for other in others)]
 
 
 def section(method: str, rows: list[Row], about: dict[str, str], everywhere: list[str]) -> str:
-    """Returns what is said of a method, by its first rows of one protocol."""
+    """Returns the section of a method, with its rows of the first protocol that has it."""
     every = [row for row in rows if row[0]["method"] == method]
     own = [row for row in every if row[0]["data"] == every[0][0]["data"]]
     said = [f"### {about['title']}", about["what"], about.get("differences", "")]
@@ -163,7 +163,7 @@ def section(method: str, rows: list[Row], about: dict[str, str], everywhere: lis
     codes = {(row[0]["code"], row[0]["commit"]) for row in own if row[0]["code"] != "fdc_jax"}
     code = [f"Code: {code} at `{commit[:7]}`." for code, commit in sorted(codes)]
     once = everywhere if "settings" in about else []
-    said.append(" ".join([*code, *(each for each in changes(own) if each not in once)]))
+    said.append(" ".join([*code, *(text for text in changes(own) if text not in once)]))
     if "settings" in about:
         said.append(f"`python league/pilot.py CLONE {about['settings']}`")
     said += map(searched, by_code.values())
@@ -178,16 +178,16 @@ def section(method: str, rows: list[Row], about: dict[str, str], everywhere: lis
 def one_pass(found: list[dict[str, Any]], first: Row, known: dict[str, Any]) -> str:
     """Returns the table of class Gaussians by one pass, best first.
 
-    Of each learner `found` has the labels of each seed, of the images of the league's first row.
+    `found` has the labels of every learner and seed, for the test images of the first row.
     """
     rows = []
-    for each in found:
-        labels = zip(each["seeds"], each["labels"], strict=True)
+    for learner in found:
+        labels = zip(learner["seeds"], learner["labels"], strict=True)
         row = [first[0] | {"seed": s, "predictions": {"label": text}} for s, text in labels]
         difference = "{:+.2f} ± {:.2f}".format(*behind(first, row))
         accuracy = [100 * float(right(record).mean()) for record in row]
-        seeds = ", ".join(map(str, each["seeds"]))
-        said = [title(each["learner"], known), seeds, spread(accuracy), difference]
+        seeds = ", ".join(map(str, learner["seeds"]))
+        said = [title(learner["learner"], known), seeds, spread(accuracy), difference]
         rows.append((-np.mean(accuracy), said))
     return lines(("learner", *_COLUMNS[4:7]), 2, (said for _, said in sorted(rows)))
 
@@ -210,7 +210,7 @@ def orders(record: dict[str, Any]) -> str:
 def trained(by_order: dict[str, list[Row]], known: dict[str, Any]) -> str:
     """Returns the table of what was learned in every order, by seed 1."""
     found: list[dict[tuple[str, str, str], Row]] = [
-        {key(each): [each] for row in rows for each in row if each["seed"] == 1}
+        {key(record): [record] for row in rows for record in row if record["seed"] == 1}
         for rows in by_order.values()
     ]
     shown = []
@@ -235,7 +235,7 @@ def figure(rows: list[Row], known: dict[str, Any]) -> str:
         places = [(row, mean(row, "processor_seconds"), mean(row, "accuracy")) for row in rows]
         drawn: list[Any] = [place for place in places if place[1] is not None]
         middle = np.median([x for _, x, _ in drawn])
-        names: dict[str, tuple[float, float]] = {}  # where each stands, in data
+        names: dict[str, tuple[float, float]] = {}  # positions of the names, in data coordinates
         for row, x, y in drawn:
             name = title(row[0]["method"], known)
             colour, marker, label = kinds.get(head(row), (drawing.INK, "x", "other"))
@@ -263,7 +263,7 @@ def figure(rows: list[Row], known: dict[str, Any]) -> str:
 
 
 def key(record: dict[str, Any]) -> tuple[str, str, str]:
-    """Returns what the records of a row have in common."""
+    """Returns code, method and calibrator, which the records of a row share."""
     return record["code"], record["method"], record["calibrator"]
 
 
@@ -272,8 +272,8 @@ def read(folder: str) -> list[Row]:
     groups: dict[tuple[str, str, str], Row] = {}
     for record in records.read(RECORDS / folder).values():
         groups.setdefault(key(record), []).append(record)
-    rows = [sorted(row, key=lambda each: each["seed"]) for row in groups.values()]
-    return sorted(rows, key=lambda row: -float(np.mean([each["accuracy"] for each in row])))
+    rows = [sorted(row, key=lambda record: record["seed"]) for row in groups.values()]
+    return sorted(rows, key=lambda row: -float(np.mean([record["accuracy"] for record in row])))
 
 
 def page() -> tuple[str, str]:

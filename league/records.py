@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 from jaxtyping import Int
+from jsonschema import Draft202012Validator, exceptions, validators
 
 from fdc_jax import evaluation
 from fdc_jax.calibration import METHODS
@@ -29,13 +29,13 @@ _COMPUTED = ("accuracy", "curve", "routing_accuracy", "task_recall")
 RECALL = (1, 2, 3, 5)
 
 # 5.0 is no whole number, and NaN is no number.
-_types = jsonschema.Draft202012Validator.TYPE_CHECKER.redefine_many(
+_types = Draft202012Validator.TYPE_CHECKER.redefine_many(
     {
         "integer": lambda _, value: type(value) is int,
         "number": lambda _, value: type(value) in (int, float) and math.isfinite(value),
     }
 )
-_Validator = jsonschema.validators.extend(jsonschema.Draft202012Validator, type_checker=_types)
+_Validator = validators.extend(Draft202012Validator, type_checker=_types)
 
 
 def require(
@@ -49,7 +49,7 @@ def require(
         "additionalProperties": False,
         "description": "an object",
     }
-    error = jsonschema.exceptions.best_match(_Validator(schema).iter_errors(value))
+    error = exceptions.best_match(_Validator(schema).iter_errors(value))
     if error is None:
         return
     path = ".".join(map(str, error.absolute_path))
@@ -167,8 +167,8 @@ def write(record: dict[str, Any], folder: str | Path) -> Path:
     """Checks a record, writes it with one line per field, and returns its path."""
     check(record, "the record")
     code = [record["code"]] * (record["code"] != "fdc_jax")
-    words = (record["method"], record["calibrator"], *code, str(record["seed"]))
-    name = "-".join(re.sub(r"\W+", "_", word).lower() for word in words)
+    parts = (record["method"], record["calibrator"], *code, str(record["seed"]))
+    name = "-".join(re.sub(r"\W+", "_", word).lower() for word in parts)
     path = Path(folder) / f"{name}.json"
     if other := min(Path(folder).glob("*.json"), default=None):
         _check_same(record, "the record", other, read_object(other))

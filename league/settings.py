@@ -10,6 +10,8 @@ per task. The first command writes the images. FILE is AugReg's file with the ch
 default in the current folder. README.md has the results.
 """
 
+from typing import Any
+
 import ml_collections
 
 from fdc_jax.run import base
@@ -21,7 +23,7 @@ IMAGES = "runs/league_images"
 
 def get_config(learner: str = "cumulative_lora") -> ml_collections.ConfigDict:
     """Returns the protocol for a learner."""
-    config = base.get_config("cifar100", learner)
+    config: Any = base.get_config("cifar100", learner)
     config.benchmark = "league"
     config.classes_per_task = 5
     config.data.source = IMAGES

@@ -92,7 +92,7 @@ def changes(config: dict[str, Any]) -> str:
 
 
 def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the record of what other code predicted for a folder of `images.export`.
+    """Returns the record of other code's predictions for a folder of `images.export`.
 
     The `.npz` has `label_t` [n_t] for each task t from 0, the predicted labels of the test images
     seen after it in the order of the folder, and perhaps `task_scores` [n, tasks].
@@ -110,8 +110,8 @@ def of_dump(path: str | Path, images: str | Path, facts: Mapping[str, Any]) -> d
         raise InputError(did_you_mean(str(path), unknown[0], [*names, "task_scores"]))
     for name in names:
         if name not in arrays or arrays[name].dtype.kind not in "iu":
-            found = f"{name} of {arrays[name].dtype}" if name in arrays else ", ".join(arrays)[:80]
-            raise InputError(f"{path}: expected whole numbers {name}, found {found or 'nothing'}")
+            given = f"{name} of {arrays[name].dtype}" if name in arrays else ", ".join(arrays)[:80]
+            raise InputError(f"{path}: expected whole numbers {name}, found {given or 'nothing'}")
     after = [evaluation.pack(arrays[name]) for name in names]
     record["predictions"] = {"label": after[-1], "label_after": after}
     if "task_scores" in arrays:
