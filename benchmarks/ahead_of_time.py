@@ -9,7 +9,6 @@ runs: memory is what the compiler plans, and times, of TPUs alone, are sums of i
 """
 
 import collections
-import dataclasses
 import importlib.util
 import json
 import math
@@ -34,7 +33,6 @@ from fdc_jax.calibration import fdc
 from fdc_jax.calibration.compiled import padded_size
 from fdc_jax.errors import InputError
 from fdc_jax.features.extraction import Extractor
-from fdc_jax.machine import devices
 from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.ahead_of_time"
@@ -62,7 +60,7 @@ def step(
         return frozen, trained, update.initialise(trained)
 
     backbone = vit.parameter_shapes(model, model.variant.image_size)
-    batch = measure.noise(batch_size, model.variant.image_size, classes, seed=0)
+    batch = synthetic.noise(batch_size, model.variant.image_size, classes, seed=0)
     fixed = _placed(mesh, (backbone, *jax.eval_shape(start, backbone)))
     arguments = (*fixed, _placed(mesh, batch, np.ndarray), rate)
     return Program(update.step, arguments, batch_size)
@@ -72,7 +70,7 @@ def extraction(mesh: Mesh, model: Any, batch_size: int) -> Program:
     """Returns the extraction of features by one encoder."""
     backbone = vit.parameter_shapes(model, model.variant.image_size)
     fixed = _placed(mesh, (backbone, jax.eval_shape(vit.pretrained_kernels, backbone)))
-    images = measure.noise(batch_size, model.variant.image_size, 1, seed=0).images
+    images = synthetic.noise(batch_size, model.variant.image_size, 1, seed=0).images
     function = Extractor(model, mesh).encode
     arguments = (fixed[0], _placed(mesh, images, np.ndarray), fixed[1])
     return Program(function, arguments, batch_size)
@@ -292,10 +290,7 @@ def main() -> None:
         )
     given = {"variant": options.variant, "image_size": options.image_size}
     for mesh in meshes:
-        model = vit.build(**given, precision="fast", cudnn=devices.have_cudnn(mesh))
-        # Programs take the side of their images from the variant.
-        variant = dataclasses.replace(model.variant, image_size=options.image_size)
-        model = model.clone(variant=variant)
+        model = synthetic.encoder(options, "fast", mesh=mesh)
         for size in sizes:
             makers = {name: partial(step, mesh, model, name, size, **STREAM) for name in names}
             makers["extraction"] = partial(extraction, mesh, model, size)

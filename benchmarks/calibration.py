@@ -5,8 +5,7 @@ r"""Time, memory and storage of a calibrator: fit and scoring, by the number of 
         --width=192 --views=1
 
 Features are random and drawn task by task, outside the clock. Every number of tasks and of images
-is measured in a process of its own, whose largest resident memory is that of the point. Of several
-points the growth is fitted: the exponents of time and memory in tasks and in images.
+is measured in a process of its own, whose largest resident memory is that of the point.
 """
 
 import resource
@@ -75,13 +74,22 @@ def peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def fit_and_score(point: Point, method: str, repeats: int) -> dict[str, Any]:
-    """Fits all tasks of a point, the first of which compiles, and scores with them."""
+def fit_and_score(point: Point, method: str, repeats: int, place: Any = None) -> dict[str, Any]:
+    """Fits all tasks of a point, the first of which compiles, and scores with them.
+
+    Features lie where `place` puts them, on the host by default.
+    """
+
+    def placed(task: int) -> dict[str, Any]:
+        views = ("previous", *VIEWS) if place else ()
+        given = point.features(task)
+        return given | {name: place(given[name]) for name in views if given.get(name) is not None}
+
     single = {"pretrained_view_weight": 0.0} if (method, point.views) == ("fdc", 1) else {}
     calibrator: Any = calibration.make(method, **single)
     fit = np.zeros((point.tasks, 2))
     for task in range(point.tasks):
-        given = point.features(task)
+        given = placed(task)
         fit[task] = measure.timed(lambda given=given: calibrator.fit_task(**given))[1]
     _, finalize = measure.timed(calibrator.finalize)
     found = {**point._asdict(), "method": method, "storage_bytes": calibrator.storage_bytes}
@@ -89,7 +97,7 @@ def fit_and_score(point: Point, method: str, repeats: int) -> dict[str, Any]:
         residuals = sum(u.values.nbytes + u.weights.nbytes for u in calibrator.foreign)
         ranks = [len(view.basis) for task in calibrator.tasks for view in task.views]
         found |= {"foreign_residual_bytes": residuals, "mean_rank": float(np.mean(ranks))}
-    given, score = point.features(0), {}
+    given, score = placed(0), {}
     for size in BATCHES:
         batch = [each if each is None else each[:size] for each in map(given.get, VIEWS)]
         calibrator.score(*batch)
@@ -120,22 +128,6 @@ def line(found: dict[str, Any]) -> str:
     )
 
 
-def growth(results: list[dict[str, Any]]) -> dict[str, float]:
-    """Returns exponents of time and memory, along tasks and along images where both vary."""
-    found = {}
-    for along, fixed in (("tasks", "images"), ("images", "tasks")):
-        last = [each for each in results if each[fixed] == results[-1][fixed]]
-        if len({each[along] for each in last}) < 2:
-            continue
-        for name, values in (
-            ("fit", [each["fit_seconds"]["processor"] for each in last]),
-            ("peak", [each["peak_memory_bytes"] for each in last]),
-        ):
-            sizes = np.log([each[along] for each in last])
-            found[f"{name}_by_{along}"] = float(np.polyfit(sizes, np.log(values), 1)[0])
-    return found
-
-
 def main() -> None:
     """Measures every number of tasks, prints a line for each and writes them as JSON."""
     flags = {"tasks": "20", "images": "6000", "classes": 100, "width": 768, "views": 2}
@@ -160,10 +152,7 @@ def main() -> None:
     for point, method in points:
         results.append(measure.in_a_process(fit_and_score, point, method, options.repeats))
         print(line(results[-1]), flush=True)
-    exponents = growth(results) if len(methods) == 1 else {}
-    for name, exponent in exponents.items():
-        print(f"{name.replace('_', ' ')}: to the power of {exponent:.2f}")
-    measure.write_report(PROGRAM, options, {"results": results, "growth": exponents} | device)
+    measure.write_report(PROGRAM, options, {"results": results} | device)
 
 
 if __name__ == "__main__":

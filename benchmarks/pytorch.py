@@ -1,31 +1,26 @@
-"""The encoder, its increments and its training step in PyTorch, to be timed beside ours.
+"""A training step in PyTorch, to be timed beside ours, on a GPU where PyTorch sees one.
 
 Plain PyTorch with the layout of timm's Vision Transformers, which PyTorch codes of the field build
-on. It is written in two ways. `eager` is as those codes have it: one product for query, key and
-value, the product of an increment's factors times the tokens beside it, fused attention, exact
-GELU, every token through the last block, the batch as a whole. `expert` is what PyTorch can do:
-increments are merged into their kernels once a step, with gradients of the factors along the rank;
-the class token alone goes through the last block; a processor takes portions that stay in its
-caches, as ours does; extraction is compiled with frozen weights. It runs on a GPU where PyTorch
-sees one.
+on, in two forms. The first is as those codes have it: float32, one product for query, key, value,
+the product of an increment's factors times the tokens beside it, fused attention, exact GELU, and
+every token through the last block. The second is as an expert has it: bfloat16 by autocast and
+`torch.compile`; increments are merged into their kernels once a step, with gradients of the factors
+along the rank, and the class token alone goes through the last block.
 """
 
-import argparse
 import collections
-import contextlib
 import itertools
-import os
+import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 from torch import nn  # pyright: ignore[reportMissingImports]
-from torch._inductor import config as inductor  # pyright: ignore[reportMissingImports]
 from torch.nn import functional  # pyright: ignore[reportMissingImports]
 
-from benchmarks import measure, synthetic
-from fdc_jax.model import layouts, operations, vit
+from benchmarks import flops, measure, speed, synthetic
+from fdc_jax.model import layouts, vit
 from fdc_jax.run import base
 
 # What PyTorch calls the factors of an increment.
@@ -61,36 +56,37 @@ class Merged(torch.autograd.Function):
         whole = gradients[0]
         rows, width = x.flatten(0, -2), x.shape[-1]
         found = []
+        # Under autocast tokens are bfloat16, weights float32.
+        factors = [factor.to(whole.dtype) for factor in factors]
         for part, (down, up) in enumerate((factors[:2], factors[2:])):
             end = whole.shape[-1] - (1 - part) * width
             one = whole[..., end - width : end].flatten(0, -2)
-            found += [(one @ up).T @ rows, one.T @ (rows @ down.T)]
+            found += [((one @ up).T @ rows).float(), (one.T @ (rows @ down.T)).float()]
+        weight = weight.to(whole.dtype)
         return whole @ weight if ctx.needs_input_grad[0] else None, None, None, *found
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention with optional increments of keys and values."""
+    """Multi-head self-attention with increments of keys and values."""
 
     def __init__(self, width: int, heads: int, rank: int, expert: bool):
         super().__init__()
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
-        self.key = LowRank(width, rank) if rank else None
-        self.value = LowRank(width, rank) if rank else None
+        self.key, self.value = LowRank(width, rank), LowRank(width, rank)
         self.expert = expert
 
     def merge(self):
         """Merges the increments into the weight; once a step."""
         with torch.no_grad():
-            parts, layers = [*self.qkv.weight.chunk(3)], [self.key, self.value]
-            each: Any
-            for at, each in enumerate(layers, 1):
-                parts[at] = torch.addmm(parts[at], each.up.weight, each.down.weight)
-            self.weight = torch.cat(parts)
+            query, key, value = self.qkv.weight.chunk(3)
+            key = torch.addmm(key, self.key.up.weight, self.key.down.weight)
+            value = torch.addmm(value, self.value.up.weight, self.value.down.weight)
+            self.weight = torch.cat([query, key, value])
 
     def _project(self, x, first: int):
-        if not (self.expert and self.key is not None and self.value is not None):
+        if not self.expert:
             return functional.linear(x, self.qkv.weight[first:], self.qkv.bias[first:])
         layers = (self.key.down, self.key.up, self.value.down, self.value.up)
         factors = (each.weight for each in layers)
@@ -108,7 +104,7 @@ class Attention(nn.Module):
         else:
             few = functional.linear(x[:, :queries], self.qkv.weight[:width], self.qkv.bias[:width])
             (q,), (k, v) = split(few), split(self._project(x, width))
-        if not self.expert and self.key is not None and self.value is not None:
+        if not self.expert:
             k, v = k + split(self.key(x))[0], v + split(self.value(x))[0]
         mixed = functional.scaled_dot_product_attention(q, k, v)
         return self.proj(mixed.transpose(1, 2).reshape(n, -1, width))
@@ -134,7 +130,7 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Images to head-input features, with increments unless their rank is 0."""
+    """Images to head-input features, with increments."""
 
     def __init__(self, variant: vit.Variant, image_size: int, rank: int, expert: bool):
         super().__init__()
@@ -157,38 +153,13 @@ class VisionTransformer(nn.Module):
         return self.norm(self.blocks[-1](x, self.queries)[:, 0])
 
 
-def _prepare(options: argparse.Namespace) -> tuple[Any, Any]:
-    """Returns the device and what runs in the precision that is asked for."""
-    # JAX converts weights alone here: the accelerator is PyTorch's.
-    jax.config.update("jax_platforms", "cpu")
-    options.attention = "xla"
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.backends.cudnn.allow_tf32 = False
-    torch.set_float32_matmul_precision("highest")
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and options.cores:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-    fast = options.precision == "fast"
-
-    def context():
-        if not fast:
-            return contextlib.nullcontext()
-        return torch.autocast(device.type, dtype=torch.bfloat16)
-
-    return device, context
-
-
-def _about(device: Any) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    return {"device": f"1 x {name}", "torch": torch.__version__}
-
-
-def _encoder(options: argparse.Namespace, expert: bool, device, kernels, problem, increment=None):
-    rank = 0 if increment is None else synthetic.RANK
-    variant = vit.VARIANTS[options.variant]
-    net = VisionTransformer(variant, options.image_size, rank, expert)
-    arrays, _ = layouts.as_timm(problem.parameters, variant, kernels, options.image_size)
-    for part, factors in (increment or {}).items():
+def _encoder(options: Any, expert: bool, device: Any, problem: synthetic.Problem) -> Any:
+    """Returns the encoder with its increments, which alone are trained, on the device."""
+    variant, size = problem.model.variant, options.image_size
+    net = VisionTransformer(variant, size, synthetic.RANK, expert)
+    arrays, _ = layouts.as_timm(problem.parameters, variant, problem.pretrained, size)
+    increment: Any = problem.increment
+    for part, factors in increment.items():
         for (factor, layer), block in itertools.product(_FACTORS.items(), range(variant.depth)):
             arrays[f"blocks.{block}.attn.{part}.{layer}.weight"] = factors[factor][block].T
     net.load_state_dict({path: torch.tensor(array) for path, array in arrays.items()})
@@ -197,83 +168,61 @@ def _encoder(options: argparse.Namespace, expert: bool, device, kernels, problem
     return net.to(device)
 
 
-def _portions(options: argparse.Namespace, expert: bool, device) -> int:
-    """Returns how many images are taken together."""
-    if not expert or device.type == "cuda":
-        return options.batch_size
-    tokens = (options.image_size // vit.VARIANTS[options.variant].patch) ** 2 + 1
-    return max(1, round(operations.PORTION_TOKENS["cpu"] / tokens))
-
-
-def training_step(options: argparse.Namespace, name: str) -> measure.Contender:
-    """Returns a step of Adam on increments and head."""
-    device, context = _prepare(options)
-    problem, expert = synthetic.problem(options), name == "pytorch_expert"
-    net = _encoder(options, expert, device, problem.pretrained, problem, problem.increment)
-    head = torch.nn.Linear(problem.model.variant.width, synthetic.CLASSES)
-    with torch.no_grad():
-        head.weight.copy_(torch.from_numpy(problem.head.weight))
-        head.bias.zero_()
+def training_step(options: Any, expert: bool) -> Iterator[Any]:
+    """Yields a step of Adam on increments and head, and its agreement with ours."""
+    # JAX converts weights alone here: the accelerator is PyTorch's.
+    jax.config.update("jax_platforms", "cpu")
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.set_float32_matmul_precision("highest")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    precision, size = "fast" if expert else "parity", options.batch_size
+    problem = synthetic.problem(
+        synthetic.encoder(options, "parity", "xla"), options.image_size, size
+    )
+    net = _encoder(options, expert, device, problem)
+    head: Any = torch.nn.Linear(problem.model.variant.width, synthetic.CLASSES)
+    head.load_state_dict({k: torch.from_numpy(v) for k, v in problem.head._asdict().items()})
     head.to(device)
     rates: Any = base.get_config().train
     ours = [p for p in net.parameters() if p.requires_grad]
     groups = [{"params": ours, "lr": rates.increment_learning_rate}]
     groups.append({"params": [*head.parameters()], "lr": rates.head_learning_rate})
     optimizer = torch.optim.Adam(groups)
-    images = torch.from_numpy(problem.images).to(device)
-    labels = torch.from_numpy(problem.labels).long().to(device)
+    images = torch.from_numpy(problem.batch.images).to(device)
+    labels = torch.from_numpy(problem.batch.labels).long().to(device)
+    encode: Any = torch.compile(net) if expert else net
 
-    size = _portions(options, expert, device)
-
-    def repeat():
+    def call() -> Any:
         optimizer.zero_grad()
         if expert:
             for block in net.blocks:
                 block.attn.merge()
-        total = 0.0
-        for some, of in zip(images.split(size), labels.split(size), strict=True):
-            with context():
-                loss = functional.cross_entropy(head(net(some)), of, reduction="sum") / len(labels)
-            loss.backward()
-            total += loss.detach()
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=expert):
+            loss = functional.cross_entropy(head(encode(images)), labels)
+        loss.backward()
         optimizer.step()
-        return float(total)
+        return loss.detach()
 
-    first = repeat()
-
-    def gradient(part, factor):
-        layers = [net.get_submodule(f"{block}.attn.{part}.{_FACTORS[factor]}") for block in blocks]
-        return torch.stack([each.weight.grad.T for each in layers]).float().cpu().numpy()
-
-    blocks = [f"blocks.{block}" for block in range(len(net.blocks))]
-    outputs = {"A": gradient("key", "A"), "B": gradient("value", "B")}
-    outputs["loss"] = np.array([first, repeat()])
-
-    def synchronised():
-        repeat()
+    def wait() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
 
-    return measure.Contender(synchronised, outputs, _about(device))
-
-
-def extraction(options: argparse.Namespace, name: str) -> measure.Contender:
-    """Returns the features of one view."""
-    device, context = _prepare(options)
-    problem, expert = synthetic.problem(options), name == "pytorch_expert"
-    encode: Any = _encoder(options, expert, device, problem.kernels, problem).eval()
-    if expert:
-        inductor.freezing = True
-        encode = torch.compile(encode)
-    size = _portions(options, expert, device)
-
-    def repeat(batches: int = options.batches):
-        found = []
-        with torch.inference_mode(), context():
-            for _ in range(batches):
-                images = torch.from_numpy(problem.images).to(device, non_blocking=True)
-                encoded = torch.cat([encode(some) for some in images.split(size)])
-                found.append(encoded.float().cpu().numpy())
-        return found
-
-    return measure.Contender(repeat, {"adapted": repeat(1)[0]}, _about(device))
+    start = time.perf_counter()
+    numbers = {"loss": float(call())}
+    compiled = time.perf_counter() - start
+    blocks = [block.attn for block in net.blocks]
+    for part, factor in (("key", "A"), ("value", "B")):
+        layers = [getattr(getattr(block, part), _FACTORS[factor]) for block in blocks]
+        norm = torch.stack([layer.weight.grad.float() for layer in layers]).norm()
+        numbers[f"gradient of {part} {factor}"] = float(norm)
+    numbers["second loss"] = float(call())
+    name = "PyTorch, compiled, bfloat16" if expert else "PyTorch as the field writes it, float32"
+    yield from speed.agreement(options, name, precision, numbers)
+    seconds = measure.paced(call, wait=wait)
+    count = flops.training_step(problem.model.variant, options.image_size, synthetic.RANK, size)
+    found = speed.row(f"{name}, batch {size}", seconds, size, count)
+    if device.type == "cuda":
+        found["teraflops"] = 1e-12 * count / seconds["clock"]
+        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        found["device"] = torch.cuda.get_device_name()
+    yield found | {"compile_seconds": compiled, "torch": torch.__version__}

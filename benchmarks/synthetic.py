@@ -1,13 +1,13 @@
-"""Random encoders, images and labels, the same in every process that asks for them."""
+"""Random encoders, images and labels, equal in every process and on every device."""
 
-import argparse
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from benchmarks import measure
 from fdc_jax import learners
+from fdc_jax.data.batches import Batch
 from fdc_jax.heads import LinearHead
 from fdc_jax.learners import training
 from fdc_jax.machine import devices
@@ -19,16 +19,46 @@ CLASSES = 5
 
 
 class Problem(NamedTuple):
-    """What contenders work on: NumPy arrays, so that none of them has them on its device yet."""
+    """Arrays of NumPy, so that no contender has them on its device yet."""
 
     model: vit.VisionTransformer
     parameters: Any
     pretrained: vit.KeyValueKernels
-    kernels: vit.KeyValueKernels
+    kernels: vit.KeyValueKernels  # with the increment
     increment: vit.Increment
     head: LinearHead
-    images: np.ndarray
-    labels: np.ndarray
+    batch: Batch
+
+
+def encoder(
+    options: Any, precision: str, attention: str = "auto", mesh: Any = None
+) -> vit.VisionTransformer:
+    """Returns the encoder of the flags --variant and --image_size, for the devices of a mesh."""
+    kind: Any = {"precision": precision, "attention": attention}
+    kind |= {"cudnn": devices.have_cudnn(mesh or devices.data_mesh())}
+    model = vit.build(options.variant, options.image_size, **kind)
+    # Programs take the side of their images from the variant.
+    return model.clone(variant=dataclasses.replace(model.variant, image_size=options.image_size))
+
+
+def noise(size: int, side: int, classes: int, seed: int) -> Batch:
+    """Returns a training batch of random pixels."""
+    pixels = np.random.default_rng(seed).integers(0, 256, (size, side, side, 3), np.uint8)
+    labels = (np.arange(size) % classes).astype(np.int32)
+    return Batch(pixels, labels, np.ones(size, np.float32))
+
+
+def parameters(model: vit.VisionTransformer, image_size: int) -> Any:
+    """Returns parameters as large as fresh ones, of which no leaf is constant."""
+    rng, width = np.random.default_rng(0), model.variant.width
+    shapes: Any = vit.parameter_shapes(model, image_size)  # pyright: ignore[reportArgumentType]
+    scales = {"kernel": (width**-0.5, 0.0), "scale": (0.1, 1.0)}
+
+    def draw(path, leaf):
+        scale, centre = scales.get(path[-1].key, (0.02, 0.0))
+        return np.float32(scale) * rng.standard_normal(leaf.shape, np.float32) + np.float32(centre)
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
 
 
 def learning(
@@ -36,7 +66,7 @@ def learning(
 ) -> tuple[learners.Learner, training.Update, Any]:
     """Returns a learner in the paper's settings, its update, and its first rates."""
     config: Any = base.get_config()
-    config.learner.name = name
+    config.learner.name, config.encoder.image_size = name, model.variant.image_size
     setup = training.Setup(model, classes_per_task, config, mesh or devices.data_mesh())
     learner = learners.make(setup)
     update = learner.update()
@@ -44,32 +74,21 @@ def learning(
     return learner, update, rate
 
 
-def problem(options: argparse.Namespace) -> Problem:
+def problem(model: vit.VisionTransformer, image_size: int, batch_size: int) -> Problem:
     """Returns an encoder with random weights, an increment, a head, and a batch with labels."""
-    model, image_size = measure.encoder(options), options.image_size
-    rng, first = np.random.default_rng(0), vit.initialise(model, image_size, jax.random.key(0))
-    parameters = jax.tree.map(np.asarray, first)
-    pretrained: Any = jax.tree.map(np.asarray, vit.pretrained_kernels(parameters))
+    tree, width, rng = parameters(model, image_size), model.variant.width, np.random.default_rng(1)
+    pretrained: Any = jax.tree.map(np.asarray, vit.pretrained_kernels(tree))
     fresh = jax.eval_shape(lambda: increments.initialise(jax.random.key(0), model.variant, RANK))
-    noise = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), fresh)
-    scale = {"A": model.variant.width**-0.5, "B": 0.05}
+    drawn = jax.tree.map(lambda leaf: rng.standard_normal(leaf.shape, np.float32), fresh)
+    scale = {"A": np.float32(width**-0.5), "B": np.float32(0.05)}
     increment: Any = {
-        part: {name: np.float32(scale[name]) * leaf for name, leaf in factors.items()}
-        for part, factors in noise.items()
+        part: {name: scale[name] * leaf for name, leaf in factors.items()}
+        for part, factors in drawn.items()
     }
     kernels: Any = {
         part: pretrained[part] + increment[part]["A"] @ increment[part]["B"] for part in increment
     }
-    width = model.variant.width
     weight: Any = 0.05 * rng.standard_normal((CLASSES, width), np.float32)
-    bias: Any = np.zeros(CLASSES, np.float32)
-    return Problem(
-        model,
-        parameters,
-        pretrained,
-        kernels,
-        increment,
-        LinearHead(weight, bias),
-        rng.integers(0, 256, (options.batch_size, image_size, image_size, 3), np.uint8),
-        rng.integers(0, CLASSES, options.batch_size).astype(np.int32),
-    )
+    head = LinearHead(weight, np.zeros(CLASSES, np.float32))  # pyright: ignore[reportArgumentType]
+    batch = noise(batch_size, image_size, CLASSES, seed=2)
+    return Problem(model, tree, pretrained, kernels, increment, head, batch)

@@ -1,43 +1,28 @@
-"""Every benchmark runs at a tiny size and writes what it says; wrong arguments are one line."""
+"""Benchmarks at a tiny size: what they write, and that a wrong number is found."""
 
-import importlib.util
 import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import calibration, flops
+from benchmarks import accelerator, calibration, flops, golden
 from fdc_jax.model import increments, vit
 from tests import small_runs
 
-ENCODER = ("--variant=digits", "--image_size=32", "--batch_size=4")
-STEP = (*ENCODER, "--warm_up=1", "--repeats=2")
-PYTORCH = ("--pytorch=eager",) if importlib.util.find_spec("torch") else ()
+TRIAL = ("--variant=digits", "--image_size=32", "--batch_size=4")
 SIZES = ("--tasks=2,3", "--images=330", "--classes=22", "--width=16", "--repeats=1")
 
 
-def tiny(name, *arguments, slow=True):
-    return pytest.param(name, arguments, id=name, marks=[pytest.mark.slow] if slow else [])
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments"),
-    [
-        tiny("calibration", *SIZES, slow=False),
-        tiny("training_step", *STEP, *PYTORCH),
-        tiny("extraction", *STEP, "--batches=3", *PYTORCH),
-        tiny("learners", *ENCODER, "--learners=inflora", "--classes=2", "--images=6"),
-    ],
-)
-def test_a_benchmark_prints_lines_and_writes_numbers(tmp_path, name, arguments):
+def test_the_calibration_benchmark_writes_times_and_sizes(tmp_path):
     output = tmp_path / "out" / "found.json"
-    assert small_runs.python("-m", f"benchmarks.{name}", *arguments, f"--output={output}")
+    assert small_runs.python("-m", "benchmarks.calibration", *SIZES, f"--output={output}")
     found = json.loads(output.read_text())
     assert {"fdc_jax", "jax", "commit"} <= found["versions"].keys()
-    if name == "calibration":
-        check_calibration(found)
+    check_calibration(found)
 
 
 def check_calibration(found):
@@ -51,6 +36,86 @@ def check_calibration(found):
         assert result["storage_bytes"] == round(4 * (2 * numbers + 2 * tasks))
         assert min(result["fit_seconds"].values()) > 0
         assert min(result["score_milliseconds"]["64"].values()) > 0
+
+
+# The command for accelerators ---------------------------------------------------------------------
+
+
+def measured(folder, *arguments, code=0):
+    """Runs the command with its exit code; returns the records by part and the printed lines."""
+    program = ("-m", "benchmarks.accelerator", f"--output={folder}", *arguments)
+    printed = small_runs.python(*program, expected=code)
+    parts = accelerator.PARTS.keys() & {path.stem for path in folder.glob("*.json")}
+    return {name: json.loads((folder / f"{name}.json").read_text()) for name in parts}, printed
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.999, np.nan])
+def test_a_number_is_right_within_its_tolerance(factor):
+    expected = np.random.default_rng(0).standard_normal((3, 5))
+    record = golden.compare(golden.Number("x", factor * expected, 1e-4, expected), {})
+    assert record["right"] == (factor == 1.0)
+    if factor == 0.999:
+        assert record["error"] == pytest.approx(1e-3)
+
+
+def test_numbers_of_another_shape_and_missing_numbers_are_wrong():
+    number = golden.Number("x", np.ones(2), 1e-3)
+    assert golden.compare(number, {"x": [1.0, 1.0]})["right"]
+    assert not golden.compare(number, {"x": [1.0]})["right"]
+    assert not golden.compare(number, {})["right"]
+
+
+def test_a_broken_number_gives_code_1_and_its_error(tmp_path):
+    broken = json.loads(accelerator.GOLDEN.read_text())
+    broken["two blocks of ViT-B/16"][0][0] += 0.1
+    (tmp_path / "broken.json").write_text(json.dumps(broken))
+    arguments = (*TRIAL, "--parts=features", f"--golden={tmp_path / 'broken.json'}")
+    records, printed = measured(tmp_path / "out", *arguments, code=1)
+    assert "features: WRONG: two blocks of ViT-B/16, parity, xla: error 0.0" in printed
+    assert "tolerance 0.0001" in printed and printed.count("WRONG") == 1
+    wrong = [each["check"] for each in records["features"]["checks"] if not each["right"]]
+    assert wrong == ["two blocks of ViT-B/16, parity, xla"]
+    assert len(records["features"]["checks"]) == 6
+
+
+@pytest.mark.ci
+def test_a_processor_computes_the_committed_numbers(tmp_path):
+    parts = "features,scores,gradients,digits"
+    records, _ = measured(tmp_path / "out", "--minutes=60", f"--parts={parts}", "--variant=Ti/16")
+    assert {name: each["status"] for name, each in records.items()} == dict.fromkeys(
+        parts.split(","), "done"
+    )
+
+
+@pytest.mark.ci
+def test_a_trial_of_a_minute_tries_every_part(tmp_path):
+    """A part for which a busy machine leaves no time is skipped by name."""
+    _, printed = measured(tmp_path / "out", *TRIAL, "--minutes=1")
+    for name in accelerator.PARTS:
+        assert f"{name}: " in printed
+
+
+@pytest.mark.ci
+def test_every_part_writes_rows_or_right_numbers(tmp_path):
+    records, printed = measured(tmp_path / "out", *TRIAL, "--minutes=60")
+    for name, record in records.items():
+        skipped = name == "step_fast_cudnn"
+        assert record["status"] == ("skipped" if skipped else "done"), name
+        assert skipped or record["checks"] or record["rows"], name
+        assert all(each["right"] for each in record["checks"]), name
+        assert skipped or (record["device"] and {"jax", "commit"} <= record["versions"].keys())
+    rows = {row["what"]: row for record in records.values() for row in record["rows"]}
+    assert all(row["images_per_second"] > 0 and row["what"] in printed for row in rows.values())
+    step = rows["training step, parity, xla, batch 4"]
+    assert 0 < step["share_of_peak"] < 1 and step["temporary_gib"] > 0
+
+
+def test_wrong_flags_are_one_line(tmp_path):
+    wrong = {"--parts=step": "--parts: expected some of", "--minutes=0": "--minutes: expected"}
+    for flag, line in wrong.items():
+        program = [sys.executable, "-m", "benchmarks.accelerator", flag, f"--output={tmp_path}"]
+        ended = subprocess.run(program, cwd=small_runs.REPOSITORY, capture_output=True, text=True)
+        assert ended.returncode == 2 and ended.stderr.count("\n") == 1 and line in ended.stderr
 
 
 # The formula for operations against what the compiler counts --------------------------------------

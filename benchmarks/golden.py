@@ -1,0 +1,185 @@
+"""The numbers that a device must reproduce: features, calibrated scores, training steps, a run.
+
+PyTorch and timm computed the features of the checkpoint in `tests/model/golden`; labels and scores
+are in `tests/golden`, all other numbers in `golden.json`, which `python -m benchmarks.accelerator
+--make_golden` writes on a processor. The error of a number is the largest norm of a row's error, as
+a share of the largest norm of a row.
+"""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import synthetic
+from fdc_jax import calibration, learners
+from fdc_jax.heads import LinearHead
+from fdc_jax.machine import devices
+from fdc_jax.model import vit, weights
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS = ROOT / "tests"
+# Precision, attention, and how far features may be from float32 of a processor. TF32, which parity
+# mode must not use, is off by 1e-3.
+MODES = (("parity", "xla", 1e-4), ("fast", "xla", 0.05), ("fast", "cudnn", 0.05))
+
+# Training amplifies rounding, so that accuracies on another device differ, most of all the raw one.
+ACCURACIES = {"oracle": 0.01, "fdc": 0.02, "gaussians": 0.02, "raw": 0.1}
+
+
+class Number(NamedTuple):
+    """An array that a device computed, and the right one, or its name in `golden.json`."""
+
+    name: str
+    found: Any
+    tolerance: float
+    expected: Any = ""  # its own name
+    least: float = 1e-12  # what the error is at least divided by
+
+
+def compare(number: Number, committed: dict[str, Any]) -> dict[str, Any]:
+    """Returns the record of a comparison: the largest error of a row, and whether it is right."""
+    expected = number.expected
+    if isinstance(expected, str):
+        expected = committed.get(expected or number.name, [])
+    record = {"check": number.name, "tolerance": number.tolerance, "error": None, "right": False}
+    found, expected = np.asarray(number.found, float), np.asarray(expected, float)
+    record |= {"found": found.ravel()[:4].tolist(), "expected": expected.ravel()[:4].tolist()}
+    if found.shape != expected.shape:
+        return record
+    rows = [np.atleast_1d(each) for each in (found - expected, expected)]
+    error, scale = (np.linalg.norm(each, axis=-1).max() for each in rows)
+    error = float(error / max(scale, number.least))
+    return record | {"error": error, "right": error <= number.tolerance}
+
+
+def features(options: Any) -> Iterator[Number]:
+    """Yields features of the small checkpoint, and of two blocks of ViT-B/16 at 224 pixels."""
+    folder = TESTS / "model" / "golden"
+    golden = np.load(folder / "features.npz")
+    vit.VARIANTS |= {"golden": vit.Variant(width=24, depth=2, heads=3, patch=8)}
+    vit.VARIANTS |= {"two blocks": vit.Variant(width=768, depth=2, heads=12)}
+    cudnn, wide = devices.have_cudnn(devices.data_mesh()), synthetic.noise(2, 224, 1, seed=0).images
+    tree = synthetic.parameters(vit.build("two blocks", 224), 224)
+    small = {side: weights.load(folder / "augreg.npz", "golden", side).params for side in (32, 48)}
+    for precision, attention, tolerance in MODES:
+        if attention == "cudnn" and not cudnn:
+            continue
+        kind: Any = {"precision": precision, "attention": attention, "cudnn": cudnn}
+        for side, loaded in small.items():
+            model = vit.build("golden", side, **kind)
+            found = jax.jit(model.apply)({"params": loaded}, golden[f"images_{side}"])
+            name = f"AugReg checkpoint, {side} pixels, {precision}, {attention}"
+            yield Number(name, found, tolerance, golden[f"pilot01_{side}"])
+        found = jax.jit(vit.build("two blocks", 224, **kind).apply)({"params": tree}, wide)
+        found, name = np.asarray(found)[:, :100], "two blocks of ViT-B/16"
+        yield Number(f"{name}, {precision}, {attention}", found, tolerance, name)
+
+
+def scores(options: Any) -> Iterator[Number]:
+    """Yields an eigendecomposition, and labels and scores of calibrators fitted on the device."""
+    file, expected = (np.load(TESTS / "golden" / f"{name}.npz") for name in ("features", "scores"))
+    rows = np.random.default_rng(0).standard_normal((600, 256)) * np.linspace(0.1, 2.0, 256)
+    values, vectors = np.linalg.eigh(rows.T @ rows)
+    scatter = jnp.asarray(rows.T @ rows, jnp.float32)
+    if jax.default_backend() != "tpu":  # whose compiler takes minutes; FDC decomposes on the host
+        found, basis = jax.jit(jnp.linalg.eigh)(scatter)
+        yield Number("eigenvalues", found, 1e-5, values)
+        kept, right = np.asarray(basis, float)[:, -64:], vectors[:, -64:]
+        yield Number("projector on 64 principal axes", kept @ kept.T, 1e-3, right @ right.T)
+
+    def head(task: int, prefix: str = "") -> LinearHead:
+        parts = [f"head_{part}_{task}" for part in ("weight", "bias")]
+        return LinearHead(*(jnp.asarray(file.get(prefix + part, file[part])) for part in parts))
+
+    for method in ("fdc", "gaussians"):
+        calibrator: Any = calibration.make(method)
+        for task in range(5):
+            views: dict[str, Any] = {
+                name: jnp.asarray(file[key])
+                for name in ("adapted", "pretrained", "previous")
+                if (key := f"train_{name}_{task}") in file
+            }
+            views |= {"labels": file[f"train_labels_{task}"], "head": head(task)}
+            calibrator.fit_task(classes=file.get(f"head_classes_{task}"), **views)
+        calibrator.finalize()
+        calibrator.replace_heads([head(task, "final_") for task in range(5)])
+        given = [jnp.asarray(file[f"test_{name}"]) for name in ("adapted", "pretrained")]
+        for part, found in calibrator.components(*given).items():
+            name = method if part == "full" else f"{method} {part}"
+            yield Number(f"{name}: labels", found.label, 0.0, expected[f"{name}: labels"])
+            right = expected[f"{name}: scores"]
+            yield Number(f"{name}: scores", found.task_scores, 1e-3, right)
+
+
+def gradients(options: Any) -> Iterator[Number]:
+    """Yields the loss of a step of every learner in its second task, and the norms of gradients.
+
+    State and trained leaves are noise; gradients are the optimiser's first moments after the step.
+    """
+    model = vit.build(vit.Variant(width=48, depth=2, heads=3, patch=8, image_size=32), 32)
+    mesh, tree = devices.data_mesh(), synthetic.parameters(model, 32)
+    backbone = devices.replicate(mesh, jax.tree.map(jnp.asarray, tree))
+    batch = devices.split(mesh, synthetic.noise(8, 32, 4, seed=0))
+    for name in learners.names()[: 1 if options.variant == "digits" else None]:
+        learner, update, rate = synthetic.learning(name, model, (4, 4))
+        rng = np.random.default_rng(0)
+
+        def noisy(leaf: Any, rng: Any = rng) -> Any:
+            kind, shape = jnp.result_type(leaf), jnp.shape(leaf)
+            return leaf + 0.05 * rng.standard_normal(shape, np.float32) if kind == "f4" else leaf
+
+        state = jax.tree.map(noisy, learner.initial_state())
+        frozen, trained = learner.start_task(backbone, state, 1, jax.random.key(1))
+        frozen, trained = devices.replicate(mesh, (frozen, jax.tree.map(noisy, trained)))
+        progress = devices.replicate(mesh, update.initialise(trained))
+        _, progress, loss = update.step(backbone, frozen, trained, progress, batch, rate)
+        yield Number(f"{name}: loss", loss, 1e-3)
+        norms = {}
+        for path, leaf in jax.tree_util.tree_leaves_with_path(devices.to_host(progress)):
+            where = jax.tree_util.keystr(path, simple=True, separator="/")
+            if np.ndim(leaf) and "nu" not in where.split("/"):  # second moments, counts
+                norms[where] = float(np.linalg.norm(leaf.ravel()))
+        # A gradient that is zero but for rounding, such as that of the keys' bias.
+        least = 1e-4 * float(np.linalg.norm([*norms.values()]))
+        for where, norm in norms.items():
+            yield Number(f"{name}: norm of {where}", norm, 1e-3, least=least)
+
+
+def digits(options: Any) -> Iterator[Number]:
+    """Yields accuracies of the run on scanned digits, stopped by SIGTERM and resumed."""
+    short = options.variant == "digits" or options.make_golden
+    fields: dict[str, Any] = {"train.epochs": 2, "data.train_per_class": 32} if short else {}
+    folder = Path(options.output).resolve()
+    workdir = folder / "digits_run"
+    shutil.rmtree(workdir, ignore_errors=True)
+    command = [sys.executable, "main.py", "--config=configs/digits.py", f"--workdir={workdir}"]
+    command += [f"--config.cache_dir={folder / 'cache'}"]
+    fields |= {"report": False}
+    command += [f"--config.{name}={value}" for name, value in fields.items()]
+    events, results = workdir / "metrics.jsonl", workdir / "results.json"
+    first = subprocess.Popen(command, cwd=ROOT)
+    while first.poll() is None and not (events.exists() and '"epoch"' in events.read_text()):
+        time.sleep(0.05)
+    first.send_signal(signal.SIGTERM)
+    first.wait()
+    yield Number("the run ends at SIGTERM before its end", results.exists(), 0.0, False)
+    subprocess.run(command, cwd=ROOT, check=True)
+    found = [json.loads(line) for line in events.read_text().splitlines()]
+    epochs = [(each["task"], each["epoch"]) for each in found if each["event"] == "epoch"]
+    yield Number("epochs that were trained twice", len(epochs) - len(set(epochs)), 0.0, 0)
+    accuracy, whole = (
+        json.loads(path.read_text())["accuracy"]
+        for path in (results, TESTS / "golden" / "digits.json")
+    )
+    for name, tolerance in ACCURACIES.items():
+        yield Number(f"accuracy, {name}", accuracy[name], tolerance, "" if short else whole[name])

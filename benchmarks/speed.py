@@ -1,0 +1,171 @@
+"""Speed on random weights and images: training steps, extraction, latency, FDC's fit and score.
+
+Every function yields rows of a table, and numbers that must agree with those of other precisions.
+Utilisation is the operations of the formula in `benchmarks/flops.py` a second over those of a large
+product, which is measured beside it.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import flops, measure, synthetic
+from benchmarks.calibration import Point, fit_and_score
+from benchmarks.golden import Number
+from fdc_jax import calibration, latency, learners
+from fdc_jax.features.extraction import Extractor
+from fdc_jax.machine import devices
+from fdc_jax.model import vit
+
+GIB = 2**30
+REFERENCE = "step_parity"
+# How far losses and gradients may be from ours in parity mode.
+TOLERANCES = {"parity": 1e-3, "fast": 0.05}
+
+
+def row(
+    what: str, seconds: dict[str, Any], images: int, operations: int = 0, peak: float = 0.0
+) -> dict[str, Any]:
+    """Returns a row from what `measure.paced` returns."""
+    # A processor is shared; its peak was measured by the time that it spent.
+    spent = seconds["processor" if jax.default_backend() == "cpu" and operations else "clock"]
+    memory = devices.peak_memory()
+    return {
+        "what": what,
+        "images_per_second": images / seconds["clock"],
+        "milliseconds": 1e3 * seconds["clock"],
+        "teraflops": 1e-12 * operations / spent if operations else None,
+        "share_of_peak": operations / spent / peak if peak else None,
+        "peak_gib": memory / GIB if memory else None,
+        "seconds": seconds,
+    }
+
+
+def agreement(options: Any, what: str, precision: str, numbers: dict[str, Any]) -> Iterator[Number]:
+    """Yields losses and gradients of a step beside those of our step in parity, if there is one."""
+    path = Path(options.output) / f"{REFERENCE}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    for name, expected in (rows[0]["numbers"] if rows else {}).items():
+        yield Number(f"{name}, {what}", numbers[name], TOLERANCES[precision], expected)
+
+
+def training_step(
+    options: Any, precision: str, attention: str = "auto", learner: str = "", times: int = 1
+) -> Iterator[Any]:
+    """Yields the step of a learner, by default of Cumulative-LoRA, which other steps must equal."""
+    if attention == "cudnn" and not devices.have_cudnn(devices.data_mesh()):
+        raise measure.Skipped("cuDNN's attention needs an NVIDIA GPU from Ampere on")
+    model, size = synthetic.encoder(options, precision, attention), times * options.batch_size
+    problem = synthetic.problem(model, options.image_size, size)
+    stream = (synthetic.CLASSES,) * 2
+    method, update, rate = synthetic.learning(learner or "cumulative_lora", model, stream)
+    mesh, state = method.setup.mesh, method.initial_state()
+    backbone = devices.replicate(mesh, jax.tree.map(jnp.asarray, problem.parameters))
+    frozen, trained = method.start_task(backbone, state, 0, jax.random.key(0))
+    if not learner:
+        own = {"increment": problem.increment, "head": problem.head}
+        trained = jax.tree.map(jnp.asarray, own)
+    frozen, trained = devices.replicate(mesh, (frozen, trained))
+    carried = [trained, devices.replicate(mesh, update.initialise(trained))]
+    batch, step, more = devices.split(mesh, problem.batch), update.step, {}
+    if hasattr(step, "lower"):  # LoDA's has several programs
+        lower: Any = step
+        step, seconds = measure.timed(
+            lambda: lower.lower(backbone, frozen, *carried, batch, rate).compile()
+        )
+        plan = step.memory_analysis()
+        more = {"temporary_gib": plan.temp_size_in_bytes / GIB, "compile_seconds": seconds[0]}
+
+    def call() -> Any:
+        *carried[:], loss = step(backbone, frozen, *carried, batch, rate)
+        return loss
+
+    name = learner or f"training step, {precision}, {model.attention}, batch {size}"
+    if not learner:
+        numbers = {"loss": float(call())}
+        # After one step, Adam's first moment is a tenth of the gradient.
+        moment: Any = carried[1].mu["increment"]  # pyright: ignore[reportAttributeAccessIssue]
+        for part, factor in (("key", "A"), ("value", "B")):
+            norm = 10.0 * jnp.linalg.norm(moment[part][factor].ravel())
+            numbers[f"gradient of {part} {factor}"] = float(norm)
+        numbers["second loss"] = float(call())
+        more |= {"numbers": numbers}
+        if times == 1:
+            yield from agreement(options, name, precision, numbers)
+    count = flops.training_step(model.variant, options.image_size, synthetic.RANK, size)
+    known: Any = () if learner else (count, flops.peak(precision))
+    yield row(name, measure.paced(call), size, *known) | more
+
+
+def steps_of_learners(options: Any) -> Iterator[Any]:
+    """Yields the step of every learner in fast mode."""
+    for name in learners.names()[: 1 if options.variant == "digits" else None]:
+        yield from training_step(options, "fast", learner=name)
+
+
+def extraction(options: Any) -> Iterator[Any]:
+    """Yields extraction by one encoder and by two, from images on the host to features there."""
+    model, size = synthetic.encoder(options, "fast"), 4 * options.batch_size
+    problem, mesh = synthetic.problem(model, options.image_size, size), devices.data_mesh()
+    backbone, kernels = devices.replicate(
+        mesh, jax.tree.map(jnp.asarray, (problem.parameters, problem.kernels))
+    )
+    views = (kernels, vit.pretrained_kernels(backbone))
+    extract, peak = Extractor(model, mesh), flops.peak("fast")
+    count = flops.forward(model.variant, options.image_size)
+    for used in (1, 2):
+        given: Any = (backbone, views[:used], [problem.batch] * 4)
+        seconds = measure.paced(lambda given=given: [each.features for each in extract(*given)])
+        what = f"extraction, fast, {model.attention}, batch {size}, views: {used}"
+        yield row(what, seconds, 4 * size, 4 * used * size * count, peak)
+
+
+def latencies(options: Any) -> Iterator[Any]:
+    """Yields the paper's latency of a batch without FDC, with one view and with both.
+
+    FDC knows ten tasks of ten classes, as in CIFAR-100.
+    """
+    size, width = options.batch_size, vit.VARIANTS[options.variant].width
+    point, fdc, mesh = Point(10, 1000, 100, width, 2), calibration.FDC(), devices.data_mesh()
+    for task in range(point.tasks):
+        fdc.fit_task(**point.features(task))
+    fdc.finalize()
+    for precision in ("parity", "fast"):
+        model = synthetic.encoder(options, precision)
+        problem = synthetic.problem(model, options.image_size, size)
+        backbone, kernels = devices.replicate(
+            mesh, jax.tree.map(jnp.asarray, (problem.parameters, problem.kernels))
+        )
+        views = (kernels, vit.pretrained_kernels(backbone))
+        images, encode = devices.split(mesh, problem.batch.images), Extractor(model, mesh).encode
+        found = latency.measure(latency.contenders(encode, backbone, *views, images, fdc))
+        baseline = np.median(found["baseline"]["milliseconds"])
+        for name, record in found.items():
+            clock, peak = np.median(record["milliseconds"]), record["peak_bytes"]
+            more = {"times_baseline": clock / baseline, "all": record["milliseconds"]}
+            if peak:
+                more["mib_over_baseline"] = (peak - found["baseline"]["peak_bytes"]) / 2**20
+            seconds = {"clock": clock / 1e3}
+            yield row(f"latency, {precision}, {name}, batch {size}", seconds, size) | more
+
+
+def statistics(options: Any) -> Iterator[Any]:
+    """Yields fit and score of FDC for 20 tasks of 2,500 images, features on the device, warm.
+
+    Fewer images where a batch has fewer than 64.
+    """
+    images = 20 * min(2500, 40 * options.batch_size)
+    point = Point(20, images, 200, vit.VARIANTS[options.variant].width, 2)
+    for what in ("cold", "warm"):
+        found = fit_and_score(point, "fdc", 5, place=jax.device_put)
+        total = found["fit_seconds"]["clock"] + found["finalize_seconds"]["clock"]
+        seconds = {"clock": total, "processor": found["fit_seconds"]["processor"]}
+        yield row(f"FDC's fit, {what}: {images} images, width {point.width}", seconds, images)
+    for size, milliseconds in found["score_milliseconds"].items():
+        seconds = {name: 1e-3 * each for name, each in milliseconds.items()}
+        yield row(f"FDC's score, 20 tasks, batch {size}", seconds, int(size)) | {"all": found}
