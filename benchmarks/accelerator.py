@@ -5,12 +5,13 @@
 
 Parts run in processes of their own, the most valuable first. Each has a share of the time, writes
 NAME.json and NAME.log into the output folder, and stops no other part. Parts that no longer fit are
-skipped by name. The exit code is 1 if a number is wrong or was not to be had, else 0.
+skipped by name. The exit code is 1 if a number is wrong or its part failed, otherwise 0.
 """
 
 import contextlib
 import importlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -27,6 +28,7 @@ import tabulate
 from benchmarks import measure
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import check_writable_folder, write_json, write_text
+from fdc_jax.model import vit
 
 PROGRAM = "benchmarks.accelerator"
 GOLDEN = Path(__file__).with_name("golden.json")
@@ -52,6 +54,7 @@ class Part(NamedTuple):
     function: str
     seconds: int
     arguments: dict[str, Any] = {}  # noqa: RUF012
+    device: bool = True  # whether JAX has the device in the part's own process
 
 
 PARTS = {
@@ -59,15 +62,15 @@ PARTS = {
     "features": Part("golden", "features", 30),
     "scores": Part("golden", "scores", 30),
     "gradients": Part("golden", "gradients", 60),
-    "digits": Part("golden", "digits", 60),
+    "digits": Part("golden", "digits", 60, device=False),
     # Speed.
     "step_parity": Part("speed", "training_step", 25, {"precision": "parity"}),
     "step_fast_cudnn": Part(
         "speed", "training_step", 25, {"precision": "fast", "attention": "cudnn"}
     ),
     "step_fast_xla": Part("speed", "training_step", 25, {"precision": "fast", "attention": "xla"}),
-    "pytorch_expert": Part("pytorch", "training_step", 40, {"expert": True}),
-    "pytorch_eager": Part("pytorch", "training_step", 20, {"expert": False}),
+    "pytorch_expert": Part("pytorch", "training_step", 40, {"expert": True}, device=False),
+    "pytorch_eager": Part("pytorch", "training_step", 20, {"expert": False}, device=False),
     "extraction": Part("speed", "extraction", 25),
     "latency": Part("speed", "latencies", 40),
     "statistics": Part("speed", "statistics", 25),
@@ -100,9 +103,7 @@ def work(options: Any) -> int:
                 record["checks"].append(golden.compare(found, committed))
             else:
                 record["rows"].append(found)
-            # PyTorch's rows name the device that is hidden from JAX there.
-            own = {} if isinstance(found, golden.Number) else found
-            record["device"] = own.get("device") or devices.describe()
+            record |= {"device": devices.describe()} if part.device else {}
             write_json(folder / f"{options.part}.json", record)
         record["status"] = "done"
     except measure.Skipped as reason:
@@ -151,7 +152,7 @@ def start(name: str, options: Any, limit: float) -> dict[str, Any]:
 
 
 def wrong(name: str, record: dict[str, Any]) -> list[str]:
-    """Returns a line for every number of a part that is wrong or could not be had."""
+    """Returns a line for every wrong number of a part, or for the part if it failed."""
     lines = [
         f"{check['check']}: error {check['error']}, tolerance {check['tolerance']:g}, found "
         f"{check['found']}, expected {check['expected']}"
@@ -164,7 +165,7 @@ def wrong(name: str, record: dict[str, Any]) -> list[str]:
 
 
 def tables(records: dict[str, dict[str, Any]]) -> str:
-    """Returns the parts, with their largest error as a share of its tolerance, and the speeds."""
+    """Returns a table of the parts and one of their rows."""
     parts, rows = [], []
     for name, record in records.items():
         checks = record["checks"]
@@ -186,6 +187,7 @@ def main() -> int:
     options = measure.parsed(parser, suffix="")
     if options.part:
         return work(options)
+    vit.build(options.variant, options.image_size)  # raises InputError
     names = options.parts.split(",")
     if unknown := [name for name in names if name not in PARTS]:
         raise InputError(f"--parts: expected some of {', '.join(PARTS)}, found {unknown}")
@@ -201,16 +203,15 @@ def main() -> int:
     end, records = time.monotonic() + 60 * options.minutes, {}
     for index, name in enumerate(names):
         left, seconds = end - time.monotonic(), [PARTS[each].seconds for each in names[index:]]
-        if any(record["status"] == "interrupted" for record in records.values()):
-            reason = "interrupted"
-        elif left < seconds[0] * options.minutes / 16:
-            reason = "no time left"
-        elif PARTS[name].module == "pytorch" and importlib.util.find_spec("torch") is None:
-            reason = "PyTorch is not installed"
-        else:
-            reason = ""
-        record: dict[str, Any] = {"status": "skipped", "note": reason, "checks": [], "rows": []}
-        if not reason:
+        reasons = {
+            "interrupted": "interrupted" in (each["status"] for each in records.values()),
+            "no time left": left < seconds[0] * options.minutes / 16,
+            "PyTorch is not installed": PARTS[name].module == "pytorch"
+            and importlib.util.find_spec("torch") is None,
+        }
+        record: dict[str, Any] = {"status": "skipped", "checks": [], "rows": []}
+        record["note"] = next((reason for reason, holds in reasons.items() if holds), "")
+        if not record["note"]:
             limit = min(left, max(3 * left * seconds[0] / sum(seconds), left / 4))
             record = start(name, options, limit)
         records[name] = record
@@ -219,19 +220,12 @@ def main() -> int:
             print(f"{name}: WRONG: {line}", flush=True)
     text = tables(records)
     write_text(Path(options.output) / "table.txt", text + "\n")
-    print(f"\n{text}\n\n{devices_of(records)}; records and logs: {options.output}")
+    known = dict.fromkeys(each["device"] for each in records.values() if "device" in each)
+    print(f"\n{text}\n\n{', '.join(known)}; records and logs: {options.output}")
     if options.make_golden:
-        made = {}
-        for record in records.values():
-            made |= record.get("made", {})
-        write_json(options.golden, made)
+        made = (record.get("made", {}).items() for record in records.values())
+        write_json(options.golden, dict(itertools.chain(*made)))
     return int(any(wrong(name, record) for name, record in records.items()))
-
-
-def devices_of(records: dict[str, dict[str, Any]]) -> str:
-    """Returns the kinds of devices that were measured."""
-    found = [record["device"] for record in records.values() if record.get("device")]
-    return ", ".join(dict.fromkeys(found))
 
 
 if __name__ == "__main__":
