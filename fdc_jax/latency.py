@@ -55,9 +55,9 @@ def measure(
         For each contender `milliseconds` per batch, one number per repeat, and `peak_bytes`, the
         device's peak so far, None on a CPU.
     """
-    found = {}
-    for name, place in contenders.items():
-        call = place()
+    timings = {}
+    for name, prepare in contenders.items():
+        call = prepare()
         for _ in range(warm_up):
             jax.block_until_ready(call())
         times = []
@@ -66,8 +66,8 @@ def measure(
             results = [call() for _ in range(batches)]
             jax.block_until_ready(results)
             times.append(1000.0 * (time.perf_counter() - start) / batches)
-        found[name] = {"milliseconds": times, "peak_bytes": devices.peak_memory()}
-    return found
+        timings[name] = {"milliseconds": times, "peak_bytes": devices.peak_memory()}
+    return timings
 
 
 def contenders(
@@ -131,7 +131,11 @@ def adapted_alone(fdc: FDC) -> FDC:
 
 
 def of_run(run: Any, **protocol: int) -> dict[str, Any]:
-    """Measures a finished run; arguments as of `measure`.
+    """Measures a finished run.
+
+    Args:
+        run: work directory, opened by `fdc_jax.open_run`.
+        protocol: `warm_up`, `repeats` and `batches` of `measure`.
 
     Returns:
         `contenders` as `measure` returns them, and what else the numbers depend on.
@@ -171,23 +175,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> None:
     for folder in options.workdir:
         run = fdc_jax.open_run(folder)
-        found = of_run(run)
-        write_json(run.folder / "latency.json", found)
+        measured = of_run(run)
+        write_json(run.folder / "latency.json", measured)
         if not options.quiet:
-            print(f"{folder}: {describe(found)}")
+            print(f"{folder}: {describe(measured)}")
 
 
-def describe(found: Mapping[str, Any]) -> str:
-    """Returns one line about what `of_run` measured."""
-    base = found["contenders"]["baseline"]
+def describe(measured: Mapping[str, Any]) -> str:
+    """Returns a line of text about the result of `of_run`."""
+    base = measured["contenders"]["baseline"]
     parts = []
-    for name, each in found["contenders"].items():
-        text = f"{name} {np.mean(each['milliseconds']):.1f} ms"
-        if each is not base and base["peak_bytes"] is not None:
-            text += f" (+{(each['peak_bytes'] - base['peak_bytes']) / 2**20:.1f} MiB)"
+    for name, timing in measured["contenders"].items():
+        text = f"{name} {np.mean(timing['milliseconds']):.1f} ms"
+        if timing is not base and base["peak_bytes"] is not None:
+            text += f" (+{(timing['peak_bytes'] - base['peak_bytes']) / 2**20:.1f} MiB)"
         parts.append(text)
     memory = "" if base["peak_bytes"] is not None else "; a processor does not tell its memory"
-    return f"{', '.join(parts)} for {found['images']} images on {found['device']}{memory}"
+    return f"{', '.join(parts)} for {measured['images']} images on {measured['device']}{memory}"
 
 
 if __name__ == "__main__":

@@ -73,19 +73,19 @@ def analyse(group: Group, sweep: Sweep | None = None) -> None:
         folder, settings = run.folder / "features", _settings(run)
         try:
             names = (*_OF_EVERY_SEED, *_OF_THE_FIRST * (run is group.runs[0]))
-            found = _diagnosed(folder, settings, names)
-            if "similarity" not in found:
+            results = _diagnosed(folder, settings, names)
+            if "similarity" not in results:
                 missing["no similarity: a single task"] = None
-            for name, value in found.items():
+            for name, value in results.items():
                 group.analyses.setdefault(name, []).append(value)
-            measured = dict(_summaries(found))
+            quantities = dict(_summaries(results))
             for parameter, values in sweep.items():
                 for value in values or range(1, _feasible(folder) + 1):
-                    measured |= accuracies(folder, settings, parameter, value)
+                    quantities |= accuracies(folder, settings, parameter, value)
         except InputError as error:
             missing[f"no diagnostics or sweeps: {error}"] = None
             continue
-        for name, value in measured.items():
+        for name, value in quantities.items():
             group.numbers.loc[run.results["seed"], name] = value
     group.missing.extend(missing)
 
@@ -93,8 +93,8 @@ def analyse(group: Group, sweep: Sweep | None = None) -> None:
 def _settings(run: Any) -> dict[str, Any]:
     """Returns the settings of a run's FDC; a field that the run does not have is the default."""
     fields = [field.name for field in dataclasses.fields(Settings)]
-    found = {name: run.results["config"].get(f"fdc.{name}") for name in fields}
-    return {name: value for name, value in found.items() if value is not None}
+    values = {name: run.results["config"].get(f"fdc.{name}") for name in fields}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _features(folder: Path) -> FeatureSet:
@@ -115,19 +115,19 @@ def _feasible(folder: Path) -> int:
 def _diagnosed(folder: Path, settings: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Returns diagnostics by name; those that need more tasks than there are, are absent."""
     features = _features(folder)
-    fdc, found = features.fit(FDC(**settings)), {}
+    fdc, results = features.fit(FDC(**settings)), {}
     for name in names:
         if name != "similarity" or len(features.tasks) > 1:
-            found[name] = getattr(diagnostics, name)(features, fdc)
-    return found
+            results[name] = getattr(diagnostics, name)(features, fdc)
+    return results
 
 
-def _summaries(found: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+def _summaries(results: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
     """Yields the numbers that sum up diagnostics, by name of a quantity."""
-    if "similarity" in found:
-        ranks = found["similarity"].corr(method="spearman")["error"].drop("error")
+    if "similarity" in results:
+        ranks = results["similarity"].corr(method="spearman")["error"].drop("error")
         yield from ((f"correlation:{name}", value) for name, value in ranks.items())
-    means = found["residual_contributions"].mean()
+    means = results["residual_contributions"].mean()
     yield from ((f"contribution:{side}", value) for side, value in means.items())
 
 
@@ -135,7 +135,7 @@ def _summaries(found: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
 def accuracies(
     folder: Path, settings: dict[str, Any], parameter: str, value: float
 ) -> dict[str, float]:
-    """Fits FDC anew with one setting changed, and returns its accuracy in percent by quantity.
+    """Refits FDC with one changed setting; returns accuracies in percent by quantity.
 
     Args:
         folder: saved features of a whole stream, with test labels.
@@ -147,13 +147,13 @@ def accuracies(
     """
     features, changed = _features(folder), FDC(**{**settings, parameter: value})
     terms = features.fit(changed).terms(features.test_adapted, features.test_pretrained)
-    found = {parameter: terms}
+    by_name = {parameter: terms}
     if parameter == "neighbours":
-        found["nearest"] = nearest(terms, changed)
+        by_name["nearest"] = nearest(terms, changed)
     assert features.test_labels is not None  # `_features` has checked.
     return {
-        f"{name}={value:g}": evaluation.accuracy(features.test_labels, each.fuse().label)
-        for name, each in found.items()
+        f"{name}={value:g}": evaluation.accuracy(features.test_labels, of.fuse().label)
+        for name, of in by_name.items()
     }
 
 

@@ -238,14 +238,14 @@ def sweeps(group: Group) -> Figure | None:
     training images for the same K but over the tasks that compete for an image. Means over seeds;
     of several, one sample standard deviation is shaded.
     """
-    found = {name: frames.sweep(group, name) for name in (*_SWEPT, "nearest")}
-    shown = [name for name in _SWEPT if len(found[name].columns)]
+    swept = {name: frames.sweep(group, name) for name in (*_SWEPT, "nearest")}
+    shown = [name for name in _SWEPT if len(swept[name].columns)]
     if not shown:
         return None
     figure, panels = drawing.panels(len(shown), 2.3, 3)
     for axes, name in zip(panels, shown, strict=True):
         for column in (name, *["nearest"] * (name == "neighbours")):
-            (colour, marker, label), of = _REFERENCES[column == "nearest"], found[column]
+            (colour, marker, label), of = _REFERENCES[column == "nearest"], swept[column]
             look = {"marker": marker, "gid": column, "label": label}
             drawing.band(axes, of.columns, of.to_numpy(), colour, **look)
         default: float = group.results["config"][f"fdc.{name}"]
@@ -297,6 +297,7 @@ def _drawn(function: Callable[[Any], Figure | None], of: Any, place: int = 0) ->
         if figure is None:
             return None
         text = drawing.svg(figure)
+        figure.set_layout_engine("none")  # files of other kinds keep this layout
     kind = name = function.__name__
     title, _, caption = (function.__doc__ or "").partition(".\n\n")
     if isinstance(of, Group):

@@ -87,9 +87,9 @@ def confusion(group: Group, method: str) -> Float[np.ndarray, "tasks tasks"] | N
 def sweep(group: Group, setting: str) -> pd.DataFrame:
     """Returns the accuracy of FDC by value of a setting: a row per seed, values ascending."""
     prefix = f"{setting}="
-    found = group.numbers.filter(regex=f"^{prefix}")
-    found.columns = [float(name.removeprefix(prefix)) for name in found]
-    return found.sort_index(axis=1)
+    accuracy = group.numbers.filter(regex=f"^{prefix}")
+    accuracy.columns = [float(name.removeprefix(prefix)) for name in accuracy]
+    return accuracy.sort_index(axis=1)
 
 
 def leading(group: Group) -> dict[str, str]:
@@ -131,7 +131,7 @@ def verdict(group: Group) -> str:
 
 
 def shown(group: Group) -> list[str]:
-    """Returns the names of what stands side by side: calibrators, `baselines`, the task given."""
+    """Returns the names of the calibrators in a table: own ones, `baselines`, the task given."""
     names = dict.fromkeys([*group.methods, *baselines.NAMES, "oracle"])
     if learners.selected(group.learner) != "full" and group.values("selected"):
         names = {n: None for name in names for n in (name, *["selected"] * (name == FDC.name))}

@@ -28,7 +28,7 @@ def _code() -> str:
 def kept(function: _Function) -> _Function:
     """Keeps the results of a function of a folder of saved features and of further arguments.
 
-    They are computed anew where the features or the code have changed.
+    They are computed again if the features or the code have changed.
     """
 
     def keyed(folder: Path, changed: int, code: str, *arguments: Any) -> Any:

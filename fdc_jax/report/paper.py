@@ -80,6 +80,6 @@ def plugged() -> list[str]:
 
 def sizes(benchmark: str) -> dict[str, int]:
     """Returns a row of Table training by column, empty for other benchmarks."""
-    found = numbers()["partitions"]
-    cells = found["rows"].get(benchmark, ())
-    return dict(zip(found["columns"], cells, strict=bool(cells)))
+    table = numbers()["partitions"]
+    cells = table["rows"].get(benchmark, ())
+    return dict(zip(table["columns"], cells, strict=bool(cells)))

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fdc_jax import evaluation, learners
+from fdc_jax import learners
 from fdc_jax.calibration import FDC, METHODS
 from fdc_jax.report import paper
 
@@ -75,9 +75,9 @@ def methods(results: Mapping[str, Any]) -> list[str]:
 
 
 def notes(seeds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns what a user should know of calibrators; numbers are means over the seeds' results."""
-    kinds = [(results.get("notes") or {}).values() for results in seeds]
-    found = [f"{n[:1].upper()}{n[1:]}." for n in dict.fromkeys(n for of in kinds for n in of)]
+    """Returns lines of text about calibrators; numbers are means over seeds."""
+    own = [note for results in seeds for note in (results.get("notes") or {}).values()]
+    lines = [f"{note[:1].upper()}{note[1:]}." for note in dict.fromkeys(own)]
 
     def mean(section: str) -> dict[str, float]:
         return pd.DataFrame([results.get(section) or {} for results in seeds]).mean().to_dict()
@@ -87,14 +87,14 @@ def notes(seeds: Sequence[Mapping[str, Any]]) -> list[str]:
         if chance := mean("chance_calibration_error"):
             said += f"; by chance alone {', '.join(f'{chance[name]:.1f}' for name in sure)}"
         what = "The Gaussians' probability of the answer is off on the mean, in points"
-        found.append(f"{what}: {said}.")
+        lines.append(f"{what}: {said}.")
     shares = [results.get("unlike_learned") for results in seeds]
     if shares := [share for share in shares if share is not None]:
-        found.append(
+        lines.append(
             f"Of the test images, {np.mean(shares):.1f} % are taken for unlike anything learned, "
             "where 5 % of images like those of training are."
         )
-    return found
+    return lines
 
 
 def measured(
@@ -109,20 +109,20 @@ def measured(
         untrained: accuracies of `baselines`, for calibrators that the run did not have.
         latency: content of its `latency.json`.
     """
-    found = dict(untrained or {}) | _accuracies(results, results["learner"])
-    raw, oracle = found["raw"], found.get("oracle")
-    found |= {f"gain:{name}": value - raw for name, value in found.items()}
+    numbers = dict(untrained or {}) | _accuracies(results, results["learner"])
+    raw, oracle = numbers["raw"], numbers.get("oracle")
+    numbers |= {f"gain:{name}": value - raw for name, value in numbers.items()}
     if oracle is not None and raw < 100:  # An image that raw logits get right, the oracle does.
-        found["corrected"] = 100 * (oracle - raw) / (100 - raw)
+        numbers["corrected"] = 100 * (oracle - raw) / (100 - raw)
     averages = results.get("average_incremental_accuracy") or {}
     if averages.get("raw") is not None:  # Else not every task was evaluated.
         curve = [_accuracies(point, results["learner"]) for point in results["curve"]]
         means = pd.DataFrame(curve).mean(skipna=False).dropna()
-        found |= means.add_prefix("aia:").to_dict()
+        numbers |= means.add_prefix("aia:").to_dict()
     for kind, section in _SECTIONS.items():
-        found |= {f"{kind}:{name}": each for name, each in (results.get(section) or {}).items()}
-    found |= _costs(results) | _inference(latency or {})
-    return {name: float(value) for name, value in found.items() if value is not None}
+        numbers |= {f"{kind}:{name}": each for name, each in (results.get(section) or {}).items()}
+    numbers |= _costs(results) | _inference(latency or {})
+    return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
 def _accuracies(of: Mapping[str, Any], learner: str) -> dict[str, float]:
@@ -130,11 +130,18 @@ def _accuracies(of: Mapping[str, Any], learner: str) -> dict[str, float]:
 
     Without a pretrained view, the adapted view of a combination is the whole combination.
     """
-    found = dict(of.get("components") or {})
-    if found and "pretrained_view" not in found:
-        found |= {"adapted_view": found["full"], "pac+rlc_adapted_view": found["pac+rlc"]}
+    accuracies = dict(of.get("components") or {})
+    if accuracies and "pretrained_view" not in accuracies:
+        accuracies |= {
+            "adapted_view": accuracies["full"],
+            "pac+rlc_adapted_view": accuracies["pac+rlc"],
+        }
     selected = learners.selected(learner)
-    return found | ({"selected": found[selected]} if selected in found else {}) | of["accuracy"]
+    return (
+        accuracies
+        | ({"selected": accuracies[selected]} if selected in accuracies else {})
+        | of["accuracy"]
+    )
 
 
 def _costs(results: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,15 +167,15 @@ def _costs(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _inference(latency: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what `fdc_jax.latency` measured: milliseconds per batch, and MiB."""
-    found, base = {}, None
-    for name, each in latency.get("contenders", {}).items():
-        mean, peak = evaluation.mean_and_std(each["milliseconds"])[0], each["peak_bytes"]
+    """Returns the numbers of `fdc_jax.latency`: milliseconds per batch, and MiB."""
+    numbers, base = {}, None
+    for name, timing in latency.get("contenders", {}).items():
+        mean, peak = float(np.mean(timing["milliseconds"])), timing["peak_bytes"]
         base = base or (mean, peak)
-        found[f"latency_ms:{name}"] = mean
+        numbers[f"latency_ms:{name}"] = mean
         if name == "baseline":
-            found["inference_mib:baseline"] = peak and peak / 2**20
+            numbers["inference_mib:baseline"] = peak and peak / 2**20
         else:
-            found[f"added_latency_percent:{name}"] = 100 * (mean / base[0] - 1)
-            found[f"added_mib:{name}"] = peak and (peak - base[1]) / 2**20
-    return found
+            numbers[f"added_latency_percent:{name}"] = 100 * (mean / base[0] - 1)
+            numbers[f"added_mib:{name}"] = peak and (peak - base[1]) / 2**20
+    return numbers

@@ -68,15 +68,16 @@ class Group:
     def estimate(self, quantity: str) -> evaluation.Gain | None:
         """Returns mean, sample deviation and 95 % interval of a quantity; None if no seed has it.
 
-        Accuracies and gains of calibrators: as of `gain`. Else Student's t over seeds.
+        The interval of accuracies and gains of calibrators is that of `gain`, any other one is
+        Student's t over seeds.
         """
         values, (name, kind) = self.values(quantity), quantities.split(quantity)
         if not values:
             return None
         over = {"accuracy": None, "gain": "raw"}.get(kind, name)
         gain = self.gain(name, over) if over != name else None
-        found = evaluation.student(values, *quantities.bounds(quantity))
-        return found if gain is None else found._replace(low=gain.low, high=gain.high)
+        over_seeds = evaluation.student(values, *quantities.bounds(quantity))
+        return over_seeds if gain is None else over_seeds._replace(low=gain.low, high=gain.high)
 
     def gain(self, method: str, over: str | None = "raw") -> evaluation.Gain | None:
         """Returns the gain of a method over another one with its 95 % interval.
@@ -113,7 +114,7 @@ class Group:
         own, other = self.estimate(quantity), self.published(quantity)
         gap = self.difference(quantity)
         calibrator, kind = quantities.split(quantity)
-        found = {
+        row = {
             **{"benchmark": self.benchmark, "learner": self.learner},
             **{"calibrator": calibrator, "quantity": kind},
             **{name: own and getattr(own, name) for name in ("mean", "std")},
@@ -124,8 +125,8 @@ class Group:
             **{f"difference_{name}": gap and getattr(gap, name) for name in ("low", "high")},
             "settings": self.title,
         }
-        unknown = {name for name, each in found.items() if isinstance(each, float) and each != each}
-        return found | dict.fromkeys(unknown)
+        unknown = {name for name, cell in row.items() if isinstance(cell, float) and cell != cell}
+        return row | dict.fromkeys(unknown)
 
 
 class Skipped(NamedTuple):
@@ -145,8 +146,8 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Group], list[Ski
         Groups, in the paper's order and of its protocol first; and folders that are unusable.
     """
     skipped: list[Skipped] = []
-    found: dict[tuple[str, int], Any] = {}
-    given = [each for path in map(Path, paths) for each in _runs_in(path) or [path]]
+    opened: dict[tuple[str, int], Any] = {}
+    given = [folder for path in map(Path, paths) for folder in _runs_in(path) or [path]]
     folders = {os.path.realpath(path): path for path in given}
     for path in folders.values():
         try:
@@ -154,20 +155,20 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Group], list[Ski
         except InputError as error:
             skipped.append(Skipped(path, str(error)))
             continue
-        first = found.setdefault((_experiment(run.results), run.results["seed"]), run)
+        first = opened.setdefault((_experiment(run.results), run.results["seed"]), run)
         if first is not run:
             reason = f"same benchmark, learner, seed and settings as {first.folder}"
             skipped.append(Skipped(path, f"{reason}, but for what moves no number of the paper's"))
-    return group(list(found.values())), skipped
+    return group(list(opened.values())), skipped
 
 
 def _runs_in(path: Path) -> list[Path]:
     """Returns the run folders at any depth below a folder, which may be one itself."""
     if (path / "config.json").exists():
         return [path]
-    children = (each for each in path.iterdir() if each.is_dir()) if path.is_dir() else ()
-    ordered = sorted(children, key=lambda each: (len(each.name), each.name))
-    return [found for child in ordered for found in _runs_in(child)]
+    children = [child for child in path.iterdir() if child.is_dir()] if path.is_dir() else []
+    children.sort(key=lambda child: (len(child.name), child.name))
+    return [run for child in children for run in _runs_in(child)]
 
 
 def _open(path: Path) -> Any:
@@ -251,9 +252,9 @@ def write_summary(group: Group) -> None:
         for name in group.numbers
     }
     fields = ("benchmark", "learner", "class_order_seed", "num_tasks", "num_classes", "versions")
-    found = {name: group.results.get(name) for name in fields}
-    found["config"] = group.results["config"] | {"seed": group.seeds}
-    summary = found | {"seeds": group.seeds, "settings": group.title, "numbers": numbers}
+    summary = {name: group.results.get(name) for name in fields}
+    summary["config"] = group.results["config"] | {"seed": group.seeds}
+    summary |= {"seeds": group.seeds, "settings": group.title, "numbers": numbers}
     write_json(folders.pop() / "results.json", summary)
 
 
@@ -267,21 +268,21 @@ def settings(results: dict[str, Any]) -> dict[str, Any]:
     """
     benchmark, learner = results["benchmark"], results["learner"]
     options = learners.options(learner)
-    found = _expected() | {name: each.default_on(benchmark) for name, each in options.items()}
+    values = _expected() | {name: each.default_on(benchmark) for name, each in options.items()}
     for field, value in results["config"].items():
         if field not in NOT_COMPARED and not learners.of_another(field, learner):
-            found[field] = value
+            values[field] = value
     for section, names in (
         ("encoder", ("sha256", "weights")),
         ("data", ("train_sha256", "test_sha256")),
     ):
         of_section = results.get(section) or {}
-        found |= {f"{section}.{name}": of_section.get(name) for name in names}
-    found |= {name: results.get(name) for name in ("split", "num_train_images", "num_test_images")}
-    return dict(sorted(found.items()))
+        values |= {f"{section}.{name}": of_section.get(name) for name in names}
+    values |= {name: results.get(name) for name in ("split", "num_train_images", "num_test_images")}
+    return dict(sorted(values.items()))
 
 
-def deviations(benchmark: str, learner: str, found: dict[str, Any]) -> list[str]:
+def deviations(benchmark: str, learner: str, values: dict[str, Any]) -> list[str]:
     """Says what departs from the paper's protocol, and from what it leaves open.
 
     Of a benchmark that the paper does not have, only settings of learner and FDC are compared.
@@ -291,19 +292,19 @@ def deviations(benchmark: str, learner: str, found: dict[str, Any]) -> list[str]
         method = ("learner.preset", "fdc.")
         expected = {name: value for name, value in expected.items() if name.startswith(method)}
     phrases = [
-        f"{field.split('.')[-1].replace('_', ' ')} {found[field]}"
+        f"{field.split('.')[-1].replace('_', ' ')} {values[field]}"
         for field, value in expected.items()
-        if found[field] != value
+        if values[field] != value
     ]
     for part, word in (("train", "training"), ("test", "test")):
-        count = found[f"num_{part}_images"]
-        if sizes and not found[f"data.{part}_per_class"] and count not in (None, sizes[part]):
+        count = values[f"num_{part}_images"]
+        if sizes and not values[f"data.{part}_per_class"] and count not in (None, sizes[part]):
             phrases.append(f"{count:,} of {sizes[part]:,} {word} images")
-    weights, patterns = found["encoder.weights"], paper.numbers()["protocol"]["weights"]
-    same_size = found["encoder.variant"] == expected.get("encoder.variant")
+    weights, patterns = values["encoder.weights"], paper.numbers()["protocol"]["weights"]
+    same_size = values["encoder.variant"] == expected.get("encoder.variant")
     if weights and same_size and not any(fnmatch.fnmatch(weights, each) for each in patterns):
         phrases.append(f"weights {weights}")
-    return phrases + learners.deviations(learner, found | {"benchmark": benchmark})
+    return phrases + learners.deviations(learner, values | {"benchmark": benchmark})
 
 
 def _expected() -> dict[str, Any]:

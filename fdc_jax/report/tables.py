@@ -97,10 +97,10 @@ _BESIDE = (
 
 def build(groups: Sequence[Group]) -> list[Table]:
     """Builds the tables of groups; one without a number of ours is left out."""
-    found = [of_runs(groups)] * (sum(len(group.runs) for group in groups) > 1)
-    found += [of_calibrators(groups), *(_beside(groups, name) for name in _BESIDE)]
-    found.append(of_selection(groups))
-    return [each for each in found if len(each.frame)]
+    built = [of_runs(groups)] * (sum(len(group.runs) for group in groups) > 1)
+    built += [of_calibrators(groups), *(_beside(groups, name) for name in _BESIDE)]
+    built.append(of_selection(groups))
+    return [table for table in built if len(table.frame)]
 
 
 def of_runs(groups: Sequence[Group]) -> Table:
@@ -112,12 +112,12 @@ def of_runs(groups: Sequence[Group]) -> Table:
             of, accuracy = run.results, run.results["accuracy"]
             names = {"learner": group.learner, "benchmark": group.benchmark, "seed": of["seed"]}
             settings = {name: str(each)[:40] for name, each in runs.settings(of).items()}
-            found = {f"{name}, %": number(accuracy.get(name)) for name in ("raw", FDC.name)}
-            found |= {
+            accuracies = {f"{name}, %": number(accuracy.get(name)) for name in ("raw", FDC.name)}
+            accuracies |= {
                 "best calibrator": formatting.method_title(best),
                 "best, %": number(accuracy[best]),
             }
-            rows["/".join(run.folder.absolute().parts[-2:])] = names | found | settings
+            rows["/".join(run.folder.absolute().parts[-2:])] = names | accuracies | settings
     made = pd.DataFrame.from_dict(rows, orient="index").dropna(axis=1).rename_axis("run")
     kept = (made.nunique() > 1) | made.columns.str.endswith("%")
     return Table("runs", _TEXTS["runs"]["title"], made.loc[:, kept], _TEXTS["runs"]["note"])
@@ -151,8 +151,8 @@ def of_calibrators(groups: Sequence[Group]) -> Table:
 
 def of_tasks(group: Group) -> Table:
     """Builds the table of accuracies on each task, empty where not all were recorded."""
-    found = frames.tasks(group).rename(columns=formatting.method_title).rename_axis("task")
-    shown = found.map(lambda value: number(value, 1))
+    accuracy = frames.tasks(group).rename(columns=formatting.method_title).rename_axis("task")
+    shown = accuracy.map(lambda value: number(value, 1))
     return Table("tasks", _TEXTS["tasks"]["title"], shown, _TEXTS["tasks"]["note"])
 
 
@@ -169,9 +169,9 @@ def frame(
 
     Columns are those of the rows unless others are named.
     """
-    found = list(rows)
-    columns = columns or [*dict.fromkeys(k for row in found for k in row if k not in labels)]
-    made = pd.DataFrame(found, columns=[*labels, *columns], dtype=object)
+    rows = list(rows)
+    columns = columns or [*dict.fromkeys(k for row in rows for k in row if k not in labels)]
+    made = pd.DataFrame(rows, columns=[*labels, *columns], dtype=object)
     return made.set_index(list(labels)).dropna(how="all").dropna(how="all", axis=1)
 
 
@@ -204,9 +204,10 @@ def _lines(table: str, own: Sequence[Group]) -> dict[str, str]:
         return {titles[key]: f"gain:{key}" for key in (learners.selected(learner), "full")}
     if table == "sweeps":
         names = {name for group in own for name in group.numbers if "=" in name}
-        found = [(quantities.SWEPT.index(s), float(v), s) for s, v in (n.split("=") for n in names)]
+        pairs = [name.split("=") for name in names]
+        order = sorted((quantities.SWEPT.index(s), float(v), s) for s, v in pairs)
         label = _TEXTS[table]["settings"]
-        return {f"{label[s]} = {v:g}": f"{s}={v:g}" for _, v, s in sorted(found)}
+        return {f"{label[s]} = {v:g}": f"{s}={v:g}" for _, v, s in order}
     return _TEXTS[table]["lines"]
 
 
@@ -223,28 +224,28 @@ def _beside(groups: Sequence[Group], table: str) -> Table:
                 title = record["benchmark"]
                 heading = "Avg." if title == paper.AVERAGE else paper.benchmark_title(title)
                 for kind, cell in _cells(record, names[record["settings"]]).items():
-                    place = learners.title(learner), label, kind
-                    rows.setdefault(place, {})[heading] = cell
+                    key = learners.title(learner), label, kind
+                    rows.setdefault(key, {})[heading] = cell
     labels = [*text["labels"], "numbers"]
-    of = [dict(zip(labels, place, strict=True)) | cells for place, cells in rows.items()]
-    made = frame(of, labels, [*benchmarks(groups).values(), "Avg."])
+    lines = [dict(zip(labels, key, strict=True)) | cells for key, cells in rows.items()]
+    made = frame(lines, labels, [*benchmarks(groups).values(), "Avg."])
     best = _best(made) if text.get("best") else frozenset()
     return Table(table, text["title"], made, text["note"], scope, pd.DataFrame(numbers), best)
 
 
 def _records(own: Sequence[Group], quantity: str) -> Iterable[Row]:
     """Yields a learner's records of a quantity, and of its mean over the paper's benchmarks."""
-    found = [group.record(quantity) for group in own if group.values(quantity)]
-    yield from found
+    records = [group.record(quantity) for group in own if group.values(quantity)]
+    yield from records
     published = _published(own[0].learner, quantity)
-    for settings in dict.fromkeys(record["settings"] for record in found):
-        alike = {each["benchmark"]: each for each in found if each["settings"] == settings}
+    for settings in dict.fromkeys(record["settings"] for record in records):
+        alike = {each["benchmark"]: each for each in records if each["settings"] == settings}
         if alike.keys() >= {*paper.benchmarks()}:
             mean = float(np.mean([alike[name]["mean"] for name in paper.benchmarks()]))
             gap = None if published is None else mean - published
             of_all = {"benchmark": paper.AVERAGE, "mean": mean, "paper_mean": published}
-            yield dict.fromkeys(found[0]) | {
-                **{name: found[0][name] for name in ("learner", "calibrator", "quantity")},
+            yield dict.fromkeys(records[0]) | {
+                **{name: records[0][name] for name in ("learner", "calibrator", "quantity")},
                 **of_all,
                 **{"difference": gap, "settings": settings},
             }
