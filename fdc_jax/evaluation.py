@@ -19,12 +19,12 @@ import scipy.special
 from jaxtyping import Bool, Float, Int
 from numpy.typing import ArrayLike
 
-from fdc_jax.calibration import Scores
+from fdc_jax.calibration import FDC, METHODS, Scores
 from fdc_jax.calibration.confidence import of_labels
 from fdc_jax.errors import InputError
 
-# Names of accuracies in a line of text, where they are not what they go by.
-TITLES = {"fdc": "FDC", "oracle": "task given"}
+# Names of accuracies in a line of text; of others, their keys.
+_TITLES = {FDC.name: METHODS[FDC.name].title, "oracle": "task given"}
 _CONFIDENCE = 0.95  # of all intervals
 _QUANTILE = float(scipy.special.ndtri(0.5 + _CONFIDENCE / 2))
 
@@ -264,18 +264,18 @@ def predictions(
     columns = {"label": labels, "task": tasks, "oracle_label": scores["raw"].label_in_task(tasks)}
     for name, each in scores.items():
         columns |= {f"{name}_label": each.label, f"{name}_task": each.task}
-    if "fdc" in scores:
-        columns["fdc_oracle_label"] = scores["fdc"].label_in_task(tasks)
+        if METHODS[name].has_components:  # TSF changes the logits within a task, too.
+            columns[f"{name}_oracle_label"] = each.label_in_task(tasks)
     return {name: column.astype(np.int32) for name, column in columns.items()}
 
 
 def describe(record: dict[str, Any], num_tasks: int) -> str:
     """Returns one line about the accuracies after a task."""
     accuracies = (
-        f"{TITLES.get(name, name)} {value:.2f}" for name, value in record["accuracy"].items()
+        f"{_TITLES.get(name, name)} {value:.2f}" for name, value in record["accuracy"].items()
     )
     routing = record["routing_accuracy"]
-    to = f" -> {routing['fdc']:.2f}" if "fdc" in routing else ""
+    to = f" -> {routing[FDC.name]:.2f}" if FDC.name in routing else ""
     return (
         f"after task {record['task'] + 1}/{num_tasks}: {'  '.join(accuracies)}  "
         f"routing {routing['raw']:.2f}{to} %"

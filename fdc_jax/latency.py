@@ -143,7 +143,7 @@ def of_run(run: Any, **protocol: int) -> dict[str, Any]:
     Raises:
         InputError: the run is not finished, has no FDC in two views, or its test images are gone.
     """
-    fdc = run.calibrator("fdc")
+    fdc = run.calibrator(FDC.name)
     if run.results is None or len(fdc.widths) < 2:
         raise InputError(f"{run.folder}: expected a finished run with FDC in both views")
     rows = np.arange(run.results["num_test_images"])[:IMAGES]

@@ -13,6 +13,7 @@ from scipy.cluster import hierarchy
 from scipy.spatial import distance
 
 from fdc_jax import evaluation
+from fdc_jax.calibration import FDC
 from fdc_jax.errors import InputError
 from fdc_jax.report import formatting, frames, pictures
 from fdc_jax.report.runs import Group, predictions
@@ -58,7 +59,7 @@ def load(group: Group, names: Sequence[str]) -> Classes | None:
     found = [predictions(run) for run in group.runs]
     roles = frames.leading(group)
     best = roles.get("best", "raw")
-    methods = dict.fromkeys((best, roles.get("fdc", best), "raw"))
+    methods = dict.fromkeys((best, roles.get(FDC.name, best), "raw"))
     if not all(
         {"label", "task", *(f"{name}_label" for name in methods)} <= of.keys() for of in found
     ):

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 from PIL import Image
 
-from fdc_jax.calibration import Terms
+from fdc_jax.calibration import FDC, Terms
 from fdc_jax.errors import InputError
 from fdc_jax.report.runs import predictions
 
@@ -75,11 +75,13 @@ def load(run: Any) -> Pictures:
     except InputError:
         names = []
     columns = predictions(run)
-    if "fdc_label" not in columns:
+    if f"{FDC.name}_label" not in columns:
         return Pictures(names, missing="The run kept no predictions of FDC.")
     task, label = columns["task"], columns["label"]
-    repaired = np.flatnonzero((columns["raw_task"] != task) & (columns["fdc_label"] == label))
-    broken = np.flatnonzero((columns["raw_label"] == label) & (columns["fdc_task"] != task))
+    repaired = np.flatnonzero(
+        (columns["raw_task"] != task) & (columns[f"{FDC.name}_label"] == label)
+    )
+    broken = np.flatnonzero((columns["raw_label"] == label) & (columns[f"{FDC.name}_task"] != task))
     first = spaced(repaired, PICTURES)
     rows = np.concatenate([first, spaced(broken, PICTURES)])
     if not len(rows):
@@ -100,7 +102,7 @@ def load(run: Any) -> Pictures:
             row,
             data_uri(image),
             is_small(image),
-            *(said(kind, row) for kind in ("", "raw_", "fdc_")),
+            *(said(kind, row) for kind in ("", "raw_", f"{FDC.name}_")),
             evidence=lines,
         )
         for row, image, lines in zip(rows.tolist(), images, evidence, strict=True)
@@ -125,11 +127,11 @@ def _evidence(
     if views[0] is None:
         return none
     try:
-        terms = run.calibrator("fdc").terms(*views)
+        terms = run.calibrator(FDC.name).terms(*views)
     except InputError:
         return none
     each, true = np.arange(len(rows)), columns["task"][rows]
-    raw, fdc = columns["raw_task"][rows], columns["fdc_task"][rows]
+    raw, fdc = columns["raw_task"][rows], columns[f"{FDC.name}_task"][rows]
     names, scores = split(terms)
     values = np.stack([scores[:, each, t] for t in (true, np.where(raw != true, raw, fdc))], axis=2)
     agrees = terms.fuse().task == fdc
