@@ -15,9 +15,7 @@ from jaxtyping import Array, Float, Int
 from fdc_jax.model.vit import Factors, Increment, KeyValueKernels, Variant
 
 
-def draw_flat(
-    draw: Callable[..., Array], key: Array, shape: tuple[int, ...], **bounds: float
-) -> Array:
+def draw_flat(draw: Callable, key: Array, shape: tuple[int, ...], **bounds: float) -> Array:
     """Returns numbers by `draw`, a function of `jax.random`, drawn on one axis and reshaped.
 
     XLA takes seconds to compile a draw of three axes for a CPU.

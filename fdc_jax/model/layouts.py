@@ -24,6 +24,7 @@ POSITIONS = "Transformer/posembed_input/pos_embedding"
 _TO = r"Transformer/encoderblock_\1"
 _TO_ATTENTION = f"{_TO}/MultiHeadDotProductAttention_1"
 _TO_POOLING = "Transformer/MAPHead_0"
+_TO_POOLED = f"{_TO_POOLING}/MultiHeadDotProductAttention_0"
 _BLOCK = r"(?:blocks|layer|encoder\.layers?)\.(\d+)\."
 _ATTENTION = rf"{_BLOCK}(?:attn|self_attn|attention|attention\.attention)"
 
@@ -52,13 +53,10 @@ _LAYERS = (
     (r"norm|layernorm|post_layernorm", "Transformer/encoder_norm"),
     (r"fc_norm", "Transformer/fc_norm"),
     (r"attn_pool\.latent|head\.probe", f"{_TO_POOLING}/probe"),
-    (r"attn_pool\.q", f"{_TO_POOLING}/MultiHeadDotProductAttention_0/query"),
-    (r"attn_pool\.kv", f"{_TO_POOLING}/MultiHeadDotProductAttention_0/key+value"),
-    (r"head\.attention\.in_proj", f"{_TO_POOLING}/MultiHeadDotProductAttention_0/query+key+value"),
-    (
-        r"attn_pool\.proj|head\.attention\.out_proj",
-        f"{_TO_POOLING}/MultiHeadDotProductAttention_0/out",
-    ),
+    (r"attn_pool\.q", f"{_TO_POOLED}/query"),
+    (r"attn_pool\.kv", f"{_TO_POOLED}/key+value"),
+    (r"head\.attention\.in_proj", f"{_TO_POOLED}/query+key+value"),
+    (r"attn_pool\.proj|head\.attention\.out_proj", f"{_TO_POOLED}/out"),
     (r"attn_pool\.norm|head\.layernorm", f"{_TO_POOLING}/LayerNorm_0"),
     (r"(?:attn_pool|head)\.mlp\.fc1", f"{_TO_POOLING}/MlpBlock_0/Dense_0"),
     (r"(?:attn_pool|head)\.mlp\.fc2", f"{_TO_POOLING}/MlpBlock_0/Dense_1"),

@@ -225,13 +225,10 @@ def _attend_fused(q, k, v):
     if tokens % 2 == 0:
         return jax.nn.dot_product_attention(q, k, v, implementation="cudnn")
     q, k, v = (jnp.pad(array, ((0, 0), (0, 1), (0, 0), (0, 0))) for array in (q, k, v))
-    lengths = jnp.full(len(q), tokens)
-    return jax.nn.dot_product_attention(
-        *(q, k, v),
-        query_seq_lengths=lengths,
-        key_value_seq_lengths=lengths,
-        implementation="cudnn",
-    )[:, :tokens]
+    lengths = dict.fromkeys(
+        ("query_seq_lengths", "key_value_seq_lengths"), jnp.full(len(q), tokens)
+    )
+    return jax.nn.dot_product_attention(q, k, v, implementation="cudnn", **lengths)[:, :tokens]
 
 
 def rotate(x: Float[Array, "n t k d"], angles: Float[np.ndarray, "t h"]) -> Any:

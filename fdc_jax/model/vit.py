@@ -470,14 +470,11 @@ def parameter_shapes(model: VisionTransformer, image_size: int) -> Any:
 
 def pretrained_kernels(params: Any) -> KeyValueKernels:
     """Returns the key and value kernels of a parameter tree, stacked over blocks."""
-    blocks = params["Transformer"]
-    depth = sum(name.startswith("encoderblock_") for name in blocks)
+    trunk = params["Transformer"]
+    blocks = [trunk[f"encoderblock_{i}"] for i in range(sum("encoderblock" in n for n in trunk))]
 
     def stack(name):
-        kernels = [
-            blocks[f"encoderblock_{i}"]["MultiHeadDotProductAttention_1"][name]["kernel"]
-            for i in range(depth)
-        ]
+        kernels = [b["MultiHeadDotProductAttention_1"][name]["kernel"] for b in blocks]
         return jnp.stack([jnp.reshape(kernel, (kernel.shape[0], -1)) for kernel in kernels])
 
     return KeyValueKernels(key=stack("key"), value=stack("value"))

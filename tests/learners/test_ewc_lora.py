@@ -13,16 +13,11 @@ def run():
     return toy.trajectory("ewc_lora")
 
 
-@pytest.fixture(scope="module")
-def under_way(run):
-    """Frozen and trained leaves in the middle of the second task, all of a size that counts."""
+def test_loss_is_cross_entropy_plus_strength_times_penalty(run, backbone):
     step = run.steps[1]
     importance = jax.tree.map(jnp.square, toy.random_like(step.frozen["importance"], 5))
-    return step.frozen | {"importance": importance}, toy.random_like(step.trained, 1)
-
-
-def test_loss_is_cross_entropy_plus_strength_times_penalty(run, backbone, under_way):
-    frozen, trained = under_way
+    frozen = step.frozen | {"importance": importance}
+    trained = toy.random_like(step.trained, 1)
     batch = toy.make_batch(size=6, classes=3, padding=2)
     kernels, omega = toy.float64(frozen["kernels"]), toy.float64(frozen["importance"])
 

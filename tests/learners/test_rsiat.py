@@ -12,10 +12,6 @@ from fdc_jax.learners import gaussian_alignment, rsiat
 from fdc_jax.model import operations
 from tests.learners import rsiat_reference, toy
 
-# As the set-up of the trajectory has them.
-SCALE, MARGIN, STEERING, SEPARATION, THRESHOLD, ALIGNMENT, REPULSION = (
-    *(4.0, 0.3, 0.7, 1.5, 0.2, 0.9, 2.0),
-)
 PARTS = ("adapter", "projector", "head")
 
 
@@ -41,20 +37,19 @@ def reference_loss(state, trained, batch, task, warm_up):
     images, labels = toy.shown([batch])
     features = toy.reference_features(images, adapter=trained["adapter"])
     value = rsiat_reference.cosface(
-        features, trained["head"][: toy.CLASSES[task]], labels, SCALE, MARGIN
+        features, trained["head"][: toy.CLASSES[task]], labels, scale=4.0, margin=0.3
     )
     if task == 0:
-        steering = rsiat_reference.steering(features, labels, SEPARATION, THRESHOLD)
-        return value + STEERING * warm_up * steering
+        return value + 0.7 * warm_up * rsiat_reference.steering(features, labels, 1.5, 0.2)
     earlier = toy.reference_features(images, adapter=state.adapter)
     means = toy.float64(state.gaussians.means)
     means = np.concatenate([means[t, :classes] for t, classes in enumerate(toy.CLASSES[:task])])
     projected, projected_means = (
         rsiat_reference.project(trained["projector"], rows) for rows in (earlier, means)
     )
-    value += ALIGNMENT * np.mean((features - projected) ** 2)
+    value += 0.9 * np.mean((features - projected) ** 2)
     cosine = rsiat_reference.cosine
-    return value + REPULSION * np.mean([[cosine(m, f) for f in projected] for m in projected_means])
+    return value + 2.0 * np.mean([[cosine(m, f) for f in projected] for m in projected_means])
 
 
 @pytest.mark.parametrize("task", [0, 1])

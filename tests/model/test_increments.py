@@ -27,10 +27,6 @@ def stack(tasks):
     return filled
 
 
-def assert_equal(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
-
-
 def test_a_starts_uniform_within_the_bound_and_b_at_zero():
     fresh = increments.initialise(jax.random.key(3), TINY, 15)
     bound = TINY.width**-0.5
@@ -63,7 +59,8 @@ def test_every_view_comes_from_one_compilation_bit_for_bit(tasks, stack):
     for num_tasks in range(NUM_TASKS + 1):
         if num_tasks:
             expected = increments.merge(expected, tasks[num_tasks - 1])
-        assert_equal(increments.kernels_after(START, stack, num_tasks), expected)
+        found = increments.kernels_after(START, stack, num_tasks)
+        jax.tree.map(np.testing.assert_array_equal, found, expected)
     assert increments.kernels_after._cache_size() - already <= 1
 
 
@@ -75,10 +72,6 @@ def operands():
     rng = np.random.default_rng(0)
     shapes = {"x": (3, 5, 8), "kernel": (8, 6), "a": (8, 2), "b": (2, 6)}
     return [rng.normal(size=shape).astype(np.float32) for shape in shapes.values()]
-
-
-def product(x, kernel, a, b):
-    return operations.product_with_updates(x, kernel, ({"A": a, "B": b},), HIGHEST)
 
 
 def test_updates_add_up_and_scales_have_gradients(operands):
@@ -111,7 +104,10 @@ def test_small_updates_reach_the_product_in_low_precision(operands):
     """Kernel and update are added before they are rounded."""
     x, kernel, a, b = operands
     x = jnp.asarray(x, jnp.bfloat16)
-    found, pull = jax.vjp(product, x, kernel, a, b)
+    found, pull = jax.vjp(
+        lambda x, w, a, b: operations.product_with_updates(x, w, ({"A": a, "B": b},), HIGHEST),
+        *(x, kernel, a, b),
+    )
     assert found.dtype == jnp.bfloat16
     merged = jnp.asarray(kernel + a @ b, jnp.bfloat16)
     np.testing.assert_array_equal(found, jnp.matmul(x, merged, precision=HIGHEST))
