@@ -122,7 +122,7 @@ def shared_terms(metrics: Sequence[Any], *views: Float[Any, "n d"]) -> dict[str,
 def evidence(
     scores: Float[np.ndarray, "n classes"],
     shared: Mapping[str, Float[np.ndarray, " n"]],
-    weights: Mapping[str, float],
+    weights: Mapping[str, Any],
     width: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns scores of classes, the distance that they are divided by, and the familiarity.

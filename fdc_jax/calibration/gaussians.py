@@ -55,8 +55,8 @@ class ViewClasses(NamedTuple):
 
     def merge(self, other: ViewClasses) -> ViewClasses:
         """Returns the statistics of these classes and of others."""
-        parts = map(np.concatenate, zip(self[:2], other[:2], strict=True))
-        return ViewClasses(*parts, self.scatter + other.scatter)
+        means, factors = map(np.concatenate, zip(self[:2], other[:2], strict=True))
+        return ViewClasses(means, factors, self.scatter + other.scatter)
 
     def move(self, by: drift.AffineMap, images: int) -> ViewClasses:
         """Returns the statistics after a map, whose error adds to the scatter of each image."""
@@ -156,9 +156,10 @@ def metric(
         padding = [(0, size - len(columns)), *[(0, 0)] * (columns.ndim - 1)]
         return inputs.float32(np.pad(columns, padding, constant_values=fill))
 
-    shared = map(inputs.float32, (precision, middle, whole))
-    factors = [*padded(factors).swapaxes(0, 1)]
-    return Metric(origin, *shared, padded(rows), padded(constants, np.inf), factors)
+    precision, middle, whole = map(inputs.float32, (precision, middle, whole))
+    by_row = [*padded(factors).swapaxes(0, 1)]
+    columns = padded(rows), padded(constants, np.inf), by_row
+    return Metric(origin, precision, middle, whole, *columns)
 
 
 def shared_precision(
@@ -250,16 +251,15 @@ class Gaussians(Calibrator):
         inputs.same_length(before, given.views[0], name)
         by = drift.fit_map(before, given.views[0], at_unit_length, given.rows)
         counts = np.concatenate(self.counts)
-        moved = self.views[0].move(by, counts.sum())
+        images, present = int(counts.sum()), int((counts > 0).sum())
+        moved = self.views[0].move(by, images)
         if len(by.class_errors):
-            precision = shared_precision(
-                moved.scatter.astype(np.float64), counts.sum(), np.count_nonzero(counts)
-            )
+            precision = shared_precision(moved.scatter.astype(np.float64), images, present)
             added = (by.class_errors @ precision * by.class_errors).sum(axis=1).mean()
             self.staleness = self.staleness + added
         self.views = [moved, *self.views[1:]]
 
-    def _add(self, given: inputs.TaskInput, views: Sequence[ViewClasses]) -> None:
+    def _add(self, given: inputs.TaskInput, views: list[ViewClasses]) -> None:
         """Adds the statistics of a task's classes."""
         if self.views:
             views = [old.merge(new) for old, new in zip(self.views, views, strict=True)]
@@ -335,7 +335,7 @@ class Gaussians(Calibrator):
     def _fuse(self, by_view: dict[str, np.ndarray]) -> Float[np.ndarray, "n classes"]:
         """Returns the weighted sum of scores by view."""
         weights, count = self._weights(), sum(map(len, self.classes))
-        return sum(weights[name] * scores[:, :count] for name, scores in by_view.items())
+        return np.sum([weights[name] * scores[:, :count] for name, scores in by_view.items()], 0)
 
     def _evidence(self, compute: Callable[[Any], dict[str, Any]]) -> tuple[np.ndarray, ...]:
         """Returns `confidence.evidence` of a batch, to whose features `compute` applies kernels."""
