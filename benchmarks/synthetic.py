@@ -13,6 +13,7 @@ from fdc_jax.learners import training
 from fdc_jax.machine import devices
 from fdc_jax.model import increments, vit
 from fdc_jax.run import base
+from fdc_jax.run import setup as setups
 
 RANK = 10
 CLASSES = 5
@@ -67,8 +68,7 @@ def learning(
     """Returns a learner in the paper's settings, its update, and its first rates."""
     config: Any = base.get_config()
     config.learner.name, config.encoder.image_size = name, model.variant.image_size
-    setup = training.Setup(model, classes_per_task, config, mesh or devices.data_mesh())
-    learner = learners.make(setup)
+    learner = setups.make_learner(config, model, classes_per_task, mesh or devices.data_mesh())
     update = learner.update()
     rate = update.schedule(0, config.train.epochs) if update.schedule else 1.0
     return learner, update, rate

@@ -20,6 +20,10 @@ if importlib.metadata.version("jaxlib").startswith("0.10."):
 
 import jax
 import pytest
+import threadpoolctl
+
+# Plugins of pytest may load NumPy before OpenBLAS is told; threads change the last bits of sums.
+threadpoolctl.threadpool_limits(1, user_api="blas")
 
 SHARED_ASSETS = Path(__file__).resolve().parents[2] / "shared" / "assets"
 

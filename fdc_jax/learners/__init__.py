@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from fdc_jax.errors import InputError, nearest, place
 from fdc_jax.learners.learner import Learner, Option, Replaced, expected, option
-from fdc_jax.learners.training import Setup
+from fdc_jax.learners.training import LearnerSetup
 
 __all__ = ["Learner", "Option", "Replaced", "expected", "option"]
 
@@ -58,13 +58,13 @@ def find(name: str) -> type[Learner]:
     return _own().get(name.removeprefix(f"{__name__}.")) or _import(name)
 
 
-def make(setup: Setup) -> Learner:
-    """Returns the learner of a run's configuration, with its options.
+def make(name: str, setup: LearnerSetup, options: Mapping[str, Any] | None = None) -> Learner:
+    """Returns a learner by its name, in a run's set-up and with some options.
 
     Raises:
         InputError: see `find`; or options contradict each other.
     """
-    return find(setup.config.learner.name).configured(setup)
+    return find(name)(setup, **(options or {}))
 
 
 def _import(name: str) -> type[Learner]:

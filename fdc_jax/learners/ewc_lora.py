@@ -95,7 +95,7 @@ class EWCLoRA(Learner):
         """Returns Adam, in the native preset along half a cosine wave."""
         if not self.native:
             return self.gradient_update()
-        benchmark, rates = self.setup.config.benchmark, training.paper_rates(self.setup)
+        benchmark, rates = self.setup.benchmark, training.paper_rates(self.setup)
         rates["head"] = NATIVE_HEAD_RATE.get(benchmark, rates["head"])
         decay = NATIVE_WEIGHT_DECAY.get(benchmark, 0.0)
         adam = optax.chain(optax.add_decayed_weights(decay), optax.scale_by_adam())

@@ -21,7 +21,7 @@ arrays that no training step reads; all others are on the devices.
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from jaxtyping import Array, Float
 from fdc_jax.data.batches import Batch
 from fdc_jax.heads import Head, LinearHead
 from fdc_jax.learners import training
-from fdc_jax.learners.training import Setup, TaskImages, Update
+from fdc_jax.learners.training import LearnerSetup, TaskImages, Update
 from fdc_jax.model import increments, operations, vit
 
 Value: TypeAlias = bool | int | float | str
@@ -101,7 +101,7 @@ UNROLLED = 4
 class Learner:
     """A learner in one run; its defaults are Cumulative-LoRA."""
 
-    setup: Setup
+    setup: LearnerSetup
 
     title: ClassVar[str] = ""  # name in tables
     paper_row: ClassVar[int] = 100  # row in the paper's tables
@@ -124,15 +124,10 @@ class Learner:
         fields = dataclasses.fields(cls)
         return {field.name: field.metadata["option"] for field in fields if field.name != "setup"}
 
-    @classmethod
-    def configured(cls, setup: Setup) -> Self:
-        """Returns the learner with its options in a run's configuration."""
-        return cls(setup, **setup.config.learner.get(cls.section(), {}))
-
     @property
     def native(self) -> bool:
         """True for the method's own settings, False for those of the paper's protocol."""
-        return self.setup.config.learner.preset == "native"
+        return self.setup.native
 
     # 1. The state between tasks.
     def initial_state(self) -> Any:

@@ -194,7 +194,7 @@ class LoDA(Learner):
 
     def update(self) -> training.Update:
         """Returns Adam with the paper's rates, or SGD with the authors'; in half-steps."""
-        benchmark = self.setup.config.benchmark
+        benchmark = self.setup.benchmark
         if not self.native:
             return self.half_steps(training.paper_rates(self.setup), optax.scale_by_adam())
         rate = NATIVE_RATE_OF.get(benchmark, NATIVE_RATE)

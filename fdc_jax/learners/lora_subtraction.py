@@ -157,9 +157,9 @@ class LoRASubtraction(Learner):
 
     def update(self) -> training.Update:
         """Returns Adam with projected steps of the increment."""
-        config, rates = self.setup.config, training.paper_rates(self.setup)
+        rates = training.paper_rates(self.setup)
         if self.native:
-            rates["head"] = NATIVE_HEAD_RATE_OF.get(config.benchmark, NATIVE_HEAD_RATE)
+            rates["head"] = NATIVE_HEAD_RATE_OF.get(self.setup.benchmark, NATIVE_HEAD_RATE)
 
         def initialise(trained) -> Moments:
             first, second = (jax.tree.map(jnp.zeros_like, trained) for _ in range(2))
@@ -173,7 +173,7 @@ class LoRASubtraction(Learner):
 
         # The authors' wave spans a later task's epochs in the first task, too. Its further epochs
         # keep the last rate here; the authors' rate would become negative.
-        span = config.train.epochs
+        span = self.setup.epochs
 
         def schedule(epoch: int, epochs: int) -> float:
             return training.quarter_cosine(min(epoch, span - 1), span)

@@ -275,7 +275,7 @@ class RSIAT(Learner):
 
         def schedule(epoch: int, epochs: int) -> tuple[float, float]:
             """Returns the factors on the learning rates and on the steering loss."""
-            kind = "cosine" if self.native else self.setup.config.train.schedule
+            kind = "cosine" if self.native else self.setup.schedule
             factor = training.learning_rate_factor(kind, epoch, epochs)
             return factor, min(1.0, epoch / self.warm_up_epochs) if self.warm_up_epochs else 1.0
 
@@ -283,7 +283,7 @@ class RSIAT(Learner):
 
     def native_rates(self) -> NativeRates:
         """Returns the authors' rates for the benchmark, or else those for ImageNet-A."""
-        return NATIVE_RATES.get(self.setup.config.benchmark, NATIVE_RATES["imagenet_a"])
+        return NATIVE_RATES.get(self.setup.benchmark, NATIVE_RATES["imagenet_a"])
 
     def after_task(
         self, backbone: Any, state: State, task: int, frozen: Any, trained: Any, images: TaskImages

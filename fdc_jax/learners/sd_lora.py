@@ -94,7 +94,7 @@ class SDLoRA(Learner):
 
     def update(self) -> training.Update:
         """Returns Adam, in the native preset SGD with momentum at a constant rate."""
-        rates, benchmark = training.paper_rates(self.setup), self.setup.config.benchmark
+        rates, benchmark = training.paper_rates(self.setup), self.setup.benchmark
         transformation = schedule = None
         if self.native:
             rates = dict.fromkeys(rates, NATIVE_RATE_OF.get(benchmark, NATIVE_RATE))

@@ -76,7 +76,7 @@ class SLCA(Learner):
         setup, width = self.setup, self.setup.variant.width
         tasks, rows = setup.num_tasks, setup.head_rows
         model: Any = setup.model
-        shapes = vit.parameter_shapes(model, setup.config.encoder.image_size)
+        shapes = vit.parameter_shapes(model, setup.image_size)
         empty = LinearHead(jnp.zeros((tasks, rows, width)), jnp.zeros((tasks, rows)))
         return State(
             encoder=jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes),
@@ -109,7 +109,7 @@ class SLCA(Learner):
         rates = {"encoder": self.encoder_rate, "head": self.head_rate}
         if not self.native:
             return self.gradient_update(rates, optax.trace(MOMENTUM))
-        tenths = MILESTONES.get(self.setup.config.benchmark, MILESTONE)
+        tenths = MILESTONES.get(self.setup.benchmark, MILESTONE)
         return self.gradient_update(
             rates, _decayed(), lambda epoch, epochs: 0.1 if 10 * epoch >= tenths * epochs else 1.0
         )

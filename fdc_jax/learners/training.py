@@ -21,12 +21,19 @@ from fdc_jax.model.vit import Increment, Variant, VisionTransformer
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
-    """The fixed facts of a run."""
+class LearnerSetup:
+    """The encoder, the stream and the settings of a run that a learner reads."""
 
     model: VisionTransformer
+    image_size: int  # pixels
     classes_per_task: tuple[int, ...]
-    config: Any  # learners read `benchmark`, `train`, `encoder` and their own fields of `learner`
+    benchmark: str  # authors' settings depend on it
+    native: bool  # True for the method's own settings, False for those of the paper's protocol
+    rank: int  # of the increments
+    epochs: int
+    increment_learning_rate: float
+    head_learning_rate: float
+    schedule: str  # a name of `learning_rate_factor`
     mesh: Mesh = dataclasses.field(default_factory=devices.data_mesh)  # splits every batch
 
     @property
@@ -43,11 +50,6 @@ class Setup:
     def head_rows(self) -> int:
         """Rows of every stored head: the classes of the largest task."""
         return max(self.classes_per_task)
-
-    @property
-    def rank(self) -> int:
-        """Rank of the increments."""
-        return self.config.train.rank
 
     def class_mask(self, task: int) -> Bool[Array, " c"]:
         """Returns True for the rows of the padded head that are classes of the task."""
@@ -125,7 +127,7 @@ def new_cosine_rows(key: Array, classes: int, width: int) -> Float[Array, "c d"]
     return 0.02 * jax.random.normal(key, (classes, width))
 
 
-def unpadded(setup: Setup, stack: Any, num_tasks: int) -> list[Any]:
+def unpadded(setup: LearnerSetup, stack: Any, num_tasks: int) -> list[Any]:
     """Returns the slots of the first `num_tasks` tasks, without rows that are no classes."""
     return [
         jax.tree.map(lambda leaf, t=task, c=classes: leaf[t, :c], stack)
@@ -201,10 +203,9 @@ def cosface(
     return cross_entropy(scale * (cosines - margin * own), batch, class_mask)
 
 
-def paper_rates(setup: Setup) -> dict[str, float]:
+def paper_rates(setup: LearnerSetup) -> dict[str, float]:
     """Returns the learning rates of increment and head in `config.train`."""
-    train = setup.config.train
-    return {"increment": train.increment_learning_rate, "head": train.head_learning_rate}
+    return {"increment": setup.increment_learning_rate, "head": setup.head_learning_rate}
 
 
 def descend(trained: Any, directions: Any, rates: dict[str, Any], rate: Any) -> Any:

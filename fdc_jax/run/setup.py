@@ -20,6 +20,7 @@ from fdc_jax.features.extraction import Extractor, FeatureCache
 from fdc_jax.learners import Learner, training
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
+from fdc_jax.machine.devices import Mesh
 from fdc_jax.machine.files import check_writable_folder, user_cache
 from fdc_jax.model import vit, weights
 from fdc_jax.run import configuration
@@ -120,12 +121,37 @@ def build_encoders(config: Config, classes_per_task: Sequence[int], quiet: bool 
     pretrained = weights.load(weights.locate(*wanted), variant, encoder.image_size)
     return Encoders(
         config=config,
-        learner=learners.make(training.Setup(model, tuple(classes_per_task), config, mesh)),
+        learner=make_learner(config, model, classes_per_task, mesh),
         pretrained=pretrained,
         backbone=devices.replicate(mesh, pretrained.params),
         extract=Extractor(model, mesh),
         cache=cache,
     )
+
+
+def make_learner(
+    config: Config, model: vit.VisionTransformer, classes_per_task: Sequence[int], mesh: Mesh
+) -> Learner:
+    """Returns the learner of a configuration.
+
+    Raises:
+        InputError: the learner does not exist, or its options contradict each other.
+    """
+    train, chosen = config.train, config.learner
+    setup = training.LearnerSetup(
+        model=model,
+        image_size=config.encoder.image_size,
+        classes_per_task=tuple(classes_per_task),
+        benchmark=config.benchmark,
+        native=chosen.preset == "native",
+        rank=train.rank,
+        epochs=train.epochs,
+        increment_learning_rate=train.increment_learning_rate,
+        head_learning_rate=train.head_learning_rate,
+        schedule=train.schedule,
+        mesh=mesh,
+    )
+    return learners.make(chosen.name, setup, chosen.get(learners.section(chosen.name)))
 
 
 def _recognise(config: Config) -> vit.Variant:
@@ -234,7 +260,7 @@ def start_task(
 
 def accept(learner: Learner, state: Any, new: Any, question: str) -> Any:
     """Returns a learner's new state on the devices; checks that its form is the old one."""
-    learners.check_state(learner.setup.config.learner.name, question, state, new)
+    learners.check_state(learner.section(), question, state, new)
     return devices.replicate(learner.setup.mesh, new)
 
 

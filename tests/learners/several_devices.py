@@ -3,14 +3,12 @@
 XLA_FLAGS=--xla_force_host_platform_device_count=4 python -m tests.learners.several_devices NAME ...
 """
 
-import dataclasses
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fdc_jax import learners
 from fdc_jax.learners import second_moments
 from fdc_jax.machine import devices
 from fdc_jax.model import vit
@@ -28,9 +26,8 @@ REMEMBERED = ("importance", "moments", "means")
 def run(name, mesh):
     """Returns the state after two tasks, and what it adds to kernels, and offers beside them."""
     # The loss that pairs images of different devices counts in the epoch of this run.
-    setup = toy.make_setup(name, (3, 2), learner__rsiat__warm_up_epochs=1)
-    setup = dataclasses.replace(setup, mesh=mesh)
-    learner = learners.make(setup)
+    learner = toy.make_learner(name, (3, 2), mesh, learner__rsiat__warm_up_epochs=1)
+    setup = learner.setup
     update = learner.update()
     backbone = devices.replicate(mesh, toy.make_backbone())
     state = devices.replicate(mesh, learner.initial_state())
@@ -82,7 +79,7 @@ def check_moments() -> None:
 
     The step adds matrices of the encoder's width and one count over the devices.
     """
-    mesh, setup = devices.data_mesh(), toy.make_setup()
+    mesh, setup = devices.data_mesh(), toy.make_learner().setup
     backbone = devices.replicate(mesh, toy.make_backbone())
     kernels = vit.pretrained_kernels(backbone)
     batch = devices.split(mesh, toy.make_batch(0, 8, 3))

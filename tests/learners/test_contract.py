@@ -10,8 +10,10 @@ import pytest
 from fdc_jax import learners
 from fdc_jax.errors import InputError
 from fdc_jax.learners import training
+from fdc_jax.machine import devices
 from fdc_jax.model import operations, vit
 from fdc_jax.run import base
+from fdc_jax.run import setup as setups
 from tests.learners import toy
 
 NAMES = learners.names()
@@ -222,10 +224,10 @@ def test_tasks_that_nobody_knew_of_change_nothing_before_them(backbone, name, kn
     So do some of RSIAT's losses, which are over pairs.
     """
     whole = toy.trajectory(name)
-    few = toy.make_setup(name, toy.CLASSES[:known])
+    learner = toy.make_learner(name, toy.CLASSES[:known])
+    few = learner.setup
     tolerance = 0.0 if few.head_rows == whole.setup.head_rows else 1e-5
     tolerance = 1e-4 if name == "rsiat" else tolerance
-    learner = learners.make(few)
     update = learner.update()
     state, rate = learner.initial_state(), toy.RATES.get(name, toy.RATE)
     for task, step in enumerate(whole.steps[:known]):
@@ -315,11 +317,12 @@ PARAMETERS |= {
 
 def test_parameters_that_a_task_trains_of_vit_b():
     """The current increment and a head of 10 classes alone, as the authors count."""
-    setup = training.Setup(vit.build("B/16", 224), (10,) * TASKS, base.get_config())
-    shapes = vit.parameter_shapes(setup.model, 224)
+    model, mesh = vit.build("B/16", 224), devices.data_mesh()
+    shapes = vit.parameter_shapes(model, 224)
 
     def count(name):
-        learner = learners.find(name).configured(setup)
+        config = base.get_config(learner=name)
+        learner = setups.make_learner(config, model, (10,) * TASKS, mesh)
 
         def start(backbone):
             return learner.start_task(backbone, learner.initial_state(), 0, jax.random.key(0))[1]

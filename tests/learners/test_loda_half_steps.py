@@ -116,7 +116,7 @@ def make_task(A_trains=1.0):
     return backbone, frozen, trained
 
 
-LEARNER = Linear(toy.make_setup("loda"), look_ahead=LENGTH)
+LEARNER = Linear(toy.make_learner("loda").setup, look_ahead=LENGTH)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,9 @@ from configs import digits
 from fdc_jax import learners
 from fdc_jax.data.batches import Batch
 from fdc_jax.learners import training
+from fdc_jax.machine import devices
 from fdc_jax.model import vit
+from fdc_jax.run import setup as setups
 from tests.model import reference
 from tests.model.reference import (  # noqa: F401
     PARTS,
@@ -49,8 +51,10 @@ RATES: dict[str, Any] = {"rsiat": (100.0, 1.0), "inflora_ca": 10, "splitlora": 4
 RATE = 100.0
 
 
-def make_setup(name="cumulative_lora", classes_per_task=CLASSES, **fields) -> training.Setup:
-    """Returns a set-up of a learner; `fields` are configuration fields with `__` for dots."""
+def make_learner(
+    name="cumulative_lora", classes_per_task=CLASSES, mesh=None, **fields
+) -> learners.Learner:
+    """Returns a learner; `fields` are configuration fields with `__` for dots."""
     config = digits.get_config()
     config.learner.name = name
     config.train.rank = RANK
@@ -59,12 +63,8 @@ def make_setup(name="cumulative_lora", classes_per_task=CLASSES, **fields) -> tr
         {f"learner.{name}.{field}": value for field, value in OPTIONS.get(name, {}).items()}
         | {field.replace("__", "."): value for field, value in fields.items()}
     )
-    return training.Setup(vit.VisionTransformer(TINY), tuple(classes_per_task), config)
-
-
-def make_learner(name, classes_per_task=CLASSES, **fields) -> learners.Learner:
-    """Returns a learner; arguments as of `make_setup`."""
-    return learners.make(make_setup(name, classes_per_task, **fields))
+    model, mesh = vit.VisionTransformer(TINY), mesh or devices.data_mesh()
+    return setups.make_learner(config, model, classes_per_task, mesh)
 
 
 @functools.cache
@@ -128,7 +128,7 @@ class Trajectory(NamedTuple):
     """
 
     learner: Any
-    setup: training.Setup
+    setup: training.LearnerSetup
     update: training.Update
     steps: list[Step]
     snapshots: list[Any]
@@ -163,8 +163,8 @@ def images_of(task, classes):
 @functools.cache
 def trajectory(name: str) -> Trajectory:
     """Trains a learner on three tasks of noise, once for all tests."""
-    setup, backbone = make_setup(name), make_backbone()
-    learner = learners.make(setup)
+    learner, backbone = make_learner(name), make_backbone()
+    setup = learner.setup
     update, rate = learner.update(), RATES.get(name, RATE)
     state, steps, snapshots = learner.initial_state(), [], []
     with programs_compiled() as programs:
