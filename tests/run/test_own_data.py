@@ -10,13 +10,13 @@ from PIL import Image
 
 import fdc_jax
 from configs import own
-from fdc_jax import predict
-from fdc_jax.command import describe
+from fdc_jax import command, predict
 from fdc_jax.data import task_stream
 from fdc_jax.errors import InputError
 from fdc_jax.learners.inflora import InfLoRA
 from fdc_jax.run import configuration
 from fdc_jax.run import setup as setups
+from fdc_jax.run.seeds import describe
 from tests import small_runs
 from tests.small_runs import stopped
 
@@ -222,11 +222,11 @@ def test_a_class_that_a_run_knows_stays_as_it_is(grown, cache, tmp_path, change,
 def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
     """Those that it knows keep their tasks, also where the last one was not full, and stay."""
     source, workdir = tmp_path / "trees", tmp_path / "run"
-    command = config(source, cache, classes_per_task=2)
+    pairs = config(source, cache, classes_per_task=2)
     kept = []
     for names in (NEW, OLD):
         add(source, *names)
-        stopped(command, workdir, 4)
+        stopped(pairs, workdir, 4)
         kept.append(json.loads((workdir / "config.json").read_text()))
     assert [each["classes of planned tasks"] for each in kept] == [[2, 1], [2, 1, 2, 2]]
     assert [list(each["known classes"]) for each in kept] == [[*NEW], [*NEW, *OLD]]
@@ -243,7 +243,7 @@ def test_the_same_command_learns_new_classes_as_further_tasks(cache, tmp_path):
     with pytest.raises(
         InputError, match=r"expected the class box of trees .*, found no such class"
     ):
-        small_runs.run(command, workdir)
+        small_runs.run(pairs, workdir)
 
 
 @pytest.mark.ci
@@ -254,6 +254,7 @@ def test_the_same_tasks_in_other_words_are_the_same_and_reported(root, grown, ca
     source = grown[0].parent / "trees"
     same = config(source, cache, num_tasks=3, class_order=order, report=True)
     assert small_runs.run(same, workdir) == small_runs.results(grown[0])
+    command.show(same, str(workdir), quiet=True)
     page = (workdir / "report" / "report.html").read_text()
     assert "Cumulative-LoRA on trees" in page
     classes = (workdir / "report" / "classes_1.html").read_text()
