@@ -4,7 +4,6 @@ import importlib.util
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tomllib
@@ -36,19 +35,6 @@ def test_a_name_runs_its_module(tmp_path):
     assert said("fdc", "posthoc", "--help").startswith("usage: python -m fdc_jax posthoc ")
 
 
-def test_an_interrupt_is_one_line(capsys):
-    def body(options):
-        signal.raise_signal(signal.SIGINT)
-
-    # Where the tests run in the background, SIGINT is ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert Program("predict", "").run(body, []) == 130
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert capsys.readouterr().err == "fdc_jax.predict: stopped by SIGINT\n"
-
-
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
@@ -56,6 +42,7 @@ def test_an_interrupt_is_one_line(capsys):
         (OSError(36, "File name too long", "x" * 999), 2, "x" * 200 + ": File name too long"),
         (OSError(28, "No space left on device"), 2, "[Errno 28] No space left on device"),
         (MemoryError(), 2, "out of memory"),
+        (KeyboardInterrupt(), 130, "stopped by SIGINT"),
     ],
 )
 def test_what_the_system_refuses_is_one_line(error, code, text, capsys):

@@ -193,10 +193,8 @@ MISTAKES = {
     "": "--config: expected a file, or one of best, ",
     "--config=omnibnch": "found omnibnch; did you mean omnibench?",
     "--config=digits --config.trian.epochs=3": '--config: no such field: .* "train"',
-    "--config=digits --config.train.epochs=5.0": "flag --config.train.epochs=5.0: invalid",
     "--config=digits --config.classes_per_task=five": "expected a whole number, or a list",
     "--config=digits --config.learner.slca.rate=1": "--config: no such field: rate",
-    "--config=digits --workdri=here": "Unknown command line flag 'workdri'",
     "--config=digits --config.seed=1 --config.seed=2": "--config.seed is given twice",
     "--config=digits surplus": "unexpected argument surplus",
     "--config=digits:cumulativ_lora": "expected one of cumulative_lora, .*; did you mean cumul",
@@ -218,28 +216,19 @@ def test_a_command_line_gives_a_configuration():
     assert command.configured(["--config=digits", "--config.classes_per_task=5"]) != config
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("import nowhere", "own.py, line 1: ModuleNotFoundError: No module named 'nowhere'"),
-        ("def get_config(:", "own.py, line 1: "),
-        ("a = 1", "own.py: KeyError: 'get_config'"),
-        ("def get_config():\n    return {}", "own.py: AttributeError: 'dict' object"),
-        (
-            "from fdc_jax.run import base\n\n\ndef get_config():\n    config = base.get_config()\n"
-            "    config.trian = 1\n    return config",
-            'own.py, line 6: .* "trian" does not exist and cannot be added',
-        ),
-        (
-            "from fdc_jax.run import base\n\n\ndef get_config():\n    config = base.get_config()\n"
-            "    config.train.epochs = 'x'\n    return config",
-            "own.py, line 6: TypeError: Could not override field 'epochs'",
-        ),
-    ],
-)
-def test_files_that_give_no_configuration_get_one_line(text, message, tmp_path):
+SAID = {
+    "import nowhere": "own.py, line 1: ModuleNotFoundError: No module named 'nowhere'",
+    "def get_config(:": "own.py, line 1: ",
+    "def get_config():\n    return {}": "own.py: AttributeError: 'dict' object",
+    "from configs import digits\n\ndef get_config():\n    config = digits.get_config()\n"
+    "    config.trian = 1": 'own.py, line 5: .* "trian" does not exist and cannot be added',
+}
+
+
+@pytest.mark.parametrize("text", SAID)
+def test_files_that_give_no_configuration_get_one_line(text, tmp_path):
     (tmp_path / "own.py").write_text(text)
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=SAID[text]):
         configuration.load(str(tmp_path / "own.py"))
 
 
