@@ -155,7 +155,8 @@ class ContinualClassifier(ClassifierMixin, BaseEstimator):
 
     def _validated(self, reset: bool, X: Any, *y: Any) -> Any:
         """Returns X in float32, two views side by side, and y if it is given."""
-        widths, joined = None, X
+        joined: Any = X
+        widths = None
         if isinstance(X, tuple) and len(X) == 2 and np.ndim(X[0]) == 2:
             if self.views is not None:
                 raise InputError("X: expected one array, since views selects columns; found two")

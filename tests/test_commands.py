@@ -162,8 +162,9 @@ def test_a_wheel_works_outside_of_the_checkout(wheel, tmp_path, cache):
 
     for name in programs.PROGRAMS.keys() - {"run"}:
         assert f"usage: python -m fdc_jax {name} " in fdc(name, "--help")
-    fields = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
-    fdc("run", "--config", "digits", *fields, "--config.report=True", "--quiet")
+    fields = small_runs.FIELDS | {"report": True}
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    fdc("run", "--config", "digits", *flags, "--quiet")
     found = small_runs.results(tmp_path / "runs" / "digits")
     assert found["versions"]["commit"] is None
     assert (tmp_path / "runs" / "digits" / "report" / "report.html").exists()
