@@ -1,10 +1,7 @@
 """The estimator: scikit-learn's own checks, and the same numbers as the calibrators by hand."""
 
-import os
-import pickle
 import subprocess
 import sys
-from pathlib import Path
 
 import joblib
 import numpy as np
@@ -164,26 +161,6 @@ def test_joblib_keeps_what_further_tasks_need(tasks, calibrator, tmp_path, plain
         again.decision_function(inputs), estimator.decision_function(inputs)
     )
     assert again.calibrator_.num_tasks == 3
-
-
-def test_pickles_score_where_jax_is_not_installed(tasks, tmp_path):
-    adapted, pretrained, labels, of_task = together(tasks)
-    estimator = FDCClassifier().fit((adapted, pretrained), labels, tasks=of_task)
-    (tmp_path / "estimator").write_bytes(pickle.dumps(estimator))
-    np.savez(tmp_path / "inputs.npz", adapted=adapted, pretrained=pretrained)
-    script = """
-import pickle, sys
-sys.modules["jax"] = None
-import numpy as np
-estimator = pickle.load(open("estimator", "rb"))
-with np.load("inputs.npz") as views:
-    np.save("labels.npy", estimator.predict((views["adapted"], views["pretrained"])))
-"""
-    path = {"PYTHONPATH": str(Path(fdc_jax.__file__).parents[1])}
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, env=os.environ | path)
-    np.testing.assert_array_equal(
-        np.load(tmp_path / "labels.npy"), estimator.predict((adapted, pretrained))
-    )
 
 
 def test_settings_are_searched_and_cloned(tasks, plain):

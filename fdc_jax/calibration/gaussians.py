@@ -87,10 +87,10 @@ def fit_classes(
     scatter, added = np.zeros((2, width, width))
     for place, block in inputs.blocks(features):
         block, own, out = at_unit_length(block), rows[place], held[place]
-        near, far = block - kept.means[own], block - every.means[own]
+        near = block - kept.means[own]
         scatter += near[~out].T @ near[~out]
         # Held-out images add the sum of (g - mean of the others) (g - mean of all)'.
-        added += near[out].T @ far[out]
+        added += near[out].T @ (block[out] - every.means[own[out]])
     kept = kept._replace(scatter=inputs.float32(scatter))
     return kept, every._replace(scatter=inputs.float32(scatter + added))
 
