@@ -142,7 +142,7 @@ def show(config: Any, workdir: str, quiet: bool = False) -> None:
     """Prints the accuracies of a finished run and writes its report, if wanted."""
     from fdc_jax import report
     from fdc_jax.report import console, runs
-    from fdc_jax.run import seeds
+    from fdc_jax.run import configuration, seeds
 
     folders = list(seeds.folders_of(config, workdir).values())
     lines = [f"results: {folder / 'results.json'}" for folder in folders]
@@ -152,7 +152,10 @@ def show(config: Any, workdir: str, quiet: bool = False) -> None:
         console.show(group)
     if config.report:
         try:
-            page = report.write([workdir], Path(workdir) / "report", sweep={}, quiet=True)
+            host = configuration.of_host(config)
+            page = report.write(
+                [workdir], Path(workdir) / "report", sweep={}, host=host, quiet=True
+            )
             lines.append(f"report: {page}")
         except InputError as error:  # the results stand without it
             logging.getLogger(__name__).warning("no report was written: %s", error)

@@ -12,8 +12,9 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +23,6 @@ from flax import traverse_util
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.machine.files import (
     check_writable_folder,
-    read_json,
     sha256,
     write_folder_atomically,
     write_json,
@@ -30,19 +30,12 @@ from fdc_jax.machine.files import (
     write_safetensors,
 )
 from fdc_jax.model import layouts, vit, weights
+from fdc_jax.run.configuration import OF_A_HOST
 from fdc_jax.run.paths import RunPaths
 from fdc_jax.run.saved import Run, open_run
 
 _log = logging.getLogger("fdc_jax.export")  # not __name__, which is __main__ in the program
 
-# Fields that tell of a machine, with their values in an export.
-_ANYWHERE = {
-    "data.dir": "",
-    "data.source": "",
-    "cache_dir": "",
-    "encoder.weights": "pretrained/model.safetensors",
-    "encoder.attention": "auto",
-}
 # Files that configure weights of timm and Hugging Face and lie beside them.
 _WEIGHTS_CONFIGS = ("config.json", "preprocessor_config.json")
 
@@ -60,7 +53,7 @@ def write(
     Args:
         workdir: work directory of one seed.
         output: the folder to make.
-        weights_file: the file of the pretrained encoder, if it was moved.
+        weights_file: the file of the pretrained encoder, see `open_run`.
         learner: the module of a learner outside the package, whose code is run.
 
     Raises:
@@ -83,10 +76,9 @@ def write(
     with write_folder_atomically(output) as folder:
         target = RunPaths(folder)
         _write_pretrained(run, target)
-        config = read_json(run.config_file) | _ANYWHERE
+        config = _anywhere(run.read_config())
         write_json(target.config_file, config | {"weights sha256": sha256(target.weights_file)})
-        config = run.results["config"] | _ANYWHERE
-        write_json(target.results_file, run.results | {"config": config})
+        write_json(target.results_file, run.results | {"config": _anywhere(run.results["config"])})
         for name in run.calibrators:
             target.calibrator_file(name).parent.mkdir(exist_ok=True)
             run.calibrator(name).save(target.calibrator_file(name))
@@ -96,6 +88,12 @@ def write(
         _write_timm(run, folder / "timm")
         write_manifest(folder)
         open_run(folder, learner=learner)
+
+
+def _anywhere(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a saved configuration without the fields that tell of a machine."""
+    fields = {name: value for name, value in config.items() if name not in OF_A_HOST}
+    return fields | {"encoder.attention": "auto"}
 
 
 def _write_pretrained(run: Run, target: RunPaths) -> None:
@@ -134,7 +132,7 @@ def parser() -> Program:
     add = program.add_argument
     add("workdir", help="work directory of a run of one seed")
     add("out", help="the folder to make")
-    add("--weights", metavar="FILE", help="the pretrained encoder, if it was moved")
+    add("--weights", metavar="FILE", help="the pretrained encoder, if it is not in the cache")
     add("--learner", metavar="MODULE", default="", help="a learner of your own, whose code is run")
     return program
 

@@ -164,6 +164,8 @@ def parser() -> Program:
     """Returns the options of the command."""
     made = Program("latency", "Time the inference of finished runs: raw, FDC by one and two views.")
     made.add_argument("workdir", nargs="+", help="work directory of a run of one seed")
+    made.add_argument("--data", metavar="FOLDER", help="the images of the runs; digits need none")
+    made.add_argument("--weights", metavar="FILE", help="the pretrained encoder, if not in a cache")
     return made
 
 
@@ -174,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     for folder in options.workdir:
-        run = fdc_jax.open_run(folder)
+        run = fdc_jax.open_run(folder, options.data, options.weights)
         measured = of_run(run)
         write_json(run.folder / "latency.json", measured)
         if not options.quiet:

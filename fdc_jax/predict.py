@@ -271,6 +271,11 @@ def parser() -> Program:
     add("--output", default="predictions.csv", help=text)
     add("--html", metavar="FILE", help=f"also a page with up to {_ON_PAGE} pictures")
     add("--method", default="fdc", help="a calibrator of the run (default fdc)")
+    add(
+        "--weights",
+        metavar="FILE",
+        help="the pretrained encoder, if neither export nor cache has it",
+    )
     add("--learner", metavar="MODULE", default="", help="a learner of your own, whose code is run")
     return program
 
@@ -286,7 +291,7 @@ def _run(options: argparse.Namespace) -> None:
     if options.html is not None:
         check_writable_file("--html", options.html, ".html")
         report.require_packages()
-    run = fdc_jax.open_run(options.workdir, learner=options.learner)
+    run = fdc_jax.open_run(options.workdir, weights=options.weights, learner=options.learner)
     predictions = Predictions(run, options.images, options.top, options.method)
     images = counted(len(predictions.images), "image")
     progress = Progress(options.quiet, unit="batch")

@@ -53,6 +53,7 @@ def cache(tmp_path_factory):
     (folder / "compiled").symlink_to(compiled)
     jax.config.update("jax_compilation_cache_dir", str(compiled))
     os.environ["JAX_COMPILATION_CACHE_DIR"] = str(compiled)  # of further processes
+    os.environ["FDC_JAX_CACHE"] = str(folder)  # of runs that are opened
     return folder
 
 

@@ -28,6 +28,22 @@ def name_of(benchmark: str, source: str) -> str:
     return name
 
 
+def place(name: str, path: str | os.PathLike[str]) -> dict[str, str]:
+    """Returns the fields of a configuration for a folder or an archive that the user names.
+
+    Args:
+        name: of the data set.
+        path: images, or the folder of TFDS in which it has prepared the data set.
+    """
+    folder = Path(path).expanduser()
+    if (folder / name).is_dir():
+        from fdc_jax.data import tfds_format  # The import takes seconds.
+
+        if tfds_format.find(name, folder):
+            return {"data.dir": str(folder), "data.source": ""}
+    return {"data.source": str(folder)}
+
+
 def open_splits(
     name: str,
     cache: Path,

@@ -49,9 +49,16 @@ def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
 
 
 def user_cache() -> Path:
-    """Returns `$FDC_JAX_CACHE`, or `fdc_jax` in the user's cache folder."""
+    """Returns `$FDC_JAX_CACHE`, or `fdc_jax` in the user's cache folder, for the user alone."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("FDC_JAX_CACHE") or Path(home) / "fdc_jax")
+    return private_folder(Path(os.environ.get("FDC_JAX_CACHE") or Path(home) / "fdc_jax"))
+
+
+def private_folder(folder: Path) -> Path:
+    """Returns the folder, made with mode 0700 if it is missing: programs in it are run."""
+    with contextlib.suppress(OSError):  # Reported by whoever writes there.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
 
 
 @contextlib.contextmanager
@@ -151,8 +158,8 @@ MANIFEST = "manifest.json"
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes the SHA-256 of every file of a folder, by its name in there."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    """Writes the SHA-256 of every other file of a folder, by its name in there."""
+    files = sorted(it for it in folder.rglob("*") if it.is_file() and it != folder / MANIFEST)
     known = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
     write_json(folder / MANIFEST, {"sha256": known})
 

@@ -77,6 +77,18 @@ def locate(
     return path
 
 
+def by_checksum(digest: str, variant: str, folder: Path) -> str:
+    """Returns the name in `NAMED` of the weights with a SHA-256, or "" if they are not on the disk.
+
+    Args:
+        digest: the SHA-256.
+        variant: name of the encoder.
+        folder: of downloads, as for `locate`.
+    """
+    files = {"digits": DIGITS_WEIGHTS, "augreg": folder / AUGREG_FILES.get(variant, "absent")}
+    return next((n for n, path in files.items() if path.is_file() and sha256(path) == digest), "")
+
+
 def recognise(weights: str, variant: str, heads: int = 0) -> tuple[str, vit.Variant]:
     """Returns the name and the architecture of a configuration's encoder.
 

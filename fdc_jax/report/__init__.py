@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fdc_jax.errors import InputError, counted
 from fdc_jax.machine.files import check_writable_folder, write_text
@@ -27,6 +28,8 @@ def write(
     *,
     sweep: Mapping[str, Sequence[float]] | None = None,
     references: Sequence[str] = (),
+    data: str | None = None,
+    host: Mapping[str, Any] | None = None,
     quiet: bool = False,
 ) -> Path:
     """Writes the report of some run folders: `report.html`, `tables/` and `figures/`.
@@ -38,6 +41,8 @@ def write(
         output: folder that receives the report, made when missing.
         sweep: settings of FDC to vary, see `fdc_jax.report.analysis`; by default the paper's.
         references: CSV files, see `fdc_jax.report.reference`; of one name the last counts.
+        data: folder of the images of the runs, for pictures, see `fdc_jax.open_run`.
+        host: the same of a run's own configuration, see there.
         quiet: print nothing.
 
     Returns:
@@ -61,7 +66,7 @@ def write(
     check_writable_folder("--output", folder)
     # Everything that the caller gave is read before anything is computed.
     compared = {reference.name_of(path): (path, reference.read(path)) for path in references}
-    groups, skipped = runs.load(paths)
+    groups, skipped = runs.load(paths, data, host)
     for each in skipped:
         say(f"skipped {each.path}: {each.reason}")
     if not groups:

@@ -24,6 +24,7 @@ def parser() -> Program:
     add("--sweep", action="append", metavar="SETTING[:VALUE,...]", help=sweeps)
     lines = "numbers to line up with these runs (fdc_jax/report/reference.py); repeatable"
     add("--reference", action="append", default=[], metavar="CSV", help=lines)
+    add("--data", metavar="FOLDER", help="the images of the runs, for pictures; digits need none")
     return made
 
 
@@ -42,6 +43,7 @@ def _write(options: argparse.Namespace) -> None:
         options.output,
         sweep=analysis.sweep_of(options.sweep) if options.sweep else None,
         references=options.reference,
+        data=options.data,
         quiet=options.quiet,
     )
 

@@ -4,7 +4,7 @@ import dataclasses
 import fnmatch
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,11 +136,16 @@ class Skipped(NamedTuple):
     reason: str
 
 
-def load(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Group], list[Skipped]]:
+def load(
+    paths: Iterable[str | os.PathLike[str]],
+    data: str | None = None,
+    host: Mapping[str, Any] | None = None,
+) -> tuple[list[Group], list[Skipped]]:
     """Opens run folders; a folder stands for all run folders at any depth in it.
 
     Folders that cannot be used are named with the reason and do not stop the others. Of two runs
-    with the same benchmark, learner, seed and settings the first counts.
+    with the same benchmark, learner, seed and settings the first counts. Further arguments are
+    those of `fdc_jax.open_run`.
 
     Returns:
         Groups, in the paper's order and of its protocol first; and folders that are unusable.
@@ -151,7 +156,7 @@ def load(paths: Iterable[str | os.PathLike[str]]) -> tuple[list[Group], list[Ski
     folders = {os.path.realpath(path): path for path in given}
     for path in folders.values():
         try:
-            run = _open(path)
+            run = _open(path, data, host)
         except InputError as error:
             skipped.append(Skipped(path, str(error)))
             continue
@@ -171,9 +176,9 @@ def _runs_in(path: Path) -> list[Path]:
     return [run for child in children for run in _runs_in(child)]
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path, data: str | None, host: Mapping[str, Any] | None) -> Any:
     """Opens a finished run, whose files its manifest has checked."""
-    run = open_run(path)
+    run = open_run(path, data, host=host)
     if run.results is None:
         done = len(list((path / "tasks").glob("task_*.json")))
         raise InputError(f"unfinished: no results.json, {counted(done, 'task')} done")

@@ -18,7 +18,8 @@ Config: TypeAlias = Any
 
 _PACKAGE = Path(__file__).parents[1]
 
-# Paths and speed of reading; these may differ between the hosts of one run.
+# Paths and speed of reading. They may differ between the hosts of one run, and a folder that is
+# opened says nothing about them: `paths.RunPaths.read_config` drops what is saved there.
 OF_A_HOST = frozenset(
     {
         *("cache_dir", "data.dir", "data.source", "encoder.weights"),
@@ -130,6 +131,11 @@ def flatten(config: Config) -> dict[str, Any]:
 
     visit("", json.loads(config.to_json()))
     return dict(sorted(flat.items()))
+
+
+def of_host(config: Config) -> dict[str, Any]:
+    """Returns the fields that tell of this machine, for `open_run` of the configuration's own."""
+    return {name: value for name, value in flatten(config).items() if name in OF_A_HOST}
 
 
 def calibrators(config: Config) -> tuple[str, ...]:

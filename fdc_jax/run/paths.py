@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from fdc_jax.data import sources
 from fdc_jax.data.task_stream import Known
 from fdc_jax.errors import InputError
 from fdc_jax.machine import processes
@@ -50,13 +51,19 @@ class RunPaths:
     def read_config(self) -> dict[str, Any]:
         """Returns the content of `config.json`; like the next two, raises InputError with a remedy.
 
-        Fields of the configuration by name, new ones with their defaults; beside them, under names
-        with a space, checksums and the known classes.
+        Fields of the configuration by name; beside them, under names with a space, checksums and
+        the known classes. Fields that are new, and all that tell of a machine, have their defaults:
+        whoever wrote the folder may not choose what this process reads elsewhere.
         """
         remedy = "put it back, or choose another --workdir"
         names = {"benchmark", "learner.name", "weights sha256", PLANNED}
         read = _read(self.config_file, names, remedy)
-        saved = {name: value for name, value in read.items() if value is not None}
+        saved = {
+            name: value
+            for name, value in read.items()
+            if value is not None and name not in configuration.OF_A_HOST
+        }
+        sources.name_of(saved["benchmark"], "")  # It becomes a part of paths.
         fields = configuration.flatten(base.get_config(saved["benchmark"]))
         return fields | saved
 

@@ -5,7 +5,7 @@ Opening reads JSON alone. Encoder, learner, checkpoint, images and calibrator ar
 
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxtyping import Float, Int, UInt8
 
 from fdc_jax import calibration, learners
 from fdc_jax.calibration import Calibrator
+from fdc_jax.data import sources
 from fdc_jax.data.batches import Batch, evaluation_images
 from fdc_jax.data.task_stream import TaskStream, open_stream
 from fdc_jax.errors import InputError
@@ -25,6 +26,7 @@ from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_manifest, read_npz, read_safetensors
 from fdc_jax.model import vit
+from fdc_jax.model.weights import by_checksum as weights_by_checksum
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.paths import PLANNED, RunPaths, known_of
@@ -34,12 +36,18 @@ from fdc_jax.run.setup import Encoders
 class Run(RunPaths):
     """The work directory of one seed, finished or stopped, or its export by `fdc_jax.export`.
 
+    The folder may come from a stranger. It says nothing about this machine: code, images, weights
+    and the cache are those that the caller names, and nothing is downloaded.
+
     Args:
         folder: path of the directory.
-        data_dir: path of the images, if they were moved.
-        weights: file of the pretrained encoder, if it was moved.
-        learner: the module of a learner outside the package. Its code is run, so that the name must
-            come from the caller and not from the folder.
+        data_dir: folder or archive of the images, or a folder of data prepared by TFDS. Only the
+            digits, which the package has, need not be named.
+        weights: file of the pretrained encoder. Exports have their own; the digits' and AugReg's
+            in the user's cache need not be named. All are compared by their checksum.
+        learner: the module of a learner outside the package, whose code is run.
+        host: instead of `data_dir` and `weights`, the fields `configuration.OF_A_HOST` of the
+            caller's own configuration.
 
     Attributes:
         config: values of the configuration by field, such as `train.rank`.
@@ -57,6 +65,7 @@ class Run(RunPaths):
         data_dir: str | None = None,
         weights: str | None = None,
         learner: str = "",
+        host: Mapping[str, Any] | None = None,
     ):
         super().__init__(folder)
         self.exported = self.weights_file.parent.is_dir()
@@ -75,19 +84,30 @@ class Run(RunPaths):
         }
         self._weights_sha256, self._planned = saved["weights sha256"], saved[PLANNED]
         self._known = known_of(saved)
-        if self.exported:
-            self.config["encoder.weights"] = str(self.weights_file)
+        self._host = dict(host or {})
         if data_dir is not None:
-            self.config["data.source" if self.config.get("data.source") else "data.dir"] = data_dir
+            self._host |= sources.place(self.config["benchmark"], data_dir)
+        if self.exported:
+            self._host["encoder.weights"] = str(self.weights_file)
         if weights is not None:
-            self.config["encoder.weights"] = weights
+            self._host["encoder.weights"] = weights
+        self.config |= self._host
         self._learner = learner
         self.results = self.read_results()
 
     @functools.cached_property
     def encoders(self) -> Encoders:
         """Network, learner and pretrained weights, from which all encoders follow."""
-        built = setups.build_encoders(self._configuration(), self._planned)
+        config = self._configuration()
+        if "encoder.weights" not in self._host:
+            cache, variant = setups.cache_folder(config), config.encoder.variant
+            config.encoder.weights = weights_by_checksum(self._weights_sha256, variant, cache)
+        if not config.encoder.weights:
+            raise InputError(
+                f"{self.folder}: expected the weights that it was run with, sha256 "
+                f"{self._weights_sha256}; name their file: --weights=FILE, or open_run(weights=...)"
+            )
+        built = setups.build_encoders(config, self._planned)
         if self._weights_sha256 != built.pretrained.sha256:
             raise InputError(
                 f"{built.pretrained.path}: expected the weights that {self.folder} was run with, "
@@ -97,8 +117,13 @@ class Run(RunPaths):
 
     @functools.cached_property
     def tasks(self) -> TaskStream:
-        """The images, divided into tasks; InputError where they are not at hand."""
+        """The images, divided into tasks; InputError if the caller has not named them."""
         config = self._configuration()
+        if config.benchmark != "digits" and not {"data.source", "data.dir"} & self._host.keys():
+            raise InputError(
+                f"{self.folder}: expected images of {config.benchmark}; name their folder: "
+                "--data=FOLDER, or open_run(data_dir=...)"
+            )
         return open_stream(config, setups.cache_folder(config), self._known)
 
     def _configuration(self) -> Config:
@@ -127,9 +152,9 @@ class Run(RunPaths):
 
     @property
     def class_names(self) -> list[str]:
-        """Names of the classes by class-order position; unless the run is finished, needs data."""
+        """Names of the classes by class-order position."""
         kept = (self.results or {}).get("class_names")
-        return self.tasks.class_names if kept is None else kept
+        return list(self._known.classes)[: sum(self._known.sizes)] if kept is None else kept
 
     @functools.cached_property
     def _saved(self) -> tuple[Any, int]:

@@ -21,7 +21,7 @@ from fdc_jax.learners import Learner, training
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.devices import Mesh
-from fdc_jax.machine.files import check_writable_folder, user_cache
+from fdc_jax.machine.files import check_writable_folder, private_folder, user_cache
 from fdc_jax.model import vit, weights
 from fdc_jax.run import configuration
 from fdc_jax.run.configuration import Config
@@ -168,7 +168,7 @@ def cache_folder(config: Config) -> Path:
         return user_cache()
     cache = Path(config.cache_dir).expanduser()
     check_writable_folder("config.cache_dir", cache)
-    return cache
+    return private_folder(cache)
 
 
 def _pretrained_features(encoders: Encoders, tasks: task_stream.TaskStream) -> FeatureCache:

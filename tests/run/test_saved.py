@@ -1,13 +1,18 @@
 """Opening a work directory again."""
 
 import json
+import os
+import shutil
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import fdc_jax
+from fdc_jax import export
 from fdc_jax.data.batches import evaluation_images
 from fdc_jax.errors import InputError
+from fdc_jax.machine.files import write_manifest
 from tests import small_runs
 from tests.small_runs import contents, results
 
@@ -87,6 +92,74 @@ def test_a_run_of_an_earlier_version_is_opened_and_goes_on(whole, cache, tmp_pat
     (copy / "results.json").unlink()
     small_runs.run(small_runs.config(cache), copy)
     small_runs.same_outcome(whole, copy)
+
+
+# Commands on a folder, in a process that writes down every file it opens and every address.
+COMMANDS = """
+import sys
+seen = []
+def look(event, arguments):
+    if event in ("open", "os.listdir", "os.scandir", "os.mkdir") or event.startswith("socket."):
+        seen.append(f"{event} {arguments}")
+sys.addaudithook(look)
+from fdc_jax import export, latency, predict, report
+from fdc_jax.report import __main__ as pages
+folder, own, stranger, image = sys.argv[1:]
+latency.measure.__defaults__ = (1, 1, 1)
+codes = [
+    predict.main([folder, image, f"--output={own}/labels.csv"]),
+    pages.main([folder, f"--output={own}/report"]),
+    export.main([folder, f"{own}/out"]),
+    latency.main([folder]),
+]
+import jax
+assert jax.config.jax_compilation_cache_dir == f"{own}/cache/compiled"
+touched = [line for line in seen if stranger in line or "socket.connect" in line]
+assert not touched, touched
+print(codes)
+"""
+
+
+@pytest.mark.parametrize(("kind", "benchmark"), [("run", "photos"), ("export", "cifar100")])
+def test_a_folder_that_is_opened_says_nothing_about_this_machine(whole, tmp_path, kind, benchmark):
+    """No cache, images or weights that it names are read, and nothing is downloaded."""
+    folder, own, stranger = (tmp_path / name for name in ("run", "own", "stranger"))
+    if kind == "export":
+        export.write(whole, folder)
+    else:
+        small_runs.copied(whole, folder)
+    images = stranger / "images"
+    for name in "0123456789":
+        (images / "train" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(images / "train" / name / "0.png")
+    shutil.copytree(images / "train", images / "test")
+    shutil.copytree(os.environ["JAX_COMPILATION_CACHE_DIR"], stranger / "cache" / "compiled")
+    for name in ("config.json", "results.json"):
+        saved = json.loads((folder / name).read_text())
+        fields = saved["config"] if name == "results.json" else saved
+        fields |= {"cache_dir": str(stranger / "cache"), "data.dir": str(images), "data.workers": 3}
+        fields |= {"data.source": str(images) if benchmark == "photos" else ""}
+        fields |= {"benchmark": benchmark, "encoder.weights": str(images / "weights.npz")}
+        (folder / name).write_text(json.dumps(saved))
+    if kind == "export":
+        write_manifest(folder)
+    own.mkdir()
+    image = shutil.copy(images / "test" / "0" / "0.png", own)
+    variables = {"FDC_JAX_CACHE": str(own / "cache")}
+    environment = {name: value for name, value in os.environ.items() if "COMPILATION" not in name}
+    printed = small_runs.python(
+        *("-c", COMMANDS, folder, own, stranger, image),
+        env=environment | variables,
+    )
+    assert printed.splitlines()[-1] == "[0, 0, 0, 2]"  # The images of latency are to be named.
+    assert (own / "cache").stat().st_mode & 0o777 == 0o700
+    assert "expected images of" in (own / "report" / "report.html").read_text()
+    run = fdc_jax.open_run(folder)
+    assert {name: run.config[name] for name in ("cache_dir", "data.source", "data.workers")} == {
+        "cache_dir": "",
+        "data.source": "",
+        "data.workers": 0,
+    }
 
 
 def test_code_of_a_learner_outside_the_package_runs_where_the_caller_names_it(whole, tmp_path):
