@@ -69,11 +69,6 @@ class Point(NamedTuple):
         return given | {"adapted": np.float32(1.1) * np.roll(found, 1, axis=1), "pretrained": found}
 
 
-def peak_bytes() -> int:
-    """Largest resident memory of this process so far."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
 def fit_and_score(point: Point, method: str, repeats: int, place: Any = None) -> dict[str, Any]:
     """Fits all tasks of a point, the first of which compiles, and scores with them.
 
@@ -109,22 +104,20 @@ def fit_and_score(point: Point, method: str, repeats: int, place: Any = None) ->
         "fit_seconds_last_task": measure.named(fit[-1]),
         "finalize_seconds": measure.named(finalize),
         "score_milliseconds": score,
-        "peak_memory_bytes": peak_bytes(),
+        "peak_memory_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
     }
     return found
 
 
 def line(found: dict[str, Any]) -> str:
-    """A result for the screen."""
+    """Returns the result as a line for the screen."""
     fit, score = found["fit_seconds"], found["score_milliseconds"]["64"]
+    point = ", ".join(f"{name} {found[name]}" for name in ("method", *Point._fields))
     sizes = {"peak": found["peak_memory_bytes"], "statistics": found["storage_bytes"]}
-    text = "".join(f", {name} {value / 2**20:.1f} MiB" for name, value in sizes.items())
     return (
-        f"{found['method']}, {found['tasks']} tasks, {found['classes']} classes, "
-        f"{found['images']} images, width {found['width']}, views {found['views']}: fit "
-        f"{fit['clock']:.1f} s ({fit['processor']:.1f} s of processor time), finalize "
-        f"{found['finalize_seconds']['clock']:.2f} s{text}, score {score['clock']:.1f} ms per 64 "
-        f"({score['processor']:.1f} ms of processor time)"
+        f"{point}: fit {fit['clock']:.1f} s ({fit['processor']:.1f} s of processor time), "
+        + "".join(f"{name} {value / 2**20:.1f} MiB, " for name, value in sizes.items())
+        + f"score {score['clock']:.1f} ms per 64 ({score['processor']:.1f} ms of processor time)"
     )
 
 
@@ -138,13 +131,11 @@ def main() -> None:
     methods = options.method.split(",")
     if unknown := [each for each in methods if each not in calibration.METHODS]:
         raise InputError(f"--method: expected some of {[*calibration.METHODS]}, found {unknown}")
-    if min(tasks) < 2 or options.classes < max(tasks) or min(images) < options.classes:
+    if not 2 <= min(tasks) <= max(tasks) <= options.classes <= min(images) or options.views > 2:
         raise InputError(
-            "expected at least two tasks, a class for each and an image for each class, found "
-            f"--tasks={options.tasks} --classes={options.classes} --images={options.images}"
+            "expected 2 <= --tasks <= --classes <= --images and 1 or 2 --views, found "
+            f"{options.tasks}, {options.classes}, {options.images} and {options.views}"
         )
-    if options.views > 2:
-        raise InputError(f"--views: expected 1 or 2, found {options.views}")
     rest = options.classes, options.width, options.views
     points = [(Point(n, size, *rest), each) for each in methods for size in images for n in tasks]
     device = {"device": jax.devices()[0].device_kind}

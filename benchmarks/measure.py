@@ -76,21 +76,15 @@ def named(seconds: np.ndarray, unit: float = 1.0) -> dict[str, float]:
     return dict(zip(("clock", "processor"), (unit * seconds).tolist(), strict=True))
 
 
-def paced(
-    call: Callable[[], Any],
-    warm_up: int = 2,
-    repeats: int = 5,
-    calls: int = 0,
-    wait: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """Times repeats of several calls, which wait for the device once, after the last of them.
+def paced(call: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Times five repeats of several calls, which wait for the device once, after the last of them.
 
-    As many calls as take about half a second, 20 at most, unless a number is given. Returns
-    medians and all repeats, in seconds a call. `wait` waits for a device that is not JAX's.
+    A repeat makes 20 calls, or as many as take half a second. Returns medians and all repeats, in
+    seconds a call. `wait` waits for a device that is not JAX's.
     """
-    for _ in range(warm_up):
-        _, seconds = timed(call)
-    calls = calls or max(1, min(20, int(0.5 / seconds[0])))
+    timed(call)
+    _, seconds = timed(call)
+    calls = max(1, min(20, int(0.5 / seconds[0])))
 
     def repeat() -> Any:
         for _ in range(calls):
@@ -98,8 +92,8 @@ def paced(
         wait()
         return result
 
-    found = np.stack([timed(repeat)[1] / calls for _ in range(repeats)])
-    return named(np.median(found, axis=0)) | {"calls": calls, "all": found.tolist()}
+    repeats = np.stack([timed(repeat)[1] / calls for _ in range(5)])
+    return named(np.median(repeats, axis=0)) | {"calls": calls, "all": repeats.tolist()}
 
 
 def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -23,21 +23,18 @@ from benchmarks import flops, measure, speed, synthetic
 from fdc_jax.model import layouts, vit
 from fdc_jax.run import base
 
-# What PyTorch calls the factors of an increment.
-_FACTORS = {"A": "down", "B": "up"}
-
 
 class LowRank(nn.Module):
     """Adds x A B to a projection of the tokens, or A B to its weight."""
 
     def __init__(self, width: int, rank: int):
         super().__init__()
-        self.down = nn.Linear(width, rank, bias=False)
-        self.up = nn.Linear(rank, width, bias=False)
+        self.A = nn.Linear(width, rank, bias=False)
+        self.B = nn.Linear(rank, width, bias=False)
 
     def forward(self, x):
         """Returns what is to be added, [n, tokens, width]."""
-        return functional.linear(x, self.up.weight @ self.down.weight)
+        return functional.linear(x, self.B.weight @ self.A.weight)
 
 
 class Merged(torch.autograd.Function):
@@ -58,10 +55,10 @@ class Merged(torch.autograd.Function):
         found = []
         # Under autocast tokens are bfloat16, weights float32.
         factors = [factor.to(whole.dtype) for factor in factors]
-        for part, (down, up) in enumerate((factors[:2], factors[2:])):
+        for part, (A, B) in enumerate((factors[:2], factors[2:])):
             end = whole.shape[-1] - (1 - part) * width
             one = whole[..., end - width : end].flatten(0, -2)
-            found += [((one @ up).T @ rows).float(), (one.T @ (rows @ down.T)).float()]
+            found += [((one @ B).T @ rows).float(), (one.T @ (rows @ A.T)).float()]
         weight = weight.to(whole.dtype)
         return whole @ weight if ctx.needs_input_grad[0] else None, None, None, *found
 
@@ -81,14 +78,14 @@ class Attention(nn.Module):
         """Merges the increments into the weight; once a step."""
         with torch.no_grad():
             query, key, value = self.qkv.weight.chunk(3)
-            key = torch.addmm(key, self.key.up.weight, self.key.down.weight)
-            value = torch.addmm(value, self.value.up.weight, self.value.down.weight)
+            key = torch.addmm(key, self.key.B.weight, self.key.A.weight)
+            value = torch.addmm(value, self.value.B.weight, self.value.A.weight)
             self.weight = torch.cat([query, key, value])
 
     def _project(self, x, first: int):
         if not self.expert:
             return functional.linear(x, self.qkv.weight[first:], self.qkv.bias[first:])
-        layers = (self.key.down, self.key.up, self.value.down, self.value.up)
+        layers = (self.key.A, self.key.B, self.value.A, self.value.B)
         factors = (each.weight for each in layers)
         return Merged.apply(x, self.weight[first:], self.qkv.bias[first:], *factors)
 
@@ -160,11 +157,11 @@ def _encoder(options: Any, expert: bool, device: Any, problem: synthetic.Problem
     arrays, _ = layouts.as_timm(problem.parameters, variant, problem.pretrained, size)
     increment: Any = problem.increment
     for part, factors in increment.items():
-        for (factor, layer), block in itertools.product(_FACTORS.items(), range(variant.depth)):
-            arrays[f"blocks.{block}.attn.{part}.{layer}.weight"] = factors[factor][block].T
+        for factor, block in itertools.product("AB", range(variant.depth)):
+            arrays[f"blocks.{block}.attn.{part}.{factor}.weight"] = factors[factor][block].T
     net.load_state_dict({path: torch.tensor(array) for path, array in arrays.items()})
     for path, parameter in net.named_parameters():
-        parameter.requires_grad_(".down." in path or ".up." in path)
+        parameter.requires_grad_(".A." in path or ".B." in path)
     return net.to(device)
 
 
@@ -212,7 +209,7 @@ def training_step(options: Any, expert: bool) -> Iterator[Any]:
     compiled = time.perf_counter() - start
     blocks = [block.attn for block in net.blocks]
     for part, factor in (("key", "A"), ("value", "B")):
-        layers = [getattr(getattr(block, part), _FACTORS[factor]) for block in blocks]
+        layers = [getattr(getattr(block, part), factor) for block in blocks]
         norm = torch.stack([layer.weight.grad.float() for layer in layers]).norm()
         numbers[f"gradient of {part} {factor}"] = float(norm)
     numbers["second loss"] = float(call())
