@@ -162,7 +162,8 @@ def gradients(options: Any) -> Iterator[Number]:
 def digits(options: Any) -> Iterator[Number]:
     """Yields accuracies of the run on scanned digits, stopped by SIGTERM and resumed."""
     short = options.variant == "digits" or options.make_golden
-    fields: dict[str, Any] = {"train.epochs": 2, "data.train_per_class": 32} if short else {}
+    fields: dict[str, Any] = {"classes_per_task": 5, "train.epochs": 3} if short else {}
+    fields |= {"data.train_per_class": 36, "data.test_per_class": 24} if short else {}
     folder = Path(options.output).resolve()
     workdir = folder / "digits_run"
     shutil.rmtree(workdir, ignore_errors=True)
