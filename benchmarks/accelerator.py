@@ -115,7 +115,6 @@ def start(name: str, options: Any, limit: float) -> dict[str, Any]:
     begun, ended = time.monotonic(), "failed"
     with open(log, "w") as lines:
         command = [sys.executable, "-m", PROGRAM, *sys.argv[1:], f"--part={name}"]
-        command += [f"--output={folder}"]
         streams: Any = {"stdout": lines, "stderr": subprocess.STDOUT, "start_new_session": True}
         process = subprocess.Popen(command, **streams)
         try:
@@ -195,15 +194,15 @@ def main() -> int:
         left, seconds = end - time.monotonic(), [PARTS[each].seconds for each in names[index:]]
         reasons = {
             "interrupted": "interrupted" in (each["status"] for each in records.values()),
-            "no time left": left < seconds[0] * options.minutes / 16,
+            "no time left": left < max(5, seconds[0] * options.minutes / 16),
             "PyTorch is not installed": PARTS[name].module == "pytorch"
             and importlib.util.find_spec("torch") is None,
         }
         record: dict[str, Any] = {"status": "skipped", "checks": [], "rows": []}
         record["note"] = next((reason for reason, holds in reasons.items() if holds), "")
         if not record["note"]:
-            limit = min(left, max(3 * left * seconds[0] / sum(seconds), left / 4))
-            record = start(name, options, limit)
+            limit = max(3 * left * seconds[0] / sum(seconds), left / 3)
+            record = start(name, options, min(left, limit))
         records[name] = record
         print(f"{name}: {record['status']} {record.get('note', '')}", flush=True)
         for line in wrong(name, record):
