@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import hashlib
-import logging
 import os
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import write_folder_atomically
-
-_log = logging.getLogger(__name__)
 
 _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
@@ -62,18 +56,3 @@ def _extract(archive: Path, destination: Path) -> None:
             packed.extractall(destination, filter="data")
     else:
         raise InputError(f"{archive}: expected a folder, or a zip or tar archive of one")
-
-
-@contextlib.contextmanager
-def lock(cache: Path, name: str) -> Iterator[None]:
-    """Holds the lock of a data set in the cache; other processes wait for it."""
-    path = cache / f".{name[:50]}.lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a") as file:
-        with contextlib.suppress(OSError):  # Some file systems have no locks.
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                _log.warning("waiting for another process that holds %s", path)
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield

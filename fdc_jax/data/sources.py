@@ -8,6 +8,7 @@ from pathlib import Path
 from fdc_jax.data import archive, benchmarks, cifar100, folder
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError
+from fdc_jax.machine.files import locked
 
 
 def name_of(benchmark: str, source: str) -> str:
@@ -77,6 +78,7 @@ def open_splits(
         from fdc_jax.data import digits  # The import takes a second.
 
         return digits.open_digits()
+    lock = cache / f".{name[:50]}.lock"  # Other processes wait until the data are unpacked.
     upright = benchmark is None  # The paper's protocol ignores the EXIF orientation.
     if source:
         path = Path(source).expanduser()
@@ -84,7 +86,7 @@ def open_splits(
             raise InputError(
                 f"config.data.source: {path}: expected a folder or an archive, found nothing"
             )
-        with archive.lock(cache, name):
+        with locked(lock, wait=True):
             if name == "cifar100" and path.is_file():
                 return cifar100.open_cifar100(cache, path)
             return folder.open_folder(
@@ -106,7 +108,7 @@ def open_splits(
             partition = benchmark.partition if benchmark else "tfds"
             return tfds_format.open_prepared(version, name, cache, partition, upright)
     if name == "cifar100":
-        with archive.lock(cache, name):
+        with locked(lock, wait=True):
             return cifar100.open_cifar100(cache, quiet=quiet)
     wanted = benchmarks.PILOT if benchmark else "a folder or an archive of images"
     raise InputError(

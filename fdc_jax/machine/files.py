@@ -1,6 +1,7 @@
 """Files that are either whole or absent: JSON, NumPy arrays, checksums, locks."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -9,6 +10,7 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -85,29 +87,34 @@ def write_folder_atomically(folder: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Keeps other processes out of a folder, by a lock on its file `.lock`.
+def locked(path: Path, wait: bool = False) -> Iterator[None]:
+    """Holds a lock, a regular file that is made when missing and says whose the lock is.
 
-    The file says whose the lock is. The lock ends with the process, also where that is killed; what
-    then stays is the name alone.
+    The lock ends with the process, even if the process is killed. A file that somebody else has put
+    there keeps its content until the lock is held, and no link is followed.
+
+    Args:
+        path: the file.
+        wait: whether to wait for another process that holds the lock.
 
     Raises:
-        InputError: another process is there, which is named.
+        InputError: the path is something else, or another process, which is named, holds the lock.
     """
-    path = Path(folder) / ".lock"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b", buffering=0) as file:
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except OSError as error:
+        reason = "a link" if error.errno == errno.ELOOP else error.strerror
+        raise InputError(f"{path}: expected a lock, found {reason}") from error
+    with open(descriptor, "r+b", buffering=0) as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            raise InputError(f"{path}: expected a lock, found another kind of file")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            file.seek(0)
-            holder = printable(file.read(200).decode("ascii", "replace").strip())
-            raise InputError(
-                f"{folder} is in use by {holder or 'another process'}; wait for it, stop it or "
-                "choose another folder"
-            ) from error
+            _wait_for(file, path, wait)
         except OSError:
-            _log.warning("%s: the file system has no locks; start one process alone there", folder)
+            _log.warning("%s: the file system has no locks; start one process alone there", path)
             yield
             return
         file.truncate(0)
@@ -116,6 +123,21 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
             yield
         finally:
             file.truncate(0)
+
+
+def _wait_for(file: IO[bytes], path: Path, wait: bool) -> None:
+    """Takes the lock of an open file."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        if not wait:
+            holder = printable(file.read(200).decode("ascii", "replace").strip())
+            raise InputError(
+                f"{path.parent} is in use by {holder or 'another process'}; wait for it, stop it "
+                "or choose another folder"
+            ) from error
+        _log.warning("waiting for another process that holds %s", path)
+        fcntl.flock(file, fcntl.LOCK_EX)
 
 
 def write_json(path: str | os.PathLike[str], value: Any) -> None:

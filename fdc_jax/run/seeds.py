@@ -58,7 +58,7 @@ def run(
         processes.check_same(_common(setup))
         if not quiet:
             print(describe(setup), file=sys.stderr, flush=True)
-        lock = processes.on_first(lambda folder: held.enter_context(locked(folder)))
+        lock = processes.on_first(lambda folder: held.enter_context(locked(folder / ".lock")))
         for folder in folders.values():
             lock(folder)
         all_results = []

@@ -1,10 +1,8 @@
-"""Archives: unpacked once, by one process at a time, and never outside of their folder."""
+"""Archives: unpacked once, and never outside of their folder."""
 
-import fcntl
 import io
 import os
 import tarfile
-import threading
 import zipfile
 
 import pytest
@@ -76,17 +74,3 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     folder.rename(folder.with_name(f".{folder.name}.unfinished"))
     assert archive.unpack(tmp_path / "o.zip", tmp_path / "cache") == folder
     assert list((tmp_path / "cache").iterdir()) == [folder]
-
-
-def test_others_wait(tmp_path, caplog):
-    with archive.lock(tmp_path / "made", "mine"):
-        with open(tmp_path / "made" / ".mine.lock") as lock, pytest.raises(BlockingIOError):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with archive.lock(tmp_path / "made", "other"):
-            pass
-    lock = open(tmp_path / "made" / ".mine.lock")
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    threading.Timer(0.2, lock.close).start()
-    with archive.lock(tmp_path / "made", "mine"):
-        assert lock.closed
-    assert "waiting for another process that holds" in caplog.text

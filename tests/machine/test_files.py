@@ -2,6 +2,8 @@
 
 import errno
 import fcntl
+import os
+import threading
 
 import numpy as np
 import pytest
@@ -86,9 +88,44 @@ def test_a_file_without_its_lock_is_left_as_it_is(tmp_path, monkeypatch):
 
     (tmp_path / ".lock").write_text("of somebody")
     monkeypatch.setattr(fcntl, "flock", flock)
-    with locked(tmp_path):
+    with locked(tmp_path / ".lock"):
         assert (tmp_path / ".lock").read_text() == "of somebody"
     assert (tmp_path / ".lock").read_text() == "of somebody"
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling link", "hard link", "FIFO", "folder"])
+def test_what_a_stranger_put_in_the_place_of_a_lock_stays_as_it_is(tmp_path, kind):
+    target, lock = tmp_path / "target", tmp_path / "run" / ".lock"
+    lock.parent.mkdir()
+    if kind != "dangling link":
+        target.write_text("of somebody")
+    if kind == "hard link":
+        lock.hardlink_to(target)
+    elif kind == "FIFO":
+        os.mkfifo(lock)
+    elif kind == "folder":
+        lock.mkdir()
+    else:
+        lock.symlink_to(target)
+    with pytest.raises(InputError, match=r"\.lock: expected a lock, found "), locked(lock):
+        pass
+    assert target.exists() == (kind != "dangling link")
+    assert kind == "dangling link" or target.read_text() == "of somebody"
+
+
+def test_a_lock_that_is_waited_for(tmp_path, caplog):
+    path = tmp_path / "made" / ".mine.lock"
+    with locked(path, wait=True):
+        with open(path) as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with locked(path.with_name(".other.lock"), wait=True):
+            pass
+    other = open(path)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    threading.Timer(0.2, other.close).start()
+    with locked(path, wait=True):
+        assert other.closed
+    assert "waiting for another process that holds" in caplog.text
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_any_work(tmp_path):

@@ -112,7 +112,7 @@ def test_one_process_per_work_directory(copy, cache):
     other.send_signal(signal.SIGKILL)
     other.communicate()
     assert path.read_text() == name
-    with locked(copy):
+    with locked(path):
         assert path.read_text() == f"process {os.getpid()} on {socket.gethostname()}"
         with pytest.raises(InputError, match=f"in use by process {os.getpid()} on "):
             go(config(cache), copy)
