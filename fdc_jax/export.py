@@ -20,6 +20,8 @@ import jax
 import numpy as np
 from flax import traverse_util
 
+from fdc_jax import evaluation
+from fdc_jax.calibration import Calibrator
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.machine.files import (
     check_writable_folder,
@@ -68,6 +70,8 @@ def write(
     if run.results is None:
         raise InputError(f"{run.folder}: expected a finished run, found no results.json")
     heads = run.heads()
+    if missing := run.results["storage_bytes"].keys() - {*run.calibrators}:
+        raise InputError(f"{run.folder}: expected the calibrator {min(missing)}, found none")
     if len(heads) != run.num_tasks:
         raise InputError(
             f"{run.folder}: its results are of {counted(run.num_tasks, 'task')}, and it has "
@@ -79,15 +83,43 @@ def write(
         config = _anywhere(run.read_config())
         write_json(target.config_file, config | {"weights sha256": sha256(target.weights_file)})
         write_json(target.results_file, run.results | {"config": _anywhere(run.results["config"])})
+        target.calibrator_file("").parent.mkdir()
         for name in run.calibrators:
-            target.calibrator_file(name).parent.mkdir(exist_ok=True)
-            run.calibrator(name).save(target.calibrator_file(name))
+            calibrator = run.calibrator(name)
+            _check_heads(run, name, calibrator, heads)
+            calibrator.save(target.calibrator_file(name))
+        _check_predictions(run)
         shutil.copyfile(run.predictions_file, target.predictions_file)
         kernels = traverse_util.flatten_dict(run.encoder(run.num_tasks), sep="/")
         write_safetensors(target.merged_file, jax.tree.map(np.asarray, kernels))
         _write_timm(run, folder / "timm")
         write_manifest(folder)
         open_run(folder, learner=learner)
+
+
+def _check_heads(run: Run, name: str, calibrator: Calibrator, heads: Sequence[Any]) -> None:
+    """Raises InputError if a calibrator predicts by other heads than those of the run."""
+    own = [] if calibrator.heads[0] is None else calibrator.heads
+    pairs = zip(*map(jax.tree.leaves, (own, heads if own else [])), strict=False)
+    if not all(np.array_equal(one, other) for one, other in pairs):
+        raise InputError(f"{run.calibrator_file(name)}: is of another run: other heads")
+
+
+def _check_predictions(run: Run) -> None:
+    """Raises InputError if `predictions.npz` does not give the accuracies of `results.json`."""
+    columns, accuracies = run.predictions, run.results["accuracy"]
+    for name, expected in accuracies.items():
+        labels = [columns.get(column, np.zeros(0)) for column in ("label", f"{name}_label")]
+        if {len(column) for column in labels} != {run.results["num_test_images"]}:
+            raise InputError(
+                f"{run.predictions_file}: expected labels of {run.results['num_test_images']} test "
+                f"images by {name}, found {[len(column) for column in labels]}"
+            )
+        if abs((found := evaluation.accuracy(*labels)) - expected) > 1e-6:
+            raise InputError(
+                f"{run.predictions_file}: is of another run: expected an accuracy of "
+                f"{expected:.2f} % by {name}, found {found:.2f} %"
+            )
 
 
 def _anywhere(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from fdc_jax.calibration import FDC
 from fdc_jax.errors import InputError, Program
 from fdc_jax.heads import Affine, products, unit
 from fdc_jax.machine import devices
-from fdc_jax.machine.files import write_json
+from fdc_jax.machine.files import write_json, write_manifest
 from fdc_jax.machine.versions import versions
 
 IMAGES, WARM_UP, REPEATS, BATCHES = 64, 10, 3, 20  # the paper's
@@ -179,6 +179,8 @@ def _run(options: argparse.Namespace) -> None:
         run = fdc_jax.open_run(folder, options.data, options.weights)
         measured = of_run(run)
         write_json(run.folder / "latency.json", measured)
+        if run.exported:
+            write_manifest(run.folder)
         if not options.quiet:
             print(f"{folder}: {describe(measured)}")
 

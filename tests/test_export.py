@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import fdc_jax
-from fdc_jax import export
+from fdc_jax import calibration, export
 from fdc_jax.data import task_stream
 from fdc_jax.errors import InputError
+from fdc_jax.heads import LinearHead
 from fdc_jax.model import weights
 from fdc_jax.run import configuration
 from tests import small_runs
@@ -98,6 +99,82 @@ def test_what_is_not_as_it_was_exported_is_refused_in_a_line(whole, tmp_path):
         (out / name).unlink()
         with pytest.raises(InputError, match=name):
             fdc_jax.open_run(out)
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "folder link", "no checksums"])
+def test_a_file_that_the_manifest_does_not_name_is_refused(whole, tmp_path, kind):
+    out = tmp_path / "out"
+    export.write(whole, out)
+    (out / ".DS_Store").touch()
+    fdc_jax.open_run(out)
+    extra = out / "calibrators" / "ncm.npz"
+    if kind == "no checksums":
+        (out / "manifest.json").write_text('{"sha256": {}}')
+    elif kind == "link":
+        (content := extra.with_name("gaussians.npz")).rename(tmp_path / "elsewhere.npz")
+        content.symlink_to(tmp_path / "elsewhere.npz")
+    elif kind == "folder link":
+        (out / "calibrators").rename(tmp_path / "calibrators")
+        (out / "calibrators").symlink_to(tmp_path / "calibrators")
+    else:
+        shutil.copy(extra.with_name("gaussians.npz"), extra)
+    with pytest.raises(InputError, match=r"is not in manifest.json|is not what was written"):
+        fdc_jax.open_run(out)
+
+
+def fitted_elsewhere(width, sizes=(5, 5)):
+    """Returns class Gaussians of another run."""
+    rng, made = np.random.default_rng(0), calibration.make("gaussians")
+    for task, size in enumerate(sizes):
+        labels = np.repeat(np.arange(size), 8) + sum(sizes[:task])
+        features = rng.normal(size=(len(labels), width)).astype(np.float32)
+        head = LinearHead(rng.normal(size=(size, width)).astype(np.float32))
+        made.fit_task(features, labels, head, pretrained=features)
+    made.finalize()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("under another name", r"fdc.npz: expected a calibrator fdc, found Gaussians"),
+        ("absent", r"run: expected the calibrator fdc, found none"),
+        ("other width", r"gaussians.npz: is of another run: expected features of width"),
+        ("other classes", r"gaussians.npz: is of another run: other classes or tasks"),
+        ("other heads", r"gaussians.npz: is of another run: other heads"),
+        ("no predictions", r"predictions.npz: no such file"),
+        ("fewer predictions", r"predictions.npz: expected labels of 60 test images by raw, found"),
+        ("other predictions", r"predictions.npz: is of another run: expected an accuracy of"),
+    ],
+)
+def test_what_is_of_another_run_is_never_shipped(whole, tmp_path, change, message):
+    workdir = small_runs.copied(whole, tmp_path / "run")
+    calibrators, predictions = workdir / "calibrators", workdir / "predictions.npz"
+    columns = small_runs.predictions(workdir)
+    if change == "under another name":
+        shutil.copy(calibrators / "gaussians.npz", calibrators / "fdc.npz")
+    elif change == "absent":
+        for path in calibrators.glob("fdc*"):
+            path.unlink()
+    elif change == "other width":
+        fitted_elsewhere(7).save(calibrators / "gaussians.npz")
+    elif change == "other classes":
+        fitted_elsewhere(small_width(whole), (4, 6)).save(calibrators / "gaussians.npz")
+    elif change == "other heads":
+        fitted_elsewhere(small_width(whole)).save(calibrators / "gaussians.npz")
+    elif change == "no predictions":
+        predictions.unlink()
+    elif change == "fewer predictions":
+        np.savez(predictions, **{name: each[:-1] for name, each in columns.items()})
+    else:
+        np.savez(predictions, **columns | {"fdc_label": (columns["fdc_label"] + 1) % 10})
+    with pytest.raises(InputError, match=message):
+        export.write(workdir, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def small_width(whole):
+    return small_runs.results(whole)["encoder"]["architecture"]["width"]
 
 
 def test_what_is_damaged_is_never_shipped(whole, tmp_path):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fdc_jax
-from fdc_jax import latency
+from fdc_jax import export, latency
 from fdc_jax.errors import InputError
 from tests import small_runs
 
@@ -61,6 +61,14 @@ def test_the_command_writes_a_file_and_says_that_a_processor_tells_no_memory(
     found = json.loads((folder / "latency.json").read_text())
     assert found["images"] == 60 and list(found["contenders"]) == ["baseline", "single", "dual"]
     assert {each["peak_bytes"] for each in found["contenders"].values()} == {None}
+
+
+def test_an_export_that_was_measured_still_opens(whole, tmp_path, monkeypatch):
+    export.write(whole, tmp_path / "out")
+    monkeypatch.setattr(latency, "of_run", lambda run: {"contenders": {}})
+    monkeypatch.setattr(latency, "describe", str)
+    assert latency.main([str(tmp_path / "out")]) == 0
+    assert fdc_jax.open_run(tmp_path / "out").exported
 
 
 def test_a_run_that_is_not_finished_is_refused(half):

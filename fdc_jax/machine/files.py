@@ -25,6 +25,27 @@ from fdc_jax.errors import InputError
 _log = logging.getLogger(__name__)
 
 
+def named_path(name: str, path: str | os.PathLike[str]) -> Path:
+    """Returns a path that the user gave, with `~` expanded; InputError if it is empty."""
+    if not os.fspath(path):
+        raise InputError(f"{name}: expected a path, found none")
+    return Path(path).expanduser()
+
+
+def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Opens a regular file for reading.
+
+    Raises:
+        InputError: the path is a folder, a FIFO or a device, which could give bytes without end.
+        OSError: as of `open`.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise InputError(f"{path}: expected a regular file")
+    return open(descriptor, "rb")
+
+
 @contextlib.contextmanager
 def write_atomically(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Opens a temporary binary file and renames it to `path` when the block succeeds.
@@ -161,7 +182,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def read_json(path: Path) -> Any:
     """Reads a JSON file; raises InputError where it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
+        with open_regular(path) as file:
+            return json.loads(file.read().decode("utf-8"), object_pairs_hook=_once)
+    except InputError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: unreadable JSON ({error})") from error
 
@@ -187,19 +211,25 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_manifest(folder: Path, remedy: str) -> None:
-    """Compares every file that a folder's manifest names, byte for byte.
+    """Compares a folder with its manifest, byte for byte.
 
     Raises:
-        InputError: a file is missing or has changed; the line ends with the remedy.
+        InputError: a file is missing or has changed, or one that is not hidden is not named; the
+            line ends with the remedy.
     """
     manifest = read_json(folder / MANIFEST)
     digests = manifest.get("sha256") if isinstance(manifest, dict) else None
     if not isinstance(digests, dict):
         raise InputError(f"{folder / MANIFEST}: expected checksums; {remedy}")
+    paths = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    present = {path.relative_to(folder).as_posix(): path for path in paths}
+    for name in sorted(present.keys() - {*digests, MANIFEST}):
+        if not present[name].name.startswith("."):
+            raise InputError(f"{present[name]}: is not in {MANIFEST}; {remedy}")
     for name, digest in digests.items():
-        path = folder / name
-        if not path.is_file() or sha256(path) != digest:
-            raise InputError(f"{path}: is not what was written; {remedy}")
+        path = present.get(name)
+        if path is None or path.is_symlink() or sha256(path) != digest:
+            raise InputError(f"{folder / printable(name)}: is not what was written; {remedy}")
 
 
 def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
@@ -227,8 +257,8 @@ def check_writable_file(flag: str, path: str | os.PathLike[str], *suffixes: str)
 
 
 def sha256(path: str | os.PathLike[str]) -> str:
-    """Returns the SHA-256 of a file as 64 hexadecimal digits."""
-    with open(path, "rb") as file:
+    """Returns the SHA-256 of a regular file as 64 hexadecimal digits."""
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -258,6 +288,7 @@ def read_npy(path: str | os.PathLike[str]) -> np.ndarray:
         InputError: the file is absent, damaged, longer or shorter than it says, or holds objects.
     """
     try:
+        open_regular(path).close()
         array = np.lib.format.open_memmap(path, mode="r")
         if array.offset + array.nbytes != os.path.getsize(path):
             raise ValueError("it is longer than its header says")
@@ -276,7 +307,7 @@ def read_npz(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     name = ""
     try:
         # Of each array it compares the checksum.
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as archive:
+        with open_regular(path) as file, np.load(file, allow_pickle=False) as archive:
             for name in archive.files:
                 arrays[name] = np.asarray(archive[name])
     except FileNotFoundError:
@@ -309,6 +340,7 @@ def read_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         InputError: the file is absent or damaged.
     """
     try:
+        open_regular(path).close()
         return safetensors.numpy.load_file(path)
     except Exception as error:  # As above.
         raise InputError(
@@ -328,11 +360,23 @@ def printable(text: str, limit: int = 80) -> str:
     return text.encode("unicode_escape").decode("ascii")[:limit]
 
 
+def foreign(start: bytes) -> str:
+    """Returns what often lies in the place of a file of data, by its first bytes, or ""."""
+    start = start.lstrip(b"\xef\xbb\xbf \t\r\n").lower()
+    if start.startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
+        return "it is a web page (HTML), as a failed download leaves"
+    if start.startswith(b"version https://git-lfs"):
+        return "it is a pointer of Git LFS: run git lfs pull"
+    return ""
+
+
 def _reason(error: Exception, path: str | os.PathLike[str]) -> str:
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
-        if start.startswith((b"<!doctype", b"<html", b"<head", b"<?xml")):
-            return "it is a web page (HTML), as a failed download leaves"
+    if isinstance(error, InputError):
+        return "expected a regular file"
+    with contextlib.suppress(OSError), open_regular(path) as file:
+        start = file.read(1024).lower()
+        if said := foreign(start):
+            return said
         if start.startswith(b"pk") and isinstance(error, zipfile.BadZipFile):
             return "it is damaged, or ends early"
         if "pickle" in str(error) and not start.startswith((b"pk", b"\x93numpy")):

@@ -210,7 +210,12 @@ class Run(RunPaths):
         return sorted({path.stem.rpartition("_")[0] or path.stem for path in files})
 
     def calibrator(self, name: str = "fdc") -> Calibrator:
-        """Returns a calibrator as it was fitted, on all tasks or on those of a run that stopped."""
+        """Returns a calibrator as it was fitted, on all tasks or on those of a run that stopped.
+
+        Raises:
+            InputError: the file is missing or damaged, or its calibrator is another one, or of
+                another run, by its classes and widths.
+        """
         final = self.calibrator_file(name)
         found = sorted(self.folder.glob(f"calibrators/{name}_*.npz")) + [final] * final.exists()
         if not found:
@@ -218,7 +223,23 @@ class Run(RunPaths):
                 f"{self.folder}: has no calibrator {name}, expected one of "
                 f"{', '.join(self.calibrators)}"
             )
-        return calibration.load(found[-1])
+        loaded, wanted = calibration.load(found[-1]), calibration.make(name)
+        if type(loaded) is not type(wanted) or vars(loaded).get("view") != vars(wanted).get("view"):
+            raise InputError(
+                f"{found[-1]}: expected a calibrator {name}, found {type(loaded).__name__}"
+            )
+        sizes = self._planned[: self.num_tasks if found[-1] == final else loaded.num_tasks]
+        starts = np.cumsum([0, *sizes])[:-1]
+        expected = [{*range(i, i + n)} for i, n in zip(starts.tolist(), sizes, strict=True)]
+        if [{*rows.tolist()} for rows in loaded.classes] != expected:
+            raise InputError(f"{found[-1]}: is of another run: other classes or tasks")
+        architecture = ((self.results or {}).get("encoder") or {}).get("architecture") or {}
+        if {*loaded.widths} - {architecture.get("width", loaded.widths[0])}:
+            raise InputError(
+                f"{found[-1]}: is of another run: expected features of width "
+                f"{architecture['width']}, found {loaded.widths}"
+            )
+        return loaded
 
     @functools.cached_property
     def predictions(self) -> dict[str, np.ndarray]:
