@@ -83,19 +83,21 @@ def scoring(mesh: Mesh, width: int, tasks: int, classes: int, rows: int) -> Prog
         return jax.ShapeDtypeStruct(shape, jnp.float32)
 
     tasks, classes = padded_size(tasks, 8), padded_size(classes, 4)
-    of_task = ((width,), (128, width), (classes, width), (classes,), (4,))
+    shapes = ((width,), (128, width), (), (width,), (classes, width), (classes,), (2,), (2,), (2,))
+    statistics = [array(tasks, *shape) for shape in shapes]
+    of_classes = [array(tasks, classes, *shape) for shape in ((width,), (width,), ())]
+    heads = (*of_classes, array(tasks))
+    views = [fdc.Tasks._make([*statistics, each]) for each in (heads, None)]
+    ratios = [array(3)] * 2
 
-    def of_tasks(*shape):  # as `compiled.stack` lays them out
-        return array(shape[1], tasks, shape[0]) if len(shape) == 2 else array(tasks, *shape)
+    def score(views, ratios, *features):
+        both = zip(features, views, strict=True)
+        measured = [fdc.measure(each, of, 0.5, neighbours=1) for each, of in both]
+        return fdc.fuse(measured, views, ratios, (1.0, 1.0), True, 1.0, 1.0, False)
 
-    frame = fdc.Frame(array(width), array(width), tuple(of_tasks(*shape) for shape in of_task))
-    heads = tuple(of_tasks(classes, *shape) for shape in ((width,), (width,), ()))
-    fixed = {"gamma": 0.5, "neighbours": 1, "normalised": False}
-    function = jax.jit(lambda *given: fdc.measure(*given, **fixed))
     first = Mesh(mesh.devices.ravel()[:1], mesh.axis_names)
-    features = array(rows, width)
-    arguments = _placed(first, (([frame, frame], heads), features, features))
-    return Program(function, arguments, rows)
+    arguments = _placed(first, (views, ratios, array(rows, width), array(rows, width)))
+    return Program(jax.jit(score), arguments, rows)
 
 
 def _placed(mesh: Mesh, tree: Any, split: type | tuple = ()) -> Any:

@@ -89,7 +89,7 @@ def fit_and_score(point: Point, method: str, repeats: int, place: Any = None) ->
     _, finalize = measure.timed(calibrator.finalize)
     found = {**point._asdict(), "method": method, "storage_bytes": calibrator.storage_bytes}
     if method == "fdc":
-        residuals = sum(u.values.nbytes + u.weights.nbytes for u in calibrator.foreign)
+        residuals = sum(u.nbytes for view in calibrator.foreign for u in view)
         ranks = [len(view.basis) for task in calibrator.tasks for view in task.views]
         found |= {"foreign_residual_bytes": residuals, "mean_rank": float(np.mean(ranks))}
     given, score = placed(0), {}

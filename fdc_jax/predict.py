@@ -124,7 +124,7 @@ class Predictions:
         """Returns all columns except `image`."""
         calibrator, evidence = self.calibrator, {}
         if isinstance(calibrator, FDC):
-            terms = calibrator.terms(adapted, *pretrained, all_rows=True)
+            terms = calibrator.terms(adapted, *pretrained)
             scores, by_class = terms.fuse(), terms.by_class()
             evidence = dict(zip(EVIDENCE, pictures.split(terms)[1][:-1], strict=False))
         else:

@@ -16,7 +16,6 @@ from sklearn.utils.estimator_checks import check_estimator, parametrize_with_che
 
 import fdc_jax
 from fdc_jax import ContinualClassifier, FDCClassifier, calibration
-from fdc_jax.calibration import compiled
 from fdc_jax.errors import InputError
 from fdc_jax.estimator import closed_form_head
 from tests.calibration import streams
@@ -38,15 +37,8 @@ def expected(estimator):
 BOTH = ("fdc", "gaussians")
 
 
-@pytest.fixture
-def plain(monkeypatch):
-    """Has NumPy compute, without whose compilation most tests take milliseconds."""
-    monkeypatch.setattr(compiled, "jax", None)
-    monkeypatch.setattr(compiled, "jnp", np)
-
-
 @parametrize_with_checks([FDCClassifier(), ContinualClassifier()], expected_failed_checks=expected)
-def test_the_checks_of_scikit_learn(estimator, check, plain):
+def test_the_checks_of_scikit_learn(estimator, check):
     check(estimator)
 
 
@@ -72,7 +64,7 @@ def by_hand(tasks, calibrator):
 
 
 @pytest.mark.parametrize("calibrator", BOTH)
-def test_tasks_one_by_one_give_the_calibrators_scores(tasks, calibrator, plain):
+def test_tasks_one_by_one_give_the_calibrators_scores(tasks, calibrator):
     estimator = FDCClassifier(calibrator)
     for task in tasks:
         classes = NAMES[task.first :][: len(task.weight)]
@@ -106,7 +98,7 @@ def together(tasks):
 
 
 @pytest.mark.parametrize("calibrator", BOTH)
-def test_all_tasks_at_once_are_the_same_as_one_by_one(tasks, calibrator, plain):
+def test_all_tasks_at_once_are_the_same_as_one_by_one(tasks, calibrator):
     adapted, pretrained, labels, of_task = together(tasks)
     whole = FDCClassifier(calibrator).fit((adapted, pretrained), labels, tasks=10.0 * of_task)
     parts = FDCClassifier(calibrator, views=(slice(12, None), slice(0, 12)))
@@ -148,7 +140,7 @@ def test_the_heads_are_ridge_regression_and_class_means(tasks):
 
 
 @pytest.mark.parametrize("calibrator", BOTH)
-def test_joblib_keeps_what_further_tasks_need(tasks, calibrator, tmp_path, plain):
+def test_joblib_keeps_what_further_tasks_need(tasks, calibrator, tmp_path):
     estimator = FDCClassifier(calibrator)
     for task in tasks[:2]:
         estimator.partial_fit(task.adapted, task.labels)
@@ -163,7 +155,7 @@ def test_joblib_keeps_what_further_tasks_need(tasks, calibrator, tmp_path, plain
     assert again.calibrator_.num_tasks == 3
 
 
-def test_settings_are_searched_and_cloned(tasks, plain):
+def test_settings_are_searched_and_cloned(tasks):
     adapted, _, labels, of_task = together(tasks)
     frame = pd.DataFrame(adapted, columns=[f"f{i}" for i in range(16)])
     grid = [
@@ -210,7 +202,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_change_nothing(tasks, mistake, plain):
+def test_mistakes_change_nothing(tasks, mistake):
     do, message = MISTAKES[mistake]
     estimator = FDCClassifier().partial_fit(tasks[0].adapted, tasks[0].labels)
     before = estimator.predict(tasks[0].adapted)
@@ -222,7 +214,7 @@ def test_mistakes_change_nothing(tasks, mistake, plain):
     assert estimator.calibrator_.num_tasks == 2
 
 
-def test_words_and_forms_that_are_none(tasks, plain):
+def test_words_and_forms_that_are_none(tasks):
     X, y = tasks[0].adapted, tasks[0].labels
     for wrong, message in (
         ({"calibrator": "fcd"}, "calibrator: expected one of .*, found 'fcd'; did you mean fdc"),
@@ -244,7 +236,7 @@ def test_words_and_forms_that_are_none(tasks, plain):
         FDCClassifier().fit(X, y, tasks=np.arange(len(y)) % 2)
 
 
-def test_gaussians_take_tasks_of_one_class_and_say_when_they_stayed(tasks, plain):
+def test_gaussians_take_tasks_of_one_class_and_say_when_they_stayed(tasks):
     estimator = FDCClassifier("gaussians")
     for task in tasks[:2]:
         rows = task.rows == 0

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from fdc_jax.calibration import inputs, storage
-from fdc_jax.calibration.equations import SCALE_FLOOR
 from fdc_jax.errors import InputError
 
 if TYPE_CHECKING:
@@ -82,6 +81,8 @@ class Calibrator:
     # Whether tasks need a head, and whether features by the encoder before each are of use.
     needs_heads: ClassVar[bool] = False
     reads_previous: ClassVar[bool] = False
+    # Whether features on a device stay there.
+    on_device: ClassVar[bool] = False
 
     def __init__(self) -> None:
         self.classes: list[Int[np.ndarray, " c"]] = []
@@ -208,36 +209,42 @@ class Calibrator:
     ) -> inputs.TaskInput:
         """Returns the input of `fit_task`, checked."""
         task = self.num_tasks
-        views, labels = inputs.task_views(adapted, labels, pretrained, task, self.widths)
+        views, labels = inputs.task_views(
+            adapted, labels, pretrained, task, self.widths, self.on_device
+        )
         head = self._head(head, task, views[0].shape[1])
         rows = None if head is None else len(head.affine.rows)
         named = inputs.task_classes(labels, task, rows, classes, self.classes)
         return inputs.TaskInput(task, views, labels, *named, head)
 
-    def _append(self, given: inputs.TaskInput) -> None:
-        """Takes a task whose statistics were collected."""
+    def _append(
+        self, given: inputs.TaskInput, guessed: Int[np.ndarray, " n"] | None = None
+    ) -> None:
+        """Takes a task whose statistics were collected, and the rows that its head guesses."""
         self.classes = [*self.classes, given.classes]
         self.counts = [*self.counts, given.counts]
         self.heads = [*self.heads, given.head]
         self.widths = [view.shape[1] for view in given.views]
         self._forget()
         if self.needs_heads:
-            warn_of_weak_head(given)
+            warn_of_weak_head(given, guessed)
 
 
-def warn_of_weak_head(given: inputs.TaskInput) -> None:
+def warn_of_weak_head(given: inputs.TaskInput, guessed: Int[np.ndarray, " n"] | None) -> None:
     """Warns where a head knows next to nothing: its rows or the samples stand in another order.
 
     That is said of a task of c classes below an accuracy of 3 / c, three times chance; with fewer
     than five classes below (1 + 1 / c) / 2, half way from chance to certainty, which then is less.
     A task of one class tells nothing.
     """
-    count, samples = len(given.classes), len(given.labels)
+    count, rows = len(given.classes), given.rows
     if count == 1:
         return
-    some = np.unique(np.linspace(0, samples - 1, min(samples, SAMPLES)).astype(int))
-    guessed = given.head.logits(inputs.float32(given.views[0][some])).argmax(axis=1)
-    right = float(np.mean(guessed == given.rows[some]))
+    if guessed is None:
+        some = np.unique(np.linspace(0, len(rows) - 1, min(len(rows), SAMPLES)).astype(int))
+        guessed = given.head.logits(inputs.float32(given.views[0][some])).argmax(axis=1)
+        rows = rows[some]
+    right = float(np.mean(guessed == rows))
     if right < min(3.0 / count, (1.0 + 1.0 / count) / 2.0):
         _LOGGER.warning(
             f"task {given.task} (from 0): its head is right about {100 * right:.1f}% of its own "
@@ -247,11 +254,10 @@ def warn_of_weak_head(given: inputs.TaskInput) -> None:
         )
 
 
-def warn_of_equal_residuals(given: inputs.TaskInput, index: int, view: Any) -> None:
-    """Warns where u_t has no spread to be measured in, as with one or two samples."""
-    if view.residual[1] <= SCALE_FLOOR and len(view.basis) < len(view.mean):
-        _LOGGER.warning(
-            f"{inputs.VIEWS[index]} features of task {given.task}: residual ratios of its samples "
-            f"({len(given.labels)}) do not vary; RLC's foreign reference, which all tasks share, "
-            "will be dominated by it"
-        )
+def warn_of_equal_residuals(given: inputs.TaskInput, index: int) -> None:
+    """Warns that u_t has no spread to be measured in, as with one or two samples."""
+    _LOGGER.warning(
+        f"{inputs.VIEWS[index]} features of task {given.task}: residual ratios of its samples "
+        f"({len(given.labels)}) do not vary; RLC's foreign reference, which all tasks share, "
+        "will be dominated by it"
+    )

@@ -1,32 +1,21 @@
-"""Where the arithmetic of calibrators runs: compiled by JAX once per shape, or in NumPy alone.
-
-A kernel is a function of one task's arrays over the namespace that these belong to. JAX maps it
-over tasks with `vmap`, for which ranks, classes and tasks are padded to few sizes; NumPy, where JAX
-is not installed, takes one task after the other.
-"""
+"""What calibrators share to compute with JAX: few shapes, rows in blocks, and `eigh`."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import scipy.linalg
+from jaxtyping import Array, Float, Int
 
-from fdc_jax.calibration.inputs import BLOCK_ROWS, float32
+from fdc_jax.heads import products
 
-try:
-    import jax
-    import jax.numpy as jnp
-except ImportError:
-    jax: Any = None
-    jnp = np
-
-if TYPE_CHECKING:
-    from jaxtyping import Float
-
-# Rows per call of a kernel; fewer are padded to a power of two, at least 8.
+# Rows per block; fewer are padded to a power of two, at least 8.
 ROWS = 512
 
 
@@ -42,50 +31,109 @@ def padded_size(size: int, least: int = 1) -> int:
     return -(-size // step) * step
 
 
-def stack(
-    arrays: Sequence[Any],
-    least: int | None = None,
-    fill: float = 0.0,
-    plain: bool = False,
-    turned: bool = True,
-) -> Any:
-    """Returns the arrays of all tasks as one for `over_tasks`.
+def padded(array: np.ndarray, size: int, fill: float = 0.0) -> np.ndarray:
+    """Returns an array whose leading size is padded."""
+    widths = [(0, size - len(array)), *[(0, 0)] * (array.ndim - 1)]
+    return np.pad(array, widths, constant_values=fill)
 
-    Args:
-        arrays: of one shape or, with `least`, of different leading sizes.
-        least: pad the leading size to `padded_size(_, least)`.
-        fill: the padding. A task that is not there is all zero.
-        plain: for NumPy, as where JAX is not installed: a list of the tasks' arrays, and no size
-            larger than the largest.
-        turned: matrices become [d, tasks, rows], so that rows of all tasks are one without a copy.
+
+def stack(arrays: Sequence[np.ndarray], size: int, fill: float = 0.0) -> np.ndarray:
+    """Returns arrays of different leading sizes as one."""
+    return np.stack([padded(np.asarray(array), size, fill) for array in arrays])
+
+
+def placed(count: int, array: Any) -> Array:
+    """Returns an array on the device, in float32, padded with zeros."""
+    return jax.device_put(padded(np.asarray(array, np.float32), count))
+
+
+def energy(vectors: Float[Array, "... d"]) -> Float[Array, "*n"]:
+    """Returns squared Euclidean norms."""
+    return (vectors * vectors).sum(axis=-1)
+
+
+class Blocks:
+    """Features on the device, a block of rows at a time, padded with zero rows to few sizes.
+
+    Arrays of NumPy are moved, with `keep` once for all passes; memory maps are read anew in each
+    pass. Arrays of JAX stay where they are. If devices share the rows of an array, every block has
+    as many rows of each of these `shards`, and stays shared.
     """
-    plain, shape, tasks = plain or not jax, np.shape(arrays[0]), len(arrays)
-    if least is not None:
-        size = max(map(len, arrays))
-        shape = (size if plain else padded_size(size, least), *shape[1:])
-    if tasks > 1 and not plain:
-        tasks = padded_size(tasks, 8)
-    stacked = np.full((tasks, *shape), fill, np.float32)
-    stacked[len(arrays) :] = 0.0
-    for task, array in enumerate(arrays):
-        stacked[(task, slice(len(array))) if shape else task] = array
-    if plain:
-        return list(stacked)
-    turned = turned and stacked.ndim == 3
-    return jax.device_put(stacked.transpose(2, 0, 1).copy() if turned else stacked)
+
+    def __init__(self, features: Any, shards: int = 1, keep: bool = False):
+        self.features, self.count, self.shards = features, len(features), shards
+        size, most = self.count // shards, max(ROWS // shards, 8)
+        self.rows = most if size > most else max(8, 1 << max(size - 1, 0).bit_length())
+        keep = keep and not isinstance(features, np.memmap | jax.Array)
+        self._kept = [*self._blocks()] if keep else None
+
+    def __iter__(self) -> Iterator[Float[Array, "rows d"]]:
+        return self._blocks() if self._kept is None else iter(self._kept)
+
+    def _blocks(self) -> Iterator[Float[Array, "rows d"]]:
+        if isinstance(self.features, jax.Array) and self.count:
+            for start in self._starts():
+                yield _cut(self.features, start, self.shards, self.rows)
+        else:
+            yield from map(jax.device_put, self._cut_on_host(self.features, np.float32, 0.0))
+
+    def beside(self, values: Int[np.ndarray, " n"]) -> Iterator[Int[np.ndarray, " rows"]]:
+        """Yields the values of each block's rows, -1 for padding rows."""
+        return self._cut_on_host(values, np.int32, -1)
+
+    def _starts(self) -> range:
+        return range(0, max(self.count // self.shards, 1), self.rows)
+
+    def _cut_on_host(self, array: Any, kind: type, fill: float) -> Iterator[np.ndarray]:
+        apart = array.reshape(self.shards, self.count // self.shards, *array.shape[1:])
+        for start in self._starts():
+            parts = np.asarray(apart[:, start : start + self.rows], kind)
+            whole = [padded(part, self.rows, fill) for part in parts]
+            yield np.concatenate(whole) if self.shards > 1 else whole[0]
+
+    def first(self) -> Float[np.ndarray, " d"]:
+        """Returns the first row on the host."""
+        on_device = isinstance(self.features, jax.Array)
+        return np.asarray(
+            jax.device_get(next(iter(self))) if on_device else self.features[:1], np.float32
+        )[0]
+
+    def gather(self, results: Sequence[Any]) -> Any:
+        """Returns trees of arrays [n, ...] on the host from those of every block."""
+
+        def whole(*parts: np.ndarray) -> np.ndarray:
+            apart = [part.reshape(self.shards, self.rows, *part.shape[1:]) for part in parts]
+            joined = np.concatenate(apart, axis=1)[:, : self.count // self.shards]
+            return joined.reshape(self.count, *parts[0].shape[1:])
+
+        return jax.tree.map(whole, *jax.device_get(results))
 
 
-def over_tasks(function: Callable[..., tuple[Any, ...]], *arrays: Any) -> tuple[Any, ...]:
-    """Applies a function of one task's arrays to all tasks; results are [n, tasks, ...]."""
-    if isinstance(arrays[0], list):
-        results = [function(*each) for each in zip(*arrays, strict=True)]
-        return tuple(np.stack(parts, axis=1) for parts in zip(*results, strict=True))
+def blocks_of(views: Sequence[Any], keep: bool = False) -> list[Blocks]:
+    """Returns blocks of several views with the same rows."""
+    shards = [
+        len(view) // view.sharding.shard_shape(view.shape)[0]
+        for view in views
+        if isinstance(view, jax.Array) and len(view)
+    ]
+    return [Blocks(view, max(shards, default=1), keep) for view in views]
 
-    def of_task(*each: Any) -> tuple[Any, ...]:
-        return function(*(array.T for array in each))
 
-    axes = [1 if array.ndim == 3 else 0 for array in arrays]
-    return jax.vmap(of_task, axes, 1)(*arrays)
+@partial(jax.jit, static_argnames=("shards", "rows"))
+def _cut(features: Float[Array, "n d"], start: int, shards: int, rows: int) -> Any:
+    parts = features.reshape(shards, -1, features.shape[1])
+    index, last = start + jnp.arange(rows), parts.shape[1] - 1
+    block = jnp.where((index <= last)[:, None], parts[:, jnp.minimum(index, last)], 0)
+    return block.reshape(shards * rows, -1).astype(jnp.float32)
+
+
+def in_order(function: Callable[..., Any], *columns: Iterable[Any]) -> list[Any]:
+    """Returns the results of block after block; at most three are under way at a time."""
+    results: list[Any] = []
+    for blocks in zip(*columns, strict=True):
+        results.append(function(*blocks))
+        jax.block_until_ready(results[-3:-2])
+    return results
 
 
 @cache
@@ -94,60 +142,109 @@ def _jitted(kernel: Callable[..., Any], static: tuple[str, ...]) -> Callable[...
 
 
 def in_blocks(
-    kernel: Callable[..., Any],
-    fitted: Any,
-    *views: Float[np.ndarray, "n _"],
-    plain: bool = False,
-    **static: Any,
+    kernel: Callable[..., Any], fitted: Any, *views: Float[np.ndarray, "n _"], **static: Any
 ) -> Any:
-    """Returns arrays [n, ...], or several by name: a kernel of `fitted` and of rows of features.
+    """Returns arrays [n, ...], or a tree of them: a jitted kernel of `fitted` and rows of views."""
+    jitted, columns = partial(_jitted(kernel, tuple(static)), fitted, **static), blocks_of(views)
+    return columns[0].gather(in_order(jitted, *columns))
 
-    It takes some rows of all `views` at once; zero rows fill blocks up to a power of two, so that
-    few sizes occur. All blocks are handed over before the first result is fetched. NumPy computes
-    if `plain`, as where JAX is not installed.
+
+def first_not_finite(features: Array) -> int | None:
+    """Returns the first row on the device that is not finite in float32; None if all are."""
+    (blocks,) = blocks_of([features])
+    finite = blocks.gather(in_order(_finite, blocks))
+    return None if finite.all() else int(np.argmin(finite))
+
+
+@jax.jit
+def _finite(block: Float[Array, "n d"]) -> Array:
+    return jnp.isfinite(energy(block))
+
+
+# Principal directions -----------------------------------------------------------------------------
+
+
+def centred(features: Any, rows: Any, mean: Any) -> Float[Array, "n d"]:
+    """Returns features less a mean; padding rows, whose row is -1, are zero."""
+    return jnp.where(rows[:, None] >= 0, features - mean, 0.0)
+
+
+def principal(
+    views: Sequence[Blocks],
+    rows: Int[np.ndarray, " n"],
+    means: Sequence[Any],
+    rank: Callable[[Float[np.ndarray, " k"]], int],
+) -> list[Float[np.ndarray, "r d"]]:
+    """Returns the leading principal directions of each view: `rank` of the energies, descending.
+
+    With n < d the inner products X X' are smaller than the scatter X' X: if X X' v = s v, then X' v
+    is a direction of X' X. Views of one shape are decomposed together.
     """
-    plain = plain or not jax
-    found, sizes, step = [], [], BLOCK_ROWS if plain else ROWS
-    count = max(len(views[0]), 1)
-    least = 8 if count <= ROWS else ROWS
-    for start in range(0, count, step):
-        parts = [float32(view[start : start + step]) for view in views]
-        sizes.append(len(parts[0]))
-        if plain:
-            found.append(kernel(fitted, *parts, **static))
-            continue
-        rows = max(least, 1 << max(sizes[-1] - 1, 0).bit_length())
-        padded = [np.pad(part, ((0, rows - len(part)), (0, 0))) for part in parts]
-        found.append(_jitted(kernel, tuple(static))(fitted, *padded, **static))
-    fetched: list[Any] = found if plain else jax.device_get(found)
-
-    def joined(*parts: Any) -> Any:
-        if isinstance(parts[0], dict):
-            return {name: joined(*(part[name] for part in parts)) for name in parts[0]}
-        return np.concatenate([part[:size] for part, size in zip(parts, sizes, strict=True)])
-
-    return joined(*fetched)
-
-
-def eigh(matrix: Float[np.ndarray, "k k"]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns eigenvalues of a symmetric matrix, descending, and its eigenvectors as rows."""
-    # Numbers near one, whatever the features' unit; and few sizes, since each compiles anew. The
-    # padding's own eigenvalues are zero.
-    size, scale = len(matrix), np.trace(matrix) or 1.0
-    padded = np.zeros((-(-size // 64) * 64,) * 2, np.float32)
-    padded[:size, :size] = matrix / scale
-    with jax.default_device(_host()) if jax else contextlib.nullcontext():
-        values, vectors = map(np.asarray, jnp.linalg.eigh(padded))
-    return scale * values[::-1][:size].astype(np.float64), vectors.T[::-1][:size, :size]
+    matrices, kept = [], []
+    for view, mean in zip(views, means, strict=True):
+        blocks, rest = zip(view, view.beside(rows), strict=True), None
+        if len(rows) < len(mean):
+            size = -(-len(rows) // 64) * 64 if view.shards == 1 else None
+            matrix, rest = _inner_products([*blocks], mean, size)
+        else:
+            matrix = np.zeros((len(mean), len(mean)), np.float32)
+            for block in blocks:
+                matrix = jax.block_until_ready(_scatter(matrix, *block, mean))
+        matrices.append(matrix)
+        kept.append(rest)
+    # XLA compiles `eigh` for a TPU for minutes, so that the host's CPU computes it there.
+    if jax.default_backend() == "tpu":
+        with contextlib.suppress(RuntimeError):  # no CPU in JAX_PLATFORMS
+            matrices = jax.device_put(matrices, jax.local_devices(backend="cpu")[0])
+    alike = len({matrix.shape for matrix in matrices}) == 1
+    together = [matrices] if alike else [[matrix] for matrix in matrices]
+    found = [jax.device_get(_eigh(each)) for each in together]
+    pairs = [pair for energies, vectors in found for pair in zip(energies, vectors, strict=True)]
+    directions = []
+    for (energies, vectors), matrix, rest in zip(pairs, matrices, kept, strict=True):
+        vectors = _separated(vectors, jax.device_get(matrix), count := rank(energies))
+        vectors = vectors if rest is None else jax.device_get(_directions(vectors, rest))
+        directions.append(vectors[:count].copy())
+    return directions
 
 
-@cache
-def _host() -> Any:
-    """Returns the host's processor where the device is a TPU and JAX has both, else None.
+def _separated(
+    vectors: Float[np.ndarray, "k k"], matrix: Float[np.ndarray, "k k"], count: int
+) -> Float[np.ndarray, "k k"]:
+    """Returns eigenvectors of which those next to number `count` are found again, in float64.
 
-    XLA compiles an eigendecomposition for a TPU for minutes, and for every size anew.
+    In float32 neighbours whose eigenvalues are nearly equal mix, there even with what is left out.
     """
-    try:
-        return jax.local_devices(backend="cpu")[0] if jax.default_backend() == "tpu" else None
-    except RuntimeError:  # Left out of JAX_PLATFORMS.
-        return None
+    some = slice(max(count - 16, 0), count + 16)
+    near = vectors[some].astype(float)
+    turn = scipy.linalg.eigh(near @ matrix.astype(float) @ near.T, near @ near.T)[1]
+    parts = vectors[: some.start], turn.T[::-1] @ near, vectors[some.stop :]
+    return np.concatenate(parts).astype(np.float32)
+
+
+@jax.jit
+def _scatter(total: Any, features: Any, rows: Any, mean: Any) -> Float[Array, "d d"]:
+    near = centred(features, rows, mean)
+    return total + products(near.T, near.T)
+
+
+@partial(jax.jit, static_argnames="size")
+def _inner_products(blocks: Any, mean: Any, size: int | None) -> tuple[Array, Array]:
+    near = jnp.concatenate([centred(of, numbers, mean) for of, numbers in blocks])[:size]
+    return products(near, near), near
+
+
+@jax.jit
+def _eigh(matrices: Sequence[Float[Array, "k k"]]) -> tuple[Array, Array]:
+    def one(matrix: Float[Array, "k k"]) -> tuple[Array, Array]:
+        trace = jnp.trace(matrix)
+        values, vectors = jnp.linalg.eigh(matrix / jnp.where(trace > 0, trace, 1.0))
+        return values[::-1], vectors.T[::-1]
+
+    return jax.vmap(one)(jnp.stack(matrices))
+
+
+@jax.jit
+def _directions(vectors: Any, near: Any) -> Float[Array, "k d"]:
+    # QR takes out of each direction what rounding left of the directions before it.
+    return jnp.linalg.qr(products(near.T, vectors))[0].T

@@ -1,199 +1,272 @@
-"""Feature Distribution Calibration (FDC): Algorithm 1 of the paper.
+"""Feature Distribution Calibration (FDC): Algorithm 1 of the paper and its equations, in its order.
 
-Lines 5 to 11 are `FDC.fit_task` (7: `foreign.residuals`, 9: `side_by_side`), 13 is `FDC.finalize`
-(`foreign.Residuals.reference`), 16 and 17 are `measure` and `FDC.terms`, 18 is `Terms.fuse`, 20 is
-`Scores.task`. Equations are functions of `equations`. A view is an encoder: "adapted" (E_t while
-learning, E_T at the end) or "pretrained" (E_0). Features are rows [n, d].
+    5-11   FDC.fit_task: 6 means, pca, moments; 7 standardised; 9 filtered; 10 moments
+    13     FDC.finalize: fit_foreign, log_ratio
+    14-20  FDC.score: 16 measure; 17, 18 fuse; 20 calibrator.Scores
+
+`measure` compares features with tasks: a task's own ones (lines 6 and 10), those of earlier tasks
+(line 7) and test inputs (line 16).
+
+A view is an encoder: "adapted" (A: E_t while learning, E_T at the end) or "pretrained" (0: E_0).
+Features are rows [n, d], and U_t is kept as rows. JAX computes in float32 with exact products;
+moments, sums over tasks and the median are float64 on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
 from functools import partial
-from numbers import Real
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
-from fdc_jax.calibration import equations as eq
-from fdc_jax.calibration import foreign, inputs
+from fdc_jax.calibration import compiled, inputs
 from fdc_jax.calibration.calibrator import Calibrator, Scores, warn_of_equal_residuals
-from fdc_jax.calibration.compiled import in_blocks, over_tasks, stack
+from fdc_jax.calibration.compiled import Blocks, energy, padded_size, stack
+from fdc_jax.calibration.statistics import COMPONENTS, Foreign, Settings, Task, View
 from fdc_jax.errors import InputError
-from fdc_jax.heads import products, unit
+from fdc_jax.heads import NORM_FLOOR, products, unit
 
-if TYPE_CHECKING:
-    from jaxtyping import Float, Int
-
-# Table current-ablation, and the views of Table plugin without TSF, as arguments of `Terms.fuse`.
-COMPONENTS = {
-    "raw": {"tsf": False, "rlc": False, "pac": False},
-    "tsf": {"rlc": False, "pac": False},
-    "pac": {"tsf": False, "rlc": False},
-    "rlc": {"tsf": False, "pac": False},
-    "tsf+pac": {"rlc": False},
-    "tsf+rlc": {"pac": False},
-    "pac+rlc": {"tsf": False},
-    "full": {},
-    "adapted_view": {"pretrained_view": False},
-    "pretrained_view": {"adapted_view": False},
-    "pac+rlc_adapted_view": {"tsf": False, "pretrained_view": False},
-    "pac+rlc_pretrained_view": {"tsf": False, "adapted_view": False},
-}
+# Both floors are of the paper's "Test-Time Calibration".
+SCALE_FLOOR = 1e-6
+ENERGY_FLOOR = 1e-12
+# Shares of energy nearer than this count as equal: a share that rounding alone misses is reached.
+ENERGY_TOLERANCE = 1e-6
+# Tasks that `vmap` measures at once: two stay in the caches of a CPU, and memory does not grow.
+TOGETHER = 2
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings of FDC; the defaults are the paper's. InputError when one is outside its range."""
-
-    retained_energy: float = 0.75  # eta, share of a task's variance in its subspace, in (0, 1]
-    attenuation: float = 0.5  # gamma, how much TSF removes outside the subspace, in [0, 1]
-    rlc_weight: float = 1.0  # alpha
-    pac_weight: float = 1.0  # beta
-    adapted_view_weight: float = 1.0  # w_T
-    pretrained_view_weight: float = 1.0  # w_0; with 0 no pretrained features are needed to score
-    neighbours: int = 1  # K, class prototypes whose cosines PAC averages
-
-    def __post_init__(self):
-        for field in fields(self):
-            value, kind = getattr(self, field.name), type(field.default)
-            least, what = (1, "count") if kind is int else (0, "finite number")
-            real = issubclass(type(value), Real) and not isinstance(value, bool)
-            if not (real and abs(value) < 1e300 and kind(value) == value >= least):
-                raise InputError(f"{field.name}: expected a {what} from {least}, found {value!r}")
-            object.__setattr__(self, field.name, kind(value))
-        if not 0.0 < self.retained_energy <= 1.0:
-            raise InputError(f"retained_energy: expected 0 < x <= 1, found {self.retained_energy}")
-        if self.attenuation > 1.0:
-            raise InputError(f"attenuation: expected 0 <= x <= 1, found {self.attenuation}")
+# Statistics of a task (line 6) --------------------------------------------------------------------
 
 
-class View(NamedTuple):
-    """What is kept of a task in one view; moments are population mean and standard deviation."""
-
-    mean: Float[np.ndarray, " d"]  # m_t
-    basis: Float[np.ndarray, "r d"]  # U_t; no row where nothing varies
-    prototypes: Float[np.ndarray, "c d"]  # p_{t,c}; zero for classes without an image
-    # Until known, with these defaults, `measure` gives rho_t for u_t and A_t - 1 for q_t.
-    residual: tuple[float, float] = (0.0, 1.0)  # moments of its own rho_t
-    affinity: tuple[float, float] = (1.0, 1.0)  # of its own A_t
-
-
-class Task(NamedTuple):
-    """What is kept of a task: its views, adapted first, and sigma_t without and with TSF."""
-
-    views: list[View]
-    raw_scale: float
-    filtered_scale: float
+def means(
+    view: Blocks, rows: Int[np.ndarray, " n"], classes: int
+) -> tuple[Float[np.ndarray, " d"], Float[np.ndarray, "c d"]]:
+    """Returns m_t, and p_{t,c} by class, zero for classes without an image (Eq. proto)."""
+    numbers = np.arange(padded_size(classes, 8), dtype=np.int32)
+    origin = view.first()  # Sums about a feature keep the digits of features far from zero.
+    sums = compiled.in_order(partial(_sums, numbers, origin), view, view.beside(rows))
+    parts = zip(*jax.device_get(sums), strict=True)
+    total, directions = (np.sum(part, axis=0, dtype=float) for part in parts)
+    present = np.bincount(rows, minlength=classes)[:, None]
+    directions = directions[:classes] + present * unit(origin.astype(float))
+    return (origin + total / len(rows)).astype(np.float32), unit(directions).astype(np.float32)
 
 
-# Features against all tasks (lines 6, 10, 16 and 17) ---------------------------------------------
+@jax.jit
+def _sums(numbers: Any, origin: Any, features: Any, rows: Any) -> tuple[Array, Array]:
+    members, ways = (rows == numbers[:, None]).astype(jnp.float32), unit(features) - unit(origin)
+    return compiled.centred(features, rows, origin).sum(axis=0), products(members, ways.T)
 
 
-class Frame(NamedTuple):
-    """One view's statistics of all tasks, about a point amid them: float32 squares would cancel."""
+def pca(
+    views: Sequence[Blocks], rows: Int[np.ndarray, " n"], centres: Sequence[Any], share: float
+) -> list[Float[np.ndarray, "r d"]]:
+    """Returns U_t of views with these means: the fewest directions with a share of the variance.
 
-    origin: Float[Any, " d"]  # mean of the m_t
-    direction: Float[Any, " d"]  # mean of the tasks' mean prototypes, each of unit length
-    tasks: tuple[Any, ...]  # m_t - origin, U_t, p_{t,c} - direction, absent, moments (rho, 1 - A)
+    Eq. task-pca; see `compiled.principal`.
+    """
+    rank = partial(retained_rank, share=share, count=len(rows))
+    return compiled.principal(views, rows, centres, rank)
+
+
+def retained_rank(energies: Float[np.ndarray, " k"], share: float, count: int) -> int:
+    """Returns how many of descending energies hold a share; `count` samples span `count` - 1."""
+    energies = np.clip(energies.astype(float), 0.0, None)
+    total = energies.sum()
+    if total <= 0.0 or count < 2:
+        return 0
+    short = np.cumsum(energies) / total < share - ENERGY_TOLERANCE
+    return min(int(short.sum()) + 1, count - 1, len(energies))
+
+
+def moments(values: Float[np.ndarray, ...]) -> tuple[float, float]:
+    """Returns mean and population standard deviation, at least 1e-6, computed in float64."""
+    wide = values.astype(float)
+    return float(wide.mean()), max(float(wide.std()), SCALE_FLOOR)
+
+
+# Features against tasks (lines 6, 7, 9, 10 and 16) ------------------------------------------------
+
+
+class Tasks(NamedTuple):
+    """Statistics of tasks in one view, padded; `heads` are None in the pretrained view."""
+
+    mean: Float[Array, "t d"]
+    basis: Float[Array, "t r d"]
+    length: Float[Array, " t"]  # |m|
+    direction: Float[Array, "t d"]  # m^ = m / |m|
+    prototypes: Float[Array, "t c d"]  # p - m^
+    offset: Float[Array, "t c"]  # |m| - m.p, infinite for classes without an image
+    residual: Float[Array, "t 2"]  # moments of rho_t
+    distance: Float[Array, "t 2"]  # moments of 1 - A_t
+    scales: Float[Array, "t 2"]  # sigma_t without and with TSF; 0 for padding tasks
+    heads: tuple[Array, ...] | None  # W_t, W~_t, b_t, and whether h is divided by its length
+
+
+class Measured(NamedTuple):
+    """Features against tasks. A_t has no digits left near 1 in float32, so that 1 - A_t is kept."""
+
+    residual: Float[Array, "n t"]  # rho_t
+    distance: Float[Array, "n t"]  # 1 - A_t
+    raw: Float[Array, "n t c"] | None = None  # logits, if there are heads
+    filtered: Float[Array, "n t c"] | None = None  # the same with TSF
+
+
+@partial(jax.jit, static_argnames="neighbours")
+def measure(features: Float[Array, "n d"], tasks: Tasks, gamma: float, neighbours: int) -> Measured:
+    """Measures features in one view against tasks."""
+    lengths = jnp.sqrt(energy(features))
+
+    def one_task(task: Any) -> Measured:
+        near = features - task.mean
+        ratio, inside = residual_ratio(near, task.basis)
+        distance = cosine_distance(near, lengths, task, neighbours)
+        if task.heads is None:
+            return Measured(ratio, distance)
+        weight, filtered_weight, bias, normalised = task.heads
+        inside = inside + products(task.mean[None], task.basis)  # h U
+        both = (weight, lengths), (filtered_weight, filtered_lengths(lengths, inside, gamma))
+        divided = [(z, jnp.where(normalised, jnp.maximum(of, NORM_FLOOR), 1.0)) for z, of in both]
+        logits = [products(features, rows) / by[:, None] + bias for rows, by in divided]
+        return Measured(ratio, distance, *logits)
+
+    found = jax.lax.map(one_task, tasks, batch_size=min(TOGETHER, len(tasks.mean)))  # by `vmap`
+    return jax.tree.map(lambda each: jnp.moveaxis(each, 0, 1), found)
+
+
+def residual_ratio(near: Any, basis: Any) -> tuple[Float[Array, " n"], Float[Array, "n r"]]:
+    """Returns rho_t of g - m_t (Eq. residual), and (g - m_t) U_t."""
+    total, inside = energy(near), products(near, basis)
+    outside = jnp.maximum(total - energy(inside), 0.0)
+    return outside / jnp.maximum(total, ENERGY_FLOOR), inside
+
+
+def cosine_distance(near: Any, lengths: Any, task: Tasks, k: int) -> Float[Array, " n"]:
+    """Returns 1 - A_{t,K}, where A_{t,K} is the mean of the K largest cosines (Eq. par).
+
+    With h = g - m for the task's mean m, |g| (1 - cos(g, p)) is
+
+        |h|^2 / (|g| + |m|) + h.m^ (|m| - |g|) / (|g| + |m|) - h.(p - m^) + (|m| - m.p),
+
+    whose terms are as small as their sum. In float32 the difference of 1 and the cosine would keep
+    no digits of features that all point nearly the same way. The cosines of g = 0 are 0.
+    """
+    both = jnp.maximum(lengths + task.length, NORM_FLOOR)
+    along = products(near, task.direction[None])[:, 0]
+    shared = (energy(near) + along * (task.length - lengths)) / both
+    found = shared[:, None] - products(near, task.prototypes) + task.offset
+    nearest = found.min(axis=-1) if k == 1 else jnp.sort(found, axis=-1)[:, :k].mean(axis=-1)
+    return jnp.where(lengths > NORM_FLOOR, nearest / jnp.maximum(lengths, NORM_FLOOR), 1.0)
+
+
+def filtered(rows: Any, basis: Float[Array, "r d"], gamma: float) -> Float[Array, "n d"]:
+    """Returns (1 - gamma) W + gamma (W U) U^T of weight rows (Eq. osp, line 9)."""
+    return (1.0 - gamma) * rows + gamma * products(products(rows, basis), basis.T)
+
+
+def filtered_lengths(lengths: Any, inside: Float[Array, "n r"], gamma: float) -> Float[Array, " n"]:
+    """Returns the lengths of features h after the map of Eq. osp, of |h| and h U."""
+    kept = energy(inside)
+    return jnp.sqrt((1.0 - gamma) ** 2 * jnp.maximum(lengths * lengths - kept, 0.0) + kept)
+
+
+_filtered = jax.jit(jax.vmap(filtered, (0, 0, None)))
 
 
 def side_by_side(
-    views: Sequence[Sequence[View]],
-    counts: Sequence[Int[np.ndarray, " c"]],
-    heads: Sequence[Any],
-    gamma: float,
-    plain: bool = False,
-) -> tuple[list[Frame], tuple[Any, ...]]:
-    """Returns what `measure` takes: a frame of each view, and W_t, W~_t and b_t of all heads.
+    tasks: Sequence[Task], view: int, counts: Sequence[Any], heads: Any, gamma: float, alone: bool
+) -> Tasks:
+    """Returns what `measure` and `fuse` read of tasks; `counts` are samples of each class."""
+    views, count = [task.views[view] for task in tasks], 1 if alone else padded_size(len(tasks), 8)
+    rank = padded_size(max(len(view.basis) for view in views), 16)
+    classes = padded_size(max(map(len, counts)), 4)
+    put = partial(compiled.placed, count)
+    # In float64, since differences are small.
+    means = np.array([view.mean for view in views], float)
+    own = unit(stack([view.prototypes for view in views], classes).astype(float))
+    lengths, ways = np.linalg.norm(means, axis=1), unit(means)
+    offsets = lengths[:, None] - np.einsum("tcd,td->tc", own, means)
+    offsets[stack(counts, classes) == 0] = np.inf
+    basis, folded = put(stack([view.basis for view in views], rank)), None
+    if heads is not None:
+        forms = [head.affine for head in heads]
+        weight = put(stack([form.rows for form in forms], classes))
+        biases = stack([np.broadcast_to(of.bias, len(of.rows)) for of in forms], classes, -np.inf)
+        parts = put(biases), put([form.normalised for form in forms])
+        folded = weight, _filtered(weight, basis, gamma), *parts
+    residuals = [view.residual for view in views]
+    distances = [(1.0 - view.affinity[0], view.affinity[1]) for view in views]
+    arrays = lengths, ways, own - ways[:, None], offsets, residuals, distances
+    scales = [task[1:] for task in tasks]
+    return Tasks._make([put(means), basis, *map(put, arrays), put(scales), folded])
 
-    W~_t is W_t with TSF folded in (Eq. osp, line 9). See `compiled.stack` for `plain`.
+
+def standardised(values: Any, own: Any) -> Any:
+    """Returns u_t of rho_t, or q_t of A_t, by moments in the last axis (Eq. residual, Eq. par)."""
+    return (values - own[..., 0]) / own[..., 1]
+
+
+# Likelihood and fusion (lines 13, 17 and 18) ------------------------------------------------------
+
+
+def log_ratio(mean: float, variance: float) -> Float[np.ndarray, " 3"]:
+    """Returns log p_F(u) / p_O(u) as coefficients of u^2, u and 1 (Eq. llr).
+
+    It is -log(V) / 2 - (u - m)^2 / (2 V) + u^2 / 2 for p_F = N(m, V) and p_O = N(0, 1).
     """
-    put = partial(stack, plain=plain)
-    absent = put([np.where(count > 0, 0.0, np.inf) for count in counts], 4, np.inf)
-    frames = []
-    for each in views:
-        origin = np.mean([view.mean for view in each], axis=0)
-        direction = np.mean([unit(view.prototypes.sum(axis=0)) for view in each], axis=0)
-        moments = [(*view.residual, 1.0 - view.affinity[0], view.affinity[1]) for view in each]
-        columns = (
-            put([view.mean - origin for view in each]),
-            put([view.basis for view in each], 8),
-            put([view.prototypes - direction for view in each], 4),
-            absent,
-            put(moments),
-        )
-        frames.append(Frame(origin, direction, columns))
-    forms = [head.affine for head in heads]
-    filtered = [eq.filtered(f.rows, v.basis, gamma) for f, v in zip(forms, views[0], strict=True)]
-    biases = [np.broadcast_to(form.bias, len(form.rows)) for form in forms]
-    weights = put([form.rows for form in forms], 4), put(filtered, 4), put(biases, 4, -np.inf)
-    return frames, weights
+    constant = -0.5 * (np.log(variance) + mean * mean / variance)
+    return np.array([0.5 - 0.5 / variance, mean / variance, constant])
 
 
-def against_task(
-    features: Float[Any, "n d"],
-    frame: Frame,
-    gamma: float,
-    neighbours: int,
-    normalised: bool,
-    all_rows: bool = False,
-) -> Callable[..., tuple[Any, ...]]:
-    """Returns the function of one task, and of its head where it takes part, that measures rows."""
-    near, units = features - frame.origin, unit(features)  # Once for all tasks.
-    turned, no_length = units - frame.direction, eq.energy(units) < 0.5
-    squares, spread = eq.energy(near), eq.energy(turned) + no_length
-    lengths = eq.energy(features) if normalised else None
+def fit_foreign(residuals: Sequence[Float[np.ndarray, "earlier n"]]) -> Foreign:
+    """Fits mu_F and V_F to u_j of each task's features, and tau (Eq. foreign, line 13).
 
-    def one_task(mean, basis, prototypes, absent, moments, *head):
-        ratio, coordinates = eq.residual_ratio(near, squares, mean, basis)  # Eq. residual
-        distance = eq.cosine_distance(turned, spread, prototypes, absent, neighbours)  # Eq. par
-        residual = (ratio - moments[0]) / moments[1]  # u_t
-        closeness = (moments[2] - distance) / moments[3]  # q_t
-        if not head:
-            return residual, closeness
-        weight, filtered_weight, bias = head
-        filtered_energies = None
-        if normalised:
-            inside = coordinates + products((mean + frame.origin)[None], basis)  # h U
-            filtered_energies = eq.filtered_energy(lengths, inside, gamma)
-        raw = eq.head_logits(features, weight, bias, lengths)
-        filtered = eq.head_logits(features, filtered_weight, bias, filtered_energies)
-        largest = [each for z in (raw, filtered) for each in (z.max(axis=-1), z.argmax(axis=-1))]
-        return residual, closeness, *largest, *((filtered,) if all_rows else ())
-
-    return one_task
-
-
-def measure(
-    fitted: tuple[Sequence[Frame], tuple[Any, ...]], *views: Float[Any, "n _"], **static: Any
-) -> dict[str, Any]:
-    """Measures a batch against all tasks; `static` are the last arguments of `against_task`.
-
-    Returns:
-        [n, tasks] by name: `adapted_residual` u_t, `adapted_affinity` q_t, the same of
-        `pretrained`; the largest logits `raw` and, with TSF, `filtered`, with their `raw_row` and
-        `filtered_row`; with `all_rows` also all `filtered_rows` [n, tasks, c].
+    Pairs of tasks weigh the same; tau is the median over all residuals.
     """
-    found: dict[str, Any] = {}
-    frames, heads = fitted
-    for name, frame, features in zip(inputs.VIEWS, frames, views, strict=False):
-        given = *frame.tasks, *(heads if name == "adapted" else ())
-        columns = over_tasks(against_task(features, frame, **static), *given)
-        logits = "raw", "raw_row", "filtered", "filtered_row", "filtered_rows"
-        found |= dict(zip((f"{name}_residual", f"{name}_affinity", *logits), columns, strict=False))
-    return found
+    pairs = [(u.mean(axis=1, dtype=float), u.var(axis=1, dtype=float)) for u in residuals]
+    means, variances = np.concatenate(pairs, axis=1)  # mu_jt and V_jt
+    if not len(means):
+        return Foreign()
+    mean = float(means.mean())
+    variance = max(float((variances + (means - mean) ** 2).mean()), SCALE_FLOOR)
+    wide, ratio = (u.ravel().astype(float) for u in residuals), log_ratio(mean, variance)
+    ratios = np.concatenate([np.abs(np.polyval(ratio, u)).astype(np.float32) for u in wide])
+    return Foreign(mean, variance, max(float(np.median(ratios)), SCALE_FLOOR))
 
 
-@dataclass(frozen=True)
-class Terms:
-    """What the scores of a batch are made of; `fuse` combines it without the features."""
+@jax.jit
+def fuse(
+    measured: Any, tasks: Any, ratios: Any, weights: Any, tsf: Any, alpha: Any, beta: Any, near: Any
+) -> tuple[Float[Array, "n t"], Int[Array, "n t"]]:
+    """Returns S_t and each head's best row (Eq. score-fusion, Eq. dual-main, lines 17 and 18).
 
-    measured: dict[str, Float[np.ndarray, "n tasks"]]  # what `measure` returns
-    views: list[tuple[float, Any, Any]]  # each one's weight, RLC evidence and q_t
-    raw_scale: Float[np.ndarray, " tasks"]  # sigma_t without TSF
-    filtered_scale: Float[np.ndarray, " tasks"]  # sigma_t
+    `measured`, `tasks`, `weights` w_v and `ratios`, log p_F(u) / p_O(u) over tau, are lists by
+    view. With `near` affinities are standardised over tasks ("PAC Neighborhood Size": Nearest).
+    """
+    scale = jnp.where(tsf, tasks[0].scales[:, 1], tasks[0].scales[:, 0])
+    logits = jnp.where(tsf, measured[0].filtered, measured[0].raw)
+    score = logits.max(axis=-1)
+    for view, of, ratio, weight in zip(measured, tasks, ratios, weights, strict=True):
+        over = {"axis": 1, "where": of.scales[:, 0] > 0, "keepdims": True}
+        spread = jnp.maximum(view.distance.std(**over), SCALE_FLOOR)
+        across = jnp.stack([view.distance.mean(**over), spread], axis=-1)
+        q = -standardised(view.distance, jnp.where(near, across, of.distance))  # Eq. par
+        rlc = jnp.tanh(jnp.polyval(ratio, standardised(view.residual, of.residual)))  # Eq. llr
+        score = score + weight * scale * (beta * jnp.tanh(q) - alpha * rlc)  # Eq. pac-correction
+    return score, logits.argmax(axis=-1)
+
+
+class Terms(NamedTuple):
+    """A batch measured against all tasks; `fuse` combines it without the features."""
+
+    blocks: Blocks
+    measured: list[list[Measured]]  # by block and view, on the device
+    tasks: list[Tasks]  # by view
+    ratios: list[Float[np.ndarray, " 3"]]
     settings: Settings
     classes: Sequence[Int[np.ndarray, " c"]]
 
@@ -204,24 +277,32 @@ class Terms:
         pac: bool = True,
         adapted_view: bool = True,
         pretrained_view: bool = True,
+        nearest: bool = False,
     ) -> Scores:
-        """Returns the scores with the named components switched on (line 18).
+        """Returns the scores with the named components switched on: raw logits without any."""
+        of = self.settings
+        weights = adapted_view * of.adapted_view_weight, pretrained_view * of.pretrained_view_weight
+        on = weights[: len(self.tasks)], tsf, rlc * of.rlc_weight, pac * of.pac_weight, nearest
+        found = [fuse(block, self.tasks, self.ratios, *on) for block in self.measured]
+        scores, rows = self.blocks.gather(found)
+        return Scores(scores[:, : len(self.classes)], rows[:, : len(self.classes)], self.classes)
 
-        Without TSF both the logits and the score scales are the raw ones; with everything switched
-        off the scores are the raw logits.
-        """
-        chosen = zip((adapted_view, pretrained_view), self.views, strict=False)
-        # Eq. pac-correction; RLC's evidence, Eq. llr, is from `FDC.terms`.
-        views = [(weight, evidence, np.tanh(q)) for on, (weight, evidence, q) in chosen if on]
-        kind, scale = ("filtered", self.filtered_scale) if tsf else ("raw", self.raw_scale)
-        weights = rlc * self.settings.rlc_weight, pac * self.settings.pac_weight
-        scores = eq.fused(self.measured[kind], scale, views, *weights)
-        return Scores(scores, self.measured[f"{kind}_row"], self.classes)
+    def column(self, name: str, view: int = 0) -> Float[np.ndarray, "n tasks ..."]:
+        """Returns a field of `Measured` in one view."""
+        column = self.blocks.gather([getattr(block[view], name) for block in self.measured])
+        return column[:, : len(self.classes)]
+
+    def standardised(self, view: int) -> tuple[Float[np.ndarray, "n t"], Float[np.ndarray, "n t"]]:
+        """Returns u_t and q_t in one view."""
+        count, names = len(self.classes), ("residual", "distance")
+        own = [jax.device_get(getattr(self.tasks[view], name))[:count] for name in names]
+        columns = [self.column(name, view) for name in names]
+        return standardised(columns[0], own[0]), -standardised(columns[1], own[1])
 
     def by_class(self) -> Float[np.ndarray, "n classes"]:
         """Returns S_t - (largest filtered logit of t - the class's own); not in the paper."""
-        scores = self.fuse().task_scores - self.measured["filtered"]
-        rows = self.measured["filtered_rows"] + scores[..., None]
+        logits = self.column("filtered")
+        rows = logits + (self.fuse().task_scores - logits.max(axis=-1))[..., None]
         return np.hstack([rows[:, t, : len(own)] for t, own in enumerate(self.classes)])
 
 
@@ -233,14 +314,15 @@ class FDC(Calibrator):
     """
 
     name = "fdc"
-    needs_heads = True
+    needs_heads = on_device = True
 
     def __init__(self, **settings: Any):
         super().__init__()
         self.settings = Settings(**settings)
         self.tasks: list[Task] = []
-        self.foreign: list[foreign.Residuals] | None = []  # F^v of each view; None once released
-        self.references: list[foreign.Foreign] = []  # of each view; none before `finalize`
+        # F^v: of each view u_j of every task against earlier tasks j, [j, n]; None once released.
+        self.foreign: list[list[Float[np.ndarray, "earlier n"]]] | None = []
+        self.references: list[Foreign] = []  # of each view; none before `finalize`
         self._forget()
 
     def fit_task(self, adapted, labels, head=None, pretrained=None, classes=None, previous=None):
@@ -248,86 +330,77 @@ class FDC(Calibrator):
         if self.foreign is None:
             raise InputError("the foreign residuals were released: no further task can be fitted")
         given = self._task(adapted, labels, head, pretrained, classes)
-        settings, gamma = self.settings, self.settings.attenuation
-        if (present := int((given.counts > 0).sum())) < settings.neighbours:
-            wanted = f"{settings.neighbours} neighbours need as many classes with samples"
+        if (present := int((given.counts > 0).sum())) < self.settings.neighbours:
+            wanted = f"{self.settings.neighbours} neighbours need as many classes with samples"
             raise InputError(f"task {given.task}: {wanted}, found {present}")
-        views, residuals = [], []
-        for features in given.views:  # Line 6, first half.
-            mean, prototypes = eq.means(features, given.rows, len(given.classes))
-            views.append(View(mean, eq.pca(features, mean, settings.retained_energy), prototypes))
-        alone = side_by_side([[view] for view in views], [given.counts], [given.head], gamma, True)
-        measured = self._measure(alone, given.views, given.head, plain=True)
-        scales = [eq.moments(measured[kind])[1] for kind in ("raw", "filtered")]  # Line 10.
-        for index, (view, features) in enumerate(zip(views, given.views, strict=True)):
-            name = inputs.VIEWS[index]
-            residual = eq.moments(measured[f"{name}_residual"])
-            mean, std = eq.moments(measured[f"{name}_affinity"])  # Line 6, own moments: of A_t - 1.
-            views[index] = view._replace(residual=residual, affinity=(1.0 + mean, std))
-            warn_of_equal_residuals(given, index, views[index])
-            residuals.append(foreign.residuals(features, self.tasks, index))  # Line 7.
-        self.tasks = [*self.tasks, Task(views, *scales)]
-        self.foreign, self.references = foreign.appended(self.foreign, residuals), []
-        self._append(given)
+        rows, blocks = given.rows, compiled.blocks_of(given.views, keep=True)
+        found = [means(view, rows, len(given.classes)) for view in blocks]  # Line 6.
+        bases = pca(blocks, rows, [m for m, _ in found], self.settings.retained_energy)
+        views = [View(m, basis, p) for (m, p), basis in zip(found, bases, strict=True)]
+        alone = self._side_by_side([Task(views)], [given.counts], [given.head], alone=True)
+        own = blocks[0].gather(self._terms(blocks, alone).measured)
+        for index, (view, measured) in enumerate(zip(views, own, strict=True)):
+            residual, (mean, std) = moments(measured.residual), moments(measured.distance)
+            views[index] = view._replace(residual=residual, affinity=(1.0 - mean, std))
+            if residual[1] <= SCALE_FLOOR and len(view.basis) < len(view.mean):
+                warn_of_equal_residuals(given, index)
+        scales = [moments(z.max(axis=-1))[1] for z in (own[0].raw, own[0].filtered)]  # Line 10.
+        residuals = [np.zeros((0, len(rows)), np.float32) for _ in blocks]
+        if self.tasks:  # Line 7.
+            terms = self._terms(blocks, self._side_by_side(self.tasks, self.counts))
+            residuals = [terms.standardised(view)[0].T.copy() for view in range(len(blocks))]
+        known = self.foreign or [[] for _ in residuals]
+        self.foreign = [[*us, u] for us, u in zip(known, residuals, strict=True)]
+        self.tasks, self.references = [*self.tasks, Task(views, *scales)], []
+        self._append(given, own[0].raw[:, 0].argmax(axis=1))
 
     def finalize(self, release: bool = False) -> None:
         """Fits the foreign reference of RLC, and may discard what it is fitted on (line 13)."""
-        if not (self.references or self.foreign):
-            raise InputError("finalize: no task was fitted, or joined ones await a second pass")
-        self.references = self.references or [each.reference() for each in self.foreign or []]
+        if not self.tasks:
+            raise InputError("finalize: no task was fitted")
+        self.references = self.references or [fit_foreign(of) for of in self.foreign or []]
         self.foreign = None if release else self.foreign
 
-    def join(self, other: Any) -> None:
-        """See `Calibrator.join`; residuals against earlier tasks take a pass of their own."""
-        super().join(other)
-        self.tasks, self.foreign, self.references = [*self.tasks, *other.tasks], None, []
-
-    def terms(self, adapted: Any, pretrained: Any = None, all_rows: bool = False) -> Terms:
-        """Returns what scores are made of; see `score`. With `all_rows`, of classes, too."""
+    def terms(self, adapted: Any, pretrained: Any = None) -> Terms:
+        """Returns what scores are made of (line 16); see `score`."""
         if not self.references:
             raise InputError("call fit_task for every task, then finalize, first")
-        settings, count = self.settings, self.num_tasks
-        weights = settings.adapted_view_weight, settings.pretrained_view_weight
-        views = inputs.score_views(adapted, pretrained, self.widths, weights[1] > 0.0)
-        if self._fitted is None:
-            of_views = [*zip(*(task.views for task in self.tasks), strict=True)]
-            self._fitted = side_by_side(of_views, self.counts, self.heads, settings.attenuation)
-        found = self._measure(self._fitted, views, self.heads[0], all_rows=all_rows)
-        found, terms = {name: column[:, :count] for name, column in found.items()}, []  # no padding
-        # Eq. llr. With a single task p_F = p_O, so that RLC is 0.
-        for index, (mean, variance, tau) in enumerate(self.references[: len(views)]):
-            name = inputs.VIEWS[index]
-            evidence = np.tanh(eq.log_ratio(found[f"{name}_residual"], mean, variance) / tau)
-            terms.append((weights[index], evidence, found[f"{name}_affinity"]))
-        raw, filtered = np.array([task[1:] for task in self.tasks], np.float32).T
-        return Terms(found, terms, raw, filtered, settings, self.classes)
+        needed = self.settings.pretrained_view_weight > 0.0
+        given = inputs.score_views(adapted, pretrained, self.widths, needed, device=True)
+        if self._tasks is None:
+            self._tasks = self._side_by_side(self.tasks, self.counts, self.heads)
+        return self._terms(compiled.blocks_of(given), self._tasks[: len(given)])
 
-    def _measure(self, fitted, views, head, plain=False, **more) -> dict[str, np.ndarray]:
-        settings, normalised = self.settings, head.affine.normalised
-        static = {"gamma": settings.attenuation, "neighbours": settings.neighbours, **more}
-        return in_blocks(measure, fitted, *views, plain=plain, normalised=normalised, **static)
+    def _terms(self, blocks: Sequence[Blocks], tasks: list[Tasks]) -> Terms:
+        how = self.settings.attenuation, self.settings.neighbours
+
+        def of_block(*views: Array) -> list[Measured]:
+            return [measure(view, of, *how) for view, of in zip(views, tasks, strict=True)]
+
+        measured = compiled.in_order(of_block, *blocks)
+        ratios = [log_ratio(mean, v) / tau for mean, v, tau in self.references[: len(blocks)]]
+        return Terms(blocks[0], measured, tasks, ratios, self.settings, self.classes)
+
+    def _side_by_side(self, tasks, counts, heads=None, alone=False) -> list[Tasks]:
+        how, views = (self.settings.attenuation, alone), range(len(tasks[0].views))
+        return [side_by_side(tasks, view, counts, None if view else heads, *how) for view in views]
 
     def score(self, adapted: Any, pretrained: Any = None) -> Scores:
         """Returns calibrated scores of a batch of any size (lines 14 to 20)."""
         return self.terms(adapted, pretrained).fuse()
 
     def components(self, adapted: Any, pretrained: Any = None) -> dict[str, Scores]:
-        """Returns the scores of `COMPONENTS`; those of one view only where there are two."""
+        """Returns the scores of `COMPONENTS`; those of one view only if there are two."""
         terms = self.terms(adapted, pretrained)
         return {
             name: terms.fuse(**switches)
             for name, switches in COMPONENTS.items()
-            if len(terms.views) == 2 or not name.endswith("_view")
+            if len(terms.tasks) == 2 or not name.endswith("_view")
         }
 
     def class_scores(self, adapted: Any, pretrained: Any = None) -> Float[np.ndarray, "n classes"]:
         """See `Terms.by_class`."""
-        return self.terms(adapted, pretrained, all_rows=True).by_class()
-
-    @property
-    def note(self) -> str:
-        """A line for the user where earlier tasks were drawn for the foreign reference."""
-        return foreign.NOTE if self.num_tasks > foreign.EARLIER + 1 else ""
+        return self.terms(adapted, pretrained).by_class()
 
     @property
     def storage_bytes(self) -> int:
@@ -335,16 +408,16 @@ class FDC(Calibrator):
 
         Heads and foreign residuals do not count, of a view of weight 0 only the bases TSF needs.
         """
-        settings, numbers = self.settings, 2 * self.num_tasks  # Scales with and without TSF.
+        settings, count = self.settings, self.num_tasks
         weights = settings.adapted_view_weight, settings.pretrained_view_weight
-        present = sum(int((count > 0).sum()) for count in self.counts)
-        for index, weight in enumerate(weights[: len(self.widths)]):
+        rows = count + sum(int((of > 0).sum()) for of in self.counts)  # means and prototypes
+        numbers = 2 * count  # sigma_t without and with TSF
+        for index, (weight, width) in enumerate(zip(weights, self.widths, strict=False)):
             if weight or (index == 0 and settings.attenuation):
                 numbers += sum(task.views[index].basis.size for task in self.tasks)
-            if weight:  # Four moments of each task; the foreign mean, variance and scale.
-                numbers += (self.num_tasks + present) * self.widths[index]
-                numbers += 4 * self.num_tasks + (3 if self.num_tasks > 1 else 0)
+            if weight:  # Four moments of each task; mu_F, V_F and tau.
+                numbers += rows * width + 4 * count + 3 * (count > 1)
         return 4 * numbers
 
     def _forget(self) -> None:
-        self._fitted: tuple[list[Frame], tuple[Any, ...]] | None = None
+        self._tasks: list[Tasks] | None = None

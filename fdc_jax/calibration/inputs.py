@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
 import numpy as np
 
+from fdc_jax.calibration.compiled import first_not_finite
 from fdc_jax.errors import InputError
 from fdc_jax.heads import KINDS
 
@@ -48,8 +50,9 @@ def host_array(value: Any, name: str) -> np.ndarray:
     raise InputError(f"{name}: cannot be read as an array: {reason}")
 
 
-def feature_array(value: Any, name: str, width: int | None = None) -> np.ndarray:
-    """Returns features as a host array [n, width] of their own number type.
+def feature_array(value: Any, name: str, width: int | None = None, device: bool = False) -> Any:
+    """Returns features [n, width] of their own number type, on the host or, if `device`, where
+    JAX has them.
 
     This is the one place where every value is looked at, block by block.
 
@@ -57,19 +60,25 @@ def feature_array(value: Any, name: str, width: int | None = None) -> np.ndarray
         InputError: not two-dimensional, no columns, not real numbers, another width, or a row that
             is not finite in float32.
     """
-    array = host_array(value, name)
+    stays = device and isinstance(value, jax.Array) and value.is_fully_addressable
+    array: Any = value if stays else host_array(value, name)
     if array.ndim != 2 or array.shape[1] == 0:
         raise InputError(f"{name}: expected shape [samples, width], found {list(array.shape)}")
     check_real(array, name)
     if width is not None and array.shape[1] != width:
         raise InputError(f"{name}: expected width {width}, found {array.shape[1]}")
+    if (row := first_not_finite(array) if stays else _first_not_finite(array)) is not None:
+        raise InputError(f"{name}: row {row} is not finite, or too large for float32")
+    return array
+
+
+def _first_not_finite(array: np.ndarray) -> int | None:
     for place, block in blocks(array):
         with np.errstate(over="ignore", invalid="ignore"):
             finite = np.isfinite(np.einsum("nd,nd->n", block, block))
         if not finite.all():
-            row = place.start + int(np.argmin(finite))
-            raise InputError(f"{name}: row {row} is not finite, or too large for float32")
-    return array
+            return place.start + int(np.argmin(finite))
+    return None
 
 
 def check_real(array: np.ndarray, name: str) -> None:
@@ -117,8 +126,12 @@ def label_array(value: Any, name: str) -> Int[np.ndarray, " n"]:
 
 
 def score_views(
-    adapted: Any, pretrained: Any, widths: Sequence[int], needs_pretrained: bool
-) -> list[np.ndarray]:
+    adapted: Any,
+    pretrained: Any,
+    widths: Sequence[int],
+    needs_pretrained: bool,
+    device: bool = False,
+) -> list[Any]:
     """Returns the features of one or both views to be scored.
 
     `widths` are d and, where the tasks have a pretrained view, e; `needs_pretrained` tells whether
@@ -132,7 +145,7 @@ def score_views(
     if pretrained is not None and len(widths) == 1:
         raise InputError("pretrained features: the tasks were fitted without a pretrained view")
     views = [
-        feature_array(value, f"{view} features", width)
+        feature_array(value, f"{view} features", width, device)
         for view, value, width in zip(VIEWS, (adapted, pretrained), widths, strict=False)
         if not (value is None and view == "pretrained")
     ]
@@ -161,8 +174,13 @@ class TaskInput(NamedTuple):
 
 
 def task_views(
-    adapted: Any, labels: Any, pretrained: Any, task: int, widths: Sequence[int]
-) -> tuple[list[np.ndarray], Int[np.ndarray, " n"]]:
+    adapted: Any,
+    labels: Any,
+    pretrained: Any,
+    task: int,
+    widths: Sequence[int],
+    device: bool = False,
+) -> tuple[list[Any], Int[np.ndarray, " n"]]:
     """Returns features and labels of a task, alike in rows and with the views of earlier tasks."""
     given = [adapted] if pretrained is None else [adapted, pretrained]
     if widths and len(given) != len(widths):
@@ -173,7 +191,7 @@ def task_views(
         )
     names = [f"{view} features of task {task}" for view in VIEWS]
     each = zip(given, names, widths or (None, None), strict=False)
-    views = [feature_array(*value) for value in each]
+    views = [feature_array(*value, device) for value in each]
     labels = label_array(labels, f"labels of task {task}")
     same_length(views[-1], views[0], names[1])
     same_length(labels, views[0], f"labels of task {task}")

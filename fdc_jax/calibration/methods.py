@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from fdc_jax import heads
-from fdc_jax.calibration import comparators, fdc, foreign, gaussians, storage
+from fdc_jax.calibration import comparators, fdc, gaussians, storage
 from fdc_jax.calibration.calibrator import Calibrator
 from fdc_jax.calibration.confidence import Confidence
 from fdc_jax.errors import InputError, did_you_mean
@@ -65,7 +65,7 @@ TYPES = {
     kind.__name__: kind
     for kind in (
         *(getattr(comparators, name) for name in comparators.__all__),
-        *(fdc.FDC, fdc.Settings, fdc.Task, fdc.View, foreign.Foreign, foreign.Residuals),
+        *(fdc.FDC, fdc.Settings, fdc.Task, fdc.View, fdc.Foreign),
         *(gaussians.Gaussians, gaussians.ViewClasses, Confidence),
         *heads.KINDS,
     )

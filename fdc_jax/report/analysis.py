@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from fdc_jax import evaluation
-from fdc_jax.calibration import FDC, Settings, Terms
-from fdc_jax.calibration.equations import SCALE_FLOOR
+from fdc_jax.calibration import FDC, Settings
 from fdc_jax.errors import InputError
 from fdc_jax.features import feature_files
 from fdc_jax.features.feature_files import FeatureSet
@@ -147,22 +146,11 @@ def accuracies(
     """
     features, changed = _features(folder), FDC(**{**settings, parameter: value})
     terms = features.fit(changed).terms(features.test_adapted, features.test_pretrained)
-    by_name = {parameter: terms}
+    by_name = {parameter: terms.fuse()}
     if parameter == "neighbours":
-        by_name["nearest"] = nearest(terms, changed)
+        by_name["nearest"] = terms.fuse(nearest=True)
     assert features.test_labels is not None  # `_features` has checked.
     return {
-        f"{name}={value:g}": evaluation.accuracy(features.test_labels, of.fuse().label)
-        for name, of in by_name.items()
+        f"{name}={value:g}": evaluation.accuracy(features.test_labels, scores.label)
+        for name, scores in by_name.items()
     }
-
-
-def nearest(terms: Terms, fdc: FDC) -> Terms:
-    """Returns terms whose affinities are standardised over the candidate tasks of each input."""
-    views = []
-    for index, (weight, evidence, q) in enumerate(terms.views):
-        mean, std = np.array([task.views[index].affinity for task in fdc.tasks]).T
-        affinity = q * std + mean
-        spread = np.maximum(affinity.std(axis=1, keepdims=True), SCALE_FLOOR)
-        views.append((weight, evidence, (affinity - affinity.mean(axis=1, keepdims=True)) / spread))
-    return dataclasses.replace(terms, views=views)

@@ -50,11 +50,12 @@ def similarity(features: FeatureSet, calibrator: FDC) -> pd.DataFrame:
     images = confusion.sum(axis=1, keepdims=True)
     first, second = np.nonzero(~np.eye(count, dtype=bool) & (images > 0))
     found = {"error": 100.0 * confusion / np.maximum(images, 1)}
-    of_tasks = [calibrator.terms(task.adapted, task.pretrained).measured for task in features.tasks]
-    for view in inputs.VIEWS[: len(calibrator.widths)]:
-        for kind, sign in (("residual", -1.0), ("affinity", 1.0)):
-            fits = [sign * of[f"{view}_{kind}"].mean(axis=0, dtype=float) for of in of_tasks]
-            found[f"{view}_{kind}"] = np.array(fits) - np.diag(fits)[:, None]
+    of_tasks = [calibrator.terms(task.adapted, task.pretrained) for task in features.tasks]
+    for index, view in enumerate(inputs.VIEWS[: len(calibrator.widths)]):
+        means = [[of.mean(axis=0, dtype=float) for of in t.standardised(index)] for t in of_tasks]
+        u, q = np.swapaxes(means, 0, 1)
+        for kind, fits in (("residual", -u), ("affinity", q)):
+            found[f"{view}_{kind}"] = fits - np.diag(fits)[:, None]
     pairs = pd.MultiIndex.from_arrays([first, second], names=["true task", "other task"])
     return pd.DataFrame({name: of[first, second] for name, of in found.items()}, index=pairs)
 
@@ -101,10 +102,10 @@ def residual_distributions(
     terms = calibrator.terms(features.test_adapted, features.test_pretrained)
     return {
         view: {
-            head: _densities(terms.measured[f"{view}_residual"][:, task], features.test_tasks)
+            head: _densities(terms.standardised(index)[0][:, task], features.test_tasks)
             for head, task in (("first", 0), ("last", -1))
         }
-        for view in inputs.VIEWS[: len(terms.views)]
+        for index, view in enumerate(inputs.VIEWS[: len(terms.tasks)])
     }
 
 

@@ -149,7 +149,7 @@ def split(terms: Terms) -> tuple[list[str], Float[np.ndarray, "parts n tasks"]]:
     logit = terms.fuse(rlc=False, pac=False).task_scores
     parts = {"Raw logit": raw, "Filtered logit": logit}
     views = (("E_T", "pretrained_view"), ("E_0", "adapted_view"))
-    for view, other in views[: len(terms.views)]:
+    for view, other in views[: len(terms.tasks)]:
         off = {other: False}
         parts[f"Residual, {view}"] = terms.fuse(pac=False, **off).task_scores - logit
         parts[f"Affinity, {view}"] = terms.fuse(rlc=False, **off).task_scores - logit

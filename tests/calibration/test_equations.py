@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 
-from fdc_jax.calibration import compiled
-from fdc_jax.calibration import equations as eq
+from fdc_jax.calibration import compiled, fdc
 
 
 def mean_and_basis(features, share):
     """Returns m_t and U_t as a task is fitted."""
-    mean, _ = eq.means(features, np.zeros(len(features), int), 1)
-    return mean, eq.pca(features, mean, share)
+    rows, blocks = np.zeros(len(features), int), compiled.Blocks(features)
+    mean, _ = fdc.means(blocks, rows, 1)
+    return mean, fdc.pca([blocks], rows, [mean], share)[0]
 
 
 def features_of_spectrum(seed, samples, width, rank, decay, offset=0.0):
@@ -49,8 +49,7 @@ def test_components_of_fewer_samples_than_dimensions(samples, width, share, offs
     np.testing.assert_allclose(found @ found.T, np.eye(len(basis)), atol=1e-6)
     np.testing.assert_allclose(found.T @ found, basis.T @ basis, atol=3e-5)
     probes = features + np.random.default_rng(1).normal(size=features.shape).astype(np.float32)
-    near = probes - found_mean
-    ratio = eq.residual_ratio(near, eq.energy(near), np.zeros(width, np.float32), found)[0]
+    ratio = fdc.residual_ratio(probes - found_mean, found)[0]
     np.testing.assert_allclose(ratio, residual_ratios(probes, mean, basis), atol=1e-4)
 
 
@@ -98,7 +97,7 @@ def test_equal_samples_have_no_subspace(samples, width):
     ],
 )
 def test_rank_is_the_fewest_components(values, share, count, rank):
-    assert eq.retained_rank(np.array(values, float), share, count) == rank
+    assert fdc.retained_rank(np.array(values, float), share, count) == rank
 
 
 def test_padded_sizes_are_few_and_tight():

@@ -104,7 +104,8 @@ def test_without_strength_scores_are_raw(seed, kind):
     terms = found.terms(*streams.probe_inputs(stream))
     raw = terms.fuse(False, False, False).task_scores
     np.testing.assert_allclose(terms.fuse().task_scores, raw, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(terms.raw_scale, terms.filtered_scale, rtol=1e-6)
+    for task in found.tasks:
+        assert np.isclose(task.raw_scale, task.filtered_scale, rtol=1e-6)
 
 
 @few
@@ -128,7 +129,7 @@ def test_corrections_are_bounded_by_the_score_scale(seed, alpha, beta, tsf, both
     terms = found.terms(*streams.probe_inputs(stream))
     base = terms.fuse(tsf=tsf, rlc=False, pac=False).task_scores
     moved = np.abs(terms.fuse(tsf=tsf, pretrained_view=both).task_scores - base)
-    scale = terms.filtered_scale if tsf else terms.raw_scale
+    scale = np.array([task.filtered_scale if tsf else task.raw_scale for task in found.tasks])
     assert (moved <= (1 + both) * (alpha + beta) * scale * (1 + 1e-5) + 1e-5).all()
 
 
@@ -145,10 +146,11 @@ def test_more_foreign_or_less_akin_lowers_the_score(seed):
     along = view.mean + view.basis.sum(axis=0)
     adapted = np.stack([along, far]).astype(np.float32)
     pretrained = np.stack([found.tasks[0].views[1].mean] * 2)
-    _, rlc, _ = found.terms(adapted, pretrained).views[0]
-    assert rlc[0, 0] < 0 < rlc[1, 0]
+    terms = found.terms(adapted, pretrained)
+    ratios = np.polyval(terms.ratios[0], terms.standardised(0)[0])
+    assert ratios[0, 0] < 0 < ratios[1, 0]
     akin = np.stack([view.prototypes[0], -view.prototypes[0]])
-    _, _, q = found.terms(akin, pretrained).views[0]
+    _, q = found.terms(akin, pretrained).standardised(0)
     assert q[1, 0] < 0 < q[0, 0]
 
 

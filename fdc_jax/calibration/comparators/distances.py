@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
 
 from fdc_jax.calibration.comparators.base import Comparator, class_means, within_classes
-from fdc_jax.calibration.compiled import in_blocks, jnp
-from fdc_jax.calibration.equations import energy
+from fdc_jax.calibration.compiled import energy, in_blocks
 from fdc_jax.heads import products, unit
 
 if TYPE_CHECKING:

@@ -11,19 +11,20 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
-import scipy.special
 
 from fdc_jax.calibration.comparators.base import Comparator, within_classes
-from fdc_jax.calibration.compiled import in_blocks, jax, jnp
+from fdc_jax.calibration.compiled import in_blocks
 from fdc_jax.calibration.inputs import BLOCK_ROWS
-from fdc_jax.heads import namespace, products, unit
+from fdc_jax.heads import products, unit
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Float, Int
 
-_products = products if jax is None else jax.jit(products)
+_products = jax.jit(products)
 RIDGES = 10.0 ** np.arange(-8, 9)
 # Rows and columns of a Gram matrix that are computed together.
 TILE = 2048
@@ -250,10 +251,7 @@ def gelu_features(
     matrix: Float[Array, "d m"], features: Float[Array, "n d"]
 ) -> Float[Array, "n m"]:
     """Returns gelu(g R), with the exact gelu."""
-    inner = products(features, matrix.T)
-    if namespace(inner) is np:
-        return inner * scipy.special.ndtr(inner)
-    return jax.nn.gelu(inner, approximate=False)
+    return jax.nn.gelu(products(features, matrix.T), approximate=False)
 
 
 def _ridge_scores(

@@ -1,0 +1,103 @@
+"""Features that are on a device stay there, on several devices with their rows shared."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from fdc_jax.calibration import inputs
+from fdc_jax.errors import InputError
+from tests.calibration import streams
+
+WIDTHS = (16,), (12,)
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def on_device(tasks, place):
+    return [
+        task._replace(adapted=place(task.adapted), pretrained=place(task.pretrained))
+        for task in tasks
+    ]
+
+
+def test_features_on_a_device_stay_there(monkeypatch):
+    """No array of features is fetched: neither by an explicit transfer, nor by an implicit one."""
+    stream, fetch, shapes = streams.stream(3, 3), jax.device_get, []
+    adapted, pretrained = streams.probe_inputs(stream, size=50)
+    expected = streams.fitted(stream).components(adapted, pretrained)
+
+    def device_get(tree):
+        shapes.extend(leaf.shape for leaf in jax.tree.leaves(tree))
+        return fetch(tree)
+
+    placed = on_device(stream, jax.device_put)
+    views = jax.device_put(adapted), jax.device_put(pretrained)
+    monkeypatch.setattr(jax, "device_get", device_get)
+    monkeypatch.setattr(inputs, "host_array", refuse_features)
+    with jax.transfer_guard_device_to_host("disallow"):
+        found = streams.fitted(placed).components(*views)
+    for name, scores in found.items():
+        np.testing.assert_allclose(scores.task_scores, expected[name].task_scores, rtol=1e-5)
+        np.testing.assert_array_equal(scores.label, expected[name].label)
+    rows = {len(task.rows) for task in stream} | {50}
+    assert shapes and not any(
+        shape[:1] and shape[0] in rows and shape[1:] in WIDTHS for shape in shapes
+    )
+
+
+def refuse_features(value, name, read=inputs.host_array):
+    assert not (isinstance(value, jax.Array) and value.shape[1:] in WIDTHS)
+    return read(value, name)
+
+
+def test_what_is_wrong_on_a_device_is_one_line():
+    task, other = streams.stream(3, 2)
+    found = streams.fitted([task])
+    wrong = np.array(other.adapted)
+    wrong[7, 0] = np.inf
+    with pytest.raises(InputError, match="adapted features of task 1: row 7 is not finite"):
+        found.fit_task(jax.device_put(wrong), other.labels, other.head, other.pretrained)
+    with pytest.raises(InputError, match="expected width 16, found 12"):
+        found.score(jax.device_put(other.pretrained), other.pretrained)
+
+
+SHARED = """
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from fdc_jax.calibration import compiled
+from tests.calibration import streams, test_devices
+assert len(jax.devices()) == 4
+mesh = Mesh(np.array(jax.devices()), ("data",))
+rows = NamedSharding(mesh, PartitionSpec("data"))
+stream = streams.stream(3, 3, samples=(60, 44, 1200))
+views = streams.probe_inputs(stream, size=48)
+expected = streams.fitted(stream)
+found = streams.fitted(test_devices.on_device(stream, lambda each: jax.device_put(each, rows)))
+for ours, theirs in zip(found.references, expected.references):
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4)
+placed = [jax.device_put(view, rows) for view in views]
+for given in (placed, [placed[0], views[1]], [views[0], placed[1]]):
+    scores = found.score(*given)
+    wanted = expected.score(*views)
+    assert streams.relative_error(scores.task_scores, wanted.task_scores) < 1e-4
+    np.testing.assert_array_equal(scores.label, wanted.label)
+for block in compiled.blocks_of(placed)[0]:
+    assert len({shard.device for shard in block.addressable_shards}) == 4
+    assert block.addressable_shards[0].data.shape[0] * 4 == block.shape[0]
+for measured in found.terms(*placed).measured[0]:
+    assert len(measured.residual.sharding.device_set) == 4
+"""
+
+
+@pytest.mark.ci
+def test_rows_that_devices_share_stay_shared():
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-c", SHARED], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
