@@ -355,7 +355,7 @@ def of_selection(groups: Sequence[Group]) -> Table:
         if learner in paper.plugged():
             for kind, of in gains.items():
                 pooled.setdefault(names[title], {}).setdefault(kind, []).extend(of)
-    if members:
+    if any(group.benchmark in paper.benchmarks() for group in groups):
         kinds = {"the paper's choice": "selected", "all components": "full"}
         pooled["paper"] = {
             kind: [
