@@ -10,6 +10,7 @@ from fdc_jax.errors import Ending, InputError, did_you_mean, stop_on_signals
 
 PROGRAMS = {
     "run": "learn a stream of tasks, calibrate and evaluate on the way",
+    "paper": "all runs of the paper, and its tables from them",
     "report": "write a report about runs",
     "predict": "say the classes of new images by a run",
     "latency": "time the inference of runs by the paper's protocol",
@@ -28,6 +29,10 @@ def main() -> None:
             from fdc_jax import command
 
             app.run(functools.partial(command.main, stop), flags_parser=command.parse)
+    elif name == "paper":  # by its name, under which Ray's workers import it
+        from fdc_jax import paper
+
+        sys.exit(paper.main())
     elif name in PROGRAMS:
         sys.path.append(os.getcwd())  # where a learner of the user's own may lie
         runpy.run_module(f"fdc_jax.{name}", run_name="__main__")

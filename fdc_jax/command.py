@@ -61,6 +61,7 @@ def _define_config(values: flags.FlagValues, sys_argv: list[str] | None = None) 
 
 _define_config(FLAGS)
 flags.DEFINE_string("workdir", None, "folder of the run; by default runs/NAME of configs/NAME.py")
+flags.DEFINE_bool("dry_run", False, "check data, weights and folder, say hours and GiB, and end")
 flags.DEFINE_bool("quiet", False, "print nothing but errors")
 flags.DEFINE_bool("traceback", False, "show where an error arose")
 flags.DEFINE_string(
@@ -133,8 +134,11 @@ def main(stop: StopRequest, argv: list[str]) -> int:
         config, workdir = FLAGS.config, FLAGS.workdir or f"runs/{_name(FLAGS.config)}"
         devices.keep_freed_memory()
         with errors.plain_warnings(TITLE, level), processes.joined(FLAGS.distributed, ending):
-            seeds.run(config, workdir, FLAGS.quiet, stop)
-            processes.on_first(show)(config, workdir, FLAGS.quiet)
+            if FLAGS.dry_run:
+                print(seeds.check(config, workdir, FLAGS.quiet))
+            else:
+                seeds.run(config, workdir, FLAGS.quiet, stop)
+                processes.on_first(show)(config, workdir, FLAGS.quiet)
     return ending.code
 
 

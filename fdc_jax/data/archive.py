@@ -45,6 +45,24 @@ def unpack(archive: Path, cache: Path) -> Path:
     return folder
 
 
+def names(path: Path) -> list[str]:
+    """Returns the names of all files of an archive or a folder.
+
+    Raises:
+        InputError: the file is no archive, or damaged.
+    """
+    if path.is_dir():
+        return [file.relative_to(path).as_posix() for file in path.rglob("*")]
+    try:
+        if zipfile.is_zipfile(path):
+            with zipfile.ZipFile(path) as packed:
+                return packed.namelist()
+        with tarfile.open(path) as packed:
+            return packed.getnames()
+    except Exception as error:  # Damaged archives raise a dozen types.
+        raise InputError(f"{path}: cannot list its files: {error}") from error
+
+
 def _extract(archive: Path, destination: Path) -> None:
     with open(archive, "rb") as file:
         starts_as_zip = file.read(4) == b"PK\x03\x04"

@@ -55,11 +55,15 @@ _TABLE = [
     Benchmark("digits", "Digits", "embedded", 2, 1201, (119, 119, 120, 118, 120)),
 ]
 BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in _TABLE}
-# Source of the data of benchmarks with PILOT's division.
-PILOT = (
-    "an archive behind the Google Drive links in the README of the PILOT toolbox (GitHub: "
-    "LAMDA-CL/LAMDA-PILOT, section Datasets), or the folder of its contents"
-)
+# Name and page of every archive with PILOT's division; the README of the PILOT toolbox (GitHub:
+# LAMDA-CL/LAMDA-PILOT, section Datasets) links them. Sizes are published nowhere.
+_DRIVE = "https://drive.google.com/file/d/{}/view"
+ARCHIVES = {
+    "imagenet_a": ("imagenet-a", _DRIVE.format("19l52ua_vvTtttgVRziCZJjal0TPE9f2p")),
+    "imagenet_r": ("imagenet-r", _DRIVE.format("1SG4TbiL8_DooekztyCVK8mPmfhMo8fkR")),
+    "cub200": ("cub", _DRIVE.format("1XbUpnWpJPnItt5zQ6sHJnsjPncnNLvWb")),
+    "omnibench": ("omnibenchmark", _DRIVE.format("1AbCP3zBMtv_TDXJypOCnOgX8hJmvJm3u")),
+}
 
 
 # Classes and tasks --------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from fdc_jax.data import images
+from fdc_jax.data import benchmarks, images
 from fdc_jax.data.dataset import Dataset, default_workers, split_name
 from fdc_jax.errors import InputError, counted
 from fdc_jax.machine.files import read_object, write_json
@@ -73,6 +73,12 @@ def open_folder(
     splits, partition, notes = _splits(root, partition, test_share)
     files = [file for split in splits.values() for file in split]
     class_names = tuple(sorted({file.class_name for file in files}))
+    label = {class_name: index for index, class_name in enumerate(class_names)}
+    labels = {
+        split: np.array([label[file.class_name] for file in files], np.int32)
+        for split, files in splits.items()
+    }
+    benchmarks.verify(name, labels["train"], labels["test"], class_names)  # before all is decoded
     digits = hashlib.sha256(os.fsencode(root)).hexdigest()[:16]
     kept = cache / f"{name[:50]}-{digits}.json"
     hashes, num_new = _pixel_hashes(name, files, kept, upright, workers or default_workers(), quiet)
@@ -83,7 +89,6 @@ def open_folder(
             notes.insert(0, f"{counted(len(both), 'test image')} also in train, such as {both[0]}")
         for note in notes:
             _log.warning("%s: %s", name, note)
-    label = {class_name: index for index, class_name in enumerate(class_names)}
 
     def dataset(split: str) -> Dataset:
         files = splits[split]
@@ -91,7 +96,7 @@ def open_folder(
             name=name,
             split=split,
             partition=partition,
-            labels=np.array([label[file.class_name] for file in files], np.int32),
+            labels=labels[split],
             ids=tuple(file.name for file in files),
             class_names=class_names,
             read=lambda index: content(files[index].path),
@@ -169,6 +174,22 @@ def _visible(name: str) -> bool:
 
 def _is_image(name: str) -> bool:
     return name.lower().endswith(IMAGE_SUFFIXES) and _visible(name)
+
+
+def verify_names(name: str, files: Iterable[str]) -> None:
+    """Checks the numbers of images of a benchmark by the names of all files of its archive.
+
+    Raises:
+        InputError: see `benchmarks.verify`.
+    """
+    of_split: dict[str, list[str]] = {"train": [], "test": []}
+    for *folders, file in (name.split("/") for name in files):
+        for split in of_split.keys() & folders[:-1] if _is_image(file) else ():
+            if all(map(_visible, folders)):
+                of_split[split].append(folders[folders.index(split) + 1])
+    class_names = sorted({each for members in of_split.values() for each in members})
+    labels = (np.searchsorted(class_names, members) for members in of_split.values())
+    benchmarks.verify(name, *labels, class_names)
 
 
 def list_images(folder: Path) -> tuple[list[ImageFile], list[str]]:

@@ -110,8 +110,13 @@ def open_splits(
     if name == "cifar100":
         with locked(lock, wait=True):
             return cifar100.open_cifar100(cache, quiet=quiet)
-    wanted = benchmarks.PILOT if benchmark else "a folder or an archive of images"
+    if name in benchmarks.ARCHIVES:  # TFDS has other divisions of these, or none.
+        file, page = benchmarks.ARCHIVES[name]
+        raise InputError(
+            f"config.data.source: expected PILOT's archive {file} ({page}) or the folder of its "
+            "contents, found none"
+        )
     raise InputError(
-        f"config.data.source: expected {wanted}; found none, nor {name} prepared by TFDS in "
-        f"{prepared}"
+        "config.data.source: expected a folder or an archive of images; found none, nor "
+        f"{name} prepared by TFDS in {prepared}"
     )

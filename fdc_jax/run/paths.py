@@ -1,7 +1,7 @@
 """Paths of the files in the work directory of one seed, and the reading of its JSON."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,16 @@ class RunPaths:
         sources.name_of(saved["benchmark"], "")  # It becomes a part of paths.
         fields = configuration.flatten(base.get_config(saved["benchmark"]))
         return fields | saved
+
+    def differing(self, fields: Mapping[str, Any]) -> list[str]:
+        """Returns phrases for the fields that a run in the folder has with other values.
+
+        Fields that divide classes into tasks may differ, as a run may grow by further tasks.
+        """
+        saved = self.read_config() if self.config_file.exists() else dict(fields)
+        given = {name: value for name, value in fields.items() if name not in configuration.TASKS}
+        found = configuration.differences(saved, given)
+        return [f"{name} is {old!r}, not {new!r}" for name, old, new in found]
 
     def read_results(self) -> dict[str, Any] | None:
         """Returns the content of `results.json`, or None before it is written."""

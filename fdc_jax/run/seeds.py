@@ -22,11 +22,11 @@ from fdc_jax.errors import (
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.files import check_writable_folder, locked
-from fdc_jax.run import configuration, experiment, results
+from fdc_jax.run import configuration, estimate, experiment, results
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.images import RunImages
-from fdc_jax.run.paths import known_classes
+from fdc_jax.run.paths import RunPaths, known_classes
 from fdc_jax.run.progress import Progress, StepLog
 from fdc_jax.run.setup import Setup
 from fdc_jax.run.store import Store
@@ -66,6 +66,26 @@ def run(
             stop.poll()
             all_results.append(run_seed(setup, seed, folder, stop, quiet))
         return all_results
+
+
+def check(config: Config, workdir: str, quiet: bool = False) -> str:
+    """Returns lines about a run, its hours and GiB; checks all that it needs and trains nothing.
+
+    Raises:
+        InputError: configuration, data, weights or work directory are not as expected.
+    """
+    configuration.validate(config)
+    folders = folders_of(config, workdir)
+    _check_workdir(Path(workdir), len(folders) > 1)
+    with _explained(config):
+        sizes = configuration.flatten(config)["classes_per_task"]
+        setup = setups.build(config, quiet, known_classes(list(folders.values()), sizes))
+        # Images of the user's own may become more.
+        fields = configuration.flatten(config) | {"weights sha256": setup.pretrained.sha256}
+        for seed, folder in folders.items():
+            if differing := RunPaths(folder).differing(fields | {"seed": [seed]}):
+                raise InputError(f"{folder}: holds another run: {', '.join(differing)}")
+        return f"{describe(setup)}\n{estimate.describe(setup, len(folders))}"
 
 
 def folders_of(config: Config, workdir: str) -> dict[int, Path]:

@@ -67,7 +67,7 @@ def build(
     Raises:
         InputError: configuration, data or weights are not as expected.
     """
-    _check_rank(config, _recognise(config))
+    _check_rank(config, recognise(config))
     tasks = task_stream.open_stream(config, cache_folder(config), known, quiet)
     _check_neighbours(config, tasks)
     if not config.train.epochs:
@@ -110,7 +110,7 @@ def build_encoders(config: Config, classes_per_task: Sequence[int], quiet: bool 
     Raises:
         InputError: configuration or weights are not as expected.
     """
-    encoder, mesh, variant = config.encoder, devices.data_mesh(), _recognise(config)
+    encoder, mesh, variant = config.encoder, devices.data_mesh(), recognise(config)
     kind = (config.data.input_range, config.precision, encoder.attention)
     model = vit.build(variant, encoder.image_size, *kind, cudnn=devices.have_cudnn(mesh))
     cache = cache_folder(config)
@@ -154,7 +154,7 @@ def make_learner(
     return learners.make(chosen.name, setup, chosen.get(learners.section(chosen.name)))
 
 
-def _recognise(config: Config) -> vit.Variant:
+def recognise(config: Config) -> vit.Variant:
     """Returns the architecture, and puts the sizes that a file states into the configuration."""
     encoder = config.encoder
     encoder.variant, variant = weights.recognise(encoder.weights, encoder.variant, encoder.heads)

@@ -1,0 +1,176 @@
+"""Hours and GiB of a run before it starts, by finished runs of its kind or a timed training step.
+
+Time is counted in passes: an image that a training step sees is one, an image that is encoded
+without gradients half of one. Further passes of single learners, such as those of InfLoRA before a
+task, are left out.
+"""
+
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fdc_jax.data import benchmarks
+from fdc_jax.data.batches import Batch
+from fdc_jax.learners import Learner
+from fdc_jax.machine import devices
+from fdc_jax.model import vit
+from fdc_jax.run import configuration
+from fdc_jax.run import setup as setups
+from fdc_jax.run.configuration import Config
+from fdc_jax.run.setup import Setup
+
+_TIMED_SECONDS = 3.0  # of training steps after the one that compiles
+_FEW_IMAGES = 4  # of a step on a processor, whose speed depends little on their number
+# Parts of a run's time, under their names in `results.json`: numbers, and dictionaries of numbers.
+_PARTS = (
+    *("training", "compile", "adapted_extraction", "pretrained_extraction"),
+    *("previous_extraction", "test_extraction"),
+)
+_PARTS_BY_CALIBRATOR = ("fit", "score")
+
+
+class Size(NamedTuple):
+    """The numbers of images and tasks of a run."""
+
+    train: int
+    test: int
+    tasks: int
+
+
+class Machine(NamedTuple):
+    """The speed of this machine, and what else only a process with its devices knows.
+
+    Attributes:
+        seconds: seconds of a pass.
+        state_bytes: bytes of a learner's state, by the key of its configuration.
+        width: of the encoder's features.
+        device: number and kind of the devices.
+    """
+
+    seconds: float
+    state_bytes: dict[Any, int]
+    width: int
+    device: str
+
+
+def task_sizes(config: Config) -> tuple[int, ...]:
+    """Returns the number of classes of each task of a benchmark, also beyond `num_tasks`."""
+    known = benchmarks.BENCHMARKS[config.benchmark]
+    wanted = configuration.flatten(config)["classes_per_task"]
+    return benchmarks.task_sizes(known.name, known.num_classes, wanted)
+
+
+def size(config: Config) -> Size:
+    """Returns the size of a run on a benchmark, from the table of benchmarks."""
+    known, data = benchmarks.BENCHMARKS[config.benchmark], config.data
+    learned = task_sizes(config)[: config.num_tasks or None]
+    share = sum(learned) / known.num_classes
+
+    def images(count: int, limit: int) -> int:
+        return round(share * min(count, limit * known.num_classes or count))
+
+    train = images(known.num_train, data.train_per_class)
+    return Size(train, images(sum(known.task_test_counts), data.test_per_class), len(learned))
+
+
+def passes(fields: Mapping[str, Any], of: Size) -> float:
+    """Returns the passes of a run with these fields of its configuration."""
+    epochs, every = fields["train.epochs"] or 20, fields["evaluation.every"]
+    first = fields["train.first_epochs"] or epochs
+    trained = of.train * (first + epochs * (of.tasks - 1)) / of.tasks
+    evaluated = [n for n in range(1, of.tasks + 1) if n % every == 0 or n == of.tasks]
+    return trained + 0.5 * (2 * of.train + of.test * sum(evaluated) / of.tasks)
+
+
+def seconds_per_pass(results: Mapping[str, Any]) -> float | None:
+    """Returns the seconds of a pass of a finished run; None if its times are unknown."""
+    timing = results["timing"]
+    if timing is None:
+        return None
+    spent = sum(timing[f"{part}_seconds"] for part in _PARTS)
+    spent += sum(sum(timing[f"{part}_seconds"].values()) for part in _PARTS_BY_CALIBRATOR)
+    counts = (results[f"num_{name}"] for name in ("train_images", "test_images", "tasks"))
+    return spent / passes(results["config"], Size(*counts))
+
+
+def disk(config: Config, of: Size, state_bytes: int, width: int) -> int:
+    """Returns about the bytes of a work directory: features, checkpoints and calibrators."""
+    features = 4 * width * (3 * of.train + 2 * of.test) if config.save_features else 0
+    # The newest files of calibrators stay, and final ones; the scatters of tasks are most of them.
+    calibrators = (config.checkpoint.keep + 2) * of.tasks * 4 * width**2
+    return features + config.checkpoint.keep * state_bytes + calibrators
+
+
+def kind(config: Config) -> tuple[Any, ...]:
+    """Returns the fields that the speed depends on most."""
+    return config.encoder.variant, config.encoder.image_size, config.precision
+
+
+def machine(configs: Mapping[Any, Config]) -> Machine:
+    """Times the first learner with random weights; needs neither data nor downloads.
+
+    Takes the memory of the devices, so that a process of its own should call it.
+
+    Args:
+        configs: configurations of one kind, by any key.
+    """
+    mesh, made = devices.data_mesh(), {}
+    for key, config in configs.items():
+        reading = (config.data.input_range, config.precision, config.encoder.attention)
+        given = setups.recognise(config), config.encoder.image_size, *reading
+        model = vit.build(*given, cudnn=devices.have_cudnn(mesh))
+        made[key] = setups.make_learner(config, model, task_sizes(config), mesh)
+    (first, config), rng = next(zip(made.values(), configs.values())), np.random.default_rng(0)
+    shapes = vit.parameter_shapes(first.setup.model, config.encoder.image_size)
+    backbone = jax.tree.map(
+        lambda leaf: jnp.asarray(0.02 * rng.standard_normal(leaf.shape, np.float32)), shapes
+    )
+    seconds = seconds_of_image(config, first, devices.replicate(mesh, backbone))
+    states = {key: state_bytes(learner) for key, learner in made.items()}
+    return Machine(seconds, states, first.setup.variant.width, devices.describe())
+
+
+def state_bytes(learner: Learner) -> int:
+    """Returns the bytes of a learner's state, which a checkpoint keeps."""
+    leaves = jax.tree.leaves(jax.eval_shape(learner.initial_state))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def seconds_of_image(config: Config, learner: Learner, backbone: Any) -> float:
+    """Returns the seconds that an image takes in a training step of the first task."""
+    mesh, update, side = learner.setup.mesh, learner.update(), config.encoder.image_size
+    images, rng = config.train.batch_size, np.random.default_rng(0)
+    if mesh.devices.flat[0].platform == "cpu":
+        images = min(images, _FEW_IMAGES * mesh.size)
+    pixels = rng.integers(0, 256, (images, side, side, 3), np.uint8)
+    labels = (np.arange(images) % learner.setup.classes_per_task[0]).astype(np.int32)
+    batch = devices.split(mesh, Batch(pixels, labels, np.ones(images, np.float32)))
+    state = setups.first_state(learner)
+    frozen, *carried = setups.start_task(learner, update, backbone, state, 0, seed=0)
+    clock, steps = 0.0, -1  # The first step compiles.
+    while steps < 1 or (time.perf_counter() - clock < _TIMED_SECONDS and steps < 20):
+        *carried, loss = update.step(backbone, frozen, *carried, batch, 1.0)
+        loss.block_until_ready()
+        steps += 1
+        clock = clock or time.perf_counter()
+    return (time.perf_counter() - clock) / steps / images
+
+
+def describe(setup: Setup, num_seeds: int) -> str:
+    """Returns the line of a set-up with the time and the GiB of a seed."""
+    tasks, config, learner = setup.tasks, setup.config, setup.learner
+    of = Size(sum(map(len, tasks.train_indices)), len(tasks.test_indices), len(tasks.tasks))
+    image = seconds_of_image(config, learner, setup.backbone)
+    seconds = image * passes(configuration.flatten(config), of)
+    gib = disk(config, of, state_bytes(learner), learner.setup.variant.width) / 2**30
+    each = f", each of {num_seeds} seeds" * (num_seeds > 1)
+    return f"needs      about {duration(seconds)} and {gib:,.2f} GiB{each}"
+
+
+def duration(seconds: float) -> str:
+    """Returns a time in hours or minutes, in words."""
+    return f"{seconds / 3600:,.1f} h" if seconds >= 3600 else f"{seconds / 60:.1f} min"
