@@ -512,7 +512,8 @@ def sweep(words: Sequence[str], stop: StopRequest) -> int:
             outcomes = by(usable, progress, stop)
     for run in runs:
         if run not in usable:
-            outcomes[run.folder] = 2, run.other and f"other settings: {run.other}" or "no data"
+            other = f"the folder has another run: {run.other}"
+            outcomes[run.folder] = 2, missing.get(run.benchmark) or other
     failed = [run for run in runs if outcomes.get(run.folder, (0, ""))[0]]
     for run in failed:
         code, text = outcomes[run.folder]

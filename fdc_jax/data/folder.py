@@ -188,8 +188,8 @@ def verify_names(name: str, files: Iterable[str]) -> None:
             if all(map(_visible, folders)):
                 of_split[split].append(folders[folders.index(split) + 1])
     class_names = sorted({each for members in of_split.values() for each in members})
-    labels = (np.searchsorted(class_names, members) for members in of_split.values())
-    benchmarks.verify(name, *labels, class_names)
+    train, test = (np.searchsorted(class_names, members) for members in of_split.values())
+    benchmarks.verify(name, train, test, class_names)
 
 
 def list_images(folder: Path) -> tuple[list[ImageFile], list[str]]:

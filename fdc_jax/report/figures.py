@@ -133,7 +133,7 @@ def similarity(group: Group) -> Figure | None:
         for view, (colour, marker, name) in _VIEWS.items():
             column = f"{view}_{kind}"
             if column in mean:
-                rank = f"{name}, ρ = {formatting.minus(formatting.number(correlation[column]))}"
+                rank = f"{name}, ρ = {formatting.minus(f'{correlation[column]:.2f}')}"
                 look = {"gid": view, "label": rank}
                 drawing.points(axes, mean[column], mean["error"], colour, marker, **look)
         axes.set_xlabel(f"Similarity by {label} (std of the other task)")

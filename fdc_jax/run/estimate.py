@@ -124,7 +124,8 @@ def machine(configs: Mapping[Any, Config]) -> Machine:
         given = setups.recognise(config), config.encoder.image_size, *reading
         model = vit.build(*given, cudnn=devices.have_cudnn(mesh))
         made[key] = setups.make_learner(config, model, task_sizes(config), mesh)
-    (first, config), rng = next(zip(made.values(), configs.values())), np.random.default_rng(0)
+    key, rng = next(iter(made)), np.random.default_rng(0)
+    first, config = made[key], configs[key]
     shapes = vit.parameter_shapes(first.setup.model, config.encoder.image_size)
     backbone = jax.tree.map(
         lambda leaf: jnp.asarray(0.02 * rng.standard_normal(leaf.shape, np.float32)), shapes

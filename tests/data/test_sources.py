@@ -88,7 +88,11 @@ REFUSED = [
     ("", "a\x1bb", r"config.data.source: expected a name for the data, found 'a\\x1bb'$"),
     ("../x", "", "config.benchmark: expected a name for the data, found '../x'$"),
     (".x", "", "config.benchmark: expected a name for the data, found '.x'$"),
-    ("omnibench", "", "data.source: expected PILOT's archive omnibenchmark .https://.*, found none$"),
+    (
+        "omnibench",
+        "",
+        "data.source: expected PILOT's archive omnibenchmark .https://.*, found none$",
+    ),
     ("mine", "", "data.source: expected a folder or an archive.* mine prepared by TFDS in /"),
     ("mine", "nowhere", "data.source: nowhere: expected a folder .*, found nothing$"),
     ("mine", "file", "file: expected a folder, or a zip or tar archive of one$"),

@@ -1,0 +1,181 @@
+"""The command for all runs of the paper: plan, runs in processes of their own, several workers."""
+
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from fdc_jax import paper
+from fdc_jax.data import benchmarks
+from tests import small_runs
+
+SMALL = [f"--config.{name}={value}" for name, value in small_runs.FIELDS.items()]
+DIGITS = ["--benchmarks=digits", "--learners=cumulative_lora,sd_lora"]
+NINE = "cumulative_lora ewc_lora sd_lora splitlora inflora inflora_ca lora_subtraction loda rsiat"
+
+
+def made_up(name, path):
+    """Writes an archive with as many images as a benchmark has, in an odd order, all empty."""
+    known = benchmarks.BENCHMARKS[name]
+    order = benchmarks.class_order(known.num_classes, 1993)
+    tasks = order.reshape(len(known.task_test_counts), -1)
+    counts = dict.fromkeys(order.tolist(), 0)
+    for task, count in zip(tasks.tolist(), known.task_test_counts, strict=True):
+        for label in itertools.islice(itertools.cycle(task), count):
+            counts[label] += 1
+    # Class names sort as their labels.
+    files = [f"test/c{c:03d}/{n}.jpg" for c, count in counts.items() for n in range(count)]
+    train = itertools.islice(itertools.cycle(range(known.num_classes)), known.num_train)
+    files += [f"train/c{label:03d}/{n}.jpg" for n, label in enumerate(train)]
+    with zipfile.ZipFile(path, "w") as archive:
+        for file in files:
+            archive.writestr(f"{path.stem}/{file}", b"")
+
+
+def dry_run(monkeypatch, capsys, *words):
+    """Returns the printed plan, without a timed step."""
+    monkeypatch.setattr(paper, "measure", lambda runs: {})
+    assert paper.main([*words, "--dry_run"]) == 0
+    return capsys.readouterr().out
+
+
+def rows(plan):
+    """Returns the cells of the rows of a plan up to the state."""
+    lines = plan.partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.split("  ") if cell.strip()][:5] for line in lines]
+
+
+def test_the_plan_has_135_runs_the_most_valuable_first(tmp_path, monkeypatch, capsys):
+    for name, file in (("imagenet_a", "ImageNet-A.zip"), ("cub200", "CUB200.ZIP")):
+        made_up(name, tmp_path / file)
+    (tmp_path / "omnibenchmark" / "train" / "1").mkdir(parents=True)
+    (tmp_path / "omnibenchmark" / "train" / "1" / "1.png").touch()
+    plan = dry_run(monkeypatch, capsys, f"--data={tmp_path}", f"--workdir={tmp_path / 'runs'}")
+    found = [row[1:4] for row in rows(plan)]
+    titles = [benchmarks.BENCHMARKS[name].title for name in paper.paper.benchmarks()]
+    learned = [paper.learners.title(name) for name in NINE.split()]
+    assert found == [[b, n, s] for s in "123" for n in learned for b in titles]
+    assert len(found) == 135
+    missing = [line for line in plan.splitlines() if line.startswith("missing: ")]
+    (of_r, of_omni) = missing
+    page = benchmarks.ARCHIVES["imagenet_r"][1]
+    assert of_r == (
+        f"missing: ImageNet-R: imagenet-r (archive or folder; size not published), {page}"
+    )
+    assert "omnibench: expected 300 classes, found 1" in of_omni
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_plan_says_what_is_done(whole, half, tmp_path, cache, monkeypatch, capsys):
+    folder = tmp_path / "digits" / "cumulative_lora"
+    for seed, run in ((1, whole), (2, half), (3, whole)):
+        shutil.copytree(run, folder / f"seed_{seed}")
+    config = folder / "seed_2" / "config.json"
+    config.write_text(config.read_text().replace('"seed": [\n    1', '"seed": [\n    2'))
+    words = [*DIGITS, *SMALL, "--config.calibrators=fdc,gaussians", f"--workdir={tmp_path}"]
+    plan = dry_run(monkeypatch, capsys, *words)
+    states = ["done", "to do", "begun", "to do", "other", "to do"]
+    assert [row[4] for row in rows(plan)] == states
+    with paper.locked(folder / "seed_2", ".worker"):
+        assert rows(dry_run(monkeypatch, capsys, *words))[2][4] == "running"
+
+
+def test_hours_follow_from_finished_runs(whole, tmp_path):
+    paper.FLAGS.unparse_flags()
+    paper.FLAGS(["", *DIGITS, f"--workdir={tmp_path}"])
+    runs, _ = paper.plan([*SMALL, "--config.calibrators=fdc,gaussians"])
+    assert all(each != each for each in paper.hours(runs, {}).values())
+    shutil.copytree(whole, runs[0].folder)
+    longer, _ = paper.plan(
+        [*SMALL, "--config.calibrators=fdc,gaussians", "--config.train.epochs=4"]
+    )
+    of_run, of_longer = paper.hours(runs, {}), paper.hours([runs[0], *longer[1:]], {})
+    timing = small_runs.results(whole)["timing"]
+    assert of_run[runs[0].folder] * 3600 > timing["training_seconds"] + timing["compile_seconds"]
+    # Two epochs of 120 images, and 120 + 0.5 * 60 * 1.5 forward passes as half of one.
+    ratio = of_longer[longer[1].folder] / of_run[runs[1].folder]
+    assert ratio == pytest.approx((4 * 120 + 120 + 45) / (2 * 120 + 120 + 45))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--benchmarks=digit"], "--benchmarks: expected one of .* did you mean digits"),
+        (["--learners=sdlora"], "learner.name: .*sd_lora"),
+        (["--seeds=one"], "--seeds: expected whole numbers such as 1,2,3, found one"),
+        (["--config.train.epoch=3"], "--config: no such field: .*epoch"),
+        (["--config.data.flip"], "expected --config.data.flip=VALUE"),
+        (["--workdirs=x"], "Unknown command line flag 'workdirs'"),
+    ],
+)
+def test_mistakes_end_with_a_line(words, message, capsys, tmp_path):
+    assert paper.main([*DIGITS[:1], *words, f"--workdir={tmp_path}"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)
+
+
+# Runs ---------------------------------------------------------------------------------------------
+
+
+def start(workdir, cache, *words):
+    """Starts the command in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "fdc_jax", "paper", *DIGITS, *SMALL, f"--workdir={workdir}", *words],
+        cwd=small_runs.REPOSITORY,
+        env=os.environ | {"FDC_JAX_CACHE": str(cache)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def commands(folder):
+    """Returns the commands in the log of a run."""
+    lines = (folder / "log.txt").read_text().splitlines()
+    return [line for line in lines if line.startswith("+ python -m fdc_jax run ")]
+
+
+@pytest.mark.ci
+def test_a_worker_is_killed_and_two_go_on(tmp_path, cache):
+    workdir = tmp_path / "runs"
+    first = workdir / "digits" / "cumulative_lora" / "seed_1"
+    folders = {workdir / "digits" / name / f"seed_{n}" for name in NINE.split()[:3:2] for n in "12"}
+    worker = start(workdir, cache, "--seeds=1,2")
+    small_runs.wait_for(first, "epoch", worker)
+    worker.kill()
+    worker.communicate()
+    workers = [start(workdir, cache, "--seeds=1,2") for _ in range(2)]
+    said = [small_runs.finish(worker) for worker in workers]
+    assert {path.parent for path in workdir.glob("*/*/*/results.json")} == folders
+    for folder in folders:
+        small_runs.nothing_done_twice(folder)
+        assert len(commands(folder)) == 1 + (folder == first)
+    assert "stopped by SIGTERM" in (first / "log.txt").read_text()  # with its worker
+    started = [errors.count("python -m fdc_jax run ") for _, errors in said]
+    assert sum(started) == 4 and min(started) > 0
+    # Whoever ends last writes the tables; a further call does nothing.
+    report = workdir / "report" / "report.html"
+    assert any(f"report: {report}" in output for output, _ in said)
+    states = {path: path.stat().st_mtime_ns for path in workdir.rglob("*.*") if path.is_file()}
+    output, errors = small_runs.finish(start(workdir, cache, "--seeds=1,2"))
+    assert "4 runs: 4 done" in output and "python" not in errors
+    states.pop(workdir / ".worker")
+    assert states == {path: path.stat().st_mtime_ns for path in states}
+    # Features of E_0 come from the cache if another run of the benchmark has computed them.
+    timings = [small_runs.results(folder)["timing"] for folder in folders]
+    assert sum(timing["pretrained_from_cache"] == 2 for timing in timings) >= 2
+
+
+@pytest.mark.ci
+def test_a_failing_run_is_named_and_stops_no_other(tmp_path, cache):
+    words = ["--seeds=1", "--learners=tests.fails_in_loss,cumulative_lora"]
+    _, errors = small_runs.finish(start(tmp_path, cache, *words), expected=2)
+    (line,) = [line for line in errors.splitlines() if "failed with code" in line]
+    assert line.startswith("fdc_jax.paper: failed with code 2: Digits, ")
+    assert "ZeroDivisionError" in line
+    small_runs.results(tmp_path / "digits" / "cumulative_lora" / "seed_1")
