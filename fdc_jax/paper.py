@@ -126,7 +126,7 @@ class Run(NamedTuple):
         if not path.exists() or not path.stat().st_size:  # The holder writes its name there.
             return ""
         try:
-            with locked(self.folder, _WORKER):
+            with locked(path):
                 return ""
         except InputError as error:
             return str(error).partition(" is in use by ")[2].partition(";")[0]
@@ -309,8 +309,8 @@ def attempt(
     """
     with contextlib.ExitStack() as held:
         try:
-            held.enter_context(locked(folder, _WORKER))
-            with locked(folder):  # of an `fdc run` by hand
+            held.enter_context(locked(folder / _WORKER))
+            with locked(folder / ".lock"):  # of an `fdc run` by hand
                 pass
         except InputError:
             return None
@@ -351,7 +351,7 @@ class Progress:
 
     def __init__(self, runs: Sequence[Run], machines: Machines, quiet: bool):
         self._runs, self._machines, self._quiet, self._shown = runs, machines, quiet, 0.0
-        self._hours = hours(runs, machines)
+        self._hours, self._begun = hours(runs, machines), set()
         form = "{n_fmt} of {total_fmt} runs |{bar}| {elapsed}{postfix}"
         hidden = quiet or not sys.stderr.isatty()
         self._bar = tqdm(total=len(runs), bar_format=form, disable=hidden)
@@ -379,7 +379,11 @@ class Progress:
         self.line(f"{run.name}: {said}; {self.left()}")
 
     def look(self, runs: Sequence[Run]) -> None:
-        """Shows the runs in work, every five seconds, in a terminal."""
+        """Prints the command of a new run; shows all, every five seconds, in a terminal."""
+        for run in runs:
+            if run.folder not in self._begun:
+                self.line(f"{run.name}: {run.command}")
+                self._begun.add(run.folder)
         if not self._bar.disable and time.monotonic() - self._shown > 5:
             self._shown = time.monotonic()
             self._bar.n = sum(bool(run.results) for run in self._runs)
@@ -402,7 +406,6 @@ def work(runs: Sequence[Run], progress: Progress, stop: StopRequest) -> dict[Pat
                 stop.poll()
                 progress.look([run])
 
-            progress.line(f"{run.name}: {run.command}")
             if (outcome := attempt(run.words, run.folder, watch)) is not None:
                 outcomes[run.folder] = outcome
                 progress.ended(run, outcome)
@@ -531,7 +534,7 @@ def _report(runs: Sequence[Run]) -> None:
     page = Path(FLAGS.workdir, "report", "report.html")
     files = [RunPaths(run.folder).results_file for run in runs if run.results]
     newest = max(file.stat().st_mtime for file in files)
-    with locked(FLAGS.workdir, _WORKER):
+    with locked(Path(FLAGS.workdir, _WORKER), wait=True):
         if not page.exists() or page.stat().st_mtime < newest:
             report.write([FLAGS.workdir], page.parent, quiet=FLAGS.quiet)
     if not FLAGS.quiet:

@@ -81,7 +81,7 @@ def test_the_plan_says_what_is_done(whole, half, tmp_path, cache, monkeypatch, c
     plan = dry_run(monkeypatch, capsys, *words)
     states = ["done", "to do", "begun", "to do", "other", "to do"]
     assert [row[4] for row in rows(plan)] == states
-    with paper.locked(folder / "seed_2", ".worker"):
+    with paper.locked(folder / "seed_2" / ".worker"):
         assert rows(dry_run(monkeypatch, capsys, *words))[2][4] == "running"
 
 
@@ -146,7 +146,7 @@ def test_a_worker_is_killed_and_two_go_on(tmp_path, cache):
     first = workdir / "digits" / "cumulative_lora" / "seed_1"
     folders = {workdir / "digits" / name / f"seed_{n}" for name in NINE.split()[:3:2] for n in "12"}
     worker = start(workdir, cache, "--seeds=1,2")
-    small_runs.wait_for(first, "epoch", worker)
+    small_runs.wait_for(first, "training", worker)
     worker.kill()
     worker.communicate()
     workers = [start(workdir, cache, "--seeds=1,2") for _ in range(2)]

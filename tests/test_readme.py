@@ -53,7 +53,7 @@ def test_the_readme_is_short():
 
 def test_every_command_is_of_a_kind_that_is_tested_here():
     known = (
-        *("-m venv", "pip install", "main.py", "-m pytest", "-m fdc_jax.", "-m benchmarks."),
+        *("-m venv", "pip install", "main.py", "-m pytest", "-m fdc_jax", "-m benchmarks."),
         *("bin/ruff", "bin/pyright", "bin/mkdocs", "jupyter nbconvert"),
     )
     for page, text in PAGES.items():
