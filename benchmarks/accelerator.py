@@ -201,7 +201,7 @@ def main() -> int:
         record: dict[str, Any] = {"status": "skipped", "checks": [], "rows": []}
         record["note"] = next((reason for reason, holds in reasons.items() if holds), "")
         if not record["note"]:
-            limit = max(3 * left * seconds[0] / sum(seconds), left / 3)
+            limit = max(3 * left * seconds[0] / sum(seconds), left / 3, 10)
             record = start(name, options, min(left, limit))
         records[name] = record
         print(f"{name}: {record['status']} {record.get('note', '')}", flush=True)

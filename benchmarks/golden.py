@@ -53,13 +53,13 @@ def compare(number: Number, committed: dict[str, Any]) -> dict[str, Any]:
         expected = committed.get(expected or number.name, [])
     record = {"check": number.name, "tolerance": number.tolerance, "error": None, "right": False}
     found, expected = np.asarray(number.found, float), np.asarray(expected, float)
-    record |= {"found": found.ravel()[:4].tolist(), "expected": expected.ravel()[:4].tolist()}
+    record |= {"found": str(found.ravel()[:4]), "expected": str(expected.ravel()[:4])}
     if found.shape != expected.shape:
         return record
     rows = [np.atleast_1d(each) for each in (found - expected, expected)]
     error, scale = (np.linalg.norm(each, axis=-1).max() for each in rows)
     error = float(error / max(scale, number.least))
-    return record | {"error": error, "right": error <= number.tolerance}
+    return record | {"error": float(f"{error:.3g}"), "right": error <= number.tolerance}
 
 
 def features(options: Any) -> Iterator[Number]:

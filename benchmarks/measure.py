@@ -97,11 +97,7 @@ def paced(call: Callable[[], Any], wait: Callable[[], None] = lambda: None) -> d
 
 
 def in_a_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Returns what a function of a benchmark returns in a fresh process, with modules of its own.
-
-    Raises:
-        InputError: the process ended before.
-    """
+    """Returns a function's result from a fresh process; InputError if the process ended before."""
     with futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         try:
             return pool.submit(function, *arguments).result()
