@@ -143,7 +143,7 @@ def fitted_elsewhere(width, sizes=(5, 5)):
         ("other classes", r"gaussians.npz: is of another run: other classes or tasks"),
         ("other heads", r"gaussians.npz: is of another run: other heads"),
         ("no predictions", r"predictions.npz: no such file"),
-        ("fewer predictions", r"predictions.npz: expected labels of 60 test images by raw, found"),
+        ("fewer predictions", r"predictions.npz: .*: expected 60 whole numbers below"),
         ("other predictions", r"predictions.npz: is of another run: expected an accuracy of"),
     ],
 )
@@ -230,7 +230,8 @@ def test_what_cannot_be_exported_is_refused_in_a_line(
     if change == "exists":
         out.mkdir()
     elif change == "fewer tasks":
-        results = small_runs.results(workdir) | {"num_tasks": 1}
+        results = small_runs.results(workdir)
+        results |= {"num_tasks": 1, "curve": results["curve"][:1]}
         (workdir / "results.json").write_text(json.dumps(results))
     elif change:
         (workdir / change).rename(tmp_path / "elsewhere")

@@ -105,11 +105,17 @@ class Checkpoints:
         Args:
             target: returns for a cursor a tree of the wanted structure, shapes and types; leaves
                 that are JAX arrays come back in their placement, others as arrays of the host.
+                Raises InputError if the cursor is damaged.
         """
         for number in self._numbers():
             if (cursor := self._cursor(number)) is None:
                 continue
-            leaves, structure = jax.tree.flatten(wanted := target(cursor))
+            try:
+                wanted = target(cursor)
+            except InputError as error:
+                self.set_aside(number, f"cursor: {error}")
+                continue
+            leaves, structure = jax.tree.flatten(wanted)
             arrays = processes.from_first(lambda n=number, w=wanted: self._leaves(n, w))
             if arrays is not None:
                 placed = [

@@ -75,7 +75,8 @@ def load(run: Any) -> Pictures:
     except InputError:
         names = []
     columns = predictions(run)
-    if f"{FDC.name}_label" not in columns:
+    kinds = ("", "raw_", f"{FDC.name}_")
+    if not {kind + part for kind in kinds for part in ("label", "task")} <= columns.keys():
         return Pictures(names, missing="The run kept no predictions of FDC.")
     task, label = columns["task"], columns["label"]
     repaired = np.flatnonzero(
@@ -102,7 +103,7 @@ def load(run: Any) -> Pictures:
             row,
             data_uri(image),
             is_small(image),
-            *(said(kind, row) for kind in ("", "raw_", f"{FDC.name}_")),
+            *(said(kind, row) for kind in kinds),
             evidence=lines,
         )
         for row, image, lines in zip(rows.tolist(), images, evidence, strict=True)

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from fdc_jax import evaluation, learners
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError, counted
-from fdc_jax.machine.files import read_object, write_json
+from fdc_jax.machine.files import write_json
 from fdc_jax.report import baselines, paper, quantities
 from fdc_jax.run.configuration import NOT_COMPARED
 from fdc_jax.run.saved import open_run
@@ -213,7 +213,7 @@ def group(runs: Sequence[Any]) -> list[Group]:
 
 
 def _numbers(run: Any) -> dict[str, float]:
-    latency = read_object(run.folder / "latency.json")
+    latency = run.read_latency()
     return quantities.measured(run.results, baselines.accuracies(run), latency)
 
 

@@ -11,7 +11,8 @@ import ml_collections
 from fdc_jax import calibration, learners
 from fdc_jax.data import sources
 from fdc_jax.errors import InputError, did_you_mean, line, nearest, place
-from fdc_jax.run import loggers
+from fdc_jax.machine.files import printable
+from fdc_jax.run import base, loggers
 
 # An ml_collections.ConfigDict; no type checker knows its fields.
 Config: TypeAlias = Any
@@ -160,6 +161,37 @@ def validate(config: Config) -> None:
     config.benchmark = sources.name_of(config.benchmark, config.data.source)
     _complete(config)
     _read_class_order(config)
+    _check_values(config)
+
+
+def completed(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a saved configuration, those that it lacks with their defaults.
+
+    Fields that tell of a machine have their defaults, too: whoever wrote the folder may not choose
+    what this process reads elsewhere. Nothing is read or imported.
+
+    Raises:
+        InputError: a value is of another type, or not allowed.
+    """
+    if not isinstance(benchmark := saved["benchmark"], str):
+        raise InputError(f"config.benchmark: expected a name, found {type(benchmark).__name__}")
+    config: Any = base.get_config(sources.name_of(benchmark, ""))
+    fields, others = flatten(config), {}
+    for field, value in saved.items():
+        if field in fields.keys() - OF_A_HOST:
+            try:
+                given = tuple(value) if isinstance(value, list) else value
+                config.update_from_flattened_dict({field: given})
+            except (TypeError, ValueError) as error:
+                raise InputError(f"config.{field}: {printable(line(error), 200)}") from error
+        elif field.startswith("learner.") and isinstance(value, bool | int | float | str):
+            others[field] = value  # an option of a learner outside the package
+    _check_values(config)
+    return flatten(config) | others
+
+
+def _check_values(config: Config) -> None:
+    """Raises InputError if a value of a complete configuration is not allowed."""
     flat = flatten(config)
 
     def refuse(field: str, expected: str) -> None:

@@ -1,20 +1,16 @@
 """Paths of the files in the work directory of one seed, and the reading of its JSON."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fdc_jax.data import sources
 from fdc_jax.data.task_stream import Known
 from fdc_jax.errors import InputError
 from fdc_jax.machine import processes
 from fdc_jax.machine.files import read_json
-from fdc_jax.run import base, configuration
-
-# In config.json: checksums by name of the classes that the run knows, and the numbers of classes of
-# its tasks, both with those that are to come.
-CLASSES, PLANNED = "known classes", "classes of planned tasks"
+from fdc_jax.run import configuration, schema
+from fdc_jax.run.schema import CLASSES, PLANNED
 
 
 class RunPaths:
@@ -51,21 +47,20 @@ class RunPaths:
     def read_config(self) -> dict[str, Any]:
         """Returns the content of `config.json`; like the next two, raises InputError with a remedy.
 
-        Fields of the configuration by name; beside them, under names with a space, checksums and
-        the known classes. Fields that are new, and all that tell of a machine, have their defaults:
-        whoever wrote the folder may not choose what this process reads elsewhere.
+        Fields of the configuration by name, see `configuration.completed`; beside them, under names
+        with a space, checksums and the known classes.
         """
         remedy = "put it back, or choose another --workdir"
-        names = {"benchmark", "learner.name", "weights sha256", PLANNED}
-        read = _read(self.config_file, names, remedy)
-        saved = {
-            name: value
-            for name, value in read.items()
-            if value is not None and name not in configuration.OF_A_HOST
-        }
-        sources.name_of(saved["benchmark"], "")  # It becomes a part of paths.
-        fields = configuration.flatten(base.get_config(saved["benchmark"]))
-        return fields | saved
+
+        def check(saved: dict[str, Any]) -> dict[str, Any]:
+            saved = {name: value for name, value in saved.items() if value is not None}
+            schema.check(saved, schema.Config)
+            if saved.get(CLASSES) and len(saved[CLASSES]) != sum(saved[PLANNED]):
+                raise InputError(f"{PLANNED}: expected {len(saved[CLASSES])} classes in all")
+            beside = {name: saved[name] for name in saved if " " in name}
+            return configuration.completed(saved) | beside
+
+        return _read(self.config_file, check, remedy)
 
     def differing(self, fields: Mapping[str, Any]) -> list[str]:
         """Returns phrases for the fields that a run in the folder has with other values.
@@ -81,28 +76,47 @@ class RunPaths:
         """Returns the content of `results.json`, or None before it is written."""
         if not self.results_file.exists():
             return None
-        return _read(
-            self.results_file,
-            {"benchmark", "learner", "seed", "accuracy", "curve", "num_tasks", "config"},
-            "remove it, and the run writes it again",
-        )
+
+        def check(results: dict[str, Any]) -> dict[str, Any]:
+            schema.check_results(results)
+            fields = {"benchmark": results["benchmark"]} | results["config"]
+            configuration.completed({n: value for n, value in fields.items() if value is not None})
+            return results
+
+        return _read(self.results_file, check, "remove it, and the run writes it again")
 
     def read_records(self) -> list[dict[str, Any]]:
         """Returns the evaluations after each task so far."""
-        files, names = map(self.record_file, self.recorded_tasks()), {"task", "accuracy"}
+
+        def check(record: dict[str, Any]) -> dict[str, Any]:
+            schema.check(record, schema.Record)
+            return record
+
         remedy = "remove it, and its accuracies are measured again"
-        return [_read(path, names, remedy) for path in files]
+        return [_read(self.record_file(task), check, remedy) for task in self.recorded_tasks()]
+
+    def read_latency(self) -> dict[str, Any]:
+        """Returns the content of `latency.json`, empty if there is none."""
+
+        def check(latency: dict[str, Any]) -> dict[str, Any]:
+            schema.check(latency, schema.Latency)
+            return latency
+
+        path = self.folder / "latency.json"
+        return _read(path, check, "remove it") if path.exists() else {}
 
 
-def _read(path: Path, names: set[str], remedy: str) -> dict[str, Any]:
-    """Returns a JSON object that must have these names."""
+def _read(
+    path: Path, check: Callable[[dict[str, Any]], dict[str, Any]], remedy: str
+) -> dict[str, Any]:
+    """Returns a JSON object as its check returns it."""
     try:
-        value = read_json(path)
+        if not isinstance(value := read_json(path), dict):
+            raise InputError(f"expected an object, found {type(value).__name__}")
+        return check(value)
     except InputError as error:
-        raise InputError(f"{error}; {remedy}") from error
-    if not isinstance(value, dict) or not names <= value.keys():
-        raise InputError(f"{path}: expected an object with {', '.join(sorted(names))}; {remedy}")
-    return value
+        text = str(error) if str(path) in str(error) else f"{path}: {error}"
+        raise InputError(f"{text}; {remedy}") from error
 
 
 def known_of(saved: dict[str, Any]) -> Known:

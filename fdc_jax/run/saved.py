@@ -24,12 +24,13 @@ from fdc_jax.errors import InputError
 from fdc_jax.learners import Replaced
 from fdc_jax.machine import devices
 from fdc_jax.machine.checkpoint import Checkpoints
-from fdc_jax.machine.files import check_manifest, read_npz, read_safetensors
+from fdc_jax.machine.files import check_manifest, printable, read_npz, read_safetensors
 from fdc_jax.model import vit
 from fdc_jax.model.weights import by_checksum as weights_by_checksum
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
-from fdc_jax.run.paths import PLANNED, RunPaths, known_of
+from fdc_jax.run.paths import RunPaths, known_of
+from fdc_jax.run.schema import PLANNED
 from fdc_jax.run.setup import Encoders
 
 
@@ -182,11 +183,31 @@ class Run(RunPaths):
             return vit.pretrained_kernels(found.backbone)
         if t == self.num_tasks and self.exported:
             arrays = traverse_util.unflatten_dict(read_safetensors(self.merged_file), sep="/")
+            self._check_merged(arrays)
             return devices.replicate(found.learner.setup.mesh, jax.tree.map(jnp.asarray, arrays))
         state, tasks_done = self._saved
         if not 0 < t <= tasks_done:
             raise InputError(f"{self.folder}: expected E_0 to E_{tasks_done}, found E_{t}")
         return found.learner.encoder(found.backbone, state, t)
+
+    def _check_merged(self, arrays: Any) -> None:
+        """Raises InputError unless these are the arrays that the learner has for an encoder."""
+        learner, backbone = self.encoders.learner, self.encoders.backbone
+
+        def encoder() -> Replaced:
+            return learner.encoder(backbone, learner.initial_state(), self.num_tasks)
+
+        def described(tree: Any) -> dict[str, str]:
+            flat = traverse_util.flatten_dict(tree, sep="/")
+            return {name: f"{leaf.dtype}{[*leaf.shape]}" for name, leaf in flat.items()}
+
+        found, expected = described(arrays), described(jax.eval_shape(encoder))
+        for name in sorted(found.keys() | expected.keys()):
+            if found.get(name) != expected.get(name):
+                raise InputError(
+                    f"{self.merged_file}: {printable(name)}: expected "
+                    f"{expected.get(name, 'nothing')}, found {found.get(name, 'nothing')}"
+                )
 
     def heads(self, num_tasks: int | None = None) -> list[Any]:
         """Returns the heads of the first tasks, by default of all that were trained."""
@@ -243,8 +264,25 @@ class Run(RunPaths):
 
     @functools.cached_property
     def predictions(self) -> dict[str, np.ndarray]:
-        """Columns of `predictions.npz`, one row per test image."""
-        return read_npz(self.predictions_file)
+        """Columns of `predictions.npz`, one row per test image.
+
+        Raises:
+            InputError: the file is damaged, or its columns do not suit the results.
+        """
+        columns, of = read_npz(self.predictions_file), self.results or {}
+        limits = {"task": self.num_tasks, "label": of.get("num_classes", sum(self._planned))}
+        rows = of.get("num_test_images", len(np.atleast_1d(columns.get("label", ()))))
+        for name, column in columns.items():
+            limit = limits.get(name.rpartition("_")[2])
+            whole = column.dtype.kind in "iu" and column.shape == (rows,)
+            if limit and not (whole and np.all((column >= 0) & (column < limit))):
+                raise InputError(
+                    f"{self.predictions_file}: {printable(name)}: expected {rows} whole numbers "
+                    f"below {limit}, found {column.dtype}{[*column.shape]}"
+                )
+        if "label" not in columns:
+            raise InputError(f"{self.predictions_file}: expected labels, found none")
+        return columns
 
     def features(
         self, images: UInt8[np.ndarray, "n s s 3"] | Int[np.ndarray, " n"], t: int

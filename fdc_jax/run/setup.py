@@ -23,7 +23,7 @@ from fdc_jax.machine.checkpoint import Checkpoints
 from fdc_jax.machine.devices import Mesh
 from fdc_jax.machine.files import check_writable_folder, private_folder, user_cache
 from fdc_jax.model import vit, weights
-from fdc_jax.run import configuration
+from fdc_jax.run import configuration, schema
 from fdc_jax.run.configuration import Config
 
 
@@ -290,7 +290,13 @@ def checkpoints(
         of_then = dataclasses.replace(learner.setup, classes_per_task=known)
         return dataclasses.replace(learner, setup=of_then)
 
-    for number, cursor, tree in folder.newest(lambda cursor: form(cursor, planned(cursor))):
+    def target(cursor: dict[str, Any]) -> dict[str, Any]:
+        schema.check(cursor, schema.Cursor)
+        if cursor["tasks_done"] + bool(cursor["step"]) > len(cursor["classes_per_task"]):
+            raise InputError("tasks_done: expected no more than the tasks")
+        return form(cursor, planned(cursor))
+
+    for number, cursor, tree in folder.newest(target):
         if planned(cursor).setup.classes_per_task != learner.setup.classes_per_task:
             grown = training.in_slots(tree, form(cursor, learner))
             tree = devices.replicate(learner.setup.mesh, grown)

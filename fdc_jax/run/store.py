@@ -25,7 +25,8 @@ from fdc_jax.machine.files import read_npy, write_atomically, write_json, write_
 from fdc_jax.run import configuration
 from fdc_jax.run.configuration import Config
 from fdc_jax.run.loggers import Loggers
-from fdc_jax.run.paths import CLASSES, PLANNED, RunPaths, known_of
+from fdc_jax.run.paths import RunPaths, known_of
+from fdc_jax.run.schema import CLASSES, PLANNED
 
 _log = logging.getLogger(__name__)
 

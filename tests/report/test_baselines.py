@@ -15,7 +15,8 @@ def group_of(folder, wrong=0, features=True, labels=None):
     fdc = np.where(np.arange(len(true)) < wrong, true + 1, true)
     columns = {"label": true, "raw_label": np.zeros_like(true), "fdc_label": fdc}
     accuracy = {"raw": 100 * np.mean(true == 0), "fdc": 100 * np.mean(fdc == true), "oracle": 99.0}
-    found = results(benchmark="digits", accuracy=accuracy, num_test_images=len(true))
+    sizes = {"num_test_images": len(true), "num_classes": int(true.max()) + 2}
+    found = results(benchmark="digits", accuracy=accuracy, **sizes)
     write_run(folder, found, columns)
     if features:
         write_features(folder / "features", of)

@@ -1,0 +1,162 @@
+"""Runs with a damaged file: they work the same, or end in one line of InputError that names it."""
+
+import copy
+import json
+import random
+import shutil
+
+import numpy as np
+import pytest
+
+import fdc_jax
+from fdc_jax import export
+from fdc_jax.errors import InputError
+from fdc_jax.machine.checkpoint import Checkpoints
+from fdc_jax.machine.files import read_safetensors, write_manifest, write_safetensors
+from fdc_jax.report import analysis, classes, runs, tables
+from fdc_jax.run import setup as setups
+from tests import small_runs
+
+VALUES = [None, True, -1, 0, 3, 0.5, 1e308, float("nan"), "", "a", "../../x", "\x1b[31m", [], ["a"]]
+VALUES += [{}, {"a": 1}, {"a": {}}, [[]], [-1, 2], 10**30, "a" * 3000]
+REMOVED = object()
+
+
+def changes(value, rng, per_field):
+    """Yields copies of a JSON value with one field changed or removed, and what was changed."""
+    paths = []
+
+    def visit(node, path):
+        paths.append(path)
+        inner = {dict: dict, list: enumerate}.get(type(node), lambda _: {})(node)
+        for name, child in dict(inner).items():
+            visit(child, (*path, name))
+
+    visit(value, ())
+    for path in paths[1:]:
+        values = [REMOVED, *VALUES]
+        for new in values if per_field is None else rng.sample(values, per_field):
+            changed = node = copy.deepcopy(value)
+            for name in path[:-1]:
+                node = node[name]
+            if new is REMOVED:
+                del node[path[-1]]
+            else:
+                node[path[-1]] = new
+            yield changed, (path, "removed" if new is REMOVED else new)
+
+
+def use(folder):
+    """Does with a run what its JSON files matter for, from opening it to the tables of a report."""
+    run = fdc_jax.open_run(folder)
+    (groups, skipped) = runs.load([folder])
+    for each in skipped:
+        raise InputError(each.reason)
+    analysis.analyse(groups[0], {})
+    for table in tables.build(groups):
+        table.frame.to_csv()
+    classes.load(groups[0], run.class_names)
+    run.read_records()
+    run._configuration()
+    return run
+
+
+def outcome(folder):
+    """Returns the line of the InputError that a folder ends in, None if it works."""
+    try:
+        use(folder)
+    except InputError as error:
+        assert len(str(error).splitlines()) == 1 and str(error).isprintable(), str(error)
+        assert folder.name in str(error), str(error)
+        return str(error)
+    return None
+
+
+@pytest.fixture
+def run(whole, tmp_path):
+    """A run without the parts that take long to copy."""
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns("features", "checkpoints"))
+    (folder / "latency.json").write_text(
+        json.dumps({"contenders": {"baseline": {"milliseconds": [1.0], "peak_bytes": None}}})
+    )
+    assert outcome(folder) is None
+    return folder
+
+
+@pytest.mark.parametrize("most", [25, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["config.json", "results.json", "tasks/task_001.json", "latency.json"]
+)
+def test_one_changed_field_works_or_is_one_line(run, name, most):
+    file, rng = run / name, random.Random(name)
+    every = [*changes(json.loads(file.read_text()), rng, None if most is None else 1)]
+    for changed, what in every if most is None else rng.sample(every, min(most, len(every))):
+        file.write_text(json.dumps(changed))
+        try:
+            outcome(run)
+        except Exception as error:
+            raise AssertionError(f"{name}: {what}") from error
+
+
+KINDS = {
+    "missing": lambda arrays, name: arrays.pop(name),
+    "transposed": lambda arrays, name: arrays.update({name: arrays[name].T}),
+    "another type": lambda arrays, name: arrays.update({name: arrays[name].astype(np.float16)}),
+    "unknown": lambda arrays, name: arrays.update({f"{name}_": arrays[name]}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arrays_of_an_export_have_the_names_shapes_and_types_of_its_learner(whole, tmp_path, kind):
+    export.write(whole, out := tmp_path / "out")
+    arrays = read_safetensors(out / "merged.safetensors")
+    KINDS[kind](arrays, min(arrays))
+    write_safetensors(out / "merged.safetensors", arrays)
+    write_manifest(out)
+    with pytest.raises(InputError, match=r"merged.safetensors: .*: expected .*, found "):
+        fdc_jax.open_run(out).encoder(2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"fdc_label": np.zeros(59, int)},
+        {"raw_label": np.full(60, 10)},
+        {"task": np.full(60, -1)},
+        {"label": np.zeros((60, 2), int)},
+        {"raw_task": np.full(60, "0")},
+    ],
+    ids=lambda change: min(change),
+)
+def test_predictions_are_labels_and_tasks_of_the_run(run, change):
+    columns = small_runs.predictions(run)
+    np.savez(run / "predictions.npz", **columns | change)
+    assert f"predictions.npz: {min(change)}: expected 60 whole numbers below" in outcome(run)
+
+
+def test_one_damaged_run_is_skipped_by_name(run, tmp_path):
+    good = shutil.copytree(run, tmp_path / "good")
+    (run / "results.json").write_text("{}")
+    groups, ((path, reason),) = runs.load([run, good])
+    assert [each.folder for group in groups for each in group.runs] == [good]
+    assert path == run and "results.json: Object missing required field" in reason
+
+
+@pytest.mark.parametrize(
+    "change", [{"step": None}, {"step": "a"}, {"tasks_done": 9}, {"classes_per_task": []}], ids=str
+)
+def test_a_checkpoint_with_a_damaged_cursor_is_passed_over(whole, tmp_path, change, caplog):
+    folder = small_runs.copied(whole, tmp_path / "run")
+    encoders = fdc_jax.open_run(folder).encoders
+    kept = Checkpoints(folder / "checkpoints", read_only=True)
+    numbers = [number for number, *_ in setups.checkpoints(encoders, kept, 1)]
+    cursor = kept._cursor
+    damaged = {name: value for name, value in change.items() if value is not None}
+    kept._cursor = lambda number: (
+        {n: v for n, v in (cursor(number) | damaged).items() if n in damaged or n not in change}
+        if number == numbers[0]
+        else cursor(number)
+    )
+    assert [number for number, *_ in setups.checkpoints(encoders, kept, 1)] == numbers[1:]
+    assert f"checkpoints/{numbers[0]} is unusable (cursor: " in caplog.text
