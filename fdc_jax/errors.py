@@ -6,6 +6,7 @@ Imported before JAX, which takes seconds, so that a signal counts from the start
 import argparse
 import contextlib
 import difflib
+import io
 import logging
 import os
 import re
@@ -19,6 +20,9 @@ from typing import Any, NoReturn, Self
 
 _LIBRARIES = re.compile(rf"site-packages|<frozen|^{re.escape(str(Path(__file__).parent))}")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# Characters that no name may have: they move the cursor of a terminal, end a line, reverse the
+# direction of writing, or cannot be encoded.
+CONTROL = "\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 
 
 class InputError(ValueError):
@@ -81,6 +85,11 @@ def line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0].strip()[:200] or type(error).__name__
 
 
+def escaped(text: str) -> str:
+    """Returns a text with its control characters escaped, for a terminal or a table."""
+    return re.sub(f"[{CONTROL}]", lambda match: match[0].encode("unicode_escape").decode(), text)
+
+
 def place(error: BaseException) -> str:
     """Returns the file and line, outside of libraries, where an exception arose, and its line."""
     if isinstance(error, InputError):
@@ -111,12 +120,19 @@ def counted(number: float, noun: str) -> str:
     return f"{number:,.0f} {noun if round(number) == 1 else plural}"
 
 
+class _OneLine(logging.Formatter):
+    """Formats a record without control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escaped(super().format(record))
+
+
 @contextlib.contextmanager
 def plain_warnings(title: str, level: int = logging.WARNING) -> Iterator[None]:
     """Prints warnings of the package as lines on standard error, each once."""
     said: dict[str, logging.LogRecord] = {}  # all calibrators of one head would warn of it
     handler, logger = logging.StreamHandler(), logging.getLogger("fdc_jax")
-    handler.setFormatter(logging.Formatter(f"{title}: %(levelname)s: %(message)s"))
+    handler.setFormatter(_OneLine(f"{title}: %(levelname)s: %(message)s"))
     handler.setLevel(level)
     handler.addFilter(lambda record: said.setdefault(record.getMessage(), record) is record)
     before, logger.propagate = logger.propagate, False
@@ -170,6 +186,9 @@ class Ending:
         self._show_traceback = show_traceback
 
     def __enter__(self) -> Self:
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):  # of any encoding: a name must not end a run
+                stream.reconfigure(errors="backslashreplace")
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
@@ -185,7 +204,7 @@ class Ending:
             if self._show_traceback or not known:
                 traceback.print_exception(error)
             if text and not self.silent:
-                print(f"{self.title}: {text}", file=sys.stderr, flush=True)
+                print(f"{self.title}: {escaped(text)}", file=sys.stderr, flush=True)
             # Python would try again to write the buffer of a closed or full stream.
             if isinstance(error, OSError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

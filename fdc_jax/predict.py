@@ -38,8 +38,8 @@ from fdc_jax.data import folder
 from fdc_jax.data.batches import EvaluationBatches
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.data.dataset import Dataset
-from fdc_jax.errors import InputError, Program, counted
-from fdc_jax.machine.files import check_writable_file, write_atomically, write_text
+from fdc_jax.errors import InputError, Program, counted, escaped
+from fdc_jax.machine.files import check_writable_file, csv_text, write_atomically, write_text
 from fdc_jax.report import pictures
 from fdc_jax.run.progress import Progress
 from fdc_jax.run.saved import Run
@@ -354,7 +354,7 @@ def _text(table: pd.DataFrame, path: str, header: bool) -> str:
     if path.endswith(".jsonl"):
         text = str(table.to_json(orient="records", lines=True, force_ascii=False))
         return text.replace("\\/", "/")  # pandas escapes slashes, for pages of HTML
-    return table.to_csv(index=False, header=header, float_format="%.6g")
+    return csv_text(table, index=False, header=header, float_format="%.6g")
 
 
 def _print_summary(
@@ -362,7 +362,12 @@ def _print_summary(
 ) -> None:
     """Prints the first predictions, and a line that counts the others."""
     names = ("image", "class", "confidence", "unlike_learned", "task", "score", "raw_class")
-    print(table[[name for name in names if name in table]].to_string(index=False))
+    shown = table[[name for name in names if name in table]]
+    print(
+        shown.map(lambda cell: escaped(cell) if isinstance(cell, str) else cell).to_string(
+            index=False
+        )
+    )
     left = counts["images"] - len(table)
     more = f"{left:,} more; " if left else ""
     unlike = f"{counts['unlike']:,} unlike anything learned; " if "confidence" in table else ""

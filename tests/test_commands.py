@@ -171,3 +171,21 @@ def test_a_wheel_works_outside_of_the_checkout(wheel, tmp_path, cache):
     for features in ("runs/digits/features", "example"):
         fdc("posthoc", features, "--output=again.npz", "--quiet")
         assert (tmp_path / "again.json").exists()
+
+
+def test_texts_of_others_are_escaped_and_fit_any_encoding():
+    script = (
+        "import logging\n"
+        "from fdc_jax.errors import Ending, InputError, plain_warnings\n"
+        "with Ending('t') as ending, plain_warnings('t'):\n"
+        "    print('caf\\u00e9')\n"
+        "    logging.getLogger('fdc_jax').warning('a\\x1b[31mb\\nc')\n"
+        "    raise InputError('d\\x1b[31m\\ne')\n"
+        "assert ending.code == 2\n"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, check=True
+    )
+    assert done.stdout == b"caf\\xe9\n"
+    assert done.stderr.splitlines() == [b"t: WARNING: a\\x1b[31mb\\nc", b"t: d\\x1b[31m\\ne"]

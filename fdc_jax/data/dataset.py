@@ -14,6 +14,7 @@ from jaxtyping import Int
 from PIL import Image
 
 from fdc_jax.data import images
+from fdc_jax.errors import InputError, escaped
 
 # Accepted names of a split for testing, by preference.
 TEST_NAMES = ("test", "val", "validation")
@@ -33,6 +34,14 @@ class Dataset:
     read: Callable[[int], bytes | Image.Image]
     upright: bool = False  # whether to turn images as their EXIF data say
     pixel_hashes: Callable[[], Sequence[bytes]] = tuple  # `images.pixels_sha256` per image
+
+    def __post_init__(self) -> None:
+        for name in self.class_names:
+            if escaped(name) != name:
+                raise InputError(
+                    f"{self.name}: expected class names without control characters, found "
+                    f"'{escaped(name)}'"
+                )
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -20,7 +21,7 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import ArrayLike
 
-from fdc_jax.errors import InputError
+from fdc_jax.errors import InputError, escaped
 
 _log = logging.getLogger(__name__)
 
@@ -170,6 +171,24 @@ def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes a text in UTF-8, whole or not at all; what UTF-8 lacks is escaped."""
     with write_atomically(path) as file:
         file.write(text.encode("utf-8", "backslashreplace"))
+
+
+def csv_text(frame: Any, **options: Any) -> str:
+    """Returns a pandas frame as CSV that a spreadsheet shows and does not execute.
+
+    Text that a spreadsheet takes for a formula gets an apostrophe before it; control characters are
+    escaped. Options are those of `to_csv`.
+    """
+
+    def cell(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        formula = value[:1] in tuple("=+-@\t\r") and not re.fullmatch(r"[-+\d.,%±() ]+", value)
+        return f"'{escaped(value)}" if formula else escaped(value)
+
+    safe = frame.rename(index=cell, columns=cell)
+    texts = safe.select_dtypes(exclude=["number", "bool"]).columns
+    return safe.assign(**{name: safe[name].map(cell) for name in texts}).to_csv(**options)
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from fdc_jax import learners
 from fdc_jax.calibration import FDC
-from fdc_jax.machine.files import read_json, write_text
+from fdc_jax.machine.files import csv_text, read_json, write_text
 from fdc_jax.report import formatting, frames, paper, quantities, runs
 from fdc_jax.report.formatting import number
 from fdc_jax.report.runs import Group
@@ -65,9 +65,9 @@ class Table(NamedTuple):
     def write(self, folder: Path) -> None:
         """Writes `<name>.csv` and `.tex` into a folder."""
         content = (
-            self.frame.to_csv()
+            csv_text(self.frame)
             if self.numbers is None
-            else self.numbers.convert_dtypes().to_csv(index=False)
+            else csv_text(self.numbers.convert_dtypes(), index=False)
         )
         write_text(folder / f"{self.name}.csv", content)
         write_text(folder / f"{self.name}.tex", self.to_latex())

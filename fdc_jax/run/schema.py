@@ -9,18 +9,15 @@ from typing import Annotated, Any, NotRequired, TypedDict
 import msgspec
 from msgspec import Meta
 
-from fdc_jax.errors import InputError
+from fdc_jax.errors import CONTROL, InputError
 from fdc_jax.machine.files import printable
 
 Count = Annotated[int, Meta(ge=0, le=2**53)]
 Positive = Annotated[int, Meta(ge=1, le=2**53)]
 Percent = Annotated[float, Meta(ge=0, le=100.001)]  # means of 100 may exceed it by rounding
 Measured = Annotated[float, Meta(ge=0, le=1e15)]  # seconds and the like
-# Text that a terminal, a table or a page may show: no control characters, which could move the
-# cursor, and none that reverse the direction of writing.
-Name = Annotated[
-    str, Meta(pattern="^[^\\x00-\\x1f\\x7f-\\x9f\u2028-\u202e\u2066-\u2069]*$", max_length=1000)
-]
+# Text that a terminal, a table or a page may show.
+Name = Annotated[str, Meta(pattern=f"^[^{CONTROL}]*$", max_length=1000)]
 Checksum = Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
 Accuracies = dict[Name, Percent]
 

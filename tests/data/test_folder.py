@@ -218,3 +218,13 @@ def test_a_folder_that_cannot_be_read_is_not_passed_over(divided, opened, monkey
         opened(divided)
     with pytest.raises(PermissionError, match="train/ant"):
         folder.find_images(divided / "train" / "ant")
+
+
+@pytest.mark.parametrize("name", ["a\x1b[31mb", "a\nb", "a\tb", "a\u202eb"])
+def test_class_names_have_no_control_characters(tmp_path, name):
+    for split in ("train", "test"):
+        (tmp_path / split / name).mkdir(parents=True)
+        Image.new("RGB", (4, 4)).save(tmp_path / split / name / "0.png")
+    with pytest.raises(InputError, match=r"expected class names without control .* 'a\\") as raised:
+        folder.open_folder(tmp_path, "mine", tmp_path / "cache")
+    assert str(raised.value).isprintable()

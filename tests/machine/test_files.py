@@ -6,11 +6,13 @@ import os
 import threading
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from fdc_jax.errors import InputError
 from fdc_jax.machine.files import (
     check_writable_folder,
+    csv_text,
     locked,
     read_npy,
     read_npz,
@@ -77,6 +79,27 @@ def test_one_flipped_bit_in_an_archive_is_noticed(tmp_path):
     path.write_bytes(content)
     with pytest.raises(InputError, match=r"x.npz: a: not a readable .npz file: it is damaged"):
         read_npz(path)
+
+
+@pytest.mark.parametrize(
+    ("cell", "written"),
+    [
+        ("=HYPERLINK(1).png", "'=HYPERLINK(1).png"),
+        ("+x", "'+x"),
+        ("-1+cmd|' /C calc'!A0", "\"'-1+cmd|' /C calc'!A0\""),
+        ("@SUM(1)", "'@SUM(1)"),
+        ("\tx", "'\\tx"),
+        ("\r=x", "'\\r=x"),
+        ("a\x1b[31m\n", "a\\x1b[31m\\n"),
+        ("-0.5", "-0.5"),
+        ("+0.21 ± 0.10", "+0.21 ± 0.10"),
+        ("oak - 2", "oak - 2"),
+    ],
+)
+def test_a_cell_of_a_table_is_never_a_formula(cell, written):
+    written = written.strip('"')
+    frame = pd.DataFrame({"name": [cell], cell: [-1.5]}, index=pd.Index([cell], name="row"))
+    assert csv_text(frame) == f"row,name,{written}\n{written},{written},-1.5\n"
 
 
 # Locks --------------------------------------------------------------------------------------------
