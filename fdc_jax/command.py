@@ -131,7 +131,9 @@ def main(stop: StopRequest, argv: list[str]) -> int:
         from fdc_jax.run import seeds
 
         level = logging.ERROR if FLAGS.quiet else logging.WARNING
-        config, workdir = FLAGS.config, FLAGS.workdir or f"runs/{_name(FLAGS.config)}"
+        config, workdir = FLAGS.config, FLAGS.workdir
+        if workdir is None:
+            workdir = f"runs/{_name(config)}"
         devices.keep_freed_memory()
         with errors.plain_warnings(TITLE, level), processes.joined(FLAGS.distributed, ending):
             if FLAGS.dry_run:

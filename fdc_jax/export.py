@@ -25,6 +25,7 @@ from fdc_jax.calibration import Calibrator
 from fdc_jax.errors import InputError, Program, counted
 from fdc_jax.machine.files import (
     check_writable_folder,
+    named_path,
     sha256,
     write_folder_atomically,
     write_json,
@@ -62,7 +63,7 @@ def write(
         InputError: the folder exists or cannot be written, the run is not finished, or a part of it
             is missing, damaged or of another run.
     """
-    output = Path(output)
+    output = named_path("OUT", output)
     if output.exists() or output.is_symlink():
         raise InputError(f"{output}: exists already; name a folder that does not")
     check_writable_folder("OUT", output.absolute().parent)

@@ -39,7 +39,13 @@ from fdc_jax.data.batches import EvaluationBatches
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.data.dataset import Dataset
 from fdc_jax.errors import InputError, Program, counted, escaped
-from fdc_jax.machine.files import check_writable_file, csv_text, write_atomically, write_text
+from fdc_jax.machine.files import (
+    check_writable_file,
+    csv_text,
+    named_path,
+    write_atomically,
+    write_text,
+)
 from fdc_jax.report import pictures
 from fdc_jax.run.progress import Progress
 from fdc_jax.run.saved import Run
@@ -228,7 +234,7 @@ def _named(images: Any) -> Iterator[tuple[str, Any]]:
 def _flattened(images: Any) -> Iterator[Path | np.ndarray | Image.Image]:
     """Yields images one by one, from paths, folders, arrays, images of Pillow or all of these."""
     if isinstance(images, str | os.PathLike):
-        path = Path(images)
+        path = named_path("image", images)
         if not path.exists():
             raise InputError(f"{path}: no such image or folder")
         yield from folder.find_images(path) if path.is_dir() else [path]
@@ -287,9 +293,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     """Runs the parsed command."""
-    check_writable_file("--output", options.output, ".csv", ".jsonl")
+    options.output = str(check_writable_file("--output", options.output, ".csv", ".jsonl"))
     if options.html is not None:
-        check_writable_file("--html", options.html, ".html")
+        options.html = str(check_writable_file("--html", options.html, ".html"))
         report.require_packages()
     run = fdc_jax.open_run(options.workdir, weights=options.weights, learner=options.learner)
     predictions = Predictions(run, options.images, options.top, options.method)

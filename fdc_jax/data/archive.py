@@ -9,7 +9,7 @@ import zipfile
 from pathlib import Path
 
 from fdc_jax.errors import InputError
-from fdc_jax.machine.files import write_folder_atomically
+from fdc_jax.machine.files import foreign, open_regular, write_folder_atomically
 
 _SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz")
 
@@ -64,8 +64,9 @@ def names(path: Path) -> list[str]:
 
 
 def _extract(archive: Path, destination: Path) -> None:
-    with open(archive, "rb") as file:
-        starts_as_zip = file.read(4) == b"PK\x03\x04"
+    with open_regular(archive) as file:
+        start = file.read(1024)
+    starts_as_zip = start.startswith(b"PK\x03\x04")
     if starts_as_zip or zipfile.is_zipfile(archive):
         with zipfile.ZipFile(archive) as packed:
             packed.extractall(destination)
@@ -73,4 +74,8 @@ def _extract(archive: Path, destination: Path) -> None:
         with tarfile.open(archive) as packed:
             packed.extractall(destination, filter="data")
     else:
-        raise InputError(f"{archive}: expected a folder, or a zip or tar archive of one")
+        found = foreign(start)
+        raise InputError(
+            f"{archive}: expected a folder, or a zip or tar archive of one"
+            + f"; {found}" * bool(found)
+        )

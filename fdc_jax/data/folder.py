@@ -22,7 +22,7 @@ from tqdm import tqdm
 from fdc_jax.data import benchmarks, images
 from fdc_jax.data.dataset import Dataset, default_workers, split_name
 from fdc_jax.errors import InputError, counted
-from fdc_jax.machine.files import read_object, write_json
+from fdc_jax.machine.files import open_regular, read_object, write_json
 
 _log = logging.getLogger(__name__)
 
@@ -216,7 +216,8 @@ def content(path: Path) -> bytes:
         InputError: the file cannot be read.
     """
     try:
-        return path.read_bytes()
+        with open_regular(path) as file:
+            return file.read()
     except OSError as error:
         raise InputError(f"{path}: cannot read: {error.strerror}") from error
 

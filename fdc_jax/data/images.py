@@ -18,6 +18,7 @@ from jaxtyping import Float, UInt8
 from PIL import ExifTags, Image
 
 from fdc_jax.errors import InputError, line
+from fdc_jax.machine.files import foreign
 
 with contextlib.suppress(ImportError):
     import pillow_heif  # pyright: ignore[reportMissingImports]
@@ -80,6 +81,8 @@ def decode(encoded: bytes | Image.Image, description: str, upright: bool = False
         reason = line(error)
         if isinstance(error, Image.UnidentifiedImageError):
             reason = "not a known image format"
+            if isinstance(encoded, bytes):
+                reason = foreign(encoded[:1024]) or reason
             if isinstance(encoded, bytes) and encoded[4:11] == b"ftyphei" and not HEIC:
                 reason = "HEIC needs a package: pip install pillow-heif"
         raise InputError(f"{description}: cannot decode this image: {reason}") from error

@@ -42,7 +42,7 @@ from numpy.typing import ArrayLike
 from fdc_jax import heads
 from fdc_jax.calibration import inputs
 from fdc_jax.errors import InputError, did_you_mean, nearest
-from fdc_jax.machine.files import read_folder, read_npy, read_npz, write_npy
+from fdc_jax.machine.files import named_path, read_folder, read_npy, read_npz, write_npy
 
 _TYPES: dict[str, Any] = {kind: of_kind for of_kind, kind in heads.KINDS.items()}
 _HEAD = ("head_weight", "head_bias", "head_scale")
@@ -127,7 +127,7 @@ def load(path: str | os.PathLike[str]) -> FeatureSet:
             rows of several tasks; two tasks share a label; a test label belongs to no task. The
             message is one line with the file and the array.
     """
-    path = Path(path)
+    path = named_path("features", path)
     arrays = read_folder(path) if path.is_dir() else read_npz(path)
     # NumPy writes bfloat16 as two bytes without a type.
     untyped = {name: array for name, array in arrays.items() if array.dtype == "V2"}

@@ -256,7 +256,7 @@ def check_writable_folder(flag: str, folder: str | os.PathLike[str]) -> None:
 
     The line names the flag that named the folder, such as `--output`, and the obstacle.
     """
-    path = Path(folder).absolute()
+    path = named_path(flag, folder).absolute()
     existing = next(it for it in (path, *path.parents) if os.path.exists(it))
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise InputError(f"{flag}={folder}: expected a folder to write in, found {existing}")
@@ -267,7 +267,7 @@ def check_writable_file(flag: str, path: str | os.PathLike[str], *suffixes: str)
 
     The InputError names the flag, as that of `check_writable_folder` does.
     """
-    path = Path(path)
+    path = named_path(flag, path)
     if path.suffix not in suffixes or path.is_dir():
         ends = " or ".join(suffixes)
         raise InputError(f"{flag}: expected a file that ends in {ends}, found {path}")

@@ -14,7 +14,7 @@ from fdc_jax.calibration import METHODS
 from fdc_jax.errors import InputError, Program, counted, did_you_mean
 from fdc_jax.features import feature_files
 from fdc_jax.machine import devices
-from fdc_jax.machine.files import check_writable_file, user_cache, write_json, write_npz
+from fdc_jax.machine.files import check_writable_file, named_path, user_cache, write_json, write_npz
 from fdc_jax.posthoc import methods
 
 # Settings of all methods with their defaults. RanPAC and AnaCP take minutes with their own number
@@ -131,9 +131,11 @@ def _output(options: argparse.Namespace) -> Path | None:
     for flag, path in (("--output", options.output), ("--calibrator", options.calibrator)):
         if path is None:
             continue
-        if check_writable_file(flag, path, ".npz").resolve() == Path(options.features).resolve():
+        written = check_writable_file(flag, path, ".npz")
+        if written.resolve() == named_path("features", options.features).resolve():
             raise InputError(f"{flag}: {path} is the feature file itself")
-    return None if options.output is None else Path(options.output)
+        setattr(options, flag.strip("-"), written)
+    return options.output
 
 
 def _write_predictions(path: Path, scores: calibration.Scores, raw: calibration.Scores) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fdc_jax.errors import InputError, counted
-from fdc_jax.machine.files import check_writable_folder, write_text
+from fdc_jax.machine.files import check_writable_folder, named_path, write_text
 
 
 def require_packages() -> None:
@@ -62,7 +62,7 @@ def write(
         if not quiet:
             print(f"fdc_jax.report: {text}", file=sys.stderr, flush=True)
 
-    folder, hidden = Path(output), quiet or not sys.stderr.isatty()
+    folder, hidden = named_path("--output", output), quiet or not sys.stderr.isatty()
     check_writable_folder("--output", folder)
     # Everything that the caller gave is read before anything is computed.
     compared = {reference.name_of(path): (path, reference.read(path)) for path in references}

@@ -15,7 +15,7 @@ from jaxtyping import Int
 from fdc_jax import evaluation, learners
 from fdc_jax.data.benchmarks import BENCHMARKS
 from fdc_jax.errors import InputError, counted
-from fdc_jax.machine.files import write_json
+from fdc_jax.machine.files import named_path, write_json
 from fdc_jax.report import baselines, paper, quantities
 from fdc_jax.run.configuration import NOT_COMPARED
 from fdc_jax.run.saved import open_run
@@ -152,7 +152,8 @@ def load(
     """
     skipped: list[Skipped] = []
     opened: dict[tuple[str, int], Any] = {}
-    given = [folder for path in map(Path, paths) for folder in _runs_in(path) or [path]]
+    named = [named_path("run", path) for path in paths]
+    given = [folder for path in named for folder in _runs_in(path) or [path]]
     folders = {os.path.realpath(path): path for path in given}
     for path in folders.values():
         try:

@@ -8,7 +8,7 @@ from typing import Any
 from fdc_jax.data.task_stream import Known
 from fdc_jax.errors import InputError
 from fdc_jax.machine import processes
-from fdc_jax.machine.files import read_json
+from fdc_jax.machine.files import named_path, read_json
 from fdc_jax.run import configuration, schema
 from fdc_jax.run.schema import CLASSES, PLANNED
 
@@ -17,7 +17,7 @@ class RunPaths:
     """Paths of the files in the work directory of one seed, and their JSON."""
 
     def __init__(self, folder: str | os.PathLike[str]):
-        self.folder = Path(folder)
+        self.folder = named_path("run directory", folder)
         self.checkpoints_folder = self.folder / "checkpoints"
         self.features_folder = self.folder / "features"  # in the form that `fdc_jax.posthoc` reads
         self.config_file = self.folder / "config.json"

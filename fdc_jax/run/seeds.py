@@ -21,7 +21,7 @@ from fdc_jax.errors import (
 )
 from fdc_jax.machine import devices, processes
 from fdc_jax.machine.checkpoint import Checkpoints
-from fdc_jax.machine.files import check_writable_folder, locked
+from fdc_jax.machine.files import check_writable_folder, locked, named_path
 from fdc_jax.run import configuration, estimate, experiment, results
 from fdc_jax.run import setup as setups
 from fdc_jax.run.configuration import Config
@@ -49,7 +49,7 @@ def run(
         stop.agree = processes.Agreement()
     configuration.validate(config)
     folders, quiet = folders_of(config, workdir), quiet or not processes.is_first()
-    _check_workdir(Path(workdir), len(folders) > 1)
+    _check_workdir(named_path("--workdir", workdir), len(folders) > 1)
     stop.poll()
     with _explained(config), contextlib.ExitStack() as held:
         sizes = configuration.flatten(config)["classes_per_task"]
@@ -76,7 +76,7 @@ def check(config: Config, workdir: str, quiet: bool = False) -> str:
     """
     configuration.validate(config)
     folders = folders_of(config, workdir)
-    _check_workdir(Path(workdir), len(folders) > 1)
+    _check_workdir(named_path("--workdir", workdir), len(folders) > 1)
     with _explained(config):
         sizes = configuration.flatten(config)["classes_per_task"]
         setup = setups.build(config, quiet, known_classes(list(folders.values()), sizes))
@@ -90,7 +90,7 @@ def check(config: Config, workdir: str, quiet: bool = False) -> str:
 
 def folders_of(config: Config, workdir: str) -> dict[int, Path]:
     """Returns the folder of each seed: the work directory, or of several seeds `seed_N` in it."""
-    folder, several = Path(workdir), len(config.seed) > 1
+    folder, several = named_path("--workdir", workdir), len(config.seed) > 1
     return {seed: folder / f"seed_{seed}" if several else folder for seed in config.seed}
 
 

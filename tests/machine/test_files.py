@@ -4,24 +4,33 @@ import errno
 import fcntl
 import os
 import threading
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from configs import digits
+from fdc_jax import open_run, predict
+from fdc_jax.data import archive, folder, images
 from fdc_jax.errors import InputError
+from fdc_jax.features import feature_files
 from fdc_jax.machine.files import (
     check_writable_folder,
     csv_text,
     locked,
+    named_path,
+    read_json,
     read_npy,
     read_npz,
     read_safetensors,
+    sha256,
     write_atomically,
     write_npy,
     write_npz,
     write_safetensors,
 )
+from fdc_jax.run import seeds
 
 
 def test_the_file_appears_when_the_block_ends(tmp_path):
@@ -156,3 +165,37 @@ def test_a_folder_that_cannot_be_made_is_refused_before_any_work(tmp_path):
     check_writable_folder("--output", tmp_path / "new" / "folder")
     with pytest.raises(InputError, match=r"^--output=.*: expected a folder to write in, found "):
         check_writable_folder("--output", tmp_path / "file" / "below")
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device", "folder"])
+def test_only_regular_files_are_opened(tmp_path, kind):
+    path = Path("/dev/zero") if kind == "device" else tmp_path / "x"
+    if kind != "device":
+        os.mkfifo(path) if kind == "FIFO" else path.mkdir()
+    for read in (read_json, read_npy, read_npz, read_safetensors, sha256, folder.content):
+        with pytest.raises(InputError, match=f"^{path}: .*regular file"):
+            read(path)
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path):
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
+    (tmp_path / "x").write_text(text)
+    for read in (read_npy, read_npz, read_safetensors):
+        with pytest.raises(InputError, match="it is a pointer of Git LFS: run git lfs pull"):
+            read(tmp_path / "x")
+    with pytest.raises(InputError, match="it is a pointer of Git LFS: run git lfs pull"):
+        images.decode(folder.content(tmp_path / "x"), "x")
+    with pytest.raises(InputError, match="it is a pointer of Git LFS: run git lfs pull"):
+        archive.unpack(tmp_path / "x", tmp_path / "cache")
+
+
+def test_a_path_has_its_home_expanded_and_is_not_empty(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert named_path("--output", "~/a") == tmp_path / "a"
+    for use in (open_run, feature_files.load, lambda path: [*predict._named(path)]):
+        with pytest.raises(InputError, match="expected a path, found none"):
+            use("")
+    with pytest.raises(InputError, match="--workdir: expected a path, found none"):
+        seeds.folders_of(digits.get_config(), "")
+    with pytest.raises(InputError, match=f"^{tmp_path}/a: expected the work directory"):
+        open_run("~/a")
