@@ -59,9 +59,15 @@ for _name, _text in (
 
 # Fields of all runs; the table of logit standardisation needs `ls`.
 _FIELDS = {"--config.calibrators": "fdc,gaussians,ls", "--config.report": "False"}
-# The program of a run; Linux ends it by SIGTERM, at which it saves, if its parent dies.
-_PROGRAM = """import ctypes, sys
-sys.platform == "linux" and ctypes.CDLL(None).prctl(1, 15)
+# The program of a run, which saves and ends if its parent dies. Linux tells it once for each thread
+# of the parent, and a second SIGTERM would end it at once.
+_PROGRAM = """import ctypes, os, signal, sys
+def end(*_):
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    os.kill(os.getpid(), signal.SIGTERM)
+if sys.platform == "linux":
+    signal.signal(signal.SIGUSR1, end)
+    ctypes.CDLL(None).prctl(1, signal.SIGUSR1)  # PR_SET_PDEATHSIG
 from fdc_jax.__main__ import main
 main()"""
 _PACKAGES = str(Path(__file__).parents[1])

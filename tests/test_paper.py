@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -179,3 +180,21 @@ def test_a_failing_run_is_named_and_stops_no_other(tmp_path, cache):
     assert line.startswith("fdc_jax.paper: failed with code 2: Digits, ")
     assert "ZeroDivisionError" in line
     small_runs.results(tmp_path / "digits" / "cumulative_lora" / "seed_1")
+
+
+@pytest.mark.ci
+def test_ray_repeats_the_run_of_a_worker_that_dies(tmp_path, cache):
+    pytest.importorskip("ray", reason="needs Ray: pip install 'fdc_jax[ray]'")
+    folders = [tmp_path / "digits" / name / "seed_1" for name in ("cumulative_lora", "sd_lora")]
+    driver = start(tmp_path, cache, "--seeds=1", "--ray", "--ray_gpus=0")
+    small_runs.wait_for(folders[0], "training", driver)
+    worker = int((folders[0] / ".worker").read_text().split()[1])
+    assert worker != driver.pid
+    os.kill(worker, signal.SIGKILL)
+    _, errors = small_runs.finish(driver)
+    assert len(commands(folders[0])) == 2 and len(commands(folders[1])) == 1
+    assert "stopped by SIGTERM" in (folders[0] / "log.txt").read_text()
+    for folder in folders:
+        small_runs.results(folder)
+        small_runs.nothing_done_twice(folder)
+    assert "0 runs left" in errors
